@@ -1,0 +1,1 @@
+"""How the embedded pair was trained: corpus, optimiser loop, distillation."""

@@ -1,0 +1,226 @@
+"""The optimiser loop of the embedded pair: resumable, with a log that survives kills.
+
+A run is a pure function of its `Recipe` and its data: batches depend on the step
+alone, and a checkpoint holds everything else, so a killed and resumed run writes the
+same losses as an undisturbed one.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from rich import progress
+
+from experiments.pair import corpus
+from spec_jax.model import config as config_lib, params as params_lib, sequence
+
+Loss = Callable[[params_lib.Params, jax.Array], jax.Array]
+"""`(params, tokens [B, T + 1]) -> mean loss per token, nats`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides a training run beside its data."""
+
+    steps: int
+    batch_size: int = 8
+    learning_rate: float = 0.02  # Muon, for the matrices of the layers
+    adam_learning_rate: float = 0.003  # embedding and norms
+    warmup_steps: int = 20
+    eval_every: int = 50
+    save_every: int = 25
+    seed: int = 0
+
+
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Muon for the layers' matrices, Adam for the rest; cosine schedules."""
+
+    def schedule(peak: float) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(
+            0.0, peak, min(recipe.warmup_steps, recipe.steps // 2), recipe.steps
+        )
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.contrib.muon(
+            schedule(recipe.learning_rate),
+            adam_learning_rate=schedule(recipe.adam_learning_rate),
+            adam_b2=0.98,
+            muon_weight_dimension_numbers=_muon_matrices,
+        ),
+    )
+
+
+def _muon_matrices(params: params_lib.Params) -> params_lib.Params:
+    """Marks the `[out, in]` matrices of the layers; None means Adam."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    layer = params_lib.LayerParams(
+        input_norm=None,
+        qkv=matrix,
+        q_norm=None,
+        k_norm=None,
+        attention_out=matrix,
+        mlp_norm=None,
+        gate_up=matrix,
+        down=matrix,
+    )
+    return params_lib.Params(
+        embed=None,
+        layers=(layer,) * len(params.layers),
+        final_norm=None,
+        lm_head=None,
+    )
+
+
+def text_loss(
+    config: config_lib.Qwen3Config, params: params_lib.Params, tokens: jax.Array
+) -> jax.Array:
+    """Cross-entropy of the next token, nats."""
+    logits = sequence.logits(params, config, tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def distillation_loss(
+    config: config_lib.Qwen3Config,
+    teacher: params_lib.Params,
+    teacher_config: config_lib.Qwen3Config,
+    params: params_lib.Params,
+    tokens: jax.Array,
+) -> jax.Array:
+    """Cross-entropy of the draft against the target's distribution, nats.
+
+    Up to the target's entropy, a constant, this is the forward KL divergence.
+    """
+    targets = jax.nn.softmax(sequence.logits(teacher, teacher_config, tokens[:, :-1]))
+    logits = sequence.logits(params, config, tokens[:, :-1])
+    return optax.softmax_cross_entropy(logits, targets).mean()
+
+
+def held_out_loss(
+    loss: Loss, params: params_lib.Params, data: np.ndarray, *, batch_size: int
+) -> float:
+    """Mean loss over `data [windows, T + 1]`, whole batches only."""
+    num_batches = len(data) // batch_size
+    parts = [
+        loss(params, data[i * batch_size : (i + 1) * batch_size])
+        for i in range(num_batches)
+    ]
+    return float(np.mean([float(part) for part in parts]))
+
+
+@functools.partial(jax.jit, static_argnames=("loss", "transform"), donate_argnums=(0,))
+def _step(state, tokens, *, loss, transform):
+    value, grads = jax.value_and_grad(loss)(state["params"], tokens)
+    updates, opt_state = transform.update(grads, state["opt_state"], state["params"])
+    return {
+        "params": optax.apply_updates(state["params"], updates),
+        "opt_state": opt_state,
+        "step": state["step"] + 1,
+    }, value
+
+
+def run(
+    name: str,
+    recipe: Recipe,
+    init: params_lib.Params,
+    loss: Loss,
+    data: np.ndarray,
+    held_out: np.ndarray,
+    folder: pathlib.Path,
+    *,
+    stop_after: int | None = None,
+) -> params_lib.Params:
+    """Trains from `init`, or from the newest checkpoint in `folder`.
+
+    Writes `folder/log.jsonl`, one line a step (`step`, `loss`, and every
+    `eval_every` steps `held_out_loss`).
+
+    Args:
+      loss: hashable by identity; traced once.
+      stop_after: stops after this step, as if killed (tests resumption).
+
+    Returns:
+      The parameters after the last step that was run.
+    """
+    transform = optimizer(recipe)
+    state = {
+        "params": init,
+        "opt_state": transform.init(init),
+        "step": jnp.int32(0),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    with ocp.CheckpointManager(
+        (folder / "checkpoints").absolute(), options=options
+    ) as manager:
+        if manager.latest_step() is not None:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+            state = manager.restore(
+                manager.latest_step(), args=ocp.args.StandardRestore(abstract)
+            )
+        first = int(state["step"])
+        evaluate = jax.jit(loss)
+        bar = progress.Progress(
+            progress.TextColumn(f"{name} {{task.description}}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+        )
+        with _open_log(folder / "log.jsonl", first) as log, bar:
+            task = bar.add_task("", total=recipe.steps, completed=first)
+            for step in range(first, recipe.steps):
+                tokens = corpus.batch(
+                    data, size=recipe.batch_size, step=step, seed=recipe.seed
+                )
+                started = time.perf_counter()
+                state, value = _step(state, tokens, loss=loss, transform=transform)
+                row = {"step": step, "loss": float(value)}
+                row["tokens_per_s"] = round(
+                    tokens[:, 1:].size / (time.perf_counter() - started)
+                )
+                last = step + 1 == recipe.steps
+                if last or (step + 1) % recipe.eval_every == 0:
+                    row["held_out_loss"] = held_out_loss(
+                        evaluate,
+                        state["params"],
+                        held_out,
+                        batch_size=recipe.batch_size,
+                    )
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+                bar.update(task, advance=1, description=f"loss {row['loss']:.3f}")
+                if last or (step + 1) % recipe.save_every == 0:
+                    manager.save(step + 1, args=ocp.args.StandardSave(state))
+                if step + 1 == stop_after:
+                    break
+    return state["params"]
+
+
+def _open_log(path: pathlib.Path, first_step: int):
+    """Opens the log for appending, without the lines past the checkpoint."""
+    kept = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                break  # The line that the kill cut in half.
+            if row["step"] < first_step:
+                kept.append(line)
+    path.write_text("".join(line + "\n" for line in kept))
+    return path.open("a", encoding="utf-8")
+
+
+def last_held_out_loss(folder: pathlib.Path) -> float:
+    """The newest held-out loss in a run's log."""
+    rows = [json.loads(line) for line in (folder / "log.jsonl").open(encoding="utf-8")]
+    return [row["held_out_loss"] for row in rows if "held_out_loss" in row][-1]

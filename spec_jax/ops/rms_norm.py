@@ -1,0 +1,21 @@
+"""RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from spec_jax.typing import typed
+
+
+@typed
+def rms_norm(
+    x: Float[Array, "*rows D"], weight: Float[Array, " D"], *, eps: float
+) -> Float[Array, "*rows D"]:
+    """Normalises the last axis in float32, in Hugging Face's order of roundings.
+
+    The normalised value is cast back to `x.dtype` *before* it is multiplied by the
+    weight, as `Qwen3RMSNorm` does.
+    """
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * weight

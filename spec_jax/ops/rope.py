@@ -1,0 +1,84 @@
+"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+
+The rotate-half form that Qwen3 checkpoints use: element `i` of a head pairs with
+element `i + H/2`. Angles are float32; cosines and sines are cast to the activation's
+dtype before the products, as Hugging Face does.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from spec_jax.typing import typed
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """`theta ** (-2i / H)` for `i < H/2`, float32 `[H/2]`."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return (1.0 / np.float32(theta) ** exponent).astype(np.float32)
+
+
+def yarn_inverse_frequencies(
+    head_dim: int,
+    theta: float,
+    *,
+    factor: float,
+    original_length: int,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+) -> np.ndarray:
+    """NTK-by-parts interpolation of YaRN (https://arxiv.org/abs/2309.00071, 3.2).
+
+    Dimensions that turn more than `beta_fast` times over the original length keep
+    their frequency, those that turn less than `beta_slow` times are slowed down by
+    `factor`, and a linear ramp joins the two.
+    """
+
+    def dimension_of(turns: float) -> float:
+        wavelength = original_length / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low, high = dimension_of(beta_fast), dimension_of(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # As Hugging Face: keeps the ramp finite.
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low)
+    kept = 1.0 - np.clip(ramp, 0, 1).astype(np.float32)
+    plain = inverse_frequencies(head_dim, theta)
+    return (plain / factor * (1 - kept) + plain * kept).astype(np.float32)
+
+
+def yarn_attention_factor(
+    factor: float, mscale: float | None, mscale_all_dim: float | None
+) -> float:
+    """The scale of cosines and sines, `0.1 ln(factor) + 1` by default."""
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if mscale and mscale_all_dim:
+        return scale(mscale) / scale(mscale_all_dim)
+    return scale(1.0)
+
+
+@typed
+def rope(
+    x: Float[Array, "*rows heads H"],
+    positions: Int[Array, "*rows"],
+    inv_freq: Float[Array, " half"],
+    *,
+    scale: float,
+) -> Float[Array, "*rows heads H"]:
+    """Rotates each head by its row's position; `scale` multiplies cos and sin."""
+    angles = positions[..., None].astype(jnp.float32) * inv_freq  # [*rows, H/2]
+    cos = (jnp.cos(angles) * scale).astype(x.dtype)[..., None, :]
+    sin = (jnp.sin(angles) * scale).astype(x.dtype)[..., None, :]
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )

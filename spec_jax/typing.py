@@ -1,0 +1,31 @@
+"""The shape vocabulary of the package, and the decorator that checks it.
+
+- S  slots: sequences with their own page list   - L  layers
+- B  sequences in a batch                        - D  model width
+- T  tokens per sequence in a call               - F  MLP width
+- R  rows of a slab (token, slot, position)      - V  vocabulary
+- N  query heads                                 - P  physical pages in the pool
+- K  key/value heads                             - M  page-table width, in pages
+- H  head size                                   - C  page capacity, in tokens
+- gamma  tokens drafted per round
+"""
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import jaxtyping
+
+try:
+    from beartype import beartype as _typechecker
+except ImportError:  # Not a runtime dependency: only the tests check shapes.
+    _typechecker = None
+
+_F = TypeVar("_F", bound=Callable)
+
+Impl = Literal["auto", "xla", "native", "triton", "mosaic"]
+"""Names of kernel implementations; `spec_jax.ops.dispatch` says which can run."""
+
+
+def typed(fn: _F) -> _F:
+    """Checks `fn`'s array annotations when it is traced (if beartype is installed)."""
+    return jaxtyping.jaxtyped(typechecker=_typechecker)(fn)
