@@ -22,6 +22,7 @@ import tokenizers
 from experiments.pair import corpus, training
 from spec_jax.model import config as config_lib, params as params_lib
 
+
 WINDOW = 512
 HELD_OUT_WINDOWS = 32
 

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 
 import jaxtyping
 
+
 try:
     from beartype import beartype as _typechecker
 except ImportError:  # Not a runtime dependency: only the tests check shapes.

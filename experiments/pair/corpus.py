@@ -15,6 +15,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 HELD_OUT_PERCENT = 2

@@ -22,6 +22,7 @@ from rich import progress
 from experiments.pair import corpus
 from spec_jax.model import config as config_lib, params as params_lib, sequence
 
+
 Loss = Callable[[params_lib.Params, jax.Array], jax.Array]
 """`(params, tokens [B, T + 1]) -> mean loss per token, nats`."""
 

@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+
 ARCHITECTURE = "Qwen3ForCausalLM"
 DTYPES = ("float32", "bfloat16")
 

@@ -13,6 +13,7 @@ import numpy as np
 from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.ops import rms_norm, rope, swiglu
 
+
 MatMul = Callable[[jax.Array, jax.Array], jax.Array]
 """`(x [..., K], w [N, K]) -> [..., N]` in the dtype of `x`."""
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from spec_jax.typing import typed
 
+
 MIN_BLOCK = 128
 MAX_BLOCKS = 8
 
