@@ -69,7 +69,7 @@ class Qwen3Config:
         """Returns the config itself, or raises `ValueError` with the values."""
         sizes = dataclasses.asdict(self)
         for name in _SIZES.values():
-            if not isinstance(sizes[name], int) or sizes[name] < 1:
+            if type(sizes[name]) is not int or sizes[name] < 1:
                 raise ValueError(f"{name}={sizes[name]!r} must be a positive integer")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -95,8 +95,8 @@ _SIZES = {
 }
 
 
-def from_dict(raw: Mapping[str, Any]) -> Qwen3Config:
-    """Reads the contents of a `config.json`.
+def from_dict(raw: Mapping[str, Any], *, dtype: str | None = None) -> Qwen3Config:
+    """Reads the contents of a `config.json`; `dtype` takes the place of its own.
 
     Raises:
       ValueError: another architecture, a missing key, or a feature that dense
@@ -127,13 +127,14 @@ def from_dict(raw: Mapping[str, Any]) -> Qwen3Config:
         rope_theta=theta,
         yarn=yarn,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        dtype=dtype or raw.get("dtype") or raw.get("torch_dtype") or "float32",
     ).validate()
 
 
 def _read_rope(raw: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
     """Both spellings of RoPE; the newer `rope_parameters` wins where it is present."""
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    stated = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = {key: value for key, value in stated.items() if value is not None}
     theta = scaling.pop("rope_theta", raw.get("rope_theta", 10_000.0))
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     scaling.pop("type", None)
@@ -155,7 +156,7 @@ def to_dict(config: Qwen3Config) -> dict[str, Any]:
     """The `config.json` that `from_dict` reads back, in the older (4.51) spelling."""
     scaling = None
     if config.yarn is not None:
-        stated = {k: v for k, v in dataclasses.asdict(config.yarn).items()}
+        stated = dataclasses.asdict(config.yarn)
         scaling = {"rope_type": "yarn"} | {
             key: value for key, value in stated.items() if value is not None
         }
@@ -174,15 +175,23 @@ def to_dict(config: Qwen3Config) -> dict[str, Any]:
     }
 
 
-def read(path: pathlib.Path) -> Qwen3Config:
-    """Reads a `config.json`; every error names the file."""
+def read(path: pathlib.Path, *, dtype: str | None = None) -> Qwen3Config:
+    """Reads a `config.json`, as `from_dict` does; every error names the file.
+
+    Raises:
+      ValueError: the file is missing, not JSON, or not a dense Qwen3 config.
+    """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; is this a model folder?") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: not a JSON object")
     try:
-        return from_dict(raw)
-    except ValueError as error:
+        return from_dict(raw, dtype=dtype)
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None

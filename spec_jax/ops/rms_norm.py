@@ -18,4 +18,5 @@ def rms_norm(
     """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * weight
+    normed = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
+    return normed * jnp.broadcast_to(weight, x.shape)

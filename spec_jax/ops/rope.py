@@ -75,7 +75,8 @@ def rope(
     scale: float,
 ) -> Float[Array, "*rows heads H"]:
     """Rotates each head by its row's position; `scale` multiplies cos and sin."""
-    angles = positions[..., None].astype(jnp.float32) * inv_freq  # [*rows, H/2]
+    turns = jnp.broadcast_to(inv_freq, (*positions.shape, *inv_freq.shape))
+    angles = positions[..., None].astype(jnp.float32) * turns  # [*rows, H/2]
     cos = (jnp.cos(angles) * scale).astype(x.dtype)[..., None, :]
     sin = (jnp.sin(angles) * scale).astype(x.dtype)[..., None, :]
     first, second = jnp.split(x, 2, axis=-1)

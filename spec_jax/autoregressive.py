@@ -1,0 +1,142 @@
+"""Plain decoding, one token a step: the baseline and the oracle.
+
+It uses the same `Target` as the rounds and nothing else of theirs, so that the two
+check each other.
+"""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from spec_jax import rounds
+
+
+@flax.struct.dataclass(kw_only=True)
+class DecodeState:
+    """Everything that `generate` carries, for one sequence.
+
+    As in `rounds.RoundState`: `tokens[length - 1]` is pending, it has no K/V yet.
+    """
+
+    tokens: jax.Array  # [max_len] int32
+    length: jax.Array  # [] int32
+    limit: jax.Array  # [] int32
+    done: jax.Array  # [] bool
+    starved: jax.Array  # [] bool
+    cache: rounds.Cache
+    num_steps: jax.Array  # [] int32
+
+
+def init_state(
+    tokens: Int[Array, " max_len"],
+    *,
+    length: Int[Array, ""],
+    limit: Int[Array, ""],
+    cache: rounds.Cache,
+) -> DecodeState:
+    """The state before the first step: `tokens[:length]` is the prompt."""
+    return DecodeState(
+        tokens=tokens,
+        length=length,
+        limit=limit,
+        done=length >= limit,
+        starved=jnp.zeros((), bool),
+        cache=cache,
+        num_steps=jnp.int32(0),
+    )
+
+
+def run_step(
+    target: rounds.Target,
+    params: rounds.Params,
+    state: DecodeState,
+    *,
+    stop_ids: Int[Array, " num_stop"],
+) -> DecodeState:
+    """Decodes one token. A step that the cache has no room for commits nothing."""
+    n = state.length
+    cache, logits = target.forward(
+        params,
+        state.cache,
+        tokens=state.tokens[n - 1][None],
+        start=n - 1,
+        num_live=jnp.int32(1),
+    )
+    token = jnp.argmax(logits[0]).astype(jnp.int32)
+    starved = target.is_starved(cache)
+    at = jnp.where(starved, state.tokens.shape[0], n)
+    length = jnp.where(starved, n, n + 1)
+    return state.replace(
+        tokens=state.tokens.at[at].set(token, mode="drop"),
+        length=length,
+        done=starved | jnp.any(token == stop_ids) | (length >= state.limit),
+        starved=starved,
+        cache=cache,
+        num_steps=state.num_steps + ~starved,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("target",), donate_argnames=("state",))
+def generate(
+    target: rounds.Target,
+    params: rounds.Params,
+    state: DecodeState,
+    *,
+    stop_ids: Int[Array, " num_stop"],
+    max_steps: Int[Array, ""],
+) -> DecodeState:
+    """Decodes on the device until the sequence is done, or `max_steps` passed.
+
+    Args:
+      state: donated.
+      stop_ids: tokens that end the sequence; -1 matches nothing.
+    """
+
+    def keep_going(carry):
+        step, state = carry
+        return ~state.done & (step < max_steps)
+
+    def body(carry):
+        step, state = carry
+        return step + 1, run_step(target, params, state, stop_ids=stop_ids)
+
+    _, state = jax.lax.while_loop(keep_going, body, (jnp.int32(0), state))
+    return state
+
+
+@functools.partial(jax.jit, static_argnames=("target",), donate_argnames=("cache",))
+def replay(
+    target: rounds.Target,
+    params: rounds.Params,
+    cache: rounds.Cache,
+    *,
+    tokens: Int[Array, " max_len"],
+    start: Int[Array, ""],
+    stop: Int[Array, ""],
+) -> tuple[rounds.Cache, Int[Array, " max_len"]]:
+    """What plain decoding would choose after each prefix of a *given* text.
+
+    Feeds `tokens[start - 1 .. stop - 2]` one at a time, whatever it would have chosen
+    itself. `cache` holds the K/V of `[0, start - 1)` and is donated.
+
+    Returns:
+      The cache and, at each position `start .. stop - 1`, the token that plain
+      decoding chooses there; elsewhere the given tokens.
+    """
+
+    def body(position, carry):
+        cache, chosen = carry
+        cache, logits = target.forward(
+            params,
+            cache,
+            tokens=tokens[position - 1][None],
+            start=position - 1,
+            num_live=jnp.int32(1),
+        )
+        token = jnp.argmax(logits[0]).astype(jnp.int32)
+        return cache, chosen.at[position].set(token)
+
+    return jax.lax.fori_loop(start, stop, body, (cache, tokens))

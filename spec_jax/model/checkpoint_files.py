@@ -1,0 +1,322 @@
+"""Safetensors files: which tensors a folder holds, reading them, writing them.
+
+Knows headers, shards and bytes; knows nothing of models. The format is an 8-byte
+little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}` and
+the tensors, back to back. It is read here, and not by the `safetensors` package, so
+that a tensor goes straight into a slice of the caller's buffer.
+
+Every failure is a `CheckpointError` that names the file.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Longest accepted header, as in the reference implementation of the format.
+MAX_HEADER_BYTES = 100_000_000
+# A conversion or a comparison reads this much of a tensor at a time.
+BLOCK_BYTES = 16 * 2**20
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_AGAIN = "download it again"
+
+
+class CheckpointError(ValueError):
+    """A model folder that cannot be read or written, in one line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor of a file: where its bytes are. Nothing has been read yet."""
+
+    name: str
+    path: pathlib.Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # of the first byte, from the start of the file
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pending:
+    """One tensor to be written; `fetch` is called once, when its turn comes."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def find(folder: pathlib.Path) -> dict[str, Entry]:
+    """The tensors of a folder, by name, from one file or from an index and its shards.
+
+    Reads every header and no tensor.
+
+    Raises:
+      CheckpointError: nothing or two things to read, a missing shard, a malformed
+        or truncated file, an index that disagrees with its shards.
+    """
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.exists() and index.exists():
+        raise CheckpointError(
+            f"{folder}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove one of them"
+        )
+    if single.exists():
+        return read_header(single)
+    if not index.exists():
+        raise CheckpointError(
+            f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; {_AGAIN}"
+        )
+    weight_map = _read_weight_map(index)
+    entries: dict[str, Entry] = {}
+    for file_name in sorted(set(weight_map.values())):
+        path = folder / file_name
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such shard; {_AGAIN}")
+        for name, entry in read_header(path).items():
+            if weight_map.get(name) != file_name:
+                raise CheckpointError(
+                    f"{path}: holds {name}, which {INDEX_FILE} places in "
+                    f"{weight_map.get(name, 'no file')}; {_AGAIN}"
+                )
+            entries[name] = entry
+    missing = [name for name in weight_map if name not in entries]
+    if missing:
+        raise CheckpointError(
+            f"{folder / weight_map[missing[0]]}: does not hold {some(missing)}, as "
+            f"{INDEX_FILE} says; {_AGAIN}"
+        )
+    return entries
+
+
+def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
+    """The `weight_map` of an index: tensor name to the name of a file beside it."""
+    try:
+        raw = json.loads(index.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{index}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index}: not valid JSON ({error}); {_AGAIN}") from None
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map; {_AGAIN}")
+    for name, file_name in weight_map.items():
+        # A shard lies beside its index: a path that leads elsewhere is not followed.
+        plain = isinstance(file_name, str) and pathlib.PurePath(file_name).name
+        if not plain or plain != file_name:
+            raise CheckpointError(
+                f"{index}: {name} is placed in {file_name!r}, which is no file name; "
+                f"{_AGAIN}"
+            )
+    return weight_map
+
+
+def read_header(path: pathlib.Path) -> dict[str, Entry]:
+    """The tensors of one file, by name; checks that they fill it exactly."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{path}: truncated or not a safetensors file ({size} bytes, "
+                    f"of which the header would take {length}); {_AGAIN}"
+                )
+            header = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    try:
+        raw = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: malformed header ({error}); {_AGAIN}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: malformed header (not an object); {_AGAIN}")
+    raw.pop("__metadata__", None)
+    start = 8 + length
+    entries = {name: _entry(path, name, item, start) for name, item in raw.items()}
+    _check_layout(path, entries.values(), start, size)
+    return entries
+
+
+def _entry(path: pathlib.Path, name: str, raw: Any, start: int) -> Entry:
+    """One item of a header, with its types and its size checked."""
+    try:
+        dtype_name, shape, (begin, end) = (
+            raw["dtype"],
+            raw["shape"],
+            raw["data_offsets"],
+        )
+        well_formed = isinstance(dtype_name, str) and all(
+            type(number) is int and number >= 0 for number in (*shape, begin, end)
+        )
+    except (KeyError, TypeError, ValueError):
+        well_formed = False
+    if not well_formed:
+        raise CheckpointError(f"{path}: malformed header at {name}; {_AGAIN}")
+    if dtype_name not in DTYPES:
+        raise CheckpointError(
+            f"{path}: {name} is {dtype_name}, not one of {', '.join(DTYPES)} "
+            "(quantised checkpoints are not supported)"
+        )
+    entry = Entry(
+        name=name,
+        path=path,
+        dtype=DTYPES[dtype_name],
+        shape=tuple(shape),
+        offset=start + begin,
+    )
+    if end - begin != entry.num_bytes:
+        raise CheckpointError(
+            f"{path}: malformed header at {name}: {dtype_name} {list(shape)} takes "
+            f"{entry.num_bytes} bytes, not {end - begin}; {_AGAIN}"
+        )
+    return entry
+
+
+def _check_layout(
+    path: pathlib.Path, entries: Iterable[Entry], start: int, size: int
+) -> None:
+    """Refuses holes, overlaps, bytes that are missing and bytes too many."""
+    position = start
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
+        if entry.offset != position:
+            raise CheckpointError(
+                f"{path}: malformed header: {entry.name} does not start where the "
+                f"tensor before it ends; {_AGAIN}"
+            )
+        position += entry.num_bytes
+    if position > size:
+        raise CheckpointError(
+            f"{path}: truncated: the header tells of {position} bytes, the file has "
+            f"{size}; {_AGAIN}"
+        )
+    if position < size:
+        raise CheckpointError(
+            f"{path}: {size - position} bytes more than its header tells of; {_AGAIN}"
+        )
+
+
+def read_into(entry: Entry, out: np.ndarray) -> None:
+    """Fills the contiguous `out`, of `entry`'s shape, rounding to its dtype.
+
+    Takes no memory where the dtypes agree, and one block where they do not.
+    """
+    if out.shape != entry.shape:
+        raise ValueError(f"{entry.name} is {entry.shape}, the buffer is {out.shape}")
+    flat = out.reshape(-1)
+    if not np.shares_memory(flat, out) and out.size:
+        raise ValueError(f"the buffer for {entry.name} is not contiguous")
+    try:
+        with entry.path.open("rb") as file:
+            file.seek(entry.offset)
+            if entry.dtype == out.dtype:
+                _read_exactly(file, entry, flat)
+                return
+            for start, block in _blocks(file, entry):
+                flat[start : start + block.size] = block
+    except OSError as error:
+        raise CheckpointError(f"{entry.path}: {error.strerror}") from None
+
+
+def same_values(left: Entry, right: Entry) -> bool:
+    """Whether two tensors of the same dtype hold the same bits; takes two blocks."""
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    try:
+        with left.path.open("rb") as left_file, right.path.open("rb") as right_file:
+            left_file.seek(left.offset)
+            right_file.seek(right.offset)
+            pairs = zip(
+                _blocks(left_file, left), _blocks(right_file, right), strict=True
+            )
+            return all(
+                np.array_equal(a.view(np.uint8), b.view(np.uint8))
+                for (_, a), (_, b) in pairs
+            )
+    except OSError as error:
+        raise CheckpointError(f"{left.path}: {error.strerror}") from None
+
+
+def _blocks(file: BinaryIO, entry: Entry) -> Iterable[tuple[int, np.ndarray]]:
+    """Consecutive parts of a flat tensor and where they start; one buffer, reused."""
+    num_values = math.prod(entry.shape)
+    values_per_block = max(1, BLOCK_BYTES // entry.dtype.itemsize)
+    buffer = np.empty(min(values_per_block, num_values), entry.dtype)
+    for start in range(0, num_values, values_per_block):
+        block = buffer[: num_values - start]
+        _read_exactly(file, entry, block)
+        yield start, block
+
+
+def _read_exactly(file: BinaryIO, entry: Entry, flat: np.ndarray) -> None:
+    """Fills `flat`, whose bytes are as those of the file."""
+    # As bytes, because the buffer protocol does not know bfloat16.
+    raw = memoryview(flat.view(np.uint8))
+    while raw:
+        count = file.readinto(raw)
+        if not count:
+            raise CheckpointError(f"{entry.path}: ends inside {entry.name}; {_AGAIN}")
+        raw = raw[count:]
+
+
+def write(
+    path: pathlib.Path,
+    tensors: Sequence[Pending],
+    *,
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes one file, fetching one tensor at a time."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    position = 0
+    for tensor in tensors:
+        end = position + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Padded, so that the tensors start at a multiple of eight bytes.
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            array = np.ascontiguousarray(tensor.fetch())
+            if (array.dtype, array.shape) != (tensor.dtype, tensor.shape):
+                raise ValueError(
+                    f"{tensor.name} is {array.dtype} {array.shape}, "
+                    f"not {tensor.dtype} {tensor.shape}"
+                )
+            file.write(array.reshape(-1).view(np.uint8))
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few of many names, and how many there are."""
+    names = list(names)
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,316 @@
+"""Qwen3 weights in Hugging Face's layout: folders in, folders out.
+
+Knows the names of the tensors and how they are fused; `checkpoint_files` knows the
+files. Weights stay `[out, in]`, so that loading and saving only copy bytes: what is
+saved and loaded again is the same, bit for bit.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+
+from spec_jax.model import (
+    checkpoint_files as files,
+    config as config_lib,
+    params as params_lib,
+)
+
+
+CheckpointError = files.CheckpointError
+
+_EMBED = "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+_SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_GIB = 2**30
+
+
+class InsufficientMemoryError(CheckpointError, MemoryError):
+    """The weights do not fit; nothing has been read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """The tensors that make up one array of `Params`, stacked by rows."""
+
+    parts: tuple[tuple[str, tuple[int, ...]], ...]  # (name, shape)
+
+
+def load(
+    folder: str | pathlib.Path,
+    *,
+    dtype: str | None = None,
+    available_bytes: int | None = None,
+) -> tuple[config_lib.Qwen3Config, params_lib.Params]:
+    """Reads a folder with `config.json` and safetensors, one file or sharded.
+
+    All names, shapes, sizes and the free memory are checked before any weight is
+    read. Besides the result, at most one array and one block are held at a time.
+
+    Args:
+      dtype: of the weights, "float32" or "bfloat16"; that of `config.json` if None.
+        The files may be float32, bfloat16 or float16: values are rounded to nearest.
+      available_bytes: free memory of the host; asked of the system if None.
+
+    Returns:
+      The config, with the dtype that the weights have, and the weights.
+
+    Raises:
+      CheckpointError: a file is missing, truncated or malformed; a tensor is missing,
+        unknown or of another shape; a tied model whose `lm_head` is not its embedding.
+      InsufficientMemoryError: the weights need more memory than is free.
+      ValueError: `config.json` cannot be used.
+    """
+    folder = pathlib.Path(folder)
+    config = config_lib.read(folder / "config.json", dtype=dtype)
+    entries = files.find(folder)
+    names = _names(config)
+    _check_entries(folder, config, entries, names)
+    _check_memory(folder, config, available_bytes)
+    if config.tie_word_embeddings and _LM_HEAD in entries:
+        if not files.same_values(entries[_LM_HEAD], entries[_EMBED]):
+            raise CheckpointError(
+                f"{folder}: tie_word_embeddings is true, but {_LM_HEAD} differs from "
+                f"{_EMBED}; set it to false in config.json, or remove the tensor"
+            )
+
+    def read(leaf: jax.ShapeDtypeStruct, sources: _Parts) -> jax.Array:
+        buffer = np.empty(leaf.shape, leaf.dtype)
+        start = 0
+        for name, shape in sources.parts:
+            files.read_into(entries[name], buffer[start : start + shape[0]])
+            start += shape[0]
+        # A copy, and waited for, so that the buffer is free before the next is taken.
+        return jnp.array(buffer, copy=True).block_until_ready()
+
+    return config, jax.tree.map(read, params_lib.shapes(config), names)
+
+
+def save(
+    folder: str | pathlib.Path,
+    config: config_lib.Qwen3Config,
+    params: params_lib.Params,
+    *,
+    max_shard_bytes: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes what `load` reads back bit for bit, and Hugging Face's loader too.
+
+    A checkpoint that is already in `folder` is replaced, after the new one is written
+    in full; other files there stay.
+
+    Args:
+      max_shard_bytes: most bytes of weights in one file, unless a single tensor is
+        larger; one `model.safetensors` if None.
+      metadata: further entries of each file's `__metadata__`.
+
+    Raises:
+      ValueError: `params` have not the shapes and dtype of `config`.
+      CheckpointError: the files cannot be written.
+    """
+    folder = pathlib.Path(folder)
+    _check_params(config, params)
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise ValueError(f"{max_shard_bytes=} must be positive")
+    tensors = _pending(config, params)
+    shards = _shards(tensors, max_shard_bytes)
+    texts = {"config.json": config_lib.to_dict(config)}
+    if max_shard_bytes is not None:
+        texts[files.INDEX_FILE] = {
+            "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
+            "weight_map": {
+                tensor.name: file_name
+                for file_name, shard in shards.items()
+                for tensor in shard
+            },
+        }
+    details = {"format": "pt"} | dict(metadata or {})  # Hugging Face asks for "pt".
+    new = {*shards, *texts}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file_name, shard in shards.items():
+            files.write(_partial(folder / file_name), shard, metadata=details)
+        for file_name, contents in texts.items():
+            text = json.dumps(contents, indent=2) + "\n"
+            _partial(folder / file_name).write_text(text, encoding="utf-8")
+        _replace(folder, new)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}") from None
+    finally:
+        for file_name in new:
+            _partial(folder / file_name).unlink(missing_ok=True)
+
+
+def required_bytes(config: config_lib.Qwen3Config) -> tuple[int, int]:
+    """Bytes of the weights, and most that loading them takes besides."""
+    shapes = params_lib.shapes(config)
+    largest = max(params_lib.num_bytes(leaf) for leaf in jax.tree.leaves(shapes))
+    return params_lib.num_bytes(shapes), largest + 2 * files.BLOCK_BYTES
+
+
+def _names(config: config_lib.Qwen3Config) -> params_lib.Params:
+    """A tree like `Params` that holds `_Parts`: what each array is made of."""
+    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
+    N, K = config.num_heads, config.num_kv_heads
+
+    def layer(index: int) -> params_lib.LayerParams:
+        def one(name: str, *shape: int) -> tuple[str, tuple[int, ...]]:
+            return f"model.layers.{index}.{name}.weight", shape
+
+        return params_lib.LayerParams(
+            input_norm=_Parts((one("input_layernorm", D),)),
+            qkv=_Parts(
+                (
+                    one("self_attn.q_proj", N * H, D),
+                    one("self_attn.k_proj", K * H, D),
+                    one("self_attn.v_proj", K * H, D),
+                )
+            ),
+            q_norm=_Parts((one("self_attn.q_norm", H),)),
+            k_norm=_Parts((one("self_attn.k_norm", H),)),
+            attention_out=_Parts((one("self_attn.o_proj", D, N * H),)),
+            mlp_norm=_Parts((one("post_attention_layernorm", D),)),
+            gate_up=_Parts((one("mlp.gate_proj", F, D), one("mlp.up_proj", F, D))),
+            down=_Parts((one("mlp.down_proj", D, F),)),
+        )
+
+    V = config.vocab_size
+    lm_head = None if config.tie_word_embeddings else _Parts(((_LM_HEAD, (V, D)),))
+    return params_lib.Params(
+        embed=_Parts(((_EMBED, (V, D)),)),
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=_Parts((("model.norm.weight", (D,)),)),
+        lm_head=lm_head,
+    )
+
+
+def _check_entries(
+    folder: pathlib.Path,
+    config: config_lib.Qwen3Config,
+    entries: Mapping[str, files.Entry],
+    names: params_lib.Params,
+) -> None:
+    """Every tensor of the model is there, in its shape, and no other."""
+    expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
+    missing = [name for name in expected if name not in entries]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: missing tensors: {files.some(missing)}; download it again, or "
+            "correct config.json"
+        )
+    if config.tie_word_embeddings:
+        expected[_LM_HEAD] = expected[_EMBED]  # May be there, as a copy.
+    unexpected = sorted(set(entries) - set(expected))
+    if unexpected:
+        raise CheckpointError(f"{folder}: unexpected tensors: {files.some(unexpected)}")
+    for name, entry in entries.items():
+        if entry.shape != expected[name]:
+            raise CheckpointError(
+                f"{entry.path}: {name} has shape {list(entry.shape)}, config.json "
+                f"asks for {list(expected[name])}"
+            )
+
+
+def _check_memory(
+    folder: pathlib.Path, config: config_lib.Qwen3Config, available_bytes: int | None
+) -> None:
+    """Refuses weights that do not fit, with both numbers."""
+    weights, temporary = required_bytes(config)
+    device = jnp.zeros(()).device  # Where arrays go unless told otherwise.
+    on_host = device.platform == "cpu"
+    if available_bytes is None:
+        available_bytes = psutil.virtual_memory().available
+    needs = [("memory", temporary + (weights if on_host else 0), available_bytes)]
+    stats = None if on_host else device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        needs.append((f"memory of {device.device_kind}", weights, free))
+    for kind, required, free in needs:
+        if required > free:
+            raise InsufficientMemoryError(
+                f"{folder}: needs {required / _GIB:.2f} GiB of {kind} in "
+                f"{config.dtype}, but {free / _GIB:.2f} GiB are free"
+            )
+
+
+def _check_params(config: config_lib.Qwen3Config, params: params_lib.Params) -> None:
+    """Refuses to write weights that the config beside them would not describe."""
+    shapes = params_lib.shapes(config)
+    if jax.tree.structure(params) != jax.tree.structure(shapes):
+        raise ValueError(
+            f"the weights have {len(params.layers)} layers and "
+            f"{'no' if params.lm_head is None else 'an'} lm_head, the config says "
+            f"{config.num_layers=}, {config.tie_word_embeddings=}"
+        )
+    wanted = jax.tree_util.tree_leaves_with_path(shapes)
+    for (path, shape), leaf in zip(wanted, jax.tree.leaves(params), strict=True):
+        if (leaf.shape, leaf.dtype) != (shape.shape, shape.dtype):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {leaf.dtype} "
+                f"{list(leaf.shape)}, the config says {shape.dtype} {list(shape.shape)}"
+            )
+
+
+def _pending(
+    config: config_lib.Qwen3Config, params: params_lib.Params
+) -> list[files.Pending]:
+    """The tensors to write, in the order of `Params`; no weight is copied yet."""
+    tensors = []
+    leaves = jax.tree.leaves(params)
+    for leaf, sources in zip(leaves, jax.tree.leaves(_names(config)), strict=True):
+        start = 0
+        for name, shape in sources.parts:
+            stop = start + shape[0]
+
+            def fetch(leaf=leaf, start=start, stop=stop) -> np.ndarray:
+                # A copy, because an array keeps the host value that was asked of it:
+                # the whole model would be held twice in the end.
+                return np.asarray(jnp.array(leaf[start:stop], copy=True))
+
+            dtype = np.dtype(leaf.dtype)
+            tensors.append(
+                files.Pending(name=name, dtype=dtype, shape=shape, fetch=fetch)
+            )
+            start = stop
+    return tensors
+
+
+def _shards(
+    tensors: list[files.Pending], max_shard_bytes: int | None
+) -> dict[str, list[files.Pending]]:
+    """File names and what goes there: consecutive tensors, as many as fit."""
+    if max_shard_bytes is None:
+        return {files.SINGLE_FILE: tensors}
+    shards: list[list[files.Pending]] = []
+    room = 0
+    for tensor in tensors:
+        if not shards or tensor.num_bytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(tensor)
+        room -= tensor.num_bytes
+    return {
+        f"model-{number:05}-of-{len(shards):05}.safetensors": shard
+        for number, shard in enumerate(shards, start=1)
+    }
+
+
+def _partial(path: pathlib.Path) -> pathlib.Path:
+    """Where a file is written before it takes its name."""
+    return path.with_name(path.name + ".partial")
+
+
+def _replace(folder: pathlib.Path, names: set[str]) -> None:
+    """Gives the new files their names and removes those of an older checkpoint."""
+    for name in sorted(names):
+        _partial(folder / name).replace(folder / name)
+    for path in folder.iterdir():
+        is_weights = path.name in (files.SINGLE_FILE, files.INDEX_FILE)
+        if path.name not in names and (is_weights or _SHARD_NAME.fullmatch(path.name)):
+            path.unlink()

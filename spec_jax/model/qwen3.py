@@ -1,0 +1,182 @@
+"""Qwen3 on pages: `forward_rows` for everything that decodes, `prefill` for prompts.
+
+Functions here know Qwen3 and pages; they do not know speculation.
+"""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spec_jax.model import config as config_lib, layers, params as params_lib, sequence
+from spec_jax.ops import paged_attention, rms_norm, skinny_gemm
+from spec_jax.paging import allocator, cache
+from spec_jax.typing import typed
+
+
+MIN_BUCKET = 16
+
+
+@flax.struct.dataclass(kw_only=True)
+class Rows:
+    """A slab of rows. The first `num_live` are real; what the others hold is ignored.
+
+    Rows of one slot stand in the order of their positions.
+    """
+
+    tokens: jax.Array  # [R] int32
+    slots: jax.Array  # [R] int32
+    positions: jax.Array  # [R] int32
+    num_live: jax.Array  # [] int32
+
+
+@flax.struct.dataclass(kw_only=True)
+class RowOutputs:
+    """What a row leaves behind, beside its keys and values."""
+
+    logits: jax.Array  # [R, V] float32
+    features: jax.Array  # [R, taps, D]
+
+
+@typed
+def forward_rows(
+    params: params_lib.Params,
+    config: config_lib.Qwen3Config,
+    rows: Rows,
+    kv: cache.PagedKV,
+    *,
+    impl: str,
+    taps: tuple[int, ...] = (),
+) -> tuple[cache.PagedKV, RowOutputs]:
+    """Runs a slab of rows through the model, writing their keys and values.
+
+    The row contract: with weights, config, `impl` and slab height fixed, the logits,
+    the features and the K/V of a live row depend, bit for bit, only on its token, its
+    position and the K/V it may see. They do not depend on which row of the slab it
+    is, how many are live, what the others hold, which pages hold its prefix, or who
+    is calling. Decoding a token and verifying it are therefore the same thing.
+
+    The pages must have been reserved (`allocator.reserve`); lengths do not change.
+
+    Args:
+      taps: `hidden_states` indices to return as features, see `sequence.forward`.
+    """
+    matmul = functools.partial(_row_matmul, impl=impl)
+    x = params.embed[rows.tokens]
+    boundaries = [x]
+    for number, layer in enumerate(params.layers):
+        # XLA may fuse and round differently in another surrounding program: each
+        # layer is compiled for itself.
+        x = jax.lax.optimization_barrier(x)
+        q, k, v = layers.attention_inputs(layer, config, x, rows.positions, matmul)
+        kv = cache.write(
+            kv,
+            number,
+            slots=rows.slots,
+            positions=rows.positions,
+            num_live=rows.num_live,
+            k=k,
+            v=v,
+        )
+        attended = paged_attention.paged_attention(
+            q,
+            kv.k[number],
+            kv.v[number],
+            page_table=kv.page_table,
+            slots=rows.slots,
+            positions=rows.positions,
+            num_live=rows.num_live,
+            scale=config.head_dim**-0.5,
+            impl=impl,
+        )
+        x = layers.attention_output(layer, x, attended, matmul)
+        x = layers.mlp(layer, config, x, matmul)
+        boundaries.append(x)
+    x = jax.lax.optimization_barrier(x)
+    hidden = rms_norm.rms_norm(x, params.final_norm, eps=config.rms_norm_eps)
+    logits = skinny_gemm.skinny_gemm(hidden, params.head, impl=impl)
+    logits = jax.lax.optimization_barrier(logits)
+    features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
+    if taps:
+        features = jnp.stack([boundaries[tap] for tap in taps], axis=1)
+    return kv, RowOutputs(logits=logits, features=features)
+
+
+def _row_matmul(x: jax.Array, w: jax.Array, *, impl: str) -> jax.Array:
+    return skinny_gemm.skinny_gemm(x, w, impl=impl).astype(x.dtype)
+
+
+def bucket(length: int) -> int:
+    """The padded length of a prompt of `length` tokens: the next power of two.
+
+    Prompts of different lengths in one bucket share one executable.
+    """
+    return max(MIN_BUCKET, 1 << (length - 1).bit_length())
+
+
+@typed
+def prefill(
+    params: params_lib.Params,
+    config: config_lib.Qwen3Config,
+    kv: cache.PagedKV,
+    *,
+    tokens: Int[Array, " T"],
+    length: Int[Array, ""],
+    slot: Int[Array, ""],
+    taps: tuple[int, ...] = (),
+) -> tuple[cache.PagedKV, Float[Array, "T taps D"]]:
+    """Writes the K/V of `tokens[:length]` at positions `[0, length)` of a slot.
+
+    `T` is a `bucket`; tokens past `length` are padding and write nowhere. Uses the
+    library's batched products: other numerics than rows, shared by plain and
+    speculative decoding. The slot must be registered and have the pages reserved.
+
+    Returns:
+      The cache, of length `length`, and the features `[T, taps, D]`.
+    """
+    outputs = sequence.forward(params, config, tokens[None], taps=taps)
+    T = tokens.shape[0]
+    positions = jnp.arange(T, dtype=jnp.int32)
+    for number in range(config.num_layers):
+        kv = cache.write(
+            kv,
+            number,
+            slots=jnp.full((T,), slot, jnp.int32),
+            positions=positions,
+            num_live=length,
+            k=outputs.k[number][0],
+            v=outputs.v[number][0],
+        )
+    return allocator.extend(kv, slot, length), outputs.features[0]
+
+
+@typed
+def prefill_rows(
+    params: params_lib.Params,
+    config: config_lib.Qwen3Config,
+    kv: cache.PagedKV,
+    *,
+    tokens: Int[Array, " T"],
+    length: Int[Array, ""],
+    slot: Int[Array, ""],
+    slab: int,
+    impl: str,
+) -> cache.PagedKV:
+    """As `prefill`, through `forward_rows`: the prompt's K/V is that of decoding."""
+    padded = jnp.pad(tokens, (0, slab))
+
+    def tile(number, kv):
+        start = number * slab
+        rows = Rows(
+            tokens=jax.lax.dynamic_slice_in_dim(padded, start, slab),
+            slots=jnp.full((slab,), slot, jnp.int32),
+            positions=start + jnp.arange(slab, dtype=jnp.int32),
+            num_live=jnp.minimum(length - start, slab),
+        )
+        kv, _ = forward_rows(params, config, rows, kv, impl=impl)
+        return kv
+
+    kv = jax.lax.fori_loop(0, (length + slab - 1) // slab, tile, kv)
+    return allocator.extend(kv, slot, length)

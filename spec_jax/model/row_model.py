@@ -1,0 +1,123 @@
+"""One sequence of a Qwen3 model on pages: the `Target` that rounds and drafters use.
+
+Static and hashable; parameters and cache are handed in. Holds what must not change
+between plain and speculative decoding for their bits to be equal: config,
+implementation and slab height.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax.model import config as config_lib, params as params_lib, qwen3
+from spec_jax.paging import allocator, cache
+
+
+SLOT = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowModel:
+    """A Qwen3 model that runs slabs of `slab` rows of one sequence.
+
+    Attributes:
+      impl: a resolved implementation, see `ops.dispatch`.
+      slab: rows of every call, live or not; at least the longest window.
+    """
+
+    config: config_lib.Qwen3Config
+    impl: str
+    slab: int
+
+    def new_cache(self, *, capacity: int, page_size: int) -> cache.PagedKV:
+        """An empty cache of `capacity` positions or a little more, slot 0 open."""
+        num_pages = -(-capacity // page_size)
+        kv = cache.init(
+            num_layers=self.config.num_layers,
+            num_slots=1,
+            num_pages=num_pages,
+            page_size=page_size,
+            pages_per_slot=num_pages,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.config.dtype,
+        )
+        return allocator.register(kv, SLOT)
+
+    def prefill(
+        self,
+        params: params_lib.Params,
+        kv: cache.PagedKV,
+        tokens: Int[Array, " T"],
+        length: Int[Array, ""],
+        *,
+        by_rows: bool = False,
+    ) -> cache.PagedKV:
+        """Writes the K/V of `tokens[:length]`; `T` is a `qwen3.bucket`. Donates `kv`.
+
+        With `by_rows` the prompt goes through `forward_rows`, so that its K/V is
+        that of decoding; otherwise through the library's batched products.
+        """
+        return _prefill(self, params, kv, tokens, length, by_rows=by_rows)
+
+    def forward(
+        self,
+        params: params_lib.Params,
+        kv: cache.PagedKV,
+        *,
+        tokens: Int[Array, " window"],
+        start: Int[Array, ""],
+        num_live: Int[Array, ""],
+    ) -> tuple[cache.PagedKV, Float[Array, "slab V"]]:
+        """Runs the live tokens at positions from `start` and extends the cache.
+
+        Where the cache has no room nothing is written, the length stays, and
+        `is_starved` is true.
+        """
+        (window,) = tokens.shape
+        if window > self.slab:
+            raise ValueError(f"{window} rows do not fit a slab of {self.slab}")
+        kv = allocator.reserve(kv, SLOT, start + num_live)
+        num_live = jnp.where(self.is_starved(kv), 0, num_live)
+        rows = qwen3.Rows(
+            tokens=jnp.pad(tokens, (0, self.slab - window)),
+            slots=jnp.full((self.slab,), SLOT, jnp.int32),
+            positions=start + jnp.arange(self.slab, dtype=jnp.int32),
+            num_live=num_live,
+        )
+        kv, outputs = qwen3.forward_rows(params, self.config, rows, kv, impl=self.impl)
+        return allocator.extend(kv, SLOT, start + num_live), outputs.logits
+
+    def truncate(self, kv: cache.PagedKV, new_len: Int[Array, ""]) -> cache.PagedKV:
+        """Forgets the positions from `new_len` on."""
+        return allocator.truncate(kv, SLOT, new_len)
+
+    def is_starved(self, kv: cache.PagedKV) -> Bool[Array, ""]:
+        """Whether the last reservation found no page."""
+        return kv.out_of_pages[SLOT]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "by_rows"), donate_argnames=("kv",)
+)
+def _prefill(model, params, kv, tokens, length, *, by_rows):
+    slot = jnp.int32(SLOT)
+    kv = allocator.reserve(kv, slot, length)
+    if not by_rows:
+        kv, _ = qwen3.prefill(
+            params, model.config, kv, tokens=tokens, length=length, slot=slot
+        )
+        return kv
+    return qwen3.prefill_rows(
+        params,
+        model.config,
+        kv,
+        tokens=tokens,
+        length=length,
+        slot=slot,
+        slab=model.slab,
+        impl=model.impl,
+    )

@@ -1,0 +1,41 @@
+"""Skinny GEMM: a slab of rows times a weight matrix, the bulk of a decode step.
+
+    y[r, n] = sum_k x[r, k] * w[n, k]          accumulated in float32
+
+Row `r` of the result depends, bit for bit, on row `r` of `x` alone, for a fixed
+number of rows. (With one row XLA takes another path than with several, with other
+bits and, in bfloat16, a tenth of the speed: slabs have at least two rows.)
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from spec_jax.typing import typed
+
+
+MIN_ROWS = 2
+
+
+@typed
+def skinny_gemm(
+    x: Float[Array, "R K"], w: Float[Array, "N K"], *, impl: str
+) -> Float[Array, "R N"]:
+    """Multiplies, and returns float32.
+
+    Raises:
+      ValueError: fewer than `MIN_ROWS` rows, or `x` and `w` of different dtypes.
+    """
+    if x.shape[0] < MIN_ROWS:
+        raise ValueError(f"a slab needs at least {MIN_ROWS} rows, got {x.shape[0]}")
+    if x.dtype != w.dtype:
+        raise ValueError(f"rows are {x.dtype} but weights are {w.dtype}")
+    if impl == "xla":
+        return _xla(x, w)
+    raise NotImplementedError(f"skinny_gemm has no {impl!r} implementation")
+
+
+def _xla(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(
+        x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,196 @@
+"""Who owns which page: register, reserve, extend, truncate, release.
+
+Every operation takes a state value and returns a new one, works inside `jit` and
+`while_loop`, and touches the books only, never the pages' bytes: its cost follows the
+number of pages that change hands.
+
+An invalid request raises `ValueError` where its arguments are concrete. Under a
+trace it sets `refused[slot]` and changes nothing else; `check` raises at the edge.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.paging import cache, index
+
+
+Scalar = jax.Array | int
+
+
+def register(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
+    """Opens an empty slot and gives it its first page.
+
+    Without a free page `out_of_pages[slot]` is set and the slot stays closed.
+    """
+    slot = _slot(kv, slot)
+    valid = ~kv.registered[slot]
+    kv, valid = _refuse_unless(
+        kv, slot, valid, lambda: f"slot {int(slot)} is already registered"
+    )
+    opens = valid & (kv.num_free > 0)
+    kv = _take_pages(kv, slot, opens.astype(jnp.int32))
+    starved = jnp.where(valid, ~opens, kv.out_of_pages[slot])
+    return kv.replace(
+        registered=kv.registered.at[slot].set(kv.registered[slot] | opens),
+        out_of_pages=kv.out_of_pages.at[slot].set(starved),
+    )
+
+
+def reserve(kv: cache.PagedKV, slot: Scalar, up_to: Scalar) -> cache.PagedKV:
+    """Makes the slot own the pages that cover `[0, up_to)`; never gives pages back.
+
+    Where the pool or the slot's page table is too small, `out_of_pages[slot]` is set
+    and nothing else changes: what is committed stays.
+    """
+    slot, up_to = _slot(kv, slot), jnp.asarray(up_to, jnp.int32)
+    valid = kv.registered[slot] & (up_to >= 0)
+    kv, valid = _refuse_unless(
+        kv,
+        slot,
+        valid,
+        lambda: (
+            f"cannot reserve up to {int(up_to)} in slot {int(slot)} "
+            f"(registered: {bool(kv.registered[slot])})"
+        ),
+    )
+    wanted = index.pages_for(up_to, kv.page_size)
+    missing = jnp.maximum(wanted - kv.num_owned[slot], 0)
+    fits = (missing <= kv.num_free) & (wanted <= kv.page_table.shape[1])
+    kv = kv.replace(
+        out_of_pages=kv.out_of_pages.at[slot].set(
+            jnp.where(valid, ~fits, kv.out_of_pages[slot])
+        )
+    )
+    return _take_pages(kv, slot, jnp.where(valid & fits, missing, 0))
+
+
+def extend(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
+    """Declares `[0, new_len)` valid, after its keys and values were written."""
+    slot, new_len = _slot(kv, slot), jnp.asarray(new_len, jnp.int32)
+    capacity = kv.num_owned[slot] * kv.page_size
+    valid = kv.registered[slot] & (new_len >= kv.length[slot]) & (new_len <= capacity)
+    kv, valid = _refuse_unless(
+        kv,
+        slot,
+        valid,
+        lambda: (
+            f"cannot extend slot {int(slot)} from {int(kv.length[slot])} to "
+            f"{int(new_len)}: it owns {int(capacity)} positions"
+        ),
+    )
+    new_len = jnp.where(valid, new_len, kv.length[slot])
+    return kv.replace(length=kv.length.at[slot].set(new_len))
+
+
+def truncate(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
+    """Keeps `[0, new_len)` and frees the pages to the right of it.
+
+    The slot stays registered and keeps its first page even at `new_len = 0`. No bytes
+    are cleared or moved. Costs the pages freed, whatever the sequence's length.
+    """
+    slot, new_len = _slot(kv, slot), jnp.asarray(new_len, jnp.int32)
+    valid = kv.registered[slot] & (new_len >= 0) & (new_len <= kv.length[slot])
+    kv, valid = _refuse_unless(
+        kv,
+        slot,
+        valid,
+        lambda: (
+            f"cannot truncate slot {int(slot)} to {int(new_len)}: its length is "
+            f"{int(kv.length[slot])} (registered: {bool(kv.registered[slot])})"
+        ),
+    )
+    new_len = jnp.where(valid, new_len, kv.length[slot])
+    kept = jnp.maximum(index.pages_for(new_len, kv.page_size), 1)
+    kv = kv.replace(length=kv.length.at[slot].set(new_len))
+    return _give_back(kv, slot, jnp.where(valid, kept, kv.num_owned[slot]))
+
+
+def release(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
+    """Closes the slot and frees all its pages."""
+    slot = _slot(kv, slot)
+    kv, valid = _refuse_unless(
+        kv,
+        slot,
+        kv.registered[slot],
+        lambda: f"slot {int(slot)} is not registered",
+    )
+    kv = _give_back(kv, slot, jnp.where(valid, 0, kv.num_owned[slot]))
+    length = jnp.where(valid, 0, kv.length[slot])
+    return kv.replace(
+        length=kv.length.at[slot].set(length),
+        registered=kv.registered.at[slot].set(False),
+    )
+
+
+def check(kv: cache.PagedKV) -> None:
+    """Raises what a traced operation could only flag. Outside jit only.
+
+    Raises:
+      ValueError: an operation was refused.
+      MemoryError: a reservation found no page; the message has the numbers.
+    """
+    refused = [slot for slot in range(kv.num_slots) if bool(kv.refused[slot])]
+    if refused:
+        raise ValueError(f"an operation on slots {refused} was invalid and refused")
+    starved = [slot for slot in range(kv.num_slots) if bool(kv.out_of_pages[slot])]
+    if starved:
+        raise MemoryError(
+            f"out of pages in slots {starved}: {int(kv.num_free)} of {kv.num_pages} "
+            f"pages of {kv.page_size} tokens are free, and a slot holds at most "
+            f"{kv.slot_capacity} tokens"
+        )
+
+
+def _slot(kv: cache.PagedKV, slot: Scalar) -> jax.Array:
+    if not _is_traced(slot) and not 0 <= int(slot) < kv.num_slots:
+        raise ValueError(f"slot {int(slot)} is outside [0, {kv.num_slots})")
+    return jnp.asarray(slot, jnp.int32)
+
+
+def _is_traced(*values) -> bool:
+    return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def _refuse_unless(
+    kv: cache.PagedKV, slot: jax.Array, valid: jax.Array, message: Callable[[], str]
+) -> tuple[cache.PagedKV, jax.Array]:
+    if not _is_traced(valid) and not bool(valid):
+        raise ValueError(message())
+    refused = kv.refused.at[slot].set(kv.refused[slot] | ~valid)
+    return kv.replace(refused=refused), valid
+
+
+def _take_pages(kv: cache.PagedKV, slot: jax.Array, count: jax.Array) -> cache.PagedKV:
+    """Moves `count` pages from the top of the free stack to the slot's table."""
+
+    def move(_, books):
+        table, owned, stack, num_free = books
+        page = stack[num_free - 1]
+        table = table.at[slot, owned[slot]].set(page)
+        stack = stack.at[num_free - 1].set(kv.num_pages)
+        return table, owned.at[slot].add(1), stack, num_free - 1
+
+    return _move_pages(kv, count, move)
+
+
+def _give_back(kv: cache.PagedKV, slot: jax.Array, kept: jax.Array) -> cache.PagedKV:
+    """Moves the slot's pages past the first `kept` to the free stack."""
+
+    def move(_, books):
+        table, owned, stack, num_free = books
+        last = owned[slot] - 1
+        stack = stack.at[num_free].set(table[slot, last])
+        table = table.at[slot, last].set(kv.num_pages)
+        return table, owned.at[slot].add(-1), stack, num_free + 1
+
+    return _move_pages(kv, jnp.maximum(kv.num_owned[slot] - kept, 0), move)
+
+
+def _move_pages(kv: cache.PagedKV, count: jax.Array, move) -> cache.PagedKV:
+    books = (kv.page_table, kv.num_owned, kv.free_pages, kv.num_free)
+    table, owned, stack, num_free = jax.lax.fori_loop(0, count, move, books)
+    return kv.replace(
+        page_table=table, num_owned=owned, free_pages=stack, num_free=num_free
+    )

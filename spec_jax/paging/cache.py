@@ -1,0 +1,197 @@
+"""PagedKV: keys and values in pages, as a pytree of plain arrays.
+
+Functions here know pages, slots and positions; they know neither models nor
+speculation. Which page belongs to whom is changed in `allocator`; here bytes are
+stored. For a slot of length `n` the interval `[0, n)` holds valid keys and values,
+`[n, num_owned * C)` is owned and holds bytes that mean nothing.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from spec_jax.paging import index
+from spec_jax.typing import typed
+
+
+@flax.struct.dataclass(kw_only=True)
+class PagedKV:
+    """Pages of all layers, and the books: who owns which, how far each slot reaches.
+
+    One array a layer, not one stacked array: XLA on CPU copies a stacked cache once
+    per layer and token. Entries of `page_table` past `num_owned`, and of `free_pages`
+    past `num_free`, hold `P`: a positive page number that does not exist, so that
+    scatters aimed there are dropped.
+    """
+
+    #
+    # Bytes
+    #
+    k: tuple[jax.Array, ...]  # per layer [P, C, K, H]
+    v: tuple[jax.Array, ...]  # per layer [P, C, K, H]
+    #
+    # Books
+    #
+    page_table: jax.Array  # [S, M] int32
+    num_owned: jax.Array  # [S] int32, pages owned by each slot
+    length: jax.Array  # [S] int32, valid positions of each slot
+    registered: jax.Array  # [S] bool
+    free_pages: jax.Array  # [P] int32, a stack
+    num_free: jax.Array  # [] int32
+    #
+    # Failures inside jit are data
+    #
+    out_of_pages: jax.Array  # [S] bool, a reservation found no page
+    refused: jax.Array  # [S] bool, an operation was invalid and changed nothing
+
+    @property
+    def num_slots(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        return self.free_pages.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.k[0].shape[1]
+
+    @property
+    def slot_capacity(self) -> int:
+        """Positions that one slot can hold: page-table width times page size."""
+        return self.page_table.shape[1] * self.page_size
+
+
+def init(
+    *,
+    num_layers: int,
+    num_slots: int,
+    num_pages: int,
+    page_size: int,
+    pages_per_slot: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+) -> PagedKV:
+    """An empty cache: every page free, no slot registered.
+
+    Raises:
+      ValueError: a size below one, or a page table wider than the pool.
+    """
+    sizes = {
+        "num_layers": num_layers,
+        "num_slots": num_slots,
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "pages_per_slot": pages_per_slot,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+    if pages_per_slot > num_pages:
+        raise ValueError(f"{pages_per_slot=} exceeds {num_pages=}")
+    # Not `jnp.empty`: it is uninitialised from jax 0.11 on.
+    shape = (num_pages, page_size, num_kv_heads, head_dim)
+    return PagedKV(
+        k=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+        v=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+        page_table=jnp.full((num_slots, pages_per_slot), num_pages, jnp.int32),
+        num_owned=jnp.zeros((num_slots,), jnp.int32),
+        length=jnp.zeros((num_slots,), jnp.int32),
+        registered=jnp.zeros((num_slots,), bool),
+        # The top of the stack is its end: pages are handed out from 0 upwards.
+        free_pages=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
+        num_free=jnp.int32(num_pages),
+        out_of_pages=jnp.zeros((num_slots,), bool),
+        refused=jnp.zeros((num_slots,), bool),
+    )
+
+
+@typed
+def write(
+    kv: PagedKV,
+    layer: int,
+    *,
+    slots: Int[Array, " R"],
+    positions: Int[Array, " R"],
+    num_live: Int[Array, ""],
+    k: Float[Array, "R K H"],
+    v: Float[Array, "R K H"],
+) -> PagedKV:
+    """Stores one layer's keys and values of the live rows at their positions.
+
+    Dead rows, and positions on pages that their slot does not own, write nowhere.
+    Lengths do not change: see `allocator.extend`.
+    """
+    pages, offsets = index.locate(kv.page_table, kv.page_size, slots, positions)
+    live = jnp.arange(slots.shape[0]) < num_live
+    pages = jnp.where(live, pages, kv.num_pages)
+
+    def store(pool: jax.Array, rows: jax.Array) -> jax.Array:
+        return pool.at[pages, offsets].set(rows.astype(pool.dtype), mode="drop")
+
+    return kv.replace(
+        k=_replace_at(kv.k, layer, store(kv.k[layer], k)),
+        v=_replace_at(kv.v, layer, store(kv.v[layer], v)),
+    )
+
+
+def _replace_at(items: tuple, at: int, item: jax.Array) -> tuple:
+    return (*items[:at], item, *items[at + 1 :])
+
+
+@typed
+def gather(
+    kv: PagedKV, layer: int, slot: int, length: int
+) -> tuple[Float[Array, "length K H"], Float[Array, "length K H"]]:
+    """Keys and values `[0, length)` of a slot in order: for tests and inspection.
+
+    Positions on pages that the slot does not own read as NaN.
+    """
+    positions = jnp.arange(length, dtype=jnp.int32)
+    slots = jnp.full_like(positions, slot)
+    pages, offsets = index.locate(kv.page_table, kv.page_size, slots, positions)
+
+    def read(pool: jax.Array) -> jax.Array:
+        return pool.at[pages, offsets].get(mode="fill", fill_value=jnp.nan)
+
+    return read(kv.k[layer]), read(kv.v[layer])
+
+
+def check_integrity(kv: PagedKV) -> None:
+    """Raises `ValueError` unless every page is free or owned by exactly one slot.
+
+    Outside jit only; a debug aid and the invariant of the tests.
+    """
+    table, owned = np.asarray(kv.page_table), np.asarray(kv.num_owned)
+    length, registered = np.asarray(kv.length), np.asarray(kv.registered)
+    num_free, stack = int(kv.num_free), np.asarray(kv.free_pages)
+    P = kv.num_pages
+    if not 0 <= num_free <= P:
+        raise ValueError(f"num_free={num_free} is outside [0, {P}]")
+    holders = [list(stack[:num_free])]
+    for slot in range(kv.num_slots):
+        count = int(owned[slot])
+        if not 0 <= count <= table.shape[1]:
+            raise ValueError(f"slot {slot} owns {count} of {table.shape[1]} pages")
+        holders.append(list(table[slot, :count]))
+        if (table[slot, count:] != P).any():
+            raise ValueError(f"slot {slot}: stale entries past its {count} pages")
+        if not registered[slot] and (count or length[slot]):
+            raise ValueError(f"slot {slot} is not registered but holds {count} pages")
+        if registered[slot] and not count:
+            raise ValueError(f"slot {slot} is registered but holds no page")
+        if not 0 <= length[slot] <= count * kv.page_size:
+            raise ValueError(
+                f"slot {slot}: length {length[slot]} exceeds its "
+                f"{count} pages of {kv.page_size}"
+            )
+    if (stack[num_free:] != P).any():
+        raise ValueError(f"stale entries past the {num_free} free pages")
+    held = sorted(int(page) for pages in holders for page in pages)
+    if held != list(range(P)):
+        lost = sorted(set(range(P)) - set(held))
+        twice = sorted({page for page in held if held.count(page) > 1})
+        raise ValueError(f"pages lost: {lost}; pages held twice: {twice}")

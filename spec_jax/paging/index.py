@@ -1,0 +1,30 @@
+"""Where a position lives: page numbers and offsets from a page table."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from spec_jax.typing import typed
+
+
+@typed
+def locate(
+    page_table: Int[Array, "S M"],
+    page_size: int,
+    slots: Int[Array, " R"],
+    positions: Int[Array, " R"],
+) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+    """Page and offset of each `(slot, position)`.
+
+    A slot or position outside the table gives a page number that is out of range of
+    every pool: a write there is dropped, a read there is filled.
+    """
+    pages = page_table.at[slots, positions // page_size].get(
+        mode="fill", fill_value=jnp.iinfo(jnp.int32).max
+    )
+    return pages, positions % page_size
+
+
+def pages_for(length: jax.Array | int, page_size: int) -> jax.Array | int:
+    """Number of pages that cover `[0, length)`."""
+    return (length + page_size - 1) // page_size

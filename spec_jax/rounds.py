@@ -1,0 +1,288 @@
+"""Speculative rounds: draft, verify, accept, commit, until the sequence is done.
+
+Functions here know a target and a drafter by what they do, and no more: neither pages
+nor Qwen3. For a sequence with committed tokens `x[0, n)`:
+
+    tokens        [0, n)       committed; x[n-1] is pending: it has no K/V yet
+    target K/V    [0, n-1)
+    draft memory  what the drafter keeps of [0, n-1)
+
+    1 draft     d_1 .. d_g,  g = min(gamma, tokens still wanted - 1)
+    2 verify    rows (x[n-1], n-1), (d_1, n), .., (d_g, n+g-1)     one target forward
+    3 accept    a = length of the leading run with d_i == argmax(logits[i-1])
+    4 commit    d_1 .. d_a and argmax(logits[a]), cut after the first stop token
+    5 truncate  target to n'-1; the drafter forgets what was not committed
+
+`gamma` is data: the same executable with gamma 0 is plain decoding.
+"""
+
+import enum
+import functools
+from typing import Any, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax import acceptance
+
+
+Params = Any
+Memory = Any
+Cache = Any
+
+
+class Origin(enum.IntEnum):
+    """Where a token of the sequence came from."""
+
+    PROMPT = 0
+    ACCEPTED = 1  # drafted, and kept by the target
+    CORRECTION = 2  # the target's own token, in place of a rejected draft
+    BONUS = 3  # the target's own token, after every draft was kept
+
+
+class Target(Protocol):
+    """A model whose verification rows equal its decoding rows, bit for bit.
+
+    Hashable: it is a static argument. Everything that changes is in `cache`.
+    """
+
+    def forward(
+        self,
+        params: Params,
+        cache: Cache,
+        *,
+        tokens: Int[Array, " R"],
+        start: Int[Array, ""],
+        num_live: Int[Array, ""],
+    ) -> tuple[Cache, Float[Array, "R V"]]:
+        """Runs the first `num_live` tokens at positions from `start`, and keeps their
+        K/V. Where the cache has no room, `is_starved` is true afterwards."""
+        ...
+
+    def truncate(self, cache: Cache, new_len: Int[Array, ""]) -> Cache:
+        """Forgets the K/V of positions from `new_len` on."""
+        ...
+
+    def is_starved(self, cache: Cache) -> Bool[Array, ""]:
+        """Whether the last `forward` found no room, and so meant nothing."""
+        ...
+
+
+@flax.struct.dataclass(kw_only=True)
+class Proposal:
+    """Drafted tokens; the first `num_drafted` are real."""
+
+    tokens: jax.Array  # [gamma_max] int32
+    num_drafted: jax.Array  # [] int32
+
+
+class Drafter(Protocol):
+    """Proposes continuations. Hashable; everything that changes is in `memory`."""
+
+    gamma_max: int
+
+    def propose(
+        self,
+        params: Params,
+        memory: Memory,
+        *,
+        tokens: Int[Array, " max_len"],
+        length: Int[Array, ""],
+        gamma: Int[Array, ""],
+    ) -> tuple[Memory, Proposal]:
+        """Drafts at most `gamma` tokens to follow `tokens[:length]`."""
+        ...
+
+    def commit(self, params: Params, memory: Memory, length: Int[Array, ""]) -> Memory:
+        """Learns that `tokens[:length]` are committed, and nothing after them."""
+        ...
+
+
+@flax.struct.dataclass(kw_only=True)
+class RoundState:
+    """Everything that `generate` carries, for one sequence."""
+
+    #
+    # Evolving state
+    #
+    tokens: jax.Array  # [max_len] int32, committed tokens, then PAD
+    length: jax.Array  # [] int32, number of committed tokens, n
+    limit: jax.Array  # [] int32, the length at which generation ends
+    done: jax.Array  # [] bool
+    starved: jax.Array  # [] bool, ended because the cache had no room
+    cache: Cache  # the target's
+    memory: Memory  # the drafter's
+    #
+    # Reported statistics
+    #
+    origins: jax.Array  # [max_len] int8, `Origin` of each token
+    num_rounds: jax.Array  # [] int32
+    num_proposed: jax.Array  # [] int32
+    num_accepted: jax.Array  # [] int32
+    num_cut: jax.Array  # [] int32, accepted by the round, but past a stop token
+    accepted_hist: jax.Array  # [gamma_max + 1] int32, rounds by accepted drafts
+    proposed_at: jax.Array  # [gamma_max] int32, rounds that reached draft i
+    accepted_at: jax.Array  # [gamma_max] int32, rounds that kept draft i
+
+
+def init_state(
+    tokens: Int[Array, " max_len"],
+    *,
+    length: Int[Array, ""],
+    limit: Int[Array, ""],
+    cache: Cache,
+    memory: Memory,
+    gamma_max: int,
+) -> RoundState:
+    """The state before the first round: `tokens[:length]` is the prompt."""
+    zero = functools.partial(jnp.zeros, dtype=jnp.int32)
+    return RoundState(
+        tokens=tokens,
+        length=length,
+        limit=limit,
+        done=length >= limit,
+        starved=jnp.zeros((), bool),
+        cache=cache,
+        memory=memory,
+        origins=jnp.zeros(tokens.shape, jnp.int8),
+        num_rounds=zero(()),
+        num_proposed=zero(()),
+        num_accepted=zero(()),
+        num_cut=zero(()),
+        accepted_hist=zero((gamma_max + 1,)),
+        proposed_at=zero((gamma_max,)),
+        accepted_at=zero((gamma_max,)),
+    )
+
+
+def run_round(
+    target: Target,
+    drafter: Drafter,
+    params: tuple[Params, Params],
+    state: RoundState,
+    *,
+    gamma: Int[Array, ""],
+    stop_ids: Int[Array, " num_stop"],
+) -> RoundState:
+    """Runs one round. A round that the cache has no room for commits nothing."""
+    target_params, draft_params = params
+    gamma_max = drafter.gamma_max
+    n = state.length
+    # At most `g + 1` tokens are committed, so the limit is met exactly.
+    gamma = jnp.clip(jnp.minimum(gamma, state.limit - n - 1), 0, gamma_max)
+    memory, proposal = drafter.propose(
+        draft_params, state.memory, tokens=state.tokens, length=n, gamma=gamma
+    )
+    window = jnp.concatenate([state.tokens[n - 1][None], proposal.tokens])
+    cache, logits = target.forward(
+        target_params,
+        state.cache,
+        tokens=window,
+        start=n - 1,
+        num_live=proposal.num_drafted + 1,
+    )
+    starved = target.is_starved(cache)
+    target_tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)[: gamma_max + 1]
+    verdict = acceptance.accept_exact(
+        proposal.tokens, target_tokens, proposal.num_drafted
+    )
+
+    offsets = jnp.arange(gamma_max + 1)
+    is_stop = jnp.any(verdict.tokens[:, None] == stop_ids[None, :], axis=-1)
+    is_stop = is_stop & (offsets <= verdict.num_accepted)
+    num_kept = jnp.where(
+        jnp.any(is_stop), jnp.argmax(is_stop) + 1, verdict.num_accepted + 1
+    ).astype(jnp.int32)
+    num_kept = jnp.where(starved, 0, num_kept)
+    # Tokens that are not committed are aimed past the end, and dropped. (-1 would not
+    # do: a negative index wraps around, even with mode="drop".)
+    at = jnp.where(offsets < num_kept, n + offsets, state.tokens.shape[0])
+    length = n + num_kept
+    state = state.replace(
+        tokens=state.tokens.at[at].set(verdict.tokens, mode="drop"),
+        origins=state.origins.at[at].set(
+            _origins(verdict, proposal.num_drafted), mode="drop"
+        ),
+        length=length,
+        done=starved | jnp.any(is_stop) | (length >= state.limit),
+        starved=starved,
+        cache=target.truncate(cache, length - 1),
+        memory=drafter.commit(draft_params, memory, length),
+    )
+    return jax.lax.cond(
+        starved, lambda s: s, lambda s: _count(s, verdict, proposal, num_kept), state
+    )
+
+
+def _origins(verdict: acceptance.Verdict, num_drafted: jax.Array) -> jax.Array:
+    """The `Origin` of each token of the verdict, `[gamma + 1] int8`."""
+    own = jnp.where(
+        verdict.num_accepted == num_drafted, Origin.BONUS, Origin.CORRECTION
+    )
+    is_draft = jnp.arange(verdict.tokens.shape[0]) < verdict.num_accepted
+    return jnp.where(is_draft, int(Origin.ACCEPTED), own).astype(jnp.int8)
+
+
+def _count(
+    state: RoundState,
+    verdict: acceptance.Verdict,
+    proposal: Proposal,
+    num_kept: jax.Array,
+) -> RoundState:
+    """Adds one round to the statistics."""
+    a, g = verdict.num_accepted, proposal.num_drafted
+    drafts = jnp.arange(proposal.tokens.shape[0])
+    reached = (drafts < g) & (drafts <= a)
+    return state.replace(
+        num_rounds=state.num_rounds + 1,
+        num_proposed=state.num_proposed + g,
+        num_accepted=state.num_accepted + a,
+        num_cut=state.num_cut + a + 1 - num_kept,
+        accepted_hist=state.accepted_hist.at[a].add(1),
+        proposed_at=state.proposed_at + reached.astype(jnp.int32),
+        accepted_at=state.accepted_at + (drafts < a).astype(jnp.int32),
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",)
+)
+def generate(
+    target: Target,
+    drafter: Drafter,
+    params: tuple[Params, Params],
+    state: RoundState,
+    *,
+    gamma: Int[Array, ""],
+    stop_ids: Int[Array, " num_stop"],
+    max_rounds: Int[Array, ""],
+) -> RoundState:
+    """Runs rounds on the device until the sequence is done, or `max_rounds` passed.
+
+    The tokens are those of `autoregressive.generate`, bit for bit. Called for a few
+    rounds at a time (for progress or streaming) it returns the same bits from the
+    same executable.
+
+    Args:
+      params: of the target and of the drafter.
+      state: donated.
+      gamma: tokens to draft a round, in `0 .. drafter.gamma_max`.
+      stop_ids: tokens that end the sequence; -1 matches nothing.
+      max_rounds: each unfinished round commits a token, so `limit` rounds suffice.
+    """
+
+    def keep_going(carry):
+        step, state = carry
+        return ~state.done & (step < max_rounds)
+
+    def body(carry):
+        step, state = carry
+        state = run_round(
+            target, drafter, params, state, gamma=gamma, stop_ids=stop_ids
+        )
+        return step + 1, state
+
+    _, state = jax.lax.while_loop(keep_going, body, (jnp.int32(0), state))
+    return state
