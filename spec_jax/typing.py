@@ -11,7 +11,7 @@
 """
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import jaxtyping
 
@@ -25,6 +25,8 @@ _F = TypeVar("_F", bound=Callable)
 
 Impl = Literal["auto", "xla", "native", "triton", "mosaic"]
 """Names of kernel implementations; `spec_jax.ops.dispatch` says which can run."""
+
+IMPLS: tuple[str, ...] = get_args(Impl)
 
 
 def typed(fn: _F) -> _F:

@@ -152,20 +152,15 @@ def run(
       The parameters after the last step that was run.
     """
     transform = optimizer(recipe)
-    state = {
-        "params": init,
-        "opt_state": transform.init(init),
-        "step": jnp.int32(0),
-    }
+    state = _start(recipe, init)
     folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     with ocp.CheckpointManager(
         (folder / "checkpoints").absolute(), options=options
     ) as manager:
         if manager.latest_step() is not None:
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
             state = manager.restore(
-                manager.latest_step(), args=ocp.args.StandardRestore(abstract)
+                manager.latest_step(), args=ocp.args.StandardRestore(_abstract(state))
             )
         first = int(state["step"])
         evaluate = jax.jit(loss)
@@ -204,6 +199,34 @@ def run(
                 if step + 1 == stop_after:
                     break
     return state["params"]
+
+
+def restore(recipe: Recipe, init: params_lib.Params, folder: pathlib.Path):
+    """The parameters of the newest checkpoint in `folder`, and its step.
+
+    Raises:
+      ValueError: no checkpoint there.
+    """
+    with ocp.CheckpointManager((folder / "checkpoints").absolute()) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise ValueError(f"{folder}: no checkpoint; train this stage first")
+        state = manager.restore(
+            step, args=ocp.args.StandardRestore(_abstract(_start(recipe, init)))
+        )
+    return state["params"], step
+
+
+def _start(recipe: Recipe, init: params_lib.Params) -> dict:
+    return {
+        "params": init,
+        "opt_state": optimizer(recipe).init(init),
+        "step": jnp.int32(0),
+    }
+
+
+def _abstract(state: dict) -> dict:
+    return jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
 
 
 def _open_log(path: pathlib.Path, first_step: int):

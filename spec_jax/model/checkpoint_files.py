@@ -306,7 +306,7 @@ def write(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            array = np.ascontiguousarray(tensor.fetch())
+            array = np.asarray(tensor.fetch(), order="C")
             if (array.dtype, array.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(
                     f"{tensor.name} is {array.dtype} {array.shape}, "

@@ -4,9 +4,7 @@ A named implementation runs or raises `NotImplementedError(why)`; only "auto" ch
 once, where a model is built, and the choice is part of every result.
 """
 
-from typing import get_args
-
-from spec_jax.typing import Impl
+from spec_jax.typing import IMPLS, Impl
 
 
 IMPLEMENTED: tuple[str, ...] = ("xla",)
@@ -20,8 +18,8 @@ def resolve(impl: Impl) -> str:
       ValueError: not the name of an implementation.
       NotImplementedError: a named implementation that cannot run here.
     """
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl={impl!r} is not one of {', '.join(get_args(Impl))}")
+    if impl not in IMPLS:
+        raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
     if impl == "auto":
         return "xla"
     if impl not in IMPLEMENTED:

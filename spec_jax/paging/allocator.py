@@ -8,6 +8,7 @@ An invalid request raises `ValueError` where its arguments are concrete. Under a
 trace it sets `refused[slot]` and changes nothing else; `check` raises at the edge.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -164,33 +165,50 @@ def _refuse_unless(
 
 def _take_pages(kv: cache.PagedKV, slot: jax.Array, count: jax.Array) -> cache.PagedKV:
     """Moves `count` pages from the top of the free stack to the slot's table."""
+    return _with_books(kv, _take(_books(kv), slot, count))
+
+
+def _give_back(kv: cache.PagedKV, slot: jax.Array, kept: jax.Array) -> cache.PagedKV:
+    """Moves the slot's pages past the first `kept` to the free stack."""
+    count = jnp.maximum(kv.num_owned[slot] - kept, 0)
+    return _with_books(kv, _give(_books(kv), slot, count))
+
+
+def _books(kv: cache.PagedKV) -> tuple[jax.Array, ...]:
+    return kv.page_table, kv.num_owned, kv.free_pages, kv.num_free
+
+
+def _with_books(kv: cache.PagedKV, books: tuple[jax.Array, ...]) -> cache.PagedKV:
+    table, owned, stack, num_free = books
+    return kv.replace(
+        page_table=table, num_owned=owned, free_pages=stack, num_free=num_free
+    )
+
+
+# Compiled once for calls outside a trace; within one they dissolve into it.
+@functools.partial(jax.jit, inline=True)
+def _take(books, slot, count):
+    nowhere = books[2].shape[0]
 
     def move(_, books):
         table, owned, stack, num_free = books
         page = stack[num_free - 1]
         table = table.at[slot, owned[slot]].set(page)
-        stack = stack.at[num_free - 1].set(kv.num_pages)
+        stack = stack.at[num_free - 1].set(nowhere)
         return table, owned.at[slot].add(1), stack, num_free - 1
 
-    return _move_pages(kv, count, move)
+    return jax.lax.fori_loop(0, count, move, books)
 
 
-def _give_back(kv: cache.PagedKV, slot: jax.Array, kept: jax.Array) -> cache.PagedKV:
-    """Moves the slot's pages past the first `kept` to the free stack."""
+@functools.partial(jax.jit, inline=True)
+def _give(books, slot, count):
+    nowhere = books[2].shape[0]
 
     def move(_, books):
         table, owned, stack, num_free = books
         last = owned[slot] - 1
         stack = stack.at[num_free].set(table[slot, last])
-        table = table.at[slot, last].set(kv.num_pages)
+        table = table.at[slot, last].set(nowhere)
         return table, owned.at[slot].add(-1), stack, num_free + 1
 
-    return _move_pages(kv, jnp.maximum(kv.num_owned[slot] - kept, 0), move)
-
-
-def _move_pages(kv: cache.PagedKV, count: jax.Array, move) -> cache.PagedKV:
-    books = (kv.page_table, kv.num_owned, kv.free_pages, kv.num_free)
-    table, owned, stack, num_free = jax.lax.fori_loop(0, count, move, books)
-    return kv.replace(
-        page_table=table, num_owned=owned, free_pages=stack, num_free=num_free
-    )
+    return jax.lax.fori_loop(0, count, move, books)

@@ -1,0 +1,66 @@
+"""The target and the draft of an experiment: loaded, checked against each other."""
+
+import dataclasses
+import pathlib
+
+import spec_jax
+from spec_jax import rounds, session
+from spec_jax.drafters import draft_model
+from spec_jax.model import load, params as params_lib, row_model, tokenizer
+from spec_jax.ops import dispatch
+
+
+ASSETS = pathlib.Path(spec_jax.__file__).parent / "assets"
+EMBEDDED_TARGET = ASSETS / "target"
+EMBEDDED_DRAFT = ASSETS / "draft"
+
+# Two rows are the least that XLA multiplies fast, and all that catching up needs.
+DRAFT_SLAB = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelPair:
+    """Everything that a round needs beside its state."""
+
+    target: row_model.RowModel
+    drafter: rounds.Drafter
+    params: tuple[params_lib.Params, params_lib.Params]
+    tokenizer: tokenizer.Tokenizer
+
+
+def load_pair(
+    target: pathlib.Path,
+    draft: pathlib.Path,
+    *,
+    gamma_max: int,
+    slab: int,
+    dtype: str | None,
+    impl: str,
+) -> ModelPair:
+    """Loads two Hugging Face folders that share a vocabulary.
+
+    Args:
+      gamma_max: the most tokens that are drafted in a round.
+      slab: rows of every call of the target.
+      dtype: of both models; that of their own `config.json` if None.
+
+    Raises:
+      ValueError: a folder that cannot be used, or models that do not fit together.
+      NotImplementedError: an implementation that cannot run here.
+    """
+    impl = dispatch.resolve(impl)
+    target_tokenizer = tokenizer.load(target)
+    tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(draft))
+    target_config, target_params = load.load(target, dtype=dtype)
+    draft_config, draft_params = load.load(draft, dtype=dtype)
+    pair = ModelPair(
+        target=row_model.RowModel(config=target_config, impl=impl, slab=slab),
+        drafter=draft_model.DraftModel(
+            model=row_model.RowModel(config=draft_config, impl=impl, slab=DRAFT_SLAB),
+            gamma_max=gamma_max,
+        ),
+        params=(target_params, draft_params),
+        tokenizer=target_tokenizer,
+    )
+    session.check_pair(pair.target, pair.drafter)
+    return pair

@@ -1,0 +1,187 @@
+"""Records: rows of results as they are written, and where they come from.
+
+Knows JSON, files and this machine. Knows nothing of what the numbers mean.
+"""
+
+import io
+import json
+import math
+import os
+import pathlib
+import platform
+import stat
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class JsonLines:
+    """A file of JSON rows, each written whole: an interrupted run leaves whole lines.
+
+    The file is opened at once, so that a path that cannot be written is found before
+    the work and not after it. What it held is replaced when the first row comes, so
+    that a run that fails before its first result destroys none.
+    """
+
+    def __init__(self, path: str | os.PathLike | None):
+        """Opens the file; without a path, rows go nowhere.
+
+        Raises:
+          ValueError: the path cannot be written; one line says why.
+        """
+        self._path = path
+        self._is_first = True
+        self._file = None if path is None else _open(pathlib.Path(path))
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row; it is with the operating system on return.
+
+        Raises:
+          ValueError: a value that JSON lacks (the file is left as it was), or a file
+            that takes no more.
+        """
+        line = json.dumps(to_json(row, "row"), allow_nan=False) + "\n"
+        if self._path is None:
+            return
+        if self._file is None:
+            raise ValueError(f"{self._path}: a row came after the file was closed")
+        try:
+            self._append(line.encode())
+        except OSError as error:
+            raise ValueError(
+                f"{self._path}: cannot be written ({error.strerror}); the rows "
+                "before this one are kept"
+            ) from None
+
+    def close(self) -> None:
+        """Closes the file; may be called twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, line: bytes) -> None:
+        # Pipes and devices have neither old contents nor an end to go back to.
+        is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        if self._is_first and is_regular:
+            self._file.truncate(0)
+        self._is_first = False
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except BaseException:  # An interrupt too: half a line is worse than none.
+            if is_regular:
+                self._file.truncate(end)
+            raise
+
+
+def _open(path: pathlib.Path) -> io.FileIO:
+    """Opens for appending, without a buffer that could hold half a line."""
+    if path.is_dir():
+        raise ValueError(f"{path}: is a directory; name a file, such as results.jsonl")
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"{path}: the directory {path.parent} does not exist; make it first"
+        )
+    try:
+        return path.open("ab", buffering=0)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name.
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{path}: cannot be written ({reason}); name another file"
+        ) from None
+
+
+def to_json(value: Any, name: str) -> Any:
+    """The value in JSON's own types; NumPy and JAX scalars and arrays are converted.
+
+    Args:
+      value: what to convert.
+      name: what error messages call it.
+
+    Raises:
+      ValueError: NaN or an infinity, which JSON lacks.
+      TypeError: another type.
+    """
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        value = np.asarray(value).tolist()
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)  # Enumerations too.
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} is no JSON number; write None instead")
+        return float(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [to_json(entry, f"{name}[{i}]") for i, entry in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {str(key): to_json(entry, str(key)) for key, entry in value.items()}
+    raise TypeError(f"{name} is a {type(value).__name__}, which has no JSON form")
+
+
+def provenance() -> dict[str, Any]:
+    """Which code, libraries and machine the numbers of this process come from."""
+    device = jax.devices()[0]
+    commit = _git("rev-parse", "HEAD")
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "git_commit": commit,
+        # Numbers of a changed tree are not those of the commit.
+        "git_dirty": None if changes is None else bool(changes),
+        "spec_jax_version": _version("spec_jax"),
+        "jax_version": jax.__version__,
+        "jaxlib_version": _version("jaxlib"),
+        "python_version": platform.python_version(),
+        "device_kind": device.device_kind,
+        "platform": device.platform,
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count(),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says about the checkout of this file; `None` outside of one."""
+    command = ("git", "--no-optional-locks", *arguments)
+    here = pathlib.Path(__file__).parent
+    try:
+        done = subprocess.run(
+            command, cwd=here, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    """The installed version; `None` where the source is used without installing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str | None:
+    """The processor's model name, from Linux where it can be had."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or None

@@ -1,0 +1,295 @@
+"""Text to tokens and back, chat templates, stop tokens: a folder's own rules.
+
+Knows the tokenizer files of Hugging Face folders with byte-level BPE, as Qwen3 has;
+knows nothing of models, not even how many rows their embeddings have.
+"""
+
+import codecs
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+
+_END_OF_TEXT = "<|endoftext|>"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_SHOWN_DIFFERENCES = 3
+
+Message = Mapping[str, Any]
+"""One turn of a chat: `role`, `content` and whatever else the template reads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tokenizer:
+    """A byte-level BPE tokenizer with its chat template and its stop tokens.
+
+    Attributes:
+      path: the `tokenizer.json` it came from, for error messages.
+      backend: does the encoding.
+      chat_template: Jinja source, or None.
+      stop_ids: tokens that end a generation, in the folder's order.
+      special_tokens: what templates may refer to (`bos_token`, `eos_token`, ...).
+    """
+
+    path: pathlib.Path
+    backend: tokenizers.Tokenizer
+    chat_template: str | None = None
+    stop_ids: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. Special tokens in it are recognised; none is added."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included.
+
+        Bytes that are not UTF-8 become U+FFFD. Ids without a token, such as the
+        unused rows of an embedding, have no text.
+        """
+        return "".join(self.decode_pieces(ids))
+
+    def decode_pieces(self, ids: Sequence[int]) -> list[str]:
+        """One string per token; together they are `decode(ids)`.
+
+        A character that spans tokens belongs to the token that completes it.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        pieces = [decoder.decode(self._bytes(int(token_id))) for token_id in ids]
+        if pieces:
+            pieces[-1] += decoder.decode(b"", final=True)
+        return pieces
+
+    def _bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for."""
+        if token_id < 0:
+            raise ValueError(f"{token_id=} is negative")
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        alphabet = _byte_alphabet()
+        try:
+            return bytes(alphabet[character] for character in token)
+        except KeyError:
+            return token.encode()  # An added token, which is written as it is.
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of entries, added tokens included; embeddings may have more rows."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the vocabulary: the sorted (token, id) pairs as JSON."""
+        pairs = sorted(self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat` can be called."""
+        return self.chat_template is not None
+
+    def apply_chat(
+        self, messages: str | Sequence[Message], *, enable_thinking: bool = False
+    ) -> str:
+        """The prompt of a chat, up to where the assistant's answer begins.
+
+        Args:
+          messages: the turns, or the text of a single user turn.
+          enable_thinking: as Qwen3's templates understand it; False puts an empty
+            thought before the answer.
+
+        Raises:
+          ValueError: there is no template, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise ValueError(f"{self.path.parent}: has no chat template")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        try:
+            return _compile(self.chat_template).render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                enable_thinking=enable_thinking,
+                **self.special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"{self.path.parent}: chat template: {error}") from None
+
+
+def load(folder: str | pathlib.Path) -> Tokenizer:
+    """Reads `tokenizer.json` and, where they are present, the files beside it.
+
+    The chat template is `chat_template.jinja`, else the `chat_template` of
+    `tokenizer_config.json`. The stop tokens are the `eos_token_id` of
+    `generation_config.json`, else of `config.json`, else the `eos_token` of
+    `tokenizer_config.json`, else `<|endoftext|>` if there is one, else none.
+
+    Raises:
+      ValueError: `tokenizer.json` is missing, malformed or not byte-level; or one of
+        the other files is malformed.
+    """
+    folder = pathlib.Path(folder)
+    path = folder / "tokenizer.json"
+    raw = _read_json(path)
+    if raw is None:
+        raise ValueError(f"{path}: no such file; is this a model folder?")
+    decoder = raw.get("decoder")
+    if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
+        raise ValueError(f"{path}: only byte-level tokenizers are supported")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # The bindings raise this very class.
+        raise ValueError(f"{path}: not a valid tokenizer: {error}") from None
+    # A file may ask for either; both would change a prompt behind its user's back.
+    backend.no_truncation()
+    backend.no_padding()
+    settings = _read_json(folder / "tokenizer_config.json") or {}
+    special_tokens = _special_tokens(settings)
+    return Tokenizer(
+        path=path,
+        backend=backend,
+        chat_template=_chat_template(folder, settings),
+        stop_ids=_stop_ids(folder, backend, special_tokens.get("eos_token")),
+        special_tokens=special_tokens,
+    )
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Passes if each id means the same token to both.
+
+    Raises:
+      ValueError: they differ; names both files, their sizes and the first ids.
+    """
+    if target.fingerprint == draft.fingerprint:
+        return
+    differences = []
+    for token_id in range(max(_num_ids(target), _num_ids(draft))):
+        theirs = (
+            target.backend.id_to_token(token_id),
+            draft.backend.id_to_token(token_id),
+        )
+        if theirs[0] != theirs[1]:
+            differences.append(f"id {token_id} is {theirs[0]!r} and {theirs[1]!r}")
+        if len(differences) == _SHOWN_DIFFERENCES:
+            break
+    raise ValueError(
+        f"target {target.path} ({target.vocab_size} entries) and draft {draft.path} "
+        f"({draft.vocab_size} entries) differ: {'; '.join(differences)}"
+    )
+
+
+def _num_ids(tokenizer: Tokenizer) -> int:
+    """One more than the largest id; ids may have gaps."""
+    return 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
+
+
+@functools.cache
+def _byte_alphabet() -> Mapping[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for.
+
+    Printable bytes stand for themselves, the others for U+0100 and on, in order: the
+    convention of GPT-2.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+@functools.cache
+def _compile(source: str) -> jinja2.Template:
+    """A template with the settings, filters and globals of Hugging Face's."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None) -> str:
+        # Jinja's own filter escapes HTML.
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(
+        form
+    )
+    return environment.from_string(source)
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
+    """A file's JSON object, or None where there is no such file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return raw
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; each stands as a string or as `{"content": ...}`."""
+    named = {}
+    for name in _SPECIAL_TOKENS:
+        token = settings.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            named[name] = token
+    return named
+
+
+def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
+    """The source of the folder's template, if it has one."""
+    path = folder / "chat_template.jinja"
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        template = settings.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if isinstance(template, list):  # Several, by name.
+        named = {item.get("name"): item.get("template") for item in template}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: unreadable chat_template"
+        )
+    return template
+
+
+def _stop_ids(
+    folder: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: str | None
+) -> tuple[int, ...]:
+    """The first answer of those that `load` lists."""
+    for name in ("generation_config.json", "config.json"):
+        stated = (_read_json(folder / name) or {}).get("eos_token_id")
+        if stated is None:
+            continue
+        ids = stated if isinstance(stated, list) else [stated]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            raise ValueError(f"{folder / name}: eos_token_id={stated!r} is no token id")
+        return tuple(dict.fromkeys(ids))
+    for token in (eos_token, _END_OF_TEXT):
+        token_id = None if token is None else backend.token_to_id(token)
+        if token_id is not None:
+            return (token_id,)
+    return ()

@@ -1,0 +1,271 @@
+"""Safetensors files: what another hand wrote is read, what is broken is refused."""
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from spec_jax.model import checkpoint_files as files
+
+
+SHARDS = ("part-a.safetensors", "part-b.safetensors")
+
+
+def tensors() -> dict[str, np.ndarray]:
+    """All supported dtypes; a scalar and an empty tensor among them."""
+    rng = np.random.default_rng(3)
+    return {
+        "matrix": rng.normal(size=(6, 10)).astype(np.float32),
+        "half": rng.normal(size=(3, 4)).astype(np.float16),
+        "brain": rng.normal(size=(5,)).astype(ml_dtypes.bfloat16),
+        "scalar": np.full((), 2.5, np.float32),
+        "empty": np.zeros((0, 4), np.float32),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path) -> pathlib.Path:
+    """A good file, written by the `safetensors` package."""
+    safetensors.numpy.save_file(tensors(), tmp_path / files.SINGLE_FILE)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path) -> pathlib.Path:
+    """The same tensors in two files, which take turns."""
+    weight_map = {name: SHARDS[i % 2] for i, name in enumerate(tensors())}
+    for shard in SHARDS:
+        held = {k: v for k, v in tensors().items() if weight_map[k] == shard}
+        safetensors.numpy.save_file(held, tmp_path / shard)
+    text = json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map})
+    (tmp_path / files.INDEX_FILE).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("layout", ["folder", "sharded"])
+def test_reads_what_safetensors_wrote(layout, request):
+    entries = files.find(request.getfixturevalue(layout))
+    expected = tensors()
+    assert set(entries) == set(expected)
+    for name, array in expected.items():
+        entry = entries[name]
+        assert (entry.shape, entry.dtype) == (array.shape, array.dtype)
+        out = np.empty(entry.shape, entry.dtype)
+        files.read_into(entry, out)
+        assert out.tobytes() == array.tobytes(), name
+
+
+def test_writes_what_safetensors_reads(tmp_path):
+    path = tmp_path / "x.safetensors"
+    pending = [
+        files.Pending(
+            name=name,
+            dtype=array.dtype,
+            shape=array.shape,
+            fetch=lambda array=array: array,
+        )
+        for name, array in tensors().items()
+    ]
+    files.write(path, pending, metadata={"format": "pt"})
+    expected = tensors()
+    with safetensors.safe_open(path, framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == set(expected)
+    for name, array in safetensors.numpy.load_file(path).items():
+        assert array.shape == expected[name].shape
+        assert array.tobytes() == expected[name].tobytes(), name
+
+
+def test_reads_into_rows_of_a_buffer(folder):
+    """Only there: fails if the neighbours are touched."""
+    entry = files.find(folder)["matrix"]
+    buffer = np.full((10, 10), 7, np.float32)
+    files.read_into(entry, buffer[2:8])
+    np.testing.assert_array_equal(buffer[2:8], tensors()["matrix"])
+    assert (buffer[:2] == 7).all() and (buffer[8:] == 7).all()
+
+
+def test_refuses_buffers_that_do_not_fit(folder):
+    entry = files.find(folder)["matrix"]
+    with pytest.raises(ValueError, match=r"matrix is \(6, 10\), the buffer is \(10"):
+        files.read_into(entry, np.empty((10, 6), np.float32))
+    with pytest.raises(ValueError, match="not contiguous"):
+        files.read_into(entry, np.empty((10, 6), np.float32).T)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 8, 100, files.BLOCK_BYTES])
+def test_same_values(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
+    matrix = tensors()["matrix"]
+    last = matrix.copy()
+    last[-1, -1] += 1
+    held = {"a": matrix, "b": matrix.copy(), "last": last, "flat": matrix.reshape(-1)}
+    safetensors.numpy.save_file(held, tmp_path / files.SINGLE_FILE)
+    entries = files.find(tmp_path)
+    assert files.same_values(entries["a"], entries["b"])
+    assert not files.same_values(entries["a"], entries["last"])
+    assert not files.same_values(entries["a"], entries["flat"])
+
+
+def test_no_weights(tmp_path):
+    with pytest.raises(files.CheckpointError, match="neither model.safetensors nor"):
+        files.find(tmp_path)
+
+
+def test_two_checkpoints_in_one_folder(sharded):
+    safetensors.numpy.save_file(tensors(), sharded / files.SINGLE_FILE)
+    with pytest.raises(files.CheckpointError, match="holds both"):
+        files.find(sharded)
+
+
+def test_missing_shard(sharded):
+    (sharded / SHARDS[1]).unlink()
+    with pytest.raises(
+        files.CheckpointError, match=f"{SHARDS[1]}: no such shard; download it again"
+    ):
+        files.find(sharded)
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 100])
+def test_file_ends_inside_its_header(folder, size):
+    path = folder / files.SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(
+        files.CheckpointError,
+        match="model.safetensors: (truncated|malformed).*download it again",
+    ):
+        files.find(folder)
+
+
+@pytest.mark.parametrize("lost", [1, 200])
+def test_file_ends_inside_its_tensors(folder, lost):
+    path = folder / files.SINGLE_FILE
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-lost])
+    with pytest.raises(
+        files.CheckpointError,
+        match=f"tells of {len(raw)} bytes, the file has {len(raw) - lost}; download",
+    ):
+        files.find(folder)
+
+
+def test_file_shrinks_after_its_header_was_read(folder):
+    entries = files.find(folder)
+    entry = max(entries.values(), key=lambda entry: entry.offset)
+    path = folder / files.SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(files.CheckpointError, match=f"ends inside {entry.name}"):
+        files.read_into(entry, np.empty(entry.shape, entry.dtype))
+
+
+def test_file_is_something_else(folder):
+    (folder / files.SINGLE_FILE).write_text("version https://git-lfs.github.com/spec")
+    with pytest.raises(files.CheckpointError, match="not a safetensors file"):
+        files.find(folder)
+
+
+def test_file_is_a_folder(tmp_path):
+    (tmp_path / files.SINGLE_FILE).mkdir()
+    with pytest.raises(files.CheckpointError, match="Is a directory"):
+        files.find(tmp_path)
+
+
+def test_file_has_bytes_too_many(folder):
+    path = folder / files.SINGLE_FILE
+    path.write_bytes(path.read_bytes() + b"12345")
+    with pytest.raises(files.CheckpointError, match="5 bytes more than its header"):
+        files.find(folder)
+
+
+ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{not json",
+        b"\xff\xfe\xfd",
+        b"[" * 100_000,
+        b"[]",
+        b'{"x": 3}',
+        b'{"x": {"dtype": "F32", "shape": [1]}}',
+        json.dumps({"x": ONE | {"dtype": 3}}).encode(),
+        json.dumps({"x": ONE | {"shape": [-1]}}).encode(),
+        json.dumps({"x": ONE | {"shape": [1.0]}}).encode(),
+        json.dumps({"x": ONE | {"shape": 1}}).encode(),
+        json.dumps({"x": ONE | {"data_offsets": [0]}}).encode(),
+        json.dumps({"x": ONE | {"data_offsets": [4, 0]}}).encode(),
+        json.dumps({"x": ONE | {"data_offsets": [0, 8]}}).encode(),
+        json.dumps({"x": ONE, "y": ONE}).encode(),  # Overlap.
+        json.dumps({"x": ONE | {"data_offsets": [4, 8]}}).encode(),  # A hole.
+    ],
+    ids=range(15),
+)
+def test_malformed_header(tmp_path, header):
+    raw = len(header).to_bytes(8, "little") + header + bytes(8)
+    (tmp_path / files.SINGLE_FILE).write_bytes(raw)
+    with pytest.raises(
+        files.CheckpointError, match="malformed header.*download it again"
+    ):
+        files.find(tmp_path)
+
+
+def test_unsupported_dtype(tmp_path):
+    path = tmp_path / files.SINGLE_FILE
+    safetensors.numpy.save_file({"x": np.ones(3, np.int8)}, path)
+    with pytest.raises(files.CheckpointError, match="x is I8, not one of F32"):
+        files.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON.*download it again"),
+        ("[]", "has no weight_map; download it again"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {}}', "has no weight_map"),
+        ('{"weight_map": {"x": 3}}', "which is no file name"),
+        ('{"weight_map": {"x": "../x"}}', "which is no file name"),
+        ('{"weight_map": {"x": "/x"}}', "which is no file name"),
+        ('{"weight_map": {"x": ".."}}', "Is a directory"),
+    ],
+)
+def test_malformed_index(sharded, text, message):
+    (sharded / files.INDEX_FILE).write_text(text)
+    with pytest.raises(files.CheckpointError, match=message):
+        files.find(sharded)
+
+
+def change_weight_map(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
+    path = folder / files.INDEX_FILE
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def test_index_names_a_tensor_that_is_not_there(sharded):
+    change_weight_map(sharded, lambda names: names.update(ghost=SHARDS[1]))
+    with pytest.raises(
+        files.CheckpointError, match=f"{SHARDS[1]}: does not hold ghost"
+    ):
+        files.find(sharded)
+
+
+def test_shard_holds_a_tensor_that_the_index_does_not_name(sharded):
+    change_weight_map(sharded, lambda names: names.pop("matrix"))
+    with pytest.raises(
+        files.CheckpointError, match="holds matrix, which .* in no file"
+    ):
+        files.find(sharded)
+
+
+def test_index_swaps_two_shards(sharded):
+    change_weight_map(sharded, lambda names: names.update(matrix=SHARDS[1]))
+    with pytest.raises(
+        files.CheckpointError, match=f"holds matrix, which .* in {SHARDS[1]}"
+    ):
+        files.find(sharded)

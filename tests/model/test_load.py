@@ -1,0 +1,405 @@
+"""Folders: what is saved is loaded bit for bit, and what is broken is refused."""
+
+import dataclasses
+import json
+import pathlib
+import tracemalloc
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from spec_jax.model import (
+    checkpoint_files as files,
+    config as config_lib,
+    load as load_lib,
+    params as params_lib,
+)
+
+
+CONFIG = config_lib.Qwen3Config(
+    vocab_size=40,
+    hidden_size=24,
+    intermediate_size=56,
+    num_layers=11,  # Two digits: as strings, layer 10 comes before layer 2.
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=10,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    dtype="float32",
+)
+UNTIED = dataclasses.replace(CONFIG, tie_word_embeddings=False)
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def random_params(config: config_lib.Qwen3Config) -> params_lib.Params:
+    """Noise everywhere, norms too: two arrays that are swapped differ."""
+    rng = np.random.default_rng(7)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape).astype(leaf.dtype)),
+        params_lib.shapes(config),
+    )
+
+
+def as_tensors(
+    config: config_lib.Qwen3Config, params: params_lib.Params
+) -> dict[str, np.ndarray]:
+    """Hugging Face's names and splits, written down a second time, by hand."""
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    F = config.intermediate_size
+    tensors = {
+        "model.embed_tokens.weight": params.embed,
+        "model.norm.weight": params.final_norm,
+    }
+    if params.lm_head is not None:
+        tensors["lm_head.weight"] = params.lm_head
+    for i, layer in enumerate(params.layers):
+        tensors |= {
+            f"model.layers.{i}.{name}.weight": array
+            for name, array in {
+                "input_layernorm": layer.input_norm,
+                "self_attn.q_proj": layer.qkv[: N * H],
+                "self_attn.k_proj": layer.qkv[N * H : (N + K) * H],
+                "self_attn.v_proj": layer.qkv[(N + K) * H :],
+                "self_attn.q_norm": layer.q_norm,
+                "self_attn.k_norm": layer.k_norm,
+                "self_attn.o_proj": layer.attention_out,
+                "post_attention_layernorm": layer.mlp_norm,
+                "mlp.gate_proj": layer.gate_up[:F],
+                "mlp.up_proj": layer.gate_up[F:],
+                "mlp.down_proj": layer.down,
+            }.items()
+        }
+    return {name: np.asarray(array) for name, array in tensors.items()}
+
+
+def write_config(folder: pathlib.Path, config: config_lib.Qwen3Config) -> None:
+    text = json.dumps(config_lib.to_dict(config))
+    (folder / "config.json").write_text(text)
+
+
+def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
+    """By another hand: the `safetensors` package."""
+    safetensors.numpy.save_file(tensors, folder / files.SINGLE_FILE)
+
+
+@pytest.fixture
+def folder(tmp_path) -> pathlib.Path:
+    """A good single-file checkpoint of the tied `CONFIG`."""
+    load_lib.save(tmp_path, CONFIG, random_params(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path) -> pathlib.Path:
+    """A good sharded checkpoint of the tied `CONFIG`."""
+    load_lib.save(tmp_path, CONFIG, random_params(CONFIG), max_shard_bytes=20_000)
+    return tmp_path
+
+
+@pytest.mark.parametrize("max_shard_bytes", [None, 1, 20_000, 10**9])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_round_trip_is_bit_exact(tmp_path, tied, dtype, max_shard_bytes):
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, dtype=dtype)
+    params = random_params(config)
+    load_lib.save(tmp_path, config, params, max_shard_bytes=max_shard_bytes)
+    loaded_config, loaded = load_lib.load(tmp_path)
+    assert loaded_config == config
+    chex.assert_trees_all_equal(loaded, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(loaded, params)
+
+
+def test_bits_that_are_no_numbers_survive(tmp_path):
+    """Negative zeros, infinities, denormals, NaN payloads. Fails on a detour."""
+    bits = np.arange(CONFIG.vocab_size * CONFIG.hidden_size, dtype=np.uint16) * 67
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    embed = bits.view(ml_dtypes.bfloat16).reshape(CONFIG.vocab_size, -1)
+    params = random_params(config).replace(embed=jnp.asarray(embed))
+    load_lib.save(tmp_path, config, params)
+    loaded = np.asarray(load_lib.load(tmp_path)[1].embed)
+    np.testing.assert_array_equal(loaded.view(np.uint16), embed.view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_files_are_what_safetensors_reads(tmp_path, dtype):
+    config = dataclasses.replace(UNTIED, dtype=dtype)
+    params = random_params(config)
+    load_lib.save(tmp_path, config, params, metadata={"note": "hello"})
+    path = tmp_path / files.SINGLE_FILE
+    with safetensors.safe_open(path, framework="numpy") as file:
+        assert file.metadata() == {"format": "pt", "note": "hello"}
+        names = set(file.keys())
+    expected = as_tensors(config, params)
+    assert names == set(expected)
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    assert start % 8 == 0
+    header = json.loads(raw[8:start])
+    for name, array in expected.items():
+        begin, end = header[name]["data_offsets"]
+        assert raw[start + begin : start + end] == array.tobytes(), name
+        assert header[name]["shape"] == list(array.shape)
+
+
+def test_foreign_file_is_read(tmp_path):
+    write_config(tmp_path, UNTIED)
+    params = random_params(UNTIED)
+    write_tensors(tmp_path, as_tensors(UNTIED, params))
+    chex.assert_trees_all_equal(load_lib.load(tmp_path)[1], params)
+
+
+def test_layers_need_not_be_contiguous_in_shards(tmp_path):
+    """Every tensor goes to the shard that its hash happens to give."""
+    write_config(tmp_path, UNTIED)
+    params = random_params(UNTIED)
+    shards: dict[str, dict[str, np.ndarray]] = {}
+    for i, (name, array) in enumerate(as_tensors(UNTIED, params).items()):
+        shards.setdefault(f"part-{i * 7 % 3}.safetensors", {})[name] = array
+    for file_name, tensors in shards.items():
+        safetensors.numpy.save_file(tensors, tmp_path / file_name)
+    weight_map = {name: shard for shard, held in shards.items() for name in held}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / files.INDEX_FILE).write_text(json.dumps(index))
+    chex.assert_trees_all_equal(load_lib.load(tmp_path)[1], params)
+
+
+def test_index_tells_sizes_and_shards_stay_within_the_limit(sharded):
+    index = json.loads((sharded / files.INDEX_FILE).read_text())
+    shapes = params_lib.shapes(CONFIG)
+    assert index["metadata"]["total_size"] == params_lib.num_bytes(shapes)
+    shards = sorted(set(index["weight_map"].values()))
+    n = len(shards)
+    assert n > 2
+    assert shards == [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
+    for shard in shards:
+        entries = files.read_header(sharded / shard).values()
+        assert sum(entry.num_bytes for entry in entries) <= 20_000
+
+
+def test_a_new_checkpoint_replaces_an_old_one(tmp_path):
+    """Fails if old shards, or an old index, are left to be read with the new."""
+    notes = tmp_path / "model-card.md"
+    notes.write_text("kept")
+    old, new = random_params(UNTIED), random_params(CONFIG)
+    for shard_bytes in (None, 4_000, 20_000, None):
+        load_lib.save(tmp_path, UNTIED, old, max_shard_bytes=shard_bytes)
+        chex.assert_trees_all_equal(load_lib.load(tmp_path)[1], old)
+    load_lib.save(tmp_path, CONFIG, new)
+    chex.assert_trees_all_equal(load_lib.load(tmp_path)[1], new)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["config.json", "model-card.md", "model.safetensors"]
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint(folder, monkeypatch):
+    _, old = load_lib.load(folder)
+
+    def full_disk(path, tensors, *, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write", full_disk)
+    with pytest.raises(load_lib.CheckpointError, match="No space left on device"):
+        load_lib.save(folder, CONFIG, random_params(CONFIG))
+    chex.assert_trees_all_equal(load_lib.load(folder)[1], old)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_save_refuses_params_of_another_config(tmp_path):
+    params = random_params(CONFIG)
+    with pytest.raises(ValueError, match="no lm_head"):
+        load_lib.save(tmp_path, UNTIED, params)
+    with pytest.raises(ValueError, match="11 layers"):
+        load_lib.save(tmp_path, dataclasses.replace(CONFIG, num_layers=3), params)
+    with pytest.raises(ValueError, match=r"params.embed is float32 \[40, 24\]"):
+        load_lib.save(tmp_path, dataclasses.replace(CONFIG, vocab_size=41), params)
+    with pytest.raises(ValueError, match="the config says bfloat16"):
+        load_lib.save(tmp_path, dataclasses.replace(CONFIG, dtype="bfloat16"), params)
+    with pytest.raises(ValueError, match="max_shard_bytes=0"):
+        load_lib.save(tmp_path, CONFIG, params, max_shard_bytes=0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", ["float32", "bfloat16"])
+@pytest.mark.parametrize("source", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("block_bytes", [6, files.BLOCK_BYTES])
+def test_conversions_round_to_nearest(
+    tmp_path, monkeypatch, source, target, block_bytes
+):
+    monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
+    write_config(tmp_path, dataclasses.replace(CONFIG, num_layers=2))
+    config = dataclasses.replace(CONFIG, num_layers=2, dtype=target)
+    params = random_params(dataclasses.replace(config, dtype="float32"))
+    stored = {
+        name: array.astype(source) for name, array in as_tensors(config, params).items()
+    }
+    write_tensors(tmp_path, stored)
+    loaded_config, loaded = load_lib.load(tmp_path, dtype=target)
+    assert loaded_config == config
+    # By XLA's casts; the loader's are NumPy's.
+    expected = jax.tree.map(lambda leaf: leaf.astype(source).astype(target), params)
+    chex.assert_trees_all_equal(loaded, expected)
+    chex.assert_trees_all_equal_dtypes(loaded, expected)
+
+
+def rewrite(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
+    """Changes the tensors of a single-file checkpoint."""
+    tensors = safetensors.numpy.load_file(folder / files.SINGLE_FILE)
+    change(tensors)
+    write_tensors(folder, tensors)
+
+
+def test_tied_lm_head_may_be_a_copy(folder):
+    _, before = load_lib.load(folder)
+
+    def copy_head(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+    rewrite(folder, copy_head)
+    config, params = load_lib.load(folder)
+    assert config.tie_word_embeddings and params.lm_head is None
+    chex.assert_trees_all_equal(params, before)
+
+
+@pytest.mark.parametrize("block_bytes", [100, files.BLOCK_BYTES])
+def test_tied_lm_head_must_not_differ(folder, monkeypatch, block_bytes):
+    """In its last value only, so that every block must be compared."""
+    monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
+
+    def other_head(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    rewrite(folder, other_head)
+    with pytest.raises(load_lib.CheckpointError, match="lm_head.weight differs from"):
+        load_lib.load(folder)
+
+
+def test_untied_lm_head_is_required(folder):
+    write_config(folder, UNTIED)
+    with pytest.raises(
+        load_lib.CheckpointError, match="missing tensors: lm_head.weight;"
+    ):
+        load_lib.load(folder)
+
+
+def test_missing_tensors_are_named(folder):
+    def remove(tensors):
+        for i in range(5):
+            del tensors[f"model.layers.{i}.mlp.up_proj.weight"]
+
+    rewrite(folder, remove)
+    with pytest.raises(
+        load_lib.CheckpointError,
+        match=r"missing tensors: model.layers.0.mlp.up_proj.weight, .* and 2 more",
+    ):
+        load_lib.load(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.11.down", "extra"]
+)
+def test_unexpected_tensors_are_named(folder, name):
+    rewrite(folder, lambda tensors: tensors.update({name: np.ones(3, np.float32)}))
+    with pytest.raises(load_lib.CheckpointError, match=f"unexpected tensors: {name}$"):
+        load_lib.load(folder)
+
+
+def test_wrong_shape_tells_both(folder):
+    """Transposed: it has the right number of values."""
+
+    def transpose(tensors):
+        tensors[Q_PROJ] = np.ascontiguousarray(tensors[Q_PROJ].T)
+
+    rewrite(folder, transpose)
+    with pytest.raises(
+        load_lib.CheckpointError,
+        match=rf"{Q_PROJ} has shape \[24, 60\], config.json asks for \[60, 24\]",
+    ):
+        load_lib.load(folder)
+
+
+def test_errors_are_one_line_and_values(folder):
+    """So that a script can print them and exit with status 1."""
+    with pytest.raises(ValueError, match="config.json: no such file"):
+        load_lib.load(folder / "nowhere")
+    assert issubclass(load_lib.CheckpointError, ValueError)
+    assert issubclass(load_lib.InsufficientMemoryError, load_lib.CheckpointError)
+    (folder / files.SINGLE_FILE).write_bytes(bytes([9]) + bytes(7) + b"{\n\nnot js}")
+    with pytest.raises(ValueError) as caught:
+        load_lib.load(folder)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_headers_are_checked_before_any_weight_is_read(sharded, monkeypatch):
+    """The last shard is broken: fails if the first is read all the same."""
+    last = sorted(sharded.glob("model-*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1])
+
+    def refuse(entry, out):
+        raise AssertionError(f"{entry.name} was read")
+
+    monkeypatch.setattr(files, "read_into", refuse)
+    with pytest.raises(load_lib.CheckpointError, match=f"{last.name}: truncated"):
+        load_lib.load(sharded)
+
+
+def test_memory_is_checked_before_any_weight_is_read(folder, monkeypatch):
+    def refuse(entry, out):
+        raise AssertionError(f"{entry.name} was read")
+
+    weights, temporary = load_lib.required_bytes(CONFIG)
+    required = weights + temporary
+    load_lib.load(folder, available_bytes=required)
+    monkeypatch.setattr(files, "read_into", refuse)
+    with pytest.raises(load_lib.InsufficientMemoryError, match="GiB are free"):
+        load_lib.load(folder, available_bytes=required - 1)
+
+
+def test_memory_refusal_gives_both_numbers(folder):
+    config = dataclasses.replace(CONFIG, vocab_size=2**20, hidden_size=2**10)
+    config = dataclasses.replace(config, num_layers=1, dtype="bfloat16")
+    weights, temporary = load_lib.required_bytes(config)
+    assert weights == params_lib.num_bytes(params_lib.shapes(config))
+    assert temporary == 2**31 + 2 * files.BLOCK_BYTES  # The embedding, in bfloat16.
+    # The files are small; it is the numbers that are checked here.
+    with pytest.raises(
+        load_lib.InsufficientMemoryError,
+        match=r"needs 4\.03 GiB of memory in bfloat16, but 1\.50 GiB are free",
+    ):
+        load_lib._check_memory(folder, config, 3 * 2**29)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_host_buffers_stay_within_the_stated_bound(tmp_path, monkeypatch, dtype):
+    """NumPy's buffers are traced, XLA's are not: only the former are temporary.
+
+    Fails if the buffers outlive their arrays (the weights are 47 times the bound), or
+    if the parts of a fused array are read apart and joined.
+    """
+    monkeypatch.setattr(files, "BLOCK_BYTES", 2**14)
+    config = dataclasses.replace(CONFIG, hidden_size=256, num_layers=24, num_heads=60)
+    config = dataclasses.replace(config, head_dim=16)
+    load_lib.save(tmp_path, config, random_params(config))
+    config = dataclasses.replace(config, dtype=dtype)
+    shapes = params_lib.shapes(config)
+    weights, temporary = load_lib.required_bytes(config)
+    largest = temporary - 2 * files.BLOCK_BYTES
+    assert largest == params_lib.num_bytes(shapes.layers[0].qkv)
+    assert weights > 40 * temporary
+    load_lib.load(tmp_path, dtype=dtype)  # What is allocated once is not counted.
+    tracemalloc.start()
+    try:
+        load_lib.load(tmp_path, dtype=dtype)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    headers = 500_000  # Python objects of 266 tensors; 340 kB when measured.
+    assert largest < peak < temporary + headers

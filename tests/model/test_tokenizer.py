@@ -1,0 +1,315 @@
+"""Tokenizers: exact ids, pieces that add up, the folder's own template and stops."""
+
+import json
+import pathlib
+
+import pytest
+import tokenizers
+from hypothesis import given, settings, strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from spec_jax.model import tokenizer as tokenizer_lib
+
+
+QWEN3 = pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "qwen3_tokenizer"
+needs_qwen3 = pytest.mark.skipif(
+    not QWEN3.exists(), reason="the released Qwen3 tokenizer is not here"
+)
+THUMBS_UP = "\N{THUMBS UP SIGN}"
+CORPUS = ["hello world, hello again", "naïve café", f"{THUMBS_UP} fine", "日本語"]
+
+
+def build(*added: str, vocab_size: int = 280) -> tokenizers.Tokenizer:
+    """A small byte-level tokenizer; `added` tokens come after the vocabulary."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_special_tokens(list(added))
+    return backend
+
+
+def save(folder: pathlib.Path, *added: str, **others) -> pathlib.Path:
+    """A folder with a small tokenizer and other files: `name_json={...}`."""
+    build(*added).save(str(folder / "tokenizer.json"))
+    for name, contents in others.items():
+        (folder / name.replace("_json", ".json")).write_text(json.dumps(contents))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> tokenizer_lib.Tokenizer:
+    """Added tokens that are no byte-level text: with spaces, CJK, letters of bytes."""
+    folder = tmp_path_factory.mktemp("small")
+    return tokenizer_lib.load(save(folder, "<|end|>", " a b ", "日本", "éé"))
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> tokenizer_lib.Tokenizer:
+    return tokenizer_lib.load(QWEN3)
+
+
+def test_special_tokens_are_recognised_and_none_is_added(small):
+    end = small.backend.token_to_id("<|end|>")
+    hello = small.encode("hello")
+    assert hello and end not in hello
+    assert small.encode("<|end|>hello<|end|>") == [end, *hello, end]
+    assert small.encode("") == []
+
+
+@given(text=st.text(max_size=30))
+def test_pieces_of_text(small, text):
+    """Fails if a character that spans tokens is shown in halves, or lost."""
+    ids = small.encode(text)
+    pieces = small.decode_pieces(ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == small.decode(ids)
+    if "éé" not in text:  # As a token it stands for two bytes, to the library too.
+        assert small.decode(ids) == normalizers.NFC().normalize_str(text)
+        assert "\N{REPLACEMENT CHARACTER}" in text or all(
+            "\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces
+        )
+
+
+@given(ids=st.lists(st.integers(0, 300), max_size=12))
+@settings(max_examples=300)
+def test_decoding_is_that_of_the_library(small, ids):
+    """Any ids: halves of characters, invalid bytes, ids past the vocabulary."""
+    expected = small.backend.decode(ids, skip_special_tokens=False)
+    assert small.decode(ids) == expected
+    assert "".join(small.decode_pieces(ids)) == expected
+
+
+def test_a_character_belongs_to_the_token_that_completes_it(small):
+    text = "\N{SNOWMAN}"  # Not in the training text: three tokens of one byte.
+    ids = small.encode(f"a{text}b")
+    assert small.decode_pieces(ids) == ["a", "", "", text, "b"]
+    assert small.decode_pieces(ids[:3]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_ids_without_a_token_have_no_text(small):
+    ids = [*small.encode("a"), small.vocab_size + 5, *small.encode("b")]
+    assert small.decode_pieces(ids) == ["a", "", "b"]
+    with pytest.raises(ValueError, match="token_id=-1 is negative"):
+        small.decode([-1])
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
+    """Fails if a long prompt loses its end without a word."""
+    backend = build()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    text = "hello world, hello again"
+    tokenizer = tokenizer_lib.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ({"generation_config_json": {"eos_token_id": [7, 5, 7]}}, (7, 5)),
+        ({"generation_config_json": {"eos_token_id": 7}}, (7,)),
+        (
+            {
+                "generation_config_json": {"eos_token_id": 7},
+                "config_json": {"eos_token_id": 9},
+            },
+            (7,),
+        ),
+        (
+            {
+                "generation_config_json": {"temperature": 0.6},
+                "config_json": {"eos_token_id": 9},
+                "tokenizer_config_json": {"eos_token": "<|im_end|>"},
+            },
+            (9,),
+        ),
+        (
+            {
+                "config_json": {"eos_token_id": None},
+                "tokenizer_config_json": {"eos_token": "<|im_end|>"},
+            },
+            ("<|im_end|>",),
+        ),
+        (
+            {"tokenizer_config_json": {"eos_token": {"content": "<|im_end|>"}}},
+            ("<|im_end|>",),
+        ),
+        ({"tokenizer_config_json": {"eos_token": "<|gone|>"}}, ("<|endoftext|>",)),
+        ({}, ("<|endoftext|>",)),
+    ],
+)
+def test_stop_ids(tmp_path, others, expected):
+    tokenizer = tokenizer_lib.load(
+        save(tmp_path, "<|endoftext|>", "<|im_end|>", **others)
+    )
+    to_id = tokenizer.backend.token_to_id
+    assert tokenizer.stop_ids == tuple(
+        to_id(stop) if isinstance(stop, str) else stop for stop in expected
+    )
+
+
+def test_no_stop_ids(tmp_path):
+    assert tokenizer_lib.load(save(tmp_path)).stop_ids == ()
+
+
+@pytest.mark.parametrize("value", ["<|im_end|>", -1, 1.5, [3, None], True])
+def test_stop_ids_must_be_ids(tmp_path, value):
+    save(tmp_path, generation_config_json={"eos_token_id": value})
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id="):
+        tokenizer_lib.load(tmp_path)
+
+
+def test_missing_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer.json: no such file"):
+        tokenizer_lib.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "tokenizer.json: not valid JSON"),
+        ("[]", "tokenizer.json: not a JSON object"),
+        ("{}", "tokenizer.json: only byte-level"),
+        ('{"decoder": {"type": "ByteLevel"}}', "tokenizer.json: not a valid tokenizer"),
+    ],
+)
+def test_invalid_tokenizer(tmp_path, text, message):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        tokenizer_lib.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "generation_config.json", "config.json"]
+)
+def test_invalid_companions(tmp_path, name):
+    (save(tmp_path) / name).write_text("{")
+    with pytest.raises(ValueError, match=f"{name}: not valid JSON"):
+        tokenizer_lib.load(tmp_path)
+
+
+def test_same_vocabulary(tmp_path, small):
+    twin = tokenizer_lib.load(save(tmp_path, "<|end|>", " a b ", "日本", "éé"))
+    assert twin.fingerprint == small.fingerprint
+    assert twin.vocab_size == small.vocab_size == 284
+    tokenizer_lib.check_same_vocabulary(small, twin)
+
+
+def test_other_vocabulary(tmp_path, small):
+    """Same size, two tokens exchanged: fails if only sizes or sets are compared."""
+    other = tokenizer_lib.load(save(tmp_path, " a b ", "<|end|>", "日本", "éé"))
+    assert other.vocab_size == small.vocab_size
+    with pytest.raises(
+        ValueError, match=r"id 280 is '<\|end\|>' and ' a b '; id 281 is ' a b ' and"
+    ):
+        tokenizer_lib.check_same_vocabulary(small, other)
+
+
+def test_shorter_vocabulary_and_how_much_is_shown(tmp_path, small):
+    shorter = tokenizer_lib.load(save(tmp_path))
+    with pytest.raises(
+        ValueError, match="280 entries.*id 280 is .* and None"
+    ) as caught:
+        tokenizer_lib.check_same_vocabulary(small, shorter)
+    assert str(caught.value).count(" is ") == 3
+
+
+TEMPLATE = """{%- for message in messages %}
+    {%- if loop.index > 2 %}{% break %}{% endif %}
+[{{ message.role }}] {{ message.content | tojson }}{{ eos_token }}
+{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}
+{%- if enable_thinking is false %} no thoughts{% endif %}"""
+
+
+def test_template_of_its_own_file_wins(tmp_path):
+    settings = {"chat_template": "other", "eos_token": "<|end|>"}
+    save(tmp_path, "<|end|>", tokenizer_config_json=settings)
+    assert tokenizer_lib.load(tmp_path).apply_chat("hi") == "other"
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = tokenizer_lib.load(tmp_path)
+    assert tokenizer.has_chat_template
+    # `<` and `é` stand as they are: Jinja's own tojson would escape both.
+    assert tokenizer.apply_chat("<é>") == (
+        '[user] "<é>"<|end|>\n[assistant] no thoughts'
+    )
+    turns = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    ]
+    assert tokenizer.apply_chat(turns, enable_thinking=True) == (
+        '[user] "1"<|end|>\n[assistant] "2"<|end|>\n[assistant]'
+    )
+
+
+def test_named_templates(tmp_path):
+    named = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
+    save(tmp_path, tokenizer_config_json={"chat_template": named})
+    assert tokenizer_lib.load(tmp_path).apply_chat("x") == "d"
+
+
+def test_no_template(tmp_path):
+    tokenizer = tokenizer_lib.load(save(tmp_path))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ValueError, match="has no chat template"):
+        tokenizer.apply_chat("hi")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "chat template: Expected an expression"),
+        ("{{ messages[0].nothing.there }}", "chat template: .*no attribute 'nothing'"),
+        ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
+    ],
+)
+def test_template_that_fails(tmp_path, template, message):
+    save(tmp_path, tokenizer_config_json={"chat_template": template})
+    with pytest.raises(ValueError, match=message):
+        tokenizer_lib.load(tmp_path).apply_chat("hi")
+
+
+@needs_qwen3
+def test_qwen3_ids(qwen3):
+    assert qwen3.encode("<|im_start|>hello<|im_end|>") == [151644, 14990, 151645]
+    assert qwen3.vocab_size == 151669
+    assert qwen3.stop_ids == (151645,)  # There is no generation_config.json here.
+    assert qwen3.encode("<think>\n\n</think>\n\n") == [151667, 271, 151668, 271]
+
+
+@needs_qwen3
+def test_qwen3_prompts(qwen3):
+    prompt = "<|im_start|>user\nTEXT<|im_end|>\n<|im_start|>assistant\n"
+    assert qwen3.apply_chat("TEXT", enable_thinking=True) == prompt
+    assert qwen3.apply_chat("TEXT") == prompt + "<think>\n\n</think>\n\n"
+
+
+@needs_qwen3
+def test_qwen3_template_of_the_config_is_the_same(qwen3):
+    settings = json.loads((QWEN3 / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == qwen3.chat_template
+
+
+@needs_qwen3
+@given(ids=st.lists(st.integers(0, 151_935), max_size=12))
+def test_qwen3_decoding_is_that_of_the_library(qwen3, ids):
+    expected = qwen3.backend.decode(ids, skip_special_tokens=False)
+    assert "".join(qwen3.decode_pieces(ids)) == expected
+
+
+@needs_qwen3
+def test_qwen3_pieces(qwen3):
+    text = f"日本語 naïve {THUMBS_UP}\N{EMOJI MODIFIER FITZPATRICK TYPE-4} 1234"
+    pieces = qwen3.decode_pieces(qwen3.encode(text))
+    assert "".join(pieces) == text
+    assert pieces[-4:] == ["1", "2", "3", "4"]

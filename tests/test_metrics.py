@@ -1,0 +1,260 @@
+"""Metrics: hand-computed numbers, and identities that catch planted faults."""
+
+import dataclasses
+import json
+import math
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from spec_jax import metrics
+
+
+# Four rounds that drafted 3, 3, 3 and 1 tokens and kept 3, 0, 1 and 1 of them; the
+# last round committed two tokens, of which the limit cut one off.
+HAND = metrics.Counters(
+    tokens=8,
+    rounds=4,
+    proposed=10,
+    accepted=5,
+    cut=1,
+    accepted_hist=(1, 2, 0, 1),
+    proposed_at=(4, 2, 1),
+    accepted_at=(3, 1, 1),
+)
+
+
+def timing(prefill_s: float, decode_s: float, tokens: int) -> metrics.Timing:
+    return metrics.Timing(prefill_s=prefill_s, decode_s=decode_s, tokens=tokens)
+
+
+def summarise(counters=HAND, **overrides) -> metrics.Metrics:
+    keywords = dict(prompts=1, matched=True, verify_decode_mismatches=0)
+    return metrics.summarise(counters, **(keywords | overrides))
+
+
+def test_counted_numbers_by_hand():
+    summary = summarise()
+    assert summary["target_steps"] == summary["verify_steps"] == summary["rounds"] == 4
+    assert summary["acceptance_rate"] == 0.5
+    assert summary["conditional_acceptance"] == [0.75, 0.5, 1.0]
+    assert summary["mean_accepted_length"] == 9 / 4
+    assert summary["tokens_per_target_step"] == 2.0
+    assert summary["accepted_hist"] == [1, 2, 0, 1]
+    assert summary["matched"] is True
+
+
+def test_names_are_those_of_the_design():
+    assert list(summarise()) == [
+        *("prompts", "tokens", "rounds", "target_steps", "verify_steps"),
+        *("proposed", "accepted", "acceptance_rate", "conditional_acceptance"),
+        *("mean_accepted_length", "tokens_per_target_step", "accepted_hist"),
+        *("matched", "verify_decode_mismatches"),
+        *("baseline_e2e_tpot_ms", "baseline_e2e_tok_s"),
+        *("baseline_decode_tpot_ms", "baseline_decode_tok_s"),
+        *("spec_e2e_tpot_ms", "spec_e2e_tok_s"),
+        *("spec_decode_tpot_ms", "spec_decode_tok_s"),
+        *("speedup_e2e", "speedup_e2e_p10", "speedup_e2e_p90"),
+        *("speedup_decode", "speedup_decode_p10", "speedup_decode_p90"),
+    ]
+
+
+def test_speeds_by_hand():
+    # Two prompts of 2 and 6 tokens, three repeats. Totals, not means of rates: the
+    # short prompt must not weigh as much as the long one.
+    baseline = [
+        [timing(1.0, 2.0, 2), timing(1.0, 6.0, 6)],  # 10 s, 8 s decoding
+        [timing(1.0, 2.0, 2), timing(1.0, 6.0, 6)],
+        [timing(2.0, 4.0, 2), timing(2.0, 12.0, 6)],  # A slow moment: 20 s, 16 s
+    ]
+    spec = [
+        [timing(1.0, 1.0, 2), timing(1.0, 2.0, 6)],  # 5 s, 3 s decoding
+        [timing(1.0, 1.0, 2), timing(1.0, 1.0, 6)],  # 4 s, 2 s
+        [timing(2.0, 1.0, 2), timing(1.0, 4.0, 6)],  # 8 s, 5 s
+    ]
+    summary = summarise(prompts=2, baseline=baseline, spec=spec)
+    assert summary["baseline_e2e_tpot_ms"] == pytest.approx(1250.0)
+    assert summary["baseline_e2e_tok_s"] == pytest.approx(0.8)
+    assert summary["baseline_decode_tpot_ms"] == pytest.approx(1000.0)
+    assert summary["baseline_decode_tok_s"] == pytest.approx(1.0)
+    assert summary["spec_e2e_tpot_ms"] == pytest.approx(625.0)
+    assert summary["spec_decode_tok_s"] == pytest.approx(8 / 3)
+    # Ratios 2, 2.5, 2.5 and, decoding only, 8/3, 4, 16/5.
+    assert summary["speedup_e2e"] == pytest.approx(2.5)
+    assert summary["speedup_e2e_p10"] == pytest.approx(2.1)
+    assert summary["speedup_e2e_p90"] == pytest.approx(2.5)
+    assert summary["speedup_decode"] == pytest.approx(3.2)
+    assert summary["speedup_decode_p90"] == pytest.approx(3.2 + 0.8 * 0.8)
+
+
+def test_speedup_compares_seconds_per_token():
+    # Not matched: the runs have different numbers of tokens.
+    runs = dict(baseline=[[timing(0.0, 4.0, 4)]], spec=[[timing(0.0, 4.0, 8)]])
+    assert summarise(matched=False, **runs)["speedup_decode"] == 2.0
+
+
+def test_one_repeat_takes_the_spread_over_prompts():
+    baseline = [[timing(0.0, 2.0, 2), timing(0.0, 6.0, 6)]]
+    spec = [[timing(0.0, 2.0, 2), timing(0.0, 2.0, 6)]]
+    summary = summarise(prompts=2, baseline=baseline, spec=spec)
+    assert summary["speedup_e2e"] == 2.0
+    assert summary["speedup_e2e_p10"] == pytest.approx(1.2)
+    assert summary["speedup_e2e_p90"] == pytest.approx(2.8)
+
+
+def test_one_repeat_of_one_prompt_has_no_spread():
+    run = [[timing(1.0, 2.0, 8)]]
+    summary = summarise(baseline=run, spec=run)
+    assert summary["speedup_e2e"] == 1.0
+    assert summary["speedup_e2e_p10"] is None
+
+
+def test_nothing_measured_is_none_and_valid_json():
+    plain = metrics.Counters(tokens=3, rounds=3, accepted_hist=(3,))
+    empty = [[timing(1.0, 0.0, 0)]]
+    for summary in (
+        summarise(plain),
+        summarise(metrics.Counters(), baseline=empty, spec=empty),
+        summarise(metrics.Counters(), prompts=0),
+    ):
+        assert summary["acceptance_rate"] is None
+        assert summary["speedup_e2e"] is None
+        json.dumps(summary, allow_nan=False)
+    assert summarise(plain)["tokens_per_target_step"] == 1.0
+    assert summarise(metrics.Counters())["mean_accepted_length"] is None
+    # A clock that did not advance gives no rate either.
+    instant = [[timing(0.0, 0.0, 8)]]
+    assert summarise(baseline=instant, spec=instant)["spec_e2e_tok_s"] is None
+
+
+def test_unreached_position_has_no_acceptance():
+    counters = metrics.Counters(
+        tokens=2,
+        rounds=2,
+        proposed=4,
+        accepted_hist=(2, 0, 0),
+        proposed_at=(2, 0),
+        accepted_at=(0, 0),
+    )
+    assert summarise(counters)["conditional_acceptance"] == [0.0, None]
+
+
+def test_sum_over_prompts_pads_to_the_larger_gamma():
+    plain = metrics.Counters(tokens=2, rounds=2, accepted_hist=(2,))
+    for summed in (HAND + plain, plain + HAND, metrics.total([plain, HAND])):
+        assert summed.tokens == 10
+        assert summed.accepted_hist == (3, 2, 0, 1)
+        assert summed.accepted_at == (3, 1, 1)
+    assert metrics.total([]) == metrics.Counters()
+
+
+ROUNDS = st.lists(
+    st.tuples(st.integers(0, 7), st.integers(0, 7)).map(lambda x: (max(x), min(x))),
+    max_size=40,
+)
+
+
+def simulate(rounds: list[tuple[int, int]], gamma_max: int, cut: int):
+    """Counts rounds, each given as (drafted, kept), token by token."""
+    hist = [0] * (gamma_max + 1)
+    reached, kept_at = [0] * gamma_max, [0] * gamma_max
+    committed = 0
+    for drafted, kept in rounds:
+        for i in range(drafted):
+            reached[i] += 1
+            if i == kept:
+                break
+            kept_at[i] += 1
+            committed += 1
+        committed += 1
+        hist[kept] += 1
+    cut = min(cut, committed)
+    return metrics.Counters(
+        tokens=committed - cut,
+        rounds=len(rounds),
+        proposed=sum(drafted for drafted, _ in rounds),
+        accepted=sum(kept for _, kept in rounds),
+        cut=cut,
+        accepted_hist=tuple(hist),
+        proposed_at=tuple(reached),
+        accepted_at=tuple(kept_at),
+    )
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(
+    rounds=ROUNDS, more=ROUNDS, gamma_max=st.integers(7, 9), cut=st.integers(0, 7)
+)
+def test_simulated_rounds_satisfy_the_identities(rounds, more, gamma_max, cut):
+    first, second = simulate(rounds, gamma_max, cut), simulate(more, 7, 0)
+    metrics.identities(first)
+    assert first + second == dataclasses.replace(
+        simulate(rounds + more, gamma_max, 0),
+        tokens=first.tokens + second.tokens,
+        cut=first.cut,
+    )
+    summary = summarise(first + second)
+    json.dumps(summary, allow_nan=False)
+    # The chance to keep i drafts is the product of the conditional chances wherever
+    # every round drafted at least i tokens: another way to the same histogram.
+    if rounds and not more:
+        shortest = min(drafted for drafted, _ in rounds)
+        for i in range(1, shortest + 1):
+            chances = summary["conditional_acceptance"][:i]
+            if None not in chances:
+                kept = sum(summary["accepted_hist"][i:]) / summary["rounds"]
+                assert math.prod(chances) == pytest.approx(kept)
+
+
+@pytest.mark.parametrize(
+    ("identity", "fault"),
+    [
+        ("accepted + rounds == tokens + cut", dict(tokens=9)),
+        ("accepted + rounds == tokens + cut", dict(cut=0)),
+        ("sum(hist) == rounds", dict(accepted_hist=(2, 2, 0, 1))),
+        ("sum(i * hist[i]) == accepted", dict(accepted_hist=(0, 3, 0, 1))),
+        ("sum(accepted_at) == accepted", dict(accepted_at=(3, 1, 0))),
+        ("accepted <= sum(proposed_at) <= proposed", dict(proposed=6)),
+        ("accepted_at[i] <= proposed_at[i]", dict(proposed_at=(4, 0, 3))),
+        ("accepted_at[i] == sum(hist[i+1:])", dict(accepted_at=(2, 2, 1))),
+        ("proposed_at[i] <= accepted_at[i-1]", dict(proposed_at=(4, 2, 2))),
+        ("proposed_at[i] <= accepted_at[i-1]", dict(proposed_at=(5, 2, 1))),
+        (
+            "len(hist) - 1 == len(proposed_at) == len(accepted_at)",
+            dict(accepted_hist=(1, 2, 0, 1, 0)),
+        ),
+        ("0 <= every counter", dict(cut=-1, tokens=10)),
+        ("0 <= every counter", dict(accepted_hist=(2, 2, -1, 1))),
+    ],
+)
+def test_planted_fault_is_named(identity, fault):
+    """Fails if an identity is not checked, or another one is blamed."""
+    metrics.identities(HAND)
+    with pytest.raises(metrics.IdentityError) as caught:
+        summarise(dataclasses.replace(HAND, **fault))
+    assert caught.value.identity == identity
+    assert f"`{identity}` fails: " in str(caught.value)
+
+
+def test_message_has_both_numbers_and_the_position():
+    fault = dataclasses.replace(HAND, tokens=7)
+    with pytest.raises(AssertionError, match="fails: 9 against 8$"):
+        metrics.identities(fault)
+    fault = dataclasses.replace(HAND, proposed_at=(4, 2, 2))
+    with pytest.raises(AssertionError, match="fails: 2 against 1 at i=2$"):
+        metrics.identities(fault)
+
+
+def test_timings_must_be_of_the_counted_run():
+    good, other = [[timing(1.0, 2.0, 8)]], [[timing(1.0, 2.0, 7)]]
+    summarise(baseline=good, spec=good)
+    summarise(baseline=other, spec=good, matched=False)
+    with pytest.raises(metrics.IdentityError, match="timed spec tokens == tokens"):
+        summarise(baseline=good, spec=other)
+    with pytest.raises(metrics.IdentityError, match="7 against 8 in repeat 0, prompt"):
+        summarise(baseline=other, spec=good)
+    with pytest.raises(ValueError, match="1 baseline repeats and 2 speculative"):
+        summarise(baseline=good, spec=good * 2)
+    with pytest.raises(ValueError, match=r"spec\[0\] times 2 prompts of 1"):
+        summarise(baseline=good, spec=[good[0] * 2])
