@@ -16,7 +16,7 @@ from spec_jax.paging import allocator, cache
 from spec_jax.typing import typed
 
 
-MIN_BUCKET = 16
+MIN_BUCKET = 64
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -326,5 +326,5 @@ def test_prefill_by_rows_is_decoding(model):
 
 
 def test_prefill_buckets():
-    lengths = [1, 16, 17, 32, 33, 1000, 1024, 1025]
-    assert [qwen3.bucket(n) for n in lengths] == [16, 16, 32, 32, 64, 1024, 1024, 2048]
+    lengths = [1, 64, 65, 128, 129, 1000, 1024, 1025]
+    assert [qwen3.bucket(n) for n in lengths] == [64, 64, 128, 128, 256, 1024, 1024, 2048]
