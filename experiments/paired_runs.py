@@ -76,7 +76,7 @@ def run_plain(
     )
     jax.block_until_ready(state)
     finished = time.perf_counter()
-    session.check_starved(state)
+    session.check_state(state)
     tokens = np.asarray(state.tokens)[len(prompt) : int(state.length)].tolist()
     return Plain(
         tokens=tokens,
@@ -123,7 +123,7 @@ def run_speculative(
     )
     jax.block_until_ready(state)
     finished = time.perf_counter()
-    session.check_starved(state)
+    session.check_state(state)
     new = slice(len(prompt), int(state.length))
     tokens = np.asarray(state.tokens)[new].tolist()
     return Speculative(

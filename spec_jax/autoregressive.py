@@ -75,7 +75,7 @@ def run_step(
         done=starved | jnp.any(token == stop_ids) | (length >= state.limit),
         starved=starved,
         cache=cache,
-        num_steps=state.num_steps + ~starved,
+        num_steps=state.num_steps + (~starved).astype(jnp.int32),
     )
 
 

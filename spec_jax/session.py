@@ -144,14 +144,20 @@ def begin(
     )
 
 
-def check_starved(state: rounds.RoundState | autoregressive.DecodeState) -> None:
-    """Raises `MemoryError` where a generation ended for want of pages.
+def check_state(state: rounds.RoundState | autoregressive.DecodeState) -> None:
+    """Raises what the loops could only flag.
 
-    The tokens committed until then are in `state.tokens[: state.length]`.
+    Raises:
+      MemoryError: the generation ended for want of pages. The tokens committed until
+        then are in `state.tokens[: state.length]`.
+      RuntimeError: a cache refused an operation: a fault of the program.
     """
+    kv = state.cache
     if bool(state.starved):
-        kv = state.cache
         raise MemoryError(
             f"out of pages after {int(state.length)} tokens: {int(kv.num_free)} of "
             f"{kv.num_pages} pages of {kv.page_size} tokens are free"
         )
+    caches = [kv, getattr(state, "memory", None)]
+    if any(bool(c.refused.any()) for c in caches if isinstance(c, paged.PagedKV)):
+        raise RuntimeError("a cache refused an operation of the loop")

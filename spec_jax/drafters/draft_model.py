@@ -64,7 +64,11 @@ class DraftModel:
             token = jnp.argmax(logits[num_live - 1]).astype(jnp.int32)
             caught_up = (start + num_live == known) & ~self.model.is_starved(kv)
             at = jnp.where(caught_up, known, text.shape[0])
-            return kv, text.at[at].set(token, mode="drop"), known + caught_up
+            return (
+                kv,
+                text.at[at].set(token, mode="drop"),
+                known + caught_up.astype(jnp.int32),
+            )
 
         memory, text, known = jax.lax.while_loop(
             keep_going, step, (memory, text, length)

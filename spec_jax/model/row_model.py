@@ -75,11 +75,14 @@ class RowModel:
         """Runs the live tokens at positions from `start` and extends the cache.
 
         Where the cache has no room nothing is written, the length stays, and
-        `is_starved` is true.
+        `is_starved` is true. Rows that do not follow the cache's last position are a
+        fault of the caller, and flagged as refused.
         """
         (window,) = tokens.shape
         if window > self.slab:
             raise ValueError(f"{window} rows do not fit a slab of {self.slab}")
+        follows = start == kv.length[SLOT]
+        kv = kv.replace(refused=kv.refused.at[SLOT].set(kv.refused[SLOT] | ~follows))
         kv = allocator.reserve(kv, SLOT, start + num_live)
         num_live = jnp.where(self.is_starved(kv), 0, num_live)
         rows = qwen3.Rows(

@@ -5,7 +5,8 @@ Every operation takes a state value and returns a new one, works inside `jit` an
 number of pages that change hands.
 
 An invalid request raises `ValueError` where its arguments are concrete. Under a
-trace it sets `refused[slot]` and changes nothing else; `check` raises at the edge.
+trace it sets `refused[slot]` (of a slot that does not exist: every slot's) and
+changes nothing else; `check` raises at the edge.
 """
 
 import functools
@@ -121,7 +122,7 @@ def release(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
     length = jnp.where(valid, 0, kv.length[slot])
     return kv.replace(
         length=kv.length.at[slot].set(length),
-        registered=kv.registered.at[slot].set(False),
+        registered=kv.registered.at[slot].set(kv.registered[slot] & ~valid),
     )
 
 
@@ -159,8 +160,10 @@ def _refuse_unless(
 ) -> tuple[cache.PagedKV, jax.Array]:
     if not _is_traced(valid) and not bool(valid):
         raise ValueError(message())
+    exists = (slot >= 0) & (slot < kv.num_slots)
+    valid = valid & exists
     refused = kv.refused.at[slot].set(kv.refused[slot] | ~valid)
-    return kv.replace(refused=refused), valid
+    return kv.replace(refused=refused | ~exists), valid
 
 
 def _take_pages(kv: cache.PagedKV, slot: jax.Array, count: jax.Array) -> cache.PagedKV:

@@ -19,12 +19,14 @@ def locate(
     A slot or position outside the table gives a page number that is out of range of
     every pool: a write there is dropped, a read there is filled.
     """
+    # Without `wrap_negative_indices` slot or position -1 would mean the last one.
     pages = page_table.at[slots, positions // page_size].get(
-        mode="fill", fill_value=jnp.iinfo(jnp.int32).max
+        mode="fill", fill_value=jnp.iinfo(jnp.int32).max, wrap_negative_indices=False
     )
     return pages, positions % page_size
 
 
 def pages_for(length: jax.Array | int, page_size: int) -> jax.Array | int:
     """Number of pages that cover `[0, length)`."""
-    return (length + page_size - 1) // page_size
+    # Not `(length + page_size - 1) // page_size`: that overflows near 2**31.
+    return -(-length // page_size)

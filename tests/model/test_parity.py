@@ -95,7 +95,7 @@ class Case:
     config: config_lib.Qwen3Config
     params: object
     oracle: object
-    tokens: np.ndarray  # [BATCH, LENGTH] int32
+    tokens: jax.Array  # [BATCH, LENGTH] int32
     logits: np.ndarray  # [BATCH, LENGTH, V] float32
     hidden_states: list[np.ndarray]  # L + 1 of [BATCH, LENGTH, D]; the last is normed
     last_residual: np.ndarray  # [BATCH, LENGTH, D], before the final norm
@@ -105,6 +105,12 @@ def make_case(shape: Shape, dtype: str, folder) -> Case:
     oracle = make_oracle(shape, dtype)
     oracle.save_pretrained(folder, max_shard_size="100KB" if shape.sharded else "1GB")
     assert (folder / "model.safetensors.index.json").exists() == shape.sharded
+    # Read back, because `.to("bfloat16")` has rounded RoPE's frequencies too: the
+    # oracle would be wrong. Reading leaves them in float32.
+    oracle = transformers.Qwen3ForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    )
+    assert oracle.model.rotary_emb.inv_freq.dtype == torch.float32
     config, params = load_lib.load(folder)
     rng = np.random.default_rng(shape.head_dim)
     tokens = rng.integers(0, config.vocab_size, (BATCH, LENGTH), dtype=np.int32)
@@ -119,7 +125,7 @@ def make_case(shape: Shape, dtype: str, folder) -> Case:
         config=config,
         params=params,
         oracle=oracle,
-        tokens=tokens,
+        tokens=jnp.asarray(tokens),
         logits=outputs.logits.float().numpy(),
         hidden_states=[state.float().numpy() for state in outputs.hidden_states],
         last_residual=residuals[0].float().numpy(),
@@ -268,26 +274,9 @@ def test_features(case):
     assert f32_error(features[:, :, L], case.hidden_states[L]) > 100
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _greedy(params, config, tokens):
-    """`tokens` with all but the first `PROMPT` replaced by greedy ones.
-
-    The whole sequence is computed again for each: what stands behind a position does
-    not matter to it.
-    """
-
-    def step(position, tokens):
-        logits = sequence.logits(params, config, tokens)
-        row = jax.lax.dynamic_index_in_dim(logits, position - 1, axis=1, keepdims=False)
-        chosen = jnp.argmax(row, axis=-1).astype(tokens.dtype)
-        return jax.lax.dynamic_update_slice(tokens, chosen[:, None], (0, position))
-
-    return jax.lax.fori_loop(PROMPT, LENGTH, step, tokens)
-
-
 def oracle_greedy(case: Case) -> tuple[np.ndarray, float]:
     """With the oracle's own cache: tokens, and the least gap between the best two."""
-    ids = torch.from_numpy(case.tokens[:, :PROMPT]).long()
+    ids = torch.tensor(np.asarray(case.tokens[:, :PROMPT])).long()
     chosen, cache, gap = [ids], None, math.inf
     with torch.no_grad():
         for _ in range(STEPS):
@@ -300,14 +289,22 @@ def oracle_greedy(case: Case) -> tuple[np.ndarray, float]:
 
 
 def test_greedy_tokens(case):
+    """By induction: ours after the oracle's first n tokens is its next, for every n.
+
+    The oracle goes token by token with its own cache.
+    """
     theirs, gap = oracle_greedy(case)
     # Otherwise the tokens could differ by rounding, or agree by being all the same.
     assert gap > F32_TOLERANCE * np.abs(case.logits).max(), "choose another seed"
     assert len(np.unique(theirs[:, PROMPT:])) > 10
-    ours = np.asarray(_greedy(case.params, case.config, case.tokens))
-    np.testing.assert_array_equal(ours, theirs)
+
+    def ours(params):
+        logits = our_logits(case, params=params, tokens=jnp.asarray(theirs, jnp.int32))
+        return np.argmax(logits[:, PROMPT - 1 : -1], axis=-1)
+
+    np.testing.assert_array_equal(ours(case.params), theirs[:, PROMPT:])
     fault = edit_layers(case.params, q_norm=lambda layer: jnp.ones_like(layer.q_norm))
-    assert (np.asarray(_greedy(fault, case.config, case.tokens)) != theirs).any()
+    assert (ours(fault) != theirs[:, PROMPT:]).any()
 
 
 def row_errors(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
@@ -316,16 +313,23 @@ def row_errors(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     return difference / np.linalg.norm(theirs, axis=-1)
 
 
-def bf16_tolerance(num_layers: int) -> float:
-    """How far two correct bfloat16 models may be apart, relative to a row's norm.
+def rms(errors: np.ndarray) -> float:
+    """Root of the mean square."""
+    return math.sqrt(np.mean(errors.astype(np.float64) ** 2))
 
-    Both sides round to bfloat16 after each operation, but they sum in other orders,
-    so that a rounding may fall the other way on each side. One rounding has a relative
-    error of at most u = 2**-8, of u / sqrt(3) in the mean square. Along the longest
-    path a layer has 20 of them: norm 2, projection 1, head norm 2, RoPE 3, scores 1,
-    probabilities 1, values 1, output 1, sum 1; norm 2, gate and up 1, silu 1, product
-    1, down 1, sum 1. The head adds 3. Independent errors add up in squares, and those
-    of two sides once more: sqrt(2 * (20 L + 3)) * u / sqrt(3), 2.1 % for two layers.
+
+def bf16_tolerance(num_layers: int) -> float:
+    """How far two correct bfloat16 models may be apart, in the mean over positions.
+
+    Both sides round to bfloat16 after each operation, but not the same numbers: they
+    sum in other orders, and ours keeps scores and logits in float32. One rounding has
+    a relative error of at most u = 2**-8, of u / sqrt(3) in the mean square. Along the
+    longest path a layer has about 20: norm 2, projection 1, head norm 2, RoPE 3, scores
+    1, probabilities 1, values 1, output 1, sum 1; norm 2, gate and up 1, silu 1,
+    product 1, down 1, sum 1. The final norm and the head add 3. Independent errors add
+    up in squares, and those of the two sides once more:
+    sqrt(2 * (20 L + 3)) * u / sqrt(3), which is 2.1 % for two layers. Measured: 1.3 to
+    1.5 %, for 23 models.
     """
     roundings = 20 * num_layers + 3
     return math.sqrt(2 * roundings / 3) * 2.0**-8
@@ -333,20 +337,26 @@ def bf16_tolerance(num_layers: int) -> float:
 
 @pytest.mark.parametrize("name", ["ratio2-h80", "ratio3-h128"])
 def test_bfloat16(name, tmp_path):
-    """Within the noise of bfloat16, which every planted fault exceeds."""
+    """Within the noise of bfloat16, which planted faults exceed many times.
+
+    A `rope_theta` that is 1 % off does not, on a hundred positions: that one is for
+    the float32 test to see.
+    """
     case = make_case(SHAPES[name], "bfloat16", tmp_path)
     assert case.config.dtype == case.params.embed.dtype == "bfloat16"
     tolerance = bf16_tolerance(case.config.num_layers)
     ours = our_logits(case)
-    assert row_errors(ours, case.logits).max() <= tolerance
-    assert row_errors(np.zeros_like(ours), case.logits).max() > tolerance
-    for fault, change in faults(case).items():
-        wrong = row_errors(our_logits(case, **change), case.logits)
-        assert wrong.max() > 2 * tolerance, fault
+    errors = row_errors(ours, case.logits)
+    assert rms(errors) <= tolerance
+    assert errors.max() <= 3 * tolerance
+    planted = faults(case)
+    del planted["rope_theta 1 % off"]
+    wrong = {name: our_logits(case, **change) for name, change in planted.items()}
+    wrong["zeros"] = np.zeros_like(ours)
+    seen = {name: rms(row_errors(w, case.logits)) for name, w in wrong.items()}
+    assert not {name: error for name, error in seen.items() if error < 5 * tolerance}
     # And ours are no further from the truth, which is float32, than the oracle's.
     with torch.no_grad():
-        exact = case.oracle.float()(torch.from_numpy(case.tokens).long()).logits
-    exact = exact.numpy()
-    ours_off = np.sqrt(np.mean(row_errors(ours, exact) ** 2))
-    theirs_off = np.sqrt(np.mean(row_errors(case.logits, exact) ** 2))
-    assert ours_off <= 1.1 * theirs_off
+        tokens = torch.tensor(np.asarray(case.tokens)).long()
+        exact = case.oracle.float()(tokens).logits.numpy()
+    assert rms(row_errors(ours, exact)) <= 1.1 * rms(row_errors(case.logits, exact))

@@ -1,0 +1,66 @@
+"""Where a position lives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.paging import index
+
+
+PAGE_SIZE = 4
+NOWHERE = np.iinfo(np.int32).max
+TABLE = np.array([[7, 2, 5], [1, 9, 11]], np.int32)  # 11: not owned, P of the pool
+
+_locate = jax.jit(index.locate, static_argnames=("page_size",))
+
+
+def locate(slots, positions):
+    return _locate(
+        TABLE,
+        page_size=PAGE_SIZE,
+        slots=np.asarray(slots, np.int32),
+        positions=np.asarray(positions, np.int32),
+    )
+
+
+def test_pages_and_offsets_follow_the_table():
+    """Fails if a page is taken as its own number, or another slot's row is read."""
+    slots, positions = np.divmod(np.arange(2 * 12), 12)
+    pages, offsets = locate(slots, positions)
+    np.testing.assert_array_equal(pages, np.repeat(TABLE.ravel(), PAGE_SIZE))
+    np.testing.assert_array_equal(offsets, np.arange(24) % PAGE_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("slot", "position"),
+    [(0, -1), (0, -5), (1, 12), (0, 10**6), (-1, 0), (-2, 3), (2, 0), (-1, -1)],
+)
+def test_outside_the_table_is_nowhere(slot, position):
+    """Fails if a negative index wraps around to the last slot or page."""
+    pages, _ = locate([slot, 1], [position, 0])
+    np.testing.assert_array_equal(pages, [NOWHERE, 1])
+
+
+def test_the_library_wraps_negative_indices():
+    """Negative control: the plain `fill` mode finds a page for position -1."""
+    plain = jnp.asarray(TABLE).at[0, -1].get(mode="fill", fill_value=NOWHERE)
+    assert int(plain) == 5
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 256])
+def test_pages_for_covers_exactly(page_size):
+    """Fails if a length on a page boundary takes one page too many, or too few."""
+    for length in (0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size):
+        pages = index.pages_for(length, page_size)
+        assert (pages - 1) * page_size < length <= pages * page_size
+    traced = index.pages_for(jnp.arange(9, dtype=jnp.int32), page_size)
+    np.testing.assert_array_equal(
+        traced, [index.pages_for(n, page_size) for n in range(9)]
+    )
+
+
+def test_pages_for_does_not_overflow():
+    """Fails if the largest int32 needs a negative number of pages."""
+    largest = np.int32(2**31 - 1)
+    assert int(index.pages_for(jnp.asarray(largest), 16)) == 2**27
