@@ -22,7 +22,7 @@ from spec_jax.typing import IMPLS
 
 
 PROMPTS = pathlib.Path(__file__).parent / "prompts" / "python_50.jsonl"
-MATCHED, UNUSABLE, NOT_MATCHED = 0, 1, 2
+MATCHED, UNUSABLE, NOT_MATCHED, INTERRUPTED = 0, 1, 2, 130
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -340,6 +340,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError, MemoryError) as error:
         print(f"spec_round.py: error: {error}", file=sys.stderr)
         return UNUSABLE
+    except KeyboardInterrupt:
+        kept = f"; finished prompts are in {args.out}" if args.out else ""
+        print(f"spec_round.py: interrupted{kept}", file=sys.stderr)
+        return INTERRUPTED
     console.print()
     print_sample(results[0], pair, console)
     console.print()

@@ -1,25 +1,28 @@
 """How was the embedded pair trained? Trains a target and a draft on the stdlib.
 
-Stages, each resumable after a kill with the same loss curve:
+Stages, in this order, each resumable after a kill with the same loss curve:
 
-    tokenizer   byte-level BPE, 4096 entries
-    target      about 10 M parameters, on text
-    draft       about 1 M parameters, on the same text, then distilled from the target
+    target    about 10 M parameters, on text
+    draft     about 1 M parameters, on the same text
+    distill   the draft again, towards the target's distributions
+    export    bf16 weights, tokenizer and model card, as Hugging Face folders
 
-Everything goes to `--work`; `python experiments/export_pair.py` turns the newest
-checkpoints into Hugging Face folders.
+Everything but the export goes to `--work`. The tokenizer, a byte-level BPE of 4096
+entries, is trained by the first stage that runs.
 """
 
 import argparse
+import dataclasses
 import functools
 import pathlib
 import sys
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 import tokenizers
 
-from experiments.pair import corpus, training
+from experiments.pair import corpus, export, training
 from spec_jax.model import config as config_lib, params as params_lib
 
 
@@ -54,8 +57,36 @@ DRAFT = config_lib.Qwen3Config(
 )
 
 
-def prepare(work: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenizer and windows of both splits; reuses what `work` holds."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One training run: which model, in which folder of `--work`, for how long."""
+
+    config: config_lib.Qwen3Config
+    folder: str
+    steps: int
+    seed: int
+
+    def recipe(self, steps: int | None, seed: int) -> training.Recipe:
+        """The recipe; both arguments come from the flags."""
+        return training.Recipe(steps=steps or self.steps, seed=self.seed + seed)
+
+    def init(self, seed: int) -> params_lib.Params:
+        """Random parameters."""
+        return params_lib.init(jax.random.key(self.seed + seed), self.config)
+
+
+STAGES = {
+    "target": Stage(config=TARGET, folder="target", steps=700, seed=0),
+    "draft": Stage(config=DRAFT, folder="draft", steps=400, seed=1),
+    "distill": Stage(config=DRAFT, folder="distilled", steps=400, seed=2),
+}
+
+
+def prepare(work: pathlib.Path) -> tuple[np.ndarray, np.ndarray, dict]:
+    """Windows of both splits, and what the model card says about the corpus.
+
+    Trains the tokenizer where `work` holds none.
+    """
     texts = corpus.read()
     path = work / "tokenizer.json"
     if not path.exists():
@@ -66,46 +97,107 @@ def prepare(work: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     held_out = corpus.windows(corpus.encode(tokenizer, texts.held_out), WINDOW)
     # Evenly spaced, so that many files are heard.
     chosen = np.linspace(0, len(held_out) - 1, HELD_OUT_WINDOWS).astype(int)
-    print(f"{train[:, 1:].size:,} training tokens, {held_out[:, 1:].size:,} held out")
-    return train, held_out[chosen]
+    held_out = held_out[chosen]
+    description = texts.description | {
+        "train_tokens": int(train[:, 1:].size),
+        "held_out_tokens": int(held_out[:, 1:].size),
+    }
+    return train, held_out, description
 
 
-def train_target(work, steps, train, held_out, seed) -> params_lib.Params:
-    """The target, on text."""
-    return training.run(
-        "target",
-        training.Recipe(steps=steps, seed=seed),
-        params_lib.init(jax.random.key(seed), TARGET),
-        functools.partial(training.text_loss, TARGET),
-        train,
-        held_out,
-        work / "target",
+def restore(work: pathlib.Path, name: str, seed: int) -> tuple[params_lib.Params, int]:
+    """The parameters of a stage's newest checkpoint, and its step."""
+    stage = STAGES[name]
+    return training.restore(
+        stage.recipe(None, seed), stage.init(seed), work / stage.folder
     )
 
 
-def train_draft(work, steps, train, held_out, seed) -> params_lib.Params:
-    """The draft, on text."""
-    return training.run(
-        "draft",
-        training.Recipe(steps=steps, seed=seed + 1),
-        params_lib.init(jax.random.key(seed + 1), DRAFT),
-        functools.partial(training.text_loss, DRAFT),
-        train,
+def train(args: argparse.Namespace) -> float:
+    """Runs one training stage; returns its last held-out loss, nats per token."""
+    stage = STAGES[args.stage]
+    windows, held_out, description = prepare(args.work)
+    print(f"{description['corpus']}: {description['train_tokens']:,} training tokens")
+    if args.stage == "distill":
+        teacher, _ = restore(args.work, "target", args.seed)
+        init, _ = restore(args.work, "draft", args.seed)
+        loss = functools.partial(
+            training.distillation_loss, DRAFT, teacher, STAGES["target"].config
+        )
+    else:
+        init = stage.init(args.seed)
+        loss = functools.partial(training.text_loss, stage.config)
+    folder = args.work / stage.folder
+    training.run(
+        args.stage,
+        stage.recipe(args.steps, args.seed),
+        init,
+        loss,
+        windows,
         held_out,
-        work / "draft",
+        folder,
     )
+    return training.last_held_out_loss(folder)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("pair"))
-    parser.add_argument("--stage", choices=("target", "draft"), default="target")
-    parser.add_argument("--steps", type=int, default=1100)
+def export_pair(args: argparse.Namespace) -> None:
+    """Writes the newest checkpoints to `--assets`, with a model card."""
+    _, held_out, description = prepare(args.work)
+    models = []
+    for name, stage_name in (("target", "target"), ("draft", "distill")):
+        stage = STAGES[stage_name]
+        params, _ = restore(args.work, stage_name, args.seed)
+        loss = functools.partial(training.text_loss, stage.config)
+        models.append(
+            export.Model(
+                name=name,
+                config=stage.config,
+                params=params,
+                held_out_loss=training.held_out_loss(
+                    jax.jit(loss), params, held_out, batch_size=8
+                ),
+                stages={
+                    key: training.tokens_seen(args.work / STAGES[key].folder, WINDOW)
+                    for key in (
+                        ["target"] if name == "target" else ["draft", "distill"]
+                    )
+                },
+            )
+        )
+    export.write(args.assets, args.work / "tokenizer.json", models, description)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one stage."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stage", choices=(*STAGES, "export"), required=True)
+    parser.add_argument(
+        "--work",
+        type=pathlib.Path,
+        default=pathlib.Path("pair"),
+        help="checkpoints, logs and tokenizer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, help="optimiser steps of 4096 tokens (default: by stage)"
+    )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--assets",
+        type=pathlib.Path,
+        default=pathlib.Path("spec_jax/assets"),
+        help="where the export goes (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
-    train, held_out = prepare(args.work)
-    stage = {"target": train_target, "draft": train_draft}[args.stage]
-    stage(args.work, args.steps, train, held_out, args.seed)
+    try:
+        if args.stage == "export":
+            export_pair(args)
+        else:
+            print(f"held-out loss {train(args):.4f} nats per token")
+    except ValueError as error:
+        print(f"train_pair.py: error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -246,5 +246,12 @@ def _open_log(path: pathlib.Path, first_step: int):
 
 def last_held_out_loss(folder: pathlib.Path) -> float:
     """The newest held-out loss in a run's log."""
-    rows = [json.loads(line) for line in (folder / "log.jsonl").open(encoding="utf-8")]
+    with (folder / "log.jsonl").open(encoding="utf-8") as log:
+        rows = [json.loads(line) for line in log]
     return [row["held_out_loss"] for row in rows if "held_out_loss" in row][-1]
+
+
+def tokens_seen(folder: pathlib.Path, window: int, batch_size: int = 8) -> int:
+    """Training tokens of all steps in a run's log."""
+    with (folder / "log.jsonl").open(encoding="utf-8") as log:
+        return sum(1 for _ in log) * batch_size * window

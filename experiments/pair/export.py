@@ -1,0 +1,96 @@
+"""Writes the trained pair as Hugging Face folders, with a model card."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from experiments.pair import corpus
+from spec_jax.model import config as config_lib, load, params as params_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """One trained model, and what its card says.
+
+    Attributes:
+      held_out_loss: nats per token on held-out text, in float32.
+      stages: training tokens seen by each stage.
+    """
+
+    name: str
+    config: config_lib.Qwen3Config
+    params: params_lib.Params
+    held_out_loss: float
+    stages: Mapping[str, int]
+
+    @property
+    def num_params(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+
+def write(
+    assets: pathlib.Path,
+    tokenizer: pathlib.Path,
+    models: Sequence[Model],
+    description: Mapping[str, int | str],
+) -> None:
+    """Writes `assets/<name>/` for each model, in bfloat16, and `assets/README.md`."""
+    for model in models:
+        folder = assets / model.name
+        config = dataclasses.replace(model.config, dtype="bfloat16")
+        load.save(folder, config, params_lib.cast(model.params, "bfloat16"))
+        shutil.copy(tokenizer, folder / "tokenizer.json")
+        generation = {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False}
+        (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": corpus.END_OF_TEXT,
+            "model_max_length": config.max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(settings, indent=2) + "\n"
+        )
+    (assets / "README.md").write_text(card(models, description), encoding="utf-8")
+
+
+def card(models: Sequence[Model], description: Mapping[str, int | str]) -> str:
+    """The model card, Markdown."""
+    rows = [
+        f"| {model.name} | {model.num_params:,} | {model.config.num_layers} x "
+        f"{model.config.hidden_size} | "
+        + " + ".join(f"{tokens:,} ({stage})" for stage, tokens in model.stages.items())
+        + f" | {model.held_out_loss:.4f} |"
+        for model in models
+    ]
+    return _CARD.format(rows="\n".join(rows), **description)
+
+
+_CARD = """# The embedded pair
+
+A small Qwen3-architecture target and a draft, really trained on real text, so that
+speculative decoding can be shown, tested and measured without a download. They write
+Python that looks like the standard library's and means little.
+
+| model | parameters | layers x width | training tokens seen | held-out loss, nats/token |
+| --- | --- | --- | --- | --- |
+{rows}
+
+- Corpus: {corpus}, the library's own source ({train_files} files,
+  {train_bytes:,} bytes, {train_tokens:,} tokens; one in three of its test files, no
+  data tables), sha256 `{corpus_sha256}`. Python Software Foundation licence.
+- Held out: {held_out_files} files chosen by a hash of their path;
+  {held_out_tokens:,} of their tokens are scored.
+- Tokenizer: byte-level BPE of 4096 entries trained on the training files;
+  `<|endoftext|>` is id 0, separates files, and is the stop token.
+- Training: windows of 512 tokens, 8 a step, float32; Muon for the matrices of the
+  layers, Adam for the rest, cosine schedule. The draft was trained on text and then
+  distilled from the target (forward KL divergence on the same text).
+- Made by `python experiments/train_pair.py --stage target`, then `--stage draft`,
+  `--stage distill` and `--stage export`. Weights are stored in bfloat16; the losses
+  are those of the float32 weights.
+"""

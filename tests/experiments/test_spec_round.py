@@ -1,0 +1,247 @@
+"""The main job from its command line: exit status, lines written, bad input."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import tiny_pair
+
+from experiments import paired_runs, report, spec_round
+from spec_jax.model import load
+
+
+DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
+
+
+def flags(folders, *more: str) -> list[str]:
+    target, draft = folders
+    return [
+        *("--target", str(target), "--draft", str(draft)),
+        *("--gen-tokens", "6", "--gamma", "2", "--prompts", "2"),
+        *more,
+    ]
+
+
+def rows_of(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_matched_run(folders, tmp_path, capsys):
+    """Fails if a line is missing, or the summary is not that of the lines."""
+    out = tmp_path / "out.jsonl"
+    status = spec_round.main(flags(folders, "--out", str(out), "--repeats", "2"))
+    assert status == spec_round.MATCHED == 0
+    *prompts, summary = rows_of(out)
+    assert [row["id"] for row in prompts] == ["py-01", "py-02"]
+    assert {row["kind"] for row in prompts} == {"prompt"}
+    for row in prompts:
+        assert row["matched"] and row["plain_ids"] == row["spec_ids"]
+        assert len(row["baseline_e2e_s"]) == len(row["spec_e2e_s"]) == 2
+    assert summary["kind"] == "summary" and summary["matched"] is True
+    assert summary["verify_decode_mismatches"] == 0
+    assert summary["tokens"] == sum(row["tokens"] for row in prompts)
+    assert summary["rounds"] == sum(row["rounds"] for row in prompts)
+    assert summary["impl"] == "xla" and summary["gamma"] == 2
+    assert {field.name for field in report.FIELDS} <= set(summary)
+    printed = capsys.readouterr().out
+    assert "acceptance_rate" in printed and "speedup_e2e" in printed
+
+
+def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
+    """Exit status 2, and the replay counts the planted token."""
+    real = paired_runs.run_speculative
+
+    def corrupted(pair, settings, prompt):
+        run = real(pair, settings, prompt)
+        if len(run.tokens) < settings.gen_tokens or settings.gen_tokens == 1:
+            return run
+        tokens = [*run.tokens[:-1], (run.tokens[-1] + 1) % 250]
+        return dataclasses.replace(run, tokens=tokens)
+
+    monkeypatch.setattr(paired_runs, "run_speculative", corrupted)
+    out = tmp_path / "out.jsonl"
+    more = ("--ignore-stop", "--out", str(out))
+    assert spec_round.main(flags(folders, *more)) == spec_round.NOT_MATCHED == 2
+    *prompts, summary = rows_of(out)
+    assert summary["matched"] is False
+    assert summary["verify_decode_mismatches"] == len(prompts) == 2
+
+
+def test_an_interrupted_run_leaves_whole_lines(folders, tmp_path, monkeypatch, capsys):
+    """Fails if results are written at the end only."""
+    real, seen = spec_round.run_prompt, []
+
+    def interrupted(*arguments, **keywords):
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        seen.append(real(*arguments, **keywords))
+        return seen[-1]
+
+    monkeypatch.setattr(spec_round, "run_prompt", interrupted)
+    out = tmp_path / "out.jsonl"
+    status = spec_round.main(flags(folders, "--out", str(out)))
+    assert status == spec_round.INTERRUPTED == 130
+    assert [row["id"] for row in rows_of(out)] == ["py-01"]
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_prefill_by_rows_and_other_page_sizes_match(folders):
+    for more in (("--prefill", "rows"), ("--page-size", "8"), ("--dtype", "bfloat16")):
+        assert spec_round.main(flags(folders, "--prompts", "1", *more)) == 0
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "gsm8k/test.jsonl",
+        "spec_bench/question.jsonl",
+        "humaneval/HumanEval.jsonl",
+    ],
+)
+def test_prompts_of_real_benchmarks(folders, file):
+    if not (DATA / file).exists():
+        pytest.skip(f"{file} is not beside the checkout")
+    assert spec_round.main(flags(folders, "--prompts", f"{DATA / file}:1")) == 0
+
+
+def fails_with(capsys, arguments: list[str], *words: str) -> None:
+    """Asserts exit status 1 and one clear line, with no traceback."""
+    try:
+        status = spec_round.main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    error = capsys.readouterr().err
+    assert status == spec_round.UNUSABLE == 1
+    assert "Traceback" not in error
+    lines = [line for line in error.splitlines() if "error:" in line]
+    assert len(lines) == 1, error
+    for word in words:
+        assert word in lines[0], error
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (("--gamma", "0"), ("--gamma", "0 must be at least 1")),
+        (("--gamma", "-3"), ("--gamma", "-3 must be at least 1")),
+        (("--gamma", "four"), ("--gamma", "four")),
+        (("--gen-tokens", "0"), ("--gen-tokens", "at least 1")),
+        (("--page-size", "12"), ("page_size=12", "128")),
+        (("--impl", "cuda"), ("--impl", "cuda", "triton")),
+        (("--impl", "triton"), ("triton", "xla")),
+        (("--dtype", "float16"), ("--dtype", "float16")),
+        (("--drafter", "oracle"), ("--drafter", "oracle")),
+        (("--repeats", "0"), ("--repeats", "at least 1")),
+        (("--prompts", "51"), ("51", "50")),
+        (("--prompts", "nowhere.jsonl"), ("nowhere.jsonl",)),
+        (("--gen-tokens", "2047"), ("py-01", "holds 1")),
+        (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
+        (("--seed", "x"), ("--seed",)),
+        (("--frobnicate",), ("--frobnicate",)),
+    ],
+)
+def test_unusable_flags(folders, capsys, more, words):
+    fails_with(capsys, flags(folders, *more), *words)
+
+
+def test_out_is_checked_before_the_run(folders, tmp_path, capsys, monkeypatch):
+    """Fails if an unwritable file is found only after the work."""
+
+    def must_not_run(*_, **__):
+        raise AssertionError("the run began")
+
+    monkeypatch.setattr(spec_round, "run_all", must_not_run)
+    fails_with(capsys, flags(folders, "--out", str(tmp_path)), "directory")
+
+
+def test_a_broken_line_is_named(folders, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": \n')
+    fails_with(capsys, flags(folders, "--prompts", str(path)), "prompts.jsonl", "2")
+
+
+def test_an_empty_prompt_is_named(folders, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    fails_with(capsys, flags(folders, "--prompts", str(path)), "empty", "2")
+
+
+def test_a_prompt_that_is_too_long(folders, tmp_path, capsys):
+    path = tmp_path / "prompts.txt"
+    path.write_text("x" * 3000 + "\n")
+    fails_with(capsys, flags(folders, "--prompts", str(path)), "3000", "2042")
+
+
+def test_one_of_target_and_draft_is_missing(folders, capsys):
+    fails_with(capsys, ["--target", str(folders[0])], "--draft")
+    fails_with(capsys, ["--target", "nowhere", "--draft", str(folders[1])], "nowhere")
+
+
+def copied(folders, tmp_path) -> tuple[pathlib.Path, pathlib.Path]:
+    target, draft = (tmp_path / name for name in ("target", "draft"))
+    shutil.copytree(folders[0], target)
+    shutil.copytree(folders[1], draft)
+    return target, draft
+
+
+def test_truncated_weights(folders, tmp_path, capsys):
+    target, draft = copied(folders, tmp_path)
+    path = target / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    fails_with(capsys, flags((target, draft)), "model.safetensors", "again")
+
+
+def test_another_architecture(folders, tmp_path, capsys):
+    target, draft = copied(folders, tmp_path)
+    config = json.loads((target / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLM"]
+    (target / "config.json").write_text(json.dumps(config))
+    fails_with(capsys, flags((target, draft)), "LlamaForCausalLM", "Qwen3ForCausalLM")
+
+
+def test_models_of_different_vocabularies(folders, tmp_path, capsys):
+    draft = tiny_pair.write_model(
+        tmp_path / "draft", tiny_pair.config(vocab_size=280), seed=1
+    )
+    fails_with(capsys, flags((folders[0], draft)), "vocabularies", "280", "264")
+
+
+def test_different_tokenizers(folders, tmp_path, capsys):
+    target, draft = copied(folders, tmp_path)
+    tiny_pair.byte_tokenizer("extra").save(str(draft / "tokenizer.json"))
+    fails_with(capsys, flags((target, draft)), "extra")
+
+
+def test_a_model_that_does_not_fit(folders, capsys, monkeypatch):
+    """Refused before a weight is read, with both numbers."""
+    monkeypatch.setattr(load.psutil, "virtual_memory", lambda: _Free(1000))
+    monkeypatch.setattr(load.files, "read_into", None)
+    fails_with(capsys, flags(folders), "GiB", "free")
+
+
+@dataclasses.dataclass
+class _Free:
+    available: int
+
+
+def test_tokens_are_compared_and_not_assumed(folders):
+    """Negative control of `matched`: one differing token is enough."""
+    run = paired_runs.Plain(tokens=[1, 2, 3], timing=None)
+    spec = paired_runs.Speculative(
+        tokens=[1, 2, 4], origins=[], counters=None, timing=None
+    )
+    result = spec_round.PromptResult(
+        prompt=None, prompt_ids=[1], plain=[run], spec=[spec], mismatches=0
+    )
+    assert not result.matched
+    same = dataclasses.replace(spec, tokens=[1, 2, 3])
+    assert dataclasses.replace(result, spec=[same]).matched
+    assert np.array_equal(run.tokens, same.tokens)

@@ -1,0 +1,400 @@
+"""Thousands of operations on a paged cache, against a dict of lists.
+
+After every operation: no page is lost or held twice (`check_integrity`), the books
+are the model's, the bytes of each slot are the model's, bit for bit, and no other
+byte of the pool changed. Bytes that belong to no token are NaN throughout.
+"""
+
+import collections
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_jax import testing
+from spec_jax.paging import allocator, cache
+
+
+LAYERS, SLOTS, PAGES, PAGE_SIZE, WIDTH, HEADS, HEAD_DIM = 2, 3, 11, 4, 5, 1, 2
+CAPACITY = WIDTH * PAGE_SIZE
+ROWS = 7  # rows of one append, dead ones included
+NUM_WALKS, WALK_LENGTH = 60, 60
+
+
+def append(kv, slot, count, k, v):
+    """Reserves, writes and extends, as a model does. `k` and `v`: [L, R, K, H]."""
+    start = kv.length[slot]
+    kv = allocator.reserve(kv, slot, start + count)
+    num_live = jnp.where(kv.out_of_pages[slot], 0, count)
+    for layer in range(LAYERS):
+        kv = cache.write(
+            kv,
+            layer,
+            slots=jnp.full((ROWS,), slot, jnp.int32),
+            positions=start + jnp.arange(ROWS, dtype=jnp.int32),
+            num_live=num_live,
+            k=k[layer],
+            v=v[layer],
+        )
+    return allocator.extend(kv, slot, start + num_live)
+
+
+FUNCTIONS = {
+    "register": allocator.register,
+    "reserve": allocator.reserve,
+    "extend": allocator.extend,
+    "truncate": allocator.truncate,
+    "release": allocator.release,
+    "append": append,
+}
+COMPILED = {name: jax.jit(function) for name, function in FUNCTIONS.items()}
+
+
+class Model:
+    """What the cache should be: per slot its tokens' bytes and its number of pages."""
+
+    def __init__(self):
+        self.tokens: dict[int, list[np.ndarray]] = {}  # [L, 2, K, H] per token
+        self.owned: dict[int, int] = {}
+        self.starved: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return PAGES - sum(self.owned.values())
+
+    def register(self, slot):
+        if slot not in range(SLOTS) or slot in self.tokens:
+            return "refused"
+        if self._is_starved(slot, self.num_free < 1):
+            return "starved"
+        self.tokens[slot], self.owned[slot] = [], 1
+        return "done"
+
+    def reserve(self, slot, up_to):
+        if slot not in self.tokens or up_to < 0:
+            return "refused"
+        wanted = max(-(-up_to // PAGE_SIZE), self.owned[slot])
+        missing = wanted - self.owned[slot]
+        if self._is_starved(slot, missing > self.num_free or up_to > CAPACITY):
+            return "starved"
+        self.owned[slot] = wanted
+        return "done"
+
+    def extend(self, slot, new_len):
+        if slot not in self.tokens:
+            return "refused"
+        tokens = self.tokens[slot]
+        if not len(tokens) <= new_len <= self.owned[slot] * PAGE_SIZE:
+            return "refused"
+        unwritten = np.full((LAYERS, 2, HEADS, HEAD_DIM), np.nan, np.float32)
+        tokens.extend([unwritten] * (new_len - len(tokens)))
+        return "done"
+
+    def truncate(self, slot, new_len):
+        if slot not in self.tokens or not 0 <= new_len <= len(self.tokens[slot]):
+            return "refused"
+        del self.tokens[slot][new_len:]
+        self.owned[slot] = max(-(-new_len // PAGE_SIZE), 1)
+        return "done"
+
+    def release(self, slot):
+        if slot not in self.tokens:
+            return "refused"
+        del self.tokens[slot], self.owned[slot]
+        return "done"
+
+    def append(self, slot, count, k, v):
+        outcome = self.reserve(slot, len(self.tokens.get(slot, ())) + count)
+        if outcome == "done":
+            rows = np.stack([k, v], axis=1).swapaxes(0, 2).swapaxes(1, 2)
+            self.tokens[slot].extend(rows[:count])
+        return outcome
+
+    def _is_starved(self, slot, starved):
+        self.starved = self.starved | {slot} if starved else self.starved - {slot}
+        return starved
+
+
+class Walk:
+    """One walk. The cache is held as NumPy arrays, so that all of it is compared."""
+
+    def __init__(self, operations):
+        kv = cache.init(
+            num_layers=LAYERS,
+            num_slots=SLOTS,
+            num_pages=PAGES,
+            page_size=PAGE_SIZE,
+            pages_per_slot=WIDTH,
+            num_kv_heads=HEADS,
+            head_dim=HEAD_DIM,
+            dtype="float32",
+        )
+        order = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
+        self.kv = jax.tree.map(np.asarray, kv.replace(free_pages=order))
+        self.operations = operations
+        self.model = Model()
+        self.rng = np.random.default_rng(1)
+        self._poison()
+
+    def step(self, name, slot, *numbers) -> str:
+        """Runs one operation, compares everything and returns its outcome."""
+        start = len(self.model.tokens.get(slot, ()))
+        if name == "rollback":
+            name, numbers = "truncate", (start - numbers[0],)
+        if name == "declare":
+            name, numbers = "extend", (start + numbers[0],)
+        rows = ()
+        if name == "append":
+            shape = (2, LAYERS, ROWS, HEADS, HEAD_DIM)
+            rows = tuple(self.rng.standard_normal(shape, np.float32))
+        before = self.kv
+        arguments = [np.int32(number) for number in (slot, *numbers)]
+        after = self.operations[name](before, *arguments, *rows)
+        self.kv = after = jax.tree.map(np.asarray, after)
+        outcome = getattr(self.model, name)(slot, *numbers, *rows)
+
+        cache.check_integrity(after)
+        assert self._books() == self._expected_books(slot, outcome)
+        if outcome != "done":
+            flags = {"refused": before.refused, "out_of_pages": before.out_of_pages}
+            testing.assert_same_bits(after.replace(**flags), before, what=name)
+        written = rows and outcome == "done"
+        self._check_pool(before, slot, start, numbers[0] if written else 0)
+        self._check_tokens()
+        if name in ("truncate", "release"):
+            self._poison()
+        # The flag stays until somebody looks at it; the next step has its own.
+        self.kv = self.kv.replace(refused=before.refused)
+        return outcome
+
+    def _books(self):
+        kv = self.kv
+        books = kv.length, kv.num_owned, kv.registered, kv.refused, kv.out_of_pages
+        return *(book.tolist() for book in books), int(kv.num_free)
+
+    def _expected_books(self, slot, outcome):
+        model, slots = self.model, range(SLOTS)
+        is_refused = outcome == "refused"
+        return (
+            [len(model.tokens.get(each, ())) for each in slots],
+            [model.owned.get(each, 0) for each in slots],
+            [each in model.tokens for each in slots],
+            [is_refused and (each == slot or slot not in slots) for each in slots],
+            [each in model.starved for each in slots],
+            model.num_free,
+        )
+
+    def _check_pool(self, before, slot, start, count):
+        """Nothing changed but the `count` tokens written from `start`."""
+        expected = pool_of(before).copy()
+        for position in range(start, start + count):
+            page, offset = self._locate(slot, position)
+            expected[:, :, page, offset] = self.model.tokens[slot][position]
+        testing.assert_same_bits(pool_of(self.kv), expected, what="pool")
+
+    def _check_tokens(self):
+        pool = pool_of(self.kv)
+        for slot, tokens in self.model.tokens.items():
+            if tokens:
+                page, offset = self._locate(slot, np.arange(len(tokens)))
+                testing.assert_same_bits(
+                    pool[:, :, page, offset], np.stack(tokens, axis=2), what="tokens"
+                )
+
+    def _locate(self, slot, position):
+        page = self.kv.page_table[slot, position // PAGE_SIZE]
+        return page, position % PAGE_SIZE
+
+    def _poison(self):
+        """NaN into every byte that is no token's."""
+        pool = pool_of(self.kv)
+        poisoned = np.full_like(pool, np.nan)
+        for slot, tokens in self.model.tokens.items():
+            page, offset = self._locate(slot, np.arange(len(tokens)))
+            poisoned[:, :, page, offset] = pool[:, :, page, offset]
+        k, v = poisoned.swapaxes(0, 1)
+        self.kv = self.kv.replace(k=tuple(k), v=tuple(v))
+
+
+def pool_of(kv) -> np.ndarray:
+    """All bytes: [L, 2, P, C, K, H]."""
+    return np.stack([kv.k, kv.v], axis=1)
+
+
+def operations_strategy():
+    """Mostly sensible requests; slots and numbers outside the range among them."""
+    slots = st.sampled_from([*range(SLOTS)] * 6 + [-1, SLOTS])
+
+    def request(name, *numbers):
+        return st.tuples(st.just(name), slots, *numbers)
+
+    append = request("append", st.integers(0, ROWS))
+    rollback = request("rollback", st.integers(-1, PAGE_SIZE))
+    return st.one_of(
+        *[append] * 6,
+        *[rollback] * 2,
+        request("declare", st.integers(-1, PAGE_SIZE)),
+        request("truncate", st.integers(-2, CAPACITY + 2)),
+        request("reserve", st.integers(-1, CAPACITY + 4)),
+        request("register"),
+        request("register"),
+        request("release"),
+    )
+
+
+def test_random_walks():
+    """Fails if any sequence of operations loses a page, or a token's bits."""
+    outcomes = collections.Counter()
+
+    @hypothesis.settings(
+        max_examples=NUM_WALKS,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(
+        st.lists(operations_strategy(), min_size=WALK_LENGTH, max_size=WALK_LENGTH)
+    )
+    def walk_all(requests):
+        walk = Walk(COMPILED)
+        opened = [("register", slot) for slot in range(SLOTS)]
+        for name, slot, *numbers in [*opened, *requests]:
+            outcomes[name, walk.step(name, slot, *numbers)] += 1
+
+    walk_all()
+    print(f"{outcomes.total()} operations: {dict(outcomes)}")
+    assert outcomes.total() >= 3000
+    # The walk is not vacuous: every operation was done and refused, often.
+    for name in ("append", "rollback", "truncate", "declare", "reserve", "register"):
+        assert outcomes[name, "done"] >= 20, name
+        assert outcomes[name, "refused"] >= 20, name
+    for name in ("append", "reserve"):
+        assert outcomes[name, "starved"] >= 20, name
+    for function in COMPILED.values():
+        assert function._cache_size() == 1  # compiled once
+
+
+def fixed_requests():
+    """A walk that does not depend on Hypothesis: fills, rolls back, closes, reopens."""
+    rng = np.random.default_rng(2)
+    requests = [("register", slot) for slot in range(SLOTS)]
+    for _ in range(60):
+        slot = int(rng.integers(SLOTS))
+        requests.append(("append", slot, int(rng.integers(ROWS + 1))))
+        requests.append(("rollback", slot, int(rng.integers(ROWS))))
+        if rng.random() < 0.2:
+            requests += [("release", slot), ("register", slot)]
+    return requests
+
+
+def run_fixed(operations):
+    walk = Walk(operations)
+    for request in fixed_requests():
+        walk.step(*request)
+
+
+def test_the_fixed_walk_passes():
+    """The walk that the planted faults below must break is itself in order."""
+    run_fixed(COMPILED)
+
+
+def keep(change):
+    """Truncation that keeps `change` pages more than it should."""
+    real = allocator._give_back
+    return "truncate", (
+        allocator,
+        "_give_back",
+        lambda kv, s, n: real(kv, s, n + change),
+    )
+
+
+def give(change):
+    """`change(before, after, slot)` spoils the books after pages were freed."""
+    real = allocator._give
+
+    def spoilt(books, slot, count):
+        return change(books, real(books, slot, count), slot)
+
+    return allocator, "_give", spoilt
+
+
+def stale_entry(before, after, slot):
+    return (before[0], *after[1:])
+
+
+def lost_page(before, after, slot):
+    table, owned, stack, num_free = after
+    lost = jnp.maximum(num_free - 1, before[3])
+    return table, owned, stack.at[lost].set(PAGES), lost
+
+
+def freed_twice(before, after, slot):
+    table, owned, stack, num_free = after
+    again = jnp.where(num_free > before[3], num_free, PAGES)
+    stack = stack.at[again].set(stack[num_free - 1], mode="drop")
+    return table, owned, stack, num_free + (again < PAGES).astype(jnp.int32)
+
+
+def shared_page(books, slot, count, *, real=allocator._take):
+    """The last page handed out stays on the stack."""
+    table, owned, stack, num_free = real(books, slot, count)
+    back = num_free + jnp.minimum(count, 1)
+    return table, owned, jnp.where(count > 0, books[2], stack), back
+
+
+def eager_page(books, slot, count, *, real=allocator._take):
+    """Takes a page more than was asked for, if there is one."""
+    more = (books[3] > count) & (books[1][slot] + count < WIDTH)
+    return real(books, slot, count + more.astype(jnp.int32))
+
+
+def clears_bytes(kv, slot, kept, *, real=allocator._give_back):
+    return real(kv.replace(k=tuple(jnp.nan_to_num(k) for k in kv.k)), slot, kept)
+
+
+def locate_late(table, page_size, slots, positions, *, real=cache.index.locate):
+    return real(table, page_size, slots, positions + 1)
+
+
+minus_one = property(lambda kv: -1)
+
+FAULTS = {
+    "one page too few": keep(-1),
+    "one page too many": keep(1),
+    "stale table entry": ("truncate", give(stale_entry)),
+    "lost page": ("truncate", give(lost_page)),
+    "lost page on release": ("release", give(lost_page)),
+    "page freed twice": ("release", give(freed_twice)),
+    "page handed out twice": ("append", (allocator, "_take", shared_page)),
+    "page too many": ("append", (allocator, "_take", eager_page)),
+    "bytes cleared": ("truncate", (allocator, "_give_back", clears_bytes)),
+    "dead rows written to page -1": ("append", (cache.PagedKV, "num_pages", minus_one)),
+    "position off by one": ("append", (cache.index, "locate", locate_late)),
+    "unregistered slot closed": ("release", give(lambda b, after, s: b)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault, monkeypatch):
+    """Negative control: the walk fails where an operation is spoilt."""
+    name, (owner, attribute, spoilt) = FAULTS[fault]
+    example = Walk(COMPILED).kv
+    rows = np.zeros((LAYERS, ROWS, HEADS, HEAD_DIM), np.float32)
+    arguments = {
+        "truncate": (np.int32(0), np.int32(0)),
+        "release": (np.int32(0),),
+        "append": (np.int32(0), np.int32(0), rows, rows),
+    }[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, spoilt)
+        planted = jax.jit(functools.partial(FUNCTIONS[name]))
+        planted = planted.lower(example, *arguments).compile()
+    with pytest.raises((AssertionError, ValueError)) as caught:
+        run_fixed({**COMPILED, name: planted})
+    print(fault, "->", str(caught.value).strip().splitlines()[0])

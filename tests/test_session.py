@@ -1,0 +1,59 @@
+"""What cannot be decoded is refused at the edge, with the values."""
+
+import dataclasses
+
+import decoding
+import jax.numpy as jnp
+import pytest
+
+from spec_jax import session
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ([], "prompt is empty"),
+        (list(range(97)), r"97 tokens but the cache holds 96"),
+        ([3, 96], r"token 96, outside \[0, 96\)"),
+        ([3, -1], r"token -1, outside \[0, 96\)"),
+    ],
+)
+def test_unusable_prompts(prompt, message):
+    with pytest.raises(ValueError, match=message):
+        decoding.plain(prompt)
+    with pytest.raises(ValueError, match=message):
+        decoding.begin_drafted(decoding.draft_drafter(), decoding.DRAFT_PARAMS, prompt)
+
+
+def test_the_longest_prompt_that_fits():
+    """A full prompt still yields the one token that needs no room."""
+    state = decoding.plain([5] * decoding.CAPACITY)
+    assert int(state.length) == decoding.CAPACITY + 1
+
+
+def test_pairs_that_do_not_fit_together():
+    draft = decoding.draft_drafter(decoding.make_config(vocab_size=97))
+    with pytest.raises(ValueError, match="vocabularies: 97 and 96"):
+        session.check_pair(decoding.TARGET, draft)
+    wide = dataclasses.replace(decoding.draft_drafter(), gamma_max=5)
+    with pytest.raises(ValueError, match="slab of 6 rows, the target has 5"):
+        session.check_pair(decoding.TARGET, wide)
+    none = dataclasses.replace(decoding.draft_drafter(), gamma_max=0)
+    with pytest.raises(ValueError, match="gamma_max=0 must be at least 1"):
+        session.check_pair(decoding.TARGET, none)
+    session.check_pair(decoding.TARGET, decoding.draft_drafter())
+
+
+@pytest.mark.parametrize("gamma", [-1, 5])
+def test_gamma_outside_its_range(gamma):
+    with pytest.raises(ValueError, match=rf"gamma={gamma} is outside \[0, 4\]"):
+        session.check_gamma(gamma, 4)
+
+
+def test_a_refused_operation_is_not_overlooked():
+    """Fails if a flag that the loop raised stays unread."""
+    state = decoding.plain(max_tokens=2)
+    session.check_state(state)
+    kv = state.cache.replace(refused=jnp.array([True]))
+    with pytest.raises(RuntimeError, match="refused"):
+        session.check_state(state.replace(cache=kv))

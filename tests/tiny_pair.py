@@ -1,0 +1,58 @@
+"""Hugging Face folders of a tiny random target and draft, for tests of scripts."""
+
+import pathlib
+
+import jax
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from spec_jax.model import config as config_lib, load, params as params_lib
+
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE = 264  # a few rows more than the tokenizer has entries, as in Qwen3
+
+
+def byte_tokenizer(*extra: str) -> tokenizers.Tokenizer:
+    """One token a byte, after the end-of-text token; no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet, *extra])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def config(**changes) -> config_lib.Qwen3Config:
+    """One small layer."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    return config_lib.Qwen3Config(**(sizes | changes))
+
+
+def write_model(
+    folder: pathlib.Path, model_config: config_lib.Qwen3Config, *, seed: int
+) -> pathlib.Path:
+    """A model folder with random weights and the byte tokenizer."""
+    params = params_lib.init(jax.random.key(seed), model_config, stddev=0.3)
+    load.save(folder, model_config, params)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """A target of two layers and a draft of one."""
+    target = write_model(folder / "target", config(num_layers=2), seed=0)
+    draft = write_model(folder / "draft", config(), seed=1)
+    return target, draft
