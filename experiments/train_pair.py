@@ -118,12 +118,11 @@ def train(args: argparse.Namespace) -> float:
     stage = STAGES[args.stage]
     windows, held_out, description = prepare(args.work)
     print(f"{description['corpus']}: {description['train_tokens']:,} training tokens")
+    teacher = None
     if args.stage == "distill":
         teacher, _ = restore(args.work, "target", args.seed)
         init, _ = restore(args.work, "draft", args.seed)
-        loss = functools.partial(
-            training.distillation_loss, DRAFT, teacher, STAGES["target"].config
-        )
+        loss = functools.partial(training.distillation_loss, DRAFT, TARGET)
     else:
         init = stage.init(args.seed)
         loss = functools.partial(training.text_loss, stage.config)
@@ -136,6 +135,7 @@ def train(args: argparse.Namespace) -> float:
         windows,
         held_out,
         folder,
+        teacher=teacher,
     )
     return training.last_held_out_loss(folder)
 
@@ -144,23 +144,21 @@ def export_pair(args: argparse.Namespace) -> None:
     """Writes the newest checkpoints to `--assets`, with a model card."""
     _, held_out, description = prepare(args.work)
     models = []
-    for name, stage_name in (("target", "target"), ("draft", "distill")):
-        stage = STAGES[stage_name]
-        params, _ = restore(args.work, stage_name, args.seed)
-        loss = functools.partial(training.text_loss, stage.config)
+    for name, stage_names in (("target", ("target",)), ("draft", ("draft", "distill"))):
+        stage = STAGES[stage_names[-1]]
+        params, _ = restore(args.work, stage_names[-1], args.seed)
+        loss = jax.jit(functools.partial(training.text_loss, stage.config))
         models.append(
             export.Model(
                 name=name,
                 config=stage.config,
                 params=params,
                 held_out_loss=training.held_out_loss(
-                    jax.jit(loss), params, held_out, batch_size=8
+                    loss, params, held_out, batch_size=8
                 ),
                 stages={
                     key: training.tokens_seen(args.work / STAGES[key].folder, WINDOW)
-                    for key in (
-                        ["target"] if name == "target" else ["draft", "distill"]
-                    )
+                    for key in stage_names
                 },
             )
         )

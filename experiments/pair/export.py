@@ -76,7 +76,7 @@ A small Qwen3-architecture target and a draft, really trained on real text, so t
 speculative decoding can be shown, tested and measured without a download. They write
 Python that looks like the standard library's and means little.
 
-| model | parameters | layers x width | training tokens seen | held-out loss, nats/token |
+| model | parameters | layers x width | tokens seen | held-out loss, nats/token |
 | --- | --- | --- | --- | --- |
 {rows}
 

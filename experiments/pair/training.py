@@ -23,8 +23,8 @@ from experiments.pair import corpus
 from spec_jax.model import config as config_lib, params as params_lib, sequence
 
 
-Loss = Callable[[params_lib.Params, jax.Array], jax.Array]
-"""`(params, tokens [B, T + 1]) -> mean loss per token, nats`."""
+Loss = Callable[[params_lib.Params, jax.Array, params_lib.Params | None], jax.Array]
+"""`(params, tokens [B, T + 1], teacher) -> mean loss per token, nats`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,19 +82,23 @@ def _muon_matrices(params: params_lib.Params) -> params_lib.Params:
 
 
 def text_loss(
-    config: config_lib.Qwen3Config, params: params_lib.Params, tokens: jax.Array
+    config: config_lib.Qwen3Config,
+    params: params_lib.Params,
+    tokens: jax.Array,
+    teacher: None = None,
 ) -> jax.Array:
-    """Cross-entropy of the next token, nats."""
+    """Cross-entropy of the next token, nats. There is no teacher."""
+    del teacher
     logits = sequence.logits(params, config, tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def distillation_loss(
     config: config_lib.Qwen3Config,
-    teacher: params_lib.Params,
     teacher_config: config_lib.Qwen3Config,
     params: params_lib.Params,
     tokens: jax.Array,
+    teacher: params_lib.Params,
 ) -> jax.Array:
     """Cross-entropy of the draft against the target's distribution, nats.
 
@@ -106,20 +110,25 @@ def distillation_loss(
 
 
 def held_out_loss(
-    loss: Loss, params: params_lib.Params, data: np.ndarray, *, batch_size: int
+    loss: Loss,
+    params: params_lib.Params,
+    data: np.ndarray,
+    *,
+    batch_size: int,
+    teacher: params_lib.Params | None = None,
 ) -> float:
     """Mean loss over `data [windows, T + 1]`, whole batches only."""
     num_batches = len(data) // batch_size
     parts = [
-        loss(params, data[i * batch_size : (i + 1) * batch_size])
+        loss(params, data[i * batch_size : (i + 1) * batch_size], teacher)
         for i in range(num_batches)
     ]
     return float(np.mean([float(part) for part in parts]))
 
 
 @functools.partial(jax.jit, static_argnames=("loss", "transform"), donate_argnums=(0,))
-def _step(state, tokens, *, loss, transform):
-    value, grads = jax.value_and_grad(loss)(state["params"], tokens)
+def _step(state, tokens, teacher, *, loss, transform):
+    value, grads = jax.value_and_grad(loss)(state["params"], tokens, teacher)
     updates, opt_state = transform.update(grads, state["opt_state"], state["params"])
     return {
         "params": optax.apply_updates(state["params"], updates),
@@ -137,6 +146,7 @@ def run(
     held_out: np.ndarray,
     folder: pathlib.Path,
     *,
+    teacher: params_lib.Params | None = None,
     stop_after: int | None = None,
 ) -> params_lib.Params:
     """Trains from `init`, or from the newest checkpoint in `folder`.
@@ -145,13 +155,14 @@ def run(
     `eval_every` steps `held_out_loss`).
 
     Args:
+      init: donated.
       loss: hashable by identity; traced once.
+      teacher: handed to the loss.
       stop_after: stops after this step, as if killed (tests resumption).
 
     Returns:
       The parameters after the last step that was run.
     """
-    transform = optimizer(recipe)
     state = _start(recipe, init)
     folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
@@ -163,42 +174,47 @@ def run(
                 manager.latest_step(), args=ocp.args.StandardRestore(_abstract(state))
             )
         first = int(state["step"])
-        evaluate = jax.jit(loss)
-        bar = progress.Progress(
-            progress.TextColumn(f"{name} {{task.description}}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-        )
-        with _open_log(folder / "log.jsonl", first) as log, bar:
+        transform, evaluate = optimizer(recipe), jax.jit(loss)
+        with _open_log(folder / "log.jsonl", first) as log, _progress(name) as bar:
             task = bar.add_task("", total=recipe.steps, completed=first)
             for step in range(first, recipe.steps):
                 tokens = corpus.batch(
                     data, size=recipe.batch_size, step=step, seed=recipe.seed
                 )
                 started = time.perf_counter()
-                state, value = _step(state, tokens, loss=loss, transform=transform)
-                row = {"step": step, "loss": float(value)}
-                row["tokens_per_s"] = round(
-                    tokens[:, 1:].size / (time.perf_counter() - started)
+                state, value = _step(
+                    state, tokens, teacher, loss=loss, transform=transform
                 )
-                last = step + 1 == recipe.steps
-                if last or (step + 1) % recipe.eval_every == 0:
+                row = {"step": step, "loss": float(value)}
+                seconds = time.perf_counter() - started
+                row["tokens_per_s"] = round(tokens[:, 1:].size / seconds)
+                done = step + 1
+                if done == recipe.steps or done % recipe.eval_every == 0:
                     row["held_out_loss"] = held_out_loss(
                         evaluate,
                         state["params"],
                         held_out,
                         batch_size=recipe.batch_size,
+                        teacher=teacher,
                     )
                 log.write(json.dumps(row) + "\n")
                 log.flush()
                 bar.update(task, advance=1, description=f"loss {row['loss']:.3f}")
-                if last or (step + 1) % recipe.save_every == 0:
-                    manager.save(step + 1, args=ocp.args.StandardSave(state))
-                if step + 1 == stop_after:
+                if done == recipe.steps or done % recipe.save_every == 0:
+                    manager.save(done, args=ocp.args.StandardSave(state))
+                if done == stop_after:
                     break
     return state["params"]
+
+
+def _progress(name: str) -> progress.Progress:
+    return progress.Progress(
+        progress.TextColumn(f"{name} {{task.description}}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
 
 
 def restore(recipe: Recipe, init: params_lib.Params, folder: pathlib.Path):

@@ -327,4 +327,5 @@ def test_prefill_by_rows_is_decoding(model):
 
 def test_prefill_buckets():
     lengths = [1, 64, 65, 128, 129, 1000, 1024, 1025]
-    assert [qwen3.bucket(n) for n in lengths] == [64, 64, 128, 128, 256, 1024, 1024, 2048]
+    buckets = [64, 64, 128, 128, 256, 1024, 1024, 2048]
+    assert [qwen3.bucket(n) for n in lengths] == buckets
