@@ -41,6 +41,7 @@ class Recipe:
     seed: int = 0
 
 
+@functools.cache  # A static argument of the step: one object, one compilation.
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """Muon for the layers' matrices, Adam for the rest; cosine schedules."""
 

@@ -213,14 +213,14 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(folder, monkeypatch):
 
 def test_save_refuses_params_of_another_config(tmp_path):
     params = random_params(CONFIG)
-    with pytest.raises(ValueError, match="no lm_head"):
-        load_lib.save(tmp_path, UNTIED, params)
-    with pytest.raises(ValueError, match="11 layers"):
-        load_lib.save(tmp_path, dataclasses.replace(CONFIG, num_layers=3), params)
-    with pytest.raises(ValueError, match=r"params.embed is float32 \[40, 24\]"):
-        load_lib.save(tmp_path, dataclasses.replace(CONFIG, vocab_size=41), params)
-    with pytest.raises(ValueError, match="the config says bfloat16"):
-        load_lib.save(tmp_path, dataclasses.replace(CONFIG, dtype="bfloat16"), params)
+    for change, message in (
+        ({"tie_word_embeddings": False}, "no lm_head"),
+        ({"num_layers": 3}, "11 layers"),
+        ({"vocab_size": 41}, r"params.embed is float32 \[40, 24\]"),
+        ({"dtype": "bfloat16"}, "the config says bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_lib.save(tmp_path, dataclasses.replace(CONFIG, **change), params)
     with pytest.raises(ValueError, match="max_shard_bytes=0"):
         load_lib.save(tmp_path, CONFIG, params, max_shard_bytes=0)
     assert not list(tmp_path.iterdir())
@@ -236,10 +236,8 @@ def test_conversions_round_to_nearest(
     write_config(tmp_path, dataclasses.replace(CONFIG, num_layers=2))
     config = dataclasses.replace(CONFIG, num_layers=2, dtype=target)
     params = random_params(dataclasses.replace(config, dtype="float32"))
-    stored = {
-        name: array.astype(source) for name, array in as_tensors(config, params).items()
-    }
-    write_tensors(tmp_path, stored)
+    tensors = as_tensors(config, params)
+    write_tensors(tmp_path, {k: v.astype(source) for k, v in tensors.items()})
     loaded_config, loaded = load_lib.load(tmp_path, dtype=target)
     assert loaded_config == config
     # By XLA's casts; the loader's are NumPy's.
@@ -283,9 +281,7 @@ def test_tied_lm_head_must_not_differ(folder, monkeypatch, block_bytes):
 
 def test_untied_lm_head_is_required(folder):
     write_config(folder, UNTIED)
-    with pytest.raises(
-        load_lib.CheckpointError, match="missing tensors: lm_head.weight;"
-    ):
+    with pytest.raises(load_lib.CheckpointError, match="missing tensors: lm_head.weig"):
         load_lib.load(folder)
 
 

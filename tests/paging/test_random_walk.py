@@ -6,7 +6,6 @@ byte of the pool changed. Bytes that belong to no token are NaN throughout.
 """
 
 import collections
-import functools
 
 import hypothesis
 import jax
@@ -225,24 +224,26 @@ def pool_of(kv) -> np.ndarray:
     return np.stack([kv.k, kv.v], axis=1)
 
 
-def operations_strategy():
+def requests_strategy():
     """Mostly sensible requests; slots and numbers outside the range among them."""
-    slots = st.sampled_from([*range(SLOTS)] * 6 + [-1, SLOTS])
+    # Of the numbers `0 .. 23` each request makes one that suits it, or just does not.
+    suited = {
+        "append": lambda n: (n % (ROWS + 1),),
+        "rollback": lambda n: (n % 6 - 1,),
+        "declare": lambda n: (n % 6 - 1,),
+        "truncate": lambda n: (n - 2,),
+        "reserve": lambda n: (n - 1,),
+        "register": lambda n: (),
+        "release": lambda n: (),
+    }
+    names = [*suited, *["append"] * 9, *["rollback"] * 3, *["truncate"] * 2, "declare"]
+    slots = [*range(SLOTS)] * 6 + [-1, SLOTS]
 
-    def request(name, *numbers):
-        return st.tuples(st.just(name), slots, *numbers)
+    def request(name, slot, number):
+        return name, slot, *suited[name](number)
 
-    append = request("append", st.integers(0, ROWS))
-    rollback = request("rollback", st.integers(-1, PAGE_SIZE))
-    return st.one_of(
-        *[append] * 6,
-        *[rollback] * 2,
-        request("declare", st.integers(-1, PAGE_SIZE)),
-        request("truncate", st.integers(-2, CAPACITY + 2)),
-        request("reserve", st.integers(-1, CAPACITY + 4)),
-        request("register"),
-        request("register"),
-        request("release"),
+    return st.builds(
+        request, st.sampled_from(names), st.sampled_from(slots), st.integers(0, 23)
     )
 
 
@@ -259,7 +260,7 @@ def test_random_walks():
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(
-        st.lists(operations_strategy(), min_size=WALK_LENGTH, max_size=WALK_LENGTH)
+        st.lists(requests_strategy(), min_size=WALK_LENGTH, max_size=WALK_LENGTH)
     )
     def walk_all(requests):
         walk = Walk(COMPILED)
@@ -272,10 +273,10 @@ def test_random_walks():
     assert outcomes.total() >= 3000
     # The walk is not vacuous: every operation was done and refused, often.
     for name in ("append", "rollback", "truncate", "declare", "reserve", "register"):
-        assert outcomes[name, "done"] >= 20, name
-        assert outcomes[name, "refused"] >= 20, name
-    for name in ("append", "reserve"):
-        assert outcomes[name, "starved"] >= 20, name
+        assert outcomes[name, "done"] >= 10, name
+        assert outcomes[name, "refused"] >= 10, name
+    assert outcomes["append", "starved"] >= 50
+    assert outcomes["reserve", "starved"] >= 5
     for function in COMPILED.values():
         assert function._cache_size() == 1  # compiled once
 
@@ -376,7 +377,7 @@ FAULTS = {
     "bytes cleared": ("truncate", (allocator, "_give_back", clears_bytes)),
     "dead rows written to page -1": ("append", (cache.PagedKV, "num_pages", minus_one)),
     "position off by one": ("append", (cache.index, "locate", locate_late)),
-    "unregistered slot closed": ("release", give(lambda b, after, s: b)),
+    "nothing given back": ("release", give(lambda before, after, slot: before)),
 }
 
 
@@ -384,7 +385,6 @@ FAULTS = {
 def test_planted_faults_are_caught(fault, monkeypatch):
     """Negative control: the walk fails where an operation is spoilt."""
     name, (owner, attribute, spoilt) = FAULTS[fault]
-    example = Walk(COMPILED).kv
     rows = np.zeros((LAYERS, ROWS, HEADS, HEAD_DIM), np.float32)
     arguments = {
         "truncate": (np.int32(0), np.int32(0)),
@@ -393,8 +393,7 @@ def test_planted_faults_are_caught(fault, monkeypatch):
     }[name]
     with monkeypatch.context() as patch:
         patch.setattr(owner, attribute, spoilt)
-        planted = jax.jit(functools.partial(FUNCTIONS[name]))
-        planted = planted.lower(example, *arguments).compile()
-    with pytest.raises((AssertionError, ValueError)) as caught:
+        planted = jax.jit(lambda *args: FUNCTIONS[name](*args))
+        planted = planted.lower(Walk(COMPILED).kv, *arguments).compile()
+    with pytest.raises((AssertionError, ValueError)):
         run_fixed({**COMPILED, name: planted})
-    print(fault, "->", str(caught.value).strip().splitlines()[0])

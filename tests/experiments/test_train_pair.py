@@ -1,0 +1,147 @@
+"""The training of the embedded pair: its data, and that a killed run resumes."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny_pair
+
+from experiments.pair import corpus, export, training
+from spec_jax import testing
+from spec_jax.model import config as config_lib, load, params as params_lib, tokenizer
+
+
+CONFIG = config_lib.Qwen3Config(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    dtype="float32",
+)
+RECIPE = training.Recipe(
+    steps=6, batch_size=2, warmup_steps=2, eval_every=3, save_every=2
+)
+LOSS = functools.partial(training.text_loss, CONFIG)
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes():
+    """Optax is not written for the strict modes of the other tests."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def data() -> np.ndarray:
+    """Eight windows of a sequence that can be learnt."""
+    stream = np.arange(8 * 12 + 1) * 5 % 32
+    return corpus.windows(stream.astype(np.uint16), 12)
+
+
+def init():
+    return params_lib.init(jax.random.key(0), CONFIG)
+
+
+def losses(folder) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / "log.jsonl").open()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+# Orbax leaves its event loops to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_killed_run_resumes_with_the_same_losses(tmp_path):
+    """Fails if the batch order, the schedule or the moments start anew."""
+    whole = training.run("a", RECIPE, init(), LOSS, data(), data(), tmp_path / "whole")
+    killed = tmp_path / "killed"
+    training.run("b", RECIPE, init(), LOSS, data(), data(), killed, stop_after=5)
+    # The kill came after a step that no checkpoint holds, and cut a line in half.
+    with (killed / "log.jsonl").open("a") as log:
+        log.write('{"step": 5, "lo')
+    resumed = training.run("b", RECIPE, init(), LOSS, data(), data(), killed)
+    assert losses(killed) == losses(tmp_path / "whole")
+    assert [step for step, _ in losses(killed)] == list(range(6))
+    testing.assert_same_bits(resumed, whole)
+    assert losses(killed)[-1][1] < losses(killed)[0][1]
+    assert training.last_held_out_loss(killed) > 0
+    assert training.tokens_seen(killed, 12, batch_size=2) == 6 * 2 * 12
+    # Negative control: another seed is another curve.
+    other = tmp_path / "other"
+    recipe = dataclasses.replace(RECIPE, seed=1)
+    training.run("c", recipe, init(), LOSS, data(), data(), other)
+    assert losses(other) != losses(killed)
+    with pytest.raises(ValueError, match="no checkpoint"):
+        training.restore(RECIPE, init(), tmp_path / "nothing")
+
+
+def test_distillation_is_least_where_draft_and_teacher_agree():
+    """Fails if teacher and student change places, or positions are shifted."""
+    loss = functools.partial(training.distillation_loss, CONFIG, CONFIG)
+    teacher, other = init(), params_lib.init(jax.random.key(1), CONFIG, stddev=0.3)
+    tokens = jax.numpy.asarray(data()[:2])
+    assert float(loss(teacher, tokens, teacher)) < float(loss(other, tokens, teacher))
+    grads = jax.grad(loss)(teacher, tokens, teacher)
+    largest = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(grads))
+    assert largest < 1e-5
+
+
+def test_windows_overlap_by_the_label():
+    windows = corpus.windows(np.arange(10, dtype=np.uint16), 3)
+    np.testing.assert_array_equal(windows, [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]])
+
+
+def test_every_window_comes_once_an_epoch():
+    windows = np.arange(6)[:, None]
+    epochs = [
+        [corpus.batch(windows, size=2, step=3 * epoch + i, seed=0) for i in range(3)]
+        for epoch in range(2)
+    ]
+    for epoch in epochs:
+        assert sorted(np.concatenate(epoch).ravel().tolist()) == list(range(6))
+    assert not np.array_equal(epochs[0], epochs[1])
+    with pytest.raises(ValueError, match="batch size 7 exceeds the 6 windows"):
+        corpus.batch(windows, size=7, step=0, seed=0)
+
+
+def test_the_tokenizer_keeps_every_byte():
+    texts = ("def f(x):\n\treturn x  # é\n",) * 3
+    trained = corpus.train_tokenizer(texts)
+    stream = corpus.encode(trained, texts[:1])
+    assert trained.token_to_id(corpus.END_OF_TEXT) == 0 == stream[-1]
+    assert trained.decode(stream[:-1].tolist()) == texts[0]
+
+
+def test_the_export_can_be_loaded(tmp_path):
+    """Fails if the card or a folder lacks what a user needs."""
+    path = tmp_path / "tokenizer.json"
+    tiny_pair.byte_tokenizer().save(str(path))
+    model = export.Model(
+        name="target",
+        config=CONFIG,
+        params=init(),
+        held_out_loss=3.25,
+        stages={"target": 4096},
+    )
+    description = {
+        "corpus": "standard library of Python 0.0",
+        "corpus_sha256": "abc",
+        "train_files": 1,
+        "held_out_files": 1,
+        "train_bytes": 10,
+        "train_tokens": 20,
+        "held_out_tokens": 30,
+    }
+    export.write(tmp_path, path, [model], description)
+    config, params = load.load(tmp_path / "target")
+    assert config.dtype == "bfloat16"
+    testing.assert_same_bits(params, params_lib.cast(init(), "bfloat16"))
+    assert tokenizer.load(tmp_path / "target").stop_ids == (0,)
+    card = (tmp_path / "README.md").read_text()
+    assert "3.2500" in card and "4,096 (target)" in card and "abc" in card

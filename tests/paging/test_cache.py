@@ -1,0 +1,217 @@
+"""Bytes in pages: writes, reads, and the check that no page is lost."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.paging import allocator, cache
+
+
+SIZES = {
+    "num_layers": 2,
+    "num_slots": 3,
+    "num_pages": 11,
+    "page_size": 4,
+    "pages_per_slot": 5,
+    "num_kv_heads": 2,
+    "head_dim": 3,
+    "dtype": "bfloat16",
+}
+ROWS = 6
+
+
+@jax.jit
+def make_cache():
+    """Slots of 3, 1 and 1 pages in a pool of NaN, free pages in random order."""
+    kv = cache.init(**SIZES)
+    poison = functools.partial(jnp.full_like, fill_value=jnp.nan)
+    order = np.random.default_rng(3).permutation(kv.num_pages).astype(np.int32)
+    kv = kv.replace(
+        k=tuple(map(poison, kv.k)),
+        v=tuple(map(poison, kv.v)),
+        free_pages=jnp.asarray(order),
+    )
+    lengths = jnp.asarray([9, 4, 1], jnp.int32)
+
+    def open_slot(slot, kv):
+        return allocator.reserve(allocator.register(kv, slot), slot, lengths[slot])
+
+    return jax.lax.fori_loop(0, 3, open_slot, kv)
+
+
+@functools.partial(jax.jit, static_argnames=("layer",))
+def write(kv, layer, slots, positions, num_live, k, v):
+    return cache.write(
+        kv, layer, slots=slots, positions=positions, num_live=num_live, k=k, v=v
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("layer", "slot"))
+def read(kv, layer, slot):
+    """Keys and values of the whole page table: one executable, whatever the length."""
+    return cache.gather(kv, layer, slot, kv.slot_capacity)
+
+
+def write_rows(kv, rows, num_live, *, seed=0, layer=1, write=write):
+    """Writes rows `(slot, position)` of random bytes; returns the cache and them."""
+    slots, positions = np.asarray(rows, np.int32).T
+    shape = (2, ROWS, SIZES["num_kv_heads"], SIZES["head_dim"])
+    k, v = np.random.default_rng(seed).standard_normal(shape).astype(jnp.bfloat16)
+    return write(kv, layer, slots, positions, np.int32(num_live), k, v), k, v
+
+
+def test_written_rows_read_back():
+    """Fails if a row lands at another slot's page, or in another layer."""
+    before = make_cache()
+    rows = [(0, 8), (1, 3), (2, 0), (0, 3), (0, 4), (1, 0)]
+    kv, k, v = write_rows(before, rows, ROWS)
+    for row, (slot, position) in enumerate(rows):
+        keys, values = (np.asarray(x)[position] for x in read(kv, 1, slot))
+        testing.assert_same_bits((keys, values), (k[row], v[row]))
+    testing.assert_same_bits((kv.k[0], kv.v[0]), (before.k[0], before.v[0]))
+    books = {"k": before.k, "v": before.v}
+    testing.assert_same_bits(kv.replace(**books), before)
+
+
+def test_nothing_else_is_written():
+    """Fails if a dead row, or one past the slot's pages, is written anywhere."""
+    before = make_cache()
+    rows = [(0, 3), (1, 4), (2, -1), (3, 0), (-1, 0), (0, 0)]
+    kv, k, v = write_rows(before, rows, ROWS - 1)  # row 5 is dead, 1 to 4 nowhere
+    page = int(before.page_table[0, 0])
+    for pool, old, row in ((kv.k, before.k, k[0]), (kv.v, before.v, v[0])):
+        expected = np.array(old[1])
+        expected[page, 3] = row
+        testing.assert_same_bits(pool, (old[0], expected))
+
+
+def test_a_dead_row_aimed_at_minus_one_is_caught(monkeypatch):
+    """Negative control: -1 is the last page, which a negative index finds."""
+    before = make_cache()
+    planted = jax.jit(lambda *args: write.__wrapped__(*args), static_argnums=1)
+    monkeypatch.setattr(cache.PagedKV, "num_pages", property(lambda kv: -1))
+    kv, _, _ = write_rows(before, [(0, 0)] * ROWS, 0, write=planted)
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits((kv.k, kv.v), (before.k, before.v))
+
+
+def test_unowned_positions_read_as_nan():
+    """Fails if a read past the slot's pages gives another slot's bytes."""
+    kv = make_cache()
+    zeros = tuple(map(jnp.zeros_like, kv.k))
+    for read_back in read(kv.replace(k=zeros, v=zeros), 0, 0):
+        is_nan = np.isnan(np.asarray(read_back, np.float32)).all((1, 2))
+        np.testing.assert_array_equal(is_nan, np.arange(20) >= 12)
+
+
+def test_rows_are_cast_to_the_pools_dtype():
+    """Fails if float32 rows need a conversion by the caller, or are truncated."""
+    kv = make_cache()
+    row = np.full((ROWS, 2, 3), 1 + 2.0**-8 + 2.0**-9, np.float32)
+    at = np.zeros(ROWS, np.int32)
+    kv = write(kv, 0, at, at, np.int32(1), row, row)
+    expected = jnp.full((1, 2, 3), 1 + 2.0**-7, jnp.bfloat16)  # rounded to nearest
+    testing.assert_same_bits(read(kv, 0, 0)[0][:1], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"page_size": -4}, "page_size=-4 must be at least 1"),
+        ({"num_pages": 0}, "num_pages=0 must be at least 1"),
+        ({"pages_per_slot": 12}, "pages_per_slot=12 exceeds num_pages=11"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        cache.init(**(SIZES | changes))
+
+
+def test_sizes_are_those_asked_for():
+    kv = cache.init(**SIZES)
+    assert (kv.num_slots, kv.num_pages, kv.page_size) == (3, 11, 4)
+    assert kv.slot_capacity == 20
+    assert {pool.shape for pool in (*kv.k, *kv.v)} == {(11, 4, 2, 3)}
+    assert {pool.dtype for pool in (*kv.k, *kv.v)} == {jnp.dtype("bfloat16")}
+    cache.check_integrity(kv)
+
+
+def at(name, index, value):
+    """Books with one number changed: `value(kv)` at `index` of a field."""
+    return lambda kv: {name: getattr(kv, name).at[index].set(value(kv))}
+
+
+def number(name, change):
+    return lambda kv: {name: getattr(kv, name) + change}
+
+
+BROKEN_BOOKS = {
+    "a page lost, another held twice": (
+        at("page_table", (0, 0), lambda kv: kv.page_table[1, 0]),
+        "pages lost: .*; pages held twice: ",
+    ),
+    "a free page that is owned": (
+        at("free_pages", 0, lambda kv: kv.page_table[2, 0]),
+        "pages held twice: ",
+    ),
+    "a page lost from the stack": (
+        lambda kv: {
+            "num_free": kv.num_free - 1,
+            "free_pages": kv.free_pages.at[kv.num_free - 1].set(kv.num_pages),
+        },
+        r"pages lost: \[\d+\]; pages held twice: \[\]",
+    ),
+    "a stale table entry": (
+        at("page_table", (1, 1), lambda kv: kv.free_pages[0]),
+        "slot 1: stale entries past its 1 pages",
+    ),
+    "a stale stack entry": (
+        number("num_free", -1),
+        "stale entries past the 5 free pages",
+    ),
+    "a page that does not exist": (
+        at("page_table", (0, 1), lambda kv: kv.num_pages),
+        "pages lost: ",
+    ),
+    "num_free out of range": (number("num_free", 99), r"num_free=105 is outside"),
+    "too many pages owned": (
+        at("num_owned", 1, lambda kv: 6),
+        "slot 1 owns 6 of 5 pages",
+    ),
+    "length past the pages": (
+        at("length", 1, lambda kv: 5),
+        "slot 1: length 5 exceeds its 1 pages of 4",
+    ),
+    "negative length": (at("length", 1, lambda kv: -1), "slot 1: length -1 "),
+    "closed, but holding pages": (
+        at("registered", 2, lambda kv: False),
+        "slot 2 is not registered but holds 1 pages",
+    ),
+    "open, without a page": (
+        lambda kv: {
+            "num_owned": kv.num_owned.at[2].set(0),
+            "page_table": kv.page_table.at[2, 0].set(kv.num_pages),
+        },
+        "slot 2 is registered but holds no page",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sound():
+    kv = make_cache()
+    cache.check_integrity(kv)
+    return kv
+
+
+@pytest.mark.parametrize("fault", BROKEN_BOOKS)
+def test_broken_books_are_reported(sound, fault):
+    """Fails if the invariant does not notice this fault, or names another."""
+    spoil, message = BROKEN_BOOKS[fault]
+    with pytest.raises(ValueError, match=message):
+        cache.check_integrity(sound.replace(**spoil(sound)))
