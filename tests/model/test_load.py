@@ -80,8 +80,7 @@ def as_tensors(
 
 
 def write_config(folder: pathlib.Path, config: config_lib.Qwen3Config) -> None:
-    text = json.dumps(config_lib.to_dict(config))
-    (folder / "config.json").write_text(text)
+    (folder / "config.json").write_text(json.dumps(config_lib.to_dict(config)))
 
 
 def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
@@ -185,8 +184,7 @@ def test_index_tells_sizes_and_shards_stay_within_the_limit(sharded):
 
 def test_a_new_checkpoint_replaces_an_old_one(tmp_path):
     """Fails if old shards, or an old index, are left to be read with the new."""
-    notes = tmp_path / "model-card.md"
-    notes.write_text("kept")
+    (tmp_path / "model-card.md").write_text("kept")
     old, new = random_params(UNTIED), random_params(CONFIG)
     for shard_bytes in (None, 4_000, 20_000, None):
         load_lib.save(tmp_path, UNTIED, old, max_shard_bytes=shard_bytes)

@@ -312,6 +312,29 @@ def test_greedy_tokens(case):
     assert (ours(fault) != theirs[:, PROMPT:]).any()
 
 
+@pytest.mark.parametrize("name", ["ratio2-h80", "yarn"])
+def test_the_oracle_reads_what_we_save(name, tmp_path):
+    """Weights bit for bit, and a config that means the same to it."""
+    case = make_case(SHAPES[name], "bfloat16", tmp_path / "theirs")
+    shard_bytes = 100_000 if SHAPES[name].sharded else None
+    load_lib.save(
+        tmp_path / "ours", case.config, case.params, max_shard_bytes=shard_bytes
+    )
+    reread = transformers.Qwen3ForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    )
+    expected = case.oracle.state_dict()
+    assert reread.state_dict().keys() == expected.keys()
+    for key, weight in reread.state_dict().items():
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, expected[key]), (
+            key
+        )
+    tokens = torch.tensor(np.asarray(case.tokens)).long()
+    with torch.no_grad():
+        logits = reread(tokens).logits.float().numpy()
+    np.testing.assert_array_equal(logits, case.logits)
+
+
 def row_errors(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """Norm of the difference over the norm, for each position: `[BATCH, LENGTH]`."""
     difference = np.linalg.norm(ours - theirs, axis=-1)

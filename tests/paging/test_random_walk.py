@@ -21,7 +21,7 @@ from spec_jax.paging import allocator, cache
 LAYERS, SLOTS, PAGES, PAGE_SIZE, WIDTH, HEADS, HEAD_DIM = 2, 3, 9, 4, 5, 1, 2
 CAPACITY = WIDTH * PAGE_SIZE
 ROWS = 7  # rows of one append, dead ones included
-NUM_WALKS, WALK_LENGTH = 60, 60
+NUM_WALKS, WALK_LENGTH = 50, 60
 
 
 def append(kv, slot, count, k, v):
