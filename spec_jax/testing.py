@@ -1,4 +1,6 @@
-"""What tests and experiments need to compare bits."""
+"""What tests and experiments need to compare bits, and values with an oracle."""
+
+import math
 
 import jax
 import numpy as np
@@ -37,3 +39,36 @@ def assert_same_bits(actual, expected, *, what: str = "") -> None:
                 f"{name}: {different.sum()} of {different.size} elements differ, "
                 f"by at most {gap:.3g}"
             )
+
+
+UNIT_ROUNDOFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
+
+
+def tolerance(dtype, reduction: int) -> float:
+    """Relative error, in norm over a row, allowed to sums rounded to `dtype`.
+
+    The sums have `reduction` zero-mean terms and are taken in float32: their error
+    grows with the square root. A rounding to `dtype`, of what is summed or of the
+    result, does not.
+    """
+    summed = UNIT_ROUNDOFF["float32"] * math.sqrt(reduction)
+    return 2 * (summed + UNIT_ROUNDOFF[np.dtype(dtype).name])
+
+
+def assert_rows_close(actual, expected, *, dtype, reduction: int) -> None:
+    """Raises `AssertionError` unless each row (last axis) is within `tolerance`.
+
+    Relative row by row: a row of zeros, or of NaN, is never close.
+    """
+    actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
+    if actual.shape != expected.shape:
+        raise AssertionError(f"shape {actual.shape} against {expected.shape}")
+    gap = np.linalg.norm(actual - expected, axis=-1)
+    error = gap / np.linalg.norm(expected, axis=-1)
+    allowed = tolerance(dtype, reduction)
+    far = ~(error <= allowed)  # NaN is far
+    if far.any():
+        raise AssertionError(
+            f"{far.sum()} of {far.size} rows are off by more than {allowed:.2g}: "
+            f"up to {np.max(error):.2g} of their norm"
+        )
