@@ -38,6 +38,7 @@ def make_config(**changes) -> config_lib.Qwen3Config:
 
 TARGET = row_model.RowModel(config=make_config(), impl="xla", slab=GAMMA_MAX + 1)
 TARGET_PARAMS = params_lib.init(jax.random.key(0), TARGET.config, stddev=0.3)
+NATIVE = dataclasses.replace(TARGET, impl="native")
 DRAFT_CONFIG = make_config(num_layers=1, hidden_size=32, intermediate_size=48)
 DRAFT_PARAMS = params_lib.init(jax.random.key(1), DRAFT_CONFIG, stddev=0.3)
 
@@ -71,22 +72,31 @@ class Scripted:
         return memory
 
 
-def plain(prompt=PROMPT, *, max_tokens=40, stop_ids=NO_STOP, capacity=CAPACITY):
+def plain(
+    prompt=PROMPT,
+    *,
+    max_tokens=40,
+    stop_ids=NO_STOP,
+    capacity=CAPACITY,
+    target=TARGET,
+):
     """Plain decoding of the tiny target."""
-    kv = TARGET.new_cache(capacity=capacity, page_size=PAGE_SIZE)
+    kv = target.new_cache(capacity=capacity, page_size=PAGE_SIZE)
     state = session.begin_plain(
-        TARGET, TARGET_PARAMS, kv, prompt, max_tokens=max_tokens
+        target, TARGET_PARAMS, kv, prompt, max_tokens=max_tokens
     )
     return autoregressive.generate(
-        TARGET, TARGET_PARAMS, state, stop_ids=stop_ids, max_steps=FOREVER
+        target, TARGET_PARAMS, state, stop_ids=stop_ids, max_steps=FOREVER
     )
 
 
-def begin_scripted(truth, prompt=PROMPT, *, max_tokens=40, capacity=CAPACITY):
+def begin_scripted(
+    truth, prompt=PROMPT, *, max_tokens=40, capacity=CAPACITY, target=TARGET
+):
     """The state before the first round of a `Scripted` drafter."""
-    kv = TARGET.new_cache(capacity=capacity, page_size=PAGE_SIZE)
+    kv = target.new_cache(capacity=capacity, page_size=PAGE_SIZE)
     start = session.begin_plain(
-        TARGET, TARGET_PARAMS, kv, prompt, max_tokens=max_tokens
+        target, TARGET_PARAMS, kv, prompt, max_tokens=max_tokens
     )
     return rounds.init_state(
         start.tokens,
@@ -113,10 +123,18 @@ def begin_drafted(drafter, draft_params, prompt=PROMPT, *, max_tokens=40):
     )
 
 
-def generate(drafter, state, *, gamma=GAMMA_MAX, stop_ids=NO_STOP, draft_params=None):
+def generate(
+    drafter,
+    state,
+    *,
+    gamma=GAMMA_MAX,
+    stop_ids=NO_STOP,
+    draft_params=None,
+    target=TARGET,
+):
     """All rounds in one call."""
     return rounds.generate(
-        TARGET,
+        target,
         drafter,
         (TARGET_PARAMS, draft_params),
         state,

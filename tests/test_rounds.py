@@ -17,6 +17,7 @@ from decoding import GAMMA_MAX, PROMPT, Scripted
 
 from experiments import paired_runs
 from spec_jax import acceptance, autoregressive, metrics, rounds, session, testing
+from spec_jax.ops import dispatch
 from spec_jax.paging import cache
 
 
@@ -55,6 +56,22 @@ def test_tokens_and_kv_are_those_of_plain_decoding(plain, run):
             assert int(state.num_rounds) == -(-40 // (gamma + 1))
         if run == 0 or gamma == 0:
             assert int(state.num_rounds) == 40
+
+
+def test_native_kernels_keep_the_promise_too():
+    """Fails if a native kernel's bits depend on the number of live rows."""
+    try:
+        dispatch.resolve("native")
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    plain = decoding.plain(target=decoding.NATIVE)
+    for run in (0, 2, 10_000):
+        for gamma in range(GAMMA_MAX + 1):
+            state = decoding.begin_scripted(plain.tokens, target=decoding.NATIVE)
+            state = decoding.generate(
+                Scripted(run=run), state, gamma=gamma, target=decoding.NATIVE
+            )
+            assert_same_as_plain(state, plain)
 
 
 def test_a_draft_model_with_a_cache_of_its_own(plain):

@@ -3,15 +3,18 @@
 Functions here know Qwen3 and pages; they do not know speculation.
 """
 
-import functools
-
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spec_jax.model import config as config_lib, layers, params as params_lib, sequence
-from spec_jax.ops import paged_attention, rms_norm, skinny_gemm
+from spec_jax.model import (
+    config as config_lib,
+    params as params_lib,
+    rotary,
+    sequence,
+)
+from spec_jax.ops import gated_projection, projection, rope, row_attention
 from spec_jax.paging import allocator, cache
 from spec_jax.typing import typed
 
@@ -63,40 +66,36 @@ def forward_rows(
     Args:
       taps: `hidden_states` indices to return as features, see `sequence.forward`.
     """
-    matmul = functools.partial(_row_matmul, impl=impl)
     x = params.embed[rows.tokens]
+    frequencies, scale = rotary.rope_table(config)
+    cos, sin = rope.angles(
+        rows.positions, jnp.asarray(frequencies), scale=scale, dtype=x.dtype
+    )
     boundaries = [x]
     for number, layer in enumerate(params.layers):
         # XLA may fuse and round differently in another surrounding program: each
         # layer is compiled for itself.
-        x = jax.lax.optimization_barrier(x)
-        q, k, v = layers.attention_inputs(layer, config, x, rows.positions, matmul)
-        kv = cache.write(
+        x, kv = _run_layer(
+            layer,
+            config,
+            jax.lax.optimization_barrier(x),
+            rows,
             kv,
             number,
-            slots=rows.slots,
-            positions=rows.positions,
-            num_live=rows.num_live,
-            k=k,
-            v=v,
-        )
-        attended = paged_attention.paged_attention(
-            q,
-            kv.k[number],
-            kv.v[number],
-            page_table=kv.page_table,
-            slots=rows.slots,
-            positions=rows.positions,
-            num_live=rows.num_live,
-            scale=config.head_dim**-0.5,
+            cos=cos,
+            sin=sin,
             impl=impl,
         )
-        x = layers.attention_output(layer, x, attended, matmul)
-        x = layers.mlp(layer, config, x, matmul)
         boundaries.append(x)
-    x = jax.lax.optimization_barrier(x)
-    hidden = rms_norm.rms_norm(x, params.final_norm, eps=config.rms_norm_eps)
-    logits = skinny_gemm.skinny_gemm(hidden, params.head, impl=impl)
+    logits = projection.project(
+        jax.lax.optimization_barrier(x),
+        params.head,
+        num_live=rows.num_live,
+        norm=params.final_norm,
+        eps=config.rms_norm_eps,
+        out_dtype="float32",
+        impl=impl,
+    )
     logits = jax.lax.optimization_barrier(logits)
     features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
     if taps:
@@ -104,8 +103,30 @@ def forward_rows(
     return kv, RowOutputs(logits=logits, features=features)
 
 
-def _row_matmul(x: jax.Array, w: jax.Array, *, impl: str) -> jax.Array:
-    return skinny_gemm.skinny_gemm(x, w, impl=impl).astype(x.dtype)
+def _run_layer(layer, config, x, rows, kv, number, *, cos, sin, impl):
+    """One decoder layer: five operations, each of which reads its weights once."""
+    shared = {"num_live": rows.num_live, "eps": config.rms_norm_eps, "impl": impl}
+    heads = projection.project(x, layer.qkv, norm=layer.input_norm, **shared)
+    attended, k, v = row_attention.row_attention(
+        heads,
+        layer.q_norm,
+        layer.k_norm,
+        kv.k[number],
+        kv.v[number],
+        page_table=kv.page_table,
+        slots=rows.slots,
+        positions=rows.positions,
+        cos=cos,
+        sin=sin,
+        scale=config.head_dim**-0.5,
+        **shared,
+    )
+    kv = cache.replace_layer(kv, number, k=k, v=v)
+    x = projection.project(attended, layer.attention_out, residual=x, **shared)
+    hidden = gated_projection.gated_projection(
+        x, layer.gate_up, norm=layer.mlp_norm, **shared
+    )
+    return projection.project(hidden, layer.down, residual=x, **shared), kv
 
 
 def bucket(length: int) -> int:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spec_jax.model import config as config_lib, layers, params as params_lib
-from spec_jax.ops import causal_attention, rms_norm
+from spec_jax.model import config as config_lib, params as params_lib, rotary
+from spec_jax.ops import causal_attention, rms_norm, rope, swiglu
 from spec_jax.typing import typed
 
 
@@ -51,12 +51,14 @@ def forward(
     x = params.embed[tokens]
     keys, values, boundaries = [], [], [x]
     for layer in params.layers:
-        q, k, v = layers.attention_inputs(layer, config, x, positions, matmul)
+        q, k, v = _attention_inputs(layer, config, x, positions)
         attended = causal_attention.causal_attention(
             q, k, v, scale=config.head_dim**-0.5
         )
-        x = layers.attention_output(layer, x, attended, matmul)
-        x = layers.mlp(layer, config, x, matmul)
+        x = x + matmul(attended.reshape(B, T, -1), layer.attention_out)
+        normed = rms_norm.rms_norm(x, layer.mlp_norm, eps=config.rms_norm_eps)
+        hidden = swiglu.swiglu(matmul(normed, layer.gate_up))
+        x = x + matmul(hidden, layer.down)
         keys.append(k)
         values.append(v)
         boundaries.append(x)
@@ -67,6 +69,21 @@ def forward(
     return SequenceOutputs(
         hidden=hidden, k=tuple(keys), v=tuple(values), features=features
     )
+
+
+def _attention_inputs(layer, config, x, positions):
+    """Queries `[B, T, N, H]`, keys and values `[B, T, K, H]`, normed and rotated."""
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    normed = rms_norm.rms_norm(x, layer.input_norm, eps=config.rms_norm_eps)
+    heads = matmul(normed, layer.qkv).reshape(*x.shape[:-1], N + 2 * K, H)
+    q, k, v = jnp.split(heads, (N, N + K), axis=-2)
+    frequencies, scale = rotary.rope_table(config)
+    frequencies = jnp.asarray(frequencies)
+    q = rms_norm.rms_norm(q, layer.q_norm, eps=config.rms_norm_eps)
+    k = rms_norm.rms_norm(k, layer.k_norm, eps=config.rms_norm_eps)
+    q = rope.rope(q, positions, frequencies, scale=scale)
+    k = rope.rope(k, positions, frequencies, scale=scale)
+    return q, k, v
 
 
 @typed

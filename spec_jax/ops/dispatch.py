@@ -4,11 +4,10 @@ A named implementation runs or raises `NotImplementedError(why)`; only "auto" ch
 once, where a model is built, and the choice is part of every result.
 """
 
+import jax
+
+from spec_jax.native import build
 from spec_jax.typing import IMPLS, Impl
-
-
-IMPLEMENTED: tuple[str, ...] = ("xla",)
-"""Implementations that exist for every op of the row path."""
 
 
 def resolve(impl: Impl) -> str:
@@ -16,14 +15,20 @@ def resolve(impl: Impl) -> str:
 
     Raises:
       ValueError: not the name of an implementation.
-      NotImplementedError: a named implementation that cannot run here.
+      NotImplementedError: a named implementation that cannot run here, and why.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
     if impl == "auto":
         return "xla"
-    if impl not in IMPLEMENTED:
+    if impl == "native":
+        if jax.default_backend() != "cpu":
+            raise NotImplementedError(
+                f"impl='native' runs on the CPU, not on {jax.default_backend()}"
+            )
+        build.load()
+    elif impl != "xla":
         raise NotImplementedError(
-            f"impl={impl!r} has no kernels yet; use one of {', '.join(IMPLEMENTED)}"
+            f"impl={impl!r} has no kernels yet; use xla or native"
         )
     return impl

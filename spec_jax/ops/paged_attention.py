@@ -126,6 +126,22 @@ def _accumulate(carry, queries, keys, values, visible, group):
     """One block into the running softmax; rows that see nothing keep their sums."""
     maximum, total, weighted = carry
     seen = jnp.repeat(visible, group, axis=0)  # [R * G, KEY_BLOCK]
+    # A row has probability 0 for a key it may not see, but 0 * NaN is NaN: values
+    # that are not finite are kept out of the product, and spoil who sees them.
+    is_finite = jnp.isfinite(values)
+    values = jnp.where(is_finite, values, 0.0)
+    spoiled = jax.lax.cond(
+        jnp.all(is_finite),
+        lambda: jnp.zeros(weighted.shape, bool),
+        lambda: (
+            jnp.einsum(
+                "qt,kth->kqh",
+                seen.astype(jnp.float32),
+                (~is_finite).astype(jnp.float32),
+            )
+            > 0
+        ),
+    )
     scores = jnp.einsum("kqh,kth->kqt", queries, keys)
     scores = jnp.where(seen[None], scores, -jnp.inf)
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
@@ -137,6 +153,7 @@ def _accumulate(carry, queries, keys, values, visible, group):
     new_weighted = weighted * rescale[..., None] + jnp.einsum(
         "kqt,kth->kqh", probs, values
     )
+    new_weighted = jnp.where(spoiled, jnp.nan, new_weighted)
     touched = jnp.any(seen, axis=-1)[None]
     return (
         jnp.where(touched, new_maximum, maximum),

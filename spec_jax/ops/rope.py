@@ -67,6 +67,37 @@ def yarn_attention_factor(
 
 
 @typed
+def angles(
+    positions: Int[Array, "*rows"],
+    inv_freq: Float[Array, " half"],
+    *,
+    scale: float,
+    dtype: str | jnp.dtype,
+) -> tuple[Float[Array, "*rows half"], Float[Array, "*rows half"]]:
+    """Cosines and sines of each position, times `scale`, in the activation's dtype."""
+    turns = jnp.broadcast_to(inv_freq, (*positions.shape, *inv_freq.shape))
+    radians = positions[..., None].astype(jnp.float32) * turns
+    return (
+        (jnp.cos(radians) * scale).astype(dtype),
+        (jnp.sin(radians) * scale).astype(dtype),
+    )
+
+
+@typed
+def rotate(
+    x: Float[Array, "*rows heads H"],
+    cos: Float[Array, "*rows half"],
+    sin: Float[Array, "*rows half"],
+) -> Float[Array, "*rows heads H"]:
+    """Rotates each head by its row's angles."""
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
+
+
+@typed
 def rope(
     x: Float[Array, "*rows heads H"],
     positions: Int[Array, "*rows"],
@@ -75,11 +106,4 @@ def rope(
     scale: float,
 ) -> Float[Array, "*rows heads H"]:
     """Rotates each head by its row's position; `scale` multiplies cos and sin."""
-    turns = jnp.broadcast_to(inv_freq, (*positions.shape, *inv_freq.shape))
-    angles = positions[..., None].astype(jnp.float32) * turns  # [*rows, H/2]
-    cos = (jnp.cos(angles) * scale).astype(x.dtype)[..., None, :]
-    sin = (jnp.sin(angles) * scale).astype(x.dtype)[..., None, :]
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )
+    return rotate(x, *angles(positions, inv_freq, scale=scale, dtype=x.dtype))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from spec_jax.ops import page_write
 from spec_jax.paging import index
 from spec_jax.typing import typed
 
@@ -125,21 +126,27 @@ def write(
     Dead rows, and positions on pages that their slot does not own, write nowhere.
     Lengths do not change: see `allocator.extend`.
     """
-    pages, offsets = index.locate(kv.page_table, kv.page_size, slots, positions)
-    live = jnp.arange(slots.shape[0]) < num_live
-    pages = jnp.where(live, pages, kv.num_pages)
-
-    def store(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        return pool.at[pages, offsets].set(rows.astype(pool.dtype), mode="drop")
-
-    return kv.replace(
-        k=_replace_at(kv.k, layer, store(kv.k[layer], k)),
-        v=_replace_at(kv.v, layer, store(kv.v[layer], v)),
+    where = {
+        "page_table": kv.page_table,
+        "slots": slots,
+        "positions": positions,
+        "num_live": num_live,
+    }
+    return replace_layer(
+        kv,
+        layer,
+        k=page_write.page_write(kv.k[layer], k, **where),
+        v=page_write.page_write(kv.v[layer], v, **where),
     )
 
 
-def _replace_at(items: tuple, at: int, item: jax.Array) -> tuple:
-    return (*items[:at], item, *items[at + 1 :])
+def replace_layer(kv: PagedKV, layer: int, *, k: jax.Array, v: jax.Array) -> PagedKV:
+    """The cache with other pages for one layer."""
+
+    def put(pools: tuple, pool: jax.Array) -> tuple:
+        return (*pools[:layer], pool, *pools[layer + 1 :])
+
+    return kv.replace(k=put(kv.k, k), v=put(kv.v, v))
 
 
 @typed

@@ -4,6 +4,7 @@ Every property is checked against the same oracle, one live row decoded at a tim
 and has a negative control: the check must fail on a kernel that breaks it.
 """
 
+import dataclasses
 import functools
 
 import chex
@@ -14,13 +15,14 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.model import config as config_lib, params as params_lib, qwen3
-from spec_jax.ops import paged_attention, skinny_gemm
+from spec_jax.ops import dispatch, row_attention, skinny_gemm
 from spec_jax.paging import allocator, cache
 
 
 PREFIX = 141  # past one key block of the attention, inside a page
 WINDOW = 5
 NAN_TOKEN = 0
+SLAB = 8
 
 
 def make_config(dtype: str, **changes) -> config_lib.Qwen3Config:
@@ -88,85 +90,101 @@ def text(slot: int = 0, length: int = PREFIX + WINDOW) -> np.ndarray:
 def compile_forward():
     """A jitted `forward_rows` with a cache of its own."""
 
-    @functools.partial(jax.jit, static_argnames=("config",))
-    def forward(params, config, tokens, slots, positions, num_live, kv):
+    @functools.partial(jax.jit, static_argnames=("config", "impl"))
+    def forward(params, config, tokens, slots, positions, num_live, kv, *, impl):
         rows = qwen3.Rows(
             tokens=tokens, slots=slots, positions=positions, num_live=num_live
         )
-        return qwen3.forward_rows(params, config, rows, kv, impl="xla", taps=(0, 1))
+        return qwen3.forward_rows(params, config, rows, kv, impl=impl, taps=(0, 1))
 
     return forward
 
 
 _forward = compile_forward()
-
-
 _prefill_rows = jax.jit(qwen3.prefill_rows, static_argnames=("config", "slab", "impl"))
 
 
-def run_rows(params, config, kv, rows, *, slab, forward=_forward):
-    """Runs `rows`, a list of `(token, slot, position)`; dead rows are poisoned."""
-    for _, slot, position in rows:
-        kv = allocator.reserve(kv, slot, position + 1)
-    dead = [(NAN_TOKEN, 0, PREFIX + 900)] * (slab - len(rows))
-    tokens, slots, positions = np.asarray(rows + dead, np.int32).T
-    kv, outputs = forward(
-        params, config, tokens, slots, positions, jnp.int32(len(rows)), kv
-    )
-    for _, slot, position in rows:
-        kv = allocator.extend(kv, slot, max(int(kv.length[slot]), position + 1))
-    return kv, jax.tree.map(lambda x: np.asarray(x[: len(rows)]), outputs)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A random model and the implementation that runs it."""
 
+    config: config_lib.Qwen3Config
+    params: params_lib.Params
+    impl: str
 
-def fill(params, config, kv, *, slot=0, length=PREFIX, slab=8):
-    """The prefix of a slot, written by rows."""
-    kv = allocator.reserve(kv, slot, length)
-    return jax.jit(qwen3.prefill_rows, static_argnames=("config", "slab", "impl"))(
-        params,
-        config,
-        kv,
-        tokens=jnp.asarray(text(slot)[:length]),
-        length=jnp.int32(length),
-        slot=jnp.int32(slot),
-        slab=slab,
-        impl="xla",
-    )
+    def run(self, kv, rows, *, slab=SLAB, forward=_forward):
+        """Runs `rows`, a list of `(token, slot, position)`; dead rows are poisoned."""
+        for _, slot, position in rows:
+            kv = allocator.reserve(kv, slot, position + 1)
+        dead = [(NAN_TOKEN, 0, PREFIX + 900)] * (slab - len(rows))
+        tokens, slots, positions = np.asarray(rows + dead, np.int32).T
+        kv, outputs = forward(
+            self.params,
+            self.config,
+            tokens,
+            slots,
+            positions,
+            jnp.int32(len(rows)),
+            kv,
+            impl=self.impl,
+        )
+        for _, slot, position in rows:
+            kv = allocator.extend(kv, slot, max(int(kv.length[slot]), position + 1))
+        return kv, jax.tree.map(lambda x: np.asarray(x[: len(rows)]), outputs)
+
+    def fill(self, kv, *, slot=0, length=PREFIX):
+        """The prefix of a slot, written by rows."""
+        return _prefill_rows(
+            self.params,
+            self.config,
+            allocator.reserve(kv, slot, length),
+            tokens=jnp.asarray(text(slot)[:length]),
+            length=jnp.int32(length),
+            slot=jnp.int32(slot),
+            slab=SLAB,
+            impl=self.impl,
+        )
+
+    def decode_one_by_one(self, kv, *, slot=0):
+        """The oracle: outputs of each row of the window, decoded alone in row 0."""
+        outputs = []
+        for row in window(slot):
+            kv, one = self.run(kv, [row])
+            outputs.append(one)
+        return kv, jax.tree.map(lambda *rows: np.concatenate(rows), *outputs)
 
 
 def written(kv, slot=0, length=PREFIX + WINDOW):
     return [cache.gather(kv, layer, slot, length) for layer in range(len(kv.k))]
 
 
-def decode_one_by_one(params, config, kv, *, slot=0, slab=8, start=PREFIX):
-    """The oracle: outputs of each row of the window, decoded alone in row 0."""
-    outputs = []
-    for position in range(start, PREFIX + WINDOW):
-        token = int(text(slot)[position])
-        kv, one = run_rows(params, config, kv, [(token, slot, position)], slab=slab)
-        outputs.append(one)
-    return kv, jax.tree.map(lambda *rows: np.concatenate(rows), *outputs)
-
-
 def window(slot=0, count=WINDOW):
     return [(int(text(slot)[PREFIX + i]), slot, PREFIX + i) for i in range(count)]
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+def make_model(dtype: str, impl: str, **changes) -> Model:
+    try:
+        impl = dispatch.resolve(impl)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    config = make_config(dtype, **changes)
+    return Model(config=config, params=make_params(config), impl=impl)
+
+
+@pytest.fixture(
+    params=["float32-xla", "bfloat16-xla", "float32-native", "bfloat16-native"]
+)
 def model(request):
-    config = make_config(request.param)
-    return make_params(config), config
+    return make_model(*request.param.split("-"))
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 def test_verifying_equals_decoding_one_by_one(model, page_size):
     """Fails if a row's bits depend on how many rows are live, or which it is."""
-    params, config = model
-    kv = fill(params, config, make_cache(config, page_size=page_size))
-    decoded_kv, decoded = decode_one_by_one(params, config, kv)
+    kv = model.fill(make_cache(model.config, page_size=page_size))
+    decoded_kv, decoded = model.decode_one_by_one(kv)
     for count in range(1, WINDOW + 1):
-        verified_kv, verified = run_rows(
-            params, config, kv, window(count=count), slab=8
-        )
+        verified_kv, verified = model.run(kv, window(count=count))
         testing.assert_same_bits(
             verified, jax.tree.map(lambda x, c=count: x[:c], decoded)
         )
@@ -174,26 +192,39 @@ def test_verifying_equals_decoding_one_by_one(model, page_size):
     assert np.isfinite(decoded.logits).all()
 
 
-def test_an_unpadded_row_is_caught(model, monkeypatch):
+@pytest.mark.parametrize("dtype", config_lib.DTYPES)
+def test_an_unpadded_row_is_caught(dtype, monkeypatch):
     """Negative control: the one-row product of the library has other bits."""
-    params, config = model
-    kv = fill(params, config, make_cache(config))
-    _, padded = run_rows(params, config, kv, window(count=1), slab=8)
+    model = make_model(dtype, "xla")
+    kv = model.fill(make_cache(model.config))
+    _, padded = model.run(kv, window(count=1))
     with pytest.raises(ValueError, match="at least 2 rows"):
-        run_rows(params, config, kv, window(count=1), slab=1)
+        model.run(kv, window(count=1), slab=1)
     monkeypatch.setattr(skinny_gemm, "MIN_ROWS", 1)
-    _, unpadded = run_rows(params, config, kv, window(count=1), slab=1)
+    _, unpadded = model.run(kv, window(count=1), slab=1)
     with pytest.raises(AssertionError, match="elements differ"):
         testing.assert_same_bits(unpadded, padded)
 
 
+@pytest.mark.parametrize("dtype", config_lib.DTYPES)
+def test_native_rows_need_no_slab(dtype):
+    """Fails if a native kernel's bits depend on the slab's height."""
+    model = make_model(dtype, "native")
+    kv = model.fill(make_cache(model.config))
+    _, reference = model.run(kv, window())
+    for slab in (5, 16):
+        _, outputs = model.run(kv, window(), slab=slab)
+        testing.assert_same_bits(outputs, reference)
+    _, alone = model.run(kv, window(count=1), slab=1)
+    testing.assert_same_bits(alone, jax.tree.map(lambda x: x[:1], reference))
+
+
 def test_rows_do_not_depend_on_their_place_or_neighbours(model):
     """Fails if a row of one slot is touched by the rows of another."""
-    params, config = model
-    kv = make_cache(config, num_slots=3)
+    kv = make_cache(model.config, num_slots=3)
     for slot in range(3):
-        kv = fill(params, config, kv, slot=slot)
-    alone_kv, alone = decode_one_by_one(params, config, kv, slot=1)
+        kv = model.fill(kv, slot=slot)
+    alone_kv, alone = model.decode_one_by_one(kv, slot=1)
     mine, other, third = window(1, 3), window(0, 3), window(2, 2)
     orders = [
         mine + other + third,
@@ -201,7 +232,7 @@ def test_rows_do_not_depend_on_their_place_or_neighbours(model):
         [other[0], mine[0], third[0], mine[1], other[1], mine[2], other[2], third[1]],
     ]
     for rows in orders:
-        packed_kv, packed = run_rows(params, config, kv, rows, slab=8)
+        packed_kv, packed = model.run(kv, rows)
         at = np.array([i for i, row in enumerate(rows) if row[1] == 1])
         testing.assert_same_bits(
             jax.tree.map(lambda x, at=at: x[at], packed),
@@ -213,35 +244,45 @@ def test_rows_do_not_depend_on_their_place_or_neighbours(model):
         )
 
 
-def test_a_neighbours_fault_is_caught(model, monkeypatch):
-    """Negative control: attention that lets a row see every slot's keys."""
-    params, config = model
-    kv = make_cache(config, num_slots=2)
-    for slot in range(2):
-        kv = fill(params, config, kv, slot=slot)
-    _, alone = run_rows(params, config, kv, window(1, 1), slab=8)
+def test_a_live_row_of_nan_spoils_only_itself_and_later_rows(model):
+    """Fails if masked keys are multiplied by zero: 0 * NaN is NaN."""
+    kv = model.fill(make_cache(model.config))
+    _, healthy = model.run(kv, window())
+    rows = window()
+    rows[2] = (NAN_TOKEN, *rows[2][1:])
+    _, outputs = model.run(kv, rows)
+    testing.assert_same_bits(
+        jax.tree.map(lambda x: x[:2], outputs), jax.tree.map(lambda x: x[:2], healthy)
+    )
+    assert np.isnan(outputs.logits[2:]).all()
 
-    real = paged_attention.paged_attention
+
+@pytest.mark.parametrize("impl", ["xla", "native"])
+def test_a_neighbours_fault_is_caught(impl, monkeypatch):
+    """Negative control: attention that reads the keys of another slot."""
+    model = make_model("float32", impl)
+    kv = make_cache(model.config, num_slots=2)
+    for slot in range(2):
+        kv = model.fill(kv, slot=slot)
+    _, alone = model.run(kv, window(1, 1))
+    real = row_attention.row_attention
 
     def leaky(*args, slots, **kwargs):
         return real(*args, slots=jnp.zeros_like(slots), **kwargs)
 
-    monkeypatch.setattr(paged_attention, "paged_attention", leaky)
-    _, leaked = run_rows(
-        params, config, kv, window(1, 1), slab=8, forward=compile_forward()
-    )
+    monkeypatch.setattr(row_attention, "row_attention", leaky)
+    _, leaked = model.run(kv, window(1, 1), forward=compile_forward())
     with pytest.raises(AssertionError, match="elements differ"):
         testing.assert_same_bits(leaked, alone)
 
 
 def test_pages_and_table_width_do_not_matter(model):
     """Fails if bits depend on which pages hold the prefix, or on their number."""
-    params, config = model
     reference = None
     for seed, width, spare in ((None, 20, 20), (1, 20, 20), (2, 33, 7)):
-        kv = make_cache(config, table_width=width, spare_pages=spare, seed=seed)
-        kv = fill(params, config, kv)
-        after, outputs = run_rows(params, config, kv, window(), slab=8)
+        kv = make_cache(model.config, table_width=width, spare_pages=spare, seed=seed)
+        kv = model.fill(kv)
+        after, outputs = model.run(kv, window())
         result = (outputs, written(after))
         if reference is None:
             reference = result
@@ -253,70 +294,94 @@ def test_a_wrong_page_is_caught(model):
 
     (Exchanging two pages would not do: attention hardly minds the order of keys.)
     """
-    params, config = model
-    kv = fill(params, config, make_cache(config))
-    _, right = run_rows(params, config, kv, window(), slab=8)
+    kv = model.fill(make_cache(model.config))
+    _, right = model.run(kv, window())
     table = kv.page_table.at[0, 0].set(kv.page_table[0, 1])
-    _, wrong = run_rows(params, config, kv.replace(page_table=table), window(), slab=8)
+    _, wrong = model.run(kv.replace(page_table=table), window())
     with pytest.raises(AssertionError, match="elements differ"):
         testing.assert_same_bits(wrong, right)
 
 
 def test_dead_rows_write_nowhere(model):
     """Fails if a dead row is written to page 0, or to its own position."""
-    params, config = model
-    kv = fill(params, config, make_cache(config))
+    kv = model.fill(make_cache(model.config))
     before = jax.tree.map(np.asarray, (kv.k, kv.v))
     kv = allocator.reserve(kv, 0, PREFIX + WINDOW)
     tokens, slots, positions = np.asarray(window() + window()[:3], np.int32).T
-    after, _ = _forward(params, config, tokens, slots, positions, jnp.int32(0), kv)
-    testing.assert_same_bits((after.k, after.v), before)
+
+    def run(num_live):
+        arguments = (tokens, slots, positions, jnp.int32(num_live), kv)
+        after, _ = _forward(model.params, model.config, *arguments, impl=model.impl)
+        return after.k, after.v
+
+    testing.assert_same_bits(run(0), before)
     with pytest.raises(AssertionError, match="elements differ"):
-        live, _ = _forward(params, config, tokens, slots, positions, jnp.int32(1), kv)
-        testing.assert_same_bits((live.k, live.v), before)
+        testing.assert_same_bits(run(1), before)
 
 
-def test_head_sizes_and_groups():
-    """The contract at head sizes 64, 80 and 128 and group sizes 1 and 7."""
-    for head_dim, num_heads, num_kv_heads in ((64, 2, 2), (80, 7, 1), (128, 4, 2)):
-        config = make_config(
-            "float32",
-            head_dim=head_dim,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            num_layers=1,
-        )
-        params = make_params(config)
-        kv = fill(params, config, make_cache(config))
-        decoded_kv, decoded = decode_one_by_one(params, config, kv)
-        verified_kv, verified = run_rows(params, config, kv, window(), slab=8)
-        testing.assert_same_bits(verified.logits, decoded.logits)
-        testing.assert_same_bits(written(verified_kv), written(decoded_kv))
+@pytest.mark.parametrize("impl", ["xla", "native"])
+@pytest.mark.parametrize(
+    "head_dim, num_heads, num_kv_heads", [(64, 2, 2), (80, 7, 1), (128, 4, 2)]
+)
+def test_head_sizes_and_groups(impl, head_dim, num_heads, num_kv_heads):
+    """The contract at other head sizes, and 1, 7 and 2 query heads a key head."""
+    model = make_model(
+        "float32",
+        impl,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_layers=1,
+    )
+    kv = model.fill(make_cache(model.config))
+    decoded_kv, decoded = model.decode_one_by_one(kv)
+    verified_kv, verified = model.run(kv, window())
+    testing.assert_same_bits(verified.logits, decoded.logits)
+    testing.assert_same_bits(written(verified_kv), written(decoded_kv))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.04)])
+def test_implementations_agree_but_for_rounding(dtype, tolerance):
+    """Two forms of one model, by different hands; a wrong weight must show."""
+    xla, native = (make_model(dtype, impl) for impl in ("xla", "native"))
+    logits = []
+    for model in (xla, native):
+        kv = model.fill(make_cache(model.config))
+        logits.append(model.run(kv, window())[1].logits)
+    scale = np.abs(logits[0]).max()
+    assert np.abs(logits[0] - logits[1]).max() <= tolerance * scale
+    layers = native.params.layers
+    wrong = layers[0].replace(k_norm=jnp.flip(layers[0].k_norm) * 2)
+    broken = dataclasses.replace(
+        native, params=native.params.replace(layers=(wrong, *layers[1:]))
+    )
+    kv = broken.fill(make_cache(broken.config))
+    logits.append(broken.run(kv, window())[1].logits)
+    assert np.abs(logits[0] - logits[2]).max() > tolerance * scale
 
 
 def test_prefill_by_rows_is_decoding(model):
     """The prompt's K/V equals that of one-row decoding; batched prefill's is near."""
-    params, config = model
-    by_rows = fill(params, config, make_cache(config), length=40)
-    one_by_one = make_cache(config)
+    by_rows = model.fill(make_cache(model.config), length=40)
+    one_by_one = make_cache(model.config)
     for position in range(40):
         row = (int(text()[position]), 0, position)
-        one_by_one, _ = run_rows(params, config, one_by_one, [row], slab=8)
+        one_by_one, _ = model.run(one_by_one, [row])
     testing.assert_same_bits(written(by_rows, 0, 40), written(one_by_one, 0, 40))
 
     padded = np.zeros(64, np.int32)
     padded[:40] = text()[:40]
-    batched = allocator.reserve(make_cache(config), 0, 40)
+    batched = allocator.reserve(make_cache(model.config), 0, 40)
     batched, _ = jax.jit(qwen3.prefill, static_argnames=("config",))(
-        params,
-        config,
+        model.params,
+        model.config,
         batched,
         tokens=jnp.asarray(padded),
         length=jnp.int32(40),
         slot=jnp.int32(0),
     )
     assert int(batched.length[0]) == 40
-    tolerance = {"float32": 1e-4, "bfloat16": 0.06}[config.dtype]
+    tolerance = {"float32": 1e-4, "bfloat16": 0.06}[model.config.dtype]
     chex.assert_trees_all_close(
         jax.tree.map(lambda x: x.astype(jnp.float32), written(batched, 0, 40)),
         jax.tree.map(lambda x: x.astype(jnp.float32), written(by_rows, 0, 40)),

@@ -1,8 +1,6 @@
-"""Thousands of operations on a paged cache, against a dict of lists.
+"""Thousands of random operations on a paged cache, and faults that they must find.
 
-After every operation: no page is lost or held twice (`check_integrity`), the books
-are the model's, the bytes of each slot are the model's, bit for bit, and no other
-byte of the pool changed. Bytes that belong to no token are NaN throughout.
+What is compared after every operation stands in `paged_walk`.
 """
 
 import collections
@@ -11,228 +9,15 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paged_walk
 import pytest
 from hypothesis import strategies as st
+from paged_walk import COMPILED, PAGES, ROWS, SLOTS, WIDTH
 
-from spec_jax import testing
 from spec_jax.paging import allocator, cache
 
 
-LAYERS, SLOTS, PAGES, PAGE_SIZE, WIDTH, HEADS, HEAD_DIM = 2, 3, 9, 4, 5, 1, 2
-CAPACITY = WIDTH * PAGE_SIZE
-ROWS = 7  # rows of one append, dead ones included
 NUM_WALKS, WALK_LENGTH = 50, 60
-
-
-def append(kv, slot, count, k, v):
-    """Reserves, writes and extends, as a model does. `k` and `v`: [L, R, K, H]."""
-    start = kv.length[slot]
-    kv = allocator.reserve(kv, slot, start + count)
-    num_live = jnp.where(kv.out_of_pages[slot], 0, count)
-    for layer in range(LAYERS):
-        kv = cache.write(
-            kv,
-            layer,
-            slots=jnp.full((ROWS,), slot, jnp.int32),
-            positions=start + jnp.arange(ROWS, dtype=jnp.int32),
-            num_live=num_live,
-            k=k[layer],
-            v=v[layer],
-        )
-    return allocator.extend(kv, slot, start + num_live)
-
-
-FUNCTIONS = {
-    "register": allocator.register,
-    "reserve": allocator.reserve,
-    "extend": allocator.extend,
-    "truncate": allocator.truncate,
-    "release": allocator.release,
-    "append": append,
-}
-TRACES = collections.Counter()
-
-
-def compile_(name):
-    def operation(*arguments):
-        TRACES[name] += 1
-        return FUNCTIONS[name](*arguments)
-
-    return jax.jit(operation)
-
-
-COMPILED = {name: compile_(name) for name in FUNCTIONS}
-
-
-class Model:
-    """What the cache should be: per slot its tokens' bytes and its number of pages."""
-
-    def __init__(self):
-        self.tokens: dict[int, list[np.ndarray]] = {}  # [L, 2, K, H] per token
-        self.owned: dict[int, int] = {}
-        self.starved: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        return PAGES - sum(self.owned.values())
-
-    def register(self, slot):
-        if slot not in range(SLOTS) or slot in self.tokens:
-            return "refused"
-        if self._is_starved(slot, self.num_free < 1):
-            return "starved"
-        self.tokens[slot], self.owned[slot] = [], 1
-        return "done"
-
-    def reserve(self, slot, up_to):
-        if slot not in self.tokens or up_to < 0:
-            return "refused"
-        wanted = max(-(-up_to // PAGE_SIZE), self.owned[slot])
-        missing = wanted - self.owned[slot]
-        if self._is_starved(slot, missing > self.num_free or up_to > CAPACITY):
-            return "starved"
-        self.owned[slot] = wanted
-        return "done"
-
-    def extend(self, slot, new_len):
-        if slot not in self.tokens:
-            return "refused"
-        tokens = self.tokens[slot]
-        if not len(tokens) <= new_len <= self.owned[slot] * PAGE_SIZE:
-            return "refused"
-        unwritten = np.full((LAYERS, 2, HEADS, HEAD_DIM), np.nan, np.float32)
-        tokens.extend([unwritten] * (new_len - len(tokens)))
-        return "done"
-
-    def truncate(self, slot, new_len):
-        if slot not in self.tokens or not 0 <= new_len <= len(self.tokens[slot]):
-            return "refused"
-        del self.tokens[slot][new_len:]
-        self.owned[slot] = max(-(-new_len // PAGE_SIZE), 1)
-        return "done"
-
-    def release(self, slot):
-        if slot not in self.tokens:
-            return "refused"
-        del self.tokens[slot], self.owned[slot]
-        return "done"
-
-    def append(self, slot, count, k, v):
-        outcome = self.reserve(slot, len(self.tokens.get(slot, ())) + count)
-        if outcome == "done":
-            rows = np.stack([k, v], axis=1).swapaxes(0, 2).swapaxes(1, 2)
-            self.tokens[slot].extend(rows[:count])
-        return outcome
-
-    def _is_starved(self, slot, starved):
-        self.starved = self.starved | {slot} if starved else self.starved - {slot}
-        return starved
-
-
-class Walk:
-    """One walk. The cache is held as NumPy arrays, so that all of it is compared."""
-
-    def __init__(self, operations):
-        kv = cache.init(
-            num_layers=LAYERS,
-            num_slots=SLOTS,
-            num_pages=PAGES,
-            page_size=PAGE_SIZE,
-            pages_per_slot=WIDTH,
-            num_kv_heads=HEADS,
-            head_dim=HEAD_DIM,
-            dtype="float32",
-        )
-        order = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
-        self.kv = jax.tree.map(np.asarray, kv.replace(free_pages=order))
-        self.operations = operations
-        self.model = Model()
-        self.rng = np.random.default_rng(1)
-        self._poison()
-
-    def step(self, name, slot, *numbers) -> str:
-        """Runs one operation, compares everything and returns its outcome."""
-        start = len(self.model.tokens.get(slot, ()))
-        if name == "rollback":
-            name, numbers = "truncate", (start - numbers[0],)
-        if name == "declare":
-            name, numbers = "extend", (start + numbers[0],)
-        rows = ()
-        if name == "append":
-            shape = (2, LAYERS, ROWS, HEADS, HEAD_DIM)
-            rows = tuple(self.rng.standard_normal(shape, np.float32))
-        before = self.kv
-        arguments = [np.int32(number) for number in (slot, *numbers)]
-        after = self.operations[name](before, *arguments, *rows)
-        self.kv = after = jax.tree.map(np.asarray, after)
-        outcome = getattr(self.model, name)(slot, *numbers, *rows)
-
-        cache.check_integrity(after)
-        assert self._books() == self._expected_books(slot, outcome)
-        if outcome != "done":
-            flags = {"refused": before.refused, "out_of_pages": before.out_of_pages}
-            testing.assert_same_bits(after.replace(**flags), before, what=name)
-        written = rows and outcome == "done"
-        self._check_pool(before, slot, start, numbers[0] if written else 0)
-        self._check_tokens()
-        if name in ("truncate", "release"):
-            self._poison()
-        # The flag stays until somebody looks at it; the next step has its own.
-        self.kv = self.kv.replace(refused=before.refused)
-        return outcome
-
-    def _books(self):
-        kv = self.kv
-        books = kv.length, kv.num_owned, kv.registered, kv.refused, kv.out_of_pages
-        return *(book.tolist() for book in books), int(kv.num_free)
-
-    def _expected_books(self, slot, outcome):
-        model, slots = self.model, range(SLOTS)
-        is_refused = outcome == "refused"
-        return (
-            [len(model.tokens.get(each, ())) for each in slots],
-            [model.owned.get(each, 0) for each in slots],
-            [each in model.tokens for each in slots],
-            [is_refused and (each == slot or slot not in slots) for each in slots],
-            [each in model.starved for each in slots],
-            model.num_free,
-        )
-
-    def _check_pool(self, before, slot, start, count):
-        """Nothing changed but the `count` tokens written from `start`."""
-        expected = pool_of(before).copy()
-        for position in range(start, start + count):
-            page, offset = self._locate(slot, position)
-            expected[:, :, page, offset] = self.model.tokens[slot][position]
-        testing.assert_same_bits(pool_of(self.kv), expected, what="pool")
-
-    def _check_tokens(self):
-        pool = pool_of(self.kv)
-        for slot, tokens in self.model.tokens.items():
-            if tokens:
-                page, offset = self._locate(slot, np.arange(len(tokens)))
-                testing.assert_same_bits(
-                    pool[:, :, page, offset], np.stack(tokens, axis=2), what="tokens"
-                )
-
-    def _locate(self, slot, position):
-        page = self.kv.page_table[slot, position // PAGE_SIZE]
-        return page, position % PAGE_SIZE
-
-    def _poison(self):
-        """NaN into every byte that is no token's."""
-        pool = pool_of(self.kv)
-        poisoned = np.full_like(pool, np.nan)
-        for slot, tokens in self.model.tokens.items():
-            page, offset = self._locate(slot, np.arange(len(tokens)))
-            poisoned[:, :, page, offset] = pool[:, :, page, offset]
-        k, v = poisoned.swapaxes(0, 1)
-        self.kv = self.kv.replace(k=tuple(k), v=tuple(v))
-
-
-def pool_of(kv) -> np.ndarray:
-    """All bytes: [L, 2, P, C, K, H]."""
-    return np.stack([kv.k, kv.v], axis=1)
 
 
 def requests_strategy():
@@ -274,7 +59,7 @@ def test_random_walks():
         st.lists(requests_strategy(), min_size=WALK_LENGTH, max_size=WALK_LENGTH)
     )
     def walk_all(requests):
-        walk = Walk(COMPILED)
+        walk = paged_walk.Walk(COMPILED)
         opened = [("register", slot) for slot in range(SLOTS)]
         for name, slot, *numbers in [*opened, *requests]:
             outcomes[name, walk.step(name, slot, *numbers)] += 1
@@ -288,7 +73,7 @@ def test_random_walks():
         assert outcomes[name, "refused"] >= 10, name
     assert outcomes["append", "starved"] >= 50
     assert outcomes["reserve", "starved"] >= 5
-    assert set(TRACES.values()) == {1}  # every operation was compiled once
+    assert set(paged_walk.TRACES.values()) == {1}  # every operation was compiled once
 
 
 def fixed_requests():
@@ -304,11 +89,15 @@ def fixed_requests():
     return requests
 
 
-def test_the_fixed_walk_passes(operations=COMPILED):
-    """The walk that the planted faults below must break is itself in order."""
-    walk = Walk(operations)
+def run_fixed(operations):
+    walk = paged_walk.Walk(operations)
     for request in fixed_requests():
         walk.step(*request)
+
+
+def test_the_fixed_walk_passes():
+    """The walk that the planted faults below must break is itself in order."""
+    run_fixed(COMPILED)
 
 
 def keep(change):
@@ -365,8 +154,8 @@ def clears_bytes(kv, slot, kept, *, real=allocator._give_back):
     return real(kv.replace(k=tuple(jnp.nan_to_num(k) for k in kv.k)), slot, kept)
 
 
-def locate_late(table, size, slots, positions, *, real=cache.index.locate):
-    return real(table, size, slots, positions + 1)
+def late_write(kv, layer, *, positions, real=cache.write, **rows):
+    return real(kv, layer, positions=positions + 1, **rows)
 
 
 FAULTS = {
@@ -379,8 +168,11 @@ FAULTS = {
     "page handed out twice": ("append", (allocator, "_take", shared_page)),
     "page too many": ("append", (allocator, "_take", eager_page)),
     "bytes cleared": ("truncate", (allocator, "_give_back", clears_bytes)),
-    "dead rows written to page -1": ("append", (cache.PagedKV, "num_pages", -1)),
-    "position off by one": ("append", (cache.index, "locate", locate_late)),
+    "dead rows written to page -1": (
+        "append",
+        (cache, "write", paged_walk.wrapping_write),
+    ),
+    "position off by one": ("append", (cache, "write", late_write)),
     "nothing given back": ("release", give(lambda before, after, slot: before)),
 }
 
@@ -389,7 +181,7 @@ FAULTS = {
 def test_planted_faults_are_caught(fault, monkeypatch):
     """Negative control: the walk fails where an operation is spoilt."""
     name, (owner, attribute, spoilt) = FAULTS[fault]
-    rows = np.zeros((LAYERS, ROWS, HEADS, HEAD_DIM), np.float32)
+    rows = np.zeros(paged_walk.ROWS_SHAPE, np.float32)
     arguments = {
         "truncate": (np.int32(0), np.int32(0)),
         "release": (np.int32(0),),
@@ -397,7 +189,7 @@ def test_planted_faults_are_caught(fault, monkeypatch):
     }[name]
     with monkeypatch.context() as patch:
         patch.setattr(owner, attribute, spoilt)
-        planted = jax.jit(lambda *args: FUNCTIONS[name](*args))
-        planted = planted.lower(Walk(COMPILED).kv, *arguments).compile()
+        planted = jax.jit(lambda *args: paged_walk.FUNCTIONS[name](*args))
+        planted = planted.lower(paged_walk.Walk(COMPILED).kv, *arguments).compile()
     with pytest.raises((AssertionError, ValueError)):
-        test_the_fixed_walk_passes({**COMPILED, name: planted})
+        run_fixed({**COMPILED, name: planted})

@@ -1,0 +1,216 @@
+// One vector type for every instruction set: float lanes, and how weights become them.
+//
+// The instruction set is chosen by compiler flags: this header is compiled once for
+// each. Within one set, every function here has one fixed order of operations, so that
+// a result depends on its inputs alone. Nothing here may depend on how many rows are
+// live, on the number of threads, or on where an array lies.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace spec_jax {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(bf16 x) {
+  uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &wide, sizeof out);
+  return out;
+}
+inline float to_float(float x) { return x; }
+
+// Round to nearest, ties to even, as XLA and PyTorch do; NaN stays NaN.
+inline bf16 to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
+  }
+  bits += 0x7fffu + ((bits >> 16) & 1u);
+  return {static_cast<uint16_t>(bits >> 16)};
+}
+
+template <typename T>
+T round_to(float x);
+template <>
+inline float round_to<float>(float x) { return x; }
+template <>
+inline bf16 round_to<bf16>(float x) { return to_bf16(x); }
+
+#if defined(__AVX512F__)
+
+constexpr int kLanes = 16;
+using Vec = __m512;
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec load(const bf16* p) {
+  __m512i wide = _mm512_cvtepu16_epi32(
+      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+// Even and odd elements of 2 * kLanes weights, as floats.
+inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
+  __m512i both = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  odd = _mm512_castsi512_ps(
+      _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline Vec round_even(Vec x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline Vec pow2(Vec n) {
+  __m512i bits = _mm512_slli_epi32(
+      _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
+  return _mm512_castsi512_ps(bits);
+}
+inline void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+constexpr int kLanes = 8;
+using Vec = __m256;
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec minimum(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec load(const bf16* p) {
+  __m256i wide =
+      _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
+  __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+  odd = _mm256_castsi256_ps(
+      _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline Vec round_even(Vec x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline Vec pow2(Vec n) {
+  __m256i bits = _mm256_slli_epi32(
+      _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_castsi256_ps(bits);
+}
+inline void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
+#else
+
+// Plain arrays: any compiler makes vectors of whatever width it has out of them.
+constexpr int kLanes = 8;
+struct Vec {
+  float lane[kLanes];
+};
+template <typename F>
+inline Vec each(F f) {
+  Vec out;
+  for (int i = 0; i < kLanes; ++i) out.lane[i] = f(i);
+  return out;
+}
+inline Vec zero() { return each([](int) { return 0.0f; }); }
+inline Vec broadcast(float x) { return each([=](int) { return x; }); }
+inline Vec load(const float* p) { return each([=](int i) { return p[i]; }); }
+inline void store(float* p, Vec x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = x.lane[i];
+}
+// Two roundings, not one: built with contraction off, so that it stays so.
+inline Vec fma(Vec a, Vec b, Vec c) {
+  return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
+}
+inline Vec add(Vec a, Vec b) {
+  return each([&](int i) { return a.lane[i] + b.lane[i]; });
+}
+inline Vec mul(Vec a, Vec b) {
+  return each([&](int i) { return a.lane[i] * b.lane[i]; });
+}
+inline Vec maximum(Vec a, Vec b) {
+  return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
+}
+inline Vec minimum(Vec a, Vec b) {
+  return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
+}
+inline Vec load(const bf16* p) { return each([=](int i) { return to_float(p[i]); }); }
+inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
+  even = each([=](int i) { return to_float(p[2 * i]); });
+  odd = each([=](int i) { return to_float(p[2 * i + 1]); });
+}
+inline Vec round_even(Vec x) {
+  // Adding and subtracting 1.5 * 2^23 rounds to an integer, ties to even.
+  return each([&](int i) {
+    volatile float shifted = x.lane[i] + 12582912.0f;
+    return shifted - 12582912.0f;
+  });
+}
+inline Vec pow2(Vec n) {
+  return each([&](int i) {
+    uint32_t bits = static_cast<uint32_t>(static_cast<int>(n.lane[i]) + 127) << 23;
+    float out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
+  });
+}
+inline void prefetch(const void*) {}
+
+#endif
+
+// The sum of the lanes, halving: one order for each number of lanes.
+inline float sum(Vec x) {
+  float lane[kLanes];
+  store(lane, x);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+  }
+  return lane[0];
+}
+
+// exp(x) for x <= 0 or so, within 2 ulp; below -87 it is 0, and NaN stays NaN.
+// Cody-Waite reduction and the degree-6 polynomial of Cephes `expf`.
+inline Vec exp(Vec x) {
+  Vec clamped = minimum(maximum(x, broadcast(-87.0f)), broadcast(88.0f));
+  Vec n = round_even(mul(clamped, broadcast(1.44269504088896341f)));
+  Vec r = fma(n, broadcast(-0.693359375f), clamped);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  Vec p = broadcast(1.9875691500e-4f);
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, mul(r, r), add(r, broadcast(1.0f)));
+  return mul(p, pow2(n));
+}
+
+inline float exp(float x) {
+  if (x != x) return x;
+  if (x < -87.0f) return 0.0f;
+  float lane[kLanes];
+  store(lane, exp(broadcast(x)));
+  return lane[0];
+}
+
+}  // namespace spec_jax

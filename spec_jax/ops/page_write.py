@@ -1,0 +1,31 @@
+"""Stores rows in pages: a scatter whose dead rows go nowhere."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spec_jax.typing import typed
+
+
+@typed
+def page_write(
+    pages: Float[Array, "P C K H"],
+    rows: Float[Array, "R K H"],
+    *,
+    page_table: Int[Array, "S M"],
+    slots: Int[Array, " R"],
+    positions: Int[Array, " R"],
+    num_live: Int[Array, ""],
+) -> Float[Array, "P C K H"]:
+    """`pages` with the live rows stored at their slots' positions.
+
+    Dead rows, and positions whose page the table does not name, write nowhere.
+    """
+    num_pages, page_size = pages.shape[:2]
+    # Without `wrap_negative_indices` slot or position -1 would mean the last one.
+    at = page_table.at[slots, positions // page_size].get(
+        mode="fill", fill_value=num_pages, wrap_negative_indices=False
+    )
+    # Positive and out of range, and so dropped; -1 would be the last page.
+    at = jnp.where(jnp.arange(rows.shape[0]) < num_live, at, num_pages)
+    rows = rows.astype(pages.dtype)
+    return pages.at[at, positions % page_size].set(rows, mode="drop")

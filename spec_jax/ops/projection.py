@@ -1,0 +1,58 @@
+"""A projection of the row path: normed rows times a weight matrix, plus a residual.
+
+    y = round(norm(x) w^T)                      norm only where it is given
+    y = residual + round(norm(x) w^T)           where there is a residual
+
+The product is accumulated in float32 and rounded to the dtype of `x`, before the
+residual is added in that dtype. One op, because norm, product and residual of a few
+rows are one read of the weights and nothing beside it.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spec_jax.native import calls
+from spec_jax.ops import rms_norm, skinny_gemm
+from spec_jax.typing import typed
+
+
+@typed
+def project(
+    x: Float[Array, "R K"],
+    w: Float[Array, "N K"],
+    *,
+    num_live: Int[Array, ""],
+    norm: Float[Array, " K"] | None = None,
+    residual: Float[Array, "R N"] | None = None,
+    eps: float = 0.0,
+    out_dtype: str | None = None,
+    impl: str,
+) -> Float[Array, "R N"]:
+    """Projects the live rows; dead rows are unspecified.
+
+    Row `r` of the result depends, bit for bit, on row `r` of `x` and of `residual`
+    alone; "xla" promises that for a fixed number of rows, "native" for any.
+
+    Args:
+      num_live: how many rows are real; "native" computes no others.
+      norm: weight of an RMSNorm that comes first, with `eps`.
+      out_dtype: of the result where nothing is added; that of `x` if None. Float32
+        for logits: they are not rounded.
+    """
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    if residual is not None and out_dtype != x.dtype:
+        raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
+    if impl == "native":
+        return calls.project(
+            x,
+            w,
+            num_live=num_live,
+            norm=norm,
+            residual=residual,
+            eps=eps,
+            out_dtype=out_dtype,
+        )
+    if norm is not None:
+        x = rms_norm.rms_norm(x, norm, eps=eps)
+    y = skinny_gemm.skinny_gemm(x, w, impl=impl).astype(out_dtype)
+    return y if residual is None else residual + y

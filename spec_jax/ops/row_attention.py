@@ -1,0 +1,69 @@
+"""The attention of a layer on the row path: norm, rotate, write, attend.
+
+From the fused projection of a slab of rows: queries and keys are normed per head and
+rotated by their positions; keys and values of the live rows are written to their
+pages; each live row attends to positions `0 .. positions[r]` of its slot, its own
+included. One op, because all of it belongs to one key/value head and no other.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spec_jax.native import calls
+from spec_jax.ops import page_write, paged_attention, rms_norm, rope
+from spec_jax.typing import typed
+
+
+@typed
+def row_attention(
+    heads: Float[Array, "R qkv"],
+    q_norm: Float[Array, " H"],
+    k_norm: Float[Array, " H"],
+    k_pages: Float[Array, "P C K H"],
+    v_pages: Float[Array, "P C K H"],
+    *,
+    page_table: Int[Array, "S M"],
+    slots: Int[Array, " R"],
+    positions: Int[Array, " R"],
+    num_live: Int[Array, ""],
+    cos: Float[Array, "R half"],
+    sin: Float[Array, "R half"],
+    eps: float,
+    scale: float,
+    impl: str,
+) -> tuple[
+    Float[Array, "R attention"],
+    Float[Array, "P C K H"],
+    Float[Array, "P C K H"],
+]:
+    """Attends the live rows; dead rows are unspecified and write nowhere.
+
+    Args:
+      heads: queries, keys and values of each row, `(N + 2K) * H`.
+      cos, sin: of each row's angles, in the dtype of `heads` (`rope.angles`).
+
+    Returns:
+      The attended heads `[R, N * H]` and the pages with the live rows written.
+    """
+    K, H = k_pages.shape[2:]
+    where = {
+        "page_table": page_table,
+        "slots": slots,
+        "positions": positions,
+        "num_live": num_live,
+    }
+    if impl == "native":
+        return calls.attend(
+            heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
+            **where, eps=eps, scale=scale,
+        )  # fmt: skip
+    split = heads.reshape(heads.shape[0], -1, H)
+    q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)
+    q = rope.rotate(rms_norm.rms_norm(q, q_norm, eps=eps), cos, sin)
+    k = rope.rotate(rms_norm.rms_norm(k, k_norm, eps=eps), cos, sin)
+    k_pages = page_write.page_write(k_pages, k, **where)
+    v_pages = page_write.page_write(v_pages, v, **where)
+    out = paged_attention.paged_attention(
+        q, k_pages, v_pages, **where, scale=scale, impl=impl
+    )
+    return out.reshape(out.shape[0], -1), k_pages, v_pages

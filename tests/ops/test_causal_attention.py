@@ -1,0 +1,111 @@
+"""Causal attention over whole sequences, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.ops import causal_attention
+
+
+BATCH, HEADS, KV_HEADS = 2, 6, 2
+LENGTH = 150  # two blocks, the second one ragged
+
+
+def inputs(rng, length=LENGTH, head_dim=64, dtype="float32"):
+    """Queries, keys and values; each sequence has its own."""
+
+    def normal(heads):
+        x = rng.standard_normal((BATCH, length, heads, head_dim))
+        return jnp.asarray(x.astype(jnp.dtype(dtype)))
+
+    return normal(HEADS), normal(KV_HEADS), normal(KV_HEADS)
+
+
+def compile_(scale):
+    """A fresh executable, so that changed block sizes take effect."""
+    return jax.jit(
+        lambda q, k, v: causal_attention.causal_attention(q, k, v, scale=scale)
+    )
+
+
+_attend = compile_(64**-0.5)
+
+
+def oracle(q, k, v):
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
+    scores = np.einsum("bqnh,btnh->bnqt", q, k) / np.sqrt(q.shape[-1])
+    length = q.shape[1]
+    scores[:, :, np.triu(np.ones((length, length), bool), k=1)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("bnqt,btnh->bqnh", weights, v)
+
+
+def assert_close(out, q, k, v):
+    assert out.dtype == q.dtype
+    reduction = q.shape[1] + q.shape[3]
+    testing.assert_rows_close(out, oracle(q, k, v), dtype=q.dtype, reduction=reduction)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_is_causal(rng, dtype):
+    """Fails if a position sees the one after it, or not itself."""
+    qkv = inputs(rng, dtype=dtype)
+    assert_close(_attend(*qkv), *qkv)
+
+
+def test_many_blocks(rng, monkeypatch):
+    """Fails if blocks overlap, or the last and shorter one is lost."""
+    monkeypatch.setattr(causal_attention, "MIN_BLOCK", 8)
+    monkeypatch.setattr(causal_attention, "MAX_BLOCKS", 3)
+    qkv = inputs(rng, length=28)  # blocks of 10, 10 and 8
+    assert_close(compile_(64**-0.5)(*qkv), *qkv)
+
+
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_head_sizes(rng, head_dim):
+    """Fails if a head size is assumed."""
+    qkv = inputs(rng, length=20, head_dim=head_dim)
+    assert_close(compile_(head_dim**-0.5)(*qkv), *qkv)
+
+
+def test_a_single_position_sees_itself(rng):
+    """Fails if the diagonal is masked."""
+    q, k, v = inputs(rng, length=1)
+    expected = jnp.repeat(v, HEADS // KV_HEADS, axis=2)
+    testing.assert_same_bits(_attend(q, k, v), expected)
+
+
+def test_later_keys_are_never_used(rng):
+    """Fails if a masked key is multiplied by zero: NaN would show."""
+    q, k, v = inputs(rng)
+    half = 64  # inside the first block
+    poisoned = [x.at[:, half:].set(jnp.nan) for x in (q, k)]
+    out = _attend(*poisoned, v)
+    testing.assert_same_bits(out[:, :half], _attend(q, k, v)[:, :half])
+
+
+FAULTS = {
+    "zeros": lambda q, k, v: jnp.zeros_like(q),
+    "no scale": lambda q, k, v: _attend(q * 8, k, v),  # 8 = sqrt(H)
+    "inverse scale": lambda q, k, v: _attend(q * 64, k, v),
+    "shifted by one": lambda q, k, v: _attend(
+        q, *(jnp.roll(x, 1, axis=1) for x in (k, v))
+    ),
+    "batch exchanged": lambda q, k, v: _attend(q, k[::-1], v[::-1]),
+    "heads interleaved": lambda q, k, v: _attend(
+        q.reshape(BATCH, LENGTH, KV_HEADS, -1, 64).swapaxes(2, 3).reshape(q.shape), k, v
+    ),
+    "keys as values": lambda q, k, v: _attend(q, k, k),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(rng, fault):
+    """Negative control: the oracle tells these from attention."""
+    qkv = inputs(rng)
+    with pytest.raises(AssertionError, match="rows are off"):
+        assert_close(FAULTS[fault](*qkv), *qkv)

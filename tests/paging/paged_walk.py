@@ -1,0 +1,246 @@
+"""One walk of operations on a paged cache, beside a dict of lists.
+
+After every operation: no page is lost or held twice (`check_integrity`), the books
+are the model's, the bytes of each slot are the model's, bit for bit, and no other
+byte of the pool changed. Bytes that belong to no token are NaN throughout.
+"""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import testing
+from spec_jax.paging import allocator, cache
+
+
+LAYERS, SLOTS, PAGES, PAGE_SIZE, WIDTH, HEADS, HEAD_DIM = 2, 3, 9, 4, 5, 1, 2
+CAPACITY = WIDTH * PAGE_SIZE
+ROWS = 7  # rows of one append, dead ones included
+ROWS_SHAPE = (LAYERS, ROWS, HEADS, HEAD_DIM)
+
+
+def append(kv, slot, count, k, v):
+    """Reserves, writes and extends, as a model does. `k` and `v`: [L, R, K, H]."""
+    start = kv.length[slot]
+    kv = allocator.reserve(kv, slot, start + count)
+    num_live = jnp.where(kv.out_of_pages[slot], 0, count)
+    for layer in range(LAYERS):
+        kv = cache.write(
+            kv,
+            layer,
+            slots=jnp.full((ROWS,), slot, jnp.int32),
+            positions=start + jnp.arange(ROWS, dtype=jnp.int32),
+            num_live=num_live,
+            k=k[layer],
+            v=v[layer],
+        )
+    return allocator.extend(kv, slot, start + num_live)
+
+
+FUNCTIONS = {
+    "register": allocator.register,
+    "reserve": allocator.reserve,
+    "extend": allocator.extend,
+    "truncate": allocator.truncate,
+    "release": allocator.release,
+    "append": append,
+}
+TRACES = collections.Counter()
+
+
+def compile_(name):
+    def operation(*arguments):
+        TRACES[name] += 1
+        return FUNCTIONS[name](*arguments)
+
+    return jax.jit(operation)
+
+
+COMPILED = {name: compile_(name) for name in FUNCTIONS}
+
+
+def wrapping_write(kv, layer, *, slots, positions, num_live, k, v):
+    """A planted fault: `cache.write` that sends dead rows to page -1, the last one."""
+    pages = kv.page_table[slots, positions // PAGE_SIZE]
+    pages = jnp.where(jnp.arange(slots.shape[0]) < num_live, pages, -1)
+    at = pages, positions % PAGE_SIZE
+
+    def store(pools, rows):
+        return tuple(
+            pool.at[at].set(rows, mode="drop") if number == layer else pool
+            for number, pool in enumerate(pools)
+        )
+
+    return kv.replace(k=store(kv.k, k), v=store(kv.v, v))
+
+
+class Model:
+    """What the cache should be: per slot its tokens' bytes and its number of pages."""
+
+    def __init__(self):
+        self.tokens: dict[int, list[np.ndarray]] = {}  # [L, 2, K, H] per token
+        self.owned: dict[int, int] = {}
+        self.starved: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return PAGES - sum(self.owned.values())
+
+    def register(self, slot):
+        if slot not in range(SLOTS) or slot in self.tokens:
+            return "refused"
+        if self._is_starved(slot, self.num_free < 1):
+            return "starved"
+        self.tokens[slot], self.owned[slot] = [], 1
+        return "done"
+
+    def reserve(self, slot, up_to):
+        if slot not in self.tokens or up_to < 0:
+            return "refused"
+        wanted = max(-(-up_to // PAGE_SIZE), self.owned[slot])
+        missing = wanted - self.owned[slot]
+        if self._is_starved(slot, missing > self.num_free or up_to > CAPACITY):
+            return "starved"
+        self.owned[slot] = wanted
+        return "done"
+
+    def extend(self, slot, new_len):
+        if slot not in self.tokens:
+            return "refused"
+        tokens = self.tokens[slot]
+        if not len(tokens) <= new_len <= self.owned[slot] * PAGE_SIZE:
+            return "refused"
+        unwritten = np.full((LAYERS, 2, HEADS, HEAD_DIM), np.nan, np.float32)
+        tokens.extend([unwritten] * (new_len - len(tokens)))
+        return "done"
+
+    def truncate(self, slot, new_len):
+        if slot not in self.tokens or not 0 <= new_len <= len(self.tokens[slot]):
+            return "refused"
+        del self.tokens[slot][new_len:]
+        self.owned[slot] = max(-(-new_len // PAGE_SIZE), 1)
+        return "done"
+
+    def release(self, slot):
+        if slot not in self.tokens:
+            return "refused"
+        del self.tokens[slot], self.owned[slot]
+        return "done"
+
+    def append(self, slot, count, k, v):
+        outcome = self.reserve(slot, len(self.tokens.get(slot, ())) + count)
+        if outcome == "done":
+            rows = np.stack([k, v], axis=1).swapaxes(0, 2).swapaxes(1, 2)
+            self.tokens[slot].extend(rows[:count])
+        return outcome
+
+    def _is_starved(self, slot, starved):
+        self.starved = self.starved | {slot} if starved else self.starved - {slot}
+        return starved
+
+
+class Walk:
+    """One walk. The cache is held as NumPy arrays, so that all of it is compared."""
+
+    def __init__(self, operations):
+        kv = cache.init(
+            num_layers=LAYERS,
+            num_slots=SLOTS,
+            num_pages=PAGES,
+            page_size=PAGE_SIZE,
+            pages_per_slot=WIDTH,
+            num_kv_heads=HEADS,
+            head_dim=HEAD_DIM,
+            dtype="float32",
+        )
+        order = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
+        self.kv = jax.tree.map(np.asarray, kv.replace(free_pages=order))
+        self.operations = operations
+        self.model = Model()
+        self.rng = np.random.default_rng(1)
+        self._poison()
+
+    def step(self, name, slot, *numbers) -> str:
+        """Runs one operation, compares everything and returns its outcome."""
+        start = len(self.model.tokens.get(slot, ()))
+        if name == "rollback":
+            name, numbers = "truncate", (start - numbers[0],)
+        if name == "declare":
+            name, numbers = "extend", (start + numbers[0],)
+        rows = ()
+        if name == "append":
+            rows = tuple(self.rng.standard_normal((2, *ROWS_SHAPE), np.float32))
+        before = self.kv
+        arguments = [np.int32(number) for number in (slot, *numbers)]
+        after = self.operations[name](before, *arguments, *rows)
+        self.kv = after = jax.tree.map(np.asarray, after)
+        outcome = getattr(self.model, name)(slot, *numbers, *rows)
+
+        cache.check_integrity(after)
+        assert self._books() == self._expected_books(slot, outcome)
+        if outcome != "done":
+            flags = {"refused": before.refused, "out_of_pages": before.out_of_pages}
+            testing.assert_same_bits(after.replace(**flags), before, what=name)
+        written = rows and outcome == "done"
+        self._check_pool(before, slot, start, numbers[0] if written else 0)
+        self._check_tokens()
+        if name in ("truncate", "release"):
+            self._poison()
+        # The flag stays until somebody looks at it; the next step has its own.
+        self.kv = self.kv.replace(refused=before.refused)
+        return outcome
+
+    def _books(self):
+        kv = self.kv
+        books = kv.length, kv.num_owned, kv.registered, kv.refused, kv.out_of_pages
+        return *(book.tolist() for book in books), int(kv.num_free)
+
+    def _expected_books(self, slot, outcome):
+        model, slots = self.model, range(SLOTS)
+        is_refused = outcome == "refused"
+        return (
+            [len(model.tokens.get(each, ())) for each in slots],
+            [model.owned.get(each, 0) for each in slots],
+            [each in model.tokens for each in slots],
+            [is_refused and (each == slot or slot not in slots) for each in slots],
+            [each in model.starved for each in slots],
+            model.num_free,
+        )
+
+    def _check_pool(self, before, slot, start, count):
+        """Nothing changed but the `count` tokens written from `start`."""
+        expected = pool_of(before).copy()
+        for position in range(start, start + count):
+            page, offset = self._locate(slot, position)
+            expected[:, :, page, offset] = self.model.tokens[slot][position]
+        testing.assert_same_bits(pool_of(self.kv), expected, what="pool")
+
+    def _check_tokens(self):
+        pool = pool_of(self.kv)
+        for slot, tokens in self.model.tokens.items():
+            if tokens:
+                page, offset = self._locate(slot, np.arange(len(tokens)))
+                testing.assert_same_bits(
+                    pool[:, :, page, offset], np.stack(tokens, axis=2), what="tokens"
+                )
+
+    def _locate(self, slot, position):
+        page = self.kv.page_table[slot, position // PAGE_SIZE]
+        return page, position % PAGE_SIZE
+
+    def _poison(self):
+        """NaN into every byte that is no token's."""
+        pool = pool_of(self.kv)
+        poisoned = np.full_like(pool, np.nan)
+        for slot, tokens in self.model.tokens.items():
+            page, offset = self._locate(slot, np.arange(len(tokens)))
+            poisoned[:, :, page, offset] = pool[:, :, page, offset]
+        k, v = poisoned.swapaxes(0, 1)
+        self.kv = self.kv.replace(k=tuple(k), v=tuple(v))
+
+
+def pool_of(kv) -> np.ndarray:
+    """All bytes: [L, 2, P, C, K, H]."""
+    return np.stack([kv.k, kv.v], axis=1)
