@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -63,28 +63,24 @@ inline void accumulate(float* weighted, float scale, float p, const T* v, int64_
 template <typename T>
 inline void attend_block(Running& run, const float* q, const T* k, const T* v,
                          const int64_t* offsets, int count, int64_t H) {
-  float scores[kKeyBlock];
+  float scores[kKeyBlock] = {};
   float maximum = run.maximum;
-  bool is_nan = false;
   for (int t = 0; t < count; ++t) {
     scores[t] = dot(q, k + offsets[t], H);
-    is_nan |= scores[t] != scores[t];
     if (scores[t] > maximum) maximum = scores[t];
   }
-  for (int t = count; t < kKeyBlock; ++t) scores[t] = -1e30f;
-  if (is_nan) maximum = std::numeric_limits<float>::quiet_NaN();
+  // While nothing but -inf was seen, shifting by it would make NaN of the zeros. A
+  // score that is NaN, or inf - inf, makes its probability NaN, and so the sums.
+  float shift = maximum == -std::numeric_limits<float>::infinity() ? 0.0f : maximum;
   float probs[kKeyBlock];
-  Vec shift = broadcast(-maximum);
   for (int t = 0; t < kKeyBlock; t += kLanes) {
-    store(probs + t, exp(add(load(scores + t), shift)));
+    store(probs + t, exp(add(load(scores + t), broadcast(-shift))));
   }
-  float scale = exp(run.maximum - maximum);
+  float scale = exp(run.maximum - shift);
   float total = run.total * scale;
   for (int t = 0; t < count; ++t) {
-    // A NaN score has made the maximum NaN; `exp` of vectors would swallow it.
-    float p = is_nan ? maximum : probs[t];
-    total += p;
-    accumulate(run.weighted, t == 0 ? scale : 1.0f, p, v + offsets[t], H);
+    total += probs[t];
+    accumulate(run.weighted, t == 0 ? scale : 1.0f, probs[t], v + offsets[t], H);
   }
   run.total = total;
   run.maximum = maximum;

@@ -1,32 +1,46 @@
 """Builds the C++ kernels on first use, once per machine and user, and loads them.
 
-The library is keyed by everything that decides its bits: sources, compiler, flags,
-jaxlib and instruction set. Several processes may start at once: each builds under a
-name of its own and renames, so that a reader never sees half a file.
+A library is keyed by everything that decides its bits: sources, compiler, flags,
+jaxlib and instruction set. (Not by the processor: the flags name the instruction set,
+and one that the processor lacks is refused.) Its file name ends in the hash of its
+content, so that a damaged file is noticed before it is mapped. Several processes may
+start at once: each builds in a folder of its own and renames, so that a reader never
+sees half a file.
 """
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
 import pathlib
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
+import threading
 
 import jax
 import jaxlib
 
 
-SOURCES = ("kernels.cc", "gemm.h", "attention.h", "parallel.h", "simd.h")
+SOURCES = (
+    "attention.h",
+    "gemm.h",
+    "kernels.cc",
+    "norm.h",
+    "parallel.h",
+    "projection.h",
+    "row_attention.h",
+    "simd.h",
+)
 TARGETS = ("spec_jax_project", "spec_jax_gate", "spec_jax_attend")
 
 # Contraction off: a product and a sum are one rounding only where the source says so.
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 ISA_FLAGS = {
-    "avx512": _AVX512,
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
     "avx2": ("-mavx2", "-mfma"),
     "portable": (),
 }
@@ -35,6 +49,8 @@ _ISA_NEEDS = {
     "avx2": {"avx2", "fma"},
     "portable": set(),
 }
+
+_loading = threading.Lock()
 
 
 class BuildError(NotImplementedError):
@@ -59,20 +75,6 @@ def available_isas() -> tuple[str, ...]:
     return tuple(isa for isa in ISA_FLAGS if _ISA_NEEDS[isa] <= cpu_features())
 
 
-def find_compiler() -> str:
-    """The path of a C++ compiler: `$CXX`, g++, clang++ or c++.
-
-    Raises:
-      BuildError: there is none.
-    """
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        path = name and shutil.which(name)
-        if path:
-            return path
-    raise BuildError("no C++ compiler found (looked for $CXX, g++, clang++ and c++)")
-
-
-@functools.cache
 def load(isa: str | None = None) -> str:
     """Builds if need be, loads and registers the kernels; returns the instruction set.
 
@@ -80,19 +82,20 @@ def load(isa: str | None = None) -> str:
       isa: one of `ISA_FLAGS`; the widest that this machine can run if None.
 
     Raises:
-      BuildError: no compiler, a compiler that fails (with its message), or an
-        instruction set that this machine lacks.
+      ValueError: not the name of an instruction set.
+      BuildError: no compiler, a compiler that fails (with its message), no folder for
+        the result, or an instruction set that this machine lacks.
     """
-    isa = isa or available_isas()[0]
+    if isa is None:
+        isa = available_isas()[0]
+    if isa not in ISA_FLAGS:
+        raise ValueError(f"{isa=} is not one of {', '.join(ISA_FLAGS)}")
     if isa not in available_isas():
-        raise BuildError(f"this machine cannot run {isa} code: {available_isas()}")
-    library = ctypes.CDLL(str(_build(isa)))
-    for target in TARGETS:
-        jax.ffi.register_ffi_target(
-            target_name(target, isa),
-            jax.ffi.pycapsule(getattr(library, target)),
-            platform="cpu",
+        raise BuildError(
+            f"this machine cannot run {isa} code, only {', '.join(available_isas())}"
         )
+    with _loading:
+        _load(isa)
     return isa
 
 
@@ -101,69 +104,151 @@ def target_name(target: str, isa: str) -> str:
     return f"{target}_{isa}"
 
 
-def _build(isa: str) -> pathlib.Path:
-    """The path of the library for `isa`, compiled now if it is not in the cache."""
-    compiler = find_compiler()
-    folder = pathlib.Path(__file__).parent
-    command = [
-        compiler,
-        *_FLAGS,
-        *ISA_FLAGS[isa],
-        f"-I{jax.ffi.include_dir()}",
-        str(folder / "kernels.cc"),
-    ]
-    name = f"spec_jax_{isa}_{_key(compiler, isa, folder)}.so"
-    for cache in _cache_folders():
-        if (cache / name).exists():
-            return cache / name
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            handle, partial = tempfile.mkstemp(dir=cache, suffix=".partial")
-        except OSError:
-            continue  # A read-only folder or a full disk: the next one may do.
-        os.close(handle)
-        try:
-            _run([*command, "-o", partial])
-            os.replace(partial, cache / name)
-        finally:
-            pathlib.Path(partial).unlink(missing_ok=True)
-        return cache / name
-    raise BuildError(
-        f"no folder can be written: {', '.join(map(str, _cache_folders()))}"
-    )
+def find_compiler() -> str:
+    """The path of a C++ compiler: `$CXX` where it is set, else g++, clang++ or c++.
+
+    Raises:
+      BuildError: there is none.
+    """
+    asked = os.environ.get("CXX")
+    for name in (asked,) if asked else ("g++", "clang++", "c++"):
+        path = shutil.which(name)
+        if path:
+            return path
+    looked_for = f"CXX={asked}" if asked else "g++, clang++, c++, and $CXX is not set"
+    raise BuildError(f"no C++ compiler found: looked for {looked_for}")
 
 
-def _cache_folders() -> tuple[pathlib.Path, ...]:
+@functools.cache
+def _load(isa: str) -> None:
+    if not hasattr(os, "getuid"):
+        raise BuildError(f"no native kernels on {platform.system()}: xla runs there")
+    library = open_library(find_compiler(), isa)
+    for target in TARGETS:
+        jax.ffi.register_ffi_target(
+            target_name(target, isa),
+            jax.ffi.pycapsule(getattr(library, target)),
+            platform="cpu",
+        )
+
+
+def open_library(compiler: str, isa: str) -> ctypes.CDLL:
+    """The library for `isa`, from the first cache folder that works.
+
+    A folder does not work if it cannot be written, is full, is not safe, or is on a
+    disk from which nothing may be executed.
+
+    Raises:
+      BuildError: the compiler fails, or no folder works; the message says why.
+    """
+    prefix = f"spec_jax_{isa}_{_key(compiler, isa)}_"
+    reasons = []
+    for folder in _cache_folders():
+        try:
+            _make_private(folder)
+            path = _find(folder, prefix) or _compile(compiler, isa, folder, prefix)
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            reasons.append(f"{folder}: {error}")
+    raise BuildError("no folder can hold the native kernels: " + "; ".join(reasons))
+
+
+def _cache_folders() -> list[pathlib.Path]:
     """Where libraries are kept, in order of preference."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    home = pathlib.Path(base) if base else pathlib.Path.home() / ".cache"
-    return home / "spec_jax", pathlib.Path(tempfile.gettempdir()) / _user_folder()
+    folders = []
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # Relative ones are to be ignored, says the standard.
+        folders.append(pathlib.Path(base) / "spec_jax")
+    elif os.path.isabs(os.path.expanduser("~")):
+        folders.append(pathlib.Path.home() / ".cache" / "spec_jax")
+    temporary = pathlib.Path(tempfile.gettempdir())
+    return [*folders, temporary / f"spec_jax-{os.getuid()}"]
 
 
-def _user_folder() -> str:
-    return f"spec_jax-{os.getuid()}"
+def _make_private(folder: pathlib.Path) -> None:
+    """Raises `OSError` unless `folder` exists and is this user's alone to write.
+
+    Code is run from there, and anybody can make a folder among temporary ones.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode):
+        raise NotADirectoryError("not a folder")
+    if facts.st_uid != os.getuid():
+        raise PermissionError(f"belongs to user {facts.st_uid}, not {os.getuid()}")
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(facts.st_mode)
+        raise PermissionError(f"mode {mode:03o} lets others write")
 
 
-def _key(compiler: str, isa: str, folder: pathlib.Path) -> str:
+def _digest(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def _find(folder: pathlib.Path, prefix: str) -> pathlib.Path | None:
+    """A whole library in `folder`, or None. Damaged ones are removed."""
+    for path in sorted(folder.glob(f"{prefix}*.so")):
+        if path.name == f"{prefix}{_digest(path)}.so":
+            return path
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _compile(
+    compiler: str, isa: str, folder: pathlib.Path, prefix: str
+) -> pathlib.Path:
+    sources = pathlib.Path(__file__).parent
+    with tempfile.TemporaryDirectory(dir=folder, suffix=".partial") as scratch:
+        partial = pathlib.Path(scratch) / "kernels.so"
+        command = [
+            compiler,
+            *FLAGS,
+            *ISA_FLAGS[isa],
+            f"-I{jax.ffi.include_dir()}",
+            str(sources / "kernels.cc"),
+            "-o",
+            str(partial),
+        ]
+        # The compiler's own temporary files are as large: on the same disk.
+        result = _run(command, LC_ALL="C", TMPDIR=scratch)
+        if "No space left on device" in result.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if result.returncode:
+            raise BuildError(
+                f"{compiler} failed with status {result.returncode}:\n{result.stderr}"
+            )
+        path = folder / f"{prefix}{_digest(partial)}.so"
+        os.replace(partial, path)
+    return path
+
+
+def _key(compiler: str, isa: str) -> str:
+    """Hash of what decides the bits of a library."""
     digest = hashlib.sha256()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False)
     facts = (
-        *_FLAGS,
+        compiler,
+        _run([compiler, "--version"]).stdout,
+        *FLAGS,
         *ISA_FLAGS[isa],
-        version.stdout.decode(errors="replace"),
         jaxlib.__version__,
         platform.machine(),
     )
-    for fact in facts:
+    sources = pathlib.Path(__file__).parent
+    texts = ((sources / name).read_text(encoding="utf-8") for name in SOURCES)
+    for fact in (*facts, *texts):
         digest.update(fact.encode() + b"\0")
-    for source in SOURCES:
-        digest.update((folder / source).read_bytes())
     return digest.hexdigest()[:20]
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise BuildError(
-            f"{command[0]} failed with status {result.returncode}:\n{result.stderr}"
+def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            env=os.environ | environment,
         )
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error

@@ -1,7 +1,7 @@
 """The kernels as JAX functions: shapes in, shapes out, and the foreign calls.
 
-The instruction set is fixed when the kernels are loaded; its name is part of every
-call's target, so that one process can compare several.
+The instruction set is part of a call's target, so that one process can compare
+several: `isa` is one of `build.ISA_FLAGS`, the widest that runs here if None.
 """
 
 import jax
@@ -11,11 +11,13 @@ import numpy as np
 from spec_jax.native import build
 
 
-def _call(target: str, outputs, *arguments, aliases=None, **attributes):
-    isa = build.load()
+MAX_HEAD = 256  # as `kMaxHead` in attention.h
+
+
+def _call(target: str, outputs, *arguments, isa, aliases=None, **attributes):
     attributes = {name: np.float32(value) for name, value in attributes.items()}
     return jax.ffi.ffi_call(
-        build.target_name(target, isa),
+        build.target_name(target, build.load(isa)),
         outputs,
         input_output_aliases=aliases or {},
         vmap_method=None,
@@ -31,6 +33,13 @@ def _same(*arrays: jax.Array) -> None:
         )
 
 
+def _shapes(**pairs: tuple[jax.Array, tuple[int, ...]]) -> None:
+    """Raises unless every array has its shape: the kernels do not look."""
+    for name, (array, shape) in pairs.items():
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}, not {shape}")
+
+
 def project(
     x: jax.Array,  # [R, K]
     w: jax.Array,  # [N, K]
@@ -40,13 +49,26 @@ def project(
     residual: jax.Array | None,  # [R, N]
     eps: float,
     out_dtype: jnp.dtype,
+    isa: str | None = None,
 ) -> jax.Array:
     """See `ops.projection.project`."""
-    norm = jnp.zeros((0,), x.dtype) if norm is None else norm
-    residual = jnp.zeros((0, 0), x.dtype) if residual is None else residual
+    (R, K), N = x.shape, w.shape[0]
+    _shapes(w=(w, (N, K)), num_live=(num_live, ()))
+    if norm is None:
+        norm = jnp.zeros((0,), x.dtype)
+    else:
+        _shapes(norm=(norm, (K,)))
+    if residual is None:
+        residual = jnp.zeros((0, 0), x.dtype)
+    else:
+        _shapes(residual=(residual, (R, N)))
     _same(x, w, norm, residual)
-    output = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), out_dtype)
-    return _call("spec_jax_project", output, x, norm, w, residual, num_live, eps=eps)
+    if out_dtype not in (x.dtype, jnp.float32):
+        raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
+    output = jax.ShapeDtypeStruct((R, N), out_dtype)
+    return _call(
+        "spec_jax_project", output, x, norm, w, residual, num_live, isa=isa, eps=eps
+    )
 
 
 def gate(
@@ -56,11 +78,14 @@ def gate(
     num_live: jax.Array,  # [] int32
     norm: jax.Array,  # [K]
     eps: float,
+    isa: str | None = None,
 ) -> jax.Array:
     """See `ops.gated_projection.gated_projection`."""
+    (R, K), F = x.shape, w.shape[0] // 2
+    _shapes(w=(w, (2 * F, K)), norm=(norm, (K,)), num_live=(num_live, ()))
     _same(x, w, norm)
-    output = jax.ShapeDtypeStruct((x.shape[0], w.shape[0] // 2), x.dtype)
-    return _call("spec_jax_gate", output, x, norm, w, num_live, eps=eps)
+    output = jax.ShapeDtypeStruct((R, F), x.dtype)
+    return _call("spec_jax_gate", output, x, norm, w, num_live, isa=isa, eps=eps)
 
 
 def attend(
@@ -78,13 +103,33 @@ def attend(
     num_live: jax.Array,  # [] int32
     eps: float,
     scale: float,
+    isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `ops.row_attention.row_attention`. The pages are updated in place."""
+    """See `ops.row_attention.row_attention`. The pages are updated in place.
+
+    A live row whose slot, position or pages do not exist writes nothing, and its
+    result is NaN.
+    """
+    R, K, H = heads.shape[0], *k_pages.shape[2:]
+    N = heads.shape[1] // H - 2 * K
+    if H % 2 or H > MAX_HEAD:
+        raise NotImplementedError(f"head size {H} is odd, or above {MAX_HEAD}")
+    if N < 1 or N % K:
+        raise ValueError(f"{N} query heads for {K} key/value heads")
     _same(heads, q_norm, k_norm, k_pages, v_pages)
-    K, H = k_pages.shape[2:]
-    attention = heads.shape[1] - 2 * K * H
+    _shapes(
+        heads=(heads, (R, (N + 2 * K) * H)),
+        q_norm=(q_norm, (H,)),
+        k_norm=(k_norm, (H,)),
+        v_pages=(v_pages, k_pages.shape),
+        cos=(cos, (R, H // 2)),
+        sin=(sin, (R, H // 2)),
+        slots=(slots, (R,)),
+        positions=(positions, (R,)),
+        num_live=(num_live, ()),
+    )
     outputs = (
-        jax.ShapeDtypeStruct((heads.shape[0], attention), heads.dtype),
+        jax.ShapeDtypeStruct((R, N * H), heads.dtype),
         jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
         jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
     )
@@ -102,6 +147,7 @@ def attend(
         num_live,
         k_pages,
         v_pages,
+        isa=isa,
         aliases={9: 1, 10: 2},
         eps=eps,
         scale=scale,

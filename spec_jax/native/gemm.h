@@ -11,12 +11,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "simd.h"
 
 namespace spec_jax {
 
-constexpr int kMaxRows = 16;
 constexpr int kStep = 2 * kLanes;  // elements of k per step
 
 // Rounded up to whole steps; the packed rows are zero from K on.
@@ -67,7 +67,7 @@ inline void tile(const float* x, int64_t stride, const W* w, int64_t K, float* o
     for (int j = 0; j < NT; ++j) {
       Vec a, b;
       load_step(w + j * K + k, a, b);
-      prefetch(w + (j + NT) * K + k);
+      prefetch(w + j * K + k, NT * K * sizeof(W));
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const float* row = x + r * stride + k;

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -59,6 +60,9 @@ inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), y);
+}
 inline Vec load(const bf16* p) {
   __m512i wide = _mm512_cvtepu16_epi32(
       _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -79,8 +83,8 @@ inline Vec pow2(Vec n) {
       _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
   return _mm512_castsi512_ps(bits);
 }
-inline void prefetch(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+inline void prefetch_address(uintptr_t address) {
+  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
 }
 
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -96,6 +100,9 @@ inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec minimum(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
+  return _mm256_and_ps(_mm256_cmp_ps(x, limit, _CMP_NLT_UQ), y);
+}
 inline Vec load(const bf16* p) {
   __m256i wide =
       _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -115,8 +122,8 @@ inline Vec pow2(Vec n) {
       _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_castsi256_ps(bits);
 }
-inline void prefetch(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+inline void prefetch_address(uintptr_t address) {
+  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
 }
 
 #else
@@ -154,29 +161,40 @@ inline Vec maximum(Vec a, Vec b) {
 inline Vec minimum(Vec a, Vec b) {
   return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
 }
+inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
+  return each([&](int i) { return x.lane[i] < limit.lane[i] ? 0.0f : y.lane[i]; });
+}
 inline Vec load(const bf16* p) { return each([=](int i) { return to_float(p[i]); }); }
 inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
   even = each([=](int i) { return to_float(p[2 * i]); });
   odd = each([=](int i) { return to_float(p[2 * i + 1]); });
 }
+// Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
+constexpr float kShifter = 12582912.0f;
 inline Vec round_even(Vec x) {
-  // Adding and subtracting 1.5 * 2^23 rounds to an integer, ties to even.
-  return each([&](int i) {
-    volatile float shifted = x.lane[i] + 12582912.0f;
-    return shifted - 12582912.0f;
-  });
+  return each([&](int i) { return (x.lane[i] + kShifter) - kShifter; });
 }
+// (By way of those bits, since converting a NaN to int is undefined.)
 inline Vec pow2(Vec n) {
   return each([&](int i) {
-    uint32_t bits = static_cast<uint32_t>(static_cast<int>(n.lane[i]) + 127) << 23;
+    float shifted = n.lane[i] + (kShifter + 127.0f);
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    bits <<= 23;
     float out;
     std::memcpy(&out, &bits, sizeof out);
     return out;
   });
 }
-inline void prefetch(const void*) {}
+inline void prefetch_address(uintptr_t) {}
 
 #endif
+
+// A hint to fetch what lies `bytes` past `p`, which may be past the end of the array:
+// no pointer is formed to it.
+inline void prefetch(const void* p, int64_t bytes) {
+  prefetch_address(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
+}
 
 // The sum of the lanes, halving: one order for each number of lanes.
 inline float sum(Vec x) {
@@ -188,10 +206,12 @@ inline float sum(Vec x) {
   return lane[0];
 }
 
-// exp(x) for x <= 0 or so, within 2 ulp; below -87 it is 0, and NaN stays NaN.
+// exp(x) for x <= 88, within 2 ulp; below -87 it is 0, and NaN stays NaN: where either
+// operand is NaN, `maximum` and `minimum` return the second.
 // Cody-Waite reduction and the degree-6 polynomial of Cephes `expf`.
 inline Vec exp(Vec x) {
-  Vec clamped = minimum(maximum(x, broadcast(-87.0f)), broadcast(88.0f));
+  Vec lowest = broadcast(-87.0f);
+  Vec clamped = minimum(broadcast(88.0f), maximum(lowest, x));
   Vec n = round_even(mul(clamped, broadcast(1.44269504088896341f)));
   Vec r = fma(n, broadcast(-0.693359375f), clamped);
   r = fma(n, broadcast(2.12194440e-4f), r);
@@ -202,12 +222,12 @@ inline Vec exp(Vec x) {
   p = fma(p, r, broadcast(1.6666665459e-1f));
   p = fma(p, r, broadcast(5.0000001201e-1f));
   p = fma(p, mul(r, r), add(r, broadcast(1.0f)));
-  return mul(p, pow2(n));
+  return zero_where_less(x, lowest, mul(p, pow2(n)));
 }
 
+// As above for one value; above 88 it is infinite.
 inline float exp(float x) {
-  if (x != x) return x;
-  if (x < -87.0f) return 0.0f;
+  if (x > 88.0f) return std::numeric_limits<float>::infinity();
   float lane[kLanes];
   store(lane, exp(broadcast(x)));
   return lane[0];

@@ -369,7 +369,7 @@ def test_prefill_by_rows_is_decoding(model):
         one_by_one, _ = model.run(one_by_one, [row])
     testing.assert_same_bits(written(by_rows, 0, 40), written(one_by_one, 0, 40))
 
-    padded = np.zeros(64, np.int32)
+    padded = np.ones(64, np.int32)
     padded[:40] = text()[:40]
     batched = allocator.reserve(make_cache(model.config), 0, 40)
     batched, _ = jax.jit(qwen3.prefill, static_argnames=("config",))(
