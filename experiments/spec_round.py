@@ -14,20 +14,26 @@ from collections.abc import Sequence
 
 from rich import console as rich_console
 
-from experiments import model_pair, paired_runs, prompt_files, records, report
+from experiments.support import (
+    flags,
+    model_pair,
+    paired_runs,
+    prompt_files,
+    records,
+    report,
+)
 from spec_jax import metrics, session
 from spec_jax.model import config as config_lib
 from spec_jax.paging import index
 from spec_jax.typing import IMPLS
 
 
-PROMPTS = pathlib.Path(__file__).parent / "prompts" / "python_50.jsonl"
-MATCHED, UNUSABLE, NOT_MATCHED, INTERRUPTED = 0, 1, 2, 130
+MATCHED, NOT_MATCHED = 0, 2
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = _Parser(
+    parser = flags.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     models = parser.add_argument_group("models")
@@ -67,21 +73,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     runs.add_argument(
         "--gen-tokens",
-        type=_positive,
+        type=flags.positive,
         default=64,
         metavar="TOKENS",
         help="tokens to generate per prompt, at most (default: %(default)s)",
     )
     runs.add_argument(
         "--gamma",
-        type=_positive,
+        type=flags.positive,
         default=4,
         metavar="TOKENS",
         help="tokens drafted per round (default: %(default)s)",
     )
     runs.add_argument(
         "--page-size",
-        type=_positive,
+        type=flags.positive,
         default=16,
         metavar="TOKENS",
         help="positions per page of the cache (default: %(default)s)",
@@ -95,7 +101,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     runs.add_argument(
         "--repeats",
-        type=_positive,
+        type=flags.positive,
         default=1,
         metavar="N",
         help="timed repetitions of every prompt (default: %(default)s)",
@@ -124,21 +130,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together: give both, or neither")
     return args
-
-
-class _Parser(argparse.ArgumentParser):
-    """Exits with status 1 on a usage error: 2 means that tokens differed."""
-
-    def error(self, message: str):
-        self.print_usage(sys.stderr)
-        self.exit(UNUSABLE, f"{self.prog}: error: {message}\n")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,7 +242,7 @@ def run_all(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
 ) -> tuple[metrics.Metrics, list[PromptResult], model_pair.ModelPair]:
     """Loads, runs every prompt, writes its line, and returns the summary."""
-    prompts = prompt_files.parse(args.prompts, default_file=PROMPTS)
+    prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     pair = model_pair.load_pair(
         args.target or model_pair.EMBEDDED_TARGET,
         args.draft or model_pair.EMBEDDED_DRAFT,
@@ -339,11 +330,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             summary, results, pair = run_all(args, out, console)
     except (ValueError, NotImplementedError, MemoryError) as error:
         print(f"spec_round.py: error: {error}", file=sys.stderr)
-        return UNUSABLE
+        return flags.UNUSABLE
     except KeyboardInterrupt:
         kept = f"; finished prompts are in {args.out}" if args.out else ""
         print(f"spec_round.py: interrupted{kept}", file=sys.stderr)
-        return INTERRUPTED
+        return flags.INTERRUPTED
     console.print()
     print_sample(results[0], pair, console)
     console.print()

@@ -5,6 +5,8 @@ Stages, in this order, each resumable after a kill with the same loss curve:
     target    about 10 M parameters, on text
     draft     about 1 M parameters, on the same text
     distill   the draft again, towards the target's distributions
+    rollouts  the target continues 4,096 pieces of the text greedily
+    align     the draft again, towards the target's distributions on its own text
     export    bf16 weights, tokenizer and model card, as Hugging Face folders
 
 Everything but the export goes to `--work`. The tokenizer, a byte-level BPE of 4096
@@ -22,12 +24,15 @@ import jax
 import numpy as np
 import tokenizers
 
-from experiments.pair import corpus, export, training
+from experiments.pair import corpus, export, rollouts, training
 from spec_jax.model import config as config_lib, params as params_lib
+from spec_jax.ops import dispatch
+from spec_jax.typing import IMPLS
 
 
 WINDOW = 512
 HELD_OUT_WINDOWS = 32
+ROLLOUTS, ROLLOUT_PREFIX, ROLLOUT_LENGTH, ROLLOUT_BATCH = 4096, 48, 177, 23
 
 TARGET = config_lib.Qwen3Config(
     vocab_size=corpus.VOCAB_SIZE,
@@ -65,10 +70,18 @@ class Stage:
     folder: str
     steps: int
     seed: int
+    batch_size: int = 8
+    learning_rate: float = 0.02
 
     def recipe(self, steps: int | None, seed: int) -> training.Recipe:
         """The recipe; both arguments come from the flags."""
-        return training.Recipe(steps=steps or self.steps, seed=self.seed + seed)
+        return training.Recipe(
+            steps=steps or self.steps,
+            seed=self.seed + seed,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            adam_learning_rate=0.15 * self.learning_rate,
+        )
 
     def init(self, seed: int) -> params_lib.Params:
         """Random parameters."""
@@ -77,8 +90,16 @@ class Stage:
 
 STAGES = {
     "target": Stage(config=TARGET, folder="target", steps=700, seed=0),
-    "draft": Stage(config=DRAFT, folder="draft", steps=400, seed=1),
-    "distill": Stage(config=DRAFT, folder="distilled", steps=400, seed=2),
+    "draft": Stage(config=DRAFT, folder="draft", steps=200, seed=1),
+    "distill": Stage(config=DRAFT, folder="distilled", steps=300, seed=2),
+    "align": Stage(
+        config=DRAFT,
+        folder="aligned",
+        steps=200,
+        seed=3,
+        batch_size=ROLLOUT_BATCH,
+        learning_rate=0.01,
+    ),
 }
 
 
@@ -118,10 +139,18 @@ def train(args: argparse.Namespace) -> float:
     stage = STAGES[args.stage]
     windows, held_out, description = prepare(args.work)
     print(f"{description['corpus']}: {description['train_tokens']:,} training tokens")
+    if args.stage == "align":
+        path = args.work / "rollouts.npy"
+        if not path.exists():
+            raise ValueError(f"{path}: no such file; run the stage rollouts first")
+        # The last batches are held out: what counts here is the target's own text.
+        own = np.load(path)
+        windows, held_out = own[: -4 * ROLLOUT_BATCH], own[-4 * ROLLOUT_BATCH :]
     teacher = None
-    if args.stage == "distill":
+    if args.stage in ("distill", "align"):
+        before = {"distill": "draft", "align": "distill"}[args.stage]
         teacher, _ = restore(args.work, "target", args.seed)
-        init, _ = restore(args.work, "draft", args.seed)
+        init, _ = restore(args.work, before, args.seed)
         loss = functools.partial(training.distillation_loss, DRAFT, TARGET)
     else:
         init = stage.init(args.seed)
@@ -140,11 +169,30 @@ def train(args: argparse.Namespace) -> float:
     return training.last_held_out_loss(folder)
 
 
+def roll_out(args: argparse.Namespace) -> None:
+    """Writes `rollouts.npy [ROLLOUTS, ROLLOUT_LENGTH]` of the shipped target."""
+    windows, _, _ = prepare(args.work)
+    params, _ = restore(args.work, "target", args.seed)
+    random = np.random.default_rng(args.seed)
+    chosen = windows[random.choice(len(windows), ROLLOUTS)]
+    starts = random.integers(0, WINDOW - ROLLOUT_PREFIX, ROLLOUTS)
+    columns = starts[:, None] + np.arange(ROLLOUT_PREFIX)
+    text = rollouts.generate(
+        params_lib.cast(params, "bfloat16"),
+        dataclasses.replace(TARGET, dtype="bfloat16"),
+        np.take_along_axis(chosen, columns, axis=1),
+        length=ROLLOUT_LENGTH,
+        impl=dispatch.resolve(args.impl),
+    )
+    np.save(args.work / "rollouts.npy", text)
+
+
 def export_pair(args: argparse.Namespace) -> None:
     """Writes the newest checkpoints to `--assets`, with a model card."""
     _, held_out, description = prepare(args.work)
     models = []
-    for name, stage_names in (("target", ("target",)), ("draft", ("draft", "distill"))):
+    draft_stages = ("draft", "distill", "align")
+    for name, stage_names in (("target", ("target",)), ("draft", draft_stages)):
         stage = STAGES[stage_names[-1]]
         params, _ = restore(args.work, stage_names[-1], args.seed)
         loss = jax.jit(functools.partial(training.text_loss, stage.config))
@@ -157,7 +205,7 @@ def export_pair(args: argparse.Namespace) -> None:
                     loss, params, held_out, batch_size=8
                 ),
                 stages={
-                    key: training.tokens_seen(args.work / STAGES[key].folder, WINDOW)
+                    key: training.tokens_seen(args.work / STAGES[key].folder)
                     for key in stage_names
                 },
             )
@@ -170,7 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stage", choices=(*STAGES, "export"), required=True)
+    parser.add_argument(
+        "--stage", choices=(*STAGES, "rollouts", "export"), required=True
+    )
     parser.add_argument(
         "--work",
         type=pathlib.Path,
@@ -182,6 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--impl", choices=IMPLS, default="auto", help="kernels of the rollouts"
+    )
+    parser.add_argument(
         "--assets",
         type=pathlib.Path,
         default=pathlib.Path("spec_jax/assets"),
@@ -191,9 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.stage == "export":
             export_pair(args)
+        elif args.stage == "rollouts":
+            roll_out(args)
         else:
             print(f"held-out loss {train(args):.4f} nats per token")
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         print(f"train_pair.py: error: {error}", file=sys.stderr)
         return 1
     return 0

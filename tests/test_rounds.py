@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from decoding import GAMMA_MAX, PROMPT, Scripted
 
-from experiments import paired_runs
+from experiments.support import paired_runs
 from spec_jax import acceptance, autoregressive, metrics, rounds, session, testing
 from spec_jax.ops import dispatch
 from spec_jax.paging import cache

@@ -187,6 +187,7 @@ def run(
                     state, tokens, teacher, loss=loss, transform=transform
                 )
                 row = {"step": step, "loss": float(value)}
+                row["tokens"] = tokens[:, 1:].size
                 seconds = time.perf_counter() - started
                 row["tokens_per_s"] = round(tokens[:, 1:].size / seconds)
                 done = step + 1
@@ -268,7 +269,7 @@ def last_held_out_loss(folder: pathlib.Path) -> float:
     return [row["held_out_loss"] for row in rows if "held_out_loss" in row][-1]
 
 
-def tokens_seen(folder: pathlib.Path, window: int, batch_size: int = 8) -> int:
+def tokens_seen(folder: pathlib.Path) -> int:
     """Training tokens of all steps in a run's log."""
     with (folder / "log.jsonl").open(encoding="utf-8") as log:
-        return sum(1 for _ in log) * batch_size * window
+        return sum(json.loads(line)["tokens"] for line in log)

@@ -63,6 +63,7 @@ def project(
     else:
         _shapes(residual=(residual, (R, N)))
     _same(x, w, norm, residual)
+    out_dtype = jnp.dtype(out_dtype)
     if out_dtype not in (x.dtype, jnp.float32):
         raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
     output = jax.ShapeDtypeStruct((R, N), out_dtype)

@@ -51,10 +51,10 @@ inline void load_tail(const W* w, int64_t left, Vec& a, Vec& b) {
 }
 
 // R rows by NT weight rows. `x` has row stride `stride`; results go to
-// `out[r * kTileOut + j]`.
-constexpr int kTileOut = 8;
+// `out[r * out_stride + j]`.
 template <int R, int NT, typename W>
-inline void tile(const float* x, int64_t stride, const W* w, int64_t K, float* out) {
+inline void tile(const float* x, int64_t stride, const W* w, int64_t K, float* out,
+                 int64_t out_stride) {
   Vec acc[R][NT];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -92,7 +92,7 @@ inline void tile(const float* x, int64_t stride, const W* w, int64_t K, float* o
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int j = 0; j < NT; ++j) out[r * kTileOut + j] = sum(acc[r][j]);
+    for (int j = 0; j < NT; ++j) out[r * out_stride + j] = sum(acc[r][j]);
   }
 }
 
@@ -103,58 +103,48 @@ constexpr int tile_width(int R) {
   int width = accumulators / R;
   return width > 8 ? 8 : width < 1 ? 1 : width;
 }
-constexpr int kGroup = 8;  // rows of a tile, at most
+constexpr int64_t kGroup = 8;  // rows of a tile, at most
+constexpr int64_t kBlock = 8;  // weight rows that one group leaves to the next
 
-template <int R, typename W, typename Sink>
-void columns(const float* x, int64_t stride, const W* w, int64_t K, int64_t n0,
-             int64_t n1, Sink sink) {
+template <int R, typename W>
+void columns(const float* x, int64_t stride, const W* w, int64_t K, int64_t N,
+             float* out, int64_t out_stride) {
   constexpr int NT = tile_width(R);
-  float out[R * kTileOut];
-  int64_t n = n0;
-  for (; n + NT <= n1; n += NT) {
-    tile<R, NT>(x, stride, w + n * K, K, out);
-    for (int r = 0; r < R; ++r) {
-      for (int j = 0; j < NT; ++j) sink(r, n + j, out[r * kTileOut + j]);
-    }
+  int64_t n = 0;
+  for (; n + NT <= N; n += NT) {
+    tile<R, NT>(x, stride, w + n * K, K, out + n, out_stride);
   }
-  for (; n < n1; ++n) {
-    tile<R, 1>(x, stride, w + n * K, K, out);
-    for (int r = 0; r < R; ++r) sink(r, n, out[r * kTileOut]);
-  }
+  for (; n < N; ++n) tile<R, 1>(x, stride, w + n * K, K, out + n, out_stride);
 }
 
-template <typename W, typename Sink>
-void group(int rows, const float* x, int64_t stride, const W* w, int64_t K, int64_t n0,
-           int64_t n1, Sink sink) {
+template <typename W>
+void group(int64_t rows, const float* x, int64_t stride, const W* w, int64_t K,
+           int64_t N, float* out, int64_t out_stride) {
   switch (rows) {
-    case 1: return columns<1>(x, stride, w, K, n0, n1, sink);
-    case 2: return columns<2>(x, stride, w, K, n0, n1, sink);
-    case 3: return columns<3>(x, stride, w, K, n0, n1, sink);
-    case 4: return columns<4>(x, stride, w, K, n0, n1, sink);
-    case 5: return columns<5>(x, stride, w, K, n0, n1, sink);
-    case 6: return columns<6>(x, stride, w, K, n0, n1, sink);
-    case 7: return columns<7>(x, stride, w, K, n0, n1, sink);
-    case 8: return columns<8>(x, stride, w, K, n0, n1, sink);
+    case 1: return columns<1>(x, stride, w, K, N, out, out_stride);
+    case 2: return columns<2>(x, stride, w, K, N, out, out_stride);
+    case 3: return columns<3>(x, stride, w, K, N, out, out_stride);
+    case 4: return columns<4>(x, stride, w, K, N, out, out_stride);
+    case 5: return columns<5>(x, stride, w, K, N, out, out_stride);
+    case 6: return columns<6>(x, stride, w, K, N, out, out_stride);
+    case 7: return columns<7>(x, stride, w, K, N, out, out_stride);
+    case 8: return columns<8>(x, stride, w, K, N, out, out_stride);
   }
 }
 
-// Weight rows [n0, n1) for all rows; `sink(r, n, value)` receives each result once.
-// More rows than a group go over a block of weight rows that the cache still holds.
-template <typename W, typename Sink>
-void product(int64_t rows, const float* x, const W* w, int64_t K, int64_t n0,
-             int64_t n1, Sink sink) {
+// N weight rows for all rows: `out[r * out_stride + n]`. More rows than a group go over
+// a block of weight rows that the cache still holds.
+template <typename W>
+void product(int64_t rows, const float* x, const W* w, int64_t K, int64_t N, float* out,
+             int64_t out_stride) {
   int64_t stride = padded(K);
-  constexpr int64_t kBlock = 8;
-  if (rows <= kGroup) {
-    group(static_cast<int>(rows), x, stride, w, K, n0, n1, sink);
-    return;
-  }
-  for (int64_t n = n0; n < n1; n += kBlock) {
-    int64_t end = std::min(n + kBlock, n1);
-    for (int64_t r0 = 0; r0 < rows; r0 += kGroup) {
-      int count = static_cast<int>(std::min<int64_t>(kGroup, rows - r0));
-      auto shifted = [&](int r, int64_t at, float y) { sink(r + r0, at, y); };
-      group(count, x + r0 * stride, stride, w, K, n, end, shifted);
+  int64_t block = rows <= kGroup ? N : kBlock;
+  for (int64_t n = 0; n < N; n += block) {
+    int64_t width = std::min(block, N - n);
+    for (int64_t r = 0; r < rows; r += kGroup) {
+      int64_t count = std::min<int64_t>(kGroup, rows - r);
+      group(count, x + r * stride, stride, w + n * K, K, width,
+            out + r * out_stride + n, out_stride);
     }
   }
 }

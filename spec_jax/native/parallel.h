@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <new>
 #include <thread>
@@ -28,8 +29,8 @@ inline void relax(int64_t round) {
 // bodies must not depend on each other, and must not throw. Returns when all are done.
 // The caller works too and never waits for a thread that has not begun, so a busy pool
 // cannot stall it.
-template <typename Pool, typename Body>
-void parallel_for(Pool& pool, int64_t count, const Body& body) {
+template <typename Pool>
+void parallel_for(Pool& pool, int64_t count, const std::function<void(int64_t)>& body) {
   struct Shared {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> done{0};

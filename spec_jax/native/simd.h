@@ -128,64 +128,45 @@ inline void prefetch_address(uintptr_t address) {
 
 #else
 
-// Plain arrays: any compiler makes vectors of whatever width it has out of them.
+// Vectors of the compiler (GCC and Clang), in whatever registers the machine has.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "pairs are read as integers");
 constexpr int kLanes = 8;
-struct Vec {
-  float lane[kLanes];
-};
-template <typename F>
-inline Vec each(F f) {
-  Vec out;
-  for (int i = 0; i < kLanes; ++i) out.lane[i] = f(i);
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+template <typename To, typename From>
+inline To load_as(const From* p) {
+  To out;
+  std::memcpy(&out, p, sizeof out);
   return out;
 }
-inline Vec zero() { return each([](int) { return 0.0f; }); }
-inline Vec broadcast(float x) { return each([=](int) { return x; }); }
-inline Vec load(const float* p) { return each([=](int i) { return p[i]; }); }
-inline void store(float* p, Vec x) {
-  for (int i = 0; i < kLanes; ++i) p[i] = x.lane[i];
-}
+inline Vec zero() { return Vec{}; }
+inline Vec broadcast(float x) { return Vec{x, x, x, x, x, x, x, x}; }
+inline Vec load(const float* p) { return load_as<Vec>(p); }
+inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 // Two roundings, not one: built with contraction off, so that it stays so.
-inline Vec fma(Vec a, Vec b, Vec c) {
-  return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
-}
-inline Vec add(Vec a, Vec b) {
-  return each([&](int i) { return a.lane[i] + b.lane[i]; });
-}
-inline Vec mul(Vec a, Vec b) {
-  return each([&](int i) { return a.lane[i] * b.lane[i]; });
-}
-inline Vec maximum(Vec a, Vec b) {
-  return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
-}
-inline Vec minimum(Vec a, Vec b) {
-  return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
-}
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
-  return each([&](int i) { return x.lane[i] < limit.lane[i] ? 0.0f : y.lane[i]; });
+  return x < limit ? zero() : y;
 }
-inline Vec load(const bf16* p) { return each([=](int i) { return to_float(p[i]); }); }
+inline Vec load(const bf16* p) {
+  return (Vec)(__builtin_convertvector(load_as<Halves>(p), Bits) << 16);
+}
 inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
-  even = each([=](int i) { return to_float(p[2 * i]); });
-  odd = each([=](int i) { return to_float(p[2 * i + 1]); });
+  Bits both = load_as<Bits>(p);
+  even = (Vec)(both << 16);
+  odd = (Vec)(both & 0xffff0000u);
 }
 // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
 constexpr float kShifter = 12582912.0f;
-inline Vec round_even(Vec x) {
-  return each([&](int i) { return (x.lane[i] + kShifter) - kShifter; });
-}
-// (By way of those bits, since converting a NaN to int is undefined.)
-inline Vec pow2(Vec n) {
-  return each([&](int i) {
-    float shifted = n.lane[i] + (kShifter + 127.0f);
-    uint32_t bits;
-    std::memcpy(&bits, &shifted, sizeof bits);
-    bits <<= 23;
-    float out;
-    std::memcpy(&out, &bits, sizeof out);
-    return out;
-  });
-}
+inline Vec round_even(Vec x) { return (x + kShifter) - kShifter; }
+// (By way of those bits, since converting a NaN to an integer is undefined.)
+inline Vec pow2(Vec n) { return (Vec)((Bits)(n + (kShifter + 127.0f)) << 23); }
 inline void prefetch_address(uintptr_t) {}
 
 #endif

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from experiments import prompt_files
+from experiments.support import prompt_files
 
 
 REPO = pathlib.Path(__file__).parents[2]

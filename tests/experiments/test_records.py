@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import records, report
+from experiments.support import records, report
 
 
 def rows(path: pathlib.Path) -> list[dict]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from rich import console as rich_console
 
-from experiments import report
+from experiments.support import report
 from spec_jax import metrics
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from experiments import paired_runs, report, spec_round
+from experiments import spec_round
+from experiments.support import flags, paired_runs, report
 from spec_jax.model import load
 
 
@@ -21,7 +22,7 @@ def folders(tmp_path_factory):
     return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
-def flags(folders, *more: str) -> list[str]:
+def command(folders, *more: str) -> list[str]:
     target, draft = folders
     return [
         *("--target", str(target), "--draft", str(draft)),
@@ -37,7 +38,7 @@ def rows_of(path: pathlib.Path) -> list[dict]:
 def test_a_matched_run(folders, tmp_path, capsys):
     """Fails if a line is missing, or the summary is not that of the lines."""
     out = tmp_path / "out.jsonl"
-    status = spec_round.main(flags(folders, "--out", str(out), "--repeats", "2"))
+    status = spec_round.main(command(folders, "--out", str(out), "--repeats", "2"))
     assert status == spec_round.MATCHED == 0
     *prompts, summary = rows_of(out)
     assert [row["id"] for row in prompts] == ["py-01", "py-02"]
@@ -69,7 +70,7 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(paired_runs, "run_speculative", corrupted)
     out = tmp_path / "out.jsonl"
     more = ("--ignore-stop", "--out", str(out))
-    assert spec_round.main(flags(folders, *more)) == spec_round.NOT_MATCHED == 2
+    assert spec_round.main(command(folders, *more)) == spec_round.NOT_MATCHED == 2
     *prompts, summary = rows_of(out)
     assert summary["matched"] is False
     assert summary["verify_decode_mismatches"] == len(prompts) == 2
@@ -87,15 +88,15 @@ def test_an_interrupted_run_leaves_whole_lines(folders, tmp_path, monkeypatch, c
 
     monkeypatch.setattr(spec_round, "run_prompt", interrupted)
     out = tmp_path / "out.jsonl"
-    status = spec_round.main(flags(folders, "--out", str(out)))
-    assert status == spec_round.INTERRUPTED == 130
+    status = spec_round.main(command(folders, "--out", str(out)))
+    assert status == flags.INTERRUPTED == 130
     assert [row["id"] for row in rows_of(out)] == ["py-01"]
     assert "interrupted" in capsys.readouterr().err
 
 
 def test_prefill_by_rows_and_other_page_sizes_match(folders):
     for more in (("--prefill", "rows"), ("--page-size", "8"), ("--dtype", "bfloat16")):
-        assert spec_round.main(flags(folders, "--prompts", "1", *more)) == 0
+        assert spec_round.main(command(folders, "--prompts", "1", *more)) == 0
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_prefill_by_rows_and_other_page_sizes_match(folders):
 def test_prompts_of_real_benchmarks(folders, file):
     if not (DATA / file).exists():
         pytest.skip(f"{file} is not beside the checkout")
-    assert spec_round.main(flags(folders, "--prompts", f"{DATA / file}:1")) == 0
+    assert spec_round.main(command(folders, "--prompts", f"{DATA / file}:1")) == 0
 
 
 def fails_with(capsys, arguments: list[str], *words: str) -> None:
@@ -119,7 +120,7 @@ def fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == spec_round.UNUSABLE == 1
+    assert status == flags.UNUSABLE == 1
     assert "Traceback" not in error
     lines = [line for line in error.splitlines() if "error:" in line]
     assert len(lines) == 1, error
@@ -149,7 +150,7 @@ def fails_with(capsys, arguments: list[str], *words: str) -> None:
     ],
 )
 def test_unusable_flags(folders, capsys, more, words):
-    fails_with(capsys, flags(folders, *more), *words)
+    fails_with(capsys, command(folders, *more), *words)
 
 
 def test_out_is_checked_before_the_run(folders, tmp_path, capsys, monkeypatch):
@@ -159,25 +160,25 @@ def test_out_is_checked_before_the_run(folders, tmp_path, capsys, monkeypatch):
         raise AssertionError("the run began")
 
     monkeypatch.setattr(spec_round, "run_all", must_not_run)
-    fails_with(capsys, flags(folders, "--out", str(tmp_path)), "directory")
+    fails_with(capsys, command(folders, "--out", str(tmp_path)), "directory")
 
 
 def test_a_broken_line_is_named(folders, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": \n')
-    fails_with(capsys, flags(folders, "--prompts", str(path)), "prompts.jsonl", "2")
+    fails_with(capsys, command(folders, "--prompts", str(path)), "prompts.jsonl", "2")
 
 
 def test_an_empty_prompt_is_named(folders, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
-    fails_with(capsys, flags(folders, "--prompts", str(path)), "empty", "2")
+    fails_with(capsys, command(folders, "--prompts", str(path)), "empty", "2")
 
 
 def test_a_prompt_that_is_too_long(folders, tmp_path, capsys):
     path = tmp_path / "prompts.txt"
     path.write_text("x" * 3000 + "\n")
-    fails_with(capsys, flags(folders, "--prompts", str(path)), "3000", "2042")
+    fails_with(capsys, command(folders, "--prompts", str(path)), "3000", "2042")
 
 
 def test_one_of_target_and_draft_is_missing(folders, capsys):
@@ -196,7 +197,7 @@ def test_truncated_weights(folders, tmp_path, capsys):
     target, draft = copied(folders, tmp_path)
     path = target / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    fails_with(capsys, flags((target, draft)), "model.safetensors", "again")
+    fails_with(capsys, command((target, draft)), "model.safetensors", "again")
 
 
 def test_another_architecture(folders, tmp_path, capsys):
@@ -204,27 +205,27 @@ def test_another_architecture(folders, tmp_path, capsys):
     config = json.loads((target / "config.json").read_text())
     config["architectures"] = ["LlamaForCausalLM"]
     (target / "config.json").write_text(json.dumps(config))
-    fails_with(capsys, flags((target, draft)), "LlamaForCausalLM", "Qwen3ForCausalLM")
+    fails_with(capsys, command((target, draft)), "LlamaForCausalLM", "Qwen3ForCausalLM")
 
 
 def test_models_of_different_vocabularies(folders, tmp_path, capsys):
     draft = tiny_pair.write_model(
         tmp_path / "draft", tiny_pair.config(vocab_size=280), seed=1
     )
-    fails_with(capsys, flags((folders[0], draft)), "vocabularies", "280", "264")
+    fails_with(capsys, command((folders[0], draft)), "vocabularies", "280", "264")
 
 
 def test_different_tokenizers(folders, tmp_path, capsys):
     target, draft = copied(folders, tmp_path)
     tiny_pair.byte_tokenizer("extra").save(str(draft / "tokenizer.json"))
-    fails_with(capsys, flags((target, draft)), "extra")
+    fails_with(capsys, command((target, draft)), "extra")
 
 
 def test_a_model_that_does_not_fit(folders, capsys, monkeypatch):
     """Refused before a weight is read, with both numbers."""
     monkeypatch.setattr(load.psutil, "virtual_memory", lambda: _Free(1000))
     monkeypatch.setattr(load.files, "read_into", None)
-    fails_with(capsys, flags(folders), "GiB", "free")
+    fails_with(capsys, command(folders), "GiB", "free")
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import model_pair
+from experiments.support import model_pair
 from spec_jax import autoregressive, metrics, rounds, session
 from spec_jax.model import qwen3
 

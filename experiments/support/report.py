@@ -5,7 +5,6 @@ and in the JSON row. Functions here know names and values; they compute none of 
 """
 
 import dataclasses
-import enum
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,16 +16,11 @@ from rich import (
     text as rich_text,
 )
 
-from experiments import records
+from experiments.support import records
+from spec_jax import rounds
 
 
-class Origin(enum.IntEnum):
-    """Where a token of the shown text came from."""
-
-    PROMPT = 0
-    ACCEPTED = 1  # Drafted, and kept.
-    CORRECTION = 2  # The target's own, in place of a rejected draft.
-    BONUS = 3  # The target's own, after every draft was kept.
+Origin = rounds.Origin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

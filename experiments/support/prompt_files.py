@@ -20,6 +20,10 @@ _NUMBER = re.compile(r"[+-]?[0-9]+")
 _LIMIT = re.compile(r"(?P<path>.+):(?P<limit>[0-9]+)", re.DOTALL)
 
 
+BUNDLED = pathlib.Path(__file__).parents[1] / "prompts" / "python_50.jsonl"
+"""Fifty beginnings of Python functions, classes and modules."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One prompt.

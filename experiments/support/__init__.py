@@ -1,0 +1,1 @@
+"""What the scripts share: prompts, models, paired runs, timing, reports, records."""

@@ -1,0 +1,84 @@
+"""Bandwidth: how fast this machine reads memory, and how many bytes a step reads.
+
+A decoding step reads every weight once and computes little, so that a plain read of
+as many bytes is what it can be measured against.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from experiments.support import timing
+from spec_jax.model import params as params_lib
+
+
+LARGE_READ_BYTES = 256 * 2**20
+"""Far more than any last-level cache: what is read comes from memory."""
+
+_CACHES = pathlib.Path("/sys/devices/system/cpu/cpu0/cache")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+# XLA's threads share the work along the first dimension.
+_PARTS = 64
+
+
+def step_bytes(params: params_lib.Params) -> int:
+    """Bytes of weights that one step reads.
+
+    An embedding that is not tied to the head is left out: a step reads a row of it.
+    """
+    return params_lib.num_bytes((params.layers, params.final_norm, params.head))
+
+
+def read(num_bytes: int) -> timing.Thunk:
+    """Reads an array of `num_bytes` on all cores: a sum in float32.
+
+    It was read just before, so that an array that fits into the last-level cache is
+    read from there, as weights of the same size are in a step.
+    """
+    columns = max(1, num_bytes // (4 * _PARTS))
+    array = jnp.ones((_PARTS, columns), jnp.float32)
+    total = jax.jit(jnp.sum)
+    return timing.stopwatch(lambda _: total(array), lambda: total(array))
+
+
+def last_level_cache_bytes() -> int | None:
+    """Size of the largest cache that core 0 can use, where Linux tells it."""
+    sizes = []
+    for path in _CACHES.glob("index*/size"):
+        try:
+            text = path.read_text().strip()
+            sizes.append(int(text[:-1]) * _UNITS[text[-1]])
+        except (OSError, ValueError, KeyError, IndexError):
+            continue
+    return max(sizes, default=None)
+
+
+def summarise(
+    params: params_lib.Params,
+    *,
+    step_s: Sequence[float],
+    read_s: Sequence[float],
+    large_read_s: Sequence[float],
+) -> dict[str, float | int | bool | None]:
+    """What a step achieves of what a plain read of as many bytes does.
+
+    Args:
+      step_s: seconds of a plain step, in each turn.
+      read_s: of `read(step_bytes(params))`, in the same turns.
+      large_read_s: of `read(max(step_bytes(params), LARGE_READ_BYTES))`.
+    """
+    num_bytes = step_bytes(params)
+    large_bytes = max(num_bytes, LARGE_READ_BYTES)
+    cache_bytes = last_level_cache_bytes()
+    return {
+        "step_bytes": num_bytes,
+        "last_level_cache_bytes": cache_bytes,
+        "fits_in_cache": None if cache_bytes is None else num_bytes <= cache_bytes,
+        "read_gb_s": num_bytes / timing.spread(read_s).median / 1e9,
+        "read_best_gb_s": num_bytes / min(read_s) / 1e9,
+        "memory_gb_s": large_bytes / timing.spread(large_read_s).median / 1e9,
+        "achieved_gb_s": num_bytes / timing.spread(step_s).median / 1e9,
+        "bandwidth_share": timing.spread(timing.ratios(read_s, step_s)).median,
+    }
