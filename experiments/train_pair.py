@@ -210,7 +210,13 @@ def export_pair(args: argparse.Namespace) -> None:
                 },
             )
         )
-    export.write(args.assets, args.work / "tokenizer.json", models, description)
+    export.write(
+        args.assets,
+        args.work / "tokenizer.json",
+        models,
+        description,
+        notes=args.note,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -239,6 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=pathlib.Path,
         default=pathlib.Path("spec_jax/assets"),
         help="where the export goes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--note", action="append", default=[], help="a sentence for the model card"
     )
     args = parser.parse_args(argv)
     try:

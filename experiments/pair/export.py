@@ -37,8 +37,14 @@ def write(
     tokenizer: pathlib.Path,
     models: Sequence[Model],
     description: Mapping[str, int | str],
+    *,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Writes `assets/<name>/` for each model, in bfloat16, and `assets/README.md`."""
+    """Writes `assets/<name>/` for each model, in bfloat16, and `assets/README.md`.
+
+    Args:
+      notes: what else the card should say, a sentence each.
+    """
     for model in models:
         folder = assets / model.name
         config = dataclasses.replace(model.config, dtype="bfloat16")
@@ -55,10 +61,16 @@ def write(
         (folder / "tokenizer_config.json").write_text(
             json.dumps(settings, indent=2) + "\n"
         )
-    (assets / "README.md").write_text(card(models, description), encoding="utf-8")
+    (assets / "README.md").write_text(
+        card(models, description, notes), encoding="utf-8"
+    )
 
 
-def card(models: Sequence[Model], description: Mapping[str, int | str]) -> str:
+def card(
+    models: Sequence[Model],
+    description: Mapping[str, int | str],
+    notes: Sequence[str] = (),
+) -> str:
     """The model card, Markdown."""
     rows = [
         f"| {model.name} | {model.num_params:,} | {model.config.num_layers} x "
@@ -67,7 +79,11 @@ def card(models: Sequence[Model], description: Mapping[str, int | str]) -> str:
         + f" | {model.held_out_loss:.4f} |"
         for model in models
     ]
-    return _CARD.format(rows="\n".join(rows), **description)
+    return _CARD.format(
+        rows="\n".join(rows),
+        notes="".join(f"- {note}\n" for note in notes).rstrip(),
+        **description,
+    )
 
 
 _CARD = """# The embedded pair
@@ -88,9 +104,11 @@ Python that looks like the standard library's and means little.
 - Tokenizer: byte-level BPE of 4096 entries trained on the training files;
   `<|endoftext|>` is id 0, separates files, and is the stop token.
 - Training: windows of 512 tokens, 8 a step, float32; Muon for the matrices of the
-  layers, Adam for the rest, cosine schedule. The draft was trained on text and then
-  distilled from the target (forward KL divergence on the same text).
-- Made by `python experiments/train_pair.py --stage target`, then `--stage draft`,
-  `--stage distill` and `--stage export`. Weights are stored in bfloat16; the losses
-  are those of the float32 weights.
+  layers, Adam for the rest, cosine schedule. The draft was trained on text, then
+  distilled from the target on the same text (forward KL divergence), and then on
+  greedy continuations by the target itself.
+- Made by `python experiments/train_pair.py --stage target`, then `draft`, `distill`,
+  `rollouts`, `align` and `export`. Weights are stored in bfloat16; the losses are
+  those of the float32 weights.
+{notes}
 """
