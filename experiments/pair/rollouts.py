@@ -31,8 +31,9 @@ def generate(
     parts = []
     for start in progress.track(range(0, len(prefixes), SLOTS), "rollouts"):
         batch = jnp.asarray(prefixes[start : start + SLOTS], jnp.int32)
-        parts.append(_continue(params, batch, config=config, length=length, impl=impl))
-    return np.concatenate([np.asarray(part) for part in parts])
+        text = _continue(params, batch, config=config, length=length, impl=impl)
+        parts.append(np.asarray(text))  # Waits, so that the progress shown is real.
+    return np.concatenate(parts)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "length", "impl"))
