@@ -95,7 +95,7 @@ STAGES = {
     "align": Stage(
         config=DRAFT,
         folder="aligned",
-        steps=120,
+        steps=300,
         seed=3,
         batch_size=ROLLOUT_BATCH,
         learning_rate=0.01,
