@@ -106,7 +106,8 @@ inline void attend(const float* q, const T* k, const T* v, const Pages& pages,
     }
   }
   for (int64_t g = 0; g < G; ++g) {
-    for (int64_t h = 0; h < H; ++h) out[g * H + h] = runs[g].weighted[h] / runs[g].total;
+    const Running& run = runs[g];
+    for (int64_t h = 0; h < H; ++h) out[g * H + h] = run.weighted[h] / run.total;
   }
 }
 

@@ -1,0 +1,169 @@
+"""What the kernels compute, in float64 NumPy, written from the docstrings of the ops.
+
+Values are rounded to the model's dtype where the ops say so, and nowhere else.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def rounded(x, dtype) -> np.ndarray:
+    return np.asarray(x, np.float64).astype(jnp.dtype(dtype)).astype(np.float64)
+
+
+def wide(*arrays) -> tuple[np.ndarray, ...]:
+    return tuple(np.asarray(array).astype(np.float64) for array in arrays)
+
+
+def normal(rng, shape, dtype, scale=1.0) -> np.ndarray:
+    return (scale * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
+
+
+def assert_rounded_alike(actual, expected) -> None:
+    """Asserts that few elements differ at all: those at the edge of a rounding.
+
+    A rounding too many or too few moves a third of them. For bfloat16 and norms near
+    one; float32 sums differ from float64 ones in most elements.
+    """
+    actual, expected = wide(actual, expected)
+    differing = np.mean(actual != expected)
+    assert differing < 0.06, f"{differing:.0%} of {actual.size} elements differ"
+
+
+def rms_norm(x, weight, eps, dtype):
+    mean_square = np.mean(x * x, axis=-1, keepdims=True)
+    return rounded(rounded(x / np.sqrt(mean_square + eps), dtype) * weight, dtype)
+
+
+def project(x, w, *, norm=None, residual=None, eps=0.0, out_dtype=None):
+    dtype = x.dtype
+    x, w = wide(x, w)
+    if norm is not None:
+        x = rms_norm(x, *wide(norm), eps, dtype)
+    y = rounded(x @ w.T, out_dtype or dtype)
+    return y if residual is None else rounded(y + wide(residual)[0], dtype)
+
+
+def gate(x, w, *, norm, eps):
+    gates, up = np.split(project(x, w, norm=norm, eps=eps), 2, axis=-1)
+    silu = rounded(gates / (1 + np.exp(-gates)), x.dtype)
+    return rounded(silu * up, x.dtype)
+
+
+def rotate(x, cos, sin, dtype):
+    first, second = np.split(x, 2, axis=-1)
+    turned = (
+        rounded(first * cos, dtype) - rounded(second * sin, dtype),
+        rounded(second * cos, dtype) + rounded(first * sin, dtype),
+    )
+    return rounded(np.concatenate(turned, axis=-1), dtype)
+
+
+@dataclasses.dataclass
+class Slab:
+    """The arguments of `calls.attend`: rows over pages that are NaN but for prefixes.
+
+    Slots own permuted pages; `prefix[s]` positions of slot `s` are written.
+    """
+
+    heads: np.ndarray  # [R, (N + 2K) * H]
+    q_norm: np.ndarray  # [H]
+    k_norm: np.ndarray  # [H]
+    k_pages: np.ndarray  # [P, C, K, H]
+    v_pages: np.ndarray  # [P, C, K, H]
+    cos: np.ndarray  # [R, H / 2]
+    sin: np.ndarray  # [R, H / 2]
+    page_table: np.ndarray  # [S, M] int32
+    slots: np.ndarray  # [R] int32
+    positions: np.ndarray  # [R] int32
+
+    @property
+    def num_rows(self) -> int:
+        return self.heads.shape[0]
+
+    def arguments(self, num_live: int | None = None) -> dict:
+        live = self.num_rows if num_live is None else num_live
+        return dataclasses.asdict(self) | {"num_live": np.int32(live)}
+
+    def rows(self, which) -> "Slab":
+        """The slab of these rows, in this order; -1 is a row of poison."""
+        which = np.asarray(which)
+        per_row = {}
+        for name in ("heads", "cos", "sin", "slots", "positions"):
+            array = getattr(self, name)[which].copy()
+            array[which < 0] = np.nan if array.dtype.kind != "i" else 2**30
+            per_row[name] = array
+        return dataclasses.replace(self, **per_row)
+
+    def locate(self, slot: int, position: int) -> tuple[int, int]:
+        page_size = self.k_pages.shape[1]
+        return self.page_table[slot, position // page_size], position % page_size
+
+
+def make_slab(
+    rng, rows, *, dtype, N, K, H, page_size, prefix, table_width=None, spare=2
+) -> Slab:
+    """Random data for `rows`, a list of `(slot, position)`."""
+    num_slots, R = len(prefix), len(rows)
+    slots, positions = np.asarray(rows, np.int32).T
+    most = max(*prefix, positions.max() + 1)
+    owned = -(-most // page_size)
+    width = table_width or owned
+    num_pages = num_slots * owned + spare
+    order = rng.permutation(num_pages).astype(np.int32)
+    page_table = np.full((num_slots, width), num_pages, np.int32)
+    page_table[:, :owned] = order[: num_slots * owned].reshape(num_slots, owned)
+    pools = []
+    for _ in range(2):
+        pool = np.full((num_pages, page_size, K, H), np.nan, jnp.dtype(dtype))
+        for slot, length in enumerate(prefix):
+            at = np.arange(length)
+            pages = page_table[slot, at // page_size]
+            pool[pages, at % page_size] = normal(rng, (length, K, H), dtype)
+        pools.append(pool)
+    turns = rng.uniform(0, 6.28, (R, H // 2))
+    return Slab(
+        heads=normal(rng, (R, (N + 2 * K) * H), dtype),
+        q_norm=normal(rng, H, dtype, 0.2) + np.ones((), jnp.dtype(dtype)),
+        k_norm=normal(rng, H, dtype, 0.2) + np.ones((), jnp.dtype(dtype)),
+        k_pages=pools[0],
+        v_pages=pools[1],
+        cos=np.cos(turns).astype(jnp.dtype(dtype)),
+        sin=np.sin(turns).astype(jnp.dtype(dtype)),
+        page_table=page_table,
+        slots=slots,
+        positions=positions,
+    )
+
+
+def attend(slab: Slab, *, eps, scale):
+    """Attended heads `[R, N * H]` and both pools, all rows live and mapped."""
+    dtype = slab.heads.dtype
+    R, (_, _, K, H) = slab.num_rows, slab.k_pages.shape
+    heads = wide(slab.heads)[0].reshape(R, -1, H)
+    N = heads.shape[1] - 2 * K
+    q, k, v = np.split(heads, (N, N + K), axis=1)
+    cos, sin = (x[:, None] for x in wide(slab.cos, slab.sin))
+    q_norm, k_norm = wide(slab.q_norm, slab.k_norm)
+    q = rotate(rms_norm(q, q_norm, eps, dtype), cos, sin, dtype)
+    k = rotate(rms_norm(k, k_norm, eps, dtype), cos, sin, dtype)
+    k_pages, v_pages = (x.copy() for x in wide(slab.k_pages, slab.v_pages))
+    for r in range(R):
+        at = slab.locate(slab.slots[r], slab.positions[r])
+        k_pages[at], v_pages[at] = k[r], v[r]
+    out = np.empty((R, N, H))
+    for r in range(R):
+        seen = np.arange(slab.positions[r] + 1)
+        at = slab.locate(slab.slots[r], seen)
+        for n in range(N):
+            keys, values = (x[at][:, n // (N // K)] for x in (k_pages, v_pages))
+            out[r, n] = softmax(scale * keys @ q[r, n]) @ values
+    return rounded(out, dtype).reshape(R, N * H), k_pages, v_pages
+
+
+def softmax(scores):
+    shift = np.max(scores)
+    probs = np.exp(scores - (0.0 if shift == -np.inf else shift))
+    return probs / probs.sum()

@@ -1,0 +1,84 @@
+"""Prints hashes of what the kernels compute, and the size of XLA's thread pool.
+
+A program: `test_native_threads` runs it under pools of several sizes. Beside the
+kernels it hashes a planted fault: sums over as many pieces of K as there are threads.
+"""
+
+import functools
+import hashlib
+import json
+import pathlib
+
+import jax
+import native_oracle as oracle
+import numpy as np
+
+from spec_jax.native import calls
+
+
+K, N = 96, 1500  # several chunks of weight rows for each thread
+
+
+def pool_size() -> int:
+    """Threads of XLA's pool, which it names so."""
+    tasks = pathlib.Path("/proc/self/task").glob("*/comm")
+    return sum(task.read_text().startswith("tf_XLAEigen") for task in tasks)
+
+
+def digest(outputs) -> str:
+    hashed = hashlib.sha256()
+    for output in jax.tree.leaves(outputs):
+        hashed.update(np.asarray(output).tobytes())
+    return hashed.hexdigest()
+
+
+def computations(rng):
+    """Name, jitted call and arguments, with work for several threads."""
+    live = np.int32(5)
+    for dtype in ("float32", "bfloat16"):
+        # Some rows so small that their sums are denormal: flushed, or not, alike.
+        rows = np.float32([[1], [1], [1e-38], [1e-30], [1]])
+        x = (oracle.normal(rng, (5, K), "float32") * rows).astype(np.dtype(dtype))
+        w = oracle.normal(rng, (N, K), dtype) * np.dtype(dtype).type(0.1)
+        norm = np.ones(K, np.dtype(dtype))
+        project = functools.partial(
+            calls.project, norm=None, residual=None, num_live=live, eps=0.0,
+            out_dtype=np.float32,
+        )  # fmt: skip
+        yield f"project {dtype}", jax.jit(project), {"x": x, "w": w}
+        gate = functools.partial(calls.gate, norm=norm, num_live=live, eps=1e-30)
+        yield f"gate {dtype}", jax.jit(gate), {"x": x, "w": w}
+        slab = oracle.make_slab(
+            rng, [(0, 40), (0, 41), (1, 6)], dtype=dtype, N=16, K=8, H=32,
+            page_size=8, prefix=(40, 6),
+        )  # fmt: skip
+        attend = functools.partial(calls.attend, eps=1e-6, scale=0.2)
+        yield f"attend {dtype}", jax.jit(attend), slab.arguments()
+
+
+def split_over_threads(x, w, pieces: int):
+    """The fault: partial sums over pieces of K."""
+    edges = [K * i // pieces for i in range(pieces + 1)]
+    options = {"norm": None, "residual": None, "eps": 0.0, "num_live": np.int32(5)}
+    parts = (
+        calls.project(x[:, a:b], w[:, a:b], out_dtype=np.float32, **options)
+        for a, b in zip(edges, edges[1:], strict=False)
+    )
+    return sum(parts)
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    found = {}
+    for name, call, arguments in computations(rng):
+        # Several times: which thread takes what is a matter of luck.
+        runs = {digest(call(**arguments)) for _ in range(8)}
+        found[name] = sorted(runs)
+    x, w = (oracle.normal(rng, shape, "float32") for shape in ((5, K), (N, K)))
+    planted = jax.jit(functools.partial(split_over_threads, pieces=pool_size()))
+    report = {"threads": pool_size(), "split": digest(planted(x, w)), "digests": found}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
