@@ -36,7 +36,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = flags.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    models = parser.add_argument_group("models")
+    _add_model_flags(parser.add_argument_group("models"))
+    _add_run_flags(parser.add_argument_group("runs"))
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="JSON lines: one per prompt as it finishes, then one summary",
+    )
+    args = parser.parse_args(argv)
+    if (args.target is None) != (args.draft is None):
+        parser.error("--target and --draft go together: give both, or neither")
+    return args
+
+
+def _add_model_flags(models: argparse._ArgumentGroup) -> None:
     models.add_argument(
         "--target",
         type=pathlib.Path,
@@ -57,7 +71,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     models.add_argument(
         "--impl", choices=IMPLS, default="auto", help="kernels (default: auto)"
     )
-    runs = parser.add_argument_group("runs")
+
+
+def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     runs.add_argument(
         "--drafter",
         choices=("draft-model",),
@@ -120,16 +136,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     runs.add_argument(
         "--raw", action="store_true", help="do not apply the model's chat template"
     )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="JSON lines: one per prompt as it finishes, then one summary",
-    )
-    args = parser.parse_args(argv)
-    if (args.target is None) != (args.draft is None):
-        parser.error("--target and --draft go together: give both, or neither")
-    return args
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

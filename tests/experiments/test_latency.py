@@ -313,7 +313,7 @@ def test_the_assistant_drafts_gamma_tokens_a_round(folders):
     assert len(forwards) == 4
 
 
-def fails_with(capsys, arguments: list[str], *words: str) -> None:
+def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     """Asserts exit status 1 and one clear line, with no traceback."""
     try:
         status = latency.main(arguments)
@@ -346,20 +346,20 @@ def fails_with(capsys, arguments: list[str], *words: str) -> None:
     ],
 )
 def test_bad_input(folders, capsys, more, words):
-    fails_with(capsys, pair_flags(folders, "--no-hf", *more), *words)
+    assert_fails_with(capsys, pair_flags(folders, "--no-hf", *more), *words)
 
 
 def test_models_that_are_not_there(folders, tmp_path, capsys):
-    fails_with(capsys, command("--target", str(folders[0])), "--draft")
+    assert_fails_with(capsys, command("--target", str(folders[0])), "--draft")
     missing = ("--target", str(tmp_path), "--draft", str(tmp_path), "--no-hf")
-    fails_with(capsys, command(*missing), str(tmp_path))
+    assert_fails_with(capsys, command(*missing), str(tmp_path))
 
 
 def test_a_preset_that_does_not_fit(monkeypatch, capsys):
     """Refused before anything is created, with both numbers."""
     huge = tiny_pair.config(vocab_size=2**40)
     monkeypatch.setitem(subjects.PRESETS, "qwen3-0.6b", huge)
-    fails_with(capsys, command("--preset", "qwen3-0.6b"), "GiB", "free")
+    assert_fails_with(capsys, command("--preset", "qwen3-0.6b"), "GiB", "free")
 
 
 def test_an_interrupted_run_leaves_whole_rows(folders, tmp_path, monkeypatch, capsys):

@@ -113,7 +113,7 @@ def test_prompts_of_real_benchmarks(folders, file):
     assert spec_round.main(command(folders, "--prompts", f"{DATA / file}:1")) == 0
 
 
-def fails_with(capsys, arguments: list[str], *words: str) -> None:
+def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     """Asserts exit status 1 and one clear line, with no traceback."""
     try:
         status = spec_round.main(arguments)
@@ -150,7 +150,7 @@ def fails_with(capsys, arguments: list[str], *words: str) -> None:
     ],
 )
 def test_unusable_flags(folders, capsys, more, words):
-    fails_with(capsys, command(folders, *more), *words)
+    assert_fails_with(capsys, command(folders, *more), *words)
 
 
 def test_out_is_checked_before_the_run(folders, tmp_path, capsys, monkeypatch):
@@ -160,30 +160,34 @@ def test_out_is_checked_before_the_run(folders, tmp_path, capsys, monkeypatch):
         raise AssertionError("the run began")
 
     monkeypatch.setattr(spec_round, "run_all", must_not_run)
-    fails_with(capsys, command(folders, "--out", str(tmp_path)), "directory")
+    assert_fails_with(capsys, command(folders, "--out", str(tmp_path)), "directory")
 
 
 def test_a_broken_line_is_named(folders, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": \n')
-    fails_with(capsys, command(folders, "--prompts", str(path)), "prompts.jsonl", "2")
+    assert_fails_with(
+        capsys, command(folders, "--prompts", str(path)), "prompts.jsonl", "2"
+    )
 
 
 def test_an_empty_prompt_is_named(folders, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
-    fails_with(capsys, command(folders, "--prompts", str(path)), "empty", "2")
+    assert_fails_with(capsys, command(folders, "--prompts", str(path)), "empty", "2")
 
 
 def test_a_prompt_that_is_too_long(folders, tmp_path, capsys):
     path = tmp_path / "prompts.txt"
     path.write_text("x" * 3000 + "\n")
-    fails_with(capsys, command(folders, "--prompts", str(path)), "3000", "2042")
+    assert_fails_with(capsys, command(folders, "--prompts", str(path)), "3000", "2042")
 
 
 def test_one_of_target_and_draft_is_missing(folders, capsys):
-    fails_with(capsys, ["--target", str(folders[0])], "--draft")
-    fails_with(capsys, ["--target", "nowhere", "--draft", str(folders[1])], "nowhere")
+    assert_fails_with(capsys, ["--target", str(folders[0])], "--draft")
+    assert_fails_with(
+        capsys, ["--target", "nowhere", "--draft", str(folders[1])], "nowhere"
+    )
 
 
 def copied(folders, tmp_path) -> tuple[pathlib.Path, pathlib.Path]:
@@ -197,7 +201,7 @@ def test_truncated_weights(folders, tmp_path, capsys):
     target, draft = copied(folders, tmp_path)
     path = target / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    fails_with(capsys, command((target, draft)), "model.safetensors", "again")
+    assert_fails_with(capsys, command((target, draft)), "model.safetensors", "again")
 
 
 def test_another_architecture(folders, tmp_path, capsys):
@@ -205,27 +209,31 @@ def test_another_architecture(folders, tmp_path, capsys):
     config = json.loads((target / "config.json").read_text())
     config["architectures"] = ["LlamaForCausalLM"]
     (target / "config.json").write_text(json.dumps(config))
-    fails_with(capsys, command((target, draft)), "LlamaForCausalLM", "Qwen3ForCausalLM")
+    assert_fails_with(
+        capsys, command((target, draft)), "LlamaForCausalLM", "Qwen3ForCausalLM"
+    )
 
 
 def test_models_of_different_vocabularies(folders, tmp_path, capsys):
     draft = tiny_pair.write_model(
         tmp_path / "draft", tiny_pair.config(vocab_size=280), seed=1
     )
-    fails_with(capsys, command((folders[0], draft)), "vocabularies", "280", "264")
+    assert_fails_with(
+        capsys, command((folders[0], draft)), "vocabularies", "280", "264"
+    )
 
 
 def test_different_tokenizers(folders, tmp_path, capsys):
     target, draft = copied(folders, tmp_path)
     tiny_pair.byte_tokenizer("extra").save(str(draft / "tokenizer.json"))
-    fails_with(capsys, command((target, draft)), "extra")
+    assert_fails_with(capsys, command((target, draft)), "extra")
 
 
 def test_a_model_that_does_not_fit(folders, capsys, monkeypatch):
     """Refused before a weight is read, with both numbers."""
     monkeypatch.setattr(load.psutil, "virtual_memory", lambda: _Free(1000))
     monkeypatch.setattr(load.files, "read_into", None)
-    fails_with(capsys, command(folders), "GiB", "free")
+    assert_fails_with(capsys, command(folders), "GiB", "free")
 
 
 @dataclasses.dataclass
