@@ -95,7 +95,7 @@ STAGES = {
     "align": Stage(
         config=DRAFT,
         folder="aligned",
-        steps=300,
+        steps=700,
         seed=3,
         batch_size=ROLLOUT_BATCH,
         learning_rate=0.01,
