@@ -1,0 +1,1 @@
+"""GPU kernels, one file per op and backend: they know arrays, and nothing of models."""

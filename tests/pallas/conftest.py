@@ -1,0 +1,22 @@
+"""The compiler for the H100, skipped where it is not installed unless it must run."""
+
+import os
+
+import hopper
+import pytest
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    """A `hopper.Compiler` that the tests of a module share.
+
+    `SPEC_JAX_REQUIRE_CUDA_COMPILE=1` is set in CI, so that what is compiled for the
+    GPU is never skipped there without anyone noticing.
+    """
+    why = hopper.missing()
+    if why:
+        if os.environ.get("SPEC_JAX_REQUIRE_CUDA_COMPILE") == "1":
+            pytest.fail(why)
+        pytest.skip(why)
+    with hopper.Compiler() as compiler:
+        yield compiler

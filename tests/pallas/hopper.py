@@ -1,0 +1,323 @@
+"""Compiles for an H100 on a machine that has none, and reports what it became.
+
+jax makes a compile-only device from a description of the GPU, and XLA takes a jitted
+function down to its machine code with the compilers of the extra `cuda-compile`: no
+driver, no GPU. What it cannot say is whether the code is fast, or whether the bits are
+those of interpret mode.
+
+    with hopper.Compiler() as compiler:
+        report = compiler.compile(module_level_function_giving_a_Program, 4096, rows=5)
+
+The work is done in another process, because a kernel that the compiler cannot take
+may end the process (three warps do).
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent import futures
+
+import jax
+import ptxas_log
+
+
+DEVICE = "NVIDIA H100 80GB HBM3"
+MAX_REGISTERS = 255  # of one thread
+MAX_THREADS = 1024  # of one block
+MAX_SHARED_BYTES = 232_448  # of one block, with the opt-in
+REGISTER_FILE = 65_536  # of one multiprocessor, as are the next two
+SHARED_FILE_BYTES = 233_472
+MAX_RESIDENT_THREADS = 2048
+RESERVED_SHARED_BYTES = 1024  # the system's share of each block
+
+TARGET = f"""
+gpu_device_info {{
+  threads_per_block_limit: {MAX_THREADS}
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {MAX_SHARED_BYTES}
+  shared_memory_per_core: {SHARED_FILE_BYTES}
+  threads_per_core_limit: {MAX_RESIDENT_THREADS}
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  registers_per_core_limit: {REGISTER_FILE}
+  registers_per_block_limit: {REGISTER_FILE}
+  device_vendor: "NVIDIA Corporation"
+  device_address_bits: 64
+  name: "{DEVICE}"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{DEVICE}"
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What to compile: `fn` at `args`, pytrees of `jax.ShapeDtypeStruct`."""
+
+    fn: Callable
+    args: tuple
+    donate: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Thunk:
+    """One step of an executable, as XLA will run it.
+
+    Attributes:
+      kind: `kCustomKernel` and `kKernel` launch a kernel, as does `kCustomCall` with
+        Mosaic, of which neither name nor sizes are known here; `kCopy`, `kWhile`,
+        `kCommandBuffer` (a CUDA graph) and others.
+      depth: nesting in loops, branches and command buffers; 0 at the top.
+    """
+
+    kind: str
+    name: str
+    depth: int
+    grid: tuple[int, int, int] | None
+    threads: int
+    shared_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """An executable for the H100.
+
+    Attributes:
+      kernels: their machine code, each once.
+      thunks: what runs, in order of the schedule, loop bodies once.
+      aliases: `(output index, argument)` as HLO prints them: what is updated in place.
+      alias_bytes: the size of those; `temp_bytes` that of all scratch memory.
+      hlo: the optimised program as text.
+    """
+
+    kernels: tuple[ptxas_log.Kernel, ...]
+    thunks: tuple[Thunk, ...]
+    aliases: tuple[tuple[str, int], ...]
+    alias_bytes: int
+    temp_bytes: int
+    hlo: str
+
+    @property
+    def launches(self) -> tuple[Thunk, ...]:
+        """The thunks that run a kernel, those in a loop body once."""
+        kinds = ("kKernel", "kCustomKernel", "kCustomCall")
+        return tuple(each for each in self.thunks if each.kind in kinds)
+
+    def kernel(self, name: str) -> ptxas_log.Kernel:
+        """The one kernel whose name contains `name`."""
+        found = [each for each in self.kernels if name in each.name]
+        if len(found) != 1:
+            raise KeyError(f"{name} is in {[each.name for each in self.kernels]}")
+        return found[0]
+
+    def launch(self, name: str) -> Thunk:
+        """The one launch whose name contains `name`."""
+        found = [each for each in self.launches if name in each.name]
+        if len(found) != 1:
+            raise KeyError(f"{name} is in {[each.name for each in self.launches]}")
+        return found[0]
+
+    def assert_fits(self) -> None:
+        """Raises unless each kernel can run: no spills, and sizes within bounds."""
+        for kernel in self.kernels:
+            where = f"{kernel.name}: {kernel.registers} registers"
+            if kernel.spill_bytes:
+                raise AssertionError(f"{where}, {kernel.spill_bytes} bytes are spilt")
+            if kernel.registers * max(kernel.threads, 1) > REGISTER_FILE:
+                raise AssertionError(f"{where} for {kernel.threads} threads")
+        for launch in self.launches:
+            if launch.threads > MAX_THREADS:
+                raise AssertionError(f"{launch.name}: {launch.threads} threads")
+            if launch.shared_bytes > MAX_SHARED_BYTES:
+                raise AssertionError(f"{launch.name}: {launch.shared_bytes} bytes")
+
+
+def blocks_per_multiprocessor(kernel: ptxas_log.Kernel, launch: Thunk) -> int:
+    """How many blocks of a kernel are resident at once, by the published limits."""
+    registers = -(-kernel.registers // 8) * 8 * launch.threads
+    shared = launch.shared_bytes + kernel.static_shared_bytes + RESERVED_SHARED_BYTES
+    return min(
+        REGISTER_FILE // registers,
+        SHARED_FILE_BYTES // shared,
+        MAX_RESIDENT_THREADS // launch.threads,
+        32,
+    )
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled here, and what helps; None if it can."""
+    wanted = f"pip install -e '.[cuda-compile]' with jax {jax.__version__}"
+    try:
+        version = importlib.metadata.version("jax-cuda13-plugin")
+    except importlib.metadata.PackageNotFoundError:
+        return f"jax-cuda13-plugin is not installed: {wanted}"
+    if version != jax.__version__:
+        return f"jax-cuda13-plugin is {version}: {wanted}"
+    for tool in ("bin/ptxas", "bin/nvdisasm", "nvvm/libdevice/libdevice.10.bc"):
+        if not (_cuda() / tool).exists():
+            return f"no {tool} in {_cuda()}: {wanted}"
+    return None
+
+
+def _cuda() -> pathlib.Path:
+    """The folder of the wheels `nvidia-cuda-*`, which may not exist."""
+    spec = importlib.util.find_spec("nvidia")
+    paths = spec.submodule_search_locations if spec else None
+    return pathlib.Path(next(iter(paths)) if paths else "nvidia") / "cu13"
+
+
+class CompilerAborted(Exception):
+    """The compiler took its process with it."""
+
+
+class Compiler:
+    """A process that compiles; a new one takes its place when it dies.
+
+    Raises:
+      RuntimeError: the compilers are not installed, and how they are.
+    """
+
+    def __init__(self):
+        why = missing()
+        if why:
+            raise RuntimeError(why)
+        self._pool = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+    def compile(self, build: Callable[..., Program], *args, **kwargs) -> Report:
+        """The report of `build(*args, **kwargs)`, which is called over there.
+
+        `build` is a function of a module's top level, its arguments can be pickled,
+        and whatever it raises, or the compiler, is raised here.
+
+        Raises:
+          CompilerAborted: the process ended.
+        """
+        if self._pool is None:
+            self._pool = futures.ProcessPoolExecutor(
+                max_workers=1,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_initialize,
+            )
+        try:
+            return self._pool.submit(_compile, build, args, kwargs).result()
+        except futures.process.BrokenProcessPool:
+            self._pool = None
+            raise CompilerAborted(f"{build.__name__}{args}{kwargs}") from None
+
+
+_folder: tempfile.TemporaryDirectory | None = None
+"""Of a compiling process: its CUDA folder, and what was assembled last."""
+
+
+def _initialize() -> None:
+    global _folder
+    # The plugin is only there to compile: its backend would look for a driver.
+    jax.config.update("jax_platforms", "cpu")
+    _folder = tempfile.TemporaryDirectory(prefix="hopper-")
+    ptxas_log.install(_cuda(), pathlib.Path(_folder.name))
+
+
+def _compile(build, args, kwargs) -> Report:
+    from jax.experimental import topologies
+
+    log, dump = (pathlib.Path(_folder.name) / name for name in ("log", "dump"))
+    for folder in (log, dump):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    program = build(*args, **kwargs)
+    device = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET, topology="1x1x1"
+    ).devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        program.args,
+    )
+    jitted = jax.jit(program.fn, donate_argnums=program.donate)
+    with _lowering_for(device):
+        lowered = jitted.trace(*shapes).lower(lowering_platforms=("cuda",))
+    compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump)})
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    (sequence,) = dump.glob("*jit_*.thunk_sequence.txt")
+    return Report(
+        kernels=ptxas_log.read(log, _cuda()),
+        thunks=tuple(_thunks(sequence.read_text())),
+        aliases=tuple(_aliases(hlo)),
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        hlo=hlo,
+    )
+
+
+@contextlib.contextmanager
+def _lowering_for(device) -> Iterator[None]:
+    """From 0.11, Pallas asks the mesh for the GPU, when tracing and when lowering."""
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
+    abstract = jax.sharding.AbstractDevice(
+        device_kind=device.device_kind, num_cores=None, platform="gpu"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def _thunks(text: str) -> Iterator[Thunk]:
+    """Reads XLA's dump: one thunk a line, `NNN: kind [order] name grid: ...`."""
+    for line in text.splitlines():
+        found = re.match(r"( *)\d+: (\w+)\s*(?:\[[^\]]*\])?\s*(.*)", line)
+        if not found:
+            continue  # "condition:", "body:"
+        indent, kind, rest = found.groups()
+        grid = re.search(r"grid: \[(\d+), (\d+), (\d+)\]", rest)
+        threads = re.search(r"threads: \[(\d+), (\d+), (\d+)\]", rest)
+        shared = re.search(r"shared_memory: (\d+) bytes", rest)
+        x, y, z = map(int, threads.groups()) if threads else (0, 0, 0)
+        yield Thunk(
+            kind=kind,
+            name=rest.split(" ")[0],
+            depth=len(indent) // 4,
+            grid=tuple(map(int, grid.groups())) if grid else None,
+            threads=x * y * z,
+            shared_bytes=int(shared[1]) if shared else 0,
+        )
+
+
+def _aliases(hlo: str) -> Iterator[tuple[str, int]]:
+    head = hlo.splitlines()[0]
+    for output, argument in re.findall(r"(\{[\d, ]*\}): \((\d+), \{[^}]*\}", head):
+        yield output, int(argument)

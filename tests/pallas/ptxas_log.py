@@ -1,0 +1,137 @@
+"""A `ptxas` that remembers: kernel by kernel, what the assembler said and made.
+
+XLA and Mosaic GPU find `ptxas` in jax's CUDA folder and on `PATH`, once in a process.
+Both are pointed at a copy of that folder, of links, in which `ptxas` is a script that
+calls the real one with `-v` and keeps its input, its report and its output.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+
+
+SCRIPT = """#!/bin/sh
+[ -f "$1" ] || exec "{real}" "$@"  # asked for its version, not to assemble
+run=$(mktemp -d "{log}/XXXXXXXX")
+cp "$1" "$run/ptx"
+output= previous=
+for word in "$@"; do
+  [ "$previous" = -o ] && output=$word
+  previous=$word
+done
+"{real}" "$@" -v 2> "$run/report"
+status=$?
+cat "$run/report" >&2
+cp "$output" "$run/cubin" 2> /dev/null
+exit $status
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One kernel's machine code.
+
+    Attributes:
+      threads: of a block, where the kernel fixes it; otherwise 0.
+      spill_bytes: stored to and loaded from local memory for want of registers.
+      stack_bytes: local memory, spills included.
+      static_shared_bytes: known to the assembler. What is asked for at the launch
+        comes on top: `hopper.Thunk.shared_bytes`.
+    """
+
+    name: str
+    arch: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    static_shared_bytes: int
+    threads: int
+    ptx: str
+    cubin: bytes
+    disassembler: str
+
+    @functools.cached_property
+    def sass(self) -> tuple[str, ...]:
+        """The instructions in order, labels included, without addresses."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            run = subprocess.run(
+                [self.disassembler, "-c", file.name],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+        lines = run.stdout.splitlines()
+        body = lines[lines.index(f".text.{self.name}:") + 1 :]
+        lines = (re.sub(r"/\*.*?\*/", "", line).strip() for line in body)
+        return tuple(line for line in lines if line and not line.startswith("//"))
+
+    def count(self, opcode: str) -> int:
+        """How many instructions start with `opcode`, their predicate aside."""
+        pattern = re.compile(rf"(@!?U?P\w+ +)?{re.escape(opcode)}\b")
+        return sum(bool(pattern.match(line)) for line in self.sass)
+
+
+def install(cuda: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Makes the copy of `cuda` below `folder`; XLA and Mosaic in this process use it.
+
+    Returns:
+      The folder of the runs, for `read`.
+    """
+    # `jax.lib` has no public name for the folder that it hands to XLA.
+    from jax._src import lib
+
+    copy, log = folder / "cuda", folder / "log"
+    (copy / "bin").mkdir(parents=True)
+    log.mkdir()
+    for each in cuda.iterdir():
+        if each.name != "bin":
+            (copy / each.name).symlink_to(each)
+    for each in (cuda / "bin").iterdir():
+        if each.name != "ptxas":
+            (copy / "bin" / each.name).symlink_to(each)
+    script = copy / "bin" / "ptxas"
+    script.write_text(SCRIPT.format(real=cuda / "bin" / "ptxas", log=log))
+    script.chmod(0o755)
+    lib.cuda_path = str(copy)
+    os.environ["PATH"] = f"{copy / 'bin'}:{os.environ['PATH']}"
+    return log
+
+
+def read(log: pathlib.Path, cuda: pathlib.Path) -> tuple[Kernel, ...]:
+    """The kernels assembled since the folder was empty, by name."""
+    kernels = []
+    for run in log.iterdir():
+        report, ptx = (run / "report").read_text(), (run / "ptx").read_text()
+        cubin = (run / "cubin").read_bytes() if (run / "cubin").exists() else b""
+        entries = re.split(r"(?=Compiling entry function)", report)
+        for entry in entries[1:]:
+            name, arch = re.match(r".*?'(\S+)' for '(\w+)'", entry).groups()
+            # The properties of a kernel follow the line that names it.
+            declared = ptx[ptx.find(f".entry {name}(") :]
+            kernels.append(
+                Kernel(
+                    name=name,
+                    arch=arch,
+                    registers=_number(r"Used (\d+) registers", entry),
+                    spill_bytes=_number(r"(\d+) bytes spill stores", entry)
+                    + _number(r"(\d+) bytes spill loads", entry),
+                    stack_bytes=_number(r"(\d+) bytes stack frame", entry),
+                    static_shared_bytes=_number(r"(\d+) bytes smem", entry),
+                    threads=_number(r"\.(?:reqntid|maxntid)\s+(\d+)", declared),
+                    ptx=ptx,
+                    cubin=cubin,
+                    disassembler=str(cuda / "bin" / "nvdisasm"),
+                )
+            )
+    return tuple(sorted(kernels, key=lambda kernel: kernel.name))
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else 0
