@@ -29,9 +29,7 @@ from experiments.support import (
     whole_runs,
 )
 from spec_jax import session
-from spec_jax.model import config as config_lib
 from spec_jax.paging import index
-from spec_jax.typing import IMPLS
 
 
 MEASURED = 0
@@ -44,15 +42,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     _add_model_flags(parser.add_argument_group("models"))
     _add_run_flags(parser.add_argument_group("runs"))
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="JSON lines: one per step, prompt and kind of run, then one summary",
-    )
+    flags.add_out(parser, rows="one per step, prompt and kind of run, then one summary")
     args = parser.parse_args(argv)
-    if (args.target is None) != (args.draft is None):
-        parser.error("--target and --draft go together: give both, or neither")
+    flags.check_models(parser, args)
     if args.preset and (args.target or args.prompts):
         parser.error(
             "--preset brings its own weights and prompt: leave out --target, --draft "
@@ -67,31 +59,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_model_flags(models: argparse._ArgumentGroup) -> None:
-    models.add_argument(
-        "--target",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="Hugging Face Qwen3 folder of the target (default: the embedded pair)",
-    )
-    models.add_argument(
-        "--draft",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="Hugging Face Qwen3 folder of the draft model",
-    )
+    flags.add_models(models)
     models.add_argument(
         "--preset",
         choices=sorted(subjects.PRESETS),
         help="random weights in the shape of a released model, in the place of a "
         "pair; plain decoding only",
-    )
-    models.add_argument(
-        "--dtype",
-        choices=config_lib.DTYPES,
-        help="dtype of all models (default: that of each config)",
-    )
-    models.add_argument(
-        "--impl", choices=IMPLS, default="auto", help="kernels (default: auto)"
     )
     models.add_argument(
         "--slab",
@@ -105,6 +78,7 @@ def _add_model_flags(models: argparse._ArgumentGroup) -> None:
 
 
 def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
+    flags.add_rounds(runs)
     runs.add_argument(
         "--contexts",
         type=flags.positive,
@@ -145,20 +119,6 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
         default=5,
         metavar="N",
         help="timed whole runs of each prompt (default: %(default)s)",
-    )
-    runs.add_argument(
-        "--gamma",
-        type=flags.positive,
-        default=4,
-        metavar="TOKENS",
-        help="tokens drafted per round, at most (default: %(default)s)",
-    )
-    runs.add_argument(
-        "--page-size",
-        type=flags.positive,
-        default=16,
-        metavar="TOKENS",
-        help="positions per page of the cache (default: %(default)s)",
     )
 
 

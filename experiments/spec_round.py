@@ -8,7 +8,6 @@ input was unusable.
 
 import argparse
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -23,9 +22,7 @@ from experiments.support import (
     report,
 )
 from spec_jax import metrics, session
-from spec_jax.model import config as config_lib
 from spec_jax.paging import index
-from spec_jax.typing import IMPLS
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -36,44 +33,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = flags.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    _add_model_flags(parser.add_argument_group("models"))
+    flags.add_models(parser.add_argument_group("models"))
     _add_run_flags(parser.add_argument_group("runs"))
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="JSON lines: one per prompt as it finishes, then one summary",
-    )
+    flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
     args = parser.parse_args(argv)
-    if (args.target is None) != (args.draft is None):
-        parser.error("--target and --draft go together: give both, or neither")
+    flags.check_models(parser, args)
     return args
 
 
-def _add_model_flags(models: argparse._ArgumentGroup) -> None:
-    models.add_argument(
-        "--target",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="Hugging Face Qwen3 folder of the target (default: the embedded pair)",
-    )
-    models.add_argument(
-        "--draft",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="Hugging Face Qwen3 folder of the draft model",
-    )
-    models.add_argument(
-        "--dtype",
-        choices=config_lib.DTYPES,
-        help="dtype of both models (default: that of each config.json)",
-    )
-    models.add_argument(
-        "--impl", choices=IMPLS, default="auto", help="kernels (default: auto)"
-    )
-
-
 def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
+    flags.add_rounds(runs)
     runs.add_argument(
         "--drafter",
         choices=("draft-model",),
@@ -93,20 +62,6 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
         default=64,
         metavar="TOKENS",
         help="tokens to generate per prompt, at most (default: %(default)s)",
-    )
-    runs.add_argument(
-        "--gamma",
-        type=flags.positive,
-        default=4,
-        metavar="TOKENS",
-        help="tokens drafted per round (default: %(default)s)",
-    )
-    runs.add_argument(
-        "--page-size",
-        type=flags.positive,
-        default=16,
-        metavar="TOKENS",
-        help="positions per page of the cache (default: %(default)s)",
     )
     runs.add_argument(
         "--prefill",

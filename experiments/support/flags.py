@@ -1,7 +1,11 @@
-"""What the command lines of the scripts share: exit statuses and kinds of flags."""
+"""What the command lines of the scripts share: exit statuses, kinds of flags, flags."""
 
 import argparse
+import pathlib
 import sys
+
+from spec_jax.model import config as config_lib
+from spec_jax.typing import IMPLS
 
 
 UNUSABLE, INTERRUPTED = 1, 130
@@ -24,3 +28,62 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value
+
+
+def add_models(group: argparse._ArgumentGroup) -> None:
+    """`--target` and `--draft`, which `check_models` looks at, `--dtype`, `--impl`."""
+    group.add_argument(
+        "--target",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="Hugging Face Qwen3 folder of the target (default: the embedded pair)",
+    )
+    group.add_argument(
+        "--draft",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="Hugging Face Qwen3 folder of the draft model",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=config_lib.DTYPES,
+        help="dtype of all models (default: that of each config)",
+    )
+    group.add_argument(
+        "--impl", choices=IMPLS, default="auto", help="kernels (default: auto)"
+    )
+
+
+def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits with a usage error if one of target and draft is missing."""
+    if (args.target is None) != (args.draft is None):
+        parser.error("--target and --draft go together: give both, or neither")
+
+
+def add_rounds(group: argparse._ArgumentGroup) -> None:
+    """`--gamma` and `--page-size`."""
+    group.add_argument(
+        "--gamma",
+        type=positive,
+        default=4,
+        metavar="TOKENS",
+        help="tokens drafted per round, at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--page-size",
+        type=positive,
+        default=16,
+        metavar="TOKENS",
+        help="positions per page of the cache (default: %(default)s)",
+    )
+
+
+def add_out(parser: argparse.ArgumentParser, *, rows: str) -> None:
+    """`--out`.
+
+    Args:
+      rows: what the file will hold, for the help.
+    """
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="FILE", help=f"JSON lines: {rows}"
+    )

@@ -20,12 +20,21 @@ DRAFT_SLAB = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelPair:
-    """Everything that a round needs beside its state."""
+    """Everything that a round needs beside its state.
+
+    A preset (`subjects.from_preset`) brings a target and its weights alone; whatever
+    `load_pair` returns is complete.
+
+    Attributes:
+      drafter: None for a preset, which decodes plainly.
+      params: of target and draft; the draft's are None where there is no drafter.
+      tokenizer: None for a preset, whose random weights know no text.
+    """
 
     target: row_model.RowModel
-    drafter: rounds.Drafter
-    params: tuple[params_lib.Params, params_lib.Params]
-    tokenizer: tokenizer.Tokenizer
+    drafter: rounds.Drafter | None
+    params: tuple[params_lib.Params, params_lib.Params | None]
+    tokenizer: tokenizer.Tokenizer | None
 
 
 def load_pair(

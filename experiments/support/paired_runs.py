@@ -7,6 +7,8 @@ done before, by `warm_up`.
 
 import dataclasses
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -60,32 +62,24 @@ def run_plain(
     stop_ids = session.stop_array(settings.stop_ids)
     max_steps = jnp.int32(settings.gen_tokens)
     jax.block_until_ready((kv, stop_ids, max_steps))
-    started = time.perf_counter()
-    state = session.begin_plain(
-        pair.target,
-        pair.params[0],
-        kv,
-        prompt,
-        max_tokens=settings.gen_tokens,
-        prefill_by_rows=settings.prefill_by_rows,
-    )
-    jax.block_until_ready(state)
-    prefilled = time.perf_counter()
-    state = autoregressive.generate(
-        pair.target, pair.params[0], state, stop_ids=stop_ids, max_steps=max_steps
-    )
-    jax.block_until_ready(state)
-    finished = time.perf_counter()
-    session.check_state(state)
-    tokens = np.asarray(state.tokens)[len(prompt) : int(state.length)].tolist()
-    return Plain(
-        tokens=tokens,
-        timing=metrics.Timing(
-            prefill_s=prefilled - started,
-            decode_s=finished - prefilled,
-            tokens=len(tokens),
-        ),
-    )
+
+    def begin() -> autoregressive.DecodeState:
+        return session.begin_plain(
+            pair.target,
+            pair.params[0],
+            kv,
+            prompt,
+            max_tokens=settings.gen_tokens,
+            prefill_by_rows=settings.prefill_by_rows,
+        )
+
+    def generate(state: autoregressive.DecodeState) -> autoregressive.DecodeState:
+        return autoregressive.generate(
+            pair.target, pair.params[0], state, stop_ids=stop_ids, max_steps=max_steps
+        )
+
+    _, tokens, timing = _time(begin, generate, num_prompt=len(prompt))
+    return Plain(tokens=tokens, timing=timing)
 
 
 def run_speculative(
@@ -99,43 +93,68 @@ def run_speculative(
     stop_ids = session.stop_array(settings.stop_ids)
     gamma, max_rounds = jnp.int32(settings.gamma), jnp.int32(settings.gen_tokens)
     jax.block_until_ready((kv, memory, stop_ids, gamma, max_rounds))
-    started = time.perf_counter()
-    state = session.begin(
-        pair.target,
-        pair.drafter,
-        pair.params,
-        kv,
-        memory,
-        prompt,
-        max_tokens=settings.gen_tokens,
-        prefill_by_rows=settings.prefill_by_rows,
-    )
-    jax.block_until_ready(state)
-    prefilled = time.perf_counter()
-    state = rounds.generate(
-        pair.target,
-        pair.drafter,
-        pair.params,
-        state,
-        gamma=gamma,
-        stop_ids=stop_ids,
-        max_rounds=max_rounds,
-    )
-    jax.block_until_ready(state)
-    finished = time.perf_counter()
-    session.check_state(state)
-    new = slice(len(prompt), int(state.length))
-    tokens = np.asarray(state.tokens)[new].tolist()
+
+    def begin() -> rounds.RoundState:
+        return session.begin(
+            pair.target,
+            pair.drafter,
+            pair.params,
+            kv,
+            memory,
+            prompt,
+            max_tokens=settings.gen_tokens,
+            prefill_by_rows=settings.prefill_by_rows,
+        )
+
+    def generate(state: rounds.RoundState) -> rounds.RoundState:
+        return rounds.generate(
+            pair.target,
+            pair.drafter,
+            pair.params,
+            state,
+            gamma=gamma,
+            stop_ids=stop_ids,
+            max_rounds=max_rounds,
+        )
+
+    state, tokens, timing = _time(begin, generate, num_prompt=len(prompt))
+    origins = np.asarray(state.origins)[len(prompt) : int(state.length)]
     return Speculative(
         tokens=tokens,
-        origins=[rounds.Origin(origin) for origin in np.asarray(state.origins)[new]],
+        origins=[rounds.Origin(origin) for origin in origins],
         counters=count(state, len(tokens)),
-        timing=metrics.Timing(
-            prefill_s=prefilled - started,
-            decode_s=finished - prefilled,
-            tokens=len(tokens),
-        ),
+        timing=timing,
     )
+
+
+_State = TypeVar("_State", autoregressive.DecodeState, rounds.RoundState)
+
+
+def _time(
+    begin: Callable[[], _State],
+    generate: Callable[[_State], _State],
+    *,
+    num_prompt: int,
+) -> tuple[_State, list[int], metrics.Timing]:
+    """Runs both, and returns the last state, its generated tokens and the times.
+
+    Args:
+      begin: the prefill; what it needs is complete before the clock starts.
+      generate: everything after that.
+    """
+    started = time.perf_counter()
+    state = jax.block_until_ready(begin())
+    prefilled = time.perf_counter()
+    state = jax.block_until_ready(generate(state))
+    finished = time.perf_counter()
+    session.check_state(state)
+    tokens = np.asarray(state.tokens)[num_prompt : int(state.length)].tolist()
+    timing = metrics.Timing(
+        prefill_s=prefilled - started,
+        decode_s=finished - prefilled,
+        tokens=len(tokens),
+    )
+    return state, tokens, timing
 
 
 def count(state: rounds.RoundState, num_tokens: int) -> metrics.Counters:
