@@ -1,27 +1,34 @@
-// Attention of one row over the pages of its slot.
+// Attention of a span of queries over the pages of one slot.
 //
 // Keys go in blocks of kKeyBlock absolute positions, walked in order with a running
-// softmax. A row's sums see its own keys only, in the order of their positions, so
-// they do not depend on other rows, on physical pages or on the width of the table.
+// softmax. A query's sums see its own keys only, one after the other in the order of
+// their positions, so they do not depend on other queries, on physical pages or on the
+// width of the table. Queries share what is read: each key and each value is loaded
+// once for several of them.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
+#include "gemm.h"
+#include "packed_rows.h"
 #include "simd.h"
 
 namespace spec_jax {
 
 constexpr int kKeyBlock = 32;
 constexpr int kMaxHead = 256;  // floats of a head, at most; checked by the caller
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
+// One key/value head of one slot.
 struct Pages {
-  const int32_t* table;  // of one slot, [M]
+  const int32_t* table;  // [M]
   int64_t page_size;     // C
   int64_t row_stride;    // K * H
-  int64_t head_offset;   // of the key/value head within a row
+  int64_t head_offset;   // of the head within a row
 
   int64_t at(int64_t position) const {
     int64_t page = table[position / page_size];
@@ -29,85 +36,198 @@ struct Pages {
   }
 };
 
-// Running softmax of one query head.
-struct Running {
-  float maximum = -std::numeric_limits<float>::infinity();
-  float total = 0.0f;
-  float weighted[kMaxHead];
+// Queries of one key/value head and one slot, and their running softmax.
+struct Queries {
+  int64_t count, H;
+  PackedRows packed;             // [count, H], scaled
+  std::vector<int64_t> ends;     // [count]: keys 0 .. end - 1 are seen
+  std::vector<float> maximum, total;
+  std::vector<float> weighted;   // [count, width()]
+  std::vector<float> scores;     // [count, kKeyBlock], and then probabilities
+  std::vector<float> rescale;    // [count]: what a block does to the sums before it
+
+  // Room for `most` queries.
+  Queries(int64_t most, int64_t H)
+      : count(0), H(H), packed(most, H), ends(most), maximum(most), total(most),
+        weighted(most * width()), scores(most * kKeyBlock), rescale(most) {}
+
+  int64_t width() const { return (H + kLanes - 1) / kLanes * kLanes; }
+
+  // Begins with `n` queries; each is then set.
+  void begin(int64_t n) {
+    count = packed.rows = n;
+    std::fill_n(maximum.begin(), n, kLowest);
+    std::fill_n(total.begin(), n, 0.0f);
+    std::fill_n(weighted.begin(), n * width(), 0.0f);
+  }
+
+  // Query `i` is q [H] and sees keys 0 .. end - 1, which are of type T.
+  template <typename T>
+  void set(int64_t i, const float* q, int64_t end) {
+    pack_floats<T>(q, i, packed);
+    ends[i] = end;
+  }
+
+  // What query `i` has attended to: out [H].
+  template <typename T>
+  void finish(int64_t i, T* out) const {
+    const float* sums = weighted.data() + i * width();
+    for (int64_t h = 0; h < H; ++h) out[h] = round_to<T>(sums[h] / total[i]);
+  }
 };
 
+// Asks memory for the keys and values of a block: rows of a head are short and far
+// apart, which no processor foresees.
 template <typename T>
-inline float dot(const float* q, const T* k, int64_t H) {
-  Vec acc = zero();
-  int64_t whole = H / kLanes * kLanes;
-  for (int64_t h = 0; h < whole; h += kLanes) acc = fma(load(q + h), load(k + h), acc);
-  float out = sum(acc);
-  for (int64_t h = whole; h < H; ++h) out = out + q[h] * to_float(k[h]);
-  return out;
-}
-
-// weighted = weighted * scale + p * v
-template <typename T>
-inline void accumulate(float* weighted, float scale, float p, const T* v, int64_t H) {
-  Vec s = broadcast(scale), weight = broadcast(p);
-  int64_t whole = H / kLanes * kLanes;
-  for (int64_t h = 0; h < whole; h += kLanes) {
-    store(weighted + h, fma(weight, load(v + h), mul(load(weighted + h), s)));
-  }
-  for (int64_t h = whole; h < H; ++h) {
-    weighted[h] = weighted[h] * scale + p * to_float(v[h]);
-  }
-}
-
-// One block of `count` keys from position `start`, for one query head.
-template <typename T>
-inline void attend_block(Running& run, const float* q, const T* k, const T* v,
-                         const int64_t* offsets, int count, int64_t H) {
-  float scores[kKeyBlock] = {};
-  float maximum = run.maximum;
-  for (int t = 0; t < count; ++t) {
-    scores[t] = dot(q, k + offsets[t], H);
-    if (scores[t] > maximum) maximum = scores[t];
-  }
-  // While nothing but -inf was seen, shifting by it would make NaN of the zeros. A
-  // score that is NaN, or inf - inf, makes its probability NaN, and so the sums.
-  float shift = maximum == -std::numeric_limits<float>::infinity() ? 0.0f : maximum;
-  float probs[kKeyBlock];
-  for (int t = 0; t < kKeyBlock; t += kLanes) {
-    store(probs + t, exp(add(load(scores + t), broadcast(-shift))));
-  }
-  float scale = exp(run.maximum - shift);
-  float total = run.total * scale;
-  for (int t = 0; t < count; ++t) {
-    total += probs[t];
-    accumulate(run.weighted, t == 0 ? scale : 1.0f, probs[t], v + offsets[t], H);
-  }
-  run.total = total;
-  run.maximum = maximum;
-}
-
-// All query heads of one key/value head of one row at `position`:
-// q [G, H] (scaled), out [G, H].
-template <typename T>
-inline void attend(const float* q, const T* k, const T* v, const Pages& pages,
-                   int64_t position, int64_t G, int64_t H, Running* runs, float* out) {
-  for (int64_t g = 0; g < G; ++g) {
-    runs[g].maximum = -std::numeric_limits<float>::infinity();
-    runs[g].total = 0.0f;
-    for (int64_t h = 0; h < H; ++h) runs[g].weighted[h] = 0.0f;
-  }
-  for (int64_t start = 0; start <= position; start += kKeyBlock) {
-    int64_t end = std::min<int64_t>(start + kKeyBlock, position + 1);
-    int count = static_cast<int>(end - start);
-    int64_t offsets[kKeyBlock];
-    for (int t = 0; t < count; ++t) offsets[t] = pages.at(start + t);
-    for (int64_t g = 0; g < G; ++g) {
-      attend_block(runs[g], q + g * H, k, v, offsets, count, H);
+void fetch_block(const T* k, const T* v, const Pages& pages, int64_t start,
+                 int64_t last, int64_t H) {
+  int64_t line = 64 / sizeof(T);
+  for (int64_t t = start; t < std::min(start + kKeyBlock, last); ++t) {
+    int64_t at = pages.at(t);
+    for (int64_t h = 0; h < H; h += line) {
+      prefetch(k + at + h, 0);
+      prefetch(v + at + h, 0);
     }
   }
-  for (int64_t g = 0; g < G; ++g) {
-    const Running& run = runs[g];
-    for (int64_t h = 0; h < H; ++h) out[g * H + h] = run.weighted[h] / run.total;
+}
+
+// Scores of every query with `keys` keys from `start`. Those past a query's end are
+// unused: such a key may hold anything.
+template <typename T>
+void score_block(Queries& queries, const T* k, const Pages& pages, int64_t start,
+                 int64_t keys) {
+  for (int64_t t = 0, width; t < keys; t += width) {
+    int64_t left = pages.page_size - (start + t) % pages.page_size;
+    width = std::min({keys - t, left, kPanel});
+    const T* key = k + pages.at(start + t);
+    for (int64_t first = 0, size; first < queries.count; first += size) {
+      size = queries.packed.group_size(first);
+      float out[kGroup * kPanel];
+      multiply(queries.packed, first, key, pages.row_stride, width, false, out);
+      for (int64_t r = 0; r < size; ++r) {
+        float* to = queries.scores.data() + (first + r) * kKeyBlock + t;
+        std::copy_n(out + r * kPanel, width, to);
+      }
+    }
+  }
+}
+
+// Scores of query `i` become probabilities under its running maximum.
+inline void weigh_block(Queries& queries, int64_t i, int64_t keys) {
+  float* scores = queries.scores.data() + i * kKeyBlock;
+  float maximum = queries.maximum[i];
+  for (int64_t t = 0; t < keys; ++t) maximum = std::max(maximum, scores[t]);
+  std::fill(scores + keys, scores + kKeyBlock, kLowest);
+  // While nothing but -inf was seen, shifting by it would make NaN of the zeros. A
+  // score that is NaN, or inf - inf, makes its probability NaN, and so the sums.
+  float shift = maximum == kLowest ? 0.0f : maximum;
+  for (int t = 0; t < kKeyBlock; t += kLanes) {
+    store(scores + t, exp(subtract(load(scores + t), broadcast(shift))));
+  }
+  queries.rescale[i] = exp(queries.maximum[i] - shift);
+  float total = queries.total[i] * queries.rescale[i];
+  for (int64_t t = 0; t < keys; ++t) total += scores[t];
+  queries.total[i] = total;
+  queries.maximum[i] = maximum;
+}
+
+// Lanes of a value, or zeros after its end.
+template <typename T>
+inline Vec load_lanes(const T* value, int64_t left) {
+  if (left >= kLanes) return load(value);
+  T copy[kLanes];
+  std::memset(static_cast<void*>(copy), 0, sizeof copy);
+  std::memcpy(static_cast<void*>(copy), value, left * sizeof(T));
+  return load(copy);
+}
+
+// sums[r][j] += p[r][t] * value[t][j] for t in [t0, t1) in order: R queries from `i`,
+// V vectors from element `h`.
+template <int R, int V, typename T>
+inline void add_values(Queries& queries, int64_t i, int64_t h, const T* v,
+                       const int64_t* offsets, int64_t t0, int64_t t1) {
+  Vec acc[R][V];
+  float* sums = queries.weighted.data() + i * queries.width() + h;
+  const float* probs = queries.scores.data() + i * kKeyBlock;
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    // A rescaling belongs to the first key.
+    Vec scale = broadcast(t0 == 0 ? queries.rescale[i + r] : 1.0f);
+#pragma GCC unroll 16
+    for (int j = 0; j < V; ++j) {
+      acc[r][j] = mul(load(sums + r * queries.width() + j * kLanes), scale);
+    }
+  }
+  for (int64_t t = t0; t < t1; ++t) {
+    Vec value[V];
+    const T* from = v + offsets[t] + h;
+#pragma GCC unroll 16
+    for (int j = 0; j < V; ++j) {
+      value[j] = V > 1 ? load(from + j * kLanes) : load_lanes(from, queries.H - h);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      Vec weight = broadcast(probs[r * kKeyBlock + t]);
+#pragma GCC unroll 16
+      for (int j = 0; j < V; ++j) acc[r][j] = fma(weight, value[j], acc[r][j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int j = 0; j < V; ++j) {
+      store(sums + r * queries.width() + j * kLanes, acc[r][j]);
+    }
+  }
+}
+
+// The values of a block for R queries from `i`; `seen[r]` of its keys are theirs. What
+// all see is added for all, and the rest for each.
+template <int R, typename T>
+void add_block(Queries& queries, int64_t i, const int64_t* seen, const T* v,
+               const int64_t* offsets) {
+  constexpr int V = R <= 2 ? 4 : 2;
+  int64_t all = *std::min_element(seen, seen + R);
+  auto run = [&](auto count, int64_t first, int64_t t0, int64_t t1) {
+    constexpr int kCount = decltype(count)::value;
+    int64_t h = 0;
+    for (; h + V * kLanes <= queries.H; h += V * kLanes) {
+      add_values<kCount, V>(queries, first, h, v, offsets, t0, t1);
+    }
+    for (; h < queries.H; h += kLanes) {
+      add_values<kCount, 1>(queries, first, h, v, offsets, t0, t1);
+    }
+  };
+  if (all > 0) run(std::integral_constant<int, R>(), i, 0, all);
+  for (int r = 0; r < R; ++r) {
+    if (seen[r] > all) run(std::integral_constant<int, 1>(), i + r, all, seen[r]);
+  }
+}
+
+// One block of keys, from `start`, of the `last` that some query sees.
+template <typename T>
+void attend_block(Queries& queries, const T* k, const T* v, const Pages& pages,
+                  int64_t start, int64_t last) {
+  int64_t count = queries.count, keys = std::min<int64_t>(kKeyBlock, last - start);
+  int64_t offsets[kKeyBlock];
+  for (int64_t t = 0; t < keys; ++t) offsets[t] = pages.at(start + t);
+  score_block(queries, k, pages, start, keys);
+  fetch_block(k, v, pages, start + kKeyBlock, last, queries.H);
+  auto seen = [&](int64_t i) {
+    return std::clamp<int64_t>(queries.ends[i] - start, 0, keys);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    if (seen(i) > 0) weigh_block(queries, i, seen(i));
+  }
+  for (int64_t i = 0; i < count; i += 4) {
+    int64_t each[4] = {};
+    for (int64_t r = 0; r < 4 && i + r < count; ++r) each[r] = seen(i + r);
+    switch (std::min<int64_t>(count - i, 4)) {
+      case 1: add_block<1>(queries, i, each, v, offsets); break;
+      case 2: add_block<2>(queries, i, each, v, offsets); break;
+      case 3: add_block<3>(queries, i, each, v, offsets); break;
+      case 4: add_block<4>(queries, i, each, v, offsets); break;
+    }
   }
 }
 

@@ -29,7 +29,7 @@ SOURCES = (
     "attention.h",
     "gemm.h",
     "kernels.cc",
-    "norm.h",
+    "packed_rows.h",
     "parallel.h",
     "projection.h",
     "row_attention.h",

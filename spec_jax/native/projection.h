@@ -9,35 +9,19 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "gemm.h"
-#include "norm.h"
+#include "packed_rows.h"
 #include "parallel.h"
 #include "simd.h"
 
 namespace spec_jax {
 
-// The live rows as the products read them: normed (unless `norm` is null) and packed.
-template <typename T>
-std::vector<float> pack_rows(const T* x, const T* norm, int64_t rows, int64_t K,
-                             float eps) {
-  std::vector<float> packed(rows * padded(K));
-  std::vector<float> row(K), normed(K);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t k = 0; k < K; ++k) row[k] = to_float(x[r * K + k]);
-    if (norm != nullptr) rms_norm(row.data(), norm, K, eps, normed.data());
-    const auto& from = norm != nullptr ? normed : row;
-    pack_row<T>(from.data(), K, packed.data() + r * padded(K));
-  }
-  return packed;
-}
-
 // Weight rows that one thread takes at a time: enough to be worth taking, few enough
 // that the threads finish together. It decides no bits.
 inline int64_t chunk_size(int64_t row_bytes) {
-  int64_t rows = 64 * 1024 / std::max<int64_t>(row_bytes, 1);
-  return std::max<int64_t>((rows + 7) / 8 * 8, 8);
+  int64_t panels = 32 * 1024 / std::max<int64_t>(kPanel * row_bytes, 1);
+  return std::max<int64_t>(panels, 1) * kPanel;
 }
 
 // Calls `body(n0, n1)` for pieces of [0, N), on the threads of the pool.
@@ -49,6 +33,11 @@ void over_columns(Pool& pool, int64_t N, int64_t row_bytes, const Body& body) {
   });
 }
 
+template <typename T>
+inline void copy(const T* from, int64_t count, T* to) {
+  std::memcpy(static_cast<void*>(to), from, count * sizeof(T));
+}
+
 // Rows from `live` on, as zeros.
 template <typename T>
 void clear_dead(T* y, int64_t rows, int64_t live, int64_t width) {
@@ -56,24 +45,44 @@ void clear_dead(T* y, int64_t rows, int64_t live, int64_t width) {
   if (bytes > 0) std::memset(static_cast<void*>(y + live * width), 0, bytes);
 }
 
+// Calls `body(first, size, n, width)` for each group of the live rows and each panel of
+// [0, N): groups innermost, so that all but the first find the weights in a cache.
+template <typename Pool, typename Body>
+void over_panels(Pool& pool, const PackedRows& x, int64_t N, int64_t row_bytes,
+                 const Body& body) {
+  over_columns(pool, N, row_bytes, [&](int64_t n0, int64_t n1) {
+    for (int64_t n = n0; n < n1; n += kPanel) {
+      int64_t width = std::min(kPanel, n1 - n), size;
+      for (int64_t first = 0; first < x.rows; first += size) {
+        size = x.group_size(first);
+        body(first, size, n, width);
+      }
+    }
+  });
+}
+
 // y [rows, N] = residual + round(norm(x) w^T); `norm` and `residual` may be null.
 template <typename Pool, typename T, typename Out>
 void project(Pool& pool, const T* x, const T* norm, const T* w, const T* residual,
              Out* y, int64_t rows, int64_t live, int64_t K, int64_t N, float eps) {
-  std::vector<float> packed = pack_rows(x, norm, live, K, eps);
-  std::vector<float> sums(live * N);
-  over_columns(pool, N, K * sizeof(T), [&](int64_t n0, int64_t n1) {
-    product(live, packed.data(), w + n0 * K, K, n1 - n0, sums.data() + n0, N);
-    for (int64_t r = 0; r < live; ++r) {
-      for (int64_t i = r * N + n0; i < r * N + n1; ++i) {
-        float acc = sums[i];
-        if (residual != nullptr) {
-          acc = to_float(residual[i]) + to_float(round_to<T>(acc));
-        }
-        y[i] = round_to<Out>(acc);
+  PackedRows packed = pack_rows(x, norm, live, K, eps);
+  auto panel = [&](int64_t first, int64_t size, int64_t n, int64_t width) {
+    alignas(64) float acc[kGroup * kPanel] = {};
+    multiply(packed, first, w + n * K, K, width, first == 0, acc);
+    for (int64_t r = 0; r < size; ++r) {
+      int64_t at = (first + r) * N + n;
+      alignas(64) T kept[kPanel] = {};
+      alignas(64) Out out[kPanel];
+      if (residual != nullptr) copy(residual + at, width, kept);
+      for (int64_t j = 0; j < kPanel; j += kLanes) {
+        Vec value = load(acc + r * kPanel + j);
+        if (residual != nullptr) value = add(load(kept + j), round_lanes<T>(value));
+        store(out + j, value);
       }
+      copy(out, width, y + at);
     }
-  });
+  };
+  over_panels(pool, packed, N, K * sizeof(T), panel);
   clear_dead(y, rows, live, N);
 }
 
@@ -81,20 +90,23 @@ void project(Pool& pool, const T* x, const T* norm, const T* w, const T* residua
 template <typename Pool, typename T>
 void gate(Pool& pool, const T* x, const T* norm, const T* w, T* y, int64_t rows,
           int64_t live, int64_t K, int64_t F, float eps) {
-  std::vector<float> packed = pack_rows(x, norm, live, K, eps);
-  std::vector<float> gates(live * F), ups(live * F);
-  over_columns(pool, F, 2 * K * sizeof(T), [&](int64_t f0, int64_t f1) {
-    int64_t width = f1 - f0;
-    product(live, packed.data(), w + f0 * K, K, width, gates.data() + f0, F);
-    product(live, packed.data(), w + (F + f0) * K, K, width, ups.data() + f0, F);
-    for (int64_t r = 0; r < live; ++r) {
-      for (int64_t i = r * F + f0; i < r * F + f1; ++i) {
-        float g = to_float(round_to<T>(gates[i])), up = to_float(round_to<T>(ups[i]));
-        float silu = to_float(round_to<T>(g / (1.0f + exp(-g))));
-        y[i] = round_to<T>(silu * up);
+  PackedRows packed = pack_rows(x, norm, live, K, eps);
+  auto panel = [&](int64_t first, int64_t size, int64_t f, int64_t width) {
+    alignas(64) float gates[kGroup * kPanel] = {}, ups[kGroup * kPanel] = {};
+    multiply(packed, first, w + f * K, K, width, first == 0, gates);
+    multiply(packed, first, w + (F + f) * K, K, width, first == 0, ups);
+    for (int64_t r = 0; r < size; ++r) {
+      alignas(64) T out[kPanel];
+      for (int64_t j = 0; j < kPanel; j += kLanes) {
+        Vec g = round_lanes<T>(load(gates + r * kPanel + j));
+        Vec up = round_lanes<T>(load(ups + r * kPanel + j));
+        Vec silu = divide(g, add(broadcast(1.0f), exp(subtract(zero(), g))));
+        store(out + j, mul(round_lanes<T>(silu), up));
       }
+      copy(out, width, y + (first + r) * F + f);
     }
-  });
+  };
+  over_panels(pool, packed, F, 2 * K * sizeof(T), panel);
   clear_dead(y, rows, live, F);
 }
 

@@ -57,24 +57,41 @@ inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec subtract(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
-inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), y);
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
 }
 inline Vec load(const bf16* p) {
   __m512i wide = _mm512_cvtepu16_epi32(
       _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-// Even and odd elements of 2 * kLanes weights, as floats.
-inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
-  __m512i both = _mm512_loadu_si512(p);
-  even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-  odd = _mm512_castsi512_ps(
-      _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+inline Vec load_first(const bf16* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
 }
+inline Vec load_second(const bf16* p) {
+  return _mm512_castsi512_ps(_mm512_and_si512(
+      _mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline Vec round_to_bf16(Vec x) {
+  __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_mask_mov_epi32(up, nan, quiet),
+                       _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline void store(bf16* p, Vec x) {
+  __m512i high = _mm512_srli_epi32(_mm512_castps_si512(round_to_bf16(x)), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
+}
+inline void keep_in_register(Vec& x) { asm("" : "+v"(x)); }
 inline Vec round_even(Vec x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -97,23 +114,45 @@ inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec subtract(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec divide(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec minimum(Vec a, Vec b) { return _mm256_min_ps(a, b); }
-inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
-  return _mm256_and_ps(_mm256_cmp_ps(x, limit, _CMP_NLT_UQ), y);
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
+  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
 inline Vec load(const bf16* p) {
   __m256i wide =
       _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
-inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
+inline Vec load_first(const bf16* p) {
   __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-  odd = _mm256_castsi256_ps(
+  return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+}
+inline Vec load_second(const bf16* p) {
+  __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm256_castsi256_ps(
       _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
+inline Vec round_to_bf16(Vec x) {
+  __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+  __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  Vec nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+  Vec rounded = _mm256_blendv_ps(_mm256_castsi256_ps(up), _mm256_castsi256_ps(quiet), nan);
+  return _mm256_and_ps(rounded, _mm256_castsi256_ps(_mm256_set1_epi32(
+                                    static_cast<int>(0xffff0000u))));
+}
+inline void store(bf16* p, Vec x) {
+  __m256i high = _mm256_srli_epi32(_mm256_castps_si256(round_to_bf16(x)), 16);
+  __m128i low_half = _mm256_castsi256_si128(high);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packus_epi32(low_half, _mm256_extracti128_si256(high, 1)));
+}
+inline void keep_in_register(Vec& x) { asm("" : "+x"(x)); }
 inline Vec round_even(Vec x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -148,20 +187,26 @@ inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 // Two roundings, not one: built with contraction off, so that it stays so.
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec subtract(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec divide(Vec a, Vec b) { return a / b; }
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
-inline Vec zero_where_less(Vec x, Vec limit, Vec y) {
-  return x < limit ? zero() : y;
-}
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return a < b ? yes : no; }
 inline Vec load(const bf16* p) {
   return (Vec)(__builtin_convertvector(load_as<Halves>(p), Bits) << 16);
 }
-inline void load_pairs(const bf16* p, Vec& even, Vec& odd) {
-  Bits both = load_as<Bits>(p);
-  even = (Vec)(both << 16);
-  odd = (Vec)(both & 0xffff0000u);
+inline Vec load_first(const bf16* p) { return (Vec)(load_as<Bits>(p) << 16); }
+inline Vec load_second(const bf16* p) { return (Vec)(load_as<Bits>(p) & 0xffff0000u); }
+inline Vec round_to_bf16(Vec x) {
+  Bits bits = (Bits)x, up = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return (Vec)((x == x ? up : bits | 0x400000u) & 0xffff0000u);
 }
+inline void store(bf16* p, Vec x) {
+  Halves high = __builtin_convertvector((Bits)round_to_bf16(x) >> 16, Halves);
+  std::memcpy(p, &high, sizeof high);
+}
+inline void keep_in_register(Vec&) {}
 // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
 constexpr float kShifter = 12582912.0f;
 inline Vec round_even(Vec x) { return (x + kShifter) - kShifter; }
@@ -177,6 +222,15 @@ inline void prefetch(const void* p, int64_t bytes) {
   prefetch_address(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
 }
 
+// One step of weights is 2 * kLanes of them, in two vectors: the even ones and the odd
+// ones of bf16, which so need no shuffle, and the halves of floats.
+inline Vec load_first(const float* p) { return load(p); }
+inline Vec load_second(const float* p) { return load(p + kLanes); }
+
+// Rounded to T, as floats.
+template <typename T>
+inline Vec round_lanes(Vec x) { return sizeof(T) == 2 ? round_to_bf16(x) : x; }
+
 // The sum of the lanes, halving: one order for each number of lanes.
 inline float sum(Vec x) {
   float lane[kLanes];
@@ -187,12 +241,35 @@ inline float sum(Vec x) {
   return lane[0];
 }
 
-// exp(x) for x <= 88, within 2 ulp; below -87 it is 0, and NaN stays NaN: where either
-// operand is NaN, `maximum` and `minimum` return the second.
+// The sums of kLanes vectors, each as above.
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+inline Vec sums(const Vec* x) {
+  Vec four[4], two[2];
+  for (int i = 0; i < 4; ++i) {  // of x[i] in the low half, of x[i + 4] in the high
+    four[i] = add(_mm256_permute2f128_ps(x[i], x[i + 4], 0x20),
+                  _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+  }
+  for (int i = 0; i < 2; ++i) {
+    two[i] = add(_mm256_shuffle_ps(four[2 * i], four[2 * i + 1], 0x44),
+                 _mm256_shuffle_ps(four[2 * i], four[2 * i + 1], 0xee));
+  }
+  return add(_mm256_shuffle_ps(two[0], two[1], 0x88),
+             _mm256_shuffle_ps(two[0], two[1], 0xdd));
+}
+#else
+inline Vec sums(const Vec* x) {
+  float out[kLanes];
+  for (int i = 0; i < kLanes; ++i) out[i] = sum(x[i]);
+  return load(out);
+}
+#endif
+
+// exp(x) within 2 ulp; below -87 it is 0, above 88 infinite, and NaN stays NaN: where
+// either operand is NaN, `maximum` and `minimum` return the second.
 // Cody-Waite reduction and the degree-6 polynomial of Cephes `expf`.
 inline Vec exp(Vec x) {
-  Vec lowest = broadcast(-87.0f);
-  Vec clamped = minimum(broadcast(88.0f), maximum(lowest, x));
+  Vec lowest = broadcast(-87.0f), highest = broadcast(88.0f);
+  Vec clamped = minimum(highest, maximum(lowest, x));
   Vec n = round_even(mul(clamped, broadcast(1.44269504088896341f)));
   Vec r = fma(n, broadcast(-0.693359375f), clamped);
   r = fma(n, broadcast(2.12194440e-4f), r);
@@ -203,12 +280,12 @@ inline Vec exp(Vec x) {
   p = fma(p, r, broadcast(1.6666665459e-1f));
   p = fma(p, r, broadcast(5.0000001201e-1f));
   p = fma(p, mul(r, r), add(r, broadcast(1.0f)));
-  return zero_where_less(x, lowest, mul(p, pow2(n)));
+  p = where_less(x, lowest, zero(), mul(p, pow2(n)));
+  return where_less(highest, x, broadcast(std::numeric_limits<float>::infinity()), p);
 }
 
-// As above for one value; above 88 it is infinite.
+// As above for one value.
 inline float exp(float x) {
-  if (x > 88.0f) return std::numeric_limits<float>::infinity();
   float lane[kLanes];
   store(lane, exp(broadcast(x)));
   return lane[0];

@@ -140,12 +140,18 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
   Array<int32_t> table(num_pages);
   for (int64_t m = 0; m < num_pages; ++m) table[m] = static_cast<int32_t>(m);
   Array<float> out(G * H);
-  Array<Running> runs(G);
+  Queries queries(G, H);
   for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
     Pages pages{table.data(), page_size, K * H, kv_head * H};
-    attend(q.data(), k.data(), v.data(), pages, position, G, H, runs.data(),
-           out.data());
+    queries.begin(G);
     for (int64_t g = 0; g < G; ++g) {
+      queries.template set<T>(g, q.data() + g * H, position + 1);
+    }
+    for (int64_t start = 0; start <= position; start += kKeyBlock) {
+      attend_block(queries, k.data(), v.data(), pages, start, position + 1);
+    }
+    for (int64_t g = 0; g < G; ++g) {
+      queries.finish(g, out.data() + g * H);
       expect_attention(q.data() + g * H, k.data() + kv_head * H, v.data() + kv_head * H,
                        position, K * H, H, out.data() + g * H,
                        shape<T>("attend", {G, H, page_size, position}));
@@ -232,8 +238,10 @@ void check_grid() {
 // A weight matrix that is one element short.
 void overrun() {
   auto x = normal<float>(2 * 32), w = normal<float>(5 * 32 - 1);
-  Array<float> y(2 * 5);
-  product(2, x.data(), w.data(), 32, 5, y.data(), 5);
+  float y[kGroup * kPanel];
+  const float* none = nullptr;
+  multiply(pack_rows(x.data(), none, 2, 32, 0.0f), 0, w.data(), 32, 5,
+           false, y);
 }
 
 // Arithmetic that overflows.

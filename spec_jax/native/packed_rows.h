@@ -1,0 +1,142 @@
+// The live rows as the products read them: in float, one step of k after the other for a
+// whole group of rows.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "simd.h"
+
+namespace spec_jax {
+
+constexpr int kStep = 2 * kLanes;                 // elements of k per step
+constexpr int64_t kGroup = kLanes == 16 ? 8 : 5;  // rows of a tile, at most
+
+// One step of an array of K elements, zeros after its end: nothing past it is read.
+template <typename T>
+inline void load_tail(const T* x, int64_t left, Vec& first, Vec& second) {
+  T copy[kStep];
+  std::memset(static_cast<void*>(copy), 0, sizeof copy);
+  std::memcpy(static_cast<void*>(copy), x, left * sizeof(T));
+  first = load_first(copy);
+  second = load_second(copy);
+}
+template <typename T>
+inline void load_step(const T* x, int64_t k, int64_t K, Vec& first, Vec& second) {
+  if (k + kStep > K) return load_tail(x + k, K - k, first, second);
+  first = load_first(x + k);
+  second = load_second(x + k);
+}
+
+// Rows in groups of nearly equal size; within one, `[K / kStep, rows, kStep]` floats.
+// (A stream of its own for every row would fall on the same lines of the cache.)
+struct PackedRows {
+  int64_t rows, K;
+
+  // Room for `rows` rows of K elements.
+  PackedRows(int64_t rows, int64_t K)
+      : rows(rows), K(K), storage_(rows * padded() + kLine) {
+    auto address = reinterpret_cast<uintptr_t>(storage_.data());
+    data_ = storage_.data() + (-address % (kLine * sizeof(float))) / sizeof(float);
+  }
+  PackedRows(PackedRows&&) = default;
+
+  // Rows of the group that begins at row `first`.
+  int64_t group_size(int64_t first) const {
+    int64_t groups = (rows + kGroup - 1) / kGroup, larger = rows % groups;
+    return rows / groups + (first < larger * (rows / groups + 1) ? 1 : 0);
+  }
+  const float* group(int64_t first) const { return data_ + first * padded(); }
+
+  // Fills row `row` of the group at `first` with what `values(k, first, second)` sets
+  // for each step.
+  template <typename Values>
+  void fill(int64_t first, int64_t row, const Values& values) {
+    int64_t size = group_size(first);
+    float* to = data_ + first * padded() + row * kStep;
+    for (int64_t k = 0; k < K; k += kStep, to += size * kStep) {
+      Vec a, b;
+      values(k, a, b);
+      store(to, a);
+      store(to + kLanes, b);
+    }
+  }
+
+ private:
+  static constexpr uintptr_t kLine = 16;  // floats of a cache line
+  int64_t padded() const { return (K + kStep - 1) / kStep * kStep; }
+
+  std::vector<float> storage_;
+  float* data_;
+};
+
+// Calls `body(first, r)` for each row, as row `r` of the group at `first`.
+template <typename Body>
+void for_each_row(const PackedRows& packed, const Body& body) {
+  for (int64_t first = 0, size; first < packed.rows; first += size) {
+    size = packed.group_size(first);
+    for (int64_t r = 0; r < size; ++r) body(first, r);
+  }
+}
+
+// 1 / rms(x)
+template <typename T>
+float inverse_rms(const T* x, int64_t K, float eps) {
+  Vec acc = zero();
+  for (int64_t k = 0; k < K; k += kStep) {
+    Vec a, b;
+    load_step(x, k, K, a, b);
+    acc = fma(b, b, fma(a, a, acc));
+  }
+  return 1.0f / std::sqrt(sum(acc) / static_cast<float>(K) + eps);
+}
+
+// round(round(x * scale) * weight): the normalised value is rounded to T before it meets
+// its weight.
+template <typename T>
+inline Vec norm_lanes(Vec x, Vec scale, Vec weight) {
+  return round_lanes<T>(mul(round_lanes<T>(mul(x, scale)), weight));
+}
+
+// The rows of x [rows, K] for weights of its type; normed unless `norm` is null.
+template <typename T>
+PackedRows pack_rows(const T* x, const T* norm, int64_t rows, int64_t K, float eps) {
+  PackedRows packed(rows, K);
+  for_each_row(packed, [&](int64_t first, int64_t r) {
+    const T* row = x + (first + r) * K;
+    if (norm == nullptr) {
+      return packed.fill(first, r,
+                         [&](int64_t k, Vec& a, Vec& b) { load_step(row, k, K, a, b); });
+    }
+    Vec scale = broadcast(inverse_rms(row, K, eps));
+    packed.fill(first, r, [&](int64_t k, Vec& a, Vec& b) {
+      Vec u, v;
+      load_step(row, k, K, a, b);
+      load_step(norm, k, K, u, v);
+      a = norm_lanes<T>(a, scale, u);
+      b = norm_lanes<T>(b, scale, v);
+    });
+  });
+  return packed;
+}
+
+// Row `row` of the whole, x [K] in float, for weights of type T.
+template <typename T>
+void pack_floats(const float* x, int64_t row, PackedRows& packed) {
+  int64_t first = 0;
+  while (row >= first + packed.group_size(first)) first += packed.group_size(first);
+  packed.fill(first, row - first, [&](int64_t k, Vec& a, Vec& b) {
+    float halves[kStep] = {};
+    for (int64_t i = 0; i < kStep && k + i < packed.K; ++i) {
+      // The even ones before the odd ones where weights come in pairs.
+      halves[sizeof(T) == 2 ? i / 2 + i % 2 * kLanes : i] = x[k + i];
+    }
+    a = load(halves);
+    b = load(halves + kLanes);
+  });
+}
+
+}  // namespace spec_jax
