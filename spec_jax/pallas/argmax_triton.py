@@ -1,0 +1,112 @@
+"""Argmax over a vocabulary on a GPU (Pallas Triton): two kernels with fixed blocks.
+
+The programs of the first own `CHUNK` logits of one row each, and give the largest and
+where it is first; one program a row of the second chooses among the chunks. Logits are
+compared as integers of the same order, so that NaN is the largest of all and both
+zeros are one value: nothing is rounded, and no order of comparison can show.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+
+CHUNK = 4096  # logits of one program of the first kernel
+MAX_CHUNKS = 1024  # of one row: a block of the second kernel
+_NAN = 0x7FFFFFFF  # above every number: infinity is 0x7F800000
+_NOTHING = -0x80000000  # below every number; as a float's bits, minus zero
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Integers that compare as the floats of `x` do, NaN above all."""
+    x = x.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    # Minus zero equals zero. Not by a comparison of floats: XLA on a CPU takes
+    # denormals for zeros.
+    bits = jnp.where(bits == _NOTHING, 0, bits)
+    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return jnp.where(x != x, _NAN, ordered)
+
+
+def _first_of_largest(keys: jax.Array, indices: jax.Array):
+    """The largest of `keys [1, n]`, and the least index that has it: `[1, 1]` each."""
+    largest = jnp.max(keys, axis=1, keepdims=True)
+    candidates = jnp.where(keys == largest, indices, _NAN)
+    return largest, jnp.min(candidates, axis=1, keepdims=True)
+
+
+def _chunk_kernel(
+    x_ref,  # [1, CHUNK]
+    key_ref,  # [1, 1] int32
+    index_ref,  # [1, 1] int32
+    *,
+    width: int,
+):
+    indices = pl.program_id(1) * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)[None, :]
+    inside = indices < width
+    keys = _ordered(plt.load(x_ref.at[...], mask=inside, other=0))
+    keys = jnp.where(inside, keys, _NOTHING)
+    key_ref[...], index_ref[...] = _first_of_largest(keys, indices)
+
+
+def _row_kernel(
+    key_ref,  # [1, block] int32
+    index_ref,  # [1, block] int32
+    out_ref,  # [1, 1] int32
+    *,
+    num_chunks: int,
+):
+    inside = jnp.arange(key_ref.shape[1])[None, :] < num_chunks
+    keys = plt.load(key_ref.at[...], mask=inside, other=_NOTHING)
+    indices = plt.load(index_ref.at[...], mask=inside, other=_NAN)
+    _, out_ref[...] = _first_of_largest(keys, indices)
+
+
+def argmax(
+    logits: jax.Array,  # [R, V] float32 or bfloat16
+    *,
+    interpret: bool = False,
+) -> jax.Array:  # [R] int32
+    """The index of each row's largest logit: the first of equals, or the first NaN.
+
+    As `jnp.argmax`. A row's result depends on that row alone.
+
+    Raises:
+      ValueError: no logits, or too many.
+      NotImplementedError: logits that are neither float32 nor bfloat16.
+    """
+    R, V = logits.shape
+    if logits.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"logits are float32 or bfloat16, not {logits.dtype}")
+    if not 0 < V <= CHUNK * MAX_CHUNKS:
+        raise ValueError(f"rows of {V} logits are not in 1..{CHUNK * MAX_CHUNKS}")
+    if R == 0:
+        return jnp.zeros((0,), jnp.int32)
+    num_chunks = pl.cdiv(V, CHUNK)
+    partial = jax.ShapeDtypeStruct((R, num_chunks), jnp.int32)
+    one = pl.BlockSpec((1, 1), lambda r, c: (r, c))
+    keys, indices = pl.pallas_call(
+        functools.partial(_chunk_kernel, width=V),
+        grid=(R, num_chunks),
+        in_specs=[pl.BlockSpec((1, CHUNK), lambda r, c: (r, c))],
+        out_specs=(one, one),
+        out_shape=(partial, partial),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        name="argmax_chunks",
+        interpret=interpret,
+    )(logits)
+    chunks = pl.BlockSpec((1, pl.next_power_of_2(num_chunks)), lambda r: (r, 0))
+    out = pl.pallas_call(
+        functools.partial(_row_kernel, num_chunks=num_chunks),
+        grid=(R,),
+        in_specs=[chunks, chunks],
+        out_specs=pl.BlockSpec((1, 1), lambda r: (r, 0)),
+        out_shape=jax.ShapeDtypeStruct((R, 1), jnp.int32),
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        name="argmax_rows",
+        interpret=interpret,
+    )(keys, indices)
+    return out[:, 0]

@@ -1,0 +1,72 @@
+"""RMSNorm on a GPU (Pallas Triton): one program a row.
+
+A program reads its row once, 2 D bytes, and writes it once. The row is one block of a
+power of two, the same whatever is beside it, so that its squares are summed in one
+order: XLA chooses its own by the number of rows.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from spec_jax.pallas import slab
+
+
+MAX_WIDTH = 16_384  # a row is held in registers
+NUM_WARPS = 8
+
+
+def _kernel(
+    x_ref,  # [1, block]
+    weight_ref,  # [1, block]
+    out_ref,  # [1, block]
+    *,
+    width: int,
+    eps: float,
+):
+    """One row; elements past `width` are zeros that are not read."""
+    block = x_ref.shape[1]
+    mask = jnp.arange(block)[None, :] < width if width % block else None
+    other = None if mask is None else 0
+    x = plt.load(x_ref.at[...], mask=mask, other=other).astype(jnp.float32)
+    weight = plt.load(weight_ref.at[...], mask=mask, other=other)
+    mean_square = jnp.sum(x * x, axis=1, keepdims=True) / width
+    normed = (x * jax.lax.rsqrt(mean_square + eps)).astype(x_ref.dtype)
+    plt.store(out_ref.at[...], normed * weight, mask=mask)
+
+
+def rms_norm(
+    x: jax.Array,  # [R, D]
+    weight: jax.Array,  # [D]
+    *,
+    eps: float,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `ops.rms_norm.rms_norm`, for rows of at most `MAX_WIDTH` elements.
+
+    Raises:
+      ValueError: a weight of another shape or dtype, or rows that are too wide.
+    """
+    R, D = x.shape
+    slab.check_shapes(weight=(weight, (D,)))
+    if x.dtype != weight.dtype:
+        raise ValueError(f"rows are {x.dtype} but the weight is {weight.dtype}")
+    if not 0 < D <= MAX_WIDTH:
+        raise ValueError(f"rows of {D} elements are not in 1..{MAX_WIDTH}")
+    if R == 0:
+        return x
+    block = pl.next_power_of_2(D)
+    row = pl.BlockSpec((1, block), lambda r: (r, 0))
+    return pl.pallas_call(
+        functools.partial(_kernel, width=D, eps=eps),
+        grid=(R,),
+        in_specs=[row, pl.BlockSpec((1, block), lambda r: (0, 0))],
+        out_specs=row,
+        out_shape=jax.ShapeDtypeStruct((R, D), x.dtype),
+        compiler_params=plt.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
+        name="rms_norm",
+        interpret=interpret,
+    )(x, weight.reshape(1, D))

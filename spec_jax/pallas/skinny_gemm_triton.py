@@ -1,0 +1,370 @@
+"""Skinny GEMM on a GPU (Pallas Triton): a slab of rows times a weight matrix.
+
+    y[r, n] = sum_k x[r, k] * w[n, k]       bfloat16 in, accumulated in float32
+
+One program owns 16 rows and `block_n` columns, of the gate and of the up half where
+the weights are gated. It reads its 2 * K * block_n bytes of weights once for all rows,
+walks K in blocks in ascending order, and writes its tile once, epilogue included: 16
+rows are one tensor-core instruction high, so that the second to the sixteenth are free.
+Of `x` it reads all of its 32 * K bytes, from the L2 cache: with `block_n` of 16 that is
+as much as the weights, which is why plans have 32 and more.
+
+With `splits` above one, each split of K has its own programs, which store partial sums
+[splits, parts, R, N] in float32; a second kernel adds them in ascending order. No
+atomics: nothing depends on which program ends first.
+
+A plan is a function of the weight's shape alone. That, and rows that an instruction
+computes independently, is the row contract: the batched product and the product of one
+row are the same machine code, and give the same bits.
+
+The Triton backend of Pallas is deprecated from jax 0.11 on; `skinny_gemm_mosaic` is
+the way on when it goes.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from spec_jax.pallas import rms_norm_triton, slab
+
+
+REDUCE_COLUMNS = 64  # of one program of the second kernel
+MIN_BLOCK = 16  # of a tensor-core instruction in any direction
+MAX_SHARED_BYTES = 232_448  # of one program on an H100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a weight matrix is walked: a function of its shape, never of the rows.
+
+    Attributes:
+      block_n: columns of the result of one program.
+      block_k: terms of a sum between two steps of the pipeline.
+      splits: parts of K that have programs of their own; they divide K in blocks.
+      num_stages: of the pipeline; one less are on their way at any time.
+    """
+
+    block_n: int
+    block_k: int
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+PLANS: dict[tuple[int, int, int], Plan] = {
+    # One program on nearly every multiprocessor, and room there for more stages.
+    (1, 4096, 4096): Plan(block_n=32, block_k=256, num_stages=6),
+    (1, 4096, 12_288): Plan(block_n=32, block_k=256, num_stages=6),
+    (1, 4096, 1024): Plan(block_n=32, block_k=256, num_stages=5),
+}
+"""By `(parts, N, K)`, where a plan is known that is better than the rule's. From
+compiled code: registers, resident blocks, bytes on their way; not yet from timings."""
+
+
+def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
+    """The plan of weights `[N, K]`, `parts` of which are walked by one program.
+
+    The rule keeps 16 KiB of weights in a stage. Wide programs read less of `x` for
+    their weights, but a matrix of few columns has too few of them for 132
+    multiprocessors.
+    """
+    if (parts, num_columns, num_terms) in PLANS:
+        return PLANS[parts, num_columns, num_terms]
+    width = 64 if num_columns >= 16_384 else 32 if num_columns >= 2048 else 16
+    block_n = _block(num_columns // parts, width // parts)
+    return Plan(block_n=block_n, block_k=_block(num_terms, 8192 // width))
+
+
+def _block(size: int, largest: int) -> int:
+    return max(MIN_BLOCK, min(largest, pl.next_power_of_2(max(size, 1))))
+
+
+def _multiply_kernel(
+    x_ref,  # [16, K], and so to the end of a block
+    w_refs,  # one, or the gate's and up's: [block_n, K] or [K, block_n], likewise
+    residual_ref,  # [16, block_n] or None
+    out_refs,  # [16, block_n] one, or where K is split one for each of `w_refs`
+    *,
+    plan: Plan,
+    num_columns: int,
+    num_terms: int,
+    transposed: bool,
+):
+    """One tile of the result, or of a split's partial sums."""
+    columns = pl.program_id(1) * plan.block_n + jnp.arange(plan.block_n)
+    in_columns = columns < num_columns if num_columns % plan.block_n else None
+    num_blocks = num_terms // plan.block_k // plan.splits
+    first_block = pl.program_id(2) * num_blocks if plan.splits > 1 else 0
+
+    def accumulate(start, sums, in_terms=None):
+        terms = pl.ds(start, plan.block_k)
+        rows = _load(x_ref.at[:, terms], last_mask=in_terms)
+        products = []
+        for w_ref in w_refs:
+            if transposed:
+                view, masks = w_ref.at[terms, :], (in_terms, in_columns)
+                weights = _load(view, *masks, last_use=True)
+            else:
+                view, masks = w_ref.at[:, terms], (in_columns, in_terms)
+                weights = _load(view, *masks, last_use=True).T
+            products.append(plt.dot(rows, weights))
+        return tuple(total + each for total, each in zip(sums, products, strict=True))
+
+    zeros = jnp.zeros((slab.ROWS, plan.block_n), jnp.float32)
+    sums = jax.lax.fori_loop(
+        0,
+        num_blocks,
+        lambda block, sums: accumulate((first_block + block) * plan.block_k, sums),
+        (zeros,) * len(w_refs),
+    )
+    if num_terms % plan.block_k:
+        start = num_blocks * plan.block_k
+        in_terms = start + jnp.arange(plan.block_k) < num_terms
+        sums = accumulate(start, sums, in_terms)
+    if plan.splits > 1:
+        for out_ref, total in zip(out_refs, sums, strict=True):
+            _store(out_ref.at[...], total, in_columns)
+    else:
+        _finish(sums, residual_ref, *out_refs, in_columns)
+
+
+def _reduce_kernel(
+    partial_refs,  # of each part [splits, 16, REDUCE_COLUMNS] float32
+    residual_ref,  # [16, REDUCE_COLUMNS] or None
+    out_ref,  # [16, REDUCE_COLUMNS]
+    *,
+    num_columns: int,
+):
+    """Adds the splits, first to last, and does what is left to do with the sums."""
+    columns = pl.program_id(1) * REDUCE_COLUMNS + jnp.arange(REDUCE_COLUMNS)
+    in_columns = columns < num_columns if num_columns % REDUCE_COLUMNS else None
+
+    def accumulate(split, sums):
+        partials = (_load(ref.at[split], last_mask=in_columns) for ref in partial_refs)
+        return tuple(total + each for total, each in zip(sums, partials, strict=True))
+
+    zeros = jnp.zeros((slab.ROWS, REDUCE_COLUMNS), jnp.float32)
+    splits = partial_refs[0].shape[0]
+    sums = jax.lax.fori_loop(0, splits, accumulate, (zeros,) * len(partial_refs))
+    _finish(sums, residual_ref, out_ref, in_columns)
+
+
+def _finish(sums, residual_ref, out_ref, in_columns):
+    """Rounds a tile, gates it or adds the residual, and stores it."""
+    if len(sums) == 2:
+        result = slab.gated(*sums, dtype=out_ref.dtype)
+    else:
+        residual = None
+        if residual_ref is not None:
+            residual = _load(residual_ref.at[...], last_mask=in_columns)
+        result = slab.added(*sums, residual, out_dtype=out_ref.dtype)
+    _store(out_ref.at[...], result, in_columns)
+
+
+def _load(view, first_mask=None, last_mask=None, *, last_use=False):
+    """A block of two axes; zero, and not read, where the mask of an axis is false.
+
+    `last_use` lets it leave the cache first: weights are read by one program only.
+    """
+    mask = _mask(view.shape, first_mask, last_mask)
+    return plt.load(
+        view,
+        mask=mask,
+        other=None if mask is None else 0,
+        eviction_policy="evict_first" if last_use else None,
+    )
+
+
+def _store(view, block, last_mask):
+    plt.store(view, block, mask=_mask(view.shape, None, last_mask))
+
+
+def _mask(shape, first_mask, last_mask):
+    """Both masks as one of `shape`; None where there is nothing to mask."""
+    masks = []
+    if first_mask is not None:
+        masks.append(jnp.broadcast_to(first_mask[:, None], shape))
+    if last_mask is not None:
+        masks.append(jnp.broadcast_to(last_mask[None, :], shape))
+    return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def project(
+    x: jax.Array,  # [R, K]
+    w: jax.Array,  # [N, K], or [K, N] where transposed
+    *,
+    num_live: jax.Array,  # [] int32
+    norm: jax.Array | None,  # [K]
+    residual: jax.Array | None,  # [R, N]
+    eps: float,
+    out_dtype: jnp.dtype,
+    transposed: bool = False,
+    plan: Plan | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `ops.projection.project`. All rows are computed, `num_live` or not.
+
+    Raises:
+      ValueError: shapes that do not fit, or a plan that does not fit the weights.
+      NotImplementedError: arrays that are not bfloat16, or another `out_dtype`.
+    """
+    (R, K), N = x.shape, w.shape[1 if transposed else 0]
+    slab.check_shapes(w=(w, (K, N) if transposed else (N, K)), num_live=(num_live, ()))
+    out_dtype = jnp.dtype(out_dtype)
+    if out_dtype not in (x.dtype, jnp.float32):
+        raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
+    if residual is not None:
+        slab.check_shapes(residual=(residual, (R, N)))
+        if out_dtype != x.dtype:
+            raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
+    slab.check_bfloat16(x=x, w=w, norm=norm, residual=residual)
+    if norm is not None:
+        x = rms_norm_triton.rms_norm(x, norm, eps=eps, interpret=interpret)
+    w = w.reshape((K, 1, N) if transposed else (1, N, K))
+    if residual is not None:
+        residual = slab.padded(residual)
+    y = _multiply(
+        slab.padded(x),
+        w,
+        residual,
+        plan=plan or plan_for(N, K),
+        out_dtype=out_dtype,
+        transposed=transposed,
+        name="skinny_gemm",
+        interpret=interpret,
+    )
+    return y[:R]
+
+
+def gate(
+    x: jax.Array,  # [R, K]
+    w: jax.Array,  # [2F, K], or [K, 2F] where transposed
+    *,
+    num_live: jax.Array,  # [] int32
+    norm: jax.Array,  # [K]
+    eps: float,
+    transposed: bool = False,
+    plan: Plan | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `ops.gated_projection.gated_projection`. All rows are computed.
+
+    Raises:
+      ValueError: shapes that do not fit, or a plan that does not fit the weights.
+      NotImplementedError: arrays that are not bfloat16.
+    """
+    (R, K), F = x.shape, w.shape[1 if transposed else 0] // 2
+    slab.check_shapes(
+        w=(w, (K, 2 * F) if transposed else (2 * F, K)), num_live=(num_live, ())
+    )
+    slab.check_bfloat16(x=x, w=w, norm=norm)
+    x = rms_norm_triton.rms_norm(x, norm, eps=eps, interpret=interpret)
+    y = _multiply(
+        slab.padded(x),
+        w.reshape((K, 2, F) if transposed else (2, F, K)),
+        None,
+        plan=plan or plan_for(2 * F, K, parts=2),
+        out_dtype=x.dtype,
+        transposed=transposed,
+        name="skinny_gemm_gate",
+        interpret=interpret,
+    )
+    return y[:R]
+
+
+def _multiply(x, w, residual, *, plan, out_dtype, transposed, name, interpret):
+    """`[16 n, N]` of `w`, `[parts, N, K]` or `[K, parts, N]`: each part a product."""
+    (R, K), (parts, N) = x.shape, (w.shape[1:] if transposed else w.shape[:2])
+    check_plan(plan, K, parts=parts)
+    result = jax.ShapeDtypeStruct((R, N), out_dtype)
+    tile = pl.BlockSpec((slab.ROWS, plan.block_n), lambda r, n, s: (r, n))
+    if plan.splits == 1:
+        out_shapes, out_specs = [result], [tile]
+    else:
+        partial = jax.ShapeDtypeStruct((plan.splits, R, N), jnp.float32)
+        spec = pl.BlockSpec((None, slab.ROWS, plan.block_n), lambda r, n, s: (s, r, n))
+        out_shapes, out_specs = [partial] * parts, [spec] * parts
+    terms = pl.cdiv(K, plan.block_k) * plan.block_k
+    has_residual = residual is not None and plan.splits == 1
+    outputs = pl.pallas_call(
+        functools.partial(
+            _multiply_kernel,
+            plan=plan,
+            num_columns=N,
+            num_terms=K,
+            transposed=transposed,
+        ),
+        # Tiles of rows are neighbours in time: the second finds the weights cached.
+        grid=(R // slab.ROWS, pl.cdiv(N, plan.block_n), plan.splits),
+        in_specs=[
+            pl.BlockSpec((slab.ROWS, terms), lambda r, n, s: (r, 0)),
+            [
+                _part_spec(part, terms, plan.block_n, transposed)
+                for part in range(parts)
+            ],
+            tile if has_residual else None,
+        ],
+        out_specs=[out_specs],
+        out_shape=[out_shapes],
+        compiler_params=plt.CompilerParams(
+            num_warps=plan.num_warps, num_stages=plan.num_stages
+        ),
+        name=name,
+        interpret=interpret,
+    )(x, [w] * parts, residual if has_residual else None)[0]
+    if plan.splits == 1:
+        return outputs[0]
+    return _reduce(
+        outputs, residual, result, name=f"{name}_reduce", interpret=interpret
+    )
+
+
+def _part_spec(part: int, terms: int, block_n: int, transposed: bool) -> pl.BlockSpec:
+    """The columns of one program in one part of the weights, whole sums."""
+    if transposed:
+        return pl.BlockSpec((terms, None, block_n), lambda r, n, s: (0, part, n))
+    return pl.BlockSpec((None, block_n, terms), lambda r, n, s: (part, n, 0))
+
+
+def _reduce(partials, residual, result, *, name, interpret):
+    """The second kernel, over `partials`, each `[splits, R, N]`."""
+    (splits, R, N), rows = partials[0].shape, slab.ROWS
+    tile = pl.BlockSpec((rows, REDUCE_COLUMNS), lambda r, n: (r, n))
+    partial = pl.BlockSpec((splits, rows, REDUCE_COLUMNS), lambda r, n: (0, r, n))
+    return pl.pallas_call(
+        functools.partial(_reduce_kernel, num_columns=N),
+        grid=(R // rows, pl.cdiv(N, REDUCE_COLUMNS)),
+        in_specs=[
+            [partial] * len(partials),
+            None if residual is None else tile,
+        ],
+        out_specs=tile,
+        out_shape=result,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        name=name,
+        interpret=interpret,
+    )(partials, residual)
+
+
+def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
+    """Raises `ValueError` where a kernel would miss terms, or not fit."""
+    for name in ("block_n", "block_k", "num_warps"):
+        value = getattr(plan, name)
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"{name}={value} is not a power of two")
+    if min(plan.block_n, plan.block_k) < MIN_BLOCK:
+        raise ValueError(f"{plan} has a block below {MIN_BLOCK}, the tensor core's")
+    if plan.splits > 1 and num_terms % (plan.splits * plan.block_k):
+        raise ValueError(
+            f"{num_terms} terms are not {plan.splits} splits of whole {plan.block_k}s"
+        )
+    stage = 2 * (slab.ROWS + parts * plan.block_n) * plan.block_k
+    needed = stage * max(plan.num_stages - 1, 1)
+    if needed > MAX_SHARED_BYTES:
+        raise ValueError(
+            f"{plan} needs {needed} of {MAX_SHARED_BYTES} bytes of shared memory"
+        )
