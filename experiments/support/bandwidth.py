@@ -4,11 +4,15 @@ A decoding step reads every weight once and computes little, so that a plain rea
 as many bytes is what it can be measured against.
 """
 
+import math
+import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.support import timing
 from spec_jax.model import params as params_lib
@@ -21,6 +25,8 @@ _CACHES = pathlib.Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 # XLA's threads share the work along the first dimension.
 _PARTS = 64
+# Large enough that Python's part in a read does not count, and several for each core.
+_PIECE_WORDS = 2**20 // 8
 
 
 def step_bytes(params: params_lib.Params) -> int:
@@ -41,6 +47,42 @@ def read(num_bytes: int) -> timing.Thunk:
     array = jnp.ones((_PARTS, columns), jnp.float32)
     total = jax.jit(jnp.sum)
     return timing.stopwatch(lambda _: total(array), lambda: total(array))
+
+
+def host_read(num_bytes: int) -> Callable[[int], None]:
+    """A function that reads an array of the host as often as it is told, on all cores.
+
+    Reads memory as fast as XLA's sum does, and what lies in a cache twice as fast.
+    Waking the threads takes long: it is to be called for a millisecond of reading.
+
+    Args:
+      num_bytes: of the array, rounded up to whole words.
+    """
+    words = np.ones(math.ceil(num_bytes / 8), np.uint64)
+    num_threads = _num_usable_cores()
+    size = min(_PIECE_WORDS, math.ceil(words.size / num_threads))
+    pieces = [words[at : at + size] for at in range(0, words.size, size)]
+    pool = futures.ThreadPoolExecutor(num_threads)
+
+    def read_some(remaining: Iterator[np.ndarray]) -> None:
+        # Bitwise, because a sum of floats has an order; NumPy lets other threads run.
+        for piece in remaining:
+            np.bitwise_or.reduce(piece)
+
+    def read(passes: int) -> None:
+        # One iterator for all: a core that is interrupted takes fewer pieces.
+        remaining = iter(pieces * passes)
+        for done in [pool.submit(read_some, remaining) for _ in range(num_threads)]:
+            done.result()
+
+    return read
+
+
+def _num_usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def last_level_cache_bytes() -> int | None:

@@ -30,6 +30,11 @@ def positive(text: str) -> int:
     return value
 
 
+def positives(text: str) -> tuple[int, ...]:
+    """The type of a flag that lists counts: in order, each of them once."""
+    return tuple(sorted({positive(part) for part in text.split(",")}))
+
+
 def add_models(group: argparse._ArgumentGroup) -> None:
     """`--target` and `--draft`, which `check_models` looks at, `--dtype`, `--impl`."""
     group.add_argument(
@@ -44,13 +49,18 @@ def add_models(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="Hugging Face Qwen3 folder of the draft model",
     )
+    add_dtype(group)
+    group.add_argument(
+        "--impl", choices=IMPLS, default="auto", help="kernels (default: auto)"
+    )
+
+
+def add_dtype(group: argparse._ActionsContainer) -> None:
+    """`--dtype`."""
     group.add_argument(
         "--dtype",
         choices=config_lib.DTYPES,
         help="dtype of all models (default: that of each config)",
-    )
-    group.add_argument(
-        "--impl", choices=IMPLS, default="auto", help="kernels (default: auto)"
     )
 
 
@@ -78,7 +88,7 @@ def add_rounds(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_out(parser: argparse.ArgumentParser, *, rows: str) -> None:
+def add_out(parser: argparse._ActionsContainer, *, rows: str) -> None:
     """`--out`.
 
     Args:

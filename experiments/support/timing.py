@@ -25,6 +25,14 @@ class Spread(NamedTuple):
     p90: float
 
 
+class Quartiles(NamedTuple):
+    """A median, and the first and third quartile."""
+
+    median: float
+    q1: float
+    q3: float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timings:
     """Seconds by name.
@@ -92,6 +100,11 @@ def interleave(
 def spread(values: Sequence[float]) -> Spread:
     """Median and percentiles, linear between neighbours."""
     return Spread(*(float(x) for x in np.quantile(values, (0.5, 0.1, 0.9))))
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """Median and quartiles, linear between neighbours."""
+    return Quartiles(*(float(x) for x in np.quantile(values, (0.5, 0.25, 0.75))))
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 
 import jax
@@ -238,10 +239,14 @@ def test_a_preset(monkeypatch, tmp_path, capsys):
     assert line.split() == ["speculative", *"-----"]
 
 
-def test_the_real_preset_is_the_released_shape():
-    config = subjects.PRESETS["qwen3-0.6b"].validate()
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(params_lib.shapes(config)))
-    assert num_params == 596_049_920
+@pytest.mark.parametrize(
+    ("preset", "num_params"),
+    [("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360)],
+)
+def test_the_real_presets_are_the_released_shapes(preset, num_params):
+    config = subjects.PRESETS[preset].validate()
+    leaves = jax.tree.leaves(params_lib.shapes(config))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == num_params
 
 
 def test_without_the_oracle_one_line_says_how_to_get_it(

@@ -65,6 +65,11 @@ def test_spread():
     assert timing.spread([7.0]) == (7.0, 7.0, 7.0)
 
 
+def test_quartiles():
+    values = list(np.random.default_rng(0).permutation(101))
+    assert timing.quartiles(values) == timing.Quartiles(median=50, q1=25, q3=75)
+
+
 def test_ratios_are_taken_turn_by_turn():
     """Fails if the medians are divided: of these they are 2 and 2."""
     slow, fast = [1.0, 2.0, 30.0], [0.1, 2.0, 3.0]
