@@ -222,13 +222,14 @@ def project(
         if out_dtype != x.dtype:
             raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
     slab.check_bfloat16(x=x, w=w, norm=norm, residual=residual)
+    x = slab.padded(x)
     if norm is not None:
         x = rms_norm_triton.rms_norm(x, norm, eps=eps, interpret=interpret)
     w = w.reshape((K, 1, N) if transposed else (1, N, K))
     if residual is not None:
         residual = slab.padded(residual)
     y = _multiply(
-        slab.padded(x),
+        x,
         w,
         residual,
         plan=plan or plan_for(N, K),
@@ -262,9 +263,9 @@ def gate(
         w=(w, (K, 2 * F) if transposed else (2 * F, K)), num_live=(num_live, ())
     )
     slab.check_bfloat16(x=x, w=w, norm=norm)
-    x = rms_norm_triton.rms_norm(x, norm, eps=eps, interpret=interpret)
+    x = rms_norm_triton.rms_norm(slab.padded(x), norm, eps=eps, interpret=interpret)
     y = _multiply(
-        slab.padded(x),
+        x,
         w.reshape((K, 2, F) if transposed else (2, F, K)),
         None,
         plan=plan or plan_for(2 * F, K, parts=2),

@@ -106,13 +106,11 @@ def poisoned(inputs, live) -> dict:
 
 
 def assert_rows_alone(run, inputs):
-    """Asserts the row contract: slabs of one and of several rows, and dead rows."""
+    """Asserts the row contract: one row of a slab or alone, dead rows, any place."""
     rows = np.arange(slab.ROWS)
     alone = [run(**rows_of(inputs, rows[r : r + 1])) for r in rows]
     alone = np.concatenate(alone)
     assert np.isfinite(oracle.wide(alone)).all()
-    five = run(**rows_of(inputs, rows[5:10]))
-    testing.assert_same_bits(five, alone[5:10], what="a slab of five")
     for live in range(slab.ROWS + 1):
         together = run(**poisoned(inputs, live), live=live)
         testing.assert_same_bits(together[:live], alone[:live], what=f"{live} live")
@@ -121,7 +119,9 @@ def assert_rows_alone(run, inputs):
         testing.assert_same_bits(rolled, np.roll(alone, shift, axis=0), what="rolled")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["logits", "norm", "residual", "transposed", "split", "gate", "gate split"]
+)
 def test_a_row_is_that_row_alone(rng, name):
     """Fails if a tile sums in another order for other rows, or a dead row is read."""
     assert_rows_alone(CASES[name].run, CASES[name].inputs(rng))
@@ -157,7 +157,7 @@ def test_a_plan_by_the_number_of_rows_is_caught(rng):
         plan = dataclasses.replace(SMALL, block_k=16 if len(x) == 1 else 32)
         return LOGITS.run(x=x, **inputs, plan=plan)
 
-    with pytest.raises(AssertionError, match="a slab of five.*elements differ"):
+    with pytest.raises(AssertionError, match="1 live.*elements differ"):
         assert_rows_alone(run, LOGITS.inputs(rng))
 
 
@@ -168,7 +168,7 @@ def test_splits_by_the_number_of_rows_are_caught(rng):
     def run(x, **inputs):
         return case.run(x=x, **inputs, plan=SPLIT if len(x) == 1 else SMALL)
 
-    with pytest.raises(AssertionError, match="a slab of five.*elements differ"):
+    with pytest.raises(AssertionError, match="1 live.*elements differ"):
         assert_rows_alone(run, case.inputs(rng))
 
 

@@ -1,0 +1,218 @@
+"""The kernels at the shapes of Qwen3-0.6B and 8B, compiled for an H100: no GPU."""
+
+import dataclasses
+
+import hopper
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spec_jax.pallas import argmax_triton, rms_norm_triton, skinny_gemm_triton as gemm
+
+
+ROWS = 16
+VOCABULARY = 151_936
+BYTES_PER_COPY = 16  # of one thread's asynchronous copy to shared memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """One matrix of the row path: `N` rows of `K`, and what is done with its sums."""
+
+    N: int
+    K: int
+    is_gate: bool = False
+    has_residual: bool = False
+    out_dtype: str = "bfloat16"
+    transposed: bool = False
+    plan: gemm.Plan | None = None
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.is_gate else 1
+
+
+WEIGHTS = {
+    "8B qkv": Weights(N=6144, K=4096),
+    "8B out": Weights(N=4096, K=4096, has_residual=True),
+    "8B gate": Weights(N=24_576, K=4096, is_gate=True),
+    "8B down": Weights(N=4096, K=12_288, has_residual=True),
+    "8B head": Weights(N=VOCABULARY, K=4096, out_dtype="float32"),
+    "0.6B qkv": Weights(N=4096, K=1024),
+    "0.6B out": Weights(N=1024, K=2048, has_residual=True),
+    "0.6B gate": Weights(N=6144, K=1024, is_gate=True),
+    "0.6B down": Weights(N=1024, K=3072, has_residual=True),
+    "0.6B head": Weights(N=VOCABULARY, K=1024, out_dtype="float32"),
+}
+
+SPLIT = gemm.Plan(block_n=32, block_k=128, splits=4)
+
+OTHERS = {
+    "transposed": Weights(N=6144, K=4096, transposed=True),
+    "transposed gate": Weights(N=6144, K=1024, is_gate=True, transposed=True),
+    "split": Weights(N=1024, K=2048, has_residual=True, plan=SPLIT),
+    "split gate": Weights(N=6144, K=1024, is_gate=True, plan=SPLIT),
+    "ragged": Weights(N=1000, K=1000, has_residual=True),
+    "odd": Weights(N=77, K=333),
+}
+
+
+def _shape(*shape, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
+    """A product without its norm, or a gate with it."""
+    N, K = weights.N, weights.K
+    shapes = (
+        _shape(rows, K),
+        _shape(K, N) if weights.transposed else _shape(N, K),
+        _shape(dtype="int32"),
+    )
+    options = {"transposed": weights.transposed, "plan": weights.plan}
+
+    def gate(x, w, num_live, norm):
+        return gemm.gate(x, w, num_live=num_live, norm=norm, eps=1e-6, **options)
+
+    def project(x, w, num_live, residual=None):
+        return gemm.project(
+            x,
+            w,
+            num_live=num_live,
+            norm=None,
+            residual=residual,
+            eps=0.0,
+            out_dtype=jnp.dtype(weights.out_dtype),
+            **options,
+        )
+
+    if weights.is_gate:
+        return hopper.Program(fn=gate, args=(*shapes, _shape(K)))
+    added = (_shape(rows, N),) if weights.has_residual else ()
+    return hopper.Program(fn=project, args=(*shapes, *added))
+
+
+def norm(width: int, rows: int = ROWS) -> hopper.Program:
+    def fn(x, weight):
+        return rms_norm_triton.rms_norm(x, weight, eps=1e-6)
+
+    return hopper.Program(fn=fn, args=(_shape(rows, width), _shape(width)))
+
+
+def choice(width: int, rows: int = ROWS) -> hopper.Program:
+    shape = _shape(rows, width, dtype="float32")
+    return hopper.Program(fn=argmax_triton.argmax, args=(shape,))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products_read_their_weights_once(compiler, name):
+    """Fails if a kernel spills, does not fit, or copies more than weights and rows."""
+    weights = WEIGHTS[name]
+    report = compiler.compile(product, weights)
+    report.assert_fits()
+    names = [launch.name for launch in report.launches]
+    gate = ["rms_norm", "skinny_gemm_gate"]
+    assert names == (gate if weights.is_gate else ["skinny_gemm"])
+    kernel, launch = report.kernel("skinny_gemm"), report.launch("skinny_gemm")
+
+    # Every program has its own columns, and there are no more programs than that.
+    plan = gemm.plan_for(weights.N, weights.K, parts=weights.parts)
+    columns = weights.parts * plan.block_n
+    assert launch.grid == (1, weights.N // columns, 1)
+    assert weights.N % columns == weights.K % plan.block_k == 0
+    # The code holds the copies of one block of K per stage: before the loop, and one
+    # in it. Each is that block's bytes and not one more, straight to shared memory.
+    block_bytes = 2 * (ROWS + columns) * plan.block_k
+    copies = plan.num_stages * block_bytes // (BYTES_PER_COPY * launch.threads)
+    assert kernel.count("LDGSTS") == copies
+    assert sum("LDGSTS" in line and ".128 " in line for line in kernel.sass) == copies
+    # What else is read is the residual: two bytes a sum.
+    others = kernel.count("LDG")
+    assert (0 < others <= 4) if weights.has_residual else others == 0
+    assert kernel.count("HMMA") > 0 and kernel.count("LDL") == 0
+    assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_shapes_and_plans_fit(compiler, name):
+    """Fails if a layout, a split or a ragged end spills or cannot be compiled."""
+    report = compiler.compile(product, OTHERS[name])
+    report.assert_fits()
+    kernels = [kernel for kernel in report.kernels if "skinny_gemm" in kernel.name]
+    assert len(kernels) == (2 if OTHERS[name].plan else 1)
+    for kernel in kernels:
+        assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
+
+
+@pytest.mark.parametrize("width", [1024, 4096])
+def test_norms_are_one_launch(compiler, width):
+    """Fails if the norm spills, or takes more than a program a row."""
+    report = compiler.compile(norm, width)
+    report.assert_fits()
+    assert [launch.name for launch in report.launches] == ["rms_norm"]
+    assert report.launch("rms_norm").grid == (ROWS, 1, 1)
+
+
+def test_argmax_is_two_launches(compiler):
+    """Fails if the argmax of a vocabulary spills, or grows another kernel."""
+    report = compiler.compile(choice, VOCABULARY)
+    report.assert_fits()
+    names = [launch.name for launch in report.launches]
+    assert names == ["argmax_chunks", "argmax_rows"]
+
+
+def each_number_of_rows(
+    weights: Weights, single: gemm.Plan | None = None
+) -> hopper.Program:
+    """The product of 1, of 2, .. of 16 rows; `single` is a plan for the first."""
+    programs = [product(weights, rows) for rows in range(1, ROWS + 1)]
+    programs[0] = product(dataclasses.replace(weights, plan=single), 1)
+    return hopper.Program(
+        fn=lambda *args: [
+            program.fn(*each) for program, each in zip(programs, args, strict=True)
+        ],
+        args=tuple(program.args for program in programs),
+    )
+
+
+def assert_one_kernel(report: hopper.Report, name: str) -> None:
+    """Asserts that one kernel is launched for every number of rows.
+
+    XLA keeps one copy of what is the same, before it is compiled.
+    """
+    kernels = [kernel.name for kernel in report.kernels if name in kernel.name]
+    assert kernels == [name]
+    launches = [launch.name for launch in report.launches if name in launch.name]
+    assert launches == [name] * ROWS
+
+
+def test_one_row_and_sixteen_are_one_kernel(compiler):
+    """Fails if what is compiled for a number of rows is made for that number."""
+    report = compiler.compile(each_number_of_rows, WEIGHTS["0.6B out"])
+    assert_one_kernel(report, "skinny_gemm")
+    report = compiler.compile(each_number_of_rows, WEIGHTS["0.6B gate"])
+    assert_one_kernel(report, "skinny_gemm_gate")
+    assert_one_kernel(report, "rms_norm")
+
+
+@pytest.mark.parametrize("name", ["0.6B out", "0.6B gate", "8B down"])
+def test_one_row_has_the_code_of_sixteen(compiler, name):
+    """Fails if the machine code differs between two executables."""
+    one, sixteen = (compiler.compile(product, WEIGHTS[name], rows) for rows in (1, 16))
+    for kernel in sixteen.kernels:
+        assert one.kernel(kernel.name).sass == kernel.sass
+
+
+def test_a_plan_by_the_number_of_rows_is_caught(compiler):
+    """Negative control: a plan of its own for one row is another kernel."""
+    single = gemm.Plan(block_n=16, block_k=256)
+    report = compiler.compile(each_number_of_rows, WEIGHTS["0.6B out"], single)
+    with pytest.raises(AssertionError, match="skinny_gemm__1"):
+        assert_one_kernel(report, "skinny_gemm")
+
+
+def test_two_tiles_are_one_launch(compiler):
+    """Fails if rows past the slab make another kernel of it."""
+    report = compiler.compile(product, WEIGHTS["0.6B out"], rows=32)
+    report.assert_fits()
+    assert report.launch("skinny_gemm").grid == (2, 64, 1)
