@@ -72,9 +72,11 @@ def prefill(
     kv: paged.PagedKV,
     prompt: list[int],
     *,
-    by_rows: bool = False,
+    by_rows: bool | None = None,
 ) -> paged.PagedKV:
     """K/V of all prompt tokens but the last, which stays pending. Donates `kv`.
+
+    `by_rows` as in `RowModel.prefill`.
 
     The first generated token therefore comes from the row path like all others.
     """
@@ -95,7 +97,7 @@ def begin_plain(
     prompt: list[int],
     *,
     max_tokens: int,
-    prefill_by_rows: bool = False,
+    prefill_by_rows: bool | None = None,
 ) -> autoregressive.DecodeState:
     """Checks the prompt and prefills it. `kv` is empty, and donated.
 
@@ -121,7 +123,7 @@ def begin(
     prompt: list[int],
     *,
     max_tokens: int,
-    prefill_by_rows: bool = False,
+    prefill_by_rows: bool | None = None,
 ) -> rounds.RoundState:
     """As `begin_plain`, for the rounds: both models prefill. Both caches are donated.
 

@@ -17,6 +17,9 @@ from spec_jax.paging import allocator, cache
 
 
 SLOT = 0
+# Rows of a tile of a native prefill, whose bits depend on no slab: a multiple of the
+# kernels' groups of rows, and enough of them for one read of the weights.
+NATIVE_PREFILL_SLAB = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,14 +57,22 @@ class RowModel:
         tokens: Int[Array, " T"],
         length: Int[Array, ""],
         *,
-        by_rows: bool = False,
+        by_rows: bool | None = None,
     ) -> cache.PagedKV:
         """Writes the K/V of `tokens[:length]`; `T` is a `qwen3.bucket`. Donates `kv`.
 
         With `by_rows` the prompt goes through `forward_rows`, so that its K/V is
-        that of decoding; otherwise through the library's batched products.
+        that of decoding; otherwise through the library's batched products. None is
+        `prefills_by_rows`.
         """
+        if by_rows is None:
+            by_rows = self.prefills_by_rows
         return _prefill(self, params, kv, tokens, length, by_rows=by_rows)
+
+    @property
+    def prefills_by_rows(self) -> bool:
+        """Whether rows are the faster prefill: they are with kernels of our own."""
+        return self.impl == "native"
 
     def forward(
         self,
@@ -121,6 +132,6 @@ def _prefill(model, params, kv, tokens, length, *, by_rows):
         tokens=tokens,
         length=length,
         slot=slot,
-        slab=model.slab,
+        slab=NATIVE_PREFILL_SLAB if model.impl == "native" else model.slab,
         impl=model.impl,
     )

@@ -4,6 +4,9 @@ A named implementation runs or raises `NotImplementedError(why)`; only "auto" ch
 once, where a model is built, and the choice is part of every result.
 """
 
+import functools
+import logging
+
 import jax
 
 from spec_jax.native import build
@@ -20,7 +23,7 @@ def resolve(impl: Impl) -> str:
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
     if impl == "auto":
-        return "xla"
+        return _choose() if jax.default_backend() == "cpu" else "xla"
     if impl == "native":
         if jax.default_backend() != "cpu":
             raise NotImplementedError(
@@ -32,3 +35,17 @@ def resolve(impl: Impl) -> str:
             f"impl={impl!r} has no kernels yet; use xla or native"
         )
     return impl
+
+
+@functools.cache
+def _choose() -> str:
+    """The kernels of the CPU where they can be had; else XLA, with a line that says so."""
+    try:
+        build.load()
+    except build.BuildError as error:
+        reason = str(error).partition("\n")[0]
+        logging.getLogger(__name__).warning(
+            "no native kernels, XLA runs instead: %s", reason
+        )
+        return "xla"
+    return "native"

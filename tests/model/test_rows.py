@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.model import config as config_lib, params as params_lib, qwen3
+from spec_jax.model import config as config_lib, params as params_lib, qwen3, row_model
 from spec_jax.ops import dispatch, row_attention, skinny_gemm
 from spec_jax.paging import allocator, cache
 
@@ -388,6 +388,33 @@ def test_prefill_by_rows_is_decoding(model):
         atol=tolerance,
         rtol=tolerance,
     )
+
+
+@pytest.mark.parametrize("impl", ["xla", "native"])
+def test_the_prefill_of_a_row_model(impl):
+    """Fails if the taller slab of a native prefill has other bits than decoding.
+
+    With XLA the default is the batched prefill, whose bits differ.
+    """
+    model = make_model("bfloat16", impl)
+    rows = row_model.RowModel(config=model.config, impl=model.impl, slab=SLAB)
+    tokens, length = jnp.asarray(np.resize(text(), 64)), jnp.int32(50)
+    prefill = functools.partial(rows.prefill, model.params)
+
+    def empty():
+        return rows.new_cache(capacity=64, page_size=16)
+
+    default = written(prefill(empty(), tokens, length), 0, 50)
+    decoded = empty()
+    for position in range(50):
+        decoded, _ = model.run(decoded, [(int(tokens[position]), 0, position)])
+    if impl == "native":
+        testing.assert_same_bits(default, written(decoded, 0, 50))
+    else:
+        by_rows = written(prefill(empty(), tokens, length, by_rows=True), 0, 50)
+        testing.assert_same_bits(by_rows, written(decoded, 0, 50))
+        with pytest.raises(AssertionError):
+            testing.assert_same_bits(default, by_rows)
 
 
 def test_prefill_buckets():
