@@ -32,7 +32,12 @@ def positive(text: str) -> int:
 
 def positives(text: str) -> tuple[int, ...]:
     """The type of a flag that lists counts: in order, each of them once."""
-    return tuple(sorted({positive(part) for part in text.split(",")}))
+    try:
+        return tuple(sorted({positive(part) for part in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of whole numbers, such as 1,2,4"
+        ) from None
 
 
 def add_models(group: argparse._ArgumentGroup) -> None:
