@@ -88,64 +88,53 @@ def _kernel(
     eps,
 ):
     kv_head, row = pl.program_id(0), pl.program_id(1)
-    half = head_dim // 2
+    half, queries = head_dim // 2, num_kv * group
+    # The tile's rows are the group's queries, the key, and padding that is not stored.
+    head = jnp.arange(pl.next_power_of_2(group + 1), dtype=jnp.int32)[:, None]
+    is_query, is_key = head < group, head == group
     lane = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)[None, :]
     inside = lane < half
+    column = jnp.arange(width, dtype=jnp.int32)[None, :]
 
-    def halves(ref, *at):
-        """Both halves of heads, `[heads, half]` each, as float32."""
-        return [
-            plt.load(ref.at[*at, lane + start], mask=inside, other=0.0).astype(
-                jnp.float32
-            )
+    def load(ref, *at):
+        """Both halves of what lies at `at`, as float32."""
+        loads = (
+            plt.load(ref.at[*at, lane + start], mask=inside, other=0.0)
             for start in (0, half)
-        ]
+        )
+        return [x.astype(jnp.float32) for x in loads]
 
-    def rotated(head, norm_ref):
-        x = [
-            plt.load(
-                heads_ref.at[row, head, lane + start],
-                mask=(head >= 0) & inside,
-                other=0.0,
-            ).astype(jnp.float32)
-            for start in (0, half)
-        ]
+    @pl.when(lengths_ref[row] != 0)
+    def _():
+        source = jnp.where(is_query, kv_head * group + head, queries + kv_head)
+        norms = zip(load(q_norm_ref), load(k_norm_ref), strict=True)
+        norms = [jnp.where(is_query, *norm) for norm in norms]
         turn = [
             plt.load(ref.at[row, lane], mask=inside, other=0.0).astype(jnp.float32)
             for ref in (cos_ref, sin_ref)
         ]
-        return _norm_and_rotate(
-            x, halves(norm_ref), turn, head_dim, eps, heads_ref.dtype
-        )
+        x = load(heads_ref, row, source)
+        rotated = _norm_and_rotate(x, norms, turn, head_dim, eps, heads_ref.dtype)
 
-    def store(ref, at, pair, mask):
-        for start, part in zip((0, half), pair, strict=True):
-            plt.store(ref.at[*at, lane + start], part, mask=mask & inside)
-
-    @pl.when(lengths_ref[row] != 0)
-    def _queries():
-        head = jnp.arange(q_ref.shape[2], dtype=jnp.int32)[:, None]
-        # A padding head reads the last one of the group, and is not stored.
-        pair = rotated(kv_head * group + jnp.minimum(head, group - 1), q_norm_ref)
-        store(q_ref, (kv_head, row, head), pair, head < group)
+        token = stored_ref[row]
+        is_stored = token >= 0
+        # What is not stored points past the pool: no two rows to one place.
+        key_at = jnp.where(is_key & is_stored, token, k_ref.shape[0])
+        for start, part in zip((0, half), rotated, strict=True):
+            at = kv_head, row, head, lane + start
+            plt.store(q_ref.at[at], part, mask=is_query & inside)
+            at = key_at, kv_head, lane + start
+            plt.store(k_ref.at[at], part, mask=is_key & is_stored & inside)
         if width > head_dim:  # Zero times what is read there must be zero.
-            column = jnp.arange(width, dtype=jnp.int32)[None, :]
-            zeros = jnp.zeros((q_ref.shape[2], width), q_ref.dtype)
-            mask = (column >= head_dim) & (head < group)
+            zeros = jnp.zeros((head.size, width), q_ref.dtype)
+            mask = (column >= head_dim) & is_query
             plt.store(q_ref.at[kv_head, row, head, column], zeros, mask=mask)
 
-    token = stored_ref[row]
-
-    @pl.when(token >= 0)
-    def _key_and_value():
-        first = jnp.full((1, 1), num_kv * group, jnp.int32) + kv_head
-        everywhere = jnp.full((1, 1), True)
-        store(k_ref, (token, kv_head), rotated(first, k_norm_ref), everywhere)
-        column = jnp.arange(width, dtype=jnp.int32)
         mask = column < head_dim
-        at = row, num_kv * (group + 1) + kv_head, column
+        at = row, queries + num_kv + kv_head, column
         value = plt.load(heads_ref.at[at], mask=mask, other=0.0)
-        plt.store(v_ref.at[token, kv_head, column], value, mask=mask)
+        at = jnp.maximum(token, 0), kv_head, column
+        plt.store(v_ref.at[at], value, mask=mask & is_stored)
 
 
 def _norm_and_rotate(x, weights, turn, head_dim, eps, dtype):

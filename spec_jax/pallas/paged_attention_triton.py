@@ -49,7 +49,7 @@ class Config:
     split: int = 256  # keys
     block: int = 64  # keys
     tile: int = 32  # queries: two tiles of the m16n8k16 product
-    programs: int = 396  # three for each of the 132 multiprocessors of an H100
+    programs: int = 264  # two for each of the 132 multiprocessors of an H100
     num_warps: int = 4
     num_stages: int = 3
 
@@ -57,8 +57,11 @@ class Config:
 def default_config(head_dim: int, dtype: jnp.dtype, *, interpret: bool) -> Config:
     """The plan for heads of a size: nothing else may choose it."""
     config = Config()
-    if head_dim * jnp.dtype(dtype).itemsize > 256:  # shared memory
+    head_bytes = head_dim * jnp.dtype(dtype).itemsize
+    if head_bytes > 256:  # Two blocks of keys and values wait in shared memory.
         config = dataclasses.replace(config, block=32)
+    if head_bytes > 512:  # Products of wide float32 heads would spill registers.
+        config = dataclasses.replace(config, block=16, num_warps=8)
     if interpret:  # Each program costs a copy of the pool, and one is as good as many.
         config = dataclasses.replace(config, programs=1)
     return config

@@ -16,8 +16,11 @@ from spec_jax.pallas import paged_attention_triton as paged, row_attention_trito
 HEIGHT = 16  # of every slab here
 SMALL = paged.Config(split=32, block=16, programs=1)
 
+# Most of the time here is LLVM's, and unoptimised machine code halves it.
 _attend = jax.jit(
-    row_attention_triton.attend, static_argnames=("eps", "scale", "interpret", "config")
+    row_attention_triton.attend,
+    static_argnames=("eps", "scale", "interpret", "config"),
+    compiler_options={"xla_backend_optimization_level": 0},
 )
 _op = jax.jit(row_attention.row_attention, static_argnames=("eps", "scale", "impl"))
 
@@ -86,8 +89,7 @@ CASES = [
     ((16, 1, 64), 16, "bfloat16"),
     ((7, 1, 80), 24, "bfloat16"),
     ((4, 2, 128), 64, "bfloat16"),
-    ((2, 1, 256), 128, "bfloat16"),
-    ((6, 2, 80), 32, "float32"),
+    ((2, 1, 256), 128, "float32"),
 ]
 
 
@@ -124,21 +126,14 @@ def small_slab(rng, dtype="bfloat16", *, rows=None, **changes):
 
 
 def test_default_plan_with_several_splits():
-    """Fails if what is shared between rows is not what each would do alone.
-
-    With the plan that runs on the GPU, and on another number of programs.
-    """
+    """Fails if what is shared between rows is not what each would do alone."""
     rng = np.random.default_rng(5)
     rows = window((3, 5), (254, 259), (515, 519))
     slab = small_slab(rng, rows=rows, page_size=64, prefix=(3, 254, 515))
     default = lambda slab, live: run(slab, live, config=None)
-    results = assert_row_contract(slab, attend=default, lives=(0, 1, 5, len(rows)))
+    out, *_ = assert_row_contract(slab, attend=default, lives=(0, 1, 5, len(rows)))
     expected, *_ = oracle.attend(slab, **numbers(slab))
-    testing.assert_rows_close(results[0], expected, dtype="bfloat16", reduction=535)
-    plan = paged.default_config(16, slab.heads.dtype, interpret=False)
-    plan = dataclasses.replace(plan, programs=6)
-    out, *pools = run(in_slab(slab, range(len(rows))), len(rows), config=plan)
-    testing.assert_same_bits((out[: len(rows)], *pools), results)
+    testing.assert_rows_close(out, expected, dtype="bfloat16", reduction=535)
 
 
 def paged_otherwise(shuffle, *, page_size, width=None):
@@ -163,7 +158,7 @@ def paged_otherwise(shuffle, *, page_size, width=None):
 def test_pages_and_table_width_do_not_matter():
     """Fails if bits depend on where a prefix lies, or on what it might grow to."""
     results = []
-    for page_size, width in ((8, None), (8, 30), (24, 7), (128, None)):
+    for page_size, width in ((8, None), (128, 2)):
         shuffle = np.random.default_rng(page_size)
         slab = paged_otherwise(shuffle, page_size=page_size, width=width)
         results.append(run(slab, 2)[0])
@@ -211,7 +206,7 @@ class Tree:
     def positions(self) -> list[int]:
         return [61 + len(self.path(node)) for node in range(len(self.parents))]
 
-    def ancestors(self, width: int, order=None) -> np.ndarray:
+    def ancestors(self, width: int) -> np.ndarray:
         """Where the last `width` positions of each node's branch lie."""
         lies_at = []
         for node, position in enumerate(self.positions()):
@@ -394,15 +389,12 @@ def test_the_reference_form_agrees(rng):
         assert (gap <= np.maximum(allowed, allowed.max() / 4)).all()
 
 
-def test_calls_of_other_shapes_share_nothing(rng):
-    """Fails if a kernel keeps the grid of another call: two shapes, in turns."""
-    first, second = (
-        in_slab(small_slab(rng, page_size=page_size), range(8)) for page_size in (8, 16)
-    )
-    wide = dataclasses.replace(SMALL, programs=4)
-    results = [run(first, 8), run(second, 8, config=wide), run(first, 8)]
-    testing.assert_same_bits(results[2], results[0])
-    testing.assert_same_bits(run(second, 8), results[1])
+def test_grids_share_nothing(rng):
+    """Fails if a kernel keeps another call's grid, or its programs are not alike."""
+    slab = in_slab(small_slab(rng), range(8))
+    several = dataclasses.replace(SMALL, programs=6)  # three for each head
+    results = [run(slab, 8), run(slab, 8, config=several), run(slab, 8)]
+    testing.assert_same_bits(results[1:], results[:1] * 2)
 
 
 @pytest.mark.parametrize(

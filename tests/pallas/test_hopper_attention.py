@@ -1,0 +1,143 @@
+"""The row attention compiled for an H100, at the shapes of Qwen3 and at odd ones."""
+
+import collections
+import functools
+import re
+
+import hopper
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spec_jax.pallas import row_attention_triton
+
+
+QWEN3 = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}  # (N, K, H)
+CONTEXT = 32_768
+PAGE = 16
+KERNELS = ("head_rotate", "paged_attention_splits", "paged_attention_combine")
+
+
+def layers(
+    N, K, H, *, count=1, page_size=PAGE, context=CONTEXT, dtype="bfloat16", branch=0
+) -> hopper.Program:
+    """The row attention of `count` layers, one slot, pools donated."""
+    shape, R = jax.ShapeDtypeStruct, 16
+    width = context // page_size
+    pool = shape((width + 8, page_size, K, H), dtype)
+    inputs = {
+        "heads": shape((R, (N + 2 * K) * H), dtype),
+        "q_norm": shape((H,), dtype),
+        "k_norm": shape((H,), dtype),
+        "cos": shape((R, H // 2), dtype),
+        "sin": shape((R, H // 2), dtype),
+        "page_table": shape((1, width), jnp.int32),
+        "slots": shape((R,), jnp.int32),
+        "positions": shape((R,), jnp.int32),
+        "num_live": shape((), jnp.int32),
+    }
+    if branch:
+        inputs["ancestors"] = shape((R, branch), jnp.int32)
+
+    def attend(pools, inputs):
+        written = []
+        for k_pages, v_pages in pools:
+            out, k_pages, v_pages = row_attention_triton.attend(
+                k_pages=k_pages,
+                v_pages=v_pages,
+                eps=1e-6,
+                scale=H**-0.5,
+                interpret=False,
+                **inputs,
+            )
+            # The next layer's heads follow from this one's.
+            kept = inputs["heads"][:, N * H :]
+            inputs = inputs | {"heads": jnp.concatenate([out, kept], axis=1)}
+            written.append((k_pages, v_pages))
+        return out, written
+
+    return hopper.Program(fn=attend, args=([(pool, pool)] * count, inputs), donate=(0,))
+
+
+@pytest.fixture(scope="module")
+def qwen3(compiler):
+    """Compiles the layers of a model, each program once."""
+    return functools.cache(
+        lambda model, **changes: compiler.compile(layers, *QWEN3[model], **changes)
+    )
+
+
+@pytest.mark.parametrize("model", QWEN3)
+def test_qwen3(qwen3, model):
+    """Fails if a kernel spills, is too large, or runs one block where two would fit.
+
+    Fails if loads do not overlap products, or those are not of the tensor cores.
+    """
+    report = qwen3(model)
+    report.assert_fits()
+    splits = report.kernel("paged_attention_splits")
+    launch = report.launch("paged_attention_splits")
+    assert splits.registers <= 168 and launch.shared_bytes <= 80_000
+    assert hopper.blocks_per_multiprocessor(splits, launch) == 2
+    # As many as are resident at once: the grid does not grow with the context.
+    assert launch.grid[0] * launch.grid[1] <= 264
+    # Two blocks of keys and two of values in flight, four bytes a lane and 128 lanes.
+    assert splits.count("HMMA.16816.F32.BF16") == 64
+    assert splits.count("LDGSTS") >= 48
+    for name in ("head_rotate", "paged_attention_combine"):
+        assert report.kernel(name).registers <= 96
+        assert report.launch(name).shared_bytes <= 4096
+
+
+@pytest.mark.parametrize(
+    ("heads", "changes"),
+    [
+        ((14, 2, 80), {"page_size": 64}),
+        ((32, 2, 64), {"page_size": 128}),
+        ((16, 8, 256), {"page_size": 8}),
+        ((32, 8, 128), {"dtype": "float32", "context": 4096}),
+        ((8, 4, 256), {"dtype": "float32", "context": 4096}),
+    ],
+)
+def test_other_heads(compiler, heads, changes):
+    """Fails if the plan of other head sizes, groups and dtypes does not fit."""
+    report = compiler.compile(layers, *heads, **changes)
+    report.assert_fits()
+    launch = report.launch("paged_attention_splits")
+    kernel = report.kernel("paged_attention_splits")
+    assert hopper.blocks_per_multiprocessor(kernel, launch) >= 2
+
+
+def test_three_launches_a_layer_and_no_copies(qwen3):
+    """Fails if a layer makes its own job list, or a pool is copied."""
+    one, two = qwen3("0.6B"), qwen3("0.6B", count=2)
+    names = [
+        [each.name for each in report.launches if "concat" not in each.name]
+        for report in (one, two)
+    ]
+    counts = [sum(name.startswith(kernel) for name in names[1]) for kernel in KERNELS]
+    assert counts == [2, 2, 2]
+    assert len(names[1]) - len(names[0]) in (3, 4), names  # heads of the next layer
+    assert len(names[0]) <= 3 + 5, names
+    for report, count in ((one, 1), (two, 2)):
+        pool_bytes = (CONTEXT + 8 * PAGE) * 8 * 128 * 2
+        assert report.alias_bytes == 2 * count * pool_bytes
+        assert not [thunk for thunk in report.thunks if thunk.kind == "kCopy"]
+        assert report.temp_bytes < pool_bytes
+        pool = rf"bf16\[{CONTEXT // PAGE + 8},{PAGE},8,128\]"
+        assert re.search(pool, report.hlo)
+        assert not re.search(rf"{pool}\S* (copy|fusion)", report.hlo)
+
+
+def test_a_tree_computes_as_a_chain(qwen3):
+    """Fails if the kernel for trees has other arithmetic than the plain one."""
+    arithmetic = []
+    for report in (qwen3("8B"), qwen3("8B", branch=16)):
+        report.assert_fits()
+        found = collections.Counter()
+        for line in report.kernel("paged_attention_splits").sass:
+            opcode = re.search(r"\b(HMMA|FADD|FMUL|FFMA|MUFU|F2FP|FMNMX)\S*", line)
+            found.update([opcode[0]] if opcode else [])
+        arithmetic.append(found)
+    assert arithmetic[0] == arithmetic[1]
+    assert arithmetic[0].total() > 100

@@ -1,0 +1,240 @@
+"""Paged attention of Triton, interpreted: the job list, edges, and the combine."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from native import native_oracle as oracle
+
+from spec_jax import testing
+from spec_jax.ops import paged_attention
+from spec_jax.pallas import paged_attention_triton as paged, row_jobs
+
+
+R, K, G, H, PAGE = 16, 2, 3, 64, 16
+SPLIT, BLOCK = 32, 16
+CONFIG = paged.Config(split=SPLIT, block=BLOCK, programs=2)
+LENGTHS = (1, BLOCK, SPLIT - 1, SPLIT, SPLIT + 1, 5 * PAGE)
+"""One slot each, the last one as long as its table."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rows over slots of `LENGTHS`; what no sequence owns is NaN."""
+
+    q: np.ndarray  # [R, N, H]
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    page_table: np.ndarray
+    slots: np.ndarray
+    positions: np.ndarray
+    num_live: np.int32
+
+    def inputs(self) -> dict:
+        return jax.tree.map(jnp.asarray, dataclasses.asdict(self))
+
+    def oracle(self) -> np.ndarray:
+        """Row by row and head by head, in float64, of the live rows."""
+        out = np.zeros((self.num_live, K * G, H))
+        for row in range(self.num_live):
+            seen = np.arange(self.positions[row] + 1)
+            pages = self.page_table[self.slots[row], seen // PAGE]
+            keys, values = oracle.wide(
+                *(pool[pages, seen % PAGE] for pool in (self.k_pages, self.v_pages))
+            )
+            for head in range(K * G):
+                query = self.q[row, head].astype(np.float64)
+                probs = oracle.softmax(keys[:, head // G] @ query * H**-0.5)
+                out[row, head] = probs @ values[:, head // G]
+        return out
+
+
+def make_case(rng) -> Case:
+    slab = oracle.make_slab(
+        rng, [(slot, length - 1) for slot, length in enumerate(LENGTHS)],
+        dtype="float32", N=K * G, K=K, H=H, page_size=PAGE, prefix=LENGTHS,
+    )  # fmt: skip
+    rows = [(slot, length - 1) for slot, length in enumerate(LENGTHS)]
+    rows += [(5, 78), (5, 63), (5, 64), (5, 0), (4, 31), (3, 30), (5, 70), (2, 15)]
+    rows = [rows[i] for i in rng.permutation(len(rows))]
+    slots, positions = np.asarray(rows + [(2**30, 2**30)] * (R - len(rows))).T
+    q = 3 * rng.standard_normal((R, K * G, H))
+    q[len(rows) :] = np.nan
+    return Case(
+        q=q.astype(np.float32),
+        k_pages=slab.k_pages,
+        v_pages=slab.v_pages,
+        page_table=slab.page_table,
+        slots=slots.astype(np.int32),
+        positions=positions.astype(np.int32),
+        num_live=np.int32(len(rows)),
+    )
+
+
+def interpreted(fn, **static):
+    """`fn` as compiled for these tests: fast to compile, and as it is to run."""
+    return jax.jit(
+        functools.partial(fn, interpret=True, **static),
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+
+
+LAYOUT = paged.layout(R, G, H, tile=CONFIG.tile)
+_attend = interpreted(paged.paged_attention, scale=H**-0.5, config=CONFIG)
+_splits = interpreted(
+    paged.attend_splits, scale=H**-0.5, lay=LAYOUT, config=CONFIG, ancestors=None
+)
+_combine = interpreted(
+    paged.combine_splits, group=G, head_dim=H, split=SPLIT, dtype=np.float32
+)
+
+
+def test_edges_of_pages_blocks_and_splits(rng):
+    """Fails if a key is missed or seen twice at an edge, the table's end included."""
+    case = make_case(rng)
+    out = np.asarray(_attend(**case.inputs()))
+    near = {"dtype": "float32", "reduction": max(LENGTHS) + H}
+    testing.assert_rows_close(out[: case.num_live], case.oracle(), **near)
+    assert not out[case.num_live :].any()
+    reference = paged_attention.paged_attention(
+        **case.inputs(), scale=H**-0.5, impl="xla"
+    )
+    reference = np.asarray(reference)[: case.num_live]
+    testing.assert_rows_close(out[: case.num_live], reference, **near)
+
+
+def attend_turned(case, *, turn):
+    """The attention with its splits combined in another order, where `turn` says.
+
+    A row's splits are reversed, its own and no others.
+    """
+    arrays = case.inputs()
+    table, slots, positions, num_live = (
+        arrays[name] for name in ("page_table", "slots", "positions", "num_live")
+    )
+    jobs = row_jobs.row_jobs(
+        table, slots, positions, num_live, num_pages=case.k_pages.shape[0],
+        page_size=PAGE, split=SPLIT, tile_rows=LAYOUT.tile_rows,
+    )  # fmt: skip
+    packed = arrays["q"].reshape(R, K, G, H).transpose(1, 0, 2, 3)
+    grow = (LAYOUT.rows - R, LAYOUT.heads - G, LAYOUT.width - H)
+    packed = jnp.pad(packed, [(0, 0), *((0, by) for by in grow)])
+    pools = arrays["k_pages"], arrays["v_pages"]
+    sums = _splits(packed, *pools, page_table=table, jobs=jobs)
+    counts = np.pad(np.asarray(jobs.lengths), (0, LAYOUT.rows - R))
+    counts = row_jobs.split_count(counts, SPLIT)
+    order = np.arange(sums[1].shape[-1])[None, :].repeat(LAYOUT.rows, axis=0)
+    turned = np.where(order < counts[:, None], counts[:, None] - 1 - order, order)
+    order = np.where(turn[:, None], turned, order)[None, :, None, :]
+    sums = [np.asarray(x) for x in sums]
+    sums = [
+        np.take_along_axis(x, order[..., None] if x.ndim == 5 else order, axis=3)
+        for x in sums
+    ]
+    return np.asarray(_combine(*map(jnp.asarray, sums), lengths=jobs.lengths))
+
+
+def test_a_combine_in_another_order_is_caught(rng):
+    """Negative control: splits of a row combined from its last to its first."""
+    case = make_case(rng)
+    expected = np.asarray(_attend(**case.inputs()))
+    rows = np.arange(LAYOUT.rows)
+    in_order = attend_turned(case, turn=rows < 0)
+    testing.assert_same_bits(in_order, expected)
+    turned = attend_turned(case, turn=rows % 2 == 0)
+    testing.assert_same_bits(turned[1::2], expected[1::2])
+    live = slice(case.num_live)
+    near = {"dtype": "float32", "reduction": max(LENGTHS)}
+    testing.assert_rows_close(turned[live], expected[live], **near)
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(turned, expected)
+
+
+def walk(jobs, tile_rows):
+    """What the kernel does: `(rows, split, shared)` for each job."""
+    slots, lengths, full, led, ends, _ = (np.asarray(field) for field in jobs)
+    index = np.arange(len(slots))
+    for job in range(ends[-1]):
+        row = np.sum(ends <= job)
+        step = job - (ends[row - 1] if row else 0)
+        if step < led[row]:
+            mine = (slots == slots[row]) & (full > step)
+            mine &= index // tile_rows == row // tile_rows
+            yield index[mine], step, True
+        else:
+            yield [row], full[row] + step - led[row], False
+
+
+@pytest.mark.parametrize("branch", [0, 5])
+def test_each_split_of_each_row_is_one_job(rng, branch):
+    """Fails if a split is missed, done twice, or shared by a row that sees part."""
+    S, M, P, split, tile_rows = 3, 6, 40, 16, 4
+    make = jax.jit(
+        functools.partial(
+            row_jobs.row_jobs,
+            num_pages=P,
+            page_size=8,
+            split=split,
+            tile_rows=tile_rows,
+        )  # fmt: skip
+    )
+    table = rng.permutation(P)[: S * M].reshape(S, M).astype(np.int32)
+    table[0, 4] = P  # Slot 0 has four pages.
+    for live in (0, 1, 7, R, R):
+        slots = rng.integers(-1, S + 1, R).astype(np.int32)
+        positions = rng.integers(-1, M * 8 + 2, R).astype(np.int32)
+        at = positions[:, None] + np.arange(1 - branch, 1, dtype=np.int32)
+        ancestors = {"ancestors": at} if branch else {}
+        jobs = make(table, slots, positions, np.int32(live), **ancestors)
+        lengths = np.asarray(jobs.lengths)
+        lost = (slots < 0) | (slots >= S) | (positions < 0) | (positions >= M * 8)
+        lost |= (slots == 0) & (positions >= 32)
+        dead = np.arange(R) >= live
+        expected = np.where(dead, 0, np.where(lost, row_jobs.LOST, positions + 1))
+        np.testing.assert_array_equal(lengths, expected)
+        stored_at = table[slots % S, positions % 48 // 8] * 8 + positions % 8
+        stored_at = np.where(dead | lost, row_jobs.LOST, stored_at)
+        np.testing.assert_array_equal(jobs.stored_at, stored_at)
+        done = []
+        for rows, index, shared in walk(jobs, tile_rows):
+            done += [(int(row), int(index)) for row in rows]
+            if shared:
+                assert ((index + 1) * split <= lengths[rows] - branch).all()
+        due = [(row, i) for row in range(R) for i in range(-(-lengths[row] // split))]
+        assert sorted(done) == sorted(due)
+
+
+def test_rows_of_a_slot_share_their_prefix():
+    """Fails if the keys of a prefix are read once for each row of a window."""
+    slots, positions = jnp.zeros(R, jnp.int32), jnp.arange(1000, 1000 + R)
+    table = jnp.arange(64, dtype=jnp.int32)[None]
+    jobs = row_jobs.row_jobs(
+        table, slots, positions, jnp.int32(5),
+        num_pages=64, page_size=16, split=256, tile_rows=16,
+    )  # fmt: skip
+    assert list(np.asarray(jobs.led_splits)[:2]) == [3, 0]
+    assert jobs.job_ends[-1] == 3 + 5
+
+
+def test_a_pool_too_large_is_refused():
+    """Fails if offsets into a pool could pass 32 bits."""
+    pool = jax.ShapeDtypeStruct((2**17, 16, 8, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((R, 16, 128), jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct((R,), jnp.int32)
+    attend = functools.partial(
+        paged.paged_attention,
+        page_table=jnp.zeros((1, 4), jnp.int32),
+        num_live=jnp.int32(0),
+        scale=1.0,
+        interpret=True,
+    )
+    with pytest.raises(NotImplementedError, match="2147483648 elements of a pool"):
+        jax.eval_shape(
+            lambda q, pool, rows: attend(q, pool, pool, slots=rows, positions=rows),
+            q,
+            pool,
+            rows,
+        )
