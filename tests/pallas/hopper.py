@@ -108,7 +108,8 @@ class Report:
     """An executable for the H100.
 
     Attributes:
-      kernels: their machine code, each once.
+      kernels: their machine code, each once. Not those of Mosaic that the same
+        `Compiler` had compiled before: Mosaic keeps them.
       thunks: what runs, in order of the schedule, loop bodies once.
       aliases: `(output index, argument)` as HLO prints them: what is updated in place.
       alias_bytes: the size of those; `temp_bytes` that of all scratch memory.
