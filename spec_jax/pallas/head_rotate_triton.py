@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import paged_attention_triton as paged, row_jobs
+from spec_jax.pallas import attention_plan as plan, row_jobs
 
 
 def rotate_and_write(
@@ -30,7 +30,7 @@ def rotate_and_write(
     sin: jax.Array,  # [R, H / 2]
     *,
     jobs: row_jobs.RowJobs,
-    lay: paged.Layout,
+    lay: plan.Layout,
     eps: float,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -49,14 +49,12 @@ def rotate_and_write(
         jax.ShapeDtypeStruct((K, lay.rows, lay.heads, lay.width), heads.dtype),
         *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
     ]
-    kernel = functools.partial(
-        _kernel, group=lay.group, num_kv=K, head_dim=H, width=lay.width, eps=eps
-    )
+    kernel = functools.partial(_kernel, lay=lay, num_kv=K, eps=eps)
     queries, *pools = pl.pallas_call(
         kernel,
         grid=(K, R),
-        in_specs=[paged.whole(x) for x in inputs],
-        out_specs=[paged.whole(x) for x in outputs],
+        in_specs=[plan.whole(x) for x in inputs],
+        out_specs=[plan.whole(x) for x in outputs],
         out_shape=outputs,
         input_output_aliases={7: 1, 8: 2},
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
@@ -81,12 +79,11 @@ def _kernel(
     k_ref,  # [P * C, K, H]
     v_ref,  # [P * C, K, H]
     *,
-    group,
+    lay,
     num_kv,
-    head_dim,
-    width,
     eps,
 ):
+    group, head_dim, width = lay.group, lay.head_dim, lay.width
     kv_head, row = pl.program_id(0), pl.program_id(1)
     half, queries = head_dim // 2, num_kv * group
     # The tile's rows are the group's queries, the key, and padding that is not stored.

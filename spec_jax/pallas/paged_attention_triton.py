@@ -6,23 +6,21 @@
 Flash decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding) with splits of
 a fixed size, not a fixed number: a row's sums are grouped by absolute positions, and
 so do not depend on the capacity, on the page size or on the other rows. Within a split
-the keys go in blocks through an online softmax; a row combines its own splits in order.
+the keys go in blocks through an online softmax; `combine_splits_triton` does the rest.
 
-Two launches. In the first, programs `(kv_head, worker)` walk the jobs of `row_jobs`:
-the grid is static, the number of jobs follows the real lengths, and which worker does
-a job leaves its bits alone. A program holds a tile of `tile` queries
-(`tile / heads` rows by the group's heads, padded to `heads`), reads each key and value
-of the split once, `4 * split * H` bytes in bfloat16, and writes `4 * (H + 2)` bytes for
-each query and split. In the second, programs `(head, row)` read those and write `H`
-values.
+Programs `(kv_head, worker)` walk the jobs of `row_jobs`: the grid is static, the number
+of jobs follows the real lengths, and which worker does a job leaves its bits alone. A
+program holds a tile of queries (rows by the group's heads), reads each key and value
+of a split once, `4 * split * H` bytes in bfloat16, and writes `4 * (H + 2)` bytes for
+each query that the job is for.
 
-No key is read unless a row of the job sees it, so a masked key is never more than
-padding of the last block: its score is -inf, its value zero.
+No key is read unless every row of the job sees it. A masked key is never more than the
+padding of a last block, and the keys of a row are masked for that row's sake alone.
 """
 
-import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,78 +28,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from spec_jax.pallas import row_jobs
+from spec_jax.pallas import attention_plan as plan, combine_splits_triton, row_jobs
 from spec_jax.typing import typed
 
 
-MAX_HEAD = 256
-MAX_GROUP = 16
 NO_JOBS = 2**31 - 1  # no job list is as long
 
 # Nothing here is negative: no need for the signs of `//` and `%`.
 div, rem = jax.lax.div, jax.lax.rem
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """The kernels' plan. All but `programs` is part of a row's bits."""
-
-    split: int = 256  # keys
-    block: int = 64  # keys
-    tile: int = 32  # queries: two tiles of the m16n8k16 product
-    programs: int = 264  # two for each of the 132 multiprocessors of an H100
-    num_warps: int = 4
-    num_stages: int = 3
-
-
-def default_config(head_dim: int, dtype: jnp.dtype, *, interpret: bool) -> Config:
-    """The plan for heads of a size: nothing else may choose it."""
-    config = Config()
-    head_bytes = head_dim * jnp.dtype(dtype).itemsize
-    if head_bytes > 256:  # Two blocks of keys and values wait in shared memory.
-        config = dataclasses.replace(config, block=32)
-    if head_bytes > 512:  # Products of wide float32 heads would spill registers.
-        config = dataclasses.replace(config, block=16, num_warps=8)
-    if interpret:  # Each program costs a copy of the pool, and one is as good as many.
-        config = dataclasses.replace(config, programs=1)
-    return config
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How queries lie: `[K, rows, heads, width]`, so that a tile is one piece."""
-
-    group: int  # query heads of a key/value head
-    heads: int  # the same, a power of two
-    rows: int  # rows of the slab, in whole tiles
-    tile_rows: int
-    width: int  # head size, a power of two
-
-
-def layout(num_rows: int, group: int, head_dim: int, *, tile: int) -> Layout:
-    """Raises `NotImplementedError` for heads that the kernels cannot take."""
-    if head_dim % 2 or not 16 <= head_dim <= MAX_HEAD:
-        raise NotImplementedError(
-            f"head size {head_dim} is odd, below 16 or above {MAX_HEAD}"
-        )
-    if group > MAX_GROUP:
-        raise NotImplementedError(
-            f"{group} query heads to a key/value head: at most {MAX_GROUP}"
-        )
-    heads = pl.next_power_of_2(group)
-    tile_rows = tile // heads
-    return Layout(
-        group=group,
-        heads=heads,
-        rows=-(-num_rows // tile_rows) * tile_rows,
-        tile_rows=tile_rows,
-        width=max(pl.next_power_of_2(head_dim), 16),
-    )
-
-
-def whole(array: jax.Array) -> pl.BlockSpec:
-    """The array as it is, to every program: a pointer."""
-    return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
 
 
 @typed
@@ -117,7 +51,7 @@ def paged_attention(
     scale: float,
     interpret: bool,
     ancestors: Int[Array, "R A"] | None = None,
-    config: Config | None = None,
+    config: plan.Config | None = None,
 ) -> Float[Array, "R N H"]:
     """Attends each live row to positions `0 .. positions[r]` of its slot.
 
@@ -134,8 +68,8 @@ def paged_attention(
       NotImplementedError: heads, groups, dtypes or pools that the kernels cannot take.
     """
     (P, C, K, H), (R, N) = k_pages.shape, q.shape[:2]
-    config = config or default_config(H, q.dtype, interpret=interpret)
-    lay = layout(R, N // K, H, tile=config.tile)
+    config = config or plan.default_config(H, q.dtype, interpret=interpret)
+    lay = plan.layout(R, N // K, H, tile=config.tile)
     jobs = row_jobs.row_jobs(
         page_table,
         slots,
@@ -164,20 +98,19 @@ def paged_attention(
 
 
 def attend_packed(
-    queries: jax.Array,  # [K, rows, heads, width] as `Layout` has them
+    queries: jax.Array,  # [K, rows, heads, width] as `plan.Layout` has them
     k_pages: jax.Array,  # [P, C, K, H]
     v_pages: jax.Array,  # [P, C, K, H]
     *,
     page_table: jax.Array,  # [S, M] int32
     jobs: row_jobs.RowJobs,
     scale: float,
-    lay: Layout,
-    config: Config,
+    lay: plan.Layout,
+    config: plan.Config,
     ancestors: jax.Array | None,  # [R, A] int32
     interpret: bool,
 ) -> jax.Array:
     """`paged_attention` for queries that lie in tiles already. Returns `[R, N, H]`."""
-    check_pools(queries, k_pages, v_pages)
     sums = attend_splits(
         queries,
         k_pages,
@@ -190,79 +123,65 @@ def attend_packed(
         ancestors=ancestors,
         interpret=interpret,
     )
-    return combine_splits(
+    return combine_splits_triton.combine_splits(
         *sums,
         lengths=jobs.lengths,
-        group=lay.group,
-        head_dim=k_pages.shape[3],
+        lay=lay,
         split=config.split,
         dtype=queries.dtype,
         interpret=interpret,
     )
 
 
-def check_pools(x: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
-    """Raises unless the kernels can take arrays of these shapes and dtypes."""
-    dtypes = {str(array.dtype) for array in (x, k_pages, v_pages)}
-    if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
-        raise NotImplementedError(
-            f"the Triton kernels take float32 or bfloat16, one of them: {dtypes}"
-        )
-    if k_pages.shape != v_pages.shape:
-        raise ValueError(f"keys {k_pages.shape} against values {v_pages.shape}")
-    if k_pages.size >= 2**31:
-        raise NotImplementedError(f"{k_pages.size} elements of a pool: below 2**31")
-
-
 def attend_splits(
-    queries,
-    k_pages,
-    v_pages,
+    queries: jax.Array,  # [K, rows, heads, width]
+    k_pages: jax.Array,  # [P, C, K, H]
+    v_pages: jax.Array,  # [P, C, K, H]
     *,
-    page_table,
-    jobs,
-    scale,
-    lay,
-    config,
-    ancestors,
-    interpret,
-):
+    page_table: jax.Array,  # [S, M] int32
+    jobs: row_jobs.RowJobs,
+    scale: float,
+    lay: plan.Layout,
+    config: plan.Config,
+    ancestors: jax.Array | None,  # [R, A] int32
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Each query's unnormed sums, maximum and total over each of its row's splits.
 
     Returns:
       `[K, rows, heads, splits, width]` and twice `[K, rows, heads, splits]`, float32.
       What no job writes is uninitialised.
     """
+    plan.check_pools(queries, k_pages, v_pages)
     P, C, K, H = k_pages.shape
     splits = row_jobs.split_count(page_table.shape[1] * C, config.split)
     shape = (K, lay.rows, lay.heads, splits)
-    inputs = [queries, *(pool.reshape(P * C, K, H) for pool in (k_pages, v_pages))]
-    inputs += [page_table, *jobs[:-1]]
-    if ancestors is not None:
-        inputs.append(ancestors)
-    workers = max(config.programs // K, 1)
+    pools = [pool.reshape(P * C, K, H) for pool in (k_pages, v_pages)]
+    # The kernel looks for `branch` before it looks at the ancestors.
+    branch = 0 if ancestors is None else ancestors.shape[1]
+    ancestors = page_table if ancestors is None else ancestors
+    inputs = [queries, *pools, page_table, ancestors, *jobs[:-1]]
     outputs = [
         jax.ShapeDtypeStruct(shape + (lay.width,), jnp.float32),
         jax.ShapeDtypeStruct(shape, jnp.float32),
         jax.ShapeDtypeStruct(shape, jnp.float32),
     ]
+    workers = max(config.programs // K, 1)
     kernel = functools.partial(
-        _split_kernel,
+        _kernel,
         page_size=C,
-        head_dim=H,
         # exp(x) is exp2(x * log2(e)), and exp2 is an instruction.
         scale=scale * math.log2(math.e),
         lay=lay,
-        split=config.split,
-        block=config.block,
+        config=config,
         workers=workers,
-        branch=0 if ancestors is None else ancestors.shape[1],
+        branch=branch,
     )
     return pl.pallas_call(
         kernel,
         grid=(K, workers),
-        in_specs=[whole(x) for x in inputs],
-        out_specs=[whole(x) for x in outputs],
+        in_specs=[plan.whole(x) for x in inputs],
+        out_specs=[plan.whole(x) for x in outputs],
         out_shape=outputs,
         compiler_params=plt.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
@@ -272,107 +191,146 @@ def attend_splits(
     )(*inputs)
 
 
-def _split_kernel(
+def _kernel(
     q_ref,  # [K, rows, heads, width]
     k_ref,  # [P * C, K, H]
     v_ref,  # [P * C, K, H]
     table_ref,  # [S, M]
+    ancestors_ref,  # [R, A] if there is a branch
     slots_ref,  # this and the next four [R]
     lengths_ref,
     full_ref,
     led_ref,
     ends_ref,
-    *refs,  # ancestors [R, A] if there is a branch; sums, maxima and totals
+    sums_ref,  # [K, rows, heads, splits, width]
+    maxima_ref,  # [K, rows, heads, splits]
+    totals_ref,  # [K, rows, heads, splits]
+    *,
     page_size,
-    head_dim,
     scale,
     lay,
-    split,
-    block,
+    config,
     workers,
     branch,
 ):
-    *ancestors_ref, sums_ref, maxima_ref, totals_ref = refs
     kv_head, worker = pl.program_id(0), pl.program_id(1)
     R = slots_ref.shape[0]
-    every = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
-    job_ends = plt.load(ends_ref.at[every], mask=every < R, other=NO_JOBS)
     width = jnp.arange(lay.width, dtype=jnp.int32)
-    query = jnp.arange(lay.tile_rows * lay.heads, dtype=jnp.int32)
+    block = config.block
 
     def do_job(turn, carry):
-        job = worker + turn * workers
-        past = job_ends <= job  # rows whose jobs come before
-        row = jnp.sum(past.astype(jnp.int32))
-        step = job - jnp.max(jnp.where(past, job_ends, 0))
-        slot, length, led = slots_ref[row], lengths_ref[row], led_ref[row]
-        shared = step < led
-        index = jnp.where(shared, step, full_ref[row] + step - led)
-        first, end = index * split, (index + 1) * split
-        # The leader of a shared split need not see it itself.
-        end = jnp.where(shared, end, jnp.minimum(end, length))
-
-        first_row = div(row, lay.tile_rows) * lay.tile_rows
+        job = _find_job(
+            worker + turn * workers,
+            (slots_ref, lengths_ref, full_ref, led_ref, ends_ref),
+            config.split,
+        )
+        first_row = div(job.row, lay.tile_rows) * lay.tile_rows
         tile = q_ref[kv_head, pl.ds(first_row, lay.tile_rows)]
         tile = tile.reshape(lay.tile_rows * lay.heads, lay.width)
-
-        def keys_of(i):
-            return first + i * block + jnp.arange(block, dtype=jnp.int32)
-
-        def tokens(i):
-            """Where the keys lie in the pool; any token for those not seen."""
-            keys = keys_of(i)
-            seen = keys < end
-            if branch:
-                start = length - branch
-                own = seen & (keys >= start) & ~shared
-                (ref,) = ancestors_ref
-                at = plt.load(ref.at[row, keys - start], mask=own, other=0)
-                keys = jnp.where(own, at, keys)
-            pages = plt.load(
-                table_ref.at[slot, div(keys, page_size)], mask=seen, other=0
-            )
-            return pages * page_size + rem(keys, page_size)
+        locate = functools.partial(
+            _locate, job, table_ref, ancestors_ref, page_size, branch
+        )
+        keys_of = lambda i: job.first + i * block + jnp.arange(block, dtype=jnp.int32)
 
         def attend_block(i, carry):
-            at, sums = carry
-            seen = keys_of(i) < end
-            at = at[:, None], kv_head, width[None, :]
-            mask = seen[:, None] & (width < head_dim)[None, :]
+            tokens, sums = carry
+            seen = keys_of(i) < job.end
+            at = tokens[:, None], kv_head, width[None, :]
+            mask = seen[:, None] & (width < lay.head_dim)[None, :]
             k, v = (
                 plt.load(ref.at[at], mask=mask, other=0.0) for ref in (k_ref, v_ref)
             )
-            return tokens(i + 1), _accumulate(sums, tile, k, v, seen, scale)
+            # Where the next keys lie is looked up a block ahead: loads whose places
+            # are known are what the compiler puts in flight early.
+            return locate(keys_of(i + 1)), _accumulate(sums, tile, k, v, seen, scale)
 
-        sums = (
-            jnp.full(query.shape, -jnp.inf, jnp.float32),
-            jnp.zeros(query.shape, jnp.float32),
-            jnp.zeros((query.size, lay.width), jnp.float32),
-        )
-        blocks = div(end - first + block - 1, block)
-        _, sums = jax.lax.fori_loop(0, blocks, attend_block, (tokens(0), sums))
-        maximum, total, weighted = sums
+        blocks = div(job.end - job.first + block - 1, block)
+        zero = locate(keys_of(0)), _nothing(*tile.shape)
+        _, sums = jax.lax.fori_loop(0, blocks, attend_block, zero)
 
-        rows = first_row + div(query, lay.heads)
-        heads = rem(query, lay.heads)
-        inside = rows < R
-        of_slot = plt.load(slots_ref.at[rows], mask=inside, other=0) == slot
-        full = plt.load(full_ref.at[rows], mask=inside, other=0)
-        mine = jnp.where(shared, of_slot & (full > index), rows == row)
-        mine &= heads < lay.group
-        at = kv_head, rows, heads, index
-        plt.store(maxima_ref.at[at], maximum, mask=mine)
-        plt.store(totals_ref.at[at], total, mask=mine)
-        at = kv_head, rows[:, None], heads[:, None], index, width[None, :]
-        plt.store(sums_ref.at[at], weighted, mask=mine[:, None])
+        query = jnp.arange(lay.tile_rows * lay.heads, dtype=jnp.int32)
+        rows, heads = first_row + div(query, lay.heads), rem(query, lay.heads)
+        mine = (heads < lay.group) & _takes_part(rows, job, slots_ref, full_ref)
+        at = kv_head, rows, heads, job.index
+        for ref, values in zip((maxima_ref, totals_ref), sums[:2], strict=True):
+            plt.store(ref.at[at], values, mask=mine)
+        at = kv_head, rows[:, None], heads[:, None], job.index, width[None, :]
+        plt.store(sums_ref.at[at], sums[2], mask=mine[:, None])
         return carry
 
-    jobs = ends_ref[R - 1]
-    jax.lax.fori_loop(0, div(jobs - worker + workers - 1, workers), do_job, 0)
+    turns = div(ends_ref[R - 1] - worker + workers - 1, workers)
+    jax.lax.fori_loop(0, turns, do_job, 0)
+
+
+class _Job(NamedTuple):
+    """One split for the rows that share it; all scalars."""
+
+    row: jax.Array  # the first of the rows, and the only one unless shared
+    slot: jax.Array
+    length: jax.Array  # of `row`, which need not see a shared split itself
+    shared: jax.Array  # bool
+    index: jax.Array  # of the split
+    first: jax.Array  # keys `first .. end`
+    end: jax.Array
+
+
+def _find_job(number, refs, split) -> _Job:
+    """The job of a number below the last of `ends_ref`."""
+    slots_ref, lengths_ref, full_ref, led_ref, ends_ref = refs
+    R = slots_ref.shape[0]
+    every = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
+    ends = plt.load(ends_ref.at[every], mask=every < R, other=NO_JOBS)
+    past = ends <= number  # rows whose jobs come before
+    row = jnp.sum(past.astype(jnp.int32))
+    step = number - jnp.max(jnp.where(past, ends, 0))
+    length, led = lengths_ref[row], led_ref[row]
+    shared = step < led
+    index = jnp.where(shared, step, full_ref[row] + step - led)
+    first, end = index * split, (index + 1) * split
+    return _Job(
+        row=row,
+        slot=slots_ref[row],
+        length=length,
+        shared=shared,
+        index=index,
+        first=first,
+        end=jnp.where(shared, end, jnp.minimum(end, length)),
+    )
+
+
+def _takes_part(rows, job, slots_ref, full_ref):
+    """Which rows the job is for: those that see all of a shared split, or its own."""
+    inside = rows < slots_ref.shape[0]
+    slots = plt.load(slots_ref.at[rows], mask=inside, other=0)
+    full = plt.load(full_ref.at[rows], mask=inside, other=0)
+    shares = (slots == job.slot) & (full > job.index)
+    return jnp.where(job.shared, shares, rows == job.row)
+
+
+def _locate(job, table_ref, ancestors_ref, page_size, branch, keys):
+    """Where the job's keys lie in the pool; any token of it for those past the end."""
+    seen = keys < job.end
+    if branch:
+        start = job.length - branch
+        own = seen & (keys >= start) & ~job.shared
+        at = plt.load(ancestors_ref.at[job.row, keys - start], mask=own, other=0)
+        keys = jnp.where(own, at, keys)
+    at = table_ref.at[job.slot, div(keys, page_size)]
+    pages = plt.load(at, mask=seen, other=0)
+    return pages * page_size + rem(keys, page_size)
+
+
+def _nothing(queries: int, width: int):
+    """The running softmax of a tile before its first key."""
+    return (
+        jnp.full((queries,), -jnp.inf, jnp.float32),  # maximum, to base 2
+        jnp.zeros((queries,), jnp.float32),  # sum of exponentials
+        jnp.zeros((queries, width), jnp.float32),  # weighted values
+    )
 
 
 def _accumulate(sums, queries, keys, values, seen, scale):
-    """One block of keys into the running softmax of a tile of queries, in float32."""
+    """One block of keys into the running softmax of a tile, in float32."""
     maximum, total, weighted = sums
     # The highest precision is IEEE float32, and says nothing of bfloat16.
     dot = functools.partial(
@@ -391,73 +349,3 @@ def _accumulate(sums, queries, keys, values, seen, scale):
         total * rescale + jnp.sum(probs, axis=1),
         weighted * rescale[:, None] + dot(probs.astype(values.dtype), values),
     )
-
-
-def combine_splits(
-    sums, maxima, totals, *, lengths, group, head_dim, split, dtype, interpret
-):
-    """Each row's attended heads `[R, N, H]` from its own splits, in their order."""
-    (R,), (K, _, _, splits, _) = lengths.shape, sums.shape
-    kernel = functools.partial(
-        _combine_kernel, group=group, head_dim=head_dim, split=split, splits=splits
-    )
-    inputs = sums, maxima, totals, lengths
-    output = jax.ShapeDtypeStruct((R, K * group, head_dim), dtype)
-    return pl.pallas_call(
-        kernel,
-        grid=(K * group, R),
-        in_specs=[whole(x) for x in inputs],
-        out_specs=whole(output),
-        out_shape=output,
-        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
-        interpret=interpret,
-        name="paged_attention_combine",
-    )(*inputs)
-
-
-AT_ONCE = 8  # splits whose loads are in flight together
-
-
-def _combine_kernel(
-    sums_ref,  # [K, rows, heads, splits, width]
-    maxima_ref,  # [K, rows, heads, splits]
-    totals_ref,  # [K, rows, heads, splits]
-    lengths_ref,  # [R]
-    out_ref,  # [R, N, H]
-    *,
-    group,
-    head_dim,
-    split,
-    splits,
-):
-    head, row = pl.program_id(0), pl.program_id(1)
-    at = div(head, group), row, rem(head, group)
-    length = lengths_ref[row]
-    count = div(jnp.maximum(length, 0) + split - 1, split)
-    width = jnp.arange(sums_ref.shape[-1], dtype=jnp.int32)
-    every = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
-    maxima = plt.load(maxima_ref.at[*at, every], mask=every < count, other=-jnp.inf)
-    maximum = jnp.max(maxima)  # the same in any order
-    shift = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
-
-    def add(turn, carry):
-        for i in range(AT_ONCE):
-            index = turn * AT_ONCE + i
-            mine = index < count
-            at_split = *at, jnp.minimum(index, splits - 1)
-            weight = jnp.exp2(maxima_ref[at_split] - shift)
-            part = plt.load(sums_ref.at[*at_split, width]) * weight
-            total, weighted = carry
-            # By selection: what lies past the row's splits may be NaN.
-            carry = (
-                jnp.where(mine, total + totals_ref[at_split] * weight, total),
-                jnp.where(mine, weighted + part, weighted),
-            )
-        return carry
-
-    zero = jnp.float32(0), jnp.zeros(width.shape, jnp.float32)
-    turns = div(count + AT_ONCE - 1, AT_ONCE)
-    total, weighted = jax.lax.fori_loop(0, turns, add, zero)
-    # A lost row has no splits, and 0 / 0 is its result.
-    out = jnp.where(length == 0, 0.0, weighted / total).astype(out_ref.dtype)
-    plt.store(out_ref.at[row, head, width], out, mask=width < head_dim)

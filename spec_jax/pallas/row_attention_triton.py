@@ -1,15 +1,18 @@
 """The attention of a layer on the row path: norm, rotate, write, attend.
 
-Three launches: `head_rotate_triton`, and the two of `paged_attention_triton`. The job
-list that they share is whole numbers, the same for all layers of a step.
+Three launches: `head_rotate_triton`, the splits of `paged_attention_triton` and
+`combine_splits_triton`. The job list that they share is whole numbers, the same for all
+layers of a step.
 """
 
 import jax
 
 from spec_jax.pallas import (
-    head_rotate_triton as head_rotate,
-    paged_attention_triton as paged,
+    attention_plan as plan,
+    head_rotate_triton,
+    paged_attention_triton,
     row_jobs,
+    slab,
 )
 
 
@@ -30,7 +33,7 @@ def attend(
     scale: float,
     interpret: bool,
     ancestors: jax.Array | None = None,  # [R, A] int32
-    config: paged.Config | None = None,
+    config: plan.Config | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `ops.row_attention.row_attention`. The pages are updated in place.
 
@@ -49,10 +52,10 @@ def attend(
     N = heads.shape[1] // H - 2 * K
     if N < 1 or N % K:
         raise ValueError(f"{N} query heads for {K} key/value heads")
-    config = config or paged.default_config(H, heads.dtype, interpret=interpret)
-    lay = paged.layout(R, N // K, H, tile=config.tile)
-    paged.check_pools(heads, k_pages, v_pages)
-    _check_shapes(
+    config = config or plan.default_config(H, heads.dtype, interpret=interpret)
+    lay = plan.layout(R, N // K, H, tile=config.tile)
+    plan.check_pools(heads, k_pages, v_pages)
+    slab.check_shapes(
         heads=(heads, (R, (N + 2 * K) * H)),
         q_norm=(q_norm, (H,)),
         k_norm=(k_norm, (H,)),
@@ -73,7 +76,7 @@ def attend(
         tile_rows=lay.tile_rows,
         ancestors=ancestors,
     )
-    queries, k_pages, v_pages = head_rotate.rotate_and_write(
+    queries, k_pages, v_pages = head_rotate_triton.rotate_and_write(
         heads.reshape(R, N + 2 * K, H),
         q_norm,
         k_norm,
@@ -86,7 +89,7 @@ def attend(
         eps=eps,
         interpret=interpret,
     )
-    out = paged.attend_packed(
+    out = paged_attention_triton.attend_packed(
         queries,
         k_pages,
         v_pages,
@@ -99,10 +102,3 @@ def attend(
         interpret=interpret,
     )
     return out.reshape(R, N * H), k_pages, v_pages
-
-
-def _check_shapes(**pairs: tuple[jax.Array, tuple[int, ...]]) -> None:
-    """Raises unless every array has its shape: the kernels do not look."""
-    for name, (array, shape) in pairs.items():
-        if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}, not {shape}")

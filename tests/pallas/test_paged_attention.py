@@ -11,12 +11,17 @@ from native import native_oracle as oracle
 
 from spec_jax import testing
 from spec_jax.ops import paged_attention
-from spec_jax.pallas import paged_attention_triton as paged, row_jobs
+from spec_jax.pallas import (
+    attention_plan as plan,
+    combine_splits_triton,
+    paged_attention_triton as paged,
+    row_jobs,
+)
 
 
 R, K, G, H, PAGE = 16, 2, 3, 64, 16
 SPLIT, BLOCK = 32, 16
-CONFIG = paged.Config(split=SPLIT, block=BLOCK, programs=2)
+CONFIG = plan.Config(split=SPLIT, block=BLOCK, programs=2)
 LENGTHS = (1, BLOCK, SPLIT - 1, SPLIT, SPLIT + 1, 5 * PAGE)
 """One slot each, the last one as long as its table."""
 
@@ -82,13 +87,13 @@ def interpreted(fn, **static):
     )
 
 
-LAYOUT = paged.layout(R, G, H, tile=CONFIG.tile)
+LAYOUT = plan.layout(R, G, H, tile=CONFIG.tile)
 _attend = interpreted(paged.paged_attention, scale=H**-0.5, config=CONFIG)
 _splits = interpreted(
     paged.attend_splits, scale=H**-0.5, lay=LAYOUT, config=CONFIG, ancestors=None
 )
 _combine = interpreted(
-    paged.combine_splits, group=G, head_dim=H, split=SPLIT, dtype=np.float32
+    combine_splits_triton.combine_splits, lay=LAYOUT, split=SPLIT, dtype=np.float32
 )
 
 

@@ -6,79 +6,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import row_slabs as slabs
 from native import native_oracle as oracle
 
 from spec_jax import testing
 from spec_jax.ops import row_attention
-from spec_jax.pallas import paged_attention_triton as paged, row_attention_triton
 
 
-HEIGHT = 16  # of every slab here
-SMALL = paged.Config(split=32, block=16, programs=1)
-
-# Most of the time here is LLVM's, and unoptimised machine code halves it.
-_attend = jax.jit(
-    row_attention_triton.attend,
-    static_argnames=("eps", "scale", "interpret", "config"),
-    compiler_options={"xla_backend_optimization_level": 0},
-)
 _op = jax.jit(row_attention.row_attention, static_argnames=("eps", "scale", "impl"))
 
 
-def numbers(slab) -> dict:
-    return {"eps": 1e-6, "scale": slab.k_pages.shape[3] ** -0.5}
-
-
-def run(slab, live, *, config=SMALL, ancestors=None):
-    """Attended heads, and both pools after the writes."""
-    outputs = _attend(
-        **slab.arguments(live),
-        **numbers(slab),
-        interpret=True,
-        config=config,
-        ancestors=ancestors,
-    )
-    return tuple(np.asarray(output) for output in outputs)
-
-
-def in_slab(slab, which):
-    """A slab of full height: these rows first, and then rows of poison."""
-    which = np.asarray(which, int)
-    return slab.rows(np.pad(which, (0, HEIGHT - len(which)), constant_values=-1))
-
-
-def window(*spans):
-    """Rows `(slot, position)`: for each slot a range of positions, interleaved."""
-    rows = [(s, p) for s, span in enumerate(spans) for p in range(*span)]
-    return sorted(rows, key=lambda row: (row[1], row[0]))
-
-
-def rows_alone(slab, *, attend=run):
-    """What the rows give one call each, in order, and the pools after all."""
-    pools, alone = (slab.k_pages, slab.v_pages), []
-    for r in range(slab.num_rows):
-        one = dataclasses.replace(slab, k_pages=pools[0], v_pages=pools[1])
-        out, *pools = attend(in_slab(one, [r]), 1)
-        alone.append(out[0])
-    return np.stack(alone), *pools
-
-
-def assert_row_contract(slab, *, attend=run, lives=None):
+def assert_row_contract(slab, *, attend=slabs.run, lives=None):
     """Asserts that rows give alone what they give together, wherever they stand.
 
     Returns what they give alone, as `rows_alone`.
     """
     R = slab.num_rows
-    alone, *pools = rows_alone(slab, attend=attend)
+    alone, *pools = slabs.rows_alone(slab, attend=attend)
     assert np.isfinite(alone.astype(np.float32)).all()
     for live in range(R + 1) if lives is None else lives:
-        out, *after = attend(in_slab(slab, range(live)), live)
+        out, *after = attend(slabs.in_slab(slab, range(live)), live)
         testing.assert_same_bits(out[:live], alone[:live], what=f"{live} live")
         assert not out[live:].any()
         if live == R:
             testing.assert_same_bits(after, list(pools))
     for order in (np.arange(R)[::-1], np.random.default_rng(3).permutation(R)):
-        out, *after = attend(in_slab(slab, order), R)
+        out, *after = attend(slabs.in_slab(slab, order), R)
         testing.assert_same_bits(out[:R], alone[order], what=f"{order}")
         testing.assert_same_bits(after, list(pools))
     return alone, *pools
@@ -101,14 +54,14 @@ def test_a_row_is_that_row_alone_and_float64s(rng, heads, page_size, dtype):
     """
     N, K, H = heads
     crossing = page_size - 1
-    rows = window((0, 3), (crossing, crossing + 3), (62, 66), (30, 36))
-    assert len(rows) == HEIGHT
+    rows = slabs.window((0, 3), (crossing, crossing + 3), (62, 66), (30, 36))
+    assert len(rows) == slabs.HEIGHT
     slab = oracle.make_slab(
         rng, rows, dtype=dtype, N=N, K=K, H=H, page_size=page_size,
         prefix=(0, crossing, 62, 30),
     )  # fmt: skip
     out, k_pages, v_pages = assert_row_contract(slab)
-    expected, expected_k, expected_v = oracle.attend(slab, **numbers(slab))
+    expected, expected_k, expected_v = oracle.attend(slab, **slabs.numbers(slab))
     longest = slab.positions.max() + 1
     testing.assert_rows_close(out, expected, dtype=dtype, reduction=H + longest)
     written = ~np.isnan(expected_k).any(axis=-1)
@@ -118,21 +71,14 @@ def test_a_row_is_that_row_alone_and_float64s(rng, heads, page_size, dtype):
     assert np.isnan(k_pages[~written].astype(np.float32)).all()
 
 
-def small_slab(rng, dtype="bfloat16", *, rows=None, **changes):
-    """Eight rows of two slots, four query heads on two key/value heads."""
-    sizes = {"N": 4, "K": 2, "H": 16, "page_size": 8, "prefix": (10, 62)} | changes
-    rows = rows or window((10, 14), (62, 66))
-    return oracle.make_slab(rng, rows, dtype=dtype, **sizes)
-
-
 def test_default_plan_with_several_splits():
     """Fails if what is shared between rows is not what each would do alone."""
     rng = np.random.default_rng(5)
-    rows = window((3, 5), (254, 259), (515, 519))
-    slab = small_slab(rng, rows=rows, page_size=64, prefix=(3, 254, 515))
-    default = lambda slab, live: run(slab, live, config=None)
+    rows = slabs.window((3, 5), (254, 259), (515, 519))
+    slab = slabs.small_slab(rng, rows=rows, page_size=64, prefix=(3, 254, 515))
+    default = lambda slab, live: slabs.run(slab, live, config=None)
     out, *_ = assert_row_contract(slab, attend=default, lives=(0, 1, 5, len(rows)))
-    expected, *_ = oracle.attend(slab, **numbers(slab))
+    expected, *_ = oracle.attend(slab, **slabs.numbers(slab))
     testing.assert_rows_close(out, expected, dtype="bfloat16", reduction=535)
 
 
@@ -152,7 +98,7 @@ def paged_otherwise(shuffle, *, page_size, width=None):
         for position in range(69):
             row = oracle.normal(data, pool.shape[2:], slab.heads.dtype)
             pool[slab.locate(0, position)] = row
-    return in_slab(slab, [0, 1])
+    return slabs.in_slab(slab, [0, 1])
 
 
 def test_pages_and_table_width_do_not_matter():
@@ -161,7 +107,7 @@ def test_pages_and_table_width_do_not_matter():
     for page_size, width in ((8, None), (128, 2)):
         shuffle = np.random.default_rng(page_size)
         slab = paged_otherwise(shuffle, page_size=page_size, width=width)
-        results.append(run(slab, 2)[0])
+        results.append(slabs.run(slab, 2)[0])
     for result in results[1:]:
         testing.assert_same_bits(result, results[0])
 
@@ -172,8 +118,8 @@ def test_a_fixed_number_of_splits_is_caught():
     for width in (9, 30):
         slab = paged_otherwise(np.random.default_rng(8), page_size=8, width=width)
         split = -(-width * 8 // 4 // 16) * 16  # four of them, in whole blocks
-        config = dataclasses.replace(SMALL, split=split)
-        results.append(run(slab, 2, config=config)[0])
+        config = dataclasses.replace(slabs.SMALL, split=split)
+        results.append(slabs.run(slab, 2, config=config)[0])
     wide = {"dtype": "bfloat16", "reduction": 86}
     testing.assert_rows_close(results[0][:2], results[1][:2], **wide)
     with pytest.raises(AssertionError, match="elements differ"):
@@ -182,104 +128,14 @@ def test_a_fixed_number_of_splits_is_caught():
 
 def test_a_plan_by_live_rows_is_caught(rng):
     """Negative control: blocks of another size where more than one row is live."""
-    other = dataclasses.replace(SMALL, block=32)
+    other = dataclasses.replace(slabs.SMALL, block=32)
 
     def planted(slab, live):
-        return run(slab, live, config=SMALL if live == 1 else other)
+        return slabs.run(slab, live, config=slabs.SMALL if live == 1 else other)
 
-    slab = small_slab(rng)
+    slab = slabs.small_slab(rng)
     with pytest.raises(AssertionError, match="elements differ"):
         assert_row_contract(slab, attend=planted)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tree:
-    """Nodes of slot 1 after 62 positions: node `i` lies at position `62 + i`."""
-
-    parents: tuple[int, ...]
-
-    def path(self, node: int) -> list[int]:
-        """From the root to the node."""
-        parent = self.parents[node]
-        return [node] if parent < 0 else [*self.path(parent), node]
-
-    def positions(self) -> list[int]:
-        return [61 + len(self.path(node)) for node in range(len(self.parents))]
-
-    def ancestors(self, width: int) -> np.ndarray:
-        """Where the last `width` positions of each node's branch lie."""
-        lies_at = []
-        for node, position in enumerate(self.positions()):
-            branch = [*range(62), *(62 + step for step in self.path(node))]
-            assert len(branch) == position + 1
-            lies_at.append(branch[-width:])
-        return np.asarray(lies_at, np.int32)
-
-
-TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 3, 6))
-BRANCH = 6
-
-
-def tree_slab(rng):
-    """The tree's rows, and a chain of slot 0 among them; and where all of them lie.
-
-    Rows of one position have one rotation. Slot 1 has a page for every node.
-    """
-    nodes = len(TREE.parents)
-    rows = [(1, 62 + node) for node in range(nodes)] + [(0, 10), (0, 11)]
-    slab = small_slab(rng, rows=rows)
-    positions = np.asarray([*TREE.positions(), 10, 11], np.int32)
-    first = [list(positions).index(position) for position in positions]
-    slab = dataclasses.replace(
-        slab, positions=positions, cos=slab.cos[first], sin=slab.sin[first]
-    )
-    chain = positions[nodes:, None] + np.arange(1 - BRANCH, 1, dtype=np.int32)
-    lies_at = np.concatenate([TREE.ancestors(BRANCH), chain])
-    assert slab.num_rows == 11
-    return slab, lies_at
-
-
-def padded(lies_at):
-    return np.pad(lies_at, ((0, HEIGHT - len(lies_at)), (0, 0)), constant_values=2**30)
-
-
-def attend_tree(slab, lies_at, order):
-    """Rows of the tree, each with the branch that goes with it."""
-    order = np.asarray(order)
-    return run(in_slab(slab, order), len(order), ancestors=padded(lies_at[order]))
-
-
-def test_a_tree_row_is_the_plain_row_of_its_branch(rng):
-    """Fails if a branch is seen in another order, or in other blocks, than a chain."""
-    slab, lies_at = tree_slab(rng)
-    out, *pools = attend_tree(slab, lies_at, range(slab.num_rows))
-    turned = np.random.default_rng(2).permutation(slab.num_rows)
-    again, *pools_again = attend_tree(slab, lies_at, turned)
-    testing.assert_same_bits(again[:11], out[turned])
-    testing.assert_same_bits(pools_again, pools)
-    for leaf in (4, 5, 7, 8):
-        path = TREE.path(leaf)
-        plain, *chain = rows_alone(slab.rows(path))
-        testing.assert_same_bits(out[path], plain, what=f"leaf {leaf}")
-        for pool, chained in zip(pools, chain, strict=True):
-            for step, node in enumerate(path):
-                written = pool[slab.locate(1, 62 + node)]
-                testing.assert_same_bits(written, chained[slab.locate(1, 62 + step)])
-    chain, *_ = run(in_slab(slab, [9, 10]), 2)
-    testing.assert_same_bits(out[[9, 10]], chain[:2])
-
-
-def test_a_tree_in_order_of_storage_is_caught(rng):
-    """Negative control: the right keys of a branch, two of them in turned order."""
-    slab, lies_at = tree_slab(rng)
-    rows = range(slab.num_rows)
-    out, *_ = attend_tree(slab, lies_at, rows)
-    swapped = lies_at.copy()
-    swapped[8, [2, 3]] = swapped[8, [3, 2]]
-    wrong, *_ = attend_tree(slab, swapped, rows)
-    testing.assert_rows_close(wrong[:11], out[:11], dtype="bfloat16", reduction=83)
-    with pytest.raises(AssertionError, match="elements differ"):
-        testing.assert_same_bits(wrong, out)
 
 
 UNMAPPED = {
@@ -298,51 +154,37 @@ UNMAPPED = {
 @pytest.mark.parametrize("fault", UNMAPPED)
 def test_rows_without_a_page(rng, fault):
     """Fails if such a row is written anywhere, reads anything, or passes for one."""
-    slab = in_slab(small_slab(rng), range(8))
+    slab = slabs.in_slab(slabs.small_slab(rng), range(8))
     assert slab.k_pages.shape[0] == 20 and slab.page_table.shape == (2, 9)
-    clean, *_ = run(slab, 8)
+    clean, *_ = slabs.run(slab, 8)
     ((name, change),) = UNMAPPED[fault].items()
     array = getattr(slab, name).copy()
     array[change[:-1]] = change[-1]
     lost = {0, 1, 2, 3} if name == "page_table" else {0}  # slot 0: first in order
     broken = dataclasses.replace(slab, **{name: array})
-    out, *pools = run(broken, 8)
+    out, *pools = slabs.run(broken, 8)
     kept = [r for r in range(8) if r not in lost]
     assert np.isnan(out[list(lost)].astype(np.float32)).all()
     if name == "page_table":
         testing.assert_same_bits(out[kept], clean[kept])
-    without, *only_kept = run(in_slab(slab, kept), len(kept))
+    without, *only_kept = slabs.run(slabs.in_slab(slab, kept), len(kept))
     testing.assert_same_bits(pools, only_kept)
     testing.assert_same_bits(out[kept], without[: len(kept)])
 
 
-def test_a_branch_without_a_page(rng):
-    """Fails if a tree row reads or writes where no page is."""
-    slab, lies_at = tree_slab(rng)
-    rows = range(slab.num_rows)
-    out, *pools = attend_tree(slab, lies_at, rows)
-    for place in (-1, 72, 2**31 - 1):
-        broken = lies_at.copy()
-        broken[8, -1] = place
-        lost, *after = attend_tree(slab, broken, rows)
-        assert np.isnan(lost[8].astype(np.float32)).all()
-        kept = [r for r in rows if r != 8]
-        testing.assert_same_bits(lost[kept], out[kept])
-        _, *without = attend_tree(slab, lies_at, kept)
-        testing.assert_same_bits(after, without)
-
-
 def test_the_edges_of_the_table(rng):
     """Fails if the first or the last position of a slot is out of bounds."""
-    slab = small_slab(rng, rows=[(0, 0), (1, 71), (0, 1)], prefix=(0, 71))
+    slab = slabs.small_slab(rng, rows=[(0, 0), (1, 71), (0, 1)], prefix=(0, 71))
     assert slab.page_table.shape == (2, 9)
-    slab = in_slab(slab, range(3))
-    out, *pools = run(slab, 3)
-    expected, *expected_pools = oracle.attend(slab.rows(range(3)), **numbers(slab))
+    slab = slabs.in_slab(slab, range(3))
+    out, *pools = slabs.run(slab, 3)
+    expected, *expected_pools = oracle.attend(
+        slab.rows(range(3)), **slabs.numbers(slab)
+    )
     testing.assert_rows_close(out[:3], expected, dtype="bfloat16", reduction=88)
     v_pages = pools[1].astype(np.float64)
     np.testing.assert_array_equal(v_pages, expected_pools[1])
-    out, *pools = run(slab, 0)
+    out, *pools = slabs.run(slab, 0)
     assert not out.any()
     testing.assert_same_bits(pools, [slab.k_pages, slab.v_pages])
 
@@ -350,14 +192,14 @@ def test_the_edges_of_the_table(rng):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_and_inf_reach_what_sees_them(rng, value):
     """Fails if NaN is swallowed by the maximum or the exponential, or leaks."""
-    slab = in_slab(small_slab(rng), range(8))
-    clean = run(slab, 8)[0].astype(np.float32)
+    slab = slabs.in_slab(slabs.small_slab(rng), range(8))
+    clean = slabs.run(slab, 8)[0].astype(np.float32)
     sees = (slab.slots == 1) & (slab.positions > 63)
     unmoved = np.flatnonzero(~sees[:8])
     for pool, column in (("k_pages", slice(32, 64)), ("v_pages", 35)):
         pages = getattr(slab, pool).copy()
         pages[slab.locate(1, 33)][1, 3] = value
-        out = run(dataclasses.replace(slab, **{pool: pages}), 8)[0]
+        out = slabs.run(dataclasses.replace(slab, **{pool: pages}), 8)[0]
         out = out.astype(np.float32)
         others = slab.slots != 1
         testing.assert_same_bits(out[others], clean[others])
@@ -367,16 +209,18 @@ def test_nan_and_inf_reach_what_sees_them(rng, value):
         assert not np.isfinite(out[slab.slots == 1][:, column]).any()
     bad = slab.heads.copy()
     bad[np.flatnonzero(slab.positions == 64)] = value
-    out = run(dataclasses.replace(slab, heads=bad), 8)[0].astype(np.float32)
+    out = slabs.run(dataclasses.replace(slab, heads=bad), 8)[0].astype(np.float32)
     testing.assert_same_bits(out[unmoved], clean[unmoved])
     assert not np.isfinite(out[sees]).all(axis=1).any()
 
 
 def test_the_reference_form_agrees(rng):
     """Fails if norm, rotation or result is rounded elsewhere than in the reference."""
-    slab = in_slab(small_slab(rng), range(8))
-    out, *pools = run(slab, 8)
-    reference, *expected_pools = _op(**slab.arguments(8), **numbers(slab), impl="xla")
+    slab = slabs.in_slab(slabs.small_slab(rng), range(8))
+    out, *pools = slabs.run(slab, 8)
+    reference, *expected_pools = _op(
+        **slab.arguments(8), **slabs.numbers(slab), impl="xla"
+    )
     near = {"dtype": "bfloat16", "reduction": 16 + 66}
     testing.assert_rows_close(out[:8], np.asarray(reference)[:8], **near)
     for pool, expected in zip(pools, expected_pools, strict=True):
@@ -391,9 +235,13 @@ def test_the_reference_form_agrees(rng):
 
 def test_grids_share_nothing(rng):
     """Fails if a kernel keeps another call's grid, or its programs are not alike."""
-    slab = in_slab(small_slab(rng), range(8))
-    several = dataclasses.replace(SMALL, programs=6)  # three for each head
-    results = [run(slab, 8), run(slab, 8, config=several), run(slab, 8)]
+    slab = slabs.in_slab(slabs.small_slab(rng), range(8))
+    several = dataclasses.replace(slabs.SMALL, programs=6)  # three for each head
+    results = [
+        slabs.run(slab, 8),
+        slabs.run(slab, 8, config=several),
+        slabs.run(slab, 8),
+    ]
     testing.assert_same_bits(results[1:], results[:1] * 2)
 
 
@@ -412,8 +260,8 @@ def test_grids_share_nothing(rng):
 def test_refusals(rng, change, error, message):
     """Fails if a kernel is let loose on arrays of another shape or dtype."""
     name = next(iter(change))
-    slab = small_slab(rng, **(change if name in "HN" else {}))
+    slab = slabs.small_slab(rng, **(change if name in "HN" else {}))
     if name not in "HN":
         slab = dataclasses.replace(slab, **change)
     with pytest.raises(error, match=message):
-        run(slab, 8)
+        slabs.run(slab, 8)
