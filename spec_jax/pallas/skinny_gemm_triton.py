@@ -45,21 +45,25 @@ class Plan:
       block_n: columns of the result of one program.
       block_k: terms of a sum between two steps of the pipeline.
       splits: parts of K that have programs of their own; they divide K in blocks.
+      chains: parts of each block with sums of their own, added when all of K is done:
+        tensor-core instructions on one sum wait for each other, and with few columns
+        to a program there are no others to fill the time.
       num_stages: of the pipeline; one less are on their way at any time.
     """
 
     block_n: int
     block_k: int
     splits: int = 1
+    chains: int = 1
     num_warps: int = 4
     num_stages: int = 4
 
 
 PLANS: dict[tuple[int, int, int], Plan] = {
     # One program on nearly every multiprocessor, and room there for more stages.
-    (1, 4096, 4096): Plan(block_n=32, block_k=256, num_stages=6),
-    (1, 4096, 12_288): Plan(block_n=32, block_k=256, num_stages=6),
-    (1, 4096, 1024): Plan(block_n=32, block_k=256, num_stages=5),
+    (1, 4096, 4096): Plan(block_n=32, block_k=256, chains=2, num_stages=6),
+    (1, 4096, 12_288): Plan(block_n=32, block_k=256, chains=2, num_stages=6),
+    (1, 4096, 1024): Plan(block_n=32, block_k=256, chains=2, num_stages=5),
 }
 """By `(parts, N, K)`, where a plan is known that is better than the rule's. From
 compiled code: registers, resident blocks, bytes on their way; not yet from timings."""
@@ -75,8 +79,11 @@ def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
     if (parts, num_columns, num_terms) in PLANS:
         return PLANS[parts, num_columns, num_terms]
     width = 64 if num_columns >= 16_384 else 32 if num_columns >= 2048 else 16
-    block_n = _block(num_columns // parts, width // parts)
-    return Plan(block_n=block_n, block_k=_block(num_terms, 8192 // width))
+    return Plan(
+        block_n=_block(num_columns // parts, width // parts),
+        block_k=max(2 * MIN_BLOCK, _block(num_terms, 8192 // width)),
+        chains=1 if width == 64 else 2,
+    )
 
 
 def _block(size: int, largest: int) -> int:
@@ -100,31 +107,35 @@ def _multiply_kernel(
     num_blocks = num_terms // plan.block_k // plan.splits
     first_block = pl.program_id(2) * num_blocks if plan.splits > 1 else 0
 
-    def accumulate(start, sums, in_terms=None):
-        terms = pl.ds(start, plan.block_k)
-        rows = _load(x_ref.at[:, terms], last_mask=in_terms)
-        products = []
-        for w_ref in w_refs:
-            if transposed:
-                view, masks = w_ref.at[terms, :], (in_terms, in_columns)
-                weights = _load(view, *masks, last_use=True)
-            else:
-                view, masks = w_ref.at[:, terms], (in_columns, in_terms)
-                weights = _load(view, *masks, last_use=True).T
-            products.append(plt.dot(rows, weights))
-        return tuple(total + each for total, each in zip(sums, products, strict=True))
+    width = plan.block_k // plan.chains
 
+    def accumulate(start, sums, is_ragged):
+        products = []
+        for chain in range(plan.chains):
+            first = start + chain * width
+            terms = pl.ds(first, width)
+            in_terms = first + jnp.arange(width) < num_terms if is_ragged else None
+            rows = _load(x_ref.at[:, terms], last_mask=in_terms)
+            for w_ref in w_refs:
+                if transposed:
+                    view, masks = w_ref.at[terms, :], (in_terms, in_columns)
+                    weights = _load(view, *masks, last_use=True)
+                else:
+                    view, masks = w_ref.at[:, terms], (in_columns, in_terms)
+                    weights = _load(view, *masks, last_use=True).T
+                products.append(plt.dot(rows, weights))
+        return _added(sums, products)
+
+    def whole_block(block, sums):
+        return accumulate((first_block + block) * plan.block_k, sums, False)
+
+    parts = len(w_refs)
     zeros = jnp.zeros((slab.ROWS, plan.block_n), jnp.float32)
-    sums = jax.lax.fori_loop(
-        0,
-        num_blocks,
-        lambda block, sums: accumulate((first_block + block) * plan.block_k, sums),
-        (zeros,) * len(w_refs),
-    )
+    sums = jax.lax.fori_loop(0, num_blocks, whole_block, (zeros,) * plan.chains * parts)
     if num_terms % plan.block_k:
-        start = num_blocks * plan.block_k
-        in_terms = start + jnp.arange(plan.block_k) < num_terms
-        sums = accumulate(start, sums, in_terms)
+        sums = accumulate(num_blocks * plan.block_k, sums, True)
+    chains = [sums[i : i + parts] for i in range(0, len(sums), parts)]
+    sums = functools.reduce(_added, chains)
     if plan.splits > 1:
         for out_ref, total in zip(out_refs, sums, strict=True):
             _store(out_ref.at[...], total, in_columns)
@@ -145,12 +156,16 @@ def _reduce_kernel(
 
     def accumulate(split, sums):
         partials = (_load(ref.at[split], last_mask=in_columns) for ref in partial_refs)
-        return tuple(total + each for total, each in zip(sums, partials, strict=True))
+        return _added(sums, partials)
 
     zeros = jnp.zeros((slab.ROWS, REDUCE_COLUMNS), jnp.float32)
     splits = partial_refs[0].shape[0]
     sums = jax.lax.fori_loop(0, splits, accumulate, (zeros,) * len(partial_refs))
     _finish(sums, residual_ref, out_ref, in_columns)
+
+
+def _added(sums, others):
+    return tuple(a + b for a, b in zip(sums, others, strict=True))
 
 
 def _finish(sums, residual_ref, out_ref, in_columns):
@@ -353,12 +368,14 @@ def _reduce(partials, residual, result, *, name, interpret):
 
 def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
     """Raises `ValueError` where a kernel would miss terms, or not fit."""
-    for name in ("block_n", "block_k", "num_warps"):
+    for name in ("block_n", "block_k", "chains", "num_warps"):
         value = getattr(plan, name)
         if value < 1 or value & (value - 1):
             raise ValueError(f"{name}={value} is not a power of two")
-    if min(plan.block_n, plan.block_k) < MIN_BLOCK:
+    if min(plan.block_n, plan.block_k // plan.chains) < MIN_BLOCK:
         raise ValueError(f"{plan} has a block below {MIN_BLOCK}, the tensor core's")
+    if num_terms < 1:
+        raise ValueError(f"sums of {num_terms} terms")
     if plan.splits > 1 and num_terms % (plan.splits * plan.block_k):
         raise ValueError(
             f"{num_terms} terms are not {plan.splits} splits of whole {plan.block_k}s"

@@ -16,6 +16,7 @@ from spec_jax.pallas import skinny_gemm_triton as gemm, slab
 EPS = 1e-6
 SMALL = gemm.Plan(block_n=16, block_k=32)
 SPLIT = dataclasses.replace(SMALL, splits=2)
+CHAINS = dataclasses.replace(SMALL, chains=2)
 
 _project = jax.jit(
     functools.partial(gemm.project, interpret=True),
@@ -76,7 +77,7 @@ LOGITS = Case(K=80, N=40, has_norm=False, out_dtype="float32")
 CASES = {
     "logits": LOGITS,
     "norm": Case(K=80, N=40),
-    "residual": Case(K=80, N=40, has_residual=True, has_norm=False),
+    "chains": Case(K=84, N=40, has_residual=True, has_norm=False, plan=CHAINS),
     "transposed": Case(K=72, N=24, has_residual=True, transposed=True),
     "split": Case(K=128, N=40, has_residual=True, plan=SPLIT, transposed=True),
     "gate": Case(K=80, N=80, is_gate=True),
@@ -120,11 +121,22 @@ def assert_rows_alone(run, inputs):
 
 
 @pytest.mark.parametrize(
-    "name", ["logits", "norm", "residual", "transposed", "split", "gate", "gate split"]
+    "name", ["logits", "norm", "chains", "transposed", "split", "gate", "gate split"]
 )
 def test_a_row_is_that_row_alone(rng, name):
     """Fails if a tile sums in another order for other rows, or a dead row is read."""
     assert_rows_alone(CASES[name].run, CASES[name].inputs(rng))
+
+
+def test_empty_sums_are_refused():
+    """Fails if a product of nothing is left to the pipeline."""
+    with pytest.raises(ValueError, match="sums of 0 terms"):
+        LOGITS.run(
+            x=np.ones((3, 0), "bfloat16"),
+            w=np.ones((5, 0), "bfloat16"),
+            norm=None,
+            residual=None,
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -142,7 +154,7 @@ def test_products_are_those_of_float64(rng, name):
         testing.assert_rows_close(oracle.wide(y) * 1.02, expected, **near)
 
 
-@pytest.mark.parametrize("name", ["norm", "residual", "split", "gate", "gate split"])
+@pytest.mark.parametrize("name", ["norm", "chains", "split", "gate", "gate split"])
 def test_roundings_are_where_the_op_says(rng, name):
     """Fails if a rounding is left out: of the norm, the sum, the gate or its silu."""
     inputs = CASES[name].inputs(rng)
@@ -247,6 +259,11 @@ def test_plans_fit(shape, parts):
             {"plan": gemm.Plan(block_n=64, block_k=512)},
             ValueError,
             "needs 245760 of 232448 bytes of shared memory",
+        ),
+        (
+            {"plan": dataclasses.replace(SMALL, chains=4)},
+            ValueError,
+            "a block below 16",
         ),
         ({"plan": gemm.Plan(block_n=8, block_k=64)}, ValueError, "a block below 16"),
     ],
