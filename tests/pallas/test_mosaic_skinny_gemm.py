@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from spec_jax import testing
 from spec_jax.pallas import skinny_gemm_mosaic as gemm
@@ -21,6 +22,8 @@ SPLIT = dataclasses.replace(PLAN, splits=2)
 
 def _interpreter():
     """Of the GPU's memories, copies and barriers; public from jax 0.11 on."""
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return plgpu.InterpretGPUParams()
     from jax._src.pallas.mosaic_gpu.interpret import params
 
     return params.InterpretGPUParams()
