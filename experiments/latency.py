@@ -29,6 +29,7 @@ from experiments.support import (
     whole_runs,
 )
 from spec_jax import session
+from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
 
@@ -277,6 +278,7 @@ def describe(args: argparse.Namespace, subject: subjects.Subject) -> dict[str, A
         "draft": str(args.draft or "embedded") if is_pair else None,
         "dtype": subject.pair.target.config.dtype,
         "impl": subject.pair.target.impl,
+        "native_isa": dispatch.instruction_set(subject.pair.target.impl),
         "slab": args.slab,
         "page_size": args.page_size,
         "gamma_max": args.gamma if is_pair else None,

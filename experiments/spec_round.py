@@ -22,6 +22,7 @@ from experiments.support import (
     report,
 )
 from spec_jax import metrics, session
+from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
 
@@ -66,9 +67,8 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     runs.add_argument(
         "--prefill",
         choices=("batched", "rows"),
-        default="batched",
         help="how prompts enter the cache; rows makes even their K/V bit-identical "
-        "to decoding (default: %(default)s)",
+        "to decoding (default: the faster, rows with native kernels, else batched)",
     )
     runs.add_argument(
         "--repeats",
@@ -195,7 +195,9 @@ def make_settings(
         capacity=pages * args.page_size,
         page_size=args.page_size,
         stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
-        prefill_by_rows=args.prefill == "rows",
+        prefill_by_rows=(
+            args.prefill == "rows" if args.prefill else pair.target.prefills_by_rows
+        ),
     )
 
 
@@ -258,13 +260,14 @@ def _description(args, pair, settings) -> dict:
         "drafter": args.drafter,
         "dtype": pair.target.config.dtype,
         "impl": pair.target.impl,
+        "native_isa": dispatch.instruction_set(pair.target.impl),
         "slab": pair.target.slab,
         "prompt_source": args.prompts,
         "gen_tokens": args.gen_tokens,
         "gamma": args.gamma,
         "page_size": settings.page_size,
         "capacity": settings.capacity,
-        "prefill": args.prefill,
+        "prefill": "rows" if settings.prefill_by_rows else "batched",
         "repeats": args.repeats,
         "seed": args.seed,
         "ignore_stop": args.ignore_stop,

@@ -65,7 +65,7 @@ def run_step(
         start=n - 1,
         num_live=jnp.int32(1),
     )
-    token = jnp.argmax(logits[0]).astype(jnp.int32)
+    token = target.choose(logits, jnp.int32(1))[0]
     starved = target.is_starved(cache)
     at = jnp.where(starved, state.tokens.shape[0], n)
     length = jnp.where(starved, n, n + 1)
@@ -136,7 +136,7 @@ def replay(
             start=position - 1,
             num_live=jnp.int32(1),
         )
-        token = jnp.argmax(logits[0]).astype(jnp.int32)
+        token = target.choose(logits, jnp.int32(1))[0]
         return cache, chosen.at[position].set(token)
 
     return jax.lax.fori_loop(start, stop, body, (cache, tokens))

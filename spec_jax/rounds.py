@@ -61,6 +61,12 @@ class Target(Protocol):
         K/V. Where the cache has no room, `is_starved` is true afterwards."""
         ...
 
+    def choose(
+        self, logits: Float[Array, "R V"], num_live: Int[Array, ""]
+    ) -> Int[Array, " R"]:
+        """The token of highest logit of each live row, int32."""
+        ...
+
     def truncate(self, cache: Cache, new_len: Int[Array, ""]) -> Cache:
         """Forgets the K/V of positions from `new_len` on."""
         ...
@@ -176,15 +182,16 @@ def run_round(
         draft_params, state.memory, tokens=state.tokens, length=n, gamma=gamma
     )
     window = jnp.concatenate([state.tokens[n - 1][None], proposal.tokens])
+    num_live = proposal.num_drafted + 1
     cache, logits = target.forward(
         target_params,
         state.cache,
         tokens=window,
         start=n - 1,
-        num_live=proposal.num_drafted + 1,
+        num_live=num_live,
     )
     starved = target.is_starved(cache)
-    target_tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)[: gamma_max + 1]
+    target_tokens = target.choose(logits, num_live)[: gamma_max + 1]
     verdict = acceptance.accept_exact(
         proposal.tokens, target_tokens, proposal.num_drafted
     )

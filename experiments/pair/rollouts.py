@@ -12,6 +12,7 @@ import numpy as np
 from rich import progress
 
 from spec_jax.model import config as config_lib, params as params_lib, qwen3
+from spec_jax.ops import argmax
 from spec_jax.paging import allocator, cache
 
 
@@ -65,7 +66,7 @@ def _continue(params, prefixes, *, config, length, impl):
             num_live=jnp.int32(SLOTS),
         )
         kv, outputs = qwen3.forward_rows(params, config, rows, kv, impl=impl)
-        chosen = jnp.argmax(outputs.logits, axis=-1).astype(jnp.int32)
+        chosen = argmax.argmax(outputs.logits, num_live=rows.num_live, impl=impl)
         given = text[:, position + 1]
         is_given = position + 1 < num_given
         return kv, text.at[:, position + 1].set(jnp.where(is_given, given, chosen))

@@ -28,7 +28,7 @@ class Settings:
     capacity: int
     page_size: int
     stop_ids: tuple[int, ...] = ()
-    prefill_by_rows: bool = False
+    prefill_by_rows: bool | None = None  # None: what the models do by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -222,7 +222,7 @@ def _repeat_forward(model, params, kv, *, num_live, steps):
         )
         # Each step's tokens come from the step before it, as in decoding. With fixed
         # ones XLA could move the first layer out of the loop.
-        return model.truncate(kv, start), jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return model.truncate(kv, start), model.choose(logits, num_live)
 
     tokens = jnp.zeros((model.slab,), jnp.int32)
     return jax.lax.fori_loop(0, steps, step, (kv, tokens))

@@ -61,7 +61,7 @@ class DraftModel:
                 start=start,
                 num_live=num_live,
             )
-            token = jnp.argmax(logits[num_live - 1]).astype(jnp.int32)
+            token = self.model.choose(logits, num_live)[num_live - 1]
             caught_up = (start + num_live == known) & ~self.model.is_starved(kv)
             at = jnp.where(caught_up, known, text.shape[0])
             return (

@@ -14,7 +14,7 @@ from spec_jax.model import (
     rotary,
     sequence,
 )
-from spec_jax.ops import gated_projection, projection, rope, row_attention
+from spec_jax.ops import bits, gated_projection, projection, rope, row_attention
 from spec_jax.paging import allocator, cache
 from spec_jax.typing import typed
 
@@ -66,7 +66,7 @@ def forward_rows(
     Args:
       taps: `hidden_states` indices to return as features, see `sequence.forward`.
     """
-    x = params.embed[rows.tokens]
+    x = bits.take_rows(params.embed, rows.tokens)
     frequencies, scale = rotary.rope_table(config)
     cos, sin = rope.angles(
         rows.positions, jnp.asarray(frequencies), scale=scale, dtype=x.dtype

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.model import config as config_lib, params as params_lib, qwen3
+from spec_jax.ops import argmax
 from spec_jax.paging import allocator, cache
 
 
@@ -104,6 +105,12 @@ class RowModel:
         )
         kv, outputs = qwen3.forward_rows(params, self.config, rows, kv, impl=self.impl)
         return allocator.extend(kv, SLOT, start + num_live), outputs.logits
+
+    def choose(
+        self, logits: Float[Array, "slab V"], num_live: Int[Array, ""]
+    ) -> Int[Array, " slab"]:
+        """The token of highest logit of each live row."""
+        return argmax.argmax(logits, num_live=num_live, impl=self.impl)
 
     def truncate(self, kv: cache.PagedKV, new_len: Int[Array, ""]) -> cache.PagedKV:
         """Forgets the positions from `new_len` on."""

@@ -26,6 +26,7 @@ import jaxlib
 
 
 SOURCES = (
+    "argmax.h",
     "attention.h",
     "gemm.h",
     "kernels.cc",
@@ -35,7 +36,12 @@ SOURCES = (
     "row_attention.h",
     "simd.h",
 )
-TARGETS = ("spec_jax_project", "spec_jax_gate", "spec_jax_attend")
+TARGETS = (
+    "spec_jax_project",
+    "spec_jax_gate",
+    "spec_jax_attend",
+    "spec_jax_argmax",
+)
 
 # Contraction off: a product and a sum are one rounding only where the source says so.
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")

@@ -153,3 +153,20 @@ def attend(
         eps=eps,
         scale=scale,
     )
+
+
+def argmax(
+    x: jax.Array,  # [R, N] float32
+    *,
+    num_live: jax.Array,  # [] int32
+    isa: str | None = None,
+) -> jax.Array:
+    """See `ops.argmax.argmax`; 0 for dead rows."""
+    R, N = x.shape
+    if N < 1:
+        raise ValueError("the largest of no values")
+    if x.dtype != jnp.float32:
+        raise NotImplementedError(f"the native argmax takes float32, not {x.dtype}")
+    _shapes(num_live=(num_live, ()))
+    output = jax.ShapeDtypeStruct((R,), jnp.int32)
+    return _call("spec_jax_argmax", output, x, num_live, isa=isa)

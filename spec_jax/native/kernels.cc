@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <new>
 
+#include "argmax.h"
 #include "projection.h"
 #include "row_attention.h"
 #include "xla/ffi/api/ffi.h"
@@ -112,6 +113,15 @@ ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Float
   });
 }
 
+ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_live,
+                  ffi::Result<Ints> out) {
+  int64_t rows = x.dimensions()[0], N = x.dimensions()[1];
+  return by_dtype(ffi::DataType::F32, [&](auto) {
+    argmax(pool, x.typed_data(), out->typed_data(), rows, live_rows(num_live, rows), N);
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace
 }  // namespace spec_jax
 
@@ -155,3 +165,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_attend, spec_jax::Attend,
                                   .Ret<ffi::AnyBuffer>()  // v_pages
                                   .Attr<float>("scale")
                                   .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<spec_jax::Floats>()  // x
+                                  .Arg<spec_jax::Scalar>()  // num_live
+                                  .Ret<spec_jax::Ints>());

@@ -37,9 +37,18 @@ def resolve(impl: Impl) -> str:
     return impl
 
 
+def instruction_set(impl: str) -> str | None:
+    """The instruction set that a resolved implementation's own kernels use.
+
+    Part of what decides bits, and so of what results report. None where the kernels
+    are a compiler's.
+    """
+    return build.load() if impl == "native" else None
+
+
 @functools.cache
 def _choose() -> str:
-    """The kernels of the CPU where they can be had; else XLA, with a line that says so."""
+    """The native kernels where they can be had; else XLA, with a line that says so."""
     try:
         build.load()
     except build.BuildError as error:

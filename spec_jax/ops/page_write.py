@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spec_jax.ops import bits
 from spec_jax.typing import typed
 
 
@@ -27,5 +28,6 @@ def page_write(
     )
     # Positive and out of range, and so dropped; -1 would be the last page.
     at = jnp.where(jnp.arange(rows.shape[0]) < num_live, at, num_pages)
-    rows = rows.astype(pages.dtype)
-    return pages.at[at, positions % page_size].set(rows, mode="drop")
+    rows = bits.to_bits(rows.astype(pages.dtype))
+    written = bits.to_bits(pages).at[at, positions % page_size].set(rows, mode="drop")
+    return bits.from_bits(written, pages.dtype)

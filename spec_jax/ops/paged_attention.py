@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spec_jax.ops import bits
 from spec_jax.typing import typed
 
 
@@ -113,12 +114,14 @@ def _read_block(pages, table, start):
     span = min(C, KEY_BLOCK)  # positions taken from one page
     firsts = start + span * jnp.arange(KEY_BLOCK // span, dtype=jnp.int32)
     page_ids = table.at[firsts // C].get(mode="fill", fill_value=pages.shape[0])
+    pool = bits.to_bits(pages)
     if span == C:
-        block = pages.at[page_ids].get(mode="fill", fill_value=0)
+        block = pool.at[page_ids].get(mode="fill", fill_value=0)
     else:
         offsets = firsts[0] % C + jnp.arange(span, dtype=jnp.int32)
-        block = pages.at[page_ids[0], offsets].get(mode="fill", fill_value=0)
-    block = block.reshape(KEY_BLOCK, K, H).astype(jnp.float32)
+        block = pool.at[page_ids[0], offsets].get(mode="fill", fill_value=0)
+    block = bits.from_bits(block.reshape(KEY_BLOCK, K, H), pages.dtype)
+    block = block.astype(jnp.float32)
     return block.transpose(1, 0, 2)
 
 

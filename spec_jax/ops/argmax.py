@@ -1,0 +1,21 @@
+"""The token of highest logit, for a slab of rows."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spec_jax.native import calls
+from spec_jax.typing import typed
+
+
+@typed
+def argmax(
+    logits: Float[Array, "R V"], *, num_live: Int[Array, ""], impl: str
+) -> Int[Array, " R"]:
+    """The index of the largest logit of each live row; dead rows are unspecified.
+
+    The first of several equal ones, and the first NaN before any number: every
+    implementation gives the same.
+    """
+    if impl == "native":
+        return calls.argmax(logits, num_live=num_live)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
