@@ -17,17 +17,19 @@
 
 namespace spec_jax {
 
-// Weight rows that one thread takes at a time: enough to be worth taking, few enough
-// that the threads finish together. It decides no bits.
-inline int64_t chunk_size(int64_t row_bytes) {
-  int64_t panels = 32 * 1024 / std::max<int64_t>(kPanel * row_bytes, 1);
+// Weight rows that one thread takes at a time, in whole panels: a sixteenth of all, so
+// that threads finish together, within what keeps streams long and turns worth taking.
+// It decides no bits.
+inline int64_t chunk_size(int64_t N, int64_t row_bytes) {
+  int64_t bytes = std::clamp<int64_t>(N * row_bytes / 16, 16 * 1024, 256 * 1024);
+  int64_t panels = bytes / std::max<int64_t>(kPanel * row_bytes, 1);
   return std::max<int64_t>(panels, 1) * kPanel;
 }
 
 // Calls `body(n0, n1)` for pieces of [0, N), on the threads of the pool.
 template <typename Pool, typename Body>
 void over_columns(Pool& pool, int64_t N, int64_t row_bytes, const Body& body) {
-  int64_t chunk = chunk_size(row_bytes);
+  int64_t chunk = chunk_size(N, row_bytes);
   parallel_for(pool, (N + chunk - 1) / chunk, [&](int64_t i) {
     body(i * chunk, std::min((i + 1) * chunk, N));
   });
