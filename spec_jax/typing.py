@@ -23,7 +23,7 @@ except ImportError:  # Not a runtime dependency: only the tests check shapes.
 
 _F = TypeVar("_F", bound=Callable)
 
-Impl = Literal["auto", "xla", "native", "triton", "mosaic"]
+Impl = Literal["auto", "xla", "native", "triton", "mosaic", "interpret"]
 """Names of kernel implementations; `spec_jax.ops.dispatch` says which can run."""
 
 IMPLS: tuple[str, ...] = get_args(Impl)

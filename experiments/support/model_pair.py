@@ -50,7 +50,7 @@ def load_pair(
 
     Args:
       gamma_max: the most tokens that are drafted in a round.
-      slab: rows of every call of the target.
+      slab: rows of every call of the target, or more where `impl` wants them.
       dtype: of both models; that of their own `config.json` if None.
 
     Raises:
@@ -60,12 +60,13 @@ def load_pair(
     impl = dispatch.resolve(impl)
     target_tokenizer = tokenizer.load(target)
     tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(draft))
+    slabs = [row_model.slab_for(impl, rows) for rows in (slab, DRAFT_SLAB)]
     target_config, target_params = load.load(target, dtype=dtype)
     draft_config, draft_params = load.load(draft, dtype=dtype)
     pair = ModelPair(
-        target=row_model.RowModel(config=target_config, impl=impl, slab=slab),
+        target=row_model.RowModel(config=target_config, impl=impl, slab=slabs[0]),
         drafter=draft_model.DraftModel(
-            model=row_model.RowModel(config=draft_config, impl=impl, slab=DRAFT_SLAB),
+            model=row_model.RowModel(config=draft_config, impl=impl, slab=slabs[1]),
             gamma_max=gamma_max,
         ),
         params=(target_params, draft_params),

@@ -124,11 +124,14 @@ def from_preset(
 
     Raises:
       MemoryError: the weights do not fit; nothing has been created.
+      ValueError: a slab with more rows than `impl` has.
       NotImplementedError: an implementation that cannot run here.
     """
     config = PRESETS[name]
     config = dataclasses.replace(config, dtype=dtype or config.dtype)
-    target = row_model.RowModel(config=config, impl=dispatch.resolve(impl), slab=slab)
+    impl = dispatch.resolve(impl)
+    slab = row_model.slab_for(impl, slab)
+    target = row_model.RowModel(config=config, impl=impl, slab=slab)
     _check_memory(config, copies=3 if use_hf else 2)
     params = params_lib.init(jax.random.key(0), config)
     hf = None

@@ -69,7 +69,11 @@ def forward_rows(
     x = bits.take_rows(params.embed, rows.tokens)
     frequencies, scale = rotary.rope_table(config)
     cos, sin = rope.angles(
-        rows.positions, jnp.asarray(frequencies), scale=scale, dtype=x.dtype
+        # The angles are compiled for themselves too, however positions are made.
+        jax.lax.optimization_barrier(rows.positions),
+        jnp.asarray(frequencies),
+        scale=scale,
+        dtype=x.dtype,
     )
     boundaries = [x]
     for number, layer in enumerate(params.layers):

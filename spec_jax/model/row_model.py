@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.model import config as config_lib, params as params_lib, qwen3
-from spec_jax.ops import argmax
+from spec_jax.ops import argmax, dispatch
 from spec_jax.paging import allocator, cache
 
 
@@ -23,18 +23,46 @@ SLOT = 0
 NATIVE_PREFILL_SLAB = 40
 
 
+def slab_for(impl: str, rows: int) -> int:
+    """The height of a slab that `rows` rows fit in: `rows`, or what `impl` prescribes.
+
+    Raises:
+      ValueError: more rows than a slab of `impl` has.
+    """
+    height = dispatch.slab_rows(impl)
+    if height is None:
+        return rows
+    if rows > height:
+        raise ValueError(
+            f"{rows} rows do not fit impl={impl!r}, whose slab has {height}: at most "
+            f"gamma {height - 1}"
+        )
+    return height
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowModel:
     """A Qwen3 model that runs slabs of `slab` rows of one sequence.
 
     Attributes:
       impl: a resolved implementation, see `ops.dispatch`.
-      slab: rows of every call, live or not; at least the longest window.
+      slab: rows of every call, live or not; at least the longest window. `slab_for`
+        knows what `impl` takes.
+
+    Raises:
+      ValueError: a slab that `impl` does not take.
     """
 
     config: config_lib.Qwen3Config
     impl: str
     slab: int
+
+    def __post_init__(self):
+        height = dispatch.slab_rows(self.impl)
+        if height not in (None, self.slab):
+            raise ValueError(
+                f"slab={self.slab}, but impl={self.impl!r} has slabs of {height} rows"
+            )
 
     def new_cache(self, *, capacity: int, page_size: int) -> cache.PagedKV:
         """An empty cache of `capacity` positions or a little more, slot 0 open."""

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
+from spec_jax.ops import dispatch
+from spec_jax.pallas import argmax_triton
 from spec_jax.typing import typed
 
 
@@ -18,4 +20,6 @@ def argmax(
     """
     if impl == "native":
         return calls.argmax(logits, num_live=num_live)
+    if impl in dispatch.PALLAS:
+        return argmax_triton.argmax(logits, interpret=impl == "interpret")
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)

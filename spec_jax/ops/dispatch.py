@@ -1,16 +1,28 @@
 """Which implementation of an op runs.
 
+    xla        the reference form of each op, compiled by XLA; anywhere
+    native     C++ kernels; on a CPU
+    triton     Pallas Triton kernels; on a GPU
+    mosaic     products on Pallas Mosaic, all else as "triton"; on a GPU
+    interpret  the Triton kernels, interpreted op by op: slow, for tests; on a CPU
+
 A named implementation runs or raises `NotImplementedError(why)`; only "auto" chooses,
 once, where a model is built, and the choice is part of every result.
 """
 
 import functools
 import logging
+import types
 
 import jax
 
 from spec_jax.native import build
+from spec_jax.pallas import skinny_gemm_mosaic, skinny_gemm_triton, slab
 from spec_jax.typing import IMPLS, Impl
+
+
+PALLAS = ("triton", "mosaic", "interpret")
+"""Implementations whose ops are the kernels of `spec_jax.pallas`."""
 
 
 def resolve(impl: Impl) -> str:
@@ -22,19 +34,41 @@ def resolve(impl: Impl) -> str:
     """
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
+    backend = jax.default_backend()
     if impl == "auto":
-        return _choose() if jax.default_backend() == "cpu" else "xla"
-    if impl == "native":
-        if jax.default_backend() != "cpu":
-            raise NotImplementedError(
-                f"impl='native' runs on the CPU, not on {jax.default_backend()}"
-            )
-        build.load()
-    elif impl != "xla":
+        if backend == "gpu":
+            return "triton"
+        return _choose() if backend == "cpu" else "xla"
+    if impl in ("native", "interpret") and backend != "cpu":
+        raise NotImplementedError(f"impl={impl!r} runs on the CPU, not on {backend}")
+    if impl in ("triton", "mosaic") and backend != "gpu":
         raise NotImplementedError(
-            f"impl={impl!r} has no kernels yet; use xla or native"
+            f"impl={impl!r} runs on a GPU, and jax's backend here is {backend}: use "
+            "xla or native, or interpret for the same kernels slowly; for a GPU "
+            "install the extra cuda12 or cuda13, and leave JAX_PLATFORMS unset"
         )
+    if impl == "native":
+        build.load()
     return impl
+
+
+def products(impl: str) -> tuple[types.ModuleType, bool]:
+    """The module of `project` and `gate` of an implementation in `PALLAS`.
+
+    And whether it is to be interpreted.
+    """
+    if impl == "mosaic":
+        return skinny_gemm_mosaic, False
+    return skinny_gemm_triton, impl == "interpret"
+
+
+def slab_rows(impl: str) -> int | None:
+    """Rows that each slab of a resolved implementation has; None if that is free.
+
+    What XLA compiles between two kernels, and how attention tiles its rows, may differ
+    with the height: one height for plain decoding and for verification.
+    """
+    return slab.ROWS if impl in PALLAS else None
 
 
 def instruction_set(impl: str) -> str | None:

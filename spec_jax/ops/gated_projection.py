@@ -6,7 +6,7 @@ y = swiglu(round(norm(x) w^T)),   the gate's weights in the first half of w
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
-from spec_jax.ops import projection, swiglu
+from spec_jax.ops import dispatch, projection, swiglu
 from spec_jax.typing import typed
 
 
@@ -27,5 +27,10 @@ def gated_projection(
     """
     if impl == "native":
         return calls.gate(x, w, num_live=num_live, norm=norm, eps=eps)
+    if impl in dispatch.PALLAS:
+        kernels, interpret = dispatch.products(impl)
+        return kernels.gate(
+            x, w, num_live=num_live, norm=norm, eps=eps, interpret=interpret
+        )
     gate_up = projection.project(x, w, num_live=num_live, norm=norm, eps=eps, impl=impl)
     return swiglu.swiglu(gate_up)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
-from spec_jax.ops import rms_norm, skinny_gemm
+from spec_jax.ops import dispatch, rms_norm, skinny_gemm
 from spec_jax.typing import typed
 
 
@@ -31,7 +31,7 @@ def project(
     """Projects the live rows; dead rows are unspecified.
 
     Row `r` of the result depends, bit for bit, on row `r` of `x` and of `residual`
-    alone; "xla" promises that for a fixed number of rows, "native" for any.
+    alone; "xla" promises that for a fixed number of rows, all others for any.
 
     Args:
       num_live: how many rows are real; "native" computes no others.
@@ -51,6 +51,18 @@ def project(
             residual=residual,
             eps=eps,
             out_dtype=out_dtype,
+        )
+    if impl in dispatch.PALLAS:
+        kernels, interpret = dispatch.products(impl)
+        return kernels.project(
+            x,
+            w,
+            num_live=num_live,
+            norm=norm,
+            residual=residual,
+            eps=eps,
+            out_dtype=out_dtype,
+            interpret=interpret,
         )
     if norm is not None:
         x = rms_norm.rms_norm(x, norm, eps=eps)

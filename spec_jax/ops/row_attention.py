@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
-from spec_jax.ops import page_write, paged_attention, rms_norm, rope
+from spec_jax.ops import dispatch, page_write, paged_attention, rms_norm, rope
+from spec_jax.pallas import row_attention_triton
 from spec_jax.typing import typed
 
 
@@ -56,6 +57,11 @@ def row_attention(
         return calls.attend(
             heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
             **where, eps=eps, scale=scale,
+        )  # fmt: skip
+    if impl in dispatch.PALLAS:
+        return row_attention_triton.attend(
+            heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
+            **where, eps=eps, scale=scale, interpret=impl == "interpret",
         )  # fmt: skip
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)

@@ -1,8 +1,12 @@
 """Which implementation runs."""
 
+import dataclasses
+
+import decoding
 import jax
 import pytest
 
+from spec_jax.model import row_model
 from spec_jax.native import build
 from spec_jax.ops import dispatch
 from spec_jax.typing import IMPLS
@@ -37,11 +41,47 @@ def test_auto_is_native_where_that_compiles(compiles, monkeypatch, caplog):
     assert said == ([] if compiles else [line])
 
 
-@pytest.mark.parametrize("impl", ["triton", "mosaic"])
-def test_implementations_that_cannot_run_raise(impl):
+@pytest.mark.parametrize(
+    ("backend", "impl", "message"),
+    [
+        ("cpu", "triton", "runs on a GPU, and jax's backend here is cpu: use xla"),
+        ("cpu", "mosaic", "interpret for the same kernels.*extra cuda12 or cuda13"),
+        ("gpu", "native", "runs on the CPU, not on gpu"),
+        ("gpu", "interpret", "runs on the CPU, not on gpu"),
+        ("tpu", "triton", "jax's backend here is tpu"),
+    ],
+)
+def test_implementations_that_cannot_run_raise(backend, impl, message, monkeypatch):
     """Fails if a named implementation falls through to another."""
-    with pytest.raises(NotImplementedError, match=f"impl='{impl}'.*use xla"):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    with pytest.raises(NotImplementedError, match=f"impl='{impl}'.*{message}"):
         dispatch.resolve(impl)
+
+
+@pytest.mark.parametrize(
+    ("backend", "impl", "runs"),
+    [
+        ("gpu", "auto", "triton"),
+        ("gpu", "triton", "triton"),
+        ("gpu", "mosaic", "mosaic"),
+        ("cpu", "interpret", "interpret"),
+        ("tpu", "auto", "xla"),
+    ],
+)
+def test_kernels_by_device(backend, impl, runs, monkeypatch):
+    """Fails if a device is denied its kernels, or given another's."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert dispatch.resolve(impl) == runs
+
+
+def test_a_slab_that_kernels_do_not_have_is_refused():
+    """Fails if rows past a slab of the kernels are cut off, or their height differs."""
+    assert row_model.slab_for("xla", 5) == 5
+    assert row_model.slab_for("triton", 5) == row_model.slab_for("interpret", 16) == 16
+    with pytest.raises(ValueError, match="17 rows do not fit impl='triton'.*gamma 15"):
+        row_model.slab_for("triton", 17)
+    with pytest.raises(ValueError, match="slab=8, but impl='mosaic' has slabs of 16"):
+        dataclasses.replace(decoding.TARGET, impl="mosaic", slab=8)
 
 
 @pytest.mark.parametrize("impl", ["XLA", "", "cuda", None])
