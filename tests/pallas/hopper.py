@@ -93,11 +93,13 @@ class Thunk:
         Mosaic, of which neither name nor sizes are known here; `kCopy`, `kWhile`,
         `kCommandBuffer` (a CUDA graph) and others.
       depth: nesting in loops, branches and command buffers; 0 at the top.
+      in_graph: whether it is part of a `kCommandBuffer`.
     """
 
     kind: str
     name: str
     depth: int
+    in_graph: bool
     grid: tuple[int, int, int] | None
     threads: int
     shared_bytes: int
@@ -272,7 +274,8 @@ def _compile(build, args, kwargs) -> Report:
         lowered = jitted.trace(*shapes).lower(lowering_platforms=("cuda",))
     compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump)})
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
-    (sequence,) = dump.glob("*jit_*.thunk_sequence.txt")
+    # There is another, after the first by name, if passes over it changed anything.
+    sequence = sorted(dump.glob("*jit_*.thunk_sequence*.txt"))[-1]
     return Report(
         kernels=ptxas_log.read(log, _cuda()),
         thunks=tuple(_thunks(sequence.read_text())),
@@ -299,6 +302,7 @@ def _lowering_for(device) -> Iterator[None]:
 
 def _thunks(text: str) -> Iterator[Thunk]:
     """Reads XLA's dump: one thunk a line, `NNN: kind [order] name grid: ...`."""
+    graph_depth = None  # of the innermost command buffer
     for line in text.splitlines():
         found = re.match(r"( *)\d+: (\w+)\s*(?:\[[^\]]*\])?\s*(.*)", line)
         if not found:
@@ -308,14 +312,20 @@ def _thunks(text: str) -> Iterator[Thunk]:
         threads = re.search(r"threads: \[(\d+), (\d+), (\d+)\]", rest)
         shared = re.search(r"shared_memory: (\d+) bytes", rest)
         x, y, z = map(int, threads.groups()) if threads else (0, 0, 0)
+        depth = len(indent) // 4
+        if graph_depth is not None and depth <= graph_depth:
+            graph_depth = None
         yield Thunk(
             kind=kind,
             name=rest.split(" ")[0],
-            depth=len(indent) // 4,
+            depth=depth,
+            in_graph=graph_depth is not None,
             grid=tuple(map(int, grid.groups())) if grid else None,
             threads=x * y * z,
             shared_bytes=int(shared[1]) if shared else 0,
         )
+        if kind == "kCommandBuffer" and graph_depth is None:
+            graph_depth = depth
 
 
 def _aliases(hlo: str) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,240 @@
+"""Whole steps and rounds of Qwen3-0.6B and 8B, compiled for an H100: no GPU.
+
+Shown here is what XLA makes of them: which kernels run, in which order and how many of
+them; that the pages stay where they are; and that whatever XLA computes itself
+between two kernels is the same code for plain decoding, verification and a round.
+"""
+
+import functools
+import re
+
+import hopper
+import hopper_models as models
+import pytest
+import xla_fusions
+
+
+LAYER = (
+    "rms_norm",
+    "skinny_gemm",
+    "head_rotate",
+    "paged_attention_splits",
+    "paged_attention_combine",
+    "skinny_gemm",
+    "rms_norm",
+    "skinny_gemm_gate",
+    "skinny_gemm",
+)
+"""The kernels of one layer, in order: nothing of XLA's is between them."""
+
+END = ("rms_norm", "skinny_gemm", "argmax_chunks", "argmax_rows")
+KERNELS = {"kKernel", "kCustomKernel", "kCustomCall"}
+DEPTH = {"qwen3-0.6b": 28, "qwen3-8b": 36}
+
+
+@pytest.fixture(scope="module")
+def compiled(compiler):
+    """Compiles each program once."""
+    return functools.cache(compiler.compile)
+
+
+def plain(compiled, name):
+    """The plain step of all of 0.6B, and of two layers of 8B."""
+    layers = None if name == "qwen3-0.6b" else 2
+    return compiled(models.plain_step, name, layers=layers)
+
+
+def ours(thunks) -> list[str]:
+    """The names of the kernels of `spec_jax.pallas`, in order."""
+    names = [re.sub(r"__\d+$", "", thunk.name) for thunk in thunks]
+    return [name for name in names if name in (*LAYER, *END)]
+
+
+def nested(thunks) -> list:
+    """`(thunk, those inside of it)`, as deep as they are."""
+    found = []
+    for i, thunk in enumerate(thunks):
+        if thunk.depth == thunks[0].depth:
+            rest = thunks[i + 1 :]
+            ends = [n for n, each in enumerate(rest) if each.depth <= thunk.depth]
+            found.append((thunk, nested(rest[: ends[0] if ends else None])))
+    return found
+
+
+def count(tree, turns) -> int:
+    """Launches of `tree`; `turns` are taken from by each loop, in their order."""
+    total = 0
+    for thunk, inside in tree:
+        if thunk.kind == "kWhile":
+            times = turns.pop(0)
+            # The condition comes first: one kernel, evaluated once more than the body.
+            assert inside[0][0].kind in KERNELS
+            total += times + 1 + times * count(inside[1:], turns)
+        else:
+            total += (thunk.kind in KERNELS) + count(inside, turns)
+    return total
+
+
+def launches(report, *turns) -> int:
+    """Launches of an executable whose loops turn so many times, in their order."""
+    turns = list(turns)
+    total = count(nested(report.thunks), turns)
+    assert not turns
+    return total
+
+
+def assert_in_place(report, *targets, copies=1) -> None:
+    """Asserts that pools are aliased and not copied, and that memory is the logits'.
+
+    Of which there are `copies`.
+    """
+    pools = sum(2 * m.config.num_layers * models.pool_bytes(m) for m in targets)
+    assert report.alias_bytes >= pools
+    logits = max(4 * m.slab * m.config.vocab_size for m in targets)
+    assert report.temp_bytes < copies * logits + 2**20
+    config = targets[0].config
+    pool = (
+        rf"bf16\[{models.CAPACITY // models.PAGE_SIZE},{models.PAGE_SIZE},"
+        rf"{config.num_kv_heads},{config.head_dim}\]"
+    )
+    assert re.search(pool, report.hlo)
+    assert not re.search(rf"{pool}\S* (copy|fusion)", report.hlo)
+
+
+def assert_in_graphs(report) -> None:
+    """Asserts that our kernels are launched as CUDA graphs."""
+    alone = [thunk for thunk in report.launches if not thunk.in_graph]
+    assert not ours(alone)
+    # What is left is the bookkeeping of loops.
+    assert len(alone) <= 8
+
+
+@pytest.mark.parametrize("name", DEPTH)
+def test_a_plain_step(compiled, name):
+    """Fails if a step spills, copies a pool, or has a launch more than it needs."""
+    report = plain(compiled, name)
+    report.assert_fits()
+    depth = DEPTH[name] if name == "qwen3-0.6b" else 2
+    assert_in_place(report, models.model(name, layers=depth))
+    assert_in_graphs(report)
+    assert ours(report.launches) == [*LAYER * depth, *END]
+    # One loop, which takes a page where one is needed.
+    total = launches(report, 0)
+    fixed = total - len(LAYER) * depth
+    whole = fixed + len(LAYER) * DEPTH[name]
+    print(f"{name}: {whole} launches of a plain step, {fixed} of them in no layer")
+    assert fixed <= 22
+
+
+@pytest.mark.parametrize("name", DEPTH)
+def test_a_verification(compiled, name):
+    """Fails if verification has other kernels than plain decoding, or copies."""
+    report = compiled(models.verify_step, name, layers=2)
+    report.assert_fits()
+    assert_in_place(report, models.model(name, layers=2))
+    assert_in_graphs(report)
+    assert ours(report.launches) == [*LAYER * 2, *END]
+    fixed = launches(report, 0, 0) - len(LAYER) * 2
+    whole = fixed + len(LAYER) * DEPTH[name]
+    print(f"{name}: {whole} launches of a verification, {fixed} of them in no layer")
+    assert fixed <= 28
+
+
+@pytest.mark.parametrize("name", DEPTH)
+def test_a_round(compiled, name):
+    """Fails if a round is not `gamma` draft steps and one verification."""
+    depth, draft_depth, gamma = 2, 3, models.GAMMA_MAX
+    report = compiled(models.spec_round, name, layers=depth, draft_layers=draft_depth)
+    report.assert_fits()
+    target = models.model(name, layers=depth)
+    assert_in_place(report, target, models.model(models.DRAFT, layers=draft_depth))
+    assert_in_graphs(report)
+    tree = nested(report.thunks)
+    loops = [number for number, (thunk, _) in enumerate(tree) if thunk.kind == "kWhile"]
+    first, last = loops[0], loops[-1]
+    assert ours(flat(tree[first : first + 1])) == [*LAYER * draft_depth, *END]
+    assert ours(flat(tree[first + 1 :])) == [*LAYER * depth, *END]
+    assert last > first
+    # Loops: drafts, and in it their pages; the target's pages; two of truncation.
+    without, once = (launches(report, times, 0, 0, 0, 0) for times in (0, 1))
+    drafting = once - without
+    step = drafting + len(LAYER) * (DEPTH[models.DRAFT] - draft_depth)
+    rest = without + len(LAYER) * (DEPTH[name] - depth)
+    print(
+        f"{name}: {rest + gamma * step} launches of a round of {gamma}: {gamma} * "
+        f"{step} + {rest}"
+    )
+    assert drafting - len(LAYER) * draft_depth <= 28
+    assert without - len(LAYER) * depth <= 64
+
+
+def flat(tree):
+    for thunk, inside in tree:
+        yield thunk
+        yield from flat(inside)
+
+
+@pytest.mark.parametrize("name", DEPTH)
+def test_what_xla_computes_is_one_code(compiled, name):
+    """Fails if floats outside our kernels depend on who is calling.
+
+    They are the cosines and sines of the positions; tokens are looked up as integers,
+    and all else is inside the kernels.
+    """
+    found = [
+        xla_fusions.float_kernels(report)
+        for report in (
+            plain(compiled, name),
+            compiled(models.verify_step, name, layers=2),
+            compiled(models.spec_round, name, layers=2, draft_layers=3),
+        )
+    ]
+    ((operations, code),) = found[0].items()
+    assert "cosine" in str(operations) and "sine" in str(operations)
+    assert len(code) == 1
+    assert found[0] == found[1] == found[2]
+
+
+def test_mosaic(compiled):
+    """Fails if the sums that XLA adds and rounds after Mosaic are not one code."""
+    reports = [
+        compiled(build, "qwen3-0.6b", layers=1, impl="mosaic")
+        for build in (models.plain_step, models.verify_step)
+    ]
+    step, verify = (xla_fusions.float_kernels(report) for report in reports)
+    assert step == verify
+    for report in reports:
+        report.assert_fits()
+        # The logits come transposed.
+        assert_in_place(report, models.model("qwen3-0.6b", layers=1), copies=2)
+        assert_in_graphs(report)
+        assert sum(thunk.kind == "kCustomCall" for thunk in report.launches) == 5
+    print(f"mosaic: {launches(reports[0], 0)} launches of a plain step of one layer")
+
+
+def test_a_float_between_kernels_is_caught(compiled):
+    """Negative control: logits that are scaled by XLA before the choice."""
+    report = compiled(models.scaled_step, "qwen3-0.6b", layers=1)
+    healthy = xla_fusions.float_kernels(plain(compiled, "qwen3-0.6b"))
+    assert len(xla_fusions.float_kernels(report)) == len(healthy) + 1
+
+
+def test_a_copied_pool_is_caught(compiled):
+    """Negative control: a state that is not donated."""
+    report = compiled(models.plain_step, "qwen3-0.6b", layers=1, donate=())
+    with pytest.raises(AssertionError):
+        assert_in_place(report, models.model("qwen3-0.6b", layers=1))
+
+
+def test_a_round_is_one_graph_where_loops_may_be(monkeypatch):
+    """Fails if something in a round cannot be part of a CUDA graph.
+
+    Loops are not captured by default: the host asks each time whether to go on.
+    """
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE")
+    with hopper.Compiler() as compiler:
+        report = compiler.compile(
+            models.spec_round, "qwen3-0.6b", layers=1, draft_layers=1
+        )
+    outside = [thunk.kind for thunk in report.thunks if not thunk.in_graph]
+    assert outside == ["kCommandBuffer"]
