@@ -124,6 +124,7 @@ class Pool:
         shape = (sizes.height, num_heads, model.head_dim)
         self.heads = gpu_arrays.normal(3, shape, model.dtype)
         self.calls = 1 if sizes.streamed_bytes == 1 else _CALLS
+        self._inputs: dict[tuple[int, ...], Any] = {}
 
     def call_inputs(
         self, context: int, live: int, config: attention_plan.Config
@@ -132,6 +133,15 @@ class Pool:
 
         The last live row sees `context` keys.
         """
+        lay = _layout(self._model, self._sizes.height, config)
+        key = context, live, config.split, lay.tile_rows
+        if key not in self._inputs:
+            self._inputs[key] = self._make_inputs(*key)
+        return self._inputs[key]
+
+    def _make_inputs(
+        self, context: int, live: int, split: int, tile_rows: int
+    ) -> list[list[dict[str, Any]]]:
         sizes, model = self._sizes, self._model
         width = context // sizes.page_size
         slots = self._num_pages // width
@@ -141,7 +151,6 @@ class Pool:
         cos, sin = rope.angles(
             positions, jnp.asarray(frequencies), scale=scale, dtype=model.dtype
         )
-        lay = _layout(model, sizes.height, config)
         inputs = []
         for slot in range(min(slots, self.calls * _MOST_SETS)):
             # Past the slot's pages there are none.
@@ -153,8 +162,8 @@ class Pool:
                 jnp.int32(live),
                 num_pages=self._num_pages,
                 page_size=sizes.page_size,
-                split=config.split,
-                tile_rows=lay.tile_rows,
+                split=split,
+                tile_rows=tile_rows,
             )
             inputs.append(
                 {"table": jnp.asarray(table), "jobs": jobs, "cos": cos, "sin": sin}

@@ -7,11 +7,12 @@ processes by whoever started them.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.support import (
     gpu_arrays,
@@ -128,53 +129,48 @@ def check_rows(case: Case, task: gpu_task.Task) -> None:
         ("other heights", _heights(call, case, height, task)),
     ):
         count = wrong = elements = 0
-        for actual, at in results:
+        for actual, at, live in results:
             count += 1
-            elements += actual.size
-            wrong += gpu_bits.differing(actual, reference[at])
+            found = gpu_bits.compare_rows(actual, reference, at=at, live=live)
+            wrong, elements = wrong + found[0], elements + found[1]
         name = f"{case.name}: {grid}"
         gpu_bits.report(task, name, cases=count, elements=elements, wrong=wrong)
 
 
-Results = Iterator[tuple[jax.Array, Any]]
-"""What was computed, and the rows of the reference that it should equal."""
-
-
-def _poisoned(rows: Any, live: int) -> Any:
-    """NaN in all rows from `live` on."""
-
-    def poison(x):
-        dead = jnp.arange(x.shape[0])[:, None] >= live
-        return jnp.where(dead, jnp.asarray(jnp.nan, x.dtype), x)
-
-    return jax.tree.map(poison, rows)
+Results = Iterator[tuple[jax.Array, Sequence[int], int]]
+"""Rows, the rows of the reference that they should equal, and how many of them."""
 
 
 def _among_live(call: Callable, case: Case, height: int) -> Results:
     for live in range(1, height + 1):
-        out = call(_poisoned(case.rows, live), case.fixed, jnp.int32(live))
-        yield out[:live], slice(0, live)
+        rows = gpu_bits.poisoned(case.rows, jnp.int32(live))
+        yield call(rows, case.fixed, jnp.int32(live)), range(height), live
 
 
 def _alone(call: Callable, case: Case, height: int) -> Results:
     for row in range(height):
-        first = jax.tree.map(lambda x, row=row: jnp.roll(x, -row, axis=0), case.rows)
-        out = call(_poisoned(first, 1), case.fixed, jnp.int32(1))
-        yield out[:1], slice(row, row + 1)
+        at = _turned(height, row)
+        rows = gpu_bits.take_rows(case.rows, jnp.asarray(at))
+        rows = gpu_bits.poisoned(rows, jnp.int32(1))
+        yield call(rows, case.fixed, jnp.int32(1)), at, 1
 
 
 def _moved(call: Callable, case: Case, height: int) -> Results:
     for shift in (1, _SHIFT):
-        moved = jax.tree.map(lambda x, n=shift: jnp.roll(x, n, axis=0), case.rows)
-        out = call(moved, case.fixed, jnp.int32(height))
-        yield jnp.roll(out, -shift, axis=0), slice(None)
+        at = _turned(height, shift)
+        rows = gpu_bits.take_rows(case.rows, jnp.asarray(at))
+        yield call(rows, case.fixed, jnp.int32(height)), at, height
+
+
+def _turned(height: int, shift: int) -> np.ndarray:
+    return (np.arange(height, dtype=np.int32) + shift) % height
 
 
 def _heights(call: Callable, case: Case, height: int, task) -> Results:
     """Each height is another executable."""
     for rows in HEIGHTS[1:3] if task.interpret else HEIGHTS:
         first = jax.tree.map(lambda x, n=rows: x[:n], case.rows)
-        yield call(first, case.fixed, jnp.int32(rows)), slice(0, rows)
+        yield call(first, case.fixed, jnp.int32(rows)), range(rows), rows
 
 
 def check_control(task: gpu_task.Task) -> None:

@@ -33,9 +33,10 @@ def check(task: gpu_task.Task) -> None:
             box.kv, verified = _verify(
                 model, params, box.at(context), text, jnp.int32(live)
             )
-            first = jax.tree.map(lambda x, n=live: x[:n], (verified, decoded))
-            wrong += gpu_bits.differing(*first)
-            elements += sum(leaf.size for leaf in jax.tree.leaves(first[0]))
+            found = gpu_bits.compare_rows(
+                verified, decoded, at=range(height), live=live
+            )
+            wrong, elements = wrong + found[0], elements + found[1]
         name = f"{name}: verification against decoding"
         gpu_bits.report(task, name, cases=height, elements=elements, wrong=wrong)
 

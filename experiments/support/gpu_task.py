@@ -75,10 +75,10 @@ REAL = Sizes(
     gammas=(4, 1, 2, 3, 5, 6, 7),
     generated=128,
     repeats=20,
-    timed_s=10e-3,
+    timed_s=5e-3,
     streamed_bytes=400 * 2**20,
     copied_bytes=2**30,
-    most_plans=16,
+    most_plans=12,
 )
 
 QUICK = dataclasses.replace(
