@@ -1,0 +1,268 @@
+"""The row contract of a whole model on the Triton kernels, interpreted on a CPU.
+
+The oracle is one live row, decoded alone in row 0 of the slab. What a GPU makes of the
+same kernels is seen in `test_hopper_model`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model import test_rows as rows_lib
+
+from spec_jax import autoregressive, rounds, session, testing
+from spec_jax.drafters import draft_model
+from spec_jax.model import params as params_lib, qwen3, row_model
+from spec_jax.ops import projection
+from spec_jax.paging import cache
+from spec_jax.pallas import skinny_gemm_triton
+
+
+SLAB = 16
+PREFIX = 250  # a window crosses a page, a block and a split of the keys
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
+
+# Unoptimised machine code of interpreted kernels is compiled in half the time.
+FAST = {"xla_backend_optimization_level": 0}
+
+
+def compile_forward():
+    @functools.partial(
+        jax.jit, static_argnames=("config", "impl"), compiler_options=FAST
+    )
+    def forward(params, config, tokens, slots, positions, num_live, kv, *, impl):
+        rows = qwen3.Rows(
+            tokens=tokens, slots=slots, positions=positions, num_live=num_live
+        )
+        return qwen3.forward_rows(params, config, rows, kv, impl=impl, taps=(0, 1))
+
+    return forward
+
+
+_forward = compile_forward()
+
+
+def window(count, slot=0, start=PREFIX):
+    """Rows of a slot's own text."""
+    text = rows_lib.text(slot, PREFIX + SLAB)
+    return [(int(text[p]), slot, p) for p in range(start, start + count)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model(rows_lib.Model):
+    """One executable for everything: prefix, decoding and verification."""
+
+    def run(self, kv, rows, *, forward=_forward):
+        return super().run(kv, rows, slab=SLAB, forward=forward)
+
+    def fill(self, kv, *, slot=0, length=PREFIX):
+        for start in range(0, length, SLAB):
+            kv, _ = self.run(kv, window(min(SLAB, length - start), slot, start))
+        return kv
+
+    def decode_one_by_one(self, kv, rows, **options):
+        outputs = []
+        for row in rows:
+            kv, one = self.run(kv, [row], **options)
+            outputs.append(one)
+        return kv, jax.tree.map(lambda *rows: np.concatenate(rows), *outputs)
+
+
+def make_model(**changes) -> Model:
+    made = rows_lib.make_model("bfloat16", "interpret", **SIZES, **changes)
+    return Model(config=made.config, params=made.params, impl=made.impl)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def filled(model):
+    """Two slots of a pool of NaN, on pages in random order, their prefixes written."""
+    kv = rows_lib.make_cache(model.config, num_slots=2)
+    for slot in range(2):
+        kv = model.fill(kv, slot=slot)
+    return kv
+
+
+def first(outputs, count):
+    return jax.tree.map(lambda x: x[:count], outputs)
+
+
+def written(kv, length, slot=0):
+    return rows_lib.written(kv, slot, length)
+
+
+def test_verifying_equals_decoding_one_by_one(model, filled):
+    """Fails if a row's bits depend on how many rows are live, or what the dead hold."""
+    decoded_kv, decoded = model.decode_one_by_one(filled, window(SLAB))
+    assert np.isfinite(decoded.logits).all()
+    for count in range(1, SLAB + 1):
+        verified_kv, verified = model.run(filled, window(count))
+        testing.assert_same_bits(verified, first(decoded, count), what=f"{count} live")
+        length = PREFIX + count
+        testing.assert_same_bits(
+            written(verified_kv, length), written(decoded_kv, length)
+        )
+
+
+def test_rows_do_not_depend_on_their_place_or_neighbours(model, filled):
+    """Fails if a row of one slot is touched by the rows of another."""
+    mine, others = window(4, slot=1), window(12)
+    _, alone = model.decode_one_by_one(filled, mine)
+    mixed = [row for pair in zip(others[:4], mine, strict=True) for row in pair]
+    for packed in (mine + others, others + mine, mixed):
+        _, outputs = model.run(filled, packed)
+        at = [number for number, row in enumerate(packed) if row[1] == 1]
+        testing.assert_same_bits(
+            jax.tree.map(lambda x, at=at: x[np.array(at)], outputs), alone
+        )
+
+
+def test_a_live_row_of_nan_spoils_only_itself_and_later_rows(model, filled):
+    """Fails if masked keys are multiplied by zero: 0 * NaN is NaN."""
+    _, healthy = model.run(filled, window(5))
+    rows = window(5)
+    rows[2] = (rows_lib.NAN_TOKEN, *rows[2][1:])
+    _, outputs = model.run(filled, rows)
+    testing.assert_same_bits(first(outputs, 2), first(healthy, 2))
+    assert np.isnan(outputs.logits[2:]).all()
+
+
+def test_a_wrong_page_is_caught(model, filled):
+    """Negative control: the table names the second page twice."""
+    _, right = model.run(filled, window(5))
+    table = filled.page_table.at[0, 0].set(filled.page_table[0, 1])
+    _, wrong = model.run(filled.replace(page_table=table), window(5))
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(wrong, right)
+
+
+def test_pages_and_table_width_do_not_matter(model, filled):
+    """Fails if bits depend on which pages hold the prefix, or on their number."""
+    reference = model.run(filled, window(5))
+    kv = rows_lib.make_cache(model.config, table_width=33, spare_pages=5, seed=2)
+    after, outputs = model.run(model.fill(kv), window(5))
+    testing.assert_same_bits(outputs, reference[1])
+    testing.assert_same_bits(
+        written(after, PREFIX + 5), written(reference[0], PREFIX + 5)
+    )
+
+
+def test_another_implementation_agrees_but_for_rounding(model, filled):
+    """A wrong weight must show; so must an op that runs another kernel's meaning."""
+    reference = dataclasses.replace(model, impl="xla")
+    kv = reference.fill(rows_lib.make_cache(model.config))
+    expected = reference.run(kv, window(SLAB))[1].logits
+    actual = model.run(filled, window(SLAB))[1].logits
+    assert np.abs(actual - expected).max() <= 0.04 * np.abs(expected).max()
+
+
+def test_a_plan_by_live_rows_is_caught(monkeypatch):
+    """Negative control: sums in another order where one row is live. One layer."""
+    model = make_model(num_layers=1)
+    kv = model.fill(rows_lib.make_cache(model.config), length=SLAB)
+    rows = window(5, start=SLAB)
+    real = projection.project
+
+    def planted(x, w, *, num_live, **options):
+        if x.shape[1] != model.config.hidden_size:
+            return real(x, w, num_live=num_live, **options)
+        plan = skinny_gemm_triton.Plan(block_n=16, block_k=16)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(skinny_gemm_triton, "plan_for", lambda *_, **__: plan)
+            other = real(x, w, num_live=num_live, **options)
+        return jnp.where(num_live == 1, other, real(x, w, num_live=num_live, **options))
+
+    _, alone = model.decode_one_by_one(kv, rows)
+    _, together = model.run(kv, rows)
+    testing.assert_same_bits(together, alone)
+    monkeypatch.setattr(projection, "project", planted)
+    forward = compile_forward()
+    _, alone = model.decode_one_by_one(kv, rows, forward=forward)
+    _, together = model.run(kv, rows, forward=forward)
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(together, alone)
+
+
+GAMMA_MAX, MAX_TOKENS = 4, 24
+PROMPT = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A target of one layer, and a drafter of the same shape."""
+    config = rows_lib.make_config("bfloat16", **SIZES, num_layers=1)
+    target = row_model.RowModel(config=config, impl="interpret", slab=SLAB)
+    params = params_lib.init(jax.random.key(0), config, stddev=0.1)
+    return target, draft_model.DraftModel(model=target, gamma_max=GAMMA_MAX), params
+
+
+def new_cache(target):
+    return target.new_cache(capacity=64, page_size=8)
+
+
+def run_rounds(pair, draft_params, gamma):
+    target, drafter, params = pair
+    both = params, draft_params
+    caches = new_cache(target), new_cache(target)
+    state = session.begin(target, drafter, both, *caches, PROMPT, max_tokens=MAX_TOKENS)
+    state = rounds.generate(
+        target,
+        drafter,
+        both,
+        state,
+        gamma=jnp.int32(gamma),
+        stop_ids=session.stop_array(()),
+        max_rounds=jnp.int32(100),
+    )
+    session.check_state(state)
+    cache.check_integrity(state.cache)
+    return state
+
+
+def test_a_generation_is_that_of_plain_decoding(pair):
+    """Fails if tokens or committed K/V are not those of plain decoding.
+
+    The perfect drafter is the target itself, and proposes from a cache and through
+    kernels of its own: any proposal that is refused is a bit that differed.
+    """
+    target, _, params = pair
+    plain = autoregressive.generate(
+        target,
+        params,
+        session.begin_plain(
+            target, params, new_cache(target), PROMPT, max_tokens=MAX_TOKENS
+        ),
+        stop_ids=session.stop_array(()),
+        max_steps=jnp.int32(100),
+    )
+    length = int(plain.length)
+    assert length == len(PROMPT) + MAX_TOKENS
+    noise = params_lib.init(jax.random.key(2), target.config, stddev=0.02)
+    noisy = jax.tree.map(lambda x, n: x + n if x.ndim > 1 else x, params, noise)
+    accepted = set()
+    for gamma in (2, 3, GAMMA_MAX):
+        for draft_params in (params, noisy):
+            state = run_rounds(pair, draft_params, gamma)
+            assert int(state.length) == length
+            testing.assert_same_bits(
+                (state.tokens, written(state.cache, length - 1)),
+                (plain.tokens, written(plain.cache, length - 1)),
+                what=f"gamma {gamma}",
+            )
+            rate = int(state.num_accepted) / int(state.num_proposed)
+            assert draft_params is noisy or rate == 1
+            accepted.add(rate)
+    assert min(accepted) < 1
