@@ -2,7 +2,9 @@
 
 A decoding step reads weights and computes little, so a kernel is measured in bytes per
 second, and by what more rows cost beside one. All numbers of a shape are taken in
-turns, in one process. Exit status: 0 measured, 1 the input was unusable.
+turns, in one process. On a GPU the loop around the calls is in the numbers, some
+microseconds for each: `gpu_report.py` has none, and tries plans.
+Exit status: 0 measured, 1 the input was unusable.
 """
 
 import argparse
@@ -16,7 +18,6 @@ import jax
 from rich import console as rich_console
 
 from experiments.support import (
-    bandwidth,
     flags,
     kernel_costs,
     kernel_report,
@@ -46,6 +47,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default="cpu",
         help="where the kernels run (default: %(default)s)",
     )
+    parser.add_argument(
+        "--impls",
+        metavar="NAME,NAME,...",
+        help="implementations (default: native,xla; on cuda triton,mosaic,xla)",
+    )
     presets = ", ".join(sorted(subjects.PRESETS))
     parser.add_argument(
         "--shapes",
@@ -72,6 +78,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add_out(parser, rows="one per shape, implementation and number of rows")
     args = parser.parse_args(argv)
+    known = kernel_subjects.IMPLS[args.device]
+    args.impls = tuple(args.impls.split(",")) if args.impls else known
+    if not set(args.impls) <= set(known):
+        parser.error(
+            f"argument --impls: {','.join(args.impls)} are not all of {','.join(known)}"
+        )
     if max(args.rows) > min(kernel_subjects.CONTEXTS):
         parser.error(
             f"argument --rows: {max(args.rows)} rows do not fit a context of "
@@ -98,8 +110,8 @@ def read_config(shapes: str, *, dtype: str | None) -> config_lib.Qwen3Config:
     return config_lib.read(folder / "config.json", dtype=dtype)
 
 
-def check_device(device: str) -> None:
-    """Raises unless the kernels for `device` can run in this process.
+def check_device(device: str, impls: Sequence[str]) -> None:
+    """Raises unless `impls` can run on `device` in this process.
 
     Raises:
       ValueError: JAX does not run on that device.
@@ -112,12 +124,7 @@ def check_device(device: str) -> None:
         raise ValueError(
             f"--device cpu: JAX runs on {found.device_kind}; set JAX_PLATFORMS=cpu"
         )
-    if device not in kernel_subjects.IMPLS:
-        raise NotImplementedError(
-            f"--device {device}: its kernels cannot be measured yet; use --device "
-            f"{' or '.join(kernel_subjects.IMPLS)}"
-        )
-    for impl in kernel_subjects.IMPLS[device]:
+    for impl in impls:
         dispatch.resolve(impl)
 
 
@@ -125,16 +132,23 @@ def describe(
     args: argparse.Namespace, config: config_lib.Qwen3Config
 ) -> dict[str, Any]:
     """What is measured and where, for every row."""
-    has_native = "native" in kernel_subjects.IMPLS[args.device]
+    has_native = "native" in args.impls
     return {
         "device": args.device,
         "shapes": args.shapes,
         "dtype": config.dtype,
         "repeats": args.repeats,
         "native_isa": build.load() if has_native else None,
-        "last_level_cache_bytes": bandwidth.last_level_cache_bytes(),
+        "last_level_cache_bytes": kernel_subjects.cache_bytes(),
         **records.provenance(),
     }
+
+
+def _machine(description: dict[str, Any]) -> str:
+    """What the kernels run on."""
+    if description["platform"] != "cpu":
+        return description["device_kind"]
+    return f"{description['cpu']}, native path {description['native_isa']}"
 
 
 def run_all(
@@ -142,14 +156,14 @@ def run_all(
 ) -> None:
     """Measures shape after shape; writes and prints each when it is known."""
     config = read_config(args.shapes, dtype=args.dtype)
-    check_device(args.device)
+    check_device(args.device, args.impls)
     to_measure = kernel_subjects.all_subjects(config)
     # What does not fit is found before anything has been measured.
     kernel_costs.check_memory(to_measure)
     description = describe(args, config)
     console.print(
-        f"{args.shapes} in {config.dtype} on {description['cpu']}, native path "
-        f"{description['native_isa']}, {args.repeats} timings of each",
+        f"{args.shapes} in {config.dtype} on {_machine(description)}, {args.repeats} "
+        "timings of each",
         kernel_report.LEGEND,
         sep="\n",
         highlight=False,
@@ -161,7 +175,7 @@ def run_all(
             task = progress.add_task(name, total=args.repeats + 1)
             measured = kernel_costs.measure(
                 subject,
-                impls=kernel_subjects.IMPLS[args.device],
+                impls=args.impls,
                 rows=args.rows,
                 repeats=args.repeats,
                 after_turn=lambda: progress.advance(task),  # noqa: B023

@@ -78,6 +78,22 @@ def host_read(num_bytes: int) -> Callable[[int], None]:
     return read
 
 
+def device_copy(num_bytes: int) -> Callable[[int], jax.Array]:
+    """A function that moves `num_bytes` on JAX's device as often as it is told.
+
+    Half of them are read and half are written, as for any copy.
+    """
+    array = jnp.zeros((max(1, num_bytes // 8),), jnp.uint32)
+    increment = jax.jit(lambda x: x + jnp.uint32(1))
+
+    def copy(passes: int) -> jax.Array:
+        for _ in range(passes):
+            copied = increment(array)
+        return copied
+
+    return copy
+
+
 def _num_usable_cores() -> int:
     """Cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import psutil
 
@@ -31,6 +32,7 @@ class Variant(NamedTuple):
 
 
 READ = Variant("read", None)
+"""A plain read; on a GPU a plain copy that moves as many bytes, there and back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,10 @@ def measure(
     """
     own = {impl: subject.for_impl(impl) for impl in impls}
     arrays = {each: _Arrays(*each.allocate()) for each in set(own.values())}
-    runs = {READ: bandwidth.host_read(subject.copies * subject.num_bytes)}
+    plain_read = bandwidth.host_read
+    if jax.default_backend() == "gpu":
+        plain_read = bandwidth.device_copy
+    runs = {READ: plain_read(subject.copies * subject.num_bytes)}
     copies = {READ: subject.copies}
     for impl in impls:
         for num_rows in rows:
@@ -196,9 +201,19 @@ def check_memory(subjects: Sequence[kernel_subjects.Subject]) -> None:
     """Raises `MemoryError`, with both numbers, if the largest subject does not fit."""
     # Twice: what the kernels read, and as many bytes that are read plainly.
     required = max(2 * s.copies * s.num_bytes + s.num_bytes for s in subjects)
-    free = psutil.virtual_memory().available
+    free = _free_bytes()
     if required > free:
         raise MemoryError(
             f"the largest weights need {required / _GIB:.2f} GiB of memory, but "
             f"{free / _GIB:.2f} GiB are free"
         )
+
+
+def _free_bytes() -> int:
+    """Memory that is left where JAX's arrays go."""
+    stats = None
+    if jax.default_backend() == "gpu":
+        stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return psutil.virtual_memory().available

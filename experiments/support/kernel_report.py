@@ -11,8 +11,9 @@ from rich import console as rich_console, table as rich_table
 
 LEGEND = (
     "GB/s: bytes that a call must read, by its time; median, quartiles. read: share of "
-    "the plain read's. time: beside the fewest rows. xla: XLA's product alone, of at "
-    "least two rows; for attention XLA's form of the whole operation."
+    "the plain read's, on a GPU of a plain copy's. time: beside the fewest rows. xla: "
+    "XLA's product alone, of at least two rows; for attention XLA's form of the whole "
+    "operation."
 )
 
 

@@ -25,6 +25,7 @@ from spec_jax.model import (
     rotary,
 )
 from spec_jax.ops import (
+    dispatch,
     gated_projection,
     projection,
     rope,
@@ -34,7 +35,7 @@ from spec_jax.ops import (
 from spec_jax.paging import index
 
 
-IMPLS = {"cpu": ("native", "xla")}
+IMPLS = {"cpu": ("native", "xla"), "cuda": ("triton", "mosaic", "xla")}
 """Implementations by the device that they are measured on: our kernels, then XLA's."""
 
 CONTEXTS = (256, 1024, 4096)
@@ -44,6 +45,7 @@ STREAMED_CACHES = 4
 """A large model reads more than as many last-level caches in a step."""
 
 _UNKNOWN_CACHE_BYTES = 64 * 2**20
+_GPU_CACHE_BYTES = 64 * 2**20  # a little more than the L2 of an H100 or H200
 _NOISE_SIZE = 2**20
 
 Arrays = Mapping[str, Any]
@@ -273,7 +275,17 @@ def repeat(
 
 def slab_of(impl: str, num_rows: int) -> int:
     """Rows that `impl` computes for `num_rows` live ones, as in the model."""
+    height = dispatch.slab_rows(impl)
+    if height is not None:
+        return math.ceil(num_rows / height) * height
     return max(num_rows, skinny_gemm.MIN_ROWS) if impl == "xla" else num_rows
+
+
+def cache_bytes() -> int | None:
+    """Size of the cache that JAX's device has before its memory, where it is known."""
+    if jax.default_backend() == "gpu":
+        return _GPU_CACHE_BYTES
+    return bandwidth.last_level_cache_bytes()
 
 
 def all_subjects(config: config_lib.Qwen3Config) -> Sequence[Subject]:
@@ -284,8 +296,7 @@ def all_subjects(config: config_lib.Qwen3Config) -> Sequence[Subject]:
     left the caches when the next step needs them, however many layers there are: there
     are as many copies as fill `STREAMED_CACHES` caches.
     """
-    cache_bytes = bandwidth.last_level_cache_bytes() or _UNKNOWN_CACHE_BYTES
-    streamed_bytes = STREAMED_CACHES * cache_bytes
+    streamed_bytes = STREAMED_CACHES * (cache_bytes() or _UNKNOWN_CACHE_BYTES)
     is_large = bandwidth.step_bytes(params_lib.shapes(config)) > streamed_bytes
 
     def rotated(subject: Subject, num_own: int) -> Subject:

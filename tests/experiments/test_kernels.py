@@ -228,6 +228,35 @@ def test_pages_that_are_not_donated_are_seen_to_be_copied():
     assert len(copied(compiled, pages)) == 2
 
 
+def test_slabs_are_those_of_the_model():
+    """Fails if a kernel is measured at a height that the model does not use."""
+    pallas = kernel_subjects.IMPLS["cuda"][:2]
+    for impl in (*pallas, "interpret"):
+        assert [kernel_subjects.slab_of(impl, n) for n in (1, 5, 16)] == [16] * 3
+    assert [kernel_subjects.slab_of("native", n) for n in (1, 5)] == [1, 5]
+    assert [kernel_subjects.slab_of("xla", n) for n in (1, 5)] == [2, 5]
+
+
+def test_kernels_of_a_gpu_are_measured_as_others_are():
+    """The Triton kernels, interpreted: one product and one attention."""
+    config = tiny_pair.config(dtype="bfloat16")
+    made = {each.name: each for each in kernel_subjects.all_subjects(config)}
+    for name in ("attention out", "context 8"):
+        measured = kernel_costs.measure(
+            made[name], impls=("interpret",), rows=(1, 3), repeats=1
+        )
+        rows = kernel_costs.rows(made[name], measured)
+        assert [row["rows"] for row in rows] == [None, 1, 3]
+        assert all(row["us"] > 0 for row in rows)
+
+
+def test_a_copy_counts_both_ways():
+    """Fails if half as much is moved as is said, or not as often."""
+    copy = bandwidth.device_copy(8000)
+    copied = copy(3)
+    assert 2 * copied.nbytes == 8000 and np.all(np.asarray(copied) == 1)
+
+
 def test_a_timing_is_as_long_as_it_should_be(monkeypatch):
     """Fails if seconds are divided by another number of calls than were made."""
     monkeypatch.setattr(kernel_costs, "TIMED_S", 8.0)
@@ -284,6 +313,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (["--device", "tpu"], ["--device", "tpu", "cuda"]),
         (["--shapes", "qwen3-0.7b"], ["qwen3-0.7b", "embedded", "qwen3-8b", "folder"]),
         (["--dtype", "float16"], ["--dtype", "float16"]),
+        (["--impls", "native,triton"], ["--impls", "native,triton", "native,xla"]),
         (["--rows", "0"], ["--rows", "at least 1"]),
         (["--rows", "1,,2"], ["--rows", "1,,2"]),
         (["--rows", "9"], ["--rows", "9 rows", "context of 8"]),
