@@ -101,13 +101,16 @@ _TINY_MODEL = config_lib.Qwen3Config(
     num_kv_heads=1,
     head_dim=16,
     max_position_embeddings=256,
-    tie_word_embeddings=True,
+    # Tied to the head, a random embedding repeats one token for ever.
+    tie_word_embeddings=False,
     dtype="bfloat16",
 )
 
 TINY = Sizes(
     target=_TINY_MODEL,
-    draft=dataclasses.replace(_TINY_MODEL, hidden_size=32, intermediate_size=32),
+    draft=dataclasses.replace(
+        _TINY_MODEL, hidden_size=32, intermediate_size=32, tie_word_embeddings=True
+    ),
     contexts=(8, 40),
     attention_contexts=(32,),
     bitwise_contexts=((3, 20),),
