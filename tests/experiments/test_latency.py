@@ -342,7 +342,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
         (["--gen-tokens", "4000"], ["4000 tokens to come"]),
         (["--gamma", "0"], ["at least 1"]),
-        (["--page-size", "48"], ["page_size"]),
+        (["--page-size", "48", "--impl", "xla"], ["page_size"]),
         (["--dtype", "int8"], ["int8"]),
         (["--impl", "mosaic"], ["mosaic"]),
         (["--preset", "qwen3-0.6b"], ["leave out"]),

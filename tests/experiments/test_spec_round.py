@@ -12,6 +12,7 @@ import tiny_pair
 from experiments import spec_round
 from experiments.support import flags, paired_runs, report
 from spec_jax.model import load
+from spec_jax.ops import dispatch
 
 
 DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
@@ -50,7 +51,7 @@ def test_a_matched_run(folders, tmp_path, capsys):
     assert summary["verify_decode_mismatches"] == 0
     assert summary["tokens"] == sum(row["tokens"] for row in prompts)
     assert summary["rounds"] == sum(row["rounds"] for row in prompts)
-    assert summary["impl"] == "xla" and summary["gamma"] == 2
+    assert summary["impl"] == dispatch.resolve("auto") and summary["gamma"] == 2
     assert {field.name for field in report.FIELDS} <= set(summary)
     printed = capsys.readouterr().out
     assert "acceptance_rate" in printed and "speedup_e2e" in printed
@@ -95,7 +96,13 @@ def test_an_interrupted_run_leaves_whole_lines(folders, tmp_path, monkeypatch, c
 
 
 def test_prefill_by_rows_and_other_page_sizes_match(folders):
-    for more in (("--prefill", "rows"), ("--page-size", "8"), ("--dtype", "bfloat16")):
+    for more in (
+        ("--prefill", "rows"),
+        ("--prefill", "batched"),
+        ("--page-size", "8"),
+        ("--dtype", "bfloat16"),
+        ("--impl", "xla"),
+    ):
         assert spec_round.main(command(folders, "--prompts", "1", *more)) == 0
 
 
@@ -135,7 +142,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (("--gamma", "-3"), ("--gamma", "-3 must be at least 1")),
         (("--gamma", "four"), ("--gamma", "four")),
         (("--gen-tokens", "0"), ("--gen-tokens", "at least 1")),
-        (("--page-size", "12"), ("page_size=12", "128")),
+        (("--page-size", "12", "--impl", "xla"), ("page_size=12", "128")),
         (("--impl", "cuda"), ("--impl", "cuda", "triton")),
         (("--impl", "triton"), ("triton", "xla")),
         (("--dtype", "float16"), ("--dtype", "float16")),
