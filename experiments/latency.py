@@ -279,7 +279,7 @@ def describe(args: argparse.Namespace, subject: subjects.Subject) -> dict[str, A
         "dtype": subject.pair.target.config.dtype,
         "impl": subject.pair.target.impl,
         "native_isa": dispatch.instruction_set(subject.pair.target.impl),
-        "slab": args.slab,
+        "slab": subject.pair.target.slab,
         "page_size": args.page_size,
         "gamma_max": args.gamma if is_pair else None,
         "steps_per_call": args.steps,
