@@ -51,6 +51,7 @@ class DraftModel:
             return (known < goal) & ~self.model.is_starved(kv)
 
         def step(carry):
+            """Catches up by at most a slab of rows; at the end of the text, drafts."""
             kv, text, known = carry
             start = kv.length[row_model.SLOT]
             num_live = jnp.minimum(known - start, slab)

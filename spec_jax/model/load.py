@@ -160,6 +160,7 @@ def _names(config: config_lib.Qwen3Config) -> params_lib.Params:
     N, K = config.num_heads, config.num_kv_heads
 
     def layer(index: int) -> params_lib.LayerParams:
+        """Names and shapes of one decoder layer."""
         def one(name: str, *shape: int) -> tuple[str, tuple[int, ...]]:
             return f"model.layers.{index}.{name}.weight", shape
 

@@ -75,6 +75,7 @@ def _xla(q, k_pages, v_pages, *, page_table, slots, positions, num_live, scale):
     live = jnp.arange(R) < num_live
 
     def walk_slot(slot, carry):
+        """Adds the keys of one slot, up to its longest live row."""
         mine = live & (slots == slot)
         slot_len = jnp.max(jnp.where(mine, positions + 1, 0))
         num_blocks = (slot_len + KEY_BLOCK - 1) // KEY_BLOCK

@@ -75,6 +75,7 @@ def _kernel(
     shift = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
 
     def add(turn, carry):
+        """Adds the next `AT_ONCE` splits, in the order of their positions."""
         for i in range(AT_ONCE):
             index = turn * AT_ONCE + i
             mine = index < count

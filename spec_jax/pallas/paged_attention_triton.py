@@ -219,6 +219,7 @@ def _kernel(
     block = config.block
 
     def do_job(turn, carry):
+        """Attends one split of the keys for the rows that share it."""
         job = _find_job(
             worker + turn * workers,
             (slots_ref, lengths_ref, full_ref, led_ref, ends_ref),

@@ -150,6 +150,7 @@ def _multiply(x, w, *, plan, interpret):
     tiled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
 
     def weights_spec(n, first):
+        """Blocks of k of one block of weight rows, from block `first`."""
         return plgpu.BlockSpec(
             (plan.block_n, plan.block_k),
             lambda k: (n, first + k),
@@ -158,6 +159,7 @@ def _multiply(x, w, *, plan, interpret):
         )
 
     def rows_spec(r, first):
+        """Blocks of k of one slab of rows, from block `first`."""
         # The interpreter of jax 0.10 has no views: there `x` comes transposed.
         if interpret:
             block = (plan.block_k, slab.ROWS)
@@ -172,9 +174,11 @@ def _multiply(x, w, *, plan, interpret):
         )
 
     def skinny_gemm(x_ref, w_ref, out_ref):
+        """One slab of rows by one block of weight rows over one split of k."""
         r, n, split = (jax.lax.axis_index(name) for name in ("r", "n", "split"))
 
         def accumulate(sums_ref):
+            """Streams the blocks of k of this split through the tensor cores."""
             def step(_, w_block, x_block):  # [block_n, block_k], [16, block_k]
                 if not interpret:
                     x_block = _transposed(x_block)

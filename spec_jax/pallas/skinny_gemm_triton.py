@@ -110,6 +110,7 @@ def _multiply_kernel(
     width = plan.block_k // plan.chains
 
     def accumulate(start, sums, is_ragged):
+        """Adds one block of k to the sum of each chain."""
         products = []
         for chain in range(plan.chains):
             first = start + chain * width
@@ -374,6 +375,8 @@ def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
             raise ValueError(f"{name}={value} is not a power of two")
     if min(plan.block_n, plan.block_k // plan.chains) < MIN_BLOCK:
         raise ValueError(f"{plan} has a block below {MIN_BLOCK}, the tensor core's")
+    if min(plan.splits, plan.num_stages) < 1:
+        raise ValueError(f"{plan} has no split, or no stage")
     if num_terms < 1:
         raise ValueError(f"sums of {num_terms} terms")
     if plan.splits > 1 and num_terms % (plan.splits * plan.block_k):

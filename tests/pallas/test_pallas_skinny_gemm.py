@@ -229,6 +229,11 @@ def test_plans_fit(shape, parts):
     """Fails if a plan is refused, in blocks or in shared memory."""
     plan = gemm.plan_for(*shape, parts=parts)
     gemm.check_plan(plan, shape[1], parts=parts)
+    assert plan == gemm.plan_for(*shape, parts=parts)
+    for change in ({"splits": 0}, {"num_stages": 0}, {"block_k": 1 << 20}):
+        broken = dataclasses.replace(plan, **change)
+        with pytest.raises(ValueError, match="no split|shared memory"):
+            gemm.check_plan(broken, shape[1], parts=parts)
 
 
 @pytest.mark.parametrize(
