@@ -161,6 +161,7 @@ def _names(config: config_lib.Qwen3Config) -> params_lib.Params:
 
     def layer(index: int) -> params_lib.LayerParams:
         """Names and shapes of one decoder layer."""
+
         def one(name: str, *shape: int) -> tuple[str, tuple[int, ...]]:
             return f"model.layers.{index}.{name}.weight", shape
 

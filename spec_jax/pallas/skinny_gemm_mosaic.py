@@ -179,6 +179,7 @@ def _multiply(x, w, *, plan, interpret):
 
         def accumulate(sums_ref):
             """Streams the blocks of k of this split through the tensor cores."""
+
             def step(_, w_block, x_block):  # [block_n, block_k], [16, block_k]
                 if not interpret:
                     x_block = _transposed(x_block)
