@@ -7,7 +7,7 @@ input was unusable.
 """
 
 import argparse
-import dataclasses
+import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -15,15 +15,18 @@ from rich import console as rich_console
 
 from experiments.support import (
     flags,
+    mismatches,
     model_pair,
     paired_runs,
     prompt_files,
+    prompt_runs,
     records,
     report,
 )
-from spec_jax import metrics, session
+from spec_jax import metrics
+from spec_jax.drafters import draft_model
+from spec_jax.model import row_model, verify_paths
 from spec_jax.ops import dispatch
-from spec_jax.paging import index
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -36,6 +39,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add_models(parser.add_argument_group("models"))
     _add_run_flags(parser.add_argument_group("runs"))
+    _add_design_flags(parser.add_argument_group("verification and caches"))
     flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
@@ -50,33 +54,15 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
         default="draft-model",
         help="what proposes tokens (default: %(default)s)",
     )
-    runs.add_argument(
-        "--prompts",
-        default="10",
-        metavar="N|FILE[:N]",
-        help="the first N bundled prompts, or a file: JSONL with prompt, question, "
-        "text or turns, or plain text, one prompt a line (default: %(default)s)",
-    )
-    runs.add_argument(
-        "--gen-tokens",
-        type=flags.positive,
-        default=64,
-        metavar="TOKENS",
-        help="tokens to generate per prompt, at most (default: %(default)s)",
-    )
+    flags.add_prompts(runs, default="10")
+    flags.add_gen_tokens(runs, default=64)
     runs.add_argument(
         "--prefill",
         choices=("batched", "rows"),
         help="how prompts enter the cache; rows makes even their K/V bit-identical "
         "to decoding (default: the faster, rows with native kernels, else batched)",
     )
-    runs.add_argument(
-        "--repeats",
-        type=flags.positive,
-        default=1,
-        metavar="N",
-        help="timed repetitions of every prompt (default: %(default)s)",
-    )
+    flags.add_repeats(runs)
     runs.add_argument(
         "--seed",
         type=int,
@@ -93,79 +79,42 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptResult:
-    """One prompt: what both runs produced, and `repeats` times of each."""
-
-    prompt: prompt_files.Prompt
-    prompt_ids: list[int]
-    plain: list[paired_runs.Plain]
-    spec: list[paired_runs.Speculative]
-    mismatches: int
-
-    @property
-    def matched(self) -> bool:
-        """Whether every run of either kind produced the same tokens."""
-        reference = self.plain[0].tokens
-        return all(run.tokens == reference for run in (*self.plain, *self.spec))
-
-    def row(self) -> dict:
-        """The JSON line."""
-        counters = self.spec[0].counters
-        return {
-            "kind": "prompt",
-            "id": self.prompt.id,
-            "category": self.prompt.category,
-            "prompt_tokens": len(self.prompt_ids),
-            "tokens": counters.tokens,
-            "matched": self.matched,
-            "verify_decode_mismatches": self.mismatches,
-            "rounds": counters.rounds,
-            "proposed": counters.proposed,
-            "accepted": counters.accepted,
-            "accepted_hist": counters.accepted_hist,
-            "baseline_e2e_s": [run.timing.e2e_s for run in self.plain],
-            "spec_e2e_s": [run.timing.e2e_s for run in self.spec],
-            "plain_ids": self.plain[0].tokens,
-            "spec_ids": self.spec[0].tokens,
-        }
-
-
-def run_prompt(
-    pair: model_pair.ModelPair,
-    settings: paired_runs.Settings,
-    prompt: prompt_files.Prompt,
-    prompt_ids: list[int],
-    *,
-    repeats: int,
-) -> PromptResult:
-    """Plain and speculative in turn, `repeats` times, then the replay."""
-    plain, spec = [], []
-    for _ in range(repeats):
-        plain.append(paired_runs.run_plain(pair, settings, prompt_ids))
-        spec.append(paired_runs.run_speculative(pair, settings, prompt_ids))
-    return PromptResult(
-        prompt=prompt,
-        prompt_ids=prompt_ids,
-        plain=plain,
-        spec=spec,
-        mismatches=paired_runs.count_mismatches(
-            pair, settings, prompt_ids, spec[0].tokens
-        ),
+def _add_design_flags(design: argparse._ArgumentGroup) -> None:
+    design.add_argument(
+        "--verify-path",
+        choices=tuple(verify_paths.PATHS),
+        default="paged-decode",
+        help="what verifies a window: rows, equal to decoding (paged-decode); the "
+        "same one by one (row-loop); the batched path of prefill (flash); rows "
+        "through the library's products (library-rows) (default: %(default)s)",
     )
-
-
-def encode_prompts(
-    pair: model_pair.ModelPair, prompts: Sequence[prompt_files.Prompt], *, raw: bool
-) -> list[list[int]]:
-    """Token ids; through the chat template where the model has one."""
-    tokenizer = pair.tokenizer
-    use_chat = tokenizer.has_chat_template and not raw
-    texts = [
-        tokenizer.apply_chat(prompt.text) if use_chat else prompt.text
-        for prompt in prompts
-    ]
-    return [tokenizer.encode(text) for text in texts]
+    design.add_argument(
+        "--acceptance",
+        choices=paired_runs.ACCEPTANCES,
+        default="verify",
+        help="what decides tokens: verification, whose K/V is kept, or decoding on "
+        "caches of its own (default: %(default)s)",
+    )
+    design.add_argument(
+        "--dump-verify-mismatches",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="JSON lines: every verified position at which decoding chooses another "
+        "token, with both top 5 logits; experiments/parity.py takes one up",
+    )
+    design.add_argument(
+        "--cache",
+        choices=row_model.CACHE_KINDS,
+        default="paged",
+        help="pages, or one contiguous block per sequence (default: %(default)s)",
+    )
+    design.add_argument(
+        "--draft-cache",
+        choices=draft_model.DRAFT_CACHES,
+        default="persistent",
+        help="the draft's K/V is kept over rounds, or built again in each "
+        "(default: %(default)s)",
+    )
 
 
 def make_settings(
@@ -179,31 +128,27 @@ def make_settings(
     Raises:
       ValueError: a prompt that is empty, or too long for the model's positions.
     """
-    positions = pair.target.config.max_position_embeddings
-    for prompt, prompt_ids in zip(prompts, ids, strict=True):
-        session.check_prompt(
-            prompt_ids,
-            vocab_size=pair.target.config.vocab_size,
-            capacity=positions - args.gen_tokens,
-            what=f"prompt {prompt.id!r} (with {args.gen_tokens} tokens to come)",
-        )
-    longest = max(len(prompt_ids) for prompt_ids in ids)
-    pages = index.pages_for(longest + args.gen_tokens, args.page_size)
     return paired_runs.Settings(
         gamma=args.gamma,
         gen_tokens=args.gen_tokens,
-        capacity=pages * args.page_size,
+        capacity=prompt_runs.capacity_for(
+            pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
+        ),
         page_size=args.page_size,
         stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
         prefill_by_rows=(
             args.prefill == "rows" if args.prefill else pair.target.prefills_by_rows
         ),
+        acceptance=args.acceptance,
     )
 
 
 def run_all(
-    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> tuple[metrics.Metrics, list[PromptResult], model_pair.ModelPair]:
+    args: argparse.Namespace,
+    out: records.JsonLines,
+    mismatch_lines: records.JsonLines,
+    console: rich_console.Console,
+) -> tuple[metrics.Metrics, list[prompt_runs.PromptResult], model_pair.ModelPair]:
     """Loads, runs every prompt, writes its line, and returns the summary."""
     prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     pair = model_pair.load_pair(
@@ -213,8 +158,11 @@ def run_all(
         slab=args.gamma + 1,
         dtype=args.dtype,
         impl=args.impl,
+        verify_path=args.verify_path,
+        cache=args.cache,
+        draft_cache=args.draft_cache,
     )
-    ids = encode_prompts(pair, prompts, raw=args.raw)
+    ids = prompt_runs.encode(pair, prompts, raw=args.raw)
     settings = make_settings(args, pair, prompts, ids)
     console.print(
         f"{len(prompts)} prompts x {args.gen_tokens} tokens, gamma {args.gamma}, "
@@ -225,31 +173,43 @@ def run_all(
     with report.progress() as progress:
         task = progress.add_task("prompts", total=len(prompts))
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
-            result = run_prompt(
+            result = prompt_runs.run_prompt(
                 pair, settings, prompt, prompt_ids, repeats=args.repeats
             )
             out.write(result.row())
             results.append(result)
             progress.advance(task)
-    summary = metrics.summarise(
-        metrics.total(result.spec[0].counters for result in results),
-        prompts=len(results),
-        baseline=_by_repeat([result.plain for result in results]),
-        spec=_by_repeat([result.spec for result in results]),
-        matched=all(result.matched for result in results),
-        verify_decode_mismatches=sum(result.mismatches for result in results),
-    )
+    summary = prompt_runs.summarise(results)
     out.write(
         {"kind": "summary", **report.to_row(summary), "compile_s": compile_s}
         | _description(args, pair, settings)
         | records.provenance()
     )
+    if args.dump_verify_mismatches:
+        _dump_mismatches(args, pair, settings, results, mismatch_lines, console)
     return summary, results, pair
 
 
-def _by_repeat(runs: list[list]) -> list[list[metrics.Timing]]:
-    """`[prompt][repeat]` runs as `[repeat][prompt]` timings."""
-    return [[run.timing for run in repeat] for repeat in zip(*runs, strict=True)]
+def _dump_mismatches(args, pair, settings, results, lines, console) -> None:
+    """Runs the prompts that mismatched again, and writes a line for each mismatch."""
+    counted = sum(result.mismatches for result in results)
+    written = 0
+    for result in results:
+        if not result.mismatches:
+            continue
+        for row in mismatches.find(
+            pair,
+            settings,
+            result.prompt_ids,
+            name=result.prompt.id,
+            verify_path=args.verify_path,
+        ):
+            lines.write(row)
+            written += 1
+    console.print(
+        f"{written} of {counted} mismatches met again and written to "
+        f"{args.dump_verify_mismatches}"
+    )
 
 
 def _description(args, pair, settings) -> dict:
@@ -262,6 +222,10 @@ def _description(args, pair, settings) -> dict:
         "impl": pair.target.impl,
         "native_isa": dispatch.instruction_set(pair.target.impl),
         "slab": pair.target.slab,
+        "verify_path": args.verify_path,
+        "acceptance": args.acceptance,
+        "cache": args.cache,
+        "draft_cache": args.draft_cache,
         "prompt_source": args.prompts,
         "gen_tokens": args.gen_tokens,
         "gamma": args.gamma,
@@ -276,7 +240,9 @@ def _description(args, pair, settings) -> dict:
 
 
 def print_sample(
-    result: PromptResult, pair: model_pair.ModelPair, console: rich_console.Console
+    result: prompt_runs.PromptResult,
+    pair: model_pair.ModelPair,
+    console: rich_console.Console,
 ) -> None:
     """One text, its tokens told apart by where they came from."""
     run = result.spec[0]
@@ -285,25 +251,26 @@ def print_sample(
     report.sample_text(pieces, [*prompt_origins, *run.origins], console)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the exit status."""
-    args = parse_args(argv)
+def run(args: argparse.Namespace) -> int:
+    """Runs everything and shows it; returns the exit status."""
     console = rich_console.Console()
-    try:
-        with records.JsonLines(args.out) as out:
-            summary, results, pair = run_all(args, out, console)
-    except (ValueError, NotImplementedError, MemoryError) as error:
-        print(f"spec_round.py: error: {error}", file=sys.stderr)
-        return flags.UNUSABLE
-    except KeyboardInterrupt:
-        kept = f"; finished prompts are in {args.out}" if args.out else ""
-        print(f"spec_round.py: interrupted{kept}", file=sys.stderr)
-        return flags.INTERRUPTED
+    with (
+        records.JsonLines(args.out) as out,
+        records.JsonLines(args.dump_verify_mismatches) as mismatch_lines,
+    ):
+        summary, results, pair = run_all(args, out, mismatch_lines, console)
     console.print()
     print_sample(results[0], pair, console)
     console.print()
     report.print_table(summary, console)
     return MATCHED if summary["matched"] else NOT_MATCHED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the experiment; returns the exit status."""
+    args = parse_args(argv)
+    kept = f"finished prompts are in {args.out}" if args.out else ""
+    return flags.exit_status("spec_round.py", lambda: run(args), kept=kept)
 
 
 if __name__ == "__main__":

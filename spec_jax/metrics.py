@@ -40,7 +40,8 @@ class Counters:
     Attributes:
       tokens: tokens generated after the prompt, cut after the first stop token and
         at the token limit.
-      rounds: target forwards, prefill not counted.
+      rounds: windows drafted, verified and committed; one target forward each, where
+        nothing below adds to them.
       proposed: drafted tokens sent to verification.
       accepted: drafted tokens kept, before the cut.
       cut: tokens that a round committed and that the stop token or the token limit
@@ -50,6 +51,13 @@ class Counters:
       proposed_at: entry `i` counts the rounds that drafted a token at position `i`
         and kept all before it; `gamma_max` entries.
       accepted_at: entry `i` counts those of `proposed_at[i]` that kept it too.
+      row_steps: forwards that verification took beyond one a round, because it goes
+        row by row.
+      commit_decode_steps: forwards of decoding that decided tokens, where
+        verification does not (`decode_rounds`).
+      mirror_decode_steps: forwards of decoding that repeat those on the cache of the
+        verify path.
+      correction_steps: those of `commit_decode_steps` that fed a correction.
     """
 
     tokens: int = 0
@@ -60,6 +68,20 @@ class Counters:
     accepted_hist: tuple[int, ...] = (0,)
     proposed_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
+    row_steps: int = 0
+    commit_decode_steps: int = 0
+    mirror_decode_steps: int = 0
+    correction_steps: int = 0
+
+    @property
+    def verify_steps(self) -> int:
+        """Target forwards that verified a window, or a row of it."""
+        return self.rounds + self.row_steps
+
+    @property
+    def target_steps(self) -> int:
+        """All forwards of the target, prefill not counted."""
+        return self.verify_steps + self.commit_decode_steps + self.mirror_decode_steps
 
     def __add__(self, other: "Counters") -> "Counters":
         """The counters of both; positions that one of them lacks count as zero."""
@@ -72,6 +94,10 @@ class Counters:
             accepted_hist=_add_padded(self.accepted_hist, other.accepted_hist),
             proposed_at=_add_padded(self.proposed_at, other.proposed_at),
             accepted_at=_add_padded(self.accepted_at, other.accepted_at),
+            row_steps=self.row_steps + other.row_steps,
+            commit_decode_steps=self.commit_decode_steps + other.commit_decode_steps,
+            mirror_decode_steps=self.mirror_decode_steps + other.mirror_decode_steps,
+            correction_steps=self.correction_steps + other.correction_steps,
         )
 
 
@@ -109,7 +135,8 @@ def identities(counters: Counters) -> None:
     c = counters
     sizes = [len(c.accepted_hist) - 1, len(c.proposed_at), len(c.accepted_at)]
     _require("len(hist) - 1 == len(proposed_at) == len(accepted_at)", sizes)
-    scalars = (c.tokens, c.rounds, c.proposed, c.accepted, c.cut)
+    scalars = (c.tokens, c.rounds, c.proposed, c.accepted, c.cut, c.row_steps)
+    scalars += (c.commit_decode_steps, c.mirror_decode_steps, c.correction_steps)
     smallest = min(*scalars, *c.accepted_hist, *c.proposed_at, *c.accepted_at)
     _require("0 <= every counter", [0, smallest], ordered=True)
 
@@ -123,6 +150,15 @@ def identities(counters: Counters) -> None:
     reached = sum(c.proposed_at)
     numbers = [c.accepted, reached, c.proposed]
     _require("accepted <= sum(proposed_at) <= proposed", numbers, ordered=True)
+
+    _require("row_steps <= proposed", [c.row_steps, c.proposed], ordered=True)
+    decoded = [c.commit_decode_steps, c.mirror_decode_steps]
+    _require("commit_decode_steps == mirror_decode_steps", decoded)
+    if c.commit_decode_steps:
+        numbers = [c.commit_decode_steps, c.accepted + c.rounds]
+        _require("commit_decode_steps == accepted + rounds", numbers)
+    numbers = [c.correction_steps, c.commit_decode_steps]
+    _require("correction_steps <= commit_decode_steps", numbers, ordered=True)
 
     # A position is reached only where the one before it was kept.
     reachable = (c.rounds, *c.accepted_at)
@@ -186,8 +222,11 @@ def _counted(c: Counters) -> Metrics:
     return {
         "tokens": c.tokens,
         "rounds": c.rounds,
-        "target_steps": c.rounds,
-        "verify_steps": c.rounds,
+        "target_steps": c.target_steps,
+        "verify_steps": c.verify_steps,
+        "commit_decode_steps": c.commit_decode_steps,
+        "mirror_decode_steps": c.mirror_decode_steps,
+        "correction_steps": c.correction_steps,
         "proposed": c.proposed,
         "accepted": c.accepted,
         "acceptance_rate": _ratio(c.accepted, c.proposed),
@@ -196,7 +235,7 @@ def _counted(c: Counters) -> Metrics:
             for kept, reached in zip(c.accepted_at, c.proposed_at, strict=True)
         ],
         "mean_accepted_length": _ratio(c.accepted + c.rounds, c.rounds),
-        "tokens_per_target_step": _ratio(c.tokens, c.rounds),
+        "tokens_per_target_step": _ratio(c.tokens, c.target_steps),
         "accepted_hist": list(c.accepted_hist),
     }
 

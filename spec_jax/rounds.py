@@ -195,8 +195,32 @@ def run_round(
     verdict = acceptance.accept_exact(
         proposal.tokens, target_tokens, proposal.num_drafted
     )
+    state = commit_verdict(
+        state.replace(cache=cache, memory=memory),
+        verdict,
+        proposal,
+        starved=starved,
+        stop_ids=stop_ids,
+    )
+    return state.replace(
+        cache=target.truncate(cache, state.length - 1),
+        memory=drafter.commit(draft_params, memory, state.length),
+    )
 
-    offsets = jnp.arange(gamma_max + 1)
+
+def commit_verdict(
+    state: RoundState,
+    verdict: acceptance.Verdict,
+    proposal: Proposal,
+    *,
+    starved: Bool[Array, ""],
+    stop_ids: Int[Array, " num_stop"],
+) -> RoundState:
+    """Commits a round's tokens, cut after the first stop token, and counts the round.
+
+    Cache and memory stay as they are. A starved round commits and counts nothing.
+    """
+    offsets = jnp.arange(verdict.tokens.shape[0])
     is_stop = jnp.any(verdict.tokens[:, None] == stop_ids[None, :], axis=-1)
     is_stop = is_stop & (offsets <= verdict.num_accepted)
     num_kept = jnp.where(
@@ -205,6 +229,7 @@ def run_round(
     num_kept = jnp.where(starved, 0, num_kept)
     # Tokens that are not committed are aimed past the end, and dropped. (-1 would not
     # do: a negative index wraps around, even with mode="drop".)
+    n = state.length
     at = jnp.where(offsets < num_kept, n + offsets, state.tokens.shape[0])
     length = n + num_kept
     state = state.replace(
@@ -215,12 +240,8 @@ def run_round(
         length=length,
         done=starved | jnp.any(is_stop) | (length >= state.limit),
         starved=starved,
-        cache=target.truncate(cache, length - 1),
-        memory=drafter.commit(draft_params, memory, length),
     )
-    return jax.lax.cond(
-        starved, lambda s: s, lambda s: _count(s, verdict, proposal, num_kept), state
-    )
+    return _count(state, verdict, proposal, num_kept, rounds=~starved)
 
 
 def _origins(verdict: acceptance.Verdict, num_drafted: jax.Array) -> jax.Array:
@@ -237,19 +258,22 @@ def _count(
     verdict: acceptance.Verdict,
     proposal: Proposal,
     num_kept: jax.Array,
+    *,
+    rounds: jax.Array,
 ) -> RoundState:
-    """Adds one round to the statistics."""
+    """Adds one round to the statistics, or none where `rounds` is false."""
+    rounds = rounds.astype(jnp.int32)
     a, g = verdict.num_accepted, proposal.num_drafted
     drafts = jnp.arange(proposal.tokens.shape[0])
     reached = (drafts < g) & (drafts <= a)
     return state.replace(
-        num_rounds=state.num_rounds + 1,
-        num_proposed=state.num_proposed + g,
-        num_accepted=state.num_accepted + a,
-        num_cut=state.num_cut + a + 1 - num_kept,
-        accepted_hist=state.accepted_hist.at[a].add(1),
-        proposed_at=state.proposed_at + reached.astype(jnp.int32),
-        accepted_at=state.accepted_at + (drafts < a).astype(jnp.int32),
+        num_rounds=state.num_rounds + rounds,
+        num_proposed=state.num_proposed + rounds * g,
+        num_accepted=state.num_accepted + rounds * a,
+        num_cut=state.num_cut + rounds * (a + 1 - num_kept),
+        accepted_hist=state.accepted_hist.at[a].add(rounds),
+        proposed_at=state.proposed_at + rounds * reached.astype(jnp.int32),
+        accepted_at=state.accepted_at + rounds * (drafts < a).astype(jnp.int32),
     )
 
 

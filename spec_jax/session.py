@@ -158,7 +158,8 @@ def check_state(state: rounds.RoundState | autoregressive.DecodeState) -> None:
     if bool(state.starved):
         raise MemoryError(
             f"out of pages after {int(state.length)} tokens: {int(kv.num_free)} of "
-            f"{kv.num_pages} pages of {kv.page_size} tokens are free"
+            f"{kv.num_pages} pages of {kv.page_size} tokens are free, and a sequence "
+            f"holds at most {kv.slot_capacity} tokens"
         )
     caches = [kv, getattr(state, "memory", None)]
     if any(bool(c.refused.any()) for c in caches if isinstance(c, paged.PagedKV)):

@@ -3,6 +3,7 @@
 import argparse
 import pathlib
 import sys
+from collections.abc import Callable
 
 from spec_jax.model import config as config_lib
 from spec_jax.typing import IMPLS
@@ -93,6 +94,39 @@ def add_rounds(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_prompts(group: argparse._ActionsContainer, *, default: str) -> None:
+    """`--prompts`, for `prompt_files.parse`."""
+    group.add_argument(
+        "--prompts",
+        default=default,
+        metavar="N|FILE[:N]",
+        help="the first N bundled prompts, or a file: JSONL with prompt, question, "
+        "text or turns, or plain text, one prompt a line (default: %(default)s)",
+    )
+
+
+def add_gen_tokens(group: argparse._ActionsContainer, *, default: int) -> None:
+    """`--gen-tokens`."""
+    group.add_argument(
+        "--gen-tokens",
+        type=positive,
+        default=default,
+        metavar="TOKENS",
+        help="tokens to generate per prompt, at most (default: %(default)s)",
+    )
+
+
+def add_repeats(group: argparse._ActionsContainer, *, default: int = 1) -> None:
+    """`--repeats`."""
+    group.add_argument(
+        "--repeats",
+        type=positive,
+        default=default,
+        metavar="N",
+        help="timed repetitions of every prompt (default: %(default)s)",
+    )
+
+
 def add_out(parser: argparse._ActionsContainer, *, rows: str) -> None:
     """`--out`.
 
@@ -102,3 +136,20 @@ def add_out(parser: argparse._ActionsContainer, *, rows: str) -> None:
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="FILE", help=f"JSON lines: {rows}"
     )
+
+
+def exit_status(script: str, run: Callable[[], int], *, kept: str = "") -> int:
+    """What `run` returns; unusable input and an interruption become one line each.
+
+    Args:
+      script: the name of the script, for the line.
+      kept: what an interruption leaves behind, to be said.
+    """
+    try:
+        return run()
+    except (ValueError, NotImplementedError, MemoryError) as error:
+        print(f"{script}: error: {error}", file=sys.stderr)
+        return UNUSABLE
+    except KeyboardInterrupt:
+        print(f"{script}: interrupted{'; ' if kept else ''}{kept}", file=sys.stderr)
+        return INTERRUPTED

@@ -15,8 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.support import model_pair
-from spec_jax import autoregressive, metrics, rounds, session
-from spec_jax.model import qwen3
+from spec_jax import autoregressive, decode_rounds, metrics, rounds, session
+from spec_jax.model import qwen3, verify_paths
+
+
+ACCEPTANCES = ("verify", "decode")
+"""What decides tokens: verify logits (`rounds`), or decoding (`decode_rounds`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,7 @@ class Settings:
     page_size: int
     stop_ids: tuple[int, ...] = ()
     prefill_by_rows: bool | None = None  # None: what the models do by default
+    acceptance: str = "verify"  # of ACCEPTANCES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,7 @@ class Speculative:
     origins: list[rounds.Origin]
     counters: metrics.Counters
     timing: metrics.Timing
+    mismatches: int | None  # counted on the way; None where only a replay can tell
 
 
 def run_plain(
@@ -86,48 +92,105 @@ def run_speculative(
     pair: model_pair.ModelPair, settings: Settings, prompt: list[int]
 ) -> Speculative:
     """Speculative decoding; raises as `run_plain`."""
-    session.check_gamma(settings.gamma, pair.drafter.gamma_max)
-    sizes = {"capacity": settings.capacity, "page_size": settings.page_size}
-    kv = pair.target.new_cache(**sizes)
-    memory = pair.drafter.model.new_cache(**sizes)
-    stop_ids = session.stop_array(settings.stop_ids)
-    gamma, max_rounds = jnp.int32(settings.gamma), jnp.int32(settings.gen_tokens)
-    jax.block_until_ready((kv, memory, stop_ids, gamma, max_rounds))
-
-    def begin() -> rounds.RoundState:
-        return session.begin(
-            pair.target,
-            pair.drafter,
-            pair.params,
-            kv,
-            memory,
-            prompt,
-            max_tokens=settings.gen_tokens,
-            prefill_by_rows=settings.prefill_by_rows,
-        )
-
-    def generate(state: rounds.RoundState) -> rounds.RoundState:
-        return rounds.generate(
-            pair.target,
-            pair.drafter,
-            pair.params,
-            state,
-            gamma=gamma,
-            stop_ids=stop_ids,
-            max_rounds=max_rounds,
-        )
-
-    state, tokens, timing = _time(begin, generate, num_prompt=len(prompt))
-    origins = np.asarray(state.origins)[len(prompt) : int(state.length)]
+    run = Rounds(pair, settings, prompt)
+    jax.block_until_ready(run.arrays)
+    state, tokens, timing = _time(run.begin, run.generate, num_prompt=len(prompt))
+    inner = inner_state(state)
+    origins = np.asarray(inner.origins)[len(prompt) : int(inner.length)]
+    decoded = isinstance(state, decode_rounds.DecodeRoundState)
     return Speculative(
         tokens=tokens,
         origins=[rounds.Origin(origin) for origin in origins],
-        counters=count(state, len(tokens)),
+        counters=count(state, len(tokens), verifier=pair.verifier),
         timing=timing,
+        mismatches=int(state.num_mismatches) if decoded else None,
     )
 
 
-_State = TypeVar("_State", autoregressive.DecodeState, rounds.RoundState)
+RoundsState = rounds.RoundState | decode_rounds.DecodeRoundState
+
+
+class Rounds:
+    """The rounds of one prompt: allocated at once, then `begin`, then `generate`."""
+
+    def __init__(
+        self, pair: model_pair.ModelPair, settings: Settings, prompt: list[int]
+    ):
+        session.check_gamma(settings.gamma, pair.drafter.gamma_max)
+        sizes = {"capacity": settings.capacity, "page_size": settings.page_size}
+        self._pair, self._settings, self._prompt = pair, settings, prompt
+        self._kv = pair.target.new_cache(**sizes)
+        self._memory = pair.drafter.model.new_cache(**sizes)
+        self._commit = None
+        if settings.acceptance == "decode":
+            self._commit = pair.target.new_cache(**sizes)
+        self._stop_ids = session.stop_array(settings.stop_ids)
+        self._gamma = jnp.int32(settings.gamma)
+        self._limit = jnp.int32(settings.gen_tokens)
+
+    @property
+    def arrays(self) -> list:
+        """What was allocated: to be complete before a clock starts."""
+        caches = [self._kv, self._memory, self._commit]
+        return [caches, self._stop_ids, self._gamma, self._limit]
+
+    def begin(self) -> RoundsState:
+        """Prefills: the caches are used up."""
+        shared = {
+            "max_tokens": self._settings.gen_tokens,
+            "prefill_by_rows": self._settings.prefill_by_rows,
+        }
+        pair = self._pair
+        state = session.begin(
+            pair.target,
+            pair.drafter,
+            pair.params,
+            self._kv,
+            self._memory,
+            self._prompt,
+            **shared,
+        )
+        if self._commit is None:
+            return state
+        commit = session.begin_plain(
+            pair.target, pair.params[0], self._commit, self._prompt, **shared
+        )
+        return decode_rounds.init_state(state, commit_cache=commit.cache)
+
+    def generate(
+        self, state: RoundsState, *, max_rounds: jax.Array | None = None
+    ) -> RoundsState:
+        """All rounds, or at most `max_rounds`; the state is donated."""
+        pair = self._pair
+        shared = {
+            "gamma": self._gamma,
+            "stop_ids": self._stop_ids,
+            "max_rounds": self._limit if max_rounds is None else max_rounds,
+        }
+        if isinstance(state, decode_rounds.DecodeRoundState):
+            return decode_rounds.generate(
+                pair.target, pair.verifier, pair.drafter, pair.params, state, **shared
+            )
+        return rounds.generate(
+            pair.verifier, pair.drafter, pair.params, state, **shared
+        )
+
+
+def inner_state(
+    state: autoregressive.DecodeState | RoundsState,
+) -> autoregressive.DecodeState | rounds.RoundState:
+    """The state that holds the tokens."""
+    if isinstance(state, decode_rounds.DecodeRoundState):
+        return state.inner
+    return state
+
+
+_State = TypeVar(
+    "_State",
+    autoregressive.DecodeState,
+    rounds.RoundState,
+    decode_rounds.DecodeRoundState,
+)
 
 
 def _time(
@@ -147,8 +210,9 @@ def _time(
     prefilled = time.perf_counter()
     state = jax.block_until_ready(generate(state))
     finished = time.perf_counter()
-    session.check_state(state)
-    tokens = np.asarray(state.tokens)[num_prompt : int(state.length)].tolist()
+    inner = inner_state(state)
+    session.check_state(inner)
+    tokens = np.asarray(inner.tokens)[num_prompt : int(inner.length)].tolist()
     timing = metrics.Timing(
         prefill_s=prefilled - started,
         decode_s=finished - prefilled,
@@ -157,8 +221,23 @@ def _time(
     return state, tokens, timing
 
 
-def count(state: rounds.RoundState, num_tokens: int) -> metrics.Counters:
-    """The statistics of a finished state as plain numbers."""
+def count(
+    state: RoundsState, num_tokens: int, *, verifier: rounds.Target | None = None
+) -> metrics.Counters:
+    """The statistics of a finished state as plain numbers.
+
+    Args:
+      verifier: where it goes row by row, each row counts as a forward.
+    """
+    by_decoding = {}
+    if isinstance(state, decode_rounds.DecodeRoundState):
+        by_decoding = {
+            "commit_decode_steps": int(state.num_commit_steps),
+            "mirror_decode_steps": int(state.num_mirror_steps),
+            "correction_steps": int(state.num_correction_steps),
+        }
+    state = inner_state(state)
+    goes_by_row = isinstance(verifier, verify_paths.RowLoop)
     return metrics.Counters(
         tokens=num_tokens,
         rounds=int(state.num_rounds),
@@ -168,6 +247,8 @@ def count(state: rounds.RoundState, num_tokens: int) -> metrics.Counters:
         accepted_hist=tuple(np.asarray(state.accepted_hist).tolist()),
         proposed_at=tuple(np.asarray(state.proposed_at).tolist()),
         accepted_at=tuple(np.asarray(state.accepted_at).tolist()),
+        row_steps=int(state.num_proposed) if goes_by_row else 0,
+        **by_decoding,
     )
 
 
@@ -202,14 +283,19 @@ def count_mismatches(
     return int(np.sum(np.asarray(chosen)[new] != np.asarray(tokens)))
 
 
+def one_a_bucket(prompts: list[list[int]]) -> list[list[int]]:
+    """Prompts that between them need every executable that all of them need."""
+    by_bucket = {qwen3.bucket(max(1, len(prompt) - 1)): prompt for prompt in prompts}
+    return list(by_bucket.values())
+
+
 def warm_up(
     pair: model_pair.ModelPair, settings: Settings, prompts: list[list[int]]
 ) -> float:
     """Compiles everything that the prompts need; returns the seconds it took."""
     started = time.perf_counter()
     brief = dataclasses.replace(settings, gen_tokens=1)
-    by_bucket = {qwen3.bucket(max(1, len(prompt) - 1)): prompt for prompt in prompts}
-    for prompt in by_bucket.values():
+    for prompt in one_a_bucket(prompts):
         plain = run_plain(pair, brief, prompt)
         run_speculative(pair, brief, prompt)
         count_mismatches(pair, brief, prompt, plain.tokens)

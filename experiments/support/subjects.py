@@ -142,7 +142,11 @@ def from_preset(
     prompt = rng.integers(config.vocab_size, size=PRESET_PROMPT_TOKENS).tolist()
     return Subject(
         pair=model_pair.ModelPair(
-            target=target, drafter=None, params=(params, None), tokenizer=None
+            target=target,
+            verifier=None,
+            drafter=None,
+            params=(params, None),
+            tokenizer=None,
         ),
         prompts={"random": prompt},
         hf=hf,

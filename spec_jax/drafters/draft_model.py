@@ -1,14 +1,18 @@
 """A small model of the same family drafts, one token after the other.
 
-Leviathan et al. (2023), https://arxiv.org/abs/2211.17192, with a draft cache that
-persists over rounds. For committed tokens `x[0, n)` and draft K/V of `[0, m)`:
+Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. For committed tokens
+`x[0, n)` and draft K/V of `[0, m)`:
 
-    propose   rows m .. n-1 (catch-up: one or two in steady state), then each drafted
-              token but the last; afterwards the draft K/V covers [0, n+g-1)
-    commit    the draft K/V is cut to [0, min(m', n'-1))
+    propose   rows m .. n-1 (catch-up), then each drafted token but the last;
+              afterwards the draft K/V covers [0, n+g-1)
+    commit    the draft K/V is cut to [0, min(m', n'-1)), or to nothing
+
+What is kept over a commit is caught up in one or two rows; what is dropped costs the
+whole text in every round.
 """
 
 import dataclasses
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +23,42 @@ from spec_jax.model import params as params_lib, row_model
 from spec_jax.paging import cache as paged
 
 
+DraftCache = Literal["persistent", "round"]
+"""Whether a draft's K/V lives on after its round, or is built again in each."""
+
+DRAFT_CACHES: tuple[str, ...] = get_args(DraftCache)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftModel:
-    """Greedy drafts of a `RowModel`. The memory is the draft's own `PagedKV`.
+    """Greedy drafts of a `RowModel`. The memory is the draft's own cache.
 
     The draft's bits need not be row-invariant: they decide what is proposed, never
-    what is committed. Two rows a slab are therefore enough.
+    what is committed. Two rows a slab are therefore enough while the cache persists.
+
+    Attributes:
+      draft_cache: "persistent" keeps the K/V of committed tokens; "round" drops it at
+        every commit, so that a round begins with `n / model.slab` forwards of
+        catch-up: there a taller slab is worth its rows (`NATIVE_PREFILL_SLAB` with
+        native kernels, whose cost follows the live rows alone). The target's tokens
+        are the same. The drafts are too where all of the draft's K/V comes from rows
+        whose bits do not depend on the slab; otherwise they may differ once the
+        prompt's K/V is no longer that of the prefill.
+
+    Raises:
+      ValueError: an unknown kind of draft cache.
     """
 
     model: row_model.RowModel
     gamma_max: int
+    draft_cache: DraftCache = "persistent"
+
+    def __post_init__(self):
+        if self.draft_cache not in DRAFT_CACHES:
+            raise ValueError(
+                f"draft_cache={self.draft_cache!r} is not one of "
+                f"{', '.join(DRAFT_CACHES)}"
+            )
 
     def propose(
         self,
@@ -82,6 +112,8 @@ class DraftModel:
     def commit(
         self, params: params_lib.Params, memory: paged.PagedKV, length: Int[Array, ""]
     ) -> paged.PagedKV:
-        """Forgets drafts that were not committed."""
-        held = memory.length[row_model.SLOT]
-        return self.model.truncate(memory, jnp.minimum(held, length - 1))
+        """Forgets drafts that were not committed, or everything."""
+        kept = jnp.minimum(memory.length[row_model.SLOT], length - 1)
+        if self.draft_cache == "round":
+            kept = jnp.zeros_like(kept)
+        return self.model.truncate(memory, kept)

@@ -10,12 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax.model import (
     config as config_lib,
+    observe as observe_lib,
     params as params_lib,
     rotary,
     sequence,
 )
 from spec_jax.ops import bits, gated_projection, projection, rope, row_attention
-from spec_jax.paging import allocator, cache
+from spec_jax.paging import allocator, cache, index
 from spec_jax.typing import typed
 
 
@@ -52,6 +53,7 @@ def forward_rows(
     *,
     impl: str,
     taps: tuple[int, ...] = (),
+    observe: observe_lib.Observe | None = None,
 ) -> tuple[cache.PagedKV, RowOutputs]:
     """Runs a slab of rows through the model, writing their keys and values.
 
@@ -65,16 +67,12 @@ def forward_rows(
 
     Args:
       taps: `hidden_states` indices to return as features, see `sequence.forward`.
+      observe: sees what leaves each kernel, all of `observe.LEAVES_ROWS`, and may
+        change it; without it the traced program holds nothing of this.
     """
-    x = bits.take_rows(params.embed, rows.tokens)
-    frequencies, scale = rotary.rope_table(config)
-    cos, sin = rope.angles(
-        # The angles are compiled for themselves too, however positions are made.
-        jax.lax.optimization_barrier(rows.positions),
-        jnp.asarray(frequencies),
-        scale=scale,
-        dtype=x.dtype,
-    )
+    see = observe or observe_lib.pass_on
+    x = see(None, "embed", bits.take_rows(params.embed, rows.tokens))
+    cos, sin = row_angles(config, rows.positions, dtype=x.dtype)
     boundaries = [x]
     for number, layer in enumerate(params.layers):
         # XLA may fuse and round differently in another surrounding program: each
@@ -89,6 +87,7 @@ def forward_rows(
             cos=cos,
             sin=sin,
             impl=impl,
+            observe=observe,
         )
         boundaries.append(x)
     logits = projection.project(
@@ -100,17 +99,34 @@ def forward_rows(
         out_dtype="float32",
         impl=impl,
     )
-    logits = jax.lax.optimization_barrier(logits)
+    logits = see(None, "logits", jax.lax.optimization_barrier(logits))
     features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
     if taps:
         features = jnp.stack([boundaries[tap] for tap in taps], axis=1)
     return kv, RowOutputs(logits=logits, features=features)
 
 
-def _run_layer(layer, config, x, rows, kv, number, *, cos, sin, impl):
+def row_angles(
+    config: config_lib.Qwen3Config, positions: jax.Array, *, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[R, H/2]` of the rows at `positions`, see `rope.angles`."""
+    frequencies, scale = rotary.rope_table(config)
+    return rope.angles(
+        # The angles are compiled for themselves too, however positions are made.
+        jax.lax.optimization_barrier(positions),
+        jnp.asarray(frequencies),
+        scale=scale,
+        dtype=dtype,
+    )
+
+
+def _run_layer(layer, config, x, rows, kv, number, *, cos, sin, impl, observe):
     """One decoder layer: five operations, each of which reads its weights once."""
+    see = observe or observe_lib.pass_on
     shared = {"num_live": rows.num_live, "eps": config.rms_norm_eps, "impl": impl}
     heads = projection.project(x, layer.qkv, norm=layer.input_norm, **shared)
+    if observe is not None:
+        heads = _observe_heads(heads, config, number, observe)
     attended, k, v = row_attention.row_attention(
         heads,
         layer.q_norm,
@@ -126,11 +142,41 @@ def _run_layer(layer, config, x, rows, kv, number, *, cos, sin, impl):
         **shared,
     )
     kv = cache.replace_layer(kv, number, k=k, v=v)
+    if observe is not None:
+        kv = _observe_written(kv, rows, number, observe)
+    attended = see(number, "attention", attended)
     x = projection.project(attended, layer.attention_out, residual=x, **shared)
+    x = see(number, "attention_residual", x)
     hidden = gated_projection.gated_projection(
         x, layer.gate_up, norm=layer.mlp_norm, **shared
     )
-    return projection.project(hidden, layer.down, residual=x, **shared), kv
+    hidden = see(number, "swiglu", hidden)
+    x = projection.project(hidden, layer.down, residual=x, **shared)
+    return see(number, "mlp_residual", x), kv
+
+
+def _observe_heads(heads, config, number, observe):
+    """The fused projection, after the hook saw queries, keys and values apart."""
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    parts = jnp.split(heads, (N * H, (N + K) * H), axis=1)
+    seen = [
+        observe(number, name, part) for name, part in zip("qkv", parts, strict=True)
+    ]
+    return jnp.concatenate(seen, axis=1)
+
+
+def _observe_written(kv, rows, number, observe):
+    """The cache, after the hook saw what the pages hold at the rows' positions."""
+    where = {"slots": rows.slots, "positions": rows.positions}
+    pages, offsets = index.locate(kv.page_table, kv.page_size, **where)
+
+    def stored(pool):
+        read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
+        return bits.from_bits(read, pool.dtype)
+
+    k = observe(number, "k_cache", stored(kv.k[number]))
+    v = observe(number, "v_cache", stored(kv.v[number]))
+    return cache.write(kv, number, num_live=rows.num_live, k=k, v=v, **where)
 
 
 def bucket(length: int) -> int:

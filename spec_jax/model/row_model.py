@@ -7,6 +7,7 @@ implementation and slab height.
 
 import dataclasses
 import functools
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.model import config as config_lib, params as params_lib, qwen3
 from spec_jax.ops import argmax, dispatch
-from spec_jax.paging import allocator, cache
+from spec_jax.paging import allocator, cache as paged, index, static
 
+
+CacheKind = Literal["paged", "static"]
+"""Pages that sequences hand on to each other, or a stretch for each slot."""
+
+CACHE_KINDS: tuple[str, ...] = get_args(CacheKind)
 
 SLOT = 0
 # Rows of a tile of a native prefill, whose bits depend on no slab: a multiple of the
@@ -48,46 +54,62 @@ class RowModel:
       impl: a resolved implementation, see `ops.dispatch`.
       slab: rows of every call, live or not; at least the longest window. `slab_for`
         knows what `impl` takes.
+      cache: what `new_cache` allocates, `PagedKV` or `StaticKV`. No bit of a row
+        depends on it, and every method takes either.
 
     Raises:
-      ValueError: a slab that `impl` does not take.
+      ValueError: a slab that `impl` does not take, or an unknown kind of cache.
     """
 
     config: config_lib.Qwen3Config
     impl: str
     slab: int
+    cache: CacheKind = "paged"
 
     def __post_init__(self):
+        if self.cache not in CACHE_KINDS:
+            raise ValueError(
+                f"cache={self.cache!r} is not one of {', '.join(CACHE_KINDS)}"
+            )
         height = dispatch.slab_rows(self.impl)
         if height not in (None, self.slab):
             raise ValueError(
                 f"slab={self.slab}, but impl={self.impl!r} has slabs of {height} rows"
             )
 
-    def new_cache(self, *, capacity: int, page_size: int) -> cache.PagedKV:
-        """An empty cache of `capacity` positions or a little more, slot 0 open."""
-        num_pages = -(-capacity // page_size)
-        kv = cache.init(
-            num_layers=self.config.num_layers,
-            num_slots=1,
-            num_pages=num_pages,
-            page_size=page_size,
-            pages_per_slot=num_pages,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.config.dtype,
-        )
+    def new_cache(self, *, capacity: int, page_size: int) -> paged.PagedKV:
+        """An empty cache of `capacity` positions or a little more, slot 0 open.
+
+        Raises:
+          ValueError: a size below one.
+        """
+        if capacity < 1 or page_size < 1:
+            raise ValueError(f"{capacity=} and {page_size=} must be at least 1")
+        num_pages = index.pages_for(capacity, page_size)
+        sizes = {
+            "num_layers": self.config.num_layers,
+            "num_slots": 1,
+            "page_size": page_size,
+            "pages_per_slot": num_pages,
+            "num_kv_heads": self.config.num_kv_heads,
+            "head_dim": self.config.head_dim,
+            "dtype": self.config.dtype,
+        }
+        if self.cache == "static":
+            kv = static.init(**sizes)
+        else:
+            kv = paged.init(num_pages=num_pages, **sizes)
         return allocator.register(kv, SLOT)
 
     def prefill(
         self,
         params: params_lib.Params,
-        kv: cache.PagedKV,
+        kv: paged.PagedKV,
         tokens: Int[Array, " T"],
         length: Int[Array, ""],
         *,
         by_rows: bool | None = None,
-    ) -> cache.PagedKV:
+    ) -> paged.PagedKV:
         """Writes the K/V of `tokens[:length]`; `T` is a `qwen3.bucket`. Donates `kv`.
 
         With `by_rows` the prompt goes through `forward_rows`, so that its K/V is
@@ -106,12 +128,12 @@ class RowModel:
     def forward(
         self,
         params: params_lib.Params,
-        kv: cache.PagedKV,
+        kv: paged.PagedKV,
         *,
         tokens: Int[Array, " window"],
         start: Int[Array, ""],
         num_live: Int[Array, ""],
-    ) -> tuple[cache.PagedKV, Float[Array, "slab V"]]:
+    ) -> tuple[paged.PagedKV, Float[Array, "slab V"]]:
         """Runs the live tokens at positions from `start` and extends the cache.
 
         Where the cache has no room nothing is written, the length stays, and
@@ -140,11 +162,11 @@ class RowModel:
         """The token of highest logit of each live row."""
         return argmax.argmax(logits, num_live=num_live, impl=self.impl)
 
-    def truncate(self, kv: cache.PagedKV, new_len: Int[Array, ""]) -> cache.PagedKV:
+    def truncate(self, kv: paged.PagedKV, new_len: Int[Array, ""]) -> paged.PagedKV:
         """Forgets the positions from `new_len` on."""
         return allocator.truncate(kv, SLOT, new_len)
 
-    def is_starved(self, kv: cache.PagedKV) -> Bool[Array, ""]:
+    def is_starved(self, kv: paged.PagedKV) -> Bool[Array, ""]:
         """Whether the last reservation found no page."""
         return kv.out_of_pages[SLOT]
 

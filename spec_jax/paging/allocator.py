@@ -2,7 +2,8 @@
 
 Every operation takes a state value and returns a new one, works inside `jit` and
 `while_loop`, and touches the books only, never the pages' bytes: its cost follows the
-number of pages that change hands.
+number of pages that change hands. On a `static.StaticKV` none does: a slot has its
+pages for good, every operation is O(1), and only lengths and flags move.
 
 An invalid request raises `ValueError` where its arguments are concrete. Under a
 trace it sets `refused[slot]` (of a slot that does not exist: every slot's) and
@@ -22,7 +23,7 @@ Scalar = jax.Array | int
 
 
 def register(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
-    """Opens an empty slot and gives it its first page.
+    """Opens an empty slot and gives it its first page, unless it has pages for good.
 
     Without a free page `out_of_pages[slot]` is set and the slot stays closed.
     """
@@ -31,7 +32,7 @@ def register(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
     kv, valid = _refuse_unless(
         kv, slot, valid, lambda: f"slot {int(slot)} is already registered"
     )
-    opens = valid & (kv.num_free > 0)
+    opens = valid & ((kv.num_free > 0) | (not kv.pages_change_hands))
     kv = _take_pages(kv, slot, opens.astype(jnp.int32))
     starved = jnp.where(valid, ~opens, kv.out_of_pages[slot])
     return kv.replace(
@@ -90,7 +91,8 @@ def truncate(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
     """Keeps `[0, new_len)` and frees the pages to the right of it.
 
     The slot stays registered and keeps its first page even at `new_len = 0`. No bytes
-    are cleared or moved. Costs the pages freed, whatever the sequence's length.
+    are cleared or moved. Costs the pages freed, whatever the sequence's length: where
+    a slot has its pages for good, nothing but the write of one length.
     """
     slot, new_len = _slot(kv, slot), jnp.asarray(new_len, jnp.int32)
     valid = kv.registered[slot] & (new_len >= 0) & (new_len <= kv.length[slot])
@@ -110,7 +112,7 @@ def truncate(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
 
 
 def release(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
-    """Closes the slot and frees all its pages."""
+    """Closes the slot and frees all its pages, unless it has them for good."""
     slot = _slot(kv, slot)
     kv, valid = _refuse_unless(
         kv,
@@ -168,11 +170,15 @@ def _refuse_unless(
 
 def _take_pages(kv: cache.PagedKV, slot: jax.Array, count: jax.Array) -> cache.PagedKV:
     """Moves `count` pages from the top of the free stack to the slot's table."""
+    if not kv.pages_change_hands:
+        return kv
     return _with_books(kv, _take(_books(kv), slot, count))
 
 
 def _give_back(kv: cache.PagedKV, slot: jax.Array, kept: jax.Array) -> cache.PagedKV:
     """Moves the slot's pages past the first `kept` to the free stack."""
+    if not kv.pages_change_hands:
+        return kv
     count = jnp.maximum(kv.num_owned[slot] - kept, 0)
     return _with_books(kv, _give(_books(kv), slot, count))
 

@@ -6,6 +6,8 @@ stored. For a slot of length `n` the interval `[0, n)` holds valid keys and valu
 `[n, num_owned * C)` is owned and holds bytes that mean nothing.
 """
 
+from typing import ClassVar
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -47,6 +49,9 @@ class PagedKV:
     out_of_pages: jax.Array  # [S] bool, a reservation found no page
     refused: jax.Array  # [S] bool, an operation was invalid and changed nothing
 
+    pages_change_hands: ClassVar[bool] = True
+    """Whether `allocator` moves pages between slots and the free stack."""
+
     @property
     def num_slots(self) -> int:
         return self.page_table.shape[0]
@@ -84,9 +89,11 @@ def init(
     sizes = {
         "num_layers": num_layers,
         "num_slots": num_slots,
-        "num_pages": num_pages,
         "page_size": page_size,
         "pages_per_slot": pages_per_slot,
+        "num_pages": num_pages,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
     }
     for name, size in sizes.items():
         if size < 1:
@@ -186,8 +193,13 @@ def check_integrity(kv: PagedKV) -> None:
         holders.append(list(table[slot, :count]))
         if (table[slot, count:] != P).any():
             raise ValueError(f"slot {slot}: stale entries past its {count} pages")
-        if not registered[slot] and (count or length[slot]):
+        may_hold = registered[slot] or not kv.pages_change_hands
+        if count and not may_hold:
             raise ValueError(f"slot {slot} is not registered but holds {count} pages")
+        if length[slot] and not registered[slot]:
+            raise ValueError(
+                f"slot {slot} is not registered but holds {length[slot]} positions"
+            )
         if registered[slot] and not count:
             raise ValueError(f"slot {slot} is registered but holds no page")
         if not 0 <= length[slot] <= count * kv.page_size:

@@ -10,7 +10,7 @@ import pytest
 import tiny_pair
 
 from experiments import spec_round
-from experiments.support import flags, paired_runs, report
+from experiments.support import flags, paired_runs, prompt_runs, report
 from spec_jax.model import load
 from spec_jax.ops import dispatch
 
@@ -79,7 +79,7 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
 
 def test_an_interrupted_run_leaves_whole_lines(folders, tmp_path, monkeypatch, capsys):
     """Fails if results are written at the end only."""
-    real, seen = spec_round.run_prompt, []
+    real, seen = prompt_runs.run_prompt, []
 
     def interrupted(*arguments, **keywords):
         if len(seen) == 1:
@@ -87,7 +87,7 @@ def test_an_interrupted_run_leaves_whole_lines(folders, tmp_path, monkeypatch, c
         seen.append(real(*arguments, **keywords))
         return seen[-1]
 
-    monkeypatch.setattr(spec_round, "run_prompt", interrupted)
+    monkeypatch.setattr(prompt_runs, "run_prompt", interrupted)
     out = tmp_path / "out.jsonl"
     status = spec_round.main(command(folders, "--out", str(out)))
     assert status == flags.INTERRUPTED == 130
@@ -252,9 +252,9 @@ def test_tokens_are_compared_and_not_assumed(folders):
     """Negative control of `matched`: one differing token is enough."""
     run = paired_runs.Plain(tokens=[1, 2, 3], timing=None)
     spec = paired_runs.Speculative(
-        tokens=[1, 2, 4], origins=[], counters=None, timing=None
+        tokens=[1, 2, 4], origins=[], counters=None, timing=None, mismatches=None
     )
-    result = spec_round.PromptResult(
+    result = prompt_runs.PromptResult(
         prompt=None, prompt_ids=[1], plain=[run], spec=[spec], mismatches=0
     )
     assert not result.matched

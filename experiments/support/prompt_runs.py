@@ -1,0 +1,144 @@
+"""A prompt's runs, plain and speculative in turn, and what they show together."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from experiments.support import model_pair, paired_runs, prompt_files
+from spec_jax import metrics, session
+from spec_jax.paging import index
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptResult:
+    """One prompt: what both runs produced, and `repeats` times of each.
+
+    Attributes:
+      mismatches: verified positions with another argmax than decoding's.
+      reference: the tokens to match where they are not those of `plain`: a design
+        that is timed against our decoding, and judged by a decoding of its own.
+    """
+
+    prompt: prompt_files.Prompt
+    prompt_ids: list[int]
+    plain: list[paired_runs.Plain]
+    spec: list[paired_runs.Speculative]
+    mismatches: int
+    reference: list[int] | None = None
+
+    @property
+    def matched(self) -> bool:
+        """Whether every run of either kind produced the same tokens."""
+        if self.reference is not None:
+            return all(run.tokens == self.reference for run in self.spec)
+        reference = self.plain[0].tokens
+        return all(run.tokens == reference for run in (*self.plain, *self.spec))
+
+    def row(self) -> dict:
+        """The JSON line."""
+        counters = self.spec[0].counters
+        return {
+            "kind": "prompt",
+            "id": self.prompt.id,
+            "category": self.prompt.category,
+            "prompt_tokens": len(self.prompt_ids),
+            "tokens": counters.tokens,
+            "matched": self.matched,
+            "verify_decode_mismatches": self.mismatches,
+            "rounds": counters.rounds,
+            "proposed": counters.proposed,
+            "accepted": counters.accepted,
+            "accepted_hist": counters.accepted_hist,
+            "baseline_e2e_s": [run.timing.e2e_s for run in self.plain],
+            "spec_e2e_s": [run.timing.e2e_s for run in self.spec],
+            "plain_ids": self.plain[0].tokens,
+            "spec_ids": self.spec[0].tokens,
+        }
+
+
+def run_prompt(
+    pair: model_pair.ModelPair,
+    settings: paired_runs.Settings,
+    prompt: prompt_files.Prompt,
+    prompt_ids: list[int],
+    *,
+    repeats: int,
+) -> PromptResult:
+    """Plain and speculative in turn, `repeats` times, then the replay."""
+    plain, spec = [], []
+    for _ in range(repeats):
+        plain.append(paired_runs.run_plain(pair, settings, prompt_ids))
+        spec.append(paired_runs.run_speculative(pair, settings, prompt_ids))
+    return PromptResult(
+        prompt=prompt,
+        prompt_ids=prompt_ids,
+        plain=plain,
+        spec=spec,
+        mismatches=mismatches_of(pair, settings, prompt_ids, spec[0]),
+    )
+
+
+def mismatches_of(
+    pair: model_pair.ModelPair,
+    settings: paired_runs.Settings,
+    prompt_ids: list[int],
+    run: paired_runs.Speculative,
+) -> int:
+    """What the run counted on its way, or what a replay of its text finds."""
+    if run.mismatches is not None:
+        return run.mismatches
+    return paired_runs.count_mismatches(pair, settings, prompt_ids, run.tokens)
+
+
+def encode(
+    pair: model_pair.ModelPair, prompts: Sequence[prompt_files.Prompt], *, raw: bool
+) -> list[list[int]]:
+    """Token ids; through the chat template where the model has one."""
+    tokenizer = pair.tokenizer
+    use_chat = tokenizer.has_chat_template and not raw
+    texts = [
+        tokenizer.apply_chat(prompt.text) if use_chat else prompt.text
+        for prompt in prompts
+    ]
+    return [tokenizer.encode(text) for text in texts]
+
+
+def capacity_for(
+    pair: model_pair.ModelPair,
+    prompts: Sequence[prompt_files.Prompt],
+    ids: Sequence[list[int]],
+    *,
+    gen_tokens: int,
+    page_size: int,
+) -> int:
+    """Positions of a cache that fits the longest prompt: whole pages.
+
+    Raises:
+      ValueError: a prompt that is empty, or too long for the model's positions.
+    """
+    positions = pair.target.config.max_position_embeddings
+    for prompt, prompt_ids in zip(prompts, ids, strict=True):
+        session.check_prompt(
+            prompt_ids,
+            vocab_size=pair.target.config.vocab_size,
+            capacity=positions - gen_tokens,
+            what=f"prompt {prompt.id!r} (with {gen_tokens} tokens to come)",
+        )
+    longest = max(len(prompt_ids) for prompt_ids in ids)
+    return index.pages_for(longest + gen_tokens, page_size) * page_size
+
+
+def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
+    """The metric dictionary of finished prompts."""
+    return metrics.summarise(
+        metrics.total(result.spec[0].counters for result in results),
+        prompts=len(results),
+        baseline=_by_repeat([result.plain for result in results]),
+        spec=_by_repeat([result.spec for result in results]),
+        matched=all(result.matched for result in results),
+        verify_decode_mismatches=sum(result.mismatches for result in results),
+    )
+
+
+def _by_repeat(runs: list[list]) -> list[list[metrics.Timing]]:
+    """`[prompt][repeat]` runs as `[repeat][prompt]` timings."""
+    return [[run.timing for run in repeat] for repeat in zip(*runs, strict=True)]

@@ -1,0 +1,25 @@
+"""Which weights these are: one hash over the names and bytes of all parameters."""
+
+import hashlib
+
+import jax
+import numpy as np
+
+from spec_jax.model import params as params_lib
+
+
+def of_params(params: params_lib.Params) -> str:
+    """SHA-256 of the parameters, 64 hexadecimal digits. Outside jit only.
+
+    Over each array's path in the pytree, dtype, shape and bytes, in the order of the
+    pytree: the same weights in another dtype have another fingerprint, and so do
+    weights of which one bit differs. Arrays are fetched one at a time.
+    """
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        value = np.ascontiguousarray(leaf)
+        head = f"{jax.tree_util.keystr(path)} {value.dtype.name} {value.shape}\n"
+        digest.update(head.encode())
+        # As bytes: hashlib does not take the buffer of a bfloat16 array.
+        digest.update(value.reshape(-1).view(np.uint8))
+    return digest.hexdigest()
