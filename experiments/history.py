@@ -50,7 +50,7 @@ class Rung:
 
 LADDER = (
     Rung(
-        name="decoding decides, over flash",
+        name="decoding decides",
         verify_path="flash",
         acceptance="decode",
         published="0.29x, matched",
@@ -59,7 +59,7 @@ LADDER = (
         name="flash decides",
         verify_path="flash",
         acceptance="verify",
-        published="not matched",
+        published="unmatched",
     ),
     Rung(
         name="row loop",
@@ -68,19 +68,22 @@ LADDER = (
         published="0.44x, matched",
     ),
     Rung(
-        name="rows, library products",
+        name="library rows",
         verify_path="library-rows",
         acceptance="verify",
-        published="0.68x, not matched",
+        published="0.68x, unmatched",
     ),
     Rung(
-        name="rows, row contract",
+        name="row contract",
         verify_path="paged-decode",
         acceptance="verify",
         published="-",
     ),
 )
-"""In the order of history; the last is what `spec_round.py` runs."""
+"""In the order of history: a verification by the batched path of prefill, which at
+first only proposed what decoding then decided; rows that decode one after the other;
+rows together, through the library's products and under the row contract. The last is
+what `spec_round.py` runs."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
