@@ -23,6 +23,10 @@ ARROWS = {
     "model": {"typing", "ops", "paging"},
     "rounds": {"typing", "acceptance", "sampling"},
     "autoregressive": {"typing", "acceptance", "sampling", "rounds"},
+    "decode_rounds": {"typing", "acceptance", "sampling", "rounds"},
+    "recorder": {"typing", "rounds", "autoregressive"},
+    # Looks at operations by name, wherever they run.
+    "microscope": {"typing", "testing", "ops", "paging", "model"},
     # Drafters speak the protocol of `rounds`, which knows them by what they do.
     "drafters": {"typing", "ops", "paging", "model", "rounds", *ARRAYS_ONLY},
     "session": {"typing", "ops", "paging", "model", "rounds", "autoregressive"}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from spec_jax import session
+from spec_jax.model import row_model
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,22 @@ def test_a_refused_operation_is_not_overlooked():
     kv = state.cache.replace(refused=jnp.array([True]))
     with pytest.raises(RuntimeError, match="refused"):
         session.check_state(state.replace(cache=kv))
+
+
+@pytest.mark.parametrize("kind", row_model.CACHE_KINDS)
+def test_flags_of_either_kind_of_cache_are_raised(kind):
+    """Fails if one kind's failures pass, or the message lacks the numbers."""
+    target = dataclasses.replace(decoding.TARGET, cache=kind)
+    kv = target.new_cache(capacity=90, page_size=8)
+    state = session.begin_plain(target, decoding.TARGET_PARAMS, kv, [3], max_tokens=2)
+    session.check_state(state)
+    free = {"paged": 11, "static": 0}[kind]
+    message = (
+        f"out of pages after 1 tokens: {free} of 12 pages of 8 tokens are free, and a "
+        "sequence holds at most 96 tokens"
+    )
+    with pytest.raises(MemoryError, match=message):
+        session.check_state(state.replace(starved=jnp.array(True)))
+    refused = state.cache.replace(refused=jnp.array([True]))
+    with pytest.raises(RuntimeError, match="refused"):
+        session.check_state(state.replace(cache=refused))

@@ -38,12 +38,13 @@ class DraftModel:
 
     Attributes:
       draft_cache: "persistent" keeps the K/V of committed tokens; "round" drops it at
-        every commit, so that a round begins with `n / model.slab` forwards of
-        catch-up: there a taller slab is worth its rows (`NATIVE_PREFILL_SLAB` with
-        native kernels, whose cost follows the live rows alone). The target's tokens
-        are the same. The drafts are too where all of the draft's K/V comes from rows
-        whose bits do not depend on the slab; otherwise they may differ once the
-        prompt's K/V is no longer that of the prefill.
+        every commit, so that every round but the first, which finds the prefill,
+        begins with `n / model.slab` forwards of catch-up. There a taller slab is
+        worth its rows: `NATIVE_PREFILL_SLAB` with native kernels, whose cost follows
+        the live rows alone. The target's tokens are the same. The drafts are too
+        where all of the draft's K/V comes from rows whose bits do not depend on the
+        slab; otherwise they may differ once the prompt's K/V is no longer that of the
+        prefill.
 
     Raises:
       ValueError: an unknown kind of draft cache.

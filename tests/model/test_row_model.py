@@ -1,0 +1,57 @@
+"""`RowModel.forward` and its cache: rows that follow, and rows that do not."""
+
+import functools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import session, testing
+from spec_jax.ops import dispatch
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def forward(model, kv, start):
+    tokens = jnp.asarray(decoding.PROMPT[:2], jnp.int32)
+    kv, _ = model.forward(
+        decoding.TARGET_PARAMS, kv, tokens=tokens, start=start, num_live=jnp.int32(2)
+    )
+    return kv
+
+
+def quick_model():
+    """Native kernels, where they can be had: compiled in a third of the time."""
+    try:
+        dispatch.resolve("native")
+    except NotImplementedError:
+        return decoding.TARGET
+    return decoding.NATIVE
+
+
+def test_rows_that_do_not_follow_are_refused():
+    """Fails if a gap, or a position that is held already, goes unnoticed."""
+    model = quick_model()
+    empty = model.new_cache(capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE)
+    held = forward(model, empty, jnp.int32(0))
+    testing.assert_same_bits(held.length, np.array([2], np.int32))
+    for start in (0, 1, 3):
+        kv = forward(model, held, jnp.int32(start))
+        assert bool(kv.refused[0]), start
+    # Negative control: the next position is no fault.
+    kv = forward(model, held, jnp.int32(2))
+    assert not bool(kv.refused[0])
+    assert int(kv.length[0]) == 4
+
+
+def test_a_refusal_reaches_the_edge():
+    """Fails if a generation whose cache was one token ahead passes for one."""
+    model = quick_model()
+    state = decoding.plain(max_tokens=1, target=model)
+    kv = state.cache.replace(length=state.cache.length - 1)
+    session.check_state(state)
+    with pytest.raises(RuntimeError, match="refused"):
+        session.check_state(
+            state.replace(cache=forward(model, kv, state.cache.length[0]))
+        )
