@@ -1,0 +1,364 @@
+"""How fast is decoding beside Hugging Face's, and are its tokens the same?
+
+The same two folders on both sides, in turns, in one process: plain decoding, drafts
+of the draft model, drafts looked up in the text. Exit status: 0 every token of plain
+decoding equals Hugging Face's greedy one in float32, and every drafted token plain
+decoding's; 2 not; 1 the input was unusable.
+"""
+
+import argparse
+import importlib.util
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from rich import console as rich_console
+
+from experiments.support import (
+    compare_report,
+    compared_runs,
+    flags,
+    hf_baseline,
+    hf_runs,
+    length_classes,
+    model_pair,
+    paired_runs,
+    peak_memory,
+    prompt_files,
+    records,
+    report,
+)
+from spec_jax import session
+from spec_jax.ops import dispatch
+from spec_jax.paging import index
+
+
+IDENTICAL, NOT_IDENTICAL = 0, 2
+
+JUDGED_DTYPE = "float32"
+"""In bfloat16 two libraries that are both right round to different tokens."""
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; `argparse` itself exits with status 1 on unknown ones."""
+    parser = flags.Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        conflict_handler="resolve",  # for a default of `--dtype` of its own
+    )
+    models = parser.add_argument_group("models")
+    flags.add_models(models)
+    models.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default=JUDGED_DTYPE,
+        help="dtype of all models while they are timed (default: %(default)s); in "
+        "bfloat16 the tokens are compared in float32 besides",
+    )
+    _add_run_flags(parser.add_argument_group("runs"))
+    flags.add_out(
+        parser, rows="one per prompt as it finishes, one per way to generate, a summary"
+    )
+    parser.add_argument(
+        "--plot", type=pathlib.Path, metavar="FILE", help="SVG of the speeds"
+    )
+    args = parser.parse_args(argv)
+    flags.check_models(parser, args)
+    return args
+
+
+def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
+    runs.add_argument(
+        "--gammas",
+        type=flags.positives,
+        default=(3, 5, 7, 10),
+        metavar="K,K,...",
+        help="tokens drafted per round, K (default: 3,5,7,10)",
+    )
+    runs.add_argument(
+        "--lengths",
+        type=flags.positive,
+        nargs=len(length_classes.NAMES),
+        default=[32, 128, 512],
+        metavar=tuple(name.upper() for name in length_classes.NAMES),
+        help="tokens of the prompts of each class (default: 32 128 512)",
+    )
+    runs.add_argument(
+        "--per-length",
+        type=flags.positive,
+        default=2,
+        metavar="N",
+        help="prompts of each class (default: %(default)s)",
+    )
+    flags.add_prompts(runs, default="50")
+    flags.add_gen_tokens(runs, default=32)
+    flags.add_repeats(runs, default=3)
+    runs.add_argument(
+        "--page-size",
+        type=flags.positive,
+        default=16,
+        metavar="TOKENS",
+        help="positions per page of our cache (default: %(default)s)",
+    )
+    runs.add_argument(
+        "--ignore-stop",
+        action="store_true",
+        help="do not end at stop tokens, on either side",
+    )
+    runs.add_argument(
+        "--raw", action="store_true", help="do not apply the model's chat template"
+    )
+    runs.add_argument(
+        "--no-memory",
+        action="store_true",
+        help="leave the peaks of memory out, which take a process for each side",
+    )
+
+
+def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:
+    """The folders of target and draft."""
+    return (
+        args.target or model_pair.EMBEDDED_TARGET,
+        args.draft or model_pair.EMBEDDED_DRAFT,
+    )
+
+
+def load_pair(args: argparse.Namespace, *, dtype: str) -> model_pair.ModelPair:
+    """Our side; one slab for every K, because gamma is data."""
+    gamma_max = max(args.gammas)
+    return model_pair.load_pair(
+        *folders(args),
+        gamma_max=gamma_max,
+        slab=gamma_max + 1,
+        dtype=dtype,
+        impl=args.impl,
+    )
+
+
+def load_hf(args: argparse.Namespace, *, dtype: str) -> hf_baseline.Baseline:
+    """Hugging Face's side, on the same kind of device."""
+    hf = hf_baseline.load(*folders(args), dtype=dtype, gamma=max(args.gammas))
+    hf_runs.check_supported(hf)
+    hf_runs.move(hf, jax.default_backend())
+    return hf
+
+
+def make_prompts(
+    args: argparse.Namespace, pair: model_pair.ModelPair
+) -> list[length_classes.LengthPrompt]:
+    """The prompts of every class, checked.
+
+    Raises:
+      ValueError: prompts that cannot be made, or are too long for the model.
+    """
+    prompts = length_classes.make(
+        prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
+        pair.tokenizer,
+        lengths=dict(zip(length_classes.NAMES, args.lengths, strict=True)),
+        per_length=args.per_length,
+        raw=args.raw,
+    )
+    config = pair.target.config
+    for prompt in prompts:
+        session.check_prompt(
+            prompt.tokens,
+            vocab_size=config.vocab_size,
+            capacity=config.max_position_embeddings - args.gen_tokens,
+            what=f"{prompt.length} prompt {prompt.id!r} (with {args.gen_tokens} "
+            "tokens to come)",
+        )
+    return prompts
+
+
+def make_settings(
+    args: argparse.Namespace,
+    pair: model_pair.ModelPair,
+    prompts: Sequence[length_classes.LengthPrompt],
+) -> paired_runs.Settings:
+    """The settings of our runs, with a cache that fits the longest prompt."""
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    pages = index.pages_for(longest + args.gen_tokens, args.page_size)
+    return paired_runs.Settings(
+        gamma=max(args.gammas),
+        gen_tokens=args.gen_tokens,
+        capacity=pages * args.page_size,
+        page_size=args.page_size,
+        stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
+    )
+
+
+def memory_rows(
+    args: argparse.Namespace,
+    pair: model_pair.ModelPair,
+    settings: paired_runs.Settings,
+    prompts: Sequence[length_classes.LengthPrompt],
+) -> list[dict[str, Any]]:
+    """Peaks of each side after the longest prompt, in a process of its own each."""
+    target, draft = folders(args)
+    request = peak_memory.Request(
+        target=str(target),
+        draft=str(draft),
+        dtype=args.dtype,
+        impl=pair.target.impl,
+        backend=jax.default_backend(),
+        prompt=max((prompt.tokens for prompt in prompts), key=len),
+        gamma=max(args.gammas),
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+        stop_ids=list(settings.stop_ids),
+    )
+    return [
+        {"kind": "memory", "side": side, "stage": stage, **peak}
+        for side in peak_memory.SIDES
+        for stage, peak in peak_memory.measure(side, request).items()
+    ]
+
+
+def measure(
+    args: argparse.Namespace,
+    sides: compared_runs.Sides,
+    prompts: Sequence[length_classes.LengthPrompt],
+) -> Iterator[compared_runs.PromptRuns]:
+    """Every prompt through every way to generate."""
+    with report.progress() as progress:
+        task = progress.add_task("runs", total=len(prompts) * (args.repeats + 1))
+        for prompt in prompts:
+            yield compared_runs.run_prompt(
+                sides,
+                prompt,
+                gammas=args.gammas,
+                repeats=args.repeats,
+                after_turn=lambda: progress.advance(task),
+            )
+
+
+def greedy_rows(
+    args: argparse.Namespace,
+    sides: compared_runs.Sides,
+    runs: Sequence[compared_runs.PromptRuns],
+) -> list[dict[str, Any]]:
+    """Our plain tokens beside Hugging Face's, in the dtype that is judged.
+
+    What was timed in another one is generated again.
+    """
+    plain = (compared_runs.OUR_PLAIN, compared_runs.THEIR_PLAIN)
+    texts = [[done.generated[run].tokens for run in plain] for done in runs]
+    if args.dtype != JUDGED_DTYPE:
+        sides = compared_runs.Sides(
+            pair=load_pair(args, dtype=JUDGED_DTYPE),
+            hf=load_hf(args, dtype=JUDGED_DTYPE),
+            settings=sides.settings,
+        )
+        texts = [
+            [sides.generate(run, done.prompt.tokens)[1].tokens for run in plain]
+            for done in runs
+        ]
+    return [
+        compared_runs.greedy_row(sides, done.prompt, *both)
+        for done, both in zip(runs, texts, strict=True)
+    ]
+
+
+def run_all(
+    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
+) -> bool:
+    """Loads, measures, writes, prints; returns whether all tokens are the same."""
+    started = time.perf_counter()
+    check_installed(args)
+    pair = load_pair(args, dtype=args.dtype)
+    prompts = make_prompts(args, pair)
+    settings = make_settings(args, pair, prompts)
+    memory = [] if args.no_memory else memory_rows(args, pair, settings, prompts)
+    hf = load_hf(args, dtype=args.dtype)
+    sides = compared_runs.Sides(pair=pair, hf=hf, settings=settings)
+    description = describe(args, sides)
+    loaded_s = time.perf_counter() - started
+
+    def write(rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows:
+            out.write(row | description)
+
+    write(memory)
+    runs = []
+    for done in measure(args, sides, prompts):
+        runs.append(done)
+        write([done.row()])
+    compared = compared_runs.rows(runs)
+    greedy = greedy_rows(args, sides, runs)
+    write([*compared, *greedy])
+    summary = {
+        "prompts": len(prompts),
+        "gen_tokens": args.gen_tokens,
+        "greedy_identical": sum(row["first_difference"] is None for row in greedy),
+        "matched": all(done.matched for done in runs),
+        "load_s": loaded_s,
+        "warm_up_s": sum(row["warm_up_s"] for row in compared),
+        "total_s": time.perf_counter() - started,
+    }
+    write([{"kind": "summary"} | summary])
+    compare_report.print_all(console, compared, greedy, memory, summary)
+    if args.plot:
+        draw(args.plot, [row | description for row in compared])
+    return summary["matched"] and summary["greedy_identical"] == len(prompts)
+
+
+def check_installed(args: argparse.Namespace) -> None:
+    """Raises `ValueError` if a library that is needed is missing."""
+    missing = hf_baseline.missing()
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} not installed; {hf_baseline.INSTALL} brings them"
+        )
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "matplotlib is not installed; pip install -e '.[plot]' brings it"
+        )
+
+
+def draw(path: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
+    """The speeds as a figure."""
+    from experiments.support import figures
+
+    figures.save(figures.hugging_face(rows), path)
+
+
+def describe(args: argparse.Namespace, sides: compared_runs.Sides) -> dict[str, Any]:
+    """What is measured and where, for every row."""
+    pair, settings = sides.pair, sides.settings
+    return {
+        "target": str(args.target or "embedded"),
+        "draft": str(args.draft or "embedded"),
+        "dtype": args.dtype,
+        "impl": pair.target.impl,
+        "native_isa": dispatch.instruction_set(pair.target.impl),
+        "slab": pair.target.slab,
+        "page_size": settings.page_size,
+        "prompt_source": args.prompts,
+        "gen_tokens": args.gen_tokens,
+        "stop_ids": settings.stop_ids,
+        "raw": args.raw,
+        "repeats": args.repeats,
+        "matched_ngram": hf_runs.MATCHED_NGRAM,
+        "hf": sides.hf.description,
+        **records.provenance(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the experiment; returns the exit status."""
+    args = parse_args(argv)
+
+    def run() -> int:
+        with records.JsonLines(args.out) as out:
+            same = run_all(args, out, rich_console.Console())
+        return IDENTICAL if same else NOT_IDENTICAL
+
+    kept = f"finished prompts are in {args.out}" if args.out else ""
+    return flags.exit_status("compare_hf.py", run, kept=kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Figures of results: SVG from the JSON rows that the other scripts write.
+
+Measures nothing. Which rows a figure is made of, their kind decides. Exit status: 0
+drawn, 1 the input was unusable; a figure whose rows are not there is not drawn, unless
+it was asked for by name.
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from experiments.support import figure_data, flags
+
+
+DRAWN = 0
+
+INSTALL = "pip install -e '.[plot]'"
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A figure that can be drawn.
+
+    Attributes:
+      takes: whether a row belongs to it.
+      function: its name in `support/figures.py`.
+      is_each: whether each row is a figure of its own.
+    """
+
+    takes: Callable[[Row], bool]
+    function: str
+    is_each: bool = False
+
+
+FIGURES = {
+    "speedup": Kind(takes=figure_data.is_round_summary, function="speedup"),
+    "acceptance": Kind(takes=figure_data.is_round_summary, function="acceptance"),
+    "accepted_lengths": Kind(
+        takes=figure_data.is_round_summary, function="accepted_lengths"
+    ),
+    "step_cost": Kind(takes=figure_data.is_window_cost, function="step_cost"),
+    "hugging_face": Kind(
+        takes=lambda row: row.get("kind") == "comparison", function="hugging_face"
+    ),
+    "divergence": Kind(
+        takes=lambda row: row.get("kind") == "parity",
+        function="divergence",
+        is_each=True,
+    ),
+}
+"""By the name of `--figure`, which is that of the file too."""
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; `argparse` itself exits with status 1 on unknown ones."""
+    parser = flags.Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="JSON lines of spec_round.py, latency.py, compare_hf.py or parity.py",
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        required=True,
+        metavar="DIR",
+        help="folder of the figures; made if it is not there",
+    )
+    parser.add_argument(
+        "--figure",
+        choices=FIGURES,
+        help="draw this one only (default: all that there are rows for)",
+    )
+    parser.add_argument(
+        "--where",
+        type=_condition,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="leave out rows that have NAME with another value; may be given often",
+    )
+    return parser.parse_args(argv)
+
+
+def _condition(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, as in gamma=4")
+    return name, value
+
+
+def read(path: pathlib.Path) -> list[Row]:
+    """The rows of a file: one JSON object a line, or a single one over many lines.
+
+    Raises:
+      ValueError: no file, or no JSON objects in it; with the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: cannot be read ({reason})") from None
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if path.suffix == ".json":
+        lines = [(1, text)]
+    rows = []
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: no JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: not a JSON object")
+        rows.append(row)
+    return rows
+
+
+def chosen(rows: Sequence[Row], conditions: Sequence[tuple[str, str]]) -> list[Row]:
+    """The rows that have no other value under any of the names.
+
+    Raises:
+      ValueError: a name that no row has.
+    """
+    for name, _ in conditions:
+        if not any(name in row for row in rows):
+            raise ValueError(f"--where {name}=...: no row has {name!r}")
+    return [
+        row
+        for row in rows
+        if all(str(row.get(name, value)) == value for name, value in conditions)
+    ]
+
+
+def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.Path]:
+    """Draws the figure from the rows that it takes; returns the files.
+
+    Raises:
+      ValueError: rows that make no such figure.
+    """
+    from experiments.support import figures
+
+    kind = FIGURES[name]
+    function = getattr(figures, kind.function)
+    if not kind.is_each:
+        path = folder / f"{name}.svg"
+        figures.save(function(rows), path)
+        return [path]
+    paths = []
+    for number, row in enumerate(rows, 1):
+        suffix = f"_{number}" if len(rows) > 1 else ""
+        paths.append(folder / f"{name}{suffix}.svg")
+        figures.save(function(row), paths[-1])
+    return paths
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Reads, draws, and says which files it wrote and which rows it left alone."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"matplotlib is not installed; {INSTALL} brings it")
+    rows = [row for path in args.files for row in read(path)]
+    rows = chosen(rows, args.where)
+    names = [args.figure] if args.figure else list(FIGURES)
+    taken = {name: [row for row in rows if FIGURES[name].takes(row)] for name in names}
+    if not any(taken.values()):
+        kinds = ", ".join(sorted({str(row.get("kind")) for row in rows})) or "none"
+        raise ValueError(
+            f"no rows for {' or '.join(names)}; the rows there are of kind {kinds}"
+        )
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{args.out}: cannot be made ({error.strerror})") from None
+    status = DRAWN
+    for name, of_figure in taken.items():
+        if not of_figure:
+            continue
+        try:
+            for path in draw(name, of_figure, args.out):
+                print(path)
+        except ValueError as error:
+            # One figure that cannot be drawn takes no other with it.
+            print(f"plot.py: error: {name}: {error}", file=sys.stderr)
+            status = flags.UNUSABLE
+    _report_unused(rows, names)
+    return status
+
+
+def _report_unused(rows: Sequence[Row], names: Sequence[str]) -> None:
+    """One line about the rows that are in no figure."""
+    unused = collections.Counter(
+        str(row.get("kind"))
+        for row in rows
+        if not any(FIGURES[name].takes(row) for name in names)
+    )
+    if unused:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(unused.items()))
+        print(f"plot.py: rows in no figure, by kind: {kinds}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draws the figures; returns the exit status."""
+    args = parse_args(argv)
+    return flags.exit_status("plot.py", lambda: run_all(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""One prompt through every way to generate, ours and Hugging Face's, in turns.
+
+Both sides get the same token ids, stop tokens, limit and weights. Either clock runs
+over the prompt's prefill too; our caches stand ready when it starts, as `paired_runs`
+has it, and Hugging Face's grow while it generates.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.support import (
+    hf_baseline,
+    hf_runs,
+    length_classes,
+    model_pair,
+    paired_runs,
+    peak_memory,
+    timing,
+)
+from spec_jax import metrics, session
+
+
+OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
+PLAIN = hf_runs.PLAIN
+
+DRAFTERS: Mapping[str, Callable[[model_pair.ModelPair], model_pair.ModelPair]] = {
+    hf_runs.DRAFT_MODEL: lambda pair: pair,
+}
+"""Our drafters, by Hugging Face's name for the method: each puts itself in a pair."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A way to generate.
+
+    Attributes:
+      side: `OURS` or `THEIRS`.
+      method: `PLAIN`, or where drafts come from.
+      gamma: tokens drafted a round; None for plain decoding.
+    """
+
+    side: str
+    method: str
+    gamma: int | None = None
+
+
+OUR_PLAIN, THEIR_PLAIN = Run(side=OURS, method=PLAIN), Run(side=THEIRS, method=PLAIN)
+
+
+def all_runs(gammas: Sequence[int]) -> list[Run]:
+    """Every run that there is, in the order in which they are shown."""
+    ours = [
+        Run(side=OURS, method=method, gamma=gamma)
+        for method in DRAFTERS
+        for gamma in gammas
+    ]
+    theirs = [
+        Run(side=THEIRS, method=method, gamma=gamma)
+        for method in hf_runs.METHODS
+        for gamma in gammas
+    ]
+    return [OUR_PLAIN, *ours, THEIR_PLAIN, *theirs]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The same weights on both sides, and what both are asked for."""
+
+    pair: model_pair.ModelPair
+    hf: hf_baseline.Baseline
+    settings: paired_runs.Settings
+
+    def generate(self, run: Run, prompt: list[int]) -> tuple[float, hf_runs.Generated]:
+        """Seconds, tokens and counters of one run; raises as `paired_runs` does."""
+        if run.side == THEIRS:
+            return self._theirs(run, prompt)
+        if run == OUR_PLAIN:
+            done = paired_runs.run_plain(self.pair, self.settings, prompt)
+            return done.timing.e2e_s, hf_runs.Generated(
+                tokens=done.tokens, counters=None
+            )
+        pair = DRAFTERS[run.method](self.pair)
+        settings = dataclasses.replace(self.settings, gamma=run.gamma)
+        done = paired_runs.run_speculative(pair, settings, prompt)
+        return done.timing.e2e_s, hf_runs.Generated(
+            tokens=done.tokens, counters=done.counters
+        )
+
+    def _theirs(self, run: Run, prompt: list[int]) -> tuple[float, hf_runs.Generated]:
+        made = []
+
+        def generate(_: None) -> None:
+            generated = hf_runs.generate(
+                self.hf,
+                prompt,
+                method=run.method,
+                gamma=run.gamma,
+                max_tokens=self.settings.gen_tokens,
+                stop_ids=self.settings.stop_ids,
+            )
+            made.append(generated)
+
+        return timing.stopwatch(generate)(), made[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptRuns:
+    """One prompt: times, tokens and counters of every run.
+
+    Attributes:
+      generated: of the last repeat.
+    """
+
+    prompt: length_classes.LengthPrompt
+    timings: timing.Timings
+    generated: Mapping[Run, hf_runs.Generated]
+
+    def first_difference(self, run: Run) -> int | None:
+        """Where the tokens of `run` first differ from Hugging Face's greedy ones."""
+        theirs = self.generated[THEIR_PLAIN].tokens
+        return first_difference(self.generated[run].tokens, theirs)
+
+    @property
+    def matched(self) -> bool:
+        """Whether our drafted tokens equal our plain ones, in every run."""
+        plain = self.generated[OUR_PLAIN].tokens
+        return all(
+            done.tokens == plain
+            for run, done in self.generated.items()
+            if run.side == OURS
+        )
+
+    def row(self) -> dict[str, Any]:
+        """The JSON row."""
+        return {
+            "kind": "prompt",
+            "length": self.prompt.length,
+            "id": self.prompt.id,
+            "prompt_tokens": len(self.prompt.tokens),
+            "matched": self.matched,
+            "hf_ids": self.generated[THEIR_PLAIN].tokens,
+            "runs": [
+                {
+                    **dataclasses.asdict(run),
+                    "tokens": len(done.tokens),
+                    "first_difference": self.first_difference(run),
+                    "seconds": self.timings.seconds[run],
+                }
+                for run, done in self.generated.items()
+            ],
+        }
+
+
+def run_prompt(
+    sides: Sides,
+    prompt: length_classes.LengthPrompt,
+    *,
+    gammas: Sequence[int],
+    repeats: int,
+    after_turn: Callable[[], None] = lambda: None,
+) -> PromptRuns:
+    """Every run once to warm up, then all of them in turns, `repeats` times."""
+    generated: dict[Run, hf_runs.Generated] = {}
+
+    def thunk(run: Run) -> timing.Thunk:
+        def timed() -> float:
+            seconds, generated[run] = sides.generate(run, prompt.tokens)
+            return seconds
+
+        return timed
+
+    timings = timing.interleave(
+        {run: thunk(run) for run in all_runs(gammas)},
+        repeats=repeats,
+        after_turn=after_turn,
+    )
+    return PromptRuns(prompt=prompt, timings=timings, generated=generated)
+
+
+def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
+    """A row of each class of lengths and each run, over the prompts of the class.
+
+    `tok_s` is tokens over seconds of all prompts of a repeat: the median over the
+    repeats, with percentiles. `vs_hf` is how many times faster than Hugging Face's
+    plain decoding in the same turn, per token.
+    """
+    made = []
+    for length in dict.fromkeys(prompt.prompt.length for prompt in prompts):
+        of_length = [prompt for prompt in prompts if prompt.prompt.length == length]
+        made += [_row(of_length, run) for run in of_length[0].generated]
+    return made
+
+
+def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
+    speeds = _speeds(prompts, run)
+    speed = timing.spread(speeds)
+    ratio = timing.spread(timing.ratios(speeds, _speeds(prompts, THEIR_PLAIN)))
+    differences = [prompt.first_difference(run) for prompt in prompts]
+    return {
+        "kind": "comparison",
+        "length": prompts[0].prompt.length,
+        "prompt_tokens": [len(prompt.prompt.tokens) for prompt in prompts],
+        **dataclasses.asdict(run),
+        **{"tok_s": speed.median, "tok_s_p10": speed.p10, "tok_s_p90": speed.p90},
+        **{"vs_hf": ratio.median, "vs_hf_p10": ratio.p10, "vs_hf_p90": ratio.p90},
+        **_counted([prompt.generated[run].counters for prompt in prompts]),
+        "identical": differences.count(None),
+        "prompts": len(prompts),
+        "n": len(speeds),
+        "warm_up_s": sum(prompt.timings.warm_up[run] for prompt in prompts),
+    }
+
+
+def _speeds(prompts: Sequence[PromptRuns], run: Run) -> list[float]:
+    """Tokens a second of each repeat, all prompts together."""
+    num_tokens = sum(len(prompt.generated[run].tokens) for prompt in prompts)
+    by_prompt = [prompt.timings.seconds[run] for prompt in prompts]
+    return [num_tokens / sum(seconds) for seconds in zip(*by_prompt, strict=True)]
+
+
+def _counted(counters: Sequence[metrics.Counters | None]) -> dict[str, Any]:
+    """Drafts of a run over its prompts; None where nothing was drafted."""
+    names = ("rounds", "proposed", "accepted", "acceptance_rate", "accepted_hist")
+    if None in counters:
+        return dict.fromkeys(names)
+    total = metrics.total(counters)
+    rate = total.accepted / total.proposed if total.proposed else None
+    values = (total.rounds, total.proposed, total.accepted, rate, total.accepted_hist)
+    return dict(zip(names, values, strict=True))
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first place where two texts differ, or where one of them ends."""
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return place
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+def greedy_row(
+    sides: Sides,
+    prompt: length_classes.LengthPrompt,
+    ours: list[int],
+    theirs: list[int],
+) -> dict[str, Any]:
+    """Our plain tokens beside Hugging Face's greedy ones, and how near a difference is.
+
+    A margin is the logit of a side's own token less that of the other side's, in that
+    side's logits after the text that both generated: near zero where it was a tie.
+    """
+    place = first_difference(ours, theirs)
+    row = {
+        "kind": "greedy",
+        "length": prompt.length,
+        "id": prompt.id,
+        "prompt_tokens": len(prompt.tokens),
+        "judged_dtype": sides.pair.target.config.dtype,
+        "tokens": len(theirs),
+        "first_difference": place,
+        **dict.fromkeys(("our_token", "their_token", "our_margin", "their_margin")),
+    }
+    if place is None or place == min(len(ours), len(theirs)):
+        return row
+    text = [*prompt.tokens, *theirs[:place]]
+    ours_here, theirs_here = ours[place], theirs[place]
+    our_logits = next_logits(sides.pair, sides.settings, text)
+    their_logits = hf_runs.next_logits(sides.hf, text)
+    return row | {
+        "our_token": ours_here,
+        "their_token": theirs_here,
+        "our_margin": float(our_logits[ours_here] - our_logits[theirs_here]),
+        "their_margin": their_logits[theirs_here] - their_logits[ours_here],
+    }
+
+
+def next_logits(
+    pair: model_pair.ModelPair, settings: paired_runs.Settings, tokens: list[int]
+) -> np.ndarray:
+    """Our target's logits after `tokens`, `[V] float32`: prefill, then one row."""
+    kv = pair.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
+    state = session.begin_plain(
+        pair.target,
+        pair.params[0],
+        kv,
+        tokens,
+        max_tokens=1,
+        prefill_by_rows=settings.prefill_by_rows,
+    )
+    n = len(tokens)
+    _, logits = pair.target.forward(
+        pair.params[0],
+        state.cache,
+        tokens=jnp.asarray(tokens[-1:], jnp.int32),
+        start=jnp.int32(n - 1),
+        num_live=jnp.int32(1),
+    )
+    return np.asarray(logits[0], np.float32)

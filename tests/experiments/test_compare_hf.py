@@ -1,0 +1,402 @@
+"""The comparison with Hugging Face: what is counted, what is the same, bad input."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny_pair
+
+from experiments import compare_hf
+from experiments.support import (
+    compared_runs,
+    flags,
+    hf_baseline,
+    hf_runs,
+    length_classes,
+    model_pair,
+    paired_runs,
+    peak_memory,
+    prompt_files,
+)
+from spec_jax import metrics
+from spec_jax.model import load, params as params_lib, tokenizer as tokenizer_lib
+
+
+GEN_TOKENS = 8
+GAMMAS = (1, 3)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, a draft that is often right, and a file of prompts beside them."""
+    folder = tmp_path_factory.mktemp("pair")
+    lines = ["def first(x):", "import second", "class Third(Base):", "for i in x:"]
+    (folder / "prompts.txt").write_text("\n".join(lines))
+    target, draft = tiny_pair.write(folder)
+    config, params = load.load(target)
+    noise = params_lib.init(jax.random.key(1), config, stddev=0.03)
+    load.save(draft, config, jax.tree.map(lambda a, b: a + b, params, noise))
+    return target, draft
+
+
+def command(folders, *more: str) -> list[str]:
+    target, draft = folders
+    return [
+        *("--target", str(target), "--draft", str(draft)),
+        *("--prompts", str(target.parent / "prompts.txt"), "--per-length", "1"),
+        *("--lengths", "4", "9", "20", "--gammas", "1,3", "--repeats", "1"),
+        *("--gen-tokens", str(GEN_TOKENS), "--no-memory"),
+        *more,
+    ]
+
+
+def rows_of(path: pathlib.Path, kind: str) -> list[dict]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """torch and transformers; on one thread, as these models are tiny."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_baseline, "_num_cores", lambda: 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def measured(oracle, folders, tmp_path_factory):
+    """The rows of one run, and its exit status."""
+    out = tmp_path_factory.mktemp("out") / "out.jsonl"
+    more = ("--per-length", "2", "--repeats", "2", "--ignore-stop", "--out", str(out))
+    assert compare_hf.main(command(folders, *more)) == compare_hf.IDENTICAL == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def sides(oracle, folders):
+    pair = model_pair.load_pair(
+        *folders, gamma_max=3, slab=4, dtype="float32", impl="auto"
+    )
+    return compared_runs.Sides(
+        pair=pair,
+        hf=hf_baseline.load(*folders, dtype="float32", gamma=3),
+        settings=paired_runs.Settings(
+            gamma=3, gen_tokens=GEN_TOKENS, capacity=48, page_size=16
+        ),
+    )
+
+
+@pytest.mark.oracle
+def test_rows_of_runs(measured):
+    """Fails if a run is missing, or a speed is not that of the prompts' seconds."""
+    rows = rows_of(measured, "comparison")
+    prompts = rows_of(measured, "prompt")
+    assert [row["length"] for row in rows[::8]] == list(length_classes.NAMES)
+    for row in rows:
+        of_length = [p for p in prompts if p["length"] == row["length"]]
+        names = ("side", "method", "gamma")
+        seconds = [
+            run["seconds"]
+            for prompt in of_length
+            for run in prompt["runs"]
+            if all(run[name] == row[name] for name in names)
+        ]
+        assert np.shape(seconds) == (2, 2) and np.min(seconds) > 0
+        speed = np.median(2 * GEN_TOKENS / np.sum(seconds, axis=0))
+        assert row["tok_s"] == pytest.approx(speed)
+        assert row["tok_s_p10"] <= row["tok_s"] <= row["tok_s_p90"]
+        assert row["identical"] == row["prompts"] == row["n"] == 2
+        assert row["dtype"] == "float32" and row["hf"]["torch_version"]
+        if row["gamma"] is None:
+            assert row["proposed"] is row["acceptance_rate"] is None
+        is_reference = (row["side"], row["gamma"]) == ("transformers", None)
+        assert not is_reference or row["vs_hf"] == row["vs_hf_p90"] == 1
+    (summary,) = rows_of(measured, "summary")
+    assert summary["greedy_identical"] == summary["prompts"] == 6
+    assert summary["matched"] is True
+
+
+@pytest.mark.oracle
+def test_both_sides_accept_the_same_drafts(measured):
+    """The same draft model for the same target: every counter agrees."""
+    rows = {
+        (row["length"], row["side"], row["gamma"]): row
+        for row in rows_of(measured, "comparison")
+        if row["method"] == "draft model"
+    }
+    for length in length_classes.NAMES:
+        for gamma in GAMMAS:
+            ours = rows[length, "spec_jax", gamma]
+            theirs = rows[length, "transformers", gamma]
+            for name in ("rounds", "proposed", "accepted"):
+                assert (
+                    ours[name][: gamma + 1] == theirs[name]
+                    if (name == "accepted_hist")
+                    else ours[name] == theirs[name]
+                ), (length, gamma, name)
+
+
+@pytest.mark.oracle
+def test_a_perfect_draft_is_kept_whole(oracle, folders):
+    """And counted whole where a stop token cuts it, as our rounds count it."""
+    target, _ = folders
+    hf = hf_baseline.load(target, target, dtype="float32", gamma=3)
+    options = {"method": "draft model", "gamma": 3, "max_tokens": 8}
+    whole = hf_runs.generate(hf, [5, 6, 7], stop_ids=(), **options)
+    assert whole.counters.rounds == 2
+    assert whole.counters.accepted == whole.counters.proposed == 6
+    # Planted: the number that the library hands over is what the limit left.
+    stop = whole.tokens[1]
+    first = whole.tokens.index(stop) + 1
+    cut = hf_runs.generate(hf, [5, 6, 7], stop_ids=(stop,), **options)
+    assert cut.tokens == whole.tokens[:first]
+    assert cut.counters.accepted == cut.counters.proposed == first
+    assert cut.counters.cut == 1
+
+
+@pytest.mark.oracle
+def test_the_models_count_nothing_afterwards(sides):
+    """Fails if the hook stays on a model, where it would count other runs."""
+    run = compared_runs.Run(side="transformers", method="prompt lookup", gamma=2)
+    _, done = sides.generate(run, [5, 6, 5, 6, 5])
+    assert done.counters.proposed > 0
+    assert hf_runs._HOOK not in vars(sides.hf.target)
+
+
+@pytest.mark.oracle
+def test_a_stop_token_stops_both_sides(sides):
+    """At the same token, which both of them keep."""
+    prompt = [5, 6, 7]
+    _, whole = sides.generate(compared_runs.OUR_PLAIN, prompt)
+    stop = whole.tokens[3]
+    expected = whole.tokens[: whole.tokens.index(stop) + 1]
+    settings = dataclasses.replace(sides.settings, stop_ids=(stop,))
+    stopped = dataclasses.replace(sides, settings=settings)
+    for run in compared_runs.all_runs(GAMMAS):
+        assert stopped.generate(run, prompt)[1].tokens == expected, run
+
+
+@pytest.mark.oracle
+def test_another_target_is_told(oracle, folders, tmp_path, monkeypatch, capsys):
+    """Negative control: other weights on Hugging Face's side give status 2."""
+    target, draft = folders
+    config = tiny_pair.config(num_layers=2)
+    other = tiny_pair.write_model(tmp_path / "other", config, seed=7)
+    real = hf_baseline.load
+    monkeypatch.setattr(
+        hf_baseline, "load", lambda *_, **keywords: real(other, draft, **keywords)
+    )
+    out = tmp_path / "out.jsonl"
+    more = ("--gammas", "3", "--ignore-stop", "--out", str(out))
+    assert compare_hf.main(command(folders, *more)) == compare_hf.NOT_IDENTICAL == 2
+    (summary,) = rows_of(out, "summary")
+    assert summary["greedy_identical"] < summary["prompts"]
+    assert summary["matched"] is True
+    for row in rows_of(out, "greedy"):
+        if row["first_difference"] is not None:
+            # Not a tie: each side is sure of its own token.
+            assert row["our_margin"] > 0.01 and row["their_margin"] > 0.01
+    assert "Other tokens than Hugging Face's" in capsys.readouterr().out
+
+
+@pytest.mark.oracle
+def test_bfloat16_is_judged_in_float32(oracle, folders, tmp_path):
+    out = tmp_path / "out.jsonl"
+    more = ("--gammas", "3", "--ignore-stop", "--dtype", "bfloat16")
+    assert compare_hf.main(command(folders, *more, "--out", str(out))) == 0
+    assert {row["dtype"] for row in rows_of(out, "comparison")} == {"bfloat16"}
+    assert {row["judged_dtype"] for row in rows_of(out, "greedy")} == {"float32"}
+
+
+@pytest.mark.oracle
+def test_the_margin_is_that_of_the_logits(sides):
+    """A tie would be near zero; and our logits are those of Hugging Face."""
+    prompt = length_classes.LengthPrompt(length="short", id="1", tokens=[5, 6, 7])
+    _, done = sides.generate(compared_runs.OUR_PLAIN, prompt.tokens)
+    other = [*done.tokens[:2], (done.tokens[2] + 1) % 200, *done.tokens[3:]]
+    row = compared_runs.greedy_row(sides, prompt, done.tokens, other)
+    assert row["first_difference"] == 2
+    assert row["our_token"] == done.tokens[2] and row["their_token"] == other[2]
+    assert row["our_margin"] > 0
+    assert row["our_margin"] == pytest.approx(-row["their_margin"], abs=1e-4)
+
+
+@pytest.mark.oracle
+def test_each_side_is_measured_alone(oracle, folders):
+    """Fails if a peak is that of this process, or one side loads the other."""
+    target, draft = map(str, folders)
+    request = peak_memory.Request(
+        **{"target": target, "draft": draft, "dtype": "float32", "impl": "xla"},
+        **{"backend": "cpu", "prompt": [5, 6, 7], "gamma": 2, "gen_tokens": 4},
+        **{"page_size": 16, "stop_ids": []},
+    )
+    ballast = np.ones(2**30, np.uint8)  # 1 GiB, more than either side has
+    for side, stages in (
+        ("spec_jax", ["libraries", "weights", "plain", "draft model"]),
+        ("transformers", ["libraries", "weights", "plain", *hf_runs.METHODS]),
+    ):
+        peaks = peak_memory.measure(side, request)
+        assert list(peaks) == stages
+        values = [peak["host_bytes"] for peak in peaks.values()]
+        assert values == sorted(values) and 50 * 2**20 < values[0]
+        assert values[-1] < ballast.nbytes < peak_memory.peak_host_bytes()
+
+
+@pytest.mark.oracle
+def test_hugging_faces_side_never_loads_jax(oracle):
+    """What its process imports: JAX there would count as Hugging Face's memory."""
+    code = (
+        "import sys; from experiments.support import hf_baseline, hf_runs, peak_memory;"
+        "import torch, transformers; sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_measurement_that_fails_says_how(monkeypatch):
+    request = peak_memory.Request(
+        **{"target": "nowhere", "draft": "nowhere", "dtype": "float32"},
+        **{"impl": "xla", "backend": "cpu", "prompt": [1], "gamma": 1},
+        **{"gen_tokens": 1, "page_size": 16, "stop_ids": []},
+    )
+    with pytest.raises(RuntimeError, match="spec_jax failed: .*nowhere"):
+        peak_memory.measure("spec_jax", request)
+    # A process that a signal ends, as the system ends one for want of memory.
+    killer = ["-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    real = peak_memory.subprocess.run
+    monkeypatch.setattr(
+        peak_memory.subprocess,
+        "run",
+        lambda command, **keywords: real([command[0], *killer], **keywords),
+    )
+    with pytest.raises(MemoryError, match="signal 9"):
+        peak_memory.measure("spec_jax", request)
+
+
+def test_counts_of_rounds():
+    """Written out by hand: proposed and kept, in three rounds of at most 3."""
+    counters = hf_runs.count([(3, 3), (3, 1), (2, 0)], num_tokens=7, gamma=3)
+    assert counters == metrics.Counters(
+        **{"tokens": 7, "rounds": 3, "proposed": 8, "accepted": 4, "cut": 0},
+        **{"accepted_hist": (1, 1, 0, 1), "proposed_at": (3, 2, 1)},
+        accepted_at=(2, 1, 1),
+    )
+    with pytest.raises(metrics.IdentityError):
+        hf_runs.count([(3, 3)], num_tokens=5, gamma=3)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "place"),
+    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)],
+)
+def test_first_difference(ours, theirs, place):
+    assert compared_runs.first_difference(ours, theirs) == place
+
+
+def test_prompts_of_stated_lengths(folders):
+    tokenizer = tokenizer_lib.load(folders[0])
+    prompts = [
+        prompt_files.Prompt(id=str(i), text=text, category=None)
+        for i, text in enumerate(["abcd", "efgh", "ijkl", "mnop"])
+    ]
+    lengths = {"short": 3, "long": 9}
+    made = length_classes.make(
+        prompts, tokenizer, lengths=lengths, per_length=2, raw=False
+    )
+    texts = [(p.length, p.id, tokenizer.decode(p.tokens)) for p in made]
+    assert texts == [
+        ("short", "1", "fgh"),
+        ("short", "3", "nop"),
+        ("long", "1", "cd\n\n\nefgh"),
+        ("long", "3", "kl\n\n\nmnop"),
+    ]
+    with pytest.raises(ValueError, match="5 prompts .* there are 4"):
+        length_classes.make(prompts, tokenizer, lengths=lengths, per_length=5, raw=True)
+    with pytest.raises(ValueError, match="99 tokens .* have 25"):
+        length_classes.make(
+            prompts, tokenizer, lengths={"long": 99}, per_length=1, raw=True
+        )
+
+
+def test_a_chat_template_is_applied_once_for_both_sides(folders):
+    plain = tokenizer_lib.load(folders[0])
+    template = "<{{ messages[0].content }}>"
+    chat = dataclasses.replace(plain, chat_template=template)
+    prompts = [prompt_files.Prompt(id="1", text="abcdef", category=None)]
+    for raw, text in ((False, "<def>"), (True, "def")):
+        (made,) = length_classes.make(
+            prompts, chat, lengths={"short": 3}, per_length=1, raw=raw
+        )
+        assert plain.decode(made.tokens) == text
+
+
+def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
+    """Asserts exit status 1 and one clear line, with no traceback."""
+    try:
+        status = compare_hf.main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    error = capsys.readouterr().err
+    assert status == flags.UNUSABLE == 1
+    assert "error: " in error.splitlines()[-1] and "Traceback" not in error
+    for word in words:
+        assert word in error.splitlines()[-1], error
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--gammas", "0"], ["at least 1"]),
+        (["--gammas", "3,x"], ["no list of whole numbers"]),
+        (["--lengths", "4", "9"], ["--lengths"]),
+        (["--lengths", "4", "9", "900"], ["900 tokens", "larger file"]),
+        (["--per-length", "9"], ["9 prompts", "4"]),
+        (["--gen-tokens", "4000"], ["4000 tokens to come"]),
+        (["--dtype", "int8"], ["int8"]),
+        (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
+        (["--target", "missing"], ["missing"]),
+        (["--impl", "mosaic"], ["mosaic"]),
+        (["--out", "/nowhere/out.jsonl"], ["/nowhere"]),
+    ],
+)
+def test_bad_input(oracle, folders, capsys, more, words):
+    assert_fails_with(capsys, command(folders, *more), *words)
+
+
+def test_one_folder_alone(folders, capsys):
+    assert_fails_with(capsys, ["--target", str(folders[0])], "--draft")
+
+
+def test_without_the_oracle_one_line_says_how_to_get_it(folders, monkeypatch, capsys):
+    monkeypatch.setattr(hf_baseline, "missing", lambda: ["torch", "transformers"])
+    words = ("torch and transformers", hf_baseline.INSTALL)
+    assert_fails_with(capsys, command(folders), *words)
+
+
+def test_without_matplotlib_nothing_is_run_before_it_is_said(
+    folders, monkeypatch, capsys
+):
+    monkeypatch.setattr(hf_baseline, "missing", lambda: [])
+    monkeypatch.setattr(compare_hf.importlib.util, "find_spec", lambda name: None)
+    assert_fails_with(capsys, command(folders, "--plot", "x.svg"), "'.[plot]'")
+
+
+def test_a_transformers_without_the_hook_is_refused():
+    hf = hf_baseline.Baseline(
+        target=object(), draft=None, description={"transformers_version": "9.9"}
+    )
+    with pytest.raises(ValueError, match="transformers 9.9 has no"):
+        hf_runs.check_supported(hf)
+
+
+@pytest.mark.oracle
+def test_a_device_that_torch_lacks(sides):
+    with pytest.raises(ValueError, match="JAX_PLATFORMS=cpu"):
+        hf_runs.move(sides.hf, "tpu")

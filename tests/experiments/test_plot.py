@@ -1,0 +1,260 @@
+"""Figures: what is in them, that their bytes are fixed, bad input."""
+
+import importlib.util
+import json
+import pathlib
+from xml.etree import ElementTree
+
+import pytest
+
+from experiments import plot
+from experiments.support import figure_data, flags
+
+
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is missing"
+)
+MAX_BYTES = 60_000
+
+
+def summary(gamma: int, **changes) -> dict:
+    speed = {"speedup_e2e": 1.5, "speedup_e2e_p10": 1.2, "speedup_e2e_p90": 1.9}
+    rounds = [3 - (i > 2) for i in range(gamma + 1)]
+    return {
+        **{"kind": "summary", "impl": "xla", "dtype": "float32", "gamma": gamma},
+        **{"prompt_source": "50", "repeats": 1, "acceptance_rate": 0.5},
+        "conditional_acceptance": [0.9 - 0.01 * gamma] * (gamma - 1) + [None],
+        **{"accepted_hist": rounds, "rounds": sum(rounds), "mean_accepted_length": 2.5},
+        **speed,
+        **changes,
+    }
+
+
+def step(num_live: int, **changes) -> dict:
+    name = "1 live row" if num_live == 1 else f"{num_live} live rows"
+    spread = {"ms": 2.0, "ms_p10": 1.5, "ms_p90": 2.5}
+    spread |= {"ratio": 1.0, "ratio_p10": 0.9, "ratio_p90": 1.1}
+    row = {"kind": "step", "step": name, "num_live": num_live, "impl": "xla"}
+    return row | spread | changes
+
+
+def comparison() -> list[dict]:
+    """As large as a comparison gets: four values of K, a drafter more on our side."""
+    speed = {"tok_s": 90.0, "tok_s_p10": 80.0, "tok_s_p90": 95.0}
+    runs = [
+        (side, method, gamma)
+        for side in ("spec_jax", "transformers")
+        for method in ("plain", "draft model", "prompt lookup")
+        for gamma in ((None,) if method == "plain" else (3, 5, 7, 10))
+    ]
+    return [
+        {"kind": "comparison", "length": length, "prompt_tokens": [tokens] * 2}
+        | {"side": side, "method": method, "gamma": gamma}
+        | speed
+        for length, tokens in (("short", 32), ("medium", 128), ("long", 512))
+        for side, method, gamma in runs
+    ]
+
+
+def parity(num_layers: int = 28) -> dict:
+    def cell(layer: int, operation: int) -> dict | None:
+        if (layer, operation) == (1, 1):
+            return None
+        ulp = 0 if layer < 3 else 2 ** (layer % 20)
+        return {"differing": ulp, "elements": 64, "max_ulp": ulp}
+
+    return {
+        "kind": "parity",
+        "operations": [f"operation_{i}" for i in range(14)],
+        "layers": list(range(num_layers)),
+        "cells": [[cell(i, j) for j in range(14)] for i in range(num_layers)],
+        "outside": {name: cell(4, 0) for name in ("embed", "final_norm", "logits")},
+        "first": {"layer": 3, "operation": "operation_0", "position": 41},
+    }
+
+
+ROWS = {
+    "speedup": [summary(1), summary(4), summary(2), summary(2, impl="native")]
+    + [summary(4, impl="native", speedup_e2e_p10=None)],
+    "acceptance": [summary(4), summary(2)],
+    "accepted_lengths": [summary(4), summary(4, impl="native")],
+    "step_cost": [step(i, impl=impl) for impl in ("xla", "native") for i in (2, 1)],
+    "hugging_face": comparison(),
+    "divergence": [parity()],
+}
+
+
+def write(path: pathlib.Path, rows: list[dict]) -> pathlib.Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("name", plot.FIGURES)
+def test_the_same_rows_give_the_same_bytes(name, tmp_path):
+    """Fails if a date, a random name or an unlabelled axis is in the file."""
+    rows = write(tmp_path / "rows.jsonl", ROWS[name])
+    contents = []
+    for folder in ("first", "second"):
+        out = tmp_path / folder
+        arguments = [str(rows), "--out", str(out), "--figure", name]
+        assert plot.main(arguments) == plot.DRAWN == 0
+        assert [path.name for path in out.iterdir()] == [f"{name}.svg"]
+        contents.append((out / f"{name}.svg").read_bytes())
+    assert contents[0] == contents[1]
+    assert len(contents[0]) < MAX_BYTES
+    assert b"date" not in contents[0]
+    texts = "".join(ElementTree.fromstring(contents[0]).itertext())
+    units = {
+        "speedup": ("times", "gamma (tokens drafted per round)", "native"),
+        "acceptance": ("P(kept", "position in the draft (token)"),
+        "accepted_lengths": ("rounds (%)", "2.50 tokens a round"),
+        "step_cost": ("(ms)", "live rows"),
+        "hugging_face": ("tokens/s", "long: 512 tokens", "transformers prompt lookup"),
+        "divergence": ("(ULP)", "layer 3, operation_0, position 41", "logits"),
+    }
+    for unit in units[name]:
+        assert unit in texts, unit
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("name", plot.FIGURES)
+def test_another_number_gives_another_figure(name, tmp_path):
+    """Negative control: fails if a figure is not drawn from its rows."""
+    changed = json.loads(json.dumps(ROWS[name]))
+    row = changed[0]
+    changes = {
+        "speedup": {"speedup_e2e": 1.7},
+        "acceptance": {"conditional_acceptance": [0.1, 0.2, 0.3, 0.4]},
+        "accepted_lengths": {"accepted_hist": [9, 0, 0, 0, 4]},
+        "step_cost": {"ms": 2.2},
+        "hugging_face": {"tok_s": 91.0},
+    }
+    if name == "divergence":
+        row["cells"][5][3]["max_ulp"] = 1
+    else:
+        row |= changes[name]
+    contents = []
+    for rows in (ROWS[name], changed):
+        (path,) = plot.draw(name, rows, tmp_path)
+        contents.append(path.read_bytes())
+    assert contents[0] != contents[1]
+
+
+@needs_matplotlib
+def test_all_figures_of_a_mixture(tmp_path, capsys):
+    """And rows that are in none are named, with their number, in one line."""
+    mixture = [*ROWS["speedup"], *ROWS["step_cost"], *ROWS["divergence"]]
+    mixture += [{"kind": "prompt"}, {"kind": "prompt"}, {"kind": "weather"}, {"a": 1}]
+    mixture += [{"kind": "step", "step": "plain step"}]
+    rows = write(tmp_path / "rows.jsonl", mixture)
+    assert plot.main([str(rows), "--out", str(tmp_path / "out")]) == 0
+    names = {path.stem for path in (tmp_path / "out").iterdir()}
+    assert names == set(plot.FIGURES) - {"hugging_face"}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("by kind: 1 None, 2 prompt, 1 step, 1 weather")
+
+
+@needs_matplotlib
+def test_a_row_of_parity_is_a_figure_of_its_own(tmp_path):
+    path = tmp_path / "parity.json"
+    path.write_text(json.dumps(parity(2) | {"first": None}, indent=1))
+    both = [str(path), str(path), "--out", str(tmp_path / "out")]
+    assert plot.main(both) == 0
+    names = sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert names == ["divergence_1.svg", "divergence_2.svg"]
+    assert "nothing differs" in (tmp_path / "out" / names[0]).read_text()
+
+
+@needs_matplotlib
+def test_one_figure_that_fails_takes_no_other_with_it(tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", [summary(4)])
+    assert plot.main([str(rows), "--out", str(tmp_path)]) == flags.UNUSABLE == 1
+    assert "speedup: no settings were run with two" in capsys.readouterr().err
+    assert (tmp_path / "acceptance.svg").exists()
+
+
+def test_curves_over_gamma():
+    """Sorted by gamma; settings with a single one are no curve."""
+    rows = [*ROWS["speedup"], summary(3, dtype="bfloat16")]
+    curves = figure_data.by_gamma(rows)
+    assert [curve.label for curve in curves] == ["native", "xla"]
+    assert [row["gamma"] for row in curves[1].rows] == [1, 2, 4]
+    labelled = figure_data.by_gamma([*rows, summary(7, dtype="bfloat16")])
+    labels = [curve.label for curve in labelled]
+    assert labels == ["native, float32", "xla, bfloat16", "xla, float32"]
+
+
+def test_a_gamma_that_is_there_twice_is_refused():
+    """Its two values would be joined by an upright line."""
+    with pytest.raises(ValueError, match="gamma 2 of xla, .* 2 times"):
+        figure_data.by_gamma([summary(2), summary(2), summary(3)])
+    with pytest.raises(ValueError, match="long prompts .* twice"):
+        figure_data.comparison(
+            [row for row in comparison() * 2 if row["length"] == "long"]
+        )
+
+
+def test_the_largest_gamma_is_drawn_and_equal_curves_are_one():
+    rows = [summary(4), summary(4, page_size=64), summary(2), summary(4, impl="native")]
+    curves = figure_data.of_largest_gamma(rows, "accepted_hist")
+    assert [curve.label for curve in curves] == ["native", "xla"]
+    assert {curve.rows[0]["gamma"] for curve in curves} == {4}
+
+
+def test_more_curves_than_colours_are_refused():
+    many = [summary(2, accepted_hist=[i, 1, 1], gen_tokens=i) for i in range(9)]
+    with pytest.raises(
+        ValueError, match="9 curves, .* gen_tokens: choose with --where"
+    ):
+        figure_data.of_largest_gamma(many, "accepted_hist")
+    assert len(figure_data.of_largest_gamma(many[:8], "accepted_hist")) == 8
+
+
+def test_conditions():
+    rows = [summary(2), summary(4), {"kind": "prompt"}]
+    assert plot.chosen(rows, [("gamma", "4")]) == rows[1:]
+    with pytest.raises(ValueError, match="no row has 'gama'"):
+        plot.chosen(rows, [("gama", "4")])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", ["line 1", "no JSON"]),
+        ('{"kind": "step"}\n[1]\n', ["line 2", "not a JSON object"]),
+        ('{"kind": "weather"}\n', ["no rows for", "weather"]),
+        ("", ["none"]),
+        (None, ["cannot be read"]),
+    ],
+)
+@needs_matplotlib
+def test_bad_files(tmp_path, capsys, content, words):
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    assert plot.main([str(path), "--out", str(tmp_path / "out")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    for word in words:
+        assert word in line
+
+
+@needs_matplotlib
+def test_bad_folder(tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", ROWS["step_cost"])
+    assert plot.main([str(rows), "--out", str(rows)]) == 1
+    assert "cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--where", "gamma"], ["--figure", "pie"], []])
+def test_bad_flags(tmp_path, more):
+    with pytest.raises(SystemExit) as exit_:
+        plot.main(["rows.jsonl", *(["--out", str(tmp_path)] if more else []), *more])
+    assert exit_.value.code == 1
+
+
+def test_without_matplotlib_one_line_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    assert plot.main(["rows.jsonl", "--out", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "matplotlib is not installed" in line and "'.[plot]'" in line
