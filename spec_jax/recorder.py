@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from spec_jax import autoregressive, rounds
 from spec_jax.typing import typed
@@ -181,7 +181,7 @@ _SEEDS = (0x9E3779B9, 0x85EBCA6B)
 
 
 @typed
-def hash_bits(x: Float[Array, " V"]) -> UInt[Array, "2"]:
+def hash_bits(x: Float32[Array, " V"]) -> UInt32[Array, "2"]:
     """Two 32-bit hashes of all bits of a float32 vector, NaN included.
 
     One differing element always gives other hashes; several, or another order, give

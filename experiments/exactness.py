@@ -1,0 +1,251 @@
+"""Are rounds exact: in tokens, log-probabilities, logits, and committed K/V pages?
+
+Runs prompts x cells (gamma, page size, slab, dtype, implementation, cache, drafter,
+verify path, prefill), each beside plain decoding of the same cell on other pages, and
+compares everything as integers. One row for each prompt and cell; a second run with
+the same settings and --out goes on where the first one ended. A certificate holds
+the hashes of every result, and --verify runs it again and says where it agrees. Exit
+status: 0 all equal, 2 not, 1 the input was unusable.
+
+By default the first value of every axis is the base, and each other value is run with
+the rest of the base; --product runs every combination.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from rich import console as rich_console
+
+from experiments.support import (
+    exactness_cells as cells_lib,
+    exactness_certificate as certificates,
+    exactness_plan as plans,
+    exactness_report as report,
+    exactness_rows as rows_lib,
+    exactness_runs as runs,
+    exactness_suite as suite,
+    flags,
+    records,
+)
+from spec_jax.drafters import draft_model
+from spec_jax.model import config as config_lib, row_model, verify_paths
+from spec_jax.typing import IMPLS
+
+
+EXACT, NOT_EXACT = 0, 2
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; `argparse` itself exits with status 1 on unknown ones."""
+    parser = flags.Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    _add_input_flags(parser.add_argument_group("models and prompts"))
+    _add_axis_flags(parser.add_argument_group("axes: lists, the base first"))
+    flags.add_out(parser, rows="one per prompt and cell as it finishes, taken up again")
+    parser.add_argument(
+        "--certificate",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="JSON: versions, device, settings, and hashes of every result",
+    )
+    parser.add_argument(
+        "--verify",
+        type=pathlib.Path,
+        metavar="CERTIFICATE",
+        help="run a certificate's cells again, and say where they agree; axes and "
+        "lengths are those of the certificate",
+    )
+    parser.add_argument(
+        "--limit",
+        type=flags.positive,
+        metavar="N",
+        help="with --verify: the first N prompts only",
+    )
+    args = parser.parse_args(argv)
+    flags.check_models(parser, args)
+    if args.limit and not args.verify:
+        parser.error("--limit goes with --verify; --prompts N runs N prompts")
+    if args.verify and args.certificate:
+        parser.error("--verify and --certificate: a certificate is of a run; give one")
+    own = (*cells_lib.AXES, "gen_tokens", "full", "product", "stop", "raw")
+    if args.verify and any(getattr(args, name) for name in own):
+        parser.error("--verify takes cells and lengths from the certificate alone")
+    return args
+
+
+def _add_input_flags(group: argparse._ArgumentGroup) -> None:
+    for name in ("target", "draft"):
+        group.add_argument(
+            f"--{name}",
+            type=pathlib.Path,
+            metavar="DIR",
+            help=f"Hugging Face Qwen3 folder of the {name} (default: the embedded one)",
+        )
+    group.add_argument(
+        "--prompts",
+        metavar="N|FILE[:N]",
+        help="the first N bundled prompts, and beginnings of them where N is more than "
+        "there are, or a file as in spec_round.py (default: "
+        f"{plans.BRIEF.prompts}; {plans.FULL.prompts} with --full)",
+    )
+    group.add_argument(
+        "--gen-tokens",
+        type=flags.positive,
+        metavar="TOKENS",
+        help="tokens to generate per prompt (default: "
+        f"{plans.BRIEF.gen_tokens}; {plans.FULL.gen_tokens} with --full)",
+    )
+    group.add_argument(
+        "--stop",
+        action="store_true",
+        help="end at stop tokens (default: every prompt yields --gen-tokens)",
+    )
+    group.add_argument(
+        "--raw", action="store_true", help="do not apply the model's chat template"
+    )
+    group.add_argument(
+        "--full",
+        action="store_true",
+        help="long texts, many prompts, and every axis but dtype, impl and slab: well "
+        "under an hour on two idle cores with native kernels",
+    )
+    group.add_argument(
+        "--product", action="store_true", help="every combination of the axes' values"
+    )
+
+
+def _add_axis_flags(group: argparse._ArgumentGroup) -> None:
+    for axis, kinds, what in (
+        ("dtype", config_lib.DTYPES, "of both models"),
+        ("impl", IMPLS, "kernels"),
+        ("slab", None, "rows of every call of the target"),
+        ("page-size", None, "positions per page"),
+        ("cache", row_model.CACHE_KINDS, "kind of cache"),
+        ("prefill", plans.PREFILLS, "how prompts enter the cache"),
+        ("verify-path", tuple(verify_paths.PATHS), "what verifies a window"),
+        ("draft-cache", draft_model.DRAFT_CACHES, "life of the draft's K/V"),
+        ("drafter", tuple(runs.DRAFTERS), "what proposes tokens"),
+        ("gamma", None, "tokens drafted per round"),
+    ):
+        name = axis.replace("-", "_")
+        default = plans.default_text(name)
+        group.add_argument(
+            f"--{axis}",
+            type=_listed(kinds),
+            metavar="A,B,..",
+            help=f"{what}: {', '.join(kinds) if kinds else 'numbers'} "
+            f"(default: {default})",
+        )
+
+
+def _listed(kinds: Sequence[str] | None) -> Callable[[str], tuple]:
+    """The type of a flag that lists names of `kinds` or counts, in the order given."""
+
+    def parse(text: str) -> tuple:
+        values = dict.fromkeys(part.strip() for part in text.split(","))
+        if kinds is None:
+            try:
+                return tuple(flags.positive(value) for value in values)
+            except ValueError:
+                raise argparse.ArgumentTypeError(
+                    f"{text!r} is no list of whole numbers, such as 4,1,2"
+                ) from None
+        unknown = [value for value in values if value not in kinds]
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"{unknown[0]!r} is not one of {', '.join(kinds)}"
+            )
+        return tuple(values)
+
+    return parse
+
+
+def run(args: argparse.Namespace, console: rich_console.Console) -> int:
+    """Runs the suite, and writes rows and certificate; returns the exit status."""
+    if args.certificate:
+        certificates.check_writable(args.certificate)
+    with records.JsonLines(args.out) as out:
+        planned = plans.from_flags(args)
+        kept = rows_lib.read(args.out, planned.header)
+        for row in (rows_lib.header_row(planned.header), *kept):
+            out.write(row)
+        report.print_plan(planned.plan, kept, console)
+        rows = _run_rows(planned.plan, kept, out)
+        cells, of_prompts = planned.plan.cells, suite.of_prompts(rows)
+        summaries = [
+            suite.summarise(
+                cell, [row for row in of_prompts if row["cell"] == cell.name]
+            )
+            for cell in cells
+        ]
+        for summary in summaries:
+            out.write({"kind": "cell", **summary.to_row()})
+    across = suite.across_pages(cells, of_prompts)
+    report.print_cells(summaries, console)
+    report.print_differences(rows, args.out, num_before=1, console=console)
+    report.print_across(across, console)
+    if args.certificate:
+        certificate = certificates.make(planned.header, cells, of_prompts)
+        certificates.write(args.certificate, certificate)
+        digest = certificate["sha256"][:12]
+        console.print(f"certificate {digest}: {args.certificate}", soft_wrap=True)
+    is_exact = all(summary.is_exact for summary in summaries) and not across
+    return EXACT if is_exact else NOT_EXACT
+
+
+def _run_rows(
+    plan: suite.Plan,
+    kept: Sequence[suite.Row],
+    out: records.JsonLines,
+) -> list[suite.Row]:
+    """All rows: those that were there, and the others as they finish."""
+    rows = list(kept)
+    done = {suite.key(row) for row in suite.of_prompts(rows)}
+    total = len(plan.cells) * len(plan.prompts)
+    with report.progress() as progress:
+        task = progress.add_task("prompts", total=total, completed=len(done))
+        for row in suite.run(plan, done=done):
+            out.write(row)
+            rows.append(row)
+            if row["kind"] == "prompt":
+                progress.advance(task)
+    return rows
+
+
+def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
+    """Runs a certificate's cells again; returns the exit status."""
+    certificate = certificates.read(args.verify)
+    with records.JsonLines(args.out) as out:
+        planned = plans.from_certificate(args, certificate)
+        plan = planned.plan
+        report.print_plan(plan, [], console)
+        rows = _run_rows(plan, [], out)
+    agreement = certificates.agreement(certificate, suite.of_prompts(rows))
+    changes = certificates.changes(certificate, planned.header["environment"])
+    report.print_agreement(plan, agreement, changes, console)
+    report.print_differences(rows, args.out, num_before=0, console=console)
+    agrees = all(
+        count == len(plan.prompts)
+        for counts in agreement.values()
+        for count in counts.values()
+    )
+    return EXACT if agrees else NOT_EXACT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs or verifies; returns the exit status."""
+    args = parse_args(argv)
+    console = rich_console.Console()
+    act = verify if args.verify else run
+    return flags.exit_status(
+        "exactness.py",
+        lambda: act(args, console),
+        kept=f"finished rows are in {args.out}" if args.out else "",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

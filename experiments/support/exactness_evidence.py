@@ -1,0 +1,222 @@
+"""Evidence of a run: everything that must be equal, compared as integers and hashed.
+
+Knows arrays on the host. Knows nothing of how a run is made.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spec_jax import autoregressive, recorder, rounds, testing
+from spec_jax.model import row_model
+from spec_jax.paging import cache as paged, index
+
+
+WHATS = ("tokens", "log_probs", "logits", "kv")
+"""What is compared: generated tokens; the log-probability of each; a hash of all
+logits that it was chosen by; committed keys and values of all layers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What one run left behind, of a text of `n` tokens, `T` of them generated.
+
+    Attributes:
+      num_prompt: tokens before the first generated one.
+      tokens: `[T]` int32, generated.
+      log_probs: `[T]` uint32, the bits of each token's log-probability.
+      logits: `[T, 2]` uint32, `recorder.hash_bits` of the logits that chose it.
+      row: `[T]` int32, which row of its window chose it.
+      window: `[T, window]` int32, that window, then `recorder.NONE`.
+      kv: per layer keys and values of `[0, n-1)` in order, unsigned integers
+        `[2, n-1, K, H]`.
+    """
+
+    num_prompt: int
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    logits: np.ndarray
+    row: np.ndarray
+    window: np.ndarray
+    kv: Sequence[np.ndarray]
+
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of each of `WHATS`, over little-endian bytes."""
+        parts = {what: [getattr(self, what)] for what in WHATS[:-1]} | {"kv": self.kv}
+        return {what: _sha256(arrays) for what, arrays in parts.items()}
+
+
+def _sha256(arrays: Sequence[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))
+        digest.update(little.reshape(-1).view(np.uint8))
+    return digest.hexdigest()
+
+
+def of_state(
+    state: autoregressive.DecodeState | rounds.RoundState,
+    recording: recorder.Recording,
+    *,
+    num_prompt: int,
+) -> Evidence:
+    """The evidence of a finished state, detached from its recorder."""
+    length = int(state.length)
+    decided = slice(num_prompt - 1, length - 1)
+    row = np.array(recording.row)[decided]
+    starts = np.arange(decided.start, decided.stop) - row
+    return Evidence(
+        num_prompt=num_prompt,
+        tokens=np.array(state.tokens)[num_prompt:length],
+        log_probs=testing.bits(recording.log_prob)[decided].copy(),
+        logits=np.array(recording.logits_hash)[decided],
+        row=row,
+        window=np.array(recording.windows)[starts],
+        kv=committed_kv(state.cache, length - 1),
+    )
+
+
+def committed_kv(kv: paged.PagedKV, length: int) -> list[np.ndarray]:
+    """Keys and values of `[0, length)` through the page table, as `Evidence.kv`.
+
+    On the host: a gather on the device would be compiled for every length.
+    """
+    num_pages = index.pages_for(length, kv.page_size)
+    pages = np.asarray(kv.page_table)[row_model.SLOT, :num_pages]
+
+    def read(pool) -> np.ndarray:
+        pool = testing.bits(pool)
+        return pool[pages].reshape(-1, *pool.shape[2:])[:length]
+
+    return [np.stack([read(k), read(v)]) for k, v in zip(kv.k, kv.v, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where one of `WHATS` first differs, and in how much.
+
+    Attributes:
+      position: of the first token, or of the first key or value, that differs.
+      row: the row of its window that decided the token; None for keys and values.
+      layer: None but for keys and values.
+      part: "k" or "v" of that layer.
+      count, total: elements that differ among those that could be compared.
+    """
+
+    what: str
+    position: int
+    count: int
+    total: int
+    row: int | None = None
+    layer: int | None = None
+    part: str | None = None
+
+    def to_row(self) -> dict[str, Any]:
+        """The JSON form."""
+        return dataclasses.asdict(self)
+
+
+def window_row(
+    plain: Evidence, spec: Evidence, differences: Sequence[Difference]
+) -> dict[str, Any] | None:
+    """The window in which two runs first differ, as `experiments/parity.py` takes it.
+
+    The row of `position` is the first whose logits or keys and values differ. None
+    where that is one of the prompt's, which no window ran.
+    """
+    positions = [d.position - (d.what != "kv") for d in differences]
+    number = min(positions) - (plain.num_prompt - 1)
+    if number < 0:
+        return None
+    # A text that only ends earlier ends after a row that both have.
+    number = min(number, len(spec.tokens) - 1, len(plain.tokens) - 1)
+    row = int(spec.row[number])
+    window = [int(token) for token in spec.window[number] if token != recorder.NONE]
+    return {
+        "kind": "mismatch",
+        "tokens": spec.tokens[: max(number - row - 1, 0)].tolist(),
+        "window": window,
+        "position": plain.num_prompt - 1 + number,
+        "drafted_token": window[row + 1] if row + 1 < len(window) else None,
+        "verify_argmax": int(spec.tokens[number]),
+        "decode_argmax": int(plain.tokens[number]),
+    }
+
+
+def describe(difference: Mapping[str, Any]) -> str:
+    """A `Difference.to_row` in words."""
+    where = f"position {difference['position']}"
+    if difference["layer"] is not None:
+        where += f", layer {difference['layer']}, {difference['part']}"
+    if difference["row"] is not None:
+        where += f", row {difference['row']} of its window"
+    return (
+        f"{difference['what']} from {where}: "
+        f"{difference['count']} of {difference['total']}"
+    )
+
+
+def compare(plain: Evidence, spec: Evidence) -> list[Difference]:
+    """Where two runs of one prompt differ: one `Difference` for each of `WHATS`.
+
+    Past the first token that differs the texts are different ones: what was decided
+    after it, and keys and values from it on, are not compared.
+    """
+    found = []
+    shared = min(len(plain.tokens), len(spec.tokens))
+    unequal = plain.tokens[:shared] != spec.tokens[:shared]
+    first = int(np.argmax(unequal)) if unequal.any() else shared
+    if unequal.any() or len(plain.tokens) != len(spec.tokens):
+        longest = max(len(plain.tokens), len(spec.tokens))
+        found.append(
+            Difference(
+                what="tokens",
+                position=plain.num_prompt + first,
+                count=int(unequal.sum()) + longest - shared,
+                total=longest,
+                row=int(spec.row[first]) if first < len(spec.row) else None,
+            )
+        )
+    decided = min(first + 1, shared)
+    for what in ("log_probs", "logits"):
+        ours, theirs = getattr(spec, what)[:decided], getattr(plain, what)[:decided]
+        differs = (ours != theirs).reshape(decided, -1).any(axis=-1)
+        if differs.any():
+            at = int(np.argmax(differs))
+            found.append(
+                Difference(
+                    what=what,
+                    position=plain.num_prompt + at,
+                    count=int(differs.sum()),
+                    total=decided,
+                    row=int(spec.row[at]),
+                )
+            )
+    return found + _compare_kv(plain, spec, length=plain.num_prompt - 1 + decided)
+
+
+def _compare_kv(plain: Evidence, spec: Evidence, *, length: int) -> list[Difference]:
+    """The first difference of keys and values of `[0, length)`: by position, layer."""
+    differs = [
+        ours[:, :length] != theirs[:, :length]
+        for ours, theirs in zip(spec.kv, plain.kv, strict=True)
+    ]
+    count = sum(int(layer.sum()) for layer in differs)
+    if not count:
+        return []
+    # [layer, k or v, position]
+    where = np.argwhere(np.stack([layer.any(axis=(-2, -1)) for layer in differs]))
+    layer, part, position = min(where.tolist(), key=lambda at: (at[2], at[0], at[1]))
+    return [
+        Difference(
+            what="kv",
+            position=position,
+            count=count,
+            total=sum(layer.size for layer in differs),
+            layer=layer,
+            part="kv"[part],
+        )
+    ]

@@ -1,0 +1,218 @@
+"""The exactness suite: every cell, every prompt, one row each, and what they say."""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.support import (
+    exactness_cells as cells_lib,
+    exactness_evidence as evidence,
+    exactness_runs as runs,
+    model_pair,
+    prompt_runs,
+)
+
+
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be run.
+
+    Attributes:
+      target, draft: folders.
+      cells: as `exactness_cells` puts them in order.
+      prompts: `(id, token ids)`.
+      weights: fingerprints of "target" and "draft" of each dtype.
+    """
+
+    target: Any
+    draft: Any
+    cells: Sequence[cells_lib.Cell]
+    prompts: Sequence[tuple[str, list[int]]]
+    weights: Mapping[str, Mapping[str, str]]
+    settings: runs.Settings
+
+
+def run(plan: Plan, *, done: Collection[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    """The row of every cell and prompt that is not among `done`, as it finishes.
+
+    Cells that share plain decoding go through each prompt together, so that it is
+    decoded once. Weights are held of one dtype at a time. After a prompt's row with
+    differences comes one of the window in which they begin.
+
+    Args:
+      done: `key` of rows that are there.
+    """
+    params: dict[str, tuple] = {}
+    for group in cells_lib.by_plain(plan.cells):
+        params = {
+            dtype: kept for dtype, kept in params.items() if dtype == group[0].dtype
+        }
+        pairs: dict[cells_lib.Cell, model_pair.ModelPair] = {}
+        for number in range(len(plan.prompts)):
+            plain = None
+            for cell in group:
+                if (cell.name, number) in done:
+                    continue
+                if cell not in pairs:
+                    pairs[cell] = runs.load(
+                        cell,
+                        target=plan.target,
+                        draft=plan.draft,
+                        params=params.get(cell.dtype),
+                    )
+                    params[cell.dtype] = pairs[cell].params
+                pair, prompt = pairs[cell], plan.prompts[number][1]
+                if plain is None:
+                    plain = runs.run_plain(pair, cell, plan.settings, prompt)
+                spec = runs.run_rounds(pair, cell, plan.settings, prompt, plain)
+                yield from _rows(plan, cell, number, plain, spec)
+
+
+def _rows(
+    plan: Plan, cell: cells_lib.Cell, number: int, plain: runs.Plain, spec: runs.Rounds
+) -> Iterator[dict[str, Any]]:
+    """One prompt in one cell as a JSON row, and the window in which it differs."""
+    name, prompt = plan.prompts[number]
+    differences = evidence.compare(plain.evidence, spec.evidence)
+    yield {
+        "kind": "prompt",
+        "cell": cell.name,
+        "index": number,
+        "id": name,
+        "prompt_tokens": len(prompt),
+        "tokens": len(spec.evidence.tokens),
+        "rounds": spec.rounds,
+        "proposed": spec.proposed,
+        "accepted": spec.accepted,
+        "differences": [difference.to_row() for difference in differences],
+        "plain_sha256": plain.evidence.hashes(),
+        "spec_sha256": spec.evidence.hashes(),
+    }
+    if not differences:
+        return
+    window = evidence.window_row(plain.evidence, spec.evidence, differences)
+    if window is not None:
+        sides = ("dtype", "impl", "slab", "page_size", "verify_path")
+        yield {
+            **window,
+            "id": name,
+            "prompt_ids": prompt,
+            **{axis: getattr(cell, axis) for axis in sides},
+            "weights_sha256": plan.weights[cell.dtype]["target"],
+        }
+
+
+def key(row: Row) -> tuple[str, int]:
+    """What a prompt's row is the row of."""
+    return row["cell"], row["index"]
+
+
+def of_prompts(rows: Sequence[Row]) -> list[Row]:
+    """The rows of prompts alone."""
+    return [row for row in rows if row["kind"] == "prompt"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CellSummary:
+    """One cell, over all its prompts.
+
+    Attributes:
+      texts: how many different ones were generated: prompts that a model continues
+        in the same way are one witness.
+      equal: prompts in which each of `evidence.WHATS` is that of plain decoding.
+    """
+
+    cell: cells_lib.Cell
+    prompts: int
+    texts: int
+    tokens: int
+    rounds: int
+    proposed: int
+    accepted: int
+    equal: Mapping[str, int]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything is equal for every prompt."""
+        return all(count == self.prompts for count in self.equal.values())
+
+    def to_row(self) -> dict[str, Any]:
+        """The JSON form."""
+        values = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
+        return values | {"cell": dataclasses.asdict(self.cell), "exact": self.is_exact}
+
+
+def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> CellSummary:
+    """The summary of a cell, from rows of prompts of any cells."""
+    own = [row for row in rows if row["cell"] == cell.name]
+    equal = {
+        what: sum(all(d["what"] != what for d in row["differences"]) for row in own)
+        for what in evidence.WHATS
+    }
+    counts = ("tokens", "rounds", "proposed", "accepted")
+    return CellSummary(
+        cell=cell,
+        prompts=len(own),
+        texts=len({row["spec_sha256"]["tokens"] for row in own}),
+        equal=equal,
+        **{name: sum(row[name] for row in own) for name in counts},
+    )
+
+
+def across_pages(
+    cells: Sequence[cells_lib.Cell], rows: Sequence[Row]
+) -> list[tuple[dict[str, Any], int]]:
+    """Prompts whose plain bits depend on what may not decide them: pages.
+
+    Returns:
+      For each choice of `exactness_cells.BIT_AXES` with such prompts, their number.
+    """
+    bits_of = {cell.name: tuple(cell.bits.items()) for cell in cells}
+    seen: dict[tuple, dict[int, set]] = {}
+    for row in rows:
+        by_prompt = seen.setdefault(bits_of[row["cell"]], {})
+        hashes = tuple(row["plain_sha256"][what] for what in evidence.WHATS)
+        by_prompt.setdefault(row["index"], set()).add(hashes)
+    counts = {
+        bits: int(np.sum([len(hashes) > 1 for hashes in by_prompt.values()]))
+        for bits, by_prompt in seen.items()
+    }
+    return [(dict(bits), count) for bits, count in counts.items() if count]
+
+
+def encode(
+    pair: model_pair.ModelPair, prompts: Sequence, *, raw: bool, count: int | None
+) -> list[tuple[str, list[int]]]:
+    """Ids and token ids of prompts; beginnings of them too, up to `count`.
+
+    Raises:
+      ValueError: fewer than `count` different beginnings.
+    """
+    encoded = prompt_runs.encode(pair, prompts, raw=raw)
+    named = [(p.id, ids) for p, ids in zip(prompts, encoded, strict=True)]
+    return named if count is None else beginnings(named, count)
+
+
+def beginnings(
+    prompts: Sequence[tuple[str, list[int]]], count: int
+) -> list[tuple[str, list[int]]]:
+    """The prompts, then their first seven eighths, and so on; each text once."""
+    found: dict[tuple[int, ...], str] = {}
+    for eighths in range(8, 0, -1):
+        for name, ids in prompts:
+            length = -(-len(ids) * eighths // 8)
+            label = name if length == len(ids) else f"{name}[:{length}]"
+            found.setdefault(tuple(ids[:length]), label)
+    if len(found) < count:
+        raise ValueError(
+            f"{count} prompts asked for, but the {len(prompts)} bundled ones have "
+            f"{len(found)} different beginnings; ask for at most {len(found)}"
+        )
+    return [(name, list(ids)) for ids, name in list(found.items())[:count]]

@@ -1,0 +1,315 @@
+"""The microscope from its command line: status, row, heat map, bundles, bad input."""
+
+import io
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import tiny_pair
+
+from experiments import parity
+from experiments.support import flags, parity_bundle, records
+from spec_jax.model import fingerprint, load, observe
+
+
+PROMPT = "def double(x):"
+NATIVE = ("--impl", "native")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    return tiny_pair.write(tmp_path_factory.mktemp("pair"))[0]
+
+
+def run(folder, *more: str, prompt: bool = True) -> int:
+    text = ("--prompt", PROMPT, "--gamma", "3", *NATIVE) if prompt else ()
+    return parity.main(["--target", str(folder), *text, *more])
+
+
+def row_of(path: pathlib.Path) -> dict:
+    (line,) = path.read_text().splitlines()
+    return json.loads(line)
+
+
+def test_an_equal_run(folder, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert run(folder, "--out", str(out)) == 0
+    row = row_of(out)
+    assert row["kind"] == "parity" and row["equal"] and row["first"] is None
+    assert row["operations"] == list(observe.LAYER_OPERATIONS)
+    assert row["layers"] == [0, 1] and len(row["cells"]) == 2
+    assert set(row["outside"]) == set(observe.OUTSIDE)
+    cells = [*row["cells"][0], *row["cells"][1], *row["outside"].values()]
+    assert sum(cell["elements"] for cell in cells) == row["num_values"]
+    assert {cell["differing"] for cell in cells} == {0}
+    assert row["start"] == len(PROMPT) - 1 and len(row["window"]) == 4
+    # Plain decoding drafted, and so it agrees with itself.
+    chosen = [choice["verify_argmax"] for choice in row["rows"]]
+    assert chosen[:3] == row["window"][1:]
+    assert row["argmax_flips"] == [] and row["moved_by_recording"] == [0, 0]
+    assert f"no difference in {row['num_values']:,d} values" in capsys.readouterr().out
+
+
+def test_a_planted_fault_is_named_and_drawn(folder, tmp_path, capsys):
+    out, drawn = tmp_path / "out.jsonl", tmp_path / "map.svg"
+    pytest.importorskip("matplotlib")
+    more = ("--inject", "1:gate:zero-head", "--heatmap", str(drawn))
+    assert run(folder, *more, "--out", str(out)) == 0
+    row = row_of(out)
+    first = row["first"]
+    assert (first["layer"], first["operation"]) == (1, "gate")
+    cell = row["cells"][1][row["operations"].index("gate")]
+    assert 0 < first["differing"] <= cell["differing"] <= cell["elements"]
+    assert row["fault"] == {"layer": 1, "operation": "gate", "kind": "zero-head"}
+    assert "first: layer 1, gate, position 13" in capsys.readouterr().out
+    assert "<svg" in drawn.read_text()
+
+
+def test_what_differs_is_told_by_the_status(folder, tmp_path, capsys):
+    """Negative control of the equal run, and of a fault that is named."""
+    out = tmp_path / "out.jsonl"
+    other = ("--verify-path", "flash", "--verify-dtype", "bfloat16")
+    assert run(folder, *other, "--out", str(out)) == 2
+    assert row_of(out)["first"]["operation"] in observe.OPERATIONS
+    assert row_of(out)["verify"]["dtype"] == "bfloat16"
+    printed = capsys.readouterr().out
+    assert "growth" in printed and "…" not in printed  # no number is cut off
+    # The paths part long before the fault.
+    assert run(folder, *other, "--inject", "logits") == 2
+
+
+def test_cache_lengths_and_drafts(folder, tmp_path):
+    """Fails if the prompt is not cut or continued, or a draft is not the one given."""
+    out = tmp_path / "out.jsonl"
+    windows = {}
+    for more in (
+        ("--cache-length", "20"),
+        ("--cache-length", "20", "--wrong-draft", "2"),
+        ("--cache-length", "4"),
+    ):
+        assert run(folder, *more, "--out", str(out)) == 0
+        row = row_of(out)
+        assert row["start"] == int(more[1])
+        windows[more] = row["window"]
+    right, wrong, cut = windows.values()
+    assert [a != b for a, b in zip(right, wrong, strict=True)] == [0, 0, 1, 0]
+    tokens = tiny_pair.byte_tokenizer().encode(PROMPT).ids
+    assert cut[0] == tokens[4]
+    given = ("--draft-tokens", "7,8,9", "--target", str(folder), *NATIVE)
+    assert parity.main(["--prompt", PROMPT, *given, "--out", str(out)]) == 0
+    assert row_of(out)["window"] == [tokens[-1], 7, 8, 9]
+
+
+#
+# Mismatches
+#
+
+
+@pytest.fixture(scope="module")
+def mismatch(folder) -> dict:
+    """A line as `spec_round.py --dump-verify-mismatches` writes it."""
+    _, params = load.load(folder)
+    return {
+        "kind": "mismatch",
+        "id": "py-01",
+        "prompt_ids": [5, 6, 7, 8],
+        "tokens": [9, 10],
+        "window": [11, 12, 13],
+        "position": 7,
+        "drafted_token": 13,
+        "verify_path": "row-loop",
+        "impl": "native",
+        "dtype": "float32",
+        "slab": 4,
+        "page_size": 16,
+        "weights_sha256": fingerprint.of_params(params),
+    }
+
+
+def write(path: pathlib.Path, *rows) -> str:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
+    """Fails if it is not run as the line says, on its own text."""
+    out = tmp_path / "out.jsonl"
+    first = mismatch | {"tokens": [], "window": [8, 12, 13], "position": 4}
+    lines = write(tmp_path / "lines.jsonl", mismatch, first)
+    for spec, start, window in (
+        (lines, 6, [11, 12, 13]),
+        # A first window begins with the prompt's last token.
+        (f"{lines}:2", 3, [8, 12, 13]),
+    ):
+        more = ("--mismatch", spec, "--out", str(out))
+        assert run(folder, *more, prompt=False) == 0
+        row = row_of(out)
+        assert (row["start"], row["window"]) == (start, window)
+        assert row["verify"]["path"] == "row-loop" and row["verify"]["slab"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights_sha256": "0" * 64}, "is of another model than .*--target"),
+        ({"kind": "summary"}, "of kind 'summary', not 'mismatch'"),
+        ({"position": 30}, "no row at position 30"),
+        ({"window": []}, "empty window"),
+        ({"window": [1, "x"]}, "window holds something that is no token"),
+        ({"slab": "4"}, "slab='4' is not of type int"),
+        ({"verify_path": "sideways"}, "path='sideways' is not one of"),
+        ({"dtype": "float16"}, "float16"),
+        ({"window": [11, 12, 999]}, "999, outside"),
+    ],
+)
+def test_mismatches_that_cannot_be_used(
+    folder, tmp_path, mismatch, changes, message, capsys
+):
+    row = mismatch | changes
+    if "window" in changes and 999 in changes["window"]:
+        row["drafted_token"] = 999
+    lines = write(tmp_path / "lines.jsonl", row)
+    assert run(folder, "--mismatch", lines, prompt=False) == flags.UNUSABLE
+    pattern_found(message, capsys.readouterr().err)
+
+
+def pattern_found(pattern: str, text: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        raise ValueError(" ".join(text.split()))
+
+
+#
+# Bundles
+#
+
+
+@pytest.fixture(scope="module")
+def bundle(folder, tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("bundle") / "run.npz"
+    assert run(folder, "--inject", "0:v", "--save-bundle", str(path)) == 0
+    return path
+
+
+def test_a_bundle_runs_again(folder, bundle, capsys, tmp_path):
+    """Fails if the scene, the sides or the fault are not those of the first run."""
+    out = tmp_path / "out.jsonl"
+    more = ("--bundle", str(bundle), "--out", str(out))
+    assert run(folder, *more, prompt=False) == 0
+    assert capsys.readouterr().out.count("every value is the bundle's") == 2
+    assert row_of(out)["first"]["operation"] == "v"
+
+
+def rewritten(bundle: pathlib.Path, path: pathlib.Path, change) -> str:
+    """A copy of the bundle after `change(meta, arrays)`."""
+    with np.load(bundle) as file:
+        arrays = {name: file[name] for name in file.files}
+    meta = json.loads(str(arrays["meta"]))
+    change(meta, arrays)
+    arrays["meta"] = np.asarray(json.dumps(records.to_json(meta, "meta")))
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def test_an_outcome_that_differs_is_said(folder, bundle, tmp_path, capsys):
+    """Negative control: one bit of the prefix that the second run starts from."""
+
+    def spoil(meta, arrays):
+        del meta
+        arrays["v_0"].reshape(-1)[2] ^= 1
+
+    other = rewritten(bundle, tmp_path / "other.npz", spoil)
+    assert run(folder, "--bundle", other, prompt=False) == 2
+    assert "other values" in capsys.readouterr().out
+
+
+BAD_BUNDLES = {
+    "another format": (
+        lambda meta, arrays: meta.update(format=parity_bundle.FORMAT + 1),
+        "of format 2, and this version reads format 1",
+    ),
+    "other weights": (
+        lambda meta, arrays: meta.update(weights_sha256=["0" * 64] * 2),
+        "of other weights: .* 000000000000",
+    ),
+    "another model": (
+        lambda meta, arrays: meta["config"].update(hidden_size=64),
+        "of another model: this one has hidden_size 32 and not 64",
+    ),
+    "an array less": (lambda meta, arrays: arrays.pop("k_1"), "damaged bundle"),
+    "an unknown path": (
+        lambda meta, arrays: meta["sides"][0].update(path="up"),
+        "damaged bundle: path='up'",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_BUNDLES)
+def test_bundles_that_cannot_be_used(folder, bundle, tmp_path, fault, capsys):
+    change, message = BAD_BUNDLES[fault]
+    bad = rewritten(bundle, tmp_path / "bad.npz", change)
+    assert run(folder, "--bundle", bad, prompt=False) == flags.UNUSABLE
+    pattern_found(message, capsys.readouterr().err)
+
+
+def test_files_that_are_no_bundles(folder, tmp_path, capsys):
+    other = io.BytesIO()
+    np.savez(other, x=np.zeros(3))
+    for content in (b"text", b"", other.getvalue()):
+        path = tmp_path / "bad.npz"
+        path.write_bytes(content)
+        assert run(folder, "--bundle", str(path), prompt=False) == flags.UNUSABLE
+        assert "not a replay bundle" in capsys.readouterr().err
+    assert run(folder, "--bundle", str(tmp_path / "no"), prompt=False) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+#
+# Flags
+#
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--layers", "0,2"), "no layer 2; the model has layers 0 to 1"),
+        (("--layers", "x"), "'x' is no layer"),
+        (("--inject", "2:v"), "no layer 2 to plant a fault in"),
+        (("--inject", "0:v", "--layers", "1"), "--layers 1 leaves out the layer"),
+        (("--inject", "1:w"), "operation 'w' is not one of"),
+        (("--wrong-draft", "4"), "no draft 4 to make wrong: 3"),
+        (("--cache-length", "9000"), "do not fit the model's 2048 positions"),
+        (("--verify-slab", "2"), "4 tokens does not fit a slab of 2"),
+    ],
+)
+def test_settings_that_cannot_be_used(folder, more, message, capsys):
+    assert run(folder, *more) == flags.UNUSABLE
+    pattern_found(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--prompts", "3"), "--prompt and --prompts exclude each other"),
+        (("--draft-tokens", "1,2"), "--draft-tokens and --gamma exclude each other"),
+        (("--draft-tokens", "1,x"), "no list of tokens"),
+        (("--mismatch", "lines.jsonl"), "--mismatch says already what --prompt would"),
+        (("--bundle", "b.npz"), "--bundle says already what --prompt would"),
+        (("--heatmap", "map.txt"), "not a .png or .svg"),
+        (("--cache-length", "-1"), "-1 must be at least 0"),
+    ],
+)
+def test_flags_that_contradict(folder, more, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(folder, *more)
+    assert caught.value.code == flags.UNUSABLE
+    assert message in capsys.readouterr().err
+
+
+def test_a_prompt_is_chosen_by_its_index(folder, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    command = ["--target", str(folder), *NATIVE, "--gamma", "1", "--cache-length", "3"]
+    assert parity.main([*command, "--index", "4", "--out", str(out)]) == 0
+    assert row_of(out)["id"] == "py-05"
+    assert parity.main([*command, "--prompts", "2", "--index", "2"]) == 1
+    assert "--index 2: 2 names 2 prompts, 0 to 1" in capsys.readouterr().err

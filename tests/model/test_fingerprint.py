@@ -1,0 +1,54 @@
+"""The fingerprint of weights: the same for the same bits, and for no others."""
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.model import fingerprint, params as params_lib
+
+
+PARAMS = params_lib.cast(decoding.TARGET_PARAMS, "bfloat16")
+
+
+def test_copies_have_one_fingerprint():
+    """Fails if it depends on the arrays' identity, or on where they lie."""
+    copied = jax.tree.map(lambda leaf: jnp.asarray(np.array(leaf)), PARAMS)
+    found = fingerprint.of_params(PARAMS)
+    assert found == fingerprint.of_params(copied)
+    assert len(found) == 64 and set(found) <= set("0123456789abcdef")
+
+
+def first_layer(**changes):
+    first, *rest = PARAMS.layers
+    return PARAMS.replace(layers=(first.replace(**changes), *rest))
+
+
+CHANGED = {
+    "one bit": lambda: first_layer(
+        down=PARAMS.layers[0]
+        .down.at[3, 5]
+        .set(jnp.nextafter(PARAMS.layers[0].down[3, 5], jnp.bfloat16(9)))
+    ),
+    "two arrays exchanged": lambda: first_layer(
+        input_norm=PARAMS.layers[0].mlp_norm * 2,
+        mlp_norm=PARAMS.layers[0].input_norm,
+    ),
+    "layers exchanged": lambda: PARAMS.replace(layers=PARAMS.layers[::-1]),
+    "a shape": lambda: first_layer(down=PARAMS.layers[0].down.reshape(-1)),
+    "a head of its own": lambda: PARAMS.replace(lm_head=PARAMS.embed),
+    "the dtype": lambda: params_lib.cast(PARAMS, "float32"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_other_weights_have_another_fingerprint(change):
+    assert fingerprint.of_params(CHANGED[change]()) != fingerprint.of_params(PARAMS)
+
+
+def test_zeros_of_either_sign_are_told_apart():
+    """Fails if values are hashed and not bits."""
+    zeros = [PARAMS.final_norm.at[0].set(zero) for zero in (0.0, -0.0)]
+    found = [fingerprint.of_params(PARAMS.replace(final_norm=norm)) for norm in zeros]
+    assert found[0] != found[1]

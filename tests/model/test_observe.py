@@ -1,0 +1,143 @@
+"""The hook of `forward_rows`: what it sees, that looking moves no bit, what goes on."""
+
+import functools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import session, testing
+from spec_jax.model import observe, params as params_lib, qwen3, row_model
+from spec_jax.paging import allocator, cache
+
+
+START, LIVE = len(decoding.PROMPT) - 1, 3
+CONFIG = decoding.make_config(dtype="bfloat16")
+MODEL = row_model.RowModel(config=CONFIG, impl="native", slab=5)
+PARAMS = params_lib.cast(decoding.TARGET_PARAMS, "bfloat16")
+
+
+def forward(hook):
+    """Cache and logits of three live rows of five after the prompt."""
+    kv = MODEL.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
+    kv = session.prefill(MODEL, PARAMS, kv, decoding.PROMPT, by_rows=True)
+    kv = allocator.reserve(kv, 0, START + 5)
+    rows = qwen3.Rows(
+        tokens=jnp.asarray([decoding.PROMPT[-1], 4, 9, 1, 2], jnp.int32),
+        slots=jnp.zeros((5,), jnp.int32),
+        positions=START + jnp.arange(5, dtype=jnp.int32),
+        num_live=jnp.int32(LIVE),
+    )
+
+    @jax.jit
+    def run(params, rows, kv):
+        kv, outputs = qwen3.forward_rows(
+            params, CONFIG, rows, kv, impl=MODEL.impl, observe=hook
+        )
+        return kv, outputs.logits
+
+    kv, logits = run(PARAMS, rows, kv)
+    held = [cache.gather(kv, layer, 0, START + 5) for layer in range(2)]
+    return held, np.asarray(logits)[:LIVE]
+
+
+@functools.cache
+def unseen():
+    return forward(None)
+
+
+def test_the_hook_sees_all_that_leaves_a_kernel_and_moves_no_bit():
+    """Fails if an operation is not seen, or seen twice, out of order or misshapen."""
+    seen = {}
+
+    def record(layer, operation, value):
+        seen[observe.key(layer, operation)] = value.reshape(5, -1).shape[1]
+        return value
+
+    testing.assert_same_bits(forward(record), unseen())
+    leaves = [
+        key
+        for key in observe.keys(CONFIG.num_layers)
+        if key.split(":")[-1] in observe.LEAVES_ROWS
+    ]
+    assert list(seen) == leaves
+    D, F = CONFIG.hidden_size, CONFIG.intermediate_size
+    N, K = (n * CONFIG.head_dim for n in (CONFIG.num_heads, CONFIG.num_kv_heads))
+    widths = {"embed": D, "1:q": N, "1:k": K, "1:v": K, "1:k_cache": K}
+    widths |= {"0:v_cache": K, "0:attention": N, "0:attention_residual": D}
+    widths |= {"0:swiglu": F, "1:mlp_residual": D, "logits": CONFIG.vocab_size}
+    assert {key: seen[key] for key in widths} == widths
+
+
+@pytest.mark.parametrize(
+    ("key", "written_differs"),
+    [("embed", True), ("0:v", True), ("1:k_cache", True), ("1:swiglu", False)],
+)
+def test_what_the_hook_returns_goes_on(key, written_differs):
+    """Negative control of the equality above: one element of one row is changed."""
+
+    def change(layer, operation, value):
+        if observe.key(layer, operation) != key:
+            return value
+        flat = value.reshape(5, -1)
+        return flat.at[LIVE - 1, 0].add(1).reshape(value.shape)
+
+    held, logits = forward(change)
+    expected_held, expected_logits = unseen()
+    if key == "1:k_cache":
+        # It is changed once the layer has read it, and stored.
+        testing.assert_same_bits(logits, expected_logits)
+    else:
+        testing.assert_same_bits(logits[: LIVE - 1], expected_logits[: LIVE - 1])
+        assert (logits[LIVE - 1] != expected_logits[LIVE - 1]).any()
+    differs = [
+        np.flatnonzero((testing.bits(ours) != testing.bits(theirs)).any(axis=(1, 2)))
+        for pair, other in zip(held, expected_held, strict=True)
+        for ours, theirs in zip(pair, other, strict=True)
+    ]
+    changed = {START + LIVE - 1} if written_differs else set()
+    assert set(np.concatenate(differs).tolist()) == changed
+
+
+def test_dead_rows_write_nothing_when_seen():
+    """Fails if the pages are written back for rows that are not live."""
+
+    def spoil_dead(layer, operation, value):
+        return value.at[LIVE:].set(jnp.nan)
+
+    testing.assert_same_bits(forward(spoil_dead), unseen())
+
+
+def test_without_a_hook_nothing_of_it_is_traced(monkeypatch):
+    """Fails if heads are split or pages read back where nobody looks."""
+
+    def trace(hook):
+        kv = MODEL.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
+        rows = qwen3.Rows(
+            tokens=jnp.zeros((5,), jnp.int32),
+            slots=jnp.zeros((5,), jnp.int32),
+            positions=jnp.arange(5, dtype=jnp.int32),
+            num_live=jnp.int32(1),
+        )
+        run = lambda *args: qwen3.forward_rows(
+            args[0], CONFIG, args[1], args[2], impl=MODEL.impl, observe=hook
+        )
+        return str(jax.make_jaxpr(run)(PARAMS, rows, kv))
+
+    plain = trace(None)
+    assert len(trace(observe.pass_on)) > len(plain)
+    for name in ("_observe_heads", "_observe_written"):
+        monkeypatch.delattr(qwen3, name)
+    assert trace(None) == plain
+    with pytest.raises(NameError, match="_observe_heads"):
+        trace(observe.pass_on)
+
+
+def test_keys_are_in_an_order_of_computation():
+    keys = observe.keys(2)
+    assert len(keys) == len(set(keys)) == 2 * len(observe.LAYER_OPERATIONS) + 3
+    assert keys[:3] == ("embed", "0:input_norm", "0:q")
+    assert keys[-3:] == ("1:mlp_residual", "final_norm", "logits")
+    assert set(observe.LEAVES_ROWS) < set(observe.OPERATIONS)

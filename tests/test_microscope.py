@@ -1,0 +1,318 @@
+"""The microscope: it names every planted fault, and finds nothing where none is."""
+
+import dataclasses
+import functools
+
+import decoding
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_jax import session
+from spec_jax.microscope import (
+    compare,
+    faults,
+    fused,
+    record as record_lib,
+    scene as scene_lib,
+)
+from spec_jax.model import observe, params as params_lib, qwen3, row_model
+
+
+PREFIX = tuple(decoding.PROMPT[:-1])
+WINDOW = (decoding.PROMPT[-1], 4, 9, 33)
+CONFIG = decoding.make_config(num_layers=3, dtype="bfloat16")
+PARAMS = params_lib.init(jax.random.key(0), CONFIG, stddev=0.3)
+LAYERS = tuple(range(CONFIG.num_layers))
+
+
+@functools.cache
+def scene() -> scene_lib.Scene:
+    model = path().model
+    kv = model.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
+    kv = session.prefill(model, PARAMS, kv, decoding.PROMPT, by_rows=True)
+    return scene_lib.capture(kv, PREFIX, WINDOW)
+
+
+def path(name="paged-decode", *, impl="native", dtype="bfloat16", slab=5, page_size=8):
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    model = row_model.RowModel(config=config, impl=impl, slab=slab)
+    return record_lib.Path(name=name, model=model, page_size=page_size)
+
+
+def params_of(path) -> params_lib.Params:
+    return params_lib.cast(PARAMS, path.model.config.dtype)
+
+
+@functools.cache
+def record(path) -> record_lib.Record:
+    return record_lib.take(path, params_of(path), scene())
+
+
+@functools.cache
+def first_fault(fault, path) -> compare.First | None:
+    """Where the same path with a fault is the first to differ."""
+    wrong = record_lib.take_with_fault(path, params_of(path), scene(), fault)
+    return compared(record(path), wrong).first
+
+
+def compared(one, other, dtypes=("bfloat16", "bfloat16"), layers=LAYERS):
+    return compare.compare(one, other, dtypes=dtypes, layers=layers)
+
+
+#
+# Equal runs
+#
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        path(),
+        path("row-loop", page_size=16),
+        path("decode", slab=8),  # Rows of our own kernels know no slab.
+    ],
+)
+def test_equal_runs_have_no_difference(other):
+    """Fails if recording moves a bit, or a tap depends on who is live beside it."""
+    found = compared(record(path("decode")), record(other))
+    assert found.first is None and found.flips == ()
+    assert all(cell.differing == cell.max_ulp == 0 for cell in found.cells.values())
+    sizes = [value.size for value in record(path("decode")).values.values()]
+    assert found.num_values == sum(sizes) and len(sizes) == len(found.cells)
+    assert record(other).moved == 0 and record(other).unexplained == {}
+
+
+def test_equal_runs_of_xla_have_no_difference():
+    """One layer is enough, and compiled in a third of the time."""
+    params = params_lib.cast(PARAMS.replace(layers=PARAMS.layers[:1]), "float32")
+    alone = dataclasses.replace(scene(), k=scene().k[:1], v=scene().v[:1])
+    config = dataclasses.replace(CONFIG, num_layers=1, dtype="float32")
+    model = row_model.RowModel(config=config, impl="xla", slab=5)
+    one, other = (
+        record_lib.take(
+            record_lib.Path(name=name, model=model, page_size=8), params, alone
+        )
+        for name in ("decode", "paged-decode")
+    )
+    assert compared(one, other, layers=(0,)).first is None
+    assert one.moved == other.moved == 0
+    assert one.unexplained == other.unexplained == {}
+
+
+def test_a_recording_that_moves_bits_says_so(monkeypatch):
+    """Negative control: a forward pass that is another one when it is looked at."""
+    real = qwen3.forward_rows
+
+    def shy(params, config, rows, kv, *, observe=None, **keywords):
+        if observe is not None:
+            params = params.replace(embed=params.embed * 2)
+        return real(params, config, rows, kv, observe=observe, **keywords)
+
+    monkeypatch.setattr(qwen3, "forward_rows", shy)
+    unseen = path(page_size=4)  # one that nothing was compiled for
+    assert record_lib.take(unseen, PARAMS, scene()).moved > 0
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "caught"),
+    [
+        ("input_norm", {"q", "k", "v"}),
+        ("k_rope", {"k_cache"}),
+        ("attention_out", {"attention_residual"}),
+        ("mlp_norm", {"gate", "up"}),
+        ("gate", {"gate", "swiglu"}),
+        ("up", {"up", "swiglu"}),
+        ("down", {"mlp_residual"}),
+    ],
+)
+def test_a_wrong_reading_is_not_explained(spoiled, caught):
+    """Negative control: a value that the kernel did not use leads elsewhere."""
+    layer = {
+        name: jnp.asarray(record(path("decode")).values[observe.key(1, name)])
+        for name in observe.LAYER_OPERATIONS
+    }
+    x = jnp.asarray(record(path("decode")).values["0:mlp_residual"])
+
+    def found(values):
+        wrong = fused.unexplained(
+            PARAMS.layers[1],
+            CONFIG,
+            values,
+            x=x,
+            num_live=jnp.int32(len(WINDOW)),
+            impl="native",
+        )
+        return {name for name, differs in wrong.items() if bool(differs.any())}
+
+    assert found(layer) == set()
+    assert found(layer | {spoiled: layer[spoiled] * 2}) == caught
+
+
+#
+# Planted faults
+#
+
+
+def sites() -> list[faults.Fault]:
+    """Every operation once, over the first, the middle and the last layer."""
+    planted = [
+        faults.Fault(layer=number % CONFIG.num_layers, operation=name)
+        for number, name in enumerate(observe.LAYER_OPERATIONS)
+    ]
+    return planted + [faults.Fault(layer=None, operation=n) for n in observe.OUTSIDE]
+
+
+@pytest.mark.parametrize("fault", sites(), ids=lambda fault: fault.key)
+def test_every_planted_fault_is_named(fault):
+    """Fails if any operation of a layer is not seen, or is taken for another."""
+    first = first_fault(fault, path())
+    assert (first.layer, first.operation) == (fault.layer, fault.operation)
+    assert first.cell.differing and first.cell.max_ulp
+    if fault.operation in observe.LEAVES_ROWS:
+        # One element of the last live row.
+        assert first.row == len(WINDOW) - 1 and first.cell.differing == 1
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["1:swiglu:stale", "0:q_rope:swap-rows"]
+    # Weights know no rows; they need no program of their own.
+    + [f"{layer}:gate:zero-head" for layer in LAYERS]
+    + ["2:q_norm:zero-head", "0:mlp_norm:zero-head", "final_norm:zero-head"],
+)
+def test_other_kinds_of_faults_are_named(spec):
+    fault = faults.parse(spec)
+    first = first_fault(fault, path())
+    assert (first.layer, first.operation) == (fault.layer, fault.operation)
+
+
+def test_a_fault_in_a_path_that_fuses_nothing_is_named():
+    """Fails if a path of the library is read by the tricks of the rows."""
+    flash = path("flash", dtype="float32")
+    first = first_fault(faults.parse("1:q_rope:swap-rows"), flash)
+    assert (first.layer, first.operation) == (1, "q_rope")
+    assert record(flash).moved == 0
+
+
+def test_a_path_with_other_numerics_differs_from_the_first_product_on():
+    one, other = (
+        record(path("decode", dtype="float32")),
+        record(path("flash", dtype="float32")),
+    )
+    found = compared(one, other, dtypes=("float32", "float32"))
+    assert found.cells["embed"].differing == 0
+    assert found.first.layer == 0 and found.first.operation in ("input_norm", "q")
+    assert all(step.cell.differing for step in found.growth)
+    assert all(0 < step.relative < 1e-4 for step in found.growth)
+
+
+def test_layers_that_are_not_looked_at_are_left_out():
+    wrong = record_lib.take_with_fault(
+        path(), PARAMS, scene(), faults.parse("0:gate:zero-head")
+    )
+    found = compared(record(path()), wrong, layers=(1, 2))
+    assert set(found.cells) == {
+        key for key in observe.keys(3) if not key.startswith("0:")
+    }
+    assert (found.first.layer, found.first.operation) == (1, "input_norm")
+
+
+#
+# Input that cannot be used
+#
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("3:nothing", "operation 'nothing' is not one of"),
+        ("3:v:shift", "kind 'shift' is not one of ulp"),
+        ("v", "v takes a layer"),
+        ("2:logits", "logits takes no layer"),
+        ("1:v:ulp:1", "not of the form"),
+        ("", "operation '' is not one of"),
+    ],
+)
+def test_faults_that_do_not_exist(text, message):
+    with pytest.raises(ValueError, match=message):
+        faults.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "message"),
+    [
+        ("3:v", "paged-decode", "no layer 3 .* layers 0 to 2"),
+        ("1:gate:stale", "paged-decode", "only its weight"),
+        ("1:v:stale", "decode", "needs two live rows"),
+    ],
+)
+def test_faults_that_cannot_be_planted(spec, name, message):
+    with pytest.raises(ValueError, match=message):
+        record_lib.take_with_fault(path(name), PARAMS, scene(), faults.parse(spec))
+
+
+def test_scenes_and_paths_that_cannot_be_used():
+    with pytest.raises(ValueError, match="path 'sideways' is not one of decode"):
+        path("sideways")
+    with pytest.raises(ValueError, match="4 tokens does not fit a slab of 3"):
+        record_lib.take(path(slab=3), PARAMS, scene())
+    kv = path().model.new_cache(capacity=8, page_size=8)
+    with pytest.raises(ValueError, match="holds 0 positions, not 2"):
+        scene_lib.capture(kv, (1, 2), (3,))
+    with pytest.raises(ValueError, match="window is empty"):
+        scene_lib.capture(kv, (), ())
+    with pytest.raises(ValueError, match="shape"):
+        compare.cell_of(np.zeros((2, 3)), np.zeros((2, 4)))
+
+
+#
+# Distances
+#
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@hypothesis.given(st.lists(FLOATS, min_size=2, max_size=2))
+def test_ulps_count_the_numbers_between(pair):
+    one, other = (np.float32([x]) for x in pair)
+    far = int(compare.ulps(one, other)[0])
+    assert far == int(compare.ulps(other, one)[0])
+    assert (far == 0) == bool(one[0] == other[0])
+    towards = np.nextafter(one, other)
+    assert int(compare.ulps(towards, other)[0]) == max(far - 1, 0)
+
+
+def test_two_dtypes_are_compared_in_the_wider_one():
+    exact = np.float32([[1.0, 2.5, 3.0]])
+    rounded = exact.astype(ml_dtypes.bfloat16)
+    assert compare.cell_of(exact, rounded).differing == 0
+    near = exact + np.float32(2.0**-16)
+    cell = compare.cell_of(near, rounded)
+    assert cell.differing == 3 and cell.max_ulp == 0  # nothing, in bfloat16
+    assert compare.cell_of(exact * 2, rounded).max_ulp == 128
+
+
+def test_margins_are_in_ulps_of_the_models_dtype():
+    logits = np.float32([3.0, 3.125, -1.0, 3.125])
+    choice = compare.choice_of(logits, "bfloat16")
+    assert choice.token == 1 and [token for token, _ in choice.top] == [1, 3, 0, 2]
+    assert choice.margin_ulp == 0
+    assert compare.choice_of(logits[:3], "bfloat16").margin_ulp == 0.125 / 2**-6
+    assert compare.choice_of(logits[:3], "float32").margin_ulp == 0.125 / 2**-22
+    spoiled = compare.choice_of(np.float32([1.0, np.nan, 2.0]), "float32")
+    assert spoiled.token == 1 and spoiled.margin_ulp is None
+
+
+def test_a_flipped_argmax_is_found():
+    one = record(path())
+    logits = one.logits.copy()
+    logits[2, np.argmin(logits[2])] = logits[2].max() + 1
+    other = dataclasses.replace(one, values=one.values | {"logits": logits})
+    found = compared(one, other)
+    assert found.flips == (2,) and found.first.operation == "logits"
+    assert found.first.row == 2 and found.cells["logits"].rows == (2,)

@@ -1,0 +1,54 @@
+"""Targets with a planted fault: what the checks of exactness must catch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax import rounds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Around:
+    """A target that does as another one does."""
+
+    target: rounds.Target
+
+    def forward(self, params, cache, *, tokens, start, num_live):
+        return self.target.forward(
+            params, cache, tokens=tokens, start=start, num_live=num_live
+        )
+
+    def choose(self, logits, num_live):
+        return self.target.choose(logits, num_live)
+
+    def truncate(self, cache, new_len):
+        return self.target.truncate(cache, new_len)
+
+    def is_starved(self, cache):
+        return self.target.is_starved(cache)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneUlpOff(_Around):
+    """Every row after the first has one logit, of token 17, that is one ULP off."""
+
+    def forward(self, params, cache, *, tokens, start, num_live):
+        cache, logits = super().forward(
+            params, cache, tokens=tokens, start=start, num_live=num_live
+        )
+        number = jax.lax.bitcast_convert_type(logits, jnp.int32).at[1:, 17].add(1)
+        return cache, jax.lax.bitcast_convert_type(number, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StaleValues(_Around):
+    """The last layer's values of windows of three rows are those of before."""
+
+    def forward(self, params, cache, *, tokens, start, num_live):
+        before = cache.v[-1]
+        cache, logits = super().forward(
+            params, cache, tokens=tokens, start=start, num_live=num_live
+        )
+        stale = jnp.where(num_live == 3, before, cache.v[-1])
+        return cache.replace(v=(*cache.v[:-1], stale)), logits
