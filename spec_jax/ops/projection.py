@@ -8,6 +8,7 @@ residual is added in that dtype. One op, because norm, product and residual of a
 rows are one read of the weights and nothing beside it.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -67,4 +68,7 @@ def project(
     if norm is not None:
         x = rms_norm.rms_norm(x, norm, eps=eps)
     y = skinny_gemm.skinny_gemm(x, w, impl=impl).astype(out_dtype)
+    # Fused with what comes next, the rounding of a bfloat16 product would be left out
+    # or not, as the surrounding program suits XLA.
+    y = jax.lax.optimization_barrier(y)
     return y if residual is None else residual + y
