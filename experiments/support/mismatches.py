@@ -129,7 +129,9 @@ def find(
     Returns:
       Rows of `kind` "mismatch". `position` is that of the row whose argmax differs:
       it decides the token after it. `window` is the pending token and the drafts,
-      `tokens` what was generated before them. `margin_ulp` is how far the verify
+      `start` its position, `tokens` what was generated before it, and `starts` the
+      positions of all windows up to this one: with verification that is not by rows,
+      the K/V before it is theirs. `margin_ulp` is how far the verify
       argmax lies above decoding's, in the logits of verification;
       `decode_margin_ulp` the other way round in those of decoding, None where they
       are not both among its highest. Both in units of the last place of the models'
@@ -157,6 +159,10 @@ def find(
                 "id": name,
                 "prompt_ids": prompt,
                 "tokens": text[len(prompt) : entry["start"]],
+                "start": entry["start"],
+                "starts": sorted(
+                    {e["start"] for e in seen if e["start"] <= entry["start"]}
+                ),
                 "window": entry["window"],
                 "position": position,
                 "drafted_token": _drafted(entry),
