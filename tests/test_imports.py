@@ -25,6 +25,8 @@ ARROWS = {
     "autoregressive": {"typing", "acceptance", "sampling", "rounds"},
     "decode_rounds": {"typing", "acceptance", "sampling", "rounds"},
     "recorder": {"typing", "rounds", "autoregressive"},
+    "conventions": {"typing", "metrics"},
+    "gamma": {"typing", "theory"},
     # Looks at operations by name, wherever they run.
     "microscope": {"typing", "testing", "ops", "paging", "model"},
     # Drafters speak the protocol of `rounds`, which knows them by what they do.

@@ -1,0 +1,299 @@
+"""Theory: closed forms against sums, brute force and simulated rounds."""
+
+import fractions
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import theory
+
+
+SHARES = (0.0, 0.2, 0.5, 0.8, 0.95, 1.0)
+SIGMAS = 4.5
+"""Standard errors that a simulated mean may lie off: 7 in a million by chance."""
+
+
+def assert_mean(samples, expected):
+    """Asserts that `expected` is the samples' mean, within their standard errors."""
+    samples = np.asarray(samples, np.float64)
+    error = samples.std() / math.sqrt(len(samples))
+    assert abs(samples.mean() - expected) <= SIGMAS * error + 1e-12
+
+
+def simulate_chain(conditional, rounds, seed):
+    """Tokens of each round; draft `i` is kept with chance `conditional[i]`."""
+    kept = np.random.default_rng(seed).random((rounds, len(conditional))) < conditional
+    return 1 + np.cumprod(kept, axis=1).sum(axis=1)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4, 9])
+@pytest.mark.parametrize("acceptance", SHARES)
+def test_expected_tokens_is_the_sum_and_what_rounds_commit(acceptance, gamma):
+    tokens = theory.expected_tokens(acceptance, gamma)
+    assert tokens == pytest.approx(sum(acceptance**i for i in range(gamma + 1)))
+    chain = np.full(gamma, acceptance)
+    assert theory.tokens_by_gamma(chain)[-1] == pytest.approx(tokens)
+    assert_mean(simulate_chain(chain, 20_000, seed=gamma), tokens)
+
+
+def test_simulation_catches_an_exponent_off_by_one():
+    """Negative control: `gamma` or `gamma + 2` in place of `gamma + 1`."""
+    simulated = simulate_chain(np.full(4, 0.8), 20_000, seed=4)
+    for wrong in (3, 5):
+        with pytest.raises(AssertionError):
+            assert_mean(simulated, theory.expected_tokens(0.8, wrong))
+
+
+def test_expected_tokens_keeps_its_digits_next_to_one():
+    """Fails if `1 - a**(gamma + 1)` is computed as written."""
+    acceptance = 1 - 2**-40
+    exact = sum(fractions.Fraction(acceptance) ** i for i in range(6))
+    assert theory.expected_tokens(acceptance, 5) == pytest.approx(exact, rel=1e-14)
+
+
+def test_each_position_has_its_own_chance():
+    conditional = np.array([0.9, 0.5, 0.7, 0.0, 1.0])
+    tokens = theory.tokens_by_gamma(conditional)
+    assert tokens.tolist() == pytest.approx([1, 1.9, 2.35, 2.665, 2.665, 2.665])
+    for gamma in range(6):
+        assert_mean(simulate_chain(conditional[:gamma], 20_000, gamma), tokens[gamma])
+    # Negative control: one chance for all, of the same mean, is told apart.
+    with pytest.raises(AssertionError):
+        mean = conditional[:3].mean()
+        simulated = simulate_chain(conditional[:3], 20_000, 3)
+        assert_mean(simulated, theory.expected_tokens(mean, 3))
+
+
+def speculate(prefixes, gamma, draw):
+    """Which drafts pass their coin in one run of algorithm 1 of the paper.
+
+    Every position has a prefix drawn anew, so that the paper's betas are i.i.d.; each
+    prefix has the probabilities of the target and of the draft, `[2, V]`.
+    """
+    coins = []
+    for target_probs, draft_probs in draw.choices(prefixes, k=gamma):
+        (token,) = draw.choices(range(len(draft_probs)), draft_probs)
+        coins.append(draw.random() * draft_probs[token] <= target_probs[token])
+    return coins
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_acceptance_is_what_algorithm_1_keeps(size):
+    """Corollary 3.6: alpha is the mean over prefixes of `sum min(target, draft)`."""
+    draw = random.Random(size)
+    weights = np.array([draw.random() ** 2 for _ in range(4 * 2 * size)])
+    probs = weights.reshape(4, 2, size)
+    probs /= probs.sum(axis=-1, keepdims=True)
+    kept = theory.kept_probability(probs[:, 0], probs[:, 1])
+    np.testing.assert_allclose(theory.divergence(probs[:, 0], probs[:, 1]), 1 - kept)
+
+    rounds = [speculate(probs.tolist(), 3, draw) for _ in range(4_000)]
+    coins = [coin for coins in rounds for coin in coins]
+    tokens = [[*coins, False].index(False) + 1 for coins in rounds]
+    assert_mean(coins, kept.mean())
+    assert_mean(tokens, theory.expected_tokens(float(kept.mean()), 3))
+    # Negative controls: what an exact match of two independent draws would keep, and
+    # an exponent that is off by one.
+    with pytest.raises(AssertionError):
+        assert_mean(coins, (probs[:, 0] * probs[:, 1]).sum(axis=-1).mean())
+    with pytest.raises(AssertionError):
+        assert_mean(tokens, theory.expected_tokens(float(kept.mean()), 2))
+
+
+def test_divergence_has_the_properties_of_corollary_3_4():
+    one, other = np.array([0.5, 0.5, 0.0]), np.array([0.0, 0.0, 1.0])
+    uneven = np.array([[0.2, 0.3, 0.5]])
+    assert theory.divergence(one, one) == 0 == theory.kept_probability(one, other)
+    assert theory.divergence(one, other) == 1 == theory.kept_probability(one, one)
+    assert theory.divergence(uneven, one[None]) == theory.divergence(one[None], uneven)
+    with pytest.raises(Exception, match="draft_probs|shape|type"):
+        theory.kept_probability(uneven, uneven[:, :2])
+
+
+def test_walltime_and_operations_by_hand():
+    assert theory.walltime_improvement(0.5, 0.25, 2) == pytest.approx(1.75 / 1.5)
+    assert theory.operations_factor(0.5, 0.25, 2) == pytest.approx(3.5 / 1.75)
+    for cost in (0.0, 0.3, 2.0):
+        assert theory.walltime_improvement(0.9, cost, 0) == 1
+        assert theory.operations_factor(0.9, cost, 0) == 1
+        # Nothing is ever kept, or everything is.
+        assert theory.walltime_improvement(0, cost, 3) == pytest.approx(
+            1 / (3 * cost + 1)
+        )
+        assert theory.walltime_improvement(1, cost, 3) == pytest.approx(
+            4 / (3 * cost + 1)
+        )
+
+
+def exact_improvement(acceptance, cost, gamma):
+    """Theorem 3.8 as a sum, in whole numbers."""
+    a, c = fractions.Fraction(acceptance), fractions.Fraction(cost)
+    return sum(a**i for i in range(gamma + 1)) / (1 + gamma * c)
+
+
+def brute_force(acceptance, cost, gamma_max):
+    return max(
+        range(gamma_max + 1), key=lambda g: exact_improvement(acceptance, cost, g)
+    )
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.125, 0.5, 0.75, 0.875, 1.0])
+@pytest.mark.parametrize("cost", [0.0, 0.03125, 0.125, 0.5, 0.75, 1.0, 3.0])
+def test_best_gamma_is_that_of_brute_force(acceptance, cost):
+    best = brute_force(acceptance, cost, 24)
+    assert theory.best_gamma(acceptance, cost, gamma_max=24) == best
+    assert theory.best_gamma(acceptance, cost, gamma_max=2) == min(best, 2)
+    assert theory.improves(acceptance, cost) == (best > 0)
+    reached = exact_improvement(acceptance, cost, best)
+    if best:
+        assert theory.guaranteed_improvement(acceptance, cost) <= reached * (1 + 1e-12)
+        assert theory.guaranteed_improvement(acceptance, cost) > 1
+    else:
+        with pytest.raises(ValueError, match="no gamma is faster"):
+            theory.guaranteed_improvement(acceptance, cost)
+    if best < 24:
+        assert theory.best_gamma(acceptance, cost) == best
+    else:
+        with pytest.raises(ValueError, match="every further draft helps.*gamma_max"):
+            theory.best_gamma(acceptance, cost)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "cost"), [(1 - 1e-6, 1e-9), (1 - 2**-53, 0.9), (1 - 2**-53, 5e-324)]
+)
+def test_best_gamma_that_brute_force_does_not_reach(acceptance, cost):
+    best = theory.best_gamma(acceptance, cost)
+    near = [
+        theory.walltime_improvement(acceptance, cost, best * n // 4) for n in (1, 9)
+    ]
+    assert best > 10**6
+    assert theory.walltime_improvement(acceptance, cost, best) >= max(near)
+
+
+def test_rows_of_the_figure():
+    rows = theory.improvement_rows([(0.8, 0.05), (0.3, 0.5)], gamma_max=10)
+    assert len(rows) == 22
+    assert [row["gamma"] for row in rows[:11]] == list(range(11))
+    assert rows[0]["improvement"] == rows[0]["operations"] == 1
+    for pair in (rows[:11], rows[11:]):
+        best = max(pair, key=lambda row: row["improvement"])
+        assert {row["best_gamma"] for row in pair} == {best["gamma"]}
+        assert {row["kind"] for row in pair} == {"theory"}
+
+
+COSTS = theory.CostCurve(
+    plain_s=1.0, rows=(1, 3, 5), verify_s=(1.25, 1.5, 2.5), draft_s=0.25, overhead_s=0.5
+)
+
+
+def test_round_times_are_linear_between_the_measured_rows():
+    assert COSTS.round_s(4).tolist() == [1.75, 2.125, 2.5, 3.25, 4.0]
+    assert COSTS.round_s(0).tolist() == [1.75]
+    with pytest.raises(ValueError, match="6 rows, and the table ends at 5"):
+        COSTS.round_s(5)
+
+
+def test_plan_is_the_best_of_all_gammas():
+    conditional = [0.9, 0.8, 0.8, 0.1]
+    tokens = [1, 1.9, 2.62, 3.196, 3.2536]
+    rates = [n / s for n, s in zip(tokens, COSTS.round_s(4), strict=True)]
+    chosen = theory.plan(conditional, COSTS)
+    assert chosen.gamma == rates.index(max(rates)) == 2
+    assert chosen.tokens_per_round == pytest.approx(2.62)
+    assert chosen.tokens_per_s == pytest.approx(chosen.speedup) == pytest.approx(1.048)
+    assert theory.plan([], COSTS).gamma == theory.plan([0.0] * 4, COSTS).gamma == 0
+    assert theory.plan([], COSTS).speedup == pytest.approx(1 / 1.75)
+
+
+def test_plan_agrees_with_the_paper_where_its_assumptions_hold():
+    for acceptance, cost in ((0.6, 0.05), (0.8, 0.125), (0.3, 0.5)):
+        flat = theory.CostCurve(
+            plain_s=2.0, rows=(1, 17), verify_s=(2.0, 2.0), draft_s=2.0 * cost
+        )
+        chosen = theory.plan([acceptance] * 16, flat)
+        assert chosen.gamma == theory.best_gamma(acceptance, cost)
+        assert chosen.speedup == pytest.approx(
+            theory.walltime_improvement(acceptance, cost, chosen.gamma)
+        )
+
+
+def test_ceilings_bound_what_either_side_can_bring():
+    conditional = [0.9, 0.8, 0.8, 0.1]
+    found = {
+        free: theory.ceiling(conditional, COSTS, free=free)
+        for free in ("drafting", "verification", "both")
+    }
+    assert found["drafting"] == pytest.approx(max(2.62 / 2.0, 3.196 / 2.5))
+    assert found["verification"] == pytest.approx(3.196 / 2.5)
+    assert found["both"] == pytest.approx(3.2536 / 1.75)
+    assert theory.plan(conditional, COSTS).speedup < min(found.values())
+    with pytest.raises(ValueError, match="'all' is none of"):
+        theory.ceiling(conditional, COSTS, free="all")
+
+
+def test_device_and_host_share_the_formulas():
+    conditional = np.array([0.9, 0.8, 0.8, 0.1], np.float32)
+    round_s = COSTS.round_s(4).astype(np.float32)
+    on_device = jax.jit(theory.goodput)(jnp.asarray(conditional), jnp.asarray(round_s))
+    np.testing.assert_allclose(
+        on_device, theory.goodput(conditional, round_s), rtol=1e-6
+    )
+    assert on_device.dtype == jnp.float32
+    probs = np.array([[0.2, 0.8], [1.0, 0.0]], np.float32)
+    for function in (theory.kept_probability, theory.divergence):
+        np.testing.assert_allclose(
+            jax.jit(function)(jnp.asarray(probs), jnp.asarray(probs[::-1])),
+            function(probs, probs[::-1]),
+            rtol=1e-6,
+        )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: theory.expected_tokens(1.5, 2), "acceptance=1.5 is no probability"),
+        (lambda: theory.expected_tokens(-0.1, 2), "acceptance=-0.1 is no probability"),
+        (lambda: theory.expected_tokens(math.nan, 2), "acceptance=nan is no prob"),
+        (lambda: theory.expected_tokens(0.5, -1), "gamma=-1 must not be negative"),
+        (lambda: theory.expected_tokens(0.5, 1.5), "gamma=1.5 must be an integer"),
+        (lambda: theory.walltime_improvement(0.5, -1, 2), "cost=-1 must be finite"),
+        (lambda: theory.walltime_improvement(0.5, math.nan, 2), "cost=nan must be"),
+        (lambda: theory.operations_factor(0.5, math.inf, 2), "operations=inf must be"),
+        (lambda: theory.best_gamma(0.5, 0.1, gamma_max=-1), "gamma_max=-1 must not"),
+        (
+            lambda: theory.improvement_rows([(0.5, 0.1)], gamma_max=-1),
+            "gamma_max=-1 must not",
+        ),
+        (lambda: theory.plan([0.5, None], COSTS), r"conditional\[1\] is missing"),
+        (lambda: theory.plan([0.5, 1.2], COSTS), r"conditional\[1\]=1.2 is no prob"),
+        (lambda: theory.plan([0.5] * 5, COSTS), "the table ends at 5"),
+    ],
+)
+def test_bad_numbers_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (dict(plain_s=0.0), "plain_s=0.0 and verify_s=.* must be above 0"),
+        (dict(verify_s=(1.0, 0.0, 1.0)), "must be above 0"),
+        (dict(verify_s=(1.0, -1.0, 1.0)), "verify_s=-1.0 must be finite"),
+        (dict(draft_s=-0.1), "draft_s=-0.1 must be finite"),
+        (dict(overhead_s=math.nan), "overhead_s=nan must be finite"),
+        (dict(rows=(2, 3, 5)), r"rows=\(2, 3, 5\) must rise from 1"),
+        (dict(rows=(1, 3, 3)), "must rise from 1"),
+        (dict(rows=(1, 3)), "one for each of the 3 times"),
+        (dict(rows=(), verify_s=()), "must rise from 1"),
+    ],
+)
+def test_bad_cost_curves_are_named(fault, message):
+    good = dict(plain_s=1.0, rows=(1, 3, 5), verify_s=(1.0, 1.0, 2.0), draft_s=0.0)
+    theory.CostCurve(**good)
+    with pytest.raises(ValueError, match=message):
+        theory.CostCurve(**(good | fault))
