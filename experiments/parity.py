@@ -1,10 +1,13 @@
 """Which operation is the first to differ between two ways to run the same window?
 
 Runs plain decoding and a verify path (or two implementations, slabs, dtypes) over one
-window of tokens after one prefix, records every operation of both, and compares bits.
+window of tokens after one text, records every operation of both, and compares bits.
+The K/V of that text is what plain decoding wrote, or (`--history own`) what windows of
+the second path wrote before this one: then it is compared first.
 Exit status: 0 no value differs, 2 one does, 1 the input was unusable. With `--inject`:
 0 if the first difference is where the fault was planted. With `--bundle`: 0 if every
-value of both runs is the one that the bundle was written with.
+value of both runs is the one that the bundle was written with. Whether a mismatch is
+met again is said, and does not change it.
 """
 
 import argparse
@@ -33,8 +36,10 @@ AS_EXPECTED, NOT_AS_EXPECTED = 0, 2
 
 def look(question: parity_question.Question) -> parity_report.Sight:
     """Runs and records both sides, and compares."""
-    scene, taken = question.scene, []
-    for side, fault in zip(question.sides, (None, question.fault), strict=True):
+    taken, planted = [], (None, question.fault)
+    for side, scene, fault in zip(
+        question.sides, question.scenes, planted, strict=True
+    ):
         path, params = side.record_path(question.config), question.params_of(side)
         if fault is None:
             taken.append(record_lib.take(path, params, scene))
@@ -43,10 +48,13 @@ def look(question: parity_question.Question) -> parity_report.Sight:
     first, second = question.sides
     return parity_report.Sight(
         name=question.name,
-        scene=scene,
+        scene=question.scenes[0],
+        history=question.history,
+        prefix=compare.compare_prefixes(*question.scenes),
         sides=question.sides,
         layers=question.layers,
         fault=question.fault,
+        mismatch=question.mismatch,
         records=tuple(taken),
         comparison=compare.compare(
             *taken, dtypes=(first.dtype, second.dtype), layers=question.layers
@@ -60,7 +68,8 @@ def _bundle_of(
     provenance: dict[str, Any],
 ) -> parity_bundle.Bundle:
     return parity_bundle.Bundle(
-        scene=question.scene,
+        scenes=question.scenes,
+        history=question.history,
         sides=question.sides,
         fault=question.fault,
         layers=question.layers,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from rich import console as rich_console
 
 from experiments.support import (
+    drafters,
     flags,
     mismatches,
     model_pair,
@@ -39,10 +40,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add_models(parser.add_argument_group("models"))
     _add_run_flags(parser.add_argument_group("runs"))
+    flags.add_sampling(parser.add_argument_group("sampling"))
     _add_design_flags(parser.add_argument_group("verification and caches"))
     flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    if args.dump_verify_mismatches and args.temperature:
+        parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
     return args
 
 
@@ -50,9 +54,12 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     flags.add_rounds(runs)
     runs.add_argument(
         "--drafter",
-        choices=("draft-model",),
+        choices=tuple(drafters.DRAFTERS),
         default="draft-model",
-        help="what proposes tokens (default: %(default)s)",
+        help="what proposes tokens: a draft model; prompt lookup (ngram); what mostly "
+        "followed in the text (suffix); that where it is sure, otherwise the draft "
+        "model (hybrid); plain decoding's own text, for a ceiling (oracle) "
+        "(default: %(default)s)",
     )
     flags.add_prompts(runs, default="10")
     flags.add_gen_tokens(runs, default=64)
@@ -63,12 +70,6 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
         "to decoding (default: the faster, rows with native kernels, else batched)",
     )
     flags.add_repeats(runs)
-    runs.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="recorded with the results; greedy decoding draws no random numbers",
-    )
     runs.add_argument(
         "--ignore-stop",
         action="store_true",
@@ -140,6 +141,7 @@ def make_settings(
             args.prefill == "rows" if args.prefill else pair.target.prefills_by_rows
         ),
         acceptance=args.acceptance,
+        sampling=flags.sampling_settings(args),
     )
 
 
@@ -161,6 +163,8 @@ def run_all(
         verify_path=args.verify_path,
         cache=args.cache,
         draft_cache=args.draft_cache,
+        drafter=args.drafter,
+        sampling_settings=flags.sampling_settings(args),
     )
     ids = prompt_runs.encode(pair, prompts, raw=args.raw)
     settings = make_settings(args, pair, prompts, ids)
@@ -233,6 +237,10 @@ def _description(args, pair, settings) -> dict:
         "capacity": settings.capacity,
         "prefill": "rows" if settings.prefill_by_rows else "batched",
         "repeats": args.repeats,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
         "seed": args.seed,
         "ignore_stop": args.ignore_stop,
         "raw": args.raw,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import rounds
+from spec_jax import rounds, sampling
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -27,6 +27,7 @@ class DecodeState:
     done: jax.Array  # [] bool
     starved: jax.Array  # [] bool
     cache: rounds.Cache
+    settings: sampling.SamplingSettings
     num_steps: jax.Array  # [] int32
 
 
@@ -36,8 +37,12 @@ def init_state(
     length: Int[Array, ""],
     limit: Int[Array, ""],
     cache: rounds.Cache,
+    settings: sampling.SamplingSettings | None = None,
 ) -> DecodeState:
-    """The state before the first step: `tokens[:length]` is the prompt."""
+    """The state before the first step: `tokens[:length]` is the prompt.
+
+    Greedy without `settings`, which are copied: the loop donates its state.
+    """
     return DecodeState(
         tokens=tokens,
         length=length,
@@ -45,6 +50,7 @@ def init_state(
         done=length >= limit,
         starved=jnp.zeros((), bool),
         cache=cache,
+        settings=sampling.copy_or_greedy(settings),
         num_steps=jnp.int32(0),
     )
 
@@ -65,7 +71,9 @@ def run_step(
         start=n - 1,
         num_live=jnp.int32(1),
     )
-    token = target.choose(logits, jnp.int32(1))[0]
+    token = rounds.own_tokens(
+        target, logits, state.settings, first_position=n, num_live=jnp.int32(1)
+    )[0]
     starved = target.is_starved(cache)
     at = jnp.where(starved, state.tokens.shape[0], n)
     length = jnp.where(starved, n, n + 1)
@@ -116,8 +124,11 @@ def replay(
     tokens: Int[Array, " max_len"],
     start: Int[Array, ""],
     stop: Int[Array, ""],
+    settings: sampling.SamplingSettings | None = None,
 ) -> tuple[rounds.Cache, Int[Array, " max_len"]]:
     """What plain decoding would choose after each prefix of a *given* text.
+
+    Greedily, or as it would draw with `settings`.
 
     Feeds `tokens[start - 1 .. stop - 2]` one at a time, whatever it would have chosen
     itself. `cache` holds the K/V of `[0, start - 1)` and is donated.
@@ -126,6 +137,8 @@ def replay(
       The cache and, at each position `start .. stop - 1`, the token that plain
       decoding chooses there; elsewhere the given tokens.
     """
+
+    settings = sampling.copy_or_greedy(settings)
 
     def body(position, carry):
         cache, chosen = carry
@@ -136,7 +149,9 @@ def replay(
             start=position - 1,
             num_live=jnp.int32(1),
         )
-        token = target.choose(logits, jnp.int32(1))[0]
+        token = rounds.own_tokens(
+            target, logits, settings, first_position=position, num_live=jnp.int32(1)
+        )[0]
         return cache, chosen.at[position].set(token)
 
     return jax.lax.fori_loop(start, stop, body, (cache, tokens))

@@ -80,11 +80,18 @@ def run_round(
         target_params, inner.cache, tokens=window, start=n - 1, num_live=num_rows
     )
     starved = verify.is_starved(mirror)
-    seen = verify.choose(logits, num_rows)[: window.shape[0]]
+    seen = rounds.own_tokens(
+        verify, logits, inner.settings, first_position=n, num_live=num_rows
+    )[: window.shape[0]]
     mirror = verify.truncate(mirror, n - 1)
 
     decode = functools.partial(
-        _decode_rows, target, target_params, window=window, start=n - 1
+        _decode_rows,
+        target,
+        target_params,
+        inner.settings,
+        window=window,
+        start=n - 1,
     )
     commit, own, fed = decode(state.commit_cache, num_rows=num_rows, given=False)
     mirror, _, mirrored = decode(mirror, num_rows=fed, given=True)
@@ -115,7 +122,7 @@ def run_round(
     )
 
 
-def _decode_rows(target, params, cache, *, window, start, num_rows, given):
+def _decode_rows(target, params, settings, cache, *, window, start, num_rows, given):
     """Decodes rows of the window one at a time.
 
     Args:
@@ -141,7 +148,13 @@ def _decode_rows(target, params, cache, *, window, start, num_rows, given):
             start=start + row,
             num_live=jnp.int32(1),
         )
-        token = target.choose(logits, jnp.int32(1))[0]
+        token = rounds.own_tokens(
+            target,
+            logits,
+            settings,
+            first_position=start + row + 1,
+            num_live=jnp.int32(1),
+        )[0]
         agrees = given | (token == window.at[row + 1].get(mode="fill", fill_value=-1))
         goes_on = agrees & ~target.is_starved(cache)
         return row + 1, cache, own.at[row].set(token), goes_on

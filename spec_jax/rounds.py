@@ -9,28 +9,40 @@ nor Qwen3. For a sequence with committed tokens `x[0, n)`:
 
     1 draft     d_1 .. d_g,  g = min(gamma, tokens still wanted - 1)
     2 verify    rows (x[n-1], n-1), (d_1, n), .., (d_g, n+g-1)     one target forward
-    3 accept    a = length of the leading run with d_i == argmax(logits[i-1])
-    4 commit    d_1 .. d_a and argmax(logits[a]), cut after the first stop token
+    3 accept    t_i = the target's own choice by logits[i]: their argmax or, where
+                `settings` say so, what it draws with the noise of position n+i;
+                a = length of the leading run with d_i == t_(i-1)
+    4 commit    d_1 .. d_a and t_a, cut after the first stop token
     5 truncate  target to n'-1; the drafter forgets what was not committed
 
-`gamma` is data: the same executable with gamma 0 is plain decoding.
+`gamma` is data: the same executable with gamma 0 is plain decoding. The noise is keyed
+by seed and position, so what is drawn is what plain decoding draws with that seed, bit
+for bit. Two other rules of acceptance keep the distribution alone, see `Rule`.
 """
 
 import enum
 import functools
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import acceptance
+from spec_jax import acceptance, sampling
 
 
 Params = Any
 Memory = Any
 Cache = Any
+
+
+Rule = Literal["sample-path", "rejection", "block"]
+"""How a draft is judged, see `acceptance`: it is kept where it is what the target
+draws itself; or with the target's distribution as the law of what is committed, draft
+by draft or as a block. The first writes the stream of plain decoding, bit for bit."""
+
+RULES: tuple[str, ...] = get_args(Rule)
 
 
 class Origin(enum.IntEnum):
@@ -82,12 +94,43 @@ class Proposal:
 
     tokens: jax.Array  # [gamma_max] int32
     num_drafted: jax.Array  # [] int32
+    # [gamma_max, V] float32: the distribution that each token was drawn from, filters
+    # included; None for tokens that were certain. Rule "sample-path" needs none.
+    probs: jax.Array | None = None
 
 
 class Drafter(Protocol):
-    """Proposes continuations. Hashable; everything that changes is in `memory`."""
+    """Proposes continuations, by functions of a memory that the loop carries.
+
+    Hashable: it is a static argument, and equal drafters share an executable. The
+    memory is a pytree of arrays, no two of which share a buffer, of shapes and dtypes
+    that never change; everything that changes is in it. `init` and `prefill` run on
+    the host, `propose` and `commit` are traced into the loop and call nothing outside
+    of it. No proposal can make the output wrong: a bad one only costs time.
+
+    A drafter with a vocabulary of its own says so by an attribute `vocab_size`, which
+    `session.check_pair` compares with the target's. `testing.check_drafter` checks
+    what is promised here.
+    """
 
     gamma_max: int
+
+    def init(self, *, capacity: int, page_size: int) -> Memory:
+        """Allocates the empty memory of a text, outside of whatever is timed.
+
+        Args:
+          capacity: positions that the target's cache holds; a text has one token more
+            at most.
+          page_size: positions per page, for a memory that has pages.
+        """
+        ...
+
+    def prefill(self, params: Params, memory: Memory, prompt: list[int]) -> Memory:
+        """Takes in the prompt, whose last token is pending: part of what is timed.
+
+        The memory is as `init` made it, and donated. The prompt is not empty.
+        """
+        ...
 
     def propose(
         self,
@@ -98,11 +141,18 @@ class Drafter(Protocol):
         length: Int[Array, ""],
         gamma: Int[Array, ""],
     ) -> tuple[Memory, Proposal]:
-        """Drafts at most `gamma` tokens to follow `tokens[:length]`."""
+        """Drafts at most `gamma` tokens to follow `tokens[:length]`.
+
+        What stands behind `length` means nothing. `gamma` may be 0, and never asks for
+        more than the target's capacity, less `length`.
+        """
         ...
 
     def commit(self, params: Params, memory: Memory, length: Int[Array, ""]) -> Memory:
-        """Learns that `tokens[:length]` are committed, and nothing after them."""
+        """Learns that `tokens[:length]` are committed, and nothing after them.
+
+        Of the last proposal, all that the target kept or less stands there.
+        """
         ...
 
 
@@ -120,6 +170,7 @@ class RoundState:
     starved: jax.Array  # [] bool, ended because the cache had no room
     cache: Cache  # the target's
     memory: Memory  # the drafter's
+    settings: sampling.SamplingSettings  # of the target's own tokens
     #
     # Reported statistics
     #
@@ -141,8 +192,12 @@ def init_state(
     cache: Cache,
     memory: Memory,
     gamma_max: int,
+    settings: sampling.SamplingSettings | None = None,
 ) -> RoundState:
-    """The state before the first round: `tokens[:length]` is the prompt."""
+    """The state before the first round: `tokens[:length]` is the prompt.
+
+    Greedy without `settings`, which are copied: the loop donates its state.
+    """
     zero = functools.partial(jnp.zeros, dtype=jnp.int32)
     return RoundState(
         tokens=tokens,
@@ -152,6 +207,7 @@ def init_state(
         starved=jnp.zeros((), bool),
         cache=cache,
         memory=memory,
+        settings=sampling.copy_or_greedy(settings),
         origins=jnp.zeros(tokens.shape, jnp.int8),
         num_rounds=zero(()),
         num_proposed=zero(()),
@@ -171,6 +227,7 @@ def run_round(
     *,
     gamma: Int[Array, ""],
     stop_ids: Int[Array, " num_stop"],
+    rule: Rule = "sample-path",
 ) -> RoundState:
     """Runs one round. A round that the cache has no room for commits nothing."""
     target_params, draft_params = params
@@ -191,10 +248,8 @@ def run_round(
         num_live=num_live,
     )
     starved = target.is_starved(cache)
-    target_tokens = target.choose(logits, num_live)[: gamma_max + 1]
-    verdict = acceptance.accept_exact(
-        proposal.tokens, target_tokens, proposal.num_drafted
-    )
+    judge = _judge_by_tokens if rule == "sample-path" else _judge_by_odds
+    verdict = judge(target, state, proposal, logits, rule=rule)
     state = commit_verdict(
         state.replace(cache=cache, memory=memory),
         verdict,
@@ -205,6 +260,72 @@ def run_round(
     return state.replace(
         cache=target.truncate(cache, state.length - 1),
         memory=drafter.commit(draft_params, memory, state.length),
+    )
+
+
+def own_tokens(
+    target: Target,
+    logits: Float[Array, "R V"],
+    settings: sampling.SamplingSettings,
+    *,
+    first_position: Int[Array, ""],
+    num_live: Int[Array, ""],
+) -> Int[Array, " R"]:
+    """The target's own token after each live row, drawn or of highest logit.
+
+    Row `i` gives the token of position `first_position + i`. Nothing is drawn, and
+    nothing paid for it, at temperature 0.
+    """
+    return jax.lax.cond(
+        settings.temperature == 0,
+        lambda logits: target.choose(logits, num_live),
+        lambda logits: sampling.sample_rows(
+            logits, settings, first_position=first_position, num_live=num_live
+        ),
+        logits,
+    )
+
+
+def _judge_by_tokens(target, state, proposal, logits, *, rule):
+    """The verdict of the rule that keeps drafts equal to the target's own tokens."""
+    del rule
+    own = own_tokens(
+        target,
+        logits,
+        state.settings,
+        first_position=state.length,
+        num_live=proposal.num_drafted + 1,
+    )
+    return acceptance.accept_exact(
+        proposal.tokens, own[: proposal.tokens.shape[0] + 1], proposal.num_drafted
+    )
+
+
+def _judge_by_odds(target, state, proposal, logits, *, rule):
+    """The verdict of a rule that throws coins; its noise is keyed by the round."""
+    del target
+    (gamma_max,) = proposal.tokens.shape
+    vocab_size = logits.shape[-1]
+    draft_probs = proposal.probs
+    if draft_probs is None:
+        draft_probs = jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
+    settings = state.settings
+    accept = {
+        "rejection": acceptance.accept_rejection,
+        "block": acceptance.accept_block,
+    }[rule]
+    return accept(
+        proposal.tokens,
+        draft_probs,
+        sampling.distribution(logits[: gamma_max + 1], settings),
+        proposal.num_drafted,
+        coins=sampling.coins(settings.seed, state.length, gamma=gamma_max),
+        noise=sampling.noise(
+            settings.seed,
+            state.length,
+            vocab_size=vocab_size,
+            stream=sampling.Stream.OWN,
+        ),
     )
 
 
@@ -278,7 +399,7 @@ def _count(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",)
+    jax.jit, static_argnames=("target", "drafter", "rule"), donate_argnames=("state",)
 )
 def generate(
     target: Target,
@@ -289,12 +410,13 @@ def generate(
     gamma: Int[Array, ""],
     stop_ids: Int[Array, " num_stop"],
     max_rounds: Int[Array, ""],
+    rule: Rule = "sample-path",
 ) -> RoundState:
     """Runs rounds on the device until the sequence is done, or `max_rounds` passed.
 
-    The tokens are those of `autoregressive.generate`, bit for bit. Called for a few
-    rounds at a time (for progress or streaming) it returns the same bits from the
-    same executable.
+    The tokens are those of `autoregressive.generate`, bit for bit, unless another rule
+    is asked for. Called for a few rounds at a time (for progress or streaming) it
+    returns the same bits from the same executable.
 
     Args:
       params: of the target and of the drafter.
@@ -302,6 +424,7 @@ def generate(
       gamma: tokens to draft a round, in `0 .. drafter.gamma_max`.
       stop_ids: tokens that end the sequence; -1 matches nothing.
       max_rounds: each unfinished round commits a token, so `limit` rounds suffice.
+      rule: how drafts are judged.
     """
 
     def keep_going(carry):
@@ -311,7 +434,13 @@ def generate(
     def body(carry):
         step, state = carry
         state = run_round(
-            target, drafter, params, state, gamma=gamma, stop_ids=stop_ids
+            target,
+            drafter,
+            params,
+            state,
+            gamma=gamma,
+            stop_ids=stop_ids,
+            rule=rule,
         )
         return step + 1, state
 

@@ -145,6 +145,13 @@ def make_settings(
     )
 
 
+def copy_or_greedy(settings: SamplingSettings | None) -> SamplingSettings:
+    """The settings in arrays of their own; those of greedy decoding without any."""
+    if settings is None:
+        return make_settings(temperature=0.0)
+    return jax.tree.map(jnp.array, settings)
+
+
 def _last_true(holds, low: int, high: int, num_steps: int) -> Int[Array, ""]:
     """The largest `t` in `[low, high)` with `holds(t)`, which is true up to there.
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import autoregressive, rounds
-from spec_jax.drafters import draft_model
-from spec_jax.model import params as params_lib, qwen3, row_model
+from spec_jax import autoregressive, rounds, sampling
+from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
 from spec_jax.paging import cache as paged
 
 
@@ -36,10 +35,13 @@ def check_gamma(gamma: int, gamma_max: int) -> None:
         raise ValueError(f"{gamma=} is outside [0, {gamma_max}]")
 
 
-def check_pair(target: row_model.RowModel, drafter: draft_model.DraftModel) -> None:
-    """Raises `ValueError` unless the draft can propose for the target."""
-    draft_size = drafter.model.config.vocab_size
+def check_pair(target: row_model.RowModel, drafter: rounds.Drafter) -> None:
+    """Raises `ValueError` unless the drafter can propose for the target.
+
+    A drafter without a `vocab_size` repeats tokens that it was shown, and fits any.
+    """
     target_size = target.config.vocab_size
+    draft_size = getattr(drafter, "vocab_size", target_size)
     if draft_size != target_size:
         raise ValueError(
             f"draft and target have different vocabularies: {draft_size} and "
@@ -80,14 +82,7 @@ def prefill(
 
     The first generated token therefore comes from the row path like all others.
     """
-    known = prompt[:-1]
-    if not known:
-        return kv
-    padded = np.zeros((qwen3.bucket(len(known)),), np.int32)
-    padded[: len(known)] = known
-    return model.prefill(
-        params, kv, jax.device_put(padded), jnp.int32(len(known)), by_rows=by_rows
-    )
+    return prompt_lib.prefill(model, params, kv, prompt[:-1], by_rows=by_rows)
 
 
 def begin_plain(
@@ -98,10 +93,12 @@ def begin_plain(
     *,
     max_tokens: int,
     prefill_by_rows: bool | None = None,
+    settings: sampling.SamplingSettings | None = None,
 ) -> autoregressive.DecodeState:
     """Checks the prompt and prefills it. `kv` is empty, and donated.
 
-    Generation ends after `max_tokens`, or earlier where the cache is full.
+    Generation ends after `max_tokens`, or earlier where the cache is full. It is
+    greedy without `settings` (`sampling.make_settings`), which are copied.
     """
     capacity = kv.slot_capacity
     check_prompt(prompt, vocab_size=target.config.vocab_size, capacity=capacity)
@@ -111,31 +108,38 @@ def begin_plain(
         length=jnp.int32(len(prompt)),
         limit=jnp.int32(min(len(prompt) + max_tokens, capacity + 1)),
         cache=kv,
+        settings=settings,
     )
 
 
 def begin(
     target: row_model.RowModel,
-    drafter: draft_model.DraftModel,
-    params: tuple[params_lib.Params, params_lib.Params],
+    drafter: rounds.Drafter,
+    params: tuple[params_lib.Params, rounds.Params],
     kv: paged.PagedKV,
-    memory: paged.PagedKV,
+    memory: rounds.Memory,
     prompt: list[int],
     *,
     max_tokens: int,
     prefill_by_rows: bool | None = None,
+    settings: sampling.SamplingSettings | None = None,
 ) -> rounds.RoundState:
-    """As `begin_plain`, for the rounds: both models prefill. Both caches are donated.
+    """As `begin_plain`, for the rounds: target and drafter take in the prompt.
+
+    Args:
+      params: of the target and of the drafter.
+      memory: what `drafter.init` allocated; donated, as `kv` is.
+      prefill_by_rows: of the target alone.
 
     Raises:
-      ValueError: a prompt or a pair of models that cannot be used.
+      ValueError: a prompt that cannot be used, or a drafter that does not fit.
     """
     check_pair(target, drafter)
     capacity = kv.slot_capacity
     check_prompt(prompt, vocab_size=target.config.vocab_size, capacity=capacity)
     target_params, draft_params = params
     kv = prefill(target, target_params, kv, prompt, by_rows=prefill_by_rows)
-    memory = prefill(drafter.model, draft_params, memory, prompt)
+    memory = drafter.prefill(draft_params, memory, prompt)
     return rounds.init_state(
         _text_buffer(prompt, capacity),
         length=jnp.int32(len(prompt)),
@@ -143,6 +147,7 @@ def begin(
         cache=kv,
         memory=memory,
         gamma_max=drafter.gamma_max,
+        settings=settings,
     )
 
 
@@ -161,6 +166,8 @@ def check_state(state: rounds.RoundState | autoregressive.DecodeState) -> None:
             f"{kv.num_pages} pages of {kv.page_size} tokens are free, and a sequence "
             f"holds at most {kv.slot_capacity} tokens"
         )
+    # A memory may hold caches anywhere, or none.
     caches = [kv, getattr(state, "memory", None)]
-    if any(bool(c.refused.any()) for c in caches if isinstance(c, paged.PagedKV)):
+    parts = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, paged.PagedKV))
+    if any(bool(c.refused.any()) for c in parts if isinstance(c, paged.PagedKV)):
         raise RuntimeError("a cache refused an operation of the loop")

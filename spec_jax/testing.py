@@ -1,9 +1,22 @@
-"""What tests and experiments need to compare bits, and values with an oracle."""
+"""What tests need: bits compared, values against an oracle, and the drafter kit.
 
+`check_drafter` holds any drafter to what `rounds.Drafter` promises, on the tiny target
+of `bench` or on another one. Each of its clauses can be called alone.
+"""
+
+import copy
+import dataclasses
+import functools
 import math
+import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from spec_jax import bench as bench_lib, rounds, session
 
 
 def bits(x: jax.Array | np.ndarray) -> np.ndarray:
@@ -72,3 +85,285 @@ def assert_rows_close(actual, expected, *, dtype, reduction: int) -> None:
             f"{far.sum()} of {far.size} rows are off by more than {allowed:.2g}: "
             f"up to {np.max(error):.2g} of their norm"
         )
+
+
+def check_drafter(
+    drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench | None = None
+) -> None:
+    """Raises `AssertionError` unless the drafter keeps what `rounds.Drafter` promises.
+
+    The message begins with the clause that is broken.
+
+    Args:
+      params: the drafter's.
+      bench: `bench.tiny` where it is None. A drafter whose parameters know a text or a
+        vocabulary needs one of its own.
+
+    Raises:
+      ValueError: a drafter that does not fit the target, see `session.check_pair`.
+    """
+    bench = bench or bench_lib.tiny(drafter.gamma_max)
+    session.check_pair(bench.target, drafter)
+    for check in CLAUSES.values():
+        check(drafter, params, bench)
+
+
+def _fail_if(is_broken: bool, clause: str, why: str) -> None:
+    if is_broken:
+        raise AssertionError(f"{clause}: {why}")
+
+
+def _shapes(tree) -> Any:
+    """Shape, dtype and weakness of each leaf, and the structure."""
+    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda x: x, tree))
+    return [(x.shape, x.dtype.name, x.weak_type) for x in leaves], structure
+
+
+def _call(drafter: rounds.Drafter) -> Callable:
+    """`drafter.propose` by position: params, memory, tokens, length, gamma."""
+    return lambda params, memory, tokens, length, gamma: drafter.propose(
+        params, memory, tokens=tokens, length=length, gamma=gamma
+    )
+
+
+def _begin(drafter, params, bench, text) -> rounds.Memory:
+    return drafter.prefill(params, drafter.init(**bench.sizes), list(text))
+
+
+def _buffer(bench: bench_lib.Bench, text: list[int], *, behind: int = 0) -> jax.Array:
+    tokens = np.full((bench.capacity + 1,), behind, np.int32)
+    tokens[: len(text)] = text
+    return jnp.asarray(tokens)
+
+
+def check_static(drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench) -> None:
+    """Hashable; memory and proposal have the same shapes and dtypes in every round."""
+    clause = "static shapes"
+    try:
+        hash(drafter)
+    except TypeError as error:
+        raise AssertionError(
+            f"{clause}: the drafter is not hashable: {error}"
+        ) from None
+    fresh = drafter.init(**bench.sizes)
+    for leaf in jax.tree.leaves(fresh):
+        is_array = isinstance(leaf, jax.Array)
+        _fail_if(not is_array, clause, f"the memory holds {leaf!r}, not an array")
+    expected = _shapes(fresh)
+    gamma_max, number = drafter.gamma_max, jax.ShapeDtypeStruct((), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((bench.capacity + 1,), jnp.int32)
+    for prompt in bench.prompts:
+        memory = _begin(drafter, params, bench, prompt)
+        proposed, proposal = jax.eval_shape(
+            _call(drafter), params, memory, tokens, number, number
+        )
+        committed = jax.eval_shape(drafter.commit, params, memory, number)
+        for name, tree in (
+            ("prefill", memory),
+            ("propose", proposed),
+            ("commit", committed),
+        ):
+            shapes = _shapes(tree)
+            why = f"{name} makes a memory of {shapes} from one of {expected}"
+            _fail_if(shapes != expected, clause, why)
+        drafts, count = proposal.tokens, proposal.num_drafted
+        is_right = (drafts.shape, count.shape) == ((gamma_max,), ())
+        is_right &= drafts.dtype == count.dtype == jnp.int32
+        why = f"{proposal} is not int32 tokens [{gamma_max}] and an int32 number"
+        _fail_if(not is_right, clause, why)
+
+
+def check_pure(drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench) -> None:
+    """Nothing but the arguments matters, and nothing calls back to the host."""
+    memory = _begin(drafter, params, bench, bench.prompts[0])
+    number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
+    traced = {
+        "propose": (_call(drafter), params, memory, tokens, number, number),
+        "commit": (drafter.commit, params, memory, number),
+    }
+    for name, (function, *arguments) in traced.items():
+        # A new function each time, as a trace of the same one would be found again.
+        first, second = (
+            jax.make_jaxpr(functools.partial(function))(*arguments) for _ in range(2)
+        )
+        call = re.search(r"\b\w*callback\b", str(first.jaxpr))
+        why = f"{name} calls the host by {call and call[0]}"
+        _fail_if(call is not None, "no host", why)
+        why = f"two traces of {name} with the same arguments differ"
+        _fail_if(not _same_program(first, second), "pure functions", why)
+
+
+def _same_program(first: Any, second: Any) -> bool:
+    """Whether two traces have the same operations and the same constants."""
+    # Addresses of functions are printed too, and mean nothing.
+    texts = [re.sub("0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, second)]
+    try:
+        assert_same_bits(first.consts, second.consts)
+    except AssertionError:
+        return False
+    return texts[0] == texts[1]
+
+
+def _drafts(proposal: rounds.Proposal) -> list[int]:
+    return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()
+
+
+def _gamma(bench: bench_lib.Bench, text: list[int], gamma: int) -> jax.Array:
+    """`gamma`, or as much of it as there is room for: all that rounds ask for."""
+    return jnp.int32(min(gamma, bench.capacity - len(text)))
+
+
+@functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
+def _jitted(drafter, params, memory, tokens, length, gamma):
+    return _call(drafter)(params, memory, tokens, length, gamma)
+
+
+def _propose(drafter, params, memory, bench, text, *, gamma, behind=0):
+    """A proposal after `text`; a copy of the memory is donated to it."""
+    return _jitted(
+        drafter,
+        params,
+        jax.tree.map(jnp.array, memory),
+        _buffer(bench, text, behind=behind),
+        jnp.int32(len(text)),
+        _gamma(bench, text, gamma),
+    )[1]
+
+
+def check_proposals(
+    drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """At most gamma tokens, of the vocabulary, from the committed text alone."""
+    vocab_size = bench.target.config.vocab_size
+    for prompt in bench.prompts:
+        text = bench.plain(prompt)
+        text = text[: (len(prompt) + len(text)) // 2]
+        memory = _begin(drafter, params, bench, text)
+        after_text = functools.partial(_propose, drafter, params, memory, bench, text)
+        for gamma in range(drafter.gamma_max + 1):
+            proposal = after_text(gamma=gamma)
+            num_drafted, drafts = int(proposal.num_drafted), _drafts(proposal)
+            why = f"{num_drafted} tokens for {gamma=}"
+            _fail_if(not 0 <= num_drafted <= gamma, "number drafted", why)
+            is_known = all(0 <= token < vocab_size for token in drafts)
+            why = f"{drafts} are not all in [0, {vocab_size})"
+            _fail_if(not is_known, "vocabulary", why)
+            for behind in (1, vocab_size - 1):
+                changed = _drafts(after_text(gamma=gamma, behind=behind))
+                why = f"{behind} behind the text turns {drafts} into {changed}"
+                _fail_if(changed != drafts, "reads past the end", why)
+
+
+def check_memory(drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench) -> None:
+    """The memory is its leaves, no more, and all of them can be donated."""
+    clause, number = "memory round trip", jnp.int32(1)
+    for prompt in bench.prompts:
+        memory = _begin(drafter, params, bench, prompt)
+        held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory) if x.size]
+        is_shared = len(set(held)) < len(held)
+        why = "two leaves share a buffer, and could not both be donated"
+        _fail_if(is_shared, clause, why)
+        # Closed over, a memory does not go through its leaves.
+        whole, copied = (
+            jax.make_jaxpr(functools.partial(_call(drafter), params, held))(
+                _buffer(bench, list(prompt)), number, number
+            )
+            for held in (memory, jax.tree.map(jnp.array, memory))
+        )
+        why = "a memory that is put together from its leaves drafts otherwise"
+        _fail_if(not _same_program(whole, copied), clause, why)
+
+
+def check_truncation(
+    drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """After a commit, drafts are those of a memory that never saw any other text."""
+    commit = jax.jit(drafter.commit)
+    for prompt in bench.prompts:
+        text, length = bench.plain(prompt), len(prompt)
+        memory = _begin(drafter, params, bench, prompt)
+        for number in range(len(text)):
+            tokens, n = _buffer(bench, text[:length]), jnp.int32(length)
+            gamma = _gamma(bench, text[:length], drafter.gamma_max)
+            memory, proposal = _jitted(drafter, params, memory, tokens, n, gamma)
+            drafts = _drafts(proposal)
+            fresh = _begin(drafter, params, bench, text[:length])
+            expected = _drafts(_jitted(drafter, params, fresh, tokens, n, gamma)[1])
+            why = f"{drafts} after {number} rounds, {expected} from a fresh memory"
+            _fail_if(drafts != expected, "truncation", why)
+            agrees = [d == t for d, t in zip(drafts, text[length:], strict=False)]
+            accepted = [*agrees, False].index(False)
+            # Now and then fewer are committed than the target would have kept.
+            length += 1 + min(accepted, number % (drafter.gamma_max + 1))
+            if length >= len(text):
+                break
+            memory = commit(params, memory, jnp.int32(length))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Watched:
+    """The drafter, and a note in `traces` for each time that it is traced."""
+
+    inner: rounds.Drafter
+    traces: list = dataclasses.field(compare=False)
+
+    @property
+    def gamma_max(self) -> int:
+        return self.inner.gamma_max
+
+    def init(self, **sizes):
+        return self.inner.init(**sizes)
+
+    def prefill(self, params, memory, prompt):
+        return self.inner.prefill(params, memory, prompt)
+
+    def propose(self, params, memory, **arguments):
+        self.traces.append(tuple(arguments))
+        return self.inner.propose(params, memory, **arguments)
+
+    def commit(self, params, memory, length):
+        return self.inner.commit(params, memory, length)
+
+
+def check_lossless(
+    drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """Rounds commit the tokens of plain decoding, by one executable for all of them.
+
+    Every prompt with every gamma; limits of one and two tokens, a stop token, and a
+    cache that is full before the limit.
+    """
+    traces, known = [], None
+    for prompt in bench.prompts:
+        text = bench.plain(prompt)
+        middle = text[(len(prompt) + len(text)) // 2]
+        cases = [
+            (gamma, bench.max_tokens, ()) for gamma in range(drafter.gamma_max + 1)
+        ]
+        cases += [(drafter.gamma_max, few, ()) for few in (1, 2, bench.capacity)]
+        cases += [(drafter.gamma_max, bench.max_tokens, (middle,))]
+        for gamma, max_tokens, stop_ids in cases:
+            ends = {"max_tokens": max_tokens, "stop_ids": stop_ids}
+            # A copy is the same drafter, and so the same executable.
+            watched = _Watched(inner=copy.deepcopy(drafter), traces=traces)
+            try:
+                written = bench.rounds(watched, params, prompt, gamma=gamma, **ends)
+            except (MemoryError, RuntimeError) as error:
+                raise AssertionError(f"lossless: {error}, {gamma=}, {ends}") from None
+            expected = bench.plain(prompt, **ends)
+            why = f"{written} with {gamma=}, {ends}, plain decoding {expected}"
+            _fail_if(written != expected, "lossless", why)
+            known = known or len(traces)
+            why = f"traced again for {gamma=}, {ends}, a prompt of {len(prompt)} tokens"
+            _fail_if(len(traces) > known, "no retrace", why)
+
+
+CLAUSES: dict[str, Callable[[rounds.Drafter, Any, bench_lib.Bench], None]] = {
+    "static": check_static,
+    "pure": check_pure,
+    "proposals": check_proposals,
+    "memory": check_memory,
+    "truncation": check_truncation,
+    "lossless": check_lossless,
+}
+"""What `check_drafter` checks, cheapest first."""

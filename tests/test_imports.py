@@ -14,7 +14,8 @@ ARRAYS_ONLY = {"acceptance", "sampling", "theory", "metrics"}
 
 ARROWS = {
     "typing": set(),
-    "testing": {"typing"},
+    "testing": {"typing", "bench", "rounds", "session"},
+    "bench": {"typing", "model", "rounds", "autoregressive", "session"},
     **{name: {"typing"} for name in ARRAYS_ONLY},
     "pallas": {"typing"},
     "native": {"typing"},

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_jax import session
+from spec_jax import session, testing
 from spec_jax.microscope import (
     compare,
     faults,
     fused,
+    history,
     record as record_lib,
     scene as scene_lib,
 )
@@ -38,10 +39,19 @@ def scene() -> scene_lib.Scene:
     return scene_lib.capture(kv, PREFIX, WINDOW)
 
 
-def path(name="paged-decode", *, impl="native", dtype="bfloat16", slab=5, page_size=8):
+def path(
+    name="paged-decode",
+    *,
+    dtype="bfloat16",
+    slab=5,
+    page_size=8,
+    window_rows=None,
+):
     config = dataclasses.replace(CONFIG, dtype=dtype)
-    model = row_model.RowModel(config=config, impl=impl, slab=slab)
-    return record_lib.Path(name=name, model=model, page_size=page_size)
+    model = row_model.RowModel(config=config, impl="native", slab=slab)
+    return record_lib.Path(
+        name=name, model=model, page_size=page_size, window_rows=window_rows
+    )
 
 
 def params_of(path) -> params_lib.Params:
@@ -259,8 +269,12 @@ def test_faults_that_cannot_be_planted(spec, name, message):
 def test_scenes_and_paths_that_cannot_be_used():
     with pytest.raises(ValueError, match="path 'sideways' is not one of decode"):
         path("sideways")
-    with pytest.raises(ValueError, match="4 tokens does not fit a slab of 3"):
+    with pytest.raises(ValueError, match="4 rows does not fit a slab of 3"):
         record_lib.take(path(slab=3), PARAMS, scene())
+    with pytest.raises(ValueError, match="6 rows does not fit a slab of 5"):
+        record_lib.take(path(window_rows=6), PARAMS, scene())
+    with pytest.raises(ValueError, match="4 tokens does not fit window_rows=3"):
+        record_lib.take(path(window_rows=3), PARAMS, scene())
     kv = path().model.new_cache(capacity=8, page_size=8)
     with pytest.raises(ValueError, match="holds 0 positions, not 2"):
         scene_lib.capture(kv, (1, 2), (3,))
@@ -268,6 +282,62 @@ def test_scenes_and_paths_that_cannot_be_used():
         scene_lib.capture(kv, (), ())
     with pytest.raises(ValueError, match="shape"):
         compare.cell_of(np.zeros((2, 3)), np.zeros((2, 4)))
+
+
+#
+# Histories
+#
+
+
+def written(path, starts) -> scene_lib.Scene:
+    """The scene after windows of the path from `starts[0]`, prefilled by rows."""
+    model, params = path.model, params_of(path)
+    sizes = {"capacity": qwen3.bucket(len(PREFIX + WINDOW)), "page_size": 8}
+    kv = model.new_cache(**sizes)
+    known = decoding.PROMPT[: starts[0] + 1]
+    kv = session.prefill(model, params, kv, known, by_rows=True)
+    kv = history.write(path, params, kv, tokens=PREFIX, starts=starts)
+    return scene_lib.capture(kv, PREFIX, WINDOW)
+
+
+def test_windows_of_rows_write_what_decoding_writes():
+    """Fails if a window begins in another place, or a row is lost between two."""
+    for starts in ((2, 6, 10), (10,)):
+        found = written(path(), starts)
+        testing.assert_same_bits((found.k, found.v), (scene().k, scene().v))
+
+
+def test_windows_of_another_path_write_something_else():
+    """Negative control."""
+    flash = path("flash", dtype="float32")
+    found = compare.compare_prefixes(written(flash, (10,)), written(flash, (2, 6, 10)))
+    first = found.first
+    assert (first.position, first.layer, first.part) == (2, 0, "k")
+    assert 0 < first.cell.differing < found.differing < found.elements
+
+
+def test_windows_that_do_not_follow_the_cache():
+    with pytest.raises(ValueError, match="invalid and refused"):
+        kv = path().model.new_cache(capacity=16, page_size=8)
+        history.write(path(), PARAMS, kv, tokens=PREFIX, starts=(2, 6, 10))
+
+
+def test_prefixes_are_compared_by_position_then_by_layer():
+    """Fails if a later position of an earlier layer is taken for the first."""
+    same = compare.compare_prefixes(scene(), scene())
+    sizes = [x.size for x in (*scene().k, *scene().v)]
+    assert (same.differing, same.elements, same.first) == (0, sum(sizes), None)
+    k, v = ([x.copy() for x in xs] for xs in (scene().k, scene().v))
+    for pool, position in ((k[0], 7), (k[2], 3), (v[1], 3)):
+        testing.bits(pool)[position, 1, 4] ^= 1
+    other = dataclasses.replace(scene(), k=tuple(k), v=tuple(v))
+    found = compare.compare_prefixes(scene(), other)
+    first = found.first
+    assert (found.differing, first.cell.differing, first.cell.max_ulp) == (3, 1, 1)
+    assert (first.layer, first.part, first.position) == (1, "v", 3)
+    shorter = dataclasses.replace(scene(), k=tuple(x[:-1] for x in scene().k))
+    with pytest.raises(ValueError, match="shape"):
+        compare.compare_prefixes(scene(), shorter)
 
 
 #

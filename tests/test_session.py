@@ -6,7 +6,8 @@ import decoding
 import jax.numpy as jnp
 import pytest
 
-from spec_jax import session
+from spec_jax import rounds, session
+from spec_jax.drafters import ngram, oracle
 from spec_jax.model import row_model
 
 
@@ -45,6 +46,14 @@ def test_pairs_that_do_not_fit_together():
     session.check_pair(decoding.TARGET, decoding.draft_drafter())
 
 
+def test_drafters_without_a_model_fit_any_vocabulary():
+    """Fails if a model is looked for where there is none, or a size is not compared."""
+    session.check_pair(decoding.TARGET, ngram.PromptLookup(gamma_max=4))
+    known = oracle.Oracle(gamma_max=4, vocab_size=97)
+    with pytest.raises(ValueError, match="vocabularies: 97 and 96"):
+        session.check_pair(decoding.TARGET, known)
+
+
 @pytest.mark.parametrize("gamma", [-1, 5])
 def test_gamma_outside_its_range(gamma):
     with pytest.raises(ValueError, match=rf"gamma={gamma} is outside \[0, 4\]"):
@@ -58,6 +67,24 @@ def test_a_refused_operation_is_not_overlooked():
     kv = state.cache.replace(refused=jnp.array([True]))
     with pytest.raises(RuntimeError, match="refused"):
         session.check_state(state.replace(cache=kv))
+
+
+@pytest.mark.parametrize("wrap", [lambda kv: kv, lambda kv: {"of": (kv, 1)}])
+def test_a_refusal_anywhere_in_a_memory_is_not_overlooked(wrap):
+    """Fails if a cache is found only where it is all of the memory."""
+    kv = decoding.TARGET.new_cache(capacity=8, page_size=8)
+    state = rounds.init_state(
+        jnp.zeros((9,), jnp.int32),
+        length=jnp.int32(1),
+        limit=jnp.int32(2),
+        cache=kv,
+        memory=wrap(kv),
+        gamma_max=4,
+    )
+    session.check_state(state)
+    refused = kv.replace(refused=jnp.array([True]))
+    with pytest.raises(RuntimeError, match="refused"):
+        session.check_state(state.replace(memory=wrap(refused)))
 
 
 @pytest.mark.parametrize("kind", row_model.CACHE_KINDS)

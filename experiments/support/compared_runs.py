@@ -22,6 +22,7 @@ from experiments.support import (
     timing,
 )
 from spec_jax import metrics, session
+from spec_jax.drafters import ngram
 
 
 OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
@@ -29,6 +30,11 @@ PLAIN = hf_runs.PLAIN
 
 DRAFTERS: Mapping[str, Callable[[model_pair.ModelPair], model_pair.ModelPair]] = {
     hf_runs.DRAFT_MODEL: lambda pair: pair,
+    hf_runs.PROMPT_LOOKUP: lambda pair: dataclasses.replace(
+        pair,
+        drafter=ngram.PromptLookup(gamma_max=pair.drafter.gamma_max),
+        params=(pair.params[0], None),
+    ),
 }
 """Our drafters, by Hugging Face's name for the method: each puts itself in a pair."""
 

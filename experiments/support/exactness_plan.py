@@ -48,15 +48,29 @@ _EVERY = {
     "prefill": PREFILLS,
     "verify_path": ("paged-decode", "row-loop"),
     "draft_cache": ("persistent", "round"),
-    "drafter": ("draft-model", "always-right", "always-wrong"),
+    "drafter": (
+        "draft-model",
+        "always-right",
+        "always-wrong",
+        "ngram",
+        "suffix",
+        "hybrid",
+    ),
     "gamma": (4, 1, 2, 7),
 }
 BRIEF = Defaults(
     prompts="4",
     gen_tokens=48,
+    # Compiling takes the time: one cell of each kind, and of a gamma as many as like.
     # Where auto is xla, the two are one.
     axes=_EVERY
-    | {"dtype": ("bfloat16", "float32"), "impl": ("auto", "xla"), "slab": (8, 5)},
+    | {
+        "dtype": ("bfloat16", "float32"),
+        "impl": ("auto", "xla"),
+        "verify_path": ("paged-decode",),
+        "draft_cache": ("persistent",),
+        "drafter": ("draft-model", "always-right", "ngram"),
+    },
 )
 FULL = Defaults(prompts="300", gen_tokens=512, axes=_EVERY)
 

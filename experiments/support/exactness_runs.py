@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.support import (
+    drafters,
     exactness_cells as cells,
     exactness_evidence as evidence,
     forced_drafter,
     model_pair,
 )
 from spec_jax import autoregressive, recorder, rounds, session
+from spec_jax.drafters import oracle
 from spec_jax.paging import cache as paged, index
 
 
@@ -63,12 +65,6 @@ Drafting = tuple[rounds.Drafter, Any]
 """A drafter, and its parameters."""
 
 
-def _draft_model(pair: model_pair.ModelPair, text: np.ndarray) -> Drafting:
-    """The pair's own drafter."""
-    del text
-    return pair.drafter, pair.params[1]
-
-
 def _forced(pair: model_pair.ModelPair, text: np.ndarray, *, right: bool) -> Drafting:
     """Every draft right, so that all rows of a window are kept; or every one wrong."""
     drafter = forced_drafter.ForcedDrafter(
@@ -81,8 +77,21 @@ def _forced(pair: model_pair.ModelPair, text: np.ndarray, *, right: bool) -> Dra
     )
 
 
+def _named(pair: model_pair.ModelPair, text: np.ndarray, *, name: str) -> Drafting:
+    """A drafter of the command line."""
+    parts = drafters.Parts(
+        gamma_max=pair.drafter.gamma_max,
+        vocab_size=pair.target.config.vocab_size,
+        load_draft=lambda: (pair.drafter, pair.params[1]),
+    )
+    drafter, params = drafters.build(name, parts)
+    if isinstance(drafter, oracle.Oracle):
+        params = oracle.make_trace(text)
+    return drafter, params
+
+
 DRAFTERS: Mapping[str, Callable[[model_pair.ModelPair, np.ndarray], Drafting]] = {
-    "draft-model": _draft_model,
+    **{name: functools.partial(_named, name=name) for name in drafters.DRAFTERS},
     "always-right": functools.partial(_forced, right=True),
     "always-wrong": functools.partial(_forced, right=False),
 }
@@ -168,10 +177,10 @@ def run_rounds(
     drafter, draft_params = DRAFTERS[cell.drafter](pair, plain.text)
     state = session.begin(
         pair.target,
-        pair.drafter,
-        pair.params,
+        drafter,
+        (pair.params[0], draft_params),
         pair.target.new_cache(**sizes),
-        pair.drafter.model.new_cache(**sizes),
+        drafter.init(**sizes),
         prompt,
         max_tokens=settings.gen_tokens,
         prefill_by_rows=cell.prefill == "rows",

@@ -277,7 +277,7 @@ def divergence(row: Row) -> Figure:
         formatter = matplotlib.ticker.FuncFormatter(lambda x, _: f"{10**x:,.0f}")
         bar = figure.colorbar(image, ax=axes, pad=0.02, format=formatter)
         bar.set_label("largest difference (ULP)")
-        axes.set_title(_first(row.get("first")), fontsize=11)
+        axes.set_title(_first(row), fontsize=11)
     return figure
 
 
@@ -291,10 +291,20 @@ def _ulp_level(cell: Row | None) -> float:
     return math.log10(cell["max_ulp"]) if cell["max_ulp"] else _EQUAL
 
 
-def _first(first: Row | None) -> str:
-    """The first difference in words, and what the colours do not say."""
-    where = "nothing differs"
+def _first(row: Row) -> str:
+    """The first differences in words, and what the colours do not say.
+
+    Rows without a `prefix` are of runs that started from the same K/V.
+    """
+    before = (row.get("prefix") or {}).get("first")
+    first, where = row.get("first"), "nothing differs"
     if first is not None:
         layer = "" if first["layer"] is None else f"layer {first['layer']}, "
         where = f"first: {layer}{first['operation']}, position {first['position']}"
-    return f"{where}; grey: equal bits, white: not compared"
+    colours = f"{where}; grey: equal bits, white: not compared"
+    if before is None:
+        return colours
+    return (
+        f"prefix K/V: first: layer {before['layer']}, {before['part']}, "
+        f"position {before['position']}\nwindow: {colours}"
+    )

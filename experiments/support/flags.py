@@ -5,6 +5,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 
+from spec_jax import sampling
 from spec_jax.model import config as config_lib
 from spec_jax.typing import IMPLS
 
@@ -125,6 +126,56 @@ def add_repeats(group: argparse._ActionsContainer, *, default: int = 1) -> None:
         metavar="N",
         help="timed repetitions of every prompt (default: %(default)s)",
     )
+
+
+def add_sampling(group: argparse._ActionsContainer) -> None:
+    """`--temperature`, `--top-k`, `--top-p`, `--min-p`, `--seed`."""
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="divides the logits; 0 is greedy (default: %(default)s)",
+    )
+    group.add_argument(
+        "--top-k", type=int, metavar="K", help="draw from the K first tokens only"
+    )
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the first tokens that together have this probability",
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="draw from tokens at least this many times as likely as the first",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of all noise, which is keyed by it and by position: the same tokens with "
+        "speculation on or off (default: %(default)s)",
+    )
+
+
+def sampling_settings(args: argparse.Namespace) -> sampling.SamplingSettings | None:
+    """What `add_sampling`'s flags say; None is greedy.
+
+    Raises:
+      ValueError: a value outside its range.
+    """
+    settings = sampling.make_settings(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+    )
+    return None if args.temperature == 0 else settings
 
 
 def add_out(parser: argparse._ActionsContainer, *, rows: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from spec_jax import rounds
+from spec_jax.drafters import oracle
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -42,6 +43,14 @@ class ForcedDrafter:
     def gamma_max(self) -> int:
         return self.inner.gamma_max
 
+    def init(self, *, capacity: int, page_size: int) -> rounds.Memory:
+        return self.inner.init(capacity=capacity, page_size=page_size)
+
+    def prefill(
+        self, params: ForcedParams, memory: rounds.Memory, prompt: list[int]
+    ) -> rounds.Memory:
+        return self.inner.prefill(params.draft, memory, prompt)
+
     def propose(
         self,
         params: ForcedParams,
@@ -55,11 +64,14 @@ class ForcedDrafter:
         memory, proposal = self.inner.propose(
             params.draft, memory, tokens=tokens, length=length, gamma=gamma
         )
-        at = length + jnp.arange(self.gamma_max)
-        right, kept = params.trace.at[at].get(mode="clip"), params.kept[at]
-        # One token further is another token. What was drafted is not used, but its
-        # K/V stay in the memory: all of the draft is computed.
-        forced = jnp.where(kept, right, (right + 1) % self.vocab_size)
+        # What was drafted is not used, but its K/V stay in the memory: all of the draft
+        # is computed.
+        forced = oracle.drafts_at(
+            params.trace,
+            params.kept,
+            length + jnp.arange(self.gamma_max, dtype=jnp.int32),
+            vocab_size=self.vocab_size,
+        )
         return memory, proposal.replace(tokens=forced)
 
     def commit(

@@ -60,7 +60,7 @@ def _windows(
             _next_window(
                 pair.verifier,
                 pair.drafter,
-                pair.params,
+                run.params,
                 before,
                 jnp.int32(settings.gamma),
             )
@@ -72,6 +72,7 @@ def _windows(
                 "start": start,
                 "row": row,
                 "window": window[:num_live].tolist(),
+                "window_rows": len(window),
                 "logits": logits[row],
                 "chosen": int(chosen[row]),
             }
@@ -129,16 +130,19 @@ def find(
     Returns:
       Rows of `kind` "mismatch". `position` is that of the row whose argmax differs:
       it decides the token after it. `window` is the pending token and the drafts,
-      `start` its position, `tokens` what was generated before it, and `starts` the
-      positions of all windows up to this one: with verification that is not by rows,
-      the K/V before it is theirs. `margin_ulp` is how far the verify
-      argmax lies above decoding's, in the logits of verification;
-      `decode_margin_ulp` the other way round in those of decoding, None where they
-      are not both among its highest. Both in units of the last place of the models'
-      dtype, at the higher logit.
+      `window_rows` the height of the array they came in, `start` the position of the
+      first, `tokens` what was generated before it, and `starts` the positions of all
+      windows up to this one: with verification that is not by rows, the K/V before it
+      is theirs. `margin_ulp` is how far the verify argmax lies above decoding's, in
+      the logits of verification; `decode_margin_ulp` the other way round in those of
+      decoding, None where they are not both among its highest. Both in units of the
+      last place of the models' dtype, at the higher logit.
     """
     text, seen = _windows(pair, settings, prompt)
     decoded = _decoded(pair, settings, text, len(prompt))
+    by_rows = settings.prefill_by_rows
+    if by_rows is None:
+        by_rows = pair.target.prefills_by_rows
     description = {
         "verify_path": verify_path,
         "acceptance": settings.acceptance,
@@ -146,6 +150,7 @@ def find(
         "dtype": pair.target.config.dtype,
         "slab": pair.target.slab,
         "page_size": settings.page_size,
+        "prefill": "rows" if by_rows else "batched",
         "weights_sha256": fingerprint.of_params(pair.params[0]),
     }
     rows = []
@@ -164,6 +169,7 @@ def find(
                     {e["start"] for e in seen if e["start"] <= entry["start"]}
                 ),
                 "window": entry["window"],
+                "window_rows": entry["window_rows"],
                 "position": position,
                 "drafted_token": _drafted(entry),
                 **_compare(entry, decoded, position, pair.target.config.dtype),

@@ -1,10 +1,12 @@
 """The target and the draft of an experiment: loaded, checked against each other."""
 
 import dataclasses
+import functools
 import pathlib
 
 import spec_jax
-from spec_jax import rounds, session
+from experiments.support import drafters
+from spec_jax import rounds, sampling, session
 from spec_jax.drafters import draft_model
 from spec_jax.model import (
     load,
@@ -35,14 +37,15 @@ class ModelPair:
       verifier: what verifies windows on the target's caches; the target itself
         where that is by rows (`verify_paths.make`). None for a preset.
       drafter: None for a preset, which decodes plainly.
-      params: of target and draft; the draft's are None where there is no drafter.
+      params: of target and drafter; the latter's are None where there is no drafter,
+        or one without parameters.
       tokenizer: None for a preset, whose random weights know no text.
     """
 
     target: row_model.RowModel
     verifier: rounds.Target | None
     drafter: rounds.Drafter | None
-    params: tuple[params_lib.Params, params_lib.Params | None]
+    params: tuple[params_lib.Params, rounds.Params | None]
     tokenizer: tokenizer.Tokenizer | None
 
 
@@ -57,8 +60,12 @@ def load_pair(
     verify_path: str = "paged-decode",
     cache: str = "paged",
     draft_cache: str = "persistent",
+    drafter: str = "draft-model",
+    sampling_settings: sampling.SamplingSettings | None = None,
 ) -> ModelPair:
     """Loads two Hugging Face folders that share a vocabulary.
+
+    The draft's weights are read if the drafter uses them.
 
     Args:
       gamma_max: the most tokens that are drafted in a round.
@@ -67,6 +74,9 @@ def load_pair(
       verify_path: a name of `verify_paths.PATHS`.
       cache: "paged" or "static", of both models.
       draft_cache: "persistent", or built again in each "round".
+      drafter: a name of `drafters.DRAFTERS`.
+      sampling_settings: of a target that samples; a draft model then draws with its
+        noise.
 
     Raises:
       ValueError: a folder or a name that cannot be used, or models that do not fit
@@ -81,19 +91,46 @@ def load_pair(
         draft_slab = row_model.NATIVE_PREFILL_SLAB  # Rows of catch-up, at one read.
     slabs = [row_model.slab_for(impl, rows) for rows in (slab, draft_slab)]
     target_config, target_params = load.load(target, dtype=dtype)
-    draft_config, draft_params = load.load(draft, dtype=dtype)
     shared = {"impl": impl, "cache": cache}
     target_model = row_model.RowModel(config=target_config, slab=slabs[0], **shared)
+    parts = drafters.Parts(
+        gamma_max=gamma_max,
+        vocab_size=target_config.vocab_size,
+        load_draft=functools.partial(
+            _load_draft,
+            draft,
+            dtype=dtype,
+            model={"slab": slabs[1], **shared},
+            drafter={"gamma_max": gamma_max, "draft_cache": draft_cache},
+            settings=sampling_settings,
+        ),
+    )
+    chosen, drafter_params = drafters.build(drafter, parts)
     pair = ModelPair(
         target=target_model,
         verifier=verify_paths.make(verify_path, target_model),
-        drafter=draft_model.DraftModel(
-            model=row_model.RowModel(config=draft_config, slab=slabs[1], **shared),
-            gamma_max=gamma_max,
-            draft_cache=draft_cache,
-        ),
-        params=(target_params, draft_params),
+        drafter=chosen,
+        params=(target_params, drafter_params),
         tokenizer=target_tokenizer,
     )
     session.check_pair(pair.target, pair.drafter)
     return pair
+
+
+def _load_draft(
+    folder: pathlib.Path,
+    *,
+    dtype: str | None,
+    model: dict,
+    drafter: dict,
+    settings: sampling.SamplingSettings | None,
+) -> tuple[draft_model.DraftModel, draft_model.DraftParams]:
+    """The draft model of a folder, with further fields of the two classes."""
+    config, params = load.load(folder, dtype=dtype)
+    draft = row_model.RowModel(config=config, **model)
+    if settings is None:
+        return draft_model.DraftModel(model=draft, **drafter), params
+    return (
+        draft_model.DraftModel(model=draft, draws="sample-path", **drafter),
+        draft_model.SampledParams(weights=params, settings=settings),
+    )

@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.support import model_pair
-from spec_jax import autoregressive, decode_rounds, metrics, rounds, session
+from spec_jax import (
+    acceptance,
+    autoregressive,
+    decode_rounds,
+    metrics,
+    rounds,
+    sampling as sampling_lib,
+    session,
+)
+from spec_jax.drafters import oracle
 from spec_jax.model import qwen3, verify_paths
 
 
@@ -34,6 +43,7 @@ class Settings:
     stop_ids: tuple[int, ...] = ()
     prefill_by_rows: bool | None = None  # None: what the models do by default
     acceptance: str = "verify"  # of ACCEPTANCES
+    sampling: sampling_lib.SamplingSettings | None = None  # None: greedy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +87,7 @@ def run_plain(
             prompt,
             max_tokens=settings.gen_tokens,
             prefill_by_rows=settings.prefill_by_rows,
+            settings=settings.sampling,
         )
 
     def generate(state: autoregressive.DecodeState) -> autoregressive.DecodeState:
@@ -111,7 +122,11 @@ RoundsState = rounds.RoundState | decode_rounds.DecodeRoundState
 
 
 class Rounds:
-    """The rounds of one prompt: allocated at once, then `begin`, then `generate`."""
+    """The rounds of one prompt: allocated at once, then `begin`, then `generate`.
+
+    Attributes:
+      params: of target and drafter: the pair's, or for an oracle those of the prompt.
+    """
 
     def __init__(
         self, pair: model_pair.ModelPair, settings: Settings, prompt: list[int]
@@ -120,7 +135,10 @@ class Rounds:
         sizes = {"capacity": settings.capacity, "page_size": settings.page_size}
         self._pair, self._settings, self._prompt = pair, settings, prompt
         self._kv = pair.target.new_cache(**sizes)
-        self._memory = pair.drafter.model.new_cache(**sizes)
+        self._memory = pair.drafter.init(**sizes)
+        self.params = pair.params
+        if isinstance(pair.drafter, oracle.Oracle):
+            self.params = pair.params[0], _trace(pair, settings, prompt)
         self._commit = None
         if settings.acceptance == "decode":
             self._commit = pair.target.new_cache(**sizes)
@@ -132,19 +150,20 @@ class Rounds:
     def arrays(self) -> list:
         """What was allocated: to be complete before a clock starts."""
         caches = [self._kv, self._memory, self._commit]
-        return [caches, self._stop_ids, self._gamma, self._limit]
+        return [caches, self.params[1], self._stop_ids, self._gamma, self._limit]
 
     def begin(self) -> RoundsState:
         """Prefills: the caches are used up."""
         shared = {
             "max_tokens": self._settings.gen_tokens,
             "prefill_by_rows": self._settings.prefill_by_rows,
+            "settings": self._settings.sampling,
         }
         pair = self._pair
         state = session.begin(
             pair.target,
             pair.drafter,
-            pair.params,
+            self.params,
             self._kv,
             self._memory,
             self._prompt,
@@ -169,11 +188,21 @@ class Rounds:
         }
         if isinstance(state, decode_rounds.DecodeRoundState):
             return decode_rounds.generate(
-                pair.target, pair.verifier, pair.drafter, pair.params, state, **shared
+                pair.target, pair.verifier, pair.drafter, self.params, state, **shared
             )
         return rounds.generate(
-            pair.verifier, pair.drafter, pair.params, state, **shared
+            pair.verifier, pair.drafter, self.params, state, **shared
         )
+
+
+def _trace(
+    pair: model_pair.ModelPair, settings: Settings, prompt: list[int]
+) -> oracle.Trace:
+    """What an oracle knows of a prompt: the text, decoded plainly before any clock."""
+    text = [*prompt, *run_plain(pair, settings, prompt).tokens]
+    # One shape for all prompts. What is behind the text is never committed.
+    room = settings.capacity + 1 - len(text)
+    return oracle.make_trace(text + [acceptance.PAD] * room)
 
 
 def inner_state(
@@ -279,6 +308,7 @@ def count_mismatches(
         tokens=jnp.asarray(text),
         start=jnp.int32(new.start),
         stop=jnp.int32(new.stop),
+        settings=settings.sampling,
     )
     return int(np.sum(np.asarray(chosen)[new] != np.asarray(tokens)))
 

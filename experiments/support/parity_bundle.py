@@ -19,10 +19,11 @@ from spec_jax.microscope import faults, record as record_lib, scene as scene_lib
 from spec_jax.model import config as config_lib
 
 
-FORMAT = 1
+FORMAT = 2
 """Of the files that are written, and the only one that is read."""
 
 _META = "meta"
+_OWN = "own_"  # begins the names of the second side's keys and values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class Bundle:
     """What is run again.
 
     Attributes:
+      scenes: what each side starts from: one and the same text and window, and the
+        same keys and values before it or others (`parity_question.Question`).
+      history: of `parity_scenes.HISTORIES`.
       sides: the two ways, with resolved implementations.
       layers: those that were looked at.
       config: of the model, as `config.to_dict`.
@@ -38,7 +42,8 @@ class Bundle:
       provenance: where the bundle comes from (`records.provenance`), and the flags.
     """
 
-    scene: scene_lib.Scene
+    scenes: tuple[scene_lib.Scene, scene_lib.Scene]
+    history: str
     sides: tuple[parity_inputs.Side, parity_inputs.Side]
     fault: faults.Fault | None
     layers: tuple[int, ...]
@@ -63,9 +68,11 @@ def save(path: pathlib.Path, bundle: Bundle) -> None:
     Raises:
       ValueError: the file cannot be written.
     """
-    scene = bundle.scene
+    scene, own = bundle.scenes
+    parts = {"": scene} if _have_same_bits(scene, own) else {"": scene, _OWN: own}
     meta = {
         "format": FORMAT,
+        "history": bundle.history,
         "sides": [dataclasses.asdict(side) for side in bundle.sides],
         "fault": None if bundle.fault is None else dataclasses.asdict(bundle.fault),
         "layers": bundle.layers,
@@ -73,7 +80,7 @@ def save(path: pathlib.Path, bundle: Bundle) -> None:
         "weights_sha256": bundle.weights_sha256,
         "digests": bundle.digests,
         "provenance": bundle.provenance,
-        "dtype": scene.k[0].dtype.name,
+        "dtypes": {part: each.k[0].dtype.name for part, each in parts.items()},
         "num_layers": len(scene.k),
     }
     arrays = {
@@ -81,14 +88,24 @@ def save(path: pathlib.Path, bundle: Bundle) -> None:
         "prefix": np.asarray(scene.prefix, np.int32),
         "window": np.asarray(scene.window, np.int32),
     }
-    for number, (k, v) in enumerate(zip(scene.k, scene.v, strict=True)):
-        # As bytes: the format has no bfloat16.
-        arrays |= {f"k_{number}": _as_bytes(k), f"v_{number}": _as_bytes(v)}
+    for part, each in parts.items():
+        for number, (k, v) in enumerate(zip(each.k, each.v, strict=True)):
+            # As bytes: the format has no bfloat16.
+            arrays[f"{part}k_{number}"] = _as_bytes(k)
+            arrays[f"{part}v_{number}"] = _as_bytes(v)
     try:
         with path.open("wb") as file:
             np.savez_compressed(file, **arrays)
     except OSError as error:
         raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _have_same_bits(one: scene_lib.Scene, other: scene_lib.Scene) -> bool:
+    pairs = zip((*one.k, *one.v), (*other.k, *other.v), strict=True)
+    return all(
+        x.dtype == y.dtype and np.array_equal(_as_bytes(x), _as_bytes(y))
+        for x, y in pairs
+    )
 
 
 def load(path: pathlib.Path) -> Bundle:
@@ -128,22 +145,24 @@ def load(path: pathlib.Path) -> Bundle:
 
 
 def _bundle_of(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Bundle:
-    dtype = np.dtype(meta["dtype"])
-    k, v = (
-        tuple(
-            _from_bytes(arrays[f"{name}_{number}"], dtype)
-            for number in range(meta["num_layers"])
-        )
-        for name in "kv"
-    )
-    first, second = (parity_inputs.Side(**side) for side in meta["sides"])
-    return Bundle(
-        scene=scene_lib.Scene(
+    scenes = {
+        part: scene_lib.Scene(
             prefix=tuple(arrays["prefix"].tolist()),
             window=tuple(arrays["window"].tolist()),
-            k=k,
-            v=v,
-        ),
+            **{
+                name: tuple(
+                    _from_bytes(arrays[f"{part}{name}_{number}"], np.dtype(dtype))
+                    for number in range(meta["num_layers"])
+                )
+                for name in "kv"
+            },
+        )
+        for part, dtype in meta["dtypes"].items()
+    }
+    first, second = (parity_inputs.Side(**side) for side in meta["sides"])
+    return Bundle(
+        scenes=(scenes[""], scenes.get(_OWN, scenes[""])),
+        history=meta["history"],
         sides=(first, second),
         fault=None if meta["fault"] is None else faults.Fault(**meta["fault"]),
         layers=tuple(meta["layers"]),

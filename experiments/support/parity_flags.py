@@ -5,7 +5,7 @@ import importlib.util
 import pathlib
 from collections.abc import Sequence
 
-from experiments.support import flags
+from experiments.support import flags, parity_inputs, parity_scenes
 from spec_jax.microscope import faults, record as record_lib
 from spec_jax.model import config as config_lib
 from spec_jax.typing import IMPLS
@@ -22,7 +22,7 @@ _OF_TEXT = (
 _OF_RUNS = (
     *("prefill", "reference_path", "impl", "dtype", "slab", "page_size"),
     *("verify_path", "verify_impl", "verify_dtype", "verify_slab", "verify_page_size"),
-    *("inject", "layers"),
+    *("history", "inject", "layers"),
 )
 
 
@@ -154,9 +154,17 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         )
     group.add_argument(
         "--prefill",
-        choices=("batched", "rows"),
-        help="how the prompt enters the cache that both runs start from (default: the "
-        "faster, as in spec_round.py)",
+        choices=parity_inputs.PREFILLS,
+        help="how the prompt enters the caches that both runs start from (default: the "
+        "mismatch's, or the faster, as in spec_round.py)",
+    )
+    group.add_argument(
+        "--history",
+        choices=parity_scenes.HISTORIES,
+        help="who wrote the K/V between the prompt and the window of the second run: "
+        "plain decoding, as that of the first, or windows of its own path, as in the "
+        "rounds (default: own for a mismatch of a path that is not by rows, where "
+        "verification decided tokens; otherwise decode)",
     )
     group.add_argument(
         "--inject",

@@ -1,35 +1,38 @@
 """What the microscope is pointed at: a text, a window of it, and two ways to run it.
 
-From flags, or from a line that `spec_round.py --dump-verify-mismatches` wrote.
+The text and its window are those of a prompt, or of a line that
+`spec_round.py --dump-verify-mismatches` wrote, which is read here.
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
-from spec_jax import autoregressive, session
-from spec_jax.microscope import record as record_lib, scene as scene_lib
-from spec_jax.model import (
-    config as config_lib,
-    params as params_lib,
-    qwen3,
-    row_model,
-)
+from experiments.support import paired_runs
+from spec_jax.microscope import record as record_lib
+from spec_jax.model import config as config_lib, row_model
 from spec_jax.typing import IMPLS
 
 
-FOREVER = 1 << 30
+_NEW_KEYS = {
+    "start": int,
+    "starts": list,
+    "window_rows": int,
+    "acceptance": str,
+    "prefill": str,
+}
+"""What earlier versions did not write."""
 
 _KEYS = {
     "prompt_ids": list,
     "tokens": list,
     "window": list,
     "position": int,
+    "verify_argmax": int,
+    "decode_argmax": int,
     "verify_path": str,
     "impl": str,
     "dtype": str,
@@ -37,7 +40,11 @@ _KEYS = {
     "page_size": int,
     "weights_sha256": str,
 }
-"""What a mismatch line must have, and of which type."""
+"""What a mismatch line must have, and of which type; `_NEW_KEYS` too."""
+
+
+PREFILLS = ("batched", "rows")
+"""How a prompt enters the cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,10 +65,25 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """A line of a mismatch dump: the text, and how it was run."""
+    """A line of a mismatch dump: the text, and how it was run.
+
+    Attributes:
+      starts: positions of the pending tokens of all windows up to this one.
+      window_rows: the height of the array that each of them came in.
+      position: of the row that differs.
+      verify_argmax, decode_argmax: what verification and decoding chose there.
+      acceptance: what decided tokens, of `paired_runs.ACCEPTANCES`.
+      prefill: of `PREFILLS`.
+    """
 
     text: Text
+    starts: tuple[int, ...]
+    window_rows: int
     position: int
+    verify_argmax: int
+    decode_argmax: int
+    acceptance: str
+    prefill: str
     verify_path: str
     impl: str
     dtype: str
@@ -113,52 +135,103 @@ def _split_line(spec: str) -> tuple[pathlib.Path, int]:
 
 
 def _mismatch_of(row: Mapping[str, Any], where: str) -> Mismatch:
-    for key, kind in _KEYS.items():
-        if type(row.get(key)) is not kind:
+    _check_types(row, _KEYS, where)
+    if "verify_top5" not in row:
+        row = _of_exactness(row)
+    missing = [key for key in _NEW_KEYS if key not in row]
+    if missing:
+        raise ValueError(
+            f"{where}: a line without {', '.join(missing)}, of an earlier version: "
+            "write the dump again with spec_round.py --dump-verify-mismatches"
+        )
+    _check_types(row, _NEW_KEYS, where)
+    choices = {"acceptance": paired_runs.ACCEPTANCES, "prefill": PREFILLS}
+    for key, allowed in choices.items():
+        if row[key] not in allowed:
             raise ValueError(
-                f"{where}: {key}={row.get(key)!r} is not of type {kind.__name__}"
+                f"{where}: {key}={row[key]!r} is not one of {', '.join(allowed)}"
             )
-    lists = {key: row[key] for key in ("prompt_ids", "tokens", "window")}
-    for key, tokens in lists.items():
-        if not all(type(token) is int for token in tokens):
-            raise ValueError(f"{where}: {key} holds something that is no token")
-    prompt, window = lists["prompt_ids"], lists["window"]
-    if not prompt or not window:
-        raise ValueError(f"{where}: an empty prompt or an empty window")
-    known = [*prompt, *lists["tokens"]]
-    start = _start(known, row, where)
+    _check_windows(row, where)
     settings = {
         field.name: row[field.name]
         for field in dataclasses.fields(Mismatch)
-        if field.name != "text"
+        if field.name not in ("text", "starts")
     }
+    prompt = row["prompt_ids"]
     text = Text(
-        prompt_len=len(prompt), prefix=tuple(known[:start]), window=tuple(window)
+        prompt_len=len(prompt),
+        prefix=tuple([*prompt, *row["tokens"]][: row["start"]]),
+        window=tuple(row["window"]),
     )
-    return Mismatch(text=text, **settings)
+    return Mismatch(text=text, starts=tuple(row["starts"]), **settings)
 
 
-def _start(known: Sequence[int], row: Mapping[str, Any], where: str) -> int:
-    """The position of the window's pending token."""
-    window, position = row["window"], row["position"]
-    starts = [len(known)]
-    if not row["tokens"] and window[0] == known[-1]:
-        # A first window's pending token is the last of the prompt.
-        starts = [len(known) - 1, len(known)]
-    for start in starts:
-        judged = dict(enumerate([*window[1:], None], start))
-        if position in judged and judged[position] == row.get("drafted_token"):
-            return start
-    raise ValueError(
-        f"{where}: no row at position {position} that judges the token "
-        f"{row.get('drafted_token')} is in the window from position {starts[-1]}: "
-        f"{window}"
-    )
+def _check_types(row: Mapping[str, Any], types: Mapping[str, type], where: str) -> None:
+    """Raises `ValueError` unless the line has these keys; lists are of integers."""
+    for key, kind in types.items():
+        value = row.get(key)
+        if type(value) is not kind:
+            raise ValueError(f"{where}: {key}={value!r} is not of type {kind.__name__}")
+        if kind is list and not all(type(entry) is int for entry in value):
+            raise ValueError(f"{where}: {key} holds something that is no integer")
+
+
+def _of_exactness(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A line of `exactness.py`, which does not say which windows came before its own.
+
+    It is taken as if decoding had come before.
+    """
+    first, window = len(row["prompt_ids"]) - 1, row["window"]
+    start = first + 1 + len(row["tokens"])
+    if not row["tokens"] and window[:1] == row["prompt_ids"][-1:]:
+        start = first  # The prompt's last token is pending in a first window.
+    return row | {
+        "start": start,
+        "starts": list(range(first, start + 1)),
+        "window_rows": len(window),
+        "acceptance": "decode",
+        "prefill": "rows" if row["impl"] == "native" else "batched",
+    }
+
+
+def _check_windows(row: Mapping[str, Any], where: str) -> None:
+    """Raises `ValueError` unless windows tile the text from the prompt's last token."""
+    prompt, window, starts = row["prompt_ids"], row["window"], row["starts"]
+    start, rows = row["start"], row["window_rows"]
+    if not prompt or not window:
+        raise ValueError(f"{where}: an empty prompt or an empty window")
+    # The prompt's last token is pending in the first window.
+    first, known = len(prompt) - 1, len(prompt) + len(row["tokens"])
+    if start != known and (start, known) != (first, len(prompt)):
+        raise ValueError(
+            f"{where}: {start=} is not where a window can begin: the text before it, "
+            f"prompt_ids and tokens, ends at position {known}"
+        )
+    if starts != sorted(set(starts)):
+        raise ValueError(f"{where}: {starts=} do not increase")
+    if not starts or (starts[0], starts[-1]) != (first, start):
+        raise ValueError(
+            f"{where}: {starts=} do not go from {first}, the position of the prompt's "
+            f"last token, to {start=}"
+        )
+    tallest = max([len(window), *(b - a for a, b in itertools.pairwise(starts))])
+    if tallest > rows:
+        raise ValueError(
+            f"{where}: window_rows={rows}, but a window has {tallest} tokens"
+        )
+    if not start <= row["position"] < start + len(window):
+        raise ValueError(
+            f"{where}: no row at position {row['position']} is in the window of "
+            f"{len(window)} tokens from position {start}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Side:
     """One of the two ways to run the window.
+
+    Attributes:
+      window_rows: see `record.Path`.
 
     Raises:
       ValueError: a path, an implementation or a dtype that does not exist, or a size
@@ -170,6 +243,7 @@ class Side:
     dtype: str
     slab: int
     page_size: int
+    window_rows: int | None = None
 
     def __post_init__(self):
         choices = {
@@ -182,9 +256,10 @@ class Side:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}"
                 )
-        for name in ("slab", "page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("slab", "page_size", "window_rows"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
 
     def record_path(self, config: config_lib.Qwen3Config) -> record_lib.Path:
         """The path on a model of this side's dtype; `impl` must be resolved."""
@@ -193,120 +268,9 @@ class Side:
             impl=self.impl,
             slab=self.slab,
         )
-        return record_lib.Path(name=self.path, model=model, page_size=self.page_size)
-
-
-def text_of_prompt(
-    model: row_model.RowModel,
-    params: params_lib.Params,
-    prompt: Sequence[int],
-    *,
-    page_size: int,
-    cache_length: int | None,
-    drafts: Sequence[int] | int,
-    wrong_draft: int | None,
-    by_rows: bool | None,
-) -> Text:
-    """A window after `cache_length` tokens of the prompt and what plain decoding adds.
-
-    Args:
-      cache_length: positions before the window; all of the prompt but its last token
-        if None.
-      drafts: the drafted tokens; or how many, of plain decoding's own.
-      wrong_draft: which of them, from 1, to replace by a token that differs.
-      by_rows: see `RowModel.prefill`.
-
-    Raises:
-      ValueError: a prompt or a draft that cannot be used.
-    """
-    start = len(prompt) - 1 if cache_length is None else cache_length
-    num_drafts = drafts if isinstance(drafts, int) else len(drafts)
-    decoded = drafts if isinstance(drafts, int) else 0
-    positions = model.config.max_position_embeddings
-    if start + 1 + num_drafts > positions:
-        raise ValueError(
-            f"{start} cached tokens and a window of {num_drafts + 1} do not fit the "
-            f"model's {positions} positions"
+        return record_lib.Path(
+            name=self.path,
+            model=model,
+            page_size=self.page_size,
+            window_rows=self.window_rows,
         )
-    if wrong_draft is not None and wrong_draft > num_drafts:
-        raise ValueError(
-            f"there is no draft {wrong_draft} to make wrong: {num_drafts} are drafted"
-        )
-    session.check_prompt(
-        list(prompt), vocab_size=model.config.vocab_size, capacity=positions
-    )
-    prompt = list(prompt)[: start + 1]
-    tokens = _decode(
-        model,
-        params,
-        prompt,
-        start + 1 + decoded,
-        page_size=page_size,
-        by_rows=by_rows,
-    )
-    window = tokens[start:] if isinstance(drafts, int) else [tokens[start], *drafts]
-    if wrong_draft is not None:
-        window[wrong_draft] = (window[wrong_draft] + 1) % model.config.vocab_size
-    return Text(
-        prompt_len=len(prompt), prefix=tuple(tokens[:start]), window=tuple(window)
-    )
-
-
-def _decode(model, params, prompt, length, *, page_size, by_rows) -> list[int]:
-    """The prompt, and plain decoding's continuation up to `length` tokens."""
-    if len(prompt) >= length:
-        return prompt
-    state = session.begin_plain(
-        model,
-        params,
-        model.new_cache(capacity=qwen3.bucket(length), page_size=page_size),
-        prompt,
-        max_tokens=length - len(prompt),
-        prefill_by_rows=by_rows,
-    )
-    state = autoregressive.generate(
-        model,
-        params,
-        state,
-        # The window may lie past the end of a text.
-        stop_ids=session.stop_array(()),
-        max_steps=jnp.int32(FOREVER),
-    )
-    session.check_state(state)
-    return np.asarray(state.tokens)[: int(state.length)].tolist()
-
-
-def scene_of(
-    text: Text,
-    model: row_model.RowModel,
-    params: params_lib.Params,
-    *,
-    page_size: int,
-    by_rows: bool | None,
-) -> scene_lib.Scene:
-    """The scene of a text: its prompt prefilled, the rest of its prefix decoded.
-
-    Raises:
-      ValueError: tokens that are not of the model's vocabulary.
-    """
-    tokens, start = [*text.prefix, *text.window], len(text.prefix)
-    session.check_prompt(
-        tokens,
-        vocab_size=model.config.vocab_size,
-        capacity=model.config.max_position_embeddings,
-        what="the text with its window",
-    )
-    capacity = qwen3.bucket(len(tokens))
-    kv = model.new_cache(capacity=capacity, page_size=page_size)
-    prompt = tokens[: text.prompt_len]
-    kv = session.prefill(model, params, kv, prompt, by_rows=by_rows)
-    if start >= text.prompt_len:
-        kv, _ = autoregressive.replay(
-            model,
-            params,
-            kv,
-            tokens=jnp.asarray(tokens + [0] * (capacity - len(tokens)), jnp.int32),
-            start=jnp.int32(text.prompt_len),
-            stop=jnp.int32(start + 1),
-        )
-    return scene_lib.capture(kv, text.prefix, text.window)

@@ -13,6 +13,7 @@ from experiments.support import (
     parity_bundle,
     parity_flags,
     parity_inputs,
+    parity_scenes,
     prompt_files,
     prompt_runs,
 )
@@ -38,22 +39,26 @@ class Question:
     Attributes:
       name: of the prompt, or of the file that the scene comes from.
       config, params: of the model, in the dtype of the first side.
+      scenes: what each side starts from: the same text and window, and the same keys
+        and values before it unless the second side has a history of its own.
+      history: of `parity_scenes.HISTORIES`.
       layers: those to look at.
+      mismatch: the line that the window comes from, if it does.
     """
 
     name: str
     config: config_lib.Qwen3Config
     params: params_lib.Params
-    scene: scene_lib.Scene
+    scenes: tuple[scene_lib.Scene, scene_lib.Scene]
+    history: str
     sides: tuple[parity_inputs.Side, parity_inputs.Side]
     layers: tuple[int, ...]
     fault: faults.Fault | None
+    mismatch: parity_inputs.Mismatch | None
 
     def params_of(self, side: parity_inputs.Side) -> params_lib.Params:
         """The weights in a side's dtype."""
-        if side.dtype == self.config.dtype:
-            return self.params
-        return params_lib.cast(self.params, side.dtype)
+        return _cast(self.params, self.config, side)
 
     @property
     def weights_sha256(self) -> tuple[str, str]:
@@ -78,46 +83,108 @@ def from_flags(args: argparse.Namespace) -> Question:
     folder = args.target or model_pair.EMBEDDED_TARGET
     config, params = _load(folder, args, mismatch)
     layers = _layers(args.layers, config.num_layers)
-    sides = _sides(args, mismatch, config)
+    history = _history(args, mismatch)
+    sides = _sides(args, mismatch, config, history)
+    paths = tuple(side.record_path(config) for side in sides)
     if fault is not None:
-        path = sides[1].record_path(config)
-        faults.check(
-            fault,
-            config,
-            is_fused=fault.operation in path.fused,
-            num_rows=path.rows_of_a_call(_window_len(args, mismatch)),
-        )
-        if fault.layer is not None and fault.layer not in layers:
-            raise ValueError(
-                f"--layers {args.layers} leaves out the layer of --inject {args.inject}"
-            )
-    model = sides[0].record_path(config).model
-    shared = {
-        "page_size": sides[0].page_size,
-        "by_rows": None if args.prefill is None else args.prefill == "rows",
-    }
-    if mismatch is not None:
-        name, text = args.mismatch, mismatch.text
-    else:
-        name, prompt = _prompt(args, folder, model, params)
-        text = parity_inputs.text_of_prompt(
-            model,
-            params,
-            prompt,
-            cache_length=args.cache_length,
-            drafts=_drafts(args),
-            wrong_draft=args.wrong_draft,
-            **shared,
+        _check_fault(fault, args, mismatch, paths[1], layers)
+    by_rows = _by_rows(args, mismatch)
+    name, text = _text(args, mismatch, folder, paths[0], params)
+    model, page_size = paths[0].model, paths[0].page_size
+    own = scene = parity_scenes.decoded_scene(
+        text, model, params, page_size=page_size, by_rows=by_rows
+    )
+    if history == "own":
+        starts = parity_scenes.tiled(text, rows=sides[1].slab)
+        own = parity_scenes.own_scene(
+            text,
+            paths[1],
+            _cast(params, config, sides[1]),
+            starts=starts if mismatch is None else mismatch.starts,
+            by_rows=by_rows,
         )
     return Question(
         name=name,
         config=config,
         params=params,
-        scene=parity_inputs.scene_of(text, model, params, **shared),
+        scenes=(scene, own),
+        history=history,
         sides=sides,
         layers=layers,
         fault=fault,
+        mismatch=mismatch,
     )
+
+
+def _cast(
+    params: params_lib.Params, config: config_lib.Qwen3Config, side: parity_inputs.Side
+) -> params_lib.Params:
+    """The weights of a model in a side's dtype."""
+    if side.dtype == config.dtype:
+        return params
+    return params_lib.cast(params, side.dtype)
+
+
+def _check_fault(fault, args, mismatch, path, layers) -> None:
+    """Raises `ValueError` where the fault cannot be planted, or would not be seen."""
+    faults.check(
+        fault,
+        path.model.config,
+        is_fused=fault.operation in path.fused,
+        num_rows=path.rows_of_a_call(_window_len(args, mismatch)),
+    )
+    if fault.layer is not None and fault.layer not in layers:
+        raise ValueError(
+            f"--layers {args.layers} leaves out the layer of --inject {args.inject}"
+        )
+
+
+def _text(args, mismatch, folder, path, params) -> tuple[str, parity_inputs.Text]:
+    """The text with its window, and its name; plain decoding is on `path`'s model."""
+    if mismatch is not None:
+        return args.mismatch, mismatch.text
+    name, prompt = _prompt(args, folder, path.model, params)
+    text = parity_scenes.text_of_prompt(
+        path.model,
+        params,
+        prompt,
+        cache_length=args.cache_length,
+        drafts=_drafts(args),
+        wrong_draft=args.wrong_draft,
+        page_size=path.page_size,
+        by_rows=_by_rows(args, mismatch),
+    )
+    return name, text
+
+
+def _by_rows(
+    args: argparse.Namespace, mismatch: parity_inputs.Mismatch | None
+) -> bool | None:
+    """How the prompt enters the caches, see `RowModel.prefill`."""
+    prefill = args.prefill
+    if prefill is None and mismatch is not None:
+        prefill = mismatch.prefill
+    return None if prefill is None else prefill == "rows"
+
+
+def _history(args: argparse.Namespace, mismatch: parity_inputs.Mismatch | None) -> str:
+    """Who wrote the second run's prefix: what the flag says, or who did in the run.
+
+    Rows write what decoding writes, and where decoding decided tokens it wrote them.
+    """
+    if args.history is not None:
+        return args.history
+    if mismatch is None or mismatch.acceptance == "decode":
+        return "decode"
+    is_of_rows = _verify_path(args, mismatch) in record_lib.OF_ROWS
+    return "decode" if is_of_rows else "own"
+
+
+def _verify_path(
+    args: argparse.Namespace, mismatch: parity_inputs.Mismatch | None
+) -> str:
+    default = "paged-decode" if mismatch is None else mismatch.verify_path
+    return args.verify_path or default
 
 
 def from_bundle(args: argparse.Namespace, bundle: parity_bundle.Bundle) -> Question:
@@ -135,10 +202,12 @@ def from_bundle(args: argparse.Namespace, bundle: parity_bundle.Bundle) -> Quest
         name=str(args.bundle),
         config=config,
         params=params,
-        scene=bundle.scene,
+        scenes=bundle.scenes,
+        history=bundle.history,
         sides=bundle.sides,
         layers=bundle.layers,
         fault=bundle.fault,
+        mismatch=None,
     )
     parity_bundle.check_weights(bundle, question.weights_sha256)
     return question
@@ -238,11 +307,17 @@ def _sides(
     args: argparse.Namespace,
     mismatch: parity_inputs.Mismatch | None,
     config: config_lib.Qwen3Config,
+    history: str,
 ) -> tuple[parity_inputs.Side, parity_inputs.Side]:
     """What flags say, then what a mismatch says, then the defaults."""
 
     def stated(name: str, default):
         return default if mismatch is None else getattr(mismatch, name)
+
+    def window_rows(path: str, slab: int) -> int | None:
+        # With `history` the window is one more of those that tile the text.
+        tiles = slab if history == "own" else None
+        return None if path in record_lib.ONE_BY_ONE else stated("window_rows", tiles)
 
     impl = dispatch.resolve(args.impl or stated("impl", "auto"))
     rows = max(_window_len(args, mismatch), skinny_gemm.MIN_ROWS)
@@ -256,10 +331,13 @@ def _sides(
     second_impl = dispatch.resolve(args.verify_impl or impl)
     own_slab = row_model.slab_for(second_impl, first.slab)
     second = parity_inputs.Side(
-        path=args.verify_path or stated("verify_path", "paged-decode"),
+        path=_verify_path(args, mismatch),
         impl=second_impl,
         dtype=args.verify_dtype or first.dtype,
         slab=args.verify_slab or own_slab,
         page_size=args.verify_page_size or first.page_size,
     )
-    return first, second
+    return tuple(
+        dataclasses.replace(side, window_rows=window_rows(side.path, side.slab))
+        for side in (first, second)
+    )

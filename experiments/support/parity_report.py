@@ -37,23 +37,30 @@ class Sight:
 
     Attributes:
       name: of the prompt, or of the file that it comes from.
+      scene: of the first side; that of the second differs in the prefix's K/V alone.
+      history: of `parity_scenes.HISTORIES`.
+      prefix: the K/V of both scenes, compared.
       sides: the two ways to run the scene.
       layers: those that were looked at.
       fault: planted in the second side, if any.
+      mismatch: the line that the window comes from, if it does.
     """
 
     name: str
     scene: scene_lib.Scene
+    history: str
+    prefix: compare.Prefix
     sides: tuple[parity_inputs.Side, parity_inputs.Side]
     layers: tuple[int, ...]
     fault: faults.Fault | None
+    mismatch: parity_inputs.Mismatch | None
     records: tuple[record_lib.Record, record_lib.Record]
     comparison: compare.Comparison
 
     @property
     def is_equal(self) -> bool:
-        """Whether no value differs."""
-        return self.comparison.first is None
+        """Whether no value differs, of the prefix or of the window."""
+        return self.comparison.first is None and not self.prefix.differing
 
     @property
     def names_the_fault(self) -> bool:
@@ -61,10 +68,28 @@ class Sight:
         first = self.comparison.first
         return (
             first is not None
+            and not self.prefix.differing
             and self.fault is not None
             and (first.layer, first.operation)
             == (self.fault.layer, self.fault.operation)
         )
+
+    @property
+    def choices_of_mismatch(self) -> tuple[int, int] | None:
+        """What both sides choose where the line tells of two choices."""
+        line = self.mismatch
+        if line is None or line.verify_argmax == line.decode_argmax:
+            return None
+        one, other = self.comparison.choices[line.position - self.scene.start]
+        return one.token, other.token
+
+    @property
+    def is_met_again(self) -> bool | None:
+        """Whether both choices are those of the line; None where there is none."""
+        found = self.choices_of_mismatch
+        if found is None:
+            return None
+        return found == (self.mismatch.decode_argmax, self.mismatch.verify_argmax)
 
 
 def to_row(sight: Sight) -> dict[str, Any]:
@@ -79,6 +104,8 @@ def to_row(sight: Sight) -> dict[str, Any]:
         "fault": None if sight.fault is None else dataclasses.asdict(sight.fault),
         "start": scene.start,
         "window": scene.window,
+        "history": sight.history,
+        "prefix": _prefix_row(sight.prefix),
         "operations": observe.LAYER_OPERATIONS,
         "layers": sight.layers,
         "cells": [
@@ -100,6 +127,7 @@ def to_row(sight: Sight) -> dict[str, Any]:
         ],
         "rows": [_choices_row(sight, row) for row in range(len(scene.window))],
         "argmax_flips": [scene.start + row for row in comparison.flips],
+        "met_again": sight.is_met_again,
         "moved_by_recording": [record.moved for record in sight.records],
         "unexplained": [record.unexplained for record in sight.records],
     }
@@ -110,6 +138,18 @@ def _cell_row(cell: compare.Cell) -> dict[str, int]:
         "differing": cell.differing,
         "elements": cell.elements,
         "max_ulp": cell.max_ulp,
+    }
+
+
+def _prefix_row(prefix: compare.Prefix) -> dict[str, Any]:
+    first = prefix.first
+    if first is not None:
+        where = {"layer": first.layer, "part": first.part, "position": first.position}
+        first = where | _cell_row(first.cell)
+    return {
+        "differing": prefix.differing,
+        "elements": prefix.elements,
+        "first": first,
     }
 
 
@@ -168,20 +208,42 @@ def print_sight(sight: Sight, console: rich_console.Console) -> None:
                 "compiler rounds what it fuses in other places",
                 highlight=False,
             )
-    console.print(first_line(sight), style="bold", highlight=False)
+    lines = [prefix_line(sight), first_line(sight), _flips_line(sight)]
+    if sight.is_met_again is not None:
+        lines.append(_met_again_line(sight))
+    for line in lines:
+        console.print(line, style="bold", highlight=False)
     if not sight.is_equal:
         for title, names in _groups().items():
             _print_cells(sight, title, names, console)
         console.print(_outside_line(sight), highlight=False)
         _print_growth(sight, console)
     console.print(_choices_table(sight))
-    console.print(_flips_line(sight), highlight=False)
 
 
 def _describe(side: parity_inputs.Side) -> str:
-    return (
+    text = (
         f"{side.path}, impl {side.impl}, {side.dtype}, slab {side.slab}, "
         f"pages of {side.page_size}"
+    )
+    if side.window_rows is None:
+        return text
+    return f"{text}, windows of {side.window_rows} rows"
+
+
+def prefix_line(sight: Sight) -> str:
+    """Who wrote the K/V before the window, and where it differs first."""
+    prefix, first = sight.prefix, sight.prefix.first
+    what = "prefix K/V, written by plain decoding for both runs"
+    if sight.history == "own":
+        what = "prefix K/V, the second run's written by windows of its own path"
+    if first is None:
+        return f"{what}: no difference in {prefix.elements:,d} values"
+    return (
+        f"{what}: first: layer {first.layer}, {first.part}, position "
+        f"{first.position}: {first.cell.differing:,d} of {first.cell.elements:,d} "
+        f"elements, at most {first.cell.max_ulp:,d} ulp; in all {prefix.differing:,d} "
+        f"of {prefix.elements:,d}"
     )
 
 
@@ -300,3 +362,13 @@ def _flips_line(sight: Sight) -> str:
         if one.token != other.token
     ]
     return f"argmax flips: {'yes, ' + '; '.join(flips) if flips else 'no'}"
+
+
+def _met_again_line(sight: Sight) -> str:
+    line, found = sight.mismatch, sight.choices_of_mismatch
+    if sight.is_met_again:
+        return f"the mismatch is met again: {found[0]} against {found[1]}"
+    return (
+        f"the mismatch is NOT met again: {found[0]} against {found[1]}, and in the "
+        f"run {line.decode_argmax} against {line.verify_argmax}"
+    )

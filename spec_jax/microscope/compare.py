@@ -6,11 +6,12 @@ are compared in the wider one, and the distance is that of both in the narrower 
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
 from spec_jax import testing
-from spec_jax.microscope import record as record_lib
+from spec_jax.microscope import record as record_lib, scene as scene_lib
 from spec_jax.model import observe
 
 
@@ -106,6 +107,57 @@ class Comparison:
             for row, (one, other) in enumerate(self.choices)
             if one.token != other.token
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstOfPrefix:
+    """The first keys or values of a prefix that differ: by position, then by layer.
+
+    No earlier position differs in any layer, and at this one no layer before.
+    """
+
+    layer: int
+    part: str  # "k" or "v"
+    position: int
+    cell: Cell  # of that position alone
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """How far the keys and values of two prefixes are the same, over all layers."""
+
+    differing: int
+    elements: int
+    first: FirstOfPrefix | None
+
+
+def compare_prefixes(one: scene_lib.Scene, other: scene_lib.Scene) -> Prefix:
+    """Compares the keys and values of the prefixes of two scenes.
+
+    Raises:
+      ValueError: scenes of other lengths or models.
+    """
+    pairs = {
+        (layer, part): tuple(x.reshape(len(x), math.prod(x.shape[1:])) for x in pair)
+        for part in "kv"
+        for layer, pair in enumerate(
+            zip(getattr(one, part), getattr(other, part), strict=True)
+        )
+    }
+    cells = {at: cell_of(*pair) for at, pair in pairs.items()}
+    parted = [(cell.rows[0], *at) for at, cell in cells.items() if cell.rows]
+    first = None
+    if parted:
+        position, layer, part = min(parted)
+        alone = (x[position : position + 1] for x in pairs[layer, part])
+        first = FirstOfPrefix(
+            layer=layer, part=part, position=position, cell=cell_of(*alone)
+        )
+    return Prefix(
+        differing=sum(cell.differing for cell in cells.values()),
+        elements=sum(cell.elements for cell in cells.values()),
+        first=first,
+    )
 
 
 def compare(

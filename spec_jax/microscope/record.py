@@ -7,10 +7,12 @@ values that its fused kernels keep to themselves are read afterwards, `fused`.
 import collections
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from spec_jax import testing
 from spec_jax.microscope import faults, fused, scene as scene_lib
@@ -37,6 +39,8 @@ class Path:
     Attributes:
       name: one of `PATHS`.
       page_size: of the cache that it runs on.
+      window_rows: the height of the array that a window comes in, live or not, for
+        which the library's products are compiled; that of its tokens if None.
 
     Raises:
       ValueError: no path of that name.
@@ -45,6 +49,7 @@ class Path:
     name: str
     model: row_model.RowModel
     page_size: int
+    window_rows: int | None = None
 
     def __post_init__(self):
         if self.name not in PATHS:
@@ -103,9 +108,9 @@ def take(path: Path, params: params_lib.Params, scene: scene_lib.Scene) -> Recor
     """
     real_kv = scene_lib.fill(scene, path.model, page_size=path.page_size)
     real_logits = []
-    for where in _calls(path, scene):
-        real_kv, logits = _run(path, params, real_kv, **where)
-        real_logits.append(np.asarray(logits[: len(where["tokens"])]))
+    for where in calls(path, scene.window, scene.start):
+        real_kv, logits = run(path, params, real_kv, **where)
+        real_logits.append(np.asarray(logits)[: int(where["num_live"])])
     kv, values, wrong = _record(path, params, scene, fault=None)
     moved = _count(values["logits"], np.concatenate(real_logits))
     return Record(
@@ -131,18 +136,29 @@ def take_with_fault(
     return dataclasses.replace(good, values=values)
 
 
-def _calls(path, scene):
-    """The arguments of each forward pass over the scene's window."""
-    window = np.asarray(scene.window, np.int32)
-    num_rows = path.rows_of_a_call(len(window))
-    if num_rows > path.model.slab:
+def calls(
+    path: Path, tokens: Sequence[int], start: int
+) -> Iterator[dict[str, np.ndarray | jax.Array]]:
+    """The arguments of each `run` over tokens at positions from `start`.
+
+    Raises:
+      ValueError: more tokens than the rows they come in, or more rows than the slab.
+    """
+    num_rows = path.rows_of_a_call(len(tokens))
+    height = num_rows if path.window_rows is None else path.window_rows
+    if num_rows > height:
         raise ValueError(
-            f"a window of {num_rows} tokens does not fit a slab of {path.model.slab}"
+            f"a window of {num_rows} tokens does not fit window_rows={height}"
         )
-    for first in range(0, len(window), num_rows):
+    if height > path.model.slab:
+        raise ValueError(
+            f"a window of {height} rows does not fit a slab of {path.model.slab}"
+        )
+    for first in range(0, len(tokens), num_rows):
+        live = np.asarray(tokens[first : first + num_rows], np.int32)
         yield {
-            "tokens": window[first : first + num_rows],
-            "start": jnp.int32(scene.start + first),
+            "tokens": np.pad(live, (0, height - num_rows)),
+            "start": jnp.int32(start + first),
             "num_live": jnp.int32(num_rows),
         }
 
@@ -154,8 +170,8 @@ def _record(path, params, scene, *, fault):
     is_weight = fault is not None and fault.operation in faults.WEIGHTS
     planted = None if is_weight and path.fused else fault
     records, wrong = [], collections.Counter()
-    for where in _calls(path, scene):
-        num_rows = len(where["tokens"])
+    for where in calls(path, scene.window, scene.start):
+        num_rows = int(where["num_live"])
         kv, values = _run_seen(path, params, kv, fault=planted, **where)
         if path.fused:
             values |= _read_fused(path, params, values, fault=fault, **where)
@@ -170,8 +186,16 @@ def _record(path, params, scene, *, fault):
 
 
 @functools.partial(jax.jit, static_argnames=("path",))
-def _run(path, params, kv, *, tokens, start, num_live):
-    """The path as it runs where nobody looks."""
+def run(
+    path: Path,
+    params: params_lib.Params,
+    kv: cache.PagedKV,
+    *,
+    tokens: Int[Array, " window"],
+    start: Int[Array, ""],
+    num_live: Int[Array, ""],
+) -> tuple[cache.PagedKV, Float[Array, "rows V"]]:
+    """The path as it runs where nobody looks, see `rounds.Target.forward`."""
     return path.target.forward(
         params, kv, tokens=tokens, start=start, num_live=num_live
     )

@@ -1,15 +1,27 @@
 """The dump of mismatches: what is in a line, and that a planted one is found."""
 
+import collections
+import contextlib
 import dataclasses
+import io
 import json
+import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
 
-from experiments import spec_round
-from experiments.support import mismatches, model_pair, paired_runs
+from experiments import parity, spec_round
+from experiments.support import (
+    mismatches,
+    model_pair,
+    paired_runs,
+    parity_inputs,
+    parity_scenes,
+)
+from spec_jax import testing
+from spec_jax.microscope import compare, record as record_lib, scene as scene_lib
 
 
 GAMMA = 2
@@ -47,11 +59,11 @@ class WrongAt:
         return self.inner.is_starved(cache)
 
 
-def load(folders):
+def load(folders, **changes):
     target, draft = folders
-    return model_pair.load_pair(
-        target, draft, gamma_max=GAMMA, slab=GAMMA + 1, dtype=None, impl="xla"
-    )
+    options = {"gamma_max": GAMMA, "slab": GAMMA + 1, "dtype": None, "impl": "native"}
+    # Prompt lookup has no model to compile.
+    return model_pair.load_pair(target, draft, drafter="ngram", **(options | changes))
 
 
 @pytest.mark.parametrize("acceptance", paired_runs.ACCEPTANCES)
@@ -90,30 +102,120 @@ def test_a_planted_mismatch_is_dumped_with_both_sides(folders, acceptance):
     assert line["decode_margin_ulp"] > 0 and line["margin_ulp"] > 0
 
 
-def test_the_flag_writes_the_lines(folders, tmp_path, capsys, monkeypatch):
-    target, draft = folders
-    prompts, out = tmp_path / "prompts.txt", tmp_path / "mismatches.jsonl"
-    prompts.write_text("def add\n")
-    real = model_pair.load_pair
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dump:
+    """What a run on a path that is not by rows wrote."""
 
-    def planted(*folders, **options):
-        pair = real(*folders, **options)
-        return dataclasses.replace(
-            pair, verifier=WrongAt(inner=pair.target, position=30)
+    path: pathlib.Path
+    lines: list[dict]
+    prompts: list[dict]
+    summary: dict
+    printed: str
+
+    @property
+    def latest(self) -> int:
+        """The number, from 1, of the line with the most windows before it."""
+        windows = [len(line["starts"]) for line in self.lines]
+        return 1 + windows.index(max(windows))
+
+
+@pytest.fixture(scope="module")
+def dump(folders, tmp_path_factory) -> Dump:
+    """Random weights are so often undecided that bfloat16 flips some of them."""
+    place = tmp_path_factory.mktemp("dump")
+    prompts, out, path = place / "p.txt", place / "out.jsonl", place / "lines.jsonl"
+    prompts.write_text("".join(f"def f{number}(x):\n" for number in range(12)))
+    target, draft = folders
+    command = [
+        *("--target", str(target), "--draft", str(draft), "--impl", "native"),
+        *("--dtype", "bfloat16", "--verify-path", "flash", "--drafter", "ngram"),
+        *("--gen-tokens", "40", "--gamma", str(GAMMA), "--prompts", str(prompts)),
+        *("--ignore-stop", "--out", str(out), "--dump-verify-mismatches", str(path)),
+    ]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert spec_round.main(command) == spec_round.NOT_MATCHED
+    *rows, summary = map(json.loads, out.read_text().splitlines())
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    text = printed.getvalue()
+    return Dump(path=path, lines=lines, prompts=rows, summary=summary, printed=text)
+
+
+def test_the_flag_writes_the_lines(dump):
+    """Fails if a prompt without a mismatch has a line, or one with it has none."""
+    count = dump.summary["verify_decode_mismatches"]
+    assert f"{count} of {count} mismatches met again" in dump.printed
+    assert {line["kind"] for line in dump.lines} == {"mismatch"}
+    written = collections.Counter(line["id"] for line in dump.lines)
+    counted = {row["id"]: row["verify_decode_mismatches"] for row in dump.prompts}
+    assert written == collections.Counter(counted) and count == written.total() > 0
+
+
+def test_a_real_mismatch_is_met_again(folders, dump, tmp_path, capsys):
+    """Fails if the second run does not start from what its own windows wrote."""
+    line, out = dump.lines[dump.latest - 1], tmp_path / "out.jsonl"
+    command = ["--target", str(folders[0]), "--out", str(out)]
+    command += ["--mismatch", f"{dump.path}:{dump.latest}"]
+    assert parity.main(command) == parity.NOT_AS_EXPECTED
+    row = json.loads(out.read_text())
+    assert row["history"] == "own" and row["met_again"] is True
+    assert row["prefix"]["first"]["position"] >= len(line["prompt_ids"]) - 1
+    choices = row["rows"][line["position"] - line["start"]]
+    # Not only the choice: the logits are those of the run, to the bit.
+    assert choices["verify_top"] == line["verify_top5"]
+    assert choices["reference_top"] == line["decode_top5"]
+    met = f"is met again: {line['decode_argmax']} against {line['verify_argmax']}"
+    assert met in capsys.readouterr().out
+    # Negative control: from what decoding wrote, it is another run.
+    parity.main([*command, "--history", "decode"])
+    row = json.loads(out.read_text())
+    assert row["history"] == "decode" and row["prefix"]["differing"] == 0
+    choices = row["rows"][line["position"] - line["start"]]
+    assert choices["verify_top"] != line["verify_top5"]
+
+
+@pytest.mark.parametrize("impl", ["native", "xla"])
+def test_the_history_is_that_of_the_rounds(folders, dump, impl):
+    """Fails if a row's K/V depended on drafts that were rejected behind it.
+
+    Negative control: windows of another height, of which a row's bits do depend.
+    """
+    line = dump.lines[dump.latest - 1]
+    shared = {"dtype": "bfloat16", "impl": impl, "verify_path": "flash"}
+    pair = load(folders, **shared)
+    settings = paired_runs.Settings(
+        gamma=GAMMA,
+        gen_tokens=40,
+        capacity=dump.summary["capacity"],
+        page_size=dump.summary["page_size"],
+    )
+    run = paired_runs.Rounds(pair, settings, line["prompt_ids"])
+    state, starts = run.begin(), []
+    while not bool(state.done):
+        starts.append(int(state.length) - 1)
+        state = run.generate(state, max_rounds=jnp.int32(1))
+    end = int(state.length) - 1
+    if impl == "native":
+        assert starts[: len(line["starts"])] == line["starts"]
+    assert int(state.num_accepted) < int(state.num_proposed)
+    text = tuple(np.asarray(state.tokens)[: end + 1].tolist())
+    real = scene_lib.capture(state.cache, text[:end], text[end:])
+    given = parity_inputs.Text(
+        prompt_len=len(line["prompt_ids"]), prefix=text[:end], window=text[end:]
+    )
+
+    def rebuilt(rows):
+        model = dataclasses.replace(pair.target, slab=rows)
+        path = record_lib.Path(
+            name="flash", model=model, page_size=16, window_rows=rows
+        )
+        return parity_scenes.own_scene(
+            given, path, pair.params[0], starts=(*starts, end), by_rows=None
         )
 
-    command = [
-        *("--target", str(target), "--draft", str(draft), "--impl", "xla"),
-        *("--gen-tokens", "60", "--gamma", str(GAMMA), "--prompts", str(prompts)),
-        *("--ignore-stop", "--dump-verify-mismatches", str(out)),
-    ]
-    assert spec_round.main(command) == spec_round.MATCHED
-    assert out.read_text() == ""
-    monkeypatch.setattr(model_pair, "load_pair", planted)
-    assert spec_round.main(command) == spec_round.NOT_MATCHED
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["mismatch"]
-    assert "1 of 1 mismatches met again" in capsys.readouterr().out
+    found = rebuilt(GAMMA + 1)
+    testing.assert_same_bits((found.k, found.v), (real.k, real.v))
+    other = rebuilt(GAMMA + 6)
+    assert compare.compare_prefixes(other, real).differing
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,9 @@ def test_what_differs_is_told_by_the_status(folder, tmp_path, capsys):
     assert run(folder, *other, "--out", str(out)) == 2
     assert row_of(out)["first"]["operation"] in observe.OPERATIONS
     assert row_of(out)["verify"]["dtype"] == "bfloat16"
+    # Both started from what decoding wrote.
+    assert row_of(out)["history"] == "decode"
+    assert row_of(out)["prefix"]["differing"] == 0
     printed = capsys.readouterr().out
     assert "growth" in printed and "…" not in printed  # no number is cut off
     # The paths part long before the fault.
@@ -115,10 +118,17 @@ def mismatch(folder) -> dict:
         "id": "py-01",
         "prompt_ids": [5, 6, 7, 8],
         "tokens": [9, 10],
+        "start": 6,
+        "starts": [3, 4, 6],
         "window": [11, 12, 13],
+        "window_rows": 4,
         "position": 7,
-        "drafted_token": 13,
+        "verify_argmax": 14,
+        "decode_argmax": 15,
+        "verify_top5": [],
         "verify_path": "row-loop",
+        "acceptance": "verify",
+        "prefill": "rows",
         "impl": "native",
         "dtype": "float32",
         "slab": 4,
@@ -136,6 +146,7 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
     """Fails if it is not run as the line says, on its own text."""
     out = tmp_path / "out.jsonl"
     first = mismatch | {"tokens": [], "window": [8, 12, 13], "position": 4}
+    first |= {"start": 3, "starts": [3]}
     lines = write(tmp_path / "lines.jsonl", mismatch, first)
     for spec, start, window in (
         (lines, 6, [11, 12, 13]),
@@ -147,6 +158,27 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
         row = row_of(out)
         assert (row["start"], row["window"]) == (start, window)
         assert row["verify"]["path"] == "row-loop" and row["verify"]["slab"] == 4
+        # By rows, whose windows write what decoding writes.
+        assert row["history"] == "decode" and row["prefix"]["differing"] == 0
+        assert row["met_again"] is False
+
+
+def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
+    """Negative control: the same line, and one other token in it."""
+    out = tmp_path / "out.jsonl"
+    run(folder, "--mismatch", write(out, mismatch), "--out", str(out), prompt=False)
+    chosen = row_of(out)["rows"][1]["reference_argmax"]
+    # No rows differ here: a line that says so tells of no flip.
+    none = {"verify_argmax": chosen, "decode_argmax": chosen}
+    for changes, met in (
+        (none, None),
+        ({"decode_argmax": chosen, "verify_argmax": chosen + 1}, False),
+    ):
+        lines = write(tmp_path / "lines.jsonl", mismatch | changes)
+        assert run(folder, "--mismatch", lines, "--out", str(out), prompt=False) == 0
+        assert row_of(out)["met_again"] is met
+    said = f"NOT met again: {chosen} against {chosen}, and in the run {chosen} against"
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -154,9 +186,20 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
     [
         ({"weights_sha256": "0" * 64}, "is of another model than .*--target"),
         ({"kind": "summary"}, "of kind 'summary', not 'mismatch'"),
-        ({"position": 30}, "no row at position 30"),
+        ({"position": 9}, "no row at position 9"),
         ({"window": []}, "empty window"),
-        ({"window": [1, "x"]}, "window holds something that is no token"),
+        ({"window": [1, "x"]}, "window holds something that is no integer"),
+        ({"starts": [3, 4, "6"]}, "starts holds something that is no integer"),
+        ({"starts": [3, 5, 4, 6]}, r"starts=\[3, 5, 4, 6\] do not increase"),
+        ({"starts": [3, 3, 6]}, r"starts=\[3, 3, 6\] do not increase"),
+        ({"starts": [3, 5]}, r"do not go from 3, .* to start=6"),
+        ({"starts": [4, 6]}, r"do not go from 3, .* to start=6"),
+        ({"starts": []}, "do not go from 3"),
+        ({"start": 9}, "start=9 is not where a window can begin: .* at position 6"),
+        ({"window_rows": 2}, "window_rows=2, but a window has 3 tokens"),
+        ({"starts": [3, 6], "window": [1], "window_rows": 2, "position": 6}, "3 tok"),
+        ({"acceptance": "both"}, "acceptance='both' is not one of verify, decode"),
+        ({"prefill": "slow"}, "prefill='slow' is not one of batched, rows"),
         ({"slab": "4"}, "slab='4' is not of type int"),
         ({"verify_path": "sideways"}, "path='sideways' is not one of"),
         ({"dtype": "float16"}, "float16"),
@@ -166,17 +209,91 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
 def test_mismatches_that_cannot_be_used(
     folder, tmp_path, mismatch, changes, message, capsys
 ):
-    row = mismatch | changes
-    if "window" in changes and 999 in changes["window"]:
-        row["drafted_token"] = 999
-    lines = write(tmp_path / "lines.jsonl", row)
+    lines = write(tmp_path / "lines.jsonl", mismatch | changes)
     assert run(folder, "--mismatch", lines, prompt=False) == flags.UNUSABLE
+    pattern_found(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("key", ["start", "starts", "window_rows", "acceptance"])
+def test_lines_of_an_earlier_version(folder, tmp_path, mismatch, key, capsys):
+    """Fails if the windows before it are guessed."""
+    old = {name: value for name, value in mismatch.items() if name != key}
+    lines = write(tmp_path / "lines.jsonl", old)
+    assert run(folder, "--mismatch", lines, prompt=False) == flags.UNUSABLE
+    message = f"line 1: a line without {key}, of an earlier version: write the dump"
     pattern_found(message, capsys.readouterr().err)
 
 
 def pattern_found(pattern: str, text: str) -> None:
     with pytest.raises(ValueError, match=pattern):
         raise ValueError(" ".join(text.split()))
+
+
+#
+# Histories
+#
+
+
+def test_rows_have_no_history_of_their_own(folder, tmp_path, capsys):
+    """Their windows write what decoding writes, wherever one begins."""
+    out = tmp_path / "out.jsonl"
+    more = ("--cache-length", "20", "--history", "own", "--out", str(out))
+    assert run(folder, *more) == 0
+    row = row_of(out)
+    assert row["history"] == "own" and row["verify"]["window_rows"] == 4
+    # Keys and values of two layers with one head of 16.
+    assert row["prefix"] == {"differing": 0, "elements": 20 * 64, "first": None}
+    said = "written by windows of its own path: no difference in 1,280 values"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.fixture(scope="module")
+def own(folder, tmp_path_factory) -> dict[str, pathlib.Path]:
+    """What comes out of a look at windows of a path that is not by rows."""
+    pytest.importorskip("matplotlib")
+    place = tmp_path_factory.mktemp("own")
+    paths = {
+        "out": place / "out.jsonl",
+        "save-bundle": place / "run.npz",
+        "heatmap": place / "map.svg",
+    }
+    more = [part for name, path in paths.items() for part in (f"--{name}", str(path))]
+    path = ("--verify-path", "flash", "--history", "own", "--cache-length", "20")
+    assert run(folder, *path, *more) == 2
+    return paths
+
+
+def test_another_path_has_a_history_of_its_own(own):
+    """Its negative control is `test_what_differs_is_told_by_the_status`."""
+    row = row_of(own["out"])
+    assert row["history"] == "own" and row["met_again"] is None
+    first = row["prefix"]["first"]
+    # From the first window on, which begins with the last token of the prompt.
+    where = {"layer": 0, "part": "k", "position": len(PROMPT) - 1}
+    assert {key: first[key] for key in where} == where
+    assert 0 < first["differing"] <= first["elements"] == 16 and first["max_ulp"] > 0
+    assert first["differing"] < row["prefix"]["differing"] < row["prefix"]["elements"]
+    assert "prefix K/V: first: layer 0, k, position 13" in own["heatmap"].read_text()
+
+
+def test_a_bundle_has_both_histories(folder, own, tmp_path, capsys):
+    """Fails if the second run starts from the first one's K/V, or a bit less."""
+    out = tmp_path / "out.jsonl"
+    more = ("--bundle", str(own["save-bundle"]), "--out", str(out))
+    assert run(folder, *more, prompt=False) == 0
+    first, again = row_of(own["out"]), row_of(out)
+    keys = ("prefix", "history", "first", "rows", "cells")
+    assert [again[key] for key in keys] == [first[key] for key in keys]
+
+    def spoil(meta, arrays):
+        del meta
+        arrays["own_v_1"].reshape(-1)[2] ^= 1
+
+    other = rewritten(own["save-bundle"], tmp_path / "other.npz", spoil)
+    assert run(folder, "--bundle", other, prompt=False) == 2
+    printed = capsys.readouterr().out
+    assert printed.count("every value is the bundle's") == 3
+    assert "verify: other values" in printed
 
 
 #
@@ -226,7 +343,7 @@ def test_an_outcome_that_differs_is_said(folder, bundle, tmp_path, capsys):
 BAD_BUNDLES = {
     "another format": (
         lambda meta, arrays: meta.update(format=parity_bundle.FORMAT + 1),
-        "of format 2, and this version reads format 1",
+        "of format 3, and this version reads format 2",
     ),
     "other weights": (
         lambda meta, arrays: meta.update(weights_sha256=["0" * 64] * 2),
@@ -279,7 +396,7 @@ def test_files_that_are_no_bundles(folder, tmp_path, capsys):
         (("--inject", "1:w"), "operation 'w' is not one of"),
         (("--wrong-draft", "4"), "no draft 4 to make wrong: 3"),
         (("--cache-length", "9000"), "do not fit the model's 2048 positions"),
-        (("--verify-slab", "2"), "4 tokens does not fit a slab of 2"),
+        (("--verify-slab", "2"), "4 rows does not fit a slab of 2"),
     ],
 )
 def test_settings_that_cannot_be_used(folder, more, message, capsys):
@@ -295,6 +412,7 @@ def test_settings_that_cannot_be_used(folder, more, message, capsys):
         (("--draft-tokens", "1,x"), "no list of tokens"),
         (("--mismatch", "lines.jsonl"), "--mismatch says already what --prompt would"),
         (("--bundle", "b.npz"), "--bundle says already what --prompt would"),
+        (("--bundle", "b.npz", "--history", "own"), "--bundle says already what"),
         (("--heatmap", "map.txt"), "not a .png or .svg"),
         (("--cache-length", "-1"), "-1 must be at least 0"),
     ],
@@ -308,7 +426,7 @@ def test_flags_that_contradict(folder, more, message, capsys):
 
 def test_a_prompt_is_chosen_by_its_index(folder, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    command = ["--target", str(folder), *NATIVE, "--gamma", "1", "--cache-length", "3"]
+    command = ["--target", str(folder), *NATIVE, "--gamma", "3", "--cache-length", "3"]
     assert parity.main([*command, "--index", "4", "--out", str(out)]) == 0
     assert row_of(out)["id"] == "py-05"
     assert parity.main([*command, "--prompts", "2", "--index", "2"]) == 1

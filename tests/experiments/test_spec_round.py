@@ -146,7 +146,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (("--impl", "cuda"), ("--impl", "cuda", "triton")),
         (("--impl", "triton"), ("triton", "xla")),
         (("--dtype", "float16"), ("--dtype", "float16")),
-        (("--drafter", "oracle"), ("--drafter", "oracle")),
+        (("--drafter", "medusa"), ("--drafter", "medusa")),
         (("--repeats", "0"), ("--repeats", "at least 1")),
         (("--prompts", "51"), ("51", "50")),
         (("--prompts", "nowhere.jsonl"), ("nowhere.jsonl",)),

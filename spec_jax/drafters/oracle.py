@@ -1,0 +1,125 @@
+"""A drafter that knows the text which plain decoding writes.
+
+It proposes that text at no cost, and so shows a ceiling: what rounds would gain by the
+best of drafters. Told where to be wrong, it shows what they gain at an acceptance that
+is *forced*. Either is a number about rounds, never about a drafter.
+"""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from spec_jax import rounds
+from spec_jax.typing import typed
+
+
+@flax.struct.dataclass(kw_only=True)
+class Trace:
+    """What the oracle knows: its parameters."""
+
+    tokens: jax.Array  # [size] int32, prompt and plain output
+    is_right: jax.Array  # [size] bool, whether a draft for the position is to be right
+
+
+def make_trace(text: list[int], *, rate: float = 1.0, seed: int = 0) -> Trace:
+    """The trace of a text, with drafts that are right at `rate` of its positions.
+
+    Each position is right or wrong by a draw of its own, which `seed` decides alone: a
+    draft is kept with probability `rate` if all before it were, wherever rounds begin.
+
+    Args:
+      text: prompt and output; what comes behind is not drafted.
+
+    Raises:
+      ValueError: no text, or a rate outside [0, 1].
+    """
+    if not text:
+        raise ValueError("the text is empty: an oracle needs what plain decoding wrote")
+    if not 0 <= rate <= 1:
+        raise ValueError(f"{rate=} is outside [0, 1]")
+    is_right = np.random.default_rng(seed).random(len(text)) < rate
+    return Trace(
+        tokens=jnp.asarray(np.asarray(text, np.int32)), is_right=jnp.asarray(is_right)
+    )
+
+
+@typed
+def drafts_at(
+    tokens: Int[Array, " size"],
+    is_right: Bool[Array, " mask_size"],
+    positions: Int[Array, " gamma"],
+    *,
+    vocab_size: int,
+) -> Int[Array, " gamma"]:
+    """The text's tokens at `positions`, and one token further where not `is_right`.
+
+    A position past the end has the last token of the text, or of the mask.
+    """
+    right = tokens.at[positions].get(mode="clip")
+    is_right = is_right.at[positions].get(mode="clip")
+    return jnp.where(is_right, right, (right + 1) % vocab_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """Drafts from a `Trace`. There is no memory.
+
+    Attributes:
+      vocab_size: of the target; a wrong token is another one of these.
+
+    Raises:
+      ValueError: a vocabulary in which no token is wrong.
+    """
+
+    gamma_max: int
+    vocab_size: int
+
+    def __post_init__(self):
+        if self.vocab_size < 2:
+            raise ValueError(
+                f"vocab_size={self.vocab_size} must be at least 2, for a token to be "
+                "wrong"
+            )
+
+    def init(self, *, capacity: int, page_size: int) -> tuple[()]:
+        """Nothing."""
+        del capacity, page_size
+        return ()
+
+    def prefill(self, params: Trace, memory: tuple[()], prompt: list[int]) -> tuple[()]:
+        """Nothing: it knows the prompt."""
+        del params, prompt
+        return memory
+
+    def propose(
+        self,
+        params: Trace,
+        memory: tuple[()],
+        *,
+        tokens: Int[Array, " max_len"],
+        length: Int[Array, ""],
+        gamma: Int[Array, ""],
+    ) -> tuple[tuple[()], rounds.Proposal]:
+        """Drafts `gamma` tokens, or fewer at the end of the trace."""
+        del tokens
+        (size,) = params.tokens.shape
+        return memory, rounds.Proposal(
+            tokens=drafts_at(
+                params.tokens,
+                params.is_right,
+                length + jnp.arange(self.gamma_max, dtype=jnp.int32),
+                vocab_size=self.vocab_size,
+            ),
+            num_drafted=jnp.clip(size - length, 0, gamma),
+        )
+
+    def commit(
+        self, params: Trace, memory: tuple[()], length: Int[Array, ""]
+    ) -> tuple[()]:
+        """Nothing."""
+        del params, length
+        return memory

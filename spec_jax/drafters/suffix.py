@@ -1,0 +1,231 @@
+"""Suffix decoding: what mostly followed, wherever the text has ended like this.
+
+Oliaro et al., SuffixDecoding (2024), https://arxiv.org/abs/2411.04975, by the rules of
+its implementation in ArcticInference. There are two bodies of text: the sequence
+itself, prompt and output, and a corpus of earlier generations. In each of them:
+
+    match         for each m = 1 .. match_max, all places that follow the last m tokens
+    path          the token that most often stands at those places (of equally frequent
+                  ones the one that does so first), then the one that most often
+                  follows that, and so on
+    probability   of a token on the path: the product of the shares that it and those
+                  before it had of the places that still went on
+    budget        at most floor(m * max_factor) tokens, at most gamma; the path ends
+                  before the first token of a probability below min_probability
+    score         the sum of the probabilities: tokens expected to be kept
+
+The m of the highest score decides, of equal ones the longest; the sequence itself
+decides where its score is at least that of the corpus.
+
+A suffix tree stores how often each string occurs, so as not to search for it. Here the
+places are found by compares and counted, `match_max * gamma_max` counts of every
+position of both bodies per round: the same numbers, in static shapes and on the
+device. A place where a text ends is followed by nothing and has no share.
+"""
+
+import dataclasses
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from spec_jax import rounds
+from spec_jax.drafters import suffix_match
+
+
+@flax.struct.dataclass(kw_only=True)
+class Corpus:
+    """Earlier generations, newest last: the parameters of `SuffixDecoding`."""
+
+    tokens: jax.Array  # [size] int32, `suffix_match.NONE` between and before them
+    groups: jax.Array  # [size] int32 in [0, size), equal where tokens are
+
+
+@flax.struct.dataclass(kw_only=True)
+class Lookup:
+    """A proposal, and what may be hoped of it."""
+
+    proposal: rounds.Proposal
+    score: jax.Array  # [] float32, tokens expected to be kept
+
+
+def empty_corpus(size: int) -> Corpus:
+    """A corpus with room for `size` tokens, separators included.
+
+    Raises:
+      ValueError: a size below one.
+    """
+    if size < 1:
+        raise ValueError(f"a corpus of {size=} tokens: it must hold at least 1")
+    return _corpus(np.full((size,), suffix_match.NONE, np.int32))
+
+
+def remember(corpus: Corpus, generation: list[int]) -> Corpus:
+    """The corpus with a finished generation; what is oldest makes room. On the host.
+
+    The shapes stay, so that nothing is compiled again. Of a generation that is longer
+    than the corpus its end is kept.
+
+    Raises:
+      ValueError: a negative token.
+    """
+    if generation and min(generation) < 0:
+        raise ValueError(f"a generation has token {min(generation)}, below 0")
+    size = corpus.tokens.shape[0]
+    added = np.asarray([suffix_match.NONE, *generation], np.int32)
+    return _corpus(np.concatenate([np.asarray(corpus.tokens), added])[-size:])
+
+
+def _corpus(tokens: np.ndarray) -> Corpus:
+    _, groups = np.unique(tokens, return_inverse=True)
+    return Corpus(
+        tokens=jnp.asarray(tokens), groups=jnp.asarray(groups.astype(np.int32))
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuffixDecoding:
+    """Drafts the most frequent continuation. The parameters are a `Corpus`.
+
+    There is no memory but the text.
+
+    Attributes:
+      match_max: the longest match whose places are counted.
+      max_factor: tokens drafted per token of the match, at most.
+      min_probability: where a path ends.
+
+    Raises:
+      ValueError: a match or a factor that drafts nothing, or no probability.
+    """
+
+    gamma_max: int
+    match_max: int = 8
+    max_factor: float = 1.0
+    min_probability: float = 0.1
+
+    def __post_init__(self):
+        if self.match_max < 1:
+            raise ValueError(f"match_max={self.match_max} must be at least 1")
+        if not self.match_max * self.max_factor >= 1:
+            raise ValueError(
+                f"max_factor={self.max_factor} drafts nothing even for a match of "
+                f"match_max={self.match_max} tokens: raise one of them"
+            )
+        if not 0 < self.min_probability <= 1:
+            raise ValueError(
+                f"min_probability={self.min_probability} is outside (0, 1]"
+            )
+
+    def init(self, *, capacity: int, page_size: int) -> tuple[()]:
+        """Nothing."""
+        del capacity, page_size
+        return ()
+
+    def prefill(
+        self, params: Corpus, memory: tuple[()], prompt: list[int]
+    ) -> tuple[()]:
+        """Nothing: the prompt is in the text."""
+        del params, prompt
+        return memory
+
+    def propose(
+        self,
+        params: Corpus,
+        memory: tuple[()],
+        *,
+        tokens: Int[Array, " max_len"],
+        length: Int[Array, ""],
+        gamma: Int[Array, ""],
+    ) -> tuple[tuple[()], rounds.Proposal]:
+        """Drafts what `look_up` finds: often fewer than `gamma` tokens, or none."""
+        found = self.look_up(params, tokens=tokens, length=length, gamma=gamma)
+        return memory, found.proposal
+
+    def commit(
+        self, params: Corpus, memory: tuple[()], length: Int[Array, ""]
+    ) -> tuple[()]:
+        """Nothing."""
+        del params, length
+        return memory
+
+    def look_up(
+        self,
+        corpus: Corpus,
+        *,
+        tokens: Int[Array, " max_len"],
+        length: Int[Array, ""],
+        gamma: Int[Array, ""],
+    ) -> Lookup:
+        """The path of the highest score, for whoever wants to know the score."""
+        suffix = suffix_match.suffix_of(tokens, length, self.match_max)
+        is_known = jnp.arange(tokens.shape[0]) < length
+        own = jnp.where(is_known, tokens, suffix_match.NONE)
+        _, groups = jnp.unique(own, return_inverse=True, size=own.shape[0])
+        ours = self._best_path(Corpus(tokens=own, groups=groups), suffix, gamma)
+        earlier = self._best_path(corpus, suffix, gamma)
+        is_ours = ours.score >= earlier.score
+        return jax.tree.map(lambda a, b: jnp.where(is_ours, a, b), ours, earlier)
+
+    def _best_path(
+        self, body: Corpus, suffix: Int[Array, " match_max"], gamma: Int[Array, ""]
+    ) -> Lookup:
+        """The best over the lengths of match, in one body of text."""
+        matched = suffix_match.match_lengths(body.tokens, suffix)
+        sizes = np.arange(1, self.match_max + 1, dtype=np.int32)
+        most = np.floor(sizes * self.max_factor).astype(np.int32)
+        # A path may reach past the end, where nothing follows.
+        room = (0, self.gamma_max)
+        walk = functools.partial(
+            self._path,
+            jnp.pad(body.tokens, room, constant_values=suffix_match.NONE),
+            jnp.pad(body.groups, room),
+        )
+        paths = jax.vmap(walk)(
+            matched[None, :] >= sizes[:, None], jnp.minimum(gamma, most)
+        )
+        # `argmax` takes the first of equals, and the longest match is to win.
+        best = self.match_max - 1 - jnp.argmax(paths.score[::-1])
+        return jax.tree.map(lambda x: x[best], paths)
+
+    def _path(
+        self,
+        text: Int[Array, " padded"],
+        groups: Int[Array, " padded"],
+        places: Bool[Array, " size"],
+        budget: Int[Array, ""],
+    ) -> Lookup:
+        """The most frequent continuation of the marked places.
+
+        Args:
+          text, groups: a body and `gamma_max` places more.
+          places: true at the positions that follow a match.
+        """
+        (size,) = places.shape
+
+        def step(carry, offset):
+            places, probability, goes_on = carry
+            token = jax.lax.dynamic_slice_in_dim(text, offset, size)
+            group = jax.lax.dynamic_slice_in_dim(groups, offset, size)
+            places &= token != suffix_match.NONE
+            votes = jnp.zeros(size, jnp.int32).at[group].add(places.astype(jnp.int32))
+            votes = jnp.where(places, votes[group], 0)
+            first = jnp.argmax(votes)
+            share = votes[first] / jnp.maximum(jnp.sum(places), 1)
+            probability *= share.astype(jnp.float32)
+            # No vote, no share: a path that nothing continues ends here too.
+            goes_on &= (offset < budget) & (probability >= self.min_probability)
+            places &= token == token[first]
+            return (places, probability, goes_on), (token[first], probability, goes_on)
+
+        start = (places, jnp.float32(1), jnp.bool_(True))
+        offsets = jnp.arange(self.gamma_max, dtype=jnp.int32)
+        _, (drafts, probabilities, is_drafted) = jax.lax.scan(step, start, offsets)
+        return Lookup(
+            proposal=rounds.Proposal(
+                tokens=drafts, num_drafted=jnp.sum(is_drafted.astype(jnp.int32))
+            ),
+            score=jnp.sum(jnp.where(is_drafted, probabilities, 0)),
+        )

@@ -1,0 +1,29 @@
+"""A prompt on its way into a cache: from a list of the host's to a padded bucket."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.model import params as params_lib, qwen3, row_model
+from spec_jax.paging import cache as paged
+
+
+def prefill(
+    model: row_model.RowModel,
+    params: params_lib.Params,
+    kv: paged.PagedKV,
+    tokens: list[int],
+    *,
+    by_rows: bool | None = None,
+) -> paged.PagedKV:
+    """The K/V of all `tokens`, of which there may be none. Donates `kv`.
+
+    `by_rows` as in `RowModel.prefill`.
+    """
+    if not tokens:
+        return kv
+    padded = np.zeros((qwen3.bucket(len(tokens)),), np.int32)
+    padded[: len(tokens)] = tokens
+    return model.prefill(
+        params, kv, jax.device_put(padded), jnp.int32(len(tokens)), by_rows=by_rows
+    )

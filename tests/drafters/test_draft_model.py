@@ -1,0 +1,136 @@
+"""Draft models, alone and beside suffix statistics, against the kit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import bench, rounds, session, testing
+from spec_jax.drafters import draft_model, hybrid, suffix
+from spec_jax.model import params as params_lib, row_model
+
+
+GAMMA_MAX = 4
+BENCH = bench.tiny(GAMMA_MAX)
+DRAFT = draft_model.DraftModel(
+    model=row_model.RowModel(config=bench.TINY, impl="xla", slab=2),
+    gamma_max=GAMMA_MAX,
+)
+ROUND_LOCAL = dataclasses.replace(
+    DRAFT,
+    model=dataclasses.replace(DRAFT.model, cache="static"),
+    draft_cache="round",
+)
+HYBRID = hybrid.Hybrid(
+    suffix=suffix.SuffixDecoding(gamma_max=GAMMA_MAX), draft=DRAFT, threshold=2.0
+)
+
+
+def nearly_the_target() -> params_lib.Params:
+    """The target's weights and noise: a draft that is right and wrong by turns."""
+    noise = params_lib.init(jax.random.key(2), bench.TINY, stddev=0.02)
+    return jax.tree.map(lambda x, n: x + n if x.ndim > 1 else x, BENCH.params, noise)
+
+
+def hybrid_params() -> hybrid.HybridParams:
+    return hybrid.HybridParams(draft=nearly_the_target(), corpus=suffix.empty_corpus(8))
+
+
+@pytest.mark.parametrize("drafter", [DRAFT, ROUND_LOCAL], ids=["kept", "round"])
+def test_a_draft_model_keeps_the_contract(drafter):
+    testing.check_drafter(drafter, nearly_the_target(), BENCH)
+
+
+class Hoarder(draft_model.DraftModel):
+    """Keeps the keys of drafts that were not committed."""
+
+    def commit(self, params, memory, length):
+        return memory
+
+
+def test_a_cache_that_is_not_cut_is_caught():
+    """Negative control of the kit's truncation, on a cache and not on a number."""
+    drafter = Hoarder(model=DRAFT.model, gamma_max=GAMMA_MAX)
+    with pytest.raises(AssertionError, match="truncation: .* from a fresh memory"):
+        testing.check_truncation(drafter, nearly_the_target(), BENCH)
+
+
+def test_a_hybrid_keeps_the_contract():
+    testing.check_drafter(HYBRID, hybrid_params(), BENCH)
+
+
+@functools.partial(jax.jit, static_argnames="drafter")
+def propose(drafter, params, memory, tokens, length):
+    return drafter.propose(
+        params, memory, tokens=tokens, length=length, gamma=jnp.int32(GAMMA_MAX)
+    )
+
+
+def after(drafter, params, text):
+    """Memory and proposal after a text that was prefilled."""
+    memory = drafter.prefill(params, drafter.init(**BENCH.sizes), text)
+    tokens = np.zeros((BENCH.capacity + 1,), np.int32)
+    tokens[: len(text)] = text
+    return propose(drafter, params, memory, jnp.asarray(tokens), jnp.int32(len(text)))
+
+
+def test_the_draft_model_is_asked_only_where_statistics_are_not_sure():
+    """Fails if both are paid for, or the wrong one is heard."""
+    params = hybrid_params()
+    sure, unsure = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
+    memory, proposal = after(HYBRID, params, sure)
+    testing.assert_same_bits(proposal.tokens, jnp.asarray([1, 2, 3, 4], jnp.int32))
+    assert int(memory.length[0]) == len(sure) - 1  # No row was run.
+    memory, proposal = after(HYBRID, params, unsure)
+    alone, expected = after(DRAFT, params.draft, unsure)
+    testing.assert_same_bits(proposal, expected)
+    testing.assert_same_bits(memory, alone)
+    assert int(memory.length[0]) == len(unsure) - 1 + GAMMA_MAX
+
+
+def test_a_threshold_is_a_threshold():
+    """Negative control: out of reach, the statistics are never heard."""
+    never = dataclasses.replace(HYBRID, threshold=100.0)
+    memory, _ = after(never, hybrid_params(), [1, 2, 3, 4] * 3)
+    assert int(memory.length[0]) == 11 + GAMMA_MAX
+
+
+def test_the_hybrids_cache_is_not_copied():
+    """Fails if the branch hands the pool through: nothing of its size is temporary."""
+    sizes = {"capacity": 8 * 1024, "page_size": 8}
+    params = BENCH.params, hybrid_params()
+    state = session.begin(
+        BENCH.target,
+        HYBRID,
+        params,
+        BENCH.target.new_cache(capacity=8, page_size=8),
+        HYBRID.init(**sizes),
+        [5],
+        max_tokens=4,
+    )
+    usage = (
+        rounds.generate.lower(
+            BENCH.target,
+            HYBRID,
+            params,
+            state,
+            gamma=jnp.int32(GAMMA_MAX),
+            stop_ids=session.stop_array(()),
+            max_rounds=jnp.int32(4),
+        )
+        .compile()
+        .memory_analysis()
+    )
+    pool_bytes = sum(x.nbytes for x in (*state.memory.k, *state.memory.v))
+    assert usage.alias_size_in_bytes >= pool_bytes
+    assert usage.temp_size_in_bytes < pool_bytes / 8
+
+
+def test_hybrids_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match="gamma_max=3 and the draft model gamma_max=4"):
+        hybrid.Hybrid(suffix=suffix.SuffixDecoding(gamma_max=3), draft=DRAFT)
+    with pytest.raises(ValueError, match="threshold=0.0 must be above 0"):
+        dataclasses.replace(HYBRID, threshold=0.0)

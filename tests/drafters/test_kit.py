@@ -1,0 +1,277 @@
+"""The contract kit: what keeps it passes, and each fault is caught for its reason."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import bench, rounds, session, testing
+from spec_jax.model import row_model
+
+
+GAMMA_MAX = 2
+BENCH = bench.tiny(4)  # as in other tests, so that one target is compiled
+
+
+@flax.struct.dataclass(kw_only=True)
+class Memory:
+    """More than is needed, for faults to go wrong with."""
+
+    length: jax.Array  # [] int32
+    spare: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Echo:
+    """Drafts the last token again: the drafter that the faults below are made of."""
+
+    gamma_max: int = GAMMA_MAX
+
+    def init(self, *, capacity, page_size):
+        del page_size
+        return Memory(length=jnp.zeros((), jnp.int32), spare=jnp.zeros(capacity))
+
+    def prefill(self, params, memory, prompt):
+        del params
+        return memory.replace(length=jnp.array(len(prompt), jnp.int32))
+
+    def drafts(self, memory, tokens, length, gamma):
+        del memory
+        return jnp.full((self.gamma_max,), tokens[length - 1]), gamma
+
+    def propose(self, params, memory, *, tokens, length, gamma):
+        del params
+        drafts, num_drafted = self.drafts(memory, tokens, length, gamma)
+        return memory, rounds.Proposal(tokens=drafts, num_drafted=num_drafted)
+
+    def commit(self, params, memory, length):
+        del params
+        return memory.replace(length=length)
+
+
+def test_a_drafter_that_keeps_the_contract():
+    testing.check_drafter(Echo(), None, BENCH)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unhashable(Echo):
+    names: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostNumber(Echo):
+    def init(self, *, capacity, page_size):
+        return super().init(capacity=capacity, page_size=page_size).replace(spare=3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrowsWithThePrompt(Echo):
+    def prefill(self, params, memory, prompt):
+        return memory.replace(spare=jnp.zeros(len(prompt)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChangesItsDtype(Echo):
+    def commit(self, params, memory, length):
+        return memory.replace(length=length.astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneTooWide(Echo):
+    def drafts(self, memory, tokens, length, gamma):
+        return jnp.full((self.gamma_max + 1,), tokens[length - 1]), gamma
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemembersOutside(Echo):
+    calls: Any = dataclasses.field(default_factory=itertools.count, compare=False)
+
+    def drafts(self, memory, tokens, length, gamma):
+        call = next(self.calls) % 7
+        return jnp.full((self.gamma_max,), tokens[length - 1] * 0 + call), gamma
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawsOnTheHost(Echo):
+    draws: Any = dataclasses.field(
+        default_factory=lambda: np.random.default_rng(0), compare=False
+    )
+
+    def drafts(self, memory, tokens, length, gamma):
+        drawn = self.draws.integers(0, 96, self.gamma_max).astype(np.int32)
+        return jnp.where(tokens[length - 1] >= 0, jnp.asarray(drawn), 0), gamma
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AsksTheHost(Echo):
+    def drafts(self, memory, tokens, length, gamma):
+        drafts, gamma = super().drafts(memory, tokens, length, gamma)
+        shape = jax.ShapeDtypeStruct(drafts.shape, drafts.dtype)
+        return jax.pure_callback(lambda x: x, shape, drafts), gamma
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlooksGamma(Echo):
+    def drafts(self, memory, tokens, length, gamma):
+        drafts, _ = super().drafts(memory, tokens, length, gamma)
+        return drafts, jnp.array(self.gamma_max, jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LessThanNothing(Echo):
+    def drafts(self, memory, tokens, length, gamma):
+        drafts, gamma = super().drafts(memory, tokens, length, gamma)
+        return drafts, gamma - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PastTheVocabulary(Echo):
+    def drafts(self, memory, tokens, length, gamma):
+        drafts, gamma = super().drafts(memory, tokens, length, gamma)
+        return drafts + 96, gamma
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadsAhead(Echo):
+    def drafts(self, memory, tokens, length, gamma):
+        return jnp.full((self.gamma_max,), tokens[length]), gamma
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneBufferTwice(Echo):
+    def prefill(self, params, memory, prompt):
+        return memory.replace(spare=(memory.spare[0], memory.spare[0]))
+
+    def init(self, *, capacity, page_size):
+        memory = super().init(capacity=capacity, page_size=page_size)
+        return memory.replace(spare=(memory.spare, jnp.zeros(capacity)))
+
+
+@jax.tree_util.register_pytree_node_class
+class Forgetful:
+    """A node that loses a field on its way through its leaves."""
+
+    def __init__(self, leaf, lost=0):
+        self.leaf, self.lost = leaf, lost
+
+    def tree_flatten(self):
+        return (self.leaf,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LosesAField(Echo):
+    def prefill(self, params, memory, prompt):
+        return memory.replace(spare=Forgetful(memory.spare.leaf, lost=len(prompt)))
+
+    def init(self, *, capacity, page_size):
+        memory = super().init(capacity=capacity, page_size=page_size)
+        return memory.replace(spare=Forgetful(memory.spare))
+
+    def drafts(self, memory, tokens, length, gamma):
+        return jnp.full((self.gamma_max,), tokens[0] * 0 + memory.spare.lost), gamma
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CountsItsRounds(Echo):
+    """Remembers what it drafted, and does not forget it at a commit."""
+
+    def prefill(self, params, memory, prompt):
+        return memory
+
+    def drafts(self, memory, tokens, length, gamma):
+        return jnp.full((self.gamma_max,), memory.length), gamma
+
+    def commit(self, params, memory, length):
+        return memory.replace(length=memory.length + 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RefusedByItsCache(Echo):
+    """Holds a cache somewhere in its memory, and cuts it where it is not."""
+
+    def init(self, *, capacity, page_size):
+        model = row_model.RowModel(config=bench.TINY, impl="xla", slab=2)
+        kv = model.new_cache(capacity=capacity, page_size=page_size)
+        memory = super().init(capacity=capacity, page_size=page_size)
+        return memory.replace(spare={"draft": kv})
+
+    def commit(self, params, memory, length):
+        kv = memory.spare["draft"]
+        return memory.replace(
+            spare={"draft": kv.replace(refused=jnp.ones_like(kv.refused))}
+        )
+
+
+class EqualToItselfAlone(Echo):
+    """As any class without `__eq__`: equal drafters do not share an executable."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+FAULTS = {
+    Unhashable: "static shapes: the drafter is not hashable",
+    HostNumber: "static shapes: the memory holds 3, not an array",
+    GrowsWithThePrompt: "static shapes: prefill makes a memory of .* from one of",
+    ChangesItsDtype: "static shapes: commit makes a memory of .*float32",
+    OneTooWide: r"static shapes: .* is not int32 tokens \[2\] and an int32 number",
+    RemembersOutside: "pure functions: two traces of propose .* differ",
+    DrawsOnTheHost: "pure functions: ",
+    AsksTheHost: "no host: propose calls the host by pure_callback",
+    OverlooksGamma: "number drafted: 2 tokens for gamma=0",
+    LessThanNothing: "number drafted: -1 tokens for gamma=0",
+    PastTheVocabulary: r"vocabulary: .* are not all in \[0, 96\)",
+    ReadsAhead: "reads past the end: 1 behind the text turns",
+    OneBufferTwice: "memory round trip: two leaves share a buffer",
+    LosesAField: "memory round trip: a memory that is put together from its leaves",
+    CountsItsRounds: "truncation: .* after 1 rounds, .* from a fresh memory",
+    RefusedByItsCache: "lossless: a cache refused an operation of the loop",
+    EqualToItselfAlone: "no retrace: traced again for gamma=1",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_are_caught(fault):
+    """Negative controls: each clause catches its own faults, and says which it is."""
+    with pytest.raises(AssertionError, match=FAULTS[fault]):
+        testing.check_drafter(fault(), None, BENCH)
+
+
+def test_tokens_past_the_limit_are_caught():
+    """Negative control of the tokens' comparison, whose fault others catch before."""
+    with pytest.raises(AssertionError, match="lossless: .* plain decoding"):
+        testing.check_lossless(OverlooksGamma(), None, BENCH)
+
+
+def test_a_drafter_that_does_not_fit_is_refused():
+    """Fails if the slab or the vocabulary is found out inside a trace."""
+    with pytest.raises(ValueError, match="slab of 6 rows, the target has 5"):
+        testing.check_drafter(Echo(gamma_max=5), None, BENCH)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": ()}, "a bench without prompts checks nothing"),
+        ({"capacity": 41}, "capacity=41 is not a number of whole pages of page_size=8"),
+        ({"page_size": 0}, "capacity=40 is not a number of whole pages of page_size=0"),
+    ],
+)
+def test_impossible_benches_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(BENCH, **changes)
+
+
+def test_memories_without_a_cache_are_begun():
+    """Fails if the session asks a drafter for a model."""
+    session.check_pair(BENCH.target, Echo())
+    text = BENCH.rounds(Echo(), None, (5,), gamma=2, max_tokens=6, stop_ids=())
+    assert text == BENCH.plain((5,), max_tokens=6)

@@ -1,0 +1,87 @@
+"""The oracle proposes its trace, and is wrong where it was told to be."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import bench, testing
+from spec_jax.drafters import oracle
+
+
+GAMMA_MAX = 4
+DRAFTER = oracle.Oracle(gamma_max=GAMMA_MAX, vocab_size=96)
+TEXT = [3, 95, 0, 41, 41, 7]
+
+
+def drafts(trace, length, *, gamma=GAMMA_MAX) -> list[int]:
+    tokens = jnp.zeros((12,), jnp.int32)
+    _, proposal = DRAFTER.propose(
+        trace, (), tokens=tokens, length=jnp.int32(length), gamma=jnp.int32(gamma)
+    )
+    return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()
+
+
+def test_it_proposes_the_trace():
+    """Fails if a position is off by one, or more is drafted than is known."""
+    trace = oracle.make_trace(TEXT)
+    for length in range(1, len(TEXT) + 2):
+        for gamma in range(GAMMA_MAX + 1):
+            assert drafts(trace, length, gamma=gamma) == TEXT[length:][:gamma]
+
+
+def test_wrong_tokens_are_other_tokens_of_the_vocabulary():
+    """Fails if a forced error is right, or past the vocabulary."""
+    trace = oracle.make_trace(TEXT, rate=0.0)
+    assert drafts(trace, 1) == [0, 1, 42, 42]
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.7])
+def test_positions_are_right_at_the_rate_whatever_came_before(rate):
+    """Fails if acceptance is not `rate` at every position of a window."""
+    size = 20_000
+    trace = oracle.make_trace([5] * size, rate=rate, seed=3)
+    right = np.asarray(trace.is_right)
+    for before in range(3):
+        # Of the windows whose first drafts were kept, those that keep the next.
+        kept = np.ones(size - 3, bool)
+        for i in range(before):
+            kept &= right[i : size - 3 + i]
+        following = right[before : size - 3 + before][kept]
+        error = np.sqrt(rate * (1 - rate) / following.size)
+        assert abs(following.mean() - rate) < 5 * error
+    # The seed decides, and nothing else.
+    testing.assert_same_bits(trace, oracle.make_trace([5] * size, rate=rate, seed=3))
+    other = oracle.make_trace([5] * size, rate=rate, seed=4)
+    assert (np.asarray(other.is_right) != right).any()
+
+
+def test_rates_of_nothing_and_of_everything():
+    assert not np.asarray(oracle.make_trace(TEXT, rate=0.0).is_right).any()
+    assert np.asarray(oracle.make_trace(TEXT, rate=1.0).is_right).all()
+
+
+def test_it_keeps_the_contract():
+    whole = bench.tiny(GAMMA_MAX)
+    prompt = whole.prompts[0]
+    trace = oracle.make_trace(whole.plain(prompt), rate=0.6)
+    testing.check_drafter(DRAFTER, trace, dataclasses.replace(whole, prompts=(prompt,)))
+
+
+@pytest.mark.parametrize(
+    ("text", "rate", "message"),
+    [
+        ([], 1.0, "the text is empty"),
+        (TEXT, 1.5, r"rate=1.5 is outside \[0, 1\]"),
+        (TEXT, -0.1, r"rate=-0.1 is outside \[0, 1\]"),
+    ],
+)
+def test_impossible_traces_are_refused(text, rate, message):
+    with pytest.raises(ValueError, match=message):
+        oracle.make_trace(text, rate=rate)
+
+
+def test_a_vocabulary_without_a_wrong_token_is_refused():
+    with pytest.raises(ValueError, match="vocab_size=1 must be at least 2"):
+        oracle.Oracle(gamma_max=4, vocab_size=1)

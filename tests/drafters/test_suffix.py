@@ -1,0 +1,192 @@
+"""Suffix statistics against a dictionary of strings, and against the kit."""
+
+import collections
+import dataclasses
+import fractions
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_jax import testing
+from spec_jax.drafters import suffix, suffix_match
+
+
+MAX_LEN, GAMMA_MAX, CORPUS = 20, 4, 16
+DRAFTER = suffix.SuffixDecoding(
+    gamma_max=GAMMA_MAX, match_max=5, max_factor=1.5, min_probability=0.3
+)
+
+
+class Tree:
+    """The suffix tree of some texts, as a dictionary: which tokens follow a string."""
+
+    def __init__(self, texts):
+        self.followers = collections.defaultdict(collections.Counter)
+        for text in texts:
+            for end in range(len(text)):
+                for start in range(end + 1):
+                    self.followers[tuple(text[start:end])][text[end]] += 1
+
+    def path(self, drafter, context, budget):
+        """The greedy path from a node: its tokens, and their probabilities."""
+        tokens, probabilities, probability = [], [], fractions.Fraction(1)
+        while len(tokens) < budget:
+            counts = self.followers.get((*context, *tokens))
+            if not counts:
+                break
+            # A counter keeps the order in which tokens were first met.
+            token, count = max(counts.items(), key=lambda item: item[1])
+            probability *= fractions.Fraction(count, sum(counts.values()))
+            if probability < fractions.Fraction(str(drafter.min_probability)):
+                break
+            tokens.append(token)
+            probabilities.append(probability)
+        return tokens, probabilities
+
+    def best(self, drafter, text, gamma):
+        """Score and tokens over all lengths of match."""
+        best = (fractions.Fraction(0), [])
+        for m in range(1, min(drafter.match_max, len(text)) + 1):
+            budget = min(gamma, int(m * drafter.max_factor))
+            tokens, probabilities = self.path(drafter, text[-m:], budget)
+            if sum(probabilities) >= best[0]:
+                best = sum(probabilities, fractions.Fraction(0)), tokens
+        return best
+
+
+def oracle(drafter, text, corpus, gamma):
+    """Score and tokens by the rules, in fractions."""
+    local = Tree([text]).best(drafter, text, gamma)
+    earlier = Tree(corpus).best(drafter, text, gamma)
+    return local if local[0] >= earlier[0] else earlier
+
+
+@functools.partial(jax.jit, static_argnames="drafter")
+def look_up(drafter, corpus, tokens, length, gamma) -> suffix.Lookup:
+    return drafter.look_up(corpus, tokens=tokens, length=length, gamma=gamma)
+
+
+def run(drafter, text, corpus, gamma, *, behind=0):
+    tokens = np.full((MAX_LEN,), behind, np.int32)
+    tokens[: len(text)] = text
+    found = look_up(
+        drafter, corpus, jnp.asarray(tokens), jnp.int32(len(text)), jnp.int32(gamma)
+    )
+    num_drafted = int(found.proposal.num_drafted)
+    drafts = np.asarray(found.proposal.tokens)[:num_drafted].tolist()
+    return float(found.score), drafts
+
+
+def corpus_of(*generations) -> suffix.Corpus:
+    corpus = suffix.empty_corpus(CORPUS)
+    for generation in generations:
+        corpus = suffix.remember(corpus, list(generation))
+    return corpus
+
+
+token = st.integers(0, 2)
+texts = st.lists(token, min_size=1, max_size=MAX_LEN)
+earlier = st.lists(st.lists(token, max_size=6), max_size=2)
+
+
+@hypothesis.settings(deadline=None, max_examples=300, derandomize=True)
+@hypothesis.given(texts, earlier, st.integers(0, GAMMA_MAX), token)
+def test_counts_are_those_of_a_suffix_tree(text, earlier, gamma, behind):
+    """Fails if a place is counted wrongly, or a rule for ties is another one."""
+    score, drafts = run(DRAFTER, text, corpus_of(*earlier), gamma, behind=behind)
+    expected, tokens = oracle(DRAFTER, text, earlier, gamma)
+    assert score == pytest.approx(float(expected), rel=1e-5)
+    assert drafts == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "earlier", "score", "drafts"),
+    [
+        # 2 follows 1 twice and 3 once; one token of match is worth one draft.
+        ([1, 2, 5, 1, 3, 6, 1, 2, 7, 1], [], 2 / 3, [2]),
+        # Of equally frequent tokens the first.
+        ([1, 3, 1, 2, 1], [], 1 / 2, [3]),
+        # Two tokens of match are worth three drafts; the text ends after two of them.
+        ([5, 6, 7, 5, 6], [], 3.0, [7, 5, 6]),
+        # The corpus knows more than the text ...
+        ([9, 4, 4, 9], [[9, 8, 8]], 1.0, [4]),
+        ([9, 9, 9], [[9, 9, 8, 8, 8]], 3.0, [8, 8, 8]),
+        # ... and nothing is made up.
+        ([1, 2, 3], [[4, 5]], 0.0, []),
+    ],
+)
+def test_rules_by_hand(text, earlier, score, drafts):
+    found = run(DRAFTER, text, corpus_of(*earlier), GAMMA_MAX)
+    assert found == (pytest.approx(score), drafts)
+
+
+def test_matches_do_not_reach_over_generations():
+    """Fails if the end of one generation is followed by the beginning of the next."""
+    assert run(DRAFTER, [7, 1], corpus_of([1], [2, 2]), GAMMA_MAX) == (0.0, [])
+    assert run(DRAFTER, [7, 1], corpus_of([1, 2, 2]), GAMMA_MAX)[1] == [2]
+
+
+def test_a_corpus_forgets_its_oldest_tokens():
+    """Fails if a shape changes, or the newest generation has no room."""
+    corpus = corpus_of(range(10), range(20, 30))
+    assert corpus.tokens.tolist() == [*range(5, 10), suffix_match.NONE, *range(20, 30)]
+    assert corpus_of(range(100)).tokens.tolist() == list(range(84, 100))
+    groups = corpus.groups
+    assert groups.shape == (CORPUS,) and groups.dtype == jnp.int32
+    assert len(set(groups.tolist())) == CORPUS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CountsTheEnd(suffix.SuffixDecoding):
+    """Has the place where the text ends continued by what is behind it."""
+
+    def look_up(self, corpus, *, tokens, length, gamma):
+        end = jnp.minimum(length + 1, tokens.shape[0])
+        return super().look_up(corpus, tokens=tokens, length=end, gamma=gamma)
+
+
+def test_another_count_is_caught():
+    """Negative control: one place too many changes the drafts."""
+    drafter = CountsTheEnd(**dataclasses.asdict(DRAFTER))
+    text = [1, 2, 1, 3, 1, 2, 1]
+    expected = oracle(DRAFTER, text, [], GAMMA_MAX)[1]
+    assert run(drafter, text, corpus_of(), GAMMA_MAX, behind=3)[1] != expected
+
+
+def test_it_keeps_the_contract():
+    corpus = suffix.remember(suffix.empty_corpus(32), [7, 3, 41, 5, 17, 17, 90])
+    testing.check_drafter(DRAFTER, corpus)
+
+
+def test_a_longer_corpus_is_the_same_program():
+    """Fails if what is remembered is static."""
+    run(DRAFTER, [7, 1], corpus_of(), 2)
+    compiled = look_up._cache_size()
+    assert run(DRAFTER, [7, 1], corpus_of([1, 2], [1, 2, 2]), 2)[1] == [2]
+    assert look_up._cache_size() == compiled
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"match_max": 0}, "match_max=0 must be at least 1"),
+        ({"max_factor": 0.1}, "max_factor=0.1 drafts nothing even for a match of"),
+        ({"min_probability": 0.0}, r"min_probability=0.0 is outside \(0, 1\]"),
+        ({"min_probability": 1.5}, r"min_probability=1.5 is outside \(0, 1\]"),
+    ],
+)
+def test_impossible_settings_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        suffix.SuffixDecoding(gamma_max=4, **sizes)
+
+
+def test_impossible_corpora_are_refused():
+    with pytest.raises(ValueError, match="size=0 tokens: it must hold at least 1"):
+        suffix.empty_corpus(0)
+    with pytest.raises(ValueError, match="token -1, below 0"):
+        suffix.remember(suffix.empty_corpus(4), [3, -1])
