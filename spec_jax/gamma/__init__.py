@@ -1,0 +1,1 @@
+"""Adaptive gamma: how many tokens to draft next, decided on the device."""

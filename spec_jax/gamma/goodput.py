@@ -1,0 +1,144 @@
+"""Gamma by expected tokens per second, from measured times and running acceptance."""
+
+import dataclasses
+import math
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from spec_jax import theory
+from spec_jax.gamma import policy
+
+
+@flax.struct.dataclass(kw_only=True)
+class GoodputState:
+    """The state of `Goodput`."""
+
+    gamma: jax.Array  # [] int32, the best by what is known; 0 is off
+    reached: jax.Array  # [gamma_max] float32, discounted rounds that judged draft i
+    kept: jax.Array  # [gamma_max] float32, discounted rounds that kept draft i
+    round_s: jax.Array  # [gamma_max + 1] float32, seconds of a round; data
+    probe: policy.ProbeState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Chooses the gamma of most expected tokens per second.
+
+    `theory.goodput` of measured times and of the running conditional acceptance (Liu
+    et al., 2024, https://arxiv.org/abs/2406.14066, there with one acceptance for all
+    positions). Draft `i`'s chance is a discounted count,
+
+        conditional[i] = (kept[i] + prior_weight * conditional[i-1])
+                         / (reached[i] + prior_weight),
+
+    whose prior is the draft before it, and for the first one `prior`. So a position
+    that was not tried lately counts as good as the last one that was: a policy that
+    drafts little climbs as soon as the little is kept, and no further probing is due
+    but at gamma 0. A probe that is kept there contradicts what is known, which is
+    therefore forgotten.
+
+    Attributes:
+      decay: factor of old counts per judged round; `1 / (1 - decay)` rounds count.
+      prior: the first draft's chance before anything is known.
+      prior_weight: how many rounds a prior is worth.
+
+    Raises:
+      ValueError: gamma_max below 1, decay outside `(0, 1)`, a prior outside `[0, 1]`,
+        or a prior weight that is not above 0.
+    """
+
+    gamma_max: int
+    decay: float = 0.96875
+    prior: float = 0.5
+    prior_weight: float = 2.0
+    probing: policy.Probing = policy.Probing()
+
+    def __post_init__(self):
+        if self.gamma_max < 1:
+            raise ValueError(f"gamma_max={self.gamma_max} must be at least 1")
+        if not 0 < self.decay < 1:
+            raise ValueError(f"decay={self.decay} must lie between 0 and 1")
+        if not 0 <= self.prior <= 1:
+            raise ValueError(f"prior={self.prior} is no probability")
+        if not 0 < self.prior_weight < math.inf:
+            raise ValueError(f"prior_weight={self.prior_weight} must be above 0")
+
+    def init(self, round_s: np.ndarray) -> GoodputState:
+        """Nothing known but the times, as `theory.CostCurve.round_s` gives them.
+
+        Raises:
+          ValueError: not one time for each gamma, or one that is not above 0.
+        """
+        times = np.asarray(round_s, np.float32)
+        if times.shape != (self.gamma_max + 1,):
+            raise ValueError(
+                f"round_s has shape {times.shape}, and gamma 0 .. {self.gamma_max} "
+                f"need ({self.gamma_max + 1},): one time each"
+            )
+        if not (np.isfinite(times) & (times > 0)).all():
+            raise ValueError(f"round_s={times} must be finite and above 0")
+        state = GoodputState(
+            gamma=jnp.int32(0),
+            reached=jnp.zeros((self.gamma_max,), jnp.float32),
+            kept=jnp.zeros((self.gamma_max,), jnp.float32),
+            round_s=jnp.array(times),
+            probe=self.probing.init(),
+        )
+        return state.replace(gamma=self._best(state))
+
+    def conditional(self, state: GoodputState) -> Float[Array, " gamma_max"]:
+        """The chance that draft `i` is kept, given that those before it were."""
+
+        def step(before, counts):
+            reached, kept = counts
+            chance = (kept + self.prior_weight * before) / (reached + self.prior_weight)
+            return chance, chance
+
+        _, chances = jax.lax.scan(
+            step, jnp.float32(self.prior), (state.reached, state.kept)
+        )
+        return chances
+
+    def _best(self, state: GoodputState) -> jax.Array:
+        goodput = theory.goodput(self.conditional(state), state.round_s)
+        return jnp.argmax(goodput).astype(jnp.int32)
+
+    def choose(self, state: GoodputState) -> Int[Array, ""]:
+        """The best gamma; where that is 0, 1 if a probe is due."""
+        return policy.or_probe(state.gamma, state.probe)
+
+    def update(
+        self,
+        state: GoodputState,
+        *,
+        gamma: Int[Array, ""],
+        num_drafted: Int[Array, ""],
+        num_accepted: Int[Array, ""],
+    ) -> GoodputState:
+        """Counts the drafts that were judged, and finds the best gamma again."""
+        is_off = state.gamma == 0
+        num_judged = self.probing.count_judged(gamma, num_drafted)
+        is_judged = num_judged > 0
+        is_kept_probe = is_off & is_judged & (num_accepted > 0)
+        drafts = jnp.arange(self.gamma_max)
+        reached = (drafts < num_judged) & (drafts <= num_accepted)
+        kept = drafts < num_accepted
+        fade = jnp.where(is_judged, self.decay, 1.0)
+        fade = jnp.where(is_kept_probe, 0.0, fade)
+        learnt = state.replace(
+            reached=fade * state.reached + reached.astype(jnp.float32),
+            kept=fade * state.kept + kept.astype(jnp.float32),
+            probe=self.probing.update(
+                state.probe,
+                is_off=is_off,
+                num_judged=num_judged,
+                num_accepted=num_accepted,
+            ),
+        )
+        # Off stays off until a probe is kept, also where faded counts hope for more.
+        decides = is_judged & (~is_off | is_kept_probe)
+        return learnt.replace(gamma=jnp.where(decides, self._best(learnt), state.gamma))

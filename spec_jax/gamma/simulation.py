@@ -1,0 +1,185 @@
+"""Rounds without models: what a policy would have cost on a given text.
+
+The fate of every draft is given (drawn, or recorded from a real run), so that two
+policies meet the same text, and the best constant gamma is known in hindsight. Times
+come from a table, as `theory.CostCurve.round_s` gives them, and are not measured.
+"""
+
+import dataclasses
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax.gamma import policy
+
+
+@flax.struct.dataclass(kw_only=True)
+class Simulation:
+    """A run up to some position of the text. All counts are exact."""
+
+    state: policy.State  # the policy's
+    position: jax.Array  # [] int32, tokens committed
+    rounds_at: jax.Array  # [gamma_max + 1] int32, rounds by gamma
+    num_behind: jax.Array  # [] int32, tokens that the drafter has not taken in yet
+    num_caught_up: jax.Array  # [] int32, tokens that it took in after gamma 0
+
+    def seconds(self, round_s: np.ndarray, *, catch_up_s: float = 0.0) -> float:
+        """The time of the run, in float64.
+
+        Args:
+          round_s: seconds of a round, `[gamma_max + 1]`, by gamma.
+          catch_up_s: seconds by which a token that the drafter sat out makes its next
+            proposal longer; 0 for drafters that look up, or that follow every round.
+        """
+        rounds_s = np.asarray(self.rounds_at, np.float64) @ np.asarray(round_s)
+        return float(rounds_s + int(self.num_caught_up) * catch_up_s)
+
+
+def begin(gamma_policy: policy.GammaPolicy, state: policy.State) -> Simulation:
+    """The run before its first round."""
+    zero = functools.partial(jnp.zeros, dtype=jnp.int32)
+    return Simulation(
+        state=state,
+        position=zero(()),
+        rounds_at=zero((gamma_policy.gamma_max + 1,)),
+        num_behind=zero(()),
+        num_caught_up=zero(()),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("gamma_policy",))
+def simulate(
+    gamma_policy: policy.GammaPolicy,
+    run: Simulation,
+    is_kept: Bool[Array, "num_tokens gamma_max"],
+    *,
+    max_rounds: Int[Array, ""],
+) -> Simulation:
+    """Runs rounds until the text is full, or `max_rounds` passed.
+
+    Called for a few rounds at a time it returns the same bits.
+
+    Args:
+      is_kept: whether draft `i` of a round is kept where it stands at a position of the
+        text, given that those before it were.
+    """
+    num_tokens, gamma_max = is_kept.shape
+    drafts = jnp.arange(gamma_max)
+
+    def keep_going(carry):
+        step, run = carry
+        return (run.position < num_tokens) & (step < max_rounds)
+
+    def body(carry):
+        step, run = carry
+        # At most `gamma + 1` tokens are committed, so the end is met exactly.
+        left = num_tokens - run.position - 1
+        gamma = jnp.minimum(gamma_policy.choose(run.state), left)
+        at = jnp.minimum(run.position + drafts, num_tokens - 1)
+        kept = is_kept[at, drafts] & (drafts < gamma)
+        num_accepted = jnp.sum(jnp.cumprod(kept.astype(jnp.int32)))
+        caught_up = jnp.where(gamma > 0, run.num_behind, 0)
+        return step + 1, Simulation(
+            state=gamma_policy.update(
+                run.state, gamma=gamma, num_drafted=gamma, num_accepted=num_accepted
+            ),
+            position=run.position + num_accepted + 1,
+            rounds_at=run.rounds_at.at[gamma].add(1),
+            num_behind=jnp.where(gamma > 0, 0, run.num_behind + 1),
+            num_caught_up=run.num_caught_up + caught_up,
+        )
+
+    _, run = jax.lax.while_loop(keep_going, body, (jnp.int32(0), run))
+    return run
+
+
+def draw_text(
+    rng: np.random.Generator, conditional: Float[np.ndarray, "num_tokens gamma_max"]
+) -> np.ndarray:
+    """The fate of every draft, `[num_tokens, gamma_max] bool`, as `simulate` takes it.
+
+    A position's luck is drawn once, whatever drafts it: a token that is hard to guess
+    is so for every policy.
+
+    Args:
+      conditional: the chance that draft `i` is kept at a position, given that those
+        before it were; it may change along the text.
+
+    Raises:
+      ValueError: a chance outside `0 .. 1`.
+    """
+    if not ((conditional >= 0) & (conditional <= 1)).all():  # Also where it is NaN.
+        raise ValueError(
+            f"chances lie in {conditional.min()} .. {conditional.max()}, and must lie "
+            "in 0 .. 1"
+        )
+    return rng.random((len(conditional), 1)) < conditional
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Regret:
+    """A policy's time on a text, beside that of every constant gamma.
+
+    Attributes:
+      seconds: of the policy.
+      fixed_s: of each constant gamma, from 0.
+    """
+
+    seconds: float
+    fixed_s: tuple[float, ...]
+
+    @property
+    def best_gamma(self) -> int:
+        """The best constant gamma, known only in hindsight."""
+        return int(np.argmin(self.fixed_s))
+
+    @property
+    def regret(self) -> float:
+        """Share by which the policy is slower than that; negative: it is faster."""
+        return self.seconds / min(self.fixed_s) - 1
+
+    @property
+    def overhead(self) -> float:
+        """Share by which it is slower than gamma 0; negative where drafting pays."""
+        return self.seconds / self.fixed_s[0] - 1
+
+
+def measure_regret(
+    gamma_policy: policy.GammaPolicy,
+    state: policy.State,
+    is_kept: Bool[np.ndarray, "num_tokens gamma_max"],
+    *,
+    round_s: np.ndarray,
+    catch_up_s: float = 0.0,
+) -> Regret:
+    """Simulates the policy and every constant gamma on one text, to its end.
+
+    Raises:
+      ValueError: a policy, a text and times that are not of one `gamma_max`.
+    """
+    num_tokens, gamma_max = is_kept.shape
+    if gamma_policy.gamma_max != gamma_max or np.shape(round_s) != (gamma_max + 1,):
+        raise ValueError(
+            f"the policy has gamma_max={gamma_policy.gamma_max}, the text "
+            f"{gamma_max} drafts a position, and there are {np.size(round_s)} times: "
+            "give all for one gamma_max, and a time for gamma 0"
+        )
+
+    def seconds(policy_, state):
+        run = simulate(
+            policy_,
+            begin(policy_, state),
+            jnp.asarray(is_kept),
+            max_rounds=jnp.int32(num_tokens),
+        )
+        return run.seconds(round_s, catch_up_s=catch_up_s)
+
+    fixed = policy.Fixed(gamma_max=gamma_max)
+    return Regret(
+        seconds=seconds(gamma_policy, state),
+        fixed_s=tuple(seconds(fixed, fixed.init(g)) for g in range(gamma_max + 1)),
+    )

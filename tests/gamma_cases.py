@@ -1,0 +1,49 @@
+"""Policies of gamma, times and texts that the tests of `spec_jax.gamma` share."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.gamma import goodput, policy, simulation, threshold
+
+
+GAMMA_MAX = 4
+ROUND_S = np.array([1.35, 1.75, 2.0, 2.2, 2.45]) * 1e-3
+"""Seconds of a round by gamma, about those of the embedded pair on two cores."""
+
+NUM_TOKENS = 9_000
+"""Of every text, so that all share an executable: 2,000 rounds and more."""
+
+ADAPTIVE = pytest.mark.parametrize("name", ["threshold", "goodput"])
+
+
+def make(name, *, first=None, **changes):
+    """A policy and its first state; `first` is the gamma that thresholds start at."""
+    if name == "threshold":
+        made = threshold.Threshold(**changes)
+        return made, made.init(first)
+    if name == "goodput":
+        made = goodput.Goodput(**{"gamma_max": GAMMA_MAX, **changes})
+        return made, made.init(ROUND_S[: made.gamma_max + 1])
+    made = policy.Fixed(gamma_max=GAMMA_MAX)
+    return made, made.init(**changes)
+
+
+def draw_text(stretches, seed=0):
+    """A text of stretches of equal length, each with one chance for all its drafts."""
+    chances = np.repeat(np.array(stretches), NUM_TOKENS // len(stretches))
+    return simulation.draw_text(
+        np.random.default_rng(seed), np.repeat(chances[:, None], GAMMA_MAX, axis=1)
+    )
+
+
+def simulate(made, run, text, max_rounds=NUM_TOKENS):
+    return simulation.simulate(
+        made, run, jnp.asarray(text), max_rounds=jnp.int32(max_rounds)
+    )
+
+
+def measure(name, text, *, catch_up_s=0.0, **changes):
+    return simulation.measure_regret(
+        *make(name, **changes), text, round_s=ROUND_S, catch_up_s=catch_up_s
+    )

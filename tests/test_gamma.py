@@ -1,0 +1,370 @@
+"""Policies of gamma, round by round: what they learn, and what they must not."""
+
+import dataclasses
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gamma_cases import ADAPTIVE, GAMMA_MAX, ROUND_S, make
+from hypothesis import strategies as st
+
+from spec_jax import testing, theory
+from spec_jax.gamma import confidence, goodput, policy, threshold
+
+
+BRIEF = policy.Probing(every=3, longest=10)
+"""Short enough for histories of some dozen rounds."""
+
+
+class Played:
+    """A policy that is told of rounds; compiled once for each policy."""
+
+    def __init__(self, made, state):
+        def step(state, gamma, num_drafted, num_accepted):
+            self.num_traces += 1
+            state = made.update(
+                state, gamma=gamma, num_drafted=num_drafted, num_accepted=num_accepted
+            )
+            return state, made.choose(state)
+
+        self.policy, self.first, self._step = made, state, jax.jit(step)
+        self.num_traces = 0
+        self.restart()
+
+    def restart(self):
+        self.state = self.first
+        self.gamma = int(self.policy.choose(self.state))
+
+    def tell(self, num_accepted, *, gamma=None, num_drafted=None):
+        """A round that asks for what was chosen, unless it says otherwise."""
+        gamma = self.gamma if gamma is None else gamma
+        num_drafted = gamma if num_drafted is None else num_drafted
+        numbers = (gamma, num_drafted, min(num_accepted, num_drafted))
+        self.state, chosen = self._step(self.state, *map(jnp.int32, numbers))
+        self.gamma = int(chosen)
+        return numbers
+
+
+PLAYED = {
+    "threshold": Played(*make("threshold", first=GAMMA_MAX, probing=BRIEF)),
+    "goodput": Played(*make("goodput", probing=BRIEF)),
+}
+
+
+def played(name):
+    PLAYED[name].restart()
+    return PLAYED[name]
+
+
+def until_off(game, most=60):
+    """Tells of rejections until nothing is drafted; how many there were."""
+    for num_rounds in range(most):
+        if game.gamma == 0:
+            return num_rounds
+        game.tell(0)
+    raise AssertionError(f"still drafts {game.gamma} after {most} rejections")
+
+
+ROUNDS = st.lists(
+    # Cut short by the text, by the drafter, by the target.
+    st.tuples(*[st.integers(0, GAMMA_MAX)] * 3),
+    max_size=40,
+)
+QUICK = hypothesis.settings(
+    max_examples=40, derandomize=True, database=None, deadline=None
+)
+
+
+def cut(game, asked, drafted):
+    """What a round may be: no more is asked for than chosen, or drafted than asked."""
+    gamma = min(asked, game.gamma)
+    return {"gamma": gamma, "num_drafted": min(drafted, gamma)}
+
+
+def test_fixed_is_its_gamma():
+    made, state = make("fixed", gamma=3)
+    numbers = dict(gamma=jnp.int32(3), num_drafted=jnp.int32(2))
+    assert int(made.choose(state)) == 3
+    assert int(made.update(state, **numbers, num_accepted=jnp.int32(0))) == 3
+    assert hash(made) == hash(policy.Fixed(gamma_max=GAMMA_MAX))  # gamma is data
+    for gamma in (-1, GAMMA_MAX + 1):
+        with pytest.raises(ValueError, match=rf"gamma={gamma} is outside \[0, 4\]"):
+            made.init(gamma)
+
+
+@ADAPTIVE
+def test_it_climbs_while_drafts_are_kept_and_stops_when_they_are_not(name):
+    game = played(name)
+    assert until_off(game) <= 15
+    # Two plain rounds, a probe; rejected, it doubles the interval, up to `longest`.
+    for plain_rounds in (2, 5, 9, 9):
+        for _ in range(plain_rounds):
+            assert game.gamma == 0
+            game.tell(0)
+        assert game.gamma == 1
+        game.tell(0)
+    for _ in range(9):
+        game.tell(0)
+    # The probe that is kept is followed at once, and up to the largest gamma.
+    for num_rounds in range(30):
+        assert game.gamma >= 1, num_rounds
+        game.tell(GAMMA_MAX)
+    assert game.gamma == GAMMA_MAX
+    # The next descent finds the interval short again.
+    until_off(game)
+    assert [game.tell(0)[0] for _ in range(3)] == [0, 0, 1]
+
+
+def test_a_probe_that_does_not_convince_is_followed_by_another():
+    """With drafts so dear that one that is kept does not pay yet."""
+    dear = np.array([1.0, 1.95, 2.9, 3.9, 4.9])
+    made = goodput.Goodput(gamma_max=GAMMA_MAX, probing=BRIEF)
+    game = Played(made, made.init(dear))
+    assert until_off(game) == 0
+    asked = [game.tell(0)[0] for _ in range(2)]
+    assert asked == [0, 0]
+    assert [game.tell(1)[0] for _ in range(3)] == [1, 1, 1]
+    assert int(game.state.gamma) == 0
+    game.tell(0)
+    assert game.gamma == 0
+
+
+def test_a_rejected_probe_never_turns_it_on():
+    """Not even where the counts hope for more: handed on, say, with other times."""
+    game = played("goodput")
+    due = game.state.probe.replace(wait=jnp.int32(0))
+    game.state = game.state.replace(gamma=jnp.int32(0), probe=due)
+    game.tell(0, gamma=1)
+    assert int(game.policy._best(game.state)) > 0
+    assert game.gamma == 0
+
+
+@ADAPTIVE
+def test_a_round_that_asked_for_nothing_teaches_nothing(name):
+    """At the end of a text, or starved: only the wait for the next probe goes on."""
+    game = played(name)
+    for _ in range(3):
+        game.tell(1)
+    before = game.state
+    game.tell(0, gamma=0)
+    testing.assert_same_bits(game.state, before)
+    # Negative control: a rejection is seen.
+    game.tell(0)
+    with pytest.raises(AssertionError):
+        testing.assert_same_bits(game.state, before)
+    # A probe that the end of the text cut away stays due.
+    until_off(game)
+    while game.gamma == 0:
+        game.tell(0)
+    game.tell(0, gamma=0)
+    assert game.gamma == 1
+
+
+@ADAPTIVE
+def test_silence_is_a_rejection_unless_it_is_free(name):
+    """Fails if a drafter that gives nothing, at a price, is asked for ever."""
+    game = played(name)
+    for _ in range(20):
+        game.tell(0, num_drafted=0)
+    assert game.gamma == 0 or int(game.state.probe.interval) > BRIEF.every
+    free = dataclasses.replace(BRIEF, silence_is_free=True)
+    game = Played(*make(name, probing=free))
+    before = game.state
+    for _ in range(20):
+        game.tell(0, num_drafted=0)
+    testing.assert_same_bits(game.state, before)
+    # Where it is off, a free probe is repeated until it says something.
+    until_off(game)
+    game.tell(0)
+    game.tell(0)
+    assert [game.tell(0, num_drafted=0)[0] for _ in range(5)] == [1] * 5
+    game.tell(0)
+    assert game.gamma == 0
+
+
+@ADAPTIVE
+@QUICK
+@hypothesis.given(history=ROUNDS)
+def test_whatever_happens_choices_and_states_stay_in_range(name, history):
+    """And a policy that is off drafts one token at most, after its wait."""
+    game = played(name)
+    ladder = (0, 1, 2, 4) if name == "threshold" else range(GAMMA_MAX + 1)
+    last_level = last_probe = None
+    for step, (asked, drafted, accepted) in enumerate(history):
+        was_off = game.gamma <= 1 and is_off(game)
+        interval = int(game.state.probe.interval)
+        gamma, _, accepted = game.tell(accepted, **cut(game, asked, drafted))
+        chex.assert_trees_all_equal_shapes_and_dtypes(game.state, game.first)
+        assert game.gamma in ladder
+        probe = game.state.probe
+        assert 0 <= int(probe.wait) < int(probe.interval) <= BRIEF.longest
+        assert int(probe.interval) >= BRIEF.every
+        if was_off and gamma == 1 and accepted == 0:
+            assert last_probe is None or step - last_probe >= BRIEF.every
+            assert int(probe.interval) == min(2 * interval, BRIEF.longest)
+            last_probe = step
+        elif not was_off or accepted:
+            last_probe = None
+        if name == "threshold":
+            level = int(game.state.level)
+            assert last_level is None or abs(level - last_level) <= 1
+            assert level < len(ladder) and 0 <= float(game.state.average) <= 1
+            last_level = level
+    assert game.num_traces <= 1
+
+
+def is_off(game):
+    level = getattr(game.state, "level", None)
+    return int(game.state.gamma if level is None else level) == 0
+
+
+def chances_by_hand(made, rounds_):
+    """The conditional acceptance of a history, in float64, from its definition."""
+    chances, before = [], made.prior
+    for draft in range(made.gamma_max):
+        reached = kept = 0.0
+        for age, (num_judged, num_accepted) in enumerate(reversed(rounds_)):
+            weight = made.decay**age
+            reached += weight * (draft < num_judged and draft <= num_accepted)
+            kept += weight * (draft < num_accepted)
+        before = (kept + made.prior_weight * before) / (reached + made.prior_weight)
+        chances.append(before)
+    return np.array(chances)
+
+
+conditional = jax.jit(PLAYED["goodput"].policy.conditional)
+
+
+def play_goodput(game, history, *, fault=lambda numbers: numbers):
+    """Plays rounds and compares each estimate and choice with those by hand."""
+    judged = []
+    for asked, drafted, accepted in history:
+        was_off = is_off(game)
+        numbers = game.tell(accepted, **cut(game, asked, drafted))
+        gamma, num_drafted, num_accepted = fault(numbers)
+        if gamma > 0:
+            if was_off and num_accepted:
+                judged = []
+            judged.append((max(num_drafted, 1), num_accepted))
+        chances = chances_by_hand(game.policy, judged)
+        found = np.asarray(conditional(game.state))
+        np.testing.assert_allclose(found, chances, rtol=1e-5)
+        goodput_ = theory.goodput(chances, ROUND_S)
+        if not is_off(game):
+            assert goodput_[int(game.state.gamma)] >= 0.9999 * goodput_.max()
+
+
+@QUICK
+@hypothesis.given(history=ROUNDS)
+def test_goodput_knows_what_a_plain_count_knows(history):
+    play_goodput(played("goodput"), history)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda numbers: (numbers[0], numbers[0], numbers[2]),
+        lambda numbers: (*numbers[:2], max(numbers[2] - 1, 0)),
+        lambda numbers: (0, 0, 0) if numbers[2] == 0 else numbers,
+    ],
+    ids=["undrafted tokens are judged", "a kept draft is lost", "rejections are lost"],
+)
+def test_the_plain_count_catches_planted_faults(fault):
+    """Negative control: a count of another history is told apart."""
+    history = [(4, 1, 1), (4, 4, 1), (4, 4, 0), (4, 3, 3)]
+    play_goodput(played("goodput"), history)
+    with pytest.raises(AssertionError):
+        play_goodput(played("goodput"), history, fault=fault)
+
+
+def test_a_position_that_was_not_tried_follows_the_one_before_it():
+    """Fails if a policy that drafts one token never learns to draft four."""
+    game = played("goodput")
+    for _ in range(6):
+        game.tell(4, num_drafted=1)
+    chances = np.asarray(conditional(game.state))
+    assert chances[0] > 0.8
+    np.testing.assert_array_equal(chances[1:], chances[0])
+    assert game.gamma == GAMMA_MAX
+
+
+def test_threshold_average_is_an_exponential_one():
+    game = played("threshold")
+    average, weight = 0.4, 0.0625
+    for num_drafted, num_accepted in ((4, 2), (4, 1), (2, 1), (4, 4), (3, 1)):
+        game.tell(num_accepted, num_drafted=num_drafted)
+        average += weight * (num_accepted / num_drafted - average)
+        assert float(game.state.average) == pytest.approx(average, rel=1e-6)
+    assert game.gamma == 4
+    while game.gamma == 4:
+        game.tell(0)
+    assert game.gamma == 2
+    assert float(game.state.average) == pytest.approx(0.4)  # begun anew
+    # On the last rung it is not, however often there is nothing to climb to.
+    for _ in range(40):
+        game.tell(GAMMA_MAX)
+    assert int(game.state.level) == 3
+    assert float(game.state.average) > 0.8
+
+
+def test_states_have_buffers_of_their_own_and_do_not_change_type():
+    """A loop donates its state, and carries one type."""
+    for game in PLAYED.values():
+        leaves = jax.tree.leaves(game.first)
+        pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
+        assert len(pointers) == len(leaves)
+        numbers = dict.fromkeys(("gamma", "num_drafted", "num_accepted"), jnp.int32(1))
+        after = jax.eval_shape(
+            lambda state, made=game.policy, n=numbers: made.update(state, **n),
+            game.first,
+        )
+        first = jax.eval_shape(lambda state: state, game.first)
+        assert after == first  # weak types too
+
+
+def test_confident_is_a_bound_on_the_largest_probability():
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(4 * rng.standard_normal((200, 30)), jnp.float32)
+    largest = jax.nn.softmax(logits, axis=-1).max(axis=-1)
+    assert 0.1 < float(largest.min()) < 0.4 < 0.9 < float(largest.max())
+    for bound in (0.0, 0.3, 0.6, 0.9):
+        found = confidence.confident(logits, threshold=jnp.float32(bound))
+        np.testing.assert_array_equal(found, largest >= bound)
+        # Negative control: another bound is told apart.
+        assert bound == 0 or not np.array_equal(found, largest >= bound + 0.05)
+    one = jnp.array([-jnp.inf, 3.0, -jnp.inf])
+    assert bool(confidence.confident(one, threshold=jnp.float32(1.0)))
+    for threshold_ in (0.0, 0.5):
+        nan = jnp.array([1.0, jnp.nan])
+        assert not bool(confidence.confident(nan, threshold=jnp.float32(threshold_)))
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: policy.Probing(every=0), "every=0 and longest=128 are not 1 <="),
+        (lambda: policy.Probing(every=9, longest=8), "in that order"),
+        (lambda: policy.Probing(longest=2**31), r"longest < 2\*\*31"),
+        (lambda: threshold.Threshold(ladder=(0,)), "at least one gamma above"),
+        (lambda: threshold.Threshold(ladder=(1, 2)), r"ladder=\(1, 2\) must rise"),
+        (lambda: threshold.Threshold(ladder=(0, 2, 2)), "must rise from 0"),
+        (lambda: threshold.Threshold(lower=0.5, upper=0.5), "0 < lower < upper"),
+        (lambda: threshold.Threshold(lower=0.0), "lower=0.0 and upper=0.5 are not"),
+        (lambda: threshold.Threshold(upper=float("nan")), "upper=nan are not"),
+        (lambda: threshold.Threshold(weight=1.0), "weight=1.0 must lie between"),
+        (lambda: threshold.Threshold().init(3), "gamma=3 is no rung of ladder"),
+        (lambda: goodput.Goodput(gamma_max=0), "gamma_max=0 must be at least 1"),
+        (lambda: goodput.Goodput(gamma_max=2, decay=1.0), "decay=1.0 must lie"),
+        (lambda: goodput.Goodput(gamma_max=2, prior=1.1), "prior=1.1 is no prob"),
+        (lambda: goodput.Goodput(gamma_max=2, prior_weight=0.0), "must be above 0"),
+        (lambda: make("goodput")[0].init(ROUND_S[1:]), r"shape \(4,\), .* need \(5,\)"),
+        (lambda: make("goodput")[0].init(-ROUND_S), "must be finite and above 0"),
+        (lambda: make("goodput")[0].init(ROUND_S * np.nan), "finite and above 0"),
+    ],
+)
+def test_bad_input_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
