@@ -140,19 +140,7 @@ def find(
     """
     text, seen = _windows(pair, settings, prompt)
     decoded = _decoded(pair, settings, text, len(prompt))
-    by_rows = settings.prefill_by_rows
-    if by_rows is None:
-        by_rows = pair.target.prefills_by_rows
-    description = {
-        "verify_path": verify_path,
-        "acceptance": settings.acceptance,
-        "impl": pair.target.impl,
-        "dtype": pair.target.config.dtype,
-        "slab": pair.target.slab,
-        "page_size": settings.page_size,
-        "prefill": "rows" if by_rows else "batched",
-        "weights_sha256": fingerprint.of_params(pair.params[0]),
-    }
+    description = _describe(pair, settings, verify_path)
     rows = []
     for entry in seen:
         position = entry["start"] + entry["row"]
@@ -177,6 +165,25 @@ def find(
             }
         )
     return rows
+
+
+def _describe(
+    pair: model_pair.ModelPair, settings: paired_runs.Settings, verify_path: str
+) -> dict:
+    """What the bits of the rounds depend on."""
+    by_rows = settings.prefill_by_rows
+    if by_rows is None:
+        by_rows = pair.target.prefills_by_rows
+    return {
+        "verify_path": verify_path,
+        "acceptance": settings.acceptance,
+        "impl": pair.target.impl,
+        "dtype": pair.target.config.dtype,
+        "slab": pair.target.slab,
+        "page_size": settings.page_size,
+        "prefill": "rows" if by_rows else "batched",
+        "weights_sha256": fingerprint.of_params(pair.params[0]),
+    }
 
 
 def _drafted(entry: dict) -> int | None:

@@ -136,7 +136,7 @@ def _split_line(spec: str) -> tuple[pathlib.Path, int]:
 
 def _mismatch_of(row: Mapping[str, Any], where: str) -> Mismatch:
     _check_types(row, _KEYS, where)
-    if "verify_top5" not in row:
+    if not row.keys() & {*_NEW_KEYS, "verify_top5"}:
         row = _of_exactness(row)
     missing = [key for key in _NEW_KEYS if key not in row]
     if missing:
