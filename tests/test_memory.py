@@ -14,6 +14,9 @@ from spec_jax.drafters import draft_model
 from spec_jax.ops import dispatch
 
 
+pytestmark = pytest.mark.slow
+
+
 GENERATIONS, WARM_UP = 1000, 50
 RESIDENT_BYTES = 8 * 2**20  # what allocators keep, and other threads; not a leak
 LEAK_BYTES = 2**18  # a generation's, in the planted leak of the host's memory

@@ -197,6 +197,7 @@ def sigmas(tokens: np.ndarray, probs: np.ndarray) -> float:
     return float((error / np.sqrt(n * probs * (1 - probs))[large]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_has_the_law_of_the_target(rule):
     """2048 seeds: the first token, and the second after the commonest first one.
@@ -211,6 +212,7 @@ def test_a_round_has_the_law_of_the_target(rule):
     assert sigmas(after, law([*decoding.PROMPT, commonest])) < 5
 
 
+@pytest.mark.slow
 def test_a_temperature_on_one_side_only_is_caught():
     """Negative control: 2048 seeds are enough to see it."""
     biased = first_tokens(

@@ -6,6 +6,9 @@ import table
 from round_mutants import MUTANTS
 
 
+pytestmark = pytest.mark.slow
+
+
 NAMES = sorted({name for mutant in MUTANTS for name in mutant.caught_by})
 
 
