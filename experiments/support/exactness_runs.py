@@ -86,7 +86,7 @@ def _named(pair: model_pair.ModelPair, text: np.ndarray, *, name: str) -> Drafti
     )
     drafter, params = drafters.build(name, parts)
     if isinstance(drafter, oracle.Oracle):
-        params = oracle.make_trace(text)
+        params = oracle.make_trace(text.tolist())
     return drafter, params
 
 

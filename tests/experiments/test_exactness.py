@@ -376,7 +376,7 @@ def test_a_wrong_log_prob_is_caught(folders, tmp_path, monkeypatch):
         (("--impl", "native,cuda"), ("--impl", "cuda", "triton")),
         (("--impl", "triton"), ("triton",)),
         (("--dtype", "float16"), ("--dtype", "float16")),
-        (("--drafter", "oracle"), ("--drafter", "oracle")),
+        (("--drafter", "medusa"), ("--drafter", "medusa")),
         (("--verify-path", "x"), ("--verify-path", "x")),
         (("--cache", "x"), ("--cache", "x")),
         (("--prefill", "x"), ("--prefill", "x")),
