@@ -27,7 +27,7 @@ class DecodeState:
     done: jax.Array  # [] bool
     starved: jax.Array  # [] bool
     cache: rounds.Cache
-    settings: sampling.SamplingSettings
+    settings: sampling.SamplingSettings | None  # None: greedy
     num_steps: jax.Array  # [] int32
 
 
@@ -50,7 +50,7 @@ def init_state(
         done=length >= limit,
         starved=jnp.zeros((), bool),
         cache=cache,
-        settings=sampling.copy_or_greedy(settings),
+        settings=sampling.copied(settings),
         num_steps=jnp.int32(0),
     )
 
@@ -137,8 +137,6 @@ def replay(
       The cache and, at each position `start .. stop - 1`, the token that plain
       decoding chooses there; elsewhere the given tokens.
     """
-
-    settings = sampling.copy_or_greedy(settings)
 
     def body(position, carry):
         cache, chosen = carry

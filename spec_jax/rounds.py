@@ -170,7 +170,8 @@ class RoundState:
     starved: jax.Array  # [] bool, ended because the cache had no room
     cache: Cache  # the target's
     memory: Memory  # the drafter's
-    settings: sampling.SamplingSettings  # of the target's own tokens
+    # Of the target's own tokens; None: greedy, in a program that cannot draw.
+    settings: sampling.SamplingSettings | None
     #
     # Reported statistics
     #
@@ -207,7 +208,7 @@ def init_state(
         starved=jnp.zeros((), bool),
         cache=cache,
         memory=memory,
-        settings=sampling.copy_or_greedy(settings),
+        settings=sampling.copied(settings),
         origins=jnp.zeros(tokens.shape, jnp.int8),
         num_rounds=zero(()),
         num_proposed=zero(()),
@@ -266,7 +267,7 @@ def run_round(
 def own_tokens(
     target: Target,
     logits: Float[Array, "R V"],
-    settings: sampling.SamplingSettings,
+    settings: sampling.SamplingSettings | None,
     *,
     first_position: Int[Array, ""],
     num_live: Int[Array, ""],
@@ -274,8 +275,10 @@ def own_tokens(
     """The target's own token after each live row, drawn or of highest logit.
 
     Row `i` gives the token of position `first_position + i`. Nothing is drawn, and
-    nothing paid for it, at temperature 0.
+    nothing paid for it, at temperature 0; without settings it is not compiled either.
     """
+    if settings is None:
+        return target.choose(logits, num_live)
     return jax.lax.cond(
         settings.temperature == 0,
         lambda logits: target.choose(logits, num_live),
@@ -310,6 +313,8 @@ def _judge_by_odds(target, state, proposal, logits, *, rule):
     if draft_probs is None:
         draft_probs = jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
     settings = state.settings
+    if settings is None:
+        settings = sampling.make_settings(temperature=0.0)
     accept = {
         "rejection": acceptance.accept_rejection,
         "block": acceptance.accept_block,

@@ -145,10 +145,8 @@ def make_settings(
     )
 
 
-def copy_or_greedy(settings: SamplingSettings | None) -> SamplingSettings:
-    """The settings in arrays of their own; those of greedy decoding without any."""
-    if settings is None:
-        return make_settings(temperature=0.0)
+def copied(settings: SamplingSettings | None) -> SamplingSettings | None:
+    """The settings in arrays of their own; None, which is greedy, stays None."""
     return jax.tree.map(jnp.array, settings)
 
 

@@ -46,7 +46,7 @@ def speculative(settings, truth, run, *, gamma=4, target=decoding.TARGET):
     state = decoding.begin_scripted(truth, target=target)
     return decoding.generate(
         decoding.Scripted(run=run),
-        state.replace(settings=sampling.copy_or_greedy(settings)),
+        state.replace(settings=sampling.copied(settings)),
         gamma=gamma,
         target=target,
     )
@@ -119,7 +119,7 @@ def test_decoding_decides_the_same_stream():
     settings = settings_of("warm")
     expected = plain(settings)
     inner = decoding.begin_scripted(expected.tokens)
-    inner = inner.replace(settings=sampling.copy_or_greedy(settings))
+    inner = inner.replace(settings=sampling.copied(settings))
     kv = decoding.TARGET.new_cache(
         capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE
     )
