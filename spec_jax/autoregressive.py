@@ -139,6 +139,7 @@ def replay(
     """
 
     def body(position, carry):
+        """Feeds the token before `position`, and keeps what is chosen after it."""
         cache, chosen = carry
         cache, logits = target.forward(
             params,

@@ -140,6 +140,7 @@ def _decode_rows(target, params, settings, cache, *, window, start, num_rows, gi
         return goes_on & (row < num_rows)
 
     def step(carry):
+        """Decodes one row, and says whether its token leads to the next."""
         row, cache, own, _ = carry
         cache, logits = target.forward(
             params,

@@ -152,6 +152,7 @@ class Recorder:
         drafts = jnp.where(jnp.arange(self.window + 1) < num_live, drafts, NONE)
 
         def record_row(i, recording):
+            """Writes the entries of row `i` at its position."""
             at = start + i
             row = jax.lax.optimization_barrier(logits[i])
             top_logits, top_ids = jax.lax.top_k(row, self.top)

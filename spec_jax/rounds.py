@@ -230,7 +230,11 @@ def run_round(
     stop_ids: Int[Array, " num_stop"],
     rule: Rule = "sample-path",
 ) -> RoundState:
-    """Runs one round. A round that the cache has no room for commits nothing."""
+    """Runs one round. A round that the cache has no room for commits nothing.
+
+    Raises:
+      ValueError: no rule of that name.
+    """
     target_params, draft_params = params
     gamma_max = drafter.gamma_max
     n = state.length
@@ -249,6 +253,8 @@ def run_round(
         num_live=num_live,
     )
     starved = target.is_starved(cache)
+    if rule not in RULES:
+        raise ValueError(f"{rule=} is not one of {', '.join(RULES)}")
     judge = _judge_by_tokens if rule == "sample-path" else _judge_by_odds
     verdict = judge(target, state, proposal, logits, rule=rule)
     state = commit_verdict(
@@ -430,6 +436,9 @@ def generate(
       stop_ids: tokens that end the sequence; -1 matches nothing.
       max_rounds: each unfinished round commits a token, so `limit` rounds suffice.
       rule: how drafts are judged.
+
+    Raises:
+      ValueError: no rule of that name.
     """
 
     def keep_going(carry):

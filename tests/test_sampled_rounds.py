@@ -157,3 +157,17 @@ def test_rules_by_odds_at_temperature_zero_are_greedy(rule):
         if run == 100:
             assert int(state.num_accepted) == int(state.num_proposed)
     assert np.asarray(state.tokens).dtype == np.int32
+
+
+def test_an_unknown_rule():
+    state = decoding.begin_scripted(decoding.plain().tokens)
+    with pytest.raises(ValueError, match="rule='luck' is not one of sample-path"):
+        rounds.run_round(
+            decoding.TARGET,
+            decoding.Scripted(run=1),
+            (decoding.TARGET_PARAMS, None),
+            state,
+            gamma=jnp.int32(1),
+            stop_ids=decoding.NO_STOP,
+            rule="luck",
+        )

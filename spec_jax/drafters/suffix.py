@@ -206,6 +206,7 @@ class SuffixDecoding:
         (size,) = places.shape
 
         def step(carry, offset):
+            """Takes the token that most places continue with, and keeps those."""
             places, probability, goes_on = carry
             token = jax.lax.dynamic_slice_in_dim(text, offset, size)
             group = jax.lax.dynamic_slice_in_dim(groups, offset, size)

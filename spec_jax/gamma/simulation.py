@@ -75,6 +75,7 @@ def simulate(
         return (run.position < num_tokens) & (step < max_rounds)
 
     def body(carry):
+        """One round: what the policy asks for, what is kept, what it costs."""
         step, run = carry
         # At most `gamma + 1` tokens are committed, so the end is met exactly.
         left = num_tokens - run.position - 1
