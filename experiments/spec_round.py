@@ -19,6 +19,7 @@ from experiments.support import (
     mismatches,
     model_pair,
     paired_runs,
+    policies,
     prompt_files,
     prompt_runs,
     records,
@@ -40,6 +41,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add_models(parser.add_argument_group("models"))
     _add_run_flags(parser.add_argument_group("runs"))
+    policies.add_policy(parser.add_argument_group("adaptive gamma"))
     flags.add_sampling(parser.add_argument_group("sampling"))
     _add_design_flags(parser.add_argument_group("verification and caches"))
     flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
@@ -47,6 +49,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.check_models(parser, args)
     if args.dump_verify_mismatches and args.temperature:
         parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
+    if args.acceptance == "decode" and args.gamma_policy != "fixed":
+        parser.error(
+            "--acceptance decode has no adaptive gamma: use --gamma-policy fixed"
+        )
     return args
 
 
@@ -164,10 +170,13 @@ def run_all(
         cache=args.cache,
         draft_cache=args.draft_cache,
         drafter=args.drafter,
+        min_confidence=args.confidence,
         sampling_settings=flags.sampling_settings(args),
     )
     ids = prompt_runs.encode(pair, prompts, raw=args.raw)
-    settings = make_settings(args, pair, prompts, ids)
+    settings = policies.with_policy(
+        args.gamma_policy, pair, make_settings(args, pair, prompts, ids), ids[0]
+    )
     console.print(
         f"{len(prompts)} prompts x {args.gen_tokens} tokens, gamma {args.gamma}, "
         f"{pair.target.config.dtype}, impl {pair.target.impl}; compiling ..."
@@ -233,6 +242,8 @@ def _description(args, pair, settings) -> dict:
         "prompt_source": args.prompts,
         "gen_tokens": args.gen_tokens,
         "gamma": args.gamma,
+        "gamma_policy": args.gamma_policy,
+        "confidence": args.confidence,
         "page_size": settings.page_size,
         "capacity": settings.capacity,
         "prefill": "rows" if settings.prefill_by_rows else "batched",

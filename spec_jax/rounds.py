@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import acceptance, sampling
+from spec_jax.gamma import policy as policy_lib
 
 
 Params = Any
@@ -172,6 +173,7 @@ class RoundState:
     memory: Memory  # the drafter's
     # Of the target's own tokens; None: greedy, in a program that cannot draw.
     settings: sampling.SamplingSettings | None
+    policy: policy_lib.State  # what a gamma policy has learnt; None without one
     #
     # Reported statistics
     #
@@ -194,10 +196,12 @@ def init_state(
     memory: Memory,
     gamma_max: int,
     settings: sampling.SamplingSettings | None = None,
+    policy: policy_lib.State = None,
 ) -> RoundState:
     """The state before the first round: `tokens[:length]` is the prompt.
 
-    Greedy without `settings`, which are copied: the loop donates its state.
+    Greedy without `settings`. They and `policy`, the state of a gamma policy, are
+    copied: the loop donates its state.
     """
     zero = functools.partial(jnp.zeros, dtype=jnp.int32)
     return RoundState(
@@ -209,6 +213,7 @@ def init_state(
         cache=cache,
         memory=memory,
         settings=sampling.copied(settings),
+        policy=jax.tree.map(jnp.array, policy),
         origins=jnp.zeros(tokens.shape, jnp.int8),
         num_rounds=zero(()),
         num_proposed=zero(()),
@@ -229,15 +234,23 @@ def run_round(
     gamma: Int[Array, ""],
     stop_ids: Int[Array, " num_stop"],
     rule: Rule = "sample-path",
+    gamma_policy: policy_lib.GammaPolicy | None = None,
 ) -> RoundState:
     """Runs one round. A round that the cache has no room for commits nothing.
 
     Raises:
-      ValueError: no rule of that name.
+      ValueError: no rule of that name, or a gamma policy without its state.
     """
     target_params, draft_params = params
     gamma_max = drafter.gamma_max
     n = state.length
+    if gamma_policy is not None:
+        if state.policy is None:
+            raise ValueError(
+                "a gamma policy needs its first state: give `init_state` or "
+                "`session.begin` what the policy's `init` makes, as `policy`"
+            )
+        gamma = jnp.minimum(gamma, gamma_policy.choose(state.policy))
     # At most `g + 1` tokens are committed, so the limit is met exactly.
     gamma = jnp.clip(jnp.minimum(gamma, state.limit - n - 1), 0, gamma_max)
     memory, proposal = drafter.propose(
@@ -257,6 +270,13 @@ def run_round(
         raise ValueError(f"{rule=} is not one of {', '.join(RULES)}")
     judge = _judge_by_tokens if rule == "sample-path" else _judge_by_odds
     verdict = judge(target, state, proposal, logits, rule=rule)
+    if gamma_policy is not None:
+        judged = (gamma, proposal.num_drafted, verdict.num_accepted)
+        gamma, drafted, accepted = (jnp.where(starved, 0, count) for count in judged)
+        learnt = gamma_policy.update(
+            state.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted
+        )
+        state = state.replace(policy=learnt)
     state = commit_verdict(
         state.replace(cache=cache, memory=memory),
         verdict,
@@ -410,7 +430,9 @@ def _count(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("target", "drafter", "rule"), donate_argnames=("state",)
+    jax.jit,
+    static_argnames=("target", "drafter", "rule", "gamma_policy"),
+    donate_argnames=("state",),
 )
 def generate(
     target: Target,
@@ -422,6 +444,7 @@ def generate(
     stop_ids: Int[Array, " num_stop"],
     max_rounds: Int[Array, ""],
     rule: Rule = "sample-path",
+    gamma_policy: policy_lib.GammaPolicy | None = None,
 ) -> RoundState:
     """Runs rounds on the device until the sequence is done, or `max_rounds` passed.
 
@@ -436,9 +459,11 @@ def generate(
       stop_ids: tokens that end the sequence; -1 matches nothing.
       max_rounds: each unfinished round commits a token, so `limit` rounds suffice.
       rule: how drafts are judged.
+      gamma_policy: chooses each round's gamma, at most `gamma`; None always asks for
+        `gamma`. What it learns is in `state.policy`.
 
     Raises:
-      ValueError: no rule of that name.
+      ValueError: no rule of that name, or a gamma policy without its state.
     """
 
     def keep_going(carry):
@@ -455,6 +480,7 @@ def generate(
             gamma=gamma,
             stop_ids=stop_ids,
             rule=rule,
+            gamma_policy=gamma_policy,
         )
         return step + 1, state
 

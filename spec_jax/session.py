@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import autoregressive, rounds, sampling
+from spec_jax.gamma import policy as policy_lib
 from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
 from spec_jax.paging import cache as paged
 
@@ -123,6 +124,7 @@ def begin(
     max_tokens: int,
     prefill_by_rows: bool | None = None,
     settings: sampling.SamplingSettings | None = None,
+    policy: policy_lib.State = None,
 ) -> rounds.RoundState:
     """As `begin_plain`, for the rounds: target and drafter take in the prompt.
 
@@ -130,6 +132,7 @@ def begin(
       params: of the target and of the drafter.
       memory: what `drafter.init` allocated; donated, as `kv` is.
       prefill_by_rows: of the target alone.
+      policy: the first state of a gamma policy, which is copied.
 
     Raises:
       ValueError: a prompt that cannot be used, or a drafter that does not fit.
@@ -148,6 +151,7 @@ def begin(
         memory=memory,
         gamma_max=drafter.gamma_max,
         settings=settings,
+        policy=policy,
     )
 
 

@@ -22,18 +22,19 @@ ARROWS = {
     "ops": {"typing", "pallas", "native"},
     "paging": {"typing", "ops"},
     "model": {"typing", "ops", "paging"},
-    "rounds": {"typing", "acceptance", "sampling"},
+    "rounds": {"typing", "acceptance", "sampling", "gamma"},
     "autoregressive": {"typing", "acceptance", "sampling", "rounds"},
     "decode_rounds": {"typing", "acceptance", "sampling", "rounds"},
     "recorder": {"typing", "rounds", "autoregressive"},
+    "replay": {"typing", "acceptance", "rounds", "gamma"},
     "conventions": {"typing", "metrics"},
     "gamma": {"typing", "theory"},
     # Looks at operations by name, wherever they run.
     "microscope": {"typing", "testing", "ops", "paging", "model"},
     # Drafters speak the protocol of `rounds`, which knows them by what they do.
-    "drafters": {"typing", "ops", "paging", "model", "rounds", *ARRAYS_ONLY},
+    "drafters": {"typing", "ops", "paging", "model", "rounds", "gamma", *ARRAYS_ONLY},
     "session": {"typing", "ops", "paging", "model", "rounds", "autoregressive"}
-    | {"drafters", *ARRAYS_ONLY},
+    | {"drafters", "gamma", *ARRAYS_ONLY},
 }
 """What each module or folder of `spec_jax` may import, besides itself."""
 

@@ -61,6 +61,7 @@ def load_pair(
     cache: str = "paged",
     draft_cache: str = "persistent",
     drafter: str = "draft-model",
+    min_confidence: float = 0.0,
     sampling_settings: sampling.SamplingSettings | None = None,
 ) -> ModelPair:
     """Loads two Hugging Face folders that share a vocabulary.
@@ -75,6 +76,7 @@ def load_pair(
       cache: "paged" or "static", of both models.
       draft_cache: "persistent", or built again in each "round".
       drafter: a name of `drafters.DRAFTERS`.
+      min_confidence: of a draft model, see `draft_model.DraftModel`.
       sampling_settings: of a target that samples; a draft model then draws with its
         noise.
 
@@ -86,10 +88,9 @@ def load_pair(
     impl = dispatch.resolve(impl)
     target_tokenizer = tokenizer.load(target)
     tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(draft))
-    draft_slab = DRAFT_SLAB
-    if draft_cache == "round" and impl == "native":
-        draft_slab = row_model.NATIVE_PREFILL_SLAB  # Rows of catch-up, at one read.
-    slabs = [row_model.slab_for(impl, rows) for rows in (slab, draft_slab)]
+    slabs = [row_model.slab_for(impl, rows) for rows in (slab, DRAFT_SLAB)]
+    # Rows of catch-up at one read of the weights, where their number costs nothing.
+    catch_up_rows = row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0
     target_config, target_params = load.load(target, dtype=dtype)
     shared = {"impl": impl, "cache": cache}
     target_model = row_model.RowModel(config=target_config, slab=slabs[0], **shared)
@@ -101,7 +102,12 @@ def load_pair(
             draft,
             dtype=dtype,
             model={"slab": slabs[1], **shared},
-            drafter={"gamma_max": gamma_max, "draft_cache": draft_cache},
+            drafter={
+                "gamma_max": gamma_max,
+                "draft_cache": draft_cache,
+                "catch_up_rows": catch_up_rows,
+                "min_confidence": min_confidence,
+            },
             settings=sampling_settings,
         ),
     )

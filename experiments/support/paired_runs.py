@@ -25,6 +25,7 @@ from spec_jax import (
     session,
 )
 from spec_jax.drafters import oracle
+from spec_jax.gamma import policy
 from spec_jax.model import qwen3, verify_paths
 
 
@@ -44,6 +45,8 @@ class Settings:
     prefill_by_rows: bool | None = None  # None: what the models do by default
     acceptance: str = "verify"  # of ACCEPTANCES
     sampling: sampling_lib.SamplingSettings | None = None  # None: greedy
+    gamma_policy: policy.GammaPolicy | None = None  # None: always `gamma`
+    policy_state: policy.State = None  # before each prompt's first round
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,6 +170,7 @@ class Rounds:
             self._kv,
             self._memory,
             self._prompt,
+            policy=self._settings.policy_state,
             **shared,
         )
         if self._commit is None:
@@ -191,7 +195,12 @@ class Rounds:
                 pair.target, pair.verifier, pair.drafter, self.params, state, **shared
             )
         return rounds.generate(
-            pair.verifier, pair.drafter, self.params, state, **shared
+            pair.verifier,
+            pair.drafter,
+            self.params,
+            state,
+            gamma_policy=self._settings.gamma_policy,
+            **shared,
         )
 
 

@@ -12,7 +12,8 @@ target's own draws, so that both mostly draw the same token where their distribu
 are close; or with noise of their own, as the rules that throw coins need it.
 
 What is kept over a commit is caught up in one or two rows; what is dropped costs the
-whole text in every round.
+whole text in every round. Rounds that ask for nothing are caught up in the next one
+that asks for something.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from spec_jax import rounds, sampling
+from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
 from spec_jax.paging import cache as paged
 
@@ -61,23 +63,30 @@ class DraftModel:
     Attributes:
       draft_cache: "persistent" keeps the K/V of committed tokens; "round" drops it at
         every commit, so that every round but the first, which finds the prefill,
-        begins with `n / model.slab` forwards of catch-up. There a taller slab is
-        worth its rows: `NATIVE_PREFILL_SLAB` with native kernels, whose cost follows
-        the live rows alone. The target's tokens are the same. The drafts are too
-        where all of the draft's K/V comes from rows whose bits do not depend on the
-        slab; otherwise they may differ once the prompt's K/V is no longer that of the
-        prefill.
+        begins with catching up on the whole text. The target's tokens are the same.
+        The drafts are too where all of the draft's K/V comes from rows whose bits do
+        not depend on the slab; otherwise they may differ once the prompt's K/V is no
+        longer that of the prefill.
+      catch_up_rows: height of the slab that takes in what is left behind by more than
+        `model.slab` rows, without logits; 0 leaves all of it to `model.slab`. Worth
+        its rows where cost follows the live ones: `NATIVE_PREFILL_SLAB` with native
+        kernels.
+      min_confidence: a draft ends before the first token whose distribution has no
+        probability as high as this, see `gamma.confidence`; 0 never ends one.
       draws: unless it is "highest", the parameters are `SampledParams`. "independent"
         proposals say which distributions they were drawn from.
 
     Raises:
-      ValueError: an unknown kind of draft cache, or of draws.
+      ValueError: an unknown kind of draft cache, or of draws, a negative height, or a
+        confidence outside `[0, 1]`.
     """
 
     model: row_model.RowModel
     gamma_max: int
     draft_cache: DraftCache = "persistent"
     draws: Draws = "highest"
+    catch_up_rows: int = 0
+    min_confidence: float = 0.0
 
     def __post_init__(self):
         if self.draws not in DRAWS:
@@ -86,6 +95,13 @@ class DraftModel:
             raise ValueError(
                 f"draft_cache={self.draft_cache!r} is not one of "
                 f"{', '.join(DRAFT_CACHES)}"
+            )
+        if self.catch_up_rows < 0:
+            raise ValueError(f"catch_up_rows={self.catch_up_rows} must not be negative")
+        if not 0 <= self.min_confidence <= 1:
+            raise ValueError(
+                f"min_confidence={self.min_confidence} is no probability: give 0, "
+                "which never ends a draft, to 1"
             )
 
     @property
@@ -113,20 +129,22 @@ class DraftModel:
         length: Int[Array, ""],
         gamma: Int[Array, ""],
     ) -> tuple[paged.PagedKV, rounds.Proposal]:
-        """Drafts `gamma` tokens; fewer only where the draft cache has no room."""
+        """Drafts `gamma` tokens; fewer where the draft cache has no room, or where
+        the draft is not confident."""
         slab = self.model.slab
         # Drafts are written behind the committed tokens, so that catching up and
         # drafting are one and the same step.
-        text = jnp.pad(tokens, (0, slab + self.gamma_max))
+        text = jnp.pad(tokens, (0, max(slab, self.catch_up_rows) + self.gamma_max))
+        memory = self._catch_up(params, memory, text, length, asked=gamma > 0)
         goal = length + gamma
 
         def keep_going(carry):
-            kv, _, known, _ = carry
-            return (known < goal) & ~self.model.is_starved(kv)
+            kv, _, known, _, is_confident = carry
+            return (known < goal) & is_confident & ~self.model.is_starved(kv)
 
         def step(carry):
             """Catches up by at most a slab of rows; at the end of the text, drafts."""
-            kv, text, known, probs = carry
+            kv, text, known, probs, _ = carry
             start = kv.length[row_model.SLOT]
             num_live = jnp.minimum(known - start, slab)
             kv, logits = self.model.forward(
@@ -137,30 +155,64 @@ class DraftModel:
                 num_live=num_live,
             )
             caught_up = (start + num_live == known) & ~self.model.is_starved(kv)
+            last = logits[num_live - 1]
+            is_confident = jnp.bool_(True)
+            if self.min_confidence:
+                threshold = jnp.float32(self.min_confidence)
+                is_confident = ~caught_up | confidence.confident(
+                    last, threshold=threshold
+                )
+            drafts = caught_up & is_confident
             token = self._draw(params, logits, num_live, length, known - length)
             if probs is not None:
-                row = sampling.distribution(logits[num_live - 1], params.settings)
-                at = jnp.where(caught_up, known - length, self.gamma_max)
+                row = sampling.distribution(last, params.settings)
+                at = jnp.where(drafts, known - length, self.gamma_max)
                 probs = probs.at[at].set(row, mode="drop")
-            at = jnp.where(caught_up, known, text.shape[0])
+            at = jnp.where(drafts, known, text.shape[0])
             return (
                 kv,
                 text.at[at].set(token, mode="drop"),
-                known + caught_up.astype(jnp.int32),
+                known + drafts.astype(jnp.int32),
                 probs,
+                is_confident,
             )
 
         probs = None
         if self.draws == "independent":
             probs = jnp.zeros((self.gamma_max, self.vocab_size), jnp.float32)
-        memory, text, known, probs = jax.lax.while_loop(
-            keep_going, step, (memory, text, length, probs)
+        memory, text, known, probs, _ = jax.lax.while_loop(
+            keep_going, step, (memory, text, length, probs, jnp.bool_(True))
         )
         return memory, rounds.Proposal(
             tokens=jax.lax.dynamic_slice_in_dim(text, length, self.gamma_max),
             num_drafted=known - length,
             probs=probs,
         )
+
+    def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:
+        """Takes in what is left behind by more than a slab of rows, but not all: the
+        last of the text's rows is the one that drafts."""
+        if not self.catch_up_rows:
+            return memory
+        model = dataclasses.replace(self.model, slab=self.catch_up_rows)
+
+        def is_behind(kv):
+            missing = length - kv.length[row_model.SLOT]
+            return asked & (missing > self.model.slab) & ~model.is_starved(kv)
+
+        def step(kv):
+            start = kv.length[row_model.SLOT]
+            # Nobody looks at the logits: they are not computed.
+            kv, _ = model.forward(
+                self._weights(params),
+                kv,
+                tokens=jax.lax.dynamic_slice_in_dim(text, start, model.slab),
+                start=start,
+                num_live=jnp.minimum(length - 1 - start, model.slab),
+            )
+            return kv
+
+        return jax.lax.while_loop(is_behind, step, memory)
 
     def _weights(self, params: DraftParams) -> params_lib.Params:
         return params if self.draws == "highest" else params.weights

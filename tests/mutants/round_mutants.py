@@ -181,9 +181,9 @@ DRAFTS_AND_ORACLES = (
     ),
     Mutant(
         name="a draft is read from the first row",
-        where="spec_jax.drafters.draft_model:DraftModel.propose",
-        old="[num_live - 1]",
-        new="[0]",
+        where="spec_jax.drafters.draft_model:DraftModel._draw",
+        old="last = num_live - 1",
+        new="last = 0",
         caught_by=("perfect draft",),
     ),
     Mutant(

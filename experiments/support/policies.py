@@ -1,0 +1,87 @@
+"""Policies of gamma by the name that a command line gives them."""
+
+import argparse
+import dataclasses
+
+from experiments.support import model_pair, paired_runs, plan_costs, timing
+from spec_jax.drafters import draft_model, hybrid
+from spec_jax.gamma import goodput, policy, threshold
+
+
+POLICIES = ("fixed", "threshold", "goodput")
+"""Always the same gamma; by the share of kept drafts; by expected tokens per second,
+from times that are measured first."""
+
+TURNS = 5  # of the measurement that goodput needs
+
+
+def add_policy(group: argparse._ActionsContainer) -> None:
+    """`--gamma-policy`, `--confidence`."""
+    group.add_argument(
+        "--gamma-policy",
+        choices=POLICIES,
+        default="fixed",
+        help="what chooses each round's gamma, up to --gamma: nothing (fixed), the "
+        "share of drafts that were kept (threshold), or expected tokens per second by "
+        "step costs that are measured before (goodput) (default: %(default)s)",
+    )
+    group.add_argument(
+        "--confidence",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="a draft model ends its draft before a token that it gives less than "
+        "this probability (default: %(default)s, never)",
+    )
+
+
+def with_policy(
+    name: str,
+    pair: model_pair.ModelPair,
+    settings: paired_runs.Settings,
+    prompt: list[int],
+) -> paired_runs.Settings:
+    """The settings with a policy of that name, for gammas up to `settings.gamma`.
+
+    Args:
+      prompt: a prompt of typical length, on which costs are measured where the policy
+        needs them.
+
+    Raises:
+      ValueError: a name that is not in `POLICIES`.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"gamma policy {name!r} is not one of {', '.join(POLICIES)}")
+    if name == "fixed":
+        return settings
+    gamma = settings.gamma
+    # A lookup that finds nothing cost nothing, and is no evidence.
+    asks_a_model = isinstance(pair.drafter, draft_model.DraftModel | hybrid.Hybrid)
+    probing = policy.Probing(silence_is_free=not asks_a_model)
+    if name == "threshold":
+        rungs = [rung for rung in (0, 1, 2, 4, 8, 16) if rung < gamma]
+        chosen = threshold.Threshold(ladder=(*rungs, gamma), probing=probing)
+        state = chosen.init()
+    else:
+        chosen = goodput.Goodput(gamma_max=gamma, probing=probing)
+        state = chosen.init(measure_costs(pair, settings, prompt).round_s())
+    return dataclasses.replace(settings, gamma_policy=chosen, policy_state=state)
+
+
+def measure_costs(
+    pair: model_pair.ModelPair, settings: paired_runs.Settings, prompt: list[int]
+) -> plan_costs.RoundCosts:
+    """What rounds of each gamma cost here, with the pair's drafter.
+
+    The costs are those of gammas up to the drafter's `gamma_max`.
+    """
+    # Long enough for a window of every height, several times.
+    missing = max(0, 4 * (pair.drafter.gamma_max + 1) - settings.gen_tokens)
+    longer = dataclasses.replace(
+        settings,
+        gen_tokens=settings.gen_tokens + missing,
+        capacity=settings.capacity + missing,
+    )
+    thunks = plan_costs.thunks({"drafter": pair}, longer, prompt)
+    timings = timing.interleave(thunks, repeats=TURNS)
+    return plan_costs.costs_of("drafter", timings, gamma_max=pair.drafter.gamma_max)
