@@ -361,14 +361,34 @@ def sample_rows(
     a token's bits depend on its own row, its position and the settings.
     """
     offsets = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    each = jax.tree.map(lambda x: jnp.broadcast_to(x, offsets.shape), settings)
+    return sample_each(
+        logits, each, positions=first_position + offsets, draws=offsets < num_live
+    )
 
-    def one_row(row_and_offset):
-        row, offset = row_and_offset
+
+@typed
+def sample_each(
+    logits: Float[Array, "R V"],
+    settings: SamplingSettings,
+    *,
+    positions: Int[Array, " R"],
+    draws: Bool[Array, " R"],
+) -> Int[Array, " R"]:
+    """As `sample_rows`, each row by settings and for a position of its own.
+
+    Args:
+      settings: with leaves `[R]`.
+      draws: which rows draw; the others give 0, and cost nothing.
+    """
+
+    def one_row(row):
+        """Draws, or does not."""
+        logits, settings, position, draws = row
         return jax.lax.cond(
-            offset < num_live,
-            lambda row: sample(row, settings, first_position + offset),
-            lambda row: jnp.int32(0),
-            row,
+            draws,
+            lambda: sample(logits, settings, position),
+            lambda: jnp.int32(0),
         )
 
-    return jax.lax.map(one_row, (logits, offsets))
+    return jax.lax.map(one_row, (logits, settings, positions, draws))

@@ -4,6 +4,8 @@ What enters the compiled loops is checked here, once, with the values; what leav
 them as a flag is raised here, with what was already committed.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,8 +172,12 @@ def check_state(state: rounds.RoundState | autoregressive.DecodeState) -> None:
             f"{kv.num_pages} pages of {kv.page_size} tokens are free, and a sequence "
             f"holds at most {kv.slot_capacity} tokens"
         )
+    check_refused([kv, getattr(state, "memory", None)])
+
+
+def check_refused(parts: Any) -> None:
+    """Raises `RuntimeError` if a cache in a pytree refused an operation of a loop."""
     # A memory may hold caches anywhere, or none.
-    caches = [kv, getattr(state, "memory", None)]
-    parts = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, paged.PagedKV))
-    if any(bool(c.refused.any()) for c in parts if isinstance(c, paged.PagedKV)):
+    leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, paged.PagedKV))
+    if any(bool(c.refused.any()) for c in leaves if isinstance(c, paged.PagedKV)):
         raise RuntimeError("a cache refused an operation of the loop")

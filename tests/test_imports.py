@@ -33,6 +33,8 @@ ARROWS = {
     "microscope": {"typing", "testing", "ops", "paging", "model"},
     # Drafters speak the protocol of `rounds`, which knows them by what they do.
     "drafters": {"typing", "ops", "paging", "model", "rounds", "gamma", *ARRAYS_ONLY},
+    "batch": {"typing", "ops", "paging", "model", "rounds", "gamma", "drafters"}
+    | {"session", *ARRAYS_ONLY},
     "session": {"typing", "ops", "paging", "model", "rounds", "autoregressive"}
     | {"drafters", "gamma", *ARRAYS_ONLY},
 }

@@ -15,15 +15,21 @@ def prefill(
     tokens: list[int],
     *,
     by_rows: bool | None = None,
+    slot: int = row_model.SLOT,
 ) -> paged.PagedKV:
     """The K/V of all `tokens`, of which there may be none. Donates `kv`.
 
-    `by_rows` as in `RowModel.prefill`.
+    `by_rows` and `slot` as in `RowModel.prefill`; the slot is empty.
     """
     if not tokens:
         return kv
     padded = np.zeros((qwen3.bucket(len(tokens)),), np.int32)
     padded[: len(tokens)] = tokens
     return model.prefill(
-        params, kv, jax.device_put(padded), jnp.int32(len(tokens)), by_rows=by_rows
+        params,
+        kv,
+        jax.device_put(padded),
+        jnp.int32(len(tokens)),
+        by_rows=by_rows,
+        slot=slot,
     )

@@ -83,14 +83,40 @@ class RowModel:
         Raises:
           ValueError: a size below one.
         """
+        return self.new_slots(1, capacity=capacity, page_size=page_size)
+
+    def new_slots(
+        self,
+        num_slots: int,
+        *,
+        capacity: int,
+        page_size: int,
+        num_pages: int | None = None,
+    ) -> paged.PagedKV:
+        """An empty cache for several sequences, all slots open.
+
+        Args:
+          capacity: positions of each slot, or a little more.
+          num_pages: of all slots together, of a paged cache; None is enough for all of
+            them in full.
+
+        Raises:
+          ValueError: a size below one, or fewer pages than slots.
+        """
         if capacity < 1 or page_size < 1:
             raise ValueError(f"{capacity=} and {page_size=} must be at least 1")
-        num_pages = index.pages_for(capacity, page_size)
+        pages_per_slot = index.pages_for(capacity, page_size)
+        if num_pages is None:
+            num_pages = num_slots * pages_per_slot
+        if num_pages < num_slots:
+            raise ValueError(
+                f"{num_pages=} is fewer than {num_slots=}, and every slot has a page"
+            )
         sizes = {
             "num_layers": self.config.num_layers,
-            "num_slots": 1,
+            "num_slots": num_slots,
             "page_size": page_size,
-            "pages_per_slot": num_pages,
+            "pages_per_slot": min(pages_per_slot, num_pages),
             "num_kv_heads": self.config.num_kv_heads,
             "head_dim": self.config.head_dim,
             "dtype": self.config.dtype,
@@ -99,7 +125,9 @@ class RowModel:
             kv = static.init(**sizes)
         else:
             kv = paged.init(num_pages=num_pages, **sizes)
-        return allocator.register(kv, SLOT)
+        for slot in range(num_slots):
+            kv = allocator.register(kv, slot)
+        return kv
 
     def prefill(
         self,
@@ -109,6 +137,7 @@ class RowModel:
         length: Int[Array, ""],
         *,
         by_rows: bool | None = None,
+        slot: int = SLOT,
     ) -> paged.PagedKV:
         """Writes the K/V of `tokens[:length]`; `T` is a `qwen3.bucket`. Donates `kv`.
 
@@ -118,7 +147,9 @@ class RowModel:
         """
         if by_rows is None:
             by_rows = self.prefills_by_rows
-        return _prefill(self, params, kv, tokens, length, by_rows=by_rows)
+        return _prefill(
+            self, params, kv, tokens, length, jnp.int32(slot), by_rows=by_rows
+        )
 
     @property
     def prefills_by_rows(self) -> bool:
@@ -174,8 +205,7 @@ class RowModel:
 @functools.partial(
     jax.jit, static_argnames=("model", "by_rows"), donate_argnames=("kv",)
 )
-def _prefill(model, params, kv, tokens, length, *, by_rows):
-    slot = jnp.int32(SLOT)
+def _prefill(model, params, kv, tokens, length, slot, *, by_rows):
     kv = allocator.reserve(kv, slot, length)
     if not by_rows:
         kv, _ = qwen3.prefill(

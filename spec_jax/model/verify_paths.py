@@ -179,9 +179,13 @@ class LibraryRows(_LibraryWindow):
         """As the model does."""
         return self.model.new_cache(capacity=capacity, page_size=page_size)
 
-    def prefill(self, params, kv, tokens, length, *, by_rows=None) -> cache.PagedKV:
+    def prefill(
+        self, params, kv, tokens, length, *, by_rows=None, slot=row_model.SLOT
+    ) -> cache.PagedKV:
         """As the model does."""
-        return self.model.prefill(params, kv, tokens, length, by_rows=by_rows)
+        return self.model.prefill(
+            params, kv, tokens, length, by_rows=by_rows, slot=slot
+        )
 
 
 PATHS = {

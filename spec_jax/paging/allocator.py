@@ -128,6 +128,75 @@ def release(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
     )
 
 
+def reserve_each(
+    kv: cache.PagedKV, up_to: jax.Array, *, asked: jax.Array
+) -> cache.PagedKV:
+    """`reserve` of every slot that is asked, in the order of slots; all arrays `[S]`.
+
+    A slot that finds too few pages takes none, and leaves them to those behind it.
+    Costs the slots that need pages, not the slots there are.
+    """
+    valid = asked & kv.registered & (up_to >= 0)
+    wanted = index.pages_for(up_to, kv.page_size)
+    missing = jnp.where(valid, jnp.maximum(wanted - kv.num_owned, 0), 0)
+    starved = jnp.where(valid, False, kv.out_of_pages)
+
+    def serve(carry):
+        """Gives the first slot that waits its pages, or says that there are none."""
+        books, starved, missing = carry
+        slot = jnp.argmax(missing > 0)
+        num_free = books[3]
+        fits = (missing[slot] <= num_free) & (wanted[slot] <= kv.page_table.shape[1])
+        books = _take(books, slot, jnp.where(fits, missing[slot], 0))
+        return books, starved.at[slot].set(~fits), missing.at[slot].set(0)
+
+    books, starved, _ = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[2] > 0), serve, (_books(kv), starved, missing)
+    )
+    kv = kv.replace(out_of_pages=starved, refused=kv.refused | (asked & ~valid))
+    return _with_books(kv, books)
+
+
+def extend_each(
+    kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array
+) -> cache.PagedKV:
+    """`extend` of every slot that is asked; all arrays `[S]`."""
+    fits = new_len <= kv.num_owned * kv.page_size
+    valid = kv.registered & (new_len >= kv.length) & fits
+    return kv.replace(
+        length=jnp.where(asked & valid, new_len, kv.length),
+        refused=kv.refused | (asked & ~valid),
+    )
+
+
+def truncate_each(
+    kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array
+) -> cache.PagedKV:
+    """`truncate` of every slot that is asked; all arrays `[S]`.
+
+    Costs the slots that give pages back, not the slots there are.
+    """
+    valid = asked & kv.registered & (new_len >= 0) & (new_len <= kv.length)
+    kept = jnp.maximum(index.pages_for(new_len, kv.page_size), 1)
+    kv = kv.replace(
+        length=jnp.where(valid, new_len, kv.length),
+        refused=kv.refused | (asked & ~valid),
+    )
+    if not kv.pages_change_hands:
+        return kv
+    surplus = jnp.where(valid, jnp.maximum(kv.num_owned - kept, 0), 0)
+
+    def free(carry):
+        books, surplus = carry
+        slot = jnp.argmax(surplus > 0)
+        return _give(books, slot, surplus[slot]), surplus.at[slot].set(0)
+
+    books, _ = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[1] > 0), free, (_books(kv), surplus)
+    )
+    return _with_books(kv, books)
+
+
 def check(kv: cache.PagedKV) -> None:
     """Raises what a traced operation could only flag. Outside jit only.
 

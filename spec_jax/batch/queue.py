@@ -1,0 +1,288 @@
+"""Continuous batching: requests wait in a queue, and take the slots that come free.
+
+On the host, around `rounds.generate`, which comes back whenever a slot ends while
+somebody waits. Nothing is compiled again for another request, whatever its length,
+gamma, seed or sampling settings.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import rounds, sampling, session
+from spec_jax.batch import drafter as drafter_lib, rounds as batch_rounds, rows
+from spec_jax.gamma import policy as policy_lib
+from spec_jax.paging import index
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A sequence to generate.
+
+    Attributes:
+      prompt: token ids.
+      max_tokens: tokens to generate, at most.
+      gamma: tokens to draft a round, at most; None is the drafter's `gamma_max`.
+      settings: of sampling; None is greedy.
+      draft_params: where a drafter takes something from each request (an oracle's
+        trace): in place of the drafter's parameters, at prefill.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    gamma: int | None = None
+    settings: sampling.SamplingSettings | None = None
+    draft_params: rounds.Params = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A request that came to its end.
+
+    Attributes:
+      number: of the request, in the order of the queue.
+      state: the slot's last state on the host, without cache and memory.
+    """
+
+    number: int
+    state: rounds.RoundState
+
+    @property
+    def tokens(self) -> list[int]:
+        """What was generated, without the prompt."""
+        generated = np.asarray(self.state.origins) != int(rounds.Origin.PROMPT)
+        return np.asarray(self.state.tokens)[generated].tolist()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A target and a drafter for several slots, and what all requests share.
+
+    Attributes:
+      params: of the target and of the drafter.
+      capacity: positions of a slot, or a little more: of the longest request.
+      num_pages: of all slots together; None is enough for all of them in full. With
+        fewer, a request waits until what it may need is free.
+      prefill_by_rows: of the target, see `row_model.RowModel.prefill`.
+      policy_state: the first state of `gamma_policy`, for every request.
+
+    Raises:
+      ValueError: a target and a drafter of different numbers of slots, a drafter that
+        does not fit, or a policy without its state.
+    """
+
+    target: rows.RowBatch
+    drafter: drafter_lib.BatchDrafter
+    params: tuple[rounds.Params, rounds.Params]
+    capacity: int
+    page_size: int
+    num_pages: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    prefill_by_rows: bool | None = None
+    gamma_policy: policy_lib.GammaPolicy | None = None
+    policy_state: policy_lib.State = None
+
+    def __post_init__(self):
+        slots = self.target.num_slots
+        if self.drafter.num_slots != slots:
+            raise ValueError(
+                f"the target has {slots} slots and the drafter "
+                f"{self.drafter.num_slots}: give both the same"
+            )
+        session.check_pair(self.target.model, self.drafter)
+        if (self.gamma_policy is None) != (self.policy_state is None):
+            raise ValueError("a gamma policy and its first state go together")
+
+    @property
+    def slot_capacity(self) -> int:
+        """Positions of a slot: whole pages."""
+        return index.pages_for(self.capacity, self.page_size) * self.page_size
+
+    def check(self, request: Request) -> None:
+        """Raises `ValueError` for a request that no slot could ever take."""
+        session.check_prompt(
+            request.prompt,
+            vocab_size=self.target.config.vocab_size,
+            capacity=self.slot_capacity,
+        )
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens={request.max_tokens} must be at least 1")
+        if request.gamma is not None:
+            session.check_gamma(request.gamma, self.drafter.gamma_max)
+        if self.num_pages is not None and self._pages(request) > self.num_pages:
+            raise ValueError(
+                f"a request of {len(request.prompt)} + {request.max_tokens} tokens "
+                f"needs {self._pages(request)} pages of {self.page_size}, and there "
+                f"are {self.num_pages}: allow more pages or generate fewer tokens"
+            )
+
+    def _pages(self, request: Request) -> int:
+        """The most pages that a request comes to hold."""
+        positions = min(
+            len(request.prompt) + request.max_tokens, self.slot_capacity + 1
+        )
+        return self.target.pages_needed(positions - 1, self.page_size)
+
+    def empty(self, *, draws: bool) -> batch_rounds.BatchState:
+        """The state of free slots. Without `draws` its programs are greedy."""
+        sizes = {
+            "capacity": self.capacity,
+            "page_size": self.page_size,
+            "num_pages": self.num_pages,
+        }
+        slots = self.target.num_slots
+        text = jnp.zeros((self.slot_capacity + 1,), jnp.int32)
+        settings = sampling.make_settings(temperature=0.0) if draws else None
+        one = rounds.init_state(
+            text,
+            length=jnp.int32(1),
+            limit=jnp.int32(0),  # done
+            cache=None,
+            memory=None,
+            gamma_max=self.drafter.gamma_max,
+            settings=settings,
+            policy=self.policy_state,
+        )
+        return batch_rounds.BatchState(
+            slots=jax.tree.map(lambda leaf: jnp.stack([leaf] * slots), one),
+            gamma=jnp.zeros((slots,), jnp.int32),
+            cache=self.target.new_cache(**sizes),
+            memory=self.drafter.init(**sizes),
+        )
+
+    def admit(
+        self, state: batch_rounds.BatchState, slot: int, request: Request
+    ) -> batch_rounds.BatchState:
+        """Puts a request into a slot that is done; `state` is used up."""
+        capacity, prompt = self.slot_capacity, request.prompt
+        text = np.zeros((capacity + 1,), np.int32)
+        text[: len(prompt)] = prompt
+        settings = request.settings
+        if settings is None and state.slots.settings is not None:
+            settings = sampling.make_settings(temperature=0.0)
+        one = rounds.init_state(
+            jax.device_put(text),
+            length=jnp.int32(len(prompt)),
+            limit=jnp.int32(min(len(prompt) + request.max_tokens, capacity + 1)),
+            cache=None,
+            memory=None,
+            gamma_max=self.drafter.gamma_max,
+            settings=settings,
+            policy=self.policy_state,
+        )
+        gamma = self.drafter.gamma_max if request.gamma is None else request.gamma
+        target_params, draft_params = self.params
+        if request.draft_params is not None:
+            draft_params = request.draft_params
+        state = _vacate(self.target, self.drafter, self.params[1], state, slot)
+        return _occupy(
+            state.replace(
+                cache=self.target.prefill(
+                    target_params,
+                    state.cache,
+                    prompt,
+                    slot=slot,
+                    by_rows=self.prefill_by_rows,
+                ),
+                memory=self.drafter.prefill(
+                    draft_params, state.memory, prompt, slot=slot
+                ),
+            ),
+            one,
+            jnp.int32(slot),
+            jnp.int32(gamma),
+        )
+
+    def run(
+        self, requests: Sequence[Request], *, rounds_per_call: int = 1 << 30
+    ) -> Iterator[Finished]:
+        """Generates all requests, and yields each when it ends.
+
+        Args:
+          rounds_per_call: how often the host looks at least, whatever happens.
+
+        Raises:
+          ValueError: a request that no slot can take; before anything runs.
+          MemoryError: a slot found no page. What was finished was yielded.
+          RuntimeError: a cache refused an operation: a fault of the program.
+        """
+        for request in requests:
+            self.check(request)
+        waiting = collections.deque(enumerate(requests))
+        running: dict[int, int] = {}  # numbers of requests, by slot
+        state = self.empty(draws=any(r.settings is not None for r in requests))
+        stop_ids = session.stop_array(self.stop_ids)
+        while waiting or running:
+            free = [s for s in range(self.target.num_slots) if s not in running]
+            while waiting and free and self._fits(waiting[0][1], requests, running):
+                number, request = waiting.popleft()
+                running[free[0]] = number
+                state = self.admit(state, free.pop(0), request)
+            state = batch_rounds.generate(
+                self.target,
+                self.drafter,
+                self.params,
+                state,
+                stop_ids=stop_ids,
+                max_rounds=jnp.int32(rounds_per_call),
+                until_one_ends=jnp.bool_(bool(waiting)),
+                gamma_policy=self.gamma_policy,
+            )
+            done = np.asarray(state.slots.done)
+            _check(state)
+            for slot in [slot for slot in running if done[slot]]:
+                one = jax.tree.map(
+                    lambda leaf, slot=slot: np.asarray(leaf[slot]), state.slots
+                )
+                yield Finished(number=running.pop(slot), state=one)
+
+    def _fits(self, request, requests, running) -> bool:
+        """Whether its pages are there even if all others come to need all of theirs."""
+        if self.num_pages is None:
+            return True
+        held = sum(self._pages(requests[number]) for number in running.values())
+        idle = self.target.num_slots - len(running) - 1  # A slot keeps its first page.
+        return held + idle + self._pages(request) <= self.num_pages
+
+
+@functools.partial(
+    jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",)
+)
+def _vacate_slots(target, drafter, draft_params, state, asked):
+    zeros = jnp.zeros_like(state.gamma)
+    return state.replace(
+        cache=target.truncate(state.cache, zeros, asked=asked),
+        memory=drafter.commit(draft_params, state.memory, zeros + 1, asked=asked),
+    )
+
+
+def _vacate(target, drafter, draft_params, state, slot):
+    """Frees what a slot's last sequence holds."""
+    asked = jnp.arange(target.num_slots) == slot
+    return _vacate_slots(target, drafter, draft_params, state, asked)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _occupy(state, one, slot, gamma):
+    """Writes a slot's first state."""
+    return state.replace(
+        slots=jax.tree.map(lambda all_, x: all_.at[slot].set(x), state.slots, one),
+        gamma=state.gamma.at[slot].set(gamma),
+    )
+
+
+def _check(state: batch_rounds.BatchState) -> None:
+    """Raises what the loop could only flag."""
+    starved = np.flatnonzero(np.asarray(state.slots.starved))
+    kv = state.cache
+    if starved.size:
+        raise MemoryError(
+            f"out of pages in slots {starved.tolist()}: {int(kv.num_free)} of "
+            f"{kv.num_pages} pages of {kv.page_size} tokens are free"
+        )
+    session.check_refused([kv, state.memory])
