@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from rich import console as rich_console
 
 from experiments.support import (
+    batched_runs,
     drafters,
     flags,
     mismatches,
@@ -49,11 +50,28 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.check_models(parser, args)
     if args.dump_verify_mismatches and args.temperature:
         parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
+    if args.batch is not None:
+        _check_batch(parser, args)
     if args.acceptance == "decode" and args.gamma_policy != "fixed":
         parser.error(
             "--acceptance decode has no adaptive gamma: use --gamma-policy fixed"
         )
     return args
+
+
+def _check_batch(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits with a usage error for what a batch does not have."""
+    only = {
+        "verify_path": "paged-decode",
+        "acceptance": "verify",
+        "draft_cache": "persistent",
+        "confidence": 0.0,
+        "dump_verify_mismatches": None,
+    }
+    for name, value in only.items():
+        if getattr(args, name) != value:
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"--batch does not go together with {flag}: leave one out")
 
 
 def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
@@ -76,6 +94,13 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
         "to decoding (default: the faster, rows with native kernels, else batched)",
     )
     flags.add_repeats(runs)
+    runs.add_argument(
+        "--batch",
+        type=flags.positive,
+        metavar="SLOTS",
+        help="run so many prompts at once, refilled as they end, against each one "
+        "plain and alone (default: one after the other)",
+    )
     runs.add_argument(
         "--ignore-stop",
         action="store_true",
@@ -181,6 +206,25 @@ def run_all(
         f"{len(prompts)} prompts x {args.gen_tokens} tokens, gamma {args.gamma}, "
         f"{pair.target.config.dtype}, impl {pair.target.impl}; compiling ..."
     )
+    if args.batch is None:
+        compile_s, results = _run_in_turn(args, pair, settings, prompts, ids, out)
+    else:
+        compile_s, results = _run_in_batches(args, pair, settings, prompts, ids, out)
+    summary = prompt_runs.summarise(results)
+    if args.batch is not None:
+        summary = batched_runs.without_decode_times(summary)
+    out.write(
+        {"kind": "summary", **report.to_row(summary), "compile_s": compile_s}
+        | _description(args, pair, settings)
+        | records.provenance()
+    )
+    if args.dump_verify_mismatches:
+        _dump_mismatches(args, pair, settings, results, mismatch_lines, console)
+    return summary, results, pair
+
+
+def _run_in_turn(args, pair, settings, prompts, ids, out):
+    """Prompt by prompt: the seconds of compilation, and the results."""
     compile_s = paired_runs.warm_up(pair, settings, ids)
     results = []
     with report.progress() as progress:
@@ -192,15 +236,27 @@ def run_all(
             out.write(result.row())
             results.append(result)
             progress.advance(task)
-    summary = prompt_runs.summarise(results)
-    out.write(
-        {"kind": "summary", **report.to_row(summary), "compile_s": compile_s}
-        | _description(args, pair, settings)
-        | records.provenance()
-    )
-    if args.dump_verify_mismatches:
-        _dump_mismatches(args, pair, settings, results, mismatch_lines, console)
-    return summary, results, pair
+    return compile_s, results
+
+
+def _run_in_batches(args, pair, settings, prompts, ids, out):
+    """As `_run_in_turn`, several prompts at once."""
+    slots = {"num_slots": args.batch}
+    compile_s = batched_runs.warm_up(pair, settings, ids, **slots)
+    with report.progress() as progress:
+        task = progress.add_task("prompts", total=args.repeats * len(prompts))
+        results = batched_runs.run_prompts(
+            pair,
+            settings,
+            prompts,
+            ids,
+            repeats=args.repeats,
+            after_prompt=lambda: progress.advance(task),
+            **slots,
+        )
+    for result in results:
+        out.write(result.row())
+    return compile_s, results
 
 
 def _dump_mismatches(args, pair, settings, results, lines, console) -> None:
@@ -242,6 +298,7 @@ def _description(args, pair, settings) -> dict:
         "prompt_source": args.prompts,
         "gen_tokens": args.gen_tokens,
         "gamma": args.gamma,
+        "batch": args.batch,
         "gamma_policy": args.gamma_policy,
         "confidence": args.confidence,
         "page_size": settings.page_size,

@@ -141,7 +141,7 @@ class Rounds:
         self._memory = pair.drafter.init(**sizes)
         self.params = pair.params
         if isinstance(pair.drafter, oracle.Oracle):
-            self.params = pair.params[0], _trace(pair, settings, prompt)
+            self.params = pair.params[0], make_trace(pair, settings, prompt)
         self._commit = None
         if settings.acceptance == "decode":
             self._commit = pair.target.new_cache(**sizes)
@@ -204,7 +204,7 @@ class Rounds:
         )
 
 
-def _trace(
+def make_trace(
     pair: model_pair.ModelPair, settings: Settings, prompt: list[int]
 ) -> oracle.Trace:
     """What an oracle knows of a prompt: the text, decoded plainly before any clock."""

@@ -15,8 +15,8 @@ from times that are measured first."""
 TURNS = 5  # of the measurement that goodput needs
 
 
-def add_policy(group: argparse._ActionsContainer) -> None:
-    """`--gamma-policy`, `--confidence`."""
+def add_policy(group: argparse._ActionsContainer, *, confidence: bool = True) -> None:
+    """`--gamma-policy`, and `--confidence` where a single sequence is drafted for."""
     group.add_argument(
         "--gamma-policy",
         choices=POLICIES,
@@ -25,6 +25,8 @@ def add_policy(group: argparse._ActionsContainer) -> None:
         "share of drafts that were kept (threshold), or expected tokens per second by "
         "step costs that are measured before (goodput) (default: %(default)s)",
     )
+    if not confidence:
+        return
     group.add_argument(
         "--confidence",
         type=float,

@@ -18,6 +18,7 @@ class BatchDrafter(Protocol):
     """
 
     gamma_max: int
+    num_slots: int
 
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None

@@ -24,6 +24,11 @@ class EachSlot:
         """The most tokens of a proposal."""
         return self.drafter.gamma_max
 
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the drafter's vocabulary. No attribute where it has none."""
+        return self.drafter.vocab_size
+
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
     ) -> tuple[()]:
@@ -93,6 +98,11 @@ class OracleBatch:
         """The most tokens of a proposal."""
         return self.drafter.gamma_max
 
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the target's vocabulary."""
+        return self.drafter.vocab_size
+
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
     ) -> oracle.Trace:
@@ -110,8 +120,22 @@ class OracleBatch:
         *,
         slot: int,
     ) -> oracle.Trace:
-        """Takes in the slot's trace, of the size of the text."""
+        """Takes in the slot's trace, of the size of the text.
+
+        Raises:
+          ValueError: no trace, or one of another size.
+        """
         del prompt
+        size = memory.tokens.shape[1]
+        if not isinstance(params, oracle.Trace):
+            raise ValueError(
+                "an oracle takes the trace of each request: give it as `draft_params`"
+            )
+        if params.tokens.shape != (size,) or params.is_right.shape != (size,):
+            raise ValueError(
+                f"a trace of {params.tokens.shape[0]} tokens and "
+                f"{params.is_right.shape[0]} marks for a text of {size}: pad it"
+            )
         return _put(memory, params, jnp.int32(slot))
 
     def propose(

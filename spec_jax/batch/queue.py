@@ -67,13 +67,14 @@ class Batch:
       params: of the target and of the drafter.
       capacity: positions of a slot, or a little more: of the longest request.
       num_pages: of all slots together; None is enough for all of them in full. With
-        fewer, a request waits until what it may need is free.
+        fewer, a request waits until what it may need is free. An empty slot has one.
       prefill_by_rows: of the target, see `row_model.RowModel.prefill`.
       policy_state: the first state of `gamma_policy`, for every request.
 
     Raises:
-      ValueError: a target and a drafter of different numbers of slots, a drafter that
-        does not fit, or a policy without its state.
+      ValueError: a size below one, fewer pages than slots, a target and a drafter of
+        different numbers of slots, a drafter that does not fit, or a policy without
+        its state.
     """
 
     target: rows.RowBatch
@@ -89,6 +90,16 @@ class Batch:
 
     def __post_init__(self):
         slots = self.target.num_slots
+        if self.capacity < 1 or self.page_size < 1:
+            raise ValueError(
+                f"capacity={self.capacity} and page_size={self.page_size} must be at "
+                "least 1"
+            )
+        if self.num_pages is not None and self.num_pages < slots:
+            raise ValueError(
+                f"num_pages={self.num_pages} is fewer than {slots} slots, and every "
+                "slot has a page: allow more pages or fewer slots"
+            )
         if self.drafter.num_slots != slots:
             raise ValueError(
                 f"the target has {slots} slots and the drafter "
@@ -114,11 +125,15 @@ class Batch:
             raise ValueError(f"max_tokens={request.max_tokens} must be at least 1")
         if request.gamma is not None:
             session.check_gamma(request.gamma, self.drafter.gamma_max)
-        if self.num_pages is not None and self._pages(request) > self.num_pages:
+        if self.num_pages is None:
+            return
+        others = self.target.num_slots - 1
+        if self._pages(request) > self.num_pages - others:
             raise ValueError(
                 f"a request of {len(request.prompt)} + {request.max_tokens} tokens "
                 f"needs {self._pages(request)} pages of {self.page_size}, and there "
-                f"are {self.num_pages}: allow more pages or generate fewer tokens"
+                f"are {self.num_pages}, of which empty slots have {others}: allow more "
+                "pages or generate fewer tokens"
             )
 
     def _pages(self, request: Request) -> int:
@@ -179,7 +194,9 @@ class Batch:
         target_params, draft_params = self.params
         if request.draft_params is not None:
             draft_params = request.draft_params
-        state = _vacate(self.target, self.drafter, self.params[1], state, slot)
+        state = _vacate(
+            self.target, self.drafter, self.params[1], state, jnp.int32(slot)
+        )
         return _occupy(
             state.replace(
                 cache=self.target.prefill(
@@ -199,23 +216,39 @@ class Batch:
         )
 
     def run(
-        self, requests: Sequence[Request], *, rounds_per_call: int = 1 << 30
+        self,
+        requests: Sequence[Request],
+        *,
+        state: batch_rounds.BatchState | None = None,
+        rounds_per_call: int = 1 << 30,
     ) -> Iterator[Finished]:
         """Generates all requests, and yields each when it ends.
 
         Args:
+          state: what `empty` made, and used up; None makes it here. One that draws
+            takes greedy requests too, not the other way round.
           rounds_per_call: how often the host looks at least, whatever happens.
 
         Raises:
-          ValueError: a request that no slot can take; before anything runs.
+          ValueError: a request that no slot can take, a greedy state for a request
+            that samples, or less than a round a call; before anything runs.
           MemoryError: a slot found no page. What was finished was yielded.
           RuntimeError: a cache refused an operation: a fault of the program.
         """
         for request in requests:
             self.check(request)
+        if rounds_per_call < 1:
+            raise ValueError(f"{rounds_per_call=} must be at least 1")
         waiting = collections.deque(enumerate(requests))
         running: dict[int, int] = {}  # numbers of requests, by slot
-        state = self.empty(draws=any(r.settings is not None for r in requests))
+        draws = any(request.settings is not None for request in requests)
+        if state is None:
+            state = self.empty(draws=draws)
+        elif draws and state.slots.settings is None:
+            raise ValueError(
+                "a request samples, and the state is of a greedy program: make it by "
+                "empty(draws=True)"
+            )
         stop_ids = session.stop_array(self.stop_ids)
         while waiting or running:
             free = [s for s in range(self.target.num_slots) if s not in running]
@@ -233,13 +266,14 @@ class Batch:
                 until_one_ends=jnp.bool_(bool(waiting)),
                 gamma_policy=self.gamma_policy,
             )
-            done = np.asarray(state.slots.done)
-            _check(state)
-            for slot in [slot for slot in running if done[slot]]:
+            session.check_refused([state.cache, state.memory])
+            has_ended = np.asarray(state.slots.done & ~state.slots.starved)
+            for slot in [slot for slot in running if has_ended[slot]]:
                 one = jax.tree.map(
                     lambda leaf, slot=slot: np.asarray(leaf[slot]), state.slots
                 )
                 yield Finished(number=running.pop(slot), state=one)
+            _check_pages(state)
 
     def _fits(self, request, requests, running) -> bool:
         """Whether its pages are there even if all others come to need all of theirs."""
@@ -253,18 +287,17 @@ class Batch:
 @functools.partial(
     jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",)
 )
-def _vacate_slots(target, drafter, draft_params, state, asked):
+def _vacate(target, drafter, draft_params, state, slot):
+    """Frees what sequences that are done hold: in this slot, and in all others.
+
+    Whoever comes next was promised all pages that nobody needs any more.
+    """
+    asked = state.slots.done | (jnp.arange(target.num_slots) == slot)
     zeros = jnp.zeros_like(state.gamma)
     return state.replace(
         cache=target.truncate(state.cache, zeros, asked=asked),
         memory=drafter.commit(draft_params, state.memory, zeros + 1, asked=asked),
     )
-
-
-def _vacate(target, drafter, draft_params, state, slot):
-    """Frees what a slot's last sequence holds."""
-    asked = jnp.arange(target.num_slots) == slot
-    return _vacate_slots(target, drafter, draft_params, state, asked)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -276,8 +309,8 @@ def _occupy(state, one, slot, gamma):
     )
 
 
-def _check(state: batch_rounds.BatchState) -> None:
-    """Raises what the loop could only flag."""
+def _check_pages(state: batch_rounds.BatchState) -> None:
+    """Raises `MemoryError` where the loop could only say that a slot found no page."""
     starved = np.flatnonzero(np.asarray(state.slots.starved))
     kv = state.cache
     if starved.size:
@@ -285,4 +318,3 @@ def _check(state: batch_rounds.BatchState) -> None:
             f"out of pages in slots {starved.tolist()}: {int(kv.num_free)} of "
             f"{kv.num_pages} pages of {kv.page_size} tokens are free"
         )
-    session.check_refused([kv, state.memory])
