@@ -187,7 +187,7 @@ def _pack(
     """
     B, W = tokens.shape
     ends = jnp.cumsum(num_live)
-    offsets = jnp.arange(W, dtype=jnp.int32)
+    offsets = jnp.arange(W, dtype=jnp.int32)[None, :]
     at = (ends - num_live)[:, None] + offsets
     at = jnp.where(offsets < num_live[:, None], at, height)
 
