@@ -1,8 +1,8 @@
 """Who owns which page: register, reserve, extend, truncate, release.
 
 Every operation takes a state value and returns a new one, works inside `jit` and
-`while_loop`, and touches the books only, never the pages' bytes: its cost follows the
-number of pages that change hands. On a `static.StaticKV` none does: a slot has its
+`while_loop`, and touches the books only, never the pages' bytes: its cost is one pass
+over a few integers a page. On a `static.StaticKV` none does: a slot has its
 pages for good, every operation is O(1), and only lengths and flags move.
 
 An invalid request raises `ValueError` where its arguments are concrete. Under a
@@ -91,8 +91,8 @@ def truncate(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
     """Keeps `[0, new_len)` and frees the pages to the right of it.
 
     The slot stays registered and keeps its first page even at `new_len = 0`. No bytes
-    are cleared or moved. Costs the pages freed, whatever the sequence's length: where
-    a slot has its pages for good, nothing but the write of one length.
+    are cleared or moved. Costs a pass over the books, whatever the sequence's length:
+    where a slot has its pages for good, nothing but the write of one length.
     """
     slot, new_len = _slot(kv, slot), jnp.asarray(new_len, jnp.int32)
     valid = kv.registered[slot] & (new_len >= 0) & (new_len <= kv.length[slot])
@@ -263,30 +263,30 @@ def _with_books(kv: cache.PagedKV, books: tuple[jax.Array, ...]) -> cache.PagedK
     )
 
 
-# Compiled once for calls outside a trace; within one they dissolve into it.
+# Compiled once for calls outside a trace; within one they dissolve into it. One pass
+# over the books, however many pages move: a loop over them would take as many turns,
+# and on a GPU ask the host at each.
 @functools.partial(jax.jit, inline=True)
 def _take(books, slot, count):
-    nowhere = books[2].shape[0]
-
-    def move(_, books):
-        table, owned, stack, num_free = books
-        page = stack[num_free - 1]
-        table = table.at[slot, owned[slot]].set(page)
-        stack = stack.at[num_free - 1].set(nowhere)
-        return table, owned.at[slot].add(1), stack, num_free - 1
-
-    return jax.lax.fori_loop(0, count, move, books)
+    table, owned, stack, num_free = books
+    nowhere, row = stack.shape[0], table[slot]
+    # The page on top of the stack becomes the slot's next.
+    turn = jnp.arange(row.shape[0]) - owned[slot]
+    moves = (turn >= 0) & (turn < count)
+    row = jnp.where(moves, stack.at[num_free - 1 - turn].get(mode="clip"), row)
+    left = num_free - count
+    stack = jnp.where(jnp.arange(nowhere) < left, stack, nowhere)
+    return table.at[slot].set(row), owned.at[slot].add(count), stack, left
 
 
 @functools.partial(jax.jit, inline=True)
 def _give(books, slot, count):
-    nowhere = books[2].shape[0]
-
-    def move(_, books):
-        table, owned, stack, num_free = books
-        last = owned[slot] - 1
-        stack = stack.at[num_free].set(table[slot, last])
-        table = table.at[slot, last].set(nowhere)
-        return table, owned.at[slot].add(-1), stack, num_free + 1
-
-    return jax.lax.fori_loop(0, count, move, books)
+    table, owned, stack, num_free = books
+    nowhere, row = stack.shape[0], table[slot]
+    # The slot's last page goes first, and so ends deepest.
+    turn = jnp.arange(nowhere) - num_free
+    moves = (turn >= 0) & (turn < count)
+    stack = jnp.where(moves, row.at[owned[slot] - 1 - turn].get(mode="clip"), stack)
+    left = owned[slot] - count
+    row = jnp.where(jnp.arange(row.shape[0]) < left, row, nowhere)
+    return table.at[slot].set(row), owned.at[slot].set(left), stack, num_free + count

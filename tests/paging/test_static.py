@@ -339,12 +339,21 @@ def test_truncation_moves_a_length_and_nothing_else():
 
 
 def test_costs_are_noticed(monkeypatch):
-    """Negative control: clearing bytes, and giving back pages one by one."""
+    """Negative control: clearing bytes, giving pages back, and a loop."""
     with pytest.raises(AssertionError, match="bytes"):
         assert_constant_cost(clearing)
     monkeypatch.setattr(static.StaticKV, "pages_change_hands", True)
-    with pytest.raises(AssertionError, match="a loop"):
+    with pytest.raises(AssertionError, match="bytes"):
         assert_constant_cost(lambda *arguments: allocator.truncate(*arguments))
+
+    def one_by_one(kv, slot, new_len):
+        def step(_, kv):
+            return allocator.truncate(kv, slot, kv.length[slot] - 1)
+
+        return jax.lax.fori_loop(0, kv.length[slot] - new_len, step, kv)
+
+    with pytest.raises(AssertionError, match="a loop"):
+        assert_constant_cost(one_by_one)
 
 
 def nan_bits(kv):
