@@ -1,21 +1,24 @@
 """Figures of results: SVG from the JSON rows that the other scripts write.
 
-Measures nothing. Which rows a figure is made of, their kind decides. Exit status: 0
-drawn, 1 the input was unusable; a figure whose rows are not there is not drawn, unless
-it was asked for by name.
+Measures nothing. Which rows a figure is made of, their kind decides; --theory adds
+those of a formula. Exit status: 0 drawn, 1 the input was unusable; a figure whose rows
+are not there is not drawn, unless it was asked for by name.
 """
 
 import argparse
 import collections
 import dataclasses
+import importlib
 import importlib.util
+import itertools
 import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.support import figure_data, flags
+from experiments.support import figure_data, flags, sweep_data
+from spec_jax import theory
 
 
 DRAWN = 0
@@ -24,6 +27,12 @@ INSTALL = "pip install -e '.[plot]'"
 
 Row = dict[str, Any]
 
+THEORY = tuple((a, c) for c in (0.05, 0.3) for a in (0.9, 0.8, 0.6, 0.3))
+"""Acceptance and cost of the curves of `--theory`: a cheap draft and a dear one."""
+
+GAMMA_MAX = 12
+"""Where those curves end."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -31,12 +40,14 @@ class Kind:
 
     Attributes:
       takes: whether a row belongs to it.
-      function: its name in `support/figures.py`.
+      function: its name in `module`.
+      module: of `support/`; it needs matplotlib.
       is_each: whether each row is a figure of its own.
     """
 
     takes: Callable[[Row], bool]
     function: str
+    module: str = "figures"
     is_each: bool = False
 
 
@@ -55,6 +66,17 @@ FIGURES = {
         function="divergence",
         is_each=True,
     ),
+    "sweep_speedup": Kind(
+        takes=sweep_data.is_cell, function="speedup", module="sweep_figures"
+    ),
+    "sweep_categories": Kind(
+        takes=sweep_data.has_category, function="categories", module="sweep_figures"
+    ),
+    "improvement": Kind(
+        takes=lambda row: row.get("kind") == "theory",
+        function="improvement",
+        module="sweep_figures",
+    ),
 }
 """By the name of `--figure`, which is that of the file too."""
 
@@ -66,10 +88,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "files",
-        nargs="+",
+        nargs="*",
         type=pathlib.Path,
         metavar="FILE",
-        help="JSON lines of spec_round.py, latency.py, compare_hf.py or parity.py",
+        help="JSON lines of spec_round.py, latency.py, compare_hf.py, parity.py or "
+        "sweep.py",
+    )
+    parser.add_argument(
+        "--theory",
+        type=_acceptance_and_cost,
+        action="append",
+        nargs="*",
+        metavar="A,C",
+        help="add the expected speed-up over gamma, by theory, for drafts that are "
+        "kept with chance A and cost C target steps each; without values, for "
+        f"{len(THEORY)} such pairs",
     )
     parser.add_argument(
         "--out",
@@ -91,7 +124,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="leave out rows that have NAME with another value; may be given often",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.files and args.theory is None:
+        parser.error("nothing to draw: name a file of rows, or give --theory")
+    return args
+
+
+def _acceptance_and_cost(text: str) -> tuple[float, float]:
+    try:
+        acceptance, cost = map(float, text.split(","))
+        theory.walltime_improvement(acceptance, cost, 1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not A,C, a chance and a cost, as in 0.8,0.05 ({error})"
+        ) from None
+    return acceptance, cost
 
 
 def _condition(text: str) -> tuple[str, str]:
@@ -152,7 +199,8 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     from experiments.support import figures
 
     kind = FIGURES[name]
-    function = getattr(figures, kind.function)
+    module = importlib.import_module(f"experiments.support.{kind.module}")
+    function = getattr(module, kind.function)
     if not kind.is_each:
         path = folder / f"{name}.svg"
         figures.save(function(rows), path)
@@ -170,6 +218,9 @@ def run_all(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"matplotlib is not installed; {INSTALL} brings it")
     rows = [row for path in args.files for row in read(path)]
+    if args.theory is not None:
+        pairs = list(itertools.chain.from_iterable(args.theory)) or THEORY
+        rows += theory.improvement_rows(list(dict.fromkeys(pairs)), gamma_max=GAMMA_MAX)
     rows = chosen(rows, args.where)
     names = [args.figure] if args.figure else list(FIGURES)
     taken = {name: [row for row in rows if FIGURES[name].takes(row)] for name in names}

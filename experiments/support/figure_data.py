@@ -24,6 +24,10 @@ _SETTINGS = (
     "verify_path",
     "cache",
     "draft_cache",
+    "temperature",
+    "gamma_policy",
+    "confidence",
+    "batch",
     "repeats",
 )
 """What sets one speculative run apart from another, beside gamma."""
@@ -37,6 +41,9 @@ _LABELS = {
     "draft_cache": "draft cache by {}",
     "verify_path": "{} verification",
     "acceptance": "accepted by {}",
+    "batch": "batches of {}",
+    "confidence": "confidence {}",
+    "temperature": "T = {}",
 }
 
 
@@ -70,7 +77,7 @@ def by_gamma(summaries: Sequence[Row]) -> list[Curve]:
     Raises:
       ValueError: there are none, or one setting was run twice with one gamma.
     """
-    grouped = _group(summaries, _SETTINGS)
+    grouped = group_by(summaries, _SETTINGS)
     kept = {key: rows for key, rows in grouped.items() if len(rows) > 1}
     for rows in kept.values():
         gammas = [row["gamma"] for row in rows]
@@ -86,7 +93,7 @@ def by_gamma(summaries: Sequence[Row]) -> list[Curve]:
             "no settings were run with two values of gamma; run spec_round.py with "
             "another --gamma"
         )
-    return _label(kept, _SETTINGS, sort_by="gamma")
+    return labelled(kept, _SETTINGS, sort_by="gamma")
 
 
 def of_largest_gamma(summaries: Sequence[Row], name: str) -> list[Curve]:
@@ -101,13 +108,13 @@ def of_largest_gamma(summaries: Sequence[Row], name: str) -> list[Curve]:
         if row["gamma"] == largest:
             same = (row["impl"], tuple(row[name]))
             chosen.setdefault(same, [row])
-    return _label(chosen, _SETTINGS)
+    return labelled(chosen, _SETTINGS)
 
 
 def by_live_rows(steps: Sequence[Row]) -> list[Curve]:
     """Curves over the live rows of a slab, one for each model and implementation."""
     names = ("target", "dtype", "impl", "slab", "context")
-    return _label(_group(steps, names), names, sort_by="num_live")
+    return labelled(group_by(steps, names), names, sort_by="num_live")
 
 
 def comparison(rows: Sequence[Row]) -> dict[str, list[Curve]]:
@@ -131,25 +138,32 @@ def comparison(rows: Sequence[Row]) -> dict[str, list[Curve]]:
                 label=" ".join(names),
                 rows=tuple(sorted(of_curve, key=lambda row: row["gamma"] or 0)),
             )
-            for names, of_curve in _group(of_length, ("side", "method")).items()
+            for names, of_curve in group_by(of_length, ("side", "method")).items()
         ]
     return panels
 
 
-def _group(rows: Sequence[Row], names: Sequence[str]) -> dict[tuple, list[Row]]:
+def group_by(rows: Sequence[Row], names: Sequence[str]) -> dict[tuple, list[Row]]:
+    """The rows that share the values of these names, in their order."""
     grouped: dict[tuple, list[Row]] = {}
     for row in rows:
         grouped.setdefault(tuple(row.get(name) for name in names), []).append(row)
     return grouped
 
 
-def _label(
+def labelled(
     grouped: Mapping[tuple, Sequence[Row]],
     names: Sequence[str],
     *,
     sort_by: str | None = None,
+    otherwise: str = "impl",
 ) -> list[Curve]:
     """Curves that say in which settings they differ.
+
+    Args:
+      grouped: the rows of each curve, by `names`.
+      sort_by: the name whose values order the rows of a curve.
+      otherwise: the setting that a curve says where all agree.
 
     Raises:
       ValueError: more of them than can be told apart.
@@ -165,7 +179,7 @@ def _label(
         )
     curves = [
         Curve(
-            label=_describe(rows[0], varying or ("impl",)),
+            label=_describe(rows[0], varying or (otherwise,)),
             rows=tuple(sorted(rows, key=lambda row: row[sort_by]) if sort_by else rows),
         )
         for rows in grouped.values()

@@ -4,46 +4,21 @@ Every function takes the rows of one figure and returns it; `save` writes it. Th
 draw what they are given and measure nothing. Needs matplotlib, an extra.
 """
 
-import contextlib
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
 import matplotlib.axes
 import matplotlib.colors
-import matplotlib.figure
 import matplotlib.ticker
 
-from experiments.support import figure_data
+from experiments.support import figure_data, figure_parts as parts
 
 
 Row = figure_data.Row
-Figure = matplotlib.figure.Figure
-
-# Okabe and Ito's palette, which keeps its differences to the colour-blind, without
-# its yellow, which does not on white.
-COLOURS = (
-    *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
-    *("#56B4E9", "#E69F00", "#000000", "#7F7F7F"),
-)
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_WIDTH = 7.6  # inches, at 11 points a line: as wide as a README column
-_STYLE = {
-    "font.family": "sans-serif",
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "legend.frameon": False,
-    # Letters and not outlines: a tenth of the bytes.
-    "svg.fonttype": "none",
-    # Names inside the file are hashes, of this and not of the time.
-    "svg.hashsalt": "spec_jax",
-}
+Figure = parts.Figure
 
 
 def save(figure: Figure, path: pathlib.Path) -> None:
@@ -55,7 +30,7 @@ def save(figure: Figure, path: pathlib.Path) -> None:
     # Only SVG would carry a date, and the version that drew it.
     is_svg = path.suffix == ".svg"
     metadata = {"Date": None, "Creator": "spec_jax"} if is_svg else None
-    with _style():
+    with parts.style():
         try:
             figure.savefig(path, metadata=metadata, dpi=150)
         except OSError as error:
@@ -64,76 +39,29 @@ def save(figure: Figure, path: pathlib.Path) -> None:
             ) from None
 
 
-@contextlib.contextmanager
-def _style() -> Iterator[None]:
-    with matplotlib.rc_context(_STYLE):
-        yield
-
-
-def _new(
-    height: float, *panels: int, **keywords: Any
-) -> tuple[Figure, Sequence[matplotlib.axes.Axes]]:
-    """A figure and its panels, `(rows, columns)` of them."""
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    axes = figure.subplots(*panels, squeeze=False, **keywords)
-    return figure, axes.ravel()
-
-
-def _looks(place: int) -> dict[str, Any]:
-    return {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5}
-
-
-def _errors(rows: Sequence[Row], name: str) -> tuple[list[float], list[list[float]]]:
-    """Medians, and how far the percentiles lie below and above; 0 where unknown."""
-    middle = [row[name] for row in rows]
-    ends = [(row[f"{name}_p10"], row[f"{name}_p90"]) for row in rows]
-    below = [
-        m - (m if low is None else low)
-        for m, (low, _) in zip(middle, ends, strict=True)
-    ]
-    above = [
-        (m if high is None else high) - m
-        for m, (_, high) in zip(middle, ends, strict=True)
-    ]
-    # The median over the runs may lie outside of percentiles over the prompts.
-    return middle, [[max(0.0, error) for error in side] for side in (below, above)]
-
-
-def _legend_above(figure: Figure, axes: matplotlib.axes.Axes, title: str) -> None:
-    """Above the panels: inside it would hide bars, of which it knows nothing."""
-    handles, labels = axes.get_legend_handles_labels()
-    columns = 2 if max(map(len, labels)) > 24 else 4
-    place = {"loc": "outside upper center", "ncols": min(columns, len(labels))}
-    figure.legend(handles, labels, title=title, **place)
-
-
-def _whole_numbers(axis: Any) -> None:
-    axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-
-
 def speedup(summaries: Sequence[Row]) -> Figure:
     """Speed-up and acceptance rate over gamma."""
     curves = figure_data.by_gamma(summaries)
-    with _style():
-        figure, (top, bottom) = _new(5.6, 2, 1, sharex=True, height_ratios=(3, 2))
+    with parts.style():
+        figure, (top, bottom) = parts.new(5.6, 2, 1, sharex=True, height_ratios=(3, 2))
         for place, curve in enumerate(curves):
             # A little aside, so that the bars of one gamma do not hide each other.
             shift = 0.06 * (place - (len(curves) - 1) / 2)
             gammas = [row["gamma"] for row in curve.rows]
-            middle, errors = _errors(curve.rows, "speedup_e2e")
+            middle, errors = parts.errors(curve.rows, "speedup_e2e")
             aside = [gamma + shift for gamma in gammas]
-            looks = _looks(place)
+            looks = parts.looks(place)
             top.errorbar(aside, middle, errors, label=curve.label, **looks)
             rates = [row["acceptance_rate"] for row in curve.rows]
             bottom.plot(gammas, rates, **looks)
         top.axhline(1, color="#444444", linewidth=1, linestyle=":")
         top.set_ylabel("speed-up over plain\ndecoding (times)")
         top.set_ylim(bottom=0)
-        _legend_above(figure, top, "median, bars: 10th to 90th percentile")
+        parts.legend_above(figure, top, "median, bars: 10th to 90th percentile")
         bottom.set_ylabel("accepted / proposed")
         bottom.set_ylim(0, 1)
         bottom.set_xlabel("gamma (tokens drafted per round)")
-        _whole_numbers(bottom.xaxis)
+        parts.whole_numbers(bottom.xaxis)
     return figure
 
 
@@ -141,19 +69,19 @@ def acceptance(summaries: Sequence[Row]) -> Figure:
     """P(draft kept at a position, if all before it were), at the largest gamma."""
     name = "conditional_acceptance"
     curves = figure_data.of_largest_gamma(summaries, name)
-    with _style():
-        figure, (axes,) = _new(3.4, 1, 1)
+    with parts.style():
+        figure, (axes,) = parts.new(3.4, 1, 1)
         for place, curve in enumerate(curves):
             rates = curve.rows[0][name]
             positions = range(1, len(rates) + 1)
             kept = [float("nan") if rate is None else rate for rate in rates]
-            axes.plot(positions, kept, label=curve.label, **_looks(place))
+            axes.plot(positions, kept, label=curve.label, **parts.looks(place))
         axes.set_ylim(0, 1)
         axes.set_xlabel("position in the draft (token)")
         axes.set_ylabel("P(kept, if all before were)")
         gamma = curves[0].rows[0]["gamma"]
         axes.legend(title=f"gamma {gamma}", loc="lower right")
-        _whole_numbers(axes.xaxis)
+        parts.whole_numbers(axes.xaxis)
     return figure
 
 
@@ -161,8 +89,8 @@ def accepted_lengths(summaries: Sequence[Row]) -> Figure:
     """Share of the rounds by the drafts that they kept, at the largest gamma."""
     name = "accepted_hist"
     curves = figure_data.of_largest_gamma(summaries, name)
-    with _style():
-        figure, (axes,) = _new(3.4, 1, 1)
+    with parts.style():
+        figure, (axes,) = parts.new(3.4, 1, 1)
         width = 0.8 / len(curves)
         for place, curve in enumerate(curves):
             row = curve.rows[0]
@@ -173,46 +101,46 @@ def accepted_lengths(summaries: Sequence[Row]) -> Figure:
                 [length + shift for length in range(len(shares))],
                 shares,
                 width,
-                color=COLOURS[place],
+                color=parts.COLOURS[place],
                 label=f"{curve.label}: {mean}",
             )
         axes.grid(visible=False, axis="x")
         axes.set_xlabel("drafted tokens kept in a round")
         axes.set_ylabel("rounds (%)")
         axes.legend(title=f"gamma {curves[0].rows[0]['gamma']}")
-        _whole_numbers(axes.xaxis)
+        parts.whole_numbers(axes.xaxis)
     return figure
 
 
 def step_cost(steps: Sequence[Row]) -> Figure:
     """What a step costs with several live rows, in time and beside one row."""
     curves = figure_data.by_live_rows(steps)
-    with _style():
-        figure, (left, right) = _new(3.9, 1, 2)
+    with parts.style():
+        figure, (left, right) = parts.new(3.9, 1, 2)
         for place, curve in enumerate(curves):
             live = [row["num_live"] for row in curve.rows]
             for axes, name in ((left, "ms"), (right, "ratio")):
-                middle, errors = _errors(curve.rows, name)
-                looks = _looks(place)
+                middle, errors = parts.errors(curve.rows, name)
+                looks = parts.looks(place)
                 axes.errorbar(live, middle, errors, label=curve.label, **looks)
         left.set_ylabel("time of a step (ms)")
         right.set_ylabel("beside one live row (times)")
-        _legend_above(figure, left, "median, bars: 10th to 90th percentile")
+        parts.legend_above(figure, left, "median, bars: 10th to 90th percentile")
         for axes in (left, right):
             axes.set_xlabel("live rows of the slab")
             axes.set_ylim(bottom=0)
-            _whole_numbers(axes.xaxis)
+            parts.whole_numbers(axes.xaxis)
     return figure
 
 
 def hugging_face(rows: Sequence[Row]) -> Figure:
     """Tokens a second over gamma, ours and Hugging Face's; plain decoding as a line."""
     panels = figure_data.comparison(rows)
-    with _style():
-        figure, every = _new(4.2, 1, len(panels), sharey=True)
+    with parts.style():
+        figure, every = parts.new(4.2, 1, len(panels), sharey=True)
         for axes, (length, curves) in zip(every, panels.items(), strict=True):
             for place, curve in enumerate(curves):
-                _draw_speed(axes, curve, _looks(place))
+                _draw_speed(axes, curve, parts.looks(place))
             tokens = sorted(set(curves[0].rows[0]["prompt_tokens"]))
             title = f"{length}: {' and '.join(map(str, tokens))} tokens"
             axes.set_title(title, fontsize=11)
@@ -234,7 +162,7 @@ def _draw_speed(
     axes: matplotlib.axes.Axes, curve: figure_data.Curve, looks: Mapping[str, Any]
 ) -> None:
     """A curve with its spread; of plain decoding, a level with its own."""
-    middle, errors = _errors(curve.rows, "tok_s")
+    middle, errors = parts.errors(curve.rows, "tok_s")
     if curve.rows[0]["gamma"] is not None:
         gammas = [row["gamma"] for row in curve.rows]
         axes.errorbar(gammas, middle, errors, label=curve.label, **looks)
@@ -260,8 +188,8 @@ def divergence(row: Row) -> Figure:
     layers = dict(zip(map(str, row["layers"]), row["cells"], strict=True))
     lines = first | layers | last
     values = [[_ulp_level(cell) for cell in line] for line in lines.values()]
-    with _style():
-        figure, (axes,) = _new(2.0 + 0.22 * len(lines), 1, 1)
+    with parts.style():
+        figure, (axes,) = parts.new(2.0 + 0.22 * len(lines), 1, 1)
         largest = max([1.0, *(level for line in values for level in line)])
         colours = matplotlib.colormaps["viridis"].with_extremes(under="#d0d0d0")
         norm = matplotlib.colors.Normalize(0, largest)

@@ -66,7 +66,8 @@ def with_policy(
         state = chosen.init()
     else:
         chosen = goodput.Goodput(gamma_max=gamma, probing=probing)
-        state = chosen.init(measure_costs(pair, settings, prompt).round_s())
+        round_s = measure_costs(pair, settings, prompt).round_s()
+        state = chosen.init(round_s[: gamma + 1])
     return dataclasses.replace(settings, gamma_policy=chosen, policy_state=state)
 
 

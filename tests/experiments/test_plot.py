@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from experiments import plot
-from experiments.support import figure_data, flags
+from experiments.support import figure_data, flags, sweep_data
+from spec_jax import theory
 
 
 needs_matplotlib = pytest.mark.skipif(
@@ -73,6 +74,34 @@ def parity(num_layers: int = 28) -> dict:
     }
 
 
+def cell(drafter: str, gamma: int, category: str | None, **changes) -> dict:
+    """Two rounds of a sweep's cell, timed once."""
+    kept = (1, *[0] * (gamma - 1), 1)
+    counters = {"tokens": 2 + gamma, "rounds": 2, "proposed": 2 * gamma}
+    counters |= {"accepted": gamma, "cut": 0, "accepted_hist": kept}
+    counters |= {"proposed_at": [2, *[1] * (gamma - 1)], "accepted_at": [1] * gamma}
+    row = {
+        **{"kind": "sweep", "drafter": drafter, "gamma": gamma, "category": category},
+        **{"prompt_source": "data/questions.jsonl", "temperature": 0.0},
+        **{"gamma_policy": "fixed", "acceptance_rate": 0.5, "counters": counters},
+        **{"prompts": 1, "matched": True, "verify_decode_mismatches": 0},
+        "plain_timings": [[[0.1, 0.9, 2 + gamma]]],
+        "spec_timings": [[[0.1, 0.4, 2 + gamma]]],
+    }
+    return row | changes
+
+
+def cells() -> list[dict]:
+    """As large as a sweep gets: eight curves, Spec-Bench's categories."""
+    return [
+        cell(drafter, gamma, category, gamma_policy=policy)
+        for drafter in ("draft-model", "ngram", "suffix", "hybrid")
+        for policy in ("fixed", "goodput")
+        for gamma in (1, 2, 4, 7)
+        for category in (f"category_{i}" for i in range(13))
+    ]
+
+
 ROWS = {
     "speedup": [summary(1), summary(4), summary(2), summary(2, impl="native")]
     + [summary(4, impl="native", speedup_e2e_p10=None)],
@@ -81,6 +110,9 @@ ROWS = {
     "step_cost": [step(i, impl=impl) for impl in ("xla", "native") for i in (2, 1)],
     "hugging_face": comparison(),
     "divergence": [parity()],
+    "sweep_speedup": cells(),
+    "sweep_categories": cells(),
+    "improvement": theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX),
 }
 
 
@@ -112,6 +144,9 @@ def test_the_same_rows_give_the_same_bytes(name, tmp_path):
         "step_cost": ("(ms)", "live rows"),
         "hugging_face": ("tokens/s", "long: 512 tokens", "transformers prompt lookup"),
         "divergence": ("(ULP)", "layer 3, operation_0, position 41", "logits"),
+        "sweep_speedup": ("(times)", "tokens a round", "hybrid, goodput"),
+        "sweep_categories": ("accepted / proposed", "category_12", "gamma 7"),
+        "improvement": ("expected speed-up (times)", "a = 0.3", "c = 0.05"),
     }
     for unit in units[name]:
         assert unit in texts, unit
@@ -129,9 +164,14 @@ def test_another_number_gives_another_figure(name, tmp_path):
         "accepted_lengths": {"accepted_hist": [9, 0, 0, 0, 4]},
         "step_cost": {"ms": 2.2},
         "hugging_face": {"tok_s": 91.0},
+        "sweep_speedup": {"plain_timings": [[[0.1, 1.9, 3]]]},
+        "sweep_categories": {},
+        "improvement": {"improvement": 1.1},
     }
     if name == "divergence":
         row["cells"][5][3]["max_ulp"] = 1
+    elif name == "sweep_categories":
+        changed[-1]["acceptance_rate"] = 0.6  # of the largest gamma
     else:
         row |= changes[name]
     contents = []
@@ -150,7 +190,8 @@ def test_all_figures_of_a_mixture(tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", mixture)
     assert plot.main([str(rows), "--out", str(tmp_path / "out")]) == 0
     names = {path.stem for path in (tmp_path / "out").iterdir()}
-    assert names == set(plot.FIGURES) - {"hugging_face"}
+    kinds = ("speedup", "acceptance", "accepted_lengths", "step_cost", "divergence")
+    assert names == set(kinds)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("by kind: 1 None, 2 prompt, 1 step, 1 weather")
 
@@ -209,6 +250,67 @@ def test_more_curves_than_colours_are_refused():
     ):
         figure_data.of_largest_gamma(many, "accepted_hist")
     assert len(figure_data.of_largest_gamma(many[:8], "accepted_hist")) == 8
+
+
+def test_curves_of_a_sweep():
+    """All categories together; a file of prompts is called by its name."""
+    rows = [cell("ngram", gamma, name) for gamma in (4, 2) for name in ("a", "b")]
+    rows += [cell("suffix", 2, None)]
+    curves = sweep_data.by_gamma(rows)
+    assert [curve.label for curve in curves] == ["ngram", "suffix"]
+    assert [row["gamma"] for row in curves[0].rows] == [2, 4]
+    assert [row["prompts"] for row in curves[0].rows] == [2, 2]
+    assert curves[0].rows[0]["speedup_e2e"] == pytest.approx(2.0)
+    names, curves = sweep_data.by_category(rows[:4])
+    assert names == ["a", "b"] and [len(curve.rows) for curve in curves] == [2]
+    other = cell("ngram", 4, "a", prompt_source="more/prompts.jsonl")
+    _, curves = sweep_data.by_category([*rows, other])
+    assert [curve.label for curve in curves] == ["prompts.jsonl", "questions.jsonl"]
+
+
+def test_cells_of_two_sweeps_are_refused():
+    rows = [cell("ngram", 4, "a")]
+    with pytest.raises(ValueError, match="2 times; name the file of one sweep"):
+        sweep_data.by_category(rows * 2)
+    with pytest.raises(ValueError, match="2 times; name the file of one sweep"):
+        sweep_data.by_gamma(rows * 2)
+    with pytest.raises(ValueError, match="no cells of two gammas"):
+        sweep_data.by_gamma(rows)
+
+
+@needs_matplotlib
+def test_the_theory_needs_no_rows(tmp_path):
+    """Given pairs are drawn in the place of those that it has."""
+    out = tmp_path / "out"
+    assert plot.main(["--theory", "--out", str(out)]) == 0
+    assert [path.name for path in out.iterdir()] == ["improvement.svg"]
+    default = (out / "improvement.svg").read_text()
+    assert plot.main(["--theory", "0.75,0.1", "--out", str(out)]) == 0
+    given = (out / "improvement.svg").read_text()
+    assert "a = 0.75" in given and "a = 0.75" not in default
+
+
+def test_the_committed_figure_is_of_these_pairs():
+    """Fails if it was not drawn again after they had changed."""
+    folder = pathlib.Path(plot.__file__).parent / "results/figures"
+    committed = (folder / "improvement.svg").read_text()
+    for acceptance, cost in plot.THEORY:
+        assert f"a = {acceptance:g}" in committed and f"c = {cost:g}" in committed
+
+
+@pytest.mark.parametrize("value", ["0.8", "a,b", "1.2,0.1", "0.8,-1", "0.8,nan"])
+def test_bad_theory(tmp_path, capsys, value):
+    with pytest.raises(SystemExit) as exit_:
+        plot.main(["--theory", value, "--out", str(tmp_path)])
+    assert exit_.value.code == 1
+    assert "is not A,C" in capsys.readouterr().err
+
+
+def test_nothing_to_draw(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        plot.main(["--out", str(tmp_path)])
+    assert exit_.value.code == 1
+    assert "--theory" in capsys.readouterr().err
 
 
 def test_conditions():
