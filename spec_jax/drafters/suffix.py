@@ -159,7 +159,30 @@ class SuffixDecoding:
         length: Int[Array, ""],
         gamma: Int[Array, ""],
     ) -> Lookup:
-        """The path of the highest score, for whoever wants to know the score."""
+        """The path of the highest score, for whoever wants to know the score.
+
+        Nothing is counted, and nothing found, where `gamma` is 0.
+        """
+
+        def search() -> Lookup:
+            return self._search(corpus, tokens=tokens, length=length, gamma=gamma)
+
+        found = jax.eval_shape(search)
+        return jax.lax.cond(
+            gamma > 0,
+            search,
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found),
+        )
+
+    def _search(
+        self,
+        corpus: Corpus,
+        *,
+        tokens: Int[Array, " max_len"],
+        length: Int[Array, ""],
+        gamma: Int[Array, ""],
+    ) -> Lookup:
+        """`look_up`, of at least one token."""
         suffix = suffix_match.suffix_of(tokens, length, self.match_max)
         is_known = jnp.arange(tokens.shape[0]) < length
         own = jnp.where(is_known, tokens, suffix_match.NONE)

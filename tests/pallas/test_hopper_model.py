@@ -118,8 +118,8 @@ def test_a_plain_step(compiled, name):
     assert_in_place(report, models.model(name, layers=depth))
     assert_in_graphs(report)
     assert ours(report.launches) == [*LAYER * depth, *END]
-    # One loop, which takes a page where one is needed.
-    total = launches(report, 0)
+    # Without a loop: nothing is asked of the host.
+    total = launches(report)
     fixed = total - len(LAYER) * depth
     whole = fixed + len(LAYER) * DEPTH[name]
     print(f"{name}: {whole} launches of a plain step, {fixed} of them in no layer")
@@ -134,7 +134,7 @@ def test_a_verification(compiled, name):
     assert_in_place(report, models.model(name, layers=2))
     assert_in_graphs(report)
     assert ours(report.launches) == [*LAYER * 2, *END]
-    fixed = launches(report, 0, 0) - len(LAYER) * 2
+    fixed = launches(report) - len(LAYER) * 2
     whole = fixed + len(LAYER) * DEPTH[name]
     print(f"{name}: {whole} launches of a verification, {fixed} of them in no layer")
     assert fixed <= 28
@@ -151,12 +151,11 @@ def test_a_round(compiled, name):
     assert_in_graphs(report)
     tree = nested(report.thunks)
     loops = [number for number, (thunk, _) in enumerate(tree) if thunk.kind == "kWhile"]
-    first, last = loops[0], loops[-1]
-    assert ours(flat(tree[first : first + 1])) == [*LAYER * draft_depth, *END]
-    assert ours(flat(tree[first + 1 :])) == [*LAYER * depth, *END]
-    assert last > first
-    # Loops: drafts, and in it their pages; the target's pages; two of truncation.
-    without, once = (launches(report, times, 0, 0, 0, 0) for times in (0, 1))
+    # One loop, of drafts: pages change hands at once.
+    (drafts,) = loops
+    assert ours(flat(tree[drafts : drafts + 1])) == [*LAYER * draft_depth, *END]
+    assert ours(flat(tree[drafts + 1 :])) == [*LAYER * depth, *END]
+    without, once = (launches(report, times) for times in (0, 1))
     drafting = once - without
     step = drafting + len(LAYER) * (DEPTH[models.DRAFT] - draft_depth)
     rest = without + len(LAYER) * (DEPTH[name] - depth)
@@ -209,7 +208,7 @@ def test_mosaic(compiled):
         assert_in_place(report, models.model("qwen3-0.6b", layers=1), copies=2)
         assert_in_graphs(report)
         assert sum(thunk.kind == "kCustomCall" for thunk in report.launches) == 5
-    print(f"mosaic: {launches(reports[0], 0)} launches of a plain step of one layer")
+    print(f"mosaic: {launches(reports[0])} launches of a plain step of one layer")
 
 
 def test_a_float_between_kernels_is_caught(compiled):
