@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "gemm.h"
@@ -39,7 +40,7 @@ struct Pages {
 // Queries of one key/value head and one slot, and their running softmax.
 struct Queries {
   int64_t count, H;
-  PackedRows packed;             // [count, H], scaled
+  PackedRows<float> packed;      // [count, H], scaled
   std::vector<int64_t> ends;     // [count]: keys 0 .. end - 1 are seen
   std::vector<float> maximum, total;
   std::vector<float> weighted;   // [count, width()]

@@ -35,6 +35,7 @@ SOURCES = (
     "projection.h",
     "row_attention.h",
     "simd.h",
+    "tile_avx2.h",
 )
 TARGETS = (
     "spec_jax_project",
@@ -45,12 +46,16 @@ TARGETS = (
 
 # Contraction off: a product and a sum are one rounding only where the source says so.
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+# The macros choose the code, the other flags let the compiler use the instructions.
 ISA_FLAGS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
-    "avx2": ("-mavx2", "-mfma"),
+    "avx512bf16": ("-DSPEC_JAX_AVX512BF16", "-mavx512bf16", *_AVX512),
+    "avx512": ("-DSPEC_JAX_AVX512", *_AVX512),
+    "avx2": ("-DSPEC_JAX_AVX2", "-mavx2", "-mfma"),
     "portable": (),
 }
 _ISA_NEEDS = {
+    "avx512bf16": {"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"},
     "avx2": {"avx2", "fma"},
     "portable": set(),

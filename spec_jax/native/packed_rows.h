@@ -1,5 +1,5 @@
-// The live rows as the products read them: in float, one step of k after the other for a
-// whole group of rows.
+// The live rows as the products read them: one step of k after the other for a whole
+// group of rows.
 
 #pragma once
 
@@ -15,32 +15,53 @@ namespace spec_jax {
 constexpr int kStep = 2 * kLanes;                 // elements of k per step
 constexpr int64_t kGroup = kLanes == 16 ? 8 : 5;  // rows of a tile, at most
 
-// One step of an array of K elements, zeros after its end: nothing past it is read.
+// The last elements of an array, fewer than a step, with zeros after them: nothing past
+// its end is read.
 template <typename T>
-inline void load_tail(const T* x, int64_t left, Vec& first, Vec& second) {
-  T copy[kStep];
-  std::memset(static_cast<void*>(copy), 0, sizeof copy);
-  std::memcpy(static_cast<void*>(copy), x, left * sizeof(T));
-  first = load_first(copy);
-  second = load_second(copy);
-}
-template <typename T>
-inline void load_step(const T* x, int64_t k, int64_t K, Vec& first, Vec& second) {
-  if (k + kStep > K) return load_tail(x + k, K - k, first, second);
-  first = load_first(x + k);
-  second = load_second(x + k);
+inline void copy_tail(const T* x, int64_t left, T (&step)[kStep]) {
+  std::memset(static_cast<void*>(step), 0, sizeof step);
+  std::memcpy(static_cast<void*>(step), x, left * sizeof(T));
 }
 
-// Rows in groups of nearly equal size; within one, `[K / kStep, rows, kStep]` floats.
-// (A stream of its own for every row would fall on the same lines of the cache.)
+// One step of an array of K elements, zeros after its end.
+template <typename T>
+inline void load_step(const T* x, int64_t k, int64_t K, Vec& first, Vec& second) {
+  T end[kStep];
+  const T* from = x + k;
+  if (k + kStep > K) {
+    copy_tail(from, K - k, end);
+    from = end;
+  }
+  first = load_first(from);
+  second = load_second(from);
+}
+
+// What rows are packed as for weights of type T: bf16 where products go by pairs of it,
+// which loses nothing of a row that is bf16; else float.
+#if defined(SPEC_JAX_AVX512BF16)
+template <typename T>
+using Packed = T;
+inline void store_step(bf16* p, Vec even, Vec odd) { store_pairs(p, even, odd); }
+#else
+template <typename T>
+using Packed = float;
+#endif
+inline void store_step(float* p, Vec first, Vec second) {
+  store(p, first);
+  store(p + kLanes, second);
+}
+
+// Rows in groups of nearly equal size; within one, `[K / kStep, rows, kStep]` of X. (A
+// stream of its own for every row would fall on the same lines of the cache.)
+template <typename X>
 struct PackedRows {
   int64_t rows, K;
 
   // Room for `rows` rows of K elements.
   PackedRows(int64_t rows, int64_t K)
-      : rows(rows), K(K), storage_(rows * padded() + kLine) {
+      : rows(rows), K(K), storage_(rows * padded() + kLineBytes / sizeof(X)) {
     auto address = reinterpret_cast<uintptr_t>(storage_.data());
-    data_ = storage_.data() + (-address % (kLine * sizeof(float))) / sizeof(float);
+    data_ = storage_.data() + -address % kLineBytes / sizeof(X);
   }
   PackedRows(PackedRows&&) = default;
 
@@ -49,33 +70,32 @@ struct PackedRows {
     int64_t groups = (rows + kGroup - 1) / kGroup, larger = rows % groups;
     return rows / groups + (first < larger * (rows / groups + 1) ? 1 : 0);
   }
-  const float* group(int64_t first) const { return data_ + first * padded(); }
+  const X* group(int64_t first) const { return data_ + first * padded(); }
 
   // Fills row `row` of the group at `first` with what `values(k, first, second)` sets
   // for each step.
   template <typename Values>
   void fill(int64_t first, int64_t row, const Values& values) {
     int64_t size = group_size(first);
-    float* to = data_ + first * padded() + row * kStep;
+    X* to = data_ + first * padded() + row * kStep;
     for (int64_t k = 0; k < K; k += kStep, to += size * kStep) {
       Vec a, b;
       values(k, a, b);
-      store(to, a);
-      store(to + kLanes, b);
+      store_step(to, a, b);
     }
   }
 
  private:
-  static constexpr uintptr_t kLine = 16;  // floats of a cache line
+  static constexpr uintptr_t kLineBytes = 64;  // of the cache
   int64_t padded() const { return (K + kStep - 1) / kStep * kStep; }
 
-  std::vector<float> storage_;
-  float* data_;
+  std::vector<X> storage_;
+  X* data_;
 };
 
 // Calls `body(first, r)` for each row, as row `r` of the group at `first`.
-template <typename Body>
-void for_each_row(const PackedRows& packed, const Body& body) {
+template <typename X, typename Body>
+void for_each_row(const PackedRows<X>& packed, const Body& body) {
   for (int64_t first = 0, size; first < packed.rows; first += size) {
     size = packed.group_size(first);
     for (int64_t r = 0; r < size; ++r) body(first, r);
@@ -103,8 +123,9 @@ inline Vec norm_lanes(Vec x, Vec scale, Vec weight) {
 
 // The rows of x [rows, K] for weights of its type; normed unless `norm` is null.
 template <typename T>
-PackedRows pack_rows(const T* x, const T* norm, int64_t rows, int64_t K, float eps) {
-  PackedRows packed(rows, K);
+PackedRows<Packed<T>> pack_rows(const T* x, const T* norm, int64_t rows, int64_t K,
+                                float eps) {
+  PackedRows<Packed<T>> packed(rows, K);
   for_each_row(packed, [&](int64_t first, int64_t r) {
     const T* row = x + (first + r) * K;
     if (norm == nullptr) {
@@ -125,7 +146,7 @@ PackedRows pack_rows(const T* x, const T* norm, int64_t rows, int64_t K, float e
 
 // Row `row` of the whole, x [K] in float, for weights of type T.
 template <typename T>
-void pack_floats(const float* x, int64_t row, PackedRows& packed) {
+void pack_floats(const float* x, int64_t row, PackedRows<float>& packed) {
   int64_t first = 0;
   while (row >= first + packed.group_size(first)) first += packed.group_size(first);
   packed.fill(first, row - first, [&](int64_t k, Vec& a, Vec& b) {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <new>
 #include <thread>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -25,30 +26,59 @@ inline void relax(int64_t round) {
   std::this_thread::yield();
 }
 
-// Runs `body(i)` for every i in [0, count), each once, on any thread and in any order:
-// bodies must not depend on each other, and must not throw. Returns when all are done.
-// The caller works too and never waits for a thread that has not begun, so a busy pool
-// cannot stall it.
+// Indices that one thread takes from the front, in order, while others may take them
+// from the back: 32 bits each of where they begin and end.
+class alignas(64) IndexRange {
+ public:
+  void set(int64_t begin, int64_t end) { bounds_ = pack(begin, end); }
+
+  // An index that nobody else gets, or -1 when none is left.
+  int64_t take(bool from_front) {
+    uint64_t bounds = bounds_.load(std::memory_order_relaxed);
+    for (;;) {
+      int64_t begin = bounds >> 32, end = bounds & 0xffffffffu;
+      if (begin >= end) return -1;
+      uint64_t rest = from_front ? pack(begin + 1, end) : pack(begin, end - 1);
+      if (bounds_.compare_exchange_weak(bounds, rest, std::memory_order_relaxed)) {
+        return from_front ? begin : end - 1;
+      }
+    }
+  }
+
+ private:
+  static uint64_t pack(uint64_t begin, uint64_t end) { return begin << 32 | end; }
+  std::atomic<uint64_t> bounds_{0};
+};
+
+// Runs `body(i)` for every i in [0, count), fewer than 2^32, each once, on any thread
+// and in any order: bodies must not depend on each other, and must not throw. Returns
+// when all are done. Each thread walks a range of its own, so that what follows in
+// memory is mostly its own too, and then helps with the others'. The caller works too
+// and never waits for a thread that has not begun, so a busy pool cannot stall it.
 template <typename Pool>
 void parallel_for(Pool& pool, int64_t count, const std::function<void(int64_t)>& body) {
   struct Shared {
-    std::atomic<int64_t> next{0};
-    std::atomic<int64_t> done{0};
+    std::vector<IndexRange> ranges;
+    std::atomic<int64_t> joined{0}, done{0};
+    explicit Shared(int64_t workers) : ranges(workers) {}
   };
+  int64_t workers = std::max<int64_t>(std::min<int64_t>(pool.num_threads(), count), 1);
   // Helpers that begin late find nothing left, and must still find this. `body` is
   // gone by then: it lives until all indices are done, and is reached only for one.
-  auto shared = std::make_shared<Shared>();
-  auto work = [shared, count, address = &body] {
-    for (;;) {
-      int64_t i = shared->next.fetch_add(1, std::memory_order_relaxed);
-      if (i >= count) return;
-      (*address)(i);
-      shared->done.fetch_add(1, std::memory_order_release);
+  auto shared = std::make_shared<Shared>(workers);
+  for (int64_t i = 0; i < workers; ++i) {
+    shared->ranges[i].set(count * i / workers, count * (i + 1) / workers);
+  }
+  auto work = [shared, workers, address = &body] {
+    int64_t done = 0, own = shared->joined.fetch_add(1, std::memory_order_relaxed);
+    for (int64_t offset = 0; offset < workers; ++offset) {
+      IndexRange& range = shared->ranges[(own + offset) % workers];
+      for (int64_t i; (i = range.take(offset == 0)) >= 0; ++done) (*address)(i);
     }
+    shared->done.fetch_add(done, std::memory_order_release);
   };
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
   try {
-    for (int64_t h = 0; h < helpers; ++h) pool.Schedule([work] { work(); });
+    for (int64_t h = 1; h < workers; ++h) pool.Schedule([work] { work(); });
   } catch (const std::bad_alloc&) {
     // Fewer helpers. Leaving would take `body` away from those that have begun.
   }

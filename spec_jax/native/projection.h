@@ -17,22 +17,10 @@
 
 namespace spec_jax {
 
-// Weight rows that one thread takes at a time, in whole panels: a sixteenth of all, so
-// that threads finish together, within what keeps streams long and turns worth taking.
-// It decides no bits.
-inline int64_t chunk_size(int64_t N, int64_t row_bytes) {
-  int64_t bytes = std::clamp<int64_t>(N * row_bytes / 16, 16 * 1024, 256 * 1024);
-  int64_t panels = bytes / std::max<int64_t>(kPanel * row_bytes, 1);
-  return std::max<int64_t>(panels, 1) * kPanel;
-}
-
-// Calls `body(n0, n1)` for pieces of [0, N), on the threads of the pool.
-template <typename Pool, typename Body>
-void over_columns(Pool& pool, int64_t N, int64_t row_bytes, const Body& body) {
-  int64_t chunk = chunk_size(N, row_bytes);
-  parallel_for(pool, (N + chunk - 1) / chunk, [&](int64_t i) {
-    body(i * chunk, std::min((i + 1) * chunk, N));
-  });
+// Weight rows of a panel: as many as the second cache holds beside the next panel,
+// which is asked for meanwhile. It decides no bits.
+inline int64_t panel_width(int64_t row_bytes) {
+  return kPanel * row_bytes <= 64 * 1024 ? kPanel : kPanel / 2;
 }
 
 template <typename T>
@@ -48,17 +36,17 @@ void clear_dead(T* y, int64_t rows, int64_t live, int64_t width) {
 }
 
 // Calls `body(first, size, n, width)` for each group of the live rows and each panel of
-// [0, N): groups innermost, so that all but the first find the weights in a cache.
-template <typename Pool, typename Body>
-void over_panels(Pool& pool, const PackedRows& x, int64_t N, int64_t row_bytes,
+// [0, N), on the threads of the pool: groups innermost, so that all find the weights in
+// a cache.
+template <typename Pool, typename X, typename Body>
+void over_panels(Pool& pool, const PackedRows<X>& x, int64_t N, int64_t row_bytes,
                  const Body& body) {
-  over_columns(pool, N, row_bytes, [&](int64_t n0, int64_t n1) {
-    for (int64_t n = n0; n < n1; n += kPanel) {
-      int64_t width = std::min(kPanel, n1 - n), size;
-      for (int64_t first = 0; first < x.rows; first += size) {
-        size = x.group_size(first);
-        body(first, size, n, width);
-      }
+  int64_t whole = panel_width(row_bytes);
+  parallel_for(pool, (N + whole - 1) / whole, [&](int64_t i) {
+    int64_t n = i * whole, width = std::min(whole, N - n), size;
+    for (int64_t first = 0; first < x.rows; first += size) {
+      size = x.group_size(first);
+      body(first, size, n, width);
     }
   });
 }
@@ -67,10 +55,10 @@ void over_panels(Pool& pool, const PackedRows& x, int64_t N, int64_t row_bytes,
 template <typename Pool, typename T, typename Out>
 void project(Pool& pool, const T* x, const T* norm, const T* w, const T* residual,
              Out* y, int64_t rows, int64_t live, int64_t K, int64_t N, float eps) {
-  PackedRows packed = pack_rows(x, norm, live, K, eps);
+  PackedRows<Packed<T>> packed = pack_rows(x, norm, live, K, eps);
   auto panel = [&](int64_t first, int64_t size, int64_t n, int64_t width) {
     alignas(64) float acc[kGroup * kPanel] = {};
-    multiply(packed, first, w + n * K, K, width, first == 0, acc);
+    multiply(packed, first, w + n * K, K, width, n + width < N, acc);
     for (int64_t r = 0; r < size; ++r) {
       int64_t at = (first + r) * N + n;
       alignas(64) T kept[kPanel] = {};
@@ -92,11 +80,12 @@ void project(Pool& pool, const T* x, const T* norm, const T* w, const T* residua
 template <typename Pool, typename T>
 void gate(Pool& pool, const T* x, const T* norm, const T* w, T* y, int64_t rows,
           int64_t live, int64_t K, int64_t F, float eps) {
-  PackedRows packed = pack_rows(x, norm, live, K, eps);
+  PackedRows<Packed<T>> packed = pack_rows(x, norm, live, K, eps);
   auto panel = [&](int64_t first, int64_t size, int64_t f, int64_t width) {
     alignas(64) float gates[kGroup * kPanel] = {}, ups[kGroup * kPanel] = {};
-    multiply(packed, first, w + f * K, K, width, first == 0, gates);
-    multiply(packed, first, w + (F + f) * K, K, width, first == 0, ups);
+    bool more = f + width < F;
+    multiply(packed, first, w + f * K, K, width, more, gates);
+    multiply(packed, first, w + (F + f) * K, K, width, more, ups);
     for (int64_t r = 0; r < size; ++r) {
       alignas(64) T out[kPanel];
       for (int64_t j = 0; j < kPanel; j += kLanes) {
@@ -108,7 +97,7 @@ void gate(Pool& pool, const T* x, const T* norm, const T* w, T* y, int64_t rows,
       copy(out, width, y + (first + r) * F + f);
     }
   };
-  over_panels(pool, packed, F, 2 * K * sizeof(T), panel);
+  over_panels(pool, packed, F, K * sizeof(T), panel);
   clear_dead(y, rows, live, F);
 }
 

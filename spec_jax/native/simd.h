@@ -1,9 +1,10 @@
 // One vector type for every instruction set: float lanes, and how weights become them.
 //
-// The instruction set is chosen by compiler flags: this header is compiled once for
-// each. Within one set, every function here has one fixed order of operations, so that
-// a result depends on its inputs alone. Nothing here may depend on how many rows are
-// live, on the number of threads, or on where an array lies.
+// The instruction set is chosen by a macro, SPEC_JAX_AVX512BF16, SPEC_JAX_AVX512,
+// SPEC_JAX_AVX2 or none, beside the compiler's flags for it: this header is compiled
+// once for each. Within one set, every function here has one fixed order of operations,
+// so that a result depends on its inputs alone. Nothing here may depend on how many
+// rows are live, on the number of threads, or on where an array lies.
 
 #pragma once
 
@@ -11,7 +12,15 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(SPEC_JAX_AVX512BF16)
+#define SPEC_JAX_AVX512  // and products of bf16 by pairs
+#endif
+
+// Another header may stand in for the compiler's intrinsics: so an instruction set is
+// tested where no processor has it.
+#if defined(SPEC_JAX_INTRINSICS)
+#include SPEC_JAX_INTRINSICS
+#elif defined(SPEC_JAX_AVX512) || defined(SPEC_JAX_AVX2)
 #include <immintrin.h>
 #endif
 
@@ -47,7 +56,7 @@ inline float round_to<float>(float x) { return x; }
 template <>
 inline bf16 round_to<bf16>(float x) { return to_bf16(x); }
 
-#if defined(__AVX512F__)
+#if defined(SPEC_JAX_AVX512)
 
 constexpr int kLanes = 16;
 using Vec = __m512;
@@ -91,7 +100,27 @@ inline void store(bf16* p, Vec x) {
   __m512i high = _mm512_srli_epi32(_mm512_castps_si512(round_to_bf16(x)), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
 }
-inline void keep_in_register(Vec& x) { asm("" : "+v"(x)); }
+#if defined(SPEC_JAX_INTRINSICS)
+template <typename V>
+inline void keep_in_register(V&) {}  // No register is as wide.
+#else
+template <typename V>
+inline void keep_in_register(V& x) { asm("" : "+v"(x)); }
+#endif
+#if defined(SPEC_JAX_AVX512BF16)
+// Elements 2i and 2i + 1 of bf16 in lane i.
+using Pairs = __m512bh;
+inline Pairs load_pairs(const bf16* p) { return (Pairs)_mm512_loadu_si512(p); }
+// c + a.odd * b.odd + a.even * b.even, in this order, each product added with one
+// rounding, to nearest even. Denormal operands and results are zero, however the thread
+// treats them elsewhere. (VDPBF16PS, Intel's manual, volume 2.)
+inline Vec dot(Pairs a, Pairs b, Vec c) { return _mm512_dpbf16_ps(c, a, b); }
+// The even elements and the odd ones, which bf16 can hold, as pairs.
+inline void store_pairs(bf16* p, Vec even, Vec odd) {
+  __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+  _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_castps_si512(odd)));
+}
+#endif
 inline Vec round_even(Vec x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -104,7 +133,7 @@ inline void prefetch_address(uintptr_t address) {
   _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
 }
 
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(SPEC_JAX_AVX2)
 
 constexpr int kLanes = 8;
 using Vec = __m256;
@@ -242,7 +271,7 @@ inline float sum(Vec x) {
 }
 
 // The sums of kLanes vectors, each as above.
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+#if defined(SPEC_JAX_AVX2)
 inline Vec sums(const Vec* x) {
   Vec four[4], two[2];
   for (int i = 0; i < 4; ++i) {  // of x[i] in the low half, of x[i + 4] in the high

@@ -1,14 +1,17 @@
 """The instruction sets that the tests of the kernels run."""
 
+import emulation
 import pytest
 
 from spec_jax.native import build
 
 
-@pytest.fixture(params=build.available_isas())
-def isa(request) -> str:
-    """Every instruction set of this machine in turn."""
+@pytest.fixture(params=[*build.available_isas(), *emulation.FLAGS])
+def isa(request, monkeypatch) -> str:
+    """Every instruction set of this machine in turn, and those that are emulated."""
     try:
+        if request.param in emulation.FLAGS:
+            emulation.install(request.param, monkeypatch)
         return build.load(request.param)
     except build.BuildError as error:
         pytest.skip(str(error))

@@ -1,6 +1,7 @@
 """What the kernels compute, in float64 NumPy, written from the docstrings of the ops.
 
-Values are rounded to the model's dtype where the ops say so, and nowhere else.
+Values are rounded to the model's dtype where the ops say so, and nowhere else. For a
+product there is also `SumOrder`: the order of operations of each instruction set.
 """
 
 import dataclasses
@@ -30,6 +31,75 @@ def assert_rounded_alike(actual, expected) -> None:
     actual, expected = wide(actual, expected)
     differing = np.mean(actual != expected)
     assert differing < 0.06, f"{differing:.0%} of {actual.size} elements differ"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumOrder:
+    """How an instruction set sums a product, bit for bit.
+
+    Each sum has `lanes` accumulators in float32. A step adds two products to each: of
+    elements `2i` and `2i + 1` to lane `i` for bfloat16, of `i` and `lanes + i` for
+    float32. In the end the upper half of the lanes is added to the lower, again and
+    again.
+
+    Attributes:
+      fused: a product is added with one rounding, not two.
+      has_pairs: bfloat16 goes by VDPBF16PS: the odd element first, and every operand
+        and result that is denormal is zero.
+    """
+
+    lanes: int
+    fused: bool = True
+    has_pairs: bool = False
+
+    def project(self, x, w) -> np.ndarray:
+        """`x @ w.T` in float32, for `x` and `w` of one dtype."""
+        step, paired = 2 * self.lanes, x.dtype != np.float32
+        flush = flush_denormals if paired and self.has_pairs else lambda value: value
+        x, w = (
+            np.pad(flush(np.asarray(a, np.float32)), ((0, 0), (0, -a.shape[1] % step)))
+            for a in (x, w)
+        )
+        sums = np.zeros((x.shape[0], w.shape[0], self.lanes), np.float32)
+        parts = [slice(0, self.lanes), slice(self.lanes, None)]
+        if paired:
+            parts = [slice(0, None, 2), slice(1, None, 2)]
+        for k in range(0, x.shape[1], step):
+            for part in reversed(parts) if paired and self.has_pairs else parts:
+                a, b = (value[:, k : k + step][:, part] for value in (x, w))
+                sums = flush(self._add(a[:, None], b[None], sums))
+        while sums.shape[-1] > 1:
+            lower, upper = np.split(sums, 2, axis=-1)
+            sums = lower + upper
+        return sums[..., 0]
+
+    def _add(self, a, b, sums) -> np.ndarray:
+        if not self.fused:
+            return a * b + sums
+        # Exact in float64 but for the last sum, which is rounded to odd: rounding that
+        # to float32 is rounding once.
+        product, sums = np.multiply(a, b, dtype=np.float64), sums.astype(np.float64)
+        total = product + sums
+        back = total - product
+        error = (product - (total - back)) + (sums - back)
+        even = total.view(np.int64) % 2 == 0
+        toward = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+        return np.where((error != 0) & even, toward, total).astype(np.float32)
+
+
+SUM_ORDERS = {
+    "avx512bf16": SumOrder(lanes=16, has_pairs=True),
+    "avx512": SumOrder(lanes=16),
+    "avx2": SumOrder(lanes=8),
+    "portable": SumOrder(lanes=8, fused=False),
+}
+
+
+def flush_denormals(x) -> np.ndarray:
+    """Denormals as zeros of their sign."""
+    return np.where(
+        np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x
+    )
 
 
 def rms_norm(x, weight, eps, dtype):

@@ -1,0 +1,103 @@
+// AVX-512 for machines without it: what `simd.h` uses, from SIMD Everywhere, and what
+// is missing there or rounds otherwise. Included in the place of the compiler's
+// intrinsics.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+// First, where there is one: its names cannot be declared after they are replaced.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+
+// f(i) for each of 16 lanes of 32 bits.
+template <typename To, typename F>
+inline To emulate_lanes(F f) {
+  decltype(f(0)) lane[16];
+  for (int i = 0; i < 16; ++i) lane[i] = f(i);
+  To out;
+  static_assert(sizeof lane == sizeof out, "16 lanes");
+  std::memcpy(&out, lane, sizeof out);
+  return out;
+}
+
+// Lane `i` of an array of lanes of type T.
+template <typename T, typename V>
+inline T emulated_lane(const V& x, int i) {
+  T out;
+  std::memcpy(&out, reinterpret_cast<const char*>(&x) + i * sizeof(T), sizeof out);
+  return out;
+}
+
+inline __m512i emulate_cvtepu16_epi32(__m256i x) {
+  return emulate_lanes<__m512i>(
+      [&](int i) { return uint32_t{emulated_lane<uint16_t>(x, i)}; });
+}
+#undef _mm512_cvtepu16_epi32
+#define _mm512_cvtepu16_epi32 emulate_cvtepu16_epi32
+
+inline __m256i emulate_cvtepi32_epi16(__m512i x) {
+  uint16_t lane[16];
+  for (int i = 0; i < 16; ++i) lane[i] = emulated_lane<uint16_t>(x, 2 * i);
+  __m256i out;
+  std::memcpy(&out, lane, sizeof out);
+  return out;
+}
+#undef _mm512_cvtepi32_epi16
+#define _mm512_cvtepi32_epi16 emulate_cvtepi32_epi16
+
+inline __m512i emulate_cvtps_epi32(__m512 x) {
+  return emulate_lanes<__m512i>([&](int i) {
+    float value = emulated_lane<float>(x, i);
+    bool fits = value >= -0x1p31f && value < 0x1p31f;  // NaN does not
+    return fits ? static_cast<int32_t>(std::nearbyint(value))
+                : std::numeric_limits<int32_t>::min();
+  });
+}
+#undef _mm512_cvtps_epi32
+#define _mm512_cvtps_epi32 emulate_cvtps_epi32
+
+// One rounding: SIMD Everywhere rounds the product too where the machine has no FMA.
+inline __m512 emulate_fmadd_ps(__m512 a, __m512 b, __m512 c) {
+  return emulate_lanes<__m512>([&](int i) {
+    return std::fma(emulated_lane<float>(a, i), emulated_lane<float>(b, i),
+                    emulated_lane<float>(c, i));
+  });
+}
+#undef _mm512_fmadd_ps
+#define _mm512_fmadd_ps emulate_fmadd_ps
+
+// Denormals as zeros of their sign. (By their bits: a thread may take them for zeros.)
+inline float emulate_flush(float x) {
+  uint32_t bits = emulated_lane<uint32_t>(x, 0);
+  if ((bits & 0x7f800000u) == 0) bits &= 0x80000000u;
+  return emulated_lane<float>(bits, 0);
+}
+// Element `i` of bf16, as the high half of a float.
+template <typename V>
+inline float emulate_widen(const V& x, int i) {
+  uint32_t bits = uint32_t{emulated_lane<uint16_t>(x, i)} << 16;
+  return emulate_flush(emulated_lane<float>(bits, 0));
+}
+
+// As Intel's manual has it: the odd elements first, each product added with one
+// rounding, denormals flushed before and after. (SIMD Everywhere: even first, the
+// product rounded on its own, nothing flushed.)
+inline __m512 emulate_dpbf16_ps(__m512 c, __m512bh a, __m512bh b) {
+  return emulate_lanes<__m512>([&](int i) {
+    float sum = emulate_flush(emulated_lane<float>(c, i));
+    for (int at : {2 * i + 1, 2 * i}) {
+      sum = emulate_flush(std::fma(emulate_widen(a, at), emulate_widen(b, at), sum));
+    }
+    return sum;
+  });
+}
+#undef _mm512_dpbf16_ps
+#define _mm512_dpbf16_ps emulate_dpbf16_ps

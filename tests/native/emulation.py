@@ -1,0 +1,58 @@
+"""Instruction sets that no processor here has, on SIMD Everywhere (libsimde-dev).
+
+`emulated_avx512.h` takes the place of the compiler's intrinsics; the kernels are built
+as always, kept in the same cache, and registered under names of their own.
+"""
+
+import functools
+import hashlib
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+from spec_jax.native import build
+
+
+HEADER = pathlib.Path(__file__).with_name("emulated_avx512.h")
+PROBE = """
+#if !__has_include(<simde/x86/avx512.h>)
+#error no SIMD Everywhere
+#endif
+"""
+# Inlined and optimised, thousands of emulated instructions take minutes to compile.
+_QUICK = ("-O0", "-DSIMDE_NO_INLINE", "-Wno-psabi")
+_HASH = hashlib.sha256(HEADER.read_bytes()).hexdigest()[:20]
+FLAGS = {
+    f"emulated_{isa}": (
+        f"-DSPEC_JAX_{isa.upper()}",
+        f'-DSPEC_JAX_INTRINSICS="{HEADER}"',
+        f"-DHASH_OF_INTRINSICS={_HASH}",  # so that it is part of the library's key
+        *_QUICK,
+    )
+    for isa in ("avx512bf16", "avx512")
+}
+
+
+@functools.cache
+def _is_installed() -> bool:
+    command = [build.find_compiler(), "-x", "c++", "-E", "-"]
+    probed = subprocess.run(
+        command, input=PROBE, capture_output=True, text=True, check=False
+    )
+    return probed.returncode == 0
+
+
+def install(isa: str, monkeypatch) -> None:
+    """Makes `isa`, one of `FLAGS`, an instruction set of this test's.
+
+    Skips without SIMD Everywhere, or fails where `SPEC_JAX_REQUIRE_SIMDE=1` is set.
+    """
+    if not _is_installed():
+        message = "no SIMD Everywhere (Debian: libsimde-dev) to emulate AVX-512 with"
+        if os.environ.get("SPEC_JAX_REQUIRE_SIMDE") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    monkeypatch.setitem(build.ISA_FLAGS, isa, FLAGS[isa])
+    monkeypatch.setitem(build._ISA_NEEDS, isa, set())
