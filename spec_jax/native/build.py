@@ -90,7 +90,8 @@ def load(isa: str | None = None) -> str:
     """Builds if need be, loads and registers the kernels; returns the instruction set.
 
     Args:
-      isa: one of `ISA_FLAGS`; the widest that this machine can run if None.
+      isa: one of `ISA_FLAGS`; None is the widest that this machine can run and its
+        compiler can write.
 
     Raises:
       ValueError: not the name of an instruction set.
@@ -98,7 +99,7 @@ def load(isa: str | None = None) -> str:
         the result, or an instruction set that this machine lacks.
     """
     if isa is None:
-        isa = available_isas()[0]
+        isa = _widest(find_compiler())
     if isa not in ISA_FLAGS:
         raise ValueError(f"{isa=} is not one of {', '.join(ISA_FLAGS)}")
     if isa not in available_isas():
@@ -128,6 +129,16 @@ def find_compiler() -> str:
             return path
     looked_for = f"CXX={asked}" if asked else "g++, clang++, c++, and $CXX is not set"
     raise BuildError(f"no C++ compiler found: looked for {looked_for}")
+
+
+@functools.cache
+def _widest(compiler: str) -> str:
+    """The first available set whose flags the compiler knows: an old one may not."""
+    for isa in available_isas():
+        probe = [compiler, *ISA_FLAGS[isa], "-x", "c++", "-E", os.devnull]
+        if _run(probe).returncode == 0:
+            return isa
+    return "portable"  # What the compiler has to say is said when it builds.
 
 
 @functools.cache

@@ -360,6 +360,19 @@ def test_a_set_that_the_processor_lacks(monkeypatch):
         build.load("avx512")
 
 
+@pytest.mark.parametrize(
+    ("unknown", "widest"), [("-mavx512bf16", "avx512"), ("-", "portable")]
+)
+def test_a_set_that_the_compiler_does_not_know(monkeypatch, tmp_path, unknown, widest):
+    """Fails if an old compiler costs more than the newest instructions."""
+    available = ("avx512bf16", "avx512", "portable")
+    monkeypatch.setattr(build, "available_isas", lambda: available)
+    path = tmp_path / "old"
+    path.write_text(f'#!/bin/sh\ncase "$*" in *{unknown}*) exit 1;; esac\n')
+    path.chmod(0o755)
+    assert build._widest(str(path)) == widest
+
+
 def test_loading_twice_is_loading_once(isa):
     """Fails if a second call registers again: by name, and as the default."""
     assert build.load(isa) == isa
