@@ -7,6 +7,7 @@ input was unusable.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -236,6 +237,10 @@ def _run_in_turn(args, pair, settings, prompts, ids, out):
             out.write(result.row())
             results.append(result)
             progress.advance(task)
+            # What a policy learnt from one prompt it knows in the next.
+            settings = dataclasses.replace(
+                settings, policy_state=result.spec[-1].policy_state
+            )
     return compile_s, results
 
 

@@ -66,6 +66,7 @@ class Speculative:
     counters: metrics.Counters
     timing: metrics.Timing
     mismatches: int | None  # counted on the way; None where only a replay can tell
+    policy_state: policy.State = None  # after the last round
 
 
 def run_plain(
@@ -118,6 +119,7 @@ def run_speculative(
         counters=count(state, len(tokens), verifier=pair.verifier),
         timing=timing,
         mismatches=int(state.num_mismatches) if decoded else None,
+        policy_state=inner.policy,
     )
 
 
