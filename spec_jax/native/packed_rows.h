@@ -14,6 +14,8 @@ namespace spec_jax {
 
 constexpr int kStep = 2 * kLanes;                 // elements of k per step
 constexpr int64_t kGroup = kLanes == 16 ? 8 : 5;  // rows of a tile, at most
+// Of the tiles of more rows than that: four rows make the fastest tile of AVX2.
+constexpr int64_t kShare = kLanes == 8 ? 4 : kGroup;
 
 // The last elements of an array, fewer than a step, with zeros after them: nothing past
 // its end is read.
@@ -67,7 +69,8 @@ struct PackedRows {
 
   // Rows of the group that begins at row `first`.
   int64_t group_size(int64_t first) const {
-    int64_t groups = (rows + kGroup - 1) / kGroup, larger = rows % groups;
+    int64_t groups = rows <= kGroup ? 1 : (rows + kShare - 1) / kShare;
+    int64_t larger = rows % groups;
     return rows / groups + (first < larger * (rows / groups + 1) ? 1 : 0);
   }
   const X* group(int64_t first) const { return data_ + first * padded(); }
