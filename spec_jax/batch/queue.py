@@ -180,39 +180,33 @@ class Batch:
         settings = request.settings
         if settings is None and state.slots.settings is not None:
             settings = sampling.make_settings(temperature=0.0)
-        one = rounds.init_state(
-            jax.device_put(text),
-            length=jnp.int32(len(prompt)),
-            limit=jnp.int32(min(len(prompt) + request.max_tokens, capacity + 1)),
-            cache=None,
-            memory=None,
-            gamma_max=self.drafter.gamma_max,
+        target_params, draft_params = self.params
+        gamma = self.drafter.gamma_max if request.gamma is None else request.gamma
+        # One call for all of a slot's small arrays: each by itself would cost as much.
+        state = _occupy(
+            self.target,
+            self.drafter,
+            draft_params,
+            state,
+            np.int32(slot),
+            text=text,
+            length=np.int32(len(prompt)),
+            limit=np.int32(min(len(prompt) + request.max_tokens, capacity + 1)),
+            gamma=np.int32(gamma),
             settings=settings,
             policy=self.policy_state,
         )
-        gamma = self.drafter.gamma_max if request.gamma is None else request.gamma
-        target_params, draft_params = self.params
         if request.draft_params is not None:
             draft_params = request.draft_params
-        state = _vacate(
-            self.target, self.drafter, self.params[1], state, jnp.int32(slot)
-        )
-        return _occupy(
-            state.replace(
-                cache=self.target.prefill(
-                    target_params,
-                    state.cache,
-                    prompt,
-                    slot=slot,
-                    by_rows=self.prefill_by_rows,
-                ),
-                memory=self.drafter.prefill(
-                    draft_params, state.memory, prompt, slot=slot
-                ),
+        return state.replace(
+            cache=self.target.prefill(
+                target_params,
+                state.cache,
+                prompt,
+                slot=slot,
+                by_rows=self.prefill_by_rows,
             ),
-            one,
-            jnp.int32(slot),
-            jnp.int32(gamma),
+            memory=self.drafter.prefill(draft_params, state.memory, prompt, slot=slot),
         )
 
     def run(
@@ -267,11 +261,10 @@ class Batch:
                 gamma_policy=self.gamma_policy,
             )
             session.check_refused([state.cache, state.memory])
-            has_ended = np.asarray(state.slots.done & ~state.slots.starved)
+            slots = jax.device_get(state.slots)
+            has_ended = slots.done & ~slots.starved
             for slot in [slot for slot in running if has_ended[slot]]:
-                one = jax.tree.map(
-                    lambda leaf, slot=slot: np.asarray(leaf[slot]), state.slots
-                )
+                one = jax.tree.map(lambda leaf, slot=slot: leaf[slot], slots)
                 yield Finished(number=running.pop(slot), state=one)
             _check_pages(state)
 
@@ -287,25 +280,42 @@ class Batch:
 @functools.partial(
     jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",)
 )
-def _vacate(target, drafter, draft_params, state, slot):
-    """Frees what sequences that are done hold: in this slot, and in all others.
+def _occupy(
+    target,
+    drafter,
+    draft_params,
+    state,
+    slot,
+    *,
+    text,
+    length,
+    limit,
+    gamma,
+    settings,
+    policy,
+):
+    """Writes a slot's first state, and frees what sequences that are done hold.
 
-    Whoever comes next was promised all pages that nobody needs any more.
+    In this slot and in all others: whoever comes next was promised all pages that
+    nobody needs any more.
     """
     asked = state.slots.done | (jnp.arange(target.num_slots) == slot)
     zeros = jnp.zeros_like(state.gamma)
-    return state.replace(
-        cache=target.truncate(state.cache, zeros, asked=asked),
-        memory=drafter.commit(draft_params, state.memory, zeros + 1, asked=asked),
+    one = rounds.init_state(
+        text,
+        length=length,
+        limit=limit,
+        cache=None,
+        memory=None,
+        gamma_max=drafter.gamma_max,
+        settings=settings,
+        policy=policy,
     )
-
-
-@functools.partial(jax.jit, donate_argnames=("state",))
-def _occupy(state, one, slot, gamma):
-    """Writes a slot's first state."""
     return state.replace(
         slots=jax.tree.map(lambda all_, x: all_.at[slot].set(x), state.slots, one),
         gamma=state.gamma.at[slot].set(gamma),
+        cache=target.truncate(state.cache, zeros, asked=asked),
+        memory=drafter.commit(draft_params, state.memory, zeros + 1, asked=asked),
     )
 
 
