@@ -88,26 +88,25 @@ def load_pair(
     impl = dispatch.resolve(impl)
     target_tokenizer = tokenizer.load(target)
     tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(draft))
-    slabs = [row_model.slab_for(impl, rows) for rows in (slab, DRAFT_SLAB)]
-    # Rows of catch-up at one read of the weights, where their number costs nothing.
-    catch_up_rows = row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0
     target_config, target_params = load.load(target, dtype=dtype)
-    shared = {"impl": impl, "cache": cache}
-    target_model = row_model.RowModel(config=target_config, slab=slabs[0], **shared)
+    target_model = row_model.RowModel(
+        config=target_config,
+        impl=impl,
+        slab=row_model.slab_for(impl, slab),
+        cache=cache,
+    )
     parts = drafters.Parts(
         gamma_max=gamma_max,
         vocab_size=target_config.vocab_size,
         load_draft=functools.partial(
-            _load_draft,
+            load_draft,
             draft,
+            gamma_max=gamma_max,
             dtype=dtype,
-            model={"slab": slabs[1], **shared},
-            drafter={
-                "gamma_max": gamma_max,
-                "draft_cache": draft_cache,
-                "catch_up_rows": catch_up_rows,
-                "min_confidence": min_confidence,
-            },
+            impl=impl,
+            cache=cache,
+            draft_cache=draft_cache,
+            min_confidence=min_confidence,
             settings=sampling_settings,
         ),
     )
@@ -123,20 +122,38 @@ def load_pair(
     return pair
 
 
-def _load_draft(
+def load_draft(
     folder: pathlib.Path,
     *,
+    gamma_max: int,
     dtype: str | None,
-    model: dict,
-    drafter: dict,
-    settings: sampling.SamplingSettings | None,
+    impl: str,
+    cache: str = "paged",
+    draft_cache: str = "persistent",
+    min_confidence: float = 0.0,
+    settings: sampling.SamplingSettings | None = None,
 ) -> tuple[draft_model.DraftModel, draft_model.DraftParams]:
-    """The draft model of a folder, with further fields of the two classes."""
+    """The draft model of a folder, and its weights; raises as `load_pair`.
+
+    Args:
+      impl: a resolved implementation.
+      settings: of a target that samples: it draws as that does, with its noise.
+    """
     config, params = load.load(folder, dtype=dtype)
-    draft = row_model.RowModel(config=config, **model)
-    if settings is None:
-        return draft_model.DraftModel(model=draft, **drafter), params
-    return (
-        draft_model.DraftModel(model=draft, draws="sample-path", **drafter),
-        draft_model.SampledParams(weights=params, settings=settings),
+    drafter = draft_model.DraftModel(
+        model=row_model.RowModel(
+            config=config,
+            impl=impl,
+            slab=row_model.slab_for(impl, DRAFT_SLAB),
+            cache=cache,
+        ),
+        gamma_max=gamma_max,
+        draft_cache=draft_cache,
+        draws="highest" if settings is None else "sample-path",
+        # Rows of catch-up at one read of the weights, where their number costs nothing.
+        catch_up_rows=row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0,
+        min_confidence=min_confidence,
     )
+    if settings is None:
+        return drafter, params
+    return drafter, draft_model.SampledParams(weights=params, settings=settings)

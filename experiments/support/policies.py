@@ -2,8 +2,12 @@
 
 import argparse
 import dataclasses
+from collections.abc import Callable
+
+import numpy as np
 
 from experiments.support import model_pair, paired_runs, plan_costs, timing
+from spec_jax import rounds
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.gamma import goodput, policy, threshold
 
@@ -37,6 +41,46 @@ def add_policy(group: argparse._ActionsContainer, *, confidence: bool = True) ->
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A policy and its first state; None twice is a constant gamma."""
+
+    gamma_policy: policy.GammaPolicy | None = None
+    state: policy.State = None
+
+
+def make(
+    name: str,
+    drafter: rounds.Drafter,
+    *,
+    gamma: int,
+    round_s: Callable[[], np.ndarray],
+) -> Chosen:
+    """The policy of that name, for gammas up to `gamma`.
+
+    Args:
+      round_s: seconds of a round by gamma, `0 .. gamma` at least; asked for where the
+        policy needs them.
+
+    Raises:
+      ValueError: a name that is not in `POLICIES`.
+    """
+    # A lookup that finds nothing cost nothing, and is no evidence.
+    asks_a_model = isinstance(drafter, draft_model.DraftModel | hybrid.Hybrid)
+    probing = policy.Probing(silence_is_free=not asks_a_model)
+    if name == "fixed":
+        return Chosen()
+    if name == "threshold":
+        rungs = [rung for rung in (0, 1, 2, 4, 8, 16) if rung < gamma]
+        chosen = threshold.Threshold(ladder=(*rungs, gamma), probing=probing)
+        return Chosen(gamma_policy=chosen, state=chosen.init())
+    if name == "goodput":
+        chosen = goodput.Goodput(gamma_max=gamma, probing=probing)
+        state = chosen.init(round_s()[: gamma + 1])
+        return Chosen(gamma_policy=chosen, state=state)
+    raise ValueError(f"gamma policy {name!r} is not one of {', '.join(POLICIES)}")
+
+
 def with_policy(
     name: str,
     pair: model_pair.ModelPair,
@@ -52,23 +96,15 @@ def with_policy(
     Raises:
       ValueError: a name that is not in `POLICIES`.
     """
-    if name not in POLICIES:
-        raise ValueError(f"gamma policy {name!r} is not one of {', '.join(POLICIES)}")
-    if name == "fixed":
-        return settings
-    gamma = settings.gamma
-    # A lookup that finds nothing cost nothing, and is no evidence.
-    asks_a_model = isinstance(pair.drafter, draft_model.DraftModel | hybrid.Hybrid)
-    probing = policy.Probing(silence_is_free=not asks_a_model)
-    if name == "threshold":
-        rungs = [rung for rung in (0, 1, 2, 4, 8, 16) if rung < gamma]
-        chosen = threshold.Threshold(ladder=(*rungs, gamma), probing=probing)
-        state = chosen.init()
-    else:
-        chosen = goodput.Goodput(gamma_max=gamma, probing=probing)
-        round_s = measure_costs(pair, settings, prompt).round_s()
-        state = chosen.init(round_s[: gamma + 1])
-    return dataclasses.replace(settings, gamma_policy=chosen, policy_state=state)
+    chosen = make(
+        name,
+        pair.drafter,
+        gamma=settings.gamma,
+        round_s=lambda: measure_costs(pair, settings, prompt).round_s(),
+    )
+    return dataclasses.replace(
+        settings, gamma_policy=chosen.gamma_policy, policy_state=chosen.state
+    )
 
 
 def measure_costs(

@@ -5,7 +5,7 @@ import pathlib
 from experiments.support import (
     model_pair,
     paired_runs,
-    replay_policies,
+    policies,
     replay_runs,
     traces,
 )
@@ -64,7 +64,7 @@ def run_live(
     prompt: traces.PromptTrace,
     *,
     gamma: int,
-    chosen: replay_policies.Chosen = replay_runs.CONSTANT,
+    chosen: policies.Chosen = replay_runs.CONSTANT,
 ) -> paired_runs.Speculative:
     """The rounds of a prompt with the target, and all else as `replayer` has it.
 

@@ -12,17 +12,17 @@ from experiments.support import (
     drafters,
     model_pair,
     paired_runs,
-    replay_policies,
+    policies,
     traces,
 )
 from spec_jax import acceptance, metrics, replay, rounds, sampling, session
 from spec_jax.drafters import draft_model, oracle
-from spec_jax.model import load, row_model, tokenizer
+from spec_jax.model import tokenizer
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
 
-CONSTANT = replay_policies.Chosen()
+CONSTANT = policies.Chosen()
 """No policy: the same gamma in every round."""
 
 
@@ -96,31 +96,23 @@ def _load_draft(
     min_confidence: float,
 ) -> tuple[draft_model.DraftModel, draft_model.DraftParams]:
     """The draft model of a folder; it draws as the target does, with its noise."""
-    impl = dispatch.resolve(header.impl)
+    drafter, params = model_pair.load_draft(
+        folder,
+        gamma_max=gamma_max,
+        dtype=header.dtype,
+        impl=dispatch.resolve(header.impl),
+        min_confidence=min_confidence,
+        settings=sampling_of(header),
+    )
     vocabulary = tokenizer.load(folder).fingerprint
-    config, weights = load.load(folder, dtype=header.dtype)
-    ours = {"vocabulary": vocabulary, "vocab_size": config.vocab_size}
+    ours = {"vocabulary": vocabulary, "vocab_size": drafter.vocab_size}
     changes = header.changes(ours)
     if changes:
         raise ValueError(
             f"{folder}: a draft of another vocabulary than that of the traces "
             f"({'; '.join(changes)}); give the --draft that goes with {header.target}"
         )
-    slab = row_model.slab_for(impl, model_pair.DRAFT_SLAB)
-    model = row_model.RowModel(config=config, impl=impl, slab=slab)
-    drafter = draft_model.DraftModel(
-        model=model,
-        gamma_max=gamma_max,
-        catch_up_rows=row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0,
-        min_confidence=min_confidence,
-    )
-    settings = sampling_of(header)
-    if settings is None:
-        return drafter, weights
-    return (
-        dataclasses.replace(drafter, draws="sample-path"),
-        draft_model.SampledParams(weights=weights, settings=settings),
-    )
+    return drafter, params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +138,7 @@ class Replayer:
         prompt: traces.PromptTrace,
         *,
         gamma: int,
-        chosen: replay_policies.Chosen = CONSTANT,
+        chosen: policies.Chosen = CONSTANT,
     ) -> Replayed:
         """Replays one prompt, with a policy that chooses gammas up to `gamma`.
 

@@ -100,7 +100,7 @@ PROMPT = [5, 9, 31, 7, 5, 9]
 def test_policies_by_name(folders):
     """The costs that goodput goes by are measured, one for each gamma."""
     pair = load(folders, drafter="ngram")
-    assert policies.with_policy("fixed", pair, SETTINGS, PROMPT) is SETTINGS
+    assert policies.with_policy("fixed", pair, SETTINGS, PROMPT) == SETTINGS
     by_share = policies.with_policy("threshold", pair, SETTINGS, PROMPT)
     assert by_share.gamma_policy == threshold.Threshold(
         ladder=(0, 1, 2),
