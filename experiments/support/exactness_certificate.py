@@ -37,6 +37,8 @@ def make(
     lists: dict[str, list[str]] = {}
 
     def put(hashes: list[str]) -> str:
+        if evidence.NOT_COMPARED in hashes:
+            return evidence.NOT_COMPARED
         digest = rows_lib.sha256_of(hashes)
         lists[digest] = hashes
         return digest
@@ -126,36 +128,58 @@ def _commit(certificate: Mapping[str, Any]) -> str:
 
 
 def cells_of(certificate: Mapping[str, Any]) -> list[cells_lib.Cell]:
-    """What it certifies."""
-    return [cells_lib.Cell(**entry["cell"]) for entry in certificate["cells"]]
+    """What it certifies.
+
+    Raises:
+      ValueError: cells with an axis that this code does not know.
+    """
+    cells = [entry["cell"] for entry in certificate["cells"]]
+    unknown = sorted({axis for cell in cells for axis in cell} - {*cells_lib.AXES})
+    if unknown:
+        raise ValueError(
+            f"the certificate has cells of {', '.join(unknown)}, which this code does "
+            f"not know; verify it with the code that wrote it{_commit(certificate)}"
+        )
+    return [cells_lib.Cell(**cell) for cell in cells]
 
 
 def agreement(
     certificate: Mapping[str, Any], rows: Sequence[suite.Row]
-) -> dict[str, dict[str, int]]:
+) -> dict[str, dict[str, int | str]]:
     """How many prompts of each cell have each result that the certificate has.
 
-    Both of plain decoding and of the rounds.
+    Both of plain decoding and of the rounds; `evidence.NOT_COMPARED` where the
+    certificate has none of the rounds.
 
     Args:
       rows: of a run of the certificate's cells, of some or all of its prompts.
     """
-    lists = certificate["lists"]
     found = {}
     for entry, cell in zip(certificate["cells"], cells_of(certificate), strict=True):
         own = [row for row in rows if row["cell"] == cell.name]
         found[cell.name] = {
-            what: sum(
-                all(
-                    lists[entry[kind][what]][row["index"]]
-                    == row[f"{kind}_sha256"][what]
-                    for kind in KINDS
-                )
-                for row in own
-            )
+            what: _num_agreeing(certificate["lists"], entry, own, what)
             for what in evidence.WHATS
         }
     return found
+
+
+def _num_agreeing(
+    lists: Mapping[str, Sequence[str]],
+    entry: Mapping[str, Any],
+    rows: Sequence[suite.Row],
+    what: str,
+) -> int | str:
+    """How many rows of a cell have its entry's hashes of one of `evidence.WHATS`."""
+    if entry["spec"][what] == evidence.NOT_COMPARED:
+        return evidence.NOT_COMPARED
+    return sum(
+        all(
+            lists[entry[kind][what]][row["index"]] == row[f"{kind}_sha256"][what]
+            for kind in KINDS
+        )
+        for row in rows
+    )
 
 
 def changes(

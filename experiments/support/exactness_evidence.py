@@ -16,8 +16,33 @@ from spec_jax.paging import cache as paged, index
 
 
 WHATS = ("tokens", "log_probs", "logits", "kv")
-"""What is compared: generated tokens; the log-probability of each; a hash of all
-logits that it was chosen by; committed keys and values of all layers."""
+"""What is compared: generated tokens; the log-probability of each, or of the most
+probable one where it was drawn; a hash of all logits that it was chosen by; committed
+keys and values of all layers."""
+
+NOT_COMPARED = "not compared"
+"""In the place of a hash or a count: of a batch, whose rows are not recorded, there are
+neither log-probabilities nor logits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """What a recorder saw of the rows that decided the `T` generated tokens.
+
+    Attributes:
+      log_probs: `[T]` uint32, the bits of the log-probability of `highest`.
+      logits: `[T, 2]` uint32, `recorder.hash_bits` of the logits.
+      highest: `[T]` int32, the token of highest logit: that which was generated,
+        unless it was drawn.
+      row: `[T]` int32, which row of its window it was.
+      window: `[T, window]` int32, that window, then `recorder.NONE`.
+    """
+
+    log_probs: np.ndarray
+    logits: np.ndarray
+    highest: np.ndarray
+    row: np.ndarray
+    window: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,26 +52,24 @@ class Evidence:
     Attributes:
       num_prompt: tokens before the first generated one.
       tokens: `[T]` int32, generated.
-      log_probs: `[T]` uint32, the bits of each token's log-probability.
-      logits: `[T, 2]` uint32, `recorder.hash_bits` of the logits that chose it.
-      row: `[T]` int32, which row of its window chose it.
-      window: `[T, window]` int32, that window, then `recorder.NONE`.
       kv: per layer keys and values of `[0, n-1)` in order, unsigned integers
         `[2, n-1, K, H]`.
+      decisions: None where no recorder was there.
     """
 
     num_prompt: int
     tokens: np.ndarray
-    log_probs: np.ndarray
-    logits: np.ndarray
-    row: np.ndarray
-    window: np.ndarray
     kv: Sequence[np.ndarray]
+    decisions: Decisions | None
 
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of each of `WHATS`, over little-endian bytes."""
-        parts = {what: [getattr(self, what)] for what in WHATS[:-1]} | {"kv": self.kv}
-        return {what: _sha256(arrays) for what, arrays in parts.items()}
+        """SHA-256 of each of `WHATS`, over little-endian bytes, or `NOT_COMPARED`."""
+        found = {"tokens": _sha256([self.tokens]), "kv": _sha256(self.kv)}
+        for what in ("log_probs", "logits"):
+            found[what] = NOT_COMPARED
+            if self.decisions is not None:
+                found[what] = _sha256([getattr(self.decisions, what)])
+        return {what: found[what] for what in WHATS}
 
 
 def _sha256(arrays: Sequence[np.ndarray]) -> str:
@@ -59,33 +82,48 @@ def _sha256(arrays: Sequence[np.ndarray]) -> str:
 
 def of_state(
     state: autoregressive.DecodeState | rounds.RoundState,
-    recording: recorder.Recording,
+    kv: paged.PagedKV,
+    recording: recorder.Recording | None,
     *,
     num_prompt: int,
+    slot: int = row_model.SLOT,
 ) -> Evidence:
-    """The evidence of a finished state, detached from its recorder."""
+    """The evidence of a finished state, without the cache that is in it.
+
+    Args:
+      kv: the target's cache.
+      slot: of `kv`, where the text is.
+    """
     length = int(state.length)
-    decided = slice(num_prompt - 1, length - 1)
-    row = np.array(recording.row)[decided]
-    starts = np.arange(decided.start, decided.stop) - row
+    decisions = None
+    if recording is not None:
+        decided = slice(num_prompt - 1, length - 1)
+        row = np.array(recording.row)[decided]
+        starts = np.arange(decided.start, decided.stop) - row
+        decisions = Decisions(
+            log_probs=testing.bits(recording.log_prob)[decided].copy(),
+            logits=np.array(recording.logits_hash)[decided],
+            highest=np.array(recording.chosen)[decided],
+            row=row,
+            window=np.array(recording.windows)[starts],
+        )
     return Evidence(
         num_prompt=num_prompt,
         tokens=np.array(state.tokens)[num_prompt:length],
-        log_probs=testing.bits(recording.log_prob)[decided].copy(),
-        logits=np.array(recording.logits_hash)[decided],
-        row=row,
-        window=np.array(recording.windows)[starts],
-        kv=committed_kv(state.cache, length - 1),
+        kv=committed_kv(kv, length - 1, slot=slot),
+        decisions=decisions,
     )
 
 
-def committed_kv(kv: paged.PagedKV, length: int) -> list[np.ndarray]:
+def committed_kv(
+    kv: paged.PagedKV, length: int, *, slot: int = row_model.SLOT
+) -> list[np.ndarray]:
     """Keys and values of `[0, length)` through the page table, as `Evidence.kv`.
 
     On the host: a gather on the device would be compiled for every length.
     """
     num_pages = index.pages_for(length, kv.page_size)
-    pages = np.asarray(kv.page_table)[row_model.SLOT, :num_pages]
+    pages = np.asarray(kv.page_table)[slot, :num_pages]
 
     def read(pool) -> np.ndarray:
         pool = testing.bits(pool)
@@ -100,7 +138,8 @@ class Difference:
 
     Attributes:
       position: of the first token, or of the first key or value, that differs.
-      row: the row of its window that decided the token; None for keys and values.
+      row: the row of its window that decided the token; None for keys and values, and
+        where no recorder was there.
       layer: None but for keys and values.
       part: "k" or "v" of that layer.
       count, total: elements that differ among those that could be compared.
@@ -124,25 +163,35 @@ def window_row(
 ) -> dict[str, Any] | None:
     """The window in which two runs first differ, as `experiments/parity.py` takes it.
 
-    The row of `position` is the first whose logits or keys and values differ. None
-    where that is one of the prompt's, which no window ran.
+    The row of `position` is the first whose logits or keys and values differ; other
+    names as `mismatches.find` has them. Tokens that were drawn are left out of the
+    argmaxes. None where that row is one of the prompt's, which no window ran, and
+    where no recorder was there.
     """
+    if spec.decisions is None:
+        return None
     positions = [d.position - (d.what != "kv") for d in differences]
     number = min(positions) - (plain.num_prompt - 1)
     if number < 0:
         return None
     # A text that only ends earlier ends after a row that both have.
     number = min(number, len(spec.tokens) - 1, len(plain.tokens) - 1)
-    row = int(spec.row[number])
-    window = [int(token) for token in spec.window[number] if token != recorder.NONE]
+    seen, first = spec.decisions, plain.num_prompt - 1
+    row = int(seen.row[number])
+    window = [int(token) for token in seen.window[number] if token != recorder.NONE]
+    # Each committed row is of one window, which began so many rows before it.
+    starts = first + np.arange(number + 1) - seen.row[: number + 1]
     return {
         "kind": "mismatch",
         "tokens": spec.tokens[: max(number - row - 1, 0)].tolist(),
+        "start": first + number - row,
+        "starts": sorted(set(starts.tolist())),
         "window": window,
-        "position": plain.num_prompt - 1 + number,
+        "window_rows": seen.window.shape[1],
+        "position": first + number,
         "drafted_token": window[row + 1] if row + 1 < len(window) else None,
-        "verify_argmax": int(spec.tokens[number]),
-        "decode_argmax": int(plain.tokens[number]),
+        "verify_argmax": int(seen.highest[number]),
+        "decode_argmax": int(plain.decisions.highest[number]),
     }
 
 
@@ -163,9 +212,11 @@ def compare(plain: Evidence, spec: Evidence) -> list[Difference]:
     """Where two runs of one prompt differ: one `Difference` for each of `WHATS`.
 
     Past the first token that differs the texts are different ones: what was decided
-    after it, and keys and values from it on, are not compared.
+    after it, and keys and values from it on, are not compared. Nor is what only one
+    of them has.
     """
     found = []
+    seen, theirs = spec.decisions, plain.decisions
     shared = min(len(plain.tokens), len(spec.tokens))
     unequal = plain.tokens[:shared] != spec.tokens[:shared]
     first = int(np.argmax(unequal)) if unequal.any() else shared
@@ -177,10 +228,27 @@ def compare(plain: Evidence, spec: Evidence) -> list[Difference]:
                 position=plain.num_prompt + first,
                 count=int(unequal.sum()) + longest - shared,
                 total=longest,
-                row=int(spec.row[first]) if first < len(spec.row) else None,
+                row=None if seen is None else _row_at(seen, first),
             )
         )
     decided = min(first + 1, shared)
+    if seen is not None and theirs is not None:
+        found += _compare_decisions(
+            theirs, seen, decided=decided, num_prompt=plain.num_prompt
+        )
+    return found + _compare_kv(plain, spec, length=plain.num_prompt - 1 + decided)
+
+
+def _row_at(seen: Decisions, number: int) -> int | None:
+    """The row that decided a token; None for one that was not generated."""
+    return int(seen.row[number]) if number < len(seen.row) else None
+
+
+def _compare_decisions(
+    plain: Decisions, spec: Decisions, *, decided: int, num_prompt: int
+) -> list[Difference]:
+    """The first difference of log-probabilities and of logits, of `decided` tokens."""
+    found = []
     for what in ("log_probs", "logits"):
         ours, theirs = getattr(spec, what)[:decided], getattr(plain, what)[:decided]
         differs = (ours != theirs).reshape(decided, -1).any(axis=-1)
@@ -189,13 +257,13 @@ def compare(plain: Evidence, spec: Evidence) -> list[Difference]:
             found.append(
                 Difference(
                     what=what,
-                    position=plain.num_prompt + at,
+                    position=num_prompt + at,
                     count=int(differs.sum()),
                     total=decided,
-                    row=int(spec.row[at]),
+                    row=_row_at(spec, at),
                 )
             )
-    return found + _compare_kv(plain, spec, length=plain.num_prompt - 1 + decided)
+    return found
 
 
 def _compare_kv(plain: Evidence, spec: Evidence, *, length: int) -> list[Difference]:

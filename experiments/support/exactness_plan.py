@@ -16,7 +16,9 @@ from experiments.support import (
     exactness_rows as rows_lib,
     exactness_runs as runs,
     exactness_suite as suite,
+    exactness_values as values,
     model_pair,
+    policies,
     prompt_files,
     records,
 )
@@ -55,21 +57,28 @@ _EVERY = {
         "ngram",
         "suffix",
         "hybrid",
+        "oracle",
     ),
     "gamma": (4, 1, 2, 7),
+    "sampling": values.SAMPLINGS,
+    "gamma_policy": policies.POLICIES,
+    "batch": (1, 4),
 }
 BRIEF = Defaults(
     prompts="4",
     gen_tokens=48,
     # Compiling takes the time: one cell of each kind, and of a gamma as many as like.
-    # Where auto is xla, the two are one.
+    # Where auto is xla, the two are one. An oracle is always right, too.
     axes=_EVERY
     | {
         "dtype": ("bfloat16", "float32"),
         "impl": ("auto", "xla"),
+        # Both runs of a cell fill their caches in the same way.
+        "prefill": ("rows",),
         "verify_path": ("paged-decode",),
         "draft_cache": ("persistent",),
-        "drafter": ("draft-model", "always-right", "ngram"),
+        "drafter": ("draft-model", "oracle", "ngram"),
+        "gamma_policy": ("fixed", "threshold"),
     },
 )
 FULL = Defaults(prompts="300", gen_tokens=512, axes=_EVERY)
@@ -114,7 +123,14 @@ def from_flags(args: argparse.Namespace) -> Planned:
         "stop": args.stop,
         "raw": args.raw,
     }
-    return _plan(args, cells, settings, source=args.prompts or defaults.prompts)
+    planned = _plan(args, cells, settings, source=args.prompts or defaults.prompts)
+    count, slots = len(planned.plan.prompts), max(cell.batch for cell in cells)
+    if count < slots:
+        raise ValueError(
+            f"batch={slots} needs {slots} prompts, for a prompt to have neighbours, "
+            f"and {count} are to be run; name more with --prompts, or take less slots"
+        )
+    return planned
 
 
 def from_certificate(
@@ -123,8 +139,8 @@ def from_certificate(
     """The plan that runs a certificate again, of its first `args.limit` prompts.
 
     Raises:
-      ValueError: models or prompts that are not those of the certificate, or that it
-        cannot find.
+      ValueError: models, prompts or constants that are not those of the certificate,
+        or that it cannot find.
       NotImplementedError: an implementation that cannot run here.
     """
     settings = certificate["settings"]
@@ -142,11 +158,14 @@ def from_certificate(
     for name, mend in (
         ("weights", "give the folders of its models with --target and --draft"),
         ("prompts", "name its prompts with --prompts"),
+        ("constants", "verify it with the code that wrote it"),
     ):
-        if planned.header[name] != certificate[name]:
+        # Without constants: of cells that name none.
+        then, now = certificate.get(name, {}), planned.header[name]
+        if then != now:
             raise ValueError(
                 f"{args.verify}: was written with other {name}; {mend} "
-                f"({_first_change(certificate[name], planned.header[name])})"
+                f"({_first_change(then, now)})"
             )
     prompts = planned.plan.prompts[: args.limit]
     plan = dataclasses.replace(planned.plan, prompts=prompts)
@@ -175,10 +194,10 @@ def _plan(
     }
     weights = {}
     for cell in {cell.dtype: cell for cell in cells}.values():
-        pair = runs.load(cell, **folders, params=None)
+        pair = runs.load(cell, **folders, weights=None)
         weights[cell.dtype] = {
             name: fingerprint.of_params(params)
-            for name, params in zip(folders, pair.params, strict=True)
+            for name, params in zip(folders, runs.weights_of(pair), strict=True)
         }
     prompts = _prompts(pair, source, raw=settings["raw"])
     gen_tokens = settings["gen_tokens"]
@@ -204,6 +223,7 @@ def _plan(
             "tokens": sum(len(ids) for _, ids in prompts),
             "sha256": rows_lib.sha256_of([ids for _, ids in prompts]),
         },
+        "constants": values.constants_of(cells),
         "cells": [dataclasses.asdict(cell) for cell in cells],
     }
     return Planned(plan=plan, header=header)

@@ -6,7 +6,7 @@ Knows names and numbers; decides nothing.
 import dataclasses
 import pathlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import (
@@ -74,11 +74,12 @@ def print_cells(
             *_equal(summary.equal, summary.prompts),
         )
     console.print(table)
+    _explain_dashes([summary.equal for summary in summaries], console)
 
 
 def print_agreement(
     plan: suite.Plan,
-    agreement: Mapping[str, Mapping[str, int]],
+    agreement: Mapping[str, Mapping[str, int | str]],
     changes: Sequence[tuple[str, Any, Any]],
     console: rich_console.Console,
 ) -> None:
@@ -91,10 +92,18 @@ def print_agreement(
             *_equal(agreement[cell.name], len(plan.prompts)),
         )
     console.print(table)
+    _explain_dashes(agreement.values(), console)
     if not changes:
         console.print("the environment is that of the certificate")
     for name, then, now in changes:
         console.print(f"{name}: {then}, now {now}", soft_wrap=True, highlight=False)
+
+
+def _explain_dashes(
+    counts: Iterable[Mapping[str, int | str]], console: rich_console.Console
+) -> None:
+    if any(evidence.NOT_COMPARED in cell.values() for cell in counts):
+        console.print("-: not compared; rows of a batch are not recorded")
 
 
 def _what_names() -> list[str]:
@@ -109,14 +118,17 @@ def _table(first: str, *others: str) -> rich_table.Table:
     return table
 
 
-def _equal(counts: Mapping[str, int], prompts: int) -> list[rich_text.Text]:
-    """How many are equal; red where not all are."""
-    return [
-        rich_text.Text("equal")
-        if counts[what] == prompts
-        else rich_text.Text(f"{prompts - counts[what]} differ", style="bold red")
-        for what in evidence.WHATS
-    ]
+def _equal(counts: Mapping[str, int | str], prompts: int) -> list[rich_text.Text]:
+    """How many are equal; red where not all are, a dash where nothing was compared."""
+    return [_equal_cell(counts[what], prompts) for what in evidence.WHATS]
+
+
+def _equal_cell(count: int | str, prompts: int) -> rich_text.Text:
+    if count == evidence.NOT_COMPARED:
+        return rich_text.Text("-", style="dim")
+    if count == prompts:
+        return rich_text.Text("equal")
+    return rich_text.Text(f"{prompts - count} differ", style="bold red")
 
 
 def print_differences(
@@ -137,7 +149,9 @@ def print_differences(
         row, following = rows[number], rows[number + 1 : number + 2]
         lines = [f"{row['cell']}, prompt {row['id']!r}:"]
         lines += [f"  {evidence.describe(found)}" for found in row["differences"]]
-        if not following or following[0]["kind"] != "mismatch":
+        if row["spec_sha256"]["logits"] == evidence.NOT_COMPARED:
+            lines.append("  rows of a batch are not recorded: does --batch 1 differ?")
+        elif not following or following[0]["kind"] != "mismatch":
             lines.append("  the prompt's own K/V differ: look at the prefill")
         elif out is None:
             lines.append("  look closer: give --out, and its line to parity.py")

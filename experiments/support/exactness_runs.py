@@ -16,11 +16,12 @@ from experiments.support import (
     drafters,
     exactness_cells as cells,
     exactness_evidence as evidence,
+    exactness_values as values,
     forced_drafter,
     model_pair,
 )
 from spec_jax import autoregressive, recorder, rounds, session
-from spec_jax.drafters import oracle
+from spec_jax.drafters import draft_model, oracle
 from spec_jax.paging import cache as paged, index
 
 
@@ -98,15 +99,23 @@ DRAFTERS: Mapping[str, Callable[[model_pair.ModelPair, np.ndarray], Drafting]] =
 """What drafts, from a pair and the text that plain decoding wrote."""
 
 
+def weights_of(pair: model_pair.ModelPair) -> tuple:
+    """The weights of target and draft, whichever way the draft's tokens are drawn."""
+    target, draft = pair.params
+    if isinstance(draft, draft_model.SampledParams):
+        draft = draft.weights
+    return target, draft
+
+
 def load(
-    cell: cells.Cell, *, target: Any, draft: Any, params: tuple | None
+    cell: cells.Cell, *, target: Any, draft: Any, weights: tuple | None
 ) -> model_pair.ModelPair:
     """The models of a cell.
 
     Args:
       target, draft: folders.
-      params: weights of this cell's dtype that are there already, in the place of
-        those of the folders.
+      weights: `weights_of` a pair of this cell's dtype, in the place of those of the
+        folders.
 
     Raises:
       ValueError: a folder that cannot be used, or models that do not fit together.
@@ -123,8 +132,14 @@ def load(
         verify_path=cell.verify_path,
         cache=cell.cache,
         draft_cache=cell.draft_cache,
+        sampling_settings=values.settings_of(cell.sampling),
     )
-    return pair if params is None else dataclasses.replace(pair, params=params)
+    if weights is None:
+        return pair
+    target_params, draft_params = weights
+    if isinstance(pair.params[1], draft_model.SampledParams):
+        draft_params = pair.params[1].replace(weights=draft_params)
+    return dataclasses.replace(pair, params=(target_params, draft_params))
 
 
 def run_plain(
@@ -147,6 +162,7 @@ def run_plain(
         prompt,
         max_tokens=settings.gen_tokens,
         prefill_by_rows=cell.prefill == "rows",
+        settings=values.settings_of(cell.sampling),
     )
     state, recording = watched.detach(
         autoregressive.generate(
@@ -159,7 +175,9 @@ def run_plain(
     )
     session.check_state(state)
     return Plain(
-        evidence=evidence.of_state(state, recording, num_prompt=len(prompt)),
+        evidence=evidence.of_state(
+            state, state.cache, recording, num_prompt=len(prompt)
+        ),
         text=np.array(state.tokens),
     )
 
@@ -171,10 +189,11 @@ def run_rounds(
     prompt: list[int],
     plain: Plain,
 ) -> Rounds:
-    """The cell's rounds; raises as `run_plain`."""
+    """The cell's rounds, of a prompt alone; raises as `run_plain`."""
     watched = recorder.Recorder(target=pair.verifier, window=cell.slab)
     sizes = settings.cache_sizes(cell.page_size)
     drafter, draft_params = DRAFTERS[cell.drafter](pair, plain.text)
+    adaptive = values.policy_of(cell.gamma_policy, drafter)
     state = session.begin(
         pair.target,
         drafter,
@@ -184,6 +203,8 @@ def run_rounds(
         prompt,
         max_tokens=settings.gen_tokens,
         prefill_by_rows=cell.prefill == "rows",
+        settings=values.settings_of(cell.sampling),
+        policy=adaptive.state,
     )
     state, recording = watched.detach(
         rounds.generate(
@@ -194,11 +215,14 @@ def run_rounds(
             gamma=jnp.int32(cell.gamma),
             stop_ids=session.stop_array(settings.stop_ids),
             max_rounds=jnp.int32(settings.gen_tokens),
+            gamma_policy=adaptive.gamma_policy,
         )
     )
     session.check_state(state)
     return Rounds(
-        evidence=evidence.of_state(state, recording, num_prompt=len(prompt)),
+        evidence=evidence.of_state(
+            state, state.cache, recording, num_prompt=len(prompt)
+        ),
         rounds=int(state.num_rounds),
         proposed=int(state.num_proposed),
         accepted=int(state.num_accepted),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.support import (
+    exactness_batch as batches,
     exactness_cells as cells_lib,
     exactness_evidence as evidence,
     exactness_runs as runs,
@@ -40,37 +41,107 @@ class Plan:
 def run(plan: Plan, *, done: Collection[tuple[str, int]]) -> Iterator[dict[str, Any]]:
     """The row of every cell and prompt that is not among `done`, as it finishes.
 
-    Cells that share plain decoding go through each prompt together, so that it is
-    decoded once. Weights are held of one dtype at a time. After a prompt's row with
-    differences comes one of the window in which they begin.
+    Cells that share plain decoding go through prompts together, as many at once as the
+    largest batch has slots, so that each is decoded once. Weights are held of one dtype
+    at a time. After a prompt's row with differences comes one of the window in which
+    they begin, where windows were recorded.
 
     Args:
       done: `key` of rows that are there.
     """
-    params: dict[str, tuple] = {}
-    for group in cells_lib.by_plain(plan.cells):
-        params = {
-            dtype: kept for dtype, kept in params.items() if dtype == group[0].dtype
+    weights: dict[str, tuple] = {}
+    for cells in cells_lib.by_plain(plan.cells):
+        weights = {
+            dtype: kept for dtype, kept in weights.items() if dtype == cells[0].dtype
         }
-        pairs: dict[cells_lib.Cell, model_pair.ModelPair] = {}
-        for number in range(len(plan.prompts)):
-            plain = None
-            for cell in group:
-                if (cell.name, number) in done:
-                    continue
-                if cell not in pairs:
-                    pairs[cell] = runs.load(
-                        cell,
-                        target=plan.target,
-                        draft=plan.draft,
-                        params=params.get(cell.dtype),
-                    )
-                    params[cell.dtype] = pairs[cell].params
-                pair, prompt = pairs[cell], plan.prompts[number][1]
-                if plain is None:
-                    plain = runs.run_plain(pair, cell, plan.settings, prompt)
-                spec = runs.run_rounds(pair, cell, plan.settings, prompt, plain)
-                yield from _rows(plan, cell, number, plain, spec)
+        group = _Group(plan, weights)
+        for numbers in _parts(range(len(plan.prompts)), max(c.batch for c in cells)):
+            for cell in cells:
+                for part in _parts(numbers, cell.batch):
+                    missing = [n for n in part if (cell.name, n) not in done]
+                    yield from group.run(cell, missing)
+            group.forget_texts()
+
+
+def _parts(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [numbers[at : at + size] for at in range(0, len(numbers), size)]
+
+
+class _Group:
+    """Cells that share plain decoding: their models, their slots, and plain texts.
+
+    Attributes:
+      weights: `runs.weights_of` by dtype; those that are loaded are added.
+    """
+
+    def __init__(self, plan: Plan, weights: dict[str, tuple]):
+        self.weights = weights
+        self._plan = plan
+        self._pairs: dict[cells_lib.Cell, model_pair.ModelPair] = {}
+        self._slots: dict[cells_lib.Cell, batches.Slots] = {}
+        self._plain: dict[int, runs.Plain] = {}
+
+    def forget_texts(self) -> None:
+        """Drops plain texts, with their keys and values."""
+        self._plain.clear()
+
+    def run(
+        self, cell: cells_lib.Cell, numbers: Sequence[int]
+    ) -> Iterator[dict[str, Any]]:
+        """The rows of some prompts, at most as many as the cell has slots."""
+        if not numbers:
+            return
+        if cell not in self._pairs:
+            self._pairs[cell] = runs.load(
+                cell,
+                target=self._plan.target,
+                draft=self._plan.draft,
+                weights=self.weights.get(cell.dtype),
+            )
+            self.weights[cell.dtype] = runs.weights_of(self._pairs[cell])
+        run = self._run_alone if cell.batch == 1 else self._run_together
+        for number, spec in zip(numbers, run(cell, numbers), strict=True):
+            yield from _rows(self._plan, cell, number, self._plain[number], spec)
+
+    def _plain_of(self, cell: cells_lib.Cell, number: int) -> runs.Plain:
+        if number not in self._plain:
+            prompt = self._plan.prompts[number][1]
+            self._plain[number] = runs.run_plain(
+                self._pairs[cell], cell, self._plan.settings, prompt
+            )
+        return self._plain[number]
+
+    def _run_alone(self, cell, numbers) -> list[runs.Rounds]:
+        pair, settings = self._pairs[cell], self._plan.settings
+        return [
+            runs.run_rounds(
+                pair,
+                cell,
+                settings,
+                self._plan.prompts[number][1],
+                self._plain_of(cell, number),
+            )
+            for number in numbers
+        ]
+
+    def _run_together(self, cell, numbers) -> list[runs.Rounds]:
+        """In slots that other prompts fill up, so that none has fewer neighbours."""
+        pair, settings = self._pairs[cell], self._plan.settings
+        if cell not in self._slots:
+            self._slots[cell] = batches.open_slots(pair, cell, settings)
+        total = len(self._plan.prompts)
+        following = [(numbers[-1] + 1 + step) % total for step in range(total)]
+        others = [number for number in following if number not in numbers]
+        seated = [*numbers, *others][: cell.batch]
+        self._slots[cell], found = batches.run(
+            self._slots[cell],
+            pair,
+            cell,
+            settings,
+            [self._plan.prompts[number][1] for number in seated],
+            [self._plain_of(cell, number) for number in seated],
+        )
+        return found[: len(numbers)]
 
 
 def _rows(
@@ -97,11 +168,12 @@ def _rows(
         return
     window = evidence.window_row(plain.evidence, spec.evidence, differences)
     if window is not None:
-        sides = ("dtype", "impl", "slab", "page_size", "verify_path")
+        sides = ("dtype", "impl", "slab", "page_size", "verify_path", "prefill")
         yield {
             **window,
             "id": name,
             "prompt_ids": prompt,
+            "acceptance": "verify",
             **{axis: getattr(cell, axis) for axis in sides},
             "weights_sha256": plan.weights[cell.dtype]["target"],
         }
@@ -124,7 +196,8 @@ class CellSummary:
     Attributes:
       texts: how many different ones were generated: prompts that a model continues
         in the same way are one witness.
-      equal: prompts in which each of `evidence.WHATS` is that of plain decoding.
+      equal: prompts in which each of `evidence.WHATS` is that of plain decoding, or
+        `evidence.NOT_COMPARED`.
     """
 
     cell: cells_lib.Cell
@@ -134,12 +207,15 @@ class CellSummary:
     rounds: int
     proposed: int
     accepted: int
-    equal: Mapping[str, int]
+    equal: Mapping[str, int | str]
 
     @property
     def is_exact(self) -> bool:
-        """Whether everything is equal for every prompt."""
-        return all(count == self.prompts for count in self.equal.values())
+        """Whether everything that was compared is equal for every prompt."""
+        return all(
+            count in (self.prompts, evidence.NOT_COMPARED)
+            for count in self.equal.values()
+        )
 
     def to_row(self) -> dict[str, Any]:
         """The JSON form."""
@@ -153,7 +229,9 @@ def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> CellSummary:
     """The summary of a cell, from rows of prompts of any cells."""
     own = [row for row in rows if row["cell"] == cell.name]
     equal = {
-        what: sum(all(d["what"] != what for d in row["differences"]) for row in own)
+        what: evidence.NOT_COMPARED
+        if any(row["spec_sha256"][what] == evidence.NOT_COMPARED for row in own)
+        else sum(all(d["what"] != what for d in row["differences"]) for row in own)
         for what in evidence.WHATS
     }
     counts = ("tokens", "rounds", "proposed", "accepted")

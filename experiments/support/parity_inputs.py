@@ -1,7 +1,7 @@
 """What the microscope is pointed at: a text, a window of it, and two ways to run it.
 
 The text and its window are those of a prompt, or of a line that
-`spec_round.py --dump-verify-mismatches` wrote, which is read here.
+`spec_round.py --dump-verify-mismatches` or `exactness.py` wrote, which is read here.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """A line of a mismatch dump: the text, and how it was run.
+    """A mismatch line: the text, and how it was run.
 
     Attributes:
       starts: positions of the pending tokens of all windows up to this one.
@@ -117,7 +117,7 @@ def read_mismatch(spec: str) -> Mismatch:
         kind = row.get("kind") if isinstance(row, dict) else type(row).__name__
         raise ValueError(
             f"{where}: a line of kind {kind!r}, not 'mismatch'; spec_round.py writes "
-            "them with --dump-verify-mismatches"
+            "them with --dump-verify-mismatches, and exactness.py with --out"
         )
     return _mismatch_of(row, where)
 
@@ -136,13 +136,11 @@ def _split_line(spec: str) -> tuple[pathlib.Path, int]:
 
 def _mismatch_of(row: Mapping[str, Any], where: str) -> Mismatch:
     _check_types(row, _KEYS, where)
-    if not row.keys() & {*_NEW_KEYS, "verify_top5"}:
-        row = _of_exactness(row)
     missing = [key for key in _NEW_KEYS if key not in row]
     if missing:
         raise ValueError(
             f"{where}: a line without {', '.join(missing)}, of an earlier version: "
-            "write the dump again with spec_round.py --dump-verify-mismatches"
+            "write it again with spec_round.py --dump-verify-mismatches or exactness.py"
         )
     _check_types(row, _NEW_KEYS, where)
     choices = {"acceptance": paired_runs.ACCEPTANCES, "prefill": PREFILLS}
@@ -174,24 +172,6 @@ def _check_types(row: Mapping[str, Any], types: Mapping[str, type], where: str) 
             raise ValueError(f"{where}: {key}={value!r} is not of type {kind.__name__}")
         if kind is list and not all(type(entry) is int for entry in value):
             raise ValueError(f"{where}: {key} holds something that is no integer")
-
-
-def _of_exactness(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A line of `exactness.py`, which does not say which windows came before its own.
-
-    It is taken as if decoding had come before.
-    """
-    first, window = len(row["prompt_ids"]) - 1, row["window"]
-    start = first + 1 + len(row["tokens"])
-    if not row["tokens"] and window[:1] == row["prompt_ids"][-1:]:
-        start = first  # The prompt's last token is pending in a first window.
-    return row | {
-        "start": start,
-        "starts": list(range(first, start + 1)),
-        "window_rows": len(window),
-        "acceptance": "decode",
-        "prefill": "rows" if row["impl"] == "native" else "batched",
-    }
 
 
 def _check_windows(row: Mapping[str, Any], where: str) -> None:

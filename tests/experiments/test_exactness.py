@@ -2,10 +2,10 @@
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import re
 
+import exactness_commands as commands
 import numpy as np
 import pytest
 import tiny_pair
@@ -15,43 +15,24 @@ from experiments import exactness
 from experiments.support import (
     exactness_certificate as certificates,
     exactness_evidence as evidence,
-    exactness_rows as rows_lib,
     exactness_runs as runs,
     exactness_suite as suite,
     flags,
     parity_inputs,
 )
 from spec_jax import recorder, rounds
-from spec_jax.native import build
-
-
-NUM_PROMPTS, GEN_TOKENS = 2, 12
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    try:
-        build.load()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
-
-
-def models(folders) -> list[str]:
-    return ["--target", str(folders[0]), "--draft", str(folders[1])]
+    return commands.write_pair(tmp_path_factory.mktemp("pair"))
 
 
 def command(folders, *more: str) -> list[str]:
     """Four cells: three share plain decoding, the fourth has other pages."""
-    return [
-        *models(folders),
-        *("--gen-tokens", str(GEN_TOKENS), "--prompts", str(NUM_PROMPTS)),
-        *("--impl", "native", "--dtype", "float32", "--slab", "4"),
-        *("--gamma", "2,3", "--page-size", "8,16", "--cache", "paged"),
-        *("--prefill", "rows", "--verify-path", "paged-decode"),
-        *("--draft-cache", "persistent", "--drafter", "draft-model,always-right"),
-        *more,
-    ]
+    several = ("--gamma", "2,3", "--page-size", "8,16")
+    drafters = ("--drafter", "draft-model,always-right")
+    return commands.one_cell(folders, *several, *drafters, *more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,10 +41,6 @@ class Finished:
 
     out: pathlib.Path
     certificate: pathlib.Path
-
-
-def rows_of(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +53,21 @@ def finished(folders, tmp_path_factory):
 
 
 def test_every_cell_and_prompt_has_a_row(finished):
-    header, *rows = rows_of(finished.out)
+    header, *rows = commands.rows_of(finished.out)
     assert header["kind"] == "header" and len(header["cells"]) == 4
     prompts = [row for row in rows if row["kind"] == "prompt"]
     summaries = [row for row in rows if row["kind"] == "cell"]
-    assert len(prompts) == 4 * NUM_PROMPTS and len(summaries) == 4
+    assert len(prompts) == 4 * commands.NUM_PROMPTS and len(summaries) == 4
     assert len({suite.key(row) for row in prompts}) == len(prompts)
     for row in prompts:
-        assert row["differences"] == [] and row["tokens"] == GEN_TOKENS
+        assert row["differences"] == [] and row["tokens"] == commands.GEN_TOKENS
         assert row["plain_sha256"] == row["spec_sha256"]
     for summary in summaries:
         texts = {tuple(row["spec_sha256"]["tokens"]) for row in prompts}
         assert summary["texts"] == len(texts)
-        assert summary["exact"] and set(summary["equal"].values()) == {NUM_PROMPTS}
+        assert summary["exact"] and set(summary["equal"].values()) == {
+            commands.NUM_PROMPTS
+        }
     # Everything is accepted there, so that every row of a window is committed.
     right = [s for s in summaries if s["cell"]["drafter"] == "always-right"]
     assert right[0]["accepted"] == right[0]["proposed"] > 0
@@ -96,13 +75,17 @@ def test_every_cell_and_prompt_has_a_row(finished):
 
 def test_a_certificate_holds_what_was_run(finished, folders):
     certificate = certificates.read(finished.certificate)
-    assert certificate["exact"] and certificate["prompts"]["count"] == NUM_PROMPTS
+    assert (
+        certificate["exact"] and certificate["prompts"]["count"] == commands.NUM_PROMPTS
+    )
     assert certificate["environment"]["instruction_set"]["native"]
     assert len(certificate["weights"]["float32"]["target"]) == 64
     # Bits depend neither on gamma nor on the drafter nor on pages: one list for each
     # of tokens, log-probabilities, logits and K/V.
     assert len(certificate["lists"]) == len(evidence.WHATS)
-    assert all(len(hashes) == NUM_PROMPTS for hashes in certificate["lists"].values())
+    assert all(
+        len(hashes) == commands.NUM_PROMPTS for hashes in certificate["lists"].values()
+    )
     # Nothing of the machine's folders.
     assert str(folders[0].parent) not in finished.certificate.read_text()
 
@@ -125,7 +108,7 @@ def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, ca
         interrupt_after(patch, 3)
         assert exactness.main(command(folders, *more)) == flags.INTERRUPTED == 130
     assert "finished rows are in" in capsys.readouterr().err
-    assert len(rows_of(out)) == 1 + 3 and not certificate.exists()
+    assert len(commands.rows_of(out)) == 1 + 3 and not certificate.exists()
     calls, real = [], runs.run_rounds
 
     def counted(*arguments):
@@ -134,30 +117,16 @@ def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(runs, "run_rounds", counted)
     assert exactness.main(command(folders, *more)) == exactness.EXACT
-    assert len(calls) == 4 * NUM_PROMPTS - 3
+    assert len(calls) == 4 * commands.NUM_PROMPTS - 3
     assert "3 are there already" in capsys.readouterr().out
     assert certificate.read_text() == finished.certificate.read_text()
-
-
-def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
-    try:
-        status = exactness.main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1, error
-    lines = [line for line in error.splitlines() if "error:" in line]
-    assert len(lines) == 1 and "Traceback" not in error, error
-    for word in words:
-        assert word in lines[0], error
 
 
 def test_rows_of_other_settings_are_not_mixed(folders, finished, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     out.write_bytes(finished.out.read_bytes())
     more = ("--out", str(out), "--gen-tokens", "13")
-    assert_fails_with(
+    commands.assert_fails_with(
         capsys, command(folders, *more), "rows.jsonl", "gen_tokens 12, now 13"
     )
     assert out.read_bytes() == finished.out.read_bytes()
@@ -174,33 +143,21 @@ def test_rows_of_other_settings_are_not_mixed(folders, finished, tmp_path, capsy
 def test_a_file_of_something_else_is_kept(folders, tmp_path, capsys, content, words):
     out = tmp_path / "other.jsonl"
     out.write_text(content)
-    assert_fails_with(
+    commands.assert_fails_with(
         capsys, command(folders, "--out", str(out)), "other.jsonl", *words
     )
     assert out.read_text() == content
 
 
-def verify(folders, certificate: pathlib.Path, *more: str) -> int:
-    return exactness.main([*models(folders), "--verify", str(certificate), *more])
-
-
 def test_a_certificate_is_verified(folders, finished, capsys):
-    assert verify(folders, finished.certificate) == exactness.EXACT
+    assert commands.verify(folders, finished.certificate) == exactness.EXACT
     printed = capsys.readouterr().out
     assert "equal" in printed and "differ" not in printed
     assert "the environment is that of the certificate" in printed
-    assert verify(folders, finished.certificate, "--limit", "1") == exactness.EXACT
-
-
-def edited(finished: Finished, path: pathlib.Path, edit, *, signed: bool):
-    """A certificate with a change; `signed` as a forger would, with its own hash."""
-    certificate = json.loads(finished.certificate.read_text())
-    edit(certificate)
-    if signed:
-        del certificate["sha256"]
-        certificate["sha256"] = rows_lib.sha256_of(certificate)
-    path.write_text(json.dumps(certificate))
-    return path
+    assert (
+        commands.verify(folders, finished.certificate, "--limit", "1")
+        == exactness.EXACT
+    )
 
 
 def forge_first_tokens(certificate: dict) -> None:
@@ -210,16 +167,20 @@ def forge_first_tokens(certificate: dict) -> None:
 
 
 def test_an_edited_certificate_is_refused(folders, finished, tmp_path, capsys):
-    path = edited(finished, tmp_path / "c.json", forge_first_tokens, signed=False)
-    assert_fails_with(
-        capsys, [*models(folders), "--verify", str(path)], "c.json", "edited"
+    path = commands.edited(
+        finished.certificate, tmp_path / "c.json", forge_first_tokens, signed=False
+    )
+    commands.assert_fails_with(
+        capsys, [*commands.models(folders), "--verify", str(path)], "c.json", "edited"
     )
 
 
 def test_a_forged_certificate_does_not_agree(folders, finished, tmp_path, capsys):
     """Negative control of --verify: it says in what, and exits with 2."""
-    path = edited(finished, tmp_path / "c.json", forge_first_tokens, signed=True)
-    assert verify(folders, path) == exactness.NOT_EXACT == 2
+    path = commands.edited(
+        finished.certificate, tmp_path / "c.json", forge_first_tokens, signed=True
+    )
+    assert commands.verify(folders, path) == exactness.NOT_EXACT == 2
     base = next(
         line for line in capsys.readouterr().out.splitlines() if "base " in line
     )
@@ -230,8 +191,8 @@ def test_another_environment_is_named(folders, finished, tmp_path, capsys):
     def age(certificate):
         certificate["environment"]["jaxlib_version"] = "0.1.2"
 
-    path = edited(finished, tmp_path / "c.json", age, signed=True)
-    assert verify(folders, path, "--limit", "1") == exactness.EXACT
+    path = commands.edited(finished.certificate, tmp_path / "c.json", age, signed=True)
+    assert commands.verify(folders, path, "--limit", "1") == exactness.EXACT
     assert "jaxlib_version: 0.1.2, now" in capsys.readouterr().out
 
 
@@ -245,37 +206,46 @@ def test_another_environment_is_named(folders, finished, tmp_path, capsys):
 def test_certificates_of_other_kinds(
     folders, finished, tmp_path, capsys, change, words
 ):
-    path = edited(
-        finished, tmp_path / "c.json", lambda c: c.update(change), signed=True
+    path = commands.edited(
+        finished.certificate,
+        tmp_path / "c.json",
+        lambda c: c.update(change),
+        signed=True,
     )
-    assert_fails_with(capsys, [*models(folders), "--verify", str(path)], *words)
+    commands.assert_fails_with(
+        capsys, [*commands.models(folders), "--verify", str(path)], *words
+    )
 
 
 def test_files_that_are_no_certificates(folders, tmp_path, capsys):
-    arguments = [*models(folders), "--verify"]
-    assert_fails_with(capsys, [*arguments, str(tmp_path / "nowhere")], "nowhere")
+    arguments = [*commands.models(folders), "--verify"]
+    commands.assert_fails_with(
+        capsys, [*arguments, str(tmp_path / "nowhere")], "nowhere"
+    )
     (tmp_path / "text").write_text("text")
-    assert_fails_with(capsys, [*arguments, str(tmp_path / "text")], "no JSON")
+    commands.assert_fails_with(capsys, [*arguments, str(tmp_path / "text")], "no JSON")
 
 
 def test_a_certificate_of_other_models(folders, finished, tmp_path, capsys):
-    assert_fails_with(
+    commands.assert_fails_with(
         capsys, ["--verify", str(finished.certificate)], "target", "--target"
     )
     other = tiny_pair.write_model(
         tmp_path / "target", tiny_pair.config(num_layers=2), seed=7
     )
-    assert_fails_with(
+    commands.assert_fails_with(
         capsys,
-        [*models((other, folders[1])), "--verify", str(finished.certificate)],
+        [*commands.models((other, folders[1])), "--verify", str(finished.certificate)],
         "other weights",
         "target",
     )
 
 
 def test_a_certificate_of_other_prompts(folders, finished, capsys):
-    arguments = [*models(folders), "--verify", str(finished.certificate)]
-    assert_fails_with(capsys, [*arguments, "--prompts", "3"], "other prompts", "count")
+    arguments = [*commands.models(folders), "--verify", str(finished.certificate)]
+    commands.assert_fails_with(
+        capsys, [*arguments, "--prompts", "3"], "other prompts", "count"
+    )
 
 
 def run_with_verifier(folders, tmp_path, monkeypatch, wrong) -> tuple[int, list[dict]]:
@@ -294,7 +264,7 @@ def run_one_cell(folders, tmp_path) -> tuple[int, list[dict]]:
     out = tmp_path / "wrong.jsonl"
     one = ("--gamma", "2", "--page-size", "8", "--drafter", "always-right")
     status = exactness.main(command(folders, *one, "--out", str(out)))
-    return status, [row for row in rows_of(out) if row["kind"] == "prompt"]
+    return status, [row for row in commands.rows_of(out) if row["kind"] == "prompt"]
 
 
 def test_one_ulp_in_one_row_is_caught(folders, tmp_path, monkeypatch, capsys):
@@ -312,13 +282,15 @@ def test_one_ulp_in_one_row_is_caught(folders, tmp_path, monkeypatch, capsys):
         assert found["logits"]["position"] == row["prompt_tokens"] + 1
         assert found["logits"]["row"] == 1
         # Two of three rows of each window.
-        assert found["logits"]["count"] == GEN_TOKENS * 2 // 3
+        assert found["logits"]["count"] == commands.GEN_TOKENS * 2 // 3
     printed = capsys.readouterr().out
     assert "row 1 of its window" in printed
     # The window it began in, which the microscope takes up.
     spec = re.search(r"experiments/parity.py --mismatch (\S+:3)", printed)[1]
     found = parity_inputs.read_mismatch(spec)
     assert found.position == rows[0]["prompt_tokens"] and len(found.text.window) == 3
+    assert (found.acceptance, found.prefill) == ("verify", "rows")
+    assert found.starts == (found.position - 1,) and found.window_rows == 4
 
 
 def test_a_run_with_differences_goes_on(folders, tmp_path, monkeypatch):
@@ -327,7 +299,7 @@ def test_a_run_with_differences_goes_on(folders, tmp_path, monkeypatch):
     run_with_verifier(folders, tmp_path, monkeypatch, **wrong)
     first = (tmp_path / "wrong.jsonl").read_bytes()
     status, rows = run_one_cell(folders, tmp_path)
-    assert status == exactness.NOT_EXACT and len(rows) == NUM_PROMPTS
+    assert status == exactness.NOT_EXACT and len(rows) == commands.NUM_PROMPTS
     assert (tmp_path / "wrong.jsonl").read_bytes() == first
 
 
@@ -364,7 +336,7 @@ def test_a_wrong_log_prob_is_caught(folders, tmp_path, monkeypatch):
     for row in rows:
         (found,) = row["differences"]
         assert (found["what"], found["count"]) == ("log_probs", 1)
-        assert found["position"] == row["prompt_tokens"] + GEN_TOKENS - 2
+        assert found["position"] == row["prompt_tokens"] + commands.GEN_TOKENS - 2
 
 
 @pytest.mark.parametrize(
@@ -392,4 +364,4 @@ def test_a_wrong_log_prob_is_caught(folders, tmp_path, monkeypatch):
     ],
 )
 def test_unusable_flags(folders, capsys, more, words):
-    assert_fails_with(capsys, command(folders, *more), *words)
+    commands.assert_fails_with(capsys, command(folders, *more), *words)

@@ -1,5 +1,7 @@
 """Parts of the exactness suite: cells, evidence, comparison, prompts."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,29 +10,38 @@ from experiments.support import (
     exactness_evidence as evidence,
     exactness_plan as plans,
     exactness_suite as suite,
+    exactness_values as values_lib,
+    policies,
 )
+from spec_jax.drafters import ngram
 
 
 def make_evidence(**changes) -> evidence.Evidence:
     """Three prompt tokens, five generated; two layers."""
     rng = np.random.default_rng(3)
     kv = [rng.integers(0, 99, (2, 7, 1, 4), np.uint16) for _ in range(2)]
+    decisions = evidence.Decisions(
+        log_probs=np.arange(5, dtype=np.uint32),
+        logits=np.arange(10, dtype=np.uint32).reshape(5, 2),
+        highest=np.arange(10, 15, dtype=np.int32),
+        row=np.array([0, 1, 2, 0, 1], np.int32),
+        window=np.array([[2, 0, 9], [2, 0, 9], [2, 0, 9], [2, 3, -1], [2, 3, -1]]),
+    )
     fields = {
         "num_prompt": 3,
         "tokens": np.arange(5, dtype=np.int32),
-        "log_probs": np.arange(5, dtype=np.uint32),
-        "logits": np.arange(10, dtype=np.uint32).reshape(5, 2),
-        "row": np.array([0, 1, 2, 0, 1], np.int32),
-        "window": np.array([[2, 0, 9], [2, 0, 9], [2, 0, 9], [2, 3, -1], [2, 3, -1]]),
         "kv": kv,
+        "decisions": decisions,
     }
     return evidence.Evidence(**(fields | changes))
 
 
 def with_change(name: str, at, value) -> evidence.Evidence:
     made = make_evidence()
-    part = made.kv[at[0]] if name == "kv" else getattr(made, name)
-    part[at[1:] if name == "kv" else at] = value
+    if name == "kv":
+        made.kv[at[0]][at[1:]] = value
+    else:
+        getattr(made if name == "tokens" else made.decisions, name)[at] = value
     return made
 
 
@@ -59,10 +70,13 @@ def test_the_window_of_the_first_difference():
     plain, wrong = make_evidence(), with_change("logits", (2, 0), 77)
     found = evidence.window_row(plain, wrong, evidence.compare(plain, wrong))
     assert (found["position"], found["tokens"]) == (4, [])
+    assert (found["start"], found["starts"], found["window_rows"]) == (2, [2], 3)
+    assert (found["verify_argmax"], found["decode_argmax"]) == (12, 12)
     assert found["window"] == [2, 0, 9] and found["drafted_token"] is None
     late = with_change("kv", (1, 1, 6, 0, 0), 777)
     found = evidence.window_row(plain, late, evidence.compare(plain, late))
     assert (found["position"], found["tokens"]) == (6, [0, 1])
+    assert (found["start"], found["starts"]) == (5, [2, 5])
     assert (found["window"], found["drafted_token"]) == ([2, 3], None)
     early = with_change("kv", (1, 1, 0, 0, 0), 777)
     assert evidence.window_row(plain, early, evidence.compare(plain, early)) is None
@@ -74,8 +88,8 @@ def test_the_window_of_the_first_difference():
 def test_nothing_is_compared_past_another_token():
     """Another text has other logits and K/V: they would hide where it began."""
     wrong = with_change("tokens", 1, 77)
-    wrong.log_probs[2:] += 1
-    wrong.logits[2:] += 1
+    wrong.decisions.log_probs[2:] += 1
+    wrong.decisions.logits[2:] += 1
     for layer in wrong.kv:
         layer[:, 4:] += 1
     (found,) = evidence.compare(make_evidence(), wrong)
@@ -85,6 +99,32 @@ def test_nothing_is_compared_past_another_token():
         "tokens",
         "kv",
     ]
+
+
+def test_what_was_not_recorded_is_not_compared():
+    """Fails if it is called equal, or if tokens and K/V are left out with it."""
+    wrong = with_change("kv", (1, 0, 5, 0, 2), 777)
+    wrong = dataclasses.replace(wrong, decisions=None)
+    wrong.tokens[4] = 77
+    found = evidence.compare(make_evidence(), wrong)
+    assert [(d.what, d.row) for d in found] == [("tokens", None), ("kv", None)]
+    assert evidence.window_row(make_evidence(), wrong, found) is None
+    hashes = wrong.hashes()
+    assert hashes["log_probs"] == hashes["logits"] == evidence.NOT_COMPARED
+    row = {
+        "cell": "batch",
+        "differences": [],
+        "spec_sha256": hashes,
+        **dict.fromkeys(("tokens", "rounds", "proposed", "accepted"), 1),
+    }
+    (cell,) = cells_lib.star({axis: values[:1] for axis, values in AXES.items()})
+    summary = suite.summarise(cell, [row | {"cell": cell.name}])
+    assert summary.is_exact and summary.equal == {
+        "tokens": 1,
+        "log_probs": "not compared",
+        "logits": "not compared",
+        "kv": 1,
+    }
 
 
 AXES = {axis: values for axis, values in plans.BRIEF.axes.items()} | {
@@ -106,8 +146,44 @@ def test_a_star_varies_one_axis_at_a_time():
 
 def test_a_product_has_every_combination():
     axes = AXES | {"gamma": (1, 4), "slab": (5,), "drafter": ("draft-model",)}
+    axes |= {"sampling": ("sampled",), "batch": (1, 4)}
     found = cells_lib.product(axes)
     assert len(found) == len(set(found)) == np.prod([len(v) for v in axes.values()])
+
+
+@pytest.mark.parametrize(
+    ("axis", "value"),
+    [
+        ("verify_path", "row-loop"),
+        ("draft_cache", "round"),
+        ("drafter", "always-right"),
+    ],
+)
+def test_what_has_no_batch(axis, value):
+    """Alone it runs; with a batch among the values it is refused before anything."""
+    axes = {axis: values[:1] for axis, values in AXES.items()} | {axis: (value,)}
+    assert len(cells_lib.product(axes)) == 1
+    with pytest.raises(ValueError, match=f"batch=4 and {axis}={value} do not go"):
+        cells_lib.product(axes | {"batch": (1, 4)})
+
+
+def test_names_of_axes_stand_for_what_the_certificate_says():
+    settings = values_lib.settings_of("sampled")
+    found = {name: value.item() for name, value in vars(settings).items()}
+    assert found.pop("min_p") == 0
+    assert found == pytest.approx(values_lib.CONSTANTS["sampled"])
+    assert values_lib.settings_of("greedy") is None
+    drafter = ngram.PromptLookup(gamma_max=3)
+    fixed, by_share, by_speed = (
+        values_lib.policy_of(name, drafter) for name in policies.POLICIES
+    )
+    assert fixed.gamma_policy is None and fixed.state is None
+    assert by_share.gamma_policy.ladder == (0, 1, 2, 3)
+    np.testing.assert_array_equal(by_speed.state.round_s, [1, 1.25, 1.5, 1.75])
+    greedy, *others = cells_lib.star(AXES)
+    assert values_lib.constants_of([greedy]) == {}
+    sampled = [cell for cell in others if cell.sampling == "sampled"]
+    assert [*values_lib.constants_of(sampled)] == ["sampled"]
 
 
 def test_plain_bits_may_not_depend_on_pages():

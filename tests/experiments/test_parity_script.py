@@ -212,7 +212,7 @@ def test_lines_of_an_earlier_version(folder, tmp_path, mismatch, key, capsys):
     old = {name: value for name, value in mismatch.items() if name != key}
     lines = write(tmp_path / "lines.jsonl", old)
     assert parity_runs.run(folder, "--mismatch", lines, prompt=False) == flags.UNUSABLE
-    message = f"line 1: a line without {key}, of an earlier version: write the dump"
+    message = f"line 1: a line without {key}, of an earlier version: write it again"
     parity_runs.pattern_found(message, capsys.readouterr().err)
 
 

@@ -1,0 +1,84 @@
+"""`experiments/exactness.py` on a tiny pair, and what comes out: shared by tests."""
+
+import json
+import pathlib
+
+import pytest
+import tiny_pair
+
+from experiments import exactness
+from experiments.support import exactness_rows as rows_lib, flags
+from spec_jax.native import build
+
+
+NUM_PROMPTS, GEN_TOKENS = 2, 12
+
+
+def write_pair(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """Folders of target and draft; skips where native kernels cannot be built."""
+    try:
+        build.load()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    return tiny_pair.write(folder)
+
+
+def models(folders) -> list[str]:
+    """The flags that name the pair."""
+    return ["--target", str(folders[0]), "--draft", str(folders[1])]
+
+
+def one_cell(folders, *more: str) -> list[str]:
+    """One cell of every axis's cheapest value; later flags win."""
+    return [
+        *models(folders),
+        *("--gen-tokens", str(GEN_TOKENS), "--prompts", str(NUM_PROMPTS)),
+        *("--impl", "native", "--dtype", "float32", "--slab", "4"),
+        *("--gamma", "2", "--page-size", "8", "--cache", "paged"),
+        *("--prefill", "rows", "--verify-path", "paged-decode"),
+        *("--draft-cache", "persistent", "--drafter", "draft-model"),
+        *("--sampling", "greedy", "--gamma-policy", "fixed", "--batch", "1"),
+        *more,
+    ]
+
+
+def rows_of(path: pathlib.Path) -> list[dict]:
+    """All rows of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of_kind(path: pathlib.Path, kind: str) -> list[dict]:
+    """The rows of one kind."""
+    return [row for row in rows_of(path) if row["kind"] == kind]
+
+
+def verify(folders, certificate: pathlib.Path, *more: str) -> int:
+    """The exit status of `--verify`."""
+    return exactness.main([*models(folders), "--verify", str(certificate), *more])
+
+
+def edited(
+    certificate: pathlib.Path, path: pathlib.Path, edit, *, signed: bool
+) -> pathlib.Path:
+    """A certificate after `edit`; `signed` as a forger would, with its own hash."""
+    content = json.loads(certificate.read_text())
+    edit(content)
+    if signed:
+        del content["sha256"]
+        content["sha256"] = rows_lib.sha256_of(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
+    """Asserts exit status 1 and one clear line, with no traceback."""
+    try:
+        status = exactness.main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    error = capsys.readouterr().err
+    assert status == flags.UNUSABLE == 1, error
+    lines = [line for line in error.splitlines() if "error:" in line]
+    assert len(lines) == 1 and "Traceback" not in error, error
+    for word in words:
+        assert word in lines[0], error
