@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import rounds, sampling
+from spec_jax import protocols, rounds, sampling
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -26,7 +26,7 @@ class DecodeState:
     limit: jax.Array  # [] int32
     done: jax.Array  # [] bool
     starved: jax.Array  # [] bool
-    cache: rounds.Cache
+    cache: protocols.Cache
     settings: sampling.SamplingSettings | None  # None: greedy
     num_steps: jax.Array  # [] int32
 
@@ -36,7 +36,7 @@ def init_state(
     *,
     length: Int[Array, ""],
     limit: Int[Array, ""],
-    cache: rounds.Cache,
+    cache: protocols.Cache,
     settings: sampling.SamplingSettings | None = None,
 ) -> DecodeState:
     """The state before the first step: `tokens[:length]` is the prompt.
@@ -56,8 +56,8 @@ def init_state(
 
 
 def run_step(
-    target: rounds.Target,
-    params: rounds.Params,
+    target: protocols.Target,
+    params: protocols.Params,
     state: DecodeState,
     *,
     stop_ids: Int[Array, " num_stop"],
@@ -89,8 +89,8 @@ def run_step(
 
 @functools.partial(jax.jit, static_argnames=("target",), donate_argnames=("state",))
 def generate(
-    target: rounds.Target,
-    params: rounds.Params,
+    target: protocols.Target,
+    params: protocols.Params,
     state: DecodeState,
     *,
     stop_ids: Int[Array, " num_stop"],
@@ -117,15 +117,15 @@ def generate(
 
 @functools.partial(jax.jit, static_argnames=("target",), donate_argnames=("cache",))
 def replay(
-    target: rounds.Target,
-    params: rounds.Params,
-    cache: rounds.Cache,
+    target: protocols.Target,
+    params: protocols.Params,
+    cache: protocols.Cache,
     *,
     tokens: Int[Array, " max_len"],
     start: Int[Array, ""],
     stop: Int[Array, ""],
     settings: sampling.SamplingSettings | None = None,
-) -> tuple[rounds.Cache, Int[Array, " max_len"]]:
+) -> tuple[protocols.Cache, Int[Array, " max_len"]]:
     """What plain decoding would choose after each prefix of a *given* text.
 
     Greedily, or as it would draw with `settings`.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import autoregressive, rounds as rounds_lib, session
+from spec_jax import autoregressive, protocols, rounds as rounds_lib, session
 from spec_jax.model import config as config_lib, params as params_lib, row_model
 
 
@@ -88,8 +88,8 @@ class Bench:
 
     def rounds(
         self,
-        drafter: rounds_lib.Drafter,
-        params: rounds_lib.Params,
+        drafter: protocols.Drafter,
+        params: protocols.Params,
         prompt: tuple[int, ...],
         *,
         gamma: int,

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import acceptance, rounds
+from spec_jax import acceptance, protocols, rounds
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class DecodeRoundState:
     """A `RoundState`, whose cache is the mirror, and what this design adds to it."""
 
     inner: rounds.RoundState
-    commit_cache: rounds.Cache
+    commit_cache: protocols.Cache
     num_commit_steps: jax.Array  # [] int32, forwards on the commit cache
     num_mirror_steps: jax.Array  # [] int32, decoding forwards on the mirror cache
     num_correction_steps: jax.Array  # [] int32, commit steps that fed a correction
@@ -42,7 +42,7 @@ class DecodeRoundState:
 
 
 def init_state(
-    inner: rounds.RoundState, *, commit_cache: rounds.Cache
+    inner: rounds.RoundState, *, commit_cache: protocols.Cache
 ) -> DecodeRoundState:
     """The state before the first round; both caches hold the prompt's K/V."""
     return DecodeRoundState(
@@ -56,10 +56,10 @@ def init_state(
 
 
 def run_round(
-    target: rounds.Target,
-    verify: rounds.Target,
-    drafter: rounds.Drafter,
-    params: tuple[rounds.Params, rounds.Params],
+    target: protocols.Target,
+    verify: protocols.Target,
+    drafter: protocols.Drafter,
+    params: tuple[protocols.Params, protocols.Params],
     state: DecodeRoundState,
     *,
     gamma: Int[Array, ""],
@@ -174,10 +174,10 @@ def _decode_rows(target, params, settings, cache, *, window, start, num_rows, gi
     donate_argnames=("state",),
 )
 def generate(
-    target: rounds.Target,
-    verify: rounds.Target,
-    drafter: rounds.Drafter,
-    params: tuple[rounds.Params, rounds.Params],
+    target: protocols.Target,
+    verify: protocols.Target,
+    drafter: protocols.Drafter,
+    params: tuple[protocols.Params, protocols.Params],
     state: DecodeRoundState,
     *,
     gamma: Int[Array, ""],

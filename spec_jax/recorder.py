@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
-from spec_jax import autoregressive, rounds
+from spec_jax import autoregressive, protocols, rounds
 from spec_jax.typing import typed
 
 
@@ -33,7 +33,7 @@ class Recording:
     `p + 1`; entries of positions that were never run are zero, or `NONE`.
     """
 
-    cache: rounds.Cache  # the wrapped target's
+    cache: protocols.Cache  # the wrapped target's
     fed: jax.Array  # [max_len] int32, the token fed at the position
     row: jax.Array  # [max_len] int32, which row of its window it was; 0 is pending
     chosen: jax.Array  # [max_len] int32, the token that the row chose
@@ -48,7 +48,7 @@ class Recording:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recorder:
-    """A `rounds.Target` that runs `target` and records every live row of it.
+    """A `protocols.Target` that runs `target` and records every live row of it.
 
     What is recorded is computed from the logits after the target is done with them,
     one row at a time in a loop of its own: its bits do not depend on how many rows
@@ -60,7 +60,7 @@ class Recorder:
       top: how many of the highest logits to keep.
     """
 
-    target: rounds.Target
+    target: protocols.Target
     window: int
     top: int = 5
 
@@ -97,7 +97,7 @@ class Recorder:
 
     def forward(
         self,
-        params: rounds.Params,
+        params: protocols.Params,
         cache: Recording,
         *,
         tokens: Int[Array, " window"],

@@ -2,8 +2,8 @@
 
 Where a draft stays if it is the target's own token, greedy or drawn with keyed noise
 (rule "sample-path"), rounds commit the text of plain decoding, whatever drafts. So that
-text alone decides which drafts stay. `TraceTarget` is a `rounds.Target` that reads its
-tokens from such a text, a trace: `rounds.generate` on it is the very loop that runs
+text alone decides which drafts stay. `TraceTarget` is a `protocols.Target` that reads
+its tokens from such a text, a trace: `rounds.generate` on it is the very loop that runs
 live, and its counters are the live ones as integers, for any drafter, gamma, policy of
 gamma and stop tokens, without one weight of the target.
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
-from spec_jax import acceptance, rounds
+from spec_jax import acceptance, protocols, rounds
 from spec_jax.gamma import policy as policy_lib
 
 
@@ -71,7 +71,7 @@ def make_trace(text: list[int], *, size: int | None = None) -> Trace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceTarget:
-    """A `rounds.Target` that reads its own tokens from a `Trace`.
+    """A `protocols.Target` that reads its own tokens from a `Trace`.
 
     It draws nothing: the tokens of a trace that was sampled are drawn already, and the
     state's `settings` stay None. A drafter that draws has settings of its own.
@@ -154,10 +154,10 @@ class TraceTarget:
 
 def begin(
     target: TraceTarget,
-    drafter: rounds.Drafter,
-    params: tuple[Trace, rounds.Params],
+    drafter: protocols.Drafter,
+    params: tuple[Trace, protocols.Params],
     cache: TraceCache,
-    memory: rounds.Memory,
+    memory: protocols.Memory,
     prompt: list[int],
     *,
     max_tokens: int,

@@ -22,20 +22,15 @@ for bit. Two other rules of acceptance keep the distribution alone, see `Rule`.
 
 import enum
 import functools
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import acceptance, sampling
+from spec_jax import acceptance, protocols, sampling
 from spec_jax.gamma import policy as policy_lib
-
-
-Params = Any
-Memory = Any
-Cache = Any
 
 
 Rule = Literal["sample-path", "rejection", "block"]
@@ -55,108 +50,6 @@ class Origin(enum.IntEnum):
     BONUS = 3  # the target's own token, after every draft was kept
 
 
-class Target(Protocol):
-    """A model whose verification rows equal its decoding rows, bit for bit.
-
-    Hashable: it is a static argument. Everything that changes is in `cache`.
-    """
-
-    def forward(
-        self,
-        params: Params,
-        cache: Cache,
-        *,
-        tokens: Int[Array, " R"],
-        start: Int[Array, ""],
-        num_live: Int[Array, ""],
-    ) -> tuple[Cache, Float[Array, "R V"]]:
-        """Runs the first `num_live` tokens at positions from `start`, and keeps their
-        K/V. Where the cache has no room, `is_starved` is true afterwards."""
-        ...
-
-    def choose(
-        self, logits: Float[Array, "R V"], num_live: Int[Array, ""]
-    ) -> Int[Array, " R"]:
-        """The token of highest logit of each live row, int32."""
-        ...
-
-    def truncate(self, cache: Cache, new_len: Int[Array, ""]) -> Cache:
-        """Forgets the K/V of positions from `new_len` on."""
-        ...
-
-    def is_starved(self, cache: Cache) -> Bool[Array, ""]:
-        """Whether the last `forward` found no room, and so meant nothing."""
-        ...
-
-
-@flax.struct.dataclass(kw_only=True)
-class Proposal:
-    """Drafted tokens; the first `num_drafted` are real."""
-
-    tokens: jax.Array  # [gamma_max] int32
-    num_drafted: jax.Array  # [] int32
-    # [gamma_max, V] float32: the distribution that each token was drawn from, filters
-    # included; None for tokens that were certain. Rule "sample-path" needs none.
-    probs: jax.Array | None = None
-
-
-class Drafter(Protocol):
-    """Proposes continuations, by functions of a memory that the loop carries.
-
-    Hashable: it is a static argument, and equal drafters share an executable. The
-    memory is a pytree of arrays, no two of which share a buffer, of shapes and dtypes
-    that never change; everything that changes is in it. `init` and `prefill` run on
-    the host, `propose` and `commit` are traced into the loop and call nothing outside
-    of it. No proposal can make the output wrong: a bad one only costs time.
-
-    A drafter with a vocabulary of its own says so by an attribute `vocab_size`, which
-    `session.check_pair` compares with the target's. `testing.check_drafter` checks
-    what is promised here.
-    """
-
-    gamma_max: int
-
-    def init(self, *, capacity: int, page_size: int) -> Memory:
-        """Allocates the empty memory of a text, outside of whatever is timed.
-
-        Args:
-          capacity: positions that the target's cache holds; a text has one token more
-            at most.
-          page_size: positions per page, for a memory that has pages.
-        """
-        ...
-
-    def prefill(self, params: Params, memory: Memory, prompt: list[int]) -> Memory:
-        """Takes in the prompt, whose last token is pending: part of what is timed.
-
-        The memory is as `init` made it, and donated. The prompt is not empty.
-        """
-        ...
-
-    def propose(
-        self,
-        params: Params,
-        memory: Memory,
-        *,
-        tokens: Int[Array, " max_len"],
-        length: Int[Array, ""],
-        gamma: Int[Array, ""],
-    ) -> tuple[Memory, Proposal]:
-        """Drafts at most `gamma` tokens to follow `tokens[:length]`.
-
-        What stands behind `length` means nothing. `gamma` may be 0, and never asks for
-        more than the target's capacity, less `length`.
-        """
-        ...
-
-    def commit(self, params: Params, memory: Memory, length: Int[Array, ""]) -> Memory:
-        """Learns that `tokens[:length]` are committed, and nothing after them.
-
-        Of the last proposal, all that the target kept or less stands there.
-        """
-        ...
-
-
 @flax.struct.dataclass(kw_only=True)
 class RoundState:
     """Everything that `generate` carries, for one sequence."""
@@ -169,8 +62,8 @@ class RoundState:
     limit: jax.Array  # [] int32, the length at which generation ends
     done: jax.Array  # [] bool
     starved: jax.Array  # [] bool, ended because the cache had no room
-    cache: Cache  # the target's
-    memory: Memory  # the drafter's
+    cache: protocols.Cache  # the target's
+    memory: protocols.Memory  # the drafter's
     # Of the target's own tokens; None: greedy, in a program that cannot draw.
     settings: sampling.SamplingSettings | None
     policy: policy_lib.State  # what a gamma policy has learnt; None without one
@@ -192,8 +85,8 @@ def init_state(
     *,
     length: Int[Array, ""],
     limit: Int[Array, ""],
-    cache: Cache,
-    memory: Memory,
+    cache: protocols.Cache,
+    memory: protocols.Memory,
     gamma_max: int,
     settings: sampling.SamplingSettings | None = None,
     policy: policy_lib.State = None,
@@ -226,9 +119,9 @@ def init_state(
 
 
 def run_round(
-    target: Target,
-    drafter: Drafter,
-    params: tuple[Params, Params],
+    target: protocols.Target,
+    drafter: protocols.Drafter,
+    params: tuple[protocols.Params, protocols.Params],
     state: RoundState,
     *,
     gamma: Int[Array, ""],
@@ -291,7 +184,7 @@ def run_round(
 
 
 def own_tokens(
-    target: Target,
+    target: protocols.Target,
     logits: Float[Array, "R V"],
     settings: sampling.SamplingSettings | None,
     *,
@@ -363,7 +256,7 @@ def _judge_by_odds(target, state, proposal, logits, *, rule):
 def commit_verdict(
     state: RoundState,
     verdict: acceptance.Verdict,
-    proposal: Proposal,
+    proposal: protocols.Proposal,
     *,
     starved: Bool[Array, ""],
     stop_ids: Int[Array, " num_stop"],
@@ -408,7 +301,7 @@ def _origins(verdict: acceptance.Verdict, num_drafted: jax.Array) -> jax.Array:
 def _count(
     state: RoundState,
     verdict: acceptance.Verdict,
-    proposal: Proposal,
+    proposal: protocols.Proposal,
     num_kept: jax.Array,
     *,
     rounds: jax.Array,
@@ -435,9 +328,9 @@ def _count(
     donate_argnames=("state",),
 )
 def generate(
-    target: Target,
-    drafter: Drafter,
-    params: tuple[Params, Params],
+    target: protocols.Target,
+    drafter: protocols.Drafter,
+    params: tuple[protocols.Params, protocols.Params],
     state: RoundState,
     *,
     gamma: Int[Array, ""],

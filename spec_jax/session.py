@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import autoregressive, rounds, sampling
+from spec_jax import autoregressive, protocols, rounds, sampling
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
 from spec_jax.paging import cache as paged
@@ -38,7 +38,7 @@ def check_gamma(gamma: int, gamma_max: int) -> None:
         raise ValueError(f"{gamma=} is outside [0, {gamma_max}]")
 
 
-def check_pair(target: row_model.RowModel, drafter: rounds.Drafter) -> None:
+def check_pair(target: row_model.RowModel, drafter: protocols.Drafter) -> None:
     """Raises `ValueError` unless the drafter can propose for the target.
 
     A drafter without a `vocab_size` repeats tokens that it was shown, and fits any.
@@ -117,10 +117,10 @@ def begin_plain(
 
 def begin(
     target: row_model.RowModel,
-    drafter: rounds.Drafter,
-    params: tuple[params_lib.Params, rounds.Params],
+    drafter: protocols.Drafter,
+    params: tuple[params_lib.Params, protocols.Params],
     kv: paged.PagedKV,
-    memory: rounds.Memory,
+    memory: protocols.Memory,
     prompt: list[int],
     *,
     max_tokens: int,

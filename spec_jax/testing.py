@@ -1,7 +1,7 @@
 """What tests need: bits compared, values against an oracle, and the drafter kit.
 
-`check_drafter` holds any drafter to what `rounds.Drafter` promises, on the tiny target
-of `bench` or on another one. Each of its clauses can be called alone.
+`check_drafter` holds any drafter to what `protocols.Drafter` promises, on the tiny
+target of `bench` or on another one. Each of its clauses can be called alone.
 """
 
 import copy
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import bench as bench_lib, rounds, session
+from spec_jax import bench as bench_lib, protocols, session
 
 
 def bits(x: jax.Array | np.ndarray) -> np.ndarray:
@@ -88,9 +88,9 @@ def assert_rows_close(actual, expected, *, dtype, reduction: int) -> None:
 
 
 def check_drafter(
-    drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench | None = None
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench | None = None
 ) -> None:
-    """Raises `AssertionError` unless the drafter keeps what `rounds.Drafter` promises.
+    """Raises `AssertionError` unless the drafter keeps all of `protocols.Drafter`.
 
     The message begins with the clause that is broken.
 
@@ -119,14 +119,14 @@ def _shapes(tree) -> Any:
     return [(x.shape, x.dtype.name, x.weak_type) for x in leaves], structure
 
 
-def _call(drafter: rounds.Drafter) -> Callable:
+def _call(drafter: protocols.Drafter) -> Callable:
     """`drafter.propose` by position: params, memory, tokens, length, gamma."""
     return lambda params, memory, tokens, length, gamma: drafter.propose(
         params, memory, tokens=tokens, length=length, gamma=gamma
     )
 
 
-def _begin(drafter, params, bench, text) -> rounds.Memory:
+def _begin(drafter, params, bench, text) -> protocols.Memory:
     return drafter.prefill(params, drafter.init(**bench.sizes), list(text))
 
 
@@ -136,7 +136,9 @@ def _buffer(bench: bench_lib.Bench, text: list[int], *, behind: int = 0) -> jax.
     return jnp.asarray(tokens)
 
 
-def check_static(drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench) -> None:
+def check_static(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
     """Hashable; memory and proposal have the same shapes and dtypes in every round."""
     clause = "static shapes"
     try:
@@ -173,7 +175,7 @@ def check_static(drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench) -
         _fail_if(not is_right, clause, why)
 
 
-def check_pure(drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench) -> None:
+def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) -> None:
     """Nothing but the arguments matters, and nothing calls back to the host."""
     memory = _begin(drafter, params, bench, bench.prompts[0])
     number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
@@ -204,7 +206,7 @@ def _same_program(first: Any, second: Any) -> bool:
     return texts[0] == texts[1]
 
 
-def _drafts(proposal: rounds.Proposal) -> list[int]:
+def _drafts(proposal: protocols.Proposal) -> list[int]:
     return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()
 
 
@@ -231,7 +233,7 @@ def _propose(drafter, params, memory, bench, text, *, gamma, behind=0):
 
 
 def check_proposals(
-    drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
 ) -> None:
     """At most gamma tokens, of the vocabulary, from the committed text alone."""
     vocab_size = bench.target.config.vocab_size
@@ -254,7 +256,9 @@ def check_proposals(
                 _fail_if(changed != drafts, "reads past the end", why)
 
 
-def check_memory(drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench) -> None:
+def check_memory(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
     """The memory is its leaves, no more, and all of them can be donated."""
     clause, number = "memory round trip", jnp.int32(1)
     for prompt in bench.prompts:
@@ -275,7 +279,7 @@ def check_memory(drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench) -
 
 
 def check_truncation(
-    drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
 ) -> None:
     """After a commit, drafts are those of a memory that never saw any other text."""
     commit = jax.jit(drafter.commit)
@@ -304,7 +308,7 @@ def check_truncation(
 class _Watched:
     """The drafter, and a note in `traces` for each time that it is traced."""
 
-    inner: rounds.Drafter
+    inner: protocols.Drafter
     traces: list = dataclasses.field(compare=False)
 
     @property
@@ -326,7 +330,7 @@ class _Watched:
 
 
 def check_lossless(
-    drafter: rounds.Drafter, params: Any, bench: bench_lib.Bench
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
 ) -> None:
     """Rounds commit the tokens of plain decoding, by one executable for all of them.
 
@@ -358,7 +362,7 @@ def check_lossless(
             _fail_if(len(traces) > known, "no retrace", why)
 
 
-CLAUSES: dict[str, Callable[[rounds.Drafter, Any, bench_lib.Bench], None]] = {
+CLAUSES: dict[str, Callable[[protocols.Drafter, Any, bench_lib.Bench], None]] = {
     "static": check_static,
     "pure": check_pure,
     "proposals": check_proposals,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import acceptance, autoregressive, rounds, session
+from spec_jax import acceptance, autoregressive, protocols, rounds, session
 from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, params as params_lib, row_model
 
@@ -65,7 +65,7 @@ class Scripted:
         truth = memory.at[at].get(mode="fill", fill_value=acceptance.PAD)
         wrong = at % (self.run + 1) == self.run
         drafts = jnp.where(wrong, (truth + 1) % 96, truth)
-        return memory, rounds.Proposal(tokens=drafts, num_drafted=gamma)
+        return memory, protocols.Proposal(tokens=drafts, num_drafted=gamma)
 
     def commit(self, params, memory, length):
         del params, length

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import decode_rounds, rounds, session, testing
+from spec_jax import decode_rounds, protocols, rounds, session, testing
 from spec_jax.model import verify_paths
 from spec_jax.paging import cache
 
@@ -20,7 +20,7 @@ FLASH = verify_paths.make("flash", decoding.TARGET)
 class Wrong:
     """A verify path that always chooses the token after the right one."""
 
-    inner: rounds.Target
+    inner: protocols.Target
 
     def forward(self, params, cache, **rows):
         return self.inner.forward(params, cache, **rows)

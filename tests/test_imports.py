@@ -14,28 +14,55 @@ ARRAYS_ONLY = {"acceptance", "sampling", "theory", "metrics"}
 
 ARROWS = {
     "typing": set(),
-    "testing": {"typing", "bench", "rounds", "session"},
-    "bench": {"typing", "model", "rounds", "autoregressive", "session"},
+    "testing": {"typing", "bench", "rounds", "protocols", "session"},
+    "bench": {"typing", "model", "rounds", "protocols", "autoregressive", "session"},
     **{name: {"typing"} for name in ARRAYS_ONLY},
     "pallas": {"typing"},
     "native": {"typing"},
     "ops": {"typing", "pallas", "native"},
     "paging": {"typing", "ops"},
     "model": {"typing", "ops", "paging"},
-    "rounds": {"typing", "acceptance", "sampling", "gamma"},
-    "autoregressive": {"typing", "acceptance", "sampling", "rounds"},
-    "decode_rounds": {"typing", "acceptance", "sampling", "rounds"},
-    "recorder": {"typing", "rounds", "autoregressive"},
-    "replay": {"typing", "acceptance", "rounds", "gamma"},
+    "protocols": {"typing"},
+    "rounds": {"typing", "protocols", "acceptance", "sampling", "gamma"},
+    "autoregressive": {"typing", "acceptance", "sampling", "rounds", "protocols"},
+    "decode_rounds": {"typing", "acceptance", "sampling", "rounds", "protocols"},
+    "recorder": {"typing", "rounds", "protocols", "autoregressive"},
+    "replay": {"typing", "acceptance", "rounds", "protocols", "gamma"},
     "conventions": {"typing", "metrics"},
     "gamma": {"typing", "theory"},
     # Looks at operations by name, wherever they run.
     "microscope": {"typing", "testing", "ops", "paging", "model"},
-    # Drafters speak the protocol of `rounds`, which knows them by what they do.
-    "drafters": {"typing", "ops", "paging", "model", "rounds", "gamma", *ARRAYS_ONLY},
-    "batch": {"typing", "ops", "paging", "model", "rounds", "gamma", "drafters"}
+    # Drafters speak the protocol of rounds, which know them by what they do.
+    "drafters": {
+        "typing",
+        "ops",
+        "paging",
+        "model",
+        "rounds",
+        "protocols",
+        "gamma",
+        *ARRAYS_ONLY,
+    },
+    "batch": {
+        "typing",
+        "ops",
+        "paging",
+        "model",
+        "rounds",
+        "protocols",
+        "gamma",
+        "drafters",
+    }
     | {"session", *ARRAYS_ONLY},
-    "session": {"typing", "ops", "paging", "model", "rounds", "autoregressive"}
+    "session": {
+        "typing",
+        "ops",
+        "paging",
+        "model",
+        "rounds",
+        "protocols",
+        "autoregressive",
+    }
     | {"drafters", "gamma", *ARRAYS_ONLY},
 }
 """What each module or folder of `spec_jax` may import, besides itself."""
@@ -156,7 +183,7 @@ def test_planted_imports_are_reported(tmp_path, fault):
     for module in ("drafters/ngram", "ops/rope", "paging/cache", "model/qwen3"):
         (package / module).parent.mkdir(parents=True, exist_ok=True)
         (package / module).with_suffix(".py").write_text("import jax\n")
-    for module in ("rounds", "session", "acceptance", "metrics"):
+    for module in ("rounds", "protocols", "session", "acceptance", "metrics"):
         (package / module).with_suffix(".py").write_text("import jax\n")
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments/records.py").write_text("import json\n")

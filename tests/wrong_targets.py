@@ -5,14 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spec_jax import rounds
+from spec_jax import protocols
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Around:
     """A target that does as another one does."""
 
-    target: rounds.Target
+    target: protocols.Target
 
     def forward(self, params, cache, *, tokens, start, num_live):
         return self.target.forward(

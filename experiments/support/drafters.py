@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spec_jax import rounds
+from spec_jax import protocols
 from spec_jax.drafters import draft_model, hybrid, ngram, oracle, suffix
 
 
-Drafting = tuple[rounds.Drafter, Any]
+Drafting = tuple[protocols.Drafter, Any]
 """A drafter, and its parameters."""
 
 

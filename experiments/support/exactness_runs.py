@@ -20,7 +20,7 @@ from experiments.support import (
     forced_drafter,
     model_pair,
 )
-from spec_jax import autoregressive, recorder, rounds, session
+from spec_jax import autoregressive, protocols, recorder, rounds, session
 from spec_jax.drafters import draft_model, oracle
 from spec_jax.paging import cache as paged, index
 
@@ -62,7 +62,7 @@ class Rounds:
     accepted: int
 
 
-Drafting = tuple[rounds.Drafter, Any]
+Drafting = tuple[protocols.Drafter, Any]
 """A drafter, and its parameters."""
 
 

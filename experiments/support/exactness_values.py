@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from experiments.support import exactness_cells as cells, policies
-from spec_jax import rounds, sampling as sampling_lib
+from spec_jax import protocols, sampling as sampling_lib
 
 
 CONSTANTS: Mapping[str, Mapping[str, float]] = {
@@ -29,7 +29,7 @@ def settings_of(sampling: str) -> sampling_lib.SamplingSettings | None:
     return sampling_lib.make_settings(**CONSTANTS[sampling])
 
 
-def policy_of(name: str, drafter: rounds.Drafter) -> policies.Chosen:
+def policy_of(name: str, drafter: protocols.Drafter) -> policies.Chosen:
     """One of `policies.POLICIES`, for all gammas that the drafter can draft.
 
     Goodput gets stated costs in the place of measured ones. A cell's gamma is data on

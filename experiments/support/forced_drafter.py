@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from spec_jax import rounds
+from spec_jax import protocols
 from spec_jax.drafters import oracle
 
 
@@ -36,30 +36,30 @@ class ForcedDrafter:
     ones: lengths and costs are those of a real run, values are not.
     """
 
-    inner: rounds.Drafter
+    inner: protocols.Drafter
     vocab_size: int
 
     @property
     def gamma_max(self) -> int:
         return self.inner.gamma_max
 
-    def init(self, *, capacity: int, page_size: int) -> rounds.Memory:
+    def init(self, *, capacity: int, page_size: int) -> protocols.Memory:
         return self.inner.init(capacity=capacity, page_size=page_size)
 
     def prefill(
-        self, params: ForcedParams, memory: rounds.Memory, prompt: list[int]
-    ) -> rounds.Memory:
+        self, params: ForcedParams, memory: protocols.Memory, prompt: list[int]
+    ) -> protocols.Memory:
         return self.inner.prefill(params.draft, memory, prompt)
 
     def propose(
         self,
         params: ForcedParams,
-        memory: rounds.Memory,
+        memory: protocols.Memory,
         *,
         tokens: Int[Array, " max_len"],
         length: Int[Array, ""],
         gamma: Int[Array, ""],
-    ) -> tuple[rounds.Memory, rounds.Proposal]:
+    ) -> tuple[protocols.Memory, protocols.Proposal]:
         """As many tokens as `inner` proposes, right where `kept` is true."""
         memory, proposal = self.inner.propose(
             params.draft, memory, tokens=tokens, length=length, gamma=gamma
@@ -75,8 +75,8 @@ class ForcedDrafter:
         return memory, proposal.replace(tokens=forced)
 
     def commit(
-        self, params: ForcedParams, memory: rounds.Memory, length: Int[Array, ""]
-    ) -> rounds.Memory:
+        self, params: ForcedParams, memory: protocols.Memory, length: Int[Array, ""]
+    ) -> protocols.Memory:
         return self.inner.commit(params.draft, memory, length)
 
 

@@ -6,7 +6,7 @@ import pathlib
 
 import spec_jax
 from experiments.support import drafters
-from spec_jax import rounds, sampling, session
+from spec_jax import protocols, sampling, session
 from spec_jax.drafters import draft_model
 from spec_jax.model import (
     load,
@@ -43,9 +43,9 @@ class ModelPair:
     """
 
     target: row_model.RowModel
-    verifier: rounds.Target | None
-    drafter: rounds.Drafter | None
-    params: tuple[params_lib.Params, rounds.Params | None]
+    verifier: protocols.Target | None
+    drafter: protocols.Drafter | None
+    params: tuple[params_lib.Params, protocols.Params | None]
     tokenizer: tokenizer.Tokenizer | None
 
 

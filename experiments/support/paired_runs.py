@@ -20,6 +20,7 @@ from spec_jax import (
     autoregressive,
     decode_rounds,
     metrics,
+    protocols,
     rounds,
     sampling as sampling_lib,
     session,
@@ -262,7 +263,7 @@ def _time(
 
 
 def count(
-    state: RoundsState, num_tokens: int, *, verifier: rounds.Target | None = None
+    state: RoundsState, num_tokens: int, *, verifier: protocols.Target | None = None
 ) -> metrics.Counters:
     """The statistics of a finished state as plain numbers.
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from experiments.support import model_pair, paired_runs, step_costs, timing
-from spec_jax import rounds, theory
+from spec_jax import protocols, theory
 
 
 PLAIN = step_costs.PLAIN
@@ -235,7 +235,7 @@ class _Walk:
         return made
 
     def _proposals(self, gamma: int, *, steps: int, stride: int = 1) -> timing.Thunk:
-        def run(memory: rounds.Memory) -> Any:
+        def run(memory: protocols.Memory) -> Any:
             return _propose_along(
                 self._drafter,
                 self._idle.params[1],
@@ -252,16 +252,16 @@ class _Walk:
 
 @functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
 def _propose_along(
-    drafter: rounds.Drafter,
-    params: rounds.Params,
-    memory: rounds.Memory,
+    drafter: protocols.Drafter,
+    params: protocols.Params,
+    memory: protocols.Memory,
     tokens: Int[Array, " max_len"],
     *,
     start: Int[Array, ""],
     gamma: Int[Array, ""],
     steps: Int[Array, ""],
     stride: Int[Array, ""],
-) -> tuple[rounds.Memory, Int[Array, ""]]:
+) -> tuple[protocols.Memory, Int[Array, ""]]:
     """Proposes `steps` times, each time `stride` committed tokens further."""
 
     def step(i, carry):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from experiments.support import model_pair, paired_runs, plan_costs, timing
-from spec_jax import rounds
+from spec_jax import protocols
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.gamma import goodput, policy, threshold
 
@@ -51,7 +51,7 @@ class Chosen:
 
 def make(
     name: str,
-    drafter: rounds.Drafter,
+    drafter: protocols.Drafter,
     *,
     gamma: int,
     round_s: Callable[[], np.ndarray],

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from experiments.support import model_pair, paired_runs, prompt_files
-from spec_jax import rounds
+from spec_jax import protocols
 
 
 SETS = ("easy", "hard", "mixed", "hostile")
@@ -139,9 +139,9 @@ def make_sets(texts: Sequence[Text]) -> dict[str, list[Text]]:
 
 @functools.partial(jax.jit, static_argnames=("drafter",))
 def _ask_at_each(
-    drafter: rounds.Drafter,
-    params: rounds.Params,
-    memory: rounds.Memory,
+    drafter: protocols.Drafter,
+    params: protocols.Params,
+    memory: protocols.Memory,
     tokens: Int[Array, " max_len"],
     *,
     start: Int[Array, ""],

@@ -7,7 +7,7 @@ second come from a table of costs: there is no target to measure.
 from collections.abc import Sequence
 
 from experiments.support import policies
-from spec_jax import rounds, theory
+from spec_jax import protocols, theory
 
 
 def check_costs(names: Sequence[str], *, has_costs: bool) -> None:
@@ -19,7 +19,7 @@ def check_costs(names: Sequence[str], *, has_costs: bool) -> None:
 
 
 def make(
-    name: str, drafter: rounds.Drafter, *, gamma: int, curve: theory.CostCurve | None
+    name: str, drafter: protocols.Drafter, *, gamma: int, curve: theory.CostCurve | None
 ) -> policies.Chosen:
     """The policy of that name for gammas up to `gamma`.
 

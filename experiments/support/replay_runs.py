@@ -15,7 +15,7 @@ from experiments.support import (
     policies,
     traces,
 )
-from spec_jax import acceptance, metrics, replay, rounds, sampling, session
+from spec_jax import acceptance, metrics, protocols, replay, rounds, sampling, session
 from spec_jax.drafters import draft_model, oracle
 from spec_jax.model import tokenizer
 from spec_jax.ops import dispatch
@@ -126,8 +126,8 @@ class Replayer:
       stop_ids: at which the rounds end.
     """
 
-    drafter: rounds.Drafter
-    params: rounds.Params
+    drafter: protocols.Drafter
+    params: protocols.Params
     slab: int
     capacity: int
     page_size: int
@@ -176,7 +176,7 @@ class Replayer:
             num_forwards=np.asarray(state.cache.num_forwards),
         )
 
-    def _params_of(self, prompt: traces.PromptTrace) -> rounds.Params:
+    def _params_of(self, prompt: traces.PromptTrace) -> protocols.Params:
         """The drafter's parameters; an oracle's are those of the prompt."""
         if not isinstance(self.drafter, oracle.Oracle):
             return self.params

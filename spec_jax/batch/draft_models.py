@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import rounds
+from spec_jax import protocols
 from spec_jax.batch import drafter as drafter_lib, rows
 from spec_jax.drafters import draft_model, hybrid, suffix
 from spec_jax.paging import cache as paged
@@ -89,7 +89,7 @@ class DraftModelBatch:
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         settings: drafter_lib.Settings,
-    ) -> tuple[paged.PagedKV, rounds.Proposal]:
+    ) -> tuple[paged.PagedKV, protocols.Proposal]:
         """Drafts `gamma[b]` tokens; fewer only where the cache has no room."""
         window = self.drafter.model.slab
         text = jnp.pad(tokens, ((0, 0), (0, window + self.gamma_max)))
@@ -131,7 +131,7 @@ class DraftModelBatch:
         drafted = jax.vmap(
             lambda row, start: jax.lax.dynamic_slice(row, (start,), (self.gamma_max,))
         )(text, length)
-        return memory, rounds.Proposal(tokens=drafted, num_drafted=known - length)
+        return memory, protocols.Proposal(tokens=drafted, num_drafted=known - length)
 
     def commit(
         self,
@@ -150,7 +150,7 @@ class DraftModelBatch:
 class _Sure:
     """What suffix statistics propose for each slot, and where they are sure."""
 
-    proposal: rounds.Proposal
+    proposal: protocols.Proposal
     is_sure: jax.Array  # [B] bool
 
 
@@ -200,7 +200,7 @@ class HybridBatch:
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         settings: drafter_lib.Settings,
-    ) -> tuple[paged.PagedKV, rounds.Proposal]:
+    ) -> tuple[paged.PagedKV, protocols.Proposal]:
         """Drafts what one of the two drafts, slot by slot."""
 
         def look_up(tokens, length, gamma):
@@ -220,7 +220,7 @@ class HybridBatch:
             settings=settings,
         )
         is_sure = found.is_sure
-        return memory, rounds.Proposal(
+        return memory, protocols.Proposal(
             tokens=jnp.where(is_sure[:, None], found.proposal.tokens, drafted.tokens),
             num_drafted=jnp.where(
                 is_sure, found.proposal.num_drafted, drafted.num_drafted

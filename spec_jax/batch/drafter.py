@@ -4,14 +4,14 @@ from typing import Protocol
 
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import rounds, sampling
+from spec_jax import protocols, sampling
 
 
 Settings = sampling.SamplingSettings | None
 
 
 class BatchDrafter(Protocol):
-    """As `rounds.Drafter`, for `[B]` texts; the memory is that of all slots.
+    """As `protocols.Drafter`, for `[B]` texts; the memory is that of all slots.
 
     A slot that is asked for nothing, gamma 0, costs nothing where that is possible. A
     proposal's fields have a leading axis of slots.
@@ -22,18 +22,18 @@ class BatchDrafter(Protocol):
 
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> rounds.Memory:
-        """The empty memory of all slots, of texts as long as `rounds.Drafter` says."""
+    ) -> protocols.Memory:
+        """The empty memory of all slots; sizes as in `protocols.Drafter`."""
         ...
 
     def prefill(
         self,
-        params: rounds.Params,
-        memory: rounds.Memory,
+        params: protocols.Params,
+        memory: protocols.Memory,
         prompt: list[int],
         *,
         slot: int,
-    ) -> rounds.Memory:
+    ) -> protocols.Memory:
         """Takes a prompt into a slot that is empty or was released. Donates `memory`.
 
         A slot is released by a `commit` of length 1, which forgets all of it.
@@ -42,14 +42,14 @@ class BatchDrafter(Protocol):
 
     def propose(
         self,
-        params: rounds.Params,
-        memory: rounds.Memory,
+        params: protocols.Params,
+        memory: protocols.Memory,
         *,
         tokens: Int[Array, "B max_len"],
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         settings: Settings,
-    ) -> tuple[rounds.Memory, rounds.Proposal]:
+    ) -> tuple[protocols.Memory, protocols.Proposal]:
         """Drafts at most `gamma[b]` tokens for slot `b`.
 
         `settings`, with leaves `[B]`, are those of the target's draws.
@@ -58,11 +58,11 @@ class BatchDrafter(Protocol):
 
     def commit(
         self,
-        params: rounds.Params,
-        memory: rounds.Memory,
+        params: protocols.Params,
+        memory: protocols.Memory,
         length: Int[Array, " B"],
         *,
         asked: Bool[Array, " B"],
-    ) -> rounds.Memory:
+    ) -> protocols.Memory:
         """Learns what is committed in the slots that are asked."""
         ...

@@ -1,11 +1,11 @@
 """The form for several slots of each drafter that has one."""
 
-from spec_jax import rounds
+from spec_jax import protocols
 from spec_jax.batch import draft_models, drafter as drafter_lib, lookups
 from spec_jax.drafters import draft_model, hybrid, ngram, oracle, suffix
 
 
-def of(drafter: rounds.Drafter, num_slots: int) -> drafter_lib.BatchDrafter:
+def of(drafter: protocols.Drafter, num_slots: int) -> drafter_lib.BatchDrafter:
     """The drafter for so many slots.
 
     Raises:

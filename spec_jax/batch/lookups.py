@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import rounds
+from spec_jax import protocols
 from spec_jax.batch import drafter as drafter_lib
 from spec_jax.drafters import oracle
 
@@ -16,7 +16,7 @@ from spec_jax.drafters import oracle
 class EachSlot:
     """A drafter without memory, which looks up in each text by itself."""
 
-    drafter: rounds.Drafter
+    drafter: protocols.Drafter
     num_slots: int
 
     @property
@@ -47,7 +47,12 @@ class EachSlot:
         return ()
 
     def prefill(
-        self, params: rounds.Params, memory: tuple[()], prompt: list[int], *, slot: int
+        self,
+        params: protocols.Params,
+        memory: tuple[()],
+        prompt: list[int],
+        *,
+        slot: int,
     ) -> tuple[()]:
         """Nothing: the prompt is in the text."""
         del params, prompt, slot
@@ -55,14 +60,14 @@ class EachSlot:
 
     def propose(
         self,
-        params: rounds.Params,
+        params: protocols.Params,
         memory: tuple[()],
         *,
         tokens: Int[Array, "B max_len"],
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         settings: drafter_lib.Settings,
-    ) -> tuple[tuple[()], rounds.Proposal]:
+    ) -> tuple[tuple[()], protocols.Proposal]:
         """What the drafter proposes for each text."""
         del settings
 
@@ -75,7 +80,7 @@ class EachSlot:
 
     def commit(
         self,
-        params: rounds.Params,
+        params: protocols.Params,
         memory: tuple[()],
         length: Int[Array, " B"],
         *,
@@ -140,14 +145,14 @@ class OracleBatch:
 
     def propose(
         self,
-        params: rounds.Params,
+        params: protocols.Params,
         memory: oracle.Trace,
         *,
         tokens: Int[Array, "B max_len"],
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         settings: drafter_lib.Settings,
-    ) -> tuple[oracle.Trace, rounds.Proposal]:
+    ) -> tuple[oracle.Trace, protocols.Proposal]:
         """Drafts from each slot's trace."""
         del params, settings
 
@@ -160,7 +165,7 @@ class OracleBatch:
 
     def commit(
         self,
-        params: rounds.Params,
+        params: protocols.Params,
         memory: oracle.Trace,
         length: Int[Array, " B"],
         *,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import rounds, sampling, session
+from spec_jax import protocols, rounds, sampling, session
 from spec_jax.batch import drafter as drafter_lib, rounds as batch_rounds, rows
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import index
@@ -37,7 +37,7 @@ class Request:
     max_tokens: int
     gamma: int | None = None
     settings: sampling.SamplingSettings | None = None
-    draft_params: rounds.Params = None
+    draft_params: protocols.Params = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Batch:
 
     target: rows.RowBatch
     drafter: drafter_lib.BatchDrafter
-    params: tuple[rounds.Params, rounds.Params]
+    params: tuple[protocols.Params, protocols.Params]
     capacity: int
     page_size: int
     num_pages: int | None = None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import acceptance, rounds
+from spec_jax import acceptance, protocols, rounds
 from spec_jax.batch import drafter as drafter_lib, rows
 from spec_jax.gamma import policy as policy_lib
 
@@ -26,14 +26,14 @@ class BatchState:
     # Each slot's state, leaves `[B, ...]`: without cache and memory, which are shared.
     slots: rounds.RoundState
     gamma: jax.Array  # [B] int32, the most that each slot drafts
-    cache: rounds.Cache  # of all slots
-    memory: rounds.Memory  # of all slots
+    cache: protocols.Cache  # of all slots
+    memory: protocols.Memory  # of all slots
 
 
 def run_round(
     target: rows.RowBatch,
     drafter: drafter_lib.BatchDrafter,
-    params: tuple[rounds.Params, rounds.Params],
+    params: tuple[protocols.Params, protocols.Params],
     state: BatchState,
     *,
     stop_ids: Int[Array, " num_stop"],
@@ -117,7 +117,7 @@ def _against(mask: jax.Array, leaf: jax.Array) -> jax.Array:
 def generate(
     target: rows.RowBatch,
     drafter: drafter_lib.BatchDrafter,
-    params: tuple[rounds.Params, rounds.Params],
+    params: tuple[protocols.Params, protocols.Params],
     state: BatchState,
     *,
     stop_ids: Int[Array, " num_stop"],

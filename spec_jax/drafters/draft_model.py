@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import rounds, sampling
+from spec_jax import protocols, sampling
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
 from spec_jax.paging import cache as paged
@@ -128,7 +128,7 @@ class DraftModel:
         tokens: Int[Array, " max_len"],
         length: Int[Array, ""],
         gamma: Int[Array, ""],
-    ) -> tuple[paged.PagedKV, rounds.Proposal]:
+    ) -> tuple[paged.PagedKV, protocols.Proposal]:
         """Drafts `gamma` tokens; fewer where the draft cache has no room, or where
         the draft is not confident."""
         slab = self.model.slab
@@ -183,7 +183,7 @@ class DraftModel:
         memory, text, known, probs, _ = jax.lax.while_loop(
             keep_going, step, (memory, text, length, probs, jnp.bool_(True))
         )
-        return memory, rounds.Proposal(
+        return memory, protocols.Proposal(
             tokens=jax.lax.dynamic_slice_in_dim(text, length, self.gamma_max),
             num_drafted=known - length,
             probs=probs,

@@ -11,7 +11,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import rounds
+from spec_jax import protocols
 from spec_jax.drafters import draft_model, suffix
 from spec_jax.paging import cache as paged
 
@@ -82,7 +82,7 @@ class Hybrid:
         tokens: Int[Array, " max_len"],
         length: Int[Array, ""],
         gamma: Int[Array, ""],
-    ) -> tuple[paged.PagedKV, rounds.Proposal]:
+    ) -> tuple[paged.PagedKV, protocols.Proposal]:
         """Drafts what one of the two drafts."""
         found = self.suffix.look_up(
             params.corpus, tokens=tokens, length=length, gamma=gamma
@@ -97,7 +97,7 @@ class Hybrid:
             length=length,
             gamma=jnp.where(is_sure, 0, gamma),
         )
-        return memory, rounds.Proposal(
+        return memory, protocols.Proposal(
             tokens=jnp.where(is_sure, found.proposal.tokens, drafted.tokens),
             num_drafted=jnp.where(
                 is_sure, found.proposal.num_drafted, drafted.num_drafted

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import rounds
+from spec_jax import protocols
 from spec_jax.drafters import suffix_match
 
 
@@ -63,7 +63,7 @@ class PromptLookup:
         tokens: Int[Array, " max_len"],
         length: Int[Array, ""],
         gamma: Int[Array, ""],
-    ) -> tuple[tuple[()], rounds.Proposal]:
+    ) -> tuple[tuple[()], protocols.Proposal]:
         """Drafts what stands behind the match: fewer than `gamma` near the end."""
         del params
         suffix = suffix_match.suffix_of(tokens, length, self.n_max)
@@ -74,7 +74,7 @@ class PromptLookup:
         start = jnp.argmax(matched)  # the first of the longest
         num_known = jnp.where(matched[start] > 0, length - start, 0)
         behind = jnp.pad(tokens, (0, self.gamma_max))
-        return memory, rounds.Proposal(
+        return memory, protocols.Proposal(
             tokens=jax.lax.dynamic_slice_in_dim(behind, start, self.gamma_max),
             num_drafted=jnp.minimum(gamma, num_known).astype(jnp.int32),
         )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import rounds
+from spec_jax import protocols
 from spec_jax.typing import typed
 
 
@@ -103,11 +103,11 @@ class Oracle:
         tokens: Int[Array, " max_len"],
         length: Int[Array, ""],
         gamma: Int[Array, ""],
-    ) -> tuple[tuple[()], rounds.Proposal]:
+    ) -> tuple[tuple[()], protocols.Proposal]:
         """Drafts `gamma` tokens, or fewer at the end of the trace."""
         del tokens
         (size,) = params.tokens.shape
-        return memory, rounds.Proposal(
+        return memory, protocols.Proposal(
             tokens=drafts_at(
                 params.tokens,
                 params.is_right,

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import rounds
+from spec_jax import protocols
 from spec_jax.drafters import suffix_match
 
 
@@ -48,7 +48,7 @@ class Corpus:
 class Lookup:
     """A proposal, and what may be hoped of it."""
 
-    proposal: rounds.Proposal
+    proposal: protocols.Proposal
     score: jax.Array  # [] float32, tokens expected to be kept
 
 
@@ -139,7 +139,7 @@ class SuffixDecoding:
         tokens: Int[Array, " max_len"],
         length: Int[Array, ""],
         gamma: Int[Array, ""],
-    ) -> tuple[tuple[()], rounds.Proposal]:
+    ) -> tuple[tuple[()], protocols.Proposal]:
         """Drafts what `look_up` finds: often fewer than `gamma` tokens, or none."""
         found = self.look_up(params, tokens=tokens, length=length, gamma=gamma)
         return memory, found.proposal
@@ -248,7 +248,7 @@ class SuffixDecoding:
         offsets = jnp.arange(self.gamma_max, dtype=jnp.int32)
         _, (drafts, probabilities, is_drafted) = jax.lax.scan(step, start, offsets)
         return Lookup(
-            proposal=rounds.Proposal(
+            proposal=protocols.Proposal(
                 tokens=drafts, num_drafted=jnp.sum(is_drafted.astype(jnp.int32))
             ),
             score=jnp.sum(jnp.where(is_drafted, probabilities, 0)),

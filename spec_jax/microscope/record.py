@@ -57,7 +57,7 @@ class Path:
 
     @property
     def target(self):
-        """The `rounds.Target` that runs it where nobody looks."""
+        """The `protocols.Target` that runs it where nobody looks."""
         if self.name == DECODE:
             return self.model
         return verify_paths.make(self.name, self.model)
@@ -195,7 +195,7 @@ def run(
     start: Int[Array, ""],
     num_live: Int[Array, ""],
 ) -> tuple[cache.PagedKV, Float[Array, "rows V"]]:
-    """The path as it runs where nobody looks, see `rounds.Target.forward`."""
+    """The path as it runs where nobody looks, see `protocols.Target.forward`."""
     return path.target.forward(
         params, kv, tokens=tokens, start=start, num_live=num_live
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import bench, rounds, session, testing
+from spec_jax import bench, protocols, session, testing
 from spec_jax.model import row_model
 
 
@@ -47,7 +47,7 @@ class Echo:
     def propose(self, params, memory, *, tokens, length, gamma):
         del params
         drafts, num_drafted = self.drafts(memory, tokens, length, gamma)
-        return memory, rounds.Proposal(tokens=drafts, num_drafted=num_drafted)
+        return memory, protocols.Proposal(tokens=drafts, num_drafted=num_drafted)
 
     def commit(self, params, memory, length):
         del params

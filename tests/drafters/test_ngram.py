@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_jax import acceptance, rounds, testing
+from spec_jax import acceptance, protocols, testing
 from spec_jax.drafters import ngram
 
 
@@ -27,7 +27,7 @@ def lookup(text, *, n_max, n_min, gamma) -> list[int]:
 
 
 @functools.partial(jax.jit, static_argnames="drafter")
-def propose(drafter, tokens, length, gamma) -> rounds.Proposal:
+def propose(drafter, tokens, length, gamma) -> protocols.Proposal:
     return drafter.propose(None, (), tokens=tokens, length=length, gamma=gamma)[1]
 
 
@@ -84,7 +84,7 @@ class Latest(ngram.PromptLookup):
         behind = jnp.pad(tokens, (0, self.gamma_max))
         known = jnp.where(jnp.any(matched), jnp.minimum(gamma, length - start), 0)
         drafts = jax.lax.dynamic_slice_in_dim(behind, start, self.gamma_max)
-        return memory, rounds.Proposal(tokens=drafts, num_drafted=known)
+        return memory, protocols.Proposal(tokens=drafts, num_drafted=known)
 
 
 def test_another_occurrence_is_caught():

@@ -19,7 +19,7 @@ from experiments.support import (
     prompt_runs,
     timing,
 )
-from spec_jax import rounds, theory
+from spec_jax import protocols, theory
 
 
 GAMMA, GEN_TOKENS, PAGE_SIZE = 2, 8, 16
@@ -84,7 +84,7 @@ class Listing:
         del params, tokens
         asked, committed = memory
         drafts = jnp.full((self.gamma_max,), 5, jnp.int32)
-        return (asked.at[length].set(gamma), committed), rounds.Proposal(
+        return (asked.at[length].set(gamma), committed), protocols.Proposal(
             tokens=drafts, num_drafted=gamma
         )
 
