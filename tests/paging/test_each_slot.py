@@ -1,0 +1,268 @@
+"""Operations on all slots at once are the single ones, slot by slot, in all books."""
+
+import collections
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from spec_jax import testing
+from spec_jax.paging import allocator, cache, static
+
+
+SLOTS, PAGES, PAGE_SIZE, WIDTH = 4, 9, 4, 4
+CLOSED = 3  # a slot that nobody opened
+LARGEST = 2**31 - 1
+
+EACH = {
+    "reserve": allocator.reserve_each,
+    "extend": allocator.extend_each,
+    "truncate": allocator.truncate_each,
+}
+RELATIVE = {"grow": ("extend", 1), "roll back": ("truncate", -1)}
+SINGLE = {
+    "reserve": allocator.reserve,
+    "extend": allocator.extend,
+    "truncate": allocator.truncate,
+}
+
+
+def make(kind: str) -> cache.PagedKV:
+    """An empty cache of one tiny layer, all slots but the last open."""
+    sizes = {
+        "num_layers": 1,
+        "num_slots": SLOTS,
+        "page_size": PAGE_SIZE,
+        "pages_per_slot": WIDTH,
+        "num_kv_heads": 1,
+        "head_dim": 1,
+        "dtype": "float32",
+    }
+    kv = (
+        static.init(**sizes)
+        if kind == "static"
+        else cache.init(num_pages=PAGES, **sizes)
+    )
+    for slot in range(SLOTS):
+        if slot != CLOSED:
+            kv = allocator.register(kv, slot)
+    return kv
+
+
+def one_by_one(name, kv, numbers, asked, *, order=range(SLOTS)):
+    """The single operation on each slot that is asked."""
+    for slot in order:
+        kv = jax.lax.cond(
+            asked[slot],
+            lambda kv, slot=slot: SINGLE[name](kv, jnp.int32(slot), numbers[slot]),
+            lambda kv: kv,
+            kv,
+        )
+    return kv
+
+
+@functools.cache
+def _singly(name):
+    return jax.jit(functools.partial(one_by_one, name))
+
+
+@functools.cache
+def _at_once(operation):
+    return jax.jit(lambda kv, numbers, asked: operation(kv, numbers, asked=asked))
+
+
+def run(kind, steps, faults=None) -> collections.Counter:
+    """Raises unless each step does to the cache what the single operations do.
+
+    Args:
+      steps: name, a number for each slot and whether it is asked. Those of "grow" and
+        "roll back" say how far from its length.
+      faults: operations in place of those of the allocator.
+
+    Returns:
+      How often each operation was done, refused and starved in a slot.
+    """
+    check = static.check_integrity if kind == "static" else cache.check_integrity
+    outcomes, kv = collections.Counter(), make(kind)
+    operations = EACH | (faults or {})
+    for name, numbers, asked in steps:
+        numbers, asked = np.asarray(numbers, np.int32), np.asarray(asked)
+        if name in RELATIVE:
+            name, sign = RELATIVE[name]
+            numbers = np.asarray(kv.length) + sign * (numbers % 6 - 1)
+        kv = kv.replace(refused=jnp.zeros_like(kv.refused))
+        expected = _singly(name)(kv, numbers, asked)
+        found = _at_once(operations[name])(kv, numbers, asked)
+        testing.assert_same_bits(found, expected, what=name)
+        check(found)
+        _check_others(kv, found, asked)
+        starved, refused = np.asarray(found.out_of_pages), np.asarray(found.refused)
+        for slot in np.flatnonzero(asked):
+            outcome = "refused" if refused[slot] else "done"
+            if name == "reserve" and starved[slot] and not refused[slot]:
+                outcome = "starved"
+            outcomes[name, outcome] += 1
+        kv = found
+    return outcomes
+
+
+def _check_others(before, after, asked) -> None:
+    """Slots that were not asked, and those that were refused, are as they were."""
+    for name in ("page_table", "num_owned", "length", "registered", "out_of_pages"):
+        still = ~asked | np.asarray(after.refused)
+        old, new = (np.asarray(getattr(kv, name))[still] for kv in (before, after))
+        np.testing.assert_array_equal(new, old, err_msg=name)
+    assert not np.asarray(after.refused)[~asked].any()
+
+
+def steps_strategy():
+    """Mostly sensible numbers, and some that no slot can take."""
+    number = st.one_of(
+        st.integers(0, WIDTH * PAGE_SIZE),
+        st.integers(0, WIDTH * PAGE_SIZE),
+        st.sampled_from([-1, WIDTH * PAGE_SIZE + 1, LARGEST]),
+    )
+    step = st.tuples(
+        st.sampled_from([*EACH, *["reserve", "grow", "roll back"] * 2]),
+        st.lists(number, min_size=SLOTS, max_size=SLOTS),
+        st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS),
+    )
+    return st.lists(step, min_size=12, max_size=12)
+
+
+@pytest.mark.parametrize("kind", ["paged", "static"])
+def test_random_walks(kind):
+    """Fails if a page is lost, a slot is served out of turn, or a flag is another."""
+    outcomes = collections.Counter()
+
+    @hypothesis.settings(
+        max_examples=40,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(steps_strategy())
+    def walk(steps):
+        outcomes.update(run(kind, steps))
+
+    walk()
+    for name in EACH:
+        assert outcomes[name, "done"] >= 20, outcomes
+        assert outcomes[name, "refused"] >= 20, outcomes
+    assert outcomes["reserve", "starved"] >= 20, outcomes
+
+
+EVERY = [True, True, True, False]
+FIXED = (
+    ("reserve", [5, 9, 1, 0], EVERY),
+    ("extend", [5, 9, 3, 0], EVERY),
+    # Five pages are wanted and three are free: the first and the last slot get theirs.
+    ("reserve", [9, 16, 8, 0], [True, False, True, False]),
+    ("truncate", [4, 2, 1, 0], [True, True, False, False]),
+    # More than there are, for the slot in the middle alone.
+    ("reserve", [12, 16, 9, 0], EVERY),
+    ("reserve", [16, 16, 16, 0], EVERY),
+    ("truncate", [0, 0, 0, 0], [False, True, True, True]),
+    ("extend", [12, -1, 40, 0], EVERY),
+    ("reserve", [1, 1, 1, 1], [True] * 4),
+)
+
+
+@pytest.mark.parametrize("kind", ["paged", "static"])
+def test_a_fixed_walk(kind):
+    """The walk that the planted faults below must break is itself in order."""
+    outcomes = run(kind, FIXED)
+    assert outcomes["extend", "refused"] == 2
+    assert outcomes["reserve", "starved"] == (3 if kind == "paged" else 0)
+
+
+def _last_slot_first(kv, numbers, *, asked):
+    return one_by_one("reserve", kv, numbers, asked, order=reversed(range(SLOTS)))
+
+
+def _whoever_is_there(name):
+    return lambda kv, numbers, *, asked: EACH[name](
+        kv, numbers, asked=jnp.ones_like(asked)
+    )
+
+
+def _of_the_neighbour(name):
+    return lambda kv, numbers, *, asked: EACH[name](
+        kv, jnp.roll(numbers, 1), asked=asked
+    )
+
+
+def _some_of_the_pages(kv, numbers, *, asked):
+    """Takes what there is where there is too little."""
+    most = (kv.num_owned + kv.num_free) * PAGE_SIZE
+    return allocator.reserve_each(kv, jnp.minimum(numbers, most), asked=asked)
+
+
+def _keeps_its_pages(kv, numbers, *, asked):
+    shorter = allocator.truncate_each(kv, numbers, asked=asked)
+    return kv.replace(length=shorter.length, refused=shorter.refused)
+
+
+def _refuses_all(kv, numbers, *, asked):
+    done = allocator.extend_each(kv, numbers, asked=asked)
+    refused = jnp.broadcast_to(jnp.any(done.refused), done.refused.shape)
+    return done.replace(refused=refused)
+
+
+def _forgets_the_flag(kv, numbers, *, asked):
+    done = allocator.reserve_each(kv, numbers, asked=asked)
+    return done.replace(out_of_pages=kv.out_of_pages)
+
+
+FAULTS = {
+    "served from behind": ("reserve", _last_slot_first),
+    "takes some of the pages": ("reserve", _some_of_the_pages),
+    "starving is not flagged": ("reserve", _forgets_the_flag),
+    "reserves for all": ("reserve", _whoever_is_there("reserve")),
+    "extends all": ("extend", _whoever_is_there("extend")),
+    "truncates all": ("truncate", _whoever_is_there("truncate")),
+    "the neighbour's length": ("extend", _of_the_neighbour("extend")),
+    "cut as the neighbour": ("truncate", _of_the_neighbour("truncate")),
+    "cut without giving back": ("truncate", _keeps_its_pages),
+    "one refusal is everybody's": ("extend", _refuses_all),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault):
+    """Negative control of both walks."""
+    name, operation = FAULTS[fault]
+    with pytest.raises((AssertionError, ValueError)):
+        run("paged", FIXED, faults={name: operation})
+
+
+def test_a_slot_that_starves_leaves_its_pages_to_those_behind_it():
+    """By hand: two pages free, three wanted by slot 0, one by slot 1, one by slot 2."""
+    kv = make("paged")  # slots 0, 1, 2 hold a page each
+    kv = allocator.reserve_each(
+        kv, jnp.array([16, 5, 0, 0]), asked=jnp.array([True, True, False, False])
+    )
+    assert kv.num_owned.tolist() == [4, 2, 1, 0]
+    kv = allocator.reserve_each(
+        kv, jnp.array([16, 16, 5, 0]), asked=jnp.array([True, True, True, False])
+    )
+    assert kv.num_owned.tolist() == [4, 4, 1, 0]
+    assert kv.out_of_pages.tolist() == [False, False, True, False]
+    kv = allocator.truncate_each(
+        kv, jnp.zeros((4,), jnp.int32), asked=jnp.array([True, False, False, False])
+    )
+    kv = allocator.truncate_each(
+        kv, jnp.zeros((4,), jnp.int32), asked=jnp.array([False, True, False, False])
+    )
+    kv = allocator.reserve_each(
+        kv, jnp.array([9, 16, 16, 0]), asked=jnp.array([True, True, True, False])
+    )
+    # Six were free. Slot 0 took two of them and slot 1 three; slot 2 wanted three.
+    assert kv.num_owned.tolist() == [3, 4, 1, 0]
+    assert kv.out_of_pages.tolist() == [False, False, True, False]
+    assert int(kv.num_free) == 1
