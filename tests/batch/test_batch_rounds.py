@@ -60,7 +60,7 @@ def test_each_slot_is_what_it_is_alone(name):
     ("name", "impl", "cache"),
     [
         ("draft-model", "native", "static"),
-        ("ngram", "xla", "paged"),
+        pytest.param("ngram", "xla", "paged", marks=pytest.mark.slow),
         pytest.param("draft-model", "xla", "paged", marks=pytest.mark.slow),
     ],
 )

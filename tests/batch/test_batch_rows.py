@@ -190,12 +190,13 @@ def test_slots_are_what_they_are_alone(kind, rng):
     assert most > 3 * scene.model.slab
 
 
-def test_native_rows_of_several_tiles(rng, monkeypatch):
+def test_native_rows_of_several_tiles(rng):
     """Fails if a native tile that is not the first finds other rows or other K/V."""
     batch_cases.skip_without("native")
     scene = make_scene("native-float32")
-    monkeypatch.setattr(rows, "NATIVE_TILE", 3)
-    walk(scene, anew(scene).together, rng)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "NATIVE_TILE", 3)
+        walk(scene, anew(scene).together, rng)
 
 
 def _neighbours_position(real):

@@ -43,6 +43,24 @@ def assert_alone(case, finished, numbers=ALL) -> None:
         assert one.tokens == text.tolist()
 
 
+def with_free_pages(state, num_free):
+    """The state, with so many pages free: somebody else holds the rest."""
+    replaced = {
+        name: getattr(state, name).replace(num_free=jnp.int32(num_free))
+        for name in ("cache", "memory")
+    }
+    return state.replace(**replaced)
+
+
+def tight():
+    """A queue of `TIGHT` pages, and the state that it begins with.
+
+    The pages of others, held back: the executable is that of all pages.
+    """
+    state = with_free_pages(CASE.batch().empty(draws=True), TIGHT - SLOTS)
+    return CASE.batch(num_pages=TIGHT), state
+
+
 @contextlib.contextmanager
 def admissions():
     """Notes, of each admission, the slots in which others were running."""
@@ -127,9 +145,9 @@ def test_refilling_compiles_nothing():
 
 def test_requests_wait_for_pages():
     """Fails if too few pages starve a slot, change a token, or block for ever."""
-    batch = CASE.batch(num_pages=TIGHT)
+    batch, state = tight()
     with admissions() as running:
-        finished = finish(CASE, batch=batch)
+        finished = finish(CASE, batch=batch, state=state)
     assert_alone(CASE, finished)
     # Some have nobody beside them, and some do.
     assert [] in running[1:]
@@ -138,22 +156,19 @@ def test_requests_wait_for_pages():
 
 def test_pages_of_all_that_ended_are_free_again():
     """Two end in the same round; the next takes the slot of one and both's pages."""
-    numbers = (3, 3, 2)
-    batch = CASE.batch(num_pages=TIGHT)
-    assert_alone(CASE, finish(CASE, numbers, batch=batch), numbers)
+    numbers = (6, 6, 2)
+    batch, state = tight()
+    assert_alone(CASE, finish(CASE, numbers, batch=batch, state=state), numbers)
 
 
 def test_a_slot_that_starves():
     """What was finished is yielded first; then the error says where it was."""
     batch = CASE.batch()
-    state = batch.empty(draws=True)
     # Four pages are left, for a request of one page and one of six.
-    few = state.cache.replace(num_free=jnp.int32(4))
+    state = with_free_pages(batch.empty(draws=True), 4)
     finished = []
     with pytest.raises(MemoryError, match=r"in slots \[1\]: . of 24 pages of 8 tokens"):
-        for one in batch.run(
-            [CASE.request(3), CASE.request(2)], state=state.replace(cache=few)
-        ):
+        for one in batch.run([CASE.request(3), CASE.request(2)], state=state):
             finished.append(one)
     assert [one.number for one in finished] == [0]
     assert_alone(CASE, finished, (3,))
@@ -231,7 +246,7 @@ def test_a_request_that_no_slot_can_ever_take():
         match="20 \\+ 60 tokens needs 6 pages of 8, and there are 8, of which empty "
         "slots have 3",
     ):
-        next(batch.run([CASE.request(2)]))
+        batch.check(CASE.request(2))
     CASE.batch(num_pages=TIGHT).check(CASE.request(2))
 
 

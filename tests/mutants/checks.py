@@ -14,17 +14,19 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import batch_checks
 import numpy as np
 import pytest
 
 from spec_jax import session
+from spec_jax.batch import queue
 from spec_jax.native import build
 from spec_jax.ops import dispatch
 from spec_jax.paging import allocator, cache
 
 
 TESTS = pathlib.Path(__file__).parents[1]
-FOLDERS = (".", "drafters", "model", "ops", "paging", "native", "pallas")
+FOLDERS = (".", "drafters", "model", "ops", "paging", "native", "pallas", "batch")
 # As pytest does it when it collects them.
 sys.path += [
     str(TESTS / folder) for folder in FOLDERS if str(TESTS / folder) not in sys.path
@@ -39,7 +41,10 @@ import test_rows  # noqa: E402
 
 REPORTERS = frozenset(
     reporter.__code__
-    for reporter in (allocator.check, cache.check_integrity, session.check_state)
+    for reporter in (
+        *(allocator.check, cache.check_integrity, queue._check_pages),
+        *(session.check_state, session.check_refused),
+    )
 )
 """Functions whose errors say what is wrong; other errors than theirs are crashes."""
 
@@ -360,4 +365,14 @@ KERNEL_CHECKS = {
     ),
 }
 
-CHECKS: dict[str, Check] = {**ROUND_CHECKS, **PAGING_CHECKS, **KERNEL_CHECKS}
+BATCH_CHECKS = {
+    name: _check(module, test, **arguments)
+    for name, (module, test, arguments) in batch_checks.TESTS.items()
+}
+
+CHECKS: dict[str, Check] = {
+    **ROUND_CHECKS,
+    **PAGING_CHECKS,
+    **KERNEL_CHECKS,
+    **BATCH_CHECKS,
+}

@@ -10,6 +10,7 @@ all caught, 1 a mutant survived.
 import pathlib
 import sys
 
+import batch_mutants
 import checks
 import jax
 import kernel_mutants
@@ -24,6 +25,7 @@ GROUPS = {
     "Rounds": round_mutants.MUTANTS,
     "Pages": paging_mutants.MUTANTS,
     "Rows and kernels": kernel_mutants.MUTANTS,
+    "Batches": batch_mutants.MUTANTS,
 }
 HEADER = "| fault | planted in | caught by |\n| --- | --- | --- |\n"
 INTRODUCTION = """# Mutants

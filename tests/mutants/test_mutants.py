@@ -41,6 +41,7 @@ def test_there_are_enough_of_them_everywhere():
         *("drafters.draft_model", "paging.allocator", "paging.cache", "paging.index"),
         *("model.qwen3", "model.row_model", "native.calls"),
         *("pallas.skinny_gemm_triton", "pallas.argmax_triton"),
+        *("batch.rows", "batch.rounds", "batch.draft_models", "batch.queue"),
         *("ops.paged_attention", "ops.projection", "ops.argmax", "ops.page_write"),
     ):
         assert f"spec_jax.{part}" in modules, part

@@ -160,14 +160,16 @@ def test_random_walks(kind):
 EVERY = [True, True, True, False]
 FIXED = (
     ("reserve", [5, 9, 1, 0], EVERY),
-    ("extend", [5, 9, 3, 0], EVERY),
-    # Five pages are wanted and three are free: the first and the last slot get theirs.
+    ("extend", [5, 9, 3, 0], [True, True, False, False]),
+    ("extend", [7, 10, 3, 0], [False, False, True, False]),
     ("reserve", [9, 16, 8, 0], [True, False, True, False]),
-    ("truncate", [4, 2, 1, 0], [True, True, False, False]),
-    # More than there are, for the slot in the middle alone.
-    ("reserve", [12, 16, 9, 0], EVERY),
+    ("truncate", [4, 2, 1, 0], [False, True, False, False]),
+    # Three pages are free, one, three and one are wanted: none for the second slot.
+    ("reserve", [16, 16, 9, 0], EVERY),
     ("reserve", [16, 16, 16, 0], EVERY),
     ("truncate", [0, 0, 0, 0], [False, True, True, True]),
+    # What it has is enough: it starves no more.
+    ("reserve", [16, 4, 9, 0], [False, True, False, False]),
     ("extend", [12, -1, 40, 0], EVERY),
     ("reserve", [1, 1, 1, 1], [True] * 4),
 )
@@ -178,7 +180,7 @@ def test_a_fixed_walk(kind):
     """The walk that the planted faults below must break is itself in order."""
     outcomes = run(kind, FIXED)
     assert outcomes["extend", "refused"] == 2
-    assert outcomes["reserve", "starved"] == (3 if kind == "paged" else 0)
+    assert outcomes["reserve", "starved"] == (2 if kind == "paged" else 0)
 
 
 def _last_slot_first(kv, numbers, *, asked):
