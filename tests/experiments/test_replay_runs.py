@@ -126,6 +126,7 @@ def test_replayed_counters_are_live_counters(name, recorded, folders):
         assert total.accepted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["threshold", "goodput"])
 def test_replayed_policies_choose_what_live_ones_choose(policy, recorded, folders):
     """Fails if adaptive rounds learn other counts on a trace."""

@@ -161,6 +161,7 @@ def test_a_number_for_all_drafters(tmp_path):
     assert replay_costs.expected_seconds(curve, [0, 0, 0]) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_check_finds_live_runs_equal(kind, folders, tmp_path, request, capsys):
     path, out = request.getfixturevalue(kind), tmp_path / "out.jsonl"

@@ -149,7 +149,7 @@ def test_finished_cells_are_not_run_again(folders, copied, monkeypatch, capsys):
     monkeypatch.setattr(prompt_runs, "run_prompt", must_not_run)
     assert sweep.main(command(folders, copied)) == 0
     assert copied.read_bytes() == before
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "4 cells, 4 of them in" in printed
     assert "by category" in printed and "prose" in printed
     # Negative control: a cell that is not there is run.
@@ -158,6 +158,7 @@ def test_finished_cells_are_not_run_again(folders, copied, monkeypatch, capsys):
         sweep.main(command(folders, copied, "--temperature", "0,0.7"))
 
 
+@pytest.mark.slow
 def test_a_larger_grid_adds_to_the_file(folders, copied, monkeypatch):
     """Sampled cells and an adaptive policy: only they are run, and they match."""
     before, real, ran = copied.read_bytes(), prompt_runs.run_prompt, []
