@@ -241,8 +241,8 @@ EDGE = (
     Mutant(
         name="a refusal of the draft's cache is overlooked",
         where=_STATE,
-        old='caches = [kv, getattr(state, "memory", None)]',
-        new="caches = [kv]",
+        old='check_refused([kv, getattr(state, "memory", None)])',
+        new="check_refused([kv])",
         caught_by=("refusals",),
     ),
 )
