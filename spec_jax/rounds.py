@@ -364,6 +364,7 @@ def generate(
         return ~state.done & (step < max_rounds)
 
     def body(carry):
+        """One round more."""
         step, state = carry
         state = run_round(
             target,

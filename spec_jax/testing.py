@@ -89,7 +89,7 @@ def assert_rows_close(actual, expected, *, dtype, reduction: int) -> None:
 
 def check_drafter(
     drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench | None = None
-) -> None:
+) -> tuple[str, ...]:
     """Raises `AssertionError` unless the drafter keeps all of `protocols.Drafter`.
 
     The message begins with the clause that is broken.
@@ -99,6 +99,9 @@ def check_drafter(
       bench: `bench.tiny` where it is None. A drafter whose parameters know a text or a
         vocabulary needs one of its own.
 
+    Returns:
+      The names of the clauses that were checked.
+
     Raises:
       ValueError: a drafter that does not fit the target, see `session.check_pair`.
     """
@@ -106,6 +109,7 @@ def check_drafter(
     session.check_pair(bench.target, drafter)
     for check in CLAUSES.values():
         check(drafter, params, bench)
+    return tuple(CLAUSES)
 
 
 def _fail_if(is_broken: bool, clause: str, why: str) -> None:

@@ -145,6 +145,7 @@ def generate(
         return ~jnp.all(done) & (step < max_rounds) & ~(until_one_ends & has_ended)
 
     def body(carry):
+        """One round more, of every slot that goes on."""
         step, state = carry
         state = run_round(
             target, drafter, params, state, stop_ids=stop_ids, gamma_policy=gamma_policy

@@ -49,22 +49,11 @@ def attend(
       NotImplementedError: heads, groups, dtypes or pools that the kernels cannot take.
     """
     (P, C, K, H), R = k_pages.shape, heads.shape[0]
-    N = heads.shape[1] // H - 2 * K
-    if N < 1 or N % K:
-        raise ValueError(f"{N} query heads for {K} key/value heads")
+    N = _check_shapes(heads, k_pages, q_norm, k_norm, cos, sin, slots, positions)
+    slab.check_shapes(num_live=(num_live, ()))
     config = config or plan.default_config(H, heads.dtype, interpret=interpret)
     lay = plan.layout(R, N // K, H, tile=config.tile)
     plan.check_pools(heads, k_pages, v_pages)
-    slab.check_shapes(
-        heads=(heads, (R, (N + 2 * K) * H)),
-        q_norm=(q_norm, (H,)),
-        k_norm=(k_norm, (H,)),
-        cos=(cos, (R, H // 2)),
-        sin=(sin, (R, H // 2)),
-        slots=(slots, (R,)),
-        positions=(positions, (R,)),
-        num_live=(num_live, ()),
-    )
     jobs = row_jobs.row_jobs(
         page_table,
         slots,
@@ -102,3 +91,22 @@ def attend(
         interpret=interpret,
     )
     return out.reshape(R, N * H), k_pages, v_pages
+
+
+def _check_shapes(heads, k_pages, q_norm, k_norm, cos, sin, slots, positions) -> int:
+    """The number of query heads; raises `ValueError` as `attend`."""
+    _, _, K, H = k_pages.shape
+    R = heads.shape[0]
+    N = heads.shape[1] // H - 2 * K
+    if N < 1 or N % K:
+        raise ValueError(f"{N} query heads for {K} key/value heads")
+    slab.check_shapes(
+        heads=(heads, (R, (N + 2 * K) * H)),
+        q_norm=(q_norm, (H,)),
+        k_norm=(k_norm, (H,)),
+        cos=(cos, (R, H // 2)),
+        sin=(sin, (R, H // 2)),
+        slots=(slots, (R,)),
+        positions=(positions, (R,)),
+    )
+    return N

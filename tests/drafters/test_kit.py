@@ -55,7 +55,8 @@ class Echo:
 
 
 def test_a_drafter_that_keeps_the_contract():
-    testing.check_drafter(Echo(), None, BENCH)
+    checked = testing.check_drafter(Echo(), None, BENCH)
+    assert checked == tuple(testing.CLAUSES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

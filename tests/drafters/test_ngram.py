@@ -70,7 +70,8 @@ def test_ties_and_ends_by_hand(text, expected):
 
 
 def test_it_keeps_the_contract():
-    testing.check_drafter(ngram.PromptLookup(gamma_max=GAMMA_MAX), None)
+    checked = testing.check_drafter(ngram.PromptLookup(gamma_max=GAMMA_MAX), None)
+    assert checked == tuple(testing.CLAUSES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
