@@ -109,7 +109,7 @@ def test_emulation_can_be_required(monkeypatch):
 
 
 def compile_kernels(instructions: str, *more: str) -> str:
-    """What the compiler says of them with the flags of `instructions`; skips without."""
+    """Returns what the compiler says, with the flags of `instructions`, or skips."""
     if platform.machine() != "x86_64":
         pytest.skip("no AVX-512 to compile for on this machine")
     try:
