@@ -31,6 +31,7 @@ class DecodeState:
     num_steps: jax.Array  # [] int32
 
 
+@jax.jit
 def init_state(
     tokens: Int[Array, " max_len"],
     *,

@@ -80,6 +80,7 @@ class RoundState:
     accepted_at: jax.Array  # [gamma_max] int32, rounds that kept draft i
 
 
+@functools.partial(jax.jit, static_argnames=("gamma_max",))
 def init_state(
     tokens: Int[Array, " max_len"],
     *,

@@ -15,7 +15,14 @@ from spec_jax.model import (
     rotary,
     sequence,
 )
-from spec_jax.ops import bits, gated_projection, projection, rope, row_attention
+from spec_jax.ops import (
+    bits,
+    embedding,
+    gated_projection,
+    projection,
+    rope,
+    row_attention,
+)
 from spec_jax.paging import allocator, cache, index
 from spec_jax.typing import typed
 
@@ -71,7 +78,8 @@ def forward_rows(
         change it; without it the traced program holds nothing of this.
     """
     see = observe or observe_lib.pass_on
-    x = see(None, "embed", bits.take_rows(params.embed, rows.tokens))
+    x = embedding.embed(params.embed, rows.tokens, num_live=rows.num_live, impl=impl)
+    x = see(None, "embed", x)
     cos, sin = row_angles(config, rows.positions, dtype=x.dtype)
     boundaries = [x]
     for number, layer in enumerate(params.layers):

@@ -112,22 +112,17 @@ class RowModel:
             raise ValueError(
                 f"{num_pages=} is fewer than {num_slots=}, and every slot has a page"
             )
-        sizes = {
-            "num_layers": self.config.num_layers,
-            "num_slots": num_slots,
-            "page_size": page_size,
-            "pages_per_slot": min(pages_per_slot, num_pages),
-            "num_kv_heads": self.config.num_kv_heads,
-            "head_dim": self.config.head_dim,
-            "dtype": self.config.dtype,
-        }
-        if self.cache == "static":
-            kv = static.init(**sizes)
-        else:
-            kv = paged.init(num_pages=num_pages, **sizes)
-        for slot in range(num_slots):
-            kv = allocator.register(kv, slot)
-        return kv
+        return _new_slots(
+            self.cache,
+            num_layers=self.config.num_layers,
+            num_slots=num_slots,
+            num_pages=num_pages,
+            page_size=page_size,
+            pages_per_slot=min(pages_per_slot, num_pages),
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.config.dtype,
+        )
 
     def prefill(
         self,
@@ -200,6 +195,31 @@ class RowModel:
     def is_starved(self, kv: paged.PagedKV) -> Bool[Array, ""]:
         """Whether the last reservation found no page."""
         return kv.out_of_pages[SLOT]
+
+
+@functools.partial(
+    jax.jit,
+    static_argnums=0,
+    static_argnames=(
+        "num_layers",
+        "num_slots",
+        "num_pages",
+        "page_size",
+        "pages_per_slot",
+        "num_kv_heads",
+        "head_dim",
+        "dtype",
+    ),
+)
+def _new_slots(kind, *, num_pages, **sizes):
+    """One call of one program: a call for each array would cost more than a prompt."""
+    if kind == "static":
+        kv = static.init(**sizes)
+    else:
+        kv = paged.init(num_pages=num_pages, **sizes)
+    for slot in range(kv.num_slots):
+        kv = allocator.register(kv, slot)
+    return kv
 
 
 @functools.partial(

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -24,6 +25,25 @@ constexpr int kKeyBlock = 32;
 constexpr int kMaxHead = 256;  // floats of a head, at most; checked by the caller
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
+// The lanes at `value`, or zeros after its end.
+template <typename T>
+inline Vec load_lanes(const T* value, int64_t left) {
+  if (left >= kLanes) return load(value);
+  T copy[kLanes];
+  std::memset(static_cast<void*>(copy), 0, sizeof copy);
+  std::memcpy(static_cast<void*>(copy), value, left * sizeof(T));
+  return load(copy);
+}
+
+// Rounds the lanes to T, and stores those before its end.
+template <typename T>
+inline void store_lanes(T* to, int64_t left, Vec lanes) {
+  if (left >= kLanes) return store(to, lanes);
+  T copy[kLanes];
+  store(copy, lanes);
+  std::memcpy(static_cast<void*>(to), copy, left * sizeof(T));
+}
+
 // One key/value head of one slot.
 struct Pages {
   const int32_t* table;  // [M]
@@ -34,6 +54,18 @@ struct Pages {
   int64_t at(int64_t position) const {
     int64_t page = table[position / page_size];
     return (page * page_size + position % page_size) * row_stride + head_offset;
+  }
+
+  // Of `count` positions from `start`, without a division for each.
+  void all(int64_t start, int64_t count, int64_t* offsets) const {
+    int64_t left = 0, next = 0;
+    for (int64_t t = 0; t < count; ++t, --left, next += row_stride) {
+      if (left == 0) {
+        next = at(start + t);
+        left = page_size - (start + t) % page_size;
+      }
+      offsets[t] = next;
+    }
   }
 };
 
@@ -73,7 +105,10 @@ struct Queries {
   template <typename T>
   void finish(int64_t i, T* out) const {
     const float* sums = weighted.data() + i * width();
-    for (int64_t h = 0; h < H; ++h) out[h] = round_to<T>(sums[h] / total[i]);
+    Vec all = broadcast(total[i]);
+    for (int64_t h = 0; h < H; h += kLanes) {
+      store_lanes(out + h, H - h, divide(load(sums + h), all));
+    }
   }
 };
 
@@ -82,12 +117,13 @@ struct Queries {
 template <typename T>
 void fetch_block(const T* k, const T* v, const Pages& pages, int64_t start,
                  int64_t last, int64_t H) {
-  int64_t line = 64 / sizeof(T);
-  for (int64_t t = start; t < std::min(start + kKeyBlock, last); ++t) {
-    int64_t at = pages.at(t);
+  int64_t line = 64 / sizeof(T), keys = std::min<int64_t>(kKeyBlock, last - start);
+  int64_t offsets[kKeyBlock];
+  pages.all(start, keys, offsets);
+  for (int64_t t = 0; t < keys; ++t) {
     for (int64_t h = 0; h < H; h += line) {
-      prefetch(k + at + h, 0);
-      prefetch(v + at + h, 0);
+      prefetch(k + offsets[t] + h, 0);
+      prefetch(v + offsets[t] + h, 0);
     }
   }
 }
@@ -113,33 +149,41 @@ void score_block(Queries& queries, const T* k, const Pages& pages, int64_t start
   }
 }
 
-// Scores of query `i` become probabilities under its running maximum.
-inline void weigh_block(Queries& queries, int64_t i, int64_t keys) {
+// Scores become probabilities under the running maxima, for R queries from `i`; `seen[r]`
+// of the block's keys are theirs. Each query's probabilities are summed one key after
+// the other: a chain of additions, so several queries go side by side.
+template <int R>
+inline void weigh_block(Queries& queries, int64_t i, const int64_t* seen) {
   float* scores = queries.scores.data() + i * kKeyBlock;
-  float maximum = queries.maximum[i];
-  for (int64_t t = 0; t < keys; ++t) maximum = std::max(maximum, scores[t]);
-  std::fill(scores + keys, scores + kKeyBlock, kLowest);
-  // While nothing but -inf was seen, shifting by it would make NaN of the zeros. A
-  // score that is NaN, or inf - inf, makes its probability NaN, and so the sums.
-  float shift = maximum == kLowest ? 0.0f : maximum;
-  for (int t = 0; t < kKeyBlock; t += kLanes) {
-    store(scores + t, exp(subtract(load(scores + t), broadcast(shift))));
+  float shift[R], drop[kLanes] = {}, total[R];
+  for (int r = 0; r < R; ++r) {
+    float* own = scores + r * kKeyBlock;
+    std::fill(own + seen[r], own + kKeyBlock, kLowest);
+    Vec largest = broadcast(queries.maximum[i + r]);
+    for (int t = 0; t < kKeyBlock; t += kLanes) largest = maximum(load(own + t), largest);
+    float lanes[kLanes];
+    store(lanes, largest);
+    float maximum = *std::max_element(lanes, lanes + kLanes);
+    // While nothing but -inf was seen, shifting by it would make NaN of the zeros. A
+    // score that is NaN, or inf - inf, makes its probability NaN, and so the sums.
+    shift[r] = maximum == kLowest ? 0.0f : maximum;
+    drop[r] = queries.maximum[i + r] - shift[r];
+    queries.maximum[i + r] = maximum;
   }
-  queries.rescale[i] = exp(queries.maximum[i] - shift);
-  float total = queries.total[i] * queries.rescale[i];
-  for (int64_t t = 0; t < keys; ++t) total += scores[t];
-  queries.total[i] = total;
-  queries.maximum[i] = maximum;
-}
-
-// Lanes of a value, or zeros after its end.
-template <typename T>
-inline Vec load_lanes(const T* value, int64_t left) {
-  if (left >= kLanes) return load(value);
-  T copy[kLanes];
-  std::memset(static_cast<void*>(copy), 0, sizeof copy);
-  std::memcpy(static_cast<void*>(copy), value, left * sizeof(T));
-  return load(copy);
+  store(drop, exp(load(drop)));
+  for (int r = 0; r < R; ++r) {
+    float* own = scores + r * kKeyBlock;
+    for (int t = 0; t < kKeyBlock; t += kLanes) {
+      store(own + t, exp(subtract(load(own + t), broadcast(shift[r]))));
+    }
+    queries.rescale[i + r] = drop[r];
+    total[r] = queries.total[i + r] * drop[r];
+  }
+  // (What is not seen adds zeros.)
+  for (int64_t t = 0; t < *std::max_element(seen, seen + R); ++t) {
+    for (int r = 0; r < R; ++r) total[r] += scores[r * kKeyBlock + t];
+  }
+  for (int r = 0; r < R; ++r) queries.total[i + r] = total[r];
 }
 
 // sums[r][j] += p[r][t] * value[t][j] for t in [t0, t1) in order: R queries from `i`,
@@ -211,23 +255,24 @@ void attend_block(Queries& queries, const T* k, const T* v, const Pages& pages,
                   int64_t start, int64_t last) {
   int64_t count = queries.count, keys = std::min<int64_t>(kKeyBlock, last - start);
   int64_t offsets[kKeyBlock];
-  for (int64_t t = 0; t < keys; ++t) offsets[t] = pages.at(start + t);
+  pages.all(start, keys, offsets);
   score_block(queries, k, pages, start, keys);
   fetch_block(k, v, pages, start + kKeyBlock, last, queries.H);
-  auto seen = [&](int64_t i) {
-    return std::clamp<int64_t>(queries.ends[i] - start, 0, keys);
+  auto run = [&](auto size, int64_t i) {
+    constexpr int R = decltype(size)::value;
+    int64_t seen[R];
+    for (int r = 0; r < R; ++r) {
+      seen[r] = std::clamp<int64_t>(queries.ends[i + r] - start, 0, keys);
+    }
+    weigh_block<R>(queries, i, seen);
+    add_block<R>(queries, i, seen, v, offsets);
   };
-  for (int64_t i = 0; i < count; ++i) {
-    if (seen(i) > 0) weigh_block(queries, i, seen(i));
-  }
   for (int64_t i = 0; i < count; i += 4) {
-    int64_t each[4] = {};
-    for (int64_t r = 0; r < 4 && i + r < count; ++r) each[r] = seen(i + r);
     switch (std::min<int64_t>(count - i, 4)) {
-      case 1: add_block<1>(queries, i, each, v, offsets); break;
-      case 2: add_block<2>(queries, i, each, v, offsets); break;
-      case 3: add_block<3>(queries, i, each, v, offsets); break;
-      case 4: add_block<4>(queries, i, each, v, offsets); break;
+      case 1: run(std::integral_constant<int, 1>(), i); break;
+      case 2: run(std::integral_constant<int, 2>(), i); break;
+      case 3: run(std::integral_constant<int, 3>(), i); break;
+      case 4: run(std::integral_constant<int, 4>(), i); break;
     }
   }
 }

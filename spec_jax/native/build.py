@@ -35,6 +35,7 @@ SOURCES = (
     "projection.h",
     "row_attention.h",
     "simd.h",
+    "take_rows.h",
     "tile_avx2.h",
 )
 TARGETS = (
@@ -42,6 +43,7 @@ TARGETS = (
     "spec_jax_gate",
     "spec_jax_attend",
     "spec_jax_argmax",
+    "spec_jax_take_rows",
 )
 
 # Contraction off: a product and a sum are one rounding only where the source says so.

@@ -170,3 +170,18 @@ def argmax(
     _shapes(num_live=(num_live, ()))
     output = jax.ShapeDtypeStruct((R,), jnp.int32)
     return _call("spec_jax_argmax", output, x, num_live, isa=isa)
+
+
+def take_rows(
+    table: jax.Array,  # [V, D]
+    index: jax.Array,  # [R] int32
+    *,
+    num_live: jax.Array,  # [] int32
+    isa: str | None = None,
+) -> jax.Array:
+    """See `ops.embedding.embed`; 0 for dead rows, NaN where there is no such entry."""
+    (_, D), (R,) = table.shape, index.shape
+    _shapes(num_live=(num_live, ()))
+    _same(table)
+    output = jax.ShapeDtypeStruct((R, D), table.dtype)
+    return _call("spec_jax_take_rows", output, table, index, num_live, isa=isa)

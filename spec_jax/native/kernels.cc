@@ -10,6 +10,7 @@
 #include "argmax.h"
 #include "projection.h"
 #include "row_attention.h"
+#include "take_rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -113,6 +114,18 @@ ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Float
   });
 }
 
+// In one piece and on this thread: a slab's rows are a few kilobytes.
+ffi::Error TakeRows(Any table, Ints index, Scalar num_live, Result y) {
+  int64_t rows = index.element_count(), entries = table.dimensions()[0];
+  int64_t live = live_rows(num_live, rows);
+  return by_dtype(table.element_type(), [&](auto tag) {
+    using T = decltype(tag);
+    take_rows(data<T>(table), index.typed_data(), data<T>(y), rows, live, entries,
+              table.dimensions()[1]);
+    return ffi::Error::Success();
+  });
+}
+
 ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_live,
                   ffi::Result<Ints> out) {
   int64_t rows = x.dimensions()[0], N = x.dimensions()[1];
@@ -165,6 +178,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_attend, spec_jax::Attend,
                                   .Ret<ffi::AnyBuffer>()  // v_pages
                                   .Attr<float>("scale")
                                   .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_take_rows, spec_jax::TakeRows,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()  // table
+                                  .Arg<spec_jax::Ints>()  // index
+                                  .Arg<spec_jax::Scalar>()  // num_live
+                                  .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
                               ffi::Ffi::Bind()

@@ -149,9 +149,11 @@ struct Head {
     int64_t H = layer.H;
     for (int64_t r = span.first; r < span.first + span.count; ++r) {
       int64_t at = pages(span).at(rows.positions[r]);
-      float rotated[kMaxHead];
+      float rotated[kMaxHead + kLanes];  // Whole vectors are read.
       rotate_row(layer.head(r, layer.N + index), k_norm, r, 1.0f, rotated);
-      for (int64_t h = 0; h < H; ++h) layer.k[at + h] = round_to<T>(rotated[h]);
+      for (int64_t h = 0; h < H; h += kLanes) {
+        store_lanes(layer.k + at + h, H - h, load(rotated + h));
+      }
       const T* value = layer.head(r, layer.N + layer.K + index);
       std::memcpy(static_cast<void*>(layer.v + at), value, H * sizeof(T));
     }

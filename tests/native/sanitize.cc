@@ -16,6 +16,7 @@
 
 #include "projection.h"
 #include "row_attention.h"
+#include "take_rows.h"
 
 namespace spec_jax {
 namespace {
@@ -186,6 +187,23 @@ void check_layer(int64_t H, int64_t page_size, int32_t lost_slot, int32_t lost_a
   }
 }
 
+// Rows that point past either end of the table, live and dead.
+template <typename T>
+void check_take_rows(int64_t D) {
+  auto table = normal<T>(3 * D);
+  Array<int32_t> index(5);
+  int32_t entries[] = {2, -1, 3, 0, 1 << 30};
+  std::memcpy(index.data(), entries, sizeof entries);
+  Array<T> out(5 * D);
+  take_rows(table.data(), index.data(), out.data(), 5, 4, 3, D);
+  for (int64_t i = 0; i < 5 * D; ++i) {
+    int64_t r = i / D;
+    float value = to_float(out[i]), from = to_float(table[(r == 0 ? 2 * D : 0) + i % D]);
+    bool fine = r == 4 ? value == 0 : r % 3 == 0 ? value == from : std::isnan(value);
+    expect(fine, shape<T>("take_rows", {D, i}));
+  }
+}
+
 // Distance to the truth in units of the last place.
 void check_exp() {
   double worst = 0;
@@ -213,6 +231,7 @@ void check_grid() {
       check_gate<T>(3, 2, K, N);
     }
   }
+  for (int64_t D : {1, 7, 64}) check_take_rows<T>(D);
   check_project<T>(3, 0, 7, 5);
   check_project<T>(3, 3, 0, 5);
   check_project<T>(3, 3, 7, 0);
