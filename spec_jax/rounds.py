@@ -165,12 +165,9 @@ def run_round(
     judge = _judge_by_tokens if rule == "sample-path" else _judge_by_odds
     verdict = judge(target, state, proposal, logits, rule=rule)
     if gamma_policy is not None:
-        judged = (gamma, proposal.num_drafted, verdict.num_accepted)
-        gamma, drafted, accepted = (jnp.where(starved, 0, count) for count in judged)
-        learnt = gamma_policy.update(
-            state.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted
+        state = teach_policy(
+            gamma_policy, state, verdict, proposal, gamma=gamma, starved=starved
         )
-        state = state.replace(policy=learnt)
     state = commit_verdict(
         state.replace(cache=cache, memory=memory),
         verdict,
@@ -252,6 +249,28 @@ def _judge_by_odds(target, state, proposal, logits, *, rule):
             stream=sampling.Stream.OWN,
         ),
     )
+
+
+def teach_policy(
+    gamma_policy: policy_lib.GammaPolicy,
+    state: RoundState,
+    verdict: acceptance.Verdict,
+    proposal: protocols.Proposal,
+    *,
+    gamma: Int[Array, ""],
+    starved: Bool[Array, ""],
+) -> RoundState:
+    """The state with what the policy learns from a round; from a starved one, nothing.
+
+    Args:
+      gamma: what the drafter was asked for.
+    """
+    judged = (gamma, proposal.num_drafted, verdict.num_accepted)
+    gamma, drafted, accepted = (jnp.where(starved, 0, count) for count in judged)
+    learnt = gamma_policy.update(
+        state.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted
+    )
+    return state.replace(policy=learnt)
 
 
 def commit_verdict(

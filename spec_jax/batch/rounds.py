@@ -93,12 +93,9 @@ def _commit_slot(slot, proposal, own, gamma, starved, *, gamma_policy, stop_ids)
     """One slot's verdict and commit, as in `rounds.run_round`."""
     verdict = acceptance.accept_exact(proposal.tokens, own, proposal.num_drafted)
     if gamma_policy is not None:
-        judged = (gamma, proposal.num_drafted, verdict.num_accepted)
-        gamma, drafted, accepted = (jnp.where(starved, 0, count) for count in judged)
-        learnt = gamma_policy.update(
-            slot.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted
+        slot = rounds.teach_policy(
+            gamma_policy, slot, verdict, proposal, gamma=gamma, starved=starved
         )
-        slot = slot.replace(policy=learnt)
     return rounds.commit_verdict(
         slot, verdict, proposal, starved=starved, stop_ids=stop_ids
     )

@@ -101,10 +101,10 @@ ROUNDS = (
         caught_by=("policies of slots",),
     ),
     Mutant(
-        name="a policy takes all drafts for kept",
+        name="a slot's policy learns nothing",
         where=_COMMIT,
-        old="proposal.num_drafted, verdict.num_accepted)",
-        new="proposal.num_drafted, proposal.num_drafted)",
+        old="gamma=gamma, starved=starved",
+        new="gamma=gamma, starved=jnp.bool_(True)",
         caught_by=("policies of slots",),
     ),
     Mutant(
