@@ -47,7 +47,8 @@ def assert_same_bits(actual, expected, *, what: str = "") -> None:
             )
         different = bits(left) != bits(right)
         if different.any():
-            gap = np.abs(left.astype(np.float64) - right.astype(np.float64)).max()
+            with np.errstate(invalid="ignore"):  # Infinities may be among them.
+                gap = np.abs(left.astype(np.float64) - right.astype(np.float64)).max()
             raise AssertionError(
                 f"{name}: {different.sum()} of {different.size} elements differ, "
                 f"by at most {gap:.3g}"

@@ -13,6 +13,30 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_configure(config) -> None:
+    """Compiled programs are kept in pytest's own cache, beside what failed last.
+
+    The workers and the processes that tests start share them, and so does the next
+    run; `pytest --cache-clear` forgets them. It proves no less: the key of an entry
+    holds the whole program, the compiler's options, the versions of jax and jaxlib
+    and the device, so that a program which a change made another one is compiled
+    again. Native kernels are called by name and are no part of an entry.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return  # The user's own, or in a worker what is set below.
+    try:
+        folder = config.cache.mkdir("compiled")
+    except (AttributeError, OSError):
+        return  # `-p no:cacheprovider`, or a checkout that cannot be written to.
+    for name, value in {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # For processes that tests start.
+
+
 def pytest_collection_modifyitems(items) -> None:
     """Fails where the oracle is required and cannot be imported.
 

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import acceptance, autoregressive, protocols, rounds, session
+from spec_jax import acceptance, autoregressive, bench, protocols, rounds, session
 from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, params as params_lib, row_model
+from spec_jax.ops import dispatch
+from spec_jax.paging import cache
 
 
 GAMMA_MAX = 4
@@ -39,37 +41,69 @@ def make_config(**changes) -> config_lib.Qwen3Config:
 TARGET = row_model.RowModel(config=make_config(), impl="xla", slab=GAMMA_MAX + 1)
 TARGET_PARAMS = params_lib.init(jax.random.key(0), TARGET.config, stddev=0.3)
 NATIVE = dataclasses.replace(TARGET, impl="native")
+
+
+def quickest() -> row_model.RowModel:
+    """The target on native kernels, where they can be had: compiled in a third.
+
+    For what no kernel has a part in: policies, counters, rules, verify paths.
+    """
+    try:
+        dispatch.resolve("native")
+    except NotImplementedError:
+        return TARGET
+    return NATIVE
+
+
 DRAFT_CONFIG = make_config(num_layers=1, hidden_size=32, intermediate_size=48)
 DRAFT_PARAMS = params_lib.init(jax.random.key(1), DRAFT_CONFIG, stddev=0.3)
 
 
-def draft_drafter(config=DRAFT_CONFIG) -> draft_model.DraftModel:
+def quickest_bench(gamma_max: int) -> bench.Bench:
+    """The tiny bench of drafters, on the implementation of `quickest`."""
+    made = bench.tiny(gamma_max)
+    target = dataclasses.replace(made.target, impl=quickest().impl)
+    return dataclasses.replace(made, target=target)
+
+
+def draft_drafter(config=DRAFT_CONFIG, *, impl="xla") -> draft_model.DraftModel:
     """A draft model of random weights: nearly always wrong."""
-    model = row_model.RowModel(config=config, impl="xla", slab=2)
+    model = row_model.RowModel(config=config, impl=impl, slab=2)
     return draft_model.DraftModel(model=model, gamma_max=GAMMA_MAX)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scripted:
-    """Proposes a given text, right for `run` positions and wrong at the next.
+    """Proposes the text that it is given as its memory: see `script`.
 
-    The memory is the text; `run=0` is always wrong, a large `run` always right.
+    What it proposes is data, so that right and wrong drafts share an executable.
     """
 
-    run: int
     gamma_max: int = GAMMA_MAX
 
     def propose(self, params, memory, *, tokens, length, gamma):
         del params, tokens
         at = length + jnp.arange(self.gamma_max)
-        truth = memory.at[at].get(mode="fill", fill_value=acceptance.PAD)
-        wrong = at % (self.run + 1) == self.run
-        drafts = jnp.where(wrong, (truth + 1) % 96, truth)
+        drafts = memory.at[at].get(mode="fill", fill_value=acceptance.PAD)
         return memory, protocols.Proposal(tokens=drafts, num_drafted=gamma)
 
     def commit(self, params, memory, length):
         del params, length
         return memory
+
+
+ALWAYS = 1_000_000
+"""A `run` of right drafts that is longer than any text here."""
+
+
+def script(truth, *, run: int = ALWAYS) -> jax.Array:
+    """The text with every token behind `run` right ones wrong; `run=0`: all of them.
+
+    Always a copy: donating the state must not take the caller's array.
+    """
+    text = np.array(truth)
+    text[run :: run + 1] = (text[run :: run + 1] + 1) % 96
+    return jnp.asarray(text)
 
 
 def plain(
@@ -91,9 +125,15 @@ def plain(
 
 
 def begin_scripted(
-    truth, prompt=PROMPT, *, max_tokens=40, capacity=CAPACITY, target=TARGET
+    truth,
+    prompt=PROMPT,
+    *,
+    run=ALWAYS,
+    max_tokens=40,
+    capacity=CAPACITY,
+    target=TARGET,
 ):
-    """The state before the first round of a `Scripted` drafter."""
+    """The state before the first round of a `Scripted` drafter: see `script`."""
     kv = target.new_cache(capacity=capacity, page_size=PAGE_SIZE)
     start = session.begin_plain(
         target, TARGET_PARAMS, kv, prompt, max_tokens=max_tokens
@@ -103,20 +143,21 @@ def begin_scripted(
         length=start.length,
         limit=start.limit,
         cache=start.cache,
-        # A copy: donating the state must not take the caller's array.
-        memory=jnp.array(truth),
+        memory=script(truth, run=run),
         gamma_max=GAMMA_MAX,
     )
 
 
-def begin_drafted(drafter, draft_params, prompt=PROMPT, *, max_tokens=40):
+def begin_drafted(
+    drafter, draft_params, prompt=PROMPT, *, max_tokens=40, target=TARGET
+):
     """The state before the first round of a draft model."""
     sizes = {"capacity": CAPACITY, "page_size": PAGE_SIZE}
     return session.begin(
-        TARGET,
+        target,
         drafter,
         (TARGET_PARAMS, draft_params),
-        TARGET.new_cache(**sizes),
+        target.new_cache(**sizes),
         drafter.model.new_cache(**sizes),
         prompt,
         max_tokens=max_tokens,
@@ -142,6 +183,16 @@ def generate(
         stop_ids=stop_ids,
         max_rounds=FOREVER,
     )
+
+
+def held(kv, length: int) -> list[tuple[np.ndarray, ...]]:
+    """Keys and values of the first positions, of each layer.
+
+    Every position is gathered, whatever the length, so that no length is compiled.
+    """
+    layers = range(len(kv.k))
+    whole = [cache.gather(kv, layer, 0, kv.slot_capacity) for layer in layers]
+    return jax.tree.map(lambda x: np.asarray(x)[:length], whole)
 
 
 def text(state) -> list[int]:

@@ -12,6 +12,7 @@ from spec_jax import rounds, session, testing
 from spec_jax.gamma import goodput, policy, threshold
 
 
+TARGET = decoding.quickest()
 ROUND_S = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
 PROBING = policy.Probing(every=2, longest=8)
 
@@ -32,19 +33,21 @@ def make(name):
 
 def truth() -> np.ndarray:
     """Plain decoding's whole text."""
-    return np.asarray(decoding.plain(max_tokens=60).tokens)
+    return np.asarray(decoding.plain(max_tokens=60, target=TARGET).tokens)
 
 
 def run(run_length, name, *, gamma=4, max_rounds=None):
     """All rounds of a `Scripted` drafter, or that many at a time."""
     made, first = make(name)
-    drafter = decoding.Scripted(run=run_length)
-    state = decoding.begin_scripted(truth(), max_tokens=60)
+    drafter = decoding.Scripted()
+    state = decoding.begin_scripted(
+        truth(), run=run_length, max_tokens=60, target=TARGET
+    )
     state = state.replace(policy=jax.tree.map(jnp.array, first))
     states = []
     while not state.done:
         state = rounds.generate(
-            decoding.TARGET,
+            TARGET,
             drafter,
             (decoding.TARGET_PARAMS, None),
             state,
@@ -133,15 +136,15 @@ def test_a_starved_round_teaches_nothing():
     Negative control: a policy that is told of it knows more than the counts.
     """
     made, first = make("goodput")
-    drafter = decoding.Scripted(run=100)
-    state = decoding.begin_scripted(truth(), max_tokens=60)
+    drafter = decoding.Scripted()
+    state = decoding.begin_scripted(truth(), max_tokens=60, target=TARGET)
     # Pages that somebody else holds.
     taken = state.cache.replace(num_free=jnp.minimum(state.cache.num_free, 2))
     state = state.replace(cache=taken, policy=jax.tree.map(jnp.array, first))
     states = []
     while not state.done:
         state = rounds.generate(
-            decoding.TARGET,
+            TARGET,
             drafter,
             (decoding.TARGET_PARAMS, None),
             state,
@@ -159,11 +162,11 @@ def test_a_starved_round_teaches_nothing():
 
 def test_a_policy_without_its_state_is_refused():
     made, _ = make("threshold")
-    state = decoding.begin_scripted(truth(), max_tokens=60)
+    state = decoding.begin_scripted(truth(), max_tokens=60, target=TARGET)
     with pytest.raises(ValueError, match="needs its first state"):
         rounds.generate(
-            decoding.TARGET,
-            decoding.Scripted(run=1),
+            TARGET,
+            decoding.Scripted(),
             (decoding.TARGET_PARAMS, None),
             state,
             gamma=jnp.int32(4),
@@ -198,7 +201,7 @@ def drafted_by(drafter, *, gamma=4, rounds_apart=1):
 
 def as_drafter(**changes):
     """The target as its own draft model, in slabs of two rows."""
-    drafter = decoding.draft_drafter(config=decoding.TARGET.config)
+    drafter = decoding.draft_drafter(TARGET.config, impl=TARGET.impl)
     return dataclasses.replace(drafter, **changes)
 
 
@@ -227,8 +230,12 @@ def test_a_draft_ends_where_the_model_is_not_confident():
 
 def test_confidence_changes_no_token():
     drafter = as_drafter(min_confidence=0.5)
-    state = decoding.begin_drafted(drafter, decoding.TARGET_PARAMS, max_tokens=48)
-    state = decoding.generate(drafter, state, draft_params=decoding.TARGET_PARAMS)
+    state = decoding.begin_drafted(
+        drafter, decoding.TARGET_PARAMS, max_tokens=48, target=TARGET
+    )
+    state = decoding.generate(
+        drafter, state, draft_params=decoding.TARGET_PARAMS, target=TARGET
+    )
     session.check_state(state)
     np.testing.assert_array_equal(decoding.text(state), truth()[: int(state.length)])
     assert 0 < int(state.num_proposed) < 4 * int(state.num_rounds)

@@ -13,7 +13,8 @@ from spec_jax.model import verify_paths
 from spec_jax.paging import cache
 
 
-FLASH = verify_paths.make("flash", decoding.TARGET)
+TARGET = decoding.quickest()
+FLASH = verify_paths.make("flash", TARGET)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,27 +36,32 @@ class Wrong:
         return self.inner.is_starved(cache)
 
 
+def plain(**options):
+    """Plain decoding of the same target."""
+    return decoding.plain(target=TARGET, **options)
+
+
 def generate(
     verify, run, *, max_tokens=40, stop_ids=decoding.NO_STOP, capacity=None, gamma=4
 ):
     """Decode rounds of a `Scripted` drafter that is right `run` times in a row."""
     capacity = capacity or decoding.CAPACITY
-    truth = decoding.plain(max_tokens=max_tokens).tokens
+    truth = plain(max_tokens=max_tokens).tokens
     truth = jnp.pad(truth, (0, decoding.CAPACITY))[: decoding.CAPACITY + 1]
     options = {"max_tokens": max_tokens, "capacity": capacity}
-    inner = decoding.begin_scripted(truth, **options)
-    kv = decoding.TARGET.new_cache(capacity=capacity, page_size=decoding.PAGE_SIZE)
+    inner = decoding.begin_scripted(truth, run=run, target=TARGET, **options)
+    kv = TARGET.new_cache(capacity=capacity, page_size=decoding.PAGE_SIZE)
     commit = session.begin_plain(
-        decoding.TARGET,
+        TARGET,
         decoding.TARGET_PARAMS,
         kv,
         decoding.PROMPT,
         max_tokens=max_tokens,
     )
     return decode_rounds.generate(
-        decoding.TARGET,
+        TARGET,
         verify,
-        decoding.Scripted(run=run),
+        decoding.Scripted(),
         (decoding.TARGET_PARAMS, None),
         decode_rounds.init_state(inner, commit_cache=commit.cache),
         gamma=jnp.int32(gamma),
@@ -65,17 +71,16 @@ def generate(
 
 
 def held(kv):
-    length = int(kv.length[0])
-    return [cache.gather(kv, layer, 0, length) for layer in range(2)]
+    return decoding.held(kv, int(kv.length[0]))
 
 
 @pytest.mark.parametrize("verify", [FLASH, Wrong(inner=FLASH)], ids=["flash", "wrong"])
 @pytest.mark.parametrize("run", [0, 1, 3, 100])
 def test_tokens_and_both_caches_are_those_of_decoding(verify, run):
     """Fails if a bit of verification gets into what is committed."""
-    plain, state = decoding.plain(), generate(verify, run)
-    assert decoding.text(state.inner) == decoding.text(plain)
-    expected = held(plain.cache)
+    alone, state = plain(), generate(verify, run)
+    assert decoding.text(state.inner) == decoding.text(alone)
+    expected = held(alone.cache)
     testing.assert_same_bits(held(state.commit_cache), expected)
     testing.assert_same_bits(held(state.inner.cache), expected)
     for kv in (state.commit_cache, state.inner.cache):
@@ -104,21 +109,18 @@ def test_counters(run):
 
 def test_mismatches_are_committed_rows_that_verification_saw_otherwise():
     """Negative control of the counter: a verify path that is always wrong."""
-    assert int(generate(decoding.TARGET, 3).num_mismatches) == 0
-    wrong = generate(Wrong(inner=decoding.TARGET), 3)
+    assert int(generate(TARGET, 3).num_mismatches) == 0
+    wrong = generate(Wrong(inner=TARGET), 3)
     assert int(wrong.num_mismatches) == 40
-    cut = int(decoding.plain().tokens[len(decoding.PROMPT) + 2])
-    stopped = generate(
-        Wrong(inner=decoding.TARGET), 100, stop_ids=session.stop_array((cut,))
-    )
+    cut = int(plain().tokens[len(decoding.PROMPT) + 2])
+    stopped = generate(Wrong(inner=TARGET), 100, stop_ids=session.stop_array((cut,)))
     committed = int(stopped.inner.length) - len(decoding.PROMPT)
     assert int(stopped.num_mismatches) == committed
 
 
 def test_stop_token_and_gamma_zero():
-    plain = decoding.plain()
-    stop = session.stop_array((int(plain.tokens[len(decoding.PROMPT) + 6]),))
-    stopped = decoding.plain(stop_ids=stop)
+    stop = session.stop_array((int(plain().tokens[len(decoding.PROMPT) + 6]),))
+    stopped = plain(stop_ids=stop)
     for gamma in (0, 1, 4):
         state = generate(FLASH, 100, stop_ids=stop, gamma=gamma)
         assert decoding.text(state.inner) == decoding.text(stopped)
@@ -127,7 +129,7 @@ def test_stop_token_and_gamma_zero():
 
 def test_no_room_commits_and_counts_nothing():
     """The caches fill up in the middle of a window."""
-    roomy = decoding.text(decoding.plain(max_tokens=80))
+    roomy = decoding.text(plain(max_tokens=80))
     state = generate(FLASH, 100, max_tokens=80, capacity=40)
     text = decoding.text(state.inner)
     assert text == roomy[: len(text)] and len(text) > 30

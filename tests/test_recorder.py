@@ -44,24 +44,13 @@ def run_plain(target, *, max_tokens=40):
     return watched.detach(generate_plain(watched, watched.attach(begun)))
 
 
-AS_WRITTEN = decoding.Scripted(run=10_000)
-"""Proposes what `script` wrote: right and wrong drafts share an executable."""
-
-
-def script(truth, *, run):
-    """The text, wrong after every `run` right positions."""
-    text = np.array(truth)
-    text[run :: run + 1] = (text[run :: run + 1] + 1) % 96
-    return jnp.asarray(text)
-
-
 def run_scripted(target, truth, *, run, gamma=decoding.GAMMA_MAX):
-    """Rounds with a recorder, and the drafts of `script`."""
+    """Rounds with a recorder, and the drafts of `decoding.script`."""
     watched = recording_of(target)
-    begun = decoding.begin_scripted(script(truth, run=run), target=target)
+    begun = decoding.begin_scripted(truth, run=run, target=target)
     return watched.detach(
         decoding.generate(
-            AS_WRITTEN, watched.attach(begun), gamma=gamma, target=watched
+            decoding.Scripted(), watched.attach(begun), gamma=gamma, target=watched
         )
     )
 
@@ -110,8 +99,8 @@ def test_recording_moves_no_bit_of_plain_decoding(native_target, native):
 def test_recording_moves_no_bit_of_rounds(target, plain, run):
     """Fails if the recorder changes anything at all of the last state."""
     truth = plain[0].tokens
-    begun = decoding.begin_scripted(script(truth, run=run), target=target)
-    bare = decoding.generate(AS_WRITTEN, begun, target=target)
+    begun = decoding.begin_scripted(truth, run=run, target=target)
+    bare = decoding.generate(decoding.Scripted(), begun, target=target)
     state, _ = run_scripted(target, truth, run=run)
     assert_same_bits(state, bare)
 
@@ -254,9 +243,9 @@ def test_one_ulp_in_one_row_is_recorded(native):
     """Negative control: the hash differs where such a row decided, and only there."""
     state, recording = native
     watched = recording_of(wrong_targets.OneUlpOff(target=decoding.NATIVE))
-    begun = decoding.begin_scripted(script(state.tokens, run=2), target=decoding.NATIVE)
+    begun = decoding.begin_scripted(state.tokens, run=2, target=decoding.NATIVE)
     wrong, entries = watched.detach(
-        decoding.generate(AS_WRITTEN, watched.attach(begun), target=watched)
+        decoding.generate(decoding.Scripted(), watched.attach(begun), target=watched)
     )
     assert decoding.text(wrong) == decoding.text(state)
     rows = slice(NUM_PROMPT - 1, int(state.length) - 1)

@@ -36,8 +36,8 @@ def origins_in_python(text, start, *, gamma):
 @pytest.mark.parametrize("gamma", [1, 2, GAMMA_MAX])
 def test_origins_say_where_tokens_came_from(plain, gamma):
     """Fails if a correction is called a bonus, or the target's own token a draft."""
-    state = decoding.begin_scripted(plain.tokens)
-    state = decoding.generate(Scripted(run=WRONG_EVERY - 1), state, gamma=gamma)
+    state = decoding.begin_scripted(plain.tokens, run=WRONG_EVERY - 1)
+    state = decoding.generate(Scripted(), state, gamma=gamma)
     text, origins = decoding.text(state), np.asarray(state.origins)
     expected = origins_in_python(text, len(PROMPT), gamma=gamma)
     assert origins[len(PROMPT) : len(text)].tolist() == expected
@@ -57,9 +57,9 @@ def test_padding_is_no_stop_token(plain):
     """
     text = decoding.text(plain)
     assert acceptance.PAD not in text[len(PROMPT) :]
-    state = decoding.begin_scripted(plain.tokens)
+    state = decoding.begin_scripted(plain.tokens, run=1)
     stop_ids = jnp.asarray([acceptance.PAD], jnp.int32)
-    state = decoding.generate(Scripted(run=1), state, stop_ids=stop_ids)
+    state = decoding.generate(Scripted(), state, stop_ids=stop_ids)
     assert int(state.num_accepted) < int(state.num_proposed)  # There was padding.
     assert decoding.text(state) == text
 
@@ -68,9 +68,7 @@ def test_a_starved_round_is_not_counted(plain):
     """Fails if a round that commits nothing shows in the statistics."""
     state = decoding.begin_scripted(plain.tokens)
     kv = state.cache.replace(num_free=jnp.int32(0))
-    state = decoding.generate(
-        Scripted(run=10_000), state.replace(cache=kv), gamma=GAMMA_MAX
-    )
+    state = decoding.generate(Scripted(), state.replace(cache=kv), gamma=GAMMA_MAX)
     assert bool(state.starved)
     committed = int(state.length) - len(PROMPT)
     assert committed == int(state.num_accepted + state.num_rounds)

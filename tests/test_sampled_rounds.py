@@ -7,7 +7,6 @@ import pytest
 
 from spec_jax import autoregressive, decode_rounds, rounds, sampling, session, testing
 from spec_jax.model import verify_paths
-from spec_jax.paging import cache
 
 
 SETTINGS = {
@@ -43,9 +42,9 @@ def plain(settings, *, max_tokens=40, target=decoding.TARGET):
 
 def speculative(settings, truth, run, *, gamma=4, target=decoding.TARGET):
     """Rounds of a `Scripted` drafter that knows the stream, and is wrong at times."""
-    state = decoding.begin_scripted(truth, target=target)
+    state = decoding.begin_scripted(truth, run=run, target=target)
     return decoding.generate(
-        decoding.Scripted(run=run),
+        decoding.Scripted(),
         state.replace(settings=sampling.copied(settings)),
         gamma=gamma,
         target=target,
@@ -53,8 +52,7 @@ def speculative(settings, truth, run, *, gamma=4, target=decoding.TARGET):
 
 
 def held(kv):
-    length = int(kv.length[0])
-    return [cache.gather(kv, layer, 0, length) for layer in range(2)]
+    return decoding.held(kv, int(kv.length[0]))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +116,7 @@ def test_replay_draws_what_plain_decoding_draws():
 def test_decoding_decides_the_same_stream():
     settings = settings_of("warm")
     expected = plain(settings)
-    inner = decoding.begin_scripted(expected.tokens)
+    inner = decoding.begin_scripted(expected.tokens, run=2)
     inner = inner.replace(settings=sampling.copied(settings))
     kv = decoding.TARGET.new_cache(
         capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE
@@ -127,7 +125,7 @@ def test_decoding_decides_the_same_stream():
     state = decode_rounds.generate(
         decoding.TARGET,
         verify_paths.make("flash", decoding.TARGET),
-        decoding.Scripted(run=2),
+        decoding.Scripted(),
         (decoding.TARGET_PARAMS, None),
         decode_rounds.init_state(inner, commit_cache=kv),
         gamma=jnp.int32(4),
@@ -140,12 +138,13 @@ def test_decoding_decides_the_same_stream():
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_rules_by_odds_at_temperature_zero_are_greedy(rule):
     """A target that is certain keeps what it would say, and says the rest itself."""
-    expected = decoding.plain()
+    target = decoding.quickest()
+    expected = decoding.plain(target=target)
     for run in (0, 2, 100):
-        state = decoding.begin_scripted(expected.tokens)
+        state = decoding.begin_scripted(expected.tokens, run=run, target=target)
         state = rounds.generate(
-            decoding.TARGET,
-            decoding.Scripted(run=run),
+            target,
+            decoding.Scripted(),
             (decoding.TARGET_PARAMS, None),
             state,
             gamma=jnp.int32(4),
@@ -164,7 +163,7 @@ def test_an_unknown_rule():
     with pytest.raises(ValueError, match="rule='luck' is not one of sample-path"):
         rounds.run_round(
             decoding.TARGET,
-            decoding.Scripted(run=1),
+            decoding.Scripted(),
             (decoding.TARGET_PARAMS, None),
             state,
             gamma=jnp.int32(1),

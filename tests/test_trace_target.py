@@ -15,6 +15,7 @@ from spec_jax.gamma import goodput, threshold
 
 
 MAX_TOKENS = 40
+LIVE = decoding.quickest()
 TARGET = replay.TraceTarget(slab=GAMMA_MAX + 1)
 WARM = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 3}
 
@@ -31,7 +32,7 @@ class Knowing(Scripted):
 @pytest.fixture(scope="module")
 def text():
     """Prompt and plain output, for as long as tests look."""
-    return decoding.text(decoding.plain(max_tokens=MAX_TOKENS))
+    return decoding.text(decoding.plain(max_tokens=MAX_TOKENS, target=LIVE))
 
 
 def begin(
@@ -77,16 +78,19 @@ def run(
 
 def replayed(run_length, text, *, gamma, stop_ids=decoding.NO_STOP, max_tokens):
     """A `Scripted` drafter on the trace."""
-    drafter = Knowing(run=run_length)
-    trace, state = begin(drafter, jnp.asarray(text), text, max_tokens=max_tokens)
+    drafter, memory = Knowing(), decoding.script(text, run=run_length)
+    trace, state = begin(drafter, memory, text, max_tokens=max_tokens)
     return run(drafter, trace, state, gamma=gamma, stop_ids=stop_ids)
 
 
 def live(run_length, text, *, gamma, stop_ids=decoding.NO_STOP, max_tokens):
     """A `Scripted` drafter with the target."""
-    state = decoding.begin_scripted(jnp.asarray(text), max_tokens=max_tokens)
-    drafter = Knowing(run=run_length)
-    return decoding.generate(drafter, state, gamma=gamma, stop_ids=stop_ids)
+    state = decoding.begin_scripted(
+        text, run=run_length, max_tokens=max_tokens, target=LIVE
+    )
+    return decoding.generate(
+        Knowing(), state, gamma=gamma, stop_ids=stop_ids, target=LIVE
+    )
 
 
 def reported(state) -> dict:
@@ -127,13 +131,13 @@ def test_drafts_behind_a_stop_token_are_judged_as_live(text):
         i for i, token in enumerate(output) if i % 5 == 1 and token not in output[:i]
     )
     same = {"gamma": 4, "stop_ids": session.stop_array((output[at],)), "max_tokens": 40}
-    perfect = 10_000
+    perfect = decoding.ALWAYS
     expected = live(perfect, text, **same)
     assert int(expected.num_cut) > 0
     assert_same_run(expected, replayed(perfect, text, **same))
     # Negative control: with anything else behind the stop token, less is accepted.
     behind = [(token + 1) % 96 for token in output[at + 1 :]]
-    drafter = Knowing(run=perfect)
+    drafter = Knowing()
     trace, state = begin(
         drafter, jnp.asarray(text), text[: len(PROMPT) + at + 1] + behind
     )
@@ -147,10 +151,10 @@ def test_one_changed_token_is_seen(text, gamma):
     """Negative control: a trace that is not the target's has other statistics."""
     at = len(PROMPT) + 16  # A draft of either gamma, not the token behind drafts.
     wrong = [*text[:at], (text[at] + 1) % 96, *text[at + 1 :]]
-    drafter = Knowing(run=10_000)
+    drafter = Knowing()
     trace, state = begin(drafter, jnp.asarray(text), wrong)
     seen = reported(run(drafter, trace, state, gamma=gamma))
-    same = reported(live(10_000, text, gamma=gamma, max_tokens=MAX_TOKENS))
+    same = reported(live(decoding.ALWAYS, text, gamma=gamma, max_tokens=MAX_TOKENS))
     differing = {
         name
         for name in same
@@ -160,9 +164,9 @@ def test_one_changed_token_is_seen(text, gamma):
 
 
 def sampled_text() -> list[int]:
-    kv = decoding.TARGET.new_cache(capacity=CAPACITY, page_size=decoding.PAGE_SIZE)
+    kv = LIVE.new_cache(capacity=CAPACITY, page_size=decoding.PAGE_SIZE)
     state = session.begin_plain(
-        decoding.TARGET,
+        LIVE,
         decoding.TARGET_PARAMS,
         kv,
         PROMPT,
@@ -171,7 +175,7 @@ def sampled_text() -> list[int]:
     )
     return decoding.text(
         decoding.autoregressive.generate(
-            decoding.TARGET,
+            LIVE,
             decoding.TARGET_PARAMS,
             state,
             stop_ids=decoding.NO_STOP,
@@ -186,7 +190,7 @@ def test_drawn_tokens_need_no_draws(text):
     drawn = sampled_text()
     assert drawn != text
     # The target's own weights draft: with its noise they are always right.
-    model = dataclasses.replace(decoding.TARGET, slab=2)
+    model = dataclasses.replace(LIVE, slab=2)
     drafter = draft_model.DraftModel(
         model=model, gamma_max=GAMMA_MAX, draws="sample-path"
     )
@@ -195,16 +199,18 @@ def test_drawn_tokens_need_no_draws(text):
     )
     sizes = {"capacity": CAPACITY, "page_size": decoding.PAGE_SIZE}
     state = session.begin(
-        decoding.TARGET,
+        LIVE,
         drafter,
         (decoding.TARGET_PARAMS, params),
-        decoding.TARGET.new_cache(**sizes),
+        LIVE.new_cache(**sizes),
         drafter.init(**sizes),
         PROMPT,
         max_tokens=MAX_TOKENS,
         settings=settings,
     )
-    expected = decoding.generate(drafter, state, gamma=3, draft_params=params)
+    expected = decoding.generate(
+        drafter, state, gamma=3, draft_params=params, target=LIVE
+    )
     trace, state = begin(drafter, drafter.init(**sizes), drawn, draft_params=params)
     found = run(drafter, trace, state, gamma=3, draft_params=params)
     assert int(expected.num_accepted) == int(expected.num_proposed) > 0
@@ -223,10 +229,10 @@ POLICIES = {
 def test_a_policy_of_gamma_learns_what_it_learns_live(text, name, run_length):
     """Fails if adaptive rounds see other counts: their state is compared as well."""
     gamma_policy, about = POLICIES[name]
-    drafter, memory = Knowing(run=run_length), jnp.asarray(text)
-    state = decoding.begin_scripted(memory)
+    drafter, memory = Knowing(), decoding.script(text, run=run_length)
+    state = decoding.begin_scripted(memory, target=LIVE)
     expected = rounds.generate(
-        decoding.TARGET,
+        LIVE,
         drafter,
         (decoding.TARGET_PARAMS, None),
         state.replace(policy=gamma_policy.init(about)),
@@ -244,11 +250,11 @@ def test_a_policy_of_gamma_learns_what_it_learns_live(text, name, run_length):
 
 def test_a_full_cache_ends_a_replay_as_it_ends_a_run(text):
     """Fails if room is counted otherwise, or a starved round is counted at all."""
-    drafter, memory = Knowing(run=10_000), jnp.asarray(text)
-    state = decoding.begin_scripted(memory)
+    drafter, memory = Knowing(), jnp.asarray(text)
+    state = decoding.begin_scripted(memory, target=LIVE)
     held = 2 * decoding.PAGE_SIZE  # What the prompt has reserved.
     kv = state.cache.replace(num_free=jnp.int32(0))
-    expected = decoding.generate(drafter, state.replace(cache=kv), gamma=3)
+    expected = decoding.generate(drafter, state.replace(cache=kv), gamma=3, target=LIVE)
     trace, state = begin(drafter, jnp.asarray(text), text)
     small = state.cache.replace(capacity=jnp.int32(held))
     found = run(drafter, trace, state.replace(cache=small), gamma=3)
@@ -259,7 +265,7 @@ def test_a_full_cache_ends_a_replay_as_it_ends_a_run(text):
 
 def test_a_replay_ends_where_the_trace_does(text):
     """Fails if padding is committed: a state whose limit is past the trace starves."""
-    drafter = Knowing(run=10_000)
+    drafter = Knowing()
     trace, state = begin(drafter, jnp.asarray(text), text)
     state = state.replace(limit=jnp.int32(CAPACITY + 1))
     found = run(drafter, trace, state, gamma=GAMMA_MAX)
@@ -283,7 +289,11 @@ def test_forwards_are_counted_by_their_live_rows(text):
 
 def test_traces_of_one_size_share_an_executable(text):
     """Fails if a text, its length or gamma is traced into the program."""
-    drafter = Knowing(run=3)
+
+    class OfThisTest(Knowing):
+        """Nothing is compiled for it yet."""
+
+    drafter = OfThisTest()
     shared = {"max_tokens": 20}
     before = None
     for length, gamma in ((len(text), 1), (len(text) - 5, 4), (len(text) - 20, 0)):
@@ -347,11 +357,11 @@ def test_a_window_that_is_too_high(text):
         ({"prompt": PROMPT * 10}, "prompt has 110 tokens: it needs 1 .. 96"),
         ({"prompt": [*PROMPT[:-1], 1]}, "does not begin with the prompt"),
         ({"max_tokens": MAX_TOKENS + 1}, "ends after 51 tokens.*past stop tokens"),
-        ({"drafter": Knowing(run=1, gamma_max=9)}, "gamma_max=9 needs a slab of 10"),
+        ({"drafter": Knowing(gamma_max=9)}, "gamma_max=9 needs a slab of 10"),
     ],
 )
 def test_what_cannot_be_replayed(text, changes, said):
-    drafter = changes.get("drafter", Knowing(run=1))
+    drafter = changes.get("drafter", Knowing())
     with pytest.raises(ValueError, match=said):
         replay.begin(
             TARGET,

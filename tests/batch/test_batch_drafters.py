@@ -63,7 +63,7 @@ class Remembers(decoding.Scripted):
 
 
 def test_drafters_without_a_form():
-    stranger = Remembers(run=3)
+    stranger = Remembers()
     with pytest.raises(NotImplementedError, match="Remembers has no form for batches"):
         drafters.of(stranger, SLOTS)
     wrapped = lookups.EachSlot(drafter=stranger, num_slots=SLOTS)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +11,13 @@ import pytest
 
 from spec_jax import bench, rounds, session, testing
 from spec_jax.drafters import draft_model, hybrid, suffix
-from spec_jax.model import params as params_lib, row_model
+from spec_jax.model import params as params_lib
 
 
 GAMMA_MAX = 4
-BENCH = bench.tiny(GAMMA_MAX)
+BENCH = decoding.quickest_bench(GAMMA_MAX)
 DRAFT = draft_model.DraftModel(
-    model=row_model.RowModel(config=bench.TINY, impl="xla", slab=2),
-    gamma_max=GAMMA_MAX,
+    model=dataclasses.replace(BENCH.target, slab=2), gamma_max=GAMMA_MAX
 )
 ROUND_LOCAL = dataclasses.replace(
     DRAFT,
@@ -103,20 +103,22 @@ def test_a_threshold_is_a_threshold():
 def test_the_hybrids_cache_is_not_copied():
     """Fails if the branch hands the pool through: nothing of its size is temporary."""
     sizes = {"capacity": 8 * 1024, "page_size": 8}
-    params = BENCH.params, hybrid_params()
+    model = dataclasses.replace(DRAFT.model, impl="xla")
+    drafter = dataclasses.replace(HYBRID, draft=dataclasses.replace(DRAFT, model=model))
+    target, params = bench.tiny(GAMMA_MAX).target, (BENCH.params, hybrid_params())
     state = session.begin(
-        BENCH.target,
-        HYBRID,
+        target,
+        drafter,
         params,
-        BENCH.target.new_cache(capacity=8, page_size=8),
-        HYBRID.init(**sizes),
+        target.new_cache(capacity=8, page_size=8),
+        drafter.init(**sizes),
         [5],
         max_tokens=4,
     )
     usage = (
         rounds.generate.lower(
-            BENCH.target,
-            HYBRID,
+            target,
+            drafter,
             params,
             state,
             gamma=jnp.int32(GAMMA_MAX),

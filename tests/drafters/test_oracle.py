@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import decoding
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import bench, testing
+from spec_jax import testing
 from spec_jax.drafters import oracle
 
 
@@ -63,7 +64,7 @@ def test_rates_of_nothing_and_of_everything():
 
 
 def test_it_keeps_the_contract():
-    whole = bench.tiny(GAMMA_MAX)
+    whole = decoding.quickest_bench(GAMMA_MAX)
     prompt = whole.prompts[0]
     trace = oracle.make_trace(whole.plain(prompt), rate=0.6)
     one = dataclasses.replace(whole, prompts=(prompt,))

@@ -13,6 +13,7 @@ from spec_jax.drafters import draft_model
 from spec_jax.model import params as params_lib
 
 
+TARGET = decoding.quickest()
 # A draft that is nearly the target: its weights, slightly moved.
 DRAFT_PARAMS = jax.tree.map(
     lambda x: x + 0.02 * jax.random.normal(jax.random.key(7), x.shape, x.dtype),
@@ -27,7 +28,7 @@ RULES = {
 
 
 def drafter_of(draws: draft_model.Draws) -> draft_model.DraftModel:
-    model = dataclasses.replace(decoding.TARGET, slab=2)
+    model = dataclasses.replace(TARGET, slab=2)
     return draft_model.DraftModel(
         model=model, gamma_max=decoding.GAMMA_MAX, draws=draws
     )
@@ -45,17 +46,17 @@ def speculative(draws, settings, *, rule="sample-path", max_tokens=60):
     sizes = {"capacity": decoding.CAPACITY, "page_size": decoding.PAGE_SIZE}
     params = (decoding.TARGET_PARAMS, draft_params(draws, settings))
     state = session.begin(
-        decoding.TARGET,
+        TARGET,
         drafter,
         params,
-        decoding.TARGET.new_cache(**sizes),
+        TARGET.new_cache(**sizes),
         drafter.init(**sizes),
         decoding.PROMPT,
         max_tokens=max_tokens,
         settings=settings,
     )
     return rounds.generate(
-        decoding.TARGET,
+        TARGET,
         drafter,
         params,
         state,
@@ -70,11 +71,9 @@ def speculative(draws, settings, *, rule="sample-path", max_tokens=60):
 def test_the_stream_does_not_depend_on_how_drafts_are_drawn(draws):
     for seed in (1, 2):
         settings = sampling.make_settings(**WARM, seed=seed)
-        kv = decoding.TARGET.new_cache(
-            capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE
-        )
+        kv = TARGET.new_cache(capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE)
         plain = session.begin_plain(
-            decoding.TARGET,
+            TARGET,
             decoding.TARGET_PARAMS,
             kv,
             decoding.PROMPT,
@@ -82,7 +81,7 @@ def test_the_stream_does_not_depend_on_how_drafts_are_drawn(draws):
             settings=settings,
         )
         plain = autoregressive.generate(
-            decoding.TARGET,
+            TARGET,
             decoding.TARGET_PARAMS,
             plain,
             stop_ids=decoding.NO_STOP,
@@ -137,10 +136,10 @@ def first_tokens(rule: str, draws: str, *, target_settings=None) -> np.ndarray:
     settings = sampling.make_settings(**WARM)
     sizes = {"capacity": decoding.CAPACITY, "page_size": decoding.PAGE_SIZE}
     state = session.begin(
-        decoding.TARGET,
+        TARGET,
         drafter,
         (decoding.TARGET_PARAMS, draft_params(draws, settings)),
-        decoding.TARGET.new_cache(**sizes),
+        TARGET.new_cache(**sizes),
         drafter.init(**sizes),
         decoding.PROMPT,
         max_tokens=40,
@@ -156,7 +155,7 @@ def first_tokens(rule: str, draws: str, *, target_settings=None) -> np.ndarray:
         after = state.replace(settings=told.replace(seed=seed))
         for _ in range(2):
             after = rounds.run_round(
-                decoding.TARGET,
+                TARGET,
                 drafter,
                 params,
                 after,
@@ -172,11 +171,9 @@ def first_tokens(rule: str, draws: str, *, target_settings=None) -> np.ndarray:
 
 def law(prefix: list[int]) -> np.ndarray:
     """The target's distribution after a text, `[V]` float64."""
-    kv = decoding.TARGET.new_cache(
-        capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE
-    )
-    kv = session.prefill(decoding.TARGET, decoding.TARGET_PARAMS, kv, prefix)
-    _, logits = decoding.TARGET.forward(
+    kv = TARGET.new_cache(capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE)
+    kv = session.prefill(TARGET, decoding.TARGET_PARAMS, kv, prefix)
+    _, logits = TARGET.forward(
         decoding.TARGET_PARAMS,
         kv,
         tokens=jnp.asarray(prefix[-1:], jnp.int32),

@@ -235,7 +235,7 @@ def test_each_side_is_measured_alone(oracle, folders):
     """Fails if a peak is that of this process, or one side loads the other."""
     target, draft = map(str, folders)
     request = peak_memory.Request(
-        **{"target": target, "draft": draft, "dtype": "float32", "impl": "xla"},
+        **{"target": target, "draft": draft, "dtype": "float32", "impl": "auto"},
         **{"backend": "cpu", "prompt": [5, 6, 7], "gamma": 2, "gen_tokens": 4},
         **{"page_size": 16, "stop_ids": []},
     )

@@ -19,7 +19,7 @@ def folders(tmp_path_factory):
 def command(folders, *more: str) -> list[str]:
     target, draft = folders
     return [
-        *("--target", str(target), "--draft", str(draft), "--impl", "xla"),
+        *("--target", str(target), "--draft", str(draft)),
         *("--gen-tokens", "6", "--gamma", "2", "--prompts", "1"),
         *more,
     ]

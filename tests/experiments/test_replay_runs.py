@@ -108,7 +108,18 @@ class Subject:
         return replayed.counters
 
 
-@pytest.mark.parametrize("name", drafters.DRAFTERS)
+# Every drafter and both settings: what is drawn are a draft model's drafts and the
+# target's tokens, of which lookups see no more than the text. The rest is slow.
+SAMPLED = ("draft-model", "ngram")
+RUNS = [("greedy", name) for name in drafters.DRAFTERS] + [
+    pytest.param(
+        *("sampled", name), marks=() if name in SAMPLED else [pytest.mark.slow]
+    )
+    for name in drafters.DRAFTERS
+]
+
+
+@pytest.mark.parametrize(("recorded", "name"), RUNS, indirect=["recorded"])
 def test_replayed_counters_are_live_counters(name, recorded, folders):
     """Fails if a drafter sees anything else, or draws with other noise, than live."""
     subject = Subject(name, recorded, folders)

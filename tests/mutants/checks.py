@@ -141,7 +141,12 @@ def _suite_at_its_quickest() -> Iterator[None]:
             yield
             return
         patch.setattr(decoding, "TARGET", decoding.NATIVE)
-        for function in (decoding.plain, decoding.begin_scripted, decoding.generate):
+        for function in (
+            decoding.plain,
+            decoding.begin_scripted,
+            decoding.begin_drafted,
+            decoding.generate,
+        ):
             patch.setitem(function.__kwdefaults__, "target", decoding.NATIVE)
         yield
 
@@ -172,6 +177,14 @@ ROUND_CHECKS = {
     "padding as stop": _check("test_round_records", "test_padding_is_no_stop_token"),
     "starved counters": _check(
         "test_round_records", "test_a_starved_round_is_not_counted"
+    ),
+    "what a policy is told": _check(
+        "test_adaptive_rounds",
+        "test_the_policy_is_told_of_every_round",
+        name="goodput",
+    ),
+    "what a starved round teaches": _check(
+        "test_adaptive_rounds", "test_a_starved_round_teaches_nothing"
     ),
     "origins": _check(
         "test_round_records", "test_origins_say_where_tokens_came_from", gamma=2
@@ -350,6 +363,9 @@ KERNEL_CHECKS = {
     ),
     "native argmax of live rows": _check(
         "test_native_argmax", "test_dead_rows_are_zero_and_unread"
+    ),
+    "native rows of a table": _check(
+        "test_native_take_rows", "test_rows_are_the_tables", dtype="float32", width=7
     ),
     "rows of a Triton product": _check(
         "test_pallas_skinny_gemm", "test_a_row_is_that_row_alone", name="logits"

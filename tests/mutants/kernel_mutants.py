@@ -194,6 +194,13 @@ NATIVE_CALLS = (
         new="output, x, num_live - 1",
         caught_by=("native argmax of live rows",),
     ),
+    Mutant(
+        name="the native table's rows leave out the last live one",
+        where=_CALLS + "take_rows",
+        old="index, num_live, isa",
+        new="index, num_live - 1, isa",
+        caught_by=("native rows of a table",),
+    ),
 )
 
 PALLAS = (

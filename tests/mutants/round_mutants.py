@@ -6,6 +6,7 @@ from mutant import Mutant
 _ROUND = "spec_jax.rounds:run_round"
 _COMMIT = "spec_jax.rounds:commit_verdict"
 _COUNT = "spec_jax.rounds:_count"
+_TEACH = "spec_jax.rounds:teach_policy"
 _ACCEPT = "spec_jax.acceptance:accept_exact"
 _DRAFT_COMMIT = "spec_jax.drafters.draft_model:DraftModel.commit"
 _STATE = "spec_jax.session:check_state"
@@ -130,6 +131,23 @@ ROUNDS = (
         old="(drafts < g) & (drafts <= a)",
         new="drafts < g",
         caught_by=("mixed drafts",),
+    ),
+)
+
+POLICY = (
+    Mutant(
+        name="a policy takes all drafts for kept",
+        where=_TEACH,
+        old="proposal.num_drafted, verdict.num_accepted)",
+        new="proposal.num_drafted, proposal.num_drafted)",
+        caught_by=("what a policy is told",),
+    ),
+    Mutant(
+        name="a policy learns from a starved round",
+        where=_TEACH,
+        old="jnp.where(starved, 0, count)",
+        new="count",
+        caught_by=("what a starved round teaches",),
     ),
 )
 
@@ -302,4 +320,12 @@ SAMPLING = (
     ),
 )
 
-MUTANTS = (*ROUNDS, *ACCEPTANCE, *DRAFTS_AND_ORACLES, *EDGE, *METRICS, *SAMPLING)
+MUTANTS = (
+    *ROUNDS,
+    *POLICY,
+    *ACCEPTANCE,
+    *DRAFTS_AND_ORACLES,
+    *EDGE,
+    *METRICS,
+    *SAMPLING,
+)

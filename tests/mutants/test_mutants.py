@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import round_mutants
 import table
 from mutant import Mutant, OutOfDateError
 
@@ -90,6 +91,26 @@ def test_whoever_holds_the_function_has_the_fault():
     with FAULTY.planted():
         assert int(_pages_for(eight, page_size=4)) == held(8, 4) == 3
     assert int(_pages_for(eight, page_size=4)) == held(8, 4) == 2
+
+
+def test_a_rule_that_is_compiled_by_itself_is_forgotten_too():
+    """Fails if such an executable hides the fault, or is left to the next check.
+
+    The executables of decoding may stay: negative control of the forgetting.
+    """
+    mutant = round_mutants.ACCEPTANCE[0]
+    accept, pages = jax.jit(acceptance.accept_exact), jax.jit(index.pages_for)
+    drafts = jnp.array([5, 6, 7]), jnp.array([5, 6, 8, 9]), jnp.int32(3)
+
+    def num_accepted():
+        pages(jnp.int32(8), 4)
+        return int(accept(*drafts).num_accepted)
+
+    assert num_accepted() == 2
+    with mutant.planted():
+        assert accept._cache_size() == 0 < pages._cache_size()
+        assert num_accepted() == 0
+    assert num_accepted() == 2
 
 
 def test_the_fault_goes_when_the_check_crashes():

@@ -177,8 +177,8 @@ def test_random_walks():
     assert outcomes["reserve", "starved"] >= 5
 
 
-def fixed_walk(operations):
-    """A walk that does not depend on Hypothesis."""
+def fixed_walk(operations) -> list[int]:
+    """A walk that does not depend on Hypothesis: the lengths that it ends with."""
     walk = Walk(operations)
     for slot in (0, 1, 2):
         walk.step("register", slot)
@@ -193,11 +193,13 @@ def fixed_walk(operations):
         ("append", 2, 7),
     ):
         walk.step(*request)
+    return walk.kv.length.tolist()
 
 
 def test_the_fixed_walk_passes():
     """The walk that the planted faults below must break is itself in order."""
-    fixed_walk(COMPILED)
+    # Released and begun anew; truncated to 3 and 6 more; 5 and 7, and no room for 7.
+    assert fixed_walk(COMPILED) == [2, 9, 12]
 
 
 def clearing(kv, slot, new_len, *, real=allocator.truncate):

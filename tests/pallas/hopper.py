@@ -249,6 +249,8 @@ def _initialize() -> None:
     global _folder
     # The plugin is only there to compile: its backend would look for a driver.
     jax.config.update("jax_platforms", "cpu")
+    # What is looked at here is written by the compiler while it compiles.
+    jax.config.update("jax_enable_compilation_cache", False)
     _folder = tempfile.TemporaryDirectory(prefix="hopper-")
     ptxas_log.install(_cuda(), pathlib.Path(_folder.name))
 
