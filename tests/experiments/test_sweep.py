@@ -47,7 +47,6 @@ def command(folders, out: pathlib.Path, *more: str) -> list[str]:
     return [
         *("--target", str(target), "--draft", str(draft), "--drafter", "ngram"),
         *("--gamma", "1,2", "--gen-tokens", str(GEN_TOKENS), "--ignore-stop"),
-        *("--impl", "xla"),
         *("--prompts", str(prompts_of(folders)), "--repeats", "2", "--out", str(out)),
         *more,
     ]
