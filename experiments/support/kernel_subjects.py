@@ -290,18 +290,20 @@ def cache_bytes() -> int | None:
 
 def all_subjects(config: config_lib.Qwen3Config) -> Sequence[Subject]:
     """What a step of the model calls: five products, and attention over `CONTEXTS`.
+    And the smallest product, which costs what any call costs.
 
-    Calls take turns in reading as many copies as the model has layers, where a whole
-    step fits into a few last-level caches. In a large model a layer's weights have
-    left the caches when the next step needs them, however many layers there are: there
-    are as many copies as fill `STREAMED_CACHES` caches.
+    Between two reads of a weight a step reads all others, so calls take turns in
+    reading as many copies as a step has bytes: what of them a cache still holds, it
+    holds in the model too. No more than fill `STREAMED_CACHES` last-level caches, of
+    which none holds anything.
     """
+    step_bytes = bandwidth.step_bytes(params_lib.shapes(config))
     streamed_bytes = STREAMED_CACHES * (cache_bytes() or _UNKNOWN_CACHE_BYTES)
-    is_large = bandwidth.step_bytes(params_lib.shapes(config)) > streamed_bytes
+    between = min(step_bytes, streamed_bytes)
 
-    def rotated(subject: Subject, num_own: int) -> Subject:
-        num_needed = math.ceil(streamed_bytes / subject.num_bytes)
-        return dataclasses.replace(subject, copies=num_needed if is_large else num_own)
+    def rotated(subject: Subject) -> Subject:
+        copies = math.ceil(between / subject.num_bytes)
+        return dataclasses.replace(subject, copies=copies)
 
     attentions = [
         Attention(
@@ -315,9 +317,10 @@ def all_subjects(config: config_lib.Qwen3Config) -> Sequence[Subject]:
         if context <= config.max_position_embeddings
     ]
     return [
-        *(rotated(layer, config.num_layers) for layer in _layer_projections(config)),
-        rotated(_head(config), 1),
-        *(rotated(attention, config.num_layers) for attention in attentions),
+        *map(rotated, _layer_projections(config)),
+        rotated(_head(config)),
+        *map(rotated, attentions),
+        _smallest(config),
     ]
 
 
@@ -356,5 +359,19 @@ def _head(config: config_lib.Qwen3Config) -> Projection:
         copies=1,
         has_norm=True,
         out_dtype="float32",
+        eps=config.rms_norm_eps,
+    )
+
+
+def _smallest(config: config_lib.Qwen3Config) -> Projection:
+    """A product that is hardly there, of two panels of the kernels."""
+    return Projection(
+        name="a call",
+        kernel="project",
+        num_out=48,
+        num_in=32,
+        dtype=config.dtype,
+        copies=8,
+        has_norm=True,
         eps=config.rms_norm_eps,
     )
