@@ -179,8 +179,9 @@ inline void weigh_block(Queries& queries, int64_t i, const int64_t* seen) {
     queries.rescale[i + r] = drop[r];
     total[r] = queries.total[i + r] * drop[r];
   }
-  // (What is not seen adds zeros.)
-  for (int64_t t = 0; t < *std::max_element(seen, seen + R); ++t) {
+  // As far as any of them sees: what is not seen adds zeros.
+  int64_t most = *std::max_element(seen, seen + R);
+  for (int64_t t = 0; t < most; ++t) {
     for (int r = 0; r < R; ++r) total[r] += scores[r * kKeyBlock + t];
   }
   for (int r = 0; r < R; ++r) queries.total[i + r] = total[r];
@@ -267,12 +268,14 @@ void attend_block(Queries& queries, const T* k, const T* v, const Pages& pages,
     weigh_block<R>(queries, i, seen);
     add_block<R>(queries, i, seen, v, offsets);
   };
-  for (int64_t i = 0; i < count; i += 4) {
-    switch (std::min<int64_t>(count - i, 4)) {
+  // Five by two vectors of a value is the largest tile of 16 registers.
+  for (int64_t i = 0; i < count; i += 5) {
+    switch (std::min<int64_t>(count - i, 5)) {
       case 1: run(std::integral_constant<int, 1>(), i); break;
       case 2: run(std::integral_constant<int, 2>(), i); break;
       case 3: run(std::integral_constant<int, 3>(), i); break;
       case 4: run(std::integral_constant<int, 4>(), i); break;
+      case 5: run(std::integral_constant<int, 5>(), i); break;
     }
   }
 }

@@ -153,10 +153,16 @@ void pack_floats(const float* x, int64_t row, PackedRows<float>& packed) {
   int64_t first = 0;
   while (row >= first + packed.group_size(first)) first += packed.group_size(first);
   packed.fill(first, row - first, [&](int64_t k, Vec& a, Vec& b) {
-    float halves[kStep] = {};
-    for (int64_t i = 0; i < kStep && k + i < packed.K; ++i) {
+    float end[kStep], halves[kStep];
+    const float* from = x + k;
+    if (k + kStep > packed.K) {
+      copy_tail(from, packed.K - k, end);
+      from = end;
+    }
+    for (int i = 0; i < kLanes; ++i) {
       // The even ones before the odd ones where weights come in pairs.
-      halves[sizeof(T) == 2 ? i / 2 + i % 2 * kLanes : i] = x[k + i];
+      halves[i] = from[sizeof(T) == 2 ? 2 * i : i];
+      halves[i + kLanes] = from[sizeof(T) == 2 ? 2 * i + 1 : i + kLanes];
     }
     a = load(halves);
     b = load(halves + kLanes);
