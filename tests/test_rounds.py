@@ -19,6 +19,9 @@ from spec_jax.ops import dispatch
 from spec_jax.paging import cache
 
 
+pytestmark = pytest.mark.optimized
+
+
 @pytest.fixture(scope="module")
 def plain():
     return decoding.plain()

@@ -10,6 +10,8 @@ import pytest
 from spec_jax.ops import argmax, dispatch
 
 
+pytestmark = pytest.mark.optimized
+
 WIDTH = 600  # past one block of the native kernel
 
 _argmax = jax.jit(argmax.argmax, static_argnames=("impl",))

@@ -9,6 +9,8 @@ from spec_jax import testing
 from spec_jax.ops import causal_attention
 
 
+pytestmark = pytest.mark.optimized
+
 BATCH, HEADS, KV_HEADS = 2, 6, 2
 LENGTH = 150  # two blocks, the second one ragged
 

@@ -9,6 +9,8 @@ import test_paged_attention as attention
 from spec_jax import testing
 
 
+pytestmark = pytest.mark.optimized
+
 SLOT, PAGE_SIZE = 4, 16
 
 

@@ -11,6 +11,8 @@ from spec_jax import testing
 from spec_jax.ops import paged_attention
 
 
+pytestmark = pytest.mark.optimized
+
 ROWS, HEADS, KV_HEADS = 8, 6, 2
 GROUP = HEADS // KV_HEADS
 RAGGED = 141  # past one key block, inside a page

@@ -9,6 +9,8 @@ from spec_jax import testing
 from spec_jax.ops import rms_norm
 
 
+pytestmark = pytest.mark.optimized
+
 EPS = 1e-3  # large enough to be seen in rows of small values
 WIDTH = 96
 

@@ -9,6 +9,8 @@ from spec_jax import testing
 from spec_jax.ops import rope
 
 
+pytestmark = pytest.mark.optimized
+
 HEADS, HEAD_DIM = 3, 64
 POSITIONS = np.array([0, 1, 7, 128, 5000, 40959], np.int32)
 INV_FREQ = rope.inverse_frequencies(HEAD_DIM, 1e6)

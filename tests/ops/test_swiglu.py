@@ -9,6 +9,8 @@ from spec_jax import testing
 from spec_jax.ops import swiglu
 
 
+pytestmark = pytest.mark.optimized
+
 WIDTH = 64
 
 _swiglu = jax.jit(swiglu.swiglu)

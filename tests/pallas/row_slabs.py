@@ -12,11 +12,9 @@ from spec_jax.pallas import attention_plan as plan, row_attention_triton
 HEIGHT = 16  # of every slab here
 SMALL = plan.Config(split=32, block=16, programs=1)
 
-# Most of the time here is LLVM's, and unoptimised machine code halves it.
 _attend = jax.jit(
     row_attention_triton.attend,
     static_argnames=("eps", "scale", "interpret", "config"),
-    compiler_options={"xla_backend_optimization_level": 0},
 )
 
 

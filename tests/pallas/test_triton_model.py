@@ -31,14 +31,9 @@ SIZES = {
     "head_dim": 16,
 }
 
-# Unoptimised machine code of interpreted kernels is compiled in half the time.
-FAST = {"xla_backend_optimization_level": 0}
-
 
 def compile_forward():
-    @functools.partial(
-        jax.jit, static_argnames=("config", "impl"), compiler_options=FAST
-    )
+    @functools.partial(jax.jit, static_argnames=("config", "impl"))
     def forward(params, config, tokens, slots, positions, num_live, kv, *, impl):
         rows = qwen3.Rows(
             tokens=tokens, slots=slots, positions=positions, num_live=num_live
@@ -108,7 +103,7 @@ def test_verifying_equals_decoding_one_by_one(model, filled):
     """Fails if a row's bits depend on how many rows are live, or what the dead hold."""
     decoded_kv, decoded = model.decode_one_by_one(filled, window(SLAB))
     assert np.isfinite(decoded.logits).all()
-    for count in range(1, SLAB + 1):
+    for count in (1, 2, 3, 5, 8, SLAB - 1, SLAB):
         verified_kv, verified = model.run(filled, window(count))
         testing.assert_same_bits(verified, first(decoded, count), what=f"{count} live")
         length = PREFIX + count
@@ -253,7 +248,7 @@ def test_a_generation_is_that_of_plain_decoding(pair):
     noise = params_lib.init(jax.random.key(2), target.config, stddev=0.02)
     noisy = jax.tree.map(lambda x, n: x + n if x.ndim > 1 else x, params, noise)
     accepted = set()
-    for gamma in (2, 3, GAMMA_MAX):
+    for gamma in (2, GAMMA_MAX):
         for draft_params in (params, noisy):
             state = run_rounds(pair, draft_params, gamma)
             assert int(state.length) == length

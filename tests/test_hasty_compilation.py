@@ -1,0 +1,42 @@
+"""Haste reaches the compiler, and ends where it should."""
+
+import os
+
+import hasty_compilation
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+@pytest.fixture
+def switch():
+    """`hasty_compilation.switch`, undone after the test."""
+    before = hasty_compilation.is_on()
+    yield hasty_compilation.switch
+    hasty_compilation.switch(before)
+
+
+def num_fusions() -> int:
+    """Of a program that the two emitters cut up in different ways."""
+    program = jax.jit(lambda x: jnp.cumsum(jnp.sin(x)) + 1).lower(jnp.ones((16,)))
+    return program.compile().as_text().count(" fusion(")
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="no haste but on a CPU")
+def test_options_reach_the_compiler(switch):
+    """Fails if a program stays as it was compiled before."""
+    found = []
+    for on in (True, False, True):
+        switch(on)
+        assert hasty_compilation.is_on() == on
+        assert jax.config.read(hasty_compilation.FLAG) == on
+        assert os.environ[hasty_compilation.FLAG.upper()] == str(int(on))
+        found.append(num_fusions())
+    assert found[0] == found[2] != found[1]
+
+
+def test_files_that_are_not_marked(request):
+    """`test_skinny_gemm` is one that is."""
+    optimized = request.config.getoption("--optimized")
+    on_cpu = jax.default_backend() == "cpu"
+    assert hasty_compilation.is_on() == (on_cpu and not optimized)
