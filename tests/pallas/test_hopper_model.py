@@ -191,7 +191,8 @@ def test_what_xla_computes_is_one_code(compiled, name):
     ((operations, code),) = found[0].items()
     assert "cosine" in str(operations) and "sine" in str(operations)
     assert len(code) == 1
-    assert found[0] == found[1] == found[2]
+    for other in found[1:]:
+        xla_fusions.assert_same_code(other, found[0])
 
 
 def test_mosaic(compiled):
@@ -201,7 +202,7 @@ def test_mosaic(compiled):
         for build in (models.plain_step, models.verify_step)
     ]
     step, verify = (xla_fusions.float_kernels(report) for report in reports)
-    assert step == verify
+    xla_fusions.assert_same_code(step, verify)
     for report in reports:
         report.assert_fits()
         # The logits come transposed.
@@ -217,6 +218,14 @@ def test_a_float_between_kernels_is_caught(compiled):
     healthy = compiled(models.plain_step, "qwen3-0.6b", layers=2)
     healthy = xla_fusions.float_kernels(healthy)
     assert len(xla_fusions.float_kernels(report)) == len(healthy) + 1
+
+
+def test_other_code_is_caught_and_shown():
+    """Negative control of the comparison itself."""
+    one, other = ({("add",): {("RET ;", f"{name} R0 ;")}} for name in ("FADD", "FFMA"))
+    xla_fusions.assert_same_code(one, one)
+    with pytest.raises(AssertionError, match=r"-FADD R0 ;\n\+FFMA R0 ;"):
+        xla_fusions.assert_same_code(one, other)
 
 
 def test_a_copied_pool_is_caught(compiled):
