@@ -333,7 +333,6 @@ KERNEL_CHECKS = {
         "test_rows",
         "test_verifying_equals_decoding_one_by_one",
         model="float32-native",
-        page_size=16,
     ),
     "rows that do not follow": _check(
         "test_row_model", "test_rows_that_do_not_follow_are_refused"

@@ -14,6 +14,8 @@ import pytest
 import xla_fusions
 
 
+pytestmark = pytest.mark.slow
+
 LAYER = (
     "rms_norm",
     "skinny_gemm",
@@ -108,7 +110,7 @@ def assert_in_graphs(report) -> None:
     [
         ("qwen3-0.6b", 2),
         ("qwen3-8b", 2),
-        pytest.param("qwen3-0.6b", DEPTH["qwen3-0.6b"], marks=pytest.mark.slow),
+        ("qwen3-0.6b", DEPTH["qwen3-0.6b"]),
     ],
 )
 def test_a_plain_step(compiled, name, depth):
