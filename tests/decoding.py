@@ -185,13 +185,13 @@ def generate(
     )
 
 
-def held(kv, length: int) -> list[tuple[np.ndarray, ...]]:
-    """Keys and values of the first positions, of each layer.
+def held(kv, length: int, *, slot: int = 0) -> list[tuple[np.ndarray, ...]]:
+    """Keys and values of the first positions of a slot, of each layer.
 
     Every position is gathered, whatever the length, so that no length is compiled.
     """
     layers = range(len(kv.k))
-    whole = [cache.gather(kv, layer, 0, kv.slot_capacity) for layer in layers]
+    whole = [cache.gather(kv, layer, slot, kv.slot_capacity) for layer in layers]
     return jax.tree.map(lambda x: np.asarray(x)[:length], whole)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import chex
+import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,10 +158,7 @@ class Model:
 
 
 def written(kv, slot=0, length=PREFIX + WINDOW):
-    """Keys and values of the first positions; all are gathered, to compile once."""
-    layers = range(len(kv.k))
-    whole = [cache.gather(kv, layer, slot, kv.slot_capacity) for layer in layers]
-    return jax.tree.map(lambda x: np.asarray(x)[:length], whole)
+    return decoding.held(kv, length, slot=slot)
 
 
 def window(slot=0, count=WINDOW):

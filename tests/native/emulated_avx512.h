@@ -15,7 +15,7 @@
 #endif
 
 #define SIMDE_ENABLE_NATIVE_ALIASES
-// What `simd.h` uses and no more: all of avx512.h takes the compiler three times as long.
+// What `simd.h` uses and no more: all of avx512.h takes three times as long to compile.
 #include <simde/x86/avx512/add.h>
 #include <simde/x86/avx512/and.h>
 #include <simde/x86/avx512/blend.h>
