@@ -5,7 +5,7 @@ Stages, in this order, each resumable after a kill with the same loss curve:
     target    about 10 M parameters, on text
     draft     about 1 M parameters, on the same text
     distill   the draft again, towards the target's distributions
-    rollouts  the target continues 4,096 pieces of the text greedily
+    rollouts  the target continues 12,288 pieces of the text greedily
     align     the draft again, towards the target's distributions on its own text
     export    bf16 weights, tokenizer and model card, as Hugging Face folders
 
@@ -16,6 +16,7 @@ entries, is trained by the first stage that runs.
 import argparse
 import dataclasses
 import functools
+import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from spec_jax.typing import IMPLS
 
 WINDOW = 512
 HELD_OUT_WINDOWS = 32
-ROLLOUTS, ROLLOUT_PREFIX, ROLLOUT_LENGTH, ROLLOUT_BATCH = 4096, 48, 177, 23
+ROLLOUTS, ROLLOUT_PREFIX, ROLLOUT_LENGTH, ROLLOUT_BATCH = 12_288, 48, 177, 46
 
 TARGET = config_lib.Qwen3Config(
     vocab_size=corpus.VOCAB_SIZE,
@@ -70,7 +71,7 @@ class Stage:
     folder: str
     steps: int
     seed: int
-    batch_size: int = 8
+    batch_size: int = 16
     learning_rate: float = 0.02
 
     def recipe(self, steps: int | None, seed: int) -> training.Recipe:
@@ -89,13 +90,13 @@ class Stage:
 
 
 STAGES = {
-    "target": Stage(config=TARGET, folder="target", steps=700, seed=0),
-    "draft": Stage(config=DRAFT, folder="draft", steps=200, seed=1),
-    "distill": Stage(config=DRAFT, folder="distilled", steps=300, seed=2),
+    "target": Stage(config=TARGET, folder="target", steps=4000, seed=0),
+    "draft": Stage(config=DRAFT, folder="draft", steps=1250, seed=1),
+    "distill": Stage(config=DRAFT, folder="distilled", steps=1250, seed=2),
     "align": Stage(
         config=DRAFT,
         folder="aligned",
-        steps=700,
+        steps=1250,
         seed=3,
         batch_size=ROLLOUT_BATCH,
         learning_rate=0.01,
@@ -104,10 +105,16 @@ STAGES = {
 
 
 def prepare(work: pathlib.Path) -> tuple[np.ndarray, np.ndarray, dict]:
-    """Windows of both splits, and what the model card says about the corpus.
+    """Returns windows of both splits, and what the model card says about the corpus.
 
-    Trains the tokenizer where `work` holds none.
+    Trains the tokenizer where `work` holds none, and keeps the windows in `work`, so
+    that a run resumed under another Python sees the same text.
     """
+    kept = work / "corpus.npz"
+    if kept.exists():
+        with np.load(kept) as saved:
+            description = json.loads(str(saved["description"]))
+            return saved["train"], saved["held_out"], description
     texts = corpus.read()
     path = work / "tokenizer.json"
     if not path.exists():
@@ -123,7 +130,13 @@ def prepare(work: pathlib.Path) -> tuple[np.ndarray, np.ndarray, dict]:
         "train_tokens": int(train[:, 1:].size),
         "held_out_tokens": int(held_out[:, 1:].size),
     }
+    np.savez(kept, train=train, held_out=held_out, description=json.dumps(description))
     return train, held_out, description
+
+
+def _in_bfloat16(config: config_lib.Qwen3Config) -> config_lib.Qwen3Config:
+    """What a training step computes in; the parameters that it updates are float32."""
+    return dataclasses.replace(config, dtype="bfloat16")
 
 
 def restore(work: pathlib.Path, name: str, seed: int) -> tuple[params_lib.Params, int]:
@@ -151,10 +164,12 @@ def train(args: argparse.Namespace) -> float:
         before = {"distill": "draft", "align": "distill"}[args.stage]
         teacher, _ = restore(args.work, "target", args.seed)
         init, _ = restore(args.work, before, args.seed)
-        loss = functools.partial(training.distillation_loss, DRAFT, TARGET)
+        loss = functools.partial(
+            training.distillation_loss, _in_bfloat16(DRAFT), _in_bfloat16(TARGET)
+        )
     else:
         init = stage.init(args.seed)
-        loss = functools.partial(training.text_loss, stage.config)
+        loss = functools.partial(training.text_loss, _in_bfloat16(stage.config))
     folder = args.work / stage.folder
     training.run(
         args.stage,
@@ -234,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="checkpoints, logs and tokenizer (default: %(default)s)",
     )
     parser.add_argument(
-        "--steps", type=int, help="optimiser steps of 4096 tokens (default: by stage)"
+        "--steps", type=int, help="optimiser steps of 8192 tokens (default: by stage)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
