@@ -11,6 +11,7 @@ import tiny_pair
 
 from experiments import spec_round
 from experiments.support import flags, paired_runs, prompt_runs, report
+from spec_jax import metrics
 from spec_jax.model import load
 from spec_jax.ops import dispatch
 
@@ -47,9 +48,14 @@ def test_a_matched_run(folders, tmp_path, capsys):
     for row in prompts:
         assert row["matched"] and row["plain_ids"] == row["spec_ids"]
         assert len(row["baseline_e2e_s"]) == len(row["spec_e2e_s"]) == 2
+        assert row["repetition"] == metrics.repetition(row["spec_ids"])
+        assert row["acceptance_rate"] == row["accepted"] / row["proposed"]
     assert summary["kind"] == "summary" and summary["matched"] is True
     assert summary["verify_decode_mismatches"] == 0
     assert summary["tokens"] == sum(row["tokens"] for row in prompts)
+    weighted = sum(row["tokens"] * row["repetition"] for row in prompts)
+    assert summary["repetition"] == pytest.approx(weighted / summary["tokens"])
+    assert summary["tercile_prompts"] == [1, 1]
     assert summary["rounds"] == sum(row["rounds"] for row in prompts)
     assert summary["impl"] == dispatch.resolve("auto") and summary["gamma"] == 2
     assert {field.name for field in report.FIELDS} <= set(summary)
