@@ -314,9 +314,7 @@ def _by_repetition(texts: Sequence[TextCounts]) -> Metrics:
     }
 
 
-def _check_texts(
-    counters: Counters, prompts: int, texts: Sequence[TextCounts]
-) -> None:
+def _check_texts(counters: Counters, prompts: int, texts: Sequence[TextCounts]) -> None:
     """Checks that the texts are those of the run that was counted."""
     if not texts:
         return

@@ -79,7 +79,10 @@ def _print(rows: Sequence[Row], console: rich_console.Console, *, title: str) ->
     for row in rows:
         table.add_row(
             *("-" if row[name] is None else str(row[name]) for name in axes),
-            *(report.format_value(row.get(n), form) for n, (_, form) in NUMBERS.items()),
+            *(
+                report.format_value(row.get(n), form)
+                for n, (_, form) in NUMBERS.items()
+            ),
             _match(row),
         )
     console.print(table)
