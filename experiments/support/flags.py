@@ -134,7 +134,7 @@ def add_sampling(group: argparse._ActionsContainer) -> None:
         "--temperature",
         type=float,
         default=0.0,
-        help="divides the logits; 0 is greedy (default: %(default)s)",
+        help="divides the logits; 0 is greedy (default: 0)",
     )
     group.add_argument(
         "--top-k", type=int, metavar="K", help="draw from the K first tokens only"
