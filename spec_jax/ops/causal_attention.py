@@ -33,8 +33,8 @@ def causal_attention(
     each of which sees only the keys up to its own end: on a CPU that is more than
     twice as fast as one masked square.
 
-    Its gradient computes the probabilities again instead of keeping them, and takes
-    its products in the dtype of the operands, accumulated in float32.
+    Its gradient keeps the probabilities in `v.dtype`, and takes its products in the
+    dtype of the operands, accumulated in float32.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
@@ -50,36 +50,37 @@ def causal_attention(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attend(queries, keys, values, scale):
     """Attends with `queries [B, G, T, H]` to `keys` and `values [B, T, H]`."""
-    outputs = [
-        _blocked(
-            _product("bqt,bth->bqh", probs.astype(values.dtype), values[:, :stop]),
-            queries.shape[1],
-        ).astype(values.dtype)
-        for stop, probs, _ in _blocks(queries, keys, scale)
-    ]
-    return jnp.concatenate(outputs, axis=2)
+    return _attend_forward(queries, keys, values, scale)[0]
 
 
 def _attend_forward(queries, keys, values, scale):
-    outputs = _attend(queries, keys, values, scale)
-    return outputs, (queries, keys, values, outputs)
+    outputs, kept = [], []
+    for start, stop in _ranges(queries.shape[2]):
+        probs = _probs(queries, keys, scale, start, stop).astype(values.dtype)
+        block = _product("bqt,bth->bqh", probs, values[:, :stop])
+        outputs.append(_blocked(block, queries.shape[1]).astype(values.dtype))
+        kept.append(probs)
+    outputs = jnp.concatenate(outputs, axis=2)
+    return outputs, (queries, keys, values, outputs, kept)
 
 
 def _attend_backward(scale, saved, gradient):
-    queries, keys, values, outputs = saved
+    queries, keys, values, outputs, kept = saved
     wide = jnp.float32
     # Of the softmax: `sum_j probs_j dprobs_j`, which is `dot(output, gradient)`.
     means = jnp.sum(outputs.astype(wide) * gradient.astype(wide), axis=-1)
     dq, dk, dv = [], jnp.zeros(keys.shape, wide), jnp.zeros(values.shape, wide)
-    for stop, probs, rows in _blocks(queries, keys, scale):
-        of_outputs = rows(gradient)
+    for (start, stop), probs in zip(_ranges(queries.shape[2]), kept, strict=True):
+        of_outputs = _rows(gradient, start, stop)
         dprobs = _product("bqh,bth->bqt", of_outputs, values[:, :stop])
-        dscores = probs * (dprobs - rows(means)[..., None]) * scale
-        dscores, probs = dscores.astype(keys.dtype), probs.astype(keys.dtype)
+        dscores = dprobs - _rows(means, start, stop)[..., None]
+        dscores = probs.astype(wide) * dscores * scale
+        dscores = dscores.astype(keys.dtype)
         block = _product("bqt,bth->bqh", dscores, keys[:, :stop])
         dq.append(_blocked(block, queries.shape[1]).astype(queries.dtype))
         by_key = bits.row_major(dscores.swapaxes(1, 2))
-        dk = dk.at[:, :stop].add(_product("btq,bqh->bth", by_key, rows(queries)))
+        part = _product("btq,bqh->bth", by_key, _rows(queries, start, stop))
+        dk = dk.at[:, :stop].add(part)
         by_key = bits.row_major(probs.swapaxes(1, 2))
         dv = dv.at[:, :stop].add(_product("btq,bqh->bth", by_key, of_outputs))
     dq = jnp.concatenate(dq, axis=2)
@@ -89,27 +90,27 @@ def _attend_backward(scale, saved, gradient):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _blocks(queries, keys, scale):
-    """Yields `(stop, probs, rows)` for blocks of queries, in order.
+def _ranges(num_positions):
+    """Positions `(start, stop)` of each block of queries, in order."""
+    block = max(MIN_BLOCK, -(-num_positions // MAX_BLOCKS))
+    starts = range(0, num_positions, block)
+    return [(start, min(start + block, num_positions)) for start in starts]
 
-    `probs [B, G * block, stop]` are float32; `rows(x)` takes the block's part of an
-    `x [B, G, T, ...]`, as `[B, G * block, ...]`.
-    """
-    B, G, T, _ = queries.shape
-    block = max(MIN_BLOCK, -(-T // MAX_BLOCKS))
-    for start in range(0, T, block):
-        stop = min(start + block, T)
 
-        def rows(x, start=start, stop=stop):
-            return x[:, :, start:stop].reshape(B, G * (stop - start), *x.shape[3:])
+def _rows(x, start, stop):
+    """A block of `x [B, G, T, ...]`, as `[B, G * block, ...]`."""
+    return x[:, :, start:stop].reshape(x.shape[0], -1, *x.shape[3:])
 
-        scores = _product("bqh,bth->bqt", rows(queries), keys[:, :stop])
-        scores = scores.reshape(B, G, stop - start, stop)
-        visible = jnp.arange(stop)[None, :] <= jnp.arange(start, stop)[:, None]
-        visible = jnp.broadcast_to(visible, scores.shape)
-        scores = jnp.where(visible, scores * scale, -jnp.inf)
-        probs = jax.nn.softmax(scores, axis=-1)
-        yield stop, probs.reshape(B, -1, stop), rows
+
+def _probs(queries, keys, scale, start, stop):
+    """Float32 probabilities `[B, G * block, stop]` of one block of queries."""
+    B, G, _, _ = queries.shape
+    scores = _product("bqh,bth->bqt", _rows(queries, start, stop), keys[:, :stop])
+    scores = scores.reshape(B, G, stop - start, stop)
+    visible = jnp.arange(stop)[None, :] <= jnp.arange(start, stop)[:, None]
+    visible = jnp.broadcast_to(visible, scores.shape)
+    scores = jnp.where(visible, scores * scale, -jnp.inf)
+    return jax.nn.softmax(scores, axis=-1).reshape(B, -1, stop)
 
 
 def _blocked(x, num_groups):
