@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import tokenizers
 
-from experiments.pair import corpus, export, rollouts, training
+from experiments.pair import corpus, export, quality, rollouts, training
 from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.ops import dispatch
 from spec_jax.typing import IMPLS
@@ -225,13 +225,21 @@ def export_pair(args: argparse.Namespace) -> None:
                 },
             )
         )
-    export.write(
-        args.assets,
-        args.work / "tokenizer.json",
-        models,
-        description,
-        notes=args.note,
+    export.write(args.assets, args.work / "tokenizer.json", models)
+    folders = {"this pair": args.assets} | dict(args.before)
+    texts = {
+        name: quality.measure(folder, impl=args.impl)
+        for name, folder in folders.items()
+    }
+    (args.assets / "README.md").write_text(
+        export.card(models, description, texts, args.note), encoding="utf-8"
     )
+
+
+def _named_folder(text: str) -> tuple[str, pathlib.Path]:
+    """Splits `NAME=FOLDER`."""
+    name, _, folder = text.partition("=")
+    return name, pathlib.Path(folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -260,6 +268,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=pathlib.Path,
         default=pathlib.Path("spec_jax/assets"),
         help="where the export goes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--before",
+        type=_named_folder,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="assets whose texts the model card states too",
     )
     parser.add_argument(
         "--note", action="append", default=[], help="a sentence for the model card"

@@ -79,7 +79,8 @@ def _measure(
     texts = [paired_runs.run_plain(pair, run_settings, one).tokens for one in ids]
     num_tokens = sum(len(text) for text in texts)
     repeated = sum(len(text) * metrics.repetition(text) for text in texts)
-    whole = (pair.tokenizer.decode([*one, *text]) for one, text in zip(ids, texts))
+    pairs = zip(ids, texts, strict=True)
+    whole = (pair.tokenizer.decode([*one, *text]) for one, text in pairs)
     return Quality(
         num_prompts=len(texts),
         num_tokens=num_tokens,
