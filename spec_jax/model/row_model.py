@@ -34,8 +34,9 @@ def slab_for(impl: str, rows: int) -> int:
     """The height of a slab that `rows` rows fit in: `rows`, or what `impl` prescribes.
 
     Raises:
-      ValueError: more rows than a slab of `impl` has.
+      ValueError: no such implementation, or more rows than a slab of it has.
     """
+    impl = _resolved(impl)
     height = dispatch.slab_rows(impl)
     if height is None:
         return rows
@@ -45,6 +46,13 @@ def slab_for(impl: str, rows: int) -> int:
             f"gamma {height - 1}"
         )
     return height
+
+
+def _resolved(impl: str) -> str:
+    """What "auto" stands for here; another implementation is that, runnable or not."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
+    return dispatch.resolve("auto") if impl == "auto" else impl
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,10 +82,7 @@ class RowModel:
             raise ValueError(
                 f"cache={self.cache!r} is not one of {', '.join(CACHE_KINDS)}"
             )
-        if self.impl == "auto":
-            object.__setattr__(self, "impl", dispatch.resolve("auto"))
-        if self.impl not in IMPLS:
-            raise ValueError(f"impl={self.impl!r} is not one of {', '.join(IMPLS)}")
+        object.__setattr__(self, "impl", _resolved(self.impl))
         height = dispatch.slab_rows(self.impl)
         if height not in (None, self.slab):
             raise ValueError(
