@@ -1,4 +1,4 @@
-"""What a tiny pair writes in every way the library has: for `test_x64`.
+"""What a tiny pair writes in each way that the library has: for `test_x64`.
 
 Run as a script it prints the texts as JSON, in whatever width JAX has by default.
 """
@@ -21,7 +21,7 @@ from spec_jax import (
     session,
 )
 from spec_jax.batch import drafters, queue, rows
-from spec_jax.drafters import draft_model, hybrid, suffix
+from spec_jax.drafters import draft_model, hybrid, ngram, suffix
 from spec_jax.gamma import goodput, policy, threshold
 from spec_jax.model import row_model
 
@@ -64,13 +64,13 @@ def mixed(settings) -> tuple[protocols.Drafter, hybrid.HybridParams]:
     return drafter, hybrid.HybridParams(draft=params, corpus=corpus)
 
 
-def policies():
-    """Each policy that adapts, and its first state."""
-    probing = policy.Probing(every=2, longest=8)
-    times = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
-    adaptive = goodput.Goodput(gamma_max=GAMMA_MAX, probing=probing)
-    ladder = threshold.Threshold(probing=probing)
-    return (adaptive, adaptive.init(times)), (ladder, ladder.init(2))
+PROBING = policy.Probing(every=2, longest=8)
+
+
+def adaptive() -> tuple[goodput.Goodput, goodput.GoodputState]:
+    """A policy of gamma that moves within a few rounds, and its first state."""
+    made = goodput.Goodput(gamma_max=GAMMA_MAX, probing=PROBING)
+    return made, made.init(np.array([1.0, 1.3, 1.45, 1.6, 1.75]))
 
 
 def read(state) -> list[int]:
@@ -114,9 +114,10 @@ def begin(drafter, params, settings, *, policy_state=None):
     )
 
 
-def speculative(settings, gamma_policy, policy_state) -> list[int]:
+def speculative(settings) -> list[int]:
     drafter, draft_params = mixed(settings)
     params = PARAMS, draft_params
+    gamma_policy, policy_state = adaptive()
     state = begin(drafter, params, settings, policy_state=policy_state)
     return read(
         rounds.generate(
@@ -125,25 +126,9 @@ def speculative(settings, gamma_policy, policy_state) -> list[int]:
     )
 
 
-def by_rule(settings, rule) -> list[int]:
-    drafter = draft(draws="independent", min_confidence=0.01)
-    params = PARAMS, draft_model.SampledParams(weights=PARAMS, settings=settings)
-    state = begin(drafter, params, settings)
-    return read(rounds.generate(TARGET, drafter, params, state, **LOOP, rule=rule))
-
-
-def decoded(settings) -> list[int]:
-    drafter, draft_params = mixed(settings)
-    params = PARAMS, draft_params
-    kv = session.prefill(TARGET, PARAMS, TARGET.new_cache(**SIZES), PROMPT)
-    state = decode_rounds.init_state(begin(drafter, params, settings), commit_cache=kv)
-    state = decode_rounds.generate(TARGET, TARGET, drafter, params, state, **LOOP)
-    return read(state.inner)
-
-
 def batched(settings) -> list[list[int]]:
     drafter, draft_params = mixed(settings)
-    gamma_policy, policy_state = policies()[0]
+    gamma_policy, policy_state = adaptive()
     batch = queue.Batch(
         target=rows.RowBatch(model=TARGET, num_slots=2),
         drafter=drafters.of(drafter, 2),
@@ -153,24 +138,36 @@ def batched(settings) -> list[list[int]]:
         **SIZES,
     )
     request = queue.Request(prompt=PROMPT, max_tokens=MAX_TOKENS, settings=settings)
-    return [read(one.state) for one in batch.run([request] * 3)]
+    return [read(one.state) for one in batch.run([request] * 2)]
 
 
-def texts() -> dict[str, list]:
-    """The text of each way, by a name that says which are to be equal."""
-    found = {}
+def trace_the_rest() -> None:
+    """Traces what is not run: loops whose dtypes would change as they turn."""
+    settings = sampling.make_settings(**SETTINGS["sampled"])
+    one = draft(draws="independent", min_confidence=0.01)
+    params = PARAMS, draft_model.SampledParams(weights=PARAMS, settings=settings)
+    state = begin(one, params, settings)
+    for rule in ("rejection", "block"):
+        rounds.generate.trace(TARGET, one, params, state, **LOOP, rule=rule)
+    inner = decode_rounds.init_state(state, commit_cache=state.cache)
+    decode_rounds.generate.trace(TARGET, TARGET, one, params, inner, **LOOP)
+    ladder = threshold.Threshold(probing=PROBING)
+    found = ngram.PromptLookup(gamma_max=GAMMA_MAX)
+    state = begin(found, (PARAMS, None), None, policy_state=ladder.init(2))
+    rounds.generate.trace(
+        TARGET, found, (PARAMS, None), state, **LOOP, gamma_policy=ladder
+    )
+
+
+def main() -> None:
+    """Prints what each way writes with each of `SETTINGS`."""
+    found = {"x64": jax.config.jax_enable_x64}
     for name, values in SETTINGS.items():
         settings = sampling.make_settings(**values)
-        found[f"plain {name}"] = plain(settings)
-        for gamma_policy, state in policies():
-            kind = type(gamma_policy).__name__
-            found[f"{kind} {name}"] = speculative(settings, gamma_policy, state)
-        found[f"decoded {name}"] = decoded(settings)
-        found[f"batch {name}"] = batched(settings)
-        for rule in ("rejection", "block"):
-            found[f"{rule} {name}"] = by_rule(settings, rule)
-    return found
+        found[name] = [plain(settings), speculative(settings), *batched(settings)]
+    trace_the_rest()
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
-    json.dump({"x64": jax.config.jax_enable_x64, **texts()}, sys.stdout)
+    main()
