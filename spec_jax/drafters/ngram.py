@@ -69,9 +69,9 @@ class PromptLookup:
         suffix = suffix_match.suffix_of(tokens, length, self.n_max)
         matched = suffix_match.match_lengths(tokens, suffix)
         # The end matches itself, and is followed by nothing.
-        is_followed = jnp.arange(tokens.shape[0]) < length
+        is_followed = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length
         matched = jnp.where(is_followed & (matched >= self.n_min), matched, 0)
-        start = jnp.argmax(matched)  # the first of the longest
+        start = jnp.argmax(matched).astype(jnp.int32)  # the first of the longest
         num_known = jnp.where(matched[start] > 0, length - start, 0)
         behind = jnp.pad(tokens, (0, self.gamma_max))
         return memory, protocols.Proposal(

@@ -107,7 +107,8 @@ def _probs(queries, keys, scale, start, stop):
     B, G, _, _ = queries.shape
     scores = _product("bqh,bth->bqt", _rows(queries, start, stop), keys[:, :stop])
     scores = scores.reshape(B, G, stop - start, stop)
-    visible = jnp.arange(stop)[None, :] <= jnp.arange(start, stop)[:, None]
+    keys_at = jnp.arange(stop, dtype=jnp.int32)
+    visible = keys_at[None, :] <= keys_at[start:, None]
     visible = jnp.broadcast_to(visible, scores.shape)
     scores = jnp.where(visible, scores * scale, -jnp.inf)
     return jax.nn.softmax(scores, axis=-1).reshape(B, -1, stop)
