@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16")
 # Positions and token ids are int32.
 MAX_SIZE = 2**31 - 1
 _FLOAT32 = np.finfo(np.float32)
-_REMEDY = "correct it, or download config.json again"
+_REMEDY = "correct it, or download the file again"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
