@@ -1,4 +1,4 @@
-"""Which instruction set the kernels are of: the widest, or the one that is asked for."""
+"""Which instruction set the kernels are of: the widest, or one that is asked for."""
 
 import os
 
