@@ -13,7 +13,7 @@ import re
 import string
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jinja2
@@ -221,7 +221,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str):
             self._check_format(_WIDE_PERCENT.search(left), left, right)
         elif operator == "*":
-            self._check_growth("join", left, right)
+            repeated, count = (right, left) if isinstance(left, int) else (left, right)
+            if isinstance(repeated, Collection):
+                self._check_growth("join", repeated, count)
         elif hasattr(left, "__len__") and hasattr(right, "__len__"):
             self._check_length(len(left) + len(right))
         return self._checked(super().call_binop(context, operator, left, right))
@@ -322,7 +324,7 @@ def _items(value: Any) -> Iterator:
     """What a container holds; nothing for everything else, such as a generator."""
     if isinstance(value, Mapping):
         return (part for item in value.items() for part in item)
-    return iter(value if isinstance(value, (list, tuple, set, frozenset)) else ())
+    return iter(value if isinstance(value, Collection) else ())
 
 
 def _to_json(

@@ -118,7 +118,7 @@ class Tokenizer:
         try:
             return chat_template.render(
                 self.chat_template,
-                list(messages),
+                messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
