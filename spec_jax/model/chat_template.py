@@ -13,7 +13,7 @@ import re
 import string
 import time
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -200,9 +200,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(__self, __context, __obj, *args, **kwargs):  # noqa: B902
         """A call in a template; named as in Jinja, for the sake of `kwargs`."""
         __self.step()
-        args = [list(x) if isinstance(x, Iterator) else x for x in args]
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", "")
         name = getattr(__obj, "__name__", "")
+        args = _seen(name, args)
         if name in _BRACES and isinstance(owner, str):
             __self._check_format(_has_wide_braces(owner), owner, args, kwargs)
         __self._check_growth(name, owner, *args, *kwargs.values())
@@ -240,8 +240,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         @functools.wraps(function)
         def bounded(*args, **kwargs):
             self.step()
-            if name in _GROWING:  # How long an iterator is cannot be seen.
-                args = [list(x) if isinstance(x, Iterator) else x for x in args]
+            args = _seen(name, args)
             if name == "format":
                 text = str(args[first])
                 self._check_format(_WIDE_PERCENT.search(text), text, args, kwargs)
@@ -284,6 +283,13 @@ def _write(context: jinja2.runtime.Context, value: Any) -> Any:
     """Counts a value that is written out; Jinja makes text of it."""
     context.environment.step(_size(value))
     return value
+
+
+def _seen(name: str, args: Sequence) -> Sequence:
+    """Lists in the place of iterators, whose length cannot be seen, where it counts."""
+    if name not in _GROWING:
+        return args
+    return [list(x) if isinstance(x, Iterator) else x for x in args]
 
 
 def _has_wide_braces(text: str) -> bool:

@@ -55,6 +55,8 @@ FEATURES = {
     "{{ caller() if caller }}{% endmacro %}{% for m in messages %}{{ show(m) }}"
     "{% call show(m, sep=loop.index) %}<{{ m['role'] | upper }}>{% endcall %}"
     "{% endfor %}",
+    "loop": "{% macro at(l) %}{{ l.index }}{{ l.last }}{% endmacro %}"
+    "{% for m in messages %}{{ at(loop) }}{{ m.role }}{% endfor %}",
     "recursive": "{% for x in [[1, [2]], [3]] recursive %}"
     "({{ loop(x) if x is iterable else x }}){% endfor %}",
     "operators": "{{ 'ab' * 3 }}{{ [0] * 2 + [1] }}{{ 7 // 2 }}{{ 2 ** 10 }}"
