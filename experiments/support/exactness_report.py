@@ -81,9 +81,15 @@ def print_agreement(
     plan: suite.Plan,
     agreement: Mapping[str, Mapping[str, int | str]],
     changes: Sequence[tuple[str, Any, Any]],
+    *,
+    is_dirty: bool,
     console: rich_console.Console,
 ) -> None:
-    """One row for each cell: prompts whose results are the certificate's."""
+    """One row for each cell: prompts whose results are the certificate's.
+
+    Args:
+      is_dirty: the certificate's code was not that of its commit.
+    """
     table = _table("cell", "prompts", *_what_names())
     for cell in plan.cells:
         table.add_row(
@@ -93,6 +99,8 @@ def print_agreement(
         )
     console.print(table)
     _explain_dashes(agreement.values(), console)
+    if is_dirty:
+        console.print("made of changed code: its commit does not say which code it was")
     if not changes:
         console.print("the environment is that of the certificate")
     for name, then, now in changes:

@@ -1,16 +1,21 @@
 """What the command lines of the scripts share: exit statuses, kinds of flags, flags."""
 
 import argparse
+import os
 import pathlib
 import sys
 from collections.abc import Callable
 
 from spec_jax import sampling
 from spec_jax.model import config as config_lib
+from spec_jax.native import build
 from spec_jax.typing import IMPLS
 
 
 UNUSABLE, INTERRUPTED = 1, 130
+
+ISA_VARIABLE = "SPEC_JAX_ISA"
+"""What the native kernels read, for processes that are started here, too."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,6 +65,31 @@ def add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--impl", choices=IMPLS, default="auto", help="kernels (default: auto)"
     )
+    add_isa(group)
+
+
+def add_isa(group: argparse._ActionsContainer) -> None:
+    """`--isa`, which `check_models` looks at."""
+    group.add_argument(
+        "--isa",
+        choices=tuple(build.ISA_FLAGS),
+        help="instruction set of native kernels, which decides bits (default: "
+        f"${ISA_VARIABLE}, or the widest of this machine)",
+    )
+
+
+def choose_isa(isa: str) -> None:
+    """Chooses the instruction set of native kernels, for this process.
+
+    Raises:
+      ValueError: one that this machine lacks.
+    """
+    if isa not in build.available_isas():
+        raise ValueError(
+            f"this machine cannot run {isa} code, only "
+            f"{', '.join(build.available_isas())}"
+        )
+    os.environ[ISA_VARIABLE] = isa
 
 
 def add_dtype(group: argparse._ActionsContainer) -> None:
@@ -72,9 +102,17 @@ def add_dtype(group: argparse._ActionsContainer) -> None:
 
 
 def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with a usage error if one of target and draft is missing."""
+    """Exits with a usage error if one of target and draft is missing.
+
+    Chooses the instruction set that `--isa` names, where the script has that flag.
+    """
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together: give both, or neither")
+    if getattr(args, "isa", None):
+        try:
+            choose_isa(args.isa)
+        except ValueError as error:
+            parser.error(f"--isa {args.isa}: {error}")
 
 
 def add_rounds(group: argparse._ArgumentGroup) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import pathlib
 import re
 
@@ -15,12 +16,15 @@ from experiments import exactness
 from experiments.support import (
     exactness_certificate as certificates,
     exactness_evidence as evidence,
+    exactness_plan as plans,
     exactness_runs as runs,
     exactness_suite as suite,
     flags,
     parity_inputs,
+    records,
 )
 from spec_jax import recorder, rounds
+from spec_jax.native import build
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ class Finished:
 def finished(folders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     out, certificate = folder / "rows.jsonl", folder / "run.json"
-    more = ("--out", str(out), "--certificate", str(certificate))
+    more = ("--out", str(out), *commands.certifying(certificate))
     assert exactness.main(command(folders, *more)) == exactness.EXACT == 0
     return Finished(out=out, certificate=certificate)
 
@@ -103,7 +107,7 @@ def interrupt_after(monkeypatch, count: int) -> None:
 def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, capsys):
     """Fails if rows are lost or run twice; the certificate is that of one run."""
     out, certificate = tmp_path / "rows.jsonl", tmp_path / "run.json"
-    more = ("--out", str(out), "--certificate", str(certificate))
+    more = ("--out", str(out), *commands.certifying(certificate))
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
         assert exactness.main(command(folders, *more)) == flags.INTERRUPTED == 130
@@ -157,6 +161,75 @@ def test_a_certificate_is_verified(folders, finished, capsys):
     assert (
         commands.verify(folders, finished.certificate, "--limit", "1")
         == exactness.EXACT
+    )
+
+
+CHANGED = " M spec_jax/rounds.py\n M experiments/plan.py\n M README.md"
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """A checkout with changes that were not committed."""
+    real = records._git
+    monkeypatch.setattr(
+        records, "_git", lambda *a: CHANGED if a[0] == "status" else real(*a)
+    )
+
+
+def test_changed_code_is_not_certified(folders, changed, tmp_path, monkeypatch, capsys):
+    """Refused before anything is loaded, or marked: in the certificate, and where it
+    is verified."""
+    certificate = tmp_path / "run.json"
+    one = ("--gamma", "2", "--page-size", "8", "--drafter", "draft-model")
+    with monkeypatch.context() as patch:
+        patch.setattr(plans, "from_flags", lambda args: pytest.fail("it was planned"))
+        commands.assert_fails_with(
+            capsys,
+            command(folders, "--certificate", str(certificate)),
+            *("names the commit", "spec_jax/rounds.py, experiments/plan.py and 1 more"),
+            "--allow-dirty",
+        )
+    assert not certificate.exists()
+    flagged = command(folders, *one, *commands.certifying(certificate))
+    assert exactness.main(flagged) == exactness.EXACT
+    assert certificates.read(certificate)["environment"]["git_dirty"] is True
+    assert commands.verify(folders, certificate) == exactness.EXACT
+    assert "made of changed code" in capsys.readouterr().out
+
+
+def test_rows_of_another_commit_are_not_certified(folders, finished, tmp_path, capsys):
+    """A certificate names one commit: rows of another one are not taken up."""
+    header, *rows = finished.out.read_text().splitlines(keepends=True)
+    header = json.loads(header)
+    header["environment"]["git_commit"] = "0" * 40
+    out = tmp_path / "rows.jsonl"
+    out.write_text("".join([json.dumps(header) + "\n", *rows[:3]]))
+    before = out.read_bytes()
+    more = ("--out", str(out), *commands.certifying(tmp_path / "run.json"))
+    commands.assert_fails_with(
+        capsys, command(folders, *more), "another run", "environment.git_commit"
+    )
+    assert out.read_bytes() == before
+
+
+def test_a_certificate_of_kernels_that_this_machine_lacks(
+    folders, finished, tmp_path, monkeypatch, capsys
+):
+    """Nor are others taken in their place, unless a flag says so."""
+
+    def other(certificate):
+        certificate["environment"]["instruction_set"]["native"] = "avx512bf16"
+
+    path = commands.edited(
+        finished.certificate, tmp_path / "c.json", other, signed=True
+    )
+    monkeypatch.setattr(build, "available_isas", lambda: ("avx2", "portable"))
+    arguments = [*commands.models(folders), "--verify", str(path)]
+    commands.assert_fails_with(
+        capsys, arguments, "c.json", "avx512bf16", "only avx2, portable", "--isa"
+    )
+    commands.assert_fails_with(
+        capsys, [*arguments, "--isa", "avx512"], "--isa avx512", "only avx2, portable"
     )
 
 
@@ -359,6 +432,8 @@ def test_a_wrong_log_prob_is_caught(folders, tmp_path, monkeypatch):
         (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
         (("--certificate", "/nowhere/c.json"), ("/nowhere",)),
         (("--certificate", "."), ("directory",)),
+        (("--allow-dirty",), ("--allow-dirty", "--certificate")),
+        (("--isa", "sse"), ("--isa", "sse", "portable")),
         (("--limit", "1"), ("--limit", "--verify")),
         (("--verify", "c.json"), ("--verify", "certificate alone")),
     ],
