@@ -13,6 +13,11 @@ is random is handed in, so they are pure functions of it. Three rules, for a cha
 The last two take the probabilities that each draft was drawn from, in float32, after
 the same filters as the target's: a drafter that draws from others biases the output.
 A greedy draft was drawn from a one-hot row.
+
+No rule keeps a draft outside the vocabulary: the target gives it probability 0. A
+drafter may put probability on such tokens, by rows that sum to less than one; the
+output has the target's distribution all the same. Nor is a draft kept whose own
+probability is 0, negative or NaN, which no draw can have.
 """
 
 import flax.struct
@@ -69,12 +74,12 @@ def accept_exact(
 
 @flax.struct.dataclass(kw_only=True)
 class Odds:
-    """What a rule makes of one chain, before any coin is thrown.
+    """What a rule makes of one chain, before any uniform is drawn.
 
     Rows past the number drafted are not used.
     """
 
-    keep: jax.Array  # [gamma] float32, coin `i` succeeds where it is less than this
+    keep: jax.Array  # [gamma] float32, uniform `i` succeeds where it is less than this
     own: jax.Array  # [gamma + 1, V] float32, weights of the own token after `i` drafts
 
 
@@ -90,8 +95,9 @@ def rejection_odds(
     As `accept_rejection`, which decides by them.
     """
     draft_probs = _without_padding(draft_probs, num_drafted)
-    drafted = jnp.arange(draft_tokens.shape[0]), draft_tokens
-    keep = _ratio(target_probs[drafted], draft_probs[drafted])
+    keep = _ratio(
+        _of_drafts(target_probs, draft_tokens), _of_drafts(draft_probs, draft_tokens)
+    )
     return Odds(keep=keep, own=_residual(target_probs, draft_probs))
 
 
@@ -107,7 +113,6 @@ def block_odds(
     As `accept_block`, which decides by them.
     """
     draft_probs = _without_padding(draft_probs, num_drafted)
-    drafted = jnp.arange(draft_tokens.shape[0]), draft_tokens
 
     def extend(joint, step):
         at_target, at_draft = step
@@ -115,7 +120,10 @@ def block_odds(
         return joint, joint
 
     start = jnp.ones((), jnp.float32)
-    steps = (target_probs[drafted], draft_probs[drafted])
+    steps = (
+        _of_drafts(target_probs, draft_tokens),
+        _of_drafts(draft_probs, draft_tokens),
+    )
     _, joint = jax.lax.scan(extend, start, steps)
     joint = jnp.concatenate([start[None], joint])
     own = _residual(joint[:, None] * target_probs, draft_probs)
@@ -133,29 +141,30 @@ def accept_rejection(
     target_probs: Float32[Array, "gamma+1 V"],
     num_drafted: Int[Array, ""],
     *,
-    coins: Float32[Array, " gamma"],
+    uniforms: Float32[Array, " gamma"],
     noise: Float32[Array, " V"],
 ) -> Verdict:
     """Keeps drafts one by one so that the output has the target's distribution.
 
     Algorithm 1 of Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. The
     paper's `p` is `target_probs`, its `q` is `draft_probs`. Draft `i` stays where those
-    before it do and `coins[i] < target / draft`; after the first that does not, the own
-    token is drawn from `norm(max(0, target - draft))`, and after the last from the
+    before it do and `uniforms[i] < target / draft`; after the first that does not, the
+    own token is drawn from `norm(max(0, target - draft))`, and after the last from the
     target.
 
     Args:
       draft_tokens: token `i` was drawn from `draft_probs[i]`.
-      draft_probs: rows sum to one.
+      draft_probs: rows sum to one, or to less by what tokens outside the vocabulary
+        have.
       target_probs: after the committed prefix and after each draft; rows sum to one.
       num_drafted: how many of `draft_tokens` are real, in `0 .. gamma`. Later drafts
         and their rows may hold anything.
-      coins: uniform in `[0, 1)`, shared with nothing else.
+      uniforms: uniform in `[0, 1)`, shared with nothing else.
       noise: Gumbel noise for the own token, shared with nothing else, in particular
         not with the drafts.
     """
     odds = rejection_odds(draft_tokens, draft_probs, target_probs, num_drafted)
-    stays = (coins < odds.keep) & (jnp.arange(coins.shape[0]) < num_drafted)
+    stays = (uniforms < odds.keep) & (jnp.arange(uniforms.shape[0]) < num_drafted)
     num_accepted = jnp.sum(jnp.cumprod(stays.astype(jnp.int32)))
     return _verdict(num_accepted, draft_tokens, target_probs, odds, noise)
 
@@ -167,7 +176,7 @@ def accept_block(
     target_probs: Float32[Array, "gamma+1 V"],
     num_drafted: Int[Array, ""],
     *,
-    coins: Float32[Array, " gamma"],
+    uniforms: Float32[Array, " gamma"],
     noise: Float32[Array, " V"],
 ) -> Verdict:
     """Keeps a prefix of the draft, judged as one block, with the target's distribution.
@@ -175,19 +184,19 @@ def accept_block(
     Block verification, algorithm 2 of Sun et al. (2024),
     https://arxiv.org/abs/2403.10444. The paper's `M_b` is `target_probs`, its `M_s` is
     `draft_probs`, its `p_i` is `joint`, its `h_i` is `Odds.keep` and its `eta_i` are
-    the `coins`. The longest prefix whose coin succeeds stays, also where a coin before
-    it failed; the own token is drawn from `norm(max(0, joint * target - draft))`. On
-    average it keeps at least as many drafts as any rule that has the target's
-    distribution for every prefix, `accept_rejection` among them.
+    the `uniforms`. The longest prefix whose uniform succeeds stays, also where one
+    before it failed; the own token is drawn from `norm(max(0, joint * target -
+    draft))`. On average it keeps at least as many drafts as any rule that has the
+    target's distribution for every prefix, `accept_rejection` among them.
 
-    What stays depends on all drafts and all coins of the round, also on those past
+    What stays depends on all drafts and all uniforms of the round, also on those past
     the last kept draft: the next round must use noise of its own.
 
     Args: as in `accept_rejection`.
     """
     odds = block_odds(draft_tokens, draft_probs, target_probs, num_drafted)
-    lengths = jnp.arange(1, coins.shape[0] + 1)
-    stays = (coins < odds.keep) & (lengths <= num_drafted)
+    lengths = jnp.arange(1, uniforms.shape[0] + 1)
+    stays = (uniforms < odds.keep) & (lengths <= num_drafted)
     num_accepted = jnp.max(jnp.where(stays, lengths, 0), initial=0)
     return _verdict(num_accepted, draft_tokens, target_probs, odds, noise)
 
@@ -202,13 +211,22 @@ def _without_padding(draft_probs: jax.Array, num_drafted: jax.Array) -> jax.Arra
     return jnp.where(is_real[:, None], padded, 0.0)
 
 
+def _of_drafts(probs: jax.Array, draft_tokens: jax.Array) -> jax.Array:
+    """Each draft's probability in its row; 0 of a token outside the vocabulary."""
+    return probs.at[jnp.arange(draft_tokens.shape[0]), draft_tokens].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False
+    )
+
+
 def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """`min(1, part / whole)`, and 0 where `part` is: what weighs nothing stays out."""
-    return jnp.where(part > 0, part / jnp.maximum(part, whole), 0.0)
+    """`min(1, part / whole)`; 0 where either is 0, negative or NaN."""
+    is_ratio = (part > 0) & (whole > 0)
+    return jnp.where(is_ratio, part / jnp.maximum(part, whole), 0.0)
 
 
 def _residual(target: jax.Array, draft: jax.Array) -> jax.Array:
-    return jnp.maximum(target - draft, 0.0)
+    """What of `target` the `draft` leaves; all of it where that is no probability."""
+    return jnp.where(draft > 0, jnp.maximum(target - draft, 0.0), target)
 
 
 def _verdict(

@@ -9,26 +9,31 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from spec_jax import protocols, rounds, sampling
+from spec_jax import loop, protocols, rounds, rules, sampling
 
 
 @flax.struct.dataclass(kw_only=True)
 class DecodeState:
     """Everything that `generate` carries, for one sequence.
 
-    As in `rounds.RoundState`: `tokens[length - 1]` is pending, it has no K/V yet.
+    Fields mean what they do in `rounds.RoundState`: `tokens[length - 1]` is pending, it
+    has no K/V yet.
     """
 
     tokens: jax.Array  # [max_len] int32
     length: jax.Array  # [] int32
     limit: jax.Array  # [] int32
     done: jax.Array  # [] bool
+    stopped: jax.Array  # [] bool
     starved: jax.Array  # [] bool
+    capped: jax.Array  # [] bool
+    vocab_size: jax.Array  # [] int32
     cache: protocols.Cache
     settings: sampling.SamplingSettings | None  # None: greedy
     num_steps: jax.Array  # [] int32
+    num_nonfinite: jax.Array  # [] int32
 
 
 @jax.jit
@@ -39,20 +44,27 @@ def init_state(
     limit: Int[Array, ""],
     cache: protocols.Cache,
     settings: sampling.SamplingSettings | None = None,
+    capped: Bool[Array, ""] | bool = False,
+    vocab_size: Int[Array, ""] | int = rounds.UNKNOWN_SIZE,
 ) -> DecodeState:
     """The state before the first step: `tokens[:length]` is the prompt.
 
-    Greedy without `settings`, which are copied: the loop donates its state.
+    Greedy without `settings`, which are copied: the loop donates its state. `capped`
+    and `vocab_size` as in `rounds.init_state`.
     """
     return DecodeState(
         tokens=tokens,
         length=length,
         limit=limit,
         done=length >= limit,
+        stopped=jnp.zeros((), bool),
         starved=jnp.zeros((), bool),
+        capped=jnp.asarray(capped, bool),
+        vocab_size=jnp.asarray(vocab_size, jnp.int32),
         cache=cache,
         settings=sampling.copied(settings),
         num_steps=jnp.int32(0),
+        num_nonfinite=jnp.int32(0),
     )
 
 
@@ -72,23 +84,28 @@ def run_step(
         start=n - 1,
         num_live=jnp.int32(1),
     )
-    token = rounds.own_tokens(
+    own, is_finite = rules.own_tokens(
         target, logits, state.settings, first_position=n, num_live=jnp.int32(1)
-    )[0]
+    )
+    token = own[0]
+    is_stop = rules.is_stop(token, stop_ids)
     starved = target.is_starved(cache)
     at = jnp.where(starved, state.tokens.shape[0], n)
     length = jnp.where(starved, n, n + 1)
     return state.replace(
         tokens=state.tokens.at[at].set(token, mode="drop"),
         length=length,
-        done=starved | jnp.any(token == stop_ids) | (length >= state.limit),
+        done=starved | is_stop | (length >= state.limit),
+        stopped=~starved & is_stop,
         starved=starved,
         cache=cache,
         num_steps=state.num_steps + (~starved).astype(jnp.int32),
+        num_nonfinite=state.num_nonfinite
+        + (~starved & ~is_finite[0]).astype(jnp.int32),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("target",), donate_argnames=("state",))
+@loop.donates(static_argnames=("target",))
 def generate(
     target: protocols.Target,
     params: protocols.Params,
@@ -101,7 +118,8 @@ def generate(
 
     Args:
       state: donated.
-      stop_ids: tokens that end the sequence; -1 matches nothing.
+      stop_ids: tokens that end the sequence, as an array or a tuple, of which each
+        length is compiled anew; -1 matches nothing.
     """
 
     def keep_going(carry):
@@ -149,9 +167,9 @@ def replay(
             start=position - 1,
             num_live=jnp.int32(1),
         )
-        token = rounds.own_tokens(
+        own, _ = rules.own_tokens(
             target, logits, settings, first_position=position, num_live=jnp.int32(1)
-        )[0]
-        return cache, chosen.at[position].set(token)
+        )
+        return cache, chosen.at[position].set(own[0])
 
     return jax.lax.fori_loop(start, stop, body, (cache, tokens))

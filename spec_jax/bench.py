@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax import autoregressive, protocols, rounds as rounds_lib, session
 from spec_jax.model import config as config_lib, params as params_lib, row_model
@@ -84,7 +83,7 @@ class Bench:
             stop_ids=session.stop_array(stop_ids),
             max_steps=jnp.int32(max_tokens),
         )
-        return _text(state)
+        return session.committed(state)
 
     def rounds(
         self,
@@ -120,7 +119,7 @@ class Bench:
             stop_ids=session.stop_array(stop_ids),
             max_rounds=jnp.int32(max_tokens),
         )
-        return _text(state)
+        return session.committed(state)
 
 
 def tiny(gamma_max: int) -> Bench:
@@ -130,8 +129,3 @@ def tiny(gamma_max: int) -> Bench:
         params=params_lib.init(jax.random.key(0), TINY, stddev=0.3),
         prompts=((7, 3, 90, 7, 3, 41, 7, 3), (5,), (1, 2, 3, 4) * 7),
     )
-
-
-def _text(state: autoregressive.DecodeState | rounds_lib.RoundState) -> list[int]:
-    session.check_state(state)
-    return np.asarray(state.tokens)[: int(state.length)].tolist()

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import acceptance, protocols, rounds
+from spec_jax import acceptance, loop, protocols, rounds, rules
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -73,6 +73,7 @@ def run_round(
     memory, proposal = drafter.propose(
         draft_params, inner.memory, tokens=inner.tokens, length=n, gamma=gamma
     )
+    proposal = rounds.limit_proposal(proposal, gamma)
     window = jnp.concatenate([inner.tokens[n - 1][None], proposal.tokens])
 
     num_rows = proposal.num_drafted + 1
@@ -80,9 +81,10 @@ def run_round(
         target_params, inner.cache, tokens=window, start=n - 1, num_live=num_rows
     )
     starved = verify.is_starved(mirror)
-    seen = rounds.own_tokens(
+    seen, _ = rules.own_tokens(
         verify, logits, inner.settings, first_position=n, num_live=num_rows
-    )[: window.shape[0]]
+    )
+    seen = seen[: window.shape[0]]
     mirror = verify.truncate(mirror, n - 1)
 
     decode = functools.partial(
@@ -93,8 +95,10 @@ def run_round(
         window=window,
         start=n - 1,
     )
-    commit, own, fed = decode(state.commit_cache, num_rows=num_rows, given=False)
-    mirror, _, mirrored = decode(mirror, num_rows=fed, given=True)
+    commit, own, is_finite, fed = decode(
+        state.commit_cache, num_rows=num_rows, given=False
+    )
+    mirror, _, _, mirrored = decode(mirror, num_rows=fed, given=True)
     starved = starved | target.is_starved(commit) | target.is_starved(mirror)
 
     verdict = acceptance.accept_exact(proposal.tokens, own, proposal.num_drafted)
@@ -103,6 +107,7 @@ def run_round(
         inner.replace(cache=mirror, memory=memory),
         verdict,
         proposal,
+        is_finite=is_finite,
         starved=starved,
         stop_ids=stop_ids,
     )
@@ -131,17 +136,17 @@ def _decode_rows(target, params, settings, cache, *, window, start, num_rows, gi
         the next of the window.
 
     Returns:
-      The cache, the token that each row chose (-1 where none was decoded), and how
-      many rows were.
+      The cache, the token that each row chose (-1 where none was decoded), whether
+      its logits were finite, and how many rows were decoded.
     """
 
     def keep_going(carry):
-        row, _, _, goes_on = carry
+        row, _, _, _, goes_on = carry
         return goes_on & (row < num_rows)
 
     def step(carry):
         """Decodes one row, and says whether its token leads to the next."""
-        row, cache, own, _ = carry
+        row, cache, own, is_finite, _ = carry
         cache, logits = target.forward(
             params,
             cache,
@@ -149,30 +154,29 @@ def _decode_rows(target, params, settings, cache, *, window, start, num_rows, gi
             start=start + row,
             num_live=jnp.int32(1),
         )
-        token = rounds.own_tokens(
+        chosen, has_finite = rules.own_tokens(
             target,
             logits,
             settings,
             first_position=start + row + 1,
             num_live=jnp.int32(1),
-        )[0]
+        )
+        token = chosen[0]
         agrees = given | (token == window.at[row + 1].get(mode="fill", fill_value=-1))
         goes_on = agrees & ~target.is_starved(cache)
-        return row + 1, cache, own.at[row].set(token), goes_on
+        own = own.at[row].set(token)
+        return row + 1, cache, own, is_finite.at[row].set(has_finite[0]), goes_on
 
     # What is not decoded must not look like a draft that was right.
     own = jnp.full(window.shape, -1, jnp.int32)
-    row, cache, own, _ = jax.lax.while_loop(
-        keep_going, step, (jnp.int32(0), cache, own, jnp.bool_(True))
+    is_finite = jnp.ones(window.shape, bool)
+    row, cache, own, is_finite, _ = jax.lax.while_loop(
+        keep_going, step, (jnp.int32(0), cache, own, is_finite, jnp.bool_(True))
     )
-    return cache, own, row
+    return cache, own, is_finite, row
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("target", "verify", "drafter"),
-    donate_argnames=("state",),
-)
+@loop.donates(static_argnames=("target", "verify", "drafter"))
 def generate(
     target: protocols.Target,
     verify: protocols.Target,

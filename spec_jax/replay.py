@@ -11,7 +11,7 @@ A trace goes on behind stop tokens: it is written with them ignored. A live roun
 its drafts before a stop token cuts, and counts those that the target would have chosen
 behind it.
 
-The rules that throw coins commit texts of their own, which no trace foretells.
+The rules that draw uniforms commit texts of their own, which no trace foretells.
 """
 
 import dataclasses
@@ -175,7 +175,8 @@ def begin(
 
     Raises:
       ValueError: a drafter whose windows are too high, a prompt that is empty, does
-        not fit or does not begin the trace, or a trace that ends too early.
+        not fit or does not begin the trace, no token to generate, or a trace that ends
+        too early.
     """
     trace, draft_params = params
     if drafter.gamma_max + 1 > target.slab:
@@ -183,6 +184,8 @@ def begin(
             f"gamma_max={drafter.gamma_max} needs a slab of {drafter.gamma_max + 1} "
             f"rows, the target has {target.slab}"
         )
+    if max_tokens < 1:
+        raise ValueError(f"{max_tokens=} must be at least 1")
     capacity = int(cache.capacity)
     if not 0 < len(prompt) <= capacity:
         raise ValueError(
@@ -204,6 +207,7 @@ def begin(
         jax.device_put(text),
         length=jnp.int32(len(prompt)),
         limit=jnp.int32(limit),
+        capped=jnp.bool_(len(prompt) + max_tokens > limit),
         cache=cache,
         memory=drafter.prefill(draft_params, memory, list(prompt)),
         gamma_max=drafter.gamma_max,

@@ -22,23 +22,18 @@ for bit. Two other rules of acceptance keep the distribution alone, see `Rule`.
 
 import enum
 import functools
-from typing import Literal, get_args
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from spec_jax import acceptance, protocols, sampling
+from spec_jax import acceptance, loop, protocols, rules, sampling
 from spec_jax.gamma import policy as policy_lib
 
 
-Rule = Literal["sample-path", "rejection", "block"]
-"""How a draft is judged, see `acceptance`: it is kept where it is what the target
-draws itself; or with the target's distribution as the law of what is committed, draft
-by draft or as a block. The first writes the stream of plain decoding, bit for bit."""
-
-RULES: tuple[str, ...] = get_args(Rule)
+UNKNOWN_SIZE = 2**31 - 1
+"""The `vocab_size` of a state that was begun without one: it bounds no token."""
 
 
 class Origin(enum.IntEnum):
@@ -61,7 +56,10 @@ class RoundState:
     length: jax.Array  # [] int32, number of committed tokens, n
     limit: jax.Array  # [] int32, the length at which generation ends
     done: jax.Array  # [] bool
+    stopped: jax.Array  # [] bool, ended with a stop token
     starved: jax.Array  # [] bool, ended because the cache had no room
+    capped: jax.Array  # [] bool, the limit is the cache's, below what was asked for
+    vocab_size: jax.Array  # [] int32, of the target; `UNKNOWN_SIZE`
     cache: protocols.Cache  # the target's
     memory: protocols.Memory  # the drafter's
     # Of the target's own tokens; None: greedy, in a program that cannot draw.
@@ -78,6 +76,9 @@ class RoundState:
     accepted_hist: jax.Array  # [gamma_max + 1] int32, rounds by accepted drafts
     proposed_at: jax.Array  # [gamma_max] int32, rounds that reached draft i
     accepted_at: jax.Array  # [gamma_max] int32, rounds that kept draft i
+    # [] int32, committed tokens chosen from logits that hold NaN or +inf, or are all
+    # -inf: such tokens mean nothing. `session.check_state` raises for them.
+    num_nonfinite: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("gamma_max",))
@@ -91,11 +92,18 @@ def init_state(
     gamma_max: int,
     settings: sampling.SamplingSettings | None = None,
     policy: policy_lib.State = None,
+    capped: Bool[Array, ""] | bool = False,
+    vocab_size: Int[Array, ""] | int = UNKNOWN_SIZE,
 ) -> RoundState:
     """The state before the first round: `tokens[:length]` is the prompt.
 
     Greedy without `settings`. They and `policy`, the state of a gamma policy, are
     copied: the loop donates its state.
+
+    Args:
+      capped: whether `limit` is less than what was asked for, as the cache holds no
+        more.
+      vocab_size: tokens of the target, for `session.check_state`.
     """
     zero = functools.partial(jnp.zeros, dtype=jnp.int32)
     return RoundState(
@@ -103,7 +111,10 @@ def init_state(
         length=length,
         limit=limit,
         done=length >= limit,
+        stopped=jnp.zeros((), bool),
         starved=jnp.zeros((), bool),
+        capped=jnp.asarray(capped, bool),
+        vocab_size=jnp.asarray(vocab_size, jnp.int32),
         cache=cache,
         memory=memory,
         settings=sampling.copied(settings),
@@ -116,6 +127,7 @@ def init_state(
         accepted_hist=zero((gamma_max + 1,)),
         proposed_at=zero((gamma_max,)),
         accepted_at=zero((gamma_max,)),
+        num_nonfinite=zero(()),
     )
 
 
@@ -127,7 +139,7 @@ def run_round(
     *,
     gamma: Int[Array, ""],
     stop_ids: Int[Array, " num_stop"],
-    rule: Rule = "sample-path",
+    rule: rules.Rule = "sample-path",
     gamma_policy: policy_lib.GammaPolicy | None = None,
 ) -> RoundState:
     """Runs one round. A round that the cache has no room for commits nothing.
@@ -150,6 +162,7 @@ def run_round(
     memory, proposal = drafter.propose(
         draft_params, state.memory, tokens=state.tokens, length=n, gamma=gamma
     )
+    proposal = limit_proposal(proposal, gamma)
     window = jnp.concatenate([state.tokens[n - 1][None], proposal.tokens])
     num_live = proposal.num_drafted + 1
     cache, logits = target.forward(
@@ -160,10 +173,9 @@ def run_round(
         num_live=num_live,
     )
     starved = target.is_starved(cache)
-    if rule not in RULES:
-        raise ValueError(f"{rule=} is not one of {', '.join(RULES)}")
-    judge = _judge_by_tokens if rule == "sample-path" else _judge_by_odds
-    verdict = judge(target, state, proposal, logits, rule=rule)
+    verdict, is_finite = rules.decide(
+        target, state.settings, proposal, logits, first_position=n, rule=rule
+    )
     if gamma_policy is not None:
         state = teach_policy(
             gamma_policy, state, verdict, proposal, gamma=gamma, starved=starved
@@ -172,6 +184,7 @@ def run_round(
         state.replace(cache=cache, memory=memory),
         verdict,
         proposal,
+        is_finite=is_finite,
         starved=starved,
         stop_ids=stop_ids,
     )
@@ -181,74 +194,16 @@ def run_round(
     )
 
 
-def own_tokens(
-    target: protocols.Target,
-    logits: Float[Array, "R V"],
-    settings: sampling.SamplingSettings | None,
-    *,
-    first_position: Int[Array, ""],
-    num_live: Int[Array, ""],
-) -> Int[Array, " R"]:
-    """The target's own token after each live row, drawn or of highest logit.
+def limit_proposal(
+    proposal: protocols.Proposal, gamma: Int[Array, "*slots"]
+) -> protocols.Proposal:
+    """The proposal with `0 .. gamma` drafts, whatever number the drafter returned.
 
-    Row `i` gives the token of position `first_position + i`. Nothing is drawn, and
-    nothing paid for it, at temperature 0; without settings it is not compiled either.
+    The limit of the text and the room in the cache are met because of this, and not
+    because a drafter keeps its promise. Its tokens need no such bound: no rule of
+    `acceptance` keeps one outside the vocabulary.
     """
-    if settings is None:
-        return target.choose(logits, num_live)
-    return jax.lax.cond(
-        settings.temperature == 0,
-        lambda logits: target.choose(logits, num_live),
-        lambda logits: sampling.sample_rows(
-            logits, settings, first_position=first_position, num_live=num_live
-        ),
-        logits,
-    )
-
-
-def _judge_by_tokens(target, state, proposal, logits, *, rule):
-    """The verdict of the rule that keeps drafts equal to the target's own tokens."""
-    del rule
-    own = own_tokens(
-        target,
-        logits,
-        state.settings,
-        first_position=state.length,
-        num_live=proposal.num_drafted + 1,
-    )
-    return acceptance.accept_exact(
-        proposal.tokens, own[: proposal.tokens.shape[0] + 1], proposal.num_drafted
-    )
-
-
-def _judge_by_odds(target, state, proposal, logits, *, rule):
-    """The verdict of a rule that throws coins; its noise is keyed by the round."""
-    del target
-    (gamma_max,) = proposal.tokens.shape
-    vocab_size = logits.shape[-1]
-    draft_probs = proposal.probs
-    if draft_probs is None:
-        draft_probs = jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
-    settings = state.settings
-    if settings is None:
-        settings = sampling.make_settings(temperature=0.0)
-    accept = {
-        "rejection": acceptance.accept_rejection,
-        "block": acceptance.accept_block,
-    }[rule]
-    return accept(
-        proposal.tokens,
-        draft_probs,
-        sampling.distribution(logits[: gamma_max + 1], settings),
-        proposal.num_drafted,
-        coins=sampling.coins(settings.seed, state.length, gamma=gamma_max),
-        noise=sampling.noise(
-            settings.seed,
-            state.length,
-            vocab_size=vocab_size,
-            stream=sampling.Stream.OWN,
-        ),
-    )
+    return proposal.replace(num_drafted=jnp.clip(proposal.num_drafted, 0, gamma))
 
 
 def teach_policy(
@@ -278,15 +233,20 @@ def commit_verdict(
     verdict: acceptance.Verdict,
     proposal: protocols.Proposal,
     *,
+    is_finite: Bool[Array, " gamma+1"],
     starved: Bool[Array, ""],
     stop_ids: Int[Array, " num_stop"],
 ) -> RoundState:
     """Commits a round's tokens, cut after the first stop token, and counts the round.
 
     Cache and memory stay as they are. A starved round commits and counts nothing.
+
+    Args:
+      is_finite: of each token of the verdict, whether the logits that it was chosen
+        from are, see `finite_rows`.
     """
     offsets = jnp.arange(verdict.tokens.shape[0])
-    is_stop = jnp.any(verdict.tokens[:, None] == stop_ids[None, :], axis=-1)
+    is_stop = rules.is_stop(verdict.tokens, stop_ids)
     is_stop = is_stop & (offsets <= verdict.num_accepted)
     num_kept = jnp.where(
         jnp.any(is_stop), jnp.argmax(is_stop) + 1, verdict.num_accepted + 1
@@ -304,7 +264,10 @@ def commit_verdict(
         ),
         length=length,
         done=starved | jnp.any(is_stop) | (length >= state.limit),
+        stopped=~starved & jnp.any(is_stop),
         starved=starved,
+        num_nonfinite=state.num_nonfinite
+        + jnp.sum(~is_finite & (offsets < num_kept), dtype=jnp.int32),
     )
     return _count(state, verdict, proposal, num_kept, rounds=~starved)
 
@@ -342,11 +305,7 @@ def _count(
     )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("target", "drafter", "rule", "gamma_policy"),
-    donate_argnames=("state",),
-)
+@loop.donates(static_argnames=("target", "drafter", "rule", "gamma_policy"))
 def generate(
     target: protocols.Target,
     drafter: protocols.Drafter,
@@ -356,7 +315,7 @@ def generate(
     gamma: Int[Array, ""],
     stop_ids: Int[Array, " num_stop"],
     max_rounds: Int[Array, ""],
-    rule: Rule = "sample-path",
+    rule: rules.Rule = "sample-path",
     gamma_policy: policy_lib.GammaPolicy | None = None,
 ) -> RoundState:
     """Runs rounds on the device until the sequence is done, or `max_rounds` passed.
@@ -368,8 +327,10 @@ def generate(
     Args:
       params: of the target and of the drafter.
       state: donated.
-      gamma: tokens to draft a round, in `0 .. drafter.gamma_max`.
-      stop_ids: tokens that end the sequence; -1 matches nothing.
+      gamma: tokens to draft a round, in `0 .. drafter.gamma_max`; of another number
+        the nearest of these. On the host, `session.check_gamma` refuses it.
+      stop_ids: tokens that end the sequence, as an array or a tuple, of which each
+        length is compiled anew; -1 matches nothing.
       max_rounds: each unfinished round commits a token, so `limit` rounds suffice.
       rule: how drafts are judged.
       gamma_policy: chooses each round's gamma, at most `gamma`; None always asks for

@@ -51,13 +51,13 @@ class Stream(enum.IntEnum):
 
     `SAMPLE` is keyed by the token's position alone. The others are keyed by the first
     position of a round, which no two rounds share, and by an offset into it: what
-    `acceptance.accept_block` keeps depends on drafts and coins past the last kept
+    `acceptance.accept_block` keeps depends on drafts and uniforms past the last kept
     one, so the next round must not meet them again.
     """
 
     SAMPLE = 0  # the target's own draws, and drafts that aim at them
     DRAFT = 1  # drafts, for rejection and block verification
-    COIN = 2  # which of those drafts stay
+    UNIFORM = 2  # which of those drafts stay
     OWN = 3  # the target's own token after them
 
 
@@ -98,15 +98,15 @@ def make_settings(
     """Checks the settings, on the host, and puts them into arrays.
 
     Args:
-      temperature: divides the logits; 0 is greedy, and the other settings then
-        change nothing.
+      temperature: divides the logits; 0 is greedy, and takes no filter.
       top_k: how many tokens stay; None, or more than there are, keeps all.
       top_p: the mass that stays, in `(0, 1]`.
       min_p: the least probability that stays, as a share of the highest, in `[0, 1]`.
       seed: of all noise, in `[0, 2**32)`.
 
     Raises:
-      ValueError: a value outside its range, or not a number.
+      ValueError: a value outside its range, or not a number; a filter at temperature
+        0, which it would not change.
     """
     _check_number("temperature", temperature)
     if temperature < 0:
@@ -133,6 +133,13 @@ def make_settings(
     _check_number("min_p", min_p)
     if not 0 <= min_p <= 1:
         raise ValueError(f"{min_p=} is outside [0, 1]: use 0 to keep all tokens")
+    filters = {"top_k": (top_k, None), "top_p": (top_p, 1), "min_p": (min_p, 0)}
+    given = [f"{name}={x}" for name, (x, off) in filters.items() if x != off]
+    if temperature == 0 and given:
+        raise ValueError(
+            f"{temperature=} is greedy decoding, which {' and '.join(given)} would not "
+            "change: give a temperature above 0, or no filter"
+        )
     _check_whole("seed", seed)
     if not 0 <= seed < 2**32:
         raise ValueError(f"{seed=} is outside [0, 2**32)")
@@ -308,12 +315,31 @@ def noise(
 
 
 @typed
-def coins(
+def uniforms(
     seed: UInt32[Array, ""], position: Int[Array, ""], *, gamma: int
 ) -> Float32[Array, " gamma"]:
-    """One uniform number in `[0, 1)` for each draft of the round from `position`."""
-    key = noise_key(seed, Stream.COIN, position)
-    return jax.random.uniform(key, (gamma,), jnp.float32)
+    """One uniform number in `[0, 1)` for each draft of the round from `position`.
+
+    Of 64 random bits, cut to the 24 significant ones that float32 holds: a number is
+    less than a float32 probability of at least 2**-32 exactly as often as that says,
+    and less than a smaller one to within 2**-56. It is 0 once in 2**56 draws.
+    """
+    key = noise_key(seed, Stream.UNIFORM, position)
+    return _unit_interval(jax.random.bits(key, (gamma, 2), jnp.uint32))
+
+
+def _unit_interval(bits: UInt32[Array, "n 2"]) -> Float32[Array, " n"]:
+    """The binary fraction of each row of bits, cut to float32 and never rounded up."""
+    high, low = bits[:, 0], bits[:, 1]
+    num_zeros = jax.lax.clz(high)
+    # The 32 bits behind the zeros; a shift by 32 gives 0.
+    shifted = jax.lax.shift_left(high, num_zeros) | jax.lax.shift_right_logical(
+        low, jnp.uint32(32) - num_zeros
+    )
+    leading = (shifted >> 8).astype(jnp.float32)  # 24 bits: exact
+    # 2**(-24 - num_zeros), by its exponent.
+    exponent = (jnp.uint32(127 - 24) - num_zeros) << 23
+    return leading * jax.lax.bitcast_convert_type(exponent, jnp.float32)
 
 
 @typed

@@ -178,6 +178,11 @@ def check_static(
         is_right &= drafts.dtype == count.dtype == jnp.int32
         why = f"{proposal} is not int32 tokens [{gamma_max}] and an int32 number"
         _fail_if(not is_right, clause, why)
+        if proposal.probs is not None:
+            probs, rows = proposal.probs, (gamma_max, bench.target.config.vocab_size)
+            is_right = probs.shape == rows and probs.dtype == jnp.float32
+            why = f"probs {probs} are not float32 {list(rows)}"
+            _fail_if(not is_right, clause, why)
 
 
 def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) -> None:
@@ -240,7 +245,10 @@ def _propose(drafter, params, memory, bench, text, *, gamma, behind=0):
 def check_proposals(
     drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
 ) -> None:
-    """At most gamma tokens, of the vocabulary, from the committed text alone."""
+    """At most gamma tokens, of the vocabulary, from the committed text alone.
+
+    And, where it has them, probabilities that these can have been drawn with.
+    """
     vocab_size = bench.target.config.vocab_size
     for prompt in bench.prompts:
         text = bench.plain(prompt)
@@ -255,10 +263,27 @@ def check_proposals(
             is_known = all(0 <= token < vocab_size for token in drafts)
             why = f"{drafts} are not all in [0, {vocab_size})"
             _fail_if(not is_known, "vocabulary", why)
+            _check_probs(proposal)
             for behind in (1, vocab_size - 1):
                 changed = _drafts(after_text(gamma=gamma, behind=behind))
                 why = f"{behind} behind the text turns {drafts} into {changed}"
                 _fail_if(changed != drafts, "reads past the end", why)
+
+
+def _check_probs(proposal: protocols.Proposal) -> None:
+    """Rows that a draft can be drawn from: probabilities that sum to one."""
+    if proposal.probs is None:
+        return
+    for row, token in enumerate(_drafts(proposal)):
+        probs = np.asarray(proposal.probs[row], np.float64)
+        name, total = f"row {row} of the probabilities", probs.sum()
+        wrong = probs[~(probs >= 0)]
+        why = f"{name} holds {wrong[0] if wrong.size else None}"
+        _fail_if(wrong.size > 0, "probabilities", why)
+        why = f"{name} sums to {total}, not 1"
+        _fail_if(not abs(total - 1) <= 1e-3, "probabilities", why)
+        why = f"{name} gives the draft {token}, which was drawn, {probs[token]}"
+        _fail_if(not probs[token] > 0, "probabilities", why)
 
 
 def check_memory(

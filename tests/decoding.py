@@ -113,14 +113,13 @@ def plain(
     stop_ids=NO_STOP,
     capacity=CAPACITY,
     target=TARGET,
+    params=TARGET_PARAMS,
 ):
     """Plain decoding of the tiny target."""
     kv = target.new_cache(capacity=capacity, page_size=PAGE_SIZE)
-    state = session.begin_plain(
-        target, TARGET_PARAMS, kv, prompt, max_tokens=max_tokens
-    )
+    state = session.begin_plain(target, params, kv, prompt, max_tokens=max_tokens)
     return autoregressive.generate(
-        target, TARGET_PARAMS, state, stop_ids=stop_ids, max_steps=FOREVER
+        target, params, state, stop_ids=stop_ids, max_steps=FOREVER
     )
 
 

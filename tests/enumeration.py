@@ -1,7 +1,7 @@
 """The exact law of what an acceptance rule commits, over tiny vocabularies.
 
-Every chain that a drafter may draw, and every outcome of the coins, is given to the
-rule as it is (jitted, in float32); their probabilities are summed in float64. A coin
+Every chain that a drafter may draw, and every outcome of the uniforms, is given to the
+rule as it is (jitted, in float32); their probabilities are summed in float64. A uniform
 succeeds or fails: it is put just below its odds, or on them. Only the own token's draw
 is not enumerated, but taken from its weights: a Gumbel argmax draws in proportion to
 them, which `tests/test_sampling.py` and `tests/test_acceptance_rules.py` look at.
@@ -106,20 +106,20 @@ def continuations(entries: list[np.ndarray]) -> list[np.ndarray]:
 
 @functools.lru_cache(maxsize=64)
 def _evaluate(rule: Rule):
-    """The rule on one chain and one outcome of each coin, compiled once."""
+    """The rule on one chain and one outcome of each uniform, compiled once."""
 
     def one(chain, draft, target, num_drafted, succeeds):
         odds = rule.odds(chain, draft, target, num_drafted)
         below = jnp.maximum(jnp.nextafter(odds.keep, jnp.float32(-1)), 0)
-        coins = jnp.where(succeeds, below, odds.keep)
+        uniforms = jnp.where(succeeds, below, odds.keep)
         noise = jnp.zeros(draft.shape[-1], jnp.float32)
         verdict = rule.accept(
-            chain, draft, target, num_drafted, coins=coins, noise=noise
+            chain, draft, target, num_drafted, uniforms=uniforms, noise=noise
         )
         return verdict, odds.keep, odds.own[verdict.num_accepted]
 
-    over_coins = jax.vmap(one, in_axes=(None, None, None, None, 0))
-    return jax.jit(jax.vmap(over_coins, in_axes=(0, 0, 0, None, None)))
+    over_uniforms = jax.vmap(one, in_axes=(None, None, None, None, 0))
+    return jax.jit(jax.vmap(over_uniforms, in_axes=(0, 0, 0, None, None)))
 
 
 def _all(values, length: int) -> np.ndarray:
@@ -141,7 +141,7 @@ def outcomes(rule: Rule, case: Case, num_drafted: int):
         )
     )
     chance = np.prod(_at(_normalised(_rows(case.drawn, chains)), chains), axis=-1)
-    # Coins of drafts that were not made all succeed: they must not be read.
+    # Uniforms of drafts that were not made all succeed: they must not be read.
     is_real = np.arange(case.gamma) < num_drafted
     odds = np.where(is_real, keep.astype(np.float64), 1.0)
     mass = chance[:, None] * np.prod(np.where(patterns, odds, 1 - odds), axis=-1)

@@ -40,13 +40,13 @@ def draft_probability_ignored(base):
     return from_odds(odds, longest=base is enumeration.BLOCK)
 
 
-def other_order_of_coins(base):
-    """One rule's odds with the other's reading of the coins."""
+def other_order_of_uniforms(base):
+    """One rule's odds with the other's reading of the uniforms."""
     return from_odds(base.odds, longest=base is enumeration.REJECTION)
 
 
 def other_rules_residual(base):
-    """One rule's coins with the other's own token."""
+    """One rule's uniforms with the other's own token."""
     other = enumeration.REJECTION if base is enumeration.BLOCK else enumeration.BLOCK
     odds = lambda *args: base.odds(*args).replace(own=other.odds(*args).own)
     return from_odds(odds, longest=base is enumeration.BLOCK)
@@ -58,19 +58,21 @@ def padding_is_read(base):
         chain, draft, target, jnp.int32(chain.shape[0])
     )
 
-    def accept(chain, draft, target, _, *, coins, noise):
+    def accept(chain, draft, target, _, *, uniforms, noise):
         num_drafted = jnp.int32(chain.shape[0])
-        return base.accept(chain, draft, target, num_drafted, coins=coins, noise=noise)
+        return base.accept(
+            chain, draft, target, num_drafted, uniforms=uniforms, noise=noise
+        )
 
     return enumeration.Rule(accept=accept, odds=odds)
 
 
 def from_odds(odds, *, longest):
-    """A rule that reads coins as rejection does, or as block verification does."""
+    """A rule that reads uniforms as rejection does, or as block verification does."""
 
-    def accept(chain, draft, target, num_drafted, *, coins, noise):
+    def accept(chain, draft, target, num_drafted, *, uniforms, noise):
         lengths = jnp.arange(1, chain.shape[0] + 1)
-        stays = coins < odds(chain, draft, target, num_drafted).keep
+        stays = uniforms < odds(chain, draft, target, num_drafted).keep
         stays = stays & (lengths <= num_drafted)
         run = jnp.sum(jnp.cumprod(stays.astype(jnp.int32)))
         last = jnp.max(jnp.where(stays, lengths, 0))
@@ -86,7 +88,7 @@ BIASED_RULES = {
     "residual not subtracted": target_in_place_of_residual,
     "bonus from the row before": bonus_of_the_row_before,
     "draft probability ignored": draft_probability_ignored,
-    "coins read as by the other rule": other_order_of_coins,
+    "uniforms read as by the other rule": other_order_of_uniforms,
     "own token of the other rule": other_rules_residual,
     "padding read": padding_is_read,
 }

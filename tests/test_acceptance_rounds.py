@@ -33,7 +33,7 @@ class Noise:
     """All noise of one stream: entry `n` is that of a round from position `n`."""
 
     draft: jax.Array  # [positions, DRAFTED, SMALL] float32
-    coins: jax.Array  # [positions, DRAFTED] float32
+    uniforms: jax.Array  # [positions, DRAFTED] float32
     own: jax.Array  # [positions, SMALL] float32
 
 
@@ -47,7 +47,9 @@ def noise_of(seed) -> Noise:
     positions = jnp.arange(CELLS + DRAFTED)
     return Noise(
         draft=jax.vmap(drafts)(positions),
-        coins=jax.vmap(lambda n: sampling.coins(seed, n, gamma=DRAFTED))(positions),
+        uniforms=jax.vmap(lambda n: sampling.uniforms(seed, n, gamma=DRAFTED))(
+            positions
+        ),
         own=jax.vmap(lambda n: gumbel(n, stream=sampling.Stream.OWN))(positions),
     )
 
@@ -74,7 +76,7 @@ def one_stream(accept, noise: Noise):
             DRAFT_ROWS[read[:-1]],
             TARGET_ROWS[read],
             jnp.int32(DRAFTED),
-            coins=noise.coins[n],
+            uniforms=noise.uniforms[n],
             noise=noise.own[n],
         )
         offsets = jnp.arange(DRAFTED + 1)
@@ -114,25 +116,27 @@ def own_from_the_drafts(noise: Noise) -> Noise:
     return noise.replace(own=noise.draft[:, :, 0])
 
 
-def one_coin(noise: Noise) -> Noise:
-    """All drafts of a round have one coin."""
+def one_uniform(noise: Noise) -> Noise:
+    """All drafts of a round have one uniform."""
     return noise.replace(
-        coins=jnp.broadcast_to(noise.coins[..., :1], noise.coins.shape)
+        uniforms=jnp.broadcast_to(noise.uniforms[..., :1], noise.uniforms.shape)
     )
 
 
 def by_position_alone(noise: Noise) -> Noise:
-    """Drafts and coins have the noise of their position, whichever round it is."""
+    """Drafts and uniforms have the noise of their position, whichever round it is."""
     ahead = np.arange(CELLS + DRAFTED)[:, None] + np.arange(DRAFTED)
     ahead = np.minimum(ahead, CELLS + DRAFTED - 1)  # rounds never begin up there
-    return noise.replace(draft=noise.draft[:, ahead, 0], coins=noise.coins[:, ahead, 0])
+    return noise.replace(
+        draft=noise.draft[:, ahead, 0], uniforms=noise.uniforms[:, ahead, 0]
+    )
 
 
 PLANTED = {
     "rejection: own token with a draft's noise": ("rejection", own_from_the_drafts),
     "block: own token with a draft's noise": ("block", own_from_the_drafts),
-    "rejection: one coin for all drafts": ("rejection", one_coin),
-    "block: one coin for all drafts": ("block", one_coin),
+    "rejection: one uniform for all drafts": ("rejection", one_uniform),
+    "block: one uniform for all drafts": ("block", one_uniform),
     "block: noise keyed by position alone": ("block", by_position_alone),
 }
 
@@ -145,5 +149,5 @@ def test_shared_noise_is_caught(planted):
 
 
 def test_rejection_alone_may_meet_the_noise_of_a_position_again():
-    """What it keeps depends on no draft or coin past the first that it rejects."""
+    """What it keeps depends on no draft or uniform past the first that it rejects."""
     assert worst_cell("rejection", by_position_alone(all_noise())) < SIGMAS

@@ -14,7 +14,15 @@ import pytest
 from decoding import GAMMA_MAX, PROMPT, Scripted
 
 from experiments.support import paired_runs
-from spec_jax import acceptance, autoregressive, metrics, rounds, session, testing
+from spec_jax import (
+    acceptance,
+    autoregressive,
+    metrics,
+    rounds,
+    rules,
+    session,
+    testing,
+)
 from spec_jax.ops import dispatch
 from spec_jax.paging import cache
 
@@ -319,7 +327,7 @@ def test_a_wrong_acceptance_is_caught(plain, fault, monkeypatch):
     """Negative control of every comparison above."""
     state = decoding.begin_scripted(plain.tokens, run=2)
     monkeypatch.setattr(
-        rounds, "acceptance", _Patched(accept_exact=fault, PAD=acceptance.PAD)
+        rules, "acceptance", _Patched(accept_exact=fault, PAD=acceptance.PAD)
     )
     state = _fresh_generate(state)
     monkeypatch.undo()

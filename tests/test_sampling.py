@@ -208,6 +208,15 @@ def test_wrong_draws_are_caught(planted):
         ({"min_p": -0.1}, r"min_p=-0.1 is outside \[0, 1\]: use 0 to keep all tokens"),
         ({"min_p": 1.5}, r"min_p=1.5 is outside \[0, 1\]"),
         ({"min_p": math.nan}, "min_p=nan is not finite"),
+        (
+            {"temperature": 0, "top_k": 20},
+            "temperature=0 is greedy decoding, which top_k=20 would not change",
+        ),
+        ({"temperature": 0.0, "top_p": 0.9}, "temperature=0.0 .* top_p=0.9 would not"),
+        (
+            {"temperature": 0.0, "top_p": 0.9, "min_p": 0.1},
+            "temperature=0.0 .* top_p=0.9 and min_p=0.1 would not change: give",
+        ),
         ({"seed": -1}, r"seed=-1 is outside \[0, 2\*\*32\)"),
         ({"seed": 2**32}, r"seed=4294967296 is outside \[0, 2\*\*32\)"),
         ({"seed": 0.5}, "seed=0.5 is not a whole number"),
@@ -223,7 +232,7 @@ def test_bad_settings_are_refused(values, message):
 def test_good_settings_at_the_edges():
     """Extremes that are allowed, and numbers of NumPy."""
     settings = sampling.make_settings(
-        temperature=np.float32(0),
+        temperature=np.float32(2.0**-126),
         top_k=np.int64(2**40),
         top_p=1,
         min_p=1,
@@ -231,3 +240,5 @@ def test_good_settings_at_the_edges():
     )
     assert int(settings.top_k) == sampling.ALL_TOKENS
     assert int(settings.seed) == 2**32 - 1 and settings.seed.dtype == jnp.uint32
+    cold = sampling.make_settings(temperature=np.float32(0), top_p=np.float32(1))
+    assert float(cold.temperature) == 0

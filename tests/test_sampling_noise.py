@@ -80,7 +80,8 @@ def test_dead_rows_and_bfloat16(rng):
     logits = jnp.asarray(rng.standard_normal((ROWS, WIDE)), jnp.bfloat16)
     where = {"first_position": jnp.int32(3), "num_live": jnp.int32(2)}
     for temperature in (0.0, 1.0):
-        settings = sampling.make_settings(temperature=temperature, top_k=5)
+        top_k = 5 if temperature else None
+        settings = sampling.make_settings(temperature=temperature, top_k=top_k)
         found = sample_rows(logits, settings, **where)
         wide = sample_rows(logits.astype(jnp.float32), settings, **where)
         testing.assert_same_bits(found, wide)
@@ -178,3 +179,28 @@ def test_high_noise_is_finely_resolved():
     assert equal_among_highest(coarse) > 5  # negative control
     # Of Gumbel's law: mean 0.5772, standard deviation 1.2825.
     assert abs(float(jnp.mean(found)) - 0.57722) < SIGMAS * 1.2825 / 2**10
+
+
+def test_uniforms_are_the_leading_bits():
+    """Fails if small ones are quantised, or one is rounded up: to 1, or to a bound."""
+    ones = 2**32 - 1
+    highs = [0, 1, 2, 255, 2**24 - 1, 2**24 + 1, 2**31 - 1, 2**31, ones]
+    pairs = [(high, low) for high in highs for low in (0, 1, 2**31, ones)]
+    found = jax.jit(sampling._unit_interval)(jnp.asarray(pairs, jnp.uint32))
+    for (high, low), value in zip(pairs, np.asarray(found, np.float64), strict=True):
+        exact = high << 32 | low
+        cut = max(exact.bit_length() - 24, 0 if high else 8)
+        assert value == (exact >> cut << cut) * 2.0**-64 < 1, (high, low)
+
+
+def test_uniforms_have_more_than_23_bits():
+    """Fails if they are `jax.random.uniform`, of which 1 in 8 million is 0."""
+    found = sampling.uniforms(jnp.uint32(0), jnp.int32(5), gamma=4096)
+    coarse = jax.random.uniform(jax.random.key(0), (4096,), jnp.float32)
+    for values, is_fine in ((found, True), (coarse, False)):
+        steps = np.asarray(values, np.float64) * 2**23
+        assert (steps != np.floor(steps)).any() == is_fine
+    # The mean and the share below a bound, to 5 standard errors.
+    found = np.asarray(found, np.float64)
+    assert abs(found.mean() - 0.5) < 5 * (1 / 12 / 4096) ** 0.5
+    assert abs((found < 0.1).mean() - 0.1) < 5 * (0.09 / 4096) ** 0.5

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -52,3 +53,29 @@ class StaleValues(_Around):
         )
         stale = jnp.where(num_live == 3, before, cache.v[-1])
         return cache.replace(v=(*cache.v[:-1], stale)), logits
+
+
+@flax.struct.dataclass(kw_only=True)
+class Spoilt:
+    """The parameters of `SpoiltLogits`: the target's, and what is wrong where."""
+
+    params: protocols.Params
+    positions: jax.Array  # [n] int32, of the rows that are spoilt
+    value: jax.Array  # [] float32, in place of logits
+    only: jax.Array  # [] int32, the token whose logit it is; -1: of all
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpoiltLogits(_Around):
+    """Rows at some positions have other logits, as their parameters say."""
+
+    def forward(self, params, cache, *, tokens, start, num_live):
+        cache, logits = super().forward(
+            params.params, cache, tokens=tokens, start=start, num_live=num_live
+        )
+        rows = start + jnp.arange(logits.shape[0], dtype=jnp.int32)
+        is_row = jnp.any(rows[:, None] == params.positions[None, :], axis=-1)
+        token = jnp.arange(logits.shape[1], dtype=jnp.int32)
+        is_token = (token == params.only) | (params.only < 0)
+        is_spoilt = is_row[:, None] & is_token[None, :]
+        return cache, jnp.where(is_spoilt, params.value, logits)

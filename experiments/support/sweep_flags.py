@@ -37,11 +37,13 @@ def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace
 def settings(
     args: argparse.Namespace, temperature: float
 ) -> sampling.SamplingSettings | None:
-    """The sampling of a cell; None is greedy.
+    """The sampling of a cell; None is greedy, and takes no filters beside others.
 
     Raises:
-      ValueError: a value outside its range.
+      ValueError: a value outside its range, or filters where all cells are greedy.
     """
+    if temperature == 0 and any(args.temperature):
+        return None
     made = sampling.make_settings(
         temperature=temperature,
         top_k=args.top_k,

@@ -93,7 +93,7 @@ class DraftModelBatch:
         """Drafts `gamma[b]` tokens; fewer only where the cache has no room."""
         window = self.drafter.model.slab
         text = jnp.pad(tokens, ((0, 0), (0, window + self.gamma_max)))
-        goal = length + gamma
+        goal = draft_model.goal_of(memory, length, gamma)
         is_each = jnp.arange(self.num_slots)
         draws = settings if self.drafter.draws == "sample-path" else None
 
@@ -106,7 +106,7 @@ class DraftModelBatch:
             starts = kv.length
             wanted = is_wanted(known, has_room)
             num_live = jnp.where(wanted, jnp.minimum(known - starts, window), 0)
-            kv, own = self._rows.next_tokens(
+            kv, own, _ = self._rows.next_tokens(
                 self._weights(params),
                 kv,
                 tokens=jax.vmap(
@@ -166,6 +166,11 @@ class HybridBatch:
     def gamma_max(self) -> int:
         """The most tokens of a proposal."""
         return self.draft.gamma_max
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the draft model's vocabulary."""
+        return self.draft.vocab_size
 
     @property
     def num_slots(self) -> int:

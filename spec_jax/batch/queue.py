@@ -7,14 +7,13 @@ gamma, seed or sampling settings.
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import protocols, rounds, sampling, session
+from spec_jax import loop, protocols, rounds, sampling, session
 from spec_jax.batch import drafter as drafter_lib, rounds as batch_rounds, rows
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import index
@@ -54,7 +53,13 @@ class Finished:
 
     @property
     def tokens(self) -> list[int]:
-        """What was generated, without the prompt."""
+        """What was generated, without the prompt.
+
+        Raises:
+          FloatingPointError, RuntimeError: as `session.check_state`; `state` has the
+            tokens all the same.
+        """
+        session.check_state(self.state)
         generated = np.asarray(self.state.origins) != int(rounds.Origin.PROMPT)
         return np.asarray(self.state.tokens)[generated].tolist()
 
@@ -121,8 +126,7 @@ class Batch:
             vocab_size=self.target.config.vocab_size,
             capacity=self.slot_capacity,
         )
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens={request.max_tokens} must be at least 1")
+        session.check_max_tokens(request.max_tokens)
         if request.gamma is not None:
             session.check_gamma(request.gamma, self.drafter.gamma_max)
         if self.num_pages is None:
@@ -162,6 +166,7 @@ class Batch:
             gamma_max=self.drafter.gamma_max,
             settings=settings,
             policy=self.policy_state,
+            vocab_size=self.target.config.vocab_size,
         )
         return batch_rounds.BatchState(
             slots=jax.tree.map(lambda leaf: jnp.stack([leaf] * slots), one),
@@ -174,7 +179,7 @@ class Batch:
         self, state: batch_rounds.BatchState, slot: int, request: Request
     ) -> batch_rounds.BatchState:
         """Puts a request into a slot that is done; `state` is used up."""
-        capacity, prompt = self.slot_capacity, request.prompt
+        capacity, prompt = self.slot_capacity, session.token_list(request.prompt)
         text = np.zeros((capacity + 1,), np.int32)
         text[: len(prompt)] = prompt
         settings = request.settings
@@ -192,6 +197,7 @@ class Batch:
             text=text,
             length=np.int32(len(prompt)),
             limit=np.int32(min(len(prompt) + request.max_tokens, capacity + 1)),
+            capped=np.bool_(len(prompt) + request.max_tokens > capacity + 1),
             gamma=np.int32(gamma),
             settings=settings,
             policy=self.policy_state,
@@ -277,9 +283,7 @@ class Batch:
         return held + idle + self._pages(request) <= self.num_pages
 
 
-@functools.partial(
-    jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",)
-)
+@loop.donates(static_argnames=("target", "drafter"))
 def _occupy(
     target,
     drafter,
@@ -290,6 +294,7 @@ def _occupy(
     text,
     length,
     limit,
+    capped,
     gamma,
     settings,
     policy,
@@ -310,6 +315,8 @@ def _occupy(
         gamma_max=drafter.gamma_max,
         settings=settings,
         policy=policy,
+        capped=capped,
+        vocab_size=target.config.vocab_size,
     )
     return state.replace(
         slots=jax.tree.map(lambda all_, x: all_.at[slot].set(x), state.slots, one),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import acceptance, protocols, rounds
+from spec_jax import acceptance, loop, protocols, rounds
 from spec_jax.batch import drafter as drafter_lib, rows
 from spec_jax.gamma import policy as policy_lib
 
@@ -55,8 +55,9 @@ def run_round(
         gamma=gamma,
         settings=slots.settings,
     )
+    proposal = rounds.limit_proposal(proposal, gamma)
     pending = jnp.take_along_axis(slots.tokens, n[:, None] - 1, axis=1)
-    cache, own = target.next_tokens(
+    cache, own, is_finite = target.next_tokens(
         target_params,
         state.cache,
         tokens=jnp.concatenate([pending, proposal.tokens], axis=1),
@@ -68,7 +69,7 @@ def run_round(
     commit = functools.partial(
         _commit_slot, gamma_policy=gamma_policy, stop_ids=stop_ids
     )
-    committed = jax.vmap(commit)(slots, proposal, own, gamma, starved)
+    committed = jax.vmap(commit)(slots, proposal, own, is_finite, gamma, starved)
     slots = jax.tree.map(
         lambda new, old: jnp.where(_against(active, new), new, old), committed, slots
     )
@@ -89,7 +90,9 @@ def _gammas(state, gamma_max, gamma_policy) -> Int[Array, " B"]:
     return jnp.where(slots.done, 0, jnp.clip(gamma, 0, gamma_max))
 
 
-def _commit_slot(slot, proposal, own, gamma, starved, *, gamma_policy, stop_ids):
+def _commit_slot(
+    slot, proposal, own, is_finite, gamma, starved, *, gamma_policy, stop_ids
+):
     """One slot's verdict and commit, as in `rounds.run_round`."""
     verdict = acceptance.accept_exact(proposal.tokens, own, proposal.num_drafted)
     if gamma_policy is not None:
@@ -97,7 +100,12 @@ def _commit_slot(slot, proposal, own, gamma, starved, *, gamma_policy, stop_ids)
             gamma_policy, slot, verdict, proposal, gamma=gamma, starved=starved
         )
     return rounds.commit_verdict(
-        slot, verdict, proposal, starved=starved, stop_ids=stop_ids
+        slot,
+        verdict,
+        proposal,
+        is_finite=is_finite,
+        starved=starved,
+        stop_ids=stop_ids,
     )
 
 
@@ -106,11 +114,7 @@ def _against(mask: jax.Array, leaf: jax.Array) -> jax.Array:
     return mask.reshape(mask.shape + (1,) * (leaf.ndim - 1))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("target", "drafter", "gamma_policy"),
-    donate_argnames=("state",),
-)
+@loop.donates(static_argnames=("target", "drafter", "gamma_policy"))
 def generate(
     target: rows.RowBatch,
     drafter: drafter_lib.BatchDrafter,
@@ -127,7 +131,7 @@ def generate(
     Args:
       params: of the target and of the drafter.
       state: donated.
-      stop_ids: tokens that end a sequence; -1 matches nothing.
+      stop_ids: tokens that end a sequence, see `rounds.generate`.
       until_one_ends: return as soon as a slot that was not done is, so that it can be
         refilled. Data: the same executable.
       gamma_policy: chooses each slot's gamma, at most `state.gamma`, by what the

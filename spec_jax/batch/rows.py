@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import sampling
+from spec_jax import rules, sampling
 from spec_jax.model import (
     config as config_lib,
     params as params_lib,
@@ -101,7 +101,7 @@ class RowBatch:
         starts: Int[Array, " B"],
         num_live: Int[Array, " B"],
         settings: sampling.SamplingSettings | None,
-    ) -> tuple[paged.PagedKV, Int[Array, "B W"]]:
+    ) -> tuple[paged.PagedKV, Int[Array, "B W"], Bool[Array, "B W"]]:
         """Runs each slot's first `num_live` tokens, at positions from its `starts`.
 
         A slot without live rows is not touched. Where a slot finds no page nothing of
@@ -111,8 +111,9 @@ class RowBatch:
           settings: with leaves `[B]`, each slot's own; None is greedy, for all.
 
         Returns:
-          The cache, whose slots have grown by their live rows, and the model's own
-          token after each live row: drawn, or of highest logit.
+          The cache, whose slots have grown by their live rows; the model's own token
+          after each live row, drawn or of highest logit; and whether the row's logits
+          are finite, see `rules.finite_rows`.
         """
         asked = num_live > 0
         follows = (starts == kv.length) | ~asked
@@ -126,38 +127,44 @@ class RowBatch:
 
         def step(number, carry):
             """Runs one tile, and chooses the tokens that follow its rows."""
-            kv, own = carry
+            kv, own, is_finite = carry
             part = _tile_of(rows, number * tile, tile)
             kv, outputs = qwen3.forward_rows(
                 params, self.config, part, kv, impl=self.model.impl
             )
-            chosen = self._choose(outputs.logits, part, settings)
-            return kv, jax.lax.dynamic_update_slice(own, chosen, (number * tile,))
+            chosen, are_finite = self._choose(outputs.logits, part, settings)
+            at = (number * tile,)
+            own = jax.lax.dynamic_update_slice(own, chosen, at)
+            return kv, own, jax.lax.dynamic_update_slice(is_finite, are_finite, at)
 
         num_tiles = -(-rows.num_live // tile)
-        kv, own = jax.lax.fori_loop(
-            0, num_tiles, step, (kv, jnp.zeros_like(rows.tokens))
-        )
+        nothing = jnp.zeros_like(rows.tokens), jnp.ones(rows.tokens.shape, bool)
+        kv, own, is_finite = jax.lax.fori_loop(0, num_tiles, step, (kv, *nothing))
         kv = allocator.extend_each(kv, starts + num_live, asked=num_live > 0)
-        return kv, own.at[at].get(mode="fill", fill_value=0)
+        own = own.at[at].get(mode="fill", fill_value=0)
+        return kv, own, is_finite.at[at].get(mode="fill", fill_value=True)
 
     def _tile(self, num_rows: int) -> int:
         if self.model.impl == "native":
             return min(num_rows, NATIVE_TILE)
         return self.model.slab
 
-    def _choose(self, logits, rows, settings) -> jax.Array:
-        """The token after each live row, by the settings of its slot."""
+    def _choose(self, logits, rows, settings) -> tuple[jax.Array, jax.Array]:
+        """The token after each live row, by the settings of its slot.
+
+        And whether the row's logits are finite.
+        """
         greedy = self.model.choose(logits, rows.num_live)
+        is_finite = rules.finite_rows(logits, greedy)
         if settings is None:
-            return greedy
+            return greedy, is_finite
         each = jax.tree.map(lambda leaf: leaf[rows.slots], settings)
         is_live = jnp.arange(logits.shape[0]) < rows.num_live
         draws = is_live & (each.temperature != 0)
         drawn = sampling.sample_each(
             logits, each, positions=rows.positions + 1, draws=draws
         )
-        return jnp.where(draws, drawn, greedy)
+        return jnp.where(draws, drawn, greedy), is_finite
 
     def truncate(
         self, kv: paged.PagedKV, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]

@@ -9,7 +9,7 @@ Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. For committed tokens
 
 Drafts are the tokens of highest probability, or are drawn: with the very noise of the
 target's own draws, so that both mostly draw the same token where their distributions
-are close; or with noise of their own, as the rules that throw coins need it.
+are close; or with noise of their own, as the rules that draw uniforms need it.
 
 What is kept over a commit is caught up in one or two rows; what is dropped costs the
 whole text in every round. Rounds that ask for nothing are caught up in the next one
@@ -51,6 +51,17 @@ class SampledParams:
 
 
 DraftParams = params_lib.Params | SampledParams
+
+
+def goal_of(
+    kv: paged.PagedKV, length: Int[Array, "*slots"], gamma: Int[Array, "*slots"]
+) -> Int[Array, "*slots"]:
+    """The length of the text after drafting, as far as a slot of the cache can go.
+
+    The last draft needs no room, as it has no K/V yet. A text that no slot holds is
+    not caught up on either: it would fail in every round.
+    """
+    return jnp.maximum(length, jnp.minimum(length + gamma, kv.slot_capacity + 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,13 +141,15 @@ class DraftModel:
         gamma: Int[Array, ""],
     ) -> tuple[paged.PagedKV, protocols.Proposal]:
         """Drafts `gamma` tokens; fewer where the draft cache has no room, or where
-        the draft is not confident."""
+        the draft is not confident. None where the cache cannot hold the text."""
         slab = self.model.slab
+        # What an earlier round found says nothing of this one.
+        memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
+        goal = goal_of(memory, length, gamma)
         # Drafts are written behind the committed tokens, so that catching up and
         # drafting are one and the same step.
         text = jnp.pad(tokens, (0, max(slab, self.catch_up_rows) + self.gamma_max))
-        memory = self._catch_up(params, memory, text, length, asked=gamma > 0)
-        goal = length + gamma
+        memory = self._catch_up(params, memory, text, length, asked=goal > length)
 
         def keep_going(carry):
             kv, _, known, _, is_confident = carry

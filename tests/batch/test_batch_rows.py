@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import rounds, sampling, testing
+from spec_jax import rules, sampling, testing
 from spec_jax.batch import rows
 from spec_jax.model import params as params_lib, row_model
 from spec_jax.paging import allocator, cache as paged
@@ -52,7 +52,7 @@ class Scene:
         """`RowBatch.next_tokens` and a truncation, compiled anew."""
 
         def step(params, kv, tokens, starts, num_live, settings, kept):
-            kv, own = self.batch.next_tokens(
+            kv, own, _ = self.batch.next_tokens(
                 params,
                 kv,
                 tokens=tokens,
@@ -72,7 +72,7 @@ class Scene:
             kv, logits = self.model.forward(
                 params, kv, tokens=tokens, start=start, num_live=num_live
             )
-            own = rounds.own_tokens(
+            own, _ = rules.own_tokens(
                 self.model,
                 logits,
                 settings,

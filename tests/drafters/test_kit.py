@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import bench, protocols, session, testing
+from spec_jax import acceptance, bench, protocols, session, testing
 from spec_jax.model import row_model
 
 
@@ -139,6 +139,29 @@ class PastTheVocabulary(Echo):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BelowTheVocabulary(Echo):
+    def drafts(self, memory, tokens, length, gamma):
+        drafts, gamma = super().drafts(memory, tokens, length, gamma)
+        return -1 - drafts, gamma
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaysItsOdds(Echo):
+    """Says of each draft that it was certain, or something that cannot be."""
+
+    scale: float = 1.0
+    moved: int = 0
+    width: int = 96
+
+    def propose(self, params, memory, *, tokens, length, gamma):
+        memory, proposal = super().propose(
+            params, memory, tokens=tokens, length=length, gamma=gamma
+        )
+        probs = jax.nn.one_hot(proposal.tokens + self.moved, self.width)
+        return memory, proposal.replace(probs=probs * self.scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadsAhead(Echo):
     def drafts(self, memory, tokens, length, gamma):
         return jnp.full((self.gamma_max,), tokens[length]), gamma
@@ -231,6 +254,7 @@ FAULTS = {
     OverlooksGamma: "number drafted: 2 tokens for gamma=0",
     LessThanNothing: "number drafted: -1 tokens for gamma=0",
     PastTheVocabulary: r"vocabulary: .* are not all in \[0, 96\)",
+    BelowTheVocabulary: r"vocabulary: .* are not all in \[0, 96\)",
     ReadsAhead: "reads past the end: 1 behind the text turns",
     OneBufferTwice: "memory round trip: two leaves share a buffer",
     LosesAField: "memory round trip: a memory that is put together from its leaves",
@@ -240,6 +264,28 @@ FAULTS = {
 }
 
 
+WRONG_ODDS = {
+    "NaN": ({"scale": np.nan}, "probabilities: row 0 .* holds nan"),
+    "negative": ({"scale": -1.0}, "probabilities: row 0 .* holds -1.0"),
+    "more than one": ({"scale": 1.5}, "probabilities: row 0 .* sums to 1.5"),
+    "of another token": ({"moved": 1}, "probabilities: row 0 .* gives .* 0.0"),
+    "of another vocabulary": ({"width": 97}, r"static shapes: probs .*\[2, 96\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ODDS)
+def test_probabilities_that_cannot_be_are_caught(name):
+    changes, message = WRONG_ODDS[name]
+    with pytest.raises(AssertionError, match=message):
+        testing.check_drafter(SaysItsOdds(**changes), None, BENCH)
+
+
+def test_probabilities_that_can_be():
+    memory = SaysItsOdds().init(capacity=40, page_size=8)
+    testing.check_static(SaysItsOdds(), memory, BENCH)
+    testing.check_proposals(SaysItsOdds(), memory, BENCH)
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_faults_are_caught(fault):
     """Negative controls: each clause catches its own faults, and says which it is."""
@@ -247,10 +293,27 @@ def test_faults_are_caught(fault):
         testing.check_drafter(fault(), None, BENCH)
 
 
-def test_tokens_past_the_limit_are_caught():
-    """Negative control of the tokens' comparison, whose fault others catch before."""
+def test_other_tokens_than_plain_decodings_are_caught(monkeypatch):
+    """Negative control of the tokens' comparison, whose fault no drafter can cause."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class OfThisTest(Echo):
+        """Nothing is compiled for it yet."""
+
+    real = acceptance.accept_exact
+    monkeypatch.setattr(
+        acceptance,
+        "accept_exact",
+        lambda drafts, own, number: real(drafts, own.at[0].add(1) % 96, number),
+    )
     with pytest.raises(AssertionError, match="lossless: .* plain decoding"):
-        testing.check_lossless(OverlooksGamma(), None, BENCH)
+        testing.check_lossless(OfThisTest(), None, BENCH)
+
+
+def test_broken_promises_do_not_make_the_output_wrong():
+    """What other clauses catch costs time, and no more: see `test_proposals`."""
+    for drafter in (OverlooksGamma(), LessThanNothing(), PastTheVocabulary()):
+        testing.check_lossless(drafter, None, BENCH)
 
 
 def test_a_drafter_that_does_not_fit_is_refused():

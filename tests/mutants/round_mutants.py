@@ -214,7 +214,7 @@ DRAFTS_AND_ORACLES = (
     Mutant(
         name="plain decoding overlooks stop tokens",
         where="spec_jax.autoregressive:run_step",
-        old="starved | jnp.any(token == stop_ids) |",
+        old="starved | is_stop |",
         new="starved |",
         caught_by=("stop tokens",),
     ),
