@@ -259,7 +259,10 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
         for counts in agreement.values()
         for count in counts.values()
     )
-    return EXACT if agrees else NOT_EXACT
+    summaries = [suite.summarise(cell, suite.of_prompts(rows)) for cell in plan.cells]
+    report.print_warnings(suite.warnings(summaries), console)
+    is_finite = not any(summary.nonfinite_logits for summary in summaries)
+    return EXACT if agrees and is_finite else NOT_EXACT
 
 
 def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 Runs every prompt plain and speculatively, interleaved in one process, and compares
 all tokens; then replays the committed text through plain decoding and counts the
-verified positions whose argmax differs. Exit status: 0 matched, 2 not matched, 1 the
-input was unusable.
+verified positions whose argmax differs. Exit status: 0 matched, 2 not matched, or with
+logits that are not finite, 1 the input was unusable.
 """
 
 import argparse

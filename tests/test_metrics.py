@@ -64,7 +64,7 @@ def test_names_are_those_of_the_design():
         *("commit_decode_steps", "mirror_decode_steps", "correction_steps"),
         *("proposed", "accepted", "acceptance_rate", "conditional_acceptance"),
         *("mean_accepted_length", "tokens_per_target_step", "accepted_hist"),
-        *("matched", "verify_decode_mismatches"),
+        *("matched", "verify_decode_mismatches", "nonfinite_logits"),
         *("baseline_e2e_tpot_ms", "baseline_e2e_tok_s"),
         *("baseline_decode_tpot_ms", "baseline_decode_tok_s"),
         *("spec_e2e_tpot_ms", "spec_e2e_tok_s"),

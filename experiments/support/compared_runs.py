@@ -145,12 +145,12 @@ class PromptRuns:
 
     @property
     def matched(self) -> bool:
-        """Whether our drafted tokens equal our plain ones, in every run."""
+        """Whether our drafted tokens equal our plain ones, of finite logits."""
         plain = self.generated[OUR_PLAIN].tokens
         return all(
-            done.tokens == plain
+            done.tokens == plain and not done.counters.nonfinite
             for run, done in self.generated.items()
-            if run.side == OURS
+            if run.side == OURS and run != OUR_PLAIN
         )
 
     def row(self) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def print_cells(
         )
     console.print(table)
     _explain_dashes([summary.equal for summary in summaries], console)
+    print_warnings(suite.warnings(summaries), console)
 
 
 def print_agreement(
@@ -105,6 +106,12 @@ def print_agreement(
         console.print("the environment is that of the certificate")
     for name, then, now in changes:
         console.print(f"{name}: {then}, now {now}", soft_wrap=True, highlight=False)
+
+
+def print_warnings(warnings: Iterable[str], console: rich_console.Console) -> None:
+    """What makes equality say less than it seems to."""
+    for warning in warnings:
+        console.print(warning, style="bold red", soft_wrap=True, highlight=False)
 
 
 def _explain_dashes(

@@ -236,7 +236,9 @@ def exit_status(script: str, run: Callable[[], int], *, kept: str = "") -> int:
     """
     try:
         return run()
-    except (ValueError, NotImplementedError, MemoryError) as error:
+    except (
+        *(ValueError, NotImplementedError, MemoryError, FloatingPointError),
+    ) as error:
         print(f"{script}: error: {error}", file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:

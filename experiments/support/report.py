@@ -75,6 +75,7 @@ FIELDS: tuple[Field, ...] = (
         "losslessness",
         ("matched", "", "", "every token equals plain decoding"),
         ("verify_decode_mismatches", ",d", "positions", "with another argmax"),
+        ("nonfinite_logits", ",d", "tokens", "chosen from NaN or infinity"),
     ),
     *_group(
         "plain decoding",
@@ -168,8 +169,9 @@ def format_value(value: Any, form: str) -> str:
 
 def _value_style(field: Field, value: Any) -> str:
     """Red for what may not happen."""
-    wrong = {"matched": value is False, "verify_decode_mismatches": bool(value)}
-    return "bold red" if wrong.get(field.name) else ""
+    counts = ("verify_decode_mismatches", "nonfinite_logits")
+    is_wrong = value is False if field.name == "matched" else field.name in counts
+    return "bold red" if is_wrong and value != 0 else ""
 
 
 def _check_names(metrics: Mapping[str, Any], fields: Sequence[Field]) -> None:

@@ -90,6 +90,7 @@ def test_a_certificate_holds_what_was_run(finished, folders):
     assert all(
         len(hashes) == commands.NUM_PROMPTS for hashes in certificate["lists"].values()
     )
+    assert certificate["warnings"] == []
     # Nothing of the machine's folders.
     assert str(folders[0].parent) not in finished.certificate.read_text()
 
@@ -319,6 +320,44 @@ def test_a_certificate_of_other_prompts(folders, finished, capsys):
     commands.assert_fails_with(
         capsys, [*arguments, "--prompts", "3"], "other prompts", "count"
     )
+
+
+def certify(folders, tmp_path, *more) -> tuple[int, dict]:
+    """One cell: the exit status, and the certificate."""
+    certificate = tmp_path / "run.json"
+    one = ("--gamma", "2", "--page-size", "8", "--drafter", "draft-model", *more)
+    status = exactness.main(command(folders, *one, *commands.certifying(certificate)))
+    return status, certificates.read(certificate)
+
+
+@pytest.mark.parametrize("more", [(), ("--batch", "2")], ids=["alone", "batch"])
+def test_logits_that_are_not_finite_are_not_exact(tmp_path, capsys, more):
+    """All bits are equal, and the certificate is of nothing."""
+    folders = tiny_pair.write_scaled(tmp_path, final_norm=3e38)
+    status, certificate = certify(folders, tmp_path, *more)
+    assert status == exactness.NOT_EXACT == 2
+    assert certificate["exact"] is False
+    (cell,) = certificate["cells"]
+    assert set(cell["equal"].values()) <= {commands.NUM_PROMPTS, evidence.NOT_COMPARED}
+    assert 0 < cell["nonfinite_logits"] <= cell["tokens"] and not cell["exact"]
+    (warning,) = certificate["warnings"]
+    assert "hold NaN or infinity" in warning
+    assert warning in capsys.readouterr().out
+    assert commands.verify(folders, tmp_path / "run.json") == exactness.NOT_EXACT
+    assert warning in capsys.readouterr().out
+
+
+def test_constant_logits_prove_nothing(tmp_path, capsys):
+    """Weights of zero: equal, whatever went wrong; the certificate says so."""
+    folders = tiny_pair.write_scaled(tmp_path, others=0.0)
+    status, certificate = certify(folders, tmp_path)
+    assert status == exactness.EXACT and certificate["exact"]
+    n = commands.NUM_PROMPTS * commands.GEN_TOKENS
+    assert certificate["cells"][0]["constant_logits"] == n
+    assert certificate["warnings"] == [
+        f"{n} of {n} tokens are of logits that are all equal: they prove nothing"
+    ]
+    assert certificate["warnings"][0] in capsys.readouterr().out
 
 
 def run_with_verifier(folders, tmp_path, monkeypatch, wrong) -> tuple[int, list[dict]]:
