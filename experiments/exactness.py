@@ -188,9 +188,10 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
             records.check_clean(what="a certificate", allow="--allow-dirty")
     with records.JsonLines(args.out) as out:
         planned = plans.from_flags(args)
-        kept = rows_lib.read(args.out, planned.header)
-        for row in (rows_lib.header_row(planned.header), *kept):
-            out.write(row)
+        kept, num_bytes = rows_lib.read(args.out, planned.header)
+        out.keep(num_bytes)
+        if not num_bytes:
+            out.write(rows_lib.header_row(planned.header))
         report.print_plan(planned.plan, kept, console)
         rows = _run_rows(planned.plan, kept, out)
         cells, of_prompts = planned.plan.cells, suite.of_prompts(rows)

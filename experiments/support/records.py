@@ -37,6 +37,7 @@ class JsonLines:
         """
         self._path = path
         self._is_first = True
+        self._kept = 0
         self._file = None if path is None else _open(pathlib.Path(path))
 
     def __enter__(self) -> "JsonLines":
@@ -65,6 +66,13 @@ class JsonLines:
                 "before this one are kept"
             ) from None
 
+    def keep(self, num_bytes: int) -> None:
+        """Keeps so many bytes of what the file held, for a run that goes on.
+
+        They are never written again: an interruption cannot lose them.
+        """
+        self._kept = num_bytes
+
     def close(self) -> None:
         """Closes the file; may be called twice."""
         if self._file is not None:
@@ -75,7 +83,7 @@ class JsonLines:
         # Pipes and devices have neither old contents nor an end to go back to.
         is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         if self._is_first and is_regular:
-            self._file.truncate(0)
+            self._file.truncate(self._kept)
         self._is_first = False
         end = os.fstat(self._file.fileno()).st_size
         try:

@@ -127,6 +127,28 @@ def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, ca
     assert certificate.read_text() == finished.certificate.read_text()
 
 
+def test_going_on_cannot_lose_rows(folders, finished, tmp_path, monkeypatch):
+    """Whatever interrupts it, and whatever half a line a power cut has left."""
+    out = tmp_path / "rows.jsonl"
+    lines = finished.out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:5]) + lines[5][:20])
+    more = ("--out", str(out))
+    real, calls = records.JsonLines.write, []
+
+    def write_once(self, row):
+        calls.append(row)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        real(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.JsonLines, "write", write_once)
+        assert exactness.main(command(folders, *more)) == flags.INTERRUPTED
+    assert out.read_bytes() == b"".join(lines[:6])
+    assert exactness.main(command(folders, *more)) == exactness.EXACT
+    assert out.read_bytes() == finished.out.read_bytes()
+
+
 def test_rows_of_other_settings_are_not_mixed(folders, finished, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     out.write_bytes(finished.out.read_bytes())
