@@ -26,6 +26,8 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 # A conversion or a comparison reads this much of a tensor at a time.
 BLOCK_BYTES = 16 * 2**20
+# The test for infinity and NaN, this much: it is to stay in a core's cache.
+_TEST_BYTES = 2**18
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -81,13 +83,14 @@ def find(folder: pathlib.Path) -> dict[str, Entry]:
         or truncated file, an index that disagrees with its shards.
     """
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.exists() and index.exists():
+    has_single, has_index = _exists(single), _exists(index)
+    if has_single and has_index:
         raise CheckpointError(
             f"{folder}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove one of them"
         )
-    if single.exists():
+    if has_single:
         return read_header(single)
-    if not index.exists():
+    if not has_index:
         raise CheckpointError(
             f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; {_AGAIN}"
         )
@@ -95,7 +98,7 @@ def find(folder: pathlib.Path) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name
-        if not path.exists():
+        if not _exists(path):
             raise CheckpointError(f"{path}: no such shard; {_AGAIN}")
         for name, entry in read_header(path).items():
             if weight_map.get(name) != file_name:
@@ -111,6 +114,17 @@ def find(folder: pathlib.Path) -> dict[str, Entry]:
             f"{INDEX_FILE} says; {_AGAIN}"
         )
     return entries
+
+
+def _exists(path: pathlib.Path) -> bool:
+    """Whether there is such a file; raises where that cannot be found out."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    return True
 
 
 def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
@@ -236,35 +250,67 @@ def read_into(entry: Entry, out: np.ndarray) -> None:
             if entry.dtype == out.dtype:
                 _read_exactly(file, entry, flat)
                 return
-            for start, block in _blocks(file, entry):
+            length = max(1, BLOCK_BYTES // entry.dtype.itemsize)
+            for start, block in _blocks(file, entry, length):
                 flat[start : start + block.size] = block
     except OSError as error:
         raise CheckpointError(f"{entry.path}: {error.strerror}") from None
 
 
+def first_non_finite(array: np.ndarray) -> tuple[int, ...] | None:
+    """The index of the first infinity or NaN of a contiguous array, if it has one.
+
+    Takes less than a block, whatever the size of the array.
+    """
+    # Both have all bits of the exponent set. In integers, because NumPy has no fast
+    # test for bfloat16.
+    bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
+    length = max(1, min(_TEST_BYTES, BLOCK_BYTES) // array.dtype.itemsize)
+    scratch = np.empty(min(length, bits.size), bits.dtype)
+    for start in range(0, bits.size, length):
+        block = bits[start : start + length]
+        found = np.bitwise_and(block, exponent, out=scratch[: block.size])
+        if found.max() == exponent:
+            index = np.unravel_index(start + int(found.argmax()), array.shape)
+            return tuple(int(i) for i in index)
+    return None
+
+
 def same_values(left: Entry, right: Entry) -> bool:
-    """Whether two tensors of the same dtype hold the same bits; takes two blocks."""
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
+    """Whether two tensors hold the same values, in whatever dtypes; takes two blocks.
+
+    Float32 holds the values of all of them. Zeros of another sign differ, and so does
+    NaN with other bits.
+    """
+    if left.shape != right.shape:
         return False
+    length = max(1, BLOCK_BYTES // 8)  # A block and its float32 copy, on either side.
     try:
         with left.path.open("rb") as left_file, right.path.open("rb") as right_file:
             left_file.seek(left.offset)
             right_file.seek(right.offset)
             pairs = zip(
-                _blocks(left_file, left), _blocks(right_file, right), strict=True
+                _blocks(left_file, left, length),
+                _blocks(right_file, right, length),
+                strict=True,
             )
             return all(
-                np.array_equal(a.view(np.uint8), b.view(np.uint8))
+                np.array_equal(
+                    a.astype(np.float32, copy=False).view(np.uint32),
+                    b.astype(np.float32, copy=False).view(np.uint32),
+                )
                 for (_, a), (_, b) in pairs
             )
     except OSError as error:
         raise CheckpointError(f"{left.path}: {error.strerror}") from None
 
 
-def _blocks(file: BinaryIO, entry: Entry) -> Iterable[tuple[int, np.ndarray]]:
+def _blocks(
+    file: BinaryIO, entry: Entry, values_per_block: int
+) -> Iterable[tuple[int, np.ndarray]]:
     """Consecutive parts of a flat tensor and where they start; one buffer, reused."""
     num_values = math.prod(entry.shape)
-    values_per_block = max(1, BLOCK_BYTES // entry.dtype.itemsize)
     buffer = np.empty(min(values_per_block, num_values), entry.dtype)
     for start in range(0, num_values, values_per_block):
         block = buffer[: num_values - start]

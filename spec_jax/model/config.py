@@ -8,12 +8,20 @@ Knows nothing of weights.
 import dataclasses
 import json
 import pathlib
+import reprlib
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 DTYPES = ("float32", "bfloat16")
+
+# Positions and token ids are int32.
+MAX_SIZE = 2**31 - 1
+_FLOAT32 = np.finfo(np.float32)
+_REMEDY = "correct it, or download the file again"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,11 +74,14 @@ class Qwen3Config:
         return self.num_heads * self.head_dim
 
     def validate(self) -> "Qwen3Config":
-        """Returns the config itself, or raises `ValueError` with the values."""
-        sizes = dataclasses.asdict(self)
-        for name in _SIZES.values():
-            if type(sizes[name]) is not int or sizes[name] < 1:
-                raise ValueError(f"{name}={sizes[name]!r} must be a positive integer")
+        """Returns the config itself.
+
+        Raises:
+          ValueError: a value with which no model can be run; with its key in
+            `config.json`, and the value.
+        """
+        for key, name in _SIZES.items():
+            _check_size(key, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} must be a multiple of "
@@ -79,7 +90,17 @@ class Qwen3Config:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even (RoPE halves)")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {DTYPES}")
+            shown = reprlib.repr(self.dtype)
+            raise ValueError(f"dtype={shown} is not one of {', '.join(DTYPES)}")
+        if type(self.tie_word_embeddings) is not bool:
+            shown = reprlib.repr(self.tie_word_embeddings)
+            raise ValueError(
+                f"tie_word_embeddings={shown} must be true or false; {_REMEDY}"
+            )
+        positive("rms_norm_eps", self.rms_norm_eps)
+        positive("rope_theta", self.rope_theta)
+        if self.yarn is not None:
+            _check_yarn(self.yarn, self.rope_theta)
         return self
 
 
@@ -95,61 +116,158 @@ _SIZES = {
 }
 
 
+def positive(key: str, value: Any) -> float:
+    """`value` as a float.
+
+    Raises:
+      ValueError: not a number, or not one that float32 holds as a positive number.
+    """
+    smallest, largest = float(_FLOAT32.tiny), float(_FLOAT32.max)
+    if type(value) in (int, float) and smallest <= value <= largest:
+        return float(value)
+    raise ValueError(
+        f"{key}={reprlib.repr(value)} must be a positive number in the range of "
+        f"float32; {_REMEDY}"
+    )
+
+
+def check_token_ids(key: str, value: Any, vocab_size: int) -> None:
+    """Passes if `value` is a token id, a list of them, or None.
+
+    Raises:
+      ValueError: another type, or an id outside `0 .. vocab_size - 1`.
+    """
+    ids = value if isinstance(value, list) else [value]
+    in_range = all(type(token) is int and 0 <= token < vocab_size for token in ids)
+    if value is not None and not in_range:
+        raise ValueError(
+            f"{key}={reprlib.repr(value)} must be token ids from 0 to "
+            f"{vocab_size - 1}, the last of the vocabulary; {_REMEDY}"
+        )
+
+
+def _check_size(key: str, value: Any) -> None:
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:
+        raise ValueError(
+            f"{key}={reprlib.repr(value)} must be a positive integer, at most "
+            f"{MAX_SIZE}; {_REMEDY}"
+        )
+
+
+def _check_yarn(yarn: YarnScaling, theta: float) -> None:
+    """Refuses values of which `ops.rope` would make NaN, or divide by zero."""
+    for name in ("factor", "beta_fast", "beta_slow"):
+        positive(f"yarn {name}", getattr(yarn, name))
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        if getattr(yarn, name) is not None:
+            positive(f"yarn {name}", getattr(yarn, name))
+    name = "original_max_position_embeddings"
+    _check_size(f"yarn {name}", getattr(yarn, name))
+    if type(yarn.truncate) is not bool:
+        shown = reprlib.repr(yarn.truncate)
+        raise ValueError(f"yarn truncate={shown} must be true or false; {_REMEDY}")
+    if theta <= 1:
+        raise ValueError(f"rope_theta={theta!r} must be above 1 with yarn; {_REMEDY}")
+
+
 def from_dict(raw: Mapping[str, Any], *, dtype: str | None = None) -> Qwen3Config:
     """Reads the contents of a `config.json`; `dtype` takes the place of its own.
 
     Raises:
-      ValueError: another architecture, a missing key, or a feature that dense
-        Qwen3 models do not use (sliding window, attention bias, another activation).
+      ValueError: another architecture, a missing key, a feature that dense Qwen3
+        models do not use (sliding window, attention bias, another activation), a
+        quantised model, or a value with which no model can be run.
     """
-    architectures = tuple(raw.get("architectures") or ())
-    if architectures != (ARCHITECTURE,) or raw.get("model_type", "qwen3") != "qwen3":
-        raise ValueError(
-            f"architectures={list(architectures)}, "
-            f"model_type={raw.get('model_type')!r}: only dense {ARCHITECTURE} "
-            "models are supported"
-        )
+    _check_supported(raw)
     missing = [key for key in _SIZES if key not in raw]
     if missing:
-        raise ValueError(f"missing keys: {', '.join(missing)}")
+        raise ValueError(f"missing keys: {', '.join(missing)}; {_REMEDY}")
+    theta, yarn = _read_rope(raw)
+    config = Qwen3Config(
+        **{name: raw[key] for key, name in _SIZES.items()},
+        rms_norm_eps=positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        yarn=yarn,
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        dtype=dtype or raw.get("dtype") or raw.get("torch_dtype") or "float32",
+    ).validate()
+    check_token_ids("eos_token_id", raw.get("eos_token_id"), config.vocab_size)
+    return config
+
+
+def _check_supported(raw: Mapping[str, Any]) -> None:
+    """Refuses another architecture, and features that would be left out."""
+    architectures = raw.get("architectures") or []
+    if architectures != [ARCHITECTURE] or raw.get("model_type", "qwen3") != "qwen3":
+        raise ValueError(
+            f"architectures={reprlib.repr(architectures)}, "
+            f"model_type={reprlib.repr(raw.get('model_type'))}: only dense "
+            f"{ARCHITECTURE} models are supported"
+        )
+    quantization = raw.get("quantization_config")
+    if quantization is not None:
+        raise ValueError(
+            f"quantization_config={reprlib.repr(quantization)}: quantised weights are "
+            "not supported; take the model's float32, bfloat16 or float16 checkpoint"
+        )
     unsupported = {
         "attention_bias": (False, None),
         "use_sliding_window": (False, None),
         "hidden_act": ("silu",),
+        "partial_rotary_factor": (1, None),
     }
     for key, allowed in unsupported.items():
         if key in raw and raw[key] not in allowed:
-            raise ValueError(f"{key}={raw[key]!r} is not supported (need {allowed[0]})")
-    theta, yarn = _read_rope(raw)
-    return Qwen3Config(
-        **{name: raw[key] for key, name in _SIZES.items()},
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        yarn=yarn,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        dtype=dtype or raw.get("dtype") or raw.get("torch_dtype") or "float32",
-    ).validate()
+            raise ValueError(
+                f"{key}={reprlib.repr(raw[key])} is not supported (need {allowed[0]})"
+            )
 
 
 def _read_rope(raw: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
-    """Both spellings of RoPE; the newer `rope_parameters` wins where it is present."""
-    stated = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    scaling = {key: value for key, value in stated.items() if value is not None}
-    theta = scaling.pop("rope_theta", raw.get("rope_theta", 10_000.0))
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    scaling.pop("type", None)
+    """Both spellings of RoPE. As in Hugging Face 5, `rope_scaling` wins where it is
+    stated, and then the base of `rope_parameters` is not used either.
+    """
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    stated = raw.get(key) or {}
+    if not isinstance(stated, dict):
+        shown = reprlib.repr(stated)
+        raise ValueError(f"{key}={shown} must be an object or null; {_REMEDY}")
+    nested = [name for name, value in stated.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(
+            f"{key} has parameters for each type of layer ({', '.join(nested)}), which "
+            f"is not supported: every layer of a dense {ARCHITECTURE} has the same; "
+            f"state them in {key} itself"
+        )
+    theta = stated.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    theta = positive("rope_theta", theta)
+    kind = stated.get("rope_type", stated.get("type", "default"))
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind != "yarn":
-        raise ValueError(f"rope type {kind!r} is not supported (need default or yarn)")
-    scaling.setdefault(
-        "original_max_position_embeddings", raw["max_position_embeddings"]
-    )
+        raise ValueError(
+            f"{key}: rope type {reprlib.repr(kind)} is not supported (need default or "
+            "yarn)"
+        )
+    scaling = {
+        name: value
+        for name, value in stated.items()
+        if name not in ("rope_type", "type", "rope_theta")
+        and (value is not None or name == "truncate")
+    }
+    # The model's own statement wins, as in Hugging Face.
+    length = "original_max_position_embeddings"
+    if raw.get(length) is not None:
+        scaling[length] = raw[length]
+    scaling.setdefault(length, raw["max_position_embeddings"])
     names = {field.name for field in dataclasses.fields(YarnScaling)}
     unknown = sorted(set(scaling) - names)
     if unknown or "factor" not in scaling:
-        raise ValueError(f"yarn scaling needs a factor and only {sorted(names)}")
-    return float(theta), YarnScaling(**scaling)
+        what = f"has {', '.join(unknown)}" if unknown else "has no factor"
+        raise ValueError(
+            f"{key} {what}: yarn needs a factor and only {', '.join(sorted(names))}"
+        )
+    return theta, YarnScaling(**scaling)
 
 
 def to_dict(config: Qwen3Config) -> dict[str, Any]:
@@ -179,7 +297,8 @@ def read(path: pathlib.Path, *, dtype: str | None = None) -> Qwen3Config:
     """Reads a `config.json`, as `from_dict` does; every error names the file.
 
     Raises:
-      ValueError: the file is missing, not JSON, or not a dense Qwen3 config.
+      ValueError: the file is missing, cannot be read, is not JSON, or is not the
+        config of a model that can be run.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -193,5 +312,5 @@ def read(path: pathlib.Path, *, dtype: str | None = None) -> Qwen3Config:
         raise ValueError(f"{path}: not a JSON object")
     try:
         return from_dict(raw, dtype=dtype)
-    except (AttributeError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

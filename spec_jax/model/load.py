@@ -5,6 +5,7 @@ files. Weights stay `[out, in]`, so that loading and saving only copy bytes: wha
 saved and loaded again is the same, bit for bit.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -27,6 +28,7 @@ CheckpointError = files.CheckpointError
 
 _EMBED = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _GIB = 2**30
 
@@ -63,13 +65,15 @@ def load(
 
     Raises:
       CheckpointError: a file is missing, truncated or malformed; a tensor is missing,
-        unknown or of another shape; a tied model whose `lm_head` is not its embedding.
+        unknown, of another shape or not finite; a tied model whose `lm_head` is not
+        its embedding.
       InsufficientMemoryError: the weights need more memory than is free.
       ValueError: `config.json` cannot be used.
     """
     folder = pathlib.Path(folder)
     config = config_lib.read(folder / "config.json", dtype=dtype)
     entries = files.find(folder)
+    _check_num_layers(folder, config, entries)
     names = _names(config)
     _check_entries(folder, config, entries, names)
     _check_memory(folder, config, available_bytes)
@@ -84,7 +88,9 @@ def load(
         buffer = np.empty(leaf.shape, leaf.dtype)
         start = 0
         for name, shape in sources.parts:
-            files.read_into(entries[name], buffer[start : start + shape[0]])
+            part = buffer[start : start + shape[0]]
+            files.read_into(entries[name], part)
+            _check_finite(entries[name], part)
             start += shape[0]
         # A copy, and waited for, so that the buffer is free before the next is taken.
         return jnp.array(buffer, copy=True).block_until_ready()
@@ -144,7 +150,8 @@ def save(
         raise CheckpointError(f"{folder}: {error.strerror}") from None
     finally:
         for file_name in new:
-            _partial(folder / file_name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # The failure above is what is told.
+                _partial(folder / file_name).unlink(missing_ok=True)
 
 
 def required_bytes(config: config_lib.Qwen3Config) -> tuple[int, int]:
@@ -190,6 +197,32 @@ def _names(config: config_lib.Qwen3Config) -> params_lib.Params:
         final_norm=_Parts((("model.norm.weight", (D,)),)),
         lm_head=lm_head,
     )
+
+
+def _check_num_layers(
+    folder: pathlib.Path,
+    config: config_lib.Qwen3Config,
+    entries: Mapping[str, files.Entry],
+) -> None:
+    """Refuses layers that no tensor names, before anything is built for each."""
+    held = {match[1] for match in map(_LAYER_NAME.match, entries) if match}
+    if config.num_layers > len(held):
+        raise CheckpointError(
+            f"{folder / 'config.json'}: num_hidden_layers={config.num_layers}, but the "
+            f"weights beside it are of {len(held)} layers; correct it, or download the "
+            "model again"
+        )
+
+
+def _check_finite(entry: files.Entry, weights: np.ndarray) -> None:
+    """Refuses weights of which every result would be NaN, or could be."""
+    index = files.first_non_finite(weights)
+    if index is not None:
+        raise CheckpointError(
+            f"{entry.path}: {entry.name}{list(index)} is {weights[index]} in "
+            f"{weights.dtype}: a model with such weights has no results; use another "
+            "checkpoint, or download it again"
+        )
 
 
 def _check_entries(

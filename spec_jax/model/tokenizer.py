@@ -6,7 +6,6 @@ knows nothing of models, not even how many rows their embeddings have.
 
 import codecs
 import dataclasses
-import datetime
 import functools
 import hashlib
 import json
@@ -14,10 +13,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
+
+from spec_jax.model import chat_template, config as config_lib
 
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -104,27 +102,30 @@ class Tokenizer:
         """The prompt of a chat, up to where the assistant's answer begins.
 
         Args:
-          messages: the turns, or the text of a single user turn.
+          messages: the turns, or the text of a single user turn. They are copied: a
+            template cannot change them.
           enable_thinking: as Qwen3's templates understand it; False puts an empty
             thought before the answer.
 
         Raises:
-          ValueError: there is no template, or the template refuses the messages.
+          ValueError: there is no template, or it refuses the messages, fails, or takes
+            more time or memory than `chat_template` allows; in one line.
         """
         if self.chat_template is None:
             raise ValueError(f"{self.path.parent}: has no chat template")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         try:
-            return _compile(self.chat_template).render(
-                messages=list(messages),
+            return chat_template.render(
+                self.chat_template,
+                list(messages),
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
                 enable_thinking=enable_thinking,
                 **self.special_tokens,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{self.path.parent}: chat template: {error}") from None
 
 
@@ -208,28 +209,6 @@ def _byte_alphabet() -> Mapping[str, int]:
     return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-@functools.cache
-def _compile(source: str) -> jinja2.Template:
-    """A template with the settings, filters and globals of Hugging Face's."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None) -> str:
-        # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(
-        form
-    )
-    return environment.from_string(source)
-
-
 def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
     """A file's JSON object, or None where there is no such file."""
     try:
@@ -264,7 +243,9 @@ def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | N
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         template = settings.get("chat_template")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {error}") from None
     if isinstance(template, list):  # Several, by name.
         named = {item.get("name"): item.get("template") for item in template}
@@ -280,13 +261,20 @@ def _stop_ids(
     folder: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: str | None
 ) -> tuple[int, ...]:
     """The first answer of those that `load` lists."""
+    config = _read_json(folder / "config.json") or {}
+    # A model may have more entries than its tokenizer, and its config says how many.
+    size = config.get("vocab_size")
+    if type(size) is not int:
+        size = backend.get_vocab_size(with_added_tokens=True)
     for name in ("generation_config.json", "config.json"):
         stated = (_read_json(folder / name) or {}).get("eos_token_id")
         if stated is None:
             continue
+        try:
+            config_lib.check_token_ids("eos_token_id", stated, size)
+        except ValueError as error:
+            raise ValueError(f"{folder / name}: {error}") from None
         ids = stated if isinstance(stated, list) else [stated]
-        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-            raise ValueError(f"{folder / name}: eos_token_id={stated!r} is no token id")
         return tuple(dict.fromkeys(ids))
     for token in (eos_token, _END_OF_TEXT):
         token_id = None if token is None else backend.token_to_id(token)

@@ -12,14 +12,17 @@ import ctypes
 import errno
 import functools
 import hashlib
+import logging
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator, Sequence
 
 import jax
 import jaxlib
@@ -63,7 +66,11 @@ _ISA_NEEDS = {
     "portable": set(),
 }
 
+ISA_VARIABLE = "SPEC_JAX_ISA"
+"""Names the instruction set of all kernels, instead of the widest that runs here."""
+
 _loading = threading.Lock()
+_in_use: str | None = None  # The set of kernels that were loaded without a name.
 
 
 class BuildError(NotImplementedError):
@@ -92,16 +99,19 @@ def load(isa: str | None = None) -> str:
     """Builds if need be, loads and registers the kernels; returns the instruction set.
 
     Args:
-      isa: one of `ISA_FLAGS`; None is the widest that this machine can run and its
-        compiler can write.
+      isa: one of `ISA_FLAGS`; None is that of `choose` or `$SPEC_JAX_ISA`, else the
+        widest that this machine can run and its compiler can write.
 
     Raises:
-      ValueError: not the name of an instruction set.
+      ValueError: not the name of an instruction set; or `$SPEC_JAX_ISA` is not, names
+        one that this machine lacks, or has changed since kernels were loaded.
       BuildError: no compiler, a compiler that fails (with its message), no folder for
         the result, or an instruction set that this machine lacks.
     """
-    if isa is None:
-        isa = _widest(find_compiler())
+    global _in_use
+    is_default = isa is None
+    if is_default:
+        isa = _default()
     if isa not in ISA_FLAGS:
         raise ValueError(f"{isa=} is not one of {', '.join(ISA_FLAGS)}")
     if isa not in available_isas():
@@ -110,7 +120,49 @@ def load(isa: str | None = None) -> str:
         )
     with _loading:
         _load(isa)
+        if is_default:
+            _in_use = isa
     return isa
+
+
+def choose(isa: str) -> None:
+    """Makes `isa` the instruction set of all kernels: of a flag, say.
+
+    Sets `$SPEC_JAX_ISA`, so that it is that of processes started later, too. To be
+    called before any kernel is loaded, which `dispatch.resolve` does.
+
+    Args:
+      isa: one of `available_isas()`.
+
+    Raises:
+      ValueError: not the name of an instruction set, one that this machine lacks, or
+        kernels of another one have been loaded.
+    """
+    _check_choice(f"instruction set {isa!r}", isa)
+    os.environ[ISA_VARIABLE] = isa
+
+
+def _default() -> str:
+    """The set of kernels that are loaded without a name: the same ever after."""
+    chosen = os.environ.get(ISA_VARIABLE)
+    if chosen:
+        _check_choice(f"{ISA_VARIABLE}={chosen}", chosen)
+    return _in_use or chosen or _widest(find_compiler())
+
+
+def _check_choice(what: str, isa: str) -> None:
+    """Refuses a set that cannot be that of all kernels; `what` is who names it."""
+    if isa not in ISA_FLAGS:
+        raise ValueError(f"{what} is not one of {', '.join(ISA_FLAGS)}")
+    if isa not in available_isas():
+        raise ValueError(
+            f"{what}: this machine lacks it; it has {', '.join(available_isas())}"
+        )
+    if _in_use not in (None, isa):
+        raise ValueError(
+            f"{what}: kernels for {_in_use} have been loaded; choose an instruction "
+            "set before the first model is made"
+        )
 
 
 def target_name(target: str, isa: str) -> str:
@@ -118,26 +170,40 @@ def target_name(target: str, isa: str) -> str:
     return f"{target}_{isa}"
 
 
-def find_compiler() -> str:
-    """The path of a C++ compiler: `$CXX` where it is set, else g++, clang++ or c++.
+def find_compiler() -> tuple[str, ...]:
+    """The command of a C++ compiler: `$CXX` where it is set, else g++, clang++ or c++.
+
+    `$CXX` is a program, or words as in a shell: "ccache g++".
+
+    Returns:
+      The path of a program, and its first arguments.
 
     Raises:
       BuildError: there is none.
     """
     asked = os.environ.get("CXX")
-    for name in (asked,) if asked else ("g++", "clang++", "c++"):
-        path = shutil.which(name)
+    for words in _asked_commands(asked) if asked else (["g++"], ["clang++"], ["c++"]):
+        path = shutil.which(words[0])
         if path:
-            return path
+            return path, *words[1:]
     looked_for = f"CXX={asked}" if asked else "g++, clang++, c++, and $CXX is not set"
     raise BuildError(f"no C++ compiler found: looked for {looked_for}")
 
 
+def _asked_commands(asked: str) -> list[list[str]]:
+    """What `$CXX` may mean: a program whose path has spaces, or several words."""
+    try:
+        words = shlex.split(asked)
+    except ValueError as error:
+        raise BuildError(f"CXX={asked} cannot be split into words: {error}") from None
+    return [[asked], words] if words else [[asked]]
+
+
 @functools.cache
-def _widest(compiler: str) -> str:
+def _widest(compiler: tuple[str, ...]) -> str:
     """The first available set whose flags the compiler knows: an old one may not."""
     for isa in available_isas():
-        probe = [compiler, *ISA_FLAGS[isa], "-x", "c++", "-E", os.devnull]
+        probe = [*compiler, *ISA_FLAGS[isa], "-x", "c++", "-E", os.devnull]
         if _run(probe).returncode == 0:
             return isa
     return "portable"  # What the compiler has to say is said when it builds.
@@ -156,37 +222,66 @@ def _load(isa: str) -> None:
         )
 
 
-def open_library(compiler: str, isa: str) -> ctypes.CDLL:
+def open_library(compiler: Sequence[str], isa: str) -> ctypes.CDLL:
     """The library for `isa`, from the first cache folder that works.
 
     A folder does not work if it cannot be written, is full, is not safe, or is on a
     disk from which nothing may be executed.
+
+    Args:
+      compiler: as `find_compiler` returns it.
 
     Raises:
       BuildError: the compiler fails, or no folder works; the message says why.
     """
     prefix = f"spec_jax_{isa}_{_key(compiler, isa)}_"
     reasons = []
-    for folder in _cache_folders():
-        try:
-            _make_private(folder)
-            path = _find(folder, prefix) or _compile(compiler, isa, folder, prefix)
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            reasons.append(f"{folder}: {error}")
+    try:
+        for folder in _cache_folders():
+            try:
+                return _open_from(folder, compiler, isa, prefix)
+            except OSError as error:
+                reasons.append(f"{folder}: {error}")
+    except FileNotFoundError as error:  # No folder for temporary files is writable.
+        reasons.append(str(error))
     raise BuildError("no folder can hold the native kernels: " + "; ".join(reasons))
 
 
-def _cache_folders() -> list[pathlib.Path]:
-    """Where libraries are kept, in order of preference."""
-    folders = []
+def _open_from(
+    folder: pathlib.Path, compiler: Sequence[str], isa: str, prefix: str
+) -> ctypes.CDLL:
+    """The library that a cache folder holds, or one that is built there."""
+    _make_private(folder)
+    path = _find(folder, prefix)
+    if path:
+        library = ctypes.CDLL(str(path))
+        if not _missing(library):
+            return library
+        path.unlink()
+    library = ctypes.CDLL(str(_compile(compiler, isa, folder, prefix)))
+    missing = _missing(library)
+    if missing:
+        raise BuildError(
+            f"{shlex.join(compiler)} wrote a library without {', '.join(missing)}"
+        )
+    return library
+
+
+def _missing(library: ctypes.CDLL) -> list[str]:
+    return [target for target in TARGETS if not hasattr(library, target)]
+
+
+def _cache_folders() -> Iterator[pathlib.Path]:
+    """Where libraries are kept, in order of preference.
+
+    The last is looked for when it is its turn: `FileNotFoundError` if there is none.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # Relative ones are to be ignored, says the standard.
-        folders.append(pathlib.Path(base) / "spec_jax")
+        yield pathlib.Path(base) / "spec_jax"
     elif os.path.isabs(os.path.expanduser("~")):
-        folders.append(pathlib.Path.home() / ".cache" / "spec_jax")
-    temporary = pathlib.Path(tempfile.gettempdir())
-    return [*folders, temporary / f"spec_jax-{os.getuid()}"]
+        yield pathlib.Path.home() / ".cache" / "spec_jax"
+    yield pathlib.Path(tempfile.gettempdir()) / f"spec_jax-{os.getuid()}"
 
 
 def _make_private(folder: pathlib.Path) -> None:
@@ -219,13 +314,20 @@ def _find(folder: pathlib.Path, prefix: str) -> pathlib.Path | None:
 
 
 def _compile(
-    compiler: str, isa: str, folder: pathlib.Path, prefix: str
+    compiler: Sequence[str], isa: str, folder: pathlib.Path, prefix: str
 ) -> pathlib.Path:
+    logging.getLogger(__name__).warning(
+        "building the native kernels for %s with %s, once, in about 15 s; they are "
+        "kept in %s",
+        isa,
+        shlex.join(compiler),
+        folder,
+    )
     sources = pathlib.Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=folder, suffix=".partial") as scratch:
         partial = pathlib.Path(scratch) / "kernels.so"
         command = [
-            compiler,
+            *compiler,
             *FLAGS,
             *ISA_FLAGS[isa],
             f"-I{jax.ffi.include_dir()}",
@@ -238,20 +340,19 @@ def _compile(
         if "No space left on device" in result.stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if result.returncode:
-            raise BuildError(
-                f"{compiler} failed with status {result.returncode}:\n{result.stderr}"
-            )
+            name, status = shlex.join(compiler), result.returncode
+            raise BuildError(f"{name} failed with status {status}:\n{result.stderr}")
         path = folder / f"{prefix}{_digest(partial)}.so"
         os.replace(partial, path)
     return path
 
 
-def _key(compiler: str, isa: str) -> str:
+def _key(compiler: Sequence[str], isa: str) -> str:
     """Hash of what decides the bits of a library."""
     digest = hashlib.sha256()
     facts = (
-        compiler,
-        _run([compiler, "--version"]).stdout,
+        *compiler,
+        _run([*compiler, "--version"]).stdout,
         *FLAGS,
         *ISA_FLAGS[isa],
         jaxlib.__version__,

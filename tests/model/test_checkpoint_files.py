@@ -111,6 +111,53 @@ def test_same_values(tmp_path, monkeypatch, block_bytes):
     assert not files.same_values(entries["a"], entries["flat"])
 
 
+@pytest.mark.parametrize("other", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("block_bytes", [1, 100, files.BLOCK_BYTES])
+def test_same_values_in_two_dtypes(tmp_path, monkeypatch, block_bytes, other):
+    monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
+    short = tensors()["matrix"].astype(other)
+    last, zero = short.astype(np.float32), np.zeros((2,), np.float32)
+    last[-1, -1] *= 1 + 2**-20
+    held = {
+        "short": short,
+        "long": short.astype(np.float32),
+        "last": last,
+        "zero": zero,
+        "minus": -zero.astype(other),
+    }
+    safetensors.numpy.save_file(held, tmp_path / files.SINGLE_FILE)
+    entries = files.find(tmp_path)
+    assert files.same_values(entries["short"], entries["long"])
+    assert files.same_values(entries["long"], entries["short"])
+    assert not files.same_values(entries["short"], entries["last"])
+    assert not files.same_values(entries["zero"], entries["minus"])
+
+
+@pytest.mark.parametrize("dtype", files.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("test_bytes", [4, 28, 2**18])
+def test_first_value_that_is_not_finite(monkeypatch, dtype, test_bytes):
+    """In a view of larger storage, as a part of an array is, and in every place."""
+    monkeypatch.setattr(files, "_TEST_BYTES", test_bytes)
+    largest = float(np.finfo(dtype).max) if dtype != files.DTYPES["BF16"] else 3.38e38
+    values = np.full((4, 3, 5), largest, dtype)
+    for index in np.ndindex(2, 3, 5):
+        for value in (np.nan, np.inf, -np.inf):
+            spoilt = values.copy()
+            spoilt[1:][index] = value
+            spoilt[3] = np.nan
+            assert files.first_non_finite(spoilt[1:]) == index
+    assert files.first_non_finite(values) is None
+    assert files.first_non_finite(-values) is None
+    assert files.first_non_finite(np.zeros((0, 4), dtype)) is None
+    assert files.first_non_finite(np.array(np.nan, dtype)) == ()
+
+
+def test_a_folder_that_cannot_be_looked_into(tmp_path):
+    """Fails if an `OSError` escapes: such a name is too long for any folder."""
+    with pytest.raises(files.CheckpointError, match="File name too long"):
+        files.find(tmp_path / ("x" * 300))
+
+
 def test_no_weights(tmp_path):
     with pytest.raises(files.CheckpointError, match="neither model.safetensors nor"):
         files.find(tmp_path)

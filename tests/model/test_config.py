@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 
+import numpy as np
 import pytest
 
-from spec_jax.model import config as config_lib, params as params_lib
+from spec_jax.model import config as config_lib, params as params_lib, rotary
 
 
 RELEASED = (
@@ -116,16 +118,138 @@ def test_missing_keys(key):
         ({"head_dim": 127}, "head_dim=127 must be even"),
         ({"hidden_size": 0}, "hidden_size=0 must be a positive integer"),
         ({"hidden_size": 1024.0}, "hidden_size=1024.0 must be a positive integer"),
-        ({"num_hidden_layers": True}, "num_layers=True must be a positive integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True must be a positive int"),
+        ({"num_attention_heads": -1}, "num_attention_heads=-1 must be a positive int"),
+        ({"vocab_size": 2**31}, "vocab_size=2147483648 must be .* at most 2147483647"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a positive number"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps=-1 must be a positive number"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be a positive number"),
+        ({"rms_norm_eps": []}, r"rms_norm_eps=\[\] must be a positive number"),
+        ({"rope_theta": math.nan}, "rope_theta=nan must be a positive number"),
+        ({"rope_theta": math.inf}, "rope_theta=inf must be a positive number"),
+        ({"rope_theta": 1e39}, r"rope_theta=1e\+39 must be .* range of float32"),
+        ({"rope_theta": 10**400}, "rope_theta=.* must be a positive number"),
+        ({"rope_theta": 0}, "rope_theta=0 must be a positive number"),
+        ({"rope_theta": "1e6"}, "rope_theta='1e6' must be a positive number"),
+        ({"rope_theta": None}, "rope_theta=None must be a positive number"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1.0 must be above 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object or null"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object or null"),
+        ({"rope_scaling": YARN | {"factor": 0}}, "yarn factor=0 must be a positive"),
+        ({"rope_scaling": YARN | {"factor": -4.0}}, "yarn factor=-4.0 must be a posi"),
+        ({"rope_scaling": YARN | {"factor": math.nan}}, "yarn factor=nan must be a p"),
+        ({"rope_scaling": YARN | {"factor": "4"}}, "yarn factor='4' must be a posit"),
+        ({"rope_scaling": YARN | {"beta_fast": 0}}, "yarn beta_fast=0 must be a posi"),
+        ({"rope_scaling": YARN | {"mscale": "1"}}, "yarn mscale='1' must be a posit"),
+        ({"rope_scaling": YARN | {"truncate": None}}, "yarn truncate=None must be tr"),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
+            "yarn original_max_position_embeddings=0 must be a positive integer",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"eos_token_id": 151936}, "eos_token_id=151936 must be token ids from 0 to 1"),
+        ({"eos_token_id": [5, -1]}, r"eos_token_id=\[5, -1\] must be token ids"),
+        ({"eos_token_id": "5"}, "eos_token_id='5' must be token ids"),
+        ({"eos_token_id": 5.0}, "eos_token_id=5.0 must be token ids"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantization_config={.*gptq.*quantised weights are not supported; take",
+        ),
         ({"torch_dtype": "float16"}, "dtype='float16' is not one of"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope type 'llama3'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "needs a factor"),
-        ({"rope_scaling": YARN | {"wavelength": 1}}, "needs a factor and only"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "has no factor: yarn needs a fac"),
+        ({"rope_scaling": YARN | {"wavelength": 1}}, "has wavelength: yarn needs a"),
     ],
 )
 def test_refused(change, message):
     with pytest.raises(ValueError, match=message):
         config_lib.from_dict(OLD | change)
+
+
+def test_values_are_checked_without_a_file_too():
+    """Fails if a config that a program makes is checked less than one that is read."""
+    config = config_lib.from_dict(OLD | {"rope_scaling": YARN})
+    yarn = dataclasses.replace(config.yarn, factor=math.nan)
+    for change in ({"rope_theta": math.nan}, {"rms_norm_eps": -1.0}, {"yarn": yarn}):
+        with pytest.raises(ValueError, match="must be a positive number"):
+            dataclasses.replace(config, **change).validate()
+
+
+def test_what_is_shown_of_a_long_value():
+    """Fails if the error line is as long as what a broken file holds."""
+    with pytest.raises(ValueError, match="rope_theta=.*must be") as caught:
+        config_lib.from_dict(OLD | {"rope_theta": "x" * 100_000})
+    assert len(str(caught.value)) < 300
+
+
+BOTH = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
+    "rope_scaling": YARN,
+}
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Hugging Face's library, the oracle."""
+    pytest.importorskip("torch")
+    return pytest.importorskip("transformers")
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    "stated",
+    [
+        BOTH,
+        without(BOTH, "rope_scaling") | {"rope_scaling": None},
+        BOTH | {"rope_theta": 700.0},
+        BOTH | {"rope_scaling": YARN | {"rope_theta": 300.0}, "rope_theta": 700.0},
+        {
+            "rope_parameters": YARN | {"rope_theta": 5e3},
+            "rope_scaling": {"rope_type": "default"},
+            "rope_theta": 700.0,
+        },
+        {"rope_scaling": YARN, "original_max_position_embeddings": 16384},
+        {"rope_scaling": {"type": "yarn", "factor": 2}},
+        {"rope_scaling": YARN | {"truncate": False, "beta_fast": 8, "mscale": 2.0}},
+        {"rope_scaling": YARN | {"mscale": 2.0, "mscale_all_dim": 1.5}},
+        {"rope_scaling": YARN | {"factor": 0.5}},
+    ],
+)
+def test_rope_is_that_of_hugging_face(transformers, tmp_path, stated):
+    """The frequencies and their scale, from the same file: fails if YaRN is dropped
+    where both spellings are there, or the base is taken from the wrong place.
+    """
+    from transformers.models.qwen3 import modeling_qwen3
+
+    base = without(OLD, "rope_theta", "rope_scaling") | {"num_hidden_layers": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(base | stated))
+    theirs = modeling_qwen3.Qwen3RotaryEmbedding(
+        transformers.AutoConfig.from_pretrained(tmp_path)
+    )
+    frequencies, scale = rotary.rope_table(config_lib.read(path))
+    assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=1e-6)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rope_of_each_type_of_layer(transformers, tmp_path, key):
+    """Hugging Face makes no Qwen3 model of it. Fails if the frequencies are those of
+    a model without YaRN.
+    """
+    from transformers.models.qwen3 import modeling_qwen3
+
+    raw = without(OLD, "rope_scaling") | {key: {"full_attention": YARN}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(KeyError, match="rope_type"):
+        modeling_qwen3.Qwen3RotaryEmbedding(
+            transformers.AutoConfig.from_pretrained(tmp_path)
+        )
+    with pytest.raises(ValueError, match=rf"config.json: {key} has .*\(full_attention"):
+        config_lib.read(path)
 
 
 def test_dtype_override():

@@ -115,9 +115,10 @@ def test_round_trip_is_bit_exact(tmp_path, tied, dtype, max_shard_bytes):
     chex.assert_trees_all_equal_shapes_and_dtypes(loaded, params)
 
 
-def test_bits_that_are_no_numbers_survive(tmp_path):
-    """Negative zeros, infinities, denormals, NaN payloads. Fails on a detour."""
+def test_unusual_bits_survive(tmp_path):
+    """Negative zeros, denormals, the largest numbers. Fails on a detour."""
     bits = np.arange(CONFIG.vocab_size * CONFIG.hidden_size, dtype=np.uint16) * 67
+    bits[(bits & 0x7F80) == 0x7F80] ^= 0x0080
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     embed = bits.view(ml_dtypes.bfloat16).reshape(CONFIG.vocab_size, -1)
     params = random_params(config).replace(embed=jnp.asarray(embed))
@@ -209,6 +210,24 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(folder, monkeypatch):
     assert len(list(folder.iterdir())) == 2
 
 
+def test_a_folder_that_may_not_be_used(folder, monkeypatch):
+    """Fails if a `PermissionError` takes the place of the one line."""
+
+    def refuse(self, *_, **__):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(pathlib.Path, "unlink", refuse)
+    monkeypatch.setattr(pathlib.Path, "write_text", refuse)
+    with pytest.raises(load_lib.CheckpointError, match=f"{folder}: Permission denied"):
+        load_lib.save(folder, CONFIG, random_params(CONFIG))
+    monkeypatch.setattr(pathlib.Path, "stat", refuse)
+    with pytest.raises(load_lib.CheckpointError, match="safetensors: Permission den"):
+        load_lib.load(folder)
+    monkeypatch.setattr(pathlib.Path, "read_text", refuse)
+    with pytest.raises(ValueError, match="config.json: Permission denied"):
+        load_lib.load(folder)
+
+
 def test_save_refuses_params_of_another_config(tmp_path):
     params = random_params(CONFIG)
     for change, message in (
@@ -244,6 +263,39 @@ def test_conversions_round_to_nearest(
     chex.assert_trees_all_equal_dtypes(loaded, expected)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [Q_PROJ, Q_PROJ.replace("q_proj", "v_proj")])
+def test_weights_that_are_not_finite(folder, name, dtype, value):
+    """Fails if a model with one such weight is loaded, or the line does not say which;
+    also of a part that is not the first of its array.
+    """
+
+    def spoil(tensors):
+        tensors[name][7:, 5] = value
+
+    rewrite(folder, spoil)
+    with pytest.raises(
+        load_lib.CheckpointError,
+        match=rf"model.safetensors: {name}\[7, 5\] is {value} in {dtype}: .*download",
+    ):
+        load_lib.load(folder, dtype=dtype)
+
+
+def test_a_weight_that_is_not_finite_once_it_is_rounded(folder):
+    """The largest float32 is no bfloat16: fails if the test is of the file alone."""
+
+    def spoil(tensors):
+        tensors["model.norm.weight"][3] = np.finfo(np.float32).max
+
+    rewrite(folder, spoil)
+    load_lib.load(folder)
+    with pytest.raises(
+        load_lib.CheckpointError, match=r"model.norm.weight\[3\] is inf in bfloat16"
+    ):
+        load_lib.load(folder, dtype="bfloat16")
+
+
 def rewrite(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
     """Changes the tensors of a single-file checkpoint."""
     tensors = safetensors.numpy.load_file(folder / files.SINGLE_FILE)
@@ -274,6 +326,57 @@ def test_tied_lm_head_must_not_differ(folder, monkeypatch, block_bytes):
 
     rewrite(folder, other_head)
     with pytest.raises(load_lib.CheckpointError, match="lm_head.weight differs from"):
+        load_lib.load(folder)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("source", [np.float16, ml_dtypes.bfloat16])
+def test_tied_lm_head_in_another_dtype(folder, source, equal):
+    """Fails if it is refused for its dtype, or accepted for its rounded values."""
+
+    def other_dtype(tensors):
+        head = tensors["model.embed_tokens.weight"].astype(source)
+        if equal:
+            tensors["model.embed_tokens.weight"] = head.astype(np.float32)
+        tensors["lm_head.weight"] = head
+
+    rewrite(folder, other_dtype)
+    if equal:
+        assert load_lib.load(folder)[1].lm_head is None
+        return
+    with pytest.raises(load_lib.CheckpointError, match="lm_head.weight differs from"):
+        load_lib.load(folder)
+
+
+@pytest.mark.oracle
+def test_tied_lm_head_in_another_dtype_is_hugging_faces_embedding(tmp_path):
+    """Fails if what is accepted is another model than Hugging Face's."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    tensors = as_tensors(config, random_params(config))
+    head = tensors["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16)
+    tensors["model.embed_tokens.weight"] = head.astype(np.float32)
+    write_config(tmp_path, config)
+    pending = [
+        files.Pending(name=k, dtype=v.dtype, shape=v.shape, fetch=lambda v=v: v)
+        for k, v in {**tensors, "lm_head.weight": head}.items()
+    ]
+    path = tmp_path / files.SINGLE_FILE
+    files.write(path, pending, metadata={"format": "pt"})
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    ours = load_lib.load(tmp_path)[1]
+    for weight in (theirs.lm_head.weight, theirs.model.embed_tokens.weight):
+        np.testing.assert_array_equal(weight.detach().numpy(), ours.head)
+
+
+def test_more_layers_than_the_files_hold(folder):
+    """Fails if names and shapes are built for each of them first: that takes hours."""
+    write_config(folder, dataclasses.replace(CONFIG, num_layers=100_000_000))
+    with pytest.raises(
+        load_lib.CheckpointError,
+        match="config.json: num_hidden_layers=100000000, but .* of 11 layers; correct",
+    ):
         load_lib.load(folder)
 
 

@@ -160,10 +160,23 @@ def test_no_stop_ids(tmp_path):
     assert tokenizer_lib.load(save(tmp_path)).stop_ids == ()
 
 
-@pytest.mark.parametrize("value", ["<|im_end|>", -1, 1.5, [3, None], True])
+@pytest.mark.parametrize(
+    "value", ["<|im_end|>", -1, 1.5, [3, None], True, 280, [5, 10**12]]
+)
 def test_stop_ids_must_be_ids(tmp_path, value):
+    """Of the 280 entries. Fails if an id is kept that no model can choose."""
     save(tmp_path, generation_config_json={"eos_token_id": value})
-    with pytest.raises(ValueError, match="generation_config.json: eos_token_id="):
+    message = r"generation_config.json: eos_token_id=.* token ids from 0 to 279"
+    with pytest.raises(ValueError, match=message):
+        tokenizer_lib.load(tmp_path)
+
+
+def test_stop_ids_of_a_model_with_more_entries(tmp_path):
+    """Fails if a row of the embedding without a token cannot be a stop token."""
+    config = {"vocab_size": 300, "eos_token_id": 299}
+    assert tokenizer_lib.load(save(tmp_path, config_json=config)).stop_ids == (299,)
+    save(tmp_path, config_json=config | {"eos_token_id": 300})
+    with pytest.raises(ValueError, match="config.json: eos_token_id=300 must be"):
         tokenizer_lib.load(tmp_path)
 
 
@@ -271,12 +284,30 @@ def test_no_template(tmp_path):
         ("{% if %}", "chat template: Expected an expression"),
         ("{{ messages[0].nothing.there }}", "chat template: .*no attribute 'nothing'"),
         ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
+        ("{{ 1 // 0 }}", "chat template: ZeroDivisionError: .* by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "template: RecursionError"),
+        ("x" * 10**6, "chat template: has 1000000 characters, more than the"),
     ],
 )
 def test_template_that_fails(tmp_path, template, message):
     save(tmp_path, tokenizer_config_json={"chat_template": template})
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         tokenizer_lib.load(tmp_path).apply_chat("hi")
+    assert str(caught.value).startswith(f"{tmp_path}: chat template: ")
+
+
+def test_template_does_not_change_the_messages(tmp_path):
+    template = "{% set _ = dict.update(messages[0], content='mine') %}"
+    save(tmp_path, tokenizer_config_json={"chat_template": template})
+    messages = [{"role": "user", "content": "yours"}]
+    tokenizer_lib.load(tmp_path).apply_chat(messages)
+    assert messages == [{"role": "user", "content": "yours"}]
+
+
+def test_template_that_may_not_be_read(tmp_path):
+    (save(tmp_path) / "chat_template.jinja").mkdir()
+    with pytest.raises(ValueError, match="chat_template.jinja: Is a directory$"):
+        tokenizer_lib.load(tmp_path)
 
 
 @needs_qwen3

@@ -15,3 +15,11 @@ def isa(request, monkeypatch) -> str:
         return build.load(request.param)
     except build.BuildError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """As in a process that has loaded nothing; later tests find what was loaded."""
+    monkeypatch.setattr(build, "_load", build._load.__wrapped__)
+    monkeypatch.setattr(build, "_in_use", None)
+    monkeypatch.setenv(build.ISA_VARIABLE, "")

@@ -37,7 +37,7 @@ FLAGS = {
 
 @functools.cache
 def _is_installed() -> bool:
-    command = [build.find_compiler(), "-x", "c++", "-E", "-"]
+    command = [*build.find_compiler(), "-x", "c++", "-E", "-"]
     probed = subprocess.run(
         command, input=PROBE, capture_output=True, text=True, check=False
     )

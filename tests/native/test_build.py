@@ -8,6 +8,7 @@ import ctypes
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,7 @@ def library(tmp_path_factory) -> pathlib.Path:
     except build.BuildError as error:
         pytest.skip(str(error))
     subprocess.run(
-        [compiler, "-shared", "-fPIC", str(source), "-o", str(built)], check=True
+        [*compiler, "-shared", "-fPIC", str(source), "-o", str(built)], check=True
     )
     return built
 
@@ -58,7 +59,7 @@ def home(tmp_path, monkeypatch) -> pathlib.Path:
 
 @pytest.fixture
 def compiler(tmp_path, library):
-    """Makes compilers: `compiler(action)` returns a path; `compiler.runs()` counts."""
+    """Makes compilers: `compiler(action)` is a command; `compiler.runs()` counts."""
 
     class Maker:
         log = tmp_path / "compiled"
@@ -69,7 +70,7 @@ def compiler(tmp_path, library):
                 COMPILER.format(version=version, log=self.log, action=action)
             )
             path.chmod(0o755)
-            return str(path)
+            return (str(path),)
 
         def runs(self) -> int:
             return len(self.log.read_text().splitlines()) if self.log.exists() else 0
@@ -153,8 +154,30 @@ def test_no_compiler(monkeypatch, tmp_path):
 
 def test_the_asked_for_compiler_is_used(monkeypatch, compiler):
     """Fails if `$CXX` is ignored."""
-    monkeypatch.setenv("CXX", compiler(name="mine"))
-    assert build.find_compiler() == compiler(name="mine")
+    (path,) = compiler(name="mine")
+    monkeypatch.setenv("CXX", path)
+    assert build.find_compiler() == (path,)
+
+
+def test_a_compiler_of_several_words(home, compiler, monkeypatch, tmp_path):
+    """Fails if "ccache g++" is looked for as one program, or a word is lost."""
+    (path,) = compiler(name="mine")
+    monkeypatch.setenv("CXX", f"env WORD='a b' {path}")
+    command = build.find_compiler()
+    assert command == (shutil.which("env"), "WORD=a b", path)
+    build.open_library(command, "portable")
+    assert compiler.runs() == 1
+    assert build._key(command, "portable") != build._key((path,), "portable")
+    (tmp_path / "my tools").mkdir()
+    (spaced,) = compiler(name="my tools/cc")
+    monkeypatch.setenv("CXX", spaced)
+    assert build.find_compiler() == (spaced,)
+    monkeypatch.setenv("CXX", "no-such-launcher g++")
+    with pytest.raises(build.BuildError, match=r"for CXX=no-such-launcher g\+\+$"):
+        build.find_compiler()
+    monkeypatch.setenv("CXX", "ccache 'g++")
+    with pytest.raises(build.BuildError, match="CXX=ccache 'g.. cannot be split into"):
+        build.find_compiler()
 
 
 def test_a_compiler_that_fails(home, compiler):
@@ -172,7 +195,7 @@ def test_a_compiler_that_cannot_run(home, tmp_path):
     broken.write_bytes(b"\x7fELF nonsense")
     broken.chmod(0o755)
     with pytest.raises(build.BuildError, match="broken cannot be run: "):
-        build.open_library(str(broken), "portable")
+        build.open_library([str(broken)], "portable")
 
 
 FULL = 'echo "fatal error: writing $2: No space left on device" >&2; exit 1'
@@ -251,6 +274,51 @@ def test_a_damaged_library(home, compiler, damage):
     assert [p.read_bytes() for p in libraries(home)] == [whole]
 
 
+def test_a_library_without_its_functions(home, compiler, tmp_path):
+    """Fails if it ends in an `AttributeError`, or is never built again."""
+    other = tmp_path / "other.so"
+    command = [*build.find_compiler(), "-shared", "-fPIC", "-x", "c++", os.devnull]
+    subprocess.run([*command, "-o", str(other)], check=True)
+    path = compiler()
+    build.open_library(path, "portable")
+    (stored,) = libraries(home)
+    prefix = stored.name[: -len(f"{build._digest(stored)}.so")]
+    stored.unlink()
+    shutil.copy(other, home / f"{prefix}{build._digest(other)}.so")
+    library = build.open_library(path, "portable")
+    assert compiler.runs() == 2 and hasattr(library, build.TARGETS[0])
+    assert libraries(home) == [stored]
+    message = f"wrote a library without {build.TARGETS[0]}, "
+    with pytest.raises(build.BuildError, match=message):
+        build.open_library(compiler(f'cp {other} "$2"', name="other"), "portable")
+
+
+def test_no_folder_for_temporary_files(home, compiler, monkeypatch):
+    """Fails if such a folder is looked for although the library is kept elsewhere."""
+
+    def refuse():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    path = compiler()
+    for _ in range(2):
+        build.open_library(path, "portable")
+    assert compiler.runs() == 1
+    home.chmod(0o777)
+    with pytest.raises(build.BuildError, match="lets others write; .*No usable tempor"):
+        build.open_library(path, "portable")
+
+
+def test_a_build_is_announced(home, compiler, caplog):
+    """Fails if half a minute passes in silence, or a line is said without a build."""
+    path = compiler()
+    for _ in range(2):
+        build.open_library(path, "portable")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"building the native kernels for portable with {path[0]},")
+    assert said.endswith(f"kept in {home}")
+
+
 def test_a_compiler_that_writes_no_library(home, compiler):
     """Fails if what cannot be loaded is a crash, or an error without a reason."""
     with pytest.raises(build.BuildError, match="no folder can hold.*: .*; .*: "):
@@ -308,7 +376,7 @@ def test_a_relative_cache_home_is_ignored(home, monkeypatch, tmp_path):
     """Fails if a library is looked for where the program happens to run."""
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    assert build._cache_folders()[0] == tmp_path / "me" / ".cache" / "spec_jax"
+    assert next(build._cache_folders()) == tmp_path / "me" / ".cache" / "spec_jax"
     monkeypatch.setenv("HOME", "")
     assert all(folder.is_absolute() for folder in build._cache_folders())
 
@@ -316,7 +384,7 @@ def test_a_relative_cache_home_is_ignored(home, monkeypatch, tmp_path):
 PROCESS = """
 import sys
 from spec_jax.native import build
-build.open_library(sys.argv[1], "portable")
+build.open_library(sys.argv[1:], "portable")
 """
 
 
@@ -327,7 +395,7 @@ def test_processes_that_start_at_once(home, compiler, library):
     path = compiler(f'{wait}; cp {library} "$2"')
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, path],
+            [sys.executable, "-c", PROCESS, *path],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stderr=subprocess.PIPE,
             text=True,
@@ -337,53 +405,9 @@ def test_processes_that_start_at_once(home, compiler, library):
     for process in processes:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
+        assert errors.count("building the native kernels for portable") == 1
     assert compiler.runs() == 3
     assert len(libraries(home)) == 1
-
-
-def test_instruction_sets():
-    """Fails if a set is offered that the processor lacks, or a wrong name passes."""
-    assert build.available_isas()[-1] == "portable"
-    with pytest.raises(ValueError, match="isa='neon' is not one of avx512bf16, avx"):
-        build.load("neon")
-    with pytest.raises(ValueError, match="isa='' is not one of"):
-        build.load("")
-
-
-def test_a_set_that_the_processor_lacks(monkeypatch):
-    """Fails if such code is loaded, and kills the process at its first instruction."""
-    monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"avx2"}))
-    assert build.available_isas() == ("portable",)
-    with pytest.raises(build.BuildError, match="cannot run avx512bf16 code, only port"):
-        build.load("avx512bf16")
-    with pytest.raises(build.BuildError, match="cannot run avx512 code, only portable"):
-        build.load("avx512")
-
-
-@pytest.mark.parametrize(
-    ("unknown", "widest"), [("-mavx512bf16", "avx512"), ("-", "portable")]
-)
-def test_a_set_that_the_compiler_does_not_know(monkeypatch, tmp_path, unknown, widest):
-    """Fails if an old compiler costs more than the newest instructions."""
-    available = ("avx512bf16", "avx512", "portable")
-    monkeypatch.setattr(build, "available_isas", lambda: available)
-    path = tmp_path / "old"
-    path.write_text(f'#!/bin/sh\ncase "$*" in *{unknown}*) exit 1;; esac\n')
-    path.chmod(0o755)
-    assert build._widest(str(path)) == widest
-
-
-def test_loading_twice_is_loading_once(isa):
-    """Fails if a second call registers again: by name, and as the default."""
-    assert build.load(isa) == isa
-    assert build.load() == build.available_isas()[0]
-    assert build.load() == build.load(None)
-
-
-@pytest.fixture
-def unloaded(monkeypatch):
-    """As in a process that has loaded nothing; later tests find what was loaded."""
-    monkeypatch.setattr(build, "_load", build._load.__wrapped__)
 
 
 def test_the_named_implementation_says_why(unloaded, monkeypatch, tmp_path):

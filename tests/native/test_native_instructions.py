@@ -118,7 +118,7 @@ def compile_kernels(instructions: str, *more: str) -> str:
         pytest.skip(str(error))
     flags = (*build.FLAGS, *build.ISA_FLAGS[instructions], "-O0")  # The last counts.
     source = pathlib.Path(build.__file__).with_name("kernels.cc")
-    command = [compiler, *flags, f"-I{jax.ffi.include_dir()}", *more, str(source)]
+    command = [*compiler, *flags, f"-I{jax.ffi.include_dir()}", *more, str(source)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stderr

@@ -29,12 +29,12 @@ def compile_program(folder, source: str, *flags: str) -> pathlib.Path:
         pytest.skip(str(error))
     probe, program = folder / "probe", folder / "program"
     (folder / "probe.cc").write_text("int main() {}\n")
-    probed = run(compiler, *flags, folder / "probe.cc", "-o", probe)
+    probed = run(*compiler, *flags, folder / "probe.cc", "-o", probe)
     if probed.returncode or run(probe).returncode:
-        pytest.skip(f"{compiler} has no working {flags[0]}: {probed.stderr[:200]}")
+        pytest.skip(f"{compiler[0]} has no working {flags[0]}: {probed.stderr[:200]}")
     same = [flag for flag in build.FLAGS if "contract" in flag or "std" in flag]
     command = [*same, *flags, "-g", "-w", f"-I{HEADERS}", HERE / source, "-o", program]
-    compiled = run(compiler, *command)
+    compiled = run(*compiler, *command)
     assert compiled.returncode == 0, compiled.stderr
     return program
 

@@ -1,0 +1,254 @@
+"""Chat templates: Hugging Face's text, and an end for every template."""
+
+import concurrent.futures
+import json
+import pathlib
+import tomllib
+
+import jinja2
+import numpy as np
+import pytest
+
+from spec_jax.model import chat_template
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+QWEN3 = ROOT.parent / "shared" / "data" / "qwen3_tokenizer" / "chat_template.jinja"
+needs_qwen3 = pytest.mark.skipif(
+    not QWEN3.exists(), reason="the released Qwen3 tokenizer is not here"
+)
+
+TOOL = {"type": "function", "function": {"name": "sök", "parameters": {"b": 1, "a": 2}}}
+CALL = {"function": {"name": "sök", "arguments": {"at": 1_700_000_000, "é": [0.5]}}}
+CHATS = {
+    "one": [{"role": "user", "content": "<é> & 'x'\n"}],
+    "system": [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}],
+    "turns": [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"},
+        {"role": "user", "content": "And 2 + 2?"},
+    ],
+    "thoughts": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "4", "reasoning_content": "\nhm"},
+    ],
+    "tools": [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": "here"},
+        {"role": "tool", "content": "there"},
+        {"role": "user", "content": [{"type": "text", "text": "parts"}]},
+    ],
+}
+# What released templates use, and what Hugging Face adds to Jinja.
+FEATURES = {
+    "tojson": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}"
+    "{{ messages | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
+    "generation": """
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+    {%- generation -%} {{ message.content }} {%- set x = 1 %}{% endgeneration %}
+{%- elif loop.first %}{% continue %}{% endif %}
+[{{ message.role }}{{ x }}]
+{% endfor %}""",
+    "macros": "{% macro show(m, sep=':') %}{{ m.role ~ sep ~ m.content ~ 1 }}"
+    "{{ caller() if caller }}{% endmacro %}{% for m in messages %}{{ show(m) }}"
+    "{% call show(m, sep=loop.index) %}<{{ m['role'] | upper }}>{% endcall %}"
+    "{% endfor %}",
+    "recursive": "{% for x in [[1, [2]], [3]] recursive %}"
+    "({{ loop(x) if x is iterable else x }}){% endfor %}",
+    "operators": "{{ 'ab' * 3 }}{{ [0] * 2 + [1] }}{{ 7 // 2 }}{{ 2 ** 10 }}"
+    "{{ -7 % 4 }}{{ '%s is %5.2f' % ('x', 1.5) }}"
+    "{{ '{:>4}|{}'.format('a', 17000000000) }}"
+    "{{ '%d' | format(1700000000) }}{{ 1 ~ none ~ undefined_name }}{{ 1.5 * 2 }}",
+    "filters": "{% set ns = namespace(text='') %}{% for m in messages %}"
+    "{% set ns.text = ns.text + m.role | trim | title %}{% endfor %}{{ ns.text }}"
+    "{{ messages | map(attribute='role') | join(', ') }}{{ 'a b' | replace(' ', '-') }}"
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+    "{{ 'x' | center(7) }}{{ 'a\\nb' | indent(4, first=true) }}{{ dict(a=1).items() }}"
+    "{{ '%5s' | format('y') }}{{ range(3) | list }}{{ messages[::-1] | length }}",
+    "blocks": "{% set x %}<{% for m in messages %}{{ m.role }},{% endfor %}>"
+    "{% endset %}{% filter upper %}{{ x }}{% endfilter %}{% block b %}!{% endblock %}"
+    "{{ self.b() }}",
+}
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """Hugging Face's function that renders a template, the oracle."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from transformers.utils import chat_template_utils
+
+    def render(source, messages, **variables):
+        chats, _ = chat_template_utils.render_jinja_template(
+            [messages], chat_template=source, **variables
+        )
+        return chats[0]
+
+    return render
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("chat", sorted(set(CHATS) - {"thoughts"}))  # Renamed there.
+def test_text_is_that_of_hugging_face(theirs, feature, chat):
+    """Fails if counting changes what is counted, or an argument is not known."""
+    source, messages = FEATURES[feature], CHATS[chat]
+    text = chat_template.render(source, messages)
+    assert text == theirs(source, messages)
+
+
+@pytest.mark.oracle
+@needs_qwen3
+@pytest.mark.parametrize("enable_thinking", [True, False])
+@pytest.mark.parametrize("tools", [None, [TOOL, TOOL]])
+@pytest.mark.parametrize("chat", CHATS)
+def test_qwen3_text_is_that_of_hugging_face(theirs, chat, tools, enable_thinking):
+    source = QWEN3.read_text(encoding="utf-8")
+    variables = {"tools": tools, "enable_thinking": enable_thinking}
+    variables["add_generation_prompt"] = True
+    text = chat_template.render(source, CHATS[chat], **variables)
+    assert text == theirs(source, CHATS[chat], **variables)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set _ = dict.update(messages[0], content='changed') %}",
+        "{% set _ = dict.pop(messages[0].inner, 'a') %}",
+        "{% set _ = dict.clear(messages[0]) %}",
+    ],
+)
+def test_messages_are_not_changed(template):
+    """Fails if a template reaches what belongs to the caller."""
+    messages = [{"role": "user", "content": "mine", "inner": {"a": [1]}}]
+    before = json.dumps(messages)
+    chat_template.render(template, messages)
+    assert json.dumps(messages) == before
+
+
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}",
+    "text": "{% set s = 'abcd' * 9999 %}{% for a in s %}{% for b in s %}{% endfor %}"
+    "{% endfor %}",
+    "macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+    "{% endmacro %}{{ f(60) }}",
+    "block": "{% macro f() %}{{ caller() }}{% endmacro %}{% for a in range(99999) %}"
+    "{% for b in range(99999) %}{% call f() %}{% endcall %}{% endfor %}{% endfor %}",
+    "recursive": "{% for a in range(999) recursive %}{{ loop(range(999)) if "
+    "loop.depth < 5 }}{% endfor %}",
+    "filters": "{% for i in range(99) %}{% set l = range(99999) | map('upper') | "
+    "map('lower') | map('title') | list %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_time_is_bounded(monkeypatch, name):
+    """Off the main thread too. Fails if a loop, or what stands for one, has no end."""
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(chat_template.render, ENDLESS[name], [])
+        with pytest.raises(ValueError, match="takes more than 0.05 s to render; use"):
+            ended.result()
+
+
+HUGE = {
+    "repeated": "{{ 'x' * 10**9 }}",
+    "listed": "{{ [1] * 10**9 }}",
+    "doubled": "{% set ns = namespace(s='x') %}{% for i in range(99) %}"
+    "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "joined": "{% set ns = namespace(s='x') %}{% for i in range(99) %}"
+    "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "replaced": "{% set s = 'x' * 10**6 %}{{ s | replace('x', s) }}",
+    "method": "{% set s = 'x' * 10**6 %}{{ s.replace('x', s) }}",
+    "padded": "{{ 'x'.ljust(10**9) }}",
+    "centred": "{{ 'x' | center(10**9) }}",
+    "percent": "{{ '%1000000000d' % 1 }}",
+    "star": "{{ '%*d' % (10**9, 1) }}",
+    "braces": "{{ '{:1000000000}'.format(1) }}",
+    "nested braces": "{{ '{:{}}'.format(1, 10**9) }}",
+    "format filter": "{{ '%1000000000d' | format(1) }}",
+    "many fields": "{{ ('%s' * 10**6) % ((('x' * 10**6),) * 10**6) }}",
+    "time": "{{ strftime_now('%1000000000Y') }}",
+    "number": "{% set ns = namespace(n=9) %}{% for i in range(99) %}"
+    "{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "power": "{{ 10 ** (10 ** 9) }}",
+    "iterator": "{% set s = 'x' * 10**6 %}{{ ([s] * 9999) | map('trim') | join }}",
+    "rounded": "{{ 1.5 | round(10**9, 'ceil') }}",
+    "shared": "{% set ns = namespace(l=[1]) %}{% for i in range(40) %}"
+    "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
+    "shared json": "{% set ns = namespace(l=[1]) %}{% for i in range(40) %}"
+    "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l | tojson | length }}",
+    "written": "{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}",
+    "captured": "{% set s %}{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}"
+    "{% endset %}",
+    "constant": "{% for i in range(99999) %}{{ '" + "x" * 999 + "' }}{% endfor %}",
+    "folded": "{% for i in range(99999) %}{{ 'x' | center(999) }}{% endfor %}",
+    "source": "x" * 10**6,
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_size_is_bounded(name):
+    """Fails if a template fills the memory, or its text is of any length."""
+    with pytest.raises(ValueError, match="more than|of \\d+ bits") as caught:
+        chat_template.render(HUGE[name], [])
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must\\nalternate') }}", "^roles must alternate$"),
+        ("{{ raise_exception('x' * 9999) }}", "^x{200} ...$"),
+        ("{{ 1 // 0 }}", "^ZeroDivisionError: .*by zero$"),
+        ("{{ 1 + 'x' }}", "^TypeError: unsupported operand"),
+        ("{{ [1][5].x }}", "^list object has no element 5$"),
+        ("{{ range(10**9) }}", "^OverflowError: Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "^RecursionError"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "^RecursionError|MemoryError"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "^SyntaxError: too many stat"),
+        ("{% include 'x' %}", "^TypeError: no loader"),
+        ("{{ 'a'.encode('utf-9') }}", "^LookupError: unknown encoding"),
+        ("{% generation %}", "^Unexpected end of template.*endgeneration"),
+        ("{{ lipsum() }}", "^'lipsum' is undefined$"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_failures_are_one_line(template, message):
+    """Fails if what a template raises escapes as it is."""
+    with pytest.raises(ValueError, match=message) as caught:
+        chat_template.render(template, [])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [b"bytes", np.arange(3), object()])
+def test_messages_of_something_else(value):
+    """Fails if a template is handed objects, whose methods may do anything."""
+    kind = type(value).__name__
+    with pytest.raises(ValueError, match=f"the messages hold {kind}; give text"):
+        chat_template.render("x", [{"role": "user", "content": value}])
+
+
+def test_messages_that_hold_themselves():
+    messages = []
+    messages.append(messages)
+    with pytest.raises(ValueError, match="^RecursionError"):
+        chat_template.render("x", messages)
+
+
+def test_a_long_chat_is_within_the_bounds():
+    """A megabyte in a thousand turns. Fails if the bounds are met by real chats."""
+    messages = [{"role": "user", "content": "x" * 1000}] * 1000
+    source = FEATURES["filters"] + FEATURES["tojson"] + FEATURES["macros"]
+    assert len(chat_template.render(source, messages)) > 5_000_000
+
+
+def test_jinja_has_a_sandbox_without_known_holes():
+    """Fails if a version may be installed that lets templates read the environment."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "jinja2>=3.1.6" in project["dependencies"]
+    version = tuple(int(part) for part in jinja2.__version__.split(".")[:3])
+    assert version >= (3, 1, 6)
