@@ -36,6 +36,7 @@ from experiments.support import (
 )
 from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, row_model, verify_paths
+from spec_jax.native import build
 from spec_jax.typing import IMPLS
 
 
@@ -272,11 +273,11 @@ def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
     if isa is None:
         return
     try:
-        flags.choose_isa(isa)
+        build.choose(isa)
     except ValueError as error:
         raise ValueError(
             f"{path}: made with {isa} kernels; {error}. Verify it on a machine that "
-            "can, or give --isa to see where the bits of other kernels agree"
+            "has it, or give --isa to see where the bits of other kernels agree"
         ) from None
 
 

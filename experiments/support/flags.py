@@ -1,7 +1,6 @@
 """What the command lines of the scripts share: exit statuses, kinds of flags, flags."""
 
 import argparse
-import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -13,9 +12,6 @@ from spec_jax.typing import IMPLS
 
 
 UNUSABLE, INTERRUPTED = 1, 130
-
-ISA_VARIABLE = "SPEC_JAX_ISA"
-"""What the native kernels read, for processes that are started here, too."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,27 +65,13 @@ def add_models(group: argparse._ArgumentGroup) -> None:
 
 
 def add_isa(group: argparse._ActionsContainer) -> None:
-    """`--isa`, which `check_models` looks at."""
+    """`--isa`, which `check_isa` looks at."""
     group.add_argument(
         "--isa",
         choices=tuple(build.ISA_FLAGS),
         help="instruction set of native kernels, which decides bits (default: "
-        f"${ISA_VARIABLE}, or the widest of this machine)",
+        f"${build.ISA_VARIABLE}, or the widest of this machine)",
     )
-
-
-def choose_isa(isa: str) -> None:
-    """Chooses the instruction set of native kernels, for this process.
-
-    Raises:
-      ValueError: one that this machine lacks.
-    """
-    if isa not in build.available_isas():
-        raise ValueError(
-            f"this machine cannot run {isa} code, only "
-            f"{', '.join(build.available_isas())}"
-        )
-    os.environ[ISA_VARIABLE] = isa
 
 
 def add_dtype(group: argparse._ActionsContainer) -> None:
@@ -102,15 +84,17 @@ def add_dtype(group: argparse._ActionsContainer) -> None:
 
 
 def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with a usage error if one of target and draft is missing.
-
-    Chooses the instruction set that `--isa` names, where the script has that flag.
-    """
+    """Exits with a usage error if one of target and draft is missing; `check_isa`."""
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together: give both, or neither")
-    if getattr(args, "isa", None):
+    check_isa(parser, args)
+
+
+def check_isa(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Chooses what `--isa` names, or exits with a usage error."""
+    if args.isa is not None:
         try:
-            choose_isa(args.isa)
+            build.choose(args.isa)
         except ValueError as error:
             parser.error(f"--isa {args.isa}: {error}")
 

@@ -5,6 +5,8 @@ import itertools
 import json
 import pathlib
 import re
+import subprocess
+import sys
 
 import exactness_commands as commands
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 import tiny_pair
 import wrong_targets
 
-from experiments import exactness
+from experiments import exactness, kernels, latency, spec_round
 from experiments.support import (
     exactness_certificate as certificates,
     exactness_evidence as evidence,
@@ -249,11 +251,37 @@ def test_a_certificate_of_kernels_that_this_machine_lacks(
     monkeypatch.setattr(build, "available_isas", lambda: ("avx2", "portable"))
     arguments = [*commands.models(folders), "--verify", str(path)]
     commands.assert_fails_with(
-        capsys, arguments, "c.json", "avx512bf16", "only avx2, portable", "--isa"
+        capsys, arguments, "c.json", "avx512bf16", "it has avx2, portable", "--isa"
     )
     commands.assert_fails_with(
-        capsys, [*arguments, "--isa", "avx512"], "--isa avx512", "only avx2, portable"
+        capsys, [*arguments, "--isa", "avx512"], "--isa avx512", "it has avx2, portable"
     )
+
+
+@pytest.mark.parametrize("script", [exactness, kernels, latency, spec_round])
+def test_a_flag_chooses_the_instructions(monkeypatch, script):
+    chosen = []
+    monkeypatch.setattr(build, "choose", chosen.append)
+    script.parse_args(["--isa", "portable"])
+    assert chosen == ["portable"]
+
+
+@pytest.mark.slow
+def test_a_certificate_of_narrower_kernels_is_verified(folders, tmp_path):
+    """In processes of their own: the kernels of one are those of its first model."""
+    certificate, isa = tmp_path / "run.json", build.available_isas()[-1]
+    cell = commands.one_cell(folders, *commands.certifying(certificate), "--isa", isa)
+    verify = [*commands.models(folders), "--verify", str(certificate)]
+    for arguments in (cell, verify):
+        done = subprocess.run(
+            [sys.executable, exactness.__file__, *arguments],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == exactness.EXACT, done.stderr
+    assert "the environment is that of the certificate" in done.stdout
+    found = certificates.read(certificate)["environment"]["instruction_set"]
+    assert found == {"native": isa}
 
 
 def forge_first_tokens(certificate: dict) -> None:
