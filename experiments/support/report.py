@@ -169,9 +169,12 @@ def format_value(value: Any, form: str) -> str:
 
 def _value_style(field: Field, value: Any) -> str:
     """Red for what may not happen."""
-    counts = ("verify_decode_mismatches", "nonfinite_logits")
-    is_wrong = value is False if field.name == "matched" else field.name in counts
-    return "bold red" if is_wrong and value != 0 else ""
+    wrong = {
+        "matched": value is False,
+        "verify_decode_mismatches": bool(value),
+        "nonfinite_logits": bool(value),
+    }
+    return "bold red" if wrong.get(field.name) else ""
 
 
 def _check_names(metrics: Mapping[str, Any], fields: Sequence[Field]) -> None:
