@@ -289,11 +289,14 @@ def run_all(
     compared = compared_runs.rows(runs)
     greedy = greedy_rows(args, sides, runs)
     write([*compared, *greedy])
+    same_drafts = [compared_runs.same_drafts(done) for done in runs]
     summary = {
         "prompts": len(prompts),
         "gen_tokens": args.gen_tokens,
         "greedy_identical": sum(row["first_difference"] is None for row in greedy),
         "matched": all(done.matched for done in runs),
+        "same_drafts": sum(map(sum, same_drafts)),
+        "drafted_runs": sum(map(len, same_drafts)),
         "load_s": loaded_s,
         "warm_up_s": sum(row["warm_up_s"] for row in compared),
         "total_s": time.perf_counter() - started,

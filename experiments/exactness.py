@@ -5,8 +5,8 @@ implementation, cache, drafter, verify path, prefill), each beside plain decodin
 prompt alone, on other pages, and compares everything as integers; of a batch, tokens
 and K/V pages. One row for each prompt and cell; a second run with the same settings and
 --out goes on where the first one ended. A certificate holds the hashes of every result,
-and --verify runs it again and says where it agrees. Exit status: 0 all equal, 2 not, 1
-the input was unusable.
+and --verify runs it again and says where it agrees. Exit status: 0 all equal, 2 not, or
+with logits that are not finite, 1 the input was unusable.
 
 By default the first value of every axis is the base, and each other value is run with
 the rest of the base; --product runs every combination.
@@ -15,7 +15,8 @@ the rest of the base; --product runs every combination.
 import argparse
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich import console as rich_console
 
@@ -35,6 +36,7 @@ from experiments.support import (
 )
 from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, row_model, verify_paths
+from spec_jax.native import build
 from spec_jax.typing import IMPLS
 
 
@@ -53,7 +55,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--certificate",
         type=pathlib.Path,
         metavar="FILE",
-        help="JSON: versions, device, settings, and hashes of every result",
+        help="JSON: versions, device, settings, and hashes of every result; of code "
+        "whose commit it can name",
+    )
+    parser.add_argument(
+        "--allow-dirty",
+        action="store_true",
+        help="with --certificate: of changed code too; the certificate says so",
     )
     parser.add_argument(
         "--verify",
@@ -72,6 +80,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.check_models(parser, args)
     if args.limit and not args.verify:
         parser.error("--limit goes with --verify; --prompts N runs N prompts")
+    if args.allow_dirty and not args.certificate:
+        parser.error("--allow-dirty goes with --certificate: rows always say so")
     if args.verify and args.certificate:
         parser.error("--verify and --certificate: a certificate is of a run; give one")
     own = (*cells_lib.AXES, "gen_tokens", "full", "product", "stop", "raw")
@@ -110,6 +120,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--raw", action="store_true", help="do not apply the model's chat template"
     )
+    flags.add_isa(group)
     group.add_argument(
         "--full",
         action="store_true",
@@ -174,11 +185,14 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
     """Runs the suite, and writes rows and certificate; returns the exit status."""
     if args.certificate:
         certificates.check_writable(args.certificate)
+        if not args.allow_dirty:
+            records.check_clean(what="a certificate", allow="--allow-dirty")
     with records.JsonLines(args.out) as out:
         planned = plans.from_flags(args)
-        kept = rows_lib.read(args.out, planned.header)
-        for row in (rows_lib.header_row(planned.header), *kept):
-            out.write(row)
+        kept, num_bytes = rows_lib.read(args.out, planned.header)
+        out.keep(num_bytes)
+        if not num_bytes:
+            out.write(rows_lib.header_row(planned.header))
         report.print_plan(planned.plan, kept, console)
         rows = _run_rows(planned.plan, kept, out)
         cells, of_prompts = planned.plan.cells, suite.of_prompts(rows)
@@ -225,6 +239,8 @@ def _run_rows(
 def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
     """Runs a certificate's cells again; returns the exit status."""
     certificate = certificates.read(args.verify)
+    if args.isa is None:
+        _choose_isa_of(args.verify, certificate)
     with records.JsonLines(args.out) as out:
         planned = plans.from_certificate(args, certificate)
         plan = planned.plan
@@ -232,14 +248,37 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
         rows = _run_rows(plan, [], out)
     agreement = certificates.agreement(certificate, suite.of_prompts(rows))
     changes = certificates.changes(certificate, planned.header["environment"])
-    report.print_agreement(plan, agreement, changes, console)
+    report.print_agreement(
+        plan,
+        agreement,
+        changes,
+        is_dirty=bool(certificate["environment"].get("git_dirty")),
+        console=console,
+    )
     report.print_differences(rows, args.out, num_before=0, console=console)
     agrees = all(
         count in (len(plan.prompts), evidence.NOT_COMPARED)
         for counts in agreement.values()
         for count in counts.values()
     )
-    return EXACT if agrees else NOT_EXACT
+    summaries = [suite.summarise(cell, suite.of_prompts(rows)) for cell in plan.cells]
+    report.print_warnings(suite.warnings(summaries), console)
+    is_finite = not any(summary.nonfinite_logits for summary in summaries)
+    return EXACT if agrees and is_finite else NOT_EXACT
+
+
+def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
+    """Native kernels as the certificate's: other instructions give other bits."""
+    isa = certificate["environment"].get("instruction_set", {}).get("native")
+    if isa is None:
+        return
+    try:
+        build.choose(isa)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: made with {isa} kernels; {error}. Verify it on a machine that "
+            "has it, or give --isa to see where the bits of other kernels agree"
+        ) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -62,6 +62,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "%(default)s)",
     )
     flags.add_dtype(parser)
+    flags.add_isa(parser)
     parser.add_argument(
         "--rows",
         type=flags.positives,
@@ -78,6 +79,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add_out(parser, rows="one per shape, implementation and number of rows")
     args = parser.parse_args(argv)
+    flags.check_isa(parser, args)
     known = kernel_subjects.IMPLS[args.device]
     args.impls = tuple(args.impls.split(",")) if args.impls else known
     if not set(args.impls) <= set(known):

@@ -4,7 +4,8 @@ Runs every prompt plain and speculatively, interleaved in one process, and compa
 all tokens; then replays the committed text through plain decoding and counts the
 verified positions whose argmax differs. Without --temperature these runs are greedy,
 and the text that is shown is drawn apart (temperature 0.7, top-p 0.8, top-k 20). Exit
-status: 0 matched, 2 not matched, 1 the input was unusable.
+status: 0 matched, 2 not matched, or with logits that are not finite, 1 the input was
+unusable.
 """
 
 import argparse

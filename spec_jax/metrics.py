@@ -61,6 +61,7 @@ class Counters:
       mirror_decode_steps: forwards of decoding that repeat those on the cache of the
         verify path.
       correction_steps: those of `commit_decode_steps` that fed a correction.
+      nonfinite: those of `tokens` that were chosen from logits that are not finite.
     """
 
     tokens: int = 0
@@ -75,6 +76,7 @@ class Counters:
     commit_decode_steps: int = 0
     mirror_decode_steps: int = 0
     correction_steps: int = 0
+    nonfinite: int = 0
 
     @property
     def verify_steps(self) -> int:
@@ -101,6 +103,7 @@ class Counters:
             commit_decode_steps=self.commit_decode_steps + other.commit_decode_steps,
             mirror_decode_steps=self.mirror_decode_steps + other.mirror_decode_steps,
             correction_steps=self.correction_steps + other.correction_steps,
+            nonfinite=self.nonfinite + other.nonfinite,
         )
 
 
@@ -187,6 +190,7 @@ def identities(counters: Counters) -> None:
     _require("len(hist) - 1 == len(proposed_at) == len(accepted_at)", sizes)
     scalars = (c.tokens, c.rounds, c.proposed, c.accepted, c.cut, c.row_steps)
     scalars += (c.commit_decode_steps, c.mirror_decode_steps, c.correction_steps)
+    scalars += (c.nonfinite,)
     smallest = min(*scalars, *c.accepted_hist, *c.proposed_at, *c.accepted_at)
     _require("0 <= every counter", [0, smallest], ordered=True)
 
@@ -201,6 +205,7 @@ def identities(counters: Counters) -> None:
     numbers = [c.accepted, reached, c.proposed]
     _require("accepted <= sum(proposed_at) <= proposed", numbers, ordered=True)
 
+    _require("nonfinite <= tokens", [c.nonfinite, c.tokens], ordered=True)
     _require("row_steps <= proposed", [c.row_steps, c.proposed], ordered=True)
     decoded = [c.commit_decode_steps, c.mirror_decode_steps]
     _require("commit_decode_steps == mirror_decode_steps", decoded)
@@ -239,8 +244,9 @@ def summarise(
       texts: the speculative run's text of each prompt; empty where they are not known.
       baseline: `baseline[r][i]` times plain decoding of prompt `i` in repeat `r`.
       spec: the same of the speculative runs, each interleaved with its baseline.
-      matched: whether every token of every prompt equals plain decoding; `None`
-        where that was not looked at.
+      matched: whether every token of every prompt equals plain decoding, and none
+        was chosen from logits that are not finite; `None` where that was not looked
+        at.
       verify_decode_mismatches: verified positions whose argmax differs from plain
         decoding of the same prefix; `None` where they were not replayed.
 
@@ -267,6 +273,7 @@ def summarise(
         **_by_repetition(texts),
         "matched": matched,
         "verify_decode_mismatches": verify_decode_mismatches,
+        "nonfinite_logits": counters.nonfinite,
         **_speeds("baseline", baseline),
         **_speeds("spec", spec),
         **_speedup("speedup_e2e", "e2e_s", baseline, spec),

@@ -41,6 +41,7 @@ class Recording:
     logits_hash: jax.Array  # [max_len, 2] uint32, `hash_bits` of all its logits
     top_ids: jax.Array  # [max_len, top] int32, in descending order of logits
     top_logits: jax.Array  # [max_len, top] float32
+    lowest: jax.Array  # [max_len] float32, the lowest of all its logits
     # By other keys than the row's position:
     drafted: jax.Array  # [max_len] int32, proposed for this position, kept or not
     windows: jax.Array  # [max_len, window] int32, by the position of the pending token
@@ -86,6 +87,7 @@ class Recorder:
                 logits_hash=full(0, 2, dtype=jnp.uint32),
                 top_ids=full(NONE, self.top),
                 top_logits=full(0, self.top, dtype=jnp.float32),
+                lowest=full(0, dtype=jnp.float32),
                 drafted=full(NONE),
                 windows=full(NONE, self.window),
             )
@@ -168,6 +170,7 @@ class Recorder:
                 logits_hash=recording.logits_hash.at[at].set(hash_bits(row)),
                 top_ids=recording.top_ids.at[at].set(top_ids),
                 top_logits=recording.top_logits.at[at].set(top_logits),
+                lowest=recording.lowest.at[at].set(jnp.min(row)),
                 drafted=recording.drafted.at[at + 1].set(drafts[i + 1], mode="drop"),
             )
 

@@ -52,6 +52,11 @@ def of_kind(path: pathlib.Path, kind: str) -> list[dict]:
     return [row for row in rows_of(path) if row["kind"] == kind]
 
 
+def certifying(certificate: pathlib.Path) -> list[str]:
+    """The flags, which must do in a checkout that is being worked on, too."""
+    return ["--certificate", str(certificate), "--allow-dirty"]
+
+
 def verify(folders, certificate: pathlib.Path, *more: str) -> int:
     """The exit status of `--verify`."""
     return exactness.main([*models(folders), "--verify", str(certificate), *more])

@@ -66,7 +66,7 @@ def test_names_are_those_of_the_design():
         *("mean_accepted_length", "tokens_per_target_step", "accepted_hist"),
         *("repetition", "tercile_prompts"),
         *("tercile_repetition", "tercile_acceptance_rate"),
-        *("matched", "verify_decode_mismatches"),
+        *("matched", "verify_decode_mismatches", "nonfinite_logits"),
         *("baseline_e2e_tpot_ms", "baseline_e2e_tok_s"),
         *("baseline_decode_tpot_ms", "baseline_decode_tok_s"),
         *("spec_e2e_tpot_ms", "spec_e2e_tok_s"),

@@ -59,6 +59,7 @@ def decided(recording, state) -> dict[str, np.ndarray]:
     """What the rows that decided the generated tokens saw, as arrays of integers."""
     rows = slice(NUM_PROMPT - 1, int(state.length) - 1)
     names = ("fed", "chosen", "log_prob", "logits_hash", "top_ids", "top_logits")
+    names += ("lowest",)
     return {name: bits(np.asarray(getattr(recording, name)))[rows] for name in names}
 
 
@@ -127,6 +128,8 @@ def test_entries_are_of_the_logits(plain):
     top_ids, top = np.asarray(recording.top_ids), np.asarray(recording.top_logits)
     assert np.array_equal(top_ids[rows, 0], tokens[rows + 1])
     assert (np.diff(top[rows], axis=-1) <= 0).all()
+    lowest = np.asarray(recording.lowest)[rows]
+    assert (lowest < top[rows, -1]).all()
     assert (np.asarray(recording.fed)[: NUM_PROMPT - 1] == recorder.NONE).all()
 
 

@@ -51,6 +51,23 @@ def write_model(
     return folder
 
 
+def write_scaled(
+    folder: pathlib.Path, *, final_norm: float = 1.0, others: float = 1.0
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """As `write`, with all weights of both models scaled.
+
+    With `final_norm` of 3e38 the weights are finite and the logits overflow; with zeros
+    everywhere all logits are equal.
+    """
+    folders = write(folder)
+    for model in folders:
+        model_config, params = load.load(model)
+        params = jax.tree.map(lambda weight: weight * others, params)
+        norm = params.final_norm * final_norm
+        load.save(model, model_config, params.replace(final_norm=norm))
+    return folders
+
+
 def write(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     """A target of two layers and a draft of one."""
     target = write_model(folder / "target", config(num_layers=2), seed=0)

@@ -60,7 +60,7 @@ def run_batch(
         finished.append(one)
         after_prompt()
     seconds = time.perf_counter() - started
-    total = sum(len(one.tokens) for one in finished)
+    total = sum(len(_tokens(one)) for one in finished)
     ordered = sorted(finished, key=lambda one: one.number)
     return [_as_run(one, seconds / total) for one in ordered]
 
@@ -78,9 +78,15 @@ def _request(pair, settings, prompt) -> queue.Request:
     )
 
 
+def _tokens(one: queue.Finished) -> list[int]:
+    """As `one.tokens`, which raises where logits are not finite: that is counted."""
+    paired_runs.check_state(one.state)
+    is_new = np.asarray(one.state.origins) != int(rounds.Origin.PROMPT)
+    return np.asarray(one.state.tokens)[is_new].tolist()
+
+
 def _as_run(one: queue.Finished, seconds_per_token: float) -> paired_runs.Speculative:
-    tokens = one.tokens
-    origins = np.asarray(one.state.origins)
+    tokens, origins = _tokens(one), np.asarray(one.state.origins)
     return paired_runs.Speculative(
         tokens=tokens,
         origins=[rounds.Origin(o) for o in origins if o != rounds.Origin.PROMPT],

@@ -77,7 +77,9 @@ def print_all(
         "which every token is that of Hugging Face's plain decoding in this dtype.\n"
         f"float32: {summary['greedy_identical']} of {summary['prompts']} prompts as "
         f"Hugging Face's greedy decoding; drafted as plain decoding: "
-        f"{str(summary['matched']).lower()}; loading {summary['load_s']:.0f} s, "
+        f"{str(summary['matched']).lower()}; drafted and accepted as many tokens as "
+        f"Hugging Face in {summary['same_drafts']} of {summary['drafted_runs']} "
+        f"drafted runs; loading {summary['load_s']:.0f} s, "
         f"compiling and warming up {summary['warm_up_s']:.0f} s, all "
         f"{summary['total_s']:.0f} s.",
         highlight=False,

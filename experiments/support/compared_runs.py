@@ -28,13 +28,26 @@ from spec_jax.drafters import ngram
 OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
 PLAIN = hf_runs.PLAIN
 
-DRAFTERS: Mapping[str, Callable[[model_pair.ModelPair], model_pair.ModelPair]] = {
-    hf_runs.DRAFT_MODEL: lambda pair: pair,
-    hf_runs.PROMPT_LOOKUP: lambda pair: dataclasses.replace(
-        pair,
-        drafter=ngram.PromptLookup(gamma_max=pair.drafter.gamma_max),
-        params=(pair.params[0], None),
-    ),
+
+def _with_prompt_lookup(
+    pair: model_pair.ModelPair, settings: paired_runs.Settings
+) -> model_pair.ModelPair:
+    """With the drafter whose drafts are Hugging Face's, draft for draft."""
+    drafter = ngram.hugging_face(
+        gamma_max=pair.drafter.gamma_max,
+        n_max=hf_runs.MATCHED_NGRAM,
+        stop_ids=settings.stop_ids,
+    )
+    return dataclasses.replace(pair, drafter=drafter, params=(pair.params[0], None))
+
+
+_WithDrafter = Callable[
+    [model_pair.ModelPair, paired_runs.Settings], model_pair.ModelPair
+]
+
+DRAFTERS: Mapping[str, _WithDrafter] = {
+    hf_runs.DRAFT_MODEL: lambda pair, settings: pair,
+    hf_runs.PROMPT_LOOKUP: _with_prompt_lookup,
 }
 """Our drafters, by Hugging Face's name for the method: each puts itself in a pair."""
 
@@ -89,7 +102,7 @@ class Sides:
             return done.timing.e2e_s, hf_runs.Generated(
                 tokens=done.tokens, counters=None
             )
-        pair = DRAFTERS[run.method](self.pair)
+        pair = DRAFTERS[run.method](self.pair, self.settings)
         settings = dataclasses.replace(self.settings, gamma=run.gamma)
         done = paired_runs.run_speculative(pair, settings, prompt)
         return done.timing.e2e_s, hf_runs.Generated(
@@ -132,12 +145,12 @@ class PromptRuns:
 
     @property
     def matched(self) -> bool:
-        """Whether our drafted tokens equal our plain ones, in every run."""
+        """Whether our drafted tokens equal our plain ones, of finite logits."""
         plain = self.generated[OUR_PLAIN].tokens
         return all(
-            done.tokens == plain
+            done.tokens == plain and not done.counters.nonfinite
             for run, done in self.generated.items()
-            if run.side == OURS
+            if run.side == OURS and run != OUR_PLAIN
         )
 
     def row(self) -> dict[str, Any]:
@@ -199,6 +212,24 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
         of_length = [prompt for prompt in prompts if prompt.prompt.length == length]
         made += [_row(of_length, run) for run in of_length[0].generated]
     return made
+
+
+def same_drafts(prompt: PromptRuns) -> list[bool]:
+    """Whether both sides drafted and kept as many tokens, of each method and gamma."""
+    ours = {
+        run: done.counters
+        for run, done in prompt.generated.items()
+        if run.side == OURS and run.gamma is not None
+    }
+    return [
+        _counts(counters)
+        == _counts(prompt.generated[dataclasses.replace(run, side=THEIRS)].counters)
+        for run, counters in ours.items()
+    ]
+
+
+def _counts(counters: metrics.Counters) -> tuple[int, int, int]:
+    return counters.rounds, counters.proposed, counters.accepted
 
 
 def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:

@@ -60,11 +60,13 @@ def make(
             }
         )
     is_exact = all(entry["exact"] for entry in entries)
+    warnings = suite.warnings([suite.summarise(cell, rows) for cell in cells])
     body = {
         "format": FORMAT,
         "version": VERSION,
         **header,
         "exact": is_exact and not suite.across_pages(cells, rows),
+        "warnings": warnings,
         "cells": entries,
         "lists": lists,
     }

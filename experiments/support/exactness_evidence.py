@@ -36,6 +36,8 @@ class Decisions:
         unless it was drawn.
       row: `[T]` int32, which row of its window it was.
       window: `[T, window]` int32, that window, then `recorder.NONE`.
+      constant: `[T]` bool, whether all logits were equal: a bug of any kind would
+        have left them so.
     """
 
     log_probs: np.ndarray
@@ -43,6 +45,7 @@ class Decisions:
     highest: np.ndarray
     row: np.ndarray
     window: np.ndarray
+    constant: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,12 +58,15 @@ class Evidence:
       kv: per layer keys and values of `[0, n-1)` in order, unsigned integers
         `[2, n-1, K, H]`.
       decisions: None where no recorder was there.
+      nonfinite: tokens that were chosen from logits that are not finite. They are
+        chosen in the same way from different ones: equality means nothing there.
     """
 
     num_prompt: int
     tokens: np.ndarray
     kv: Sequence[np.ndarray]
     decisions: Decisions | None
+    nonfinite: int = 0
 
     def hashes(self) -> dict[str, str]:
         """SHA-256 of each of `WHATS`, over little-endian bytes, or `NOT_COMPARED`."""
@@ -106,12 +112,14 @@ def of_state(
             highest=np.array(recording.chosen)[decided],
             row=row,
             window=np.array(recording.windows)[starts],
+            constant=np.array(recording.lowest == recording.top_logits[:, 0])[decided],
         )
     return Evidence(
         num_prompt=num_prompt,
         tokens=np.array(state.tokens)[num_prompt:length],
         kv=committed_kv(kv, length - 1, slot=slot),
         decisions=decisions,
+        nonfinite=int(state.num_nonfinite),
     )
 
 

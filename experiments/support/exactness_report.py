@@ -75,15 +75,22 @@ def print_cells(
         )
     console.print(table)
     _explain_dashes([summary.equal for summary in summaries], console)
+    print_warnings(suite.warnings(summaries), console)
 
 
 def print_agreement(
     plan: suite.Plan,
     agreement: Mapping[str, Mapping[str, int | str]],
     changes: Sequence[tuple[str, Any, Any]],
+    *,
+    is_dirty: bool,
     console: rich_console.Console,
 ) -> None:
-    """One row for each cell: prompts whose results are the certificate's."""
+    """One row for each cell: prompts whose results are the certificate's.
+
+    Args:
+      is_dirty: the certificate's code was not that of its commit.
+    """
     table = _table("cell", "prompts", *_what_names())
     for cell in plan.cells:
         table.add_row(
@@ -93,10 +100,18 @@ def print_agreement(
         )
     console.print(table)
     _explain_dashes(agreement.values(), console)
+    if is_dirty:
+        console.print("made of changed code: its commit does not say which code it was")
     if not changes:
         console.print("the environment is that of the certificate")
     for name, then, now in changes:
         console.print(f"{name}: {then}, now {now}", soft_wrap=True, highlight=False)
+
+
+def print_warnings(warnings: Iterable[str], console: rich_console.Console) -> None:
+    """What makes equality say less than it seems to."""
+    for warning in warnings:
+        console.print(warning, style="bold red", soft_wrap=True, highlight=False)
 
 
 def _explain_dashes(

@@ -7,7 +7,7 @@ taken for rows of this.
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -22,17 +22,27 @@ def header_row(header: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": "header", **header}
 
 
-def read(path: pathlib.Path | None, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+def read(
+    path: pathlib.Path | None, header: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], int]:
     """Rows of prompts and windows of an earlier run of the same, in order.
+
+    Half a line at the end, of a machine that stopped while it was written, is none.
+
+    Returns:
+      The rows, and how many bytes they and the header have: the beginning of the
+      file. Summaries behind them are to be written anew.
 
     Raises:
       ValueError: a file of something else, or of a run with another header; one line
         says what differs.
     """
     if path is None or not path.is_file() or not path.stat().st_size:
-        return []
-    rows = _parse(path)
-    first = rows[0]
+        return [], 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    first, *rows = _parse(path, lines)
     if first.get("kind") != "header":
         raise ValueError(
             f"{path}: holds something else than rows of this script; name another file"
@@ -43,12 +53,14 @@ def read(path: pathlib.Path | None, header: Mapping[str, Any]) -> list[dict[str,
             f"{path}: holds rows of another run ({'; '.join(changes)}); name another "
             "file, or remove this one"
         )
-    return [row for row in rows if row.get("kind") in ("prompt", "mismatch")]
+    is_kept = [row.get("kind") in ("prompt", "mismatch") for row in rows]
+    count = [*is_kept, False].index(False)
+    return rows[:count], sum(map(len, lines[: 1 + count]))
 
 
-def _parse(path: pathlib.Path) -> list[dict[str, Any]]:
+def _parse(path: pathlib.Path, lines: Sequence[bytes]) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except ValueError as error:

@@ -19,6 +19,7 @@ from experiments.support import (
     exactness_values as values,
     forced_drafter,
     model_pair,
+    paired_runs,
 )
 from spec_jax import autoregressive, protocols, recorder, rounds, session
 from spec_jax.drafters import draft_model, oracle
@@ -173,7 +174,7 @@ def run_plain(
             max_steps=jnp.int32(settings.gen_tokens),
         )
     )
-    session.check_state(state)
+    paired_runs.check_state(state)
     return Plain(
         evidence=evidence.of_state(
             state, state.cache, recording, num_prompt=len(prompt)
@@ -218,7 +219,7 @@ def run_rounds(
             gamma_policy=adaptive.gamma_policy,
         )
     )
-    session.check_state(state)
+    paired_runs.check_state(state)
     return Rounds(
         evidence=evidence.of_state(
             state, state.cache, recording, num_prompt=len(prompt)

@@ -160,6 +160,8 @@ def _rows(
         "rounds": spec.rounds,
         "proposed": spec.proposed,
         "accepted": spec.accepted,
+        "nonfinite_logits": max(plain.evidence.nonfinite, spec.evidence.nonfinite),
+        "constant_logits": int(plain.evidence.decisions.constant.sum()),
         "differences": [difference.to_row() for difference in differences],
         "plain_sha256": plain.evidence.hashes(),
         "spec_sha256": spec.evidence.hashes(),
@@ -196,6 +198,8 @@ class CellSummary:
     Attributes:
       texts: how many different ones were generated: prompts that a model continues
         in the same way are one witness.
+      nonfinite_logits: tokens that were chosen from logits that are not finite.
+      constant_logits: tokens that were chosen from logits that are all equal.
       equal: prompts in which each of `evidence.WHATS` is that of plain decoding, or
         `evidence.NOT_COMPARED`.
     """
@@ -207,12 +211,17 @@ class CellSummary:
     rounds: int
     proposed: int
     accepted: int
+    nonfinite_logits: int
+    constant_logits: int
     equal: Mapping[str, int | str]
 
     @property
     def is_exact(self) -> bool:
-        """Whether everything that was compared is equal for every prompt."""
-        return all(
+        """Whether all that was compared is equal for every prompt, and means something.
+
+        What was chosen from NaN or infinity does not.
+        """
+        return not self.nonfinite_logits and all(
             count in (self.prompts, evidence.NOT_COMPARED)
             for count in self.equal.values()
         )
@@ -235,6 +244,7 @@ def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> CellSummary:
         for what in evidence.WHATS
     }
     counts = ("tokens", "rounds", "proposed", "accepted")
+    counts += ("nonfinite_logits", "constant_logits")
     return CellSummary(
         cell=cell,
         prompts=len(own),
@@ -242,6 +252,20 @@ def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> CellSummary:
         equal=equal,
         **{name: sum(row[name] for row in own) for name in counts},
     )
+
+
+def warnings(summaries: Sequence[CellSummary]) -> list[str]:
+    """What makes equality say less than it seems to, or nothing, in sentences."""
+    found = []
+    for name, what in (
+        ("nonfinite_logits", "hold NaN or infinity: equality means nothing there"),
+        ("constant_logits", "are all equal: they prove nothing"),
+    ):
+        count = sum(getattr(summary, name) for summary in summaries)
+        if count:
+            total = sum(summary.tokens for summary in summaries)
+            found.append(f"{count:,} of {total:,} tokens are of logits that {what}")
+    return found
 
 
 def across_pages(

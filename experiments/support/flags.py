@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from spec_jax import sampling
 from spec_jax.model import config as config_lib
+from spec_jax.native import build
 from spec_jax.typing import IMPLS
 
 
@@ -60,6 +61,17 @@ def add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--impl", choices=IMPLS, default="auto", help="kernels (default: auto)"
     )
+    add_isa(group)
+
+
+def add_isa(group: argparse._ActionsContainer) -> None:
+    """`--isa`, which `check_isa` looks at."""
+    group.add_argument(
+        "--isa",
+        choices=tuple(build.ISA_FLAGS),
+        help="instruction set of native kernels, which decides bits (default: "
+        f"${build.ISA_VARIABLE}, or the widest of this machine)",
+    )
 
 
 def add_dtype(group: argparse._ActionsContainer) -> None:
@@ -72,9 +84,19 @@ def add_dtype(group: argparse._ActionsContainer) -> None:
 
 
 def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with a usage error if one of target and draft is missing."""
+    """Exits with a usage error if one of target and draft is missing; `check_isa`."""
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together: give both, or neither")
+    check_isa(parser, args)
+
+
+def check_isa(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Chooses what `--isa` names, or exits with a usage error."""
+    if args.isa is not None:
+        try:
+            build.choose(args.isa)
+        except ValueError as error:
+            parser.error(f"--isa {args.isa}: {error}")
 
 
 def add_rounds(group: argparse._ArgumentGroup) -> None:
@@ -198,7 +220,9 @@ def exit_status(script: str, run: Callable[[], int], *, kept: str = "") -> int:
     """
     try:
         return run()
-    except (ValueError, NotImplementedError, MemoryError) as error:
+    except (
+        *(ValueError, NotImplementedError, MemoryError, FloatingPointError),
+    ) as error:
         print(f"{script}: error: {error}", file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:

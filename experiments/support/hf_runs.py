@@ -84,7 +84,8 @@ def generate(
       method: `PLAIN`, or where drafts come from.
       gamma: tokens drafted a round, unless `method` is `PLAIN`. The draft model ends
         a draft at a stop token, and prompt lookup proposes what it finds: both may
-        draft fewer.
+        draft fewer. What prompt lookup drafts past `max_tokens`, and then cuts, is not
+        counted: our rounds do not ask for it.
       stop_ids: tokens that end the text.
     """
     import torch
@@ -100,7 +101,10 @@ def generate(
     elif method != PLAIN:
         raise ValueError(f"{method=} is not one of {PLAIN}, {', '.join(METHODS)}")
     ids = torch.tensor([list(prompt)], device=baseline.target.device)
-    with torch.inference_mode(), _counted(baseline.target) as drafts:
+    with (
+        torch.inference_mode(),
+        _counted(baseline.target, limit=len(prompt) + max_tokens) as drafts,
+    ):
         output = baseline.target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -159,13 +163,17 @@ def next_logits(baseline: hf_baseline.Baseline, tokens: Sequence[int]) -> list[f
 
 
 @contextlib.contextmanager
-def _counted(model: Any) -> Iterator[list[tuple[int, int]]]:
-    """Notes each round that `model` drafts: tokens proposed, and accepted."""
+def _counted(model: Any, *, limit: int) -> Iterator[list[tuple[int, int]]]:
+    """Notes each round that `model` drafts: tokens proposed, and accepted.
+
+    Args:
+      limit: tokens of the longest text. The last one of a round is the target's own.
+    """
     drafts: list[tuple[int, int]] = []
     make = getattr(model, _HOOK)
 
     def make_counting(*arguments: Any, **keywords: Any) -> _CountingGenerator:
-        return _CountingGenerator(make(*arguments, **keywords), drafts)
+        return _CountingGenerator(make(*arguments, **keywords), drafts, limit)
 
     setattr(model, _HOOK, make_counting)
     try:
@@ -178,9 +186,10 @@ def _counted(model: Any) -> Iterator[list[tuple[int, int]]]:
 class _CountingGenerator:
     """A candidate generator that counts; all else is that of the one it wraps."""
 
-    def __init__(self, wrapped: Any, drafts: list[tuple[int, int]]):
+    def __init__(self, wrapped: Any, drafts: list[tuple[int, int]], limit: int):
         self._wrapped = wrapped
         self._drafts = drafts
+        self._limit = limit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
@@ -188,7 +197,7 @@ class _CountingGenerator:
     def get_candidates(self, input_ids: Any, **keywords: Any) -> tuple[Any, Any]:
         """The wrapped generator's candidates: the text with the draft after it."""
         candidates, logits = self._wrapped.get_candidates(input_ids, **keywords)
-        self._draft = candidates[0, input_ids.shape[1] :]
+        self._draft = candidates[0, input_ids.shape[1] : self._limit - 1]
         return candidates, logits
 
     def update_candidate_strategy(

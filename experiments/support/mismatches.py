@@ -79,7 +79,7 @@ def _windows(
             for row in range(committed)
         ]
     inner = paired_runs.inner_state(state)
-    session.check_state(inner)
+    paired_runs.check_state(inner)
     return np.asarray(inner.tokens)[: int(inner.length)].tolist(), seen
 
 

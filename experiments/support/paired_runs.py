@@ -5,6 +5,7 @@ the prompt's prefill and over one call that generates everything; compilation is
 done before, by `warm_up`.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -56,6 +57,7 @@ class Plain:
 
     tokens: list[int]  # generated, without the prompt
     timing: metrics.Timing
+    nonfinite: int = 0  # tokens chosen from logits that are not finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +102,8 @@ def run_plain(
             pair.target, pair.params[0], state, stop_ids=stop_ids, max_steps=max_steps
         )
 
-    _, tokens, timing = _time(begin, generate, num_prompt=len(prompt))
-    return Plain(tokens=tokens, timing=timing)
+    state, tokens, timing = _time(begin, generate, num_prompt=len(prompt))
+    return Plain(tokens=tokens, timing=timing, nonfinite=int(state.num_nonfinite))
 
 
 def run_speculative(
@@ -252,7 +254,7 @@ def _time(
     state = jax.block_until_ready(generate(state))
     finished = time.perf_counter()
     inner = inner_state(state)
-    session.check_state(inner)
+    check_state(inner)
     tokens = np.asarray(inner.tokens)[num_prompt : int(inner.length)].tolist()
     timing = metrics.Timing(
         prefill_s=prefilled - started,
@@ -260,6 +262,16 @@ def _time(
         tokens=len(tokens),
     )
     return state, tokens, timing
+
+
+def check_state(state: autoregressive.DecodeState | rounds.RoundState) -> None:
+    """As `session.check_state`, but for logits that are not finite.
+
+    Those are counted, and a run with any of them is not matched: what came out before
+    them is shown, as what differs is.
+    """
+    with contextlib.suppress(FloatingPointError):
+        session.check_state(state)
 
 
 def count(
@@ -289,6 +301,7 @@ def count(
         proposed_at=tuple(np.asarray(state.proposed_at).tolist()),
         accepted_at=tuple(np.asarray(state.accepted_at).tolist()),
         row_steps=int(state.num_proposed) if goes_by_row else 0,
+        nonfinite=int(state.num_nonfinite),
         **by_decoding,
     )
 

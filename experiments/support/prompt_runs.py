@@ -27,7 +27,12 @@ class PromptResult:
 
     @property
     def matched(self) -> bool:
-        """Whether every run of either kind produced the same tokens."""
+        """Whether every run of either kind produced the same tokens.
+
+        Tokens that were chosen from logits that are not finite match nothing.
+        """
+        if self.nonfinite:
+            return False
         if self.reference is not None:
             return all(run.tokens == self.reference for run in self.spec)
         reference = self.plain[0].tokens
@@ -37,6 +42,12 @@ class PromptResult:
     def text(self) -> metrics.TextCounts:
         """What was counted of the first speculative run's text."""
         return metrics.text_counts(self.spec[0].tokens, self.spec[0].counters)
+
+    @property
+    def nonfinite(self) -> int:
+        """The most tokens of a run that were chosen from logits that are not finite."""
+        plain = [run.nonfinite for run in self.plain]
+        return max(plain + [run.counters.nonfinite for run in self.spec])
 
     def row(self) -> dict:
         """The JSON line."""
@@ -56,6 +67,7 @@ class PromptResult:
             "tokens": counters.tokens,
             "matched": self.matched,
             "verify_decode_mismatches": self.mismatches,
+            "nonfinite_logits": self.nonfinite,
             "rounds": counters.rounds,
             "proposed": counters.proposed,
             "accepted": counters.accepted,

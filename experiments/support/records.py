@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+import spec_jax
+
 
 class JsonLines:
     """A file of JSON rows, each written whole: an interrupted run leaves whole lines.
@@ -35,6 +37,7 @@ class JsonLines:
         """
         self._path = path
         self._is_first = True
+        self._kept = 0
         self._file = None if path is None else _open(pathlib.Path(path))
 
     def __enter__(self) -> "JsonLines":
@@ -63,6 +66,13 @@ class JsonLines:
                 "before this one are kept"
             ) from None
 
+    def keep(self, num_bytes: int) -> None:
+        """Keeps so many bytes of what the file held, for a run that goes on.
+
+        They are never written again: an interruption cannot lose them.
+        """
+        self._kept = num_bytes
+
     def close(self) -> None:
         """Closes the file; may be called twice."""
         if self._file is not None:
@@ -73,7 +83,7 @@ class JsonLines:
         # Pipes and devices have neither old contents nor an end to go back to.
         is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         if self._is_first and is_regular:
-            self._file.truncate(0)
+            self._file.truncate(self._kept)
         self._is_first = False
         end = os.fstat(self._file.fileno()).st_size
         try:
@@ -137,11 +147,10 @@ def provenance() -> dict[str, Any]:
     """Which code, libraries and machine the numbers of this process come from."""
     device = jax.devices()[0]
     commit = _git("rev-parse", "HEAD")
-    changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "git_commit": commit,
-        # Numbers of a changed tree are not those of the commit.
-        "git_dirty": None if changes is None else bool(changes),
+        # Numbers of changed code are not those of the commit.
+        "git_dirty": None if commit is None else bool(_unclean()),
         "spec_jax_version": _version("spec_jax"),
         "jax_version": jax.__version__,
         "jaxlib_version": _version("jaxlib"),
@@ -151,6 +160,43 @@ def provenance() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),
     }
+
+
+def check_clean(*, what: str, allow: str) -> None:
+    """Raises `ValueError` unless the commit says which code runs.
+
+    Args:
+      what: is to name the commit, for the message.
+      allow: what marks it in the place of refusing it, for the message.
+    """
+    why = _unclean()
+    if _git("rev-parse", "HEAD") is None:
+        why = "this is no git checkout, or it has no commit"
+    if why:
+        raise ValueError(
+            f"{what} names the commit of its code, and {why}; {allow} makes one that "
+            "is marked so"
+        )
+
+
+def _unclean() -> str:
+    """Why the code that runs is not that of the commit; empty where it is."""
+    here, library = (
+        pathlib.Path(file).resolve().parents[depth]
+        for file, depth in ((__file__, 2), (spec_jax.__file__, 1))
+    )
+    if library != here:
+        return f"spec_jax comes from {library}, not from this checkout"
+    # Results are no code: one may be written after another without a commit between.
+    changes = _git(
+        *("status", "--porcelain", "--untracked-files=no", "--"),
+        *(":/", ":(top,exclude)experiments/results"),
+    )
+    names = [line[3:] for line in (changes or "").splitlines()]
+    if not names:
+        return ""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f"there are changes without a commit ({', '.join(names[:2])}{more})"
 
 
 def _git(*arguments: str) -> str | None:
@@ -163,7 +209,7 @@ def _git(*arguments: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout.rstrip()
 
 
 def _version(package: str) -> str | None:

@@ -32,6 +32,7 @@ def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace
     # Values that are there already are no defaults: None marks what was not given.
     absent = argparse.Namespace(**dict.fromkeys((*RECORDED, *JUDGING)))
     args = parser.parse_args(argv, namespace=absent)
+    flags.check_isa(parser, args)
     given = [name for name in (*RECORDED, *JUDGING) if getattr(args, name) is not None]
     for name in {*RECORDED, *JUDGING} - set(given):
         setattr(args, name, parser.get_default(name))

@@ -79,6 +79,7 @@ FIELDS: tuple[Field, ...] = (
         "losslessness",
         ("matched", "", "", "every token equals plain decoding"),
         ("verify_decode_mismatches", ",d", "positions", "with another argmax"),
+        ("nonfinite_logits", ",d", "tokens", "chosen from NaN or infinity"),
     ),
     *_group(
         "plain decoding",
@@ -172,7 +173,11 @@ def format_value(value: Any, form: str) -> str:
 
 def _value_style(field: Field, value: Any) -> str:
     """Red for what may not happen."""
-    wrong = {"matched": value is False, "verify_decode_mismatches": bool(value)}
+    wrong = {
+        "matched": value is False,
+        "verify_decode_mismatches": bool(value),
+        "nonfinite_logits": bool(value),
+    }
     return "bold red" if wrong.get(field.name) else ""
 
 

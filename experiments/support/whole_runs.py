@@ -41,10 +41,14 @@ class PromptRuns:
 
     @property
     def matched(self) -> bool | None:
-        """Whether speculative tokens equal plain ones; None without such a run."""
+        """Whether speculative tokens equal plain ones, of finite logits.
+
+        None without such a run.
+        """
         if "speculative" not in self.tokens:
             return None
-        return self.tokens["speculative"] == self.tokens["plain"]
+        is_finite = not self.counters.nonfinite
+        return is_finite and self.tokens["speculative"] == self.tokens["plain"]
 
     @property
     def hf_equal_tokens(self) -> int | None:

@@ -1,7 +1,7 @@
 """Prompt lookup against a search in plain Python, and against the kit."""
 
-import dataclasses
 import functools
+import itertools
 
 import hypothesis
 import jax
@@ -10,19 +10,29 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from experiments.support import model_pair, prompt_files
 from spec_jax import acceptance, protocols, testing
 from spec_jax.drafters import ngram
+from spec_jax.model import tokenizer
 
 
 MAX_LEN, GAMMA_MAX = 24, 4
 
 
-def lookup(text, *, n_max, n_min, gamma) -> list[int]:
-    """Hugging Face's search, window by window: the oracle."""
+def lookup(text, *, n_max, n_min, gamma, match="last", stop_ids=()) -> list[int]:
+    """The search in words of lists, window by window: the oracle."""
     for n in range(min(n_max, len(text) - 1), n_min - 1, -1):
-        for start in range(len(text) - n):
-            if text[start : start + n] == text[len(text) - n :]:
-                return text[start + n :][:gamma]
+        found = [
+            start + n
+            for start in range(len(text) - n)
+            if text[start : start + n] == text[len(text) - n :]
+        ]
+        if not found:
+            continue
+        behind = text[found[0] :] if match == "first" else text[found[-1] :] * gamma
+        drafts = behind[:gamma]
+        stops = [i for i, token in enumerate(drafts) if token in stop_ids]
+        return drafts[: stops[0]] if stops else drafts
     return []
 
 
@@ -31,8 +41,10 @@ def propose(drafter, tokens, length, gamma) -> protocols.Proposal:
     return drafter.propose(None, (), tokens=tokens, length=length, gamma=gamma)[1]
 
 
-def drafts(drafter, text, *, gamma, behind=acceptance.PAD) -> list[int]:
-    tokens = np.full((MAX_LEN,), behind, np.int32)
+def drafts(
+    drafter, text, *, gamma, behind=acceptance.PAD, max_len=MAX_LEN
+) -> list[int]:
+    tokens = np.full((max_len,), behind, np.int32)
     tokens[: len(text)] = text
     proposal = propose(
         drafter, jnp.asarray(tokens), jnp.int32(len(text)), jnp.int32(gamma)
@@ -44,57 +56,113 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=MAX_LEN)
 sizes = st.sampled_from([(1, 1), (3, 1), (3, 2), (5, 3)])
 
 
-@hypothesis.settings(deadline=None, max_examples=300, derandomize=True)
+@pytest.mark.parametrize(("match", "stop_ids"), [("last", ()), ("first", (2,))])
+@hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
 @hypothesis.given(texts, sizes, st.integers(0, GAMMA_MAX), st.integers(0, 2))
-def test_drafts_are_those_of_a_search(text, sizes, gamma, behind):
+def test_drafts_are_those_of_a_search(match, stop_ids, text, sizes, gamma, behind):
     """Fails if another occurrence wins, or what is behind the text is read."""
-    n_max, n_min = sizes
-    drafter = ngram.PromptLookup(gamma_max=GAMMA_MAX, n_max=n_max, n_min=n_min)
-    expected = lookup(text, n_max=n_max, n_min=n_min, gamma=gamma)
+    options = {"n_max": sizes[0], "n_min": sizes[1]}
+    options |= {"match": match, "stop_ids": stop_ids}
+    drafter = ngram.PromptLookup(gamma_max=GAMMA_MAX, **options)
+    expected = lookup(text, gamma=gamma, **options)
     assert drafts(drafter, text, gamma=gamma, behind=behind) == expected
 
 
+@pytest.mark.oracle
+def test_drafts_are_those_of_hugging_face():
+    """Of texts of any length, with and without a stop token in them."""
+    torch = pytest.importorskip("torch")
+    generators = pytest.importorskip("transformers.generation.candidate_generator")
+    random = np.random.default_rng(0)
+    num_drafted = 0
+    for stop_ids, n_max in itertools.product([(), (2,), (0, 3)], (1, 2, 4)):
+        drafter = ngram.hugging_face(
+            gamma_max=GAMMA_MAX, n_max=n_max, stop_ids=stop_ids
+        )
+        theirs = generators.PromptLookupCandidateGenerator(
+            eos_token_id=torch.tensor(stop_ids) if stop_ids else None,
+            num_output_tokens=GAMMA_MAX,
+            max_matching_ngram_size=n_max,
+            max_length=MAX_LEN + 2,
+        )
+        for length in range(1, MAX_LEN + 1):
+            text = random.integers(0, 4, length).tolist()
+            candidates, _ = theirs.get_candidates(torch.tensor([text]))
+            expected = candidates[0, length:].tolist()
+            assert drafts(drafter, text, gamma=GAMMA_MAX) == expected, text
+            num_drafted += len(expected)
+    assert num_drafted > 400
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "latest", "earliest"),
     [
-        ([1, 2, 7, 1, 2, 8, 1, 2], [7, 1, 2, 8]),  # the earliest of equals
-        ([2, 9, 1, 2, 8, 1, 2], [8, 1, 2]),  # a longer match before an earlier one
-        ([5, 5], [5]),  # an overlap with the end, and then nothing
-        ([3, 1, 3], [1, 3]),  # the continuation ends with the text
-        ([1, 2, 3], []),  # nothing matches
-        ([4], []),
+        ([1, 2, 7, 1, 2, 8, 1, 2], [8, 1, 2, 8], [7, 1, 2, 8]),  # of equals
+        ([2, 9, 1, 2, 8, 1, 2], [8, 1, 2, 8], [8, 1, 2]),  # the longer match wins
+        ([5, 5], [5, 5, 5, 5], [5]),  # an overlap with the end
+        ([3, 1, 3], [1, 3, 1, 3], [1, 3]),  # the continuation ends with the text
+        ([1, 2, 3], [], []),  # nothing matches
+        ([4], [], []),
     ],
 )
-def test_ties_and_ends_by_hand(text, expected):
-    assert drafts(ngram.PromptLookup(gamma_max=4), text, gamma=4) == expected
+def test_ties_and_ends_by_hand(text, latest, earliest):
+    assert drafts(ngram.PromptLookup(gamma_max=4), text, gamma=4) == latest
+    assert drafts(ngram.hugging_face(gamma_max=4), text, gamma=4) == earliest
 
 
-def test_it_keeps_the_contract():
-    checked = testing.check_drafter(ngram.PromptLookup(gamma_max=GAMMA_MAX), None)
+@pytest.mark.parametrize("drafter", [ngram.PromptLookup, ngram.hugging_face])
+def test_it_keeps_the_contract(drafter):
+    checked = testing.check_drafter(drafter(gamma_max=GAMMA_MAX), None)
     assert checked == tuple(testing.CLAUSES)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Latest(ngram.PromptLookup):
-    """Takes the latest occurrence in place of the earliest."""
-
-    def propose(self, params, memory, *, tokens, length, gamma):
-        at = jnp.arange(tokens.shape[0])
-        matched = (tokens == tokens[length - 1]) & (at < length - 1)
-        start = jnp.max(jnp.where(matched, at, -1)) + 1
-        behind = jnp.pad(tokens, (0, self.gamma_max))
-        known = jnp.where(jnp.any(matched), jnp.minimum(gamma, length - start), 0)
-        drafts = jax.lax.dynamic_slice_in_dim(behind, start, self.gamma_max)
-        return memory, protocols.Proposal(tokens=drafts, num_drafted=known)
+def bigrams(text, *, gamma) -> list[int]:
+    """What followed each token the last time: the drafter that the README writes."""
+    followed_by, drafts = dict(itertools.pairwise(text)), [text[-1]]
+    while len(drafts) <= gamma and drafts[-1] in followed_by:
+        drafts.append(followed_by[drafts[-1]])
+    return drafts[1:]
 
 
-def test_another_occurrence_is_caught():
+def num_rounds(draft, text, *, start) -> int:
+    """Rounds that a drafter of 4 tokens needs for `text[start:]`."""
+    n, count = start, 0
+    while n < len(text):
+        gamma = min(GAMMA_MAX, len(text) - n - 1)
+        drafted = draft(text[:n], gamma=gamma)
+        kept = [a == b for a, b in zip(drafted, text[n:], strict=False)]
+        n += [*kept, False].index(False) + 1
+        count += 1
+    return count
+
+
+def test_the_default_is_not_worse_than_bigrams():
+    """On Python: the second half of each prompt, after the first. Fails for "first"."""
+    encode = tokenizer.load(model_pair.EMBEDDED_TARGET).encode
+    prompts = prompt_files.parse("50", default_file=prompt_files.BUNDLED)
+    texts = [encode(prompt.text) for prompt in prompts]
+    lookups = functools.partial(
+        drafts, ngram.PromptLookup(gamma_max=GAMMA_MAX), max_len=max(map(len, texts))
+    )
+    ours, theirs = (
+        sum(num_rounds(draft, text, start=len(text) // 2) for text in texts)
+        for draft in (lookups, bigrams)
+    )
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize("match", ngram.MATCHES)
+def test_another_occurrence_is_caught(match):
     """Negative control of the search: a rule for ties that is not the oracle's."""
-    drafter = Latest(gamma_max=4, n_max=1)
-    assert drafts(drafter, [1, 7, 2, 1], gamma=4) == [7, 2, 1]
-    text = [1, 7, 1, 8, 1]
-    expected = lookup(text, n_max=1, n_min=1, gamma=4)
-    assert drafts(drafter, text, gamma=4) != expected == [7, 1, 8, 1]
+    text, drafter = [1, 7, 1, 8, 1], ngram.PromptLookup(gamma_max=4, match=match)
+    found = {
+        other: lookup(text, n_max=3, n_min=1, gamma=4, match=other)
+        for other in ngram.MATCHES
+    }
+    assert found == {"last": [8, 1, 8, 1], "first": [7, 1, 8, 1]}
+    assert [
+        name for name in found if drafts(drafter, text, gamma=4) == found[name]
+    ] == [match]
 
 
 @pytest.mark.parametrize(
@@ -103,3 +171,8 @@ def test_another_occurrence_is_caught():
 def test_impossible_matches_are_refused(sizes):
     with pytest.raises(ValueError, match="n_min=. and n_max=. are not 1 <= n_min"):
         ngram.PromptLookup(gamma_max=4, **sizes)
+
+
+def test_another_rule_for_ties_is_refused():
+    with pytest.raises(ValueError, match="match='best' is not one of last, first"):
+        ngram.PromptLookup(gamma_max=4, match="best")

@@ -126,13 +126,15 @@ def test_rows_of_runs(measured):
 
 
 @pytest.mark.oracle
-def test_both_sides_accept_the_same_drafts(measured):
-    """The same draft model for the same target: every counter agrees."""
+@pytest.mark.parametrize("method", hf_runs.METHODS)
+def test_both_sides_accept_the_same_drafts(measured, method):
+    """The same drafter for the same target: every counter agrees."""
     rows = {
         (row["length"], row["side"], row["gamma"]): row
         for row in rows_of(measured, "comparison")
-        if row["method"] == "draft model"
+        if row["method"] == method
     }
+    assert sum(row["accepted"] for row in rows.values()) > 0
     for length in length_classes.NAMES:
         for gamma in GAMMAS:
             ours = rows[length, "spec_jax", gamma]
@@ -143,6 +145,34 @@ def test_both_sides_accept_the_same_drafts(measured):
                     if (name == "accepted_hist")
                     else ours[name] == theirs[name]
                 ), (length, gamma, name)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("prompt", [[5, 6, 7], [5, 9, 5, 6, 5, 9]])
+def test_prompt_lookup_is_theirs_to_the_last_draft(sides, prompt):
+    """Round for round: to the limit, and to a stop token that is drafted too."""
+    long = dataclasses.replace(sides.settings, gen_tokens=18)
+    _, first = dataclasses.replace(sides, settings=long).generate(
+        compared_runs.OUR_PLAIN, prompt
+    )
+    text = prompt + first.tokens
+
+    def both(*stop_ids: int) -> hf_runs.Generated:
+        settings = dataclasses.replace(sides.settings, gen_tokens=24, stop_ids=stop_ids)
+        ours, theirs = (
+            dataclasses.replace(sides, settings=settings).generate(
+                compared_runs.Run(side=side, method="prompt lookup", gamma=3), text
+            )[1]
+            for side in ("spec_jax", "transformers")
+        )
+        assert ours == theirs
+        assert ours.counters.accepted > 0
+        return ours
+
+    tokens = both().tokens
+    # Of the tokens that a draft can contain, that which ends the text last.
+    stop = max(set(tokens) & set(text), key=tokens.index)
+    assert len(both(stop).tokens) == tokens.index(stop) + 1 < len(tokens)
 
 
 @pytest.mark.oracle

@@ -1,26 +1,27 @@
-"""The exactness suite from its command line: rows, resumption, certificates, faults."""
+"""The exactness suite from its command line: rows, resumption, certificates."""
 
 import dataclasses
 import itertools
+import json
 import pathlib
-import re
+import subprocess
+import sys
 
 import exactness_commands as commands
-import numpy as np
 import pytest
 import tiny_pair
-import wrong_targets
 
-from experiments import exactness
+from experiments import exactness, kernels, latency, spec_round
 from experiments.support import (
     exactness_certificate as certificates,
     exactness_evidence as evidence,
+    exactness_plan as plans,
     exactness_runs as runs,
     exactness_suite as suite,
     flags,
-    parity_inputs,
+    records,
 )
-from spec_jax import recorder, rounds
+from spec_jax.native import build
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ class Finished:
 def finished(folders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     out, certificate = folder / "rows.jsonl", folder / "run.json"
-    more = ("--out", str(out), "--certificate", str(certificate))
+    more = ("--out", str(out), *commands.certifying(certificate))
     assert exactness.main(command(folders, *more)) == exactness.EXACT == 0
     return Finished(out=out, certificate=certificate)
 
@@ -86,6 +87,7 @@ def test_a_certificate_holds_what_was_run(finished, folders):
     assert all(
         len(hashes) == commands.NUM_PROMPTS for hashes in certificate["lists"].values()
     )
+    assert certificate["warnings"] == []
     # Nothing of the machine's folders.
     assert str(folders[0].parent) not in finished.certificate.read_text()
 
@@ -103,7 +105,7 @@ def interrupt_after(monkeypatch, count: int) -> None:
 def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, capsys):
     """Fails if rows are lost or run twice; the certificate is that of one run."""
     out, certificate = tmp_path / "rows.jsonl", tmp_path / "run.json"
-    more = ("--out", str(out), "--certificate", str(certificate))
+    more = ("--out", str(out), *commands.certifying(certificate))
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
         assert exactness.main(command(folders, *more)) == flags.INTERRUPTED == 130
@@ -120,6 +122,28 @@ def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, ca
     assert len(calls) == 4 * commands.NUM_PROMPTS - 3
     assert "3 are there already" in capsys.readouterr().out
     assert certificate.read_text() == finished.certificate.read_text()
+
+
+def test_going_on_cannot_lose_rows(folders, finished, tmp_path, monkeypatch):
+    """Whatever interrupts it, and whatever half a line a power cut has left."""
+    out = tmp_path / "rows.jsonl"
+    lines = finished.out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:5]) + lines[5][:20])
+    more = ("--out", str(out))
+    real, calls = records.JsonLines.write, []
+
+    def write_once(self, row):
+        calls.append(row)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        real(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.JsonLines, "write", write_once)
+        assert exactness.main(command(folders, *more)) == flags.INTERRUPTED
+    assert out.read_bytes() == b"".join(lines[:6])
+    assert exactness.main(command(folders, *more)) == exactness.EXACT
+    assert out.read_bytes() == finished.out.read_bytes()
 
 
 def test_rows_of_other_settings_are_not_mixed(folders, finished, tmp_path, capsys):
@@ -158,6 +182,101 @@ def test_a_certificate_is_verified(folders, finished, capsys):
         commands.verify(folders, finished.certificate, "--limit", "1")
         == exactness.EXACT
     )
+
+
+CHANGED = " M spec_jax/rounds.py\n M experiments/plan.py\n M README.md"
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """A checkout with changes that were not committed."""
+    real = records._git
+    monkeypatch.setattr(
+        records, "_git", lambda *a: CHANGED if a[0] == "status" else real(*a)
+    )
+
+
+def test_changed_code_is_not_certified(folders, changed, tmp_path, monkeypatch, capsys):
+    """Refused before anything is loaded, or marked: in the certificate, and where it
+    is verified."""
+    certificate = tmp_path / "run.json"
+    one = ("--gamma", "2", "--page-size", "8", "--drafter", "draft-model")
+    with monkeypatch.context() as patch:
+        patch.setattr(plans, "from_flags", lambda args: pytest.fail("it was planned"))
+        commands.assert_fails_with(
+            capsys,
+            command(folders, "--certificate", str(certificate)),
+            *("names the commit", "spec_jax/rounds.py, experiments/plan.py and 1 more"),
+            "--allow-dirty",
+        )
+    assert not certificate.exists()
+    flagged = command(folders, *one, *commands.certifying(certificate))
+    assert exactness.main(flagged) == exactness.EXACT
+    assert certificates.read(certificate)["environment"]["git_dirty"] is True
+    assert commands.verify(folders, certificate) == exactness.EXACT
+    assert "made of changed code" in capsys.readouterr().out
+
+
+def test_rows_of_another_commit_are_not_certified(folders, finished, tmp_path, capsys):
+    """A certificate names one commit: rows of another one are not taken up."""
+    header, *rows = finished.out.read_text().splitlines(keepends=True)
+    header = json.loads(header)
+    header["environment"]["git_commit"] = "0" * 40
+    out = tmp_path / "rows.jsonl"
+    out.write_text("".join([json.dumps(header) + "\n", *rows[:3]]))
+    before = out.read_bytes()
+    more = ("--out", str(out), *commands.certifying(tmp_path / "run.json"))
+    commands.assert_fails_with(
+        capsys, command(folders, *more), "another run", "environment.git_commit"
+    )
+    assert out.read_bytes() == before
+
+
+def test_a_certificate_of_kernels_that_this_machine_lacks(
+    folders, finished, tmp_path, monkeypatch, capsys
+):
+    """Nor are others taken in their place, unless a flag says so."""
+
+    def other(certificate):
+        certificate["environment"]["instruction_set"]["native"] = "avx512bf16"
+
+    path = commands.edited(
+        finished.certificate, tmp_path / "c.json", other, signed=True
+    )
+    monkeypatch.setattr(build, "available_isas", lambda: ("avx2", "portable"))
+    arguments = [*commands.models(folders), "--verify", str(path)]
+    commands.assert_fails_with(
+        capsys, arguments, "c.json", "avx512bf16", "it has avx2, portable", "--isa"
+    )
+    commands.assert_fails_with(
+        capsys, [*arguments, "--isa", "avx512"], "--isa avx512", "it has avx2, portable"
+    )
+
+
+@pytest.mark.parametrize("script", [exactness, kernels, latency, spec_round])
+def test_a_flag_chooses_the_instructions(monkeypatch, script):
+    chosen = []
+    monkeypatch.setattr(build, "choose", chosen.append)
+    script.parse_args(["--isa", "portable"])
+    assert chosen == ["portable"]
+
+
+@pytest.mark.slow
+def test_a_certificate_of_narrower_kernels_is_verified(folders, tmp_path):
+    """In processes of their own: the kernels of one are those of its first model."""
+    certificate, isa = tmp_path / "run.json", build.available_isas()[-1]
+    cell = commands.one_cell(folders, *commands.certifying(certificate), "--isa", isa)
+    verify = [*commands.models(folders), "--verify", str(certificate)]
+    for arguments in (cell, verify):
+        done = subprocess.run(
+            [sys.executable, exactness.__file__, *arguments],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == exactness.EXACT, done.stderr
+    assert "the environment is that of the certificate" in done.stdout
+    found = certificates.read(certificate)["environment"]["instruction_set"]
+    assert found == {"native": isa}
 
 
 def forge_first_tokens(certificate: dict) -> None:
@@ -248,97 +367,6 @@ def test_a_certificate_of_other_prompts(folders, finished, capsys):
     )
 
 
-def run_with_verifier(folders, tmp_path, monkeypatch, wrong) -> tuple[int, list[dict]]:
-    """One cell, with a fault planted in what verifies: the status, and its rows."""
-    real = runs.load
-
-    def load(*arguments, **keywords):
-        pair = real(*arguments, **keywords)
-        return dataclasses.replace(pair, verifier=wrong(pair.verifier))
-
-    monkeypatch.setattr(runs, "load", load)
-    return run_one_cell(folders, tmp_path)
-
-
-def run_one_cell(folders, tmp_path) -> tuple[int, list[dict]]:
-    out = tmp_path / "wrong.jsonl"
-    one = ("--gamma", "2", "--page-size", "8", "--drafter", "always-right")
-    status = exactness.main(command(folders, *one, "--out", str(out)))
-    return status, [row for row in commands.rows_of(out) if row["kind"] == "prompt"]
-
-
-def test_one_ulp_in_one_row_is_caught(folders, tmp_path, monkeypatch, capsys):
-    """The tokens are the same: logits tell, at the second row of the first window."""
-    status, rows = run_with_verifier(
-        folders,
-        tmp_path,
-        monkeypatch,
-        lambda target: wrong_targets.OneUlpOff(target=target),
-    )
-    assert status == exactness.NOT_EXACT
-    for row in rows:
-        found = {d["what"]: d for d in row["differences"]}
-        assert "tokens" not in found and "kv" not in found
-        assert found["logits"]["position"] == row["prompt_tokens"] + 1
-        assert found["logits"]["row"] == 1
-        # Two of three rows of each window.
-        assert found["logits"]["count"] == commands.GEN_TOKENS * 2 // 3
-    printed = capsys.readouterr().out
-    assert "row 1 of its window" in printed
-    # The window it began in, which the microscope takes up.
-    spec = re.search(r"experiments/parity.py --mismatch (\S+:3)", printed)[1]
-    found = parity_inputs.read_mismatch(spec)
-    assert found.position == rows[0]["prompt_tokens"] and len(found.text.window) == 3
-    assert (found.acceptance, found.prefill) == ("verify", "rows")
-    assert found.starts == (found.position - 1,) and found.window_rows == 4
-
-
-def test_a_run_with_differences_goes_on(folders, tmp_path, monkeypatch):
-    """Fails if windows are taken for prompts, or lost, when rows are taken up."""
-    wrong = {"wrong": lambda target: wrong_targets.OneUlpOff(target=target)}
-    run_with_verifier(folders, tmp_path, monkeypatch, **wrong)
-    first = (tmp_path / "wrong.jsonl").read_bytes()
-    status, rows = run_one_cell(folders, tmp_path)
-    assert status == exactness.NOT_EXACT and len(rows) == commands.NUM_PROMPTS
-    assert (tmp_path / "wrong.jsonl").read_bytes() == first
-
-
-def test_stale_values_are_caught(folders, tmp_path, monkeypatch):
-    """Located by layer and position, whatever they do to the tokens after them."""
-    status, rows = run_with_verifier(
-        folders,
-        tmp_path,
-        monkeypatch,
-        lambda target: wrong_targets.StaleValues(target=target),
-    )
-    assert status == exactness.NOT_EXACT
-    for row in rows:
-        (found,) = (d for d in row["differences"] if d["what"] == "kv")
-        assert (found["layer"], found["part"]) == (1, "v")
-        assert found["position"] == row["prompt_tokens"] - 1
-
-
-def test_a_wrong_log_prob_is_caught(folders, tmp_path, monkeypatch):
-    real = recorder.Recorder.detach
-
-    def wrong(self, state):
-        state, recording = real(self, state)
-        if isinstance(state, rounds.RoundState):
-            at = int(state.length) - 3
-            log_prob = recording.log_prob
-            log_prob = log_prob.at[at].set(np.nextafter(log_prob[at], np.float32(-99)))
-            recording = recording.replace(log_prob=log_prob)
-        return state, recording
-
-    monkeypatch.setattr(recorder.Recorder, "detach", wrong)
-    status, rows = run_one_cell(folders, tmp_path)
-    assert status == exactness.NOT_EXACT
-    for row in rows:
-        (found,) = row["differences"]
-        assert (found["what"], found["count"]) == ("log_probs", 1)
-        assert found["position"] == row["prompt_tokens"] + commands.GEN_TOKENS - 2
-
-
 @pytest.mark.parametrize(
     "more, words",
     [
@@ -359,6 +387,8 @@ def test_a_wrong_log_prob_is_caught(folders, tmp_path, monkeypatch):
         (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
         (("--certificate", "/nowhere/c.json"), ("/nowhere",)),
         (("--certificate", "."), ("directory",)),
+        (("--allow-dirty",), ("--allow-dirty", "--certificate")),
+        (("--isa", "sse"), ("--isa", "sse", "portable")),
         (("--limit", "1"), ("--limit", "--verify")),
         (("--verify", "c.json"), ("--verify", "certificate alone")),
     ],

@@ -56,7 +56,7 @@ class Finished:
 def finished(folders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     out, certificate = folder / "rows.jsonl", folder / "run.json"
-    more = ("--out", str(out), "--certificate", str(certificate))
+    more = ("--out", str(out), *commands.certifying(certificate))
     assert exactness.main(all_axes(folders, *more)) == exactness.EXACT
     return Finished(out=out, certificate=certificate)
 
@@ -174,7 +174,7 @@ def test_certificates_that_mean_something_else(
 def test_a_batch_that_was_interrupted_goes_on(folders, finished, tmp_path, monkeypatch):
     """Fails if a prompt of half a batch is lost, or has two rows."""
     out, certificate = tmp_path / "rows.jsonl", tmp_path / "run.json"
-    more = ("--out", str(out), "--certificate", str(certificate))
+    more = ("--out", str(out), *commands.certifying(certificate))
     real = suite.run
 
     def interrupted(plan, *, done):

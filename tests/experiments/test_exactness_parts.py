@@ -26,6 +26,7 @@ def make_evidence(**changes) -> evidence.Evidence:
         highest=np.arange(10, 15, dtype=np.int32),
         row=np.array([0, 1, 2, 0, 1], np.int32),
         window=np.array([[2, 0, 9], [2, 0, 9], [2, 0, 9], [2, 3, -1], [2, 3, -1]]),
+        constant=np.zeros(5, bool),
     )
     fields = {
         "num_prompt": 3,
@@ -113,6 +114,8 @@ def test_what_was_not_recorded_is_not_compared():
     assert hashes["log_probs"] == hashes["logits"] == evidence.NOT_COMPARED
     row = {
         "cell": "batch",
+        "nonfinite_logits": 0,
+        "constant_logits": 0,
         "differences": [],
         "spec_sha256": hashes,
         **dict.fromkeys(("tokens", "rounds", "proposed", "accepted"), 1),

@@ -193,3 +193,63 @@ def test_provenance_outside_a_checkout(monkeypatch):
         monkeypatch.setattr(subprocess, "run", fail)
         found = records.provenance()
         assert found["git_commit"] is None and found["git_dirty"] is None
+
+
+def check_clean() -> None:
+    records.check_clean(what="a certificate", allow="--allow-dirty")
+
+
+def test_code_of_a_commit(monkeypatch):
+    """What git says decides; and changes of results are not asked for."""
+    asked = []
+
+    def git(*arguments):
+        asked.append(arguments)
+        return "" if arguments[0] == "status" else "0" * 40
+
+    monkeypatch.setattr(records, "_git", git)
+    check_clean()
+    assert records.provenance()["git_dirty"] is False
+    assert ":(top,exclude)experiments/results" in asked[0]
+
+
+def test_code_without_a_commit(monkeypatch):
+    monkeypatch.setattr(records, "_git", lambda *arguments: None)
+    with pytest.raises(ValueError, match="a certificate .* no git checkout"):
+        check_clean()
+
+
+def test_a_library_from_elsewhere_is_not_of_the_commit(monkeypatch, tmp_path):
+    """Such as an installed one, beside the scripts of a checkout."""
+    monkeypatch.setattr(records, "_git", lambda *a: "" if a[0] == "status" else "0")
+    monkeypatch.setattr(records.spec_jax, "__file__", str(tmp_path / "a" / "b.py"))
+    with pytest.raises(ValueError, match=f"spec_jax comes from {tmp_path}, not from"):
+        check_clean()
+    assert records.provenance()["git_dirty"] is True
+
+
+def test_git_finds_changes_but_those_of_results(monkeypatch, tmp_path):
+    """In a checkout of its own."""
+
+    def git(*arguments):
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments],
+            **{"cwd": tmp_path, "capture_output": True, "text": True, "check": True},
+        )
+        return done.stdout.rstrip()
+
+    code, row = tmp_path / "code.py", tmp_path / "experiments" / "results" / "row.json"
+    row.parent.mkdir(parents=True)
+    for file in (code, row):
+        file.write_text("1")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-q", "-m", "one")
+    monkeypatch.setattr(records, "_git", git)
+    row.write_text("2")
+    check_clean()
+    code.write_text("2")
+    with pytest.raises(
+        ValueError, match=r"without a commit \(code.py\); --allow-dirty"
+    ):
+        check_clean()

@@ -98,11 +98,13 @@ def test_table_shows_every_number_with_its_unit():
 
 def test_table_shows_none_as_a_dash_and_failure_in_red():
     bad = SUMMARY | dict(matched=False, verify_decode_mismatches=3, speedup_e2e=None)
+    bad["nonfinite_logits"] = 4
     console = make_console(coloured=True)
     report.print_table(bad, console)
     text = printed(console)
     assert re.search(r"\x1b\[1;31m *false\x1b", text)
     assert re.search(r"\x1b\[1;31m *3\x1b", text)
+    assert re.search(r"\x1b\[1;31m *4\x1b", text)
     assert re.search(r"speedup_e2e +- ", strip_colours(text))
     console = make_console(coloured=True)
     report.print_table(SUMMARY, console)

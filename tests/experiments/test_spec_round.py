@@ -53,7 +53,7 @@ def test_a_matched_run(folders, tmp_path, capsys):
         assert row["repetition"] == metrics.repetition(row["spec_ids"])
         assert row["acceptance_rate"] == row["accepted"] / row["proposed"]
     assert summary["kind"] == "summary" and summary["matched"] is True
-    assert summary["verify_decode_mismatches"] == 0
+    assert summary["verify_decode_mismatches"] == summary["nonfinite_logits"] == 0
     assert summary["tokens"] == sum(row["tokens"] for row in prompts)
     weighted = sum(row["tokens"] * row["repetition"] for row in prompts)
     assert summary["repetition"] == pytest.approx(weighted / summary["tokens"])
@@ -167,6 +167,22 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
     *prompts, summary = rows_of(out)
     assert summary["matched"] is False
     assert summary["verify_decode_mismatches"] == len(prompts) == 2
+
+
+@pytest.mark.parametrize("more", [(), ("--batch", "2"), ("--acceptance", "decode")])
+def test_logits_that_are_not_finite_match_nothing(tmp_path, capsys, more):
+    """Finite weights that overflow at run time: equal tokens, and exit status 2."""
+    folders = tiny_pair.write_scaled(tmp_path, final_norm=3e38)
+    out = tmp_path / "out.jsonl"
+    more = (*more, "--ignore-stop", "--out", str(out))
+    assert spec_round.main(command(folders, *more)) == spec_round.NOT_MATCHED == 2
+    *prompts, summary = rows_of(out)
+    for row in prompts:
+        assert row["plain_ids"] == row["spec_ids"] and not row["matched"]
+        assert 0 < row["nonfinite_logits"] <= row["tokens"]
+    assert summary["matched"] is False
+    assert summary["nonfinite_logits"] == sum(p["nonfinite_logits"] for p in prompts)
+    assert "nonfinite_logits" in capsys.readouterr().out
 
 
 def test_an_interrupted_run_leaves_whole_lines(folders, tmp_path, monkeypatch, capsys):
@@ -342,7 +358,9 @@ def test_tokens_are_compared_and_not_assumed(folders):
     """Negative control of `matched`: one differing token is enough."""
     run = paired_runs.Plain(tokens=[1, 2, 3], timing=None)
     spec = paired_runs.Speculative(
-        tokens=[1, 2, 4], origins=[], counters=None, timing=None, mismatches=None
+        tokens=[1, 2, 4],
+        **{"origins": [], "timing": None, "mismatches": None},
+        counters=metrics.Counters(),
     )
     result = prompt_runs.PromptResult(
         prompt=None, prompt_ids=[1], plain=[run], spec=[spec], mismatches=0
@@ -350,4 +368,7 @@ def test_tokens_are_compared_and_not_assumed(folders):
     assert not result.matched
     same = dataclasses.replace(spec, tokens=[1, 2, 3])
     assert dataclasses.replace(result, spec=[same]).matched
-    assert np.array_equal(run.tokens, same.tokens)
+    of_nan = dataclasses.replace(same, counters=metrics.Counters(nonfinite=1))
+    assert not dataclasses.replace(result, spec=[of_nan]).matched
+    of_nan = dataclasses.replace(run, nonfinite=1)
+    assert not dataclasses.replace(result, plain=[of_nan], spec=[same]).matched
