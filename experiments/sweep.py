@@ -65,7 +65,12 @@ class PromptSet:
 
     def sha256(self, category: str | None) -> str:
         """A hash of the category's texts and of their order."""
-        texts = [prompt.text for prompt, _ in self.of(category)]
+        texts = [
+            [*(message["content"] for message in prompt.history), prompt.text]
+            if prompt.history
+            else prompt.text
+            for prompt, _ in self.of(category)
+        ]
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
@@ -96,18 +101,25 @@ def load_sets(
     sets = {}
     for source in dict.fromkeys(args.prompts):
         prompts = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
-        ids = prompt_runs.encode(pair, prompts, raw=args.raw)
+        # Greedy answers at every temperature: all cells have the same prompts.
+        prepared = prompt_runs.prepare(
+            pair,
+            prompts,
+            raw=args.raw,
+            gen_tokens=args.gen_tokens,
+            page_size=args.page_size,
+        )
         settings = paired_runs.Settings(
             gamma=args.gamma_max,
             gen_tokens=args.gen_tokens,
-            capacity=prompt_runs.capacity_for(
-                pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-            ),
+            capacity=prepared.capacity,
             page_size=args.page_size,
             stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
             prefill_by_rows=pair.target.prefills_by_rows,
         )
-        sets[source] = PromptSet(prompts=prompts, ids=ids, settings=settings)
+        sets[source] = PromptSet(
+            prompts=prepared.prompts, ids=prepared.ids, settings=settings
+        )
     return sets
 
 

@@ -19,6 +19,8 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
+from spec_jax.model import hub
+
 
 _END_OF_TEXT = "<|endoftext|>"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -144,7 +146,8 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     raw = _read_json(path)
     if raw is None:
-        raise ValueError(f"{path}: no such file; is this a model folder?")
+        hint = hub.hint(folder) or "is this a model folder?"
+        raise ValueError(f"{path}: no such file; {hint}")
     decoder = raw.get("decoder")
     if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
         raise ValueError(f"{path}: only byte-level tokenizers are supported")
