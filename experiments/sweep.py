@@ -123,6 +123,18 @@ def load_sets(
     return sets
 
 
+def describe(args: argparse.Namespace, pair: model_pair.ModelPair) -> dict[str, Any]:
+    """Which models the cells are of, and how long their texts, for each line."""
+    return {
+        "target": str(args.target or "embedded"),
+        "draft": str(args.draft or "embedded"),
+        "dtype": pair.target.config.dtype,
+        "impl": pair.target.impl,
+        "native_isa": dispatch.instruction_set(pair.target.impl),
+        "gen_tokens": args.gen_tokens,
+    }
+
+
 def shared_settings(
     args: argparse.Namespace, pair: model_pair.ModelPair
 ) -> dict[str, Any]:
@@ -130,15 +142,10 @@ def shared_settings(
     here = records.provenance()
     machine = ("jax_version", "jaxlib_version", "platform", "device_kind", "cpu")
     return {
-        "target": str(args.target or "embedded"),
-        "draft": str(args.draft or "embedded"),
+        **describe(args, pair),
         "target_sha256": fingerprint.of_params(pair.params[0]),
-        "dtype": pair.target.config.dtype,
-        "impl": pair.target.impl,
-        "native_isa": dispatch.instruction_set(pair.target.impl),
         "slab": pair.target.slab,
         "gamma_max": args.gamma_max,
-        "gen_tokens": args.gen_tokens,
         "page_size": args.page_size,
         "repeats": args.repeats,
         "top_k": args.top_k,
@@ -229,7 +236,7 @@ class Sweep:
                         cell, pair, after_prompt=lambda: progress.advance(task)
                     )
                     row = sweep_rows.row_of(cell, results)
-                    file.write(row | self._about(cell))
+                    file.write(row | self._about(cell, pair))
                     # A line of another console would run into the bar.
                     console = self._console if progress.disable else progress.console
                     console.print(
@@ -270,12 +277,13 @@ class Sweep:
             after_prompt()
         return results
 
-    def _about(self, cell: Cell) -> dict[str, Any]:
+    def _about(self, cell: Cell, pair: model_pair.ModelPair) -> dict[str, Any]:
         """What the line of a cell says beside its results."""
         of_set = self._sets[cell.prompt_source]
         return {
             "prompts_sha256": of_set.sha256(cell.category),
             "capacity": of_set.settings.capacity,
+            **describe(self._args, pair),
             **records.provenance(),
         }
 

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 def print_regret(
     rows: Sequence[Row], console: rich_console.Console, *, title: str
 ) -> None:
-    """Regret against the best constant gamma, and slowdown against plain decoding.
+    """Regret against the best constant gamma, and speed-up over plain decoding.
 
     Args:
       rows: of one kind, one for each policy and set.
@@ -28,21 +28,17 @@ def print_regret(
     table.add_column("policy")
     for name in sets:
         table.add_column(name, justify="right")
-        table.add_column("plain", justify="right", style="dim")
+        table.add_column("speed-up", justify="right", style="dim")
     for policy in dict.fromkeys(row["policy"] for row in rows):
         cells = []
         for name in sets:
             row = by_place[policy, name]
-            cells += [_percent(row["regret"]), _percent(row["slowdown"])]
+            cells += [f"{100 * row['regret']:+.1f}%", f"{row['speedup']:.2f}x"]
         table.add_row(policy, *cells)
     console.print(table)
     console.print(
         "regret: how much slower than the best constant gamma in hindsight, which is "
-        "that of the smallest regret; plain: how much slower than plain decoding; "
-        "negative is faster",
+        "that of the smallest regret; speed-up: plain / this, above 1 is faster than "
+        "plain decoding",
         style="dim",
     )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:+.1f}%"
