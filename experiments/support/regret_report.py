@@ -25,20 +25,25 @@ def print_regret(
     table = rich_table.Table(
         box=None, pad_edge=False, header_style="bold", title=title, title_justify="left"
     )
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     for name in sets:
         table.add_column(name, justify="right")
-        table.add_column("speed-up", justify="right", style="dim")
+        table.add_column("plain", justify="right", style="dim")
     for policy in dict.fromkeys(row["policy"] for row in rows):
         cells = []
         for name in sets:
             row = by_place[policy, name]
-            cells += [f"{100 * row['regret']:+.1f}%", f"{row['speedup']:.2f}x"]
+            cells += [_percent(row["regret"]), f"{row['speedup']:.2f}x"]
         table.add_row(policy, *cells)
     console.print(table)
     console.print(
         "regret: how much slower than the best constant gamma in hindsight, which is "
-        "that of the smallest regret; speed-up: plain / this, above 1 is faster than "
-        "plain decoding",
+        "that of the smallest regret; plain: speed-up over plain decoding, above 1 is "
+        "faster",
         style="dim",
     )
+
+
+def _percent(share: float) -> str:
+    """Tenths where they fit: a terminal has eighty columns."""
+    return f"{100 * share:+.1f}%" if share < 10 else f"{100 * share:+.0f}%"
