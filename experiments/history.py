@@ -186,13 +186,18 @@ def run_all(
         dtype=args.dtype,
         impl=args.impl,
     )
-    ids = prompt_runs.encode(pair, prompts, raw=False)
+    prepared = prompt_runs.prepare(
+        pair,
+        prompts,
+        raw=False,
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+    )
+    prompts, ids = prepared.prompts, prepared.ids
     settings = paired_runs.Settings(
         gamma=args.gamma,
         gen_tokens=args.gen_tokens,
-        capacity=prompt_runs.capacity_for(
-            pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-        ),
+        capacity=prepared.capacity,
         page_size=args.page_size,
     )
     description = {

@@ -59,6 +59,7 @@ def look(question: parity_question.Question) -> parity_report.Sight:
         comparison=compare.compare(
             *taken, dtypes=(first.dtype, second.dtype), layers=question.layers
         ),
+        tokenizer=question.tokenizer,
     )
 
 
@@ -84,7 +85,8 @@ def _draw(row: dict[str, Any], path: pathlib.Path) -> None:
     # Needs matplotlib, an extra; the flags have checked that it is there.
     from experiments.support import figures
 
-    figures.save(figures.divergence(row), path)
+    row = records.to_json(row, "row")  # As it stands in the file.
+    figures.save(figures.divergence(row), path, rows=[row])
 
 
 def _agrees(
@@ -130,7 +132,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.save_bundle is not None:
         parity_bundle.save(args.save_bundle, _bundle_of(question, sight, provenance))
     if args.heatmap is not None:
-        _draw(row, args.heatmap)
+        _draw(row | provenance, args.heatmap)
     parity_report.print_sight(sight, console)
     expected = sight.is_equal
     if bundle is not None:

@@ -101,17 +101,22 @@ def load_subject(args: argparse.Namespace) -> Subject:
         ),
     )
     first = next(iter(pairs.values()))
-    ids = prompt_runs.encode(first, prompts, raw=False)
-    capacity = prompt_runs.capacity_for(
-        first, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
+    prepared = prompt_runs.prepare(
+        first,
+        prompts,
+        raw=False,
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
     )
     settings = paired_runs.Settings(
         gamma=gamma_max,
         gen_tokens=args.gen_tokens,
-        capacity=capacity,
+        capacity=prepared.capacity,
         page_size=args.page_size,
     )
-    return Subject(pairs=pairs, prompts=prompts, ids=ids, settings=settings)
+    return Subject(
+        pairs=pairs, prompts=prepared.prompts, ids=prepared.ids, settings=settings
+    )
 
 
 def measure_costs(

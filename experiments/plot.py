@@ -203,13 +203,13 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     function = getattr(module, kind.function)
     if not kind.is_each:
         path = folder / f"{name}.svg"
-        figures.save(function(rows), path)
+        figures.save(function(rows), path, rows=rows)
         return [path]
     paths = []
     for number, row in enumerate(rows, 1):
         suffix = f"_{number}" if len(rows) > 1 else ""
         paths.append(folder / f"{name}{suffix}.svg")
-        figures.save(function(row), paths[-1])
+        figures.save(function(row), paths[-1], rows=[row])
     return paths
 
 

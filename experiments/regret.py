@@ -135,13 +135,18 @@ def load_subject(args: argparse.Namespace) -> Subject:
     plan_costs.check_gen_tokens(args.gen_tokens, args.gamma)
     prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     pair = load_pair(args)
-    ids = prompt_runs.encode(pair, prompts, raw=False)
+    prepared = prompt_runs.prepare(
+        pair,
+        prompts,
+        raw=False,
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+    )
+    prompts, ids = prepared.prompts, prepared.ids
     settings = paired_runs.Settings(
         gamma=args.gamma,
         gen_tokens=args.gen_tokens,
-        capacity=prompt_runs.capacity_for(
-            pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-        ),
+        capacity=prepared.capacity,
         page_size=args.page_size,
     )
     texts = []

@@ -29,6 +29,7 @@ from experiments.support import (
     records,
     report,
     sample_text,
+    sweep_report,
 )
 from spec_jax import metrics
 from spec_jax.drafters import draft_model
@@ -159,20 +160,14 @@ def _add_design_flags(design: argparse._ArgumentGroup) -> None:
 def make_settings(
     args: argparse.Namespace,
     pair: model_pair.ModelPair,
-    prompts: Sequence[prompt_files.Prompt],
-    ids: Sequence[list[int]],
+    *,
+    capacity: int,
 ) -> paired_runs.Settings:
-    """The settings, with a cache that fits the longest prompt.
-
-    Raises:
-      ValueError: a prompt that is empty, or too long for the model's positions.
-    """
+    """The settings of all runs."""
     return paired_runs.Settings(
         gamma=args.gamma,
         gen_tokens=args.gen_tokens,
-        capacity=prompt_runs.capacity_for(
-            pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-        ),
+        capacity=capacity,
         page_size=args.page_size,
         stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
         prefill_by_rows=(
@@ -188,6 +183,7 @@ class Measured:
     """Runs that are finished: what they show, and what they were made with."""
 
     summary: metrics.Metrics
+    categories: dict[str, metrics.Metrics]
     results: list[prompt_runs.PromptResult]
     pair: model_pair.ModelPair
     settings: paired_runs.Settings
@@ -215,9 +211,20 @@ def run_all(
         min_confidence=args.confidence,
         sampling_settings=flags.sampling_settings(args),
     )
-    ids = prompt_runs.encode(pair, prompts, raw=args.raw)
+    prepared = prompt_runs.prepare(
+        pair,
+        prompts,
+        raw=args.raw,
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+        sampling=flags.sampling_settings(args),
+    )
+    prompts, ids = prepared.prompts, prepared.ids
     settings = policies.with_policy(
-        args.gamma_policy, pair, make_settings(args, pair, prompts, ids), ids[0]
+        args.gamma_policy,
+        pair,
+        make_settings(args, pair, capacity=prepared.capacity),
+        ids[0],
     )
     console.print(
         f"{len(prompts)} prompts x {args.gen_tokens} tokens, gamma {args.gamma}, "
@@ -230,14 +237,25 @@ def run_all(
     summary = prompt_runs.summarise(results)
     if args.batch is not None:
         summary = batched_runs.without_decode_times(summary)
+    categories = {
+        name: report.to_row(of_one)
+        for name, of_one in prompt_runs.by_category(results).items()
+    }
     out.write(
         {"kind": "summary", **report.to_row(summary), "compile_s": compile_s}
+        | {"by_category": categories}
         | _description(args, pair, settings)
         | records.provenance()
     )
     if args.dump_verify_mismatches:
         _dump_mismatches(args, pair, settings, results, mismatch_lines, console)
-    return Measured(summary=summary, results=results, pair=pair, settings=settings)
+    return Measured(
+        summary=summary,
+        categories=categories,
+        results=results,
+        pair=pair,
+        settings=settings,
+    )
 
 
 def _run_in_turn(args, pair, settings, prompts, ids, out):
@@ -361,6 +379,9 @@ def run(args: argparse.Namespace) -> int:
     finally:  # The measured numbers, also where the text is interrupted.
         console.print()
         report.print_table(measured.summary, console)
+        if measured.categories:
+            console.print()
+            sweep_report.print_categories(measured.categories, console)
     matched = measured.summary["matched"] and sample.matched
     return MATCHED if matched else NOT_MATCHED
 

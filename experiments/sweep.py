@@ -65,7 +65,12 @@ class PromptSet:
 
     def sha256(self, category: str | None) -> str:
         """A hash of the category's texts and of their order."""
-        texts = [prompt.text for prompt, _ in self.of(category)]
+        texts = [
+            [*(message["content"] for message in prompt.history), prompt.text]
+            if prompt.history
+            else prompt.text
+            for prompt, _ in self.of(category)
+        ]
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
@@ -96,19 +101,38 @@ def load_sets(
     sets = {}
     for source in dict.fromkeys(args.prompts):
         prompts = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
-        ids = prompt_runs.encode(pair, prompts, raw=args.raw)
+        # Greedy answers at every temperature: all cells have the same prompts.
+        prepared = prompt_runs.prepare(
+            pair,
+            prompts,
+            raw=args.raw,
+            gen_tokens=args.gen_tokens,
+            page_size=args.page_size,
+        )
         settings = paired_runs.Settings(
             gamma=args.gamma_max,
             gen_tokens=args.gen_tokens,
-            capacity=prompt_runs.capacity_for(
-                pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-            ),
+            capacity=prepared.capacity,
             page_size=args.page_size,
             stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
             prefill_by_rows=pair.target.prefills_by_rows,
         )
-        sets[source] = PromptSet(prompts=prompts, ids=ids, settings=settings)
+        sets[source] = PromptSet(
+            prompts=prepared.prompts, ids=prepared.ids, settings=settings
+        )
     return sets
+
+
+def describe(args: argparse.Namespace, pair: model_pair.ModelPair) -> dict[str, Any]:
+    """Which models the cells are of, and how long their texts, for each line."""
+    return {
+        "target": str(args.target or "embedded"),
+        "draft": str(args.draft or "embedded"),
+        "dtype": pair.target.config.dtype,
+        "impl": pair.target.impl,
+        "native_isa": dispatch.instruction_set(pair.target.impl),
+        "gen_tokens": args.gen_tokens,
+    }
 
 
 def shared_settings(
@@ -118,15 +142,10 @@ def shared_settings(
     here = records.provenance()
     machine = ("jax_version", "jaxlib_version", "platform", "device_kind", "cpu")
     return {
-        "target": str(args.target or "embedded"),
-        "draft": str(args.draft or "embedded"),
+        **describe(args, pair),
         "target_sha256": fingerprint.of_params(pair.params[0]),
-        "dtype": pair.target.config.dtype,
-        "impl": pair.target.impl,
-        "native_isa": dispatch.instruction_set(pair.target.impl),
         "slab": pair.target.slab,
         "gamma_max": args.gamma_max,
-        "gen_tokens": args.gen_tokens,
         "page_size": args.page_size,
         "repeats": args.repeats,
         "top_k": args.top_k,
@@ -217,7 +236,7 @@ class Sweep:
                         cell, pair, after_prompt=lambda: progress.advance(task)
                     )
                     row = sweep_rows.row_of(cell, results)
-                    file.write(row | self._about(cell))
+                    file.write(row | self._about(cell, pair))
                     # A line of another console would run into the bar.
                     console = self._console if progress.disable else progress.console
                     console.print(
@@ -258,12 +277,13 @@ class Sweep:
             after_prompt()
         return results
 
-    def _about(self, cell: Cell) -> dict[str, Any]:
+    def _about(self, cell: Cell, pair: model_pair.ModelPair) -> dict[str, Any]:
         """What the line of a cell says beside its results."""
         of_set = self._sets[cell.prompt_source]
         return {
             "prompts_sha256": of_set.sha256(cell.category),
             "capacity": of_set.settings.capacity,
+            **describe(self._args, pair),
             **records.provenance(),
         }
 

@@ -119,13 +119,19 @@ def run_all(
         drafter=args.drafter,
         sampling_settings=settings_of,
     )
-    ids = prompt_runs.encode(pair, prompts, raw=False)
+    prepared = prompt_runs.prepare(
+        pair,
+        prompts,
+        raw=False,
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+        sampling=settings_of,
+    )
+    prompts, ids = prepared.prompts, prepared.ids
     settings = paired_runs.Settings(
         gamma=args.gamma,
         gen_tokens=args.gen_tokens,
-        capacity=prompt_runs.capacity_for(
-            pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-        ),
+        capacity=prepared.capacity,
         page_size=args.page_size,
         prefill_by_rows=pair.target.prefills_by_rows,
         sampling=settings_of,

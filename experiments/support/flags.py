@@ -123,8 +123,10 @@ def add_prompts(group: argparse._ActionsContainer, *, default: str) -> None:
         "--prompts",
         default=default,
         metavar="N|FILE[:N]",
-        help="the first N bundled prompts, or a file: JSONL with prompt, question, "
-        "text or turns, or plain text, one prompt a line (default: %(default)s)",
+        help="the first N bundled prompts, or a file, or - for standard input: JSON "
+        "lines or a JSON array with prompt, question, text, turns or messages, or "
+        "plain text, one prompt a line; N@SEED takes a sample of N, by category; see "
+        "docs/prompts.md (default: %(default)s)",
     )
 
 

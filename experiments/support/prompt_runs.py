@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from experiments.support import model_pair, paired_runs, prompt_files
-from spec_jax import metrics, session
+from spec_jax import metrics, sampling as sampling_lib, session
 from spec_jax.paging import index
 
 
@@ -115,14 +115,111 @@ def mismatches_of(
     return paired_runs.count_mismatches(pair, settings, prompt_ids, run.tokens)
 
 
+NO_CATEGORY = "none"
+"""What the prompts are called that have no category, beside others that do."""
+
+JOINT = "\n\n"
+"""Between the messages of a conversation where there is no chat template."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Prompts of one turn each, ready to run.
+
+    Attributes:
+      ids: the tokens of each.
+      capacity: positions of a cache that fits the longest: whole pages.
+    """
+
+    prompts: list[prompt_files.Prompt]
+    ids: list[list[int]]
+    capacity: int
+
+
+def prepare(
+    pair: model_pair.ModelPair,
+    prompts: Sequence[prompt_files.Prompt],
+    *,
+    raw: bool,
+    gen_tokens: int,
+    page_size: int,
+    sampling: sampling_lib.SamplingSettings | None = None,
+) -> Prepared:
+    """Makes every turn of every conversation a prompt, and encodes them all.
+
+    A turn's prompt holds the turns before it and their answers: what the target's
+    plain decoding writes here, before any clock runs, up to a stop token or
+    `gen_tokens`. So all that is run on these prompts answers the same text.
+
+    Args:
+      raw: leave out the chat template.
+      sampling: of the answers; None is greedy.
+
+    Raises:
+      ValueError: a prompt that is empty, or too long for the model's positions.
+      MemoryError: out of pages.
+    """
+    sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
+    stop_ids = pair.tokenizer.stop_ids
+    turns = [[_numbered(prompt, 1)] for prompt in prompts]
+    while True:
+        open_turns = [of_one for of_one in turns if of_one[-1].next_turns]
+        if not open_turns:
+            break
+        asked = [of_one[-1] for of_one in open_turns]
+        ids = encode(pair, asked, raw=raw)
+        settings = paired_runs.Settings(
+            gamma=1,
+            capacity=capacity_for(pair, asked, ids, **sizes),
+            stop_ids=stop_ids,
+            sampling=sampling,
+            **sizes,
+        )
+        for of_one, prompt_ids in zip(open_turns, ids, strict=True):
+            answer = paired_runs.run_plain(pair, settings, prompt_ids).tokens
+            if answer and answer[-1] in stop_ids:
+                answer.pop()
+            of_one.append(_next(of_one[-1], pair.tokenizer.decode(answer), len(of_one)))
+    flat = [prompt for of_one in turns for prompt in of_one]
+    ids = encode(pair, flat, raw=raw)
+    capacity = capacity_for(pair, flat, ids, **sizes)
+    return Prepared(prompts=flat, ids=ids, capacity=capacity)
+
+
+def _numbered(prompt: prompt_files.Prompt, turn: int) -> prompt_files.Prompt:
+    """The prompt under the name of its turn, if it is one of several."""
+    if not prompt.next_turns:
+        return prompt
+    return dataclasses.replace(prompt, id=f"{prompt.id} turn {turn}")
+
+
+def _next(prompt: prompt_files.Prompt, answer: str, turn: int) -> prompt_files.Prompt:
+    """The turn after an answer to turn number `turn`."""
+    text, *rest = prompt.next_turns
+    name = prompt.id.removesuffix(f" turn {turn}")
+    return dataclasses.replace(
+        prompt,
+        id=f"{name} turn {turn + 1}",
+        text=text,
+        history=(*prompt.messages, {"role": "assistant", "content": answer}),
+        next_turns=tuple(rest),
+    )
+
+
 def encode(
     pair: model_pair.ModelPair, prompts: Sequence[prompt_files.Prompt], *, raw: bool
 ) -> list[list[int]]:
-    """Token ids; through the chat template where the model has one."""
+    """Token ids; through the chat template where the model has one.
+
+    Without one, the messages of a conversation are joined by `JOINT`. Turns that come
+    after an answer are left out: `prepare` makes prompts of them.
+    """
     tokenizer = pair.tokenizer
     use_chat = tokenizer.has_chat_template and not raw
     texts = [
-        tokenizer.apply_chat(prompt.text) if use_chat else prompt.text
+        tokenizer.apply_chat(prompt.messages)
+        if use_chat
+        else JOINT.join(message["content"] for message in prompt.messages)
         for prompt in prompts
     ]
     return [tokenizer.encode(text) for text in texts]
@@ -164,6 +261,16 @@ def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
         matched=all(result.matched for result in results),
         verify_decode_mismatches=sum(result.mismatches for result in results),
     )
+
+
+def by_category(results: Sequence[PromptResult]) -> dict[str, metrics.Metrics]:
+    """Summarises each category apart; empty unless there are several."""
+    grouped: dict[str, list[PromptResult]] = {}
+    for result in results:
+        grouped.setdefault(result.prompt.category or NO_CATEGORY, []).append(result)
+    if len(grouped) < 2:
+        return {}
+    return {name: summarise(of_one) for name, of_one in sorted(grouped.items())}
 
 
 def _by_repeat(runs: list[list]) -> list[list[metrics.Timing]]:

@@ -203,6 +203,30 @@ def test_an_interrupted_run_leaves_whole_lines(folders, tmp_path, monkeypatch, c
     assert "interrupted" in capsys.readouterr().err
 
 
+def test_conversations_and_categories(folders, tmp_path, capsys):
+    """Every turn is run; counts stand by category, in the table and in the summary."""
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        {"question_id": 1, "category": "chat", "turns": ["hello", "and then?"]},
+        {"question_id": 2, "category": "math", "turns": ["1 + 1"]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ("--prompts", str(path), "--out", str(out), "--temperature", "0")
+    assert spec_round.main(command(folders, *more)) == 0
+    *prompts, summary = rows_of(out)
+    assert [row["id"] for row in prompts] == ["1 turn 1", "1 turn 2", "2"]
+    assert prompts[1]["prompt_tokens"] > prompts[0]["prompt_tokens"]
+    parts = summary["by_category"]
+    assert {name: part["prompts"] for name, part in parts.items()} == {
+        "chat": 2,
+        "math": 1,
+    }
+    for name in ("tokens", "proposed", "accepted"):
+        assert sum(part[name] for part in parts.values()) == summary[name]
+    table = capsys.readouterr().out.partition("by category")[2]
+    assert re.search(r"chat +2 ", table) and re.search(r"math +1 ", table)
+
+
 def test_prefill_by_rows_and_other_page_sizes_match(folders):
     """Every value once; each run compiles its programs."""
     for more in (
