@@ -7,7 +7,6 @@ import re
 import shutil
 
 import chex
-import numpy as np
 import pytest
 import tiny_pair
 
