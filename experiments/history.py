@@ -9,9 +9,14 @@ Exit status: 0 the story holds (the last rung matches, and is the fastest of tho
 that match); 2 it does not; 1 the input was unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 
 from rich import console as rich_console, table as rich_table, text as rich_text
@@ -274,7 +279,7 @@ def story_holds(rows: Sequence[dict]) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = rich_console.Console()
+    console = report.console()
     with records.JsonLines(args.out) as out:
         rows = run_all(args, out, console)
     print_ladder(rows, console)
@@ -283,10 +288,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the ladder; returns the exit status."""
-    args = parse_args(argv)
-    kept = "rows are written when every rung has run"
-    return flags.exit_status("history.py", lambda: run(args), kept=kept)
+    return script.run("history.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -7,9 +7,14 @@ its prompt alone. Times begin with the first prefill and end with the last token
 Exit status: 0 all texts equal; 2 some differ; 1 the input was unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,6 +105,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_out(parser, rows="one per way")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    flags.check_sampling(parser, args)
     return args
 
 
@@ -132,7 +138,9 @@ def run_all(
     )
     settings = policies.with_policy(args.gamma_policy, pair, settings, ids[0])
     ways = [ALONE]
-    for batch in args.batch:
+    if max(args.batch) > len(prompts):
+        console.print(f"--batch: at most {len(prompts)} slots, as there are prompts")
+    for batch in dict.fromkeys(min(each, len(prompts)) for each in args.batch):
         ways += [Way(batch=batch, gamma=0), Way(batch=batch, gamma=args.gamma)]
     console.print(f"{len(ids)} prompts x {args.gen_tokens} tokens; compiling ...")
     results = _run(pair, settings, ids, ways, repeats=args.repeats)
@@ -215,7 +223,7 @@ def print_table(rows: Sequence[dict[str, Any]], console: rich_console.Console) -
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = rich_console.Console()
+    console = report.console()
     with records.JsonLines(args.out) as out:
         rows, is_equal = run_all(args, console)
         for row in rows:
@@ -226,9 +234,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    args = parse_args(argv)
-    return flags.exit_status("throughput.py", lambda: run(args))
+    return script.run("throughput.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -4,7 +4,10 @@ One list, `FIELDS`, gives every number its place, format and unit, in the printe
 and in the JSON row. Functions here know names and values; they compute none of them.
 """
 
+import collections
 import dataclasses
+import datetime
+import time
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -322,19 +325,53 @@ def _can_print(text: str, console: rich_console.Console) -> bool:
     return True
 
 
+class _Console(rich_console.Console):
+    """Leaves it to `script.run` how to end where the reader has closed the pipe."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def console() -> rich_console.Console:
+    """Standard output."""
+    return _Console()
+
+
+INTERVAL_S = 10.0
+"""Between two lines of progress where there is no terminal for a bar."""
+
+
 class _Progress(rich_progress.Progress):
     """Redraws when it advances, and has no thread that redraws in between.
 
-    Such a thread would take processor time from whatever is being measured.
+    Such a thread would take processor time from whatever is being measured. Where
+    there is no terminal, `advance` prints a line now and then.
     """
+
+    def __init__(self, *columns, **keywords):
+        super().__init__(*columns, **keywords)
+        self._last_line_s = time.monotonic()
+        self._advanced = collections.Counter()
 
     def advance(self, task_id: rich_progress.TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)
-        self.refresh()
+        self._advanced[task_id] += advance
+        if not self.disable:
+            self.refresh()
+        elif time.monotonic() - self._last_line_s >= INTERVAL_S:
+            self._last_line_s = time.monotonic()
+            line = self._line(next(task for task in self.tasks if task.id == task_id))
+            self.console.print(line, soft_wrap=True, highlight=False)
+
+    def _line(self, task: rich_progress.Task) -> str:
+        """How far a task is, and how long the rest will take at that pace."""
+        pace_s = task.elapsed / self._advanced[task.id]
+        left = datetime.timedelta(seconds=round(pace_s * task.remaining))
+        return f"{task.description}: {task.completed:g} of {task.total:g}, {left} left"
 
 
 def progress(console: rich_console.Console | None = None) -> rich_progress.Progress:
-    """A progress bar on standard error; silent where that is no terminal.
+    """A progress bar on standard error; a line now and then where that is no terminal.
 
     It is redrawn by `advance`, or by `update(..., refresh=True)`.
     """
