@@ -102,7 +102,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_prompts(runs, default="10")
     flags.add_gen_tokens(runs, default=256)
     flags.add_repeats(runs)
-    flags.add_out(parser, rows="one per rung, as the table shows them")
+    flags.add_out(
+        parser, rows="one per prompt and rung as it finishes, then one per rung"
+    )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     return args
@@ -127,29 +129,29 @@ class Ladder:
 
     def run_prompt(
         self, prompt: prompt_files.Prompt, prompt_ids: list[int], *, repeats: int
-    ) -> None:
-        """Plain decoding and every design in turn, `repeats` times."""
+    ) -> list[dict]:
+        """Plain decoding and every design in turn, `repeats` times; their JSON rows."""
         plain: list[paired_runs.Plain] = []
         runs: dict[str, list[paired_runs.Speculative]] = {r.name: [] for r in LADDER}
         for _ in range(repeats):
             plain.append(self.plain(prompt_ids))
             for rung in LADDER:
                 runs[rung.name].append(self.run(rung, prompt_ids))
+        rows = []
         for rung in LADDER:
             pair, settings = self._design(rung)
             first = runs[rung.name][0]
-            self._results[rung.name].append(
-                prompt_runs.PromptResult(
-                    prompt=prompt,
-                    prompt_ids=prompt_ids,
-                    plain=plain,
-                    spec=runs[rung.name],
-                    mismatches=prompt_runs.mismatches_of(
-                        pair, settings, prompt_ids, first
-                    ),
-                    reference=paired_runs.run_plain(pair, settings, prompt_ids).tokens,
-                )
+            result = prompt_runs.PromptResult(
+                prompt=prompt,
+                prompt_ids=prompt_ids,
+                plain=plain,
+                spec=runs[rung.name],
+                mismatches=prompt_runs.mismatches_of(pair, settings, prompt_ids, first),
+                reference=paired_runs.run_plain(pair, settings, prompt_ids).tokens,
             )
+            self._results[rung.name].append(result)
+            rows.append(result.row() | {"kind": "history_prompt", "rung": rung.name})
+        return rows
 
     def row(self, rung: Rung) -> tuple[dict, metrics.Metrics]:
         """The JSON row of a rung: what it is, and its metrics."""
@@ -181,7 +183,10 @@ class Ladder:
 def run_all(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
 ) -> list[dict]:
-    """Runs every rung on every prompt; returns and writes a row for each rung."""
+    """Runs every rung on every prompt; returns the rows of the rungs.
+
+    Writes a row for each prompt and rung as it finishes, and those of the rungs.
+    """
     prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     pair = model_pair.load_pair(
         args.target or model_pair.EMBEDDED_TARGET,
@@ -219,7 +224,8 @@ def run_all(
     with report.progress() as progress:
         task = progress.add_task("prompts", total=len(prompts))
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
-            ladder.run_prompt(prompt, prompt_ids, repeats=args.repeats)
+            for row in ladder.run_prompt(prompt, prompt_ids, repeats=args.repeats):
+                out.write(row | description)
             progress.advance(task)
     rows = []
     for rung in LADDER:
@@ -258,7 +264,7 @@ def print_ladder(rows: Sequence[dict], console: rich_console.Console) -> None:
             f"{row['speedup_e2e']:.2f}x",
             row["published"],
         )
-    console.print(table)
+    report.print_whole(table, console)
     console.print(
         "matched: prompts with all tokens of plain decoding; tokens/step: per "
         "forward of the target, of any kind; speed-up: over "

@@ -359,7 +359,7 @@ def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, capsys):
         (("--top-p", "0"), ("--top-p",)),
         (("--target", "nowhere"), ("nowhere",)),
         (("--prompts", "51"), ("51", "50")),
-        (("--gen-tokens", "2047"), ("py-01", "holds 1")),
+        (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
     ],
 )
 def test_recordings_that_cannot_be(folders, tmp_path, capsys, more, words):
