@@ -206,7 +206,7 @@ def _line_of(error: BaseException) -> str | None:
         return _one_line(error) or _no_memory(error)
     if isinstance(error, OSError):
         return _of_system(error)
-    if isinstance(error, ValueError | NotImplementedError):
+    if isinstance(error, ValueError | NotImplementedError | FloatingPointError):
         return _one_line(error)
     # Not of its subclasses: jax raises those for faults of a program.
     if type(error) is RuntimeError:
