@@ -37,6 +37,7 @@ from experiments.support import (
     report,
     timing,
 )
+from spec_jax import metrics
 from spec_jax.ops import dispatch
 
 
@@ -148,12 +149,18 @@ def measure_acceptance(subject: Subject) -> dict[str, plan_acceptance.Acceptance
         total = len(subject.pairs) * len(subject.ids)
         task = progress.add_task("acceptance", total=total)
         for name, pair in subject.pairs.items():
-            windows = []
+            windows, texts = [], []
             for prompt_ids in subject.ids:
-                windows += plan_acceptance.record(pair, subject.settings, prompt_ids)
+                rounds, text = plan_acceptance.record(
+                    pair, subject.settings, prompt_ids
+                )
+                windows += rounds
+                texts.append(text)
                 progress.advance(task)
             measured[name] = plan_acceptance.measure(
-                windows, gamma_max=subject.settings.gamma
+                windows,
+                gamma_max=subject.settings.gamma,
+                repetition=metrics.mean_repetition(texts),
             )
     return measured
 

@@ -2,8 +2,9 @@
 
 Runs every prompt plain and speculatively, interleaved in one process, and compares
 all tokens; then replays the committed text through plain decoding and counts the
-verified positions whose argmax differs. Exit status: 0 matched, 2 not matched, 1 the
-input was unusable.
+verified positions whose argmax differs. Without --temperature these runs are greedy,
+and the text that is shown is drawn apart (temperature 0.7, top-p 0.8, top-k 20). Exit
+status: 0 matched, 2 not matched, 1 the input was unusable.
 """
 
 from experiments.support import script
@@ -30,6 +31,7 @@ from experiments.support import (
     prompt_runs,
     records,
     report,
+    sample_text,
 )
 from spec_jax import metrics
 from spec_jax.drafters import draft_model
@@ -49,11 +51,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_run_flags(parser.add_argument_group("runs"))
     policies.add_policy(parser.add_argument_group("adaptive gamma"))
     flags.add_sampling(parser.add_argument_group("sampling"))
+    parser.set_defaults(temperature=None)  # To tell 0 from no temperature at all.
     _add_design_flags(parser.add_argument_group("verification and caches"))
     flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
+    args.draws_sample = args.temperature is None
+    args.temperature = args.temperature or 0.0
     if args.dump_verify_mismatches and args.temperature:
         parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
     if args.batch is not None:
@@ -184,13 +189,23 @@ def make_settings(
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Runs that are finished: what they show, and what they were made with."""
+
+    summary: metrics.Metrics
+    results: list[prompt_runs.PromptResult]
+    pair: model_pair.ModelPair
+    settings: paired_runs.Settings
+
+
 def run_all(
     args: argparse.Namespace,
     out: records.JsonLines,
     mismatch_lines: records.JsonLines,
     console: rich_console.Console,
-) -> tuple[metrics.Metrics, list[prompt_runs.PromptResult], model_pair.ModelPair]:
-    """Loads, runs every prompt, writes its line, and returns the summary."""
+) -> Measured:
+    """Loads, runs every prompt, and writes its line, and the summary's."""
     prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     pair = model_pair.load_pair(
         args.target or model_pair.EMBEDDED_TARGET,
@@ -231,7 +246,7 @@ def run_all(
     )
     if args.dump_verify_mismatches:
         _dump_mismatches(args, pair, settings, results, mismatch_lines, console)
-    return summary, results, pair
+    return Measured(summary=summary, results=results, pair=pair, settings=settings)
 
 
 def _run_in_turn(args, pair, settings, prompts, ids, out):
@@ -330,16 +345,14 @@ def _description(args, pair, settings) -> dict:
     }
 
 
-def print_sample(
-    result: prompt_runs.PromptResult,
-    pair: model_pair.ModelPair,
-    console: rich_console.Console,
-) -> None:
-    """One text, its tokens told apart by where they came from."""
-    run = result.spec[0]
-    prompt_origins = [report.Origin.PROMPT] * len(result.prompt_ids)
-    pieces = pair.tokenizer.decode_pieces([*result.prompt_ids, *run.tokens])
-    report.sample_text(pieces, [*prompt_origins, *run.origins], console)
+def make_sample(args: argparse.Namespace, measured: Measured) -> sample_text.Sample:
+    """The text that is shown: of the settings that were asked for, or drawn apart."""
+    first = measured.results[0]
+    if args.draws_sample:
+        return sample_text.draw(measured.pair, measured.settings, first, seed=args.seed)
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    how = sample_text.describe(**{name: getattr(args, name) for name in names})
+    return sample_text.of_measured(first, how=how)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -349,12 +362,16 @@ def run(args: argparse.Namespace) -> int:
         records.JsonLines(args.out) as out,
         records.JsonLines(args.dump_verify_mismatches) as mismatch_lines,
     ):
-        summary, results, pair = run_all(args, out, mismatch_lines, console)
-    console.print()
-    print_sample(results[0], pair, console)
-    console.print()
-    report.print_table(summary, console)
-    return MATCHED if summary["matched"] else NOT_MATCHED
+        measured = run_all(args, out, mismatch_lines, console)
+    try:
+        sample = make_sample(args, measured)
+        console.print()
+        sample_text.show(sample, measured.pair, console)
+    finally:  # The measured numbers, also where the text is interrupted.
+        console.print()
+        report.print_table(measured.summary, console)
+    matched = measured.summary["matched"] and sample.matched
+    return MATCHED if matched else NOT_MATCHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -240,7 +240,7 @@ def add_sampling(group: argparse._ActionsContainer) -> None:
         "--temperature",
         type=float,
         default=0.0,
-        help="divides the logits; 0 is greedy (default: %(default)s)",
+        help="divides the logits; 0 is greedy (default: 0)",
     )
     add_noise(group)
 

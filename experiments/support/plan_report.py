@@ -64,11 +64,14 @@ def print_costs(rows: Sequence[Row], console: rich_console.Console) -> None:
 
 def print_acceptance(rows: Sequence[Row], console: rich_console.Console) -> None:
     """One line a drafter: the shares by position."""
-    table = _table("drafter", "windows", "drafted", "kept, if all before were")
+    table = _table(
+        "drafter", "windows", "repetition", "drafted", "kept, if all before were"
+    )
     for row in rows:
         table.add_row(
             row["drafter"],
             f"{row['windows']:,d}",
+            report.format_value(row["repetition"], ".3f"),
             report.format_value(list(row["drafted"]), ".2f"),
             report.format_value(list(row["kept"]), ".2f"),
         )

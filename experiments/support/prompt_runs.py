@@ -34,9 +34,21 @@ class PromptResult:
         reference = self.plain[0].tokens
         return all(run.tokens == reference for run in (*self.plain, *self.spec))
 
+    @property
+    def text(self) -> metrics.TextCounts:
+        """What was counted of the first speculative run's text."""
+        return metrics.text_counts(self.spec[0].tokens, self.spec[0].counters)
+
     def row(self) -> dict:
         """The JSON line."""
         counters = self.spec[0].counters
+        summary = metrics.summarise(
+            counters,
+            prompts=1,
+            texts=[self.text],
+            matched=None,
+            verify_decode_mismatches=None,
+        )
         return {
             "kind": "prompt",
             "id": self.prompt.id,
@@ -48,6 +60,8 @@ class PromptResult:
             "rounds": counters.rounds,
             "proposed": counters.proposed,
             "accepted": counters.accepted,
+            "acceptance_rate": summary["acceptance_rate"],
+            "repetition": summary["repetition"],
             "accepted_hist": counters.accepted_hist,
             "baseline_e2e_s": [run.timing.e2e_s for run in self.plain],
             "spec_e2e_s": [run.timing.e2e_s for run in self.spec],
@@ -165,6 +179,7 @@ def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
     return metrics.summarise(
         metrics.total(result.spec[0].counters for result in results),
         prompts=len(results),
+        texts=[result.text for result in results],
         baseline=_by_repeat([result.plain for result in results]),
         spec=_by_repeat([result.spec for result in results]),
         matched=all(result.matched for result in results),

@@ -74,6 +74,10 @@ FIELDS: tuple[Field, ...] = (
         ("mean_accepted_length", ".3f", "tokens/round", "with the target's own token"),
         ("tokens_per_target_step", ".3f", "tokens", "after stop tokens cut"),
         ("accepted_hist", "d", "rounds", "that kept 0, 1, 2, ... drafted tokens"),
+        ("repetition", ".3f", "", "share of repeated 4-grams in the texts"),
+        ("tercile_prompts", "d", "prompts", "thirds of them, least repetition first"),
+        ("tercile_repetition", ".3f", "", "of each third"),
+        ("tercile_acceptance_rate", ".3f", "", "of each third"),
     ),
     *_group(
         "losslessness",

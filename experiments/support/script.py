@@ -3,7 +3,6 @@
 Imports nothing that takes time: `start` is called before whatever does.
 """
 
-import _thread
 import argparse
 import contextlib
 import os
@@ -163,7 +162,11 @@ class _Interrupts:
             self._hook(lost)
             return
         # Not from here, where it would be lost again.
-        self._again = threading.Timer(self._AGAIN_S, _thread.interrupt_main)
+        # And as a signal, which ends what the main thread may be waiting for.
+        main = threading.main_thread().ident
+        self._again = threading.Timer(
+            self._AGAIN_S, signal.pthread_kill, (main, signal.SIGINT)
+        )
         self._again.daemon = True
         self._again.start()
 

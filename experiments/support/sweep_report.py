@@ -24,7 +24,9 @@ AXES = {
 but for the drafter and its gamma."""
 
 NUMBERS = {
+    "prompts": ("n", "d"),
     "acceptance_rate": ("kept", ".3f"),
+    "repetition": ("rep", ".3f"),
     "mean_accepted_length": ("length", ".2f"),
     "speedup_e2e": ("e2e", ".2f"),
     "speedup_e2e_p10": ("p10", ".2f"),
@@ -46,7 +48,8 @@ def print_sets(rows: Sequence[Row], console: rich_console.Console) -> None:
             _print(by_category, console, title=f"{source}, by category")
         _print(sweep_rows.totals(of_set), console, title=source)
     console.print(
-        "kept: of proposed drafts; length: tokens a round, the target's own counted; "
+        "n: prompts; kept: of proposed drafts; rep: repeated 4-grams in the texts; "
+        "length: tokens a round, the target's own counted; "
         "e2e: speed-up over plain decoding, prefill included, with p10 and p90 over "
         "repeats, or with one repeat over prompts; decode: of decoding alone; match: "
         "all tokens are those of plain decoding, else how many choices differ",
@@ -76,7 +79,10 @@ def _print(rows: Sequence[Row], console: rich_console.Console, *, title: str) ->
     for row in rows:
         table.add_row(
             *("-" if row[name] is None else str(row[name]) for name in axes),
-            *(report.format_value(row[n], form) for n, (_, form) in NUMBERS.items()),
+            *(
+                report.format_value(row.get(n), form)
+                for n, (_, form) in NUMBERS.items()
+            ),
             _match(row),
         )
     console.print(table)

@@ -28,6 +28,9 @@ TIMES = [[metrics.Timing(prefill_s=0.5, decode_s=2.0, tokens=1234)]] * 3
 SUMMARY = metrics.summarise(
     COUNTERS,
     prompts=1,
+    texts=[
+        metrics.TextCounts(tokens=1234, repetition=0.25, proposed=1200, accepted=635)
+    ],
     baseline=TIMES,
     spec=TIMES,
     matched=True,
@@ -86,6 +89,8 @@ def test_table_shows_every_number_with_its_unit():
     assert lines["acceptance_rate"].startswith("0.529 ")
     assert lines["conditional_acceptance"].startswith("0.72 0.46 ")
     assert lines["accepted_hist"].startswith("165 235 200 ")
+    assert lines["repetition"].startswith("0.250 ")
+    assert lines["tercile_acceptance_rate"].startswith("0.529 ")
     assert lines["matched"].startswith("true ")
     assert lines["spec_decode_tok_s"].split()[:2] == ["617.0", "tokens/s"]
     assert lines["speedup_e2e_p90"].split()[:2] == ["1.00", "x"]

@@ -135,6 +135,9 @@ def test_a_total_is_that_of_one_run(swept):
         ]
         ratios.append(seconds[0] / seconds[1])
     assert total["speedup_e2e"] == pytest.approx(sum(ratios) / 2)
+    weighted = sum(row["tokens"] * row["repetition"] for row in of_gamma)
+    assert total["repetition"] == pytest.approx(weighted / total["tokens"])
+    assert total["tercile_prompts"] == [1, 1, 1]
     # A total of one category is that category's own row.
     (alone,) = sweep_rows.totals(of_gamma[:1])
     for name in ("speedup_decode", "acceptance_rate", "baseline_e2e_tpot_ms"):
