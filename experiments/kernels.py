@@ -60,7 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     presets = ", ".join(sorted(subjects.PRESETS))
     parser.add_argument(
         "--shapes",
-        type=str,
+        type=flags.text_source,
         default=EMBEDDED,
         metavar="NAME|DIR",
         help=f"the model whose shapes are measured: {EMBEDDED} (the target of the "

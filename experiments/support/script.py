@@ -239,10 +239,8 @@ def _of_system(error: OSError) -> str:
     reason = error.strerror or _one_line(error)
     if error.filename is not None:
         return f"{error.filename}: {reason}"
-    frames = traceback.extract_tb(error.__traceback__)
-    is_printed = any(frame.name == "_write_buffer" for frame in frames)  # rich's
     try:
-        sys.stdout.flush()
+        print(flush=True)  # Files are named in their errors; is it this one?
     except OSError:
-        is_printed = True
-    return f"standard output: cannot be written ({reason})" if is_printed else reason
+        return f"standard output: cannot be written ({reason})"
+    return reason
