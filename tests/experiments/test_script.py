@@ -202,7 +202,7 @@ def spec_round(folders, out) -> subprocess.Popen:
     command = [sys.executable, "-c", LISTENING + RUN, "experiments/spec_round.py"]
     command += ["--target", str(target), "--draft", str(draft), "--out", str(out)]
     # More than can be done before the signal comes.
-    command += ["--prompts", "50", "--gen-tokens", "900", "--ignore-stop"]
+    command += ["--prompts", "50", "--gen-tokens", "300", "--ignore-stop"]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -230,7 +230,8 @@ def test_an_interrupt_ends_a_run_and_keeps_its_rows(folders, tmp_path, num_rows)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
     assert process.returncode == 130, error
-    assert error == f"spec_round.py: interrupted; finished rows are in {out}\n"
+    line = f"spec_round.py: interrupted; finished rows are in {out}"
+    assert error.splitlines()[-1] == line and "Traceback" not in error
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) >= (num_rows or 0)
 

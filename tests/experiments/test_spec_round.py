@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 
 import chex
 import numpy as np
@@ -147,6 +150,27 @@ def byte_text(folders, ids: list[int]) -> str:
     """The text of generated tokens, as it is shown."""
     pieces = tokenizer.load(folders[0]).decode_pieces(ids)
     return "".join(map(report._without_controls, pieces))
+
+
+def test_wide_defaults_change_nothing(folders, tmp_path):
+    """Fails if `JAX_ENABLE_X64` stops a script, or moves a token."""
+    rows = {}
+    for wide in ("0", "1"):
+        out = tmp_path / f"{wide}.jsonl"
+        done = subprocess.run(
+            [sys.executable, spec_round.__file__, *command(folders, "--out", str(out))],
+            capture_output=True,
+            text=True,
+            env={
+                **os.environ,
+                "JAX_ENABLE_X64": wide,
+                "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+            },
+        )
+        assert done.returncode == spec_round.MATCHED, done.stderr
+        *prompts, _ = rows_of(out)
+        rows[wide] = [(row["plain_ids"], row["rounds"]) for row in prompts]
+    assert rows["0"] == rows["1"]
 
 
 def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
