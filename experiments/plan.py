@@ -8,9 +8,14 @@ same length. Exit status: 0 measured and matched, 2 not matched, 1 the input was
 unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -291,16 +296,14 @@ def describe(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.JsonLines(args.out) as out:
-        rows = run_all(args, out, rich_console.Console())
+        rows = run_all(args, out, report.console())
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plans, runs and compares; returns the exit status."""
-    args = parse_args(argv)
-    kept = f"finished rows are in {args.out}" if args.out else ""
-    return flags.exit_status("plan.py", lambda: run(args), kept=kept)
+    return script.run("plan.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -8,10 +8,14 @@ status: 0 matched, 2 not matched, or with logits that are not finite, 1 the inpu
 unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
-import pathlib
-import sys
 from collections.abc import Sequence
 
 from rich import console as rich_console
@@ -54,6 +58,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    flags.check_sampling(parser, args)
     args.draws_sample = args.temperature is None
     args.temperature = args.temperature or 0.0
     if args.dump_verify_mismatches and args.temperature:
@@ -78,8 +83,10 @@ def _check_batch(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     }
     for name, value in only.items():
         if getattr(args, name) != value:
-            flag = f"--{name.replace('_', '-')}"
-            parser.error(f"--batch does not go together with {flag}: leave one out")
+            parser.error(
+                f"--batch does not go together with {flags.flag_of(name)}: leave one "
+                "out"
+            )
 
 
 def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
@@ -137,7 +144,7 @@ def _add_design_flags(design: argparse._ArgumentGroup) -> None:
     )
     design.add_argument(
         "--dump-verify-mismatches",
-        type=pathlib.Path,
+        type=flags.output,
         metavar="FILE",
         help="JSON lines: every verified position at which decoding chooses another "
         "token, with both top 5 logits; experiments/parity.py takes one up",
@@ -226,6 +233,9 @@ def run_all(
         make_settings(args, pair, capacity=prepared.capacity),
         ids[0],
     )
+    if args.batch is not None and args.batch > len(prompts):
+        args.batch = len(prompts)
+        console.print(f"--batch: {args.batch} slots, as many as there are prompts")
     console.print(
         f"{len(prompts)} prompts x {args.gen_tokens} tokens, gamma {args.gamma}, "
         f"{pair.target.config.dtype}, impl {pair.target.impl}; compiling ..."
@@ -366,7 +376,7 @@ def make_sample(args: argparse.Namespace, measured: Measured) -> sample_text.Sam
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = rich_console.Console()
+    console = report.console()
     with (
         records.JsonLines(args.out) as out,
         records.JsonLines(args.dump_verify_mismatches) as mismatch_lines,
@@ -388,10 +398,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    args = parse_args(argv)
-    kept = f"finished prompts are in {args.out}" if args.out else ""
-    return flags.exit_status("spec_round.py", lambda: run(args), kept=kept)
+    return script.run("spec_round.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

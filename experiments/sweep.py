@@ -8,6 +8,12 @@ and with figures. Exit status: 0 all matched, 2 not all matched, 1 the input was
 unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
 import datetime
@@ -16,7 +22,6 @@ import importlib.util
 import itertools
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +30,7 @@ from rich import console as rich_console, progress as rich_progress
 
 from experiments import plot
 from experiments.support import (
+    files,
     flags,
     model_pair,
     paired_runs,
@@ -86,7 +92,7 @@ def load_pair(
         dtype=args.dtype,
         impl=args.impl,
         drafter=drafter,
-        sampling_settings=sweep_flags.settings(args, temperature),
+        sampling_settings=flags.sampling_settings(args, temperature),
     )
 
 
@@ -262,7 +268,7 @@ class Sweep:
         settings = dataclasses.replace(
             self._sets[cell.prompt_source].settings,
             gamma=cell.gamma,
-            sampling=sweep_flags.settings(self._args, cell.temperature),
+            sampling=flags.sampling_settings(self._args, cell.temperature),
         )
         settings = policies.with_policy(cell.gamma_policy, pair, settings, ids[0])
         # What an earlier cell has compiled is not compiled again.
@@ -324,12 +330,7 @@ def check_figures(folder: pathlib.Path | None) -> None:
         raise ValueError(
             f"--figures {folder}: matplotlib is not installed; {plot.INSTALL} brings it"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--figures {folder}: cannot be made ({error.strerror})"
-        ) from None
+    files.check_folder(folder)
 
 
 def draw_figures(
@@ -349,7 +350,7 @@ def draw_figures(
 
 def run(args: argparse.Namespace) -> int:
     """Runs what is missing and shows all; returns the exit status."""
-    console = rich_console.Console()
+    console = report.console()
     check_figures(args.figures)
     pair = load_pair(args, args.drafter[0], args.temperature[0])
     sets = load_sets(args, pair)
@@ -370,12 +371,17 @@ def run(args: argparse.Namespace) -> int:
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 
 
+def kept(args: argparse.Namespace) -> str:
+    """What an interrupt leaves behind."""
+    return f"finished cells are in {args.out}, and the same command goes on from there"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the sweep; returns the exit status."""
-    args = sweep_flags.parse(argv, description=__doc__)
-    kept = f"finished cells are in {args.out}, and the same command goes on from there"
-    return flags.exit_status("sweep.py", lambda: run(args), kept=kept)
+    return script.run(
+        "sweep.py", lambda: sweep_flags.parse(argv, description=__doc__), run, kept=kept
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

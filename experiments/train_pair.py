@@ -13,12 +13,17 @@ Everything but the export goes to `--work`. The tokenizer, a byte-level BPE of 4
 entries, is trained by the first stage that runs.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
 import functools
 import json
 import pathlib
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -26,10 +31,13 @@ import numpy as np
 import tokenizers
 
 from experiments.pair import corpus, export, quality, rollouts, training
+from experiments.support import files, flags
 from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.ops import dispatch
 from spec_jax.typing import IMPLS
 
+
+DONE = 0
 
 WINDOW = 512
 HELD_OUT_WINDOWS = 32
@@ -242,9 +250,9 @@ def _named_folder(text: str) -> tuple[str, pathlib.Path]:
     return name, pathlib.Path(folder)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one stage."""
-    parser = argparse.ArgumentParser(
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; `argparse` itself exits with status 1 on unknown ones."""
+    parser = flags.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
@@ -257,7 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="checkpoints, logs and tokenizer (default: %(default)s)",
     )
     parser.add_argument(
-        "--steps", type=int, help="optimiser steps of 8192 tokens (default: by stage)"
+        "--steps",
+        type=flags.positive,
+        help="optimiser steps of 8192 tokens (default: by stage)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -280,19 +290,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--note", action="append", default=[], help="a sentence for the model card"
     )
-    args = parser.parse_args(argv)
-    try:
-        if args.stage == "export":
-            export_pair(args)
-        elif args.stage == "rollouts":
-            roll_out(args)
-        else:
-            print(f"held-out loss {train(args):.4f} nats per token")
-    except (ValueError, NotImplementedError) as error:
-        print(f"train_pair.py: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one stage; returns the exit status."""
+    files.check_folder(args.assets if args.stage == "export" else args.work)
+    if args.stage == "export":
+        export_pair(args)
+    elif args.stage == "rollouts":
+        roll_out(args)
+    else:
+        print(f"held-out loss {train(args):.4f} nats per token")
+    return DONE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one stage; returns the exit status."""
+    return script.run(
+        "train_pair.py",
+        lambda: parse_args(argv),
+        run,
+        kept=lambda args: (
+            f"the same command goes on from the checkpoints in {args.work}"
+        ),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -7,6 +7,7 @@ import os
 import pathlib
 import stat
 import sys
+import tempfile
 
 
 MAX_BYTES = 2**28
@@ -25,6 +26,7 @@ def read(path: pathlib.Path, *, max_bytes: int = MAX_BYTES) -> bytes:
       ValueError: a file that cannot be read, is not regular, or is too large.
       MemoryError: a file for which there is no memory.
     """
+    _check_name(path, "read")
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -62,6 +64,7 @@ def open_output(path: pathlib.Path) -> io.FileIO:
     Raises:
       ValueError: a path that cannot be written, or that another process writes to.
     """
+    _check_name(path, "written")
     try:
         if path.is_dir():
             raise ValueError(
@@ -86,10 +89,33 @@ def open_output(path: pathlib.Path) -> io.FileIO:
 
 def check_output(path: pathlib.Path) -> None:
     """Raises `ValueError` unless the file can be written; leaves it as it is."""
+    _check_name(path, "written")
+    if os.path.lexists(path) and not path.is_dir() and not path.is_file():
+        # The reader of a pipe would take its closing for the end.
+        if not os.access(path, os.W_OK):
+            raise ValueError(f"{path}: cannot be written; name another file")
+        return
     is_new = not os.path.lexists(path)
     open_output(path).close()
     if is_new:
         path.unlink()
+
+
+def check_folder(path: pathlib.Path) -> None:
+    """Makes the folder where it is not there, and finds whether it can be written to.
+
+    Raises:
+      ValueError: it cannot be made, or written to.
+    """
+    _check_name(path, "written")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{path}: no folder that can be written to ({error.strerror}); name another"
+        ) from None
 
 
 def is_same(one: pathlib.Path, other: pathlib.Path) -> bool:
@@ -98,6 +124,11 @@ def is_same(one: pathlib.Path, other: pathlib.Path) -> bool:
         return os.path.samefile(one, other)
     except OSError:  # One of them is not there yet.
         return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _check_name(path: pathlib.Path, what: str) -> None:
+    if "\0" in str(path):
+        raise ValueError(f"{path}: cannot be {what} (null character in its name)")
 
 
 def _lock(file: io.FileIO, path: pathlib.Path) -> None:

@@ -1,10 +1,11 @@
 """A prompt's runs, plain and speculative in turn, and what they show together."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from experiments.support import model_pair, paired_runs, prompt_files
 from spec_jax import metrics, sampling as sampling_lib, session
+from spec_jax.model import config as config_lib
 from spec_jax.paging import index
 
 
@@ -225,6 +226,39 @@ def encode(
     return [tokenizer.encode(text) for text in texts]
 
 
+def check_lengths(
+    config: config_lib.Qwen3Config,
+    prompts: Iterable[tuple[str, list[int]]],
+    *,
+    gen_tokens: int,
+    page_size: int,
+) -> None:
+    """Raises `ValueError` for what the model's positions do not hold.
+
+    Args:
+      prompts: what messages call each, and its ids.
+    """
+    positions = config.max_position_embeddings
+    for flag, value in (("--gen-tokens", gen_tokens + 1), ("--page-size", page_size)):
+        if value > positions:
+            most = positions - 1 if flag == "--gen-tokens" else positions
+            raise ValueError(
+                f"{flag} must be at most {most:,}: the model has {positions:,} "
+                "positions (max_position_embeddings) for a prompt and what follows"
+            )
+    for name, ids in prompts:
+        if len(ids) > positions - gen_tokens:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens, and {gen_tokens} are to come: the "
+                f"model has {positions} positions (max_position_embeddings). Shorten "
+                f"the prompt to {positions - gen_tokens}, or --gen-tokens to "
+                f"{max(positions - len(ids), 0)}"
+            )
+        session.check_prompt(
+            ids, vocab_size=config.vocab_size, capacity=positions, what=name
+        )
+
+
 def capacity_for(
     pair: model_pair.ModelPair,
     prompts: Sequence[prompt_files.Prompt],
@@ -236,16 +270,15 @@ def capacity_for(
     """Positions of a cache that fits the longest prompt: whole pages.
 
     Raises:
-      ValueError: a prompt that is empty, or too long for the model's positions.
+      ValueError: as `check_lengths`.
     """
-    positions = pair.target.config.max_position_embeddings
-    for prompt, prompt_ids in zip(prompts, ids, strict=True):
-        session.check_prompt(
-            prompt_ids,
-            vocab_size=pair.target.config.vocab_size,
-            capacity=positions - gen_tokens,
-            what=f"prompt {prompt.id!r} (with {gen_tokens} tokens to come)",
-        )
+    names = [f"prompt {prompt.id!r}" for prompt in prompts]
+    check_lengths(
+        pair.target.config,
+        zip(names, ids, strict=True),
+        gen_tokens=gen_tokens,
+        page_size=page_size,
+    )
     longest = max(len(prompt_ids) for prompt_ids in ids)
     return index.pages_for(longest + gen_tokens, page_size) * page_size
 

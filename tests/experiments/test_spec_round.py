@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 
 import chex
 import pytest
@@ -148,6 +151,27 @@ def byte_text(folders, ids: list[int]) -> str:
     return "".join(map(report._without_controls, pieces))
 
 
+def test_wide_defaults_change_nothing(folders, tmp_path):
+    """Fails if `JAX_ENABLE_X64` stops a script, or moves a token."""
+    rows = {}
+    for wide in ("0", "1"):
+        out = tmp_path / f"{wide}.jsonl"
+        done = subprocess.run(
+            [sys.executable, spec_round.__file__, *command(folders, "--out", str(out))],
+            capture_output=True,
+            text=True,
+            env={
+                **os.environ,
+                "JAX_ENABLE_X64": wide,
+                "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+            },
+        )
+        assert done.returncode == spec_round.MATCHED, done.stderr
+        *prompts, _ = rows_of(out)
+        rows[wide] = [(row["plain_ids"], row["rounds"]) for row in prompts]
+    assert rows["0"] == rows["1"]
+
+
 def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
     """Exit status 2, and the replay counts the planted token."""
     real = paired_runs.run_speculative
@@ -279,7 +303,14 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (("--repeats", "0"), ("--repeats", "at least 1")),
         (("--prompts", "51"), ("51", "50")),
         (("--prompts", "nowhere.jsonl"), ("nowhere.jsonl",)),
-        (("--gen-tokens", "2047"), ("py-01", "holds 1")),
+        (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
+        (("--gen-tokens", "1000000000"), ("--gen-tokens", "at most 2,047", "2,048")),
+        (("--page-size", "1000000000"), ("--page-size", "at most 2,048")),
+        (("--top-k", "0"), ("--top-k", "0 must be at least 1")),
+        (("--top-k", "5"), ("--top-k", "give a temperature")),
+        (("--min-p", "2", "--temperature", "1"), ("--min-p 2.0 is outside",)),
+        (("--seed", "-1"), ("--seed -1 is outside",)),
+        (("--out", "x" * 300), ("--out", "too long")),
         (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
         (("--seed", "x"), ("--seed",)),
         (("--frobnicate",), ("--frobnicate",)),

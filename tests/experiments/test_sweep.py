@@ -17,7 +17,6 @@ from experiments.support import (
     prompt_runs,
     report,
     sweep_file,
-    sweep_flags,
     sweep_rows,
 )
 from spec_jax import conventions, metrics
@@ -393,8 +392,8 @@ def test_filters_are_for_cells_that_draw():
     args = argparse.Namespace(
         temperature=(0.0, 0.7), top_k=20, top_p=1.0, min_p=0.0, seed=0
     )
-    assert sweep_flags.settings(args, 0.0) is None
-    assert int(sweep_flags.settings(args, 0.7).top_k) == 20
-    args.temperature = (0.0,)
-    with pytest.raises(ValueError, match="greedy decoding, which top_k=20 would not"):
-        sweep_flags.settings(args, 0.0)
+    assert flags.sampling_settings(args, 0.0) is None
+    assert int(flags.sampling_settings(args, 0.7).top_k) == 20
+    args.top_p = 2.0
+    with pytest.raises(ValueError, match="--top-p 2.0 is outside"):
+        flags.sampling_settings(args, 0.0)
