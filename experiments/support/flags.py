@@ -304,13 +304,16 @@ def sampling_settings(
     Raises:
       ValueError: a value outside its range.
     """
-    values = {name: getattr(args, name) for name in (*NOISE, "seed")}
-    values["temperature"] = args.temperature if temperature is None else temperature
+    temperature = args.temperature if temperature is None else temperature
+    # Beside other temperatures, a greedy cell has no use for the filters.
+    names = (*NOISE, "seed") if temperature else ("seed",)
+    values = {name: getattr(args, name) for name in names}
+    values["temperature"] = temperature
     try:
         settings = sampling.make_settings(**values)
     except ValueError as error:
         raise ValueError(_with_flags(str(error), values)) from None
-    return settings if values["temperature"] else None
+    return settings if temperature else None
 
 
 def _with_flags(message: str, names: Iterable[str]) -> str:
