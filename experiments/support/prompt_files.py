@@ -110,15 +110,6 @@ def sample(prompts: Sequence[Prompt], size: int, *, seed: int) -> list[Prompt]:
     return [prompts[place] for place in sorted(chosen)]
 
 
-def by_category(prompts: Sequence[Prompt]) -> dict[str, int]:
-    """Counts the prompts of each category; those of none are left out."""
-    counts: dict[str, int] = {}
-    for prompt in prompts:
-        if prompt.category is not None:
-            counts[prompt.category] = counts.get(prompt.category, 0) + 1
-    return counts
-
-
 def _source(spec: str, default_file: pathlib.Path) -> _Source:
     """Splits a spec; a file whose name really ends in `:N` is taken whole."""
     number = _NUMBER.fullmatch(spec)

@@ -217,11 +217,6 @@ def test_samples_by_hand(tmp_path):
     assert len(parse(f"{path}:1")) == 1
 
 
-def test_counts_of_categories():
-    prompts = prompts_of(["b", None, "a", "b"])
-    assert prompt_files.by_category(prompts) == {"b": 2, "a": 1}
-
-
 def test_names_of_the_hub_get_a_hint(tmp_path, monkeypatch):
     """Prompts, configs and tokenizers; only names that nothing on the disk has."""
     monkeypatch.chdir(tmp_path)
