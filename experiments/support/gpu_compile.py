@@ -28,7 +28,7 @@ _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 def run(task: gpu_task.Task) -> None:
     """Each program; the one that a generation needs first comes first."""
     jobs = programs(task)
-    for name in task.in_time(jobs):
+    for name in task.in_time(task.chosen(jobs)):
         with task.guard(name):
             _compile(task, name, jobs[name])
 

@@ -3,10 +3,18 @@
 import collections
 
 import hopper
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from experiments.support import gpu_compile, gpu_task
+from experiments.support import (
+    gpu_attention,
+    gpu_compile,
+    gpu_kernels,
+    gpu_plans,
+    gpu_task,
+)
 from spec_jax.ops import dispatch
 
 
@@ -50,3 +58,50 @@ def test_a_generation_is_lowered_layer_by_layer_once(traced, task, program, num_
     assert text.count("stablehlo.custom_call") == num_models * KERNELS_OF_A_MODEL
     # 5 and 9 million characters where every layer has kernels of its own.
     assert len(text) < num_models * 400_000
+
+
+def shape(*sizes, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+def lower(fn, *args) -> str:
+    with hopper.lowering_for(hopper.DEVICE):
+        traced = jax.jit(fn).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_chain_of_products_is_lowered_once(traced, task):
+    """Fails if a product is traced for each of its calls: 96 in section (b)."""
+    sizes = task.sizes
+    (matrix,) = (m for m in gpu_kernels.matrices("draft", sizes) if "out" in m.name)
+    N, K = matrix.columns, matrix.terms
+    variants = gpu_kernels.variants(matrix, task)
+    for number, variant in enumerate((variants[0], variants[-2], variants[-1])):
+        call = gpu_kernels.multiply(matrix, variant, interpret=False)
+        text = lower(
+            gpu_kernels.chain(call, shares_rows=variant.impl != "xla"),
+            [shape(16, K)] * 96,
+            [shape(N, K)] * 96,
+            shape(16, N),
+            shape(K),
+        )
+        assert text.count(" call @") >= 96
+        assert text.count("stablehlo.custom_call") == (number < 2)
+    assert variants[-2].impl == "mosaic" and traced.total() == 1
+
+
+def test_a_chain_of_attentions_is_lowered_once(traced, task):
+    """Fails if the kernels of a layer are traced for each of its calls."""
+    model, calls = task.sizes.target, 16
+    pool = gpu_attention.Pool(model, gpu_task.TINY)
+    (config,) = gpu_plans.attention_configs(
+        model.head_dim, model.dtype, interpret=False, most=1
+    )
+    inputs = pool.call_inputs(32, 1, config)[0] * calls
+    text = lower(
+        gpu_attention.chain(model, config, interpret=False),
+        *pool.pages,
+        pool.heads,
+        inputs,
+    )
+    assert traced.total() == text.count("stablehlo.custom_call") == 3
