@@ -1,5 +1,6 @@
 """What do the kernels, the steps and the rounds do on this GPU, in ten minutes?
 
+    (0) probe         compilers, and one call of each kind of kernel
     (a) bitwise       the row contract of every kernel and of a step, in two processes
     (b) kernels       time and bandwidth of each kernel, by its plan, beside a copy
     (c) steps         plain steps, live rows and draft steps of 8B and 0.6B shapes
@@ -7,8 +8,12 @@
     (e) transformers  the same weights in Hugging Face transformers
     (f) compile       compile times, and launches of each program
 
+Start it from the root of the repository, where nothing needs to be installed but its
+dependencies: `python -m experiments.gpu_report`.
+
 Each section is a process of its own with a share of the time; its rows are written as
 they are known, and what fails is a row too. Weights are random and made on the device.
+Programs are compiled once for all sections, and kept below `--out`.
 On a CPU the same code runs at tiny sizes with interpreted kernels, as a smoke test.
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
@@ -24,6 +29,7 @@ import dataclasses
 import functools
 import importlib
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -43,7 +49,10 @@ from experiments.support import (
 DONE, FAILED = 0, 2
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu"
 
-BUDGET_S = {"cuda": 540, "cpu": 150}
+COMPILED = "compiled"
+"""The folder below `--out` of what is compiled."""
+
+BUDGET_S = {"cuda": 540, "cpu": 600}
 _GRACE_S = 12.0  # for the start of a process, and for the item that it is at
 
 
@@ -56,7 +65,8 @@ class Section:
       module: in `experiments.support`; its `run` gets a `gpu_task.Task`.
       weight: its share of the time, beside those of the sections after it.
       memory_share: of the GPU's memory, for JAX.
-      processes: that do the same work at once.
+      processes: that do the same work at once. The second of them compiles for itself.
+      shares_programs: whether it takes what another section compiled.
     """
 
     name: str
@@ -64,9 +74,11 @@ class Section:
     weight: float
     memory_share: float = 0.9
     processes: int = 1
+    shares_programs: bool = True
 
 
 SECTIONS = {
+    "0": Section(name="probe", module="gpu_probe", weight=40),
     "a": Section(
         name="bitwise",
         module="gpu_bitwise",
@@ -81,7 +93,10 @@ SECTIONS = {
     "e": Section(
         name="transformers", module="gpu_transformers", weight=60, memory_share=0.45
     ),
-    "f": Section(name="compile", module="gpu_compile", weight=50),
+    # Measures how long it takes to compile.
+    "f": Section(
+        name="compile", module="gpu_compile", weight=50, shares_programs=False
+    ),
 }
 
 
@@ -108,7 +123,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--budget",
         type=flags.positive,
         metavar="SECONDS",
-        help="for all sections together (default: 540, on a CPU 150)",
+        help="for all sections together (default: 540), on a CPU for each (600)",
+    )
+    parser.add_argument(
+        "--only",
+        type=_pattern,
+        metavar="PATTERN",
+        help="of each section, the items whose names this regular expression is found "
+        "in, such as 'draft (out|down)' of b or 'target at 128$' of c (default: all)",
     )
     parser.add_argument(
         "--quick",
@@ -123,10 +145,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=pathlib.Path,
-        default=RESULTS,
         metavar="FOLDER",
-        help="JSON lines of each section and report.md (default: "
-        "experiments/results/gpu)",
+        help="JSON lines of each section, report.md and compiled programs (default: "
+        "experiments/results/gpu; on a CPU there is none)",
     )
     # Of the processes that this script starts.
     parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -144,6 +165,16 @@ def _sections(text: str) -> tuple[str, ...]:
     return letters
 
 
+def _pattern(text: str) -> re.Pattern:
+    """The type of `--only`."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no regular expression: {error}"
+        ) from None
+
+
 def work(args: argparse.Namespace) -> int:
     """One section, in a process of its own; returns its exit status."""
     import jax
@@ -155,7 +186,10 @@ def work(args: argparse.Namespace) -> int:
             f"--device {args.device}, but JAX finds {found.device_kind} only: install "
             "the extra cuda12 or cuda13, and leave JAX_PLATFORMS unset"
         )
-    module = importlib.import_module(f"experiments.support.{SECTIONS[letter].module}")
+    section = SECTIONS[letter]
+    if args.again or not section.shares_programs:
+        jax.config.update("jax_enable_compilation_cache", False)
+    module = importlib.import_module(f"experiments.support.{section.module}")
     sizes = sizes_for(args.device, quick=args.quick)
     with records.JsonLines(args.worker) as out:
         task = gpu_task.Task(
@@ -166,9 +200,10 @@ def work(args: argparse.Namespace) -> int:
             budget_s=args.budget,
             where=gpu_task.where(sizes),
             only_hashes=args.again,
+            only=args.only,
             say=lambda line: print(line, flush=True),
         )
-        with task.guard(SECTIONS[letter].name):
+        with task.guard(section.name):
             module.run(task)
     return 1 if task.failures else 0
 
@@ -194,24 +229,33 @@ def run_section(
         shared += ["--device", args.device, "--impl", args.impl]
         shared += ["--budget", str(max(1, round(budget_s)))]
         shared += ["--quick"] if args.quick else []
+        shared += ["--only", args.only.pattern] if args.only else []
         commands = [[*shared, "--worker", str(path)]]
         if section.processes == 2:
             commands.append([*shared, "--again", "--worker", str(again)])
         outcomes = gpu_workers.run_all(
             commands,
             variables=gpu_workers.environment(
-                args.device, memory_share=section.memory_share
+                args.device,
+                memory_share=section.memory_share,
+                compiled=args.out / COMPILED,
             ),
             limit_s=budget_s + _GRACE_S,
         )
         rows = gpu_workers.read_rows(path)
-        if section.processes == 2:
+        has_hashes = any(row["kind"] == "hash" for row in rows)
+        if section.processes == 2 and (has_hashes or args.only is None):
             rows.append(compare(letter, rows, gpu_workers.read_rows(again)))
     rows.append(_status(letter, rows, outcomes))
     with records.JsonLines(path) as out:
         for row in rows:
             out.write(row)
     return rows[-1]
+
+
+def measured(rows: list[dict]) -> list[dict]:
+    """The rows of items that were tried."""
+    return [row for row in rows if row["kind"] not in ("left out", "section")]
 
 
 def compare(letter: str, rows: list[dict], others: list[dict]) -> dict[str, Any]:
@@ -254,17 +298,29 @@ def _status(letter: str, rows: list[dict], outcomes: list) -> dict[str, Any]:
         "exit_status": worst.exit_status,
         "seconds": round(max(outcome.seconds for outcome in outcomes), 1),
         "errors": errors,
+        "measured": len(measured(rows)),
         "left_out": sum(row["kind"] == "left out" for row in rows),
         "stderr": worst.errors,
     }
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """All sections; writes the tables after each of them, or at the end on a CPU."""
+    """All sections; writes the tables after each of them, or at the end on a CPU.
+
+    Raises:
+      ValueError: `--only` is found in no item of the sections.
+    """
     run = _run_together if args.device == "cpu" else _run_in_turn
-    statuses = [row["status"] for row in run(args)]
+    rows = list(run(args))
     print(f"tables: {gpu_markdown.write(args.out)}", flush=True)
-    return DONE if set(statuses) == {"done"} else FAILED
+    if {row["status"] for row in rows} != {"done"}:
+        return FAILED
+    if args.only and not any(row["measured"] for row in rows):
+        raise ValueError(
+            f"--only {args.only.pattern}: no item of the sections "
+            f"{','.join(args.sections)} is named so; report.md names them all"
+        )
+    return DONE
 
 
 def _run_in_turn(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -295,6 +351,13 @@ def run(args: argparse.Namespace) -> int:
     args.impl = args.impl or ("interpret" if args.device == "cpu" else "triton")
     if args.worker:
         return work(args)
+    if args.out is None:
+        if args.device == "cpu":
+            raise ValueError(
+                "--out FOLDER is needed on a CPU, to write to: "
+                "experiments/results/gpu is for what is measured on a GPU"
+            )
+        args.out = RESULTS
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     return run_all(args)
@@ -306,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gpu_report.py",
         lambda: parse_args(argv),
         run,
-        kept=lambda args: f"rows are in {args.out}",
+        kept=lambda args: f"rows are in {args.out}" if args.out else "",
         uses_jax=False,  # Each section does, in a process of its own.
     )
 

@@ -30,6 +30,11 @@ def _normal(seed, stddev, *, shape, dtype):
     return (noise * stddev).astype(dtype)
 
 
+def bits(count: int) -> jax.Array:
+    """Random words `[count]` uint32."""
+    return jax.random.bits(jax.random.key(0), (count,), jnp.uint32)
+
+
 def weights(config: config_lib.Qwen3Config, *, seed: int) -> params_lib.Params:
     """Random weights of a whole model, matrices normal with 0.02, norms near one."""
     leaves, structure = jax.tree.flatten(params_lib.shapes(config))

@@ -42,7 +42,7 @@ def measure(task: gpu_task.Task, model: config_lib.Qwen3Config) -> None:
     for label, config in by_label.items():
         with task.guard(f"attention: lowering {label}"):
             program = jax.jit(
-                _chain(model, config, interpret=task.interpret), donate_argnums=(0, 1)
+                chain(model, config, interpret=task.interpret), donate_argnums=(0, 1)
             )
             lowered[label] = program.lower(*pool.pages, pool.heads, example[config][0])
     compiled, failed = gpu_clock.compile_all(lowered)
@@ -189,43 +189,50 @@ def _layout(
     return attention_plan.layout(rows, group, model.head_dim, tile=config.tile)
 
 
-def _chain(
+def chain(
     model: config_lib.Qwen3Config, config: attention_plan.Config, *, interpret: bool
 ) -> Callable:
-    """The launches of a layer for each of the inputs, one after another."""
+    """The launches of a layer for each of the inputs, one after another.
 
-    def run(k_pages, v_pages, heads, inputs):
-        rows = heads.shape[0]
-        lay = _layout(model, rows, config)
+    They are traced and lowered once, however many the inputs are.
+    """
+
+    @jax.jit
+    def attend(k_pages, v_pages, heads, inputs):
+        lay = _layout(model, heads.shape[0], config)
         # Not its real value: what a norm costs does not depend on its weight.
         norm = jnp.ones((model.head_dim,), heads.dtype)
+        queries, k_pages, v_pages = head_rotate_triton.rotate_and_write(
+            heads,
+            norm,
+            norm,
+            k_pages,
+            v_pages,
+            inputs["cos"],
+            inputs["sin"],
+            jobs=inputs["jobs"],
+            lay=lay,
+            eps=model.rms_norm_eps,
+            interpret=interpret,
+        )
+        out = paged_attention_triton.attend_packed(
+            queries,
+            k_pages,
+            v_pages,
+            page_table=inputs["table"],
+            jobs=inputs["jobs"],
+            scale=model.head_dim**-0.5,
+            lay=lay,
+            config=config,
+            ancestors=None,
+            interpret=interpret,
+        )
+        return k_pages, v_pages, out
+
+    def run(k_pages, v_pages, heads, inputs):
         outputs = []
         for each in inputs:
-            queries, k_pages, v_pages = head_rotate_triton.rotate_and_write(
-                heads,
-                norm,
-                norm,
-                k_pages,
-                v_pages,
-                each["cos"],
-                each["sin"],
-                jobs=each["jobs"],
-                lay=lay,
-                eps=model.rms_norm_eps,
-                interpret=interpret,
-            )
-            out = paged_attention_triton.attend_packed(
-                queries,
-                k_pages,
-                v_pages,
-                page_table=each["table"],
-                jobs=each["jobs"],
-                scale=model.head_dim**-0.5,
-                lay=lay,
-                config=config,
-                ancestors=None,
-                interpret=interpret,
-            )
+            k_pages, v_pages, out = attend(k_pages, v_pages, heads, each)
             outputs.append(out)
         return k_pages, v_pages, outputs
 

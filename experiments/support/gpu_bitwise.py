@@ -222,6 +222,6 @@ def run(task: gpu_task.Task) -> None:
     jobs["XLA"] = lambda: show_xla(task)
     if task.only_hashes:
         del jobs["control"], jobs["XLA"]
-    for name in task.in_time(jobs):
+    for name in task.in_time(task.chosen(jobs)):
         with task.guard(name):
             jobs[name]()

@@ -22,13 +22,28 @@ class Layout(NamedTuple):
     token_at: jax.Array  # [2, T] int32, of each slot's position in its pool
 
 
+def example(task: gpu_task.Task) -> tuple[Callable, Layout, dict[str, Any]]:
+    """The attention and its inputs, for the first pair of contexts.
+
+    Returns:
+      `attend(layout, slab, num_live) -> out, k_pages, v_pages`, layout and slab.
+    """
+    pair = task.sizes.bitwise_contexts[0]
+    width = _table_width(task, pair)
+    layout = _layout(task, width, spread=1, seed=0)
+    return _attend(task), layout, _slab(task, pair, seed=0)
+
+
+def _table_width(task: gpu_task.Task, pair: tuple[int, int]) -> int:
+    """Whole pages, and one more than the longest window reaches."""
+    return (max(pair) + task.sizes.height) // task.sizes.page_size + 2
+
+
 def check(task: gpu_task.Task) -> None:
     """A row of results for each pair of contexts and each thing that may not matter."""
     sizes = task.sizes
     height = sizes.height
-    longest = max(max(pair) for pair in sizes.bitwise_contexts)
-    # Whole pages, and one more than the longest window reaches.
-    width = (longest + height) // sizes.page_size + 2
+    width = _table_width(task, max(sizes.bitwise_contexts, key=max))
     plain = _layout(task, width, spread=1, seed=0)
     others = {
         "other pages": _layout(task, width, spread=1, seed=1),

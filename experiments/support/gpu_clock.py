@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.support import timing
+from experiments.support import gpu_arrays, timing
 
 
 COPY = "copy"
@@ -37,11 +37,11 @@ class Loop:
 
 
 def copy_loop(num_bytes: int) -> Loop:
-    """Reads an array of `num_bytes` and writes another, once a dispatch.
+    """Reads an array of `num_bytes` of noise and writes another, once a dispatch.
 
     What is read and what is written both count, as for any copy.
     """
-    array = jnp.zeros((num_bytes // 4,), jnp.uint32)
+    array = gpu_arrays.bits(num_bytes // 4)
     increment = jax.jit(lambda x: x + jnp.uint32(1))
     return Loop(run=lambda: increment(array), calls=1, num_bytes=2 * num_bytes)
 

@@ -27,18 +27,23 @@ _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 
 def run(task: gpu_task.Task) -> None:
     """Each program; the one that a generation needs first comes first."""
+    jobs = programs(task)
+    for name in task.in_time(task.chosen(jobs)):
+        with task.guard(name):
+            _compile(task, name, jobs[name])
+
+
+def programs(task: gpu_task.Task) -> dict[str, Callable[[], jax.stages.Traced]]:
+    """What traces each program, by name."""
     models = gpu_models.models(task)
-    jobs: dict[str, Callable[[], jax.stages.Traced]] = {
+    if task.interpret:  # Compiled for a CPU, they show no more than that they can be.
+        return {"speculative generation": lambda: _rounds(task, models)}
+    return {
         "target: plain generation": lambda: _plain(task, models.target),
         "speculative generation": lambda: _rounds(task, models),
         "draft: plain generation": lambda: _plain(task, models.drafter.model),
         "target: one forward": lambda: _forward(task, models.target),
     }
-    if task.interpret:  # Compiled for a CPU, they show no more than that they can be.
-        jobs = dict(list(jobs.items())[1:2])
-    for name in task.in_time(jobs):
-        with task.guard(name):
-            _compile(task, name, jobs[name])
 
 
 def _compile(

@@ -31,6 +31,7 @@ from spec_jax.pallas import (
 
 
 LEAST_CALLS, MOST_COPIES = 8, 96
+_BATCH = 4  # candidates that are timed in turns
 _EPS = 1e-6
 
 
@@ -145,9 +146,12 @@ def multiply(matrix: Matrix, variant: Variant, *, interpret: bool) -> Callable:
 def chain(call: Callable, *, shares_rows: bool) -> Callable:
     """One call for each entry of `xs`, over the weights in turn.
 
+    It is traced and lowered once, however many they are.
     A norm of the same rows is computed once, whatever the calls, and so counts little.
     XLA would make one product of two that share their rows: it gets others each time.
     """
+
+    call = jax.jit(call)
 
     def run(xs, ws, residual, norm):
         outputs = []
@@ -182,9 +186,28 @@ def operands(matrix: Matrix, sizes: gpu_task.Sizes) -> tuple[Any, ...]:
 
 
 def measure_matrix(matrix: Matrix, task: gpu_task.Task) -> None:
-    """A row for each variant, all timed in turns with a copy."""
+    """A row for each variant: first the implementations' own, then a few at a time.
+
+    Those of a batch are timed in turns with a copy, and written when they are known.
+    """
     arguments = operands(matrix, task.sizes)
-    by_label = {each.label: each for each in variants(matrix, task)}
+    tried = variants(matrix, task)
+    others = [each for each in tried if not each.is_own]
+    batches = [[each for each in tried if each.is_own]]
+    batches += [others[i : i + _BATCH] for i in range(0, len(others), _BATCH)]
+    names = lambda batch: f"{matrix.name}: {', '.join(each.label for each in batch)}"
+    for batch in task.in_time(batches, name=names):
+        _measure_batch(matrix, task, batch, arguments)
+
+
+def _measure_batch(
+    matrix: Matrix,
+    task: gpu_task.Task,
+    batch: Sequence[Variant],
+    arguments: tuple[Any, ...],
+) -> None:
+    """A row for each variant of the batch."""
+    by_label = {each.label: each for each in batch}
     lowered = {}
     for label, variant in by_label.items():
         with task.guard(f"{matrix.name}: lowering {label}"):
@@ -238,6 +261,7 @@ def measure_small(
     name: str, call: Callable, xs: Sequence[jax.Array], task: gpu_task.Task
 ) -> None:
     """A kernel without plans: one row."""
+    call = jax.jit(call)
     lowered = {"own": jax.jit(lambda xs: [call(x) for x in xs]).lower(xs)}
     num_bytes = xs[0].size * xs[0].dtype.itemsize
 
@@ -252,7 +276,7 @@ def measure_small(
 
 def measure_copy(task: gpu_task.Task) -> None:
     """The copy alone, and a read: what all else is measured against."""
-    array = jnp.ones((task.sizes.copied_bytes // 4,), jnp.float32)
+    array = gpu_arrays.normal(0, (task.sizes.copied_bytes // 4,), "float32")
     total = jax.jit(jnp.sum)
     read = gpu_clock.Loop(
         run=lambda: total(array), calls=1, num_bytes=task.sizes.copied_bytes
@@ -296,6 +320,6 @@ def run(task: gpu_task.Task) -> None:
             measure_small(name, call, xs, task)
 
         jobs[name] = small_job
-    for name in task.in_time(jobs):
+    for name in task.in_time(task.chosen(jobs)):
         with task.guard(name):
             jobs[name]()

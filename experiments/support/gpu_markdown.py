@@ -20,7 +20,7 @@ Column = tuple[str, Callable[[Row], str]]
 def write(folder: pathlib.Path) -> pathlib.Path:
     """Writes `report.md` from the section files beside it; returns its path."""
     parts = ["# Measured on a device", ""]
-    for path in sorted(folder.glob("[a-z]-*.jsonl")):
+    for path in sorted(folder.glob("[0-9a-z]-*.jsonl")):
         rows = gpu_workers.read_rows(path)
         if rows:
             parts += section(path.stem, rows)
@@ -113,6 +113,12 @@ def _text(value: Any, form: str) -> str:
     if isinstance(value, list):
         return " x ".join(map(str, value))
     return format(value, form) if form else str(value)
+
+
+def _probe(rows: Sequence[Row]) -> list[str]:
+    columns = [field("item"), field("first_s", ".2f"), field("again_s", ".5f")]
+    columns += [field("equal"), field("path"), field("version")]
+    return table(columns, rows)
 
 
 def _bitwise(rows: Sequence[Row]) -> list[str]:
@@ -228,6 +234,7 @@ def _compile(rows: Sequence[Row]) -> list[str]:
 
 
 TABLES: Mapping[str, Callable[[Sequence[Row]], list[str]]] = {
+    "probe": _probe,
     "bitwise": _bitwise,
     "processes": _processes,
     "control": lambda rows: ["Negative controls that must differ:", "", *_seen(rows)],

@@ -123,13 +123,17 @@ def make_runs(task: gpu_task.Task, *, generated: int) -> Runs:
 
 def run(task: gpu_task.Task) -> None:
     """Gamma by gamma, in the order of `sizes`: all its rates beside plain decoding."""
+    name = lambda gamma: f"gamma {gamma}"
+    gammas = task.chosen(task.sizes.gammas, name=name)
+    if not gammas:
+        return
     runs = make_runs(task, generated=task.sizes.generated)
     trace = runs.plain()
     again = runs.plain()
     if not np.array_equal(trace, again):
         raise AssertionError("two plain runs of one text differ")
-    for gamma in task.in_time(task.sizes.gammas, name=lambda g: f"gamma {g}"):
-        with task.guard(f"gamma {gamma}"):
+    for gamma in task.in_time(gammas, name=name):
+        with task.guard(name(gamma)):
             _run_gamma(task, runs, trace, gamma)
 
 

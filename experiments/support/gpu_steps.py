@@ -7,6 +7,7 @@ same turns, are what a step could take at best.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,26 +31,40 @@ DRAFT = "draft step"
 
 def run(task: gpu_task.Task) -> None:
     """The whole section: the target first, then the draft as a model of its own."""
-    models = gpu_models.models(task)
+    sizes, models = task.sizes, gpu_models.models(task)
     subjects = {"target": models.target, "draft": models.drafter.model}
-    for name in task.in_time(task.sizes.models):
+    drafted = (sizes.contexts[0], sizes.contexts[len(sizes.contexts) // 2])
+    contexts = {name: sizes.contexts for name in sizes.models} | {DRAFT: drafted}
+    for name in contexts:
+        contexts[name] = task.chosen(contexts[name], name=_at(name))
+    for name in task.in_time([name for name in contexts if contexts[name]]):
         with task.guard(name):
-            _run_model(task, name, subjects[name])
-    for _ in task.in_time([DRAFT]):
-        with task.guard(DRAFT):
-            _run_draft(task, models)
+            if name == DRAFT:
+                _run_draft(task, models, contexts[name])
+            else:
+                _run_model(task, name, subjects[name], contexts[name])
 
 
-def _run_model(task: gpu_task.Task, name: str, model: row_model.RowModel) -> None:
-    """All contexts of one model, the shortest with every number of live rows."""
+def _at(name: str) -> Callable[[int], str]:
+    """What names the contexts of `name`."""
+    return lambda context: f"{name} at {context}"
+
+
+def _run_model(
+    task: gpu_task.Task,
+    name: str,
+    model: row_model.RowModel,
+    contexts: Sequence[int],
+) -> None:
+    """Some contexts of one model, the shortest of all with every number of rows."""
     sizes = task.sizes
     params = gpu_arrays.weights(model.config, seed=1)
     longest = max(sizes.contexts) + max(sizes.steps, sizes.height) + 1
     box = gpu_arrays.CacheBox(model, capacity=longest, page_size=sizes.page_size)
     tokens = gpu_models.text(box.kv.slot_capacity, model.config.vocab_size)
     shared = {"params": params, "box": box, "steps": sizes.steps}
-    for context in task.in_time(sizes.contexts, name=lambda c: f"{name} at {c}"):
-        with task.guard(f"{name} at {context}"):
+    for context in task.in_time(contexts, name=_at(name)):
+        with task.guard(_at(name)(context)):
             is_first = context == sizes.contexts[0]
             thunks: dict[Any, timing.Thunk] = {
                 PLAIN: plain_steps(model, tokens, context=context, **shared)
@@ -178,13 +193,14 @@ def _repeat_forward(model, params, kv, *, num_live, steps):
     return jax.lax.fori_loop(0, steps, step, (kv, tokens))
 
 
-def _run_draft(task: gpu_task.Task, models: gpu_models.Models) -> None:
-    """What one drafted token costs in the drafter's own loop, at two contexts."""
+def _run_draft(
+    task: gpu_task.Task, models: gpu_models.Models, contexts: Sequence[int]
+) -> None:
+    """What one drafted token costs in the drafter's own loop."""
     sizes, drafter = task.sizes, models.drafter
     model = drafter.model
     params = gpu_arrays.weights(model.config, seed=2)
     gamma = drafter.gamma_max
-    contexts = (sizes.contexts[0], sizes.contexts[len(sizes.contexts) // 2])
     capacity = max(contexts) + gamma + 2
     box = gpu_arrays.CacheBox(model, capacity=capacity, page_size=sizes.page_size)
     tokens = gpu_models.text(box.kv.slot_capacity, model.config.vocab_size)
@@ -199,8 +215,8 @@ def _run_draft(task: gpu_task.Task, models: gpu_models.Models) -> None:
         calls = sizes.steps * gamma
         return timing.stopwatch(run, lambda: box.at(context - 1), calls=calls)
 
-    for context in task.in_time(contexts, name=lambda c: f"{DRAFT} at {c}"):
-        with task.guard(f"{DRAFT} at {context}"):
+    for context in task.in_time(contexts, name=_at(DRAFT)):
+        with task.guard(_at(DRAFT)(context)):
             _time(task, "draft", model.config, params, context, {DRAFT: thunk(context)})
 
 

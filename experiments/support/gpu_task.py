@@ -6,6 +6,7 @@ Knows clocks, rows and failures; knows neither kernels nor models beyond their s
 import contextlib
 import dataclasses
 import math
+import re
 import subprocess
 import time
 import traceback
@@ -143,6 +144,7 @@ class Task:
         budget_s: float,
         where: dict[str, Any],
         only_hashes: bool = False,
+        only: re.Pattern | None = None,
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -153,10 +155,11 @@ class Task:
           impl: a resolved implementation.
           where: device, versions and commit, for every row.
           only_hashes: of section (a), for a second process to be compared with.
+          only: found in the names of the items that are wanted; None is all of them.
           say: gets a line for each row.
         """
         self.section, self.sizes, self.impl = section, sizes, impl
-        self.only_hashes = only_hashes
+        self.only_hashes, self._only = only_hashes, only
         self.failures = 0
         self._out, self._where, self._say = out, where, say
         self._clock, self._budget_s, self._started = clock, budget_s, clock()
@@ -193,6 +196,18 @@ class Task:
                 error=f"{type(error).__name__}: {_first_line(error)}",
                 traceback=lines[-_TRACEBACK_LINES:],
             )
+
+    def chosen(self, items: Iterable[_T], *, name: Callable = str) -> list[_T]:
+        """The items that `--only` asks for; a row names the others."""
+        items = list(items)
+        if self._only is None:
+            return items
+        wanted = [item for item in items if self._only.search(name(item))]
+        others = [name(item) for item in items if item not in wanted]
+        if others:
+            reason = f"--only {self._only.pattern}"
+            self.write("left out", items=others, reason=reason)
+        return wanted
 
     def in_time(self, items: Iterable[_T], *, name: Callable = str) -> Iterator[_T]:
         """The items while there is time; a row names those that are left out."""

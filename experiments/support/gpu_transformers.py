@@ -23,6 +23,8 @@ GAMMA = 4
 
 def run(task: gpu_task.Task) -> None:
     """The whole section, or one row that says why it is left out."""
+    if not task.chosen(["transformers"]):
+        return
     why = missing(jax.default_backend())
     if why:
         task.write("left out", items=["transformers"], reason=why)

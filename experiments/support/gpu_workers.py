@@ -16,10 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import experiments
 
-
-ROOT = pathlib.Path(experiments.__path__[0]).resolve().parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 _TAIL_CHARACTERS = 3000
 _END_S = 10.0
 
@@ -41,22 +39,33 @@ class Outcome:
     errors: str
 
 
-def environment(device: str, *, memory_share: float) -> dict[str, str]:
+def environment(
+    device: str, *, memory_share: float, compiled: pathlib.Path
+) -> dict[str, str]:
     """Variables of a process that runs JAX on `device`.
 
     Args:
       memory_share: of the GPU's memory that JAX may take.
+      compiled: the folder of compiled programs, unless the user has one of their own.
     """
     variables = dict(os.environ)
     paths = [str(ROOT), variables.get("PYTHONPATH", "")]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    for name, value in {
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
+    }.items():
+        variables.setdefault(name, str(value))
     if device == "cpu":
         variables["JAX_PLATFORMS"] = "cpu"
         # Interpreted kernels are compiled once and run a few times.
         flags = variables.get("XLA_FLAGS", "")
         variables["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
     else:
-        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{memory_share:.2f}"
+        # jaxlib refuses the older name beside the newer.
+        variables.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+        variables["XLA_CLIENT_MEM_FRACTION"] = f"{memory_share:.2f}"
         # Warnings of XLA would bury the rows; errors remain.
         variables.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return variables

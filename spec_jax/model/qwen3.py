@@ -3,6 +3,8 @@
 Functions here know Qwen3 and pages; they do not know speculation.
 """
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from spec_jax.ops import (
     bits,
     embedding,
     gated_projection,
+    page_write,
     projection,
     rope,
     row_attention,
@@ -80,23 +83,21 @@ def forward_rows(
     see = observe or observe_lib.pass_on
     x = embedding.embed(params.embed, rows.tokens, num_live=rows.num_live, impl=impl)
     x = see(None, "embed", x)
-    cos, sin = row_angles(config, rows.positions, dtype=x.dtype)
+    angles = row_angles(config, rows.positions, dtype=x.dtype)
+    run_layer = functools.partial(_run_layer, config=config, impl=impl)
+    if observe is None:
+        # Layers differ in their arrays alone: one is traced and lowered for all. A
+        # hook is told the number of the layer, and so each is traced.
+        run_layer = jax.jit(run_layer)
     boundaries = [x]
     for number, layer in enumerate(params.layers):
+        hook = {"observe": functools.partial(observe, number)} if observe else {}
         # XLA may fuse and round differently in another surrounding program: each
         # layer is compiled for itself.
-        x, kv = _run_layer(
-            layer,
-            config,
-            jax.lax.optimization_barrier(x),
-            rows,
-            kv,
-            number,
-            cos=cos,
-            sin=sin,
-            impl=impl,
-            observe=observe,
-        )
+        x = jax.lax.optimization_barrier(x)
+        pages = kv.k[number], kv.v[number], kv.page_table
+        x, k, v = run_layer(layer, x, rows, pages, angles, **hook)
+        kv = cache.replace_layer(kv, number, k=k, v=v)
         boundaries.append(x)
     logits = projection.project(
         jax.lax.optimization_barrier(x),
@@ -128,20 +129,31 @@ def row_angles(
     )
 
 
-def _run_layer(layer, config, x, rows, kv, number, *, cos, sin, impl, observe):
-    """One decoder layer: five operations, each of which reads its weights once."""
-    see = observe or observe_lib.pass_on
+def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
+    """One decoder layer: five operations, each of which reads its weights once.
+
+    Args:
+      pages: keys and values of the layer `[P, C, K, H]`, and the page table.
+      angles: cosines and sines, see `row_angles`.
+      observe: the hook of `forward_rows`, for this layer.
+
+    Returns:
+      The residual `[R, D]`, and the pages of keys and values.
+    """
+    see = observe or (lambda operation, value: value)
+    k, v, page_table = pages
+    cos, sin = angles
     shared = {"num_live": rows.num_live, "eps": config.rms_norm_eps, "impl": impl}
     heads = projection.project(x, layer.qkv, norm=layer.input_norm, **shared)
     if observe is not None:
-        heads = _observe_heads(heads, config, number, observe)
+        heads = _observe_heads(heads, config, observe)
     attended, k, v = row_attention.row_attention(
         heads,
         layer.q_norm,
         layer.k_norm,
-        kv.k[number],
-        kv.v[number],
-        page_table=kv.page_table,
+        k,
+        v,
+        page_table=page_table,
         slots=rows.slots,
         positions=rows.positions,
         cos=cos,
@@ -149,42 +161,42 @@ def _run_layer(layer, config, x, rows, kv, number, *, cos, sin, impl, observe):
         scale=config.head_dim**-0.5,
         **shared,
     )
-    kv = cache.replace_layer(kv, number, k=k, v=v)
     if observe is not None:
-        kv = _observe_written(kv, rows, number, observe)
-    attended = see(number, "attention", attended)
+        where = {"page_table": page_table, "num_live": rows.num_live}
+        where |= {"slots": rows.slots, "positions": rows.positions}
+        k = _observe_written(k, "k_cache", observe, **where)
+        v = _observe_written(v, "v_cache", observe, **where)
+    attended = see("attention", attended)
     x = projection.project(attended, layer.attention_out, residual=x, **shared)
-    x = see(number, "attention_residual", x)
+    x = see("attention_residual", x)
     hidden = gated_projection.gated_projection(
         x, layer.gate_up, norm=layer.mlp_norm, **shared
     )
-    hidden = see(number, "swiglu", hidden)
+    hidden = see("swiglu", hidden)
     x = projection.project(hidden, layer.down, residual=x, **shared)
-    return see(number, "mlp_residual", x), kv
+    return see("mlp_residual", x), k, v
 
 
-def _observe_heads(heads, config, number, observe):
+def _observe_heads(heads, config, observe):
     """The fused projection, after the hook saw queries, keys and values apart."""
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     parts = jnp.split(heads, (N * H, (N + K) * H), axis=1)
-    seen = [
-        observe(number, name, part) for name, part in zip("qkv", parts, strict=True)
-    ]
+    seen = [observe(name, part) for name, part in zip("qkv", parts, strict=True)]
     return jnp.concatenate(seen, axis=1)
 
 
-def _observe_written(kv, rows, number, observe):
-    """The cache, after the hook saw what the pages hold at the rows' positions."""
-    where = {"slots": rows.slots, "positions": rows.positions}
-    pages, offsets = index.locate(kv.page_table, kv.page_size, **where)
-
-    def stored(pool):
-        read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
-        return bits.from_bits(read, pool.dtype)
-
-    k = observe(number, "k_cache", stored(kv.k[number]))
-    v = observe(number, "v_cache", stored(kv.v[number]))
-    return cache.write(kv, number, num_live=rows.num_live, k=k, v=v, **where)
+def _observe_written(pool, name, observe, *, page_table, slots, positions, num_live):
+    """The pages, after the hook saw what they hold at the rows' positions."""
+    pages, offsets = index.locate(page_table, pool.shape[1], slots, positions)
+    read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
+    return page_write.page_write(
+        pool,
+        observe(name, bits.from_bits(read, pool.dtype)),
+        page_table=page_table,
+        slots=slots,
+        positions=positions,
+        num_live=num_live,
+    )
 
 
 def bucket(length: int) -> int:

@@ -6,8 +6,9 @@ One program owns 16 rows and `block_n` columns, of the gate and of the up half w
 the weights are gated. It reads its 2 * K * block_n bytes of weights once for all rows,
 walks K in blocks in ascending order, and writes its tile once, epilogue included: 16
 rows are one tensor-core instruction high, so that the second to the sixteenth are free.
-Of `x` it reads all of its 32 * K bytes, from the L2 cache: with `block_n` of 16 that is
-as much as the weights, which is why plans have 32 and more.
+Of `x` it reads the active rows, 2 * K bytes each, from the L2 cache: those of 16 rows
+are as much as the weights where `block_n` is 16, which is why plans have 32 and more.
+Padding rows are zeros to the product, and are not read.
 
 With `splits` above one, each split of K has its own programs, which store partial sums
 [splits, parts, R, N] in float32; a second kernel adds them in ascending order. No
@@ -91,6 +92,7 @@ def _block(size: int, largest: int) -> int:
 
 
 def _multiply_kernel(
+    num_live_ref,  # [1]
     x_ref,  # [16, K], and so to the end of a block
     w_refs,  # one, or the gate's and up's: [block_n, K] or [K, block_n], likewise
     residual_ref,  # [16, block_n] or None
@@ -108,6 +110,8 @@ def _multiply_kernel(
     first_block = pl.program_id(2) * num_blocks if plan.splits > 1 else 0
 
     width = plan.block_k // plan.chains
+    rows = pl.program_id(0) * slab.ROWS + jnp.arange(slab.ROWS)
+    is_active = rows < num_live_ref[0]
 
     def accumulate(start, sums, is_ragged):
         """Adds one block of k to the sum of each chain."""
@@ -116,7 +120,7 @@ def _multiply_kernel(
             first = start + chain * width
             terms = pl.ds(first, width)
             in_terms = first + jnp.arange(width) < num_terms if is_ragged else None
-            rows = _load(x_ref.at[:, terms], last_mask=in_terms)
+            tile = _load(x_ref.at[:, terms], is_active, in_terms)
             for w_ref in w_refs:
                 if transposed:
                     view, masks = w_ref.at[terms, :], (in_terms, in_columns)
@@ -124,7 +128,7 @@ def _multiply_kernel(
                 else:
                     view, masks = w_ref.at[:, terms], (in_columns, in_terms)
                     weights = _load(view, *masks, last_use=True).T
-                products.append(plt.dot(rows, weights))
+                products.append(plt.dot(tile, weights))
         return _added(sums, products)
 
     def whole_block(block, sums):
@@ -222,7 +226,7 @@ def project(
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.projection.project`. All rows are computed, `num_live` or not.
+    """See `ops.projection.project`. Padding rows are the product of zeros.
 
     Raises:
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
@@ -248,6 +252,7 @@ def project(
         x,
         w,
         residual,
+        num_live=num_live,
         plan=plan or plan_for(N, K),
         out_dtype=out_dtype,
         transposed=transposed,
@@ -268,7 +273,7 @@ def gate(
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.gated_projection.gated_projection`. All rows are computed.
+    """See `ops.gated_projection.gated_projection`. Padding rows are zeros.
 
     Raises:
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
@@ -284,6 +289,7 @@ def gate(
         x,
         w.reshape((K, 2, F) if transposed else (2, F, K)),
         None,
+        num_live=num_live,
         plan=plan or plan_for(2 * F, K, parts=2),
         out_dtype=x.dtype,
         transposed=transposed,
@@ -293,7 +299,9 @@ def gate(
     return y[:R]
 
 
-def _multiply(x, w, residual, *, plan, out_dtype, transposed, name, interpret):
+def _multiply(
+    x, w, residual, *, num_live, plan, out_dtype, transposed, name, interpret
+):
     """`[16 n, N]` of `w`, `[parts, N, K]` or `[K, parts, N]`: each part a product."""
     (R, K), (parts, N) = x.shape, (w.shape[1:] if transposed else w.shape[:2])
     check_plan(plan, K, parts=parts)
@@ -318,6 +326,7 @@ def _multiply(x, w, residual, *, plan, out_dtype, transposed, name, interpret):
         # Tiles of rows are neighbours in time: the second finds the weights cached.
         grid=(R // slab.ROWS, pl.cdiv(N, plan.block_n), plan.splits),
         in_specs=[
+            pl.BlockSpec((1,), lambda r, n, s: (0,)),
             pl.BlockSpec((slab.ROWS, terms), lambda r, n, s: (r, 0)),
             [
                 _part_spec(part, terms, plan.block_n, transposed)
@@ -332,7 +341,7 @@ def _multiply(x, w, residual, *, plan, out_dtype, transposed, name, interpret):
         ),
         name=name,
         interpret=interpret,
-    )(x, [w] * parts, residual if has_residual else None)[0]
+    )(num_live.reshape(1), x, [w] * parts, residual if has_residual else None)[0]
     if plan.splits == 1:
         return outputs[0]
     return _reduce(

@@ -2,12 +2,19 @@
 
 import itertools
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from experiments import gpu_report
 from experiments.support import flags, gpu_markdown, gpu_task, gpu_workers
+
+
+ROOT = gpu_workers.ROOT
 
 
 @pytest.fixture
@@ -26,7 +33,7 @@ class Rows(list):
     write = list.append
 
 
-def make_task(*, budget_s=100.0, clock=lambda: 0.0):
+def make_task(*, budget_s=100.0, clock=lambda: 0.0, only=None):
     """A task, and the rows that it writes."""
     out = Rows()
     task = gpu_task.Task(
@@ -37,6 +44,7 @@ def make_task(*, budget_s=100.0, clock=lambda: 0.0):
         budget_s=budget_s,
         where={"jax_version": "0"},
         clock=clock,
+        only=only,
     )
     return task, out
 
@@ -67,6 +75,18 @@ def test_what_there_is_no_time_for_is_named():
     assert "25 s" in row["reason"] and task.failures == 0
 
 
+def test_items_that_are_asked_for():
+    """Fails if `--only` takes the whole name, or hides what it leaves out."""
+    task, rows = make_task(only=re.compile("at 12[0-9]$"))
+    contexts = task.chosen([128, 1024, 1289], name=lambda c: f"target at {c}")
+    assert contexts == [128]
+    (row,) = rows
+    assert row["items"] == ["target at 1024", "target at 1289"]
+    assert row["reason"] == "--only at 12[0-9]$"
+    task, rows = make_task()
+    assert task.chosen({"copy": 0}) == ["copy"] and not rows
+
+
 def test_numbers_that_json_lacks():
     task, rows = make_task()
     task.write("kernel", gb_s=float("inf"), us=1.5)
@@ -80,9 +100,38 @@ UNHURRIED = ("--budget", "36000")
 def run_python(*codes: str, limit_s: float = 36_000.0) -> list[gpu_workers.Outcome]:
     return gpu_workers.run_all(
         [["-c", code] for code in codes],
-        variables=gpu_workers.environment("cpu", memory_share=0.5),
+        variables=gpu_workers.environment(
+            "cpu", memory_share=0.5, compiled=ROOT / "none"
+        ),
         limit_s=limit_s,
     )
+
+
+def test_variables_of_a_process(monkeypatch, tmp_path):
+    """Fails if sections have a cache each, or jaxlib would refuse both names."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    made = gpu_workers.environment("cuda", memory_share=0.45, compiled=tmp_path)
+    assert made["XLA_CLIENT_MEM_FRACTION"] == "0.45"
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in made
+    assert made["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
+    made = gpu_workers.environment("cuda", memory_share=0.45, compiled=tmp_path)
+    assert made["JAX_COMPILATION_CACHE_DIR"] == "mine"
+
+
+def test_it_starts_from_a_bare_tree():
+    """Fails if `python -m` from the root needs the packages to be installed."""
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.gpu_report", "--help"],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "python -m experiments.gpu_report" in done.stdout
 
 
 def test_processes_that_fail_in_every_way():
@@ -152,8 +201,9 @@ def test_time_that_is_not_used_goes_to_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_report.time, "monotonic", lambda: now[0])
     arguments = ["--device", "cuda", "--budget", "540", "--out", str(tmp_path)]
     assert gpu_report.main(arguments) == gpu_report.FAILED
-    assert list(shares) == list("abcdef") and now[0] <= 540
-    assert shares["b"] > 540 * 140 / 540  # Some of what (a) left.
+    assert list(shares) == list("0abcdef") and now[0] <= 540
+    weights = [section.weight for section in gpu_report.SECTIONS.values()]
+    assert shares["b"] > 540 * 140 / sum(weights)  # Some of what (a) left.
     assert all(share > 20 for share in shares.values())
 
 
@@ -185,8 +235,16 @@ def test_steps_and_rounds_from_the_command_line(tmp_path, on_cpu, capfd):
 
 def test_kernels_from_the_command_line(tmp_path, on_cpu):
     """Every kernel interpreted, in a process of its own."""
-    arguments = ["--sections", "b", "--out", str(tmp_path), *UNHURRIED]
+    arguments = ["--sections", "0b", "--out", str(tmp_path), *UNHURRIED]
     assert gpu_report.main(arguments) == 0
+    *probed, status = rows_of(tmp_path / "0-probe.jsonl")
+    assert status["status"] == "done"
+    found = {row["item"]: row.get("equal") for row in probed}
+    same = ("cos", "target out", "target gate", "norm", "argmax", "attention")
+    assert [name for name in found if found[name]] == list(same)
+    assert {"ptxas", "nvcc", "nvidia-smi", "plain step"} < set(found)
+    report = (tmp_path / gpu_markdown.NAME).read_text()
+    assert report.index("## (0) probe") < report.index("## (b) kernels")
     rows = rows_of(tmp_path / "b-kernels.jsonl")
     assert rows.pop()["status"] == "done"
     assert {row["kernel"] for row in rows} == {
@@ -219,6 +277,7 @@ def test_a_section_that_cannot_run(tmp_path, capfd):
         (["--sections", "a,z"], ["--sections", "a,z"]),
         (["--sections", ""], ["--sections"]),
         (["--budget", "0"], ["--budget", "at least 1"]),
+        (["--only", "draft ("], ["--only", "draft (", "no regular expression"]),
         (["--device", "tpu"], ["--device", "tpu"]),
         (["--frobnicate"], ["--frobnicate"]),
     ],
@@ -229,6 +288,23 @@ def test_unusable_flags(capsys, arguments, words):
     assert exit_.value.code == flags.UNUSABLE
     last = capsys.readouterr().err.splitlines()[-1]
     assert all(word in last for word in words)
+
+
+def test_a_cpu_writes_where_it_is_told(capsys, on_cpu):
+    """Fails if a smoke test writes over results of a GPU, into the repository."""
+    assert gpu_report.main(["--sections", "c"]) == flags.UNUSABLE
+    assert "--out FOLDER is needed on a CPU" in capsys.readouterr().err
+
+
+def test_a_pattern_without_items(tmp_path, capfd, on_cpu):
+    """Fails if `--only` runs another item, or a misspelt one counts as success."""
+    arguments = ["--impl", "xla", "--sections", "cd", "--only", "gama 4"]
+    assert gpu_report.main([*arguments, "--out", str(tmp_path)]) == flags.UNUSABLE
+    assert "--only gama 4: no item of the sections c,d" in capfd.readouterr().err
+    *left_out, status = rows_of(tmp_path / "c-steps.jsonl")
+    names = [name for row in left_out for name in row["items"]]
+    assert "target at 40" in names and "draft step at 8" in names
+    assert status["measured"] == 0
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, capsys, on_cpu):

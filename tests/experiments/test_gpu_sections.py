@@ -199,14 +199,14 @@ def test_weights_fill_many_caches():
 
 def test_a_chain_uses_every_weight_and_other_rows_each_pass():
     """Fails if a product could be computed once for two calls."""
-    calls = []
-    run = gpu_kernels.chain(lambda x, w, *_: calls.append((x, w)), shares_rows=True)
-    run(list("abcdef"), [1, 2, 3], None, None)
-    assert calls == [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 2), ("b", 3)]
-    calls.clear()
-    run = gpu_kernels.chain(lambda x, w, *_: calls.append((x, w)), shares_rows=False)
-    run(list("abcd"), [1, 2], None, None)
-    assert calls == [("a", 1), ("b", 2), ("c", 1), ("d", 2)]
+    pairs = lambda x, w, *_: (x, w)
+    run = gpu_kernels.chain(pairs, shares_rows=True)
+    found = run(list(range(6)), [1.5, 2.5, 3.5], None, None)
+    expected = [(0, 1.5), (0, 2.5), (0, 3.5), (1, 1.5), (1, 2.5), (1, 3.5)]
+    assert jax.tree.map(float, found) == expected
+    run = gpu_kernels.chain(pairs, shares_rows=False)
+    found = run(list(range(4)), [1.5, 2.5], None, None)
+    assert jax.tree.map(float, found) == [(0, 1.5), (1, 2.5), (2, 1.5), (3, 2.5)]
 
 
 @pytest.mark.parametrize(

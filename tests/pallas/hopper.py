@@ -274,7 +274,7 @@ def _compile(build, args, kwargs) -> Report:
         program.args,
     )
     jitted = jax.jit(program.fn, donate_argnums=program.donate)
-    with _lowering_for(device):
+    with lowering_for(device.device_kind):
         lowered = jitted.trace(*shapes).lower(lowering_platforms=("cuda",))
     compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump)})
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
@@ -291,13 +291,13 @@ def _compile(build, args, kwargs) -> Report:
 
 
 @contextlib.contextmanager
-def _lowering_for(device) -> Iterator[None]:
+def lowering_for(device_kind: str) -> Iterator[None]:
     """From 0.11, Pallas asks the mesh for the GPU, when tracing and when lowering."""
     if jax.__version_info__ < (0, 11):
         yield
         return
     abstract = jax.sharding.AbstractDevice(
-        device_kind=device.device_kind, num_cores=None, platform="gpu"
+        device_kind=device_kind, num_cores=None, platform="gpu"
     )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -1,6 +1,8 @@
 """A plain step, a verification and a round of Qwen3, to be compiled and not run."""
 
 import dataclasses
+import functools
+from unittest import mock
 
 import hopper
 import jax
@@ -48,6 +50,17 @@ def _text():
 def plain_step(name: str, *, donate=(1,), **options) -> hopper.Program:
     """One token of `autoregressive.generate`."""
     return _plain_step(model(name, **options), donate=donate)
+
+
+def unrolled_step(name: str, **options) -> hopper.Program:
+    """As `plain_step`, its layers in the program itself and not in a function."""
+    program = plain_step(name, **options)
+
+    def step(*args):
+        with mock.patch.object(jax, "jit", functools.partial(jax.jit, inline=True)):
+            return program.fn(*args)
+
+    return dataclasses.replace(program, fn=step)
 
 
 def scaled_step(name: str, **options) -> hopper.Program:

@@ -5,6 +5,7 @@ them; that the pages stay where they are; and that whatever XLA computes itself
 between two kernels is the same code for plain decoding, verification and a round.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -126,6 +127,21 @@ def test_a_plain_step(compiled, name, depth):
     whole = fixed + len(LAYER) * DEPTH[name]
     print(f"{name}: {whole} launches of a plain step, {fixed} of them in no layer")
     assert fixed <= 22
+
+
+def test_the_function_of_a_layer_is_compiled_away(compiled):
+    """Fails if layers that are lowered once launch other kernels, or in other order."""
+    reports = [
+        compiled(build, "qwen3-0.6b", layers=2)
+        for build in (models.plain_step, models.unrolled_step)
+    ]
+    one, other = ([dataclasses.replace(t, name="") for t in r.thunks] for r in reports)
+    assert one == other
+    one, other = (ours(report.launches) for report in reports)
+    assert one == other
+    one, other = ({kernel.sass for kernel in report.kernels} for report in reports)
+    assert one == other
+    assert reports[0].temp_bytes == reports[1].temp_bytes
 
 
 @pytest.mark.parametrize("name", DEPTH)

@@ -130,10 +130,14 @@ def test_it_compiles_for_the_tensor_cores(compiler, shape):
 
 
 def test_one_row_and_sixteen_are_one_kernel(compiler):
-    """Fails if a kernel is made for a number of rows: Mosaic compiles it once."""
+    """Fails if a kernel is made for a number of rows.
+
+    Up to jax 0.10 Mosaic keeps what it compiled; later, the same code comes again.
+    """
     shape = 1024, 3072
-    first = compiler.compile(logits_program, *shape, rows=1)
-    assert first.kernel("mosaic").count("HGMMA") > 0
+    first = compiler.compile(logits_program, *shape, rows=1).kernel("mosaic")
+    assert first.count("HGMMA") > 0
     second = compiler.compile(logits_program, *shape, rows=16)
     assert "mosaic_gpu" in second.hlo
-    assert [kernel for kernel in second.kernels if "mosaic" in kernel.name] == []
+    again = [kernel.sass for kernel in second.kernels if "mosaic" in kernel.name]
+    assert again in ([], [first.sass])
