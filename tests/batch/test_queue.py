@@ -222,7 +222,7 @@ def changed(**changes) -> queue.Request:
         (changed(prompt=[-1, 3]), r"token -1, outside \[0, 96\)"),
         (changed(gamma=5), r"gamma=5 is outside \[0, 4\]"),
         (changed(gamma=-1), r"gamma=-1 is outside \[0, 4\]"),
-        (changed(max_tokens=0), "max_tokens=0 must be at least 1"),
+        (changed(max_tokens=0), "max_tokens=0 must be a whole number of at least 1"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(request_, message, monkeypatch):
