@@ -15,9 +15,15 @@ from spec_jax.typing import typed
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """`theta ** (-2i / H)` for `i < H/2`, float32 `[H/2]`."""
+    """`theta ** (-2i / H)` for `i < H/2`, float32 `[H/2]`; the same on every machine.
+
+    The exponent, the power and its reciprocal are each rounded to float32, as Hugging
+    Face does. The power is computed in float64: NumPy's float32 power has other bits
+    with AVX-512 than without.
+    """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return (1.0 / np.float32(theta) ** exponent).astype(np.float32)
+    power = np.float64(np.float32(theta)) ** exponent.astype(np.float64)
+    return np.float32(1) / power.astype(np.float32)
 
 
 def yarn_inverse_frequencies(

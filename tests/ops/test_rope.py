@@ -1,5 +1,7 @@
 """Rotary embedding: complex rotations in float64, and the relative property."""
 
+import decimal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,21 @@ def test_heads_are_rotated(rng, dtype, scale):
     y = _rope(x, POSITIONS, INV_FREQ, scale=scale)
     assert y.dtype == x.dtype
     testing.assert_rows_close(y, oracle(x, scale=scale), dtype=dtype, reduction=2)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta"), [(64, 1e4), (80, 1e4), (128, 1e6), (128, 5e6)]
+)
+def test_frequencies_have_the_same_bits_everywhere(head_dim, theta):
+    """Each power to 50 digits, rounded once. Fails on processors with AVX-512 if the
+    power is NumPy's in float32.
+    """
+    with decimal.localcontext(prec=50):
+        base = decimal.Decimal(float(np.float32(theta)))
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        powers = [float(base ** decimal.Decimal(float(x))) for x in exponents]
+    expected = np.float32(1) / np.array(powers, np.float32)
+    testing.assert_same_bits(rope.inverse_frequencies(head_dim, theta), expected)
 
 
 def test_position_zero_changes_nothing(rng):
