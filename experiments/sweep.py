@@ -352,6 +352,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs what is missing and shows all; returns the exit status."""
     console = report.console()
     check_figures(args.figures)
+    for temperature in args.temperature:
+        flags.sampling_settings(args, temperature)  # Before any cell is run.
     pair = load_pair(args, args.drafter[0], args.temperature[0])
     sets = load_sets(args, pair)
     cells = grid(args, sets)

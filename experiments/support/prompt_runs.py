@@ -239,12 +239,14 @@ def check_lengths(
       prompts: what messages call each, and its ids.
     """
     positions = config.max_position_embeddings
-    for flag, value in (("--gen-tokens", gen_tokens + 1), ("--page-size", page_size)):
-        if value > positions:
-            most = positions - 1 if flag == "--gen-tokens" else positions
+    for flag, value, most in (
+        ("--gen-tokens", gen_tokens, positions - 1),
+        ("--page-size", page_size, positions),
+    ):
+        if value > most:
             raise ValueError(
-                f"{flag} must be at most {most:,}: the model has {positions:,} "
-                "positions (max_position_embeddings) for a prompt and what follows"
+                f"{flag} {value} is above {most}: the model has {positions} positions "
+                "(max_position_embeddings) for a prompt and what follows"
             )
     for name, ids in prompts:
         if len(ids) > positions - gen_tokens:

@@ -390,7 +390,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (["--lengths", "4", "9"], ["--lengths"]),
         (["--lengths", "4", "9", "900"], ["900 tokens", "larger file"]),
         (["--per-length", "9"], ["9 prompts", "4"]),
-        (["--gen-tokens", "4000"], ["4000 tokens to come"]),
+        (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
         (["--dtype", "int8"], ["int8"]),
         (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
         (["--target", "missing"], ["missing"]),
@@ -410,14 +410,6 @@ def test_without_the_oracle_one_line_says_how_to_get_it(folders, monkeypatch, ca
     monkeypatch.setattr(hf_baseline, "missing", lambda: ["torch", "transformers"])
     words = ("torch and transformers", hf_baseline.INSTALL)
     assert_fails_with(capsys, command(folders), *words)
-
-
-def test_without_matplotlib_nothing_is_run_before_it_is_said(
-    folders, monkeypatch, capsys
-):
-    monkeypatch.setattr(hf_baseline, "missing", lambda: [])
-    monkeypatch.setattr(compare_hf.importlib.util, "find_spec", lambda name: None)
-    assert_fails_with(capsys, command(folders, "--plot", "x.svg"), "'.[plot]'")
 
 
 def test_a_transformers_without_the_hook_is_refused():

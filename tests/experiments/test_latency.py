@@ -340,7 +340,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (["--slab", "2"], ["slab of 3"]),
         (["--prompts", "0"], ["--prompts"]),
         (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
-        (["--gen-tokens", "4000"], ["4000 tokens to come"]),
+        (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
         (["--gamma", "0"], ["at least 1"]),
         (["--page-size", "48", "--impl", "xla"], ["page_size"]),
         (["--dtype", "int8"], ["int8"]),

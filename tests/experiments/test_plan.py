@@ -146,7 +146,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (["--gamma", "0,2"], ["--gamma"]),
         (["--gamma", "two"], ["'two'", "1,2,4"]),
         (["--gen-tokens", "2"], ["--gen-tokens 2", "up to 3 tokens"]),
-        (["--gen-tokens", "4000"], ["4000 tokens to come"]),
+        (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
         (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
         (["--repeats", "0"], ["--repeats", "at least 1"]),
         (["--cost-repeats", "0"], ["--cost-repeats", "at least 1"]),

@@ -429,7 +429,7 @@ def test_bad_files(tmp_path, capsys, content, words):
 def test_bad_folder(tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", ROWS["step_cost"])
     assert plot.main([str(rows), "--out", str(rows)]) == 1
-    assert "cannot be made" in capsys.readouterr().err
+    assert "no folder that can be written to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [["--where", "gamma"], ["--figure", "pie"], []])

@@ -304,8 +304,11 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (("--prompts", "51"), ("51", "50")),
         (("--prompts", "nowhere.jsonl"), ("nowhere.jsonl",)),
         (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
-        (("--gen-tokens", "1000000000"), ("--gen-tokens", "at most 2,047", "2,048")),
-        (("--page-size", "1000000000"), ("--page-size", "at most 2,048")),
+        (
+            ("--gen-tokens", "1000000000"),
+            ("--gen-tokens 1000000000 is above 2047", "2048"),
+        ),
+        (("--page-size", "1000000000"), ("--page-size 1000000000 is above 2048",)),
         (("--top-k", "0"), ("--top-k", "0 must be at least 1")),
         (("--top-k", "5"), ("--top-k", "give a temperature")),
         (("--min-p", "2", "--temperature", "1"), ("--min-p 2.0 is outside",)),

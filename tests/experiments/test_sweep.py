@@ -352,15 +352,18 @@ def test_foreign_and_broken_files_are_refused(
         (["--temperature", "hot"], ["'hot'", "0,0.7"]),
         (["--temperature", "0,nan"], ["nan"]),
         (["--temperature=-1"], ["negative"]),
-        (["--top-p", "0"], ["top_p"]),
-        (["--top-k", "0"], ["top_k"]),
+        (["--temperature", "0,1", "--top-p", "0"], ["--top-p 0.0 is outside"]),
+        (["--top-k", "0"], ["--top-k", "at least 1"]),
         (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
         (["--prompts", "0"], ["--prompts"]),
-        (["--gen-tokens", "4000"], ["4000 tokens to come"]),
+        (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
         (["--impl", "mosaic"], ["mosaic"]),
         (["--out", "/nowhere/sweep.jsonl"], ["/nowhere"]),
         (["--out", "/"], ["directory"]),
-        (["--figures", "/dev/null/x"], ["--figures", "cannot be made"]),
+        (
+            ["--figures", "/dev/null/x"],
+            ["/dev/null/x", "no folder that can be written to"],
+        ),
     ],
 )
 def test_bad_input(folders, tmp_path, capsys, more, words):
