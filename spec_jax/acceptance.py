@@ -62,10 +62,10 @@ def accept_exact(
       num_drafted: how many of `draft_tokens` are real, in `0 .. gamma`.
     """
     (gamma,) = draft_tokens.shape
-    is_real = jnp.arange(gamma) < num_drafted
+    is_real = jnp.arange(gamma, dtype=jnp.int32) < num_drafted
     agrees = is_real & (draft_tokens == target_tokens[:-1])
-    num_accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32)))
-    kept = jnp.arange(gamma + 1) <= num_accepted
+    num_accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32)), dtype=jnp.int32)
+    kept = jnp.arange(gamma + 1, dtype=jnp.int32) <= num_accepted
     # An accepted draft equals the target's token, so one array serves for both.
     return Verdict(
         num_accepted=num_accepted, tokens=jnp.where(kept, target_tokens, PAD)
@@ -164,8 +164,10 @@ def accept_rejection(
         not with the drafts.
     """
     odds = rejection_odds(draft_tokens, draft_probs, target_probs, num_drafted)
-    stays = (uniforms < odds.keep) & (jnp.arange(uniforms.shape[0]) < num_drafted)
-    num_accepted = jnp.sum(jnp.cumprod(stays.astype(jnp.int32)))
+    stays = (uniforms < odds.keep) & (
+        jnp.arange(uniforms.shape[0], dtype=jnp.int32) < num_drafted
+    )
+    num_accepted = jnp.sum(jnp.cumprod(stays.astype(jnp.int32)), dtype=jnp.int32)
     return _verdict(num_accepted, draft_tokens, target_probs, odds, noise)
 
 
@@ -195,7 +197,7 @@ def accept_block(
     Args: as in `accept_rejection`.
     """
     odds = block_odds(draft_tokens, draft_probs, target_probs, num_drafted)
-    lengths = jnp.arange(1, uniforms.shape[0] + 1)
+    lengths = jnp.arange(1, uniforms.shape[0] + 1, dtype=jnp.int32)
     stays = (uniforms < odds.keep) & (lengths <= num_drafted)
     num_accepted = jnp.max(jnp.where(stays, lengths, 0), initial=0)
     return _verdict(num_accepted, draft_tokens, target_probs, odds, noise)
@@ -207,15 +209,15 @@ def _without_padding(draft_probs: jax.Array, num_drafted: jax.Array) -> jax.Arra
     Where there is no draft there is nothing to subtract. `[gamma + 1, V]`.
     """
     padded = jnp.pad(draft_probs, ((0, 1), (0, 0)))
-    is_real = jnp.arange(padded.shape[0]) < num_drafted
+    is_real = jnp.arange(padded.shape[0], dtype=jnp.int32) < num_drafted
     return jnp.where(is_real[:, None], padded, 0.0)
 
 
 def _of_drafts(probs: jax.Array, draft_tokens: jax.Array) -> jax.Array:
     """Each draft's probability in its row; 0 of a token outside the vocabulary."""
-    return probs.at[jnp.arange(draft_tokens.shape[0]), draft_tokens].get(
-        mode="fill", fill_value=0, wrap_negative_indices=False
-    )
+    return probs.at[
+        jnp.arange(draft_tokens.shape[0], dtype=jnp.int32), draft_tokens
+    ].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
@@ -242,7 +244,7 @@ def _verdict(
     # nothing left to draw from. The target's row is then the residual, to rounding.
     weights = jnp.where(jnp.any(weights > 0), weights, target_probs[num_accepted])
     own = jnp.argmax(jnp.log(weights) + noise).astype(draft_tokens.dtype)
-    offsets = jnp.arange(draft_tokens.shape[0] + 1)
+    offsets = jnp.arange(draft_tokens.shape[0] + 1, dtype=jnp.int32)
     tokens = jnp.where(offsets < num_accepted, jnp.append(draft_tokens, PAD), PAD)
     tokens = jnp.where(offsets == num_accepted, own, tokens)
     return Verdict(num_accepted=num_accepted, tokens=tokens)

@@ -112,7 +112,9 @@ def run_round(
         stop_ids=stop_ids,
     )
     counted = (~starved).astype(jnp.int32)
-    differs = (seen != own) & (jnp.arange(window.shape[0]) < inner.length - n)
+    differs = (seen != own) & (
+        jnp.arange(window.shape[0], dtype=jnp.int32) < inner.length - n
+    )
     return state.replace(
         inner=inner.replace(
             cache=target.truncate(mirror, inner.length - 1),
@@ -123,7 +125,7 @@ def run_round(
         num_mirror_steps=state.num_mirror_steps + counted * mirrored,
         num_correction_steps=state.num_correction_steps
         + counted * fed_correction.astype(jnp.int32),
-        num_mismatches=state.num_mismatches + jnp.sum(differs.astype(jnp.int32)),
+        num_mismatches=state.num_mismatches + jnp.sum(differs, dtype=jnp.int32),
     )
 
 

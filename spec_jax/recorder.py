@@ -151,7 +151,9 @@ class Recorder:
         drafts = jnp.pad(
             tokens, (0, self.window + 1 - tokens.shape[0]), constant_values=NONE
         )
-        drafts = jnp.where(jnp.arange(self.window + 1) < num_live, drafts, NONE)
+        drafts = jnp.where(
+            jnp.arange(self.window + 1, dtype=jnp.int32) < num_live, drafts, NONE
+        )
 
         def record_row(i, recording):
             """Writes the entries of row `i` at its position."""
@@ -197,7 +199,10 @@ def hash_bits(x: Float32[Array, " V"]) -> UInt32[Array, "2"]:
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     index = np.arange(bits.shape[0], dtype=np.uint32)
-    sums = [jnp.sum(_mix(bits ^ _mix(index + np.uint32(seed)))) for seed in _SEEDS]
+    sums = [
+        jnp.sum(_mix(bits ^ _mix(index + np.uint32(seed))), dtype=jnp.uint32)
+        for seed in _SEEDS
+    ]
     return jnp.stack(sums)
 
 

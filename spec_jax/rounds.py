@@ -245,7 +245,7 @@ def commit_verdict(
       is_finite: of each token of the verdict, whether the logits that it was chosen
         from are, see `finite_rows`.
     """
-    offsets = jnp.arange(verdict.tokens.shape[0])
+    offsets = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
     is_stop = rules.is_stop(verdict.tokens, stop_ids)
     is_stop = is_stop & (offsets <= verdict.num_accepted)
     num_kept = jnp.where(
@@ -277,7 +277,9 @@ def _origins(verdict: acceptance.Verdict, num_drafted: jax.Array) -> jax.Array:
     own = jnp.where(
         verdict.num_accepted == num_drafted, Origin.BONUS, Origin.CORRECTION
     )
-    is_draft = jnp.arange(verdict.tokens.shape[0]) < verdict.num_accepted
+    is_draft = (
+        jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32) < verdict.num_accepted
+    )
     return jnp.where(is_draft, int(Origin.ACCEPTED), own).astype(jnp.int8)
 
 
@@ -292,7 +294,7 @@ def _count(
     """Adds one round to the statistics, or none where `rounds` is false."""
     rounds = rounds.astype(jnp.int32)
     a, g = verdict.num_accepted, proposal.num_drafted
-    drafts = jnp.arange(proposal.tokens.shape[0])
+    drafts = jnp.arange(proposal.tokens.shape[0], dtype=jnp.int32)
     reached = (drafts < g) & (drafts <= a)
     return state.replace(
         num_rounds=state.num_rounds + rounds,

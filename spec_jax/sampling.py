@@ -258,8 +258,8 @@ def log_weights(
     logits = logits.astype(jnp.float32)
 
     def greedy(logits):
-        is_best = jnp.arange(logits.shape[0]) == jnp.argmax(logits)
-        return jnp.where(is_best, 0.0, -jnp.inf)
+        is_best = jnp.arange(logits.shape[0], dtype=jnp.int32) == jnp.argmax(logits)
+        return jnp.where(is_best, jnp.float32(0), -jnp.inf)
 
     return jax.lax.cond(
         settings.temperature == 0, greedy, lambda x: _filtered(x, settings), logits

@@ -5,6 +5,7 @@ import os
 import pathlib
 
 import hasty_compilation
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -21,6 +22,15 @@ def pytest_addoption(parser) -> None:
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+# No example fails, and none is refused, because the machine is busy with others.
+hypothesis.settings.register_profile(
+    "unhurried",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_configure(config) -> None:

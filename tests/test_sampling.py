@@ -52,7 +52,9 @@ def test_filters_agree_with_the_oracle(halves, temperature, top_k, top_p, min_p)
     """The same tokens stay, with the same probabilities."""
     values = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = np.asarray(halves, np.float32) / 2
-    found = distribution(logits, sampling.make_settings(**values))
+    settings = sampling.make_settings(**(values | {"temperature": temperature or 1.0}))
+    settings = settings.replace(temperature=jnp.float32(temperature))
+    found = distribution(logits, settings)
     np.testing.assert_allclose(found, oracle(logits, **values), atol=2e-6)
 
 

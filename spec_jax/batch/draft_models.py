@@ -18,7 +18,8 @@ class DraftModelBatch:
     """A draft model for all slots. The memory is one cache, as in `DraftModel`.
 
     Each forward takes in what slots are behind by, up to `model.slab` rows of each, and
-    drafts one token in each slot that is caught up and has not drafted enough.
+    drafts one token in each slot that is caught up and has not drafted enough. Before
+    these, slots that are behind by more are caught up `catch_up_rows` at a time.
 
     Raises:
       NotImplementedError: a draft model whose drafts are "independent" draws, end by
@@ -92,9 +93,11 @@ class DraftModelBatch:
     ) -> tuple[paged.PagedKV, protocols.Proposal]:
         """Drafts `gamma[b]` tokens; fewer only where the cache has no room."""
         window = self.drafter.model.slab
-        text = jnp.pad(tokens, ((0, 0), (0, window + self.gamma_max)))
+        width = max(window, self.drafter.catch_up_rows) + self.gamma_max
+        text = jnp.pad(tokens, ((0, 0), (0, width)))
         goal = draft_model.goal_of(memory, length, gamma)
-        is_each = jnp.arange(self.num_slots)
+        memory = self._catch_up(params, memory, text, length, asked=goal > length)
+        is_each = jnp.arange(self.num_slots, dtype=jnp.int32)
         draws = settings if self.drafter.draws == "sample-path" else None
 
         def is_wanted(known, has_room):
@@ -109,9 +112,7 @@ class DraftModelBatch:
             kv, own, _ = self._rows.next_tokens(
                 self._weights(params),
                 kv,
-                tokens=jax.vmap(
-                    lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,))
-                )(text, starts),
+                tokens=_windows(text, starts, window),
                 starts=starts,
                 num_live=num_live,
                 settings=draws,
@@ -128,10 +129,41 @@ class DraftModelBatch:
             step,
             (memory, text, length, jnp.ones((self.num_slots,), bool)),
         )
-        drafted = jax.vmap(
-            lambda row, start: jax.lax.dynamic_slice(row, (start,), (self.gamma_max,))
-        )(text, length)
-        return memory, protocols.Proposal(tokens=drafted, num_drafted=known - length)
+        return memory, protocols.Proposal(
+            tokens=_windows(text, length, self.gamma_max), num_drafted=known - length
+        )
+
+    def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:
+        """As `DraftModel._catch_up`, for the slots that are asked."""
+        rows_ahead, slab = self.drafter.catch_up_rows, self.drafter.model.slab
+        if not rows_ahead:
+            return memory
+
+        def is_behind(kv, has_room):
+            return asked & has_room & (length - kv.length > slab)
+
+        def step(carry):
+            """One forward of every slot that is far behind."""
+            kv, has_room = carry
+            wanted = is_behind(kv, has_room)
+            missing = length - 1 - kv.length
+            kv, _, _ = self._rows.next_tokens(
+                self._weights(params),
+                kv,
+                tokens=_windows(text, kv.length, rows_ahead),
+                starts=kv.length,
+                num_live=jnp.where(wanted, jnp.minimum(missing, rows_ahead), 0),
+                settings=None,
+                chooses=False,
+            )
+            return kv, has_room & ~(wanted & self._rows.is_starved(kv))
+
+        memory, _ = jax.lax.while_loop(
+            lambda carry: jnp.any(is_behind(*carry)),
+            step,
+            (memory, jnp.ones((self.num_slots,), bool)),
+        )
+        return memory
 
     def commit(
         self,
@@ -144,6 +176,14 @@ class DraftModelBatch:
         """Forgets drafts that were not committed."""
         kept = jnp.minimum(memory.length, length - 1)
         return self._rows.truncate(memory, kept, asked=asked)
+
+
+def _windows(
+    text: Int[Array, "B max_len"], starts: Int[Array, " B"], size: int
+) -> Int[Array, "B size"]:
+    """`size` tokens of each text, from its start on."""
+    cut = lambda row, start: jax.lax.dynamic_slice(row, (start,), (size,))
+    return jax.vmap(cut)(text, starts)
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -304,7 +304,7 @@ def _occupy(
     In this slot and in all others: whoever comes next was promised all pages that
     nobody needs any more.
     """
-    asked = state.slots.done | (jnp.arange(target.num_slots) == slot)
+    asked = state.slots.done | (jnp.arange(target.num_slots, dtype=jnp.int32) == slot)
     zeros = jnp.zeros_like(state.gamma)
     one = rounds.init_state(
         text,

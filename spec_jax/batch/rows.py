@@ -101,6 +101,7 @@ class RowBatch:
         starts: Int[Array, " B"],
         num_live: Int[Array, " B"],
         settings: sampling.SamplingSettings | None,
+        chooses: bool = True,
     ) -> tuple[paged.PagedKV, Int[Array, "B W"], Bool[Array, "B W"]]:
         """Runs each slot's first `num_live` tokens, at positions from its `starts`.
 
@@ -109,6 +110,8 @@ class RowBatch:
 
         Args:
           settings: with leaves `[B]`, each slot's own; None is greedy, for all.
+          chooses: False runs the rows for their K/V alone: no logits are computed, and
+            the tokens mean nothing.
 
         Returns:
           The cache, whose slots have grown by their live rows; the model's own token
@@ -132,10 +135,12 @@ class RowBatch:
             kv, outputs = qwen3.forward_rows(
                 params, self.config, part, kv, impl=self.model.impl
             )
+            if not chooses:
+                return kv, own, is_finite
             chosen, are_finite = self._choose(outputs.logits, part, settings)
-            at = (number * tile,)
-            own = jax.lax.dynamic_update_slice(own, chosen, at)
-            return kv, own, jax.lax.dynamic_update_slice(is_finite, are_finite, at)
+            first = (number * tile,)
+            own = jax.lax.dynamic_update_slice(own, chosen, first)
+            return kv, own, jax.lax.dynamic_update_slice(is_finite, are_finite, first)
 
         num_tiles = -(-rows.num_live // tile)
         nothing = jnp.zeros_like(rows.tokens), jnp.ones(rows.tokens.shape, bool)
@@ -159,7 +164,7 @@ class RowBatch:
         if settings is None:
             return greedy, is_finite
         each = jax.tree.map(lambda leaf: leaf[rows.slots], settings)
-        is_live = jnp.arange(logits.shape[0]) < rows.num_live
+        is_live = jnp.arange(logits.shape[0], dtype=jnp.int32) < rows.num_live
         draws = is_live & (each.temperature != 0)
         drawn = sampling.sample_each(
             logits, each, positions=rows.positions + 1, draws=draws
@@ -193,7 +198,7 @@ def _pack(
     A dead one goes to `height`, past the end.
     """
     B, W = tokens.shape
-    ends = jnp.cumsum(num_live)
+    ends = jnp.cumsum(num_live, dtype=jnp.int32)
     offsets = jnp.arange(W, dtype=jnp.int32)[None, :]
     at = (ends - num_live)[:, None] + offsets
     at = jnp.where(offsets < num_live[:, None], at, height)

@@ -85,16 +85,16 @@ class PromptLookup:
         del params
         suffix = suffix_match.suffix_of(tokens, length, self.n_max)
         matched = suffix_match.match_lengths(tokens, suffix)
-        at = jnp.arange(tokens.shape[0])
+        at = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         # The end matches itself, and is followed by nothing.
         matched = jnp.where((at < length) & (matched >= self.n_min), matched, 0)
         num_drafted = jnp.where(jnp.any(matched > 0), gamma, 0)
-        offsets = jnp.arange(self.gamma_max)
+        offsets = jnp.arange(self.gamma_max, dtype=jnp.int32)
         if self.match == "first":
-            start = jnp.argmax(matched)
+            start = jnp.argmax(matched).astype(jnp.int32)
             num_drafted = jnp.minimum(num_drafted, length - start)
         else:
-            start = tokens.shape[0] - 1 - jnp.argmax(matched[::-1])
+            start = jnp.max(jnp.where(matched == jnp.max(matched), at, 0))
             offsets %= jnp.maximum(length - start, 1)
         # What an index past the text reads is not drafted.
         drafts = tokens.at[start + offsets].get(mode="clip")

@@ -184,9 +184,10 @@ class SuffixDecoding:
     ) -> Lookup:
         """`look_up`, of at least one token."""
         suffix = suffix_match.suffix_of(tokens, length, self.match_max)
-        is_known = jnp.arange(tokens.shape[0]) < length
+        is_known = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length
         own = jnp.where(is_known, tokens, suffix_match.NONE)
         _, groups = jnp.unique(own, return_inverse=True, size=own.shape[0])
+        groups = groups.astype(jnp.int32)
         ours = self._best_path(Corpus(tokens=own, groups=groups), suffix, gamma)
         earlier = self._best_path(corpus, suffix, gamma)
         is_ours = ours.score >= earlier.score
@@ -237,7 +238,7 @@ class SuffixDecoding:
             votes = jnp.zeros(size, jnp.int32).at[group].add(places.astype(jnp.int32))
             votes = jnp.where(places, votes[group], 0)
             first = jnp.argmax(votes)
-            share = votes[first] / jnp.maximum(jnp.sum(places), 1)
+            share = votes[first] / jnp.maximum(jnp.sum(places, dtype=jnp.int32), 1)
             probability *= share.astype(jnp.float32)
             # No vote, no share: a path that nothing continues ends here too.
             goes_on &= (offset < budget) & (probability >= self.min_probability)
@@ -249,7 +250,7 @@ class SuffixDecoding:
         _, (drafts, probabilities, is_drafted) = jax.lax.scan(step, start, offsets)
         return Lookup(
             proposal=protocols.Proposal(
-                tokens=drafts, num_drafted=jnp.sum(is_drafted.astype(jnp.int32))
+                tokens=drafts, num_drafted=jnp.sum(is_drafted, dtype=jnp.int32)
             ),
             score=jnp.sum(jnp.where(is_drafted, probabilities, 0)),
         )

@@ -124,7 +124,7 @@ class Goodput:
         num_judged = self.probing.count_judged(gamma, num_drafted)
         is_judged = num_judged > 0
         is_kept_probe = is_off & is_judged & (num_accepted > 0)
-        drafts = jnp.arange(self.gamma_max)
+        drafts = jnp.arange(self.gamma_max, dtype=jnp.int32)
         reached = (drafts < num_judged) & (drafts <= num_accepted)
         kept = drafts < num_accepted
         fade = jnp.where(is_judged, self.decay, 1.0)

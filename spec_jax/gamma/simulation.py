@@ -68,7 +68,7 @@ def simulate(
         text, given that those before it were.
     """
     num_tokens, gamma_max = is_kept.shape
-    drafts = jnp.arange(gamma_max)
+    drafts = jnp.arange(gamma_max, dtype=jnp.int32)
 
     def keep_going(carry):
         step, run = carry
@@ -82,7 +82,7 @@ def simulate(
         gamma = jnp.minimum(gamma_policy.choose(run.state), left)
         at = jnp.minimum(run.position + drafts, num_tokens - 1)
         kept = is_kept[at, drafts] & (drafts < gamma)
-        num_accepted = jnp.sum(jnp.cumprod(kept.astype(jnp.int32)))
+        num_accepted = jnp.sum(jnp.cumprod(kept.astype(jnp.int32)), dtype=jnp.int32)
         caught_up = jnp.where(gamma > 0, run.num_behind, 0)
         return step + 1, Simulation(
             state=gamma_policy.update(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from spec_jax.model import config as config_lib, params as params_lib, qwen3
 from spec_jax.ops import argmax, dispatch
 from spec_jax.paging import allocator, cache as paged, index, static
+from spec_jax.typing import IMPLS
 
 
 CacheKind = Literal["paged", "static"]
@@ -33,8 +34,9 @@ def slab_for(impl: str, rows: int) -> int:
     """The height of a slab that `rows` rows fit in: `rows`, or what `impl` prescribes.
 
     Raises:
-      ValueError: more rows than a slab of `impl` has.
+      ValueError: no such implementation, or more rows than a slab of it has.
     """
+    impl = _resolved(impl)
     height = dispatch.slab_rows(impl)
     if height is None:
         return rows
@@ -46,19 +48,28 @@ def slab_for(impl: str, rows: int) -> int:
     return height
 
 
+def _resolved(impl: str) -> str:
+    """What "auto" stands for here; another implementation is that, runnable or not."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
+    return dispatch.resolve("auto") if impl == "auto" else impl
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowModel:
     """A Qwen3 model that runs slabs of `slab` rows of one sequence.
 
     Attributes:
-      impl: a resolved implementation, see `ops.dispatch`.
+      impl: an implementation, see `ops.dispatch`; "auto" is resolved at once, and the
+        attribute then names what was chosen.
       slab: rows of every call, live or not; at least the longest window. `slab_for`
         knows what `impl` takes.
       cache: what `new_cache` allocates, `PagedKV` or `StaticKV`. No bit of a row
         depends on it, and every method takes either.
 
     Raises:
-      ValueError: a slab that `impl` does not take, or an unknown kind of cache.
+      ValueError: no such implementation, a slab that it does not take, or an unknown
+        kind of cache.
     """
 
     config: config_lib.Qwen3Config
@@ -71,6 +82,7 @@ class RowModel:
             raise ValueError(
                 f"cache={self.cache!r} is not one of {', '.join(CACHE_KINDS)}"
             )
+        object.__setattr__(self, "impl", _resolved(self.impl))
         height = dispatch.slab_rows(self.impl)
         if height not in (None, self.slab):
             raise ValueError(

@@ -49,7 +49,10 @@ def causal_attention(
             keys[:, :stop],
             preferred_element_type=jnp.float32,
         ).reshape(B * K, G, rows, stop)
-        visible = jnp.arange(stop)[None, :] <= jnp.arange(start, stop)[:, None]
+        visible = (
+            jnp.arange(stop, dtype=jnp.int32)[None, :]
+            <= jnp.arange(start, stop, dtype=jnp.int32)[:, None]
+        )
         visible = jnp.broadcast_to(visible, scores.shape)
         scores = jnp.where(visible, scores * scale, -jnp.inf)
         probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)

@@ -27,7 +27,7 @@ def page_write(
         mode="fill", fill_value=num_pages, wrap_negative_indices=False
     )
     # Positive and out of range, and so dropped; -1 would be the last page.
-    at = jnp.where(jnp.arange(rows.shape[0]) < num_live, at, num_pages)
+    at = jnp.where(jnp.arange(rows.shape[0], dtype=jnp.int32) < num_live, at, num_pages)
     rows = bits.to_bits(rows.astype(pages.dtype))
     written = bits.to_bits(pages).at[at, positions % page_size].set(rows, mode="drop")
     return bits.from_bits(written, pages.dtype)

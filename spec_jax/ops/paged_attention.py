@@ -72,7 +72,7 @@ def _xla(q, k_pages, v_pages, *, page_table, slots, positions, num_live, scale):
     # All rows meet a block in one product per key/value head: [K, R * G, H].
     queries = q.astype(jnp.float32) * scale
     queries = queries.reshape(R, K, G, H).transpose(1, 0, 2, 3).reshape(K, R * G, H)
-    live = jnp.arange(R) < num_live
+    live = jnp.arange(R, dtype=jnp.int32) < num_live
 
     def walk_slot(slot, carry):
         """Adds the keys of one slot, up to its longest live row."""

@@ -144,7 +144,7 @@ def reserve_each(
     def serve(carry):
         """Gives the first slot that waits its pages, or says that there are none."""
         books, starved, missing = carry
-        slot = jnp.argmax(missing > 0)
+        slot = jnp.argmax(missing > 0).astype(jnp.int32)
         num_free = books[3]
         fits = (missing[slot] <= num_free) & (wanted[slot] <= kv.page_table.shape[1])
         books = _take(books, slot, jnp.where(fits, missing[slot], 0))
@@ -188,7 +188,7 @@ def truncate_each(
 
     def free(carry):
         books, surplus = carry
-        slot = jnp.argmax(surplus > 0)
+        slot = jnp.argmax(surplus > 0).astype(jnp.int32)
         return _give(books, slot, surplus[slot]), surplus.at[slot].set(0)
 
     books, _ = jax.lax.while_loop(
@@ -271,11 +271,11 @@ def _take(books, slot, count):
     table, owned, stack, num_free = books
     nowhere, row = stack.shape[0], table[slot]
     # The page on top of the stack becomes the slot's next.
-    turn = jnp.arange(row.shape[0]) - owned[slot]
+    turn = jnp.arange(row.shape[0], dtype=jnp.int32) - owned[slot]
     moves = (turn >= 0) & (turn < count)
     row = jnp.where(moves, stack.at[num_free - 1 - turn].get(mode="clip"), row)
     left = num_free - count
-    stack = jnp.where(jnp.arange(nowhere) < left, stack, nowhere)
+    stack = jnp.where(jnp.arange(nowhere, dtype=jnp.int32) < left, stack, nowhere)
     return table.at[slot].set(row), owned.at[slot].add(count), stack, left
 
 
@@ -284,9 +284,9 @@ def _give(books, slot, count):
     table, owned, stack, num_free = books
     nowhere, row = stack.shape[0], table[slot]
     # The slot's last page goes first, and so ends deepest.
-    turn = jnp.arange(nowhere) - num_free
+    turn = jnp.arange(nowhere, dtype=jnp.int32) - num_free
     moves = (turn >= 0) & (turn < count)
     stack = jnp.where(moves, row.at[owned[slot] - 1 - turn].get(mode="clip"), stack)
     left = owned[slot] - count
-    row = jnp.where(jnp.arange(row.shape[0]) < left, row, nowhere)
+    row = jnp.where(jnp.arange(row.shape[0], dtype=jnp.int32) < left, row, nowhere)
     return table.at[slot].set(row), owned.at[slot].set(left), stack, num_free + count

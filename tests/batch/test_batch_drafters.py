@@ -12,7 +12,7 @@ import pytest
 from batch_cases import GAMMA_MAX, SIZES, SLOTS, Case
 
 from spec_jax import testing
-from spec_jax.batch import draft_models, drafters, lookups
+from spec_jax.batch import draft_models, drafters, lookups, rows
 from spec_jax.drafters import oracle
 
 
@@ -184,3 +184,64 @@ def test_a_commit_of_length_one_forgets_a_slot():
     assert after.length.tolist() == [3, 0, 0, 8]
     assert after.num_owned.tolist() == [1, 1, 1, 1]
     batch_cases.check_pages(after)
+
+
+def test_slots_far_behind_are_caught_up_in_few_forwards(monkeypatch):
+    """Fails if `catch_up_rows` counts for one sequence alone: 10 forwards, of 2 rows.
+
+    What is drafted, and the K/V, are those of slots that follow two rows at a time.
+    """
+    batch_cases.skip_without("native")
+    _, slow, memory, tokens = begin()
+    one = dataclasses.replace(slow.drafter, catch_up_rows=16)
+    fast = dataclasses.replace(slow, drafter=one)
+    # Slots that have taken in nothing, or a part; one is not asked.
+    memory = slow.commit(
+        batch_cases.DRAFT_PARAMS,
+        memory,
+        jnp.array([1, 1, 1, 3], jnp.int32),
+        asked=jnp.ones((SLOTS,), bool),
+    )
+    gamma = [4, 4, 4, 0]
+    expected_memory, expected = propose(slow, memory, tokens, gamma)
+    found_memory, found = propose(fast, memory, tokens, gamma)
+    testing.assert_same_bits(found, expected)
+    for slot in range(SLOTS):
+        testing.assert_same_bits(
+            batch_cases.held(found_memory, slot),
+            batch_cases.held(expected_memory, slot),
+        )
+
+    forwards, real = [], rows.RowBatch.next_tokens
+
+    def counted(self, *arguments, tokens, **rest):
+        forwards.append(tokens.shape[1])
+        return real(self, *arguments, tokens=tokens, **rest)
+
+    monkeypatch.setattr(rows.RowBatch, "next_tokens", counted)
+    with jax.disable_jit():
+        fast.propose(
+            batch_cases.DRAFT_PARAMS,
+            memory,
+            tokens=tokens,
+            length=LENGTHS,
+            gamma=jnp.array(gamma),
+            settings=None,
+        )
+    # 20 tokens of slot 2: 16 and 3 rows, then one for each draft.
+    assert forwards == [16, 16, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["draft-model", "hybrid", "oracle"])
+def test_a_draft_of_another_vocabulary_is_refused(name):
+    """Fails if a form for batches does not say whose tokens it proposes."""
+    case = Case(name=name, impl="xla")
+    batch = case.batch()
+    target = dataclasses.replace(
+        batch.target,
+        model=dataclasses.replace(
+            case.target, config=dataclasses.replace(case.target.config, vocab_size=50)
+        ),
+    )
+    with pytest.raises(ValueError, match="different vocabularies: 96 and 50 entries"):
+        dataclasses.replace(batch, target=target)

@@ -138,3 +138,39 @@ def test_hybrids_that_do_not_fit_together_are_refused():
         hybrid.Hybrid(suffix=suffix.SuffixDecoding(gamma_max=3), draft=DRAFT)
     with pytest.raises(ValueError, match="threshold=0.0 must be above 0"):
         dataclasses.replace(HYBRID, threshold=0.0)
+
+
+@pytest.mark.parametrize("catch_up_rows", [0, 8])
+def test_a_cache_that_was_full_drafts_again(catch_up_rows):
+    """Fails if a round without room is remembered, or takes up room that is there."""
+    drafter = dataclasses.replace(DRAFT, catch_up_rows=catch_up_rows)
+    params, sizes = nearly_the_target(), {"capacity": 16, "page_size": 8}
+    text = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77, 9, 31, 60, 12, 4, 88, 19, 50, 6]
+    tokens = jnp.zeros((BENCH.capacity + 1,), jnp.int32).at[:20].set(jnp.asarray(text))
+
+    def drafts_after(memory, length):
+        """The drafts, none of which is committed, and the memory without them."""
+        n = jnp.int32(length)
+        memory = drafter.commit(params, memory, n)
+        memory, proposal = propose(drafter, params, memory, tokens, n)
+        drafts = proposal.tokens[: int(proposal.num_drafted)].tolist()
+        return drafter.commit(params, memory, n), drafts
+
+    def fresh(length):
+        memory = drafter.prefill(params, drafter.init(**sizes), text[:length])
+        return drafts_after(memory, length)[1]
+
+    memory = drafter.prefill(params, drafter.init(**sizes), text[:14])
+    # The last draft needs no room: 16 positions hold what the 17th token follows.
+    for length, count in ((14, 3), (17, 0), (20, 0), (16, 1), (10, 4), (5, 4)):
+        memory, drafts = drafts_after(memory, length)
+        assert len(drafts) == count, length
+        assert drafts == (fresh(length) if length <= 16 else [])
+    # A pool that others emptied, and gave back.
+    memory = drafter.commit(params, memory, jnp.int32(2))
+    free = {"num_free": memory.num_free, "free_pages": memory.free_pages}
+    free = jax.tree.map(jnp.array, free)
+    memory, drafts = drafts_after(memory.replace(num_free=jnp.int32(0)), 14)
+    assert drafts == []
+    _, drafts = drafts_after(memory.replace(**free), 14)
+    assert drafts == fresh(14)

@@ -1,5 +1,6 @@
 """Sweeps: what is run and what is not, resuming, totals, and bad input."""
 
+import argparse
 import dataclasses
 import importlib.util
 import itertools
@@ -16,6 +17,7 @@ from experiments.support import (
     prompt_runs,
     report,
     sweep_file,
+    sweep_flags,
     sweep_rows,
 )
 from spec_jax import conventions, metrics
@@ -381,3 +383,15 @@ def test_without_matplotlib_one_line_says_how_to_get_it(
     assert_fails_with(
         capsys, command(folders, tmp_path / "out.jsonl", *more), "'.[plot]'"
     )
+
+
+def test_filters_are_for_cells_that_draw():
+    """Fails if a greedy cell beside others is refused, or filters are ignored."""
+    args = argparse.Namespace(
+        temperature=(0.0, 0.7), top_k=20, top_p=1.0, min_p=0.0, seed=0
+    )
+    assert sweep_flags.settings(args, 0.0) is None
+    assert int(sweep_flags.settings(args, 0.7).top_k) == 20
+    args.temperature = (0.0,)
+    with pytest.raises(ValueError, match="greedy decoding, which top_k=20 would not"):
+        sweep_flags.settings(args, 0.0)

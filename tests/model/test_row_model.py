@@ -1,5 +1,6 @@
 """`RowModel.forward` and its cache: rows that follow, and rows that do not."""
 
+import dataclasses
 import functools
 
 import decoding
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from spec_jax import session, testing
+from spec_jax.model import row_model
 from spec_jax.ops import dispatch
 
 
@@ -55,3 +57,13 @@ def test_a_refusal_reaches_the_edge():
         session.check_state(
             state.replace(cache=forward(model, kv, state.cache.length[0]))
         )
+
+
+def test_auto_is_resolved_where_a_model_is_built():
+    """Fails if "auto" stays a name that no op knows, and XLA runs without a word."""
+    model = dataclasses.replace(decoding.TARGET, impl="auto")
+    assert model.impl == dispatch.resolve("auto") != "auto"
+    assert model == dataclasses.replace(decoding.TARGET, impl=model.impl)
+    assert row_model.slab_for("auto", 5) == row_model.slab_for(model.impl, 5)
+    with pytest.raises(ValueError, match="impl='numpy' is not one of auto, xla"):
+        dataclasses.replace(decoding.TARGET, impl="numpy")

@@ -44,6 +44,7 @@ REPORTERS = frozenset(
     for reporter in (
         *(allocator.check, cache.check_integrity, queue._check_pages),
         *(session.check_state, session.check_refused),
+        *(session.check_finite, session._check_text),
     )
 )
 """Functions whose errors say what is wrong; other errors than theirs are crashes."""
@@ -177,6 +178,24 @@ ROUND_CHECKS = {
     "padding as stop": _check("test_round_records", "test_padding_is_no_stop_token"),
     "starved counters": _check(
         "test_round_records", "test_a_starved_round_is_not_counted"
+    ),
+    "promises that are broken": _check(
+        "test_proposals",
+        "test_no_proposal_makes_the_output_wrong",
+        impl="native",
+        rule="sample-path",
+        has_probs=False,
+    ),
+    "drafts outside the vocabulary": _check(
+        "test_acceptance_edges",
+        "test_a_draft_outside_the_vocabulary_is_never_kept",
+        rule="rejection",
+        token=4,
+    ),
+    "logits that are not finite": _check(
+        "test_nonfinite",
+        "test_each_token_from_such_logits_is_counted",
+        impl="native",
     ),
     "what a policy is told": _check(
         "test_adaptive_rounds",

@@ -12,8 +12,8 @@ OWNERS = (
     Mutant(
         name="a stale page stays in the table after it was freed",
         where=_ALLOCATOR + "_give",
-        old="jnp.arange(row.shape[0]) < left, row, nowhere",
-        new="jnp.arange(row.shape[0]) <= left, row, nowhere",
+        old="jnp.arange(row.shape[0], dtype=jnp.int32) < left, row, nowhere",
+        new="jnp.arange(row.shape[0], dtype=jnp.int32) <= left, row, nowhere",
         caught_by=("truncate to 1", "random walk"),
     ),
     Mutant(

@@ -134,6 +134,30 @@ ROUNDS = (
     ),
 )
 
+PROPOSALS = (
+    Mutant(
+        name="the number of drafts is taken on trust",
+        where="spec_jax.rounds:limit_proposal",
+        old="jnp.clip(proposal.num_drafted, 0, gamma)",
+        new="proposal.num_drafted",
+        caught_by=("promises that are broken",),
+    ),
+    Mutant(
+        name="a draft outside the vocabulary has a probability",
+        where="spec_jax.acceptance:_of_drafts",
+        old="fill_value=0",
+        new="fill_value=1",
+        caught_by=("drafts outside the vocabulary",),
+    ),
+    Mutant(
+        name="logits that are not finite are not counted",
+        where="spec_jax.rules:finite_rows",
+        old="jnp.isfinite(top[:, 0])",
+        new="jnp.isfinite(top[:, 0]) | True",
+        caught_by=("logits that are not finite",),
+    ),
+)
+
 POLICY = (
     Mutant(
         name="a policy takes all drafts for kept",
@@ -176,8 +200,8 @@ ACCEPTANCE = (
     Mutant(
         name="the bonus token is lost",
         where=_ACCEPT,
-        old="jnp.arange(gamma + 1) <= num_accepted",
-        new="jnp.arange(gamma + 1) < num_accepted",
+        old="jnp.arange(gamma + 1, dtype=jnp.int32) <= num_accepted",
+        new="jnp.arange(gamma + 1, dtype=jnp.int32) < num_accepted",
         caught_by=("acceptance", "mixed drafts"),
     ),
 )
@@ -322,6 +346,7 @@ SAMPLING = (
 
 MUTANTS = (
     *ROUNDS,
+    *PROPOSALS,
     *POLICY,
     *ACCEPTANCE,
     *DRAFTS_AND_ORACLES,
