@@ -6,10 +6,14 @@ decoding equals Hugging Face's greedy one in float32, and every drafted token pl
 decoding's; 2 not; 1 the input was unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
-import importlib.util
 import pathlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,10 +32,10 @@ from experiments.support import (
     paired_runs,
     peak_memory,
     prompt_files,
+    prompt_runs,
     records,
     report,
 )
-from spec_jax import session
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
@@ -63,7 +67,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser, rows="one per prompt as it finishes, one per way to generate, a summary"
     )
     parser.add_argument(
-        "--plot", type=pathlib.Path, metavar="FILE", help="SVG of the speeds"
+        "--plot", type=flags.figure, metavar="FILE", help="the speeds, drawn"
     )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
@@ -161,15 +165,15 @@ def make_prompts(
         per_length=args.per_length,
         raw=args.raw,
     )
-    config = pair.target.config
-    for prompt in prompts:
-        session.check_prompt(
-            prompt.tokens,
-            vocab_size=config.vocab_size,
-            capacity=config.max_position_embeddings - args.gen_tokens,
-            what=f"{prompt.length} prompt {prompt.id!r} (with {args.gen_tokens} "
-            "tokens to come)",
-        )
+    prompt_runs.check_lengths(
+        pair.target.config,
+        [
+            (f"{prompt.length} prompt {prompt.id!r}", prompt.tokens)
+            for prompt in prompts
+        ],
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+    )
     return prompts
 
 
@@ -267,7 +271,7 @@ def run_all(
 ) -> bool:
     """Loads, measures, writes, prints; returns whether all tokens are the same."""
     started = time.perf_counter()
-    check_installed(args)
+    check_installed()
     pair = load_pair(args, dtype=args.dtype)
     prompts = make_prompts(args, pair)
     settings = make_settings(args, pair, prompts)
@@ -308,16 +312,12 @@ def run_all(
     return summary["matched"] and summary["greedy_identical"] == len(prompts)
 
 
-def check_installed(args: argparse.Namespace) -> None:
+def check_installed() -> None:
     """Raises `ValueError` if a library that is needed is missing."""
     missing = hf_baseline.missing()
     if missing:
         raise ValueError(
             f"{' and '.join(missing)} not installed; {hf_baseline.INSTALL} brings them"
-        )
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "matplotlib is not installed; pip install -e '.[plot]' brings it"
         )
 
 
@@ -350,18 +350,17 @@ def describe(args: argparse.Namespace, sides: compared_runs.Sides) -> dict[str, 
     }
 
 
+def run(args: argparse.Namespace) -> int:
+    """Runs everything and shows it; returns the exit status."""
+    with records.JsonLines(args.out) as out:
+        same = run_all(args, out, report.console())
+    return IDENTICAL if same else NOT_IDENTICAL
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    args = parse_args(argv)
-
-    def run() -> int:
-        with records.JsonLines(args.out) as out:
-            same = run_all(args, out, rich_console.Console())
-        return IDENTICAL if same else NOT_IDENTICAL
-
-    kept = f"finished prompts are in {args.out}" if args.out else ""
-    return flags.exit_status("compare_hf.py", run, kept=kept)
+    return script.run("compare_hf.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -12,9 +12,14 @@ By default the first value of every axis is the base, and each other value is ru
 the rest of the base; --product runs every combination.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import pathlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +38,7 @@ from experiments.support import (
     flags,
     policies,
     records,
+    report as report_lib,
 )
 from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, row_model, verify_paths
@@ -53,7 +59,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_out(parser, rows="one per prompt and cell as it finishes, taken up again")
     parser.add_argument(
         "--certificate",
-        type=pathlib.Path,
+        type=flags.output,
         metavar="FILE",
         help="JSON: versions, device, settings, and hashes of every result; of code "
         "whose commit it can name",
@@ -65,7 +71,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--verify",
-        type=pathlib.Path,
+        type=flags.source,
         metavar="CERTIFICATE",
         help="run a certificate's cells again, and say where they agree; axes and "
         "lengths are those of the certificate",
@@ -94,12 +100,13 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     for name in ("target", "draft"):
         group.add_argument(
             f"--{name}",
-            type=pathlib.Path,
+            type=flags.source,
             metavar="DIR",
             help=f"Hugging Face Qwen3 folder of the {name} (default: the embedded one)",
         )
     group.add_argument(
         "--prompts",
+        type=flags.text_source,
         metavar="N|FILE[:N]",
         help="the first N bundled prompts, and beginnings of them where N is more than "
         "there are, or a file as in spec_round.py (default: "
@@ -179,6 +186,11 @@ def _listed(kinds: Sequence[str] | None) -> Callable[[str], tuple]:
         return tuple(values)
 
     return parse
+
+
+def act(args: argparse.Namespace) -> int:
+    """Runs or verifies; returns the exit status."""
+    return (verify if args.verify else run)(args, report_lib.console())
 
 
 def run(args: argparse.Namespace, console: rich_console.Console) -> int:
@@ -283,15 +295,8 @@ def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs or verifies; returns the exit status."""
-    args = parse_args(argv)
-    console = rich_console.Console()
-    act = verify if args.verify else run
-    return flags.exit_status(
-        "exactness.py",
-        lambda: act(args, console),
-        kept=f"finished rows are in {args.out}" if args.out else "",
-    )
+    return script.run("exactness.py", lambda: parse_args(argv), act)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -13,6 +13,12 @@ On a CPU the same code runs at tiny sizes with interpreted kernels, as a smoke t
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
 import functools
@@ -281,26 +287,29 @@ def _run_together(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield from pool.map(run, args.sections)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the report; returns the exit status."""
-    args = parse_args(argv)
+def run(args: argparse.Namespace) -> int:
+    """Runs the report, or one section of it; returns the exit status."""
     if args.device == "auto":
         args.device = "cpu" if gpu_task.nvidia_smi("name") is None else "cuda"
     args.budget = args.budget or BUDGET_S[args.device]
     args.impl = args.impl or ("interpret" if args.device == "cpu" else "triton")
-    try:
-        if args.worker:
-            return work(args)
-        args.out = args.out.resolve()
-        args.out.mkdir(parents=True, exist_ok=True)
-        return run_all(args)
-    except (ValueError, OSError) as error:
-        print(f"gpu_report.py: error: {error}", file=sys.stderr)
-        return flags.UNUSABLE
-    except KeyboardInterrupt:
-        print(f"gpu_report.py: interrupted; rows are in {args.out}", file=sys.stderr)
-        return flags.INTERRUPTED
+    if args.worker:
+        return work(args)
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    return run_all(args)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the report; returns the exit status."""
+    return script.run(
+        "gpu_report.py",
+        lambda: parse_args(argv),
+        run,
+        kept=lambda args: f"rows are in {args.out}",
+        uses_jax=False,  # Each section does, in a process of its own.
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -9,9 +9,14 @@ Exit status: 0 the story holds (the last rung matches, and is the fastest of tho
 that match); 2 it does not; 1 the input was unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 
 from rich import console as rich_console, table as rich_table, text as rich_text
@@ -97,7 +102,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_prompts(runs, default="10")
     flags.add_gen_tokens(runs, default=256)
     flags.add_repeats(runs)
-    flags.add_out(parser, rows="one per rung, as the table shows them")
+    flags.add_out(
+        parser, rows="one per prompt and rung as it finishes, then one per rung"
+    )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     return args
@@ -122,29 +129,29 @@ class Ladder:
 
     def run_prompt(
         self, prompt: prompt_files.Prompt, prompt_ids: list[int], *, repeats: int
-    ) -> None:
-        """Plain decoding and every design in turn, `repeats` times."""
+    ) -> list[dict]:
+        """Plain decoding and every design in turn, `repeats` times; their JSON rows."""
         plain: list[paired_runs.Plain] = []
         runs: dict[str, list[paired_runs.Speculative]] = {r.name: [] for r in LADDER}
         for _ in range(repeats):
             plain.append(self.plain(prompt_ids))
             for rung in LADDER:
                 runs[rung.name].append(self.run(rung, prompt_ids))
+        rows = []
         for rung in LADDER:
             pair, settings = self._design(rung)
             first = runs[rung.name][0]
-            self._results[rung.name].append(
-                prompt_runs.PromptResult(
-                    prompt=prompt,
-                    prompt_ids=prompt_ids,
-                    plain=plain,
-                    spec=runs[rung.name],
-                    mismatches=prompt_runs.mismatches_of(
-                        pair, settings, prompt_ids, first
-                    ),
-                    reference=paired_runs.run_plain(pair, settings, prompt_ids).tokens,
-                )
+            result = prompt_runs.PromptResult(
+                prompt=prompt,
+                prompt_ids=prompt_ids,
+                plain=plain,
+                spec=runs[rung.name],
+                mismatches=prompt_runs.mismatches_of(pair, settings, prompt_ids, first),
+                reference=paired_runs.run_plain(pair, settings, prompt_ids).tokens,
             )
+            self._results[rung.name].append(result)
+            rows.append(result.row() | {"kind": "history_prompt", "rung": rung.name})
+        return rows
 
     def row(self, rung: Rung) -> tuple[dict, metrics.Metrics]:
         """The JSON row of a rung: what it is, and its metrics."""
@@ -176,7 +183,10 @@ class Ladder:
 def run_all(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
 ) -> list[dict]:
-    """Runs every rung on every prompt; returns and writes a row for each rung."""
+    """Runs every rung on every prompt; returns the rows of the rungs.
+
+    Writes a row for each prompt and rung as it finishes, and those of the rungs.
+    """
     prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     pair = model_pair.load_pair(
         args.target or model_pair.EMBEDDED_TARGET,
@@ -186,13 +196,18 @@ def run_all(
         dtype=args.dtype,
         impl=args.impl,
     )
-    ids = prompt_runs.encode(pair, prompts, raw=False)
+    prepared = prompt_runs.prepare(
+        pair,
+        prompts,
+        raw=False,
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+    )
+    prompts, ids = prepared.prompts, prepared.ids
     settings = paired_runs.Settings(
         gamma=args.gamma,
         gen_tokens=args.gen_tokens,
-        capacity=prompt_runs.capacity_for(
-            pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-        ),
+        capacity=prepared.capacity,
         page_size=args.page_size,
     )
     description = {
@@ -214,7 +229,8 @@ def run_all(
     with report.progress() as progress:
         task = progress.add_task("prompts", total=len(prompts))
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
-            ladder.run_prompt(prompt, prompt_ids, repeats=args.repeats)
+            for row in ladder.run_prompt(prompt, prompt_ids, repeats=args.repeats):
+                out.write(row | description)
             progress.advance(task)
     rows = []
     for rung in LADDER:
@@ -253,7 +269,7 @@ def print_ladder(rows: Sequence[dict], console: rich_console.Console) -> None:
             f"{row['speedup_e2e']:.2f}x",
             row["published"],
         )
-    console.print(table)
+    report.print_whole(table, console)
     console.print(
         "matched: prompts with all tokens of plain decoding; tokens/step: per "
         "forward of the target, of any kind; speed-up: over "
@@ -274,7 +290,7 @@ def story_holds(rows: Sequence[dict]) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = rich_console.Console()
+    console = report.console()
     with records.JsonLines(args.out) as out:
         rows = run_all(args, out, console)
     print_ladder(rows, console)
@@ -283,10 +299,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the ladder; returns the exit status."""
-    args = parse_args(argv)
-    kept = "rows are written when every rung has run"
-    return flags.exit_status("history.py", lambda: run(args), kept=kept)
+    return script.run("history.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -7,10 +7,15 @@ microseconds for each: `gpu_report.py` has none, and tries plans.
 Exit status: 0 measured, 1 the input was unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     presets = ", ".join(sorted(subjects.PRESETS))
     parser.add_argument(
         "--shapes",
+        type=flags.text_source,
         default=EMBEDDED,
         metavar="NAME|DIR",
         help=f"the model whose shapes are measured: {EMBEDDED} (the target of the "
@@ -188,21 +194,17 @@ def run_all(
         kernel_report.print_subject(rows, console)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the exit status."""
-    args = parse_args(argv)
-    try:
-        with records.JsonLines(args.out) as out:
-            run_all(args, out, rich_console.Console())
-    except (ValueError, NotImplementedError, MemoryError) as error:
-        print(f"kernels.py: error: {error}", file=sys.stderr)
-        return flags.UNUSABLE
-    except KeyboardInterrupt:
-        kept = f"; finished rows are in {args.out}" if args.out else ""
-        print(f"kernels.py: interrupted{kept}", file=sys.stderr)
-        return flags.INTERRUPTED
+def run(args: argparse.Namespace) -> int:
+    """Runs everything and shows it; returns the exit status."""
+    with records.JsonLines(args.out) as out:
+        run_all(args, out, report.console())
     return MEASURED
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the experiment; returns the exit status."""
+    return script.run("kernels.py", lambda: parse_args(argv), run)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

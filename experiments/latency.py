@@ -6,6 +6,12 @@ run yields the same number of tokens. Exit status: 0 measured, 1 the input was
 unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import pathlib
 import sys
@@ -21,6 +27,7 @@ from experiments.support import (
     hf_baseline,
     latency_report,
     paired_runs,
+    prompt_runs,
     records,
     report,
     step_costs,
@@ -28,7 +35,6 @@ from experiments.support import (
     timing,
     whole_runs,
 )
-from spec_jax import session
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
@@ -104,6 +110,7 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     )
     runs.add_argument(
         "--prompts",
+        type=flags.text_source,
         metavar="N|FILE[:N]",
         help="prompts of the whole runs: the first N bundled ones, or a file "
         "(default: 5)",
@@ -161,14 +168,13 @@ def make_settings(
     Raises:
       ValueError: a prompt that is empty, or too long for the model's positions.
     """
-    config = subject.pair.target.config
-    for prompt_id, prompt in subject.prompts.items():
-        session.check_prompt(
-            prompt,
-            vocab_size=config.vocab_size,
-            capacity=config.max_position_embeddings - args.gen_tokens,
-            what=f"prompt {prompt_id!r} (with {args.gen_tokens} tokens to come)",
-        )
+    names = [f"prompt {prompt_id!r}" for prompt_id in subject.prompts]
+    prompt_runs.check_lengths(
+        subject.pair.target.config,
+        zip(names, subject.prompts.values(), strict=True),
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+    )
     longest = max(len(prompt) for prompt in subject.prompts.values())
     pages = index.pages_for(longest + args.gen_tokens, args.page_size)
     return paired_runs.Settings(
@@ -204,11 +210,11 @@ def run_all(
         write(step_rows)
         columns = latency_report.STEP_COLUMNS
         latency_report.print_rows(step_rows, console, columns=columns)
-        prompt_runs = []
+        measured = []
         for runs in measure_prompts(args, subject, settings):
-            prompt_runs.append(runs)
+            measured.append(runs)
             write([runs.row()])
-    run_rows = whole_runs.rows(prompt_runs, gen_tokens=args.gen_tokens)
+    run_rows = whole_runs.rows(measured, gen_tokens=args.gen_tokens)
     write(run_rows)
     console.print()
     columns = latency_report.RUN_COLUMNS
@@ -224,7 +230,7 @@ def run_all(
             # Weights that are large enough themselves are not read a second time.
             large_read_s=seconds.get(step_costs.LARGE_READ, seconds[step_costs.READ]),
         ),
-        **whole_runs.summarise(prompt_runs, gen_tokens=args.gen_tokens),
+        **whole_runs.summarise(measured, gen_tokens=args.gen_tokens),
     }
     fields = latency_report.SUMMARY_FIELDS
     write([{"kind": "summary"} | report.to_row(summary, fields=fields)])
@@ -291,21 +297,17 @@ def describe(args: argparse.Namespace, subject: subjects.Subject) -> dict[str, A
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the exit status."""
-    args = parse_args(argv)
-    try:
-        with records.JsonLines(args.out) as out:
-            run_all(args, out, rich_console.Console())
-    except (ValueError, NotImplementedError, MemoryError) as error:
-        print(f"latency.py: error: {error}", file=sys.stderr)
-        return flags.UNUSABLE
-    except KeyboardInterrupt:
-        kept = f"; finished rows are in {args.out}" if args.out else ""
-        print(f"latency.py: interrupted{kept}", file=sys.stderr)
-        return flags.INTERRUPTED
+def run(args: argparse.Namespace) -> int:
+    """Runs everything and shows it; returns the exit status."""
+    with records.JsonLines(args.out) as out:
+        run_all(args, out, report.console())
     return MEASURED
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the experiment; returns the exit status."""
+    return script.run("latency.py", lambda: parse_args(argv), run)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -10,6 +10,12 @@ value of both runs is the one that the bundle was written with. Whether a mismat
 met again is said, and does not change it.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import pathlib
 import sys
@@ -19,12 +25,12 @@ from typing import Any
 from rich import console as rich_console
 
 from experiments.support import (
-    flags,
     parity_bundle,
     parity_flags,
     parity_question,
     parity_report,
     records,
+    report,
 )
 from spec_jax.microscope import compare, record as record_lib
 from spec_jax.model import config as config_lib
@@ -59,6 +65,7 @@ def look(question: parity_question.Question) -> parity_report.Sight:
         comparison=compare.compare(
             *taken, dtypes=(first.dtype, second.dtype), layers=question.layers
         ),
+        tokenizer=question.tokenizer,
     )
 
 
@@ -84,7 +91,8 @@ def _draw(row: dict[str, Any], path: pathlib.Path) -> None:
     # Needs matplotlib, an extra; the flags have checked that it is there.
     from experiments.support import figures
 
-    figures.save(figures.divergence(row), path)
+    row = records.to_json(row, "row")  # As it stands in the file.
+    figures.save(figures.divergence(row), path, rows=[row])
 
 
 def _agrees(
@@ -110,7 +118,7 @@ def _agrees(
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console, bundle = rich_console.Console(), None
+    console, bundle = report.console(), None
     with records.JsonLines(args.out) as out:
         if args.bundle is not None:
             bundle = parity_bundle.load(args.bundle)
@@ -130,7 +138,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.save_bundle is not None:
         parity_bundle.save(args.save_bundle, _bundle_of(question, sight, provenance))
     if args.heatmap is not None:
-        _draw(row, args.heatmap)
+        _draw(row | provenance, args.heatmap)
     parity_report.print_sight(sight, console)
     expected = sight.is_equal
     if bundle is not None:
@@ -143,9 +151,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    args = parity_flags.parse(argv, description=__doc__)
-    return flags.exit_status("parity.py", lambda: run(args, argv))
+    return script.run(
+        "parity.py",
+        lambda: parity_flags.parse(argv, description=__doc__),
+        lambda args: run(args, argv),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

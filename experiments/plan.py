@@ -8,9 +8,14 @@ same length. Exit status: 0 measured and matched, 2 not matched, 1 the input was
 unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +37,7 @@ from experiments.support import (
     report,
     timing,
 )
+from spec_jax import metrics
 from spec_jax.ops import dispatch
 
 
@@ -100,17 +106,22 @@ def load_subject(args: argparse.Namespace) -> Subject:
         ),
     )
     first = next(iter(pairs.values()))
-    ids = prompt_runs.encode(first, prompts, raw=False)
-    capacity = prompt_runs.capacity_for(
-        first, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
+    prepared = prompt_runs.prepare(
+        first,
+        prompts,
+        raw=False,
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
     )
     settings = paired_runs.Settings(
         gamma=gamma_max,
         gen_tokens=args.gen_tokens,
-        capacity=capacity,
+        capacity=prepared.capacity,
         page_size=args.page_size,
     )
-    return Subject(pairs=pairs, prompts=prompts, ids=ids, settings=settings)
+    return Subject(
+        pairs=pairs, prompts=prepared.prompts, ids=prepared.ids, settings=settings
+    )
 
 
 def measure_costs(
@@ -143,12 +154,18 @@ def measure_acceptance(subject: Subject) -> dict[str, plan_acceptance.Acceptance
         total = len(subject.pairs) * len(subject.ids)
         task = progress.add_task("acceptance", total=total)
         for name, pair in subject.pairs.items():
-            windows = []
+            windows, texts = [], []
             for prompt_ids in subject.ids:
-                windows += plan_acceptance.record(pair, subject.settings, prompt_ids)
+                rounds, text = plan_acceptance.record(
+                    pair, subject.settings, prompt_ids
+                )
+                windows += rounds
+                texts.append(text)
                 progress.advance(task)
             measured[name] = plan_acceptance.measure(
-                windows, gamma_max=subject.settings.gamma
+                windows,
+                gamma_max=subject.settings.gamma,
+                repetition=metrics.mean_repetition(texts),
             )
     return measured
 
@@ -279,16 +296,14 @@ def describe(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.JsonLines(args.out) as out:
-        rows = run_all(args, out, rich_console.Console())
+        rows = run_all(args, out, report.console())
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plans, runs and compares; returns the exit status."""
-    args = parse_args(argv)
-    kept = f"finished rows are in {args.out}" if args.out else ""
-    return flags.exit_status("plan.py", lambda: run(args), kept=kept)
+    return script.run("plan.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -5,6 +5,12 @@ those of a formula. Exit status: 0 drawn, 1 the input was unusable; a figure who
 are not there is not drawn, unless it was asked for by name.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import collections
 import dataclasses
@@ -17,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.support import figure_data, flags, sweep_data
+from experiments.support import figure_data, files, flags, sweep_data
 from spec_jax import theory
 
 
@@ -155,7 +161,7 @@ def read(path: pathlib.Path) -> list[Row]:
       ValueError: no file, or no JSON objects in it; with the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: cannot be read ({reason})") from None
@@ -203,13 +209,13 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     function = getattr(module, kind.function)
     if not kind.is_each:
         path = folder / f"{name}.svg"
-        figures.save(function(rows), path)
+        figures.save(function(rows), path, rows=rows)
         return [path]
     paths = []
     for number, row in enumerate(rows, 1):
         suffix = f"_{number}" if len(rows) > 1 else ""
         paths.append(folder / f"{name}{suffix}.svg")
-        figures.save(function(row), paths[-1])
+        figures.save(function(row), paths[-1], rows=[row])
     return paths
 
 
@@ -229,10 +235,7 @@ def run_all(args: argparse.Namespace) -> int:
         raise ValueError(
             f"no rows for {' or '.join(names)}; the rows there are of kind {kinds}"
         )
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{args.out}: cannot be made ({error.strerror})") from None
+    files.check_folder(args.out)
     status = DRAWN
     for name, of_figure in taken.items():
         if not of_figure:
@@ -262,9 +265,10 @@ def _report_unused(rows: Sequence[Row], names: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws the figures; returns the exit status."""
-    args = parse_args(argv)
-    return flags.exit_status("plot.py", lambda: run_all(args))
+    return script.run(
+        "plot.py", lambda: parse_args(argv), run_all, kept=lambda _: "", uses_jax=False
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

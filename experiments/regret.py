@@ -7,9 +7,14 @@ of them run in real rounds too, in turn with plain decoding. Greedy; stop tokens
 ignored. Exit status: 0 measured and matched, 2 not matched, 1 the input was unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,13 +140,18 @@ def load_subject(args: argparse.Namespace) -> Subject:
     plan_costs.check_gen_tokens(args.gen_tokens, args.gamma)
     prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     pair = load_pair(args)
-    ids = prompt_runs.encode(pair, prompts, raw=False)
+    prepared = prompt_runs.prepare(
+        pair,
+        prompts,
+        raw=False,
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+    )
+    prompts, ids = prepared.prompts, prepared.ids
     settings = paired_runs.Settings(
         gamma=args.gamma,
         gen_tokens=args.gen_tokens,
-        capacity=prompt_runs.capacity_for(
-            pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-        ),
+        capacity=prepared.capacity,
         page_size=args.page_size,
     )
     texts = []
@@ -290,17 +300,15 @@ def describe(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.JsonLines(args.out) as out:
-        rows = run_all(args, out, rich_console.Console())
+        rows = run_all(args, out, report.console())
     matched = [row["matched"] for row in rows if row["kind"] == "regret_live"]
     return MATCHED if all(matched) else NOT_MATCHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures regret; returns the exit status."""
-    args = parse_args(argv)
-    kept = f"finished rows are in {args.out}" if args.out else ""
-    return flags.exit_status("regret.py", lambda: run(args), kept=kept)
+    return script.run("regret.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -12,8 +12,13 @@ Exit status: 0 judged, and equal where checked; 2 a live run differs from its re
 1 the input was unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +42,7 @@ JUDGED, DIFFERS = 0, 2
 
 def record(args: argparse.Namespace, console: rich_console.Console) -> int:
     """Writes the traces of all prompts; returns the exit status."""
+    flags.sampling_settings(args)  # Wrong values, by the names of their flags.
     request = replay_record.Request(
         target=args.target,
         dtype=args.dtype,
@@ -104,20 +110,26 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Records or judges; returns the exit status."""
-    console = rich_console.Console()
+    console = report.console()
     return (judge if args.record is None else record)(args, console)
+
+
+def kept(args: argparse.Namespace) -> str:
+    """What an interrupt leaves behind."""
+    if args.record:
+        return f"the same command takes up {args.record}"
+    return script.rows_in_out(args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    args = replay_flags.parse(argv, description=__doc__)
-    kept = ""
-    if args.record:
-        kept = f"the same command takes up {args.record}"
-    elif args.out:
-        kept = f"finished rows are in {args.out}"
-    return flags.exit_status("replay.py", lambda: run(args), kept=kept)
+    return script.run(
+        "replay.py",
+        lambda: replay_flags.parse(argv, description=__doc__),
+        run,
+        kept=kept,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -2,14 +2,20 @@
 
 Runs every prompt plain and speculatively, interleaved in one process, and compares
 all tokens; then replays the committed text through plain decoding and counts the
-verified positions whose argmax differs. Exit status: 0 matched, 2 not matched, or with
-logits that are not finite, 1 the input was unusable.
+verified positions whose argmax differs. Without --temperature these runs are greedy,
+and the text that is shown is drawn apart (temperature 0.7, top-p 0.8, top-k 20). Exit
+status: 0 matched, 2 not matched, or with logits that are not finite, 1 the input was
+unusable.
 """
+
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
-import pathlib
-import sys
 from collections.abc import Sequence
 
 from rich import console as rich_console
@@ -26,6 +32,8 @@ from experiments.support import (
     prompt_runs,
     records,
     report,
+    sample_text,
+    sweep_report,
 )
 from spec_jax import metrics
 from spec_jax.drafters import draft_model
@@ -45,10 +53,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_run_flags(parser.add_argument_group("runs"))
     policies.add_policy(parser.add_argument_group("adaptive gamma"))
     flags.add_sampling(parser.add_argument_group("sampling"))
+    parser.set_defaults(temperature=None)  # To tell 0 from no temperature at all.
     _add_design_flags(parser.add_argument_group("verification and caches"))
     flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    flags.check_sampling(parser, args)
+    args.draws_sample = args.temperature is None
+    args.temperature = args.temperature or 0.0
     if args.dump_verify_mismatches and args.temperature:
         parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
     if args.batch is not None:
@@ -71,8 +83,10 @@ def _check_batch(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     }
     for name, value in only.items():
         if getattr(args, name) != value:
-            flag = f"--{name.replace('_', '-')}"
-            parser.error(f"--batch does not go together with {flag}: leave one out")
+            parser.error(
+                f"--batch does not go together with {flags.flag_of(name)}: leave one "
+                "out"
+            )
 
 
 def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
@@ -130,7 +144,7 @@ def _add_design_flags(design: argparse._ArgumentGroup) -> None:
     )
     design.add_argument(
         "--dump-verify-mismatches",
-        type=pathlib.Path,
+        type=flags.output,
         metavar="FILE",
         help="JSON lines: every verified position at which decoding chooses another "
         "token, with both top 5 logits; experiments/parity.py takes one up",
@@ -153,20 +167,14 @@ def _add_design_flags(design: argparse._ArgumentGroup) -> None:
 def make_settings(
     args: argparse.Namespace,
     pair: model_pair.ModelPair,
-    prompts: Sequence[prompt_files.Prompt],
-    ids: Sequence[list[int]],
+    *,
+    capacity: int,
 ) -> paired_runs.Settings:
-    """The settings, with a cache that fits the longest prompt.
-
-    Raises:
-      ValueError: a prompt that is empty, or too long for the model's positions.
-    """
+    """The settings of all runs."""
     return paired_runs.Settings(
         gamma=args.gamma,
         gen_tokens=args.gen_tokens,
-        capacity=prompt_runs.capacity_for(
-            pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-        ),
+        capacity=capacity,
         page_size=args.page_size,
         stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
         prefill_by_rows=(
@@ -177,13 +185,24 @@ def make_settings(
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Runs that are finished: what they show, and what they were made with."""
+
+    summary: metrics.Metrics
+    categories: dict[str, metrics.Metrics]
+    results: list[prompt_runs.PromptResult]
+    pair: model_pair.ModelPair
+    settings: paired_runs.Settings
+
+
 def run_all(
     args: argparse.Namespace,
     out: records.JsonLines,
     mismatch_lines: records.JsonLines,
     console: rich_console.Console,
-) -> tuple[metrics.Metrics, list[prompt_runs.PromptResult], model_pair.ModelPair]:
-    """Loads, runs every prompt, writes its line, and returns the summary."""
+) -> Measured:
+    """Loads, runs every prompt, and writes its line, and the summary's."""
     prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     pair = model_pair.load_pair(
         args.target or model_pair.EMBEDDED_TARGET,
@@ -199,10 +218,24 @@ def run_all(
         min_confidence=args.confidence,
         sampling_settings=flags.sampling_settings(args),
     )
-    ids = prompt_runs.encode(pair, prompts, raw=args.raw)
-    settings = policies.with_policy(
-        args.gamma_policy, pair, make_settings(args, pair, prompts, ids), ids[0]
+    prepared = prompt_runs.prepare(
+        pair,
+        prompts,
+        raw=args.raw,
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+        sampling=flags.sampling_settings(args),
     )
+    prompts, ids = prepared.prompts, prepared.ids
+    settings = policies.with_policy(
+        args.gamma_policy,
+        pair,
+        make_settings(args, pair, capacity=prepared.capacity),
+        ids[0],
+    )
+    if args.batch is not None and args.batch > len(prompts):
+        args.batch = len(prompts)
+        console.print(f"--batch: {args.batch} slots, as many as there are prompts")
     console.print(
         f"{len(prompts)} prompts x {args.gen_tokens} tokens, gamma {args.gamma}, "
         f"{pair.target.config.dtype}, impl {pair.target.impl}; compiling ..."
@@ -214,14 +247,25 @@ def run_all(
     summary = prompt_runs.summarise(results)
     if args.batch is not None:
         summary = batched_runs.without_decode_times(summary)
+    categories = {
+        name: report.to_row(of_one)
+        for name, of_one in prompt_runs.by_category(results).items()
+    }
     out.write(
         {"kind": "summary", **report.to_row(summary), "compile_s": compile_s}
+        | {"by_category": categories}
         | _description(args, pair, settings)
         | records.provenance()
     )
     if args.dump_verify_mismatches:
         _dump_mismatches(args, pair, settings, results, mismatch_lines, console)
-    return summary, results, pair
+    return Measured(
+        summary=summary,
+        categories=categories,
+        results=results,
+        pair=pair,
+        settings=settings,
+    )
 
 
 def _run_in_turn(args, pair, settings, prompts, ids, out):
@@ -320,39 +364,42 @@ def _description(args, pair, settings) -> dict:
     }
 
 
-def print_sample(
-    result: prompt_runs.PromptResult,
-    pair: model_pair.ModelPair,
-    console: rich_console.Console,
-) -> None:
-    """One text, its tokens told apart by where they came from."""
-    run = result.spec[0]
-    prompt_origins = [report.Origin.PROMPT] * len(result.prompt_ids)
-    pieces = pair.tokenizer.decode_pieces([*result.prompt_ids, *run.tokens])
-    report.sample_text(pieces, [*prompt_origins, *run.origins], console)
+def make_sample(args: argparse.Namespace, measured: Measured) -> sample_text.Sample:
+    """The text that is shown: of the settings that were asked for, or drawn apart."""
+    first = measured.results[0]
+    if args.draws_sample:
+        return sample_text.draw(measured.pair, measured.settings, first, seed=args.seed)
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    how = sample_text.describe(**{name: getattr(args, name) for name in names})
+    return sample_text.of_measured(first, how=how)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = rich_console.Console()
+    console = report.console()
     with (
         records.JsonLines(args.out) as out,
         records.JsonLines(args.dump_verify_mismatches) as mismatch_lines,
     ):
-        summary, results, pair = run_all(args, out, mismatch_lines, console)
-    console.print()
-    print_sample(results[0], pair, console)
-    console.print()
-    report.print_table(summary, console)
-    return MATCHED if summary["matched"] else NOT_MATCHED
+        measured = run_all(args, out, mismatch_lines, console)
+    try:
+        sample = make_sample(args, measured)
+        console.print()
+        sample_text.show(sample, measured.pair, console)
+    finally:  # The measured numbers, also where the text is interrupted.
+        console.print()
+        report.print_table(measured.summary, console)
+        if measured.categories:
+            console.print()
+            sweep_report.print_categories(measured.categories, console)
+    matched = measured.summary["matched"] and sample.matched
+    return MATCHED if matched else NOT_MATCHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    args = parse_args(argv)
-    kept = f"finished prompts are in {args.out}" if args.out else ""
-    return flags.exit_status("spec_round.py", lambda: run(args), kept=kept)
+    return script.run("spec_round.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -8,6 +8,12 @@ and with figures. Exit status: 0 all matched, 2 not all matched, 1 the input was
 unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
 import datetime
@@ -16,7 +22,6 @@ import importlib.util
 import itertools
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +30,7 @@ from rich import console as rich_console, progress as rich_progress
 
 from experiments import plot
 from experiments.support import (
+    files,
     flags,
     model_pair,
     paired_runs,
@@ -65,7 +71,12 @@ class PromptSet:
 
     def sha256(self, category: str | None) -> str:
         """A hash of the category's texts and of their order."""
-        texts = [prompt.text for prompt, _ in self.of(category)]
+        texts = [
+            [*(message["content"] for message in prompt.history), prompt.text]
+            if prompt.history
+            else prompt.text
+            for prompt, _ in self.of(category)
+        ]
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
@@ -81,7 +92,7 @@ def load_pair(
         dtype=args.dtype,
         impl=args.impl,
         drafter=drafter,
-        sampling_settings=sweep_flags.settings(args, temperature),
+        sampling_settings=flags.sampling_settings(args, temperature),
     )
 
 
@@ -96,19 +107,38 @@ def load_sets(
     sets = {}
     for source in dict.fromkeys(args.prompts):
         prompts = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
-        ids = prompt_runs.encode(pair, prompts, raw=args.raw)
+        # Greedy answers at every temperature: all cells have the same prompts.
+        prepared = prompt_runs.prepare(
+            pair,
+            prompts,
+            raw=args.raw,
+            gen_tokens=args.gen_tokens,
+            page_size=args.page_size,
+        )
         settings = paired_runs.Settings(
             gamma=args.gamma_max,
             gen_tokens=args.gen_tokens,
-            capacity=prompt_runs.capacity_for(
-                pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-            ),
+            capacity=prepared.capacity,
             page_size=args.page_size,
             stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
             prefill_by_rows=pair.target.prefills_by_rows,
         )
-        sets[source] = PromptSet(prompts=prompts, ids=ids, settings=settings)
+        sets[source] = PromptSet(
+            prompts=prepared.prompts, ids=prepared.ids, settings=settings
+        )
     return sets
+
+
+def describe(args: argparse.Namespace, pair: model_pair.ModelPair) -> dict[str, Any]:
+    """Which models the cells are of, and how long their texts, for each line."""
+    return {
+        "target": str(args.target or "embedded"),
+        "draft": str(args.draft or "embedded"),
+        "dtype": pair.target.config.dtype,
+        "impl": pair.target.impl,
+        "native_isa": dispatch.instruction_set(pair.target.impl),
+        "gen_tokens": args.gen_tokens,
+    }
 
 
 def shared_settings(
@@ -118,15 +148,10 @@ def shared_settings(
     here = records.provenance()
     machine = ("jax_version", "jaxlib_version", "platform", "device_kind", "cpu")
     return {
-        "target": str(args.target or "embedded"),
-        "draft": str(args.draft or "embedded"),
+        **describe(args, pair),
         "target_sha256": fingerprint.of_params(pair.params[0]),
-        "dtype": pair.target.config.dtype,
-        "impl": pair.target.impl,
-        "native_isa": dispatch.instruction_set(pair.target.impl),
         "slab": pair.target.slab,
         "gamma_max": args.gamma_max,
-        "gen_tokens": args.gen_tokens,
         "page_size": args.page_size,
         "repeats": args.repeats,
         "top_k": args.top_k,
@@ -217,7 +242,7 @@ class Sweep:
                         cell, pair, after_prompt=lambda: progress.advance(task)
                     )
                     row = sweep_rows.row_of(cell, results)
-                    file.write(row | self._about(cell))
+                    file.write(row | self._about(cell, pair))
                     # A line of another console would run into the bar.
                     console = self._console if progress.disable else progress.console
                     console.print(
@@ -243,7 +268,7 @@ class Sweep:
         settings = dataclasses.replace(
             self._sets[cell.prompt_source].settings,
             gamma=cell.gamma,
-            sampling=sweep_flags.settings(self._args, cell.temperature),
+            sampling=flags.sampling_settings(self._args, cell.temperature),
         )
         settings = policies.with_policy(cell.gamma_policy, pair, settings, ids[0])
         # What an earlier cell has compiled is not compiled again.
@@ -258,12 +283,13 @@ class Sweep:
             after_prompt()
         return results
 
-    def _about(self, cell: Cell) -> dict[str, Any]:
+    def _about(self, cell: Cell, pair: model_pair.ModelPair) -> dict[str, Any]:
         """What the line of a cell says beside its results."""
         of_set = self._sets[cell.prompt_source]
         return {
             "prompts_sha256": of_set.sha256(cell.category),
             "capacity": of_set.settings.capacity,
+            **describe(self._args, pair),
             **records.provenance(),
         }
 
@@ -304,12 +330,7 @@ def check_figures(folder: pathlib.Path | None) -> None:
         raise ValueError(
             f"--figures {folder}: matplotlib is not installed; {plot.INSTALL} brings it"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--figures {folder}: cannot be made ({error.strerror})"
-        ) from None
+    files.check_folder(folder)
 
 
 def draw_figures(
@@ -329,7 +350,7 @@ def draw_figures(
 
 def run(args: argparse.Namespace) -> int:
     """Runs what is missing and shows all; returns the exit status."""
-    console = rich_console.Console()
+    console = report.console()
     check_figures(args.figures)
     pair = load_pair(args, args.drafter[0], args.temperature[0])
     sets = load_sets(args, pair)
@@ -350,12 +371,17 @@ def run(args: argparse.Namespace) -> int:
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 
 
+def kept(args: argparse.Namespace) -> str:
+    """What an interrupt leaves behind."""
+    return f"finished cells are in {args.out}, and the same command goes on from there"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the sweep; returns the exit status."""
-    args = sweep_flags.parse(argv, description=__doc__)
-    kept = f"finished cells are in {args.out}, and the same command goes on from there"
-    return flags.exit_status("sweep.py", lambda: run(args), kept=kept)
+    return script.run(
+        "sweep.py", lambda: sweep_flags.parse(argv, description=__doc__), run, kept=kept
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

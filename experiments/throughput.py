@@ -7,10 +7,15 @@ its prompt alone. Times begin with the first prefill and end with the last token
 Exit status: 0 all texts equal; 2 some differ; 1 the input was unusable.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import console as rich_console, table as rich_table
@@ -54,6 +59,10 @@ class Way:
         kind = "plain" if self.gamma == 0 else f"gamma {self.gamma}"
         return f"{kind}, batch {self.batch}"
 
+    def row(self) -> dict[str, Any]:
+        """The way, in a JSON row."""
+        return {"way": self.name, "batch": self.batch, "gamma": self.gamma}
+
 
 ALONE = Way(batch=None, gamma=0)
 
@@ -69,6 +78,10 @@ class Result:
 
     texts: list[list[int]] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def num_equal(self, other: "Result") -> int:
+        """How many texts are those of the other."""
+        return sum(a == b for a, b in zip(self.texts, other.texts, strict=True))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -97,16 +110,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_repeats(runs, default=3)
     policies.add_policy(parser.add_argument_group("adaptive gamma"), confidence=False)
     flags.add_sampling(parser.add_argument_group("sampling"))
-    flags.add_out(parser, rows="one per way")
+    flags.add_out(parser, rows="one per run as it finishes, then one per way")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    flags.check_sampling(parser, args)
     return args
 
 
 def run_all(
-    args: argparse.Namespace, console: rich_console.Console
+    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Loads, compiles, runs; a row for each way, and whether all texts are equal."""
+    """Loads, compiles, runs; a row for each way, and whether all texts are equal.
+
+    Writes a row for each run as it finishes, and those of the ways.
+    """
     settings_of = flags.sampling_settings(args)
     prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     pair = model_pair.load_pair(
@@ -119,47 +136,59 @@ def run_all(
         drafter=args.drafter,
         sampling_settings=settings_of,
     )
-    ids = prompt_runs.encode(pair, prompts, raw=False)
+    prepared = prompt_runs.prepare(
+        pair,
+        prompts,
+        raw=False,
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+        sampling=settings_of,
+    )
+    prompts, ids = prepared.prompts, prepared.ids
     settings = paired_runs.Settings(
         gamma=args.gamma,
         gen_tokens=args.gen_tokens,
-        capacity=prompt_runs.capacity_for(
-            pair, prompts, ids, gen_tokens=args.gen_tokens, page_size=args.page_size
-        ),
+        capacity=prepared.capacity,
         page_size=args.page_size,
         prefill_by_rows=pair.target.prefills_by_rows,
         sampling=settings_of,
     )
     settings = policies.with_policy(args.gamma_policy, pair, settings, ids[0])
     ways = [ALONE]
-    for batch in args.batch:
+    if max(args.batch) > len(prompts):
+        console.print(f"--batch: at most {len(prompts)} slots, as there are prompts")
+    for batch in dict.fromkeys(min(each, len(prompts)) for each in args.batch):
         ways += [Way(batch=batch, gamma=0), Way(batch=batch, gamma=args.gamma)]
     console.print(f"{len(ids)} prompts x {args.gen_tokens} tokens; compiling ...")
-    results = _run(pair, settings, ids, ways, repeats=args.repeats)
-    wanted = results[ALONE].texts
+    description = {
+        **{"drafter": args.drafter, "prompts": len(ids)},
+        **{"gamma_policy": args.gamma_policy, "seed": args.seed},
+        **{"temperature": args.temperature, "impl": pair.target.impl},
+        "native_isa": dispatch.instruction_set(pair.target.impl),
+        "dtype": pair.target.config.dtype,
+        **records.provenance(),
+    }
+    results = {way: Result() for way in ways}
+    for row in _run(pair, settings, ids, results, repeats=args.repeats):
+        out.write(row | description)
     rows = []
     for way, result in results.items():
-        is_equal = sum(a == b for a, b in zip(result.texts, wanted, strict=True))
         num_tokens = sum(map(len, result.texts))
         speed = timing.spread([num_tokens / s for s in result.seconds])
         ratio = timing.spread(timing.ratios(results[ALONE].seconds, result.seconds))
         rows.append(
             {
-                **{"kind": "throughput", "way": way.name},
-                **{"batch": way.batch, "gamma": way.gamma, "drafter": args.drafter},
-                **{"prompts": len(ids), "prompts_equal": is_equal},
+                **{"kind": "throughput", **way.row()},
+                "prompts_equal": result.num_equal(results[ALONE]),
                 "tokens": num_tokens,
                 **{"tok_s": speed.median, "tok_s_p10": speed.p10},
                 "tok_s_p90": speed.p90,
                 **{"ratio": ratio.median, "ratio_p10": ratio.p10},
                 **{"ratio_p90": ratio.p90, "n": len(result.seconds)},
-                **{"gamma_policy": args.gamma_policy, "seed": args.seed},
-                **{"temperature": args.temperature, "impl": pair.target.impl},
-                "native_isa": dispatch.instruction_set(pair.target.impl),
-                "dtype": pair.target.config.dtype,
             }
-            | records.provenance()
+            | description
         )
+        out.write(rows[-1])
     return rows, all(row["prompts_equal"] == len(ids) for row in rows)
 
 
@@ -167,23 +196,30 @@ def _run(
     pair: model_pair.ModelPair,
     settings: paired_runs.Settings,
     ids: Sequence[list[int]],
-    ways: Sequence[Way],
+    results: dict[Way, Result],
     *,
     repeats: int,
-) -> dict[Way, Result]:
-    """Every way in turn, `repeats` times, after one brief run that compiles."""
-    results = {way: Result() for way in ways}
+) -> Iterator[dict[str, Any]]:
+    """Every way in turn, `repeats` times, after one brief run that compiles.
+
+    Yields:
+      A row of each run.
+    """
     with report.progress() as progress:
-        task = progress.add_task("runs", total=(repeats + 1) * len(ways))
-        for way in ways:
+        task = progress.add_task("runs", total=(repeats + 1) * len(results))
+        for way in results:
             _once(pair, dataclasses.replace(settings, gen_tokens=1), ids, way)
             progress.advance(task)
-        for _ in range(repeats):
+        for repeat in range(repeats):
             for way, result in results.items():
                 result.texts, seconds = _once(pair, settings, ids, way)
                 result.seconds.append(seconds)
+                yield {
+                    **{"kind": "throughput_run", **way.row(), "repeat": repeat},
+                    "prompts_equal": result.num_equal(results[ALONE]),
+                    "seconds": seconds,
+                }
                 progress.advance(task)
-    return results
 
 
 def _once(pair, settings, ids, way) -> tuple[list[list[int]], float]:
@@ -210,25 +246,22 @@ def print_table(rows: Sequence[dict[str, Any]], console: rich_console.Console) -
             f"{row['ratio_p10']:.2f}-{row['ratio_p90']:.2f}",
             f"{row['prompts_equal']}/{row['prompts']}",
         )
-    console.print(table)
+    report.print_whole(table, console)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = rich_console.Console()
+    console = report.console()
     with records.JsonLines(args.out) as out:
-        rows, is_equal = run_all(args, console)
-        for row in rows:
-            out.write(row)
+        rows, is_equal = run_all(args, out, console)
     print_table(rows, console)
     return MATCHED if is_equal else NOT_MATCHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    args = parse_args(argv)
-    return flags.exit_status("throughput.py", lambda: run(args))
+    return script.run("throughput.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

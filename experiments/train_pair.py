@@ -5,7 +5,7 @@ Stages, in this order, each resumable after a kill with the same loss curve:
     target    about 10 M parameters, on text
     draft     about 1 M parameters, on the same text
     distill   the draft again, towards the target's distributions
-    rollouts  the target continues 4,096 pieces of the text greedily
+    rollouts  the target continues 12,288 pieces of the text greedily
     align     the draft again, towards the target's distributions on its own text
     export    bf16 weights, tokenizer and model card, as Hugging Face folders
 
@@ -13,26 +13,35 @@ Everything but the export goes to `--work`. The tokenizer, a byte-level BPE of 4
 entries, is trained by the first stage that runs.
 """
 
+from experiments.support import script
+
+
+if __name__ == "__main__":
+    script.start()  # Before the imports, which take seconds.
+
 import argparse
 import dataclasses
 import functools
+import json
 import pathlib
-import sys
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 import tokenizers
 
-from experiments.pair import corpus, export, rollouts, training
+from experiments.pair import corpus, export, quality, rollouts, training
+from experiments.support import files, flags
 from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.ops import dispatch
 from spec_jax.typing import IMPLS
 
 
+DONE = 0
+
 WINDOW = 512
 HELD_OUT_WINDOWS = 32
-ROLLOUTS, ROLLOUT_PREFIX, ROLLOUT_LENGTH, ROLLOUT_BATCH = 4096, 48, 177, 23
+ROLLOUTS, ROLLOUT_PREFIX, ROLLOUT_LENGTH, ROLLOUT_BATCH = 12_288, 48, 177, 46
 
 TARGET = config_lib.Qwen3Config(
     vocab_size=corpus.VOCAB_SIZE,
@@ -70,7 +79,7 @@ class Stage:
     folder: str
     steps: int
     seed: int
-    batch_size: int = 8
+    batch_size: int = 16
     learning_rate: float = 0.02
 
     def recipe(self, steps: int | None, seed: int) -> training.Recipe:
@@ -89,13 +98,13 @@ class Stage:
 
 
 STAGES = {
-    "target": Stage(config=TARGET, folder="target", steps=700, seed=0),
-    "draft": Stage(config=DRAFT, folder="draft", steps=200, seed=1),
-    "distill": Stage(config=DRAFT, folder="distilled", steps=300, seed=2),
+    "target": Stage(config=TARGET, folder="target", steps=4000, seed=0),
+    "draft": Stage(config=DRAFT, folder="draft", steps=1250, seed=1),
+    "distill": Stage(config=DRAFT, folder="distilled", steps=1250, seed=2),
     "align": Stage(
         config=DRAFT,
         folder="aligned",
-        steps=700,
+        steps=1250,
         seed=3,
         batch_size=ROLLOUT_BATCH,
         learning_rate=0.01,
@@ -104,10 +113,16 @@ STAGES = {
 
 
 def prepare(work: pathlib.Path) -> tuple[np.ndarray, np.ndarray, dict]:
-    """Windows of both splits, and what the model card says about the corpus.
+    """Returns windows of both splits, and what the model card says about the corpus.
 
-    Trains the tokenizer where `work` holds none.
+    Trains the tokenizer where `work` holds none, and keeps the windows in `work`, so
+    that a run resumed under another Python sees the same text.
     """
+    kept = work / "corpus.npz"
+    if kept.exists():
+        with np.load(kept) as saved:
+            description = json.loads(str(saved["description"]))
+            return saved["train"], saved["held_out"], description
     texts = corpus.read()
     path = work / "tokenizer.json"
     if not path.exists():
@@ -123,7 +138,13 @@ def prepare(work: pathlib.Path) -> tuple[np.ndarray, np.ndarray, dict]:
         "train_tokens": int(train[:, 1:].size),
         "held_out_tokens": int(held_out[:, 1:].size),
     }
+    np.savez(kept, train=train, held_out=held_out, description=json.dumps(description))
     return train, held_out, description
+
+
+def _in_bfloat16(config: config_lib.Qwen3Config) -> config_lib.Qwen3Config:
+    """What a training step computes in; the parameters that it updates are float32."""
+    return dataclasses.replace(config, dtype="bfloat16")
 
 
 def restore(work: pathlib.Path, name: str, seed: int) -> tuple[params_lib.Params, int]:
@@ -151,10 +172,12 @@ def train(args: argparse.Namespace) -> float:
         before = {"distill": "draft", "align": "distill"}[args.stage]
         teacher, _ = restore(args.work, "target", args.seed)
         init, _ = restore(args.work, before, args.seed)
-        loss = functools.partial(training.distillation_loss, DRAFT, TARGET)
+        loss = functools.partial(
+            training.distillation_loss, _in_bfloat16(DRAFT), _in_bfloat16(TARGET)
+        )
     else:
         init = stage.init(args.seed)
-        loss = functools.partial(training.text_loss, stage.config)
+        loss = functools.partial(training.text_loss, _in_bfloat16(stage.config))
     folder = args.work / stage.folder
     training.run(
         args.stage,
@@ -210,18 +233,26 @@ def export_pair(args: argparse.Namespace) -> None:
                 },
             )
         )
-    export.write(
-        args.assets,
-        args.work / "tokenizer.json",
-        models,
-        description,
-        notes=args.note,
+    export.write(args.assets, args.work / "tokenizer.json", models)
+    folders = {"this pair": args.assets} | dict(args.before)
+    texts = {
+        name: quality.measure(folder, impl=args.impl)
+        for name, folder in folders.items()
+    }
+    (args.assets / "README.md").write_text(
+        export.card(models, description, texts, args.note), encoding="utf-8"
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one stage."""
-    parser = argparse.ArgumentParser(
+def _named_folder(text: str) -> tuple[str, pathlib.Path]:
+    """Splits `NAME=FOLDER`."""
+    name, _, folder = text.partition("=")
+    return name, pathlib.Path(folder)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; `argparse` itself exits with status 1 on unknown ones."""
+    parser = flags.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
@@ -234,7 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="checkpoints, logs and tokenizer (default: %(default)s)",
     )
     parser.add_argument(
-        "--steps", type=int, help="optimiser steps of 4096 tokens (default: by stage)"
+        "--steps",
+        type=flags.positive,
+        help="optimiser steps of 8192 tokens (default: by stage)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -247,21 +280,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="where the export goes (default: %(default)s)",
     )
     parser.add_argument(
+        "--before",
+        type=_named_folder,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="assets whose texts the model card states too",
+    )
+    parser.add_argument(
         "--note", action="append", default=[], help="a sentence for the model card"
     )
-    args = parser.parse_args(argv)
-    try:
-        if args.stage == "export":
-            export_pair(args)
-        elif args.stage == "rollouts":
-            roll_out(args)
-        else:
-            print(f"held-out loss {train(args):.4f} nats per token")
-    except (ValueError, NotImplementedError) as error:
-        print(f"train_pair.py: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one stage; returns the exit status."""
+    files.check_folder(args.assets if args.stage == "export" else args.work)
+    if args.stage == "export":
+        export_pair(args)
+    elif args.stage == "rollouts":
+        roll_out(args)
+    else:
+        print(f"held-out loss {train(args):.4f} nats per token")
+    return DONE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one stage; returns the exit status."""
+    return script.run(
+        "train_pair.py",
+        lambda: parse_args(argv),
+        run,
+        kept=lambda args: (
+            f"the same command goes on from the checkpoints in {args.work}"
+        ),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.end(main)

@@ -21,6 +21,9 @@ Division by zero (nothing proposed, no tokens) gives `None`, never NaN.
 """
 
 
+_GRAM, _THIRDS = 4, 3  # tokens of a run in `repetition`; groups of prompts by it
+
+
 class IdentityError(AssertionError):
     """Counters that contradict each other: a fault of the program, not of its input.
 
@@ -124,6 +127,53 @@ class Timing:
         return self.prefill_s + self.decode_s
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextCounts:
+    """What was counted of one prompt's generated text.
+
+    Attributes:
+      tokens: of the text, cut as `Counters.tokens` are.
+      repetition: of these tokens, see `repetition`.
+      proposed: as in `Counters`.
+      accepted: as in `Counters`.
+    """
+
+    tokens: int
+    repetition: float
+    proposed: int
+    accepted: int
+
+
+def repetition(tokens: Sequence[int]) -> float:
+    """Measures how far a text repeats itself: the share of repeated 4-grams.
+
+    Of the `len(tokens) - 3` runs of four consecutive tokens, overlapping ones
+    included, the share that equal a run that starts earlier: one minus distinct runs
+    over runs. Texts of fewer than 5 tokens, which have no second run, give 0.0.
+
+    Args:
+      tokens: generated tokens of one text, without its prompt.
+    """
+    runs = list(zip(*(tokens[i:] for i in range(_GRAM)), strict=False))
+    return (len(runs) - len(set(runs))) / len(runs) if runs else 0.0
+
+
+def text_counts(tokens: Sequence[int], counters: Counters) -> TextCounts:
+    """Combines one prompt's generated tokens and its counters."""
+    return TextCounts(
+        tokens=len(tokens),
+        repetition=repetition(tokens),
+        proposed=counters.proposed,
+        accepted=counters.accepted,
+    )
+
+
+def mean_repetition(texts: Sequence[TextCounts]) -> float | None:
+    """Averages `repetition` over texts, weighted by their tokens."""
+    weighted = sum(text.tokens * text.repetition for text in texts)
+    return _ratio(weighted, sum(text.tokens for text in texts))
+
+
 def total(counters: Iterable[Counters]) -> Counters:
     """The sum over prompts; of none, the counters of nothing."""
     return sum(counters, start=Counters())
@@ -180,6 +230,7 @@ def summarise(
     counters: Counters,
     *,
     prompts: int,
+    texts: Sequence[TextCounts] = (),
     baseline: Sequence[Sequence[Timing]] = (),
     spec: Sequence[Sequence[Timing]] = (),
     matched: bool | None,
@@ -190,6 +241,7 @@ def summarise(
     Args:
       counters: of the speculative run, summed over the prompts; of one repeat only.
       prompts: how many prompts were run.
+      texts: the speculative run's text of each prompt; empty where they are not known.
       baseline: `baseline[r][i]` times plain decoding of prompt `i` in repeat `r`.
       spec: the same of the speculative runs, each interleaved with its baseline.
       matched: whether every token of every prompt equals plain decoding, and none
@@ -203,17 +255,22 @@ def summarise(
       over the repeats of totals over the prompts. A speed-up is the median over the
       repeats of the ratio of the two totals, seconds per token; its `_p10` and `_p90`
       are quantiles of that ratio over the repeats or, with a single repeat, of the
-      ratio of each prompt over the prompts.
+      ratio of each prompt over the prompts. `repetition` is the mean over the texts,
+      weighted by tokens; `tercile_*` have an entry for each third of the prompts, in
+      order of their repetition (fewer than three prompts: one each).
 
     Raises:
-      IdentityError: counters or timings that contradict each other.
-      ValueError: timings that are not one per repeat and prompt in both runs.
+      IdentityError: counters, texts or timings that contradict each other.
+      ValueError: timings that are not one per repeat and prompt in both runs, or
+        texts that are not one per prompt.
     """
     identities(counters)
+    _check_texts(counters, prompts, texts)
     _check_timings(counters, prompts, baseline, spec, matched)
     return {
         "prompts": prompts,
         **_counted(counters),
+        **_by_repetition(texts),
         "matched": matched,
         "verify_decode_mismatches": verify_decode_mismatches,
         "nonfinite_logits": counters.nonfinite,
@@ -245,6 +302,34 @@ def _counted(c: Counters) -> Metrics:
         "tokens_per_target_step": _ratio(c.tokens, c.target_steps),
         "accepted_hist": list(c.accepted_hist),
     }
+
+
+def _by_repetition(texts: Sequence[TextCounts]) -> Metrics:
+    """How far texts repeat themselves, and how acceptance goes with that."""
+    ordered = sorted(texts, key=lambda text: text.repetition)
+    ends = [third * len(ordered) // _THIRDS for third in range(_THIRDS + 1)]
+    thirds = [ordered[start:end] for start, end in itertools.pairwise(ends)]
+    thirds = [third for third in thirds if third]
+    return {
+        "repetition": mean_repetition(texts),
+        "tercile_prompts": [len(third) for third in thirds],
+        "tercile_repetition": [mean_repetition(third) for third in thirds],
+        "tercile_acceptance_rate": [
+            _ratio(sum(t.accepted for t in third), sum(t.proposed for t in third))
+            for third in thirds
+        ],
+    }
+
+
+def _check_texts(counters: Counters, prompts: int, texts: Sequence[TextCounts]) -> None:
+    """Checks that the texts are those of the run that was counted."""
+    if not texts:
+        return
+    if len(texts) != prompts:
+        raise ValueError(f"{len(texts)} texts of {prompts} prompts")
+    for name in ("tokens", "proposed", "accepted"):
+        numbers = [sum(getattr(text, name) for text in texts), getattr(counters, name)]
+        _require(f"sum of the texts' {name} == {name}", numbers)
 
 
 def _speeds(name: str, runs: Sequence[Sequence[Timing]]) -> Metrics:

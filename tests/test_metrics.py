@@ -64,6 +64,8 @@ def test_names_are_those_of_the_design():
         *("commit_decode_steps", "mirror_decode_steps", "correction_steps"),
         *("proposed", "accepted", "acceptance_rate", "conditional_acceptance"),
         *("mean_accepted_length", "tokens_per_target_step", "accepted_hist"),
+        *("repetition", "tercile_prompts"),
+        *("tercile_repetition", "tercile_acceptance_rate"),
         *("matched", "verify_decode_mismatches", "nonfinite_logits"),
         *("baseline_e2e_tpot_ms", "baseline_e2e_tok_s"),
         *("baseline_decode_tpot_ms", "baseline_decode_tok_s"),
@@ -279,3 +281,120 @@ def test_timings_must_be_of_the_counted_run():
         summarise(baseline=good, spec=good * 2)
     with pytest.raises(ValueError, match=r"spec\[0\] times 2 prompts of 1"):
         summarise(baseline=good, spec=[good[0] * 2])
+
+
+def repetition_oracle(tokens: list[int]) -> float:
+    """As the definition says it: each 4-gram against all that start earlier."""
+    if len(tokens) < 5:
+        return 0.0
+    repeated = 0
+    for i in range(len(tokens) - 3):
+        gram = tokens[i : i + 4]
+        repeated += any(tokens[j : j + 4] == gram for j in range(i))
+    return repeated / (len(tokens) - 3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [
+        ([], 0.0),
+        ([7] * 4, 0.0),
+        ([7] * 5, 1 / 2),
+        ([7] * 10, 6 / 7),
+        ([1, 2, 3, 4, 1, 2, 3, 4], 1 / 5),
+        ([1, 2, 3, 1, 2, 3], 0.0),
+        (list(range(50)), 0.0),
+    ],
+)
+def test_repetition_by_hand(tokens, share):
+    """Fails if overlaps are left out, or the first of equal runs counts as repeated."""
+    assert metrics.repetition(tokens) == share
+    assert metrics.repetition(tuple(tokens)) == share
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(tokens=st.lists(st.integers(0, 2), max_size=60))
+def test_repetition_is_that_of_the_definition(tokens):
+    share = metrics.repetition(tokens)
+    assert share == repetition_oracle(tokens) and 0 <= share < 1
+    assert metrics.repetition([token + 5 for token in tokens]) == share
+
+
+def text(tokens: int, repetition: float, proposed: int, accepted: int):
+    return metrics.TextCounts(
+        tokens=tokens, repetition=repetition, proposed=proposed, accepted=accepted
+    )
+
+
+def of_texts(*texts: metrics.TextCounts) -> metrics.Metrics:
+    """The summary of texts whose rounds drafted at most one token each."""
+    tokens, proposed, accepted = (
+        sum(getattr(one, name) for one in texts)
+        for name in ("tokens", "proposed", "accepted")
+    )
+    rounds = tokens - accepted
+    counters = metrics.Counters(
+        tokens=tokens,
+        rounds=rounds,
+        proposed=proposed,
+        accepted=accepted,
+        accepted_hist=(rounds - accepted, accepted),
+        proposed_at=(proposed,),
+        accepted_at=(accepted,),
+    )
+    return summarise(counters, prompts=len(texts), texts=texts)
+
+
+def test_acceptance_by_repetition_by_hand():
+    """Fails if thirds are not by repetition, or means are not weighted by tokens."""
+    summary = of_texts(
+        text(20, 0.9, 8, 8),
+        text(10, 0.0, 4, 1),
+        text(30, 0.5, 0, 0),
+        text(10, 0.6, 2, 1),
+    )
+    assert summary["tercile_prompts"] == [1, 1, 2]
+    assert summary["tercile_repetition"] == [0.0, 0.5, pytest.approx(24 / 30)]
+    assert summary["tercile_acceptance_rate"] == [0.25, None, 0.9]
+    assert summary["repetition"] == pytest.approx(39 / 70)
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 1), max_size=30), st.integers(0, 9)),
+        max_size=9,
+    )
+)
+def test_thirds_are_all_the_prompts_once(rows):
+    texts = []
+    for tokens, proposed in rows:
+        proposed = min(proposed, len(tokens) // 2)
+        share = metrics.repetition(tokens)
+        texts.append(text(len(tokens), share, proposed, proposed // 2))
+    summary = of_texts(*texts)
+    sizes = summary["tercile_prompts"]
+    assert sum(sizes) == len(texts) and len(sizes) == min(3, len(texts))
+    assert max(sizes, default=0) - min(sizes, default=0) <= 1
+    # From the definition: prompts in order, cut at those sizes.
+    left = sorted(texts, key=lambda one: one.repetition)
+    for i, size in enumerate(sizes):
+        third, left = left[:size], left[size:]
+        proposed = sum(one.proposed for one in third)
+        rate = sum(one.accepted for one in third) / proposed if proposed else None
+        assert summary["tercile_acceptance_rate"][i] == rate
+    if texts and summary["repetition"] is not None:
+        known = [r for r in summary["tercile_repetition"] if r is not None]
+        assert min(known) - 1e-9 <= summary["repetition"] <= max(known) + 1e-9
+
+
+def test_texts_must_be_those_of_the_counted_run():
+    good = text(8, 0.5, 10, 5)
+    assert summarise(texts=[good])["repetition"] == 0.5
+    assert summarise()["repetition"] is None and summarise()["tercile_prompts"] == []
+    for fault in ({"tokens": 7}, {"proposed": 9}, {"accepted": 6}):
+        (name,) = fault
+        with pytest.raises(metrics.IdentityError, match=f"texts' {name} == {name}"):
+            summarise(texts=[dataclasses.replace(good, **fault)])
+    with pytest.raises(ValueError, match="2 texts of 1 prompts"):
+        summarise(texts=[good, good])

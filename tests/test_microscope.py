@@ -218,7 +218,7 @@ def test_a_path_with_other_numerics_differs_from_the_first_product_on():
     assert found.cells["embed"].differing == 0
     assert found.first.layer == 0 and found.first.operation in ("input_norm", "q")
     assert all(step.cell.differing for step in found.growth)
-    assert all(0 < step.relative < 1e-4 for step in found.growth)
+    assert all(0 < step.cell.relative < 1e-4 for step in found.growth)
 
 
 def test_layers_that_are_not_looked_at_are_left_out():
@@ -365,6 +365,23 @@ def test_two_dtypes_are_compared_in_the_wider_one():
     cell = compare.cell_of(near, rounded)
     assert cell.differing == 3 and cell.max_ulp == 0  # nothing, in bfloat16
     assert compare.cell_of(exact * 2, rounded).max_ulp == 128
+
+
+def test_relative_differences():
+    """Of norms, and None where there is no number: what ULPs near zero do not say."""
+    ones = np.ones((2, 2), np.float32)
+    tiny = np.float32([[1, 1], [1, 1.5]])
+    cell = compare.cell_of(ones, tiny)
+    assert cell.relative == pytest.approx(0.5 / 2)
+    assert compare.cell_of(ones, ones).relative == 0.0
+    # A step over zero is nothing beside the rest, and two thousand million ULPs.
+    large = np.float32([[1e3, 1e-3]])
+    over = compare.cell_of(large, np.float32([[1e3, -1e-3]]))
+    assert over.max_ulp > 2**30 and over.relative == pytest.approx(2e-6)
+    for one, other in ((ones * 0, ones), (ones, ones * np.nan), (ones * np.inf, ones)):
+        assert compare.cell_of(one, other).relative is None
+    zeros = compare.cell_of(np.float32([[0.0, 1.0]]), np.float32([[-0.0, 1.0]]))
+    assert zeros.differing == 1 and zeros.relative == 0.0
 
 
 def test_margins_are_in_ulps_of_the_models_dtype():

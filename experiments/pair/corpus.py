@@ -20,8 +20,8 @@ END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 HELD_OUT_PERCENT = 2
 TEST_FILES_KEPT = 3
-"""One in this many of the library's test files is kept: they are two thirds of the
-source and much alike."""
+"""Held-out text has one in this many of the library's test files: they are two
+thirds of the source and much alike. Training text has all the others."""
 
 # Tables of data that happen to be spelled in Python.
 _TABLES = ("encodings", "pydoc_data", "site-packages", "__pycache__", "data")
@@ -60,15 +60,15 @@ def read() -> Corpus:
         parts = pathlib.PurePosixPath(name).parts
         if any(part in _TABLES for part in parts):
             continue
+        held = _bucket(name, 100) < HELD_OUT_PERCENT
         is_test = any(part.startswith("test") for part in parts)
-        if is_test and _bucket("test:" + name, TEST_FILES_KEPT):
+        if held and is_test and _bucket("test:" + name, TEST_FILES_KEPT):
             continue
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue  # A few test files are written in other encodings on purpose.
         digest.update(name.encode() + b"\0" + text.encode())
-        held = _bucket(name, 100) < HELD_OUT_PERCENT
         (held_out if held else train).append(text)
     return Corpus(
         train=tuple(train), held_out=tuple(held_out), sha256=digest.hexdigest()

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from experiments.pair import corpus
+from experiments.pair import corpus, quality
+from experiments.support import sample_text
 from spec_jax.model import config as config_lib, load, params as params_lib
 
 
@@ -33,18 +34,9 @@ class Model:
 
 
 def write(
-    assets: pathlib.Path,
-    tokenizer: pathlib.Path,
-    models: Sequence[Model],
-    description: Mapping[str, int | str],
-    *,
-    notes: Sequence[str] = (),
+    assets: pathlib.Path, tokenizer: pathlib.Path, models: Sequence[Model]
 ) -> None:
-    """Writes `assets/<name>/` for each model, in bfloat16, and `assets/README.md`.
-
-    Args:
-      notes: what else the card should say, a sentence each.
-    """
+    """Writes `assets/<name>/` for each model, in bfloat16."""
     for model in models:
         folder = assets / model.name
         config = dataclasses.replace(model.config, dtype="bfloat16")
@@ -61,17 +53,20 @@ def write(
         (folder / "tokenizer_config.json").write_text(
             json.dumps(settings, indent=2) + "\n"
         )
-    (assets / "README.md").write_text(
-        card(models, description, notes), encoding="utf-8"
-    )
 
 
 def card(
     models: Sequence[Model],
     description: Mapping[str, int | str],
+    texts: Mapping[str, Mapping[str, quality.Quality]],
     notes: Sequence[str] = (),
 ) -> str:
-    """The model card, Markdown."""
+    """Returns the model card, Markdown.
+
+    Args:
+      texts: of each pair, by the name of its row: `quality.measure`.
+      notes: what else the card should say, a sentence each.
+    """
     rows = [
         f"| {model.name} | {model.num_params:,} | {model.config.num_layers} x "
         f"{model.config.hidden_size} | "
@@ -79,8 +74,16 @@ def card(
         + f" | {model.held_out_loss:.4f} |"
         for model in models
     ]
+    text_rows = [
+        f"| {name}, {how} | {one.repetition:.3f} | {one.parses:.0%} |"
+        for name, measured in texts.items()
+        for how, one in measured.items()
+    ]
     return _CARD.format(
         rows="\n".join(rows),
+        texts="\n".join(text_rows),
+        num_tokens=quality.NUM_TOKENS,
+        settings=sample_text.describe(**sample_text.SETTINGS, seed=quality.SEED),
         notes="".join(f"- {note}\n" for note in notes).rstrip(),
         **description,
     )
@@ -96,17 +99,25 @@ Python that looks like the standard library's and means little.
 | --- | --- | --- | --- | --- |
 {rows}
 
+Texts of the target: {num_tokens} tokens after each of the 50 bundled prompts, decoded
+greedily or drawn ({settings}).
+
+| texts | repeated 4-grams | pass `ast.parse`, as far as whole lines go |
+| --- | --- | --- |
+{texts}
+
 - Corpus: {corpus}, the library's own source ({train_files} files,
-  {train_bytes:,} bytes, {train_tokens:,} tokens; one in three of its test files, no
-  data tables), sha256 `{corpus_sha256}`. Python Software Foundation licence.
+  {train_bytes:,} bytes, {train_tokens:,} tokens; no data tables), sha256
+  `{corpus_sha256}`. Python Software Foundation licence.
 - Held out: {held_out_files} files chosen by a hash of their path;
   {held_out_tokens:,} of their tokens are scored.
 - Tokenizer: byte-level BPE of 4096 entries trained on the training files;
   `<|endoftext|>` is id 0, separates files, and is the stop token.
-- Training: windows of 512 tokens, 8 a step, float32; Muon for the matrices of the
-  layers, Adam for the rest, cosine schedule. The draft was trained on text, then
-  distilled from the target on the same text (forward KL divergence), and then on
-  greedy continuations by the target itself.
+- Training: windows of 512 tokens, 16 a step, products in bfloat16, weights in
+  float32; Muon for the matrices of the layers, Adam for the rest; rates that stay and
+  then fall linearly. The draft was trained on text, then distilled from the target
+  on the same text (forward KL divergence), and then on greedy continuations by the
+  target itself.
 - Made by `python experiments/train_pair.py --stage target`, then `draft`, `distill`,
   `rollouts`, `align` and `export`. Weights are stored in bfloat16; the losses are
   those of the float32 weights.

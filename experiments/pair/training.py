@@ -32,10 +32,11 @@ class Recipe:
     """Everything that decides a training run beside its data."""
 
     steps: int
-    batch_size: int = 8
+    batch_size: int = 16
     learning_rate: float = 0.02  # Muon, for the matrices of the layers
     adam_learning_rate: float = 0.003  # embedding and norms
-    warmup_steps: int = 20
+    warmup_steps: int = 50
+    decay_share: float = 0.3  # of the steps, at the end
     eval_every: int = 50
     save_every: int = 25
     seed: int = 0
@@ -43,11 +44,22 @@ class Recipe:
 
 @functools.cache  # A static argument of the step: one object, one compilation.
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Muon for the layers' matrices, Adam for the rest; cosine schedules."""
+    """Muon for the layers' matrices, Adam for the rest.
+
+    The learning rates rise, stay, and fall linearly to nothing over the last
+    `decay_share` of the steps. Until then a run does not depend on `steps`, so that
+    it can be made longer.
+    """
+    warmup = min(recipe.warmup_steps, recipe.steps // 2)
+    decay = round(recipe.decay_share * recipe.steps)
 
     def schedule(peak: float) -> optax.Schedule:
-        return optax.warmup_cosine_decay_schedule(
-            0.0, peak, min(recipe.warmup_steps, recipe.steps // 2), recipe.steps
+        return optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, peak, warmup),
+                optax.linear_schedule(peak, 0.0, decay),
+            ],
+            [warmup, recipe.steps - decay],
         )
 
     return optax.chain(
@@ -88,10 +100,18 @@ def text_loss(
     tokens: jax.Array,
     teacher: None = None,
 ) -> jax.Array:
-    """Cross-entropy of the next token, nats. There is no teacher."""
+    """Returns the mean cross-entropy of the next token, nats. There is no teacher.
+
+    `config.dtype` is the dtype of the forward pass: with "bfloat16" the float32
+    parameters are rounded before they are used, and their gradients are float32.
+    """
     del teacher
-    logits = sequence.logits(params, config, tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    labels = tokens[:, 1:, None]
+    logits = _logits(config, params, tokens)
+    # A comparison and a sum: the gradient of a gather is a serial scatter on a CPU.
+    is_label = jnp.arange(logits.shape[-1], dtype=labels.dtype) == labels
+    at_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_label)
 
 
 def distillation_loss(
@@ -101,13 +121,23 @@ def distillation_loss(
     tokens: jax.Array,
     teacher: params_lib.Params,
 ) -> jax.Array:
-    """Cross-entropy of the draft against the target's distribution, nats.
+    """Returns the draft's cross-entropy against the target's distribution, nats.
 
     Up to the target's entropy, a constant, this is the forward KL divergence.
     """
-    targets = jax.nn.softmax(sequence.logits(teacher, teacher_config, tokens[:, :-1]))
-    logits = sequence.logits(params, config, tokens[:, :-1])
-    return optax.softmax_cross_entropy(logits, targets).mean()
+    targets = jax.nn.softmax(_logits(teacher_config, teacher, tokens))
+    logits = _logits(config, params, tokens)
+    # Both in one sum: `mean(logsumexp(logits) - sum(targets * logits))`.
+    return jnp.mean(
+        jax.nn.logsumexp(logits, axis=-1) - jnp.sum(targets * logits, axis=-1)
+    )
+
+
+def _logits(config, params, tokens):
+    """Float32 logits of all but the last of `tokens [B, T + 1]`."""
+    return sequence.logits(
+        params_lib.cast(params, config.dtype), config, tokens[:, :-1]
+    )
 
 
 def held_out_loss(

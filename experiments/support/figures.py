@@ -8,35 +8,54 @@ import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+from xml.etree import ElementTree
 
 import matplotlib
 import matplotlib.axes
 import matplotlib.colors
 import matplotlib.ticker
 
-from experiments.support import figure_data, figure_parts as parts
+from experiments.support import figure_data, figure_parts as parts, figure_source
 
 
 Row = figure_data.Row
 Figure = parts.Figure
 
 
-def save(figure: Figure, path: pathlib.Path) -> None:
+def save(figure: Figure, path: pathlib.Path, *, rows: Sequence[Row]) -> None:
     """Writes the figure in the format of the path's suffix; the same bytes each time.
+
+    Under it stands which model, machine and prompts it is of. An SVG names the rows
+    that it was drawn from by `figure_source.digests`, see `read_source`.
+
+    Args:
+      rows: those that the figure was drawn from.
 
     Raises:
       ValueError: a path that cannot be written, or an unknown suffix.
     """
-    # Only SVG would carry a date, and the version that drew it.
-    is_svg = path.suffix == ".svg"
-    metadata = {"Date": None, "Creator": "spec_jax"} if is_svg else None
+    metadata = None
+    if path.suffix == ".svg":
+        digests = " ".join(figure_source.digests(rows))
+        # No date, and no version of what drew it: only SVG would carry them.
+        metadata = {"Date": None, "Creator": "spec_jax", "Source": digests}
     with parts.style():
+        figure.supxlabel(
+            figure_source.caption(rows), x=0.01, ha="left", fontsize=7, color="#555555"
+        )
         try:
             figure.savefig(path, metadata=metadata, dpi=150)
         except OSError as error:
             raise ValueError(
                 f"{path}: cannot be written ({error.strerror}); name another file"
             ) from None
+
+
+def read_source(path: pathlib.Path) -> list[str]:
+    """The digests of the rows that an SVG was drawn from; none if it names none."""
+    root = ElementTree.parse(path).getroot()
+    found = root.find(".//{http://purl.org/dc/elements/1.1/}source")
+    return [] if found is None else found.text.split()
 
 
 def speedup(summaries: Sequence[Row]) -> Figure:
@@ -154,7 +173,7 @@ def hugging_face(rows: Sequence[Row]) -> Figure:
             axes.minorticks_off()
         every[0].set_ylabel("tokens/s, prefill included")
         handles, labels = every[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2)
+        figure.legend(handles, labels, loc="outside upper center", ncols=2)
     return figure
 
 
@@ -173,13 +192,18 @@ def _draw_speed(
 
 
 def divergence(row: Row) -> Figure:
-    """Layers by operations: the largest difference, in units in the last place.
+    """Layers by operations: relative difference as colour, units in the last place.
 
     What stands before and after the layers is a band of one cell, in its place.
+    Distances in units in the last place say little about size: between values of both
+    signs near zero they are as large as numbers get. They stand in the cells as text.
 
     Args:
-      row: of kind "parity"; a cell is `{"differing", "elements", "max_ulp"}`, or None
-        where there was nothing to compare.
+      row: of kind "parity"; a cell is `{"differing", "elements", "max_ulp",
+        "relative"}`, or None where there was nothing to compare.
+
+    Raises:
+      ValueError: a row of a version that wrote no relative differences.
     """
     operations, outside = row["operations"], row["outside"]
     bands = {name: [cell] * len(operations) for name, cell in outside.items()}
@@ -187,14 +211,21 @@ def divergence(row: Row) -> Figure:
     last = {name: cells for name, cells in bands.items() if name != "embed"}
     layers = dict(zip(map(str, row["layers"]), row["cells"], strict=True))
     lines = first | layers | last
-    values = [[_ulp_level(cell) for cell in line] for line in lines.values()]
+    scale = _Scale([cell for line in lines.values() for cell in line])
+    values = [[scale.level(cell) for cell in line] for line in lines.values()]
     with parts.style():
-        figure, (axes,) = parts.new(2.0 + 0.22 * len(lines), 1, 1)
-        largest = max([1.0, *(level for line in values for level in line)])
-        colours = matplotlib.colormaps["viridis"].with_extremes(under="#d0d0d0")
-        norm = matplotlib.colors.Normalize(0, largest)
+        figure, (axes,) = parts.new(2.4 + 0.24 * len(lines), 1, 1)
+        colours = matplotlib.colormaps["viridis"].with_extremes(
+            under="#d0d0d0", over="#ff00ff"
+        )
+        norm = matplotlib.colors.Normalize(scale.lowest, scale.highest)
         looks = {"cmap": colours, "norm": norm, "interpolation": "none"}
         image = axes.imshow(values, aspect="auto", **looks)
+        for y, line in enumerate(lines.values()):
+            # A band is one cell: its number stands once.
+            for x, cell in enumerate(line if len(set(map(id, line))) > 1 else line[:1]):
+                if cell is not None and cell["max_ulp"]:
+                    _write_ulp(axes, x, y, cell["max_ulp"], norm(values[y][x]))
         axes.grid(visible=False)
         axes.set_xticks(range(len(operations)), operations)
         axes.tick_params(axis="x", rotation=45)
@@ -202,21 +233,63 @@ def divergence(row: Row) -> Figure:
             label.set(ha="right", rotation_mode="anchor")
         axes.set_yticks(range(len(lines)), lines, fontsize=9)
         axes.set_ylabel("layer")
-        formatter = matplotlib.ticker.FuncFormatter(lambda x, _: f"{10**x:,.0f}")
-        bar = figure.colorbar(image, ax=axes, pad=0.02, format=formatter)
-        bar.set_label("largest difference (ULP)")
+        formatter = matplotlib.ticker.FuncFormatter(lambda x, _: f"{10**x:.0e}")
+        bar = figure.colorbar(
+            image,
+            ax=axes,
+            pad=0.02,
+            format=formatter,
+            ticks=matplotlib.ticker.MaxNLocator(integer=True),
+        )
+        bar.set_label("relative difference (norms)")
         axes.set_title(_first(row), fontsize=11)
     return figure
 
 
-_EQUAL = -1.0
+class _Scale:
+    """Decades of relative differences, from the smallest to the largest one.
+
+    Attributes:
+      lowest, highest: the ends, as logarithms to base 10.
+    """
+
+    def __init__(self, cells: Sequence[Row | None]):
+        if any(cell is not None and "relative" not in cell for cell in cells):
+            raise ValueError(
+                "the row has no relative differences, which an earlier parity.py did "
+                "not write; run it again"
+            )
+        levels = [
+            math.log10(cell["relative"])
+            for cell in cells
+            if cell is not None and cell["differing"] and cell["relative"]
+        ]
+        self.lowest = math.floor(min(levels, default=-8.0))
+        self.highest = max(math.ceil(max(levels, default=0.0)), self.lowest + 1)
+
+    def level(self, cell: Row | None) -> float:
+        """Where a cell's colour lies: below the scale if its bits are equal, above it
+        if its difference is no number."""
+        if cell is None:
+            return math.nan
+        if not cell["differing"]:
+            return self.lowest - 1
+        if cell["relative"] is None:
+            return self.highest + 1
+        if not cell["relative"]:  # The signs of zeros.
+            return self.lowest
+        return math.log10(cell["relative"])
 
 
-def _ulp_level(cell: Row | None) -> float:
-    """Where the cell's colour lies: under the scale if nothing in it differs."""
-    if cell is None:
-        return math.nan
-    return math.log10(cell["max_ulp"]) if cell["max_ulp"] else _EQUAL
+def _write_ulp(
+    axes: matplotlib.axes.Axes, x: int, y: int, ulp: int, shade: float
+) -> None:
+    """A cell's distance in units in the last place, readable on its colour."""
+    text = str(ulp) if ulp < 1000 else f"{ulp:.0e}".replace("e+0", "e").replace("+", "")
+    colour = "black" if shade > 0.6 else "white"
+    looks = {"fontsize": 5, "color": colour, "ha": "center", "va": "center"}
+    looks["in_layout"] = False  # It stands inside the panel, whatever its size.
+    axes.text(x, y, text, **looks)
 
 
 def _first(row: Row) -> str:
@@ -229,7 +302,10 @@ def _first(row: Row) -> str:
     if first is not None:
         layer = "" if first["layer"] is None else f"layer {first['layer']}, "
         where = f"first: {layer}{first['operation']}, position {first['position']}"
-    colours = f"{where}; grey: equal bits, white: not compared"
+    colours = (
+        f"{where}\nnumbers: largest difference (ULP); grey: equal bits, white: not "
+        "compared, pink: not finite"
+    )
     if before is None:
         return colours
     return (

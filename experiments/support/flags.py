@@ -1,28 +1,133 @@
 """What the command lines of the scripts share: exit statuses, kinds of flags, flags."""
 
 import argparse
+import importlib.util
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 
+import spec_jax
+from experiments.support import files, prompt_files, script
 from spec_jax import sampling
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
 from spec_jax.typing import IMPLS
 
 
-UNUSABLE, INTERRUPTED = 1, 130
+UNUSABLE, INTERRUPTED = script.UNUSABLE, script.INTERRUPTED
+
+FIGURES = (".png", ".svg")
+"""What figures can be written as."""
+
+NOISE = ("top_k", "top_p", "min_p")
+"""Flags that change nothing at temperature 0."""
+
+
+_ASSETS = pathlib.Path(spec_jax.__file__).parent / "assets"
+_BUNDLED = [prompt_files.BUNDLED, _ASSETS / "target", _ASSETS / "draft"]
 
 
 class Parser(argparse.ArgumentParser):
     """Exits with status 1 on a usage error, as on all unusable input.
 
-    (`argparse` takes 2, which is "tokens differ" here.)
+    (`argparse` takes 2, which is "tokens differ" here.) So it does where a flag of
+    type `output` or `figure` names a file that another flag reads or writes.
     """
+
+    def parse_args(self, args=None, namespace=None):
+        parsed = super().parse_args(args, namespace)
+        self._check_outputs(parsed)
+        return parsed
 
     def error(self, message: str):
         self.print_usage(sys.stderr)
         self.exit(UNUSABLE, f"{self.prog}: error: {message}\n")
+
+    def _check_outputs(self, args: argparse.Namespace) -> None:
+        """Exits with a usage error where an output would replace something needed."""
+        outputs, inputs = {}, {"the script": _BUNDLED}
+        for action in self._actions:
+            name = action.option_strings[0] if action.option_strings else action.dest
+            value = getattr(args, action.dest, None)
+            if value is None:
+                continue
+            if action.type in (output, figure):
+                outputs[name] = value
+            elif action.type in (source, text_source):
+                inputs[name] = value
+        # Rows may go to a terminal or to /dev/null, and all of them to one.
+        outputs = {
+            name: path
+            for name, path in outputs.items()
+            if path.is_file() or not path.exists()
+        }
+        for name, path in outputs.items():
+            for reader, value in inputs.items():
+                if any(files.is_same(path, file) for file in _files_of(value)):
+                    self.error(
+                        f"{name} {path} would replace what {reader} reads: name "
+                        "another file"
+                    )
+        names = list(outputs)
+        for i, name in enumerate(names):
+            for other in names[:i]:
+                if files.is_same(outputs[name], outputs[other]):
+                    self.error(
+                        f"{other} and {name} write to one file, {outputs[name]}: name "
+                        "two"
+                    )
+
+
+def output(text: str) -> pathlib.Path:
+    """The type of a flag that names a file to be written, found to be writable."""
+    path = pathlib.Path(text)
+    try:
+        files.check_output(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def figure(text: str) -> pathlib.Path:
+    """The type of a flag that names a figure to be drawn: as `output`, in `FIGURES`."""
+    if pathlib.Path(text).suffix not in FIGURES:
+        raise argparse.ArgumentTypeError(f"{text}: not a {' or '.join(FIGURES)} file")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            f"{text}: needs matplotlib; pip install -e '.[plot]'"
+        )
+    return output(text)
+
+
+def source(text: str) -> pathlib.Path:
+    """The type of a flag that names a file or a folder to be read."""
+    return pathlib.Path(text)
+
+
+def text_source(text: str) -> str:
+    """The type of a flag that names a file, and which part of it: FILE:N."""
+    return text
+
+
+def _files_of(value: object) -> Iterator[pathlib.Path]:
+    """The files that a flag of type `source` or `text_source` may name."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _files_of(each)
+        return
+    text = "/dev/stdin" if value == "-" else str(value)
+    # FILE:N and the like; whichever is there is it.
+    for path in (pathlib.Path(text), pathlib.Path(text.rpartition(":")[0] or text)):
+        try:
+            found = path.iterdir() if path.is_dir() else [path]
+            yield from (file for file in found if file.is_file())
+        except OSError:
+            continue  # Whoever reads it says why it cannot be read.
+
+
+def flag_of(name: str) -> str:
+    """How the attribute is called on the command line."""
+    return "--" + name.replace("_", "-")
 
 
 def positive(text: str) -> int:
@@ -47,13 +152,13 @@ def add_models(group: argparse._ArgumentGroup) -> None:
     """`--target` and `--draft`, which `check_models` looks at, `--dtype`, `--impl`."""
     group.add_argument(
         "--target",
-        type=pathlib.Path,
+        type=source,
         metavar="DIR",
         help="Hugging Face Qwen3 folder of the target (default: the embedded pair)",
     )
     group.add_argument(
         "--draft",
-        type=pathlib.Path,
+        type=source,
         metavar="DIR",
         help="Hugging Face Qwen3 folder of the draft model",
     )
@@ -121,10 +226,13 @@ def add_prompts(group: argparse._ActionsContainer, *, default: str) -> None:
     """`--prompts`, for `prompt_files.parse`."""
     group.add_argument(
         "--prompts",
+        type=text_source,
         default=default,
         metavar="N|FILE[:N]",
-        help="the first N bundled prompts, or a file: JSONL with prompt, question, "
-        "text or turns, or plain text, one prompt a line (default: %(default)s)",
+        help="the first N bundled prompts, or a file, or - for standard input: JSON "
+        "lines or a JSON array with prompt, question, text, turns or messages, or "
+        "plain text, one prompt a line; N@SEED takes a sample of N, by category; see "
+        "docs/prompts.md (default: %(default)s)",
     )
 
 
@@ -151,29 +259,39 @@ def add_repeats(group: argparse._ActionsContainer, *, default: int = 1) -> None:
 
 
 def add_sampling(group: argparse._ActionsContainer) -> None:
-    """`--temperature`, `--top-k`, `--top-p`, `--min-p`, `--seed`."""
+    """`--temperature`, and the flags of `add_noise`."""
     group.add_argument(
         "--temperature",
         type=float,
         default=0.0,
-        help="divides the logits; 0 is greedy (default: %(default)s)",
+        help="divides the logits; 0 is greedy (default: 0)",
     )
+    add_noise(group)
+
+
+def add_noise(group: argparse._ActionsContainer) -> None:
+    """`--top-k`, `--top-p`, `--min-p`, `--seed`."""
     group.add_argument(
-        "--top-k", type=int, metavar="K", help="draw from the K first tokens only"
+        "--top-k",
+        type=positive,
+        metavar="K",
+        help="draw from the K first tokens only (default: all)",
     )
     group.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw from the first tokens that together have this probability",
+        help="draw from the first tokens that together have this probability "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--min-p",
         type=float,
         default=0.0,
         metavar="P",
-        help="draw from tokens at least this many times as likely as the first",
+        help="draw from tokens at least this many times as likely as the first "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--seed",
@@ -184,20 +302,51 @@ def add_sampling(group: argparse._ActionsContainer) -> None:
     )
 
 
-def sampling_settings(args: argparse.Namespace) -> sampling.SamplingSettings | None:
+def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits with a usage error where a flag of `add_noise` would change nothing."""
+    temperatures = args.temperature
+    if not isinstance(temperatures, tuple):
+        temperatures = (temperatures,)
+    if any(temperatures):
+        return
+    for name in NOISE:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(
+                f"{flag_of(name)} is of sampling, and --temperature 0 "
+                "decodes greedily: give a temperature, or leave it out"
+            )
+
+
+def sampling_settings(
+    args: argparse.Namespace, temperature: float | None = None
+) -> sampling.SamplingSettings | None:
     """What `add_sampling`'s flags say; None is greedy.
+
+    Filters of a greedy run are checked, and left out: `check_sampling` has refused
+    them where all runs are greedy.
+
+    Args:
+      temperature: in the place of that of the flag.
 
     Raises:
       ValueError: a value outside its range.
     """
-    settings = sampling.make_settings(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-    )
-    return None if args.temperature == 0 else settings
+    values = {name: getattr(args, name) for name in (*NOISE, "seed")}
+    values["temperature"] = args.temperature if temperature is None else temperature
+    if not values["temperature"]:
+        sampling_settings(args, 1.0)
+        return None
+    try:
+        return sampling.make_settings(**values)
+    except ValueError as error:
+        raise ValueError(_with_flags(str(error), values)) from None
+
+
+def _with_flags(message: str, names: Iterable[str]) -> str:
+    """The message, with `--top-p 2` where it says `top_p=2`."""
+    for name in names:
+        message = message.replace(f"{name}=", f"{flag_of(name)} ")
+    return message
 
 
 def add_out(parser: argparse._ActionsContainer, *, rows: str) -> None:
@@ -207,24 +356,5 @@ def add_out(parser: argparse._ActionsContainer, *, rows: str) -> None:
       rows: what the file will hold, for the help.
     """
     parser.add_argument(
-        "--out", type=pathlib.Path, metavar="FILE", help=f"JSON lines: {rows}"
+        "--out", type=output, metavar="FILE", help=f"JSON lines: {rows}"
     )
-
-
-def exit_status(script: str, run: Callable[[], int], *, kept: str = "") -> int:
-    """What `run` returns; unusable input and an interruption become one line each.
-
-    Args:
-      script: the name of the script, for the line.
-      kept: what an interruption leaves behind, to be said.
-    """
-    try:
-        return run()
-    except (
-        *(ValueError, NotImplementedError, MemoryError, FloatingPointError),
-    ) as error:
-        print(f"{script}: error: {error}", file=sys.stderr)
-        return UNUSABLE
-    except KeyboardInterrupt:
-        print(f"{script}: interrupted{'; ' if kept else ''}{kept}", file=sys.stderr)
-        return INTERRUPTED

@@ -102,4 +102,4 @@ def print_rows(
     for row in rows:
         values = [report.format_value(row[c.name], c.form) for c in columns]
         table.add_row(*values)
-    console.print(table)
+    report.print_whole(table, console)

@@ -160,7 +160,7 @@ def find(
                 "window_rows": entry["window_rows"],
                 "position": position,
                 "drafted_token": _drafted(entry),
-                **_compare(entry, decoded, position, pair.target.config.dtype),
+                **_compare(entry, decoded, position, pair),
                 **description,
             }
         )
@@ -192,8 +192,9 @@ def _drafted(entry: dict) -> int | None:
     return entry["window"][following] if following < len(entry["window"]) else None
 
 
-def _compare(entry, decoded, position, dtype) -> dict:
-    """Both choices, both highest logits, and the margins."""
+def _compare(entry, decoded, position, pair) -> dict:
+    """Both choices, both highest logits with the tokens' texts, and the margins."""
+    dtype, decode = pair.target.config.dtype, pair.tokenizer.decode
     logits, theirs = entry["logits"], int(decoded.chosen[position])
     highest = np.argsort(-logits, kind="stable")[:TOP]
     decode_top = list(
@@ -212,7 +213,9 @@ def _compare(entry, decoded, position, dtype) -> dict:
         "verify_argmax": ours,
         "decode_argmax": theirs,
         "verify_top5": [[int(i), float(logits[i])] for i in highest],
-        "decode_top5": [list(pair) for pair in decode_top],
+        "decode_top5": [[token, logit] for token, logit in decode_top],
+        "verify_top5_texts": [decode([int(token)]) for token in highest],
+        "decode_top5_texts": [decode([token]) for token, _ in decode_top],
         "margin_ulp": float(logits[ours] - logits[theirs])
         / ulp(float(logits[ours]), dtype),
         "decode_margin_ulp": margin,

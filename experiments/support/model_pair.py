@@ -7,7 +7,7 @@ import pathlib
 import spec_jax
 from experiments.support import drafters
 from spec_jax import protocols, sampling, session
-from spec_jax.drafters import draft_model
+from spec_jax.drafters import draft_model, hybrid
 from spec_jax.model import (
     load,
     params as params_lib,
@@ -149,11 +149,39 @@ def load_draft(
         ),
         gamma_max=gamma_max,
         draft_cache=draft_cache,
-        draws="highest" if settings is None else "sample-path",
         # Rows of catch-up at one read of the weights, where their number costs nothing.
         catch_up_rows=row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0,
         min_confidence=min_confidence,
     )
     if settings is None:
         return drafter, params
-    return drafter, draft_model.SampledParams(weights=params, settings=settings)
+    return _drawing(drafter, params, settings)
+
+
+def _drawing(
+    drafter: draft_model.DraftModel,
+    weights: params_lib.Params,
+    settings: sampling.SamplingSettings,
+) -> tuple[draft_model.DraftModel, draft_model.SampledParams]:
+    """The draft model, drawing as a target of these settings does, with its noise."""
+    return (
+        dataclasses.replace(drafter, draws="sample-path"),
+        draft_model.SampledParams(weights=weights, settings=settings),
+    )
+
+
+def with_sampling(pair: ModelPair, settings: sampling.SamplingSettings) -> ModelPair:
+    """Makes a greedy pair's draft model, if it has one, draw as the target does.
+
+    Args:
+      settings: of the target that samples.
+    """
+    target_params, params = pair.params
+    drafter = pair.drafter
+    if isinstance(drafter, draft_model.DraftModel):
+        drafter, params = _drawing(drafter, params, settings)
+    elif isinstance(drafter, hybrid.Hybrid):
+        draft, weights = _drawing(drafter.draft, params.draft, settings)
+        drafter = dataclasses.replace(drafter, draft=draft)
+        params = dataclasses.replace(params, draft=weights)
+    return dataclasses.replace(pair, drafter=drafter, params=(target_params, params))

@@ -1,8 +1,6 @@
 """The flags of `experiments/parity.py`, and which of them go together."""
 
 import argparse
-import importlib.util
-import pathlib
 from collections.abc import Sequence
 
 from experiments.support import flags, parity_inputs, parity_scenes
@@ -11,7 +9,6 @@ from spec_jax.model import config as config_lib
 from spec_jax.typing import IMPLS
 
 
-HEATMAPS = (".png", ".svg")
 GAMMA = 4
 
 # What a mismatch line or a bundle says, and so no flag may.
@@ -33,7 +30,7 @@ def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace
     )
     parser.add_argument(
         "--target",
-        type=pathlib.Path,
+        type=flags.source,
         metavar="DIR",
         help="Hugging Face Qwen3 folder (default: the embedded target)",
     )
@@ -49,6 +46,7 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prompt", metavar="TEXT", help="a prompt")
     group.add_argument(
         "--prompts",
+        type=flags.text_source,
         metavar="N|FILE[:N]",
         help="prompts, as of spec_round.py, of which --index chooses one (default: "
         "the bundled ones)",
@@ -89,13 +87,14 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--mismatch",
+        type=flags.text_source,
         metavar="FILE[:LINE]",
         help="a window that spec_round.py --dump-verify-mismatches wrote, and how it "
         "was run; lines count from 1",
     )
     group.add_argument(
         "--bundle",
-        type=pathlib.Path,
+        type=flags.source,
         metavar="FILE",
         help="run a saved bundle again, and say whether the outcome is the same",
     )
@@ -181,13 +180,13 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     flags.add_out(group, rows="one, what was seen")
     group.add_argument(
         "--heatmap",
-        type=pathlib.Path,
+        type=flags.figure,
         metavar="FILE",
-        help=f"layers by operations, as a {' or '.join(HEATMAPS)} file",
+        help=f"layers by operations, as a {' or '.join(flags.FIGURES)} file",
     )
     group.add_argument(
         "--save-bundle",
-        type=pathlib.Path,
+        type=flags.output,
         metavar="FILE",
         help="a .npz file with all but the weights, for --bundle elsewhere",
     )
@@ -205,8 +204,11 @@ def _check_together(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         if None not in (getattr(args, one), getattr(args, other)):
             flag = one.replace("_", "-")
             parser.error(f"--{flag} and --{other} exclude each other")
-    if args.heatmap is not None:
-        if args.heatmap.suffix not in HEATMAPS:
-            parser.error(f"--heatmap {args.heatmap}: not a {' or '.join(HEATMAPS)}")
-        if importlib.util.find_spec("matplotlib") is None:
-            parser.error("--heatmap needs matplotlib; pip install -e '.[plot]'")
+    if args.prompt is not None:
+        try:
+            args.prompt.encode()
+        except UnicodeEncodeError as error:
+            parser.error(
+                f"--prompt: character {error.start} is half of a surrogate pair, or a "
+                "byte that is not UTF-8; write the character itself"
+            )

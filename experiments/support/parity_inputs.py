@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.support import paired_runs
+from experiments.support import files, paired_runs
 from spec_jax.microscope import record as record_lib
 from spec_jax.model import config as config_lib, row_model
 from spec_jax.typing import IMPLS
@@ -100,8 +100,8 @@ def read_mismatch(spec: str) -> Mismatch:
     """
     path, number = _split_line(spec)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
+        lines = files.read(path).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: cannot be read ({reason})") from None
     if not 1 <= number <= len(lines):

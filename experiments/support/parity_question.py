@@ -44,6 +44,7 @@ class Question:
       history: of `parity_scenes.HISTORIES`.
       layers: those to look at.
       mismatch: the line that the window comes from, if it does.
+      tokenizer: of the model; None where its folder has none.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Question:
     layers: tuple[int, ...]
     fault: faults.Fault | None
     mismatch: parity_inputs.Mismatch | None
+    tokenizer: tokenizer_lib.Tokenizer | None
 
     def params_of(self, side: parity_inputs.Side) -> params_lib.Params:
         """The weights in a side's dtype."""
@@ -113,7 +115,14 @@ def from_flags(args: argparse.Namespace) -> Question:
         layers=layers,
         fault=fault,
         mismatch=mismatch,
+        tokenizer=_tokenizer(folder),
     )
+
+
+def _tokenizer(folder: pathlib.Path) -> tokenizer_lib.Tokenizer | None:
+    """What gives tokens a text; a question of token ids can do without."""
+    has_one = (folder / "tokenizer.json").exists()
+    return tokenizer_lib.load(folder) if has_one else None
 
 
 def _cast(
@@ -208,6 +217,7 @@ def from_bundle(args: argparse.Namespace, bundle: parity_bundle.Bundle) -> Quest
         layers=bundle.layers,
         fault=bundle.fault,
         mismatch=None,
+        tokenizer=_tokenizer(folder),
     )
     parity_bundle.check_weights(bundle, question.weights_sha256)
     return question

@@ -1,6 +1,7 @@
 """What the microscope saw: tables for the terminal, one JSON row for the file."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from spec_jax.microscope import (
     record as record_lib,
     scene as scene_lib,
 )
-from spec_jax.model import observe
+from spec_jax.model import observe, tokenizer as tokenizer_lib
 
 
 def _groups() -> dict[str, tuple[str, ...]]:
@@ -44,6 +45,7 @@ class Sight:
       layers: those that were looked at.
       fault: planted in the second side, if any.
       mismatch: the line that the window comes from, if it does.
+      tokenizer: of the model; None where its folder has none.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Sight:
     mismatch: parity_inputs.Mismatch | None
     records: tuple[record_lib.Record, record_lib.Record]
     comparison: compare.Comparison
+    tokenizer: tokenizer_lib.Tokenizer | None
 
     @property
     def is_equal(self) -> bool:
@@ -122,8 +125,7 @@ def to_row(sight: Sight) -> dict[str, Any]:
         "num_values": comparison.num_values,
         "first": _first_row(sight),
         "growth": [
-            {"layer": step.layer, "relative": step.relative} | _cell_row(step.cell)
-            for step in comparison.growth
+            {"layer": step.layer} | _cell_row(step.cell) for step in comparison.growth
         ],
         "rows": [_choices_row(sight, row) for row in range(len(scene.window))],
         "argmax_flips": [scene.start + row for row in comparison.flips],
@@ -133,11 +135,12 @@ def to_row(sight: Sight) -> dict[str, Any]:
     }
 
 
-def _cell_row(cell: compare.Cell) -> dict[str, int]:
+def _cell_row(cell: compare.Cell) -> dict[str, int | float | None]:
     return {
         "differing": cell.differing,
         "elements": cell.elements,
         "max_ulp": cell.max_ulp,
+        "relative": cell.relative,
     }
 
 
@@ -173,6 +176,8 @@ def _choices_row(sight: Sight, row: int) -> dict[str, Any]:
         "verify_argmax": other.token,
         "reference_top": _top_row(one),
         "verify_top": _top_row(other),
+        "reference_texts": _texts(sight, one),
+        "verify_texts": _texts(sight, other),
         "reference_margin_ulp": one.margin_ulp,
         "verify_margin_ulp": other.margin_ulp,
     }
@@ -183,6 +188,13 @@ def _top_row(choice: compare.Choice) -> list[list]:
     return [
         [token, logit if math.isfinite(logit) else None] for token, logit in choice.top
     ]
+
+
+def _texts(sight: Sight, choice: compare.Choice) -> list[str] | None:
+    """The texts of the highest tokens; None where there is no tokenizer."""
+    if sight.tokenizer is None:
+        return None
+    return [sight.tokenizer.decode([token]) for token, _ in choice.top]
 
 
 def print_sight(sight: Sight, console: rich_console.Console) -> None:
@@ -319,7 +331,8 @@ def _print_growth(sight: Sight, console: rich_console.Console) -> None:
     for step in sight.comparison.growth:
         if step.layer < parted[0].layer:
             continue
-        relative = "" if step.relative is None else f"{step.relative:.1e}"
+        share = step.cell.relative
+        relative = "" if share is None else f"{share:.1e}"
         table.add_row(
             str(step.layer),
             f"{step.cell.differing:,d} of {step.cell.elements:,d}",
@@ -331,24 +344,35 @@ def _print_growth(sight: Sight, console: rich_console.Console) -> None:
 
 def _choices_table(sight: Sight) -> rich_table.Table:
     """The highest logits of both, row by row."""
-    table = rich_table.Table(title="highest logits (token: logit), margin in ulp")
+    table = rich_table.Table(
+        title="highest logits (token, its text: logit), margin in ulp"
+    )
     for name in ("position", "reference", "margin", "verify", "margin"):
         is_top = name in ("reference", "verify")
         table.add_column(name, justify="left" if is_top else "right")
     for row, (one, other) in enumerate(sight.comparison.choices):
         table.add_row(
             str(sight.scene.start + row),
-            _top_text(one),
+            _top_text(sight, one),
             _margin_text(one),
-            _top_text(other),
+            _top_text(sight, other),
             _margin_text(other),
             style="bold red" if one.token != other.token else None,
         )
     return table
 
 
-def _top_text(choice: compare.Choice) -> str:
-    return "  ".join(f"{token}: {logit:.4g}" for token, logit in choice.top)
+def _top_text(sight: Sight, choice: compare.Choice) -> rich_text.Text:
+    """One line a token; quoted, so that white space is seen."""
+    texts = _texts(sight, choice)
+    quoted = [""] * len(choice.top)
+    if texts is not None:
+        quoted = [f" {json.dumps(text, ensure_ascii=False)}" for text in texts]
+    lines = (
+        f"{token}{text}: {logit:.4g}"
+        for text, (token, logit) in zip(quoted, choice.top, strict=True)
+    )
+    return rich_text.Text("\n".join(lines))
 
 
 def _margin_text(choice: compare.Choice) -> str:

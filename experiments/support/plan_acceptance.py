@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.support import model_pair, paired_runs
-from spec_jax import session
+from spec_jax import metrics, session
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,13 @@ class Acceptance:
         window reached the position.
       drafted: share of the windows that had a draft at the position.
       windows: rounds that were looked at.
+      repetition: of the texts that they wrote, see `metrics.repetition`.
     """
 
     kept: tuple[float | None, ...]
     drafted: tuple[float, ...]
     windows: int
+    repetition: float | None = None
 
     @property
     def known(self) -> tuple[float, ...]:
@@ -50,8 +52,8 @@ class Acceptance:
 
 def record(
     pair: model_pair.ModelPair, settings: paired_runs.Settings, prompt: list[int]
-) -> list[Window]:
-    """The rounds of one prompt with `settings.gamma`.
+) -> tuple[list[Window], metrics.TextCounts]:
+    """Runs one prompt with `settings.gamma`: its rounds, and the text's counts.
 
     Raises:
       ValueError: a prompt that cannot be used.
@@ -73,10 +75,19 @@ def record(
             )
         )
         proposed, accepted = now
-    return windows
+    text = np.asarray(state.tokens)[len(prompt) : int(state.length)].tolist()
+    counts = metrics.TextCounts(
+        tokens=len(text),
+        repetition=metrics.repetition(text),
+        proposed=proposed,
+        accepted=accepted,
+    )
+    return windows, counts
 
 
-def measure(windows: Iterable[Window], *, gamma_max: int) -> Acceptance:
+def measure(
+    windows: Iterable[Window], *, gamma_max: int, repetition: float | None = None
+) -> Acceptance:
     """The shares. Windows near the end of a text count where they asked for a draft.
 
     After a position at which nothing was ever kept, the chance is 0: what it is
@@ -102,4 +113,9 @@ def measure(windows: Iterable[Window], *, gamma_max: int) -> Acceptance:
         else:
             kept.append(None)
     shares = [float((drafted[asked > i] > i).mean()) for i in range(gamma_max)]
-    return Acceptance(kept=tuple(kept), drafted=tuple(shares), windows=len(table))
+    return Acceptance(
+        kept=tuple(kept),
+        drafted=tuple(shares),
+        windows=len(table),
+        repetition=repetition,
+    )

@@ -59,27 +59,30 @@ def print_costs(rows: Sequence[Row], console: rich_console.Console) -> None:
             *(report.format_value(value, ".3f") for value in values),
             report.format_value(row["ratio"], ".2f"),
         )
-    console.print(table)
+    report.print_whole(table, console)
 
 
 def print_acceptance(rows: Sequence[Row], console: rich_console.Console) -> None:
     """One line a drafter: the shares by position."""
-    table = _table("drafter", "windows", "drafted", "kept, if all before were")
+    table = _table(
+        "drafter", "windows", "repetition", "drafted", "kept, if all before were"
+    )
     for row in rows:
         table.add_row(
             row["drafter"],
             f"{row['windows']:,d}",
+            report.format_value(row["repetition"], ".3f"),
             report.format_value(list(row["drafted"]), ".2f"),
             report.format_value(list(row["kept"]), ".2f"),
         )
-    console.print(table)
+    report.print_whole(table, console)
 
 
 def print_plan(rows: Sequence[Row], console: rich_console.Console) -> None:
     """Predicted beside measured; the best gamma of a drafter has an asterisk."""
     table = _table(
-        *("drafter", "gamma", "predicted", "measured", "p10", "p90", "error"),
-        *("tokens", "measured", "matched"),
+        *("drafter", "gamma", "predicted", "measured", "p10-p90", "error"),
+        *("tokens", "matched"),
     )
     for row in rows:
         error = row["relative_error"]
@@ -88,20 +91,18 @@ def print_plan(rows: Sequence[Row], console: rich_console.Console) -> None:
             str(row["gamma"]),
             _speedup(row["predicted_speedup"], is_best=row["is_best_predicted"]),
             _speedup(row["measured_speedup"], is_best=row["is_best_measured"]),
-            report.format_value(row["measured_speedup_p10"], ".2f"),
-            report.format_value(row["measured_speedup_p90"], ".2f"),
-            "-" if error is None else f"{100 * error:+.1f}%",
-            report.format_value(row["predicted_tokens_per_round"], ".2f"),
-            report.format_value(row["mean_accepted_length"], ".2f"),
+            _both(row["measured_speedup_p10"], row["measured_speedup_p90"], "-"),
+            "-" if error is None else f"{100 * error:+.0f}%",
+            _both(row["predicted_tokens_per_round"], row["mean_accepted_length"], "/"),
             rich_text.Text(
                 str(row["matched"]).lower(), style="" if row["matched"] else "bold red"
             ),
         )
-    console.print(table)
+    report.print_whole(table, console)
     console.print(
         "speed-up of decoding over plain decoding, prefill excluded; * the best gamma "
-        "of its drafter; error: predicted / measured - 1; tokens: per round, predicted "
-        "and measured",
+        "of its drafter; error: predicted / measured - 1; tokens: per round, predicted/"
+        "measured",
         style="dim",
     )
 
@@ -109,6 +110,10 @@ def print_plan(rows: Sequence[Row], console: rich_console.Console) -> None:
 def _speedup(value: float | None, *, is_best: bool) -> str:
     shown = "-" if value is None else f"{value:.2f}x"
     return shown + ("*" if is_best else " ")
+
+
+def _both(one: float | None, other: float | None, between: str) -> str:
+    return between.join(report.format_value(value, ".2f") for value in (one, other))
 
 
 def _table(*names: str) -> rich_table.Table:

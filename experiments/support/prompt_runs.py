@@ -1,10 +1,11 @@
 """A prompt's runs, plain and speculative in turn, and what they show together."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from experiments.support import model_pair, paired_runs, prompt_files
-from spec_jax import metrics, session
+from spec_jax import metrics, sampling as sampling_lib, session
+from spec_jax.model import config as config_lib
 from spec_jax.paging import index
 
 
@@ -39,6 +40,11 @@ class PromptResult:
         return all(run.tokens == reference for run in (*self.plain, *self.spec))
 
     @property
+    def text(self) -> metrics.TextCounts:
+        """What was counted of the first speculative run's text."""
+        return metrics.text_counts(self.spec[0].tokens, self.spec[0].counters)
+
+    @property
     def nonfinite(self) -> int:
         """The most tokens of a run that were chosen from logits that are not finite."""
         plain = [run.nonfinite for run in self.plain]
@@ -47,6 +53,13 @@ class PromptResult:
     def row(self) -> dict:
         """The JSON line."""
         counters = self.spec[0].counters
+        summary = metrics.summarise(
+            counters,
+            prompts=1,
+            texts=[self.text],
+            matched=None,
+            verify_decode_mismatches=None,
+        )
         return {
             "kind": "prompt",
             "id": self.prompt.id,
@@ -59,6 +72,8 @@ class PromptResult:
             "rounds": counters.rounds,
             "proposed": counters.proposed,
             "accepted": counters.accepted,
+            "acceptance_rate": summary["acceptance_rate"],
+            "repetition": summary["repetition"],
             "accepted_hist": counters.accepted_hist,
             "baseline_e2e_s": [run.timing.e2e_s for run in self.plain],
             "spec_e2e_s": [run.timing.e2e_s for run in self.spec],
@@ -101,17 +116,147 @@ def mismatches_of(
     return paired_runs.count_mismatches(pair, settings, prompt_ids, run.tokens)
 
 
+NO_CATEGORY = "none"
+"""What the prompts are called that have no category, beside others that do."""
+
+JOINT = "\n\n"
+"""Between the messages of a conversation where there is no chat template."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Prompts of one turn each, ready to run.
+
+    Attributes:
+      ids: the tokens of each.
+      capacity: positions of a cache that fits the longest: whole pages.
+    """
+
+    prompts: list[prompt_files.Prompt]
+    ids: list[list[int]]
+    capacity: int
+
+
+def prepare(
+    pair: model_pair.ModelPair,
+    prompts: Sequence[prompt_files.Prompt],
+    *,
+    raw: bool,
+    gen_tokens: int,
+    page_size: int,
+    sampling: sampling_lib.SamplingSettings | None = None,
+) -> Prepared:
+    """Makes every turn of every conversation a prompt, and encodes them all.
+
+    A turn's prompt holds the turns before it and their answers: what the target's
+    plain decoding writes here, before any clock runs, up to a stop token or
+    `gen_tokens`. So all that is run on these prompts answers the same text.
+
+    Args:
+      raw: leave out the chat template.
+      sampling: of the answers; None is greedy.
+
+    Raises:
+      ValueError: a prompt that is empty, or too long for the model's positions.
+      MemoryError: out of pages.
+    """
+    sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
+    stop_ids = pair.tokenizer.stop_ids
+    turns = [[_numbered(prompt, 1)] for prompt in prompts]
+    while True:
+        open_turns = [of_one for of_one in turns if of_one[-1].next_turns]
+        if not open_turns:
+            break
+        asked = [of_one[-1] for of_one in open_turns]
+        ids = encode(pair, asked, raw=raw)
+        settings = paired_runs.Settings(
+            gamma=1,
+            capacity=capacity_for(pair, asked, ids, **sizes),
+            stop_ids=stop_ids,
+            sampling=sampling,
+            **sizes,
+        )
+        for of_one, prompt_ids in zip(open_turns, ids, strict=True):
+            answer = paired_runs.run_plain(pair, settings, prompt_ids).tokens
+            if answer and answer[-1] in stop_ids:
+                answer.pop()
+            of_one.append(_next(of_one[-1], pair.tokenizer.decode(answer), len(of_one)))
+    flat = [prompt for of_one in turns for prompt in of_one]
+    ids = encode(pair, flat, raw=raw)
+    capacity = capacity_for(pair, flat, ids, **sizes)
+    return Prepared(prompts=flat, ids=ids, capacity=capacity)
+
+
+def _numbered(prompt: prompt_files.Prompt, turn: int) -> prompt_files.Prompt:
+    """The prompt under the name of its turn, if it is one of several."""
+    if not prompt.next_turns:
+        return prompt
+    return dataclasses.replace(prompt, id=f"{prompt.id} turn {turn}")
+
+
+def _next(prompt: prompt_files.Prompt, answer: str, turn: int) -> prompt_files.Prompt:
+    """The turn after an answer to turn number `turn`."""
+    text, *rest = prompt.next_turns
+    name = prompt.id.removesuffix(f" turn {turn}")
+    return dataclasses.replace(
+        prompt,
+        id=f"{name} turn {turn + 1}",
+        text=text,
+        history=(*prompt.messages, {"role": "assistant", "content": answer}),
+        next_turns=tuple(rest),
+    )
+
+
 def encode(
     pair: model_pair.ModelPair, prompts: Sequence[prompt_files.Prompt], *, raw: bool
 ) -> list[list[int]]:
-    """Token ids; through the chat template where the model has one."""
+    """Token ids; through the chat template where the model has one.
+
+    Without one, the messages of a conversation are joined by `JOINT`. Turns that come
+    after an answer are left out: `prepare` makes prompts of them.
+    """
     tokenizer = pair.tokenizer
     use_chat = tokenizer.has_chat_template and not raw
     texts = [
-        tokenizer.apply_chat(prompt.text) if use_chat else prompt.text
+        tokenizer.apply_chat(prompt.messages)
+        if use_chat
+        else JOINT.join(message["content"] for message in prompt.messages)
         for prompt in prompts
     ]
     return [tokenizer.encode(text) for text in texts]
+
+
+def check_lengths(
+    config: config_lib.Qwen3Config,
+    prompts: Iterable[tuple[str, list[int]]],
+    *,
+    gen_tokens: int,
+    page_size: int,
+) -> None:
+    """Raises `ValueError` for what the model's positions do not hold.
+
+    Args:
+      prompts: what messages call each, and its ids.
+    """
+    positions = config.max_position_embeddings
+    for flag, value in (("--gen-tokens", gen_tokens + 1), ("--page-size", page_size)):
+        if value > positions:
+            most = positions - 1 if flag == "--gen-tokens" else positions
+            raise ValueError(
+                f"{flag} must be at most {most:,}: the model has {positions:,} "
+                "positions (max_position_embeddings) for a prompt and what follows"
+            )
+    for name, ids in prompts:
+        if len(ids) > positions - gen_tokens:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens, and {gen_tokens} are to come: the "
+                f"model has {positions} positions (max_position_embeddings). Shorten "
+                f"the prompt to {positions - gen_tokens}, or --gen-tokens to "
+                f"{max(positions - len(ids), 0)}"
+            )
+        session.check_prompt(
+            ids, vocab_size=config.vocab_size, capacity=positions, what=name
+        )
 
 
 def capacity_for(
@@ -125,16 +270,15 @@ def capacity_for(
     """Positions of a cache that fits the longest prompt: whole pages.
 
     Raises:
-      ValueError: a prompt that is empty, or too long for the model's positions.
+      ValueError: as `check_lengths`.
     """
-    positions = pair.target.config.max_position_embeddings
-    for prompt, prompt_ids in zip(prompts, ids, strict=True):
-        session.check_prompt(
-            prompt_ids,
-            vocab_size=pair.target.config.vocab_size,
-            capacity=positions - gen_tokens,
-            what=f"prompt {prompt.id!r} (with {gen_tokens} tokens to come)",
-        )
+    names = [f"prompt {prompt.id!r}" for prompt in prompts]
+    check_lengths(
+        pair.target.config,
+        zip(names, ids, strict=True),
+        gen_tokens=gen_tokens,
+        page_size=page_size,
+    )
     longest = max(len(prompt_ids) for prompt_ids in ids)
     return index.pages_for(longest + gen_tokens, page_size) * page_size
 
@@ -144,11 +288,22 @@ def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
     return metrics.summarise(
         metrics.total(result.spec[0].counters for result in results),
         prompts=len(results),
+        texts=[result.text for result in results],
         baseline=_by_repeat([result.plain for result in results]),
         spec=_by_repeat([result.spec for result in results]),
         matched=all(result.matched for result in results),
         verify_decode_mismatches=sum(result.mismatches for result in results),
     )
+
+
+def by_category(results: Sequence[PromptResult]) -> dict[str, metrics.Metrics]:
+    """Summarises each category apart; empty unless there are several."""
+    grouped: dict[str, list[PromptResult]] = {}
+    for result in results:
+        grouped.setdefault(result.prompt.category or NO_CATEGORY, []).append(result)
+    if len(grouped) < 2:
+        return {}
+    return {name: summarise(of_one) for name, of_one in sorted(grouped.items())}
 
 
 def _by_repeat(runs: list[list]) -> list[list[metrics.Timing]]:

@@ -3,7 +3,6 @@
 Knows JSON, files and this machine. Knows nothing of what the numbers mean.
 """
 
-import io
 import json
 import math
 import os
@@ -19,26 +18,28 @@ import jax
 import numpy as np
 
 import spec_jax
+from experiments.support import files
 
 
 class JsonLines:
     """A file of JSON rows, each written whole: an interrupted run leaves whole lines.
 
-    The file is opened at once, so that a path that cannot be written is found before
-    the work and not after it. What it held is replaced when the first row comes, so
-    that a run that fails before its first result destroys none.
+    The file is opened and locked at once, so that a path that cannot be written, or
+    that another process writes to, is found before the work. What it held is replaced
+    when the first row comes, so that a run that fails before its first result destroys
+    none.
     """
 
     def __init__(self, path: str | os.PathLike | None):
         """Opens the file; without a path, rows go nowhere.
 
         Raises:
-          ValueError: the path cannot be written; one line says why.
+          ValueError: as `files.open_output`.
         """
         self._path = path
         self._is_first = True
         self._kept = 0
-        self._file = None if path is None else _open(pathlib.Path(path))
+        self._file = None if path is None else files.open_output(pathlib.Path(path))
 
     def __enter__(self) -> "JsonLines":
         return self
@@ -94,23 +95,6 @@ class JsonLines:
             if is_regular:
                 self._file.truncate(end)
             raise
-
-
-def _open(path: pathlib.Path) -> io.FileIO:
-    """Opens for appending, without a buffer that could hold half a line."""
-    if path.is_dir():
-        raise ValueError(f"{path}: is a directory; name a file, such as results.jsonl")
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"{path}: the directory {path.parent} does not exist; make it first"
-        )
-    try:
-        return path.open("ab", buffering=0)
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name.
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"{path}: cannot be written ({reason}); name another file"
-        ) from None
 
 
 def to_json(value: Any, name: str) -> Any:

@@ -85,7 +85,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """A row of each policy on the set, of kind "regret_live".
 
-    Regret and slowdown are medians over the repeats of ratios within one.
+    Regret and speed-up are medians over the repeats of ratios within one.
     """
     plain = live.seconds[PLAIN]
     by_repeat = []
@@ -102,7 +102,7 @@ def rows(
         found = [of_repeat[candidate.name] for of_repeat in by_repeat]
         spreads = {
             key: timing.spread([row[key] for row in found])
-            for key in ("seconds", "plain_s", "regret", "slowdown")
+            for key in ("seconds", "plain_s", "regret", "speedup")
         }
         made.append(
             {

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 def print_regret(
     rows: Sequence[Row], console: rich_console.Console, *, title: str
 ) -> None:
-    """Regret against the best constant gamma, and slowdown against plain decoding.
+    """Regret against the best constant gamma, and speed-up over plain decoding.
 
     Args:
       rows: of one kind, one for each policy and set.
@@ -25,7 +25,7 @@ def print_regret(
     table = rich_table.Table(
         box=None, pad_edge=False, header_style="bold", title=title, title_justify="left"
     )
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     for name in sets:
         table.add_column(name, justify="right")
         table.add_column("plain", justify="right", style="dim")
@@ -33,16 +33,17 @@ def print_regret(
         cells = []
         for name in sets:
             row = by_place[policy, name]
-            cells += [_percent(row["regret"]), _percent(row["slowdown"])]
+            cells += [_percent(row["regret"]), f"{row['speedup']:.2f}x"]
         table.add_row(policy, *cells)
     console.print(table)
     console.print(
         "regret: how much slower than the best constant gamma in hindsight, which is "
-        "that of the smallest regret; plain: how much slower than plain decoding; "
-        "negative is faster",
+        "that of the smallest regret; plain: speed-up over plain decoding, above 1 is "
+        "faster",
         style="dim",
     )
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:+.1f}%"
+    """Tenths where they fit: a terminal has eighty columns."""
+    return f"{100 * share:+.1f}%" if share < 10 else f"{100 * share:+.0f}%"

@@ -86,6 +86,6 @@ def row(
         "fixed_s": regret.fixed_s,
         "best_gamma": regret.best_gamma,
         "regret": regret.regret,
-        "slowdown": regret.seconds / plain_s - 1,
+        "speedup": plain_s / regret.seconds,
         "slowdown_to_gamma_0": regret.overhead,
     }

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.support import drafters as drafters_lib, step_costs
+from experiments.support import drafters as drafters_lib, files, step_costs
 from spec_jax import theory
 
 
@@ -74,7 +74,7 @@ def read(path: pathlib.Path, drafters: Sequence[str]) -> dict[str, theory.CostCu
       ValueError: a file that cannot be read, or lacks a time; one line says which.
     """
     try:
-        text = path.read_text()
+        text = files.read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
     try:

@@ -1,7 +1,6 @@
 """The command line of `replay.py`: what goes with recording, what with judging."""
 
 import argparse
-import pathlib
 from collections.abc import Collection, Sequence
 
 from experiments.support import drafters, flags, policies, traces
@@ -42,21 +41,15 @@ def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace
     if args.record is not None:
         for name in given:
             if name in JUDGING:
-                parser.error(f"{_flag(name)} judges traces: leave it out of --record")
+                parser.error(
+                    f"{flags.flag_of(name)} judges traces: leave it out of --record"
+                )
+        flags.check_sampling(parser, args)
     elif not args.check and args.target is not None:
         parser.error("--target is run by --record and --check alone: leave it out")
     elif args.check:
         flags.check_models(parser, args)
-    if args.out is not None and args.traces is not None:
-        if args.out.resolve() == args.traces.resolve():
-            parser.error(
-                f"--out {args.out} would replace the traces: name another file"
-            )
     return args
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _parser(description: str) -> flags.Parser:
@@ -66,7 +59,7 @@ def _parser(description: str) -> flags.Parser:
     parser.add_argument(
         "traces",
         nargs="?",
-        type=pathlib.Path,
+        type=flags.source,
         metavar="FILE",
         help="traces to judge drafters on, written by --record",
     )
@@ -80,7 +73,7 @@ def _parser(description: str) -> flags.Parser:
 def _add_recording(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--record",
-        type=pathlib.Path,
+        type=flags.output,
         metavar="FILE",
         help="decode the prompts plainly, once, and write their traces; the largest "
         "--gamma is the largest that they can be checked with. An interrupted "
@@ -134,7 +127,7 @@ def _add_judging(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--costs",
-        type=pathlib.Path,
+        type=flags.source,
         metavar="FILE",
         help="expect speeds from these step costs: rows of latency.py --out, or a "
         "JSON object with plain_s, verify_s by rows, and draft_s",

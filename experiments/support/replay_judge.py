@@ -146,6 +146,12 @@ class Judge:
         summary = metrics.summarise(
             counters,
             prompts=len(self._prompts),
+            texts=[
+                metrics.text_counts(
+                    prompt.until_stop(replayer.stop_ids), replayed.counters
+                )
+                for prompt, replayed in zip(self._prompts, found, strict=True)
+            ],
             matched=None,
             verify_decode_mismatches=None,
         )

@@ -107,22 +107,25 @@ def record(request: Request, path: pathlib.Path) -> tuple[traces.Header, int]:
     sampling = sampling_lib.make_settings(**request.settings)
     prompts = prompt_files.parse(request.prompts, default_file=prompt_files.BUNDLED)
     pair = load_target(request)
-    ids = prompt_runs.encode(pair, prompts, raw=request.raw)
+    greedy = not request.settings["temperature"]
+    prepared = prompt_runs.prepare(
+        pair,
+        prompts,
+        raw=request.raw,
+        gen_tokens=request.gen_tokens,
+        page_size=request.page_size,
+        sampling=None if greedy else sampling,
+    )
+    prompts, ids = prepared.prompts, prepared.ids
     settings = paired_runs.Settings(
         gamma=request.gamma_max,
         gen_tokens=request.gen_tokens,
-        capacity=prompt_runs.capacity_for(
-            pair,
-            prompts,
-            ids,
-            gen_tokens=request.gen_tokens,
-            page_size=request.page_size,
-        ),
+        capacity=prepared.capacity,
         page_size=request.page_size,
         # Live rounds judge drafts behind a stop token, too, before it cuts.
         stop_ids=(),
         prefill_by_rows=pair.target.prefills_by_rows,
-        sampling=sampling if request.settings["temperature"] else None,
+        sampling=None if greedy else sampling,
     )
     header = describe(request, pair, num_prompts=len(prompts))
     known = _taken_up(path, header, prompts, ids)

@@ -16,6 +16,7 @@ COLUMNS = (
     ("policy", "gamma_policy", ""),
     ("gamma", "gamma", "d"),
     ("acceptance", "acceptance_rate", ".3f"),
+    ("repetition", "repetition", ".3f"),
     ("tokens a round", "mean_accepted_length", ".2f"),
     ("rounds", "rounds", ",d"),
     ("tokens a step", "tokens_per_target_step", ".2f"),

@@ -4,13 +4,17 @@ One list, `FIELDS`, gives every number its place, format and unit, in the printe
 and in the JSON row. Functions here know names and values; they compute none of them.
 """
 
+import collections
 import dataclasses
+import datetime
+import time
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import (
     console as rich_console,
+    measure as rich_measure,
     progress as rich_progress,
     table as rich_table,
     text as rich_text,
@@ -70,6 +74,10 @@ FIELDS: tuple[Field, ...] = (
         ("mean_accepted_length", ".3f", "tokens/round", "with the target's own token"),
         ("tokens_per_target_step", ".3f", "tokens", "after stop tokens cut"),
         ("accepted_hist", "d", "rounds", "that kept 0, 1, 2, ... drafted tokens"),
+        ("repetition", ".3f", "", "share of repeated 4-grams in the texts"),
+        ("tercile_prompts", "d", "prompts", "thirds of them, least repetition first"),
+        ("tercile_repetition", ".3f", "", "of each third"),
+        ("tercile_acceptance_rate", ".3f", "", "of each third"),
     ),
     *_group(
         "losslessness",
@@ -128,32 +136,76 @@ def print_table(
 ) -> None:
     """Prints the metrics in groups, with units; what was not measured shows as `-`.
 
+    Where the console is narrow, meanings are left out, and then units stand below the
+    values; no value is cut.
+
     Raises:
       ValueError: a name that `fields` lacks.
     """
     row = to_row(metrics, fields=fields)
-    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("metric", no_wrap=True)
-    table.add_column("value", justify="right")
-    table.add_column("unit", no_wrap=True)
-    table.add_column("meaning", style="dim")
+    shown = [field for field in fields if field.name in row]
+    texts = {field.name: format_value(row[field.name], field.form) for field in shown}
+    table, columns = _table_that_fits(shown, texts, console.width)
     group = None
-    for field in fields:
-        if field.name not in row:
-            continue
+    for field in shown:
         if field.group != group:
             if group is not None:
                 table.add_row()
             group = field.group
             table.add_row(rich_text.Text(group, style="bold"))
-        value = row[field.name]
-        text = rich_text.Text(
-            format_value(value, field.form), style=_value_style(field, value)
-        )
-        table.add_row(
-            rich_text.Text("  " + field.name), text, field.unit, field.meaning
-        )
+        text, unit = texts[field.name], field.unit
+        if "unit" not in columns:
+            text = f"{text} {unit}".rstrip()
+        cells = {
+            "metric": rich_text.Text("  " + field.name),
+            "value": rich_text.Text(text, style=_value_style(field, row[field.name])),
+            "unit": unit,
+            "meaning": field.meaning,
+        }
+        table.add_row(*(cells[column] for column in columns))
     console.print(table)
+
+
+def print_whole(table: rich_table.Table, console: rich_console.Console) -> None:
+    """Prints a table of which nothing is cut: on a narrow console its lines go on."""
+    wide = console.options.update(width=_WIDE)
+    width = rich_measure.Measurement.get(console, wide, table).maximum
+    if width <= console.width:
+        console.print(table)
+        return
+    for line in console.render_lines(table, wide.update(width=width)):
+        text = "".join(segment.text for segment in line)
+        console.print(rich_text.Text(text.rstrip()), soft_wrap=True)
+
+
+_WIDE = 1000
+"""More than any table takes."""
+
+_MEANING_WIDTH = 16
+"""The least in which a meaning can be read."""
+
+
+def _table_that_fits(
+    fields: Sequence[Field], texts: Mapping[str, str], width: int
+) -> tuple[rich_table.Table, tuple[str, ...]]:
+    """An empty table of metrics, and the names of its columns."""
+    words = ["value", *(word for text in texts.values() for word in text.split())]
+    name = 2 + max((len(field.name) for field in fields), default=0)
+    unit = max((len(field.unit) for field in fields), default=0)
+    value, gap = max(map(len, words)), 2
+    columns = ("metric", "value")
+    if width >= name + gap + value + gap + unit:
+        columns += ("unit",)
+    if width >= name + gap + value + gap + unit + gap + _MEANING_WIDTH:
+        columns += ("meaning",)
+    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("metric", no_wrap=width >= name + gap + value, overflow="fold")
+    table.add_column("value", justify="right", min_width=value)
+    if "unit" in columns:
+        table.add_column("unit", no_wrap=True)
+    if "meaning" in columns:
+        table.add_column("meaning", style="dim")
+    return table, columns
 
 
 def format_value(value: Any, form: str) -> str:
@@ -327,19 +379,53 @@ def _can_print(text: str, console: rich_console.Console) -> bool:
     return True
 
 
+class _Console(rich_console.Console):
+    """Leaves it to `script.run` how to end where the reader has closed the pipe."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def console() -> rich_console.Console:
+    """Standard output."""
+    return _Console()
+
+
+INTERVAL_S = 10.0
+"""Between two lines of progress where there is no terminal for a bar."""
+
+
 class _Progress(rich_progress.Progress):
     """Redraws when it advances, and has no thread that redraws in between.
 
-    Such a thread would take processor time from whatever is being measured.
+    Such a thread would take processor time from whatever is being measured. Where
+    there is no terminal, `advance` prints a line now and then.
     """
+
+    def __init__(self, *columns, **keywords):
+        super().__init__(*columns, **keywords)
+        self._last_line_s = time.monotonic()
+        self._advanced = collections.Counter()
 
     def advance(self, task_id: rich_progress.TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)
-        self.refresh()
+        self._advanced[task_id] += advance
+        if not self.disable:
+            self.refresh()
+        elif time.monotonic() - self._last_line_s >= INTERVAL_S:
+            self._last_line_s = time.monotonic()
+            line = self._line(next(task for task in self.tasks if task.id == task_id))
+            self.console.print(line, soft_wrap=True, highlight=False)
+
+    def _line(self, task: rich_progress.Task) -> str:
+        """How far a task is, and how long the rest will take at that pace."""
+        pace_s = task.elapsed / self._advanced[task.id]
+        left = datetime.timedelta(seconds=round(pace_s * task.remaining))
+        return f"{task.description}: {task.completed:g} of {task.total:g}, {left} left"
 
 
 def progress(console: rich_console.Console | None = None) -> rich_progress.Progress:
-    """A progress bar on standard error; silent where that is no terminal.
+    """A progress bar on standard error; a line now and then where that is no terminal.
 
     It is redrawn by `advance`, or by `update(..., refresh=True)`.
     """

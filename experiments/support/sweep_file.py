@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.support import records
+from experiments.support import files, records
 
 
 HEADER = "sweep_settings"
@@ -28,26 +28,27 @@ class SweepFile:
     """
 
     def __init__(self, path: pathlib.Path, settings: Mapping[str, Any]):
-        """Opens the file, or begins a new one.
+        """Opens and locks the file, or begins a new one.
 
         Raises:
-          ValueError: a path that cannot be used, a file that no sweep has written, or
-            one of other settings; it is left as it is.
+          ValueError: a path that cannot be used, a file that another process writes
+            to or that no sweep has written, or one of other settings; it is left as
+            it is.
         """
         self._path = path
         wanted = {"kind": HEADER, **records.to_json(settings, "settings")}
-        lines, whole = _whole_lines(path)
-        self.rows = _rows(path, lines, wanted)
+        # Locked before it is read: what is there now is all there is.
+        self._file = files.open_output(path)
         try:
-            self._file = path.open("ab", buffering=0)
+            lines, whole = _whole_lines(path)
+            self.rows = _rows(path, lines, wanted)
             # Half a line, of a machine that stopped while it was written.
             self._file.truncate(whole)
-        except OSError as error:
-            raise ValueError(
-                f"{path}: cannot be written ({error.strerror}); name another file"
-            ) from None
-        if not lines:
-            self._append(wanted)
+            if not lines:
+                self._append(wanted)
+        except BaseException:
+            self._file.close()
+            raise
 
     def __enter__(self) -> "SweepFile":
         return self
@@ -84,20 +85,8 @@ class SweepFile:
 
 
 def _whole_lines(path: pathlib.Path) -> tuple[list[bytes], int]:
-    """The lines that were finished, and their bytes together; none without a file."""
-    if path.is_dir():
-        raise ValueError(f"{path}: is a directory; name a file, such as sweep.jsonl")
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"{path}: the directory {path.parent} does not exist; make it first"
-        )
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return [], 0
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name.
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot be read ({reason})") from None
+    """The lines that were finished, and their bytes together."""
+    data = files.read(path)
     *lines, half = data.split(b"\n")
     start = json.dumps({"kind": HEADER})[:-1].encode()
     if not lines and half[: len(start)] != start[: len(half)]:

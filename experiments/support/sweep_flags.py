@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Sequence
 
 from experiments.support import flags, plan_flags, policies, sweep_rows
-from spec_jax import sampling
 
 
 def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace:
@@ -17,7 +16,9 @@ def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace
     flags.add_models(parser.add_argument_group("models"))
     _add_grid(parser.add_argument_group("grid: a cell for each combination"))
     _add_shared(parser.add_argument_group("the same in all cells"))
-    _add_noise(parser.add_argument_group("sampling, where the temperature is above 0"))
+    flags.add_noise(
+        parser.add_argument_group("sampling, where the temperature is above 0")
+    )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     args.gamma_max = args.gamma_max or max(args.gamma)
@@ -26,32 +27,8 @@ def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace
             f"--gamma {max(args.gamma)} is above --gamma-max {args.gamma_max}: raise "
             "the latter, or leave it out"
         )
-    for temperature in args.temperature:
-        try:
-            settings(args, temperature)
-        except ValueError as error:
-            parser.error(str(error))
+    flags.check_sampling(parser, args)
     return args
-
-
-def settings(
-    args: argparse.Namespace, temperature: float
-) -> sampling.SamplingSettings | None:
-    """The sampling of a cell; None is greedy, and takes no filters beside others.
-
-    Raises:
-      ValueError: a value outside its range, or filters where all cells are greedy.
-    """
-    if temperature == 0 and any(args.temperature):
-        return None
-    made = sampling.make_settings(
-        temperature=temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-    )
-    return None if temperature == 0 else made
 
 
 def _add_grid(group: argparse._ArgumentGroup) -> None:
@@ -59,6 +36,7 @@ def _add_grid(group: argparse._ArgumentGroup) -> None:
     plan_flags.add_gammas(group, default="1,2,4")
     group.add_argument(
         "--prompts",
+        type=flags.text_source,
         nargs="+",
         default=["10"],
         metavar="N|FILE[:N]",
@@ -85,7 +63,7 @@ def _add_grid(group: argparse._ArgumentGroup) -> None:
 def _add_shared(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--out",
-        type=pathlib.Path,
+        type=flags.output,
         required=True,
         metavar="FILE",
         help="JSON lines, one per finished cell; cells that are there already are not "
@@ -113,27 +91,6 @@ def _add_shared(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--raw", action="store_true", help="do not apply the model's chat template"
-    )
-
-
-def _add_noise(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--top-k", type=int, metavar="K", help="first tokens only")
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="first tokens that together have this probability (default: %(default)s)",
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="tokens this many times as likely as the first (default: %(default)s)",
-    )
-    group.add_argument(
-        "--seed", type=int, default=0, help="of all noise (default: %(default)s)"
     )
 
 

@@ -24,8 +24,10 @@ AXES = {
 but for the drafter and its gamma."""
 
 NUMBERS = {
+    "prompts": ("n", "d"),
     "acceptance_rate": ("kept", ".3f"),
-    "mean_accepted_length": ("length", ".2f"),
+    "repetition": ("rep", ".3f"),
+    "mean_accepted_length": ("len", ".2f"),
     "speedup_e2e": ("e2e", ".2f"),
     "speedup_e2e_p10": ("p10", ".2f"),
     "speedup_e2e_p90": ("p90", ".2f"),
@@ -43,10 +45,27 @@ def print_sets(rows: Sequence[Row], console: rich_console.Console) -> None:
         of_set = [row for row in rows if row["prompt_source"] == source]
         if len({row["category"] for row in of_set}) > 1:
             by_category = sorted(of_set, key=lambda row: row["category"] or "")
-            _print(by_category, console, title=f"{source}, by category")
-        _print(sweep_rows.totals(of_set), console, title=source)
+            title = f"{source}, by category"
+            _print(by_category, console, axes=_axes(by_category), title=title)
+        totals = sweep_rows.totals(of_set)
+        _print(totals, console, axes=_axes(totals), title=source)
+    _explain(console)
+
+
+def print_categories(
+    summaries: Mapping[str, Row], console: rich_console.Console
+) -> None:
+    """Prints one line a category, for `prompt_runs.by_category`."""
+    rows = [{"category": name, **row} for name, row in summaries.items()]
+    _print(rows, console, axes=["category"], title="by category")
+    _explain(console)
+
+
+def _explain(console: rich_console.Console) -> None:
+    """Prints what the columns are."""
     console.print(
-        "kept: of proposed drafts; length: tokens a round, the target's own counted; "
+        "n: prompts; kept: of proposed drafts; rep: repeated 4-grams in the texts; "
+        "len: tokens a round, the target's own counted; "
         "e2e: speed-up over plain decoding, prefill included, with p10 and p90 over "
         "repeats, or with one repeat over prompts; decode: of decoding alone; match: "
         "all tokens are those of plain decoding, else how many choices differ",
@@ -54,12 +73,22 @@ def print_sets(rows: Sequence[Row], console: rich_console.Console) -> None:
     )
 
 
-def _print(rows: Sequence[Row], console: rich_console.Console, *, title: str) -> None:
-    axes = [
+def _axes(rows: Sequence[Row]) -> list[str]:
+    """The columns that tell these rows apart."""
+    return [
         name
         for name in AXES
         if name in ("drafter", "gamma") or len({row[name] for row in rows}) > 1
     ]
+
+
+def _print(
+    rows: Sequence[Row],
+    console: rich_console.Console,
+    *,
+    axes: Sequence[str],
+    title: str,
+) -> None:
     table = rich_table.Table(
         box=None,
         # As narrow as it gets: a terminal has eighty columns.
@@ -76,7 +105,10 @@ def _print(rows: Sequence[Row], console: rich_console.Console, *, title: str) ->
     for row in rows:
         table.add_row(
             *("-" if row[name] is None else str(row[name]) for name in axes),
-            *(report.format_value(row[n], form) for n, (_, form) in NUMBERS.items()),
+            *(
+                report.format_value(row.get(n), form)
+                for n, (_, form) in NUMBERS.items()
+            ),
             _match(row),
         )
     console.print(table)

@@ -63,6 +63,7 @@ def row_of(cell: Cell, results: Sequence[prompt_runs.PromptResult]) -> dict[str,
         **report.to_row(prompt_runs.summarise(results)),
         "conventions": by_convention(counters),
         "counters": dataclasses.asdict(counters),
+        "texts": [dataclasses.asdict(result.text) for result in results],
         "plain_timings": _timings([result.plain for result in results]),
         "spec_timings": _timings([result.spec for result in results]),
     }
@@ -82,6 +83,7 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     summary = metrics.summarise(
         counters,
         prompts=sum(row["prompts"] for row in rows),
+        texts=_texts(rows),
         baseline=_joined([row["plain_timings"] for row in rows]),
         spec=_joined([row["spec_timings"] for row in rows]),
         matched=all(row["matched"] for row in rows),
@@ -140,6 +142,13 @@ def _counters(row: Row) -> metrics.Counters:
             for name, value in row["counters"].items()
         }
     )
+
+
+def _texts(rows: Sequence[Row]) -> list[metrics.TextCounts]:
+    """The texts of several lines; none where a line is older than they are."""
+    if not all("texts" in row for row in rows):
+        return []
+    return [metrics.TextCounts(**text) for row in rows for text in row["texts"]]
 
 
 def _timings(runs: Sequence[Sequence[Any]]) -> list[list[list[float]]]:

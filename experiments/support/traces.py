@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.support import files
 from spec_jax import sampling
 
 
@@ -138,7 +139,7 @@ def read(
 
 def _rows(path: pathlib.Path) -> list[Any]:
     try:
-        lines = path.read_bytes().splitlines()
+        lines = files.read(path).splitlines()
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror}); write traces with "

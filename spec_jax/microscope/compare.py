@@ -25,12 +25,15 @@ class Cell:
     Attributes:
       differing: elements that differ; the sign of a zero is a difference.
       max_ulp: the largest distance; 0 between zeros.
+      relative: norm of the difference over the norm of the first array; None where
+        that is not finite, as with NaN or where the first is all zeros.
       rows: rows of the window in which an element differs.
     """
 
     differing: int
     elements: int
     max_ulp: int
+    relative: float | None
     rows: tuple[int, ...]
 
 
@@ -49,16 +52,10 @@ class First:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growth:
-    """How far the residual has parted after a layer.
-
-    Attributes:
-      relative: norm of the difference over the norm of the first record's residual;
-        None where that is not finite.
-    """
+    """How far the residual has parted after a layer."""
 
     layer: int
     cell: Cell
-    relative: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +188,10 @@ def compare(
     return Comparison(
         cells=cells,
         first=first,
-        growth=tuple(_growth(one, other, layer, cells) for layer in layers),
+        growth=tuple(
+            Growth(layer=layer, cell=cells[observe.key(layer, "mlp_residual")])
+            for layer in layers
+        ),
         choices=tuple(
             (choice_of(a, dtypes[0]), choice_of(b, dtypes[1]))
             for a, b in zip(one.logits, other.logits, strict=True)
@@ -217,6 +217,7 @@ def cell_of(one: np.ndarray, other: np.ndarray) -> Cell:
         differing=int(differs.sum()),
         elements=differs.size,
         max_ulp=int(apart.max(initial=0)),
+        relative=_relative(one, other),
         rows=tuple(np.flatnonzero(differs.any(axis=1)).tolist()),
     )
 
@@ -233,16 +234,13 @@ def _ordinal(x: np.ndarray) -> np.ndarray:
     return np.where(raw & sign, sign - raw, raw)
 
 
-def _growth(one, other, layer, cells) -> Growth:
-    key = observe.key(layer, "mlp_residual")
-    ours, theirs = (x.values[key].astype(np.float64) for x in (one, other))
-    gap, size = np.linalg.norm(ours - theirs), np.linalg.norm(ours)
+def _relative(one: np.ndarray, other: np.ndarray) -> float | None:
+    """How far `other` is from `one`, over how large that is, in float64."""
+    ours, theirs = one.astype(np.float64), other.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # Infinity less infinity.
+        gap, size = np.linalg.norm(ours - theirs), np.linalg.norm(ours)
     is_number = np.isfinite(gap) and np.isfinite(size) and size > 0
-    return Growth(
-        layer=layer,
-        cell=cells[key],
-        relative=float(gap / size) if is_number else None,
-    )
+    return float(gap / size) if is_number else None
 
 
 def choice_of(logits: np.ndarray, dtype: str) -> Choice:

@@ -13,7 +13,7 @@ import re
 import string
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -200,9 +200,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(__self, __context, __obj, *args, **kwargs):  # noqa: B902
         """A call in a template; named as in Jinja, for the sake of `kwargs`."""
         __self.step()
-        args = [list(x) if isinstance(x, Iterator) else x for x in args]
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", "")
         name = getattr(__obj, "__name__", "")
+        args = _seen(name, args)
         if name in _BRACES and isinstance(owner, str):
             __self._check_format(_has_wide_braces(owner), owner, args, kwargs)
         __self._check_growth(name, owner, *args, *kwargs.values())
@@ -221,7 +221,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str):
             self._check_format(_WIDE_PERCENT.search(left), left, right)
         elif operator == "*":
-            self._check_growth("join", left, right)
+            repeated, count = (right, left) if isinstance(left, int) else (left, right)
+            if isinstance(repeated, Collection):
+                self._check_growth("join", repeated, count)
         elif hasattr(left, "__len__") and hasattr(right, "__len__"):
             self._check_length(len(left) + len(right))
         return self._checked(super().call_binop(context, operator, left, right))
@@ -238,8 +240,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         @functools.wraps(function)
         def bounded(*args, **kwargs):
             self.step()
-            if name in _GROWING:  # How long an iterator is cannot be seen.
-                args = [list(x) if isinstance(x, Iterator) else x for x in args]
+            args = _seen(name, args)
             if name == "format":
                 text = str(args[first])
                 self._check_format(_WIDE_PERCENT.search(text), text, args, kwargs)
@@ -284,6 +285,13 @@ def _write(context: jinja2.runtime.Context, value: Any) -> Any:
     return value
 
 
+def _seen(name: str, args: Sequence) -> Sequence:
+    """Lists in the place of iterators, whose length cannot be seen, where it counts."""
+    if name not in _GROWING:
+        return args
+    return [list(x) if isinstance(x, Iterator) else x for x in args]
+
+
 def _has_wide_braces(text: str) -> bool:
     """Whether a field of a format states a great width, or takes it from a value."""
     fields = string.Formatter().parse(text)
@@ -322,7 +330,7 @@ def _items(value: Any) -> Iterator:
     """What a container holds; nothing for everything else, such as a generator."""
     if isinstance(value, Mapping):
         return (part for item in value.items() for part in item)
-    return iter(value if isinstance(value, (list, tuple, set, frozenset)) else ())
+    return iter(value if isinstance(value, Collection) else ())
 
 
 def _to_json(

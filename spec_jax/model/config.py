@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from spec_jax.model import hub
+
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 DTYPES = ("float32", "bfloat16")
@@ -303,7 +305,8 @@ def read(path: pathlib.Path, *, dtype: str | None = None) -> Qwen3Config:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; is this a model folder?") from None
+        hint = hub.hint(path.parent) or "is this a model folder?"
+        raise ValueError(f"{path}: no such file; {hint}") from None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

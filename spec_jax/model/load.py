@@ -22,6 +22,7 @@ from spec_jax.model import (
     config as config_lib,
     params as params_lib,
 )
+from spec_jax.ops import dispatch
 
 
 CheckpointError = files.CheckpointError
@@ -68,7 +69,7 @@ def load(
         unknown, of another shape or not finite; a tied model whose `lm_head` is not
         its embedding.
       InsufficientMemoryError: the weights need more memory than is free.
-      ValueError: `config.json` cannot be used.
+      ValueError: `config.json` cannot be used, or jax cannot start.
     """
     folder = pathlib.Path(folder)
     config = config_lib.read(folder / "config.json", dtype=dtype)
@@ -257,6 +258,7 @@ def _check_memory(
 ) -> None:
     """Refuses weights that do not fit, with both numbers."""
     weights, temporary = required_bytes(config)
+    dispatch.backend()  # Says why, where jax cannot start.
     device = jnp.zeros(()).device  # Where arrays go unless told otherwise.
     on_host = device.platform == "cpu"
     if available_bytes is None:

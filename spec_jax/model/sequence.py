@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.model import config as config_lib, params as params_lib, rotary
-from spec_jax.ops import causal_attention, rms_norm, rope, swiglu
+from spec_jax.ops import bits, causal_attention, rms_norm, rope, swiglu
 from spec_jax.typing import typed
 
 
@@ -25,10 +25,39 @@ class SequenceOutputs:
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`x w^T` accumulated in float32 and rounded to the dtype of `x`."""
-    return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=jnp.float32).astype(
-        x.dtype
-    )
+    """Returns `x w^T`, accumulated in float32 and rounded to the dtype of `x`.
+
+    `x` is `[..., K]` and `w` is `[N, K]`. So are its gradients: see `product`.
+    """
+    return product(x, w).astype(x.dtype)
+
+
+@jax.custom_vjp
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns `x w^T` in float32, for `x [..., K]` and `w [N, K]`.
+
+    The gradients are products of the operands' dtype too, accumulated in float32:
+    JAX's own rule would widen a bfloat16 operand to float32 first, and on a CPU read
+    a transposed one in place. Together that takes five times as long.
+    """
+    return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=jnp.float32)
+
+
+def _product_forward(x, w):
+    return product(x, w), (x, w)
+
+
+def _product_backward(operands, gradient):
+    x, w = operands
+    narrow = gradient.astype(x.dtype)
+    dx = jnp.einsum("...n,nk->...k", narrow, w, preferred_element_type=jnp.float32)
+    rows = bits.row_major(narrow.reshape(-1, narrow.shape[-1]))
+    columns = bits.row_major(x.reshape(-1, x.shape[-1]).T)
+    dw = jnp.einsum("kt,tn->kn", columns, rows, preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), bits.row_major(dw).T.astype(w.dtype)
+
+
+product.defvjp(_product_forward, _product_backward)
 
 
 @typed
@@ -91,7 +120,4 @@ def logits(
     params: params_lib.Params, config: config_lib.Qwen3Config, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
     """Float32 logits of every position."""
-    hidden = forward(params, config, tokens).hidden
-    return jnp.einsum(
-        "btd,vd->btv", hidden, params.head, preferred_element_type=jnp.float32
-    )
+    return product(forward(params, config, tokens).hidden, params.head)

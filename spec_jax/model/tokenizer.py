@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from spec_jax.model import chat_template, config as config_lib
+from spec_jax.model import chat_template, config as config_lib, hub
 
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -118,7 +118,7 @@ class Tokenizer:
         try:
             return chat_template.render(
                 self.chat_template,
-                list(messages),
+                messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
@@ -145,7 +145,8 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     raw = _read_json(path)
     if raw is None:
-        raise ValueError(f"{path}: no such file; is this a model folder?")
+        hint = hub.hint(folder) or "is this a model folder?"
+        raise ValueError(f"{path}: no such file; {hint}")
     decoder = raw.get("decoder")
     if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
         raise ValueError(f"{path}: only byte-level tokenizers are supported")

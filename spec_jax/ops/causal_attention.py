@@ -3,10 +3,13 @@
 Not on the row path: its bits depend on the sequence length it is compiled for.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from spec_jax.ops import bits
 from spec_jax.typing import typed
 
 
@@ -29,36 +32,92 @@ def causal_attention(
     Hugging Face's eager attention does. Queries go in at most `MAX_BLOCKS` blocks,
     each of which sees only the keys up to its own end: on a CPU that is more than
     twice as fast as one masked square.
+
+    Its gradient keeps the probabilities in `v.dtype`, and takes its products in the
+    dtype of the operands, accumulated in float32.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
-    G = N // K
-    block = max(MIN_BLOCK, -(-T // MAX_BLOCKS))
     # Heads before positions: one contiguous matrix per key/value head.
-    queries = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
+    queries = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     keys = k.transpose(0, 2, 1, 3).reshape(B * K, T, H)
     values = v.transpose(0, 2, 1, 3).reshape(B * K, T, H)
-
-    outputs = []
-    for start in range(0, T, block):
-        stop = min(start + block, T)
-        rows = stop - start
-        scores = jnp.einsum(
-            "bqh,bth->bqt",
-            queries[:, :, :, start:stop].reshape(B * K, G * rows, H),
-            keys[:, :stop],
-            preferred_element_type=jnp.float32,
-        ).reshape(B * K, G, rows, stop)
-        visible = (
-            jnp.arange(stop, dtype=jnp.int32)[None, :]
-            <= jnp.arange(start, stop, dtype=jnp.int32)[:, None]
-        )
-        visible = jnp.broadcast_to(visible, scores.shape)
-        scores = jnp.where(visible, scores * scale, -jnp.inf)
-        probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        attended = jnp.einsum(
-            "bqt,bth->bqh", probs.reshape(B * K, G * rows, stop), values[:, :stop]
-        )
-        outputs.append(attended.reshape(B, K, G, rows, H))
-    merged = jnp.concatenate(outputs, axis=3)  # [B, K, G, T, H]
+    attended = _attend(queries.reshape(B * K, N // K, T, H), keys, values, scale)
+    merged = attended.reshape(B, K, N // K, T, H)
     return merged.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _attend(queries, keys, values, scale):
+    """Attends with `queries [B, G, T, H]` to `keys` and `values [B, T, H]`."""
+    return _attend_forward(queries, keys, values, scale)[0]
+
+
+def _attend_forward(queries, keys, values, scale):
+    outputs, kept = [], []
+    for start, stop in _ranges(queries.shape[2]):
+        probs = _probs(queries, keys, scale, start, stop).astype(values.dtype)
+        block = _product("bqt,bth->bqh", probs, values[:, :stop])
+        outputs.append(_blocked(block, queries.shape[1]).astype(values.dtype))
+        kept.append(probs)
+    outputs = jnp.concatenate(outputs, axis=2)
+    return outputs, (queries, keys, values, outputs, kept)
+
+
+def _attend_backward(scale, saved, gradient):
+    queries, keys, values, outputs, kept = saved
+    wide = jnp.float32
+    # Of the softmax: `sum_j probs_j dprobs_j`, which is `dot(output, gradient)`.
+    means = jnp.sum(outputs.astype(wide) * gradient.astype(wide), axis=-1)
+    dq, dk, dv = [], jnp.zeros(keys.shape, wide), jnp.zeros(values.shape, wide)
+    for (start, stop), probs in zip(_ranges(queries.shape[2]), kept, strict=True):
+        of_outputs = _rows(gradient, start, stop)
+        dprobs = _product("bqh,bth->bqt", of_outputs, values[:, :stop])
+        dscores = dprobs - _rows(means, start, stop)[..., None]
+        dscores = probs.astype(wide) * dscores * scale
+        dscores = dscores.astype(keys.dtype)
+        block = _product("bqt,bth->bqh", dscores, keys[:, :stop])
+        dq.append(_blocked(block, queries.shape[1]).astype(queries.dtype))
+        by_key = bits.row_major(dscores.swapaxes(1, 2))
+        part = _product("btq,bqh->bth", by_key, _rows(queries, start, stop))
+        dk = dk.at[:, :stop].add(part)
+        by_key = bits.row_major(probs.swapaxes(1, 2))
+        dv = dv.at[:, :stop].add(_product("btq,bqh->bth", by_key, of_outputs))
+    dq = jnp.concatenate(dq, axis=2)
+    return dq, dk.astype(keys.dtype), dv.astype(values.dtype)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _ranges(num_positions):
+    """Positions `(start, stop)` of each block of queries, in order."""
+    block = max(MIN_BLOCK, -(-num_positions // MAX_BLOCKS))
+    starts = range(0, num_positions, block)
+    return [(start, min(start + block, num_positions)) for start in starts]
+
+
+def _rows(x, start, stop):
+    """A block of `x [B, G, T, ...]`, as `[B, G * block, ...]`."""
+    return x[:, :, start:stop].reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _probs(queries, keys, scale, start, stop):
+    """Float32 probabilities `[B, G * block, stop]` of one block of queries."""
+    B, G, _, _ = queries.shape
+    scores = _product("bqh,bth->bqt", _rows(queries, start, stop), keys[:, :stop])
+    scores = scores.reshape(B, G, stop - start, stop)
+    keys_at = jnp.arange(stop, dtype=jnp.int32)
+    visible = keys_at[None, :] <= keys_at[start:, None]
+    visible = jnp.broadcast_to(visible, scores.shape)
+    scores = jnp.where(visible, scores * scale, -jnp.inf)
+    return jax.nn.softmax(scores, axis=-1).reshape(B, -1, stop)
+
+
+def _blocked(x, num_groups):
+    """Splits `x [B, G * block, H]` into `[B, G, block, H]`."""
+    return x.reshape(x.shape[0], num_groups, -1, x.shape[-1])
+
+
+def _product(subscripts, a, b):
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

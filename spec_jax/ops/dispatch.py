@@ -25,25 +25,42 @@ PALLAS = ("triton", "mosaic", "interpret")
 """Implementations whose ops are the kernels of `spec_jax.pallas`."""
 
 
+def backend() -> str:
+    """The platform that jax runs on, such as "cpu" or "gpu".
+
+    Raises:
+      ValueError: jax cannot start it; JAX_PLATFORMS names one that is not here.
+    """
+    try:
+        return jax.default_backend()
+    except (AssertionError, RuntimeError) as error:  # Without a GPU, "cuda" asserts.
+        reason = str(error).partition("\n")[0] or "no such device"
+        raise ValueError(
+            f"JAX_PLATFORMS={jax.config.jax_platforms}: jax cannot start it here "
+            f"({reason}); leave JAX_PLATFORMS unset, and for a GPU install the extra "
+            "cuda12 or cuda13"
+        ) from None
+
+
 def resolve(impl: Impl) -> str:
     """The implementation that `impl` stands for on this machine.
 
     Raises:
-      ValueError: not the name of an implementation.
+      ValueError: not the name of an implementation, or jax cannot start.
       NotImplementedError: a named implementation that cannot run here, and why.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
-    backend = jax.default_backend()
+    platform = backend()
     if impl == "auto":
-        if backend == "gpu":
+        if platform == "gpu":
             return "triton"
-        return _choose() if backend == "cpu" else "xla"
-    if impl in ("native", "interpret") and backend != "cpu":
-        raise NotImplementedError(f"impl={impl!r} runs on the CPU, not on {backend}")
-    if impl in ("triton", "mosaic") and backend != "gpu":
+        return _choose() if platform == "cpu" else "xla"
+    if impl in ("native", "interpret") and platform != "cpu":
+        raise NotImplementedError(f"impl={impl!r} runs on the CPU, not on {platform}")
+    if impl in ("triton", "mosaic") and platform != "gpu":
         raise NotImplementedError(
-            f"impl={impl!r} runs on a GPU, and jax's backend here is {backend}: use "
+            f"impl={impl!r} runs on a GPU, and jax's backend here is {platform}: use "
             "xla or native, or interpret for the same kernels slowly; for a GPU "
             "install the extra cuda12 or cuda13, and leave JAX_PLATFORMS unset"
         )

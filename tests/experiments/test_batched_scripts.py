@@ -7,7 +7,14 @@ import pytest
 import tiny_pair
 
 from experiments import spec_round, throughput
-from experiments.support import batched_runs, flags, model_pair, paired_runs, policies
+from experiments.support import (
+    batched_runs,
+    flags,
+    model_pair,
+    paired_runs,
+    policies,
+    timing,
+)
 from spec_jax.gamma import goodput, threshold
 
 
@@ -121,15 +128,43 @@ def test_throughput(folders, tmp_path, capsys):
     more = ("--batch", "1,2", "--repeats", "2", "--out", str(out))
     assert throughput.main(command(folders, *more)) == throughput.MATCHED
     rows = rows_of(out)
-    assert [(row["batch"], row["gamma"]) for row in rows] == [
-        *((None, 0), (1, 0), (1, 2)),
-        *((2, 0), (2, 2)),
-    ]
+    ways = [*((None, 0), (1, 0), (1, 2)), *((2, 0), (2, 2))]
+    assert [(row["batch"], row["gamma"]) for row in rows] == 3 * ways
+    runs, rows = rows[: 2 * len(ways)], rows[2 * len(ways) :]
+    assert [row["repeat"] for row in runs] == [0] * len(ways) + [1] * len(ways)
+    assert {(run["kind"], run["prompts_equal"]) for run in runs} == {
+        ("throughput_run", 3)
+    }
     for row in rows:
+        seconds = [run["seconds"] for run in runs if run["way"] == row["way"]]
+        speed = timing.spread([row["tokens"] / each for each in seconds])
+        assert (row["tok_s"], row["tok_s_p10"], row["tok_s_p90"]) == speed
         assert row["prompts_equal"] == row["prompts"] == 3
         assert row["n"] == 2 and row["tok_s"] > 0
     assert rows[0]["ratio"] == 1
     assert "gamma 2, batch 2" in capsys.readouterr().out
+
+
+def test_no_more_slots_than_prompts(folders, tmp_path, capsys, monkeypatch):
+    """Fails if a thousand slots are compiled for one prompt."""
+    slots = []
+    real = batched_runs.make
+
+    def watched(pair, settings, *, num_slots):
+        slots.append(num_slots)
+        return real(pair, settings, num_slots=num_slots)
+
+    monkeypatch.setattr(batched_runs, "make", watched)
+    out = tmp_path / "out.jsonl"
+    more = ("--prompts", "1", "--out", str(out), "--drafter", "ngram")
+    assert spec_round.main(command(folders, *more, "--batch", "1000")) == 0
+    assert rows_of(out)[-1]["batch"] == 1
+    assert "--batch: 1 slots, as many as there are prompts" in capsys.readouterr().out
+    more += ("--repeats", "1", "--batch", "1,500,1000")
+    assert throughput.main(command(folders, *more)) == 0
+    assert [row["batch"] for row in rows_of(out)] == 2 * [None, 1, 1]
+    assert "--batch: at most 1 slots" in capsys.readouterr().out
+    assert set(slots) == {1}
 
 
 def test_throughput_of_a_batch_that_differs(folders, monkeypatch):

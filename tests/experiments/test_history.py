@@ -38,7 +38,12 @@ def test_every_rung_is_run_and_written(folders, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out.jsonl"
     history.main(command(folders, "--out", str(out)))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["rung"] for row in rows] == [rung.name for rung in history.LADDER]
+    rungs = [rung.name for rung in history.LADDER]
+    prompts, rows = rows[: len(rungs)], rows[len(rungs) :]
+    assert [row["rung"] for row in prompts] == [row["rung"] for row in rows] == rungs
+    assert {(row["kind"], row["id"]) for row in prompts} == {
+        ("history_prompt", "py-01")
+    }
     decided, flash, loop, library, contract = rows
     assert decided["commit_decode_steps"] == decided["mirror_decode_steps"] > 0
     assert decided["matched"] and loop["matched"] and contract["matched"]
@@ -50,6 +55,27 @@ def test_every_rung_is_run_and_written(folders, tmp_path, capsys, monkeypatch):
     assert judged.count(verify_paths.LibraryRows) == 2  # one of them warms up
     printed = capsys.readouterr().out
     assert "0.68x, unmatched" in printed and "row contract" in printed
+
+
+def test_an_interrupted_ladder_leaves_the_prompts_before(
+    folders, tmp_path, monkeypatch, capsys
+):
+    """Fails if rows are written at the end only."""
+    real, seen = history.Ladder.run_prompt, []
+
+    def interrupted(self, prompt, prompt_ids, **keywords):
+        seen.append(prompt.id)
+        if prompt.id == "py-02":
+            raise KeyboardInterrupt
+        return real(self, prompt, prompt_ids, **keywords)
+
+    monkeypatch.setattr(history.Ladder, "run_prompt", interrupted)
+    out = tmp_path / "out.jsonl"
+    more = ("--prompts", "2", "--out", str(out))
+    assert history.main(command(folders, *more)) == flags.INTERRUPTED
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["py-01"] * len(history.LADDER)
+    assert f"finished rows are in {out}" in capsys.readouterr().err
 
 
 def row(name: str, *, matched: bool, speedup: float) -> dict:

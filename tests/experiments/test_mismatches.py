@@ -99,6 +99,8 @@ def test_a_planted_mismatch_is_dumped_with_both_sides(folders, acceptance):
     assert line["decode_top5"][0][0] == line["decode_argmax"]
     assert line["decode_top5"][1][0] == line["verify_argmax"]
     assert line["verify_top5"][0][0] == line["verify_argmax"]
+    texts = [pair.tokenizer.decode([token]) for token, _ in line["verify_top5"]]
+    assert line["verify_top5_texts"] == texts and len(line["decode_top5_texts"]) == 5
     assert line["decode_margin_ulp"] > 0 and line["margin_ulp"] > 0
 
 

@@ -8,8 +8,8 @@ import pytest
 import tiny_pair
 
 from experiments import parity
-from experiments.support import flags
-from spec_jax.model import fingerprint, load, observe
+from experiments.support import figure_source, flags
+from spec_jax.model import fingerprint, load, observe, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,23 @@ def test_a_planted_fault_is_named_and_drawn(folder, tmp_path, capsys):
     cell = row["cells"][1][row["operations"].index("gate")]
     assert 0 < first["differing"] <= cell["differing"] <= cell["elements"]
     assert row["fault"] == {"layer": 1, "operation": "gate", "kind": "zero-head"}
-    assert "first: layer 1, gate, position 13" in capsys.readouterr().out
-    assert "<svg" in drawn.read_text()
+    printed = capsys.readouterr().out
+    assert "first: layer 1, gate, position 13" in printed
+    assert "relative difference" in drawn.read_text()
+    assert "model: target" in drawn.read_text() and "machine: " in drawn.read_text()
+    from experiments.support import figures
+
+    assert figures.read_source(drawn) == figure_source.digests([row])
+    assert cell["relative"] > 0 and row["cells"][0][0]["relative"] == 0.0
+    # What was chosen stands as text beside its ids: here single bytes.
+    words = tokenizer.load(folder)
+    for choice in row["rows"]:
+        for side in ("reference", "verify"):
+            texts = [words.decode([token]) for token, _ in choice[f"{side}_top"]]
+            assert choice[f"{side}_texts"] == texts and len(texts) == 5
+    token, logit = row["rows"][0]["reference_top"][0]
+    quoted = json.dumps(words.decode([token]), ensure_ascii=False)
+    assert f"{token} {quoted}: {logit:.4g}" in printed
 
 
 def test_what_differs_is_told_by_the_status(folder, tmp_path, capsys):

@@ -73,7 +73,11 @@ def test_the_rows_of_a_plan(planned):
     for drafter in ("draft-model", "ngram"):
         assert costs[f"{drafter}: round, gamma 0"]["n"] == 2
         assert costs[f"{drafter}: proposal, gamma 2"]["ms"] > 0
-    assert len(rows_of(planned, "plan_acceptance")) == 2
+    shares = rows_of(planned, "plan_acceptance")
+    assert len(shares) == 2
+    # Both drafters commit the texts of plain decoding.
+    assert {row["repetition"] for row in (*shares, *runs)} == {runs[0]["repetition"]}
+    assert 0 <= runs[0]["repetition"] < 1
 
 
 def test_predictions_are_those_of_costs_and_acceptance(planned):

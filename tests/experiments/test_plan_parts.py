@@ -19,7 +19,7 @@ from experiments.support import (
     prompt_runs,
     timing,
 )
-from spec_jax import protocols, theory
+from spec_jax import metrics, protocols, theory
 
 
 GAMMA, GEN_TOKENS, PAGE_SIZE = 2, 8, 16
@@ -157,8 +157,10 @@ def test_recorded_windows_are_those_of_a_run(self_drafting):
     """As integers; and near the end a round asks for less."""
     pair, settings = self_drafting
     prompt = pair.tokenizer.encode(PROMPT)
-    recorded = plan_acceptance.record(pair, settings, prompt)
-    counters = paired_runs.run_speculative(pair, settings, prompt).counters
+    recorded, text = plan_acceptance.record(pair, settings, prompt)
+    run = paired_runs.run_speculative(pair, settings, prompt)
+    counters = run.counters
+    assert text == metrics.text_counts(run.tokens, counters)
     assert len(recorded) == counters.rounds
     assert sum(w.drafted for w in recorded) == counters.proposed
     assert sum(w.accepted for w in recorded) == counters.accepted

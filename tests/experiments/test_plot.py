@@ -2,13 +2,14 @@
 
 import importlib.util
 import json
+import math
 import pathlib
 from xml.etree import ElementTree
 
 import pytest
 
 from experiments import plot
-from experiments.support import figure_data, flags, sweep_data
+from experiments.support import figure_data, figure_source, flags, sweep_data
 from spec_jax import theory
 
 
@@ -16,6 +17,7 @@ needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is missing"
 )
 MAX_BYTES = 60_000
+MAX_BYTES_OF_MAP = 180_000  # a number in each of 400 cells
 
 
 def summary(gamma: int, **changes) -> dict:
@@ -62,7 +64,10 @@ def parity(num_layers: int = 28) -> dict:
         if (layer, operation) == (1, 1):
             return None
         ulp = 0 if layer < 3 else 2 ** (layer % 20)
-        return {"differing": ulp, "elements": 64, "max_ulp": ulp}
+        return {
+            **{"differing": ulp, "elements": 64, "max_ulp": ulp},
+            "relative": 10.0 ** (layer % 20 - 20) if ulp else 0.0,
+        }
 
     return {
         "kind": "parity",
@@ -134,7 +139,8 @@ def test_the_same_rows_give_the_same_bytes(name, tmp_path):
         assert [path.name for path in out.iterdir()] == [f"{name}.svg"]
         contents.append((out / f"{name}.svg").read_bytes())
     assert contents[0] == contents[1]
-    assert len(contents[0]) < MAX_BYTES
+    most = MAX_BYTES_OF_MAP if name == "divergence" else MAX_BYTES
+    assert len(contents[0]) < most
     assert b"date" not in contents[0]
     texts = "".join(ElementTree.fromstring(contents[0]).itertext())
     units = {
@@ -143,13 +149,91 @@ def test_the_same_rows_give_the_same_bytes(name, tmp_path):
         "accepted_lengths": ("rounds (%)", "2.50 tokens a round"),
         "step_cost": ("(ms)", "live rows"),
         "hugging_face": ("tokens/s", "long: 512 tokens", "transformers prompt lookup"),
-        "divergence": ("(ULP)", "layer 3, operation_0, position 41", "logits"),
+        "divergence": ("(ULP)", "layer 3, operation_0, position 41", "logits")
+        + ("relative difference", "5e5", "128"),
         "sweep_speedup": ("(times)", "tokens a round", "hybrid, goodput"),
         "sweep_categories": ("accepted / proposed", "category_12", "gamma 7"),
         "improvement": ("expected speed-up (times)", "a = 0.3", "c = 0.05"),
     }
     for unit in units[name]:
         assert unit in texts, unit
+
+
+PROVENANCE = {
+    **{"target": "models/Qwen3-8B", "draft": "models/Qwen3-0.6B", "dtype": "bfloat16"},
+    **{"impl": "native", "native_isa": "avx2", "cpu": "Some CPU", "platform": "cpu"},
+    **{"jax_version": "0.10.2", "prompt_source": "somewhere/gsm8k/test.jsonl:50"},
+    **{"prompts": 25, "gen_tokens": 64},
+}
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("name", plot.FIGURES)
+def test_every_figure_says_what_it_is_of(name, tmp_path):
+    """Model, machine and prompts, from the rows; and which rows it was drawn from."""
+    from experiments.support import figures
+
+    is_sweep = name.startswith("sweep")
+    # The cells of the sweep are of one prompt in each of thirteen categories.
+    known = PROVENANCE | ({"prompts": 1} if is_sweep else {})
+    rows = [row | known for row in ROWS[name]]
+    if name == "speedup":
+        rows = rows[:3]  # Of one implementation, as they are now all.
+    elif name == "improvement":
+        rows = ROWS[name]
+    (path,) = plot.draw(name, rows, tmp_path)
+    texts = "\n".join(ElementTree.fromstring(path.read_bytes()).itertext())
+    said = ["model: target Qwen3-8B, draft Qwen3-0.6B, bfloat16, native"]
+    said += ["machine: Some CPU, instruction set avx2, jax 0.10.2"]
+    total = 13 if is_sweep else 25
+    said += [f"prompts: gsm8k/test.jsonl:50, {total} prompts, 64 tokens each"]
+    if name == "improvement":
+        said = ["computed by a formula"]
+    for words in said:
+        assert words in texts, words
+    assert figures.read_source(path) == figure_source.digests(rows)
+
+
+def test_captions():
+    """Several values are listed, many are counted, and GPUs go by their own name."""
+    xla = PROVENANCE | {"impl": "xla", "native_isa": None, "prompt_source": "50@7"}
+    words = figure_source.caption([PROVENANCE, xla])
+    assert "native / xla" in words and "avx2 / chosen by XLA" in words
+    assert "gsm8k/test.jsonl:50 / bundled (50@7)" in words
+    lengths = [PROVENANCE | {"gen_tokens": n} for n in range(4)]
+    assert "4 different tokens each" in figure_source.caption(lengths)
+    gpu = PROVENANCE | {"platform": "gpu", "device_kind": "NVIDIA H100"}
+    assert "machine: NVIDIA H100, jax 0.10.2" in figure_source.caption([gpu])
+    parity_row = parity(2) | {"id": "a/b.jsonl:1", "window": [1, 2], "start": 196}
+    words = figure_source.caption([parity_row])
+    assert "prompt b.jsonl:1, a window of 2 tokens from 196" in words
+    assert figure_source.digests([{"a": 1, "b": 2}]) == figure_source.digests(
+        [{"b": 2, "a": 1}]
+    )
+
+
+@needs_matplotlib
+def test_differences_near_zero_do_not_drown_the_others(tmp_path):
+    """Colours are relative differences: fails if they are ULPs, which saturate."""
+    from experiments.support import figures
+
+    cells = [
+        {"differing": 1, "elements": 64, "max_ulp": ulp, "relative": relative}
+        for ulp, relative in ((2**30, 1e-6), (2, 1e-2), (2**30, None), (9, 0.0))
+    ]
+    scale = figures._Scale(cells)
+    assert (scale.lowest, scale.highest) == (-6, -2)
+    levels = [scale.level(cell) for cell in cells]
+    assert levels == pytest.approx([-6, -2, -1, -6])
+    equal = {"differing": 0, "elements": 64, "max_ulp": 0, "relative": None}
+    assert scale.level(equal) == -7 and math.isnan(scale.level(None))
+    old = parity(2)
+    for row in old["cells"]:
+        for cell in row:
+            if cell is not None:
+                del cell["relative"]
+    with pytest.raises(ValueError, match="earlier parity.py did not write"):
+        plot.draw("divergence", [old], tmp_path)
 
 
 @needs_matplotlib

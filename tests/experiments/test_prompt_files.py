@@ -1,11 +1,17 @@
 """Prompt files: what is accepted, and that each fault is named where it stands."""
 
+import collections
+import io
 import json
+import os
 import pathlib
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
-from experiments.support import prompt_files
+from experiments.support import files, prompt_files
+from spec_jax.model import config, hub, tokenizer
 
 
 REPO = pathlib.Path(__file__).parents[2]
@@ -50,8 +56,190 @@ def test_keys_in_order_of_preference(tmp_path):
         {"turns": ["t", "u"]},
         {"prompt": None, "text": "x"},
     ]
-    texts = [p.text for p in parse(write(tmp_path / "a.jsonl", *rows))]
-    assert texts == ["p", "q", "x", "t", "x"]
+    prompts = parse(write(tmp_path / "a.jsonl", *rows))
+    assert [p.text for p in prompts] == ["p", "q", "x", "t", "x"]
+    assert [p.next_turns for p in prompts] == [(), (), (), ("u",), ()]
+
+
+# Rows as data sets have them: GSM8K, HumanEval, MBPP, MT-bench and Spec-Bench.
+DATA_SET_ROWS = [
+    {"question": "How many eggs?", "answer": "9\n#### 9"},
+    {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"},
+    {"text": "Write a function.", "code": "R = 3", "task_id": 1, "test_list": []},
+    {"question_id": 81, "category": "writing", "turns": ["Compose.", "Rewrite."]},
+    {"question_id": 200, "category": "rag", "turns": ["What?"]},
+]
+
+
+def test_rows_of_data_sets(tmp_path):
+    """All turns of a conversation, and the ids and categories that rows bring."""
+    prompts = parse(write(tmp_path / "a.jsonl", *DATA_SET_ROWS))
+    assert [(p.id, p.text, p.category, p.next_turns) for p in prompts] == [
+        ("1", "How many eggs?", None, ()),
+        ("HumanEval/0", "def f():\n", None, ()),
+        ("1", "Write a function.", None, ()),
+        ("81", "Compose.", "writing", ("Rewrite.",)),
+        ("200", "What?", "rag", ()),
+    ]
+    assert all(p.history == () for p in prompts)
+
+
+def test_messages(tmp_path):
+    """What is answered is the user's last message, after those before it."""
+    system = {"role": "system", "content": "Be brief."}
+    asks, says = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    parts = [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]
+    rows = [
+        {"messages": [asks]},
+        {"messages": [system, asks, says, {"role": "user", "content": parts}]},
+        {"id": "x", "messages": [asks, says], "category": "k"},
+    ]
+    one, two, three = parse(write(tmp_path / "a.jsonl", *rows))
+    assert (one.text, one.history, one.messages) == ("a", (), [asks])
+    assert two.text == "cd" and two.history == (system, asks, says)
+    # The answer that such files hold is left out: it is what will be generated.
+    assert (three.id, three.text, three.history) == ("x", "a", ())
+
+
+def test_arrays(tmp_path):
+    """As the same rows line by line; texts alone will do."""
+    path = write(tmp_path / "a.jsonl", *DATA_SET_ROWS)
+    array = tmp_path / "a.json"
+    for form in ({}, {"indent": 2}):
+        array.write_text("\n " + json.dumps(DATA_SET_ROWS, **form) + "\n")
+        named = [(p.text, p.category, p.next_turns) for p in parse(array)]
+        assert named == [(p.text, p.category, p.next_turns) for p in parse(path)]
+    array.write_text('["one", "tw\\no"]')
+    assert [(p.id, p.text) for p in parse(array)] == [("1", "one"), ("1", "tw\no")]
+    assert [p.text for p in parse(f"{array}:1")] == ["one"]
+    array.write_text("[]")
+    assert "no prompts" in one_line_error(array)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ('[{"prompt": "x"},\n\n {"answer": 1}]', "line 3: no usable text"),
+        ('[\n"x",\n3]', "line 3: a JSON int"),
+        ('[\n"x"\n"y"]', "line 3: invalid JSON (a comma"),
+        ('[\n{"prompt":\n}]', "line 3: invalid JSON"),
+        ('["x",\n', "line 2: invalid JSON"),
+        ('["x"', "line 1: invalid JSON (a comma"),
+    ],
+)
+def test_a_faulty_entry_is_named_with_its_line(tmp_path, fault, said):
+    path = tmp_path / "a.json"
+    path.write_text(fault)
+    assert f"{path}, {said}" in one_line_error(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', ["a", "b"]),
+        ('["a", {"text": "b"}]', ["a", "b"]),
+        ("a {\nb\n", ["a {", "b"]),
+    ],
+)
+def test_standard_input(monkeypatch, content, texts):
+    def give():
+        stream = io.TextIOWrapper(io.BytesIO(content.encode()), encoding="utf-8")
+        monkeypatch.setattr("sys.stdin", stream)
+
+    give()
+    assert [p.text for p in parse("-")] == texts
+    give()
+    assert [p.text for p in parse("-:1")] == texts[:1]
+    give()
+    assert "2" in one_line_error("-:3")
+    monkeypatch.setattr(files, "MAX_BYTES", 3)
+    give()
+    assert "more than 3 bytes" in one_line_error("-")
+
+
+def test_only_regular_files_of_bounded_size_are_read(tmp_path, monkeypatch):
+    """Fails, by never ending, if a device or a pipe is read."""
+    fifo = tmp_path / "fifo.jsonl"
+    os.mkfifo(fifo)
+    for path in ("/dev/zero", "/dev/zero:3", fifo):
+        assert "device or a pipe" in one_line_error(path)
+    path = write(tmp_path / "a.jsonl", {"prompt": "x"})
+    real = files.read
+    monkeypatch.setattr(files, "read", lambda path: real(path, max_bytes=4))
+    assert "4 are the most" in one_line_error(path)
+
+
+CATEGORIES = st.lists(st.sampled_from([None, "a", "b", "c"]), min_size=1, max_size=40)
+
+
+def prompts_of(categories) -> list[prompt_files.Prompt]:
+    return [
+        prompt_files.Prompt(id=str(i), text=str(i), category=category)
+        for i, category in enumerate(categories)
+    ]
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(CATEGORIES, st.data(), st.integers(0, 5))
+def test_samples_are_stratified(categories, data, seed):
+    """Each category has its share, within one; the order is that of the file."""
+    prompts = prompts_of(categories)
+    size = data.draw(st.integers(1, len(prompts)))
+    taken = prompt_files.sample(prompts, size, seed=seed)
+    assert len(taken) == size
+    places = [int(prompt.id) for prompt in taken]
+    assert places == sorted(set(places))
+    found = collections.Counter(prompt.category for prompt in taken)
+    for category, count in collections.Counter(categories).items():
+        assert abs(found[category] - size * count / len(prompts)) < 1
+    assert prompt_files.sample(prompts, size, seed=seed) == taken
+
+
+def test_samples_by_hand(tmp_path):
+    """Seeds differ, a seed stays what it is, and every row can be drawn."""
+    prompts = prompts_of(["a"] * 6 + ["b"] * 3)
+    by_seed = [
+        tuple(int(p.id) for p in prompt_files.sample(prompts, 3, seed=seed))
+        for seed in range(60)
+    ]
+    assert by_seed[:2] == [(3, 4, 7), (4, 5, 7)]
+    assert {place for places in by_seed for place in places} == set(range(9))
+    path = write(tmp_path / "a.jsonl", *({"prompt": str(i)} for i in range(9)))
+    assert (
+        parse(f"{path}:9@1") == parse(path) and parse(f"{path}:3@0") != parse(path)[:3]
+    )
+    assert parse("5@3") == prompt_files.sample(parse(50), 5, seed=3)
+    assert "10 prompts asked for, but the file has 9" in one_line_error(f"{path}:10@1")
+    assert "at least 1" in one_line_error(f"{path}:0@1")
+    # A sample is of the whole file: a faulty row is named wherever it stands.
+    write(path, {"prompt": "x"}, {"prompt": "y"}, "{")
+    assert "line 3" in one_line_error(f"{path}:1@0")
+    assert len(parse(f"{path}:1")) == 1
+
+
+def test_counts_of_categories():
+    prompts = prompts_of(["b", None, "a", "b"])
+    assert prompt_files.by_category(prompts) == {"b": 2, "a": 1}
+
+
+def test_names_of_the_hub_get_a_hint(tmp_path, monkeypatch):
+    """Prompts, configs and tokenizers; only names that nothing on the disk has."""
+    monkeypatch.chdir(tmp_path)
+    said = "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"
+    assert said in one_line_error("openai/gsm8k:50")
+    assert "docs/prompts.md" in one_line_error("gsm8k/test.jsonl")
+    name = pathlib.Path("Qwen/Qwen3-0.6B")
+    for load in (tokenizer.load, lambda folder: config.read(folder / "config.json")):
+        with pytest.raises(ValueError) as caught:
+            load(name)
+        (line,) = str(caught.value).splitlines()
+        assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in line
+    for other in ("Qwen3-0.6B", "/Qwen/Qwen3", "./Qwen/x", "a/b/c", "~/x", "../x"):
+        assert hub.hint(other) is None
+    name.mkdir(parents=True)
+    assert hub.hint(name) is None
+    with pytest.raises(ValueError, match="is this a model folder"):
+        tokenizer.load(name)
 
 
 def test_ids_and_categories(tmp_path):
@@ -126,6 +314,16 @@ def test_nothing_is_read_beyond_the_limit(tmp_path):
         ('{"prompt": " \\n"}', "empty"),
         ('{"turns": ["", "x"]}', "empty"),
         ('{"prompt": "\\ud800"}', "surrogate"),
+        ('{"turns": ["x", " "]}', "turn 2 is empty"),
+        ('{"turns": ["x", 3]}', "keys found: turns"),
+        ('{"prompt": "x"} {}', "extra text at column 16"),
+        ('{"messages": "x"}', "str, not a list"),
+        ('{"messages": ["x"]}', "message 1 is no object"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "is missing"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "of 'system'"),
+        ('{"messages": [{"role": "user", "content": null}]}', "message 1 (user)"),
+        ('{"messages": [{"role": "user", "content": [{}]}]}', "message 1 (user)"),
+        ('{"messages": [{"role": "user", "content": ""}]}', "empty"),
         ('{"prompt": "x", "n": ' + "9" * 5000 + "}", "unreadable JSON"),
         ("[" * 100_000, "unreadable JSON"),
     ],
@@ -179,6 +377,7 @@ def test_data_sets(name, size, first_id):
     if not path.is_file():
         pytest.skip(f"the data set {name} is not on this machine")
     prompts = parse(path)
+    assert len(parse(f"{path}:50@1")) == 50
     assert len(prompts) == size
     assert prompts[0].id == first_id
     assert parse(f"{path}:50") == prompts[:50]

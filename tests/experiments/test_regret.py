@@ -1,6 +1,7 @@
 """Regret: fates of drafts as integers against live rounds, sets, and the script."""
 
 import dataclasses
+import io
 import json
 import pathlib
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
+from rich import console as rich_console
 
 from experiments import regret
 from experiments.support import (
@@ -19,6 +21,7 @@ from experiments.support import (
     regret_fates,
     regret_live,
     regret_policies,
+    regret_report,
     regret_simulation,
 )
 from spec_jax.gamma import policy, simulation, threshold
@@ -185,7 +188,7 @@ def test_simulated_rows_are_those_of_the_simulator(texts):
     assert adaptive["best_gamma"] == np.argmin(fixed_s)
     best_s, plain_s = min(fixed_s), len(texts) * GEN_TOKENS * COSTS.plain_s
     assert adaptive["regret"] == pytest.approx(adaptive["seconds"] / best_s - 1)
-    assert adaptive["slowdown"] == pytest.approx(adaptive["seconds"] / plain_s - 1)
+    assert adaptive["speedup"] == pytest.approx(plain_s / adaptive["seconds"])
     assert min(row["regret"] for row in rows if row["is_fixed"]) == 0
 
 
@@ -250,8 +253,11 @@ def test_rows_of_live_runs():
     adaptive = rows[-1]
     assert adaptive["best_gamma"] == [1, 0, 1]
     assert adaptive["regret"] == pytest.approx(0.5)
-    assert adaptive["slowdown"] == pytest.approx(0.5)
-    assert adaptive["slowdown_p90"] == pytest.approx(0.5 + 0.8 * 0.15)
+    # Above 1 would be faster than plain decoding; these took half as long again.
+    assert adaptive["speedup"] == pytest.approx(1 / 1.5)
+    assert adaptive["speedup_p10"] == pytest.approx(
+        1 / 1.65 + 0.2 * (1 / 1.5 - 1 / 1.65)
+    )
     assert [row["matched"] for row in rows] == [True, True, True, False]
 
 
@@ -285,6 +291,23 @@ def test_the_rows_of_a_run(folders, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "simulated" in printed and "in real rounds" in printed
     assert "hostile" in printed and "threshold" in printed
+    assert "speed-up over plain decoding" in " ".join(printed.split())
+
+
+def test_the_table_of_regret_fits_a_terminal():
+    """However slow a policy was; and fails if the second number of a set is no
+    speed-up."""
+    rows = [
+        {"policy": policy, "set": name, "regret": share, "speedup": 1 / (1 + share)}
+        for policy, share in (("fixed 0", 0.25), ("threshold", 123.4))
+        for name in regret_fates.SETS
+    ]
+    file = io.StringIO()
+    console = rich_console.Console(file=file, width=80)
+    regret_report.print_regret(rows, console, title="simulated")
+    _, _, first, second, *_ = file.getvalue().splitlines()
+    assert first.split() == ["fixed", "0", *["+25.0%", "0.80x"] * 4]
+    assert second.split() == ["threshold", *["+12340%", "0.01x"] * 4]
 
 
 def test_a_run_that_does_not_match(folders, monkeypatch):

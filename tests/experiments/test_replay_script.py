@@ -355,11 +355,11 @@ def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, capsys):
         (("--drafter", "ngram"), ("--drafter judges traces",)),
         (("--check",), ("--check judges traces",)),
         (("--draft", "x"), ("--draft judges traces",)),
-        (("--temperature", "-1"), ("temperature=-1.0 is negative",)),
-        (("--top-p", "0"), ("top_p=0",)),
+        (("--temperature", "-1"), ("--temperature -1.0 is negative",)),
+        (("--top-p", "0"), ("--top-p",)),
         (("--target", "nowhere"), ("nowhere",)),
         (("--prompts", "51"), ("51", "50")),
-        (("--gen-tokens", "2047"), ("py-01", "holds 1")),
+        (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
     ],
 )
 def test_recordings_that_cannot_be(folders, tmp_path, capsys, more, words):

@@ -8,7 +8,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from rich import console as rich_console
+from rich import console as rich_console, table as rich_table
 
 from experiments.support import report
 from spec_jax import metrics
@@ -28,6 +28,9 @@ TIMES = [[metrics.Timing(prefill_s=0.5, decode_s=2.0, tokens=1234)]] * 3
 SUMMARY = metrics.summarise(
     COUNTERS,
     prompts=1,
+    texts=[
+        metrics.TextCounts(tokens=1234, repetition=0.25, proposed=1200, accepted=635)
+    ],
     baseline=TIMES,
     spec=TIMES,
     matched=True,
@@ -86,6 +89,8 @@ def test_table_shows_every_number_with_its_unit():
     assert lines["acceptance_rate"].startswith("0.529 ")
     assert lines["conditional_acceptance"].startswith("0.72 0.46 ")
     assert lines["accepted_hist"].startswith("165 235 200 ")
+    assert lines["repetition"].startswith("0.250 ")
+    assert lines["tercile_acceptance_rate"].startswith("0.529 ")
     assert lines["matched"].startswith("true ")
     assert lines["spec_decode_tok_s"].split()[:2] == ["617.0", "tokens/s"]
     assert lines["speedup_e2e_p90"].split()[:2] == ["1.00", "x"]
@@ -244,7 +249,49 @@ def test_wrong_lengths_and_unknown_origins_are_refused():
     assert show(["a"], np.array([0]), coloured=False)[1] == "a"
 
 
-def test_progress_is_silent_where_no_terminal_is():
+def test_no_value_is_cut_on_a_narrow_console():
+    """Fails if the column of values is dropped, or a number is split."""
+    row = report.to_row(SUMMARY)
+    for width in (30, 40, 60, 80, 200):
+        console = rich_console.Console(file=io.StringIO(), width=width)
+        report.print_table(SUMMARY, console)
+        words = console.file.getvalue().split()
+        for field in report.FIELDS:
+            if field.name in row:
+                for word in report.format_value(row[field.name], field.form).split():
+                    assert word in words, (width, field.name)
+        assert all(len(line) <= width for line in console.file.getvalue().splitlines())
+
+
+def test_a_whole_table_goes_on_where_the_console_ends():
+    table = rich_table.Table(box=None, pad_edge=False)
+    for name in ("a long header", "another header"):
+        table.add_column(name)
+    table.add_row("value 1", "value 2")
+    shown = set()
+    for width in (10, 30, 100):
+        console = rich_console.Console(file=io.StringIO(), width=width)
+        report.print_whole(table, console)
+        shown.add(
+            "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        )
+    assert shown == {"a long header  another header\nvalue 1        value 2"}
+
+
+def test_progress_is_lines_where_no_terminal_is(monkeypatch):
+    """Fails if a script under nohup says nothing."""
+    monkeypatch.setattr(report, "INTERVAL_S", 0.0)
+    console = make_console(coloured=False)
+    with report.progress(console) as bar:
+        task = bar.add_task("prompts", total=5, completed=2)
+        for _ in range(3):
+            bar.advance(task)
+    assert printed(console).splitlines() == [
+        f"prompts: {done} of 5, 0:00:00 left" for done in (3, 4, 5)
+    ]
+
+
+def test_progress_is_silent_for_a_while_where_no_terminal_is():
     for coloured in (True, False):
         console = make_console(coloured=coloured)
         with report.progress(console) as bar:

@@ -2,16 +2,21 @@
 
 import dataclasses
 import json
+import os
 import pathlib
+import re
 import shutil
+import subprocess
+import sys
 
+import chex
 import pytest
 import tiny_pair
 
 from experiments import spec_round
-from experiments.support import flags, paired_runs, prompt_runs, report
-from spec_jax import metrics
-from spec_jax.model import load
+from experiments.support import flags, model_pair, paired_runs, prompt_runs, report
+from spec_jax import metrics, sampling
+from spec_jax.model import load, tokenizer
 from spec_jax.ops import dispatch
 
 
@@ -47,14 +52,124 @@ def test_a_matched_run(folders, tmp_path, capsys):
     for row in prompts:
         assert row["matched"] and row["plain_ids"] == row["spec_ids"]
         assert len(row["baseline_e2e_s"]) == len(row["spec_e2e_s"]) == 2
+        assert row["repetition"] == metrics.repetition(row["spec_ids"])
+        assert row["acceptance_rate"] == row["accepted"] / row["proposed"]
     assert summary["kind"] == "summary" and summary["matched"] is True
     assert summary["verify_decode_mismatches"] == summary["nonfinite_logits"] == 0
     assert summary["tokens"] == sum(row["tokens"] for row in prompts)
+    weighted = sum(row["tokens"] * row["repetition"] for row in prompts)
+    assert summary["repetition"] == pytest.approx(weighted / summary["tokens"])
+    assert summary["tercile_prompts"] == [1, 1]
     assert summary["rounds"] == sum(row["rounds"] for row in prompts)
     assert summary["impl"] == dispatch.resolve("auto") and summary["gamma"] == 2
     assert {field.name for field in report.FIELDS} <= set(summary)
     printed = capsys.readouterr().out
     assert "acceptance_rate" in printed and "speedup_e2e" in printed
+
+
+def test_the_sample_is_drawn_beside_greedy_runs(folders, tmp_path, capsys):
+    """Fails if the text is greedy, its settings are unsaid, or it enters a number."""
+    out = tmp_path / "out.jsonl"
+    more = ("--gen-tokens", "24", "--ignore-stop", "--out", str(out))
+    assert spec_round.main(command(folders, *more)) == 0
+    heading, text = sample_of(capsys)
+    assert heading == (
+        "Prompt py-01: temperature 0.7, top-p 0.8, top-k 20, seed 0; equal to plain "
+        "decoding (the numbers below are of the measured, greedy runs)"
+    )
+    first, _, summary = rows_of(out)
+    assert summary["temperature"] == 0 and summary["tokens"] == 48
+    greedy = byte_text(folders, first["spec_ids"])
+    assert unmarked(text).endswith(greedy) is False
+    # Named, even as 0, a temperature is that of the measured runs and of the text.
+    assert spec_round.main(command(folders, "--temperature", "0", *more)) == 0
+    heading, text = sample_of(capsys)
+    assert heading == "Prompt py-01: greedy; equal to plain decoding"
+    assert unmarked(text).endswith(greedy)
+    assert rows_of(out)[0]["spec_ids"] == first["spec_ids"]
+
+
+def test_a_sample_that_differs_is_said(folders, monkeypatch, capsys):
+    """Exit status 2, though every measured run matched."""
+    real = paired_runs.run_speculative
+
+    def corrupted(pair, settings, prompt):
+        run = real(pair, settings, prompt)
+        if settings.sampling is None:
+            return run
+        tokens = [*run.tokens[:-1], (run.tokens[-1] + 1) % 250]
+        return dataclasses.replace(run, tokens=tokens)
+
+    monkeypatch.setattr(paired_runs, "run_speculative", corrupted)
+    assert spec_round.main(command(folders, "--ignore-stop")) == 2
+    printed = capsys.readouterr().out
+    assert "NOT EQUAL to plain decoding at token 5 (the" in printed
+    assert re.search(r"matched +true", printed)
+
+
+def test_an_interrupted_sample_leaves_the_numbers(folders, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spec_round.sample_text, "draw", interrupted)
+    assert spec_round.main(command(folders)) == flags.INTERRUPTED
+    assert "acceptance_rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "hybrid", "ngram"])
+def test_a_pair_that_draws_is_that_of_loading(folders, drafter):
+    """Fails if the sample's drafts are greedy where `--temperature 0.7` draws them."""
+    sizes = {"gamma_max": 2, "slab": 3, "dtype": None, "impl": "xla"}
+    drawn = sampling.make_settings(temperature=0.7, top_k=20, top_p=0.8, seed=3)
+    loaded = model_pair.load_pair(
+        *folders, **sizes, drafter=drafter, sampling_settings=drawn
+    )
+    greedy = model_pair.load_pair(*folders, **sizes, drafter=drafter)
+    made = model_pair.with_sampling(greedy, drawn)
+    assert made.drafter == loaded.drafter
+    chex.assert_trees_all_equal(made.params, loaded.params)
+    if drafter != "ngram":
+        assert made.drafter != greedy.drafter
+
+
+def sample_of(capsys) -> tuple[str, str]:
+    """The heading and the text of what a run printed, marks included."""
+    printed = capsys.readouterr().out
+    start = printed.index("Prompt py-01")
+    heading, _, text = printed[start:].partition("\n")
+    _, _, text = text.partition("\n")  # the legend
+    return heading, text[: text.rindex("\n\nmetric")]
+
+
+def unmarked(text: str) -> str:
+    return "".join(c for c in text if c not in "".join(report.MARKS[0].all()))
+
+
+def byte_text(folders, ids: list[int]) -> str:
+    """The text of generated tokens, as it is shown."""
+    pieces = tokenizer.load(folders[0]).decode_pieces(ids)
+    return "".join(map(report._without_controls, pieces))
+
+
+def test_wide_defaults_change_nothing(folders, tmp_path):
+    """Fails if `JAX_ENABLE_X64` stops a script, or moves a token."""
+    rows = {}
+    for wide in ("0", "1"):
+        out = tmp_path / f"{wide}.jsonl"
+        done = subprocess.run(
+            [sys.executable, spec_round.__file__, *command(folders, "--out", str(out))],
+            capture_output=True,
+            text=True,
+            env={
+                **os.environ,
+                "JAX_ENABLE_X64": wide,
+                "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+            },
+        )
+        assert done.returncode == spec_round.MATCHED, done.stderr
+        *prompts, _ = rows_of(out)
+        rows[wide] = [(row["plain_ids"], row["rounds"]) for row in prompts]
+    assert rows["0"] == rows["1"]
 
 
 def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
@@ -111,6 +226,30 @@ def test_an_interrupted_run_leaves_whole_lines(folders, tmp_path, monkeypatch, c
     assert "interrupted" in capsys.readouterr().err
 
 
+def test_conversations_and_categories(folders, tmp_path, capsys):
+    """Every turn is run; counts stand by category, in the table and in the summary."""
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        {"question_id": 1, "category": "chat", "turns": ["hello", "and then?"]},
+        {"question_id": 2, "category": "math", "turns": ["1 + 1"]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ("--prompts", str(path), "--out", str(out), "--temperature", "0")
+    assert spec_round.main(command(folders, *more)) == 0
+    *prompts, summary = rows_of(out)
+    assert [row["id"] for row in prompts] == ["1 turn 1", "1 turn 2", "2"]
+    assert prompts[1]["prompt_tokens"] > prompts[0]["prompt_tokens"]
+    parts = summary["by_category"]
+    assert {name: part["prompts"] for name, part in parts.items()} == {
+        "chat": 2,
+        "math": 1,
+    }
+    for name in ("tokens", "proposed", "accepted"):
+        assert sum(part[name] for part in parts.values()) == summary[name]
+    table = capsys.readouterr().out.partition("by category")[2]
+    assert re.search(r"chat +2 ", table) and re.search(r"math +1 ", table)
+
+
 def test_prefill_by_rows_and_other_page_sizes_match(folders):
     """Every value once; each run compiles its programs."""
     for more in (
@@ -164,7 +303,14 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (("--repeats", "0"), ("--repeats", "at least 1")),
         (("--prompts", "51"), ("51", "50")),
         (("--prompts", "nowhere.jsonl"), ("nowhere.jsonl",)),
-        (("--gen-tokens", "2047"), ("py-01", "holds 1")),
+        (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
+        (("--gen-tokens", "1000000000"), ("--gen-tokens", "at most 2,047", "2,048")),
+        (("--page-size", "1000000000"), ("--page-size", "at most 2,048")),
+        (("--top-k", "0"), ("--top-k", "0 must be at least 1")),
+        (("--top-k", "5"), ("--top-k", "give a temperature")),
+        (("--min-p", "2", "--temperature", "1"), ("--min-p 2.0 is outside",)),
+        (("--seed", "-1"), ("--seed -1 is outside",)),
+        (("--out", "x" * 300), ("--out", "too long")),
         (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
         (("--seed", "x"), ("--seed",)),
         (("--frobnicate",), ("--frobnicate",)),

@@ -17,7 +17,6 @@ from experiments.support import (
     prompt_runs,
     report,
     sweep_file,
-    sweep_flags,
     sweep_rows,
 )
 from spec_jax import conventions, metrics
@@ -137,6 +136,9 @@ def test_a_total_is_that_of_one_run(swept):
         ]
         ratios.append(seconds[0] / seconds[1])
     assert total["speedup_e2e"] == pytest.approx(sum(ratios) / 2)
+    weighted = sum(row["tokens"] * row["repetition"] for row in of_gamma)
+    assert total["repetition"] == pytest.approx(weighted / total["tokens"])
+    assert total["tercile_prompts"] == [1, 1, 1]
     # A total of one category is that category's own row.
     (alone,) = sweep_rows.totals(of_gamma[:1])
     for name in ("speedup_decode", "acceptance_rate", "baseline_e2e_tpot_ms"):
@@ -390,8 +392,8 @@ def test_filters_are_for_cells_that_draw():
     args = argparse.Namespace(
         temperature=(0.0, 0.7), top_k=20, top_p=1.0, min_p=0.0, seed=0
     )
-    assert sweep_flags.settings(args, 0.0) is None
-    assert int(sweep_flags.settings(args, 0.7).top_k) == 20
-    args.temperature = (0.0,)
-    with pytest.raises(ValueError, match="greedy decoding, which top_k=20 would not"):
-        sweep_flags.settings(args, 0.0)
+    assert flags.sampling_settings(args, 0.0) is None
+    assert int(flags.sampling_settings(args, 0.7).top_k) == 20
+    args.top_p = 2.0
+    with pytest.raises(ValueError, match="--top-p 2.0 is outside"):
+        flags.sampling_settings(args, 0.0)

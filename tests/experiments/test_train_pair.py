@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from experiments.pair import corpus, export, training
+from experiments.pair import corpus, export, quality, training
 from spec_jax import testing
 from spec_jax.model import config as config_lib, load, params as params_lib, tokenizer
 
@@ -138,10 +138,31 @@ def test_the_export_can_be_loaded(tmp_path):
         "train_tokens": 20,
         "held_out_tokens": 30,
     }
-    export.write(tmp_path, path, [model], description)
+    export.write(tmp_path, path, [model])
     config, params = load.load(tmp_path / "target")
     assert config.dtype == "bfloat16"
     testing.assert_same_bits(params, params_lib.cast(init(), "bfloat16"))
     assert tokenizer.load(tmp_path / "target").stop_ids == (0,)
-    card = (tmp_path / "README.md").read_text()
-    assert "3.2500" in card and "4,096 (target)" in card and "abc" in card
+    measured = quality.Quality(
+        num_prompts=1, num_tokens=8, repetition=0.125, parses=0.5
+    )
+    texts = {"this pair": {"greedy": measured}}
+    card = export.card([model], description, texts, ["It is small."])
+    for fact in ("3.2500", "4,096 (target)", "abc", "- It is small."):
+        assert fact in card
+    assert "| this pair, greedy | 0.125 | 50% |" in card
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1\ny = (", True),  # The unfinished line is left out.
+        ("def f():\n    retu", False),  # A function needs a body.
+        ("def f():\n    return 1\n", True),
+        ("x = = 1\n", False),
+        ("x = 1\n\0\n", False),
+        ("no line ends here", True),
+    ],
+)
+def test_a_text_parses_as_far_as_its_whole_lines_go(text, expected):
+    assert quality.parses(text) == expected

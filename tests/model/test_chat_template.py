@@ -55,12 +55,15 @@ FEATURES = {
     "{{ caller() if caller }}{% endmacro %}{% for m in messages %}{{ show(m) }}"
     "{% call show(m, sep=loop.index) %}<{{ m['role'] | upper }}>{% endcall %}"
     "{% endfor %}",
+    "loop": "{% macro at(l) %}{{ l.index }}{{ l.last }}{% endmacro %}"
+    "{% for m in messages %}{{ at(loop) }}{{ m.role }}{% endfor %}",
     "recursive": "{% for x in [[1, [2]], [3]] recursive %}"
     "({{ loop(x) if x is iterable else x }}){% endfor %}",
     "operators": "{{ 'ab' * 3 }}{{ [0] * 2 + [1] }}{{ 7 // 2 }}{{ 2 ** 10 }}"
     "{{ -7 % 4 }}{{ '%s is %5.2f' % ('x', 1.5) }}"
     "{{ '{:>4}|{}'.format('a', 17000000000) }}"
-    "{{ '%d' | format(1700000000) }}{{ 1 ~ none ~ undefined_name }}{{ 1.5 * 2 }}",
+    "{{ '%d' | format(1700000000) }}{{ 1 ~ none ~ undefined_name }}{{ 1.5 * 2 }}"
+    "{{ 1.5 * 1700000000 }}{{ 1700000000 * 0.5 }}{{ 2 * 'ab' }}",
     "filters": "{% set ns = namespace(text='') %}{% for m in messages %}"
     "{% set ns.text = ns.text + m.role | trim | title %}{% endfor %}{{ ns.text }}"
     "{{ messages | map(attribute='role') | join(', ') }}{{ 'a b' | replace(' ', '-') }}"
@@ -166,6 +169,9 @@ HUGE = {
     "padded": "{{ 'x'.ljust(10**9) }}",
     "centred": "{{ 'x' | center(10**9) }}",
     "percent": "{{ '%1000000000d' % 1 }}",
+    "repeated on the right": "{{ 10**9 * 'x' }}",
+    "range": "{{ range(99999) | join('x' * 10**6) }}",
+    "view": "{{ dict.fromkeys(range(9999), 'x' * 10**6).values() | join }}",
     "star": "{{ '%*d' % (10**9, 1) }}",
     "braces": "{{ '{:1000000000}'.format(1) }}",
     "nested braces": "{{ '{:{}}'.format(1, 10**9) }}",

@@ -1,6 +1,10 @@
 """Which implementation runs."""
 
 import dataclasses
+import functools
+import os
+import subprocess
+import sys
 
 import decoding
 import jax
@@ -42,6 +46,53 @@ def test_auto_is_native_where_that_compiles(compiles, monkeypatch, caplog):
     said = [record.getMessage() for record in caplog.records]
     line = "no native kernels, XLA runs instead: no C++ compiler found"
     assert said == ([] if compiles else [line])
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (AssertionError(), "no such device"),  # "cuda" without a GPU
+        (
+            RuntimeError("Unable to initialize 'x'\nand more"),
+            "Unable to initialize 'x'",
+        ),
+    ],
+)
+def test_a_platform_that_jax_cannot_start(error, reason, monkeypatch):
+    """Fails if what jax raises escapes: an empty line, or several."""
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(jax, "default_backend", fail)
+    message = rf"^JAX_PLATFORMS=.*: jax cannot start it here \({reason}\); leave JAX"
+    for call in (dispatch.backend, functools.partial(dispatch.resolve, "auto")):
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_jax_platforms_of_another_machine(platform):
+    """As jax itself fails. Fails if it raises what is not expected."""
+    if platform == "cuda" and jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    program = """
+from spec_jax.ops import dispatch
+try:
+    dispatch.backend()
+except ValueError as error:
+    print(error)
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ
+        | {"JAX_PLATFORMS": platform, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.startswith(f"JAX_PLATFORMS={platform}: jax cannot start it here")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""How good the text of a target is: does it repeat itself, and is it Python?
+
+Texts are continued by plain decoding of the shipped bfloat16 weights, greedily and
+drawn, so that the measures do not depend on a drafter.
+"""
+
+import ast
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from experiments.support import (
+    model_pair,
+    paired_runs,
+    prompt_files,
+    prompt_runs,
+    sample_text,
+)
+from spec_jax import metrics, sampling
+
+
+NUM_TOKENS, PAGE_SIZE, SEED = 64, 16, 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Measures of the texts that continue the bundled prompts.
+
+    Attributes:
+      repetition: share of repeated 4-grams, see `metrics.repetition`; the mean over
+        the texts, weighted by tokens.
+      parses: share of texts, prompt included, whose longest prefix of whole lines
+        passes `ast.parse`.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    repetition: float
+    parses: float
+
+
+def measure(assets: pathlib.Path, *, impl: str) -> dict[str, Quality]:
+    """Measures the target in `assets`: texts decoded `greedy`, and texts `drawn`.
+
+    Drawn texts have the settings `sample_text.SETTINGS` and the seed `SEED`.
+    """
+    pair = model_pair.load_pair(
+        assets / "target",
+        assets / "draft",
+        gamma_max=4,
+        slab=8,
+        dtype=None,
+        impl=impl,
+    )
+    prompts = prompt_files.parse(str(prompt_files.BUNDLED), default_file="")
+    drawn = sampling.make_settings(**sample_text.SETTINGS, min_p=0.0, seed=SEED)
+    return {
+        "greedy": _measure(pair, prompts, None),
+        "drawn": _measure(model_pair.with_sampling(pair, drawn), prompts, drawn),
+    }
+
+
+def _measure(
+    pair: model_pair.ModelPair,
+    prompts: Sequence[prompt_files.Prompt],
+    settings: sampling.SamplingSettings | None,
+) -> Quality:
+    ids = prompt_runs.encode(pair, prompts, raw=False)
+    run_settings = paired_runs.Settings(
+        gamma=0,
+        gen_tokens=NUM_TOKENS,
+        page_size=PAGE_SIZE,
+        capacity=prompt_runs.capacity_for(
+            pair, prompts, ids, gen_tokens=NUM_TOKENS, page_size=PAGE_SIZE
+        ),
+        stop_ids=pair.tokenizer.stop_ids,
+        sampling=settings,
+    )
+    texts = [paired_runs.run_plain(pair, run_settings, one).tokens for one in ids]
+    num_tokens = sum(len(text) for text in texts)
+    repeated = sum(len(text) * metrics.repetition(text) for text in texts)
+    pairs = zip(ids, texts, strict=True)
+    whole = (pair.tokenizer.decode([*one, *text]) for one, text in pairs)
+    return Quality(
+        num_prompts=len(texts),
+        num_tokens=num_tokens,
+        repetition=repeated / num_tokens,
+        parses=sum(parses(text) for text in whole) / len(texts),
+    )
+
+
+def parses(text: str) -> bool:
+    """Whether the longest prefix of whole lines passes `ast.parse`."""
+    try:
+        ast.parse(text[: text.rfind("\n") + 1])
+    except (SyntaxError, ValueError):  # ValueError: a null byte.
+        return False
+    return True

@@ -1,0 +1,246 @@
+"""How a script begins and ends: exit statuses, interrupts, one line for an error.
+
+Imports nothing that takes time: `start` is called before whatever does.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+
+UNUSABLE, INTERRUPTED = 1, 130
+
+PIPE_CLOSED = 141
+"""What a shell reports of a program that SIGPIPE ended, as in `script.py | head -1`."""
+
+
+def start() -> None:
+    """Lets Ctrl-C end the process with a line, until `run` is called.
+
+    The first call of a script, before the imports: jax takes seconds.
+    """
+    # A script that a shell runs in the background ignores interrupts.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _end_at_once(*_) -> NoReturn:
+    name = pathlib.Path(sys.argv[0]).name
+    os.write(2, f"{name}: interrupted\n".encode(errors="replace"))
+    os._exit(INTERRUPTED)
+
+
+def rows_in_out(args: argparse.Namespace) -> str:
+    """What an interrupted script leaves behind that writes rows as they come."""
+    return f"finished rows are in {args.out}" if args.out else ""
+
+
+def run(
+    name: str,
+    parse: Callable[[], argparse.Namespace],
+    work: Callable[[argparse.Namespace], int],
+    *,
+    kept: Callable[[argparse.Namespace], str] = rows_in_out,
+    uses_jax: bool = True,
+) -> int:
+    """Returns the exit status of `work(parse())`.
+
+    Unusable input, an interrupt, a full disk and the like become one line on standard
+    error; a reader that closes the pipe of standard output ends the script in silence
+    (`PIPE_CLOSED`). Characters that standard output cannot encode are replaced.
+
+    Args:
+      name: of the script, for the line.
+      kept: what an interrupt leaves behind, to be said.
+      uses_jax: check first that there is a device to run on.
+    """
+    args = None
+    with _Interrupts() as interrupts, _replaced_characters():
+        try:
+            args = parse()
+            if uses_jax:
+                _check_jax()
+            status = work(args)
+            sys.stdout.flush()
+            if interrupts.came:  # A library has caught it.
+                raise KeyboardInterrupt
+            return status
+        except SystemExit:
+            raise
+        except BaseException as error:
+            interrupts.ignore()
+            # A library may have made something else of it.
+            if interrupts.came or isinstance(error, KeyboardInterrupt):
+                left = kept(args) if args else ""
+                line = f"interrupted{'; ' if left else ''}{left}"
+                status = INTERRUPTED
+            elif isinstance(error, BrokenPipeError):
+                return PIPE_CLOSED
+            else:
+                line, status = _line_of(error), UNUSABLE
+                if line is None:
+                    raise
+                line = f"error: {line}"
+            print(f"{name}: {line}", file=sys.stderr)
+            return status
+
+
+def end(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with the exit status of `main()`."""
+    try:
+        status = main()
+    except SystemExit as exit_:
+        status = exit_.code
+    try:
+        sys.stdout.flush()
+        can_print = True
+    except OSError as error:
+        can_print = False
+        if not status:  # A usage message, `run` has said all else.
+            is_pipe = isinstance(error, BrokenPipeError)
+            status = PIPE_CLOSED if is_pipe else UNUSABLE
+    if status == INTERRUPTED or not can_print:
+        # Without the clean-up of the interpreter: that of jax crashes where a
+        # computation was interrupted, and that of a stream fails again.
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+class _Interrupts:
+    """Raises KeyboardInterrupt at SIGINT, and again where that was lost.
+
+    jax and other libraries run Python functions in garbage collection, and an
+    exception that is raised there ends in `sys.unraisablehook`: without this class
+    the script goes on as if there had been no interrupt.
+
+    Attributes:
+      came: whether there was one.
+    """
+
+    _AGAIN_S = 0.02
+
+    def __init__(self):
+        self.came = False
+        self._again = None
+
+    def __enter__(self) -> "_Interrupts":
+        self._hook = sys.unraisablehook
+        self._handler = None
+        # Other threads have no signals, and who ignores them goes on doing so.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            sys.unraisablehook = self._raise_again
+            self._handler = signal.signal(signal.SIGINT, self._raise)
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            sys.unraisablehook = self._hook
+
+    def ignore(self) -> None:
+        """What comes now changes nothing."""
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _raise(self, *_) -> NoReturn:
+        self.came = True
+        raise KeyboardInterrupt
+
+    def _raise_again(self, lost) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            self._hook(lost)
+            return
+        # Not from here, where it would be lost again.
+        # And as a signal, which ends what the main thread may be waiting for.
+        main = threading.main_thread().ident
+        self._again = threading.Timer(
+            self._AGAIN_S, signal.pthread_kill, (main, signal.SIGINT)
+        )
+        self._again.daemon = True
+        self._again.start()
+
+
+@contextlib.contextmanager
+def _replaced_characters() -> Iterator[None]:
+    """Standard output prints `?` for what its encoding lacks."""
+    stream = sys.stdout
+    if not hasattr(stream, "reconfigure"):
+        yield
+        return
+    errors = stream.errors
+    stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        # Changing it writes out what is buffered, which can fail again.
+        with contextlib.suppress(OSError):
+            stream.reconfigure(errors=errors)
+
+
+def _check_jax() -> None:
+    """Raises `ValueError` where JAX finds no device."""
+    import jax
+
+    try:
+        jax.devices()
+    except Exception as error:
+        platforms = jax.config.jax_platforms
+        reason = _one_line(error) or "it is not installed"
+        raise ValueError(
+            f"JAX cannot run on JAX_PLATFORMS={platforms!r} ({reason}); set it to "
+            "cpu, or leave it unset"
+        ) from None
+
+
+def _line_of(error: BaseException) -> str | None:
+    """The line for an error that is not a fault of the program; None for others."""
+    if isinstance(error, MemoryError):
+        return _one_line(error) or _no_memory(error)
+    if isinstance(error, OSError):
+        return _of_system(error)
+    if isinstance(error, ValueError | NotImplementedError | FloatingPointError):
+        return _one_line(error)
+    # Not of its subclasses: jax raises those for faults of a program.
+    if type(error) is RuntimeError:
+        return _one_line(error)
+    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
+        return f"{_one_line(error)} Ask for shorter texts, or fewer prompts at once"
+    return None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _no_memory(error: BaseException) -> str:
+    """What was tried when memory ran out, by the innermost function of ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    root = str(pathlib.Path(__file__).parents[2])
+    ours = [frame for frame in frames if frame.filename.startswith(root)] or frames
+    place = f"{pathlib.Path(ours[-1].filename).name}, line {ours[-1].lineno}"
+    return (
+        f"no memory left for `{ours[-1].line}` in {ours[-1].name} ({place}); ask for "
+        "less, or give the process more"
+    )
+
+
+def _of_system(error: OSError) -> str:
+    reason = error.strerror or _one_line(error)
+    if error.filename is not None:
+        return f"{error.filename}: {reason}"
+    try:
+        print(flush=True)  # Files are named in their errors; is it this one?
+    except OSError:
+        return f"standard output: cannot be written ({reason})"
+    return reason
