@@ -94,7 +94,7 @@ class PromptLookup:
             start = jnp.argmax(matched).astype(jnp.int32)
             num_drafted = jnp.minimum(num_drafted, length - start)
         else:
-            start = tokens.shape[0] - 1 - jnp.argmax(matched[::-1]).astype(jnp.int32)
+            start = jnp.max(jnp.where(matched == jnp.max(matched), at, 0))
             offsets %= jnp.maximum(length - start, 1)
         # What an index past the text reads is not drafted.
         drafts = tokens.at[start + offsets].get(mode="clip")
