@@ -165,10 +165,8 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
 
 def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
     """Negative control: the same line, and one other token in it."""
-    out = tmp_path / "out.jsonl"
-    parity_runs.run(
-        folder, "--mismatch", write(out, mismatch), "--out", str(out), prompt=False
-    )
+    out, lines = tmp_path / "out.jsonl", write(tmp_path / "lines.jsonl", mismatch)
+    parity_runs.run(folder, "--mismatch", lines, "--out", str(out), prompt=False)
     chosen = parity_runs.row_of(out)["rows"][1]["reference_argmax"]
     # No rows differ here: a line that says so tells of no flip.
     none = {"verify_argmax": chosen, "decode_argmax": chosen}
