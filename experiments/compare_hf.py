@@ -34,7 +34,7 @@ from experiments.support import (
     prompt_files,
     prompt_runs,
     records,
-    report,
+    terminal,
 )
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
@@ -227,7 +227,7 @@ def measure(
     prompts: Sequence[length_classes.LengthPrompt],
 ) -> Iterator[compared_runs.PromptRuns]:
     """Every prompt through every way to generate."""
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("runs", total=len(prompts) * (args.repeats + 1))
         for prompt in prompts:
             yield compared_runs.run_prompt(
@@ -353,7 +353,7 @@ def describe(args: argparse.Namespace, sides: compared_runs.Sides) -> dict[str, 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.JsonLines(args.out) as out:
-        same = run_all(args, out, report.console())
+        same = run_all(args, out, terminal.console())
     return IDENTICAL if same else NOT_IDENTICAL
 
 

@@ -38,7 +38,7 @@ from experiments.support import (
     flags,
     policies,
     records,
-    report as report_lib,
+    terminal,
 )
 from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, row_model, verify_paths
@@ -190,7 +190,7 @@ def _listed(kinds: Sequence[str] | None) -> Callable[[str], tuple]:
 
 def act(args: argparse.Namespace) -> int:
     """Runs or verifies; returns the exit status."""
-    return (verify if args.verify else run)(args, report_lib.console())
+    return (verify if args.verify else run)(args, terminal.console())
 
 
 def run(args: argparse.Namespace, console: rich_console.Console) -> int:
@@ -238,7 +238,7 @@ def _run_rows(
     rows = list(kept)
     done = {suite.key(row) for row in suite.of_prompts(rows)}
     total = len(plan.cells) * len(plan.prompts)
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("prompts", total=total, completed=len(done))
         for row in suite.run(plan, done=done):
             out.write(row)

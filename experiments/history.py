@@ -29,6 +29,7 @@ from experiments.support import (
     prompt_runs,
     records,
     report,
+    terminal,
 )
 from spec_jax import metrics
 from spec_jax.model import verify_paths
@@ -226,7 +227,7 @@ def run_all(
     )
     _warm_up(pair, settings, ids)
     ladder = Ladder(pair, settings)
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("prompts", total=len(prompts))
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
             for row in ladder.run_prompt(prompt, prompt_ids, repeats=args.repeats):
@@ -269,7 +270,7 @@ def print_ladder(rows: Sequence[dict], console: rich_console.Console) -> None:
             f"{row['speedup_e2e']:.2f}x",
             row["published"],
         )
-    report.print_whole(table, console)
+    terminal.print_whole(table, console)
     console.print(
         "matched: prompts with all tokens of plain decoding; tokens/step: per "
         "forward of the target, of any kind; speed-up: over "
@@ -290,7 +291,7 @@ def story_holds(rows: Sequence[dict]) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = report.console()
+    console = terminal.console()
     with records.JsonLines(args.out) as out:
         rows = run_all(args, out, console)
     print_ladder(rows, console)

@@ -29,8 +29,8 @@ from experiments.support import (
     kernel_subjects,
     model_pair,
     records,
-    report,
     subjects,
+    terminal,
 )
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
@@ -178,7 +178,7 @@ def run_all(
     )
     console.print()
     for number, subject in enumerate(to_measure, 1):
-        with report.progress() as progress:
+        with terminal.progress() as progress:
             name = f"{subject.name} ({number} of {len(to_measure)})"
             task = progress.add_task(name, total=args.repeats + 1)
             measured = kernel_costs.measure(
@@ -197,7 +197,7 @@ def run_all(
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.JsonLines(args.out) as out:
-        run_all(args, out, report.console())
+        run_all(args, out, terminal.console())
     return MEASURED
 
 

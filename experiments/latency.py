@@ -32,6 +32,7 @@ from experiments.support import (
     report,
     step_costs,
     subjects,
+    terminal,
     timing,
     whole_runs,
 )
@@ -246,7 +247,7 @@ def measure_steps(
     Backwards: reading a lot of memory empties the caches, and the steps that follow
     should not be the plain ones, which all others are compared with.
     """
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("steps", total=args.repeats + 1)
         return timing.interleave(
             {cost.name: cost.thunk for cost in reversed(costs)},
@@ -262,7 +263,7 @@ def measure_prompts(
 ) -> Iterator[whole_runs.PromptRuns]:
     """Whole runs, prompt by prompt."""
     total = len(subject.prompts) * (args.run_repeats + 1)
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("whole runs", total=total)
         for prompt_id, prompt in subject.prompts.items():
             yield whole_runs.run_prompt(
@@ -300,7 +301,7 @@ def describe(args: argparse.Namespace, subject: subjects.Subject) -> dict[str, A
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.JsonLines(args.out) as out:
-        run_all(args, out, report.console())
+        run_all(args, out, terminal.console())
     return MEASURED
 
 

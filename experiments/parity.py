@@ -30,7 +30,7 @@ from experiments.support import (
     parity_question,
     parity_report,
     records,
-    report,
+    terminal,
 )
 from spec_jax.microscope import compare, record as record_lib
 from spec_jax.model import config as config_lib
@@ -118,7 +118,7 @@ def _agrees(
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console, bundle = report.console(), None
+    console, bundle = terminal.console(), None
     with records.JsonLines(args.out) as out:
         if args.bundle is not None:
             bundle = parity_bundle.load(args.bundle)

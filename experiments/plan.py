@@ -35,6 +35,7 @@ from experiments.support import (
     prompt_runs,
     records,
     report,
+    terminal,
     timing,
 )
 from spec_jax import metrics
@@ -132,7 +133,7 @@ def measure_costs(
     thunks = plan_costs.thunks(
         subject.pairs, subject.settings, by_length[len(by_length) // 2]
     )
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("costs", total=args.cost_repeats + 1)
         timings = timing.interleave(
             thunks,
@@ -150,7 +151,7 @@ def measure_costs(
 def measure_acceptance(subject: Subject) -> dict[str, plan_acceptance.Acceptance]:
     """How often each drafter's tokens are kept, over all prompts."""
     measured = {}
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         total = len(subject.pairs) * len(subject.ids)
         task = progress.add_task("acceptance", total=total)
         for name, pair in subject.pairs.items():
@@ -179,7 +180,7 @@ def run_designs(args: argparse.Namespace, subject: Subject) -> plan_runs.Results
         for name, pair in subject.pairs.items()
         for gamma in args.gamma
     }
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("runs", total=len(subject.prompts))
         return plan_runs.run(
             designs,
@@ -296,7 +297,7 @@ def describe(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.JsonLines(args.out) as out:
-        rows = run_all(args, out, report.console())
+        rows = run_all(args, out, terminal.console())
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 
 

@@ -35,7 +35,7 @@ from experiments.support import (
     regret_policies,
     regret_report,
     regret_simulation,
-    report,
+    terminal,
     timing,
 )
 from spec_jax.ops import dispatch
@@ -155,7 +155,7 @@ def load_subject(args: argparse.Namespace) -> Subject:
         page_size=args.page_size,
     )
     texts = []
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("texts", total=len(prompts))
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
             texts.append(regret_fates.record(pair, settings, prompt, prompt_ids))
@@ -178,7 +178,7 @@ def measure_costs(
     thunks = plan_costs.thunks(
         {args.drafter: subject.pair}, subject.settings, typical(subject), catch_up=True
     )
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("costs", total=args.cost_repeats + 1)
         timings = timing.interleave(
             thunks,
@@ -199,7 +199,7 @@ def run_live(
     _warm_up(subject, candidates)
     rows = []
     total = args.repeats * sum(len(texts) for texts in subject.sets.values())
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("live", total=total)
         for name, texts in subject.sets.items():
             live = regret_live.run_set(
@@ -300,7 +300,7 @@ def describe(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.JsonLines(args.out) as out:
-        rows = run_all(args, out, report.console())
+        rows = run_all(args, out, terminal.console())
     matched = [row["matched"] for row in rows if row["kind"] == "regret_live"]
     return MATCHED if all(matched) else NOT_MATCHED
 

@@ -31,7 +31,7 @@ from experiments.support import (
     replay_judge,
     replay_record,
     replay_report,
-    report,
+    terminal,
     traces,
 )
 from spec_jax.ops import dispatch
@@ -88,7 +88,7 @@ def judge(args: argparse.Namespace, console: rich_console.Console) -> int:
             f"{judged.header.gen_tokens} tokens each, {judged.header.dtype}, impl "
             f"{judged.header.impl}, temperature {judged.header.temperature}"
         )
-        with report.progress() as progress:
+        with terminal.progress() as progress:
             task = progress.add_task("replays", total=judged.num_replays)
             for row in judged.rows(lambda: progress.advance(task)):
                 rows.append(row)
@@ -110,7 +110,7 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Records or judges; returns the exit status."""
-    console = report.console()
+    console = terminal.console()
     return (judge if args.record is None else record)(args, console)
 
 

@@ -34,6 +34,7 @@ from experiments.support import (
     report,
     sample_text,
     sweep_report,
+    terminal,
 )
 from spec_jax import metrics
 from spec_jax.drafters import draft_model
@@ -272,7 +273,7 @@ def _run_in_turn(args, pair, settings, prompts, ids, out):
     """Prompt by prompt: the seconds of compilation, and the results."""
     compile_s = paired_runs.warm_up(pair, settings, ids)
     results = []
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("prompts", total=len(prompts))
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
             result = prompt_runs.run_prompt(
@@ -292,7 +293,7 @@ def _run_in_batches(args, pair, settings, prompts, ids, out):
     """As `_run_in_turn`, several prompts at once."""
     slots = {"num_slots": args.batch}
     compile_s = batched_runs.warm_up(pair, settings, ids, **slots)
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("prompts", total=args.repeats * len(prompts))
         results = batched_runs.run_prompts(
             pair,
@@ -376,7 +377,7 @@ def make_sample(args: argparse.Namespace, measured: Measured) -> sample_text.Sam
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = report.console()
+    console = terminal.console()
     with (
         records.JsonLines(args.out) as out,
         records.JsonLines(args.dump_verify_mismatches) as mismatch_lines,

@@ -38,11 +38,11 @@ from experiments.support import (
     prompt_files,
     prompt_runs,
     records,
-    report,
     sweep_file,
     sweep_flags,
     sweep_report,
     sweep_rows,
+    terminal,
 )
 from spec_jax.model import fingerprint
 from spec_jax.ops import dispatch
@@ -230,7 +230,7 @@ class Sweep:
         target_params = pair.params[0]
         total = sum(len(self._prompts(cell)) for cell in cells)
         pace = _Pace(total)
-        with report.progress() as progress:
+        with terminal.progress() as progress:
             progress.columns += (rich_progress.TimeRemainingColumn(),)
             task = progress.add_task("prompts", total=total)
             by_models = itertools.groupby(cells, lambda c: (c.drafter, c.temperature))
@@ -350,7 +350,7 @@ def draw_figures(
 
 def run(args: argparse.Namespace) -> int:
     """Runs what is missing and shows all; returns the exit status."""
-    console = report.console()
+    console = terminal.console()
     check_figures(args.figures)
     for temperature in args.temperature:
         flags.sampling_settings(args, temperature)  # Before any cell is run.

@@ -30,7 +30,7 @@ from experiments.support import (
     prompt_files,
     prompt_runs,
     records,
-    report,
+    terminal,
     timing,
 )
 from spec_jax.ops import dispatch
@@ -205,7 +205,7 @@ def _run(
     Yields:
       A row of each run.
     """
-    with report.progress() as progress:
+    with terminal.progress() as progress:
         task = progress.add_task("runs", total=(repeats + 1) * len(results))
         for way in results:
             _once(pair, dataclasses.replace(settings, gen_tokens=1), ids, way)
@@ -246,12 +246,12 @@ def print_table(rows: Sequence[dict[str, Any]], console: rich_console.Console) -
             f"{row['ratio_p10']:.2f}-{row['ratio_p90']:.2f}",
             f"{row['prompts_equal']}/{row['prompts']}",
         )
-    report.print_whole(table, console)
+    terminal.print_whole(table, console)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = report.console()
+    console = terminal.console()
     with records.JsonLines(args.out) as out:
         rows, is_equal = run_all(args, out, console)
     print_table(rows, console)

@@ -20,7 +20,7 @@ from experiments.support import (
     exactness_cells as cells_lib,
     exactness_evidence as evidence,
     exactness_suite as suite,
-    report,
+    terminal,
 )
 
 
@@ -31,7 +31,7 @@ PARITY = "python experiments/parity.py"
 
 def progress() -> rich_progress.Progress:
     """A progress bar that also says how much time is left."""
-    shown = report.progress()
+    shown = terminal.progress()
     shown.columns = (*shown.columns, rich_progress.TimeRemainingColumn())
     return shown
 

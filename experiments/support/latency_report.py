@@ -8,7 +8,7 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table
 
-from experiments.support import report
+from experiments.support import report, terminal
 
 
 def _columns(*columns: tuple[str, str]) -> tuple[report.Field, ...]:
@@ -102,4 +102,4 @@ def print_rows(
     for row in rows:
         values = [report.format_value(row[c.name], c.form) for c in columns]
         table.add_row(*values)
-    report.print_whole(table, console)
+    terminal.print_whole(table, console)

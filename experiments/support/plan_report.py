@@ -8,7 +8,7 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.support import report
+from experiments.support import report, terminal
 
 
 Row = Mapping[str, Any]
@@ -59,7 +59,7 @@ def print_costs(rows: Sequence[Row], console: rich_console.Console) -> None:
             *(report.format_value(value, ".3f") for value in values),
             report.format_value(row["ratio"], ".2f"),
         )
-    report.print_whole(table, console)
+    terminal.print_whole(table, console)
 
 
 def print_acceptance(rows: Sequence[Row], console: rich_console.Console) -> None:
@@ -75,7 +75,7 @@ def print_acceptance(rows: Sequence[Row], console: rich_console.Console) -> None
             report.format_value(list(row["drafted"]), ".2f"),
             report.format_value(list(row["kept"]), ".2f"),
         )
-    report.print_whole(table, console)
+    terminal.print_whole(table, console)
 
 
 def print_plan(rows: Sequence[Row], console: rich_console.Console) -> None:
@@ -98,7 +98,7 @@ def print_plan(rows: Sequence[Row], console: rich_console.Console) -> None:
                 str(row["matched"]).lower(), style="" if row["matched"] else "bold red"
             ),
         )
-    report.print_whole(table, console)
+    terminal.print_whole(table, console)
     console.print(
         "speed-up of decoding over plain decoding, prefill excluded; * the best gamma "
         "of its drafter; error: predicted / measured - 1; tokens: per round, predicted/"

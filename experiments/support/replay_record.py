@@ -12,7 +12,7 @@ from experiments.support import (
     prompt_files,
     prompt_runs,
     records,
-    report,
+    terminal,
     traces,
 )
 from spec_jax import sampling as sampling_lib
@@ -129,7 +129,7 @@ def record(request: Request, path: pathlib.Path) -> tuple[traces.Header, int]:
     )
     header = describe(request, pair, num_prompts=len(prompts))
     known = _taken_up(path, header, prompts, ids)
-    with records.JsonLines(path) as out, report.progress() as progress:
+    with records.JsonLines(path) as out, terminal.progress() as progress:
         out.write(header.to_row() | records.provenance())
         task = progress.add_task("prompts", total=len(prompts), completed=len(known))
         for trace in known:

@@ -8,7 +8,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from rich import console as rich_console, table as rich_table
+from rich import console as rich_console
 
 from experiments.support import report
 from spec_jax import metrics
@@ -261,47 +261,3 @@ def test_no_value_is_cut_on_a_narrow_console():
                 for word in report.format_value(row[field.name], field.form).split():
                     assert word in words, (width, field.name)
         assert all(len(line) <= width for line in console.file.getvalue().splitlines())
-
-
-def test_a_whole_table_goes_on_where_the_console_ends():
-    table = rich_table.Table(box=None, pad_edge=False)
-    for name in ("a long header", "another header"):
-        table.add_column(name)
-    table.add_row("value 1", "value 2")
-    shown = set()
-    for width in (10, 30, 100):
-        console = rich_console.Console(file=io.StringIO(), width=width)
-        report.print_whole(table, console)
-        shown.add(
-            "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
-        )
-    assert shown == {"a long header  another header\nvalue 1        value 2"}
-
-
-def test_progress_is_lines_where_no_terminal_is(monkeypatch):
-    """Fails if a script under nohup says nothing."""
-    monkeypatch.setattr(report, "INTERVAL_S", 0.0)
-    console = make_console(coloured=False)
-    with report.progress(console) as bar:
-        task = bar.add_task("prompts", total=5, completed=2)
-        for _ in range(3):
-            bar.advance(task)
-    assert printed(console).splitlines() == [
-        f"prompts: {done} of 5, 0:00:00 left" for done in (3, 4, 5)
-    ]
-
-
-def test_progress_is_silent_for_a_while_where_no_terminal_is():
-    for coloured in (True, False):
-        console = make_console(coloured=coloured)
-        with report.progress(console) as bar:
-            task = bar.add_task("prompts", total=3)
-            for _ in range(3):
-                bar.advance(task)
-        assert ("3/3" in strip_colours(printed(console))) == coloured
-        assert (printed(console) == "") == (not coloured)
-
-
-def test_progress_goes_to_standard_error():
-    assert report.progress().console.stderr
-    assert not report.progress().live.auto_refresh

@@ -19,7 +19,7 @@ import jax
 import pytest
 import tiny_pair
 
-from experiments.support import files, flags, report, script
+from experiments.support import files, flags, script, terminal
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -87,6 +87,14 @@ def test_a_fault_of_the_program_keeps_its_traceback(error):
         run(raising(error))
 
 
+@pytest.fixture
+def listening():
+    """As a terminal's shell leaves the signal, whatever runs the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
@@ -123,7 +131,7 @@ def made_another_error():
     "work",
     [interrupt, lost_in_garbage_collection, caught_by_a_library, made_another_error],
 )
-def test_an_interrupt_is_not_lost(work, capsys):
+def test_an_interrupt_is_not_lost(work, listening, capsys):
     before = signal.getsignal(signal.SIGINT), sys.unraisablehook
     assert run(work) == script.INTERRUPTED == 130
     assert last_line(capsys) == "x.py: interrupted; rows are kept"
@@ -333,7 +341,7 @@ def test_a_full_disk_behind_a_console(monkeypatch, capsys):
     # Unbuffered, so that nothing is left to be written when it is closed.
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stdout", Unbuffered(full))
-        assert run(lambda: report.console().print("x")) == script.UNUSABLE
+        assert run(lambda: terminal.console().print("x")) == script.UNUSABLE
     assert "standard output: cannot be written (No space" in last_line(capsys)
 
 
@@ -349,7 +357,7 @@ def test_a_console_whose_reader_has_gone(monkeypatch, capsys):
     os.close(reader)
     with open(writer, "wb", buffering=0) as pipe:
         monkeypatch.setattr(sys, "stdout", Unbuffered(pipe))
-        work = lambda: report.console().print("x")
+        work = lambda: terminal.console().print("x")
         assert run(work) == script.PIPE_CLOSED
 
 
