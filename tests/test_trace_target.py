@@ -94,9 +94,9 @@ def live(run_length, text, *, gamma, stop_ids=decoding.NO_STOP, max_tokens):
 
 
 def reported(state) -> dict:
-    """All of a state but cache, memory and settings, which a replay does not share."""
+    """All of a state that a replay shares: a trace has neither cache nor vocabulary."""
     names = [field.name for field in dataclasses.fields(rounds.RoundState)]
-    apart = ("cache", "memory", "settings")
+    apart = ("cache", "memory", "settings", "vocab_size")
     return {name: getattr(state, name) for name in names if name not in apart}
 
 

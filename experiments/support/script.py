@@ -66,7 +66,9 @@ def run(
         try:
             args = parse()
             if uses_jax:
-                _check_jax()
+                from spec_jax.ops import dispatch  # The scripts have it by now.
+
+                dispatch.backend()  # Says why, where jax cannot start.
             status = work(args)
             sys.stdout.flush()
             if interrupts.came:  # A library has caught it.
@@ -186,21 +188,6 @@ def _replaced_characters() -> Iterator[None]:
         # Changing it writes out what is buffered, which can fail again.
         with contextlib.suppress(OSError):
             stream.reconfigure(errors=errors)
-
-
-def _check_jax() -> None:
-    """Raises `ValueError` where JAX finds no device."""
-    import jax
-
-    try:
-        jax.devices()
-    except Exception as error:
-        platforms = jax.config.jax_platforms
-        reason = _one_line(error) or "it is not installed"
-        raise ValueError(
-            f"JAX cannot run on JAX_PLATFORMS={platforms!r} ({reason}); set it to "
-            "cpu, or leave it unset"
-        ) from None
 
 
 def _line_of(error: BaseException) -> str | None:

@@ -165,8 +165,7 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
 
 def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
     """Negative control: the same line, and one other token in it."""
-    out = tmp_path / "out.jsonl"
-    lines = write(tmp_path / "lines.jsonl", mismatch)
+    out, lines = tmp_path / "out.jsonl", write(tmp_path / "lines.jsonl", mismatch)
     parity_runs.run(folder, "--mismatch", lines, "--out", str(out), prompt=False)
     chosen = parity_runs.row_of(out)["rows"][1]["reference_argmax"]
     # No rows differ here: a line that says so tells of no flip.

@@ -265,11 +265,11 @@ def test_a_platform_that_is_not_there(name, tmp_path, monkeypatch, capsys):
         raise RuntimeError("Unable to initialize backend 'x'")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jax, "devices", no_devices)
+    monkeypatch.setattr(jax, "default_backend", no_devices)
     assert main_of(name)(REQUIRED.get(name, ())) == script.UNUSABLE
     said = last_line(capsys)
-    assert said.startswith(f"{name}.py: error: JAX cannot run on JAX_PLATFORMS=")
-    assert "Unable to initialize backend 'x'" in said and "set it to cpu" in said
+    assert said.startswith(f"{name}.py: error: JAX_PLATFORMS=")
+    assert "Unable to initialize backend 'x'" in said and "leave" in said
 
 
 def test_a_platform_that_is_not_installed():
@@ -283,7 +283,7 @@ def test_a_platform_that_is_not_installed():
     )
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert "JAX_PLATFORMS='nonsense'" in line
+    assert "JAX_PLATFORMS=nonsense" in line
 
 
 END = """

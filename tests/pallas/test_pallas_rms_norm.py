@@ -1,6 +1,8 @@
 """The RMSNorm kernel in interpret mode: rows alone and together, and float64."""
 
 import functools
+import subprocess
+import sys
 
 import gemm_oracle as oracle
 import jax
@@ -69,6 +71,30 @@ def test_a_row_is_that_row_alone(rng):
     y = np.asarray(_norm(spoilt, weight, eps=EPS))
     testing.assert_same_bits(y[others], alone[others])
     assert np.isnan(y[3]).all()
+
+
+TRACED_BY_A_NEW_PROCESS = """
+import jax, jax.numpy as jnp
+from spec_jax.pallas import rms_norm_triton
+
+traces = []
+
+@jax.jit
+def norm(x):
+    traces.append(x)
+    return rms_norm_triton.rms_norm(x, x[0], eps=1e-6, interpret=True)
+
+for _ in range(3):
+    norm(jnp.ones((16, 64), jnp.bfloat16))
+print(len(traces))
+"""
+
+
+def test_the_first_interpreted_kernel_is_traced_once():
+    """Fails if interpreting a kernel makes jax forget what it traced: 0.11 and on."""
+    command = [sys.executable, "-W", "ignore", "-c", TRACED_BY_A_NEW_PROCESS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What XLA itself computes in an executable, between the kernels that are ours."""
 
+import collections
 import difflib
 import re
 
@@ -81,6 +82,27 @@ def assert_same_code(one, other) -> None:
         ]
         differing = "\n".join(difflib.unified_diff(*lines, lineterm="", n=1))
         assert code == other[operations], f"{operations}:\n{differing}"
+
+
+def assert_same_arithmetic(one, other) -> None:
+    """Asserts that the code of equal operations computes with equal instructions.
+
+    They may stand in another order, between other loads: an array that the program
+    around a fusion never writes is loaded through another cache.
+    """
+    assert _arithmetic(one) == _arithmetic(other)
+
+
+def _arithmetic(found) -> dict[tuple[str, ...], set[frozenset]]:
+    """How often the code of each kernel has each instruction that computes floats."""
+    opcodes = r"\b(?:FADD|FMUL|FFMA|FMNMX|FSETP|FSEL|MUFU|F2FP|H(?:MMA|ADD|MUL|FMA))\S*"
+    return {
+        operations: {
+            frozenset(collections.Counter(re.findall(opcodes, "\n".join(sass))).items())
+            for sass in code
+        }
+        for operations, code in found.items()
+    }
 
 
 def _kernel(fusion: str) -> str:
