@@ -120,6 +120,12 @@ class DraftModel:
         """Entries of the draft's vocabulary, which must be the target's."""
         return self.model.config.vocab_size
 
+    def for_slots(self, num_slots: int):
+        """Returns the draft model for `num_slots` sequences, `SlotDraftModel`."""
+        from spec_jax.drafters import draft_model_slots
+
+        return draft_model_slots.SlotDraftModel(drafter=self, num_slots=num_slots)
+
     def init(self, *, capacity: int, page_size: int) -> paged.PagedKV:
         """An empty cache of the draft's; raises as `RowModel.new_cache`."""
         return self.model.new_cache(capacity=capacity, page_size=page_size)

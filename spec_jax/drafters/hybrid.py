@@ -64,6 +64,12 @@ class Hybrid:
         """Entries of the draft model's vocabulary."""
         return self.draft.vocab_size
 
+    def for_slots(self, num_slots: int):
+        """Returns the hybrid for `num_slots` sequences, `SlotHybrid`."""
+        from spec_jax.drafters import hybrid_slots
+
+        return hybrid_slots.SlotHybrid(drafter=self, num_slots=num_slots)
+
     def init(self, *, capacity: int, page_size: int) -> paged.PagedKV:
         """The draft model's empty cache."""
         return self.draft.init(capacity=capacity, page_size=page_size)

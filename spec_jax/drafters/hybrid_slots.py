@@ -1,0 +1,110 @@
+"""The hybrid for all slots: only slots without a sure lookup ask the draft model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from spec_jax.drafters import draft_model_slots, hybrid
+from spec_jax.engine import protocols
+from spec_jax.paging import cache as paged
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotHybrid:
+    """A `Hybrid` for `num_slots` sequences. The memory is the draft model's."""
+
+    drafter: hybrid.Hybrid
+    num_slots: int
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        return self.drafter.gamma_max
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the draft model's vocabulary."""
+        return self.drafter.vocab_size
+
+    @property
+    def _draft(self) -> draft_model_slots.SlotDraftModel:
+        return self.drafter.draft.for_slots(self.num_slots)
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> paged.PagedKV:
+        """Allocates the draft model's empty cache."""
+        return self._draft.init(
+            capacity=capacity, page_size=page_size, num_pages=num_pages
+        )
+
+    def prefill(
+        self,
+        params: hybrid.HybridParams,
+        memory: paged.PagedKV,
+        prompt: list[int],
+        *,
+        slot: int,
+    ) -> paged.PagedKV:
+        """Takes the prompt into the draft model's cache. Donates `memory`."""
+        return self._draft.prefill(params.draft, memory, prompt, slot=slot)
+
+    def propose(
+        self,
+        params: hybrid.HybridParams,
+        memory: paged.PagedKV,
+        *,
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
+    ) -> tuple[paged.PagedKV, protocols.Proposal]:
+        """Drafts what one of the two drafts, slot by slot."""
+
+        def look_up(tokens, length, gamma):
+            return self.drafter.suffix.look_up(
+                params.corpus, tokens=tokens, length=length, gamma=gamma
+            )
+
+        # Not `vmap`, which would search the text of slots that ask for nothing.
+        found = jax.lax.map(lambda slot: look_up(*slot), (tokens, length, gamma))
+        is_sure = found.score >= self.drafter.threshold
+        # A slot that asks the draft model for nothing does not start its loop: this is
+        # the branch, without a `cond` that would hand the cache through both sides.
+        memory, drafted = self._draft.propose(
+            params.draft,
+            memory,
+            tokens=tokens,
+            length=length,
+            gamma=jnp.where(is_sure, 0, gamma),
+            sampling=sampling,
+        )
+        proposal = found.proposal
+        return memory, protocols.Proposal(
+            tokens=jnp.where(is_sure[:, None], proposal.tokens, drafted.tokens),
+            num_drafted=jnp.where(is_sure, proposal.num_drafted, drafted.num_drafted),
+            probs=_probs(drafted, proposal, is_sure),
+        )
+
+    def commit(
+        self,
+        params: hybrid.HybridParams,
+        memory: paged.PagedKV,
+        length: Int[Array, " B"],
+        *,
+        asked: Bool[Array, " B"],
+    ) -> paged.PagedKV:
+        """Forgets the draft model's drafts that were not committed."""
+        return self._draft.commit(params.draft, memory, length, asked=asked)
+
+
+def _probs(drafted, found, is_sure):
+    """Returns what drafts were drawn from: a lookup's are certain."""
+    if drafted.probs is None:
+        return None
+    certain = jax.nn.one_hot(
+        found.tokens, drafted.probs.shape[-1], dtype=drafted.probs.dtype
+    )
+    return jnp.where(is_sure[:, None, None], certain, drafted.probs)
