@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from spec_jax.engine import protocols
+from spec_jax.engine import protocols, state as states
 from spec_jax.paging import cache as paged
 
 
@@ -107,7 +107,7 @@ class Each:
                 params, memory, tokens=tokens, length=length, gamma=gamma, **extra
             )
 
-        slots, proposal = self._map(
+        slots, proposal = states.map_slots(
             one, memory.slots, tokens, length, gamma, sampling
         )
         return memory.replace(slots=slots), proposal
@@ -128,14 +128,7 @@ class Each:
                 lambda new, old: jnp.where(asked, new, old), committed, memory
             )
 
-        return memory.replace(slots=self._map(one, memory.slots, length, asked))
-
-    def _map(self, function, *arguments):
-        """Maps over slots; for one slot there is no axis, and a `cond` stays one."""
-        if self.num_slots > 1:
-            return jax.vmap(function)(*arguments)
-        squeezed = jax.tree.map(lambda leaf: leaf[0], arguments)
-        return jax.tree.map(lambda leaf: leaf[None], function(*squeezed))
+        return memory.replace(slots=states.map_slots(one, memory.slots, length, asked))
 
 
 def _is_cache(part: Any) -> bool:

@@ -40,9 +40,9 @@ def token_list(tokens: Tokens, *, what: str = "prompt") -> list[int]:
 
 
 def check_prompt(
-    prompt: Tokens, *, vocab_size: int, capacity: int, what: str = "prompt"
+    prompt: Tokens, *, vocab_size: int | None, capacity: int, what: str = "prompt"
 ) -> list[int]:
-    """Returns the prompt as a list.
+    """Returns the prompt as a list; `vocab_size=None` bounds no token above.
 
     Raises:
       ValueError: a prompt that cannot be decoded from.
@@ -56,7 +56,7 @@ def check_prompt(
             "shorten it or allow a larger capacity"
         )
     worst = max(prompt) if min(prompt) >= 0 else min(prompt)
-    if not 0 <= worst < vocab_size:
+    if worst < 0 or (vocab_size is not None and worst >= vocab_size):
         raise ValueError(f"{what} has token {worst}, outside [0, {vocab_size})")
     return prompt
 
@@ -135,10 +135,11 @@ def limit_of(num_prompt: int, max_tokens: int, capacity: int) -> tuple[int, bool
     return min(wanted, capacity + 1), wanted > capacity + 1
 
 
-def check_slot(slot: state_lib.Slots, *, vocab_size: int | None = None) -> None:
-    """Raises what the loops could only flag of ONE slot.
+def check_slot(slot: Any, *, vocab_size: int | None = None) -> None:
+    """Raises what the loops could only flag of ONE sequence.
 
     Args:
+      slot: `state.Slots` of one slot, or a `baseline.DecodeState`.
       vocab_size: of the target; None bounds no token.
 
     Raises:
@@ -170,12 +171,17 @@ def check_finite(num_nonfinite: int) -> None:
         )
 
 
-def check_pages(slots: state_lib.Slots, kv: Any) -> None:
-    """Raises `MemoryError` where a slot ended because it found no page."""
-    failed = np.asarray(slots.status) == int(state_lib.Status.OUT_OF_PAGES)
+def check_pages(status: jax.Array, length: jax.Array, kv: Any) -> None:
+    """Raises `MemoryError` where a slot ended because it found no page.
+
+    Args:
+      status, length: of the slots, `[B]`.
+      kv: the target's cache, whose numbers the message gives.
+    """
+    failed = np.asarray(status) == int(state_lib.Status.OUT_OF_PAGES)
     if not failed.any():
         return
-    lengths = np.asarray(slots.length)[failed].tolist()
+    lengths = np.asarray(length)[failed].tolist()
     free = ""
     if isinstance(kv, paged.PagedKV):
         free = (

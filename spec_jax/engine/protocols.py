@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import protocols, sampling
@@ -51,8 +52,10 @@ class Verified:
     at: jax.Array  # [B, R] int32, the row of each column; P where it was not run
 
     def by_column(self, rows: jax.Array, *, fill: Any) -> jax.Array:
-        """Returns `rows [P, ...]` as columns `[B, R, ...]`, `fill` where none was run.
-        """
+        """Returns `rows [P]` by column, `[B, R]`, and `fill` where none was run."""
+        num_slots, width = self.at.shape
+        if num_slots == 1:  # The rows are its columns: no gather.
+            return jnp.where(self.at < rows.shape[0], rows[None, :width], fill)
         return rows.at[self.at].get(mode="fill", fill_value=fill)
 
 

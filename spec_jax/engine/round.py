@@ -117,7 +117,8 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
         is_finite=is_finite,
         out_of_pages=running & target.out_of_pages(cache),
     )
-    slots = _commit(speculator, slots, info)
+    commit = functools.partial(commit_slot, gamma_policy=speculator.gamma_policy)
+    slots = state_lib.map_slots(commit, slots, info)
     state = State(
         slots=slots,
         cache=target.truncate(cache, slots.length - 1, asked=running),
@@ -136,22 +137,10 @@ def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
                 "a gamma policy needs its first state: give the scheduler what the "
                 "policy's `init` makes, as `policy_state`"
             )
-        chosen = jax.vmap(speculator.gamma_policy.choose)(slots.policy)
+        chosen = state_lib.map_slots(speculator.gamma_policy.choose, slots.policy)
         gamma = jnp.minimum(gamma, chosen)
     gamma = jnp.clip(gamma, 0, speculator.drafter.gamma_max)
     return jnp.where(slots.running, gamma, 0)
-
-
-def _commit(speculator: Speculator, slots: Slots, info: RoundInfo) -> Slots:
-    """Commits each slot's verdict; slots that do not generate stay as they are."""
-    commit = functools.partial(commit_slot, gamma_policy=speculator.gamma_policy)
-    committed = jax.vmap(commit)(slots, info)
-
-    def select(new, old):
-        running = slots.running.reshape(-1, *(1,) * (new.ndim - 1))
-        return jnp.where(running, new, old)
-
-    return jax.tree.map(select, committed, slots)
 
 
 def commit_slot(
@@ -159,19 +148,20 @@ def commit_slot(
 ) -> Slots:
     """Commits ONE slot's tokens, cut after the first stop token; counts the round.
 
-    A round that found no page commits and counts nothing. All leaves are without the
-    axis of slots.
+    A slot that does not generate stays as it is; a round that found no page commits and
+    counts nothing. All leaves are without the axis of slots.
     """
-    verdict, failed = info.verdict, info.out_of_pages
+    verdict = info.verdict
+    counts = slot.running & ~info.out_of_pages
     if gamma_policy is not None:
-        slot = _update_policy(gamma_policy, slot, info)
+        slot = _update_policy(gamma_policy, slot, info, counts)
     offsets = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
     is_stop = rules.is_stop(verdict.tokens, slot.stop_ids)
     is_stop = is_stop & (offsets <= verdict.num_accepted)
     num_kept = jnp.where(
         jnp.any(is_stop), jnp.argmax(is_stop) + 1, verdict.num_accepted + 1
     ).astype(jnp.int32)
-    num_kept = jnp.where(failed, 0, num_kept)
+    num_kept = jnp.where(counts, num_kept, 0)
     # Tokens that are not committed are aimed past the end, and dropped. (-1 would not
     # do: a negative index wraps around, even with mode="drop".)
     n = slot.length
@@ -183,35 +173,36 @@ def commit_slot(
             _origins(verdict, info.proposal.num_drafted), mode="drop"
         ),
         length=length,
-        status=_status(slot, length, stops=jnp.any(is_stop), failed=failed),
+        status=_status(slot, length, jnp.any(is_stop), info.out_of_pages),
         num_nonfinite=slot.num_nonfinite
         + jnp.sum(~info.is_finite & (offsets < num_kept), dtype=jnp.int32),
     )
-    return _count(slot, info, num_kept)
+    return _count(slot, info, num_kept, rounds=counts.astype(jnp.int32))
 
 
 def _status(
     slot: Slots,
     length: Int[Array, ""],
-    *,
     stops: Bool[Array, ""],
-    failed: Bool[Array, ""],
+    out_of_pages: Bool[Array, ""],
 ) -> Int[Array, ""]:
     """Returns the slot's status after a round that made it `length` tokens long."""
     at_limit = jnp.where(slot.capped, int(Status.CAPACITY), int(Status.LENGTH))
     status = jnp.where(length >= slot.limit, at_limit, int(Status.RUNNING))
     status = jnp.where(stops, int(Status.STOP), status)
-    return jnp.where(failed, int(Status.OUT_OF_PAGES), status).astype(jnp.int32)
+    status = jnp.where(out_of_pages, int(Status.OUT_OF_PAGES), status)
+    return jnp.where(slot.running, status, slot.status).astype(jnp.int32)
 
 
 def _update_policy(
-    gamma_policy: policy_lib.GammaPolicy, slot: Slots, info: RoundInfo
+    gamma_policy: policy_lib.GammaPolicy,
+    slot: Slots,
+    info: RoundInfo,
+    counts: Bool[Array, ""],
 ) -> Slots:
-    """Updates the policy by a round; by one that found no page, not at all."""
-    counts = info.gamma, info.proposal.num_drafted, info.verdict.num_accepted
-    gamma, drafted, accepted = (
-        jnp.where(info.out_of_pages, 0, count) for count in counts
-    )
+    """Updates the policy by a round, or by zeros, which teach it nothing."""
+    numbers = info.gamma, info.proposal.num_drafted, info.verdict.num_accepted
+    gamma, drafted, accepted = (jnp.where(counts, number, 0) for number in numbers)
     policy = gamma_policy.update(
         slot.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted
     )
@@ -230,9 +221,10 @@ def _origins(verdict: acceptance.Verdict, num_drafted: jax.Array) -> jax.Array:
     return jnp.where(is_draft, int(state_lib.Origin.ACCEPTED), own).astype(jnp.int8)
 
 
-def _count(slot: Slots, info: RoundInfo, num_kept: jax.Array) -> Slots:
-    """Adds one round to the statistics, or none where it found no page."""
-    rounds = (~info.out_of_pages).astype(jnp.int32)
+def _count(
+    slot: Slots, info: RoundInfo, num_kept: jax.Array, *, rounds: jax.Array
+) -> Slots:
+    """Adds `rounds` rounds, 0 or 1, to the statistics."""
     a, g = info.verdict.num_accepted, info.proposal.num_drafted
     drafts = jnp.arange(info.proposal.tokens.shape[0], dtype=jnp.int32)
     reached = (drafts < g) & (drafts <= a)

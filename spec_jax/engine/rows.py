@@ -205,6 +205,8 @@ def _pack(
 
     def pack(values):
         values = jnp.broadcast_to(values, (B, R))
+        if B == 1:  # They are packed already: a pad, and no scatter to compile.
+            return jnp.pad(values[0], (0, height - R))
         return jnp.zeros((height,), jnp.int32).at[at].set(values, mode="drop")
 
     rows = qwen3.Rows(

@@ -29,8 +29,9 @@ class Request:
       gamma: tokens to draft a round, at most; None is the drafter's `gamma_max`.
       sampling: settings by `sampling.make_settings`; None is greedy.
       stop_ids: tokens that end the sequence; None: those of the scheduler.
-      draft_params: where a drafter takes something from each request (an oracle's
-        trace): in place of the drafter's parameters, at prefill.
+      target_params, draft_params: where a target or a drafter takes something from
+        each request (the trace of a replay or of an oracle): in place of the
+        speculator's parameters, at prefill.
     """
 
     prompt: checks.Tokens
@@ -38,6 +39,7 @@ class Request:
     gamma: int | None = None
     sampling: sampling_lib.SamplingSettings | None = None
     stop_ids: checks.Tokens | None = None
+    target_params: protocols.Params = None
     draft_params: protocols.Params = None
 
 
@@ -48,10 +50,12 @@ class Finished:
     Attributes:
       number: of the request, in the order of the queue.
       slot: the slot's last state on the host, leaves without the axis of slots.
+      vocab_size: of the target; None where that is no model.
     """
 
     number: int
     slot: states.Slots
+    vocab_size: int | None = None
 
     @property
     def status(self) -> states.Status:
@@ -66,7 +70,7 @@ class Finished:
           FloatingPointError, RuntimeError: as `checks.check_slot`; `slot` has the
             tokens all the same.
         """
-        checks.check_slot(self.slot)
+        checks.check_slot(self.slot, vocab_size=self.vocab_size)
         return generated(self.slot)
 
 
@@ -138,6 +142,12 @@ class Scheduler:
         return self.speculator.drafter
 
     @property
+    def vocab_size(self) -> int | None:
+        """Tokens of the target; None where that is no model."""
+        config = getattr(self.target, "config", None)
+        return None if config is None else config.vocab_size
+
+    @property
     def slot_capacity(self) -> int:
         """Positions of a slot: whole pages."""
         return index.pages_for(self.capacity, self.page_size) * self.page_size
@@ -150,7 +160,7 @@ class Scheduler:
         """Raises `ValueError` for a request that no slot could ever take."""
         checks.check_prompt(
             request.prompt,
-            vocab_size=self.target.config.vocab_size,
+            vocab_size=self.vocab_size,
             capacity=self.slot_capacity,
         )
         checks.check_max_tokens(request.max_tokens)
@@ -182,7 +192,7 @@ class Scheduler:
         return self.target.pages_needed(limit - 1, self.page_size)
 
     def empty(self, *, draws: bool) -> states.State:
-        """Allocates the state of free slots. Without `draws` its programs are greedy."""
+        """Allocates the state of free slots; without `draws` a greedy one."""
         sizes = {
             "capacity": self.capacity,
             "page_size": self.page_size,
@@ -235,6 +245,8 @@ class Scheduler:
                 "policy": self.policy_state,
             },
         )
+        if request.target_params is not None:
+            target_params = request.target_params
         if request.draft_params is not None:
             draft_params = request.draft_params
         return state.replace(
@@ -307,8 +319,8 @@ class Scheduler:
             checks.check_refused([state.cache, state.memory])
             slots = jax.device_get(state.slots)
             for number, slot in _ended(slots, running):
-                yield Finished(number=number, slot=slot)
-            checks.check_pages(slots, state.cache)
+                yield Finished(number=number, slot=slot, vocab_size=self.vocab_size)
+            checks.check_pages(slots.status, slots.length, state.cache)
 
     def _fits(self, request, requests, running) -> bool:
         """Whether its pages are there even if all others come to need all of theirs."""

@@ -2,6 +2,8 @@
 
 import enum
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -158,3 +160,16 @@ def empty_slots(
         status=Status.EMPTY,
     )
     return jax.tree.map(lambda leaf: jnp.stack([leaf] * num_slots), one)
+
+
+def map_slots(function: Callable, *arguments: Any) -> Any:
+    """Maps a function of one sequence over the leading axis of all its arguments.
+
+    Where there is one slot the function runs without the axis: a `cond` stays a `cond`,
+    and an index stays a slice instead of becoming a gather.
+    """
+    (num_slots,) = {leaf.shape[0] for leaf in jax.tree.leaves(arguments)}
+    if num_slots > 1:
+        return jax.vmap(function)(*arguments)
+    squeezed = jax.tree.map(lambda leaf: leaf[0], arguments)
+    return jax.tree.map(lambda leaf: leaf[None], function(*squeezed))

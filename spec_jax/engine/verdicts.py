@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import acceptance, rules, sampling
-from spec_jax.engine import protocols
+from spec_jax.engine import protocols, state as state_lib
 
 
 Rule = Literal["coupled", "rejection", "block"]
@@ -69,7 +69,8 @@ def decide(
     """
     if rule == "coupled":
         own, is_finite = target_tokens(target, verified, sampling_settings)
-        verdict = jax.vmap(acceptance.accept_exact)(
+        verdict = state_lib.map_slots(
+            acceptance.accept_exact,
             proposal.tokens,
             verified.by_column(own, fill=0),
             proposal.num_drafted,
