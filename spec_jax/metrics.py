@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 Metrics = dict[str, int | float | bool | list[int] | list[float | None] | None]
@@ -142,6 +143,29 @@ class TextCounts:
     repetition: float
     proposed: int
     accepted: int
+
+
+def of_slot(slot: Any, *, num_tokens: int) -> Counters:
+    """Returns the counters of ONE slot's state (`engine.state.Slots`).
+
+    Args:
+      num_tokens: generated, as `Counters.tokens`.
+    """
+
+    def counts(name: str) -> tuple[int, ...]:
+        return tuple(int(count) for count in getattr(slot, name))
+
+    return Counters(
+        tokens=num_tokens,
+        rounds=int(slot.num_rounds),
+        proposed=int(slot.num_proposed),
+        accepted=int(slot.num_accepted),
+        cut=int(slot.num_cut),
+        accepted_hist=counts("accepted_hist"),
+        proposed_at=counts("proposed_at"),
+        accepted_at=counts("accepted_at"),
+        nonfinite=int(slot.num_nonfinite),
+    )
 
 
 def repetition(tokens: Sequence[int]) -> float:

@@ -191,8 +191,10 @@ class Recorder:
         # The barrier hides that decoding has one row: a loop that is known to run once
         # is dissolved into its surroundings, and fused with them.
         verified, chosen = jax.lax.optimization_barrier((verified, chosen))
-        num_run = jnp.zeros((num_slots,), jnp.int32).at[verified.slots].add(
-            (jnp.arange(chosen.shape[0]) < verified.num_live).astype(jnp.int32)
+        num_run = (
+            jnp.zeros((num_slots,), jnp.int32)
+            .at[verified.slots]
+            .add((jnp.arange(chosen.shape[0]) < verified.num_live).astype(jnp.int32))
         )
         # One more than the window: the last column decides a token that none was
         # drafted for.
