@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import metrics as metrics_lib, sampling as sampling_lib
+from spec_jax.analysis import metrics as metrics_lib
 from spec_jax.drafters import each
 from spec_jax.engine import (
     baseline,
@@ -30,6 +30,7 @@ from spec_jax.gamma import policy as policy_lib
 from spec_jax.loading import LanguageModel
 from spec_jax.model import tokenizer as tokenizer_lib
 from spec_jax.ops import dispatch
+from spec_jax.rules import sampling as sampling_lib
 
 
 Origin, Status = states.Origin, states.Status
@@ -339,7 +340,7 @@ class Run:
         speculator = round_lib.Speculator(
             params=(lm.params, lm.drafter_params),
             target=rows.SlotRows(model=lm.target, num_slots=num_slots),
-            drafter=each.lift(lm.drafter, num_slots),
+            drafter=each.lift(lm.drafter, num_slots, rule=rule),
             rule=rule,
             gamma_policy=policy,
         )
@@ -433,7 +434,7 @@ class Run:
 
 
 def provenance(lm: LanguageModel) -> dict[str, Any]:
-    """Returns what decides the bits of a model's results: of equal ones they are equal."""
+    """Returns what decides bits: where it is equal, the results are."""
     device = jax.devices()[0]
     return {
         "jax_version": jax.__version__,

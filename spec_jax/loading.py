@@ -167,7 +167,6 @@ def load_draft(
             cache=cache,
         ),
         gamma_max=gamma_max,
-        draws="sample-path",
         # Rows of catch-up at one read of the weights, where their number costs nothing.
         catch_up_rows=row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0,
     )

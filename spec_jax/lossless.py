@@ -38,7 +38,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `check_lossless` found; `str` of it is a table, and it is true if all is equal."""
+    """What `check_lossless` found: true if all is equal; as text, a table."""
 
     comparisons: tuple[Comparison, ...]
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
-from spec_jax import acceptance
 from spec_jax.engine import checks, protocols
+from spec_jax.rules import acceptance
 
 
 MAX_VOCAB_SIZE = 2**24

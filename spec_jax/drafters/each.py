@@ -19,12 +19,19 @@ from spec_jax.engine import protocols, state as states
 from spec_jax.paging import cache as paged
 
 
-def lift(drafter: protocols.Drafter, num_slots: int) -> protocols.SlotDrafter:
+def lift(
+    drafter: protocols.Drafter, num_slots: int, *, rule: str = "coupled"
+) -> protocols.SlotDrafter:
     """Returns the drafter for `num_slots` sequences.
+
+    Args:
+      rule: of acceptance; a drafter with `for_rule` draws as that wants it.
 
     Raises:
       NotImplementedError: a setting of the drafter that has no form for slots.
     """
+    if hasattr(drafter, "for_rule"):
+        drafter = drafter.for_rule(rule)
     if hasattr(drafter, "for_slots"):
         return drafter.for_slots(num_slots)
     return Each(drafter=drafter, num_slots=num_slots)

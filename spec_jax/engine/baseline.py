@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import loop, sampling as sampling_lib
-from spec_jax.engine import checks, protocols, state as states
+from spec_jax.engine import checks, loop, protocols, state as states
 from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
 from spec_jax.paging import cache as paged
+from spec_jax.rules import sampling as sampling_lib
 
 
 Status = states.Status

@@ -12,17 +12,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import protocols, sampling
+from spec_jax.rules import sampling
 
 
 Params = Any
 Memory = Any
 Cache = Any
-Proposal = protocols.Proposal
-Drafter = protocols.Drafter
 Sampling = sampling.SamplingSettings | None
 """Settings with leaves `[B]`, one a slot; None: every slot is greedy, and the program
 cannot draw."""
+
+
+@flax.struct.dataclass(kw_only=True)
+class Proposal:
+    """Drafted tokens; the first `num_drafted` are real."""
+
+    tokens: jax.Array  # [gamma_max] int32
+    num_drafted: jax.Array  # [] int32
+    # [gamma_max, V] float32: the distribution that each token was drawn from, filters
+    # included; None for tokens that were certain. Rule "coupled" needs none.
+    probs: jax.Array | None = None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -94,6 +103,68 @@ class Target(Protocol):
 
     def out_of_pages(self, cache: Cache) -> Bool[Array, " B"]:
         """Returns for each slot whether its last window found no page."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes continuations, by functions of a memory that the loop carries.
+
+    Written for ONE sequence; `drafters.each.lift` maps it over slots. Hashable: it is a
+    static argument, and equal drafters share an executable. The
+    memory is a pytree of arrays, no two of which share a buffer, of shapes and dtypes
+    that never change; everything that changes is in it. `init` and `prefill` run on
+    the host, `propose` and `commit` are traced into the loop and call nothing outside
+    of it. No proposal can make the output wrong: a bad one only costs time. That holds
+    for one that breaks its promises, too: rounds bound the number of drafts, and no
+    rule keeps a draft outside the vocabulary.
+
+    A drafter with a vocabulary of its own says so by an attribute `vocab_size`, which
+    `checks.check_pair` compares with the target's. `testing.check_drafter` checks
+    what is promised here.
+    """
+
+    gamma_max: int
+
+    def init(self, *, capacity: int, page_size: int) -> Memory:
+        """Allocates the empty memory of a text, outside of whatever is timed.
+
+        Args:
+          capacity: positions that the target's cache holds; a text has one token more
+            at most.
+          page_size: positions per page, for a memory that has pages.
+        """
+        ...
+
+    def prefill(self, params: Params, memory: Memory, prompt: list[int]) -> Memory:
+        """Takes in the prompt, whose last token is pending: part of what is timed.
+
+        The memory is as `init` made it, and donated. The prompt is not empty.
+        """
+        ...
+
+    def propose(
+        self,
+        params: Params,
+        memory: Memory,
+        *,
+        tokens: Int[Array, " max_len"],
+        length: Int[Array, ""],
+        gamma: Int[Array, ""],
+    ) -> tuple[Memory, Proposal]:
+        """Drafts at most `gamma` tokens to follow `tokens[:length]`.
+
+        What is after `length` means nothing. `gamma` may be 0, and never asks for more
+        than the target's capacity, less `length`. A drafter that draws has one keyword
+        more, `sampling`: the settings of the target's draws, or None where it is
+        greedy.
+        """
+        ...
+
+    def commit(self, params: Params, memory: Memory, length: Int[Array, ""]) -> Memory:
+        """Keeps `tokens[:length]`, which are committed, and nothing after them.
+
+        At most the accepted prefix of the last proposal is among them.
+        """
         ...
 
 

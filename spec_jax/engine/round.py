@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import acceptance, loop, rules
-from spec_jax.engine import protocols, state as state_lib, verdicts
+from spec_jax.engine import loop, protocols, state as state_lib, verdicts
 from spec_jax.gamma import policy as policy_lib
+from spec_jax.rules import acceptance
 
 
 State, Slots, Status = state_lib.State, state_lib.Slots, state_lib.Status
@@ -156,7 +156,7 @@ def commit_slot(
     if gamma_policy is not None:
         slot = _update_policy(gamma_policy, slot, info, counts)
     offsets = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
-    is_stop = rules.is_stop(verdict.tokens, slot.stop_ids)
+    is_stop = verdicts.is_stop(verdict.tokens, slot.stop_ids)
     is_stop = is_stop & (offsets <= verdict.num_accepted)
     num_kept = jnp.where(
         jnp.any(is_stop), jnp.argmax(is_stop) + 1, verdict.num_accepted + 1

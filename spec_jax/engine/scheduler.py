@@ -13,10 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import loop, sampling as sampling_lib
-from spec_jax.engine import checks, protocols, round as round_lib, rows, state as states
+from spec_jax.engine import (
+    checks,
+    loop,
+    protocols,
+    round as round_lib,
+    rows,
+    state as states,
+)
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import index
+from spec_jax.rules import sampling as sampling_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

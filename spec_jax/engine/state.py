@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import sampling as sampling_lib
 from spec_jax.engine import protocols
 from spec_jax.gamma import policy as policy_lib
+from spec_jax.rules import sampling as sampling_lib
 
 
 NO_STOP = -1

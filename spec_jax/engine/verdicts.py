@@ -8,10 +8,10 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import acceptance, rules, sampling
 from spec_jax.engine import protocols, state as state_lib
+from spec_jax.rules import acceptance, sampling
 
 
 Rule = Literal["coupled", "rejection", "block"]
@@ -29,19 +29,43 @@ def check_rule(rule: str) -> None:
         raise ValueError(f"{rule=} is not one of {', '.join(RULES)}")
 
 
+def finite_rows(
+    logits: Float[Array, "R V"], highest: Int[Array, " R"]
+) -> Bool[Array, " R"]:
+    """Returns whether each row holds no NaN and no +inf, and is not all -inf.
+
+    Reads one logit a row.
+
+    Args:
+      highest: the argmax of each row, as `ops.argmax` gives it: where there is a NaN,
+        the first one.
+    """
+    # "clip": the "logits" of `analysis.trace.TraceTarget` are tokens, and one wide.
+    top = jnp.take_along_axis(logits, highest[:, None], axis=-1, mode="clip")
+    return jnp.isfinite(top[:, 0])
+
+
+def is_stop(
+    tokens: Int[Array, "*rows"], stop_ids: Int[Array, " num_stop"] | tuple[int, ...]
+) -> Bool[Array, "*rows"]:
+    """Returns whether each token is one of `stop_ids`."""
+    stop_ids = jnp.asarray(stop_ids, jnp.int32).reshape(*(1,) * tokens.ndim, -1)
+    return jnp.any(tokens[..., None] == stop_ids, axis=-1)
+
+
 def target_tokens(
     target: protocols.Target,
     verified: protocols.Verified,
     sampling_settings: protocols.Sampling,
 ) -> tuple[Int[Array, " P"], Bool[Array, " P"]]:
     """Returns the target's token after each active row, and whether its logits are
-    finite (`rules.finite_rows`).
+    finite (`finite_rows`).
 
     The token is drawn by the settings of the row's slot with the noise of the position
     that it will have; at temperature 0, and without settings, it has the highest logit.
     """
     highest = target.choose(verified.logits, verified.num_live)
-    is_finite = rules.finite_rows(verified.logits, highest)
+    is_finite = finite_rows(verified.logits, highest)
     if sampling_settings is None:
         return highest, is_finite
     each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
@@ -77,7 +101,7 @@ def decide(
         )
     else:
         highest = target.choose(verified.logits, verified.num_live)
-        is_finite = rules.finite_rows(verified.logits, highest)
+        is_finite = finite_rows(verified.logits, highest)
         verdict = _by_uniforms(
             verified, proposal, sampling_settings, first_position, rule
         )

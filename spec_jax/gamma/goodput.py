@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from spec_jax import theory
-from spec_jax.gamma import policy
+from spec_jax.gamma import policy, theory
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

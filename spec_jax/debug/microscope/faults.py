@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spec_jax.microscope import fused
+from spec_jax.debug.microscope import fused
 from spec_jax.model import config as config_lib, observe, params as params_lib
 from spec_jax.ops import row_attention
 from spec_jax.paging import cache

@@ -1,11 +1,12 @@
 """A tiny target, and texts that are decoded on it: what drafters are checked on."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from spec_jax import autoregressive, protocols, rounds as rounds_lib, session
+from spec_jax.engine import baseline, protocols, round as round_lib, rows, scheduler
 from spec_jax.model import config as config_lib, params as params_lib, row_model
 
 
@@ -60,6 +61,19 @@ class Bench:
         """Of the target's cache and of the drafter's memory."""
         return {"capacity": self.capacity, "page_size": self.page_size}
 
+    def request(
+        self,
+        prompt: tuple[int, ...],
+        *,
+        gamma: int,
+        max_tokens: int,
+        stop_ids: tuple[int, ...],
+    ) -> scheduler.Request:
+        """Returns a request of the prompt."""
+        return scheduler.Request(
+            prompt=list(prompt), max_tokens=max_tokens, gamma=gamma, stop_ids=stop_ids
+        )
+
     def plain(
         self,
         prompt: tuple[int, ...],
@@ -67,59 +81,48 @@ class Bench:
         max_tokens: int | None = None,
         stop_ids: tuple[int, ...] = (),
     ) -> list[int]:
-        """The prompt and what plain decoding writes behind it.
+        """Returns the prompt and what autoregressive decoding writes after it.
 
-        Raises as `session.begin_plain` and `session.check_state`.
+        Raises as `baseline.begin` and `baseline.check`.
         """
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
-        kv = self.target.new_cache(**self.sizes)
-        state = session.begin_plain(
-            self.target, self.params, kv, list(prompt), max_tokens=max_tokens
-        )
-        state = autoregressive.generate(
+        state = baseline.begin(
             self.target,
             self.params,
-            state,
-            stop_ids=session.stop_array(stop_ids),
-            max_steps=jnp.int32(max_tokens),
+            self.target.new_cache(**self.sizes),
+            list(prompt),
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
         )
-        return session.committed(state)
+        state = baseline.generate(
+            self.target, self.params, state, max_steps=jnp.int32(max_tokens)
+        )
+        return baseline.committed(state, vocab_size=self.target.config.vocab_size)
 
     def rounds(
         self,
-        drafter: protocols.Drafter,
+        drafter: protocols.SlotDrafter,
         params: protocols.Params,
-        prompt: tuple[int, ...],
-        *,
-        gamma: int,
-        max_tokens: int,
-        stop_ids: tuple[int, ...],
-    ) -> list[int]:
-        """The prompt and what rounds write behind it; raises as `plain`.
+        requests: Sequence[scheduler.Request],
+    ) -> list[list[int]]:
+        """Returns each request's prompt and what rounds write after it.
 
         Args:
           params: the drafter's.
+
+        Raises as `Scheduler.run`.
         """
-        both = self.params, params
-        state = session.begin(
-            self.target,
-            drafter,
-            both,
-            self.target.new_cache(**self.sizes),
-            drafter.init(**self.sizes),
-            list(prompt),
-            max_tokens=max_tokens,
+        speculator = round_lib.Speculator(
+            params=(self.params, params),
+            target=rows.SlotRows(model=self.target, num_slots=drafter.num_slots),
+            drafter=drafter,
         )
-        state = rounds_lib.generate(
-            self.target,
-            drafter,
-            both,
-            state,
-            gamma=jnp.int32(gamma),
-            stop_ids=session.stop_array(stop_ids),
-            max_rounds=jnp.int32(max_tokens),
-        )
-        return session.committed(state)
+        queue = scheduler.Scheduler(speculator=speculator, num_stop=1, **self.sizes)
+        finished = {one.number: one for one in queue.run(requests)}
+        return [
+            list(request.prompt) + finished[number].tokens
+            for number, request in enumerate(requests)
+        ]
 
 
 def tiny(gamma_max: int) -> Bench:

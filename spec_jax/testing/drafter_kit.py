@@ -1,13 +1,11 @@
-"""What tests need: bits compared, values against an oracle, and the drafter kit.
+"""The contract kit: whether a drafter keeps what `engine.protocols.Drafter` promises.
 
-`check_drafter` holds any drafter to what `protocols.Drafter` promises, on the tiny
-target of `bench` or on another one. Each of its clauses can be called alone.
+On the tiny target of `bench` or on another one. Each clause can be called alone.
 """
 
 import copy
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,76 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import bench as bench_lib, protocols, session
-
-
-def bits(x: jax.Array | np.ndarray) -> np.ndarray:
-    """The array's bytes as unsigned integers of the item's size: NaNs compare too."""
-    x = np.asarray(x)
-    return x.view(f"u{x.dtype.itemsize}")
-
-
-def assert_same_bits(actual, expected, *, what: str = "") -> None:
-    """Raises `AssertionError` unless two pytrees are equal as integers.
-
-    The message counts the differing elements and gives the largest difference.
-    """
-    structures = jax.tree.structure(actual), jax.tree.structure(expected)
-    if structures[0] != structures[1]:
-        raise AssertionError(f"{what}: different structures: {structures}")
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(actual),
-        jax.tree.leaves(expected),
-        strict=True,
-    )
-    for (path, left), right in pairs:
-        left, right = np.asarray(left), np.asarray(right)
-        name = f"{what}{jax.tree_util.keystr(path)}"
-        if left.shape != right.shape or left.dtype != right.dtype:
-            raise AssertionError(
-                f"{name}: {left.shape} {left.dtype} against {right.shape} {right.dtype}"
-            )
-        different = bits(left) != bits(right)
-        if different.any():
-            with np.errstate(invalid="ignore"):  # Infinities may be among them.
-                gap = np.abs(left.astype(np.float64) - right.astype(np.float64)).max()
-            raise AssertionError(
-                f"{name}: {different.sum()} of {different.size} elements differ, "
-                f"by at most {gap:.3g}"
-            )
-
-
-UNIT_ROUNDOFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
-
-
-def tolerance(dtype, reduction: int) -> float:
-    """Relative error, in norm over a row, allowed to sums rounded to `dtype`.
-
-    The sums have `reduction` zero-mean terms and are taken in float32: their error
-    grows with the square root. A rounding to `dtype`, of what is summed or of the
-    result, does not.
-    """
-    summed = UNIT_ROUNDOFF["float32"] * math.sqrt(reduction)
-    return 2 * (summed + UNIT_ROUNDOFF[np.dtype(dtype).name])
-
-
-def assert_rows_close(actual, expected, *, dtype, reduction: int) -> None:
-    """Raises `AssertionError` unless each row (last axis) is within `tolerance`.
-
-    Relative row by row: a row of zeros, or of NaN, is never close.
-    """
-    actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
-    if actual.shape != expected.shape:
-        raise AssertionError(f"shape {actual.shape} against {expected.shape}")
-    gap = np.linalg.norm(actual - expected, axis=-1)
-    error = gap / np.linalg.norm(expected, axis=-1)
-    allowed = tolerance(dtype, reduction)
-    far = ~(error <= allowed)  # NaN is far
-    if far.any():
-        raise AssertionError(
-            f"{far.sum()} of {far.size} rows are off by more than {allowed:.2g}: "
-            f"up to {np.max(error):.2g} of their norm"
-        )
+from spec_jax.drafters import each
+from spec_jax.engine import checks, protocols, rows
+from spec_jax.testing import bench as bench_lib
+from spec_jax.testing.bits import assert_same_bits
 
 
 def check_drafter(
@@ -96,6 +28,7 @@ def check_drafter(
     The message begins with the clause that is broken.
 
     Args:
+      drafter: of one sequence, or with `for_slots`.
       params: the drafter's.
       bench: `bench.tiny` where it is None. A drafter whose parameters know a text or a
         vocabulary needs one of its own.
@@ -104,10 +37,10 @@ def check_drafter(
       The names of the clauses that were checked.
 
     Raises:
-      ValueError: a drafter that does not fit the target, see `session.check_pair`.
+      ValueError: a drafter that does not fit the target, see `checks.check_pair`.
     """
     bench = bench or bench_lib.tiny(drafter.gamma_max)
-    session.check_pair(bench.target, drafter)
+    checks.check_pair(rows.SlotRows(model=bench.target, num_slots=1), drafter)
     for check in CLAUSES.values():
         check(drafter, params, bench)
     return tuple(CLAUSES)
@@ -124,15 +57,38 @@ def _shapes(tree) -> Any:
     return [(x.shape, x.dtype.name, x.weak_type) for x in leaves], structure
 
 
-def _call(drafter: protocols.Drafter) -> Callable:
-    """`drafter.propose` by position: params, memory, tokens, length, gamma."""
-    return lambda params, memory, tokens, length, gamma: drafter.propose(
-        params, memory, tokens=tokens, length=length, gamma=gamma
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OneSlot:
+    """A drafter in one slot, without the axis of slots: what the clauses look at."""
+
+    drafter: protocols.Drafter
+
+    @property
+    def _slots(self) -> protocols.SlotDrafter:
+        return each.lift(self.drafter, 1)
+
+    def begin(self, params, bench, text) -> protocols.Memory:
+        memory = self._slots.init(**bench.sizes)
+        return self._slots.prefill(params, memory, list(text), slot=0)
+
+    def propose(self, params, memory, tokens, length, gamma):
+        memory, proposal = self._slots.propose(
+            params,
+            memory,
+            tokens=tokens[None],
+            length=length[None],
+            gamma=gamma[None],
+            sampling=None,
+        )
+        return memory, jax.tree.map(lambda leaf: leaf[0], proposal)
+
+    def commit(self, params, memory, length) -> protocols.Memory:
+        asked = jnp.ones((1,), bool)
+        return self._slots.commit(params, memory, length[None], asked=asked)
 
 
 def _begin(drafter, params, bench, text) -> protocols.Memory:
-    return drafter.prefill(params, drafter.init(**bench.sizes), list(text))
+    return _OneSlot(drafter=drafter).begin(params, bench, text)
 
 
 def _buffer(bench: bench_lib.Bench, text: list[int], *, behind: int = 0) -> jax.Array:
@@ -152,7 +108,7 @@ def check_static(
         raise AssertionError(
             f"{clause}: the drafter is not hashable: {error}"
         ) from None
-    fresh = drafter.init(**bench.sizes)
+    fresh = each.lift(drafter, 1).init(**bench.sizes)
     for leaf in jax.tree.leaves(fresh):
         is_array = isinstance(leaf, jax.Array)
         _fail_if(not is_array, clause, f"the memory holds {leaf!r}, not an array")
@@ -162,9 +118,11 @@ def check_static(
     for prompt in bench.prompts:
         memory = _begin(drafter, params, bench, prompt)
         proposed, proposal = jax.eval_shape(
-            _call(drafter), params, memory, tokens, number, number
+            _OneSlot(drafter=drafter).propose, params, memory, tokens, number, number
         )
-        committed = jax.eval_shape(drafter.commit, params, memory, number)
+        committed = jax.eval_shape(
+            _OneSlot(drafter=drafter).commit, params, memory, number
+        )
         for name, tree in (
             ("prefill", memory),
             ("propose", proposed),
@@ -189,9 +147,17 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) 
     """Nothing but the arguments matters, and nothing calls back to the host."""
     memory = _begin(drafter, params, bench, bench.prompts[0])
     number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
+    one = _OneSlot(drafter=drafter)
     traced = {
-        "propose": (_call(drafter), params, memory, tokens, number, number),
-        "commit": (drafter.commit, params, memory, number),
+        "propose": (
+            one.propose,
+            params,
+            memory,
+            tokens,
+            number,
+            number,
+        ),
+        "commit": (one.commit, params, memory, number),
     }
     for name, (function, *arguments) in traced.items():
         # A new function each time, as a trace of the same one would be found again.
@@ -227,7 +193,7 @@ def _gamma(bench: bench_lib.Bench, text: list[int], gamma: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
 def _jitted(drafter, params, memory, tokens, length, gamma):
-    return _call(drafter)(params, memory, tokens, length, gamma)
+    return _OneSlot(drafter=drafter).propose(params, memory, tokens, length, gamma)
 
 
 def _propose(drafter, params, memory, bench, text, *, gamma, behind=0):
@@ -291,6 +257,7 @@ def check_memory(
 ) -> None:
     """The memory is its leaves, no more, and all of them can be donated."""
     clause, number = "memory round trip", jnp.int32(1)
+    one = _OneSlot(drafter=drafter)
     for prompt in bench.prompts:
         memory = _begin(drafter, params, bench, prompt)
         held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory) if x.size]
@@ -299,9 +266,7 @@ def check_memory(
         _fail_if(is_shared, clause, why)
         # Closed over, a memory does not go through its leaves.
         whole, copied = (
-            jax.make_jaxpr(functools.partial(_call(drafter), params, held))(
-                _buffer(bench, list(prompt)), number, number
-            )
+            jax.make_jaxpr(functools.partial(one.propose, params, held))(_buffer(bench, list(prompt)), number, number)
             for held in (memory, jax.tree.map(jnp.array, memory))
         )
         why = "a memory that is put together from its leaves drafts otherwise"
@@ -312,7 +277,7 @@ def check_truncation(
     drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
 ) -> None:
     """After a commit, drafts are those of a memory that never saw any other text."""
-    commit = jax.jit(drafter.commit)
+    commit = jax.jit(_OneSlot(drafter=drafter).commit)
     for prompt in bench.prompts:
         text, length = bench.plain(prompt), len(prompt)
         memory = _begin(drafter, params, bench, prompt)
@@ -336,38 +301,43 @@ def check_truncation(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Watched:
-    """The drafter, and a note in `traces` for each time that it is traced."""
+    """The drafter for slots, and a note in `traces` for each time it is traced."""
 
-    inner: protocols.Drafter
+    inner: protocols.SlotDrafter
     traces: list = dataclasses.field(compare=False)
 
     @property
     def gamma_max(self) -> int:
         return self.inner.gamma_max
 
+    @property
+    def num_slots(self) -> int:
+        return self.inner.num_slots
+
     def init(self, **sizes):
         return self.inner.init(**sizes)
 
-    def prefill(self, params, memory, prompt):
-        return self.inner.prefill(params, memory, prompt)
+    def prefill(self, params, memory, prompt, *, slot):
+        return self.inner.prefill(params, memory, prompt, slot=slot)
 
     def propose(self, params, memory, **arguments):
         self.traces.append(tuple(arguments))
         return self.inner.propose(params, memory, **arguments)
 
-    def commit(self, params, memory, length):
-        return self.inner.commit(params, memory, length)
+    def commit(self, params, memory, length, *, asked):
+        return self.inner.commit(params, memory, length, asked=asked)
 
 
 def check_lossless(
     drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
 ) -> None:
-    """Rounds commit the tokens of plain decoding, by one executable for all of them.
+    """Rounds commit the tokens of decoding, by one executable for all of them.
 
     Every prompt with every gamma; limits of one and two tokens, a stop token, and a
     cache that is full before the limit.
     """
-    traces, known = [], None
+    traces: list = []
+    known = None
     for prompt in bench.prompts:
         text = bench.plain(prompt)
         middle = text[(len(prompt) + len(text)) // 2]
@@ -379,17 +349,46 @@ def check_lossless(
         for gamma, max_tokens, stop_ids in cases:
             ends = {"max_tokens": max_tokens, "stop_ids": stop_ids}
             # A copy is the same drafter, and so the same executable.
-            watched = _Watched(inner=copy.deepcopy(drafter), traces=traces)
-            try:
-                written = bench.rounds(watched, params, prompt, gamma=gamma, **ends)
-            except (MemoryError, RuntimeError) as error:
-                raise AssertionError(f"lossless: {error}, {gamma=}, {ends}") from None
+            slots = each.lift(copy.deepcopy(drafter), 1)
+            watched = _Watched(inner=slots, traces=traces)
+            request = bench.request(prompt, gamma=gamma, **ends)
+            written = _written("lossless", bench, watched, params, [request])[0]
             expected = bench.plain(prompt, **ends)
-            why = f"{written} with {gamma=}, {ends}, plain decoding {expected}"
+            why = f"{written} with {gamma=}, {ends}, decoding {expected}"
             _fail_if(written != expected, "lossless", why)
             known = known or len(traces)
             why = f"traced again for {gamma=}, {ends}, a prompt of {len(prompt)} tokens"
             _fail_if(len(traces) > known, "no retrace", why)
+
+
+def check_slots(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """In slots beside others, each with its own gamma and stop token, and in a slot
+    that another sequence left, a sequence is what it is alone."""
+    requests, expected = [], []
+    for number, prompt in enumerate(bench.prompts * 2):
+        text = bench.plain(prompt)
+        # In the second turn some end early, by a stop token of their own.
+        stop_ids = (text[-3],) if number % 2 and number >= len(bench.prompts) else ()
+        gamma = number % (drafter.gamma_max + 1)
+        ends = {"max_tokens": bench.max_tokens - number, "stop_ids": stop_ids}
+        requests.append(bench.request(prompt, gamma=gamma, **ends))
+        expected.append(bench.plain(prompt, **ends))
+    num_slots = max(2, len(bench.prompts) - 1)
+    slots = each.lift(drafter, num_slots)
+    written = _written("slots", bench, slots, params, requests)
+    for number, (found, right) in enumerate(zip(written, expected, strict=True)):
+        why = f"request {number} in {num_slots} slots: {found}, decoding {right}"
+        _fail_if(found != right, "slots", why)
+
+
+def _written(clause, bench, slots, params, requests) -> list[list[int]]:
+    """What rounds write for requests, or a failure of `clause`."""
+    try:
+        return bench.rounds(slots, params, requests)
+    except (MemoryError, RuntimeError) as error:
+        raise AssertionError(f"{clause}: {error}, {requests}") from None
 
 
 CLAUSES: dict[str, Callable[[protocols.Drafter, Any, bench_lib.Bench], None]] = {
@@ -399,5 +398,6 @@ CLAUSES: dict[str, Callable[[protocols.Drafter, Any, bench_lib.Bench], None]] = 
     "memory": check_memory,
     "truncation": check_truncation,
     "lossless": check_lossless,
+    "slots": check_slots,
 }
 """What `check_drafter` checks, cheapest first."""

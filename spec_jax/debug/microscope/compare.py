@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from spec_jax import testing
-from spec_jax.microscope import record as record_lib, scene as scene_lib
+from spec_jax.debug.microscope import record as record_lib, scene as scene_lib
 from spec_jax.model import observe
 
 

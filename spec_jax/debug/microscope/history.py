@@ -7,7 +7,7 @@ and that is not what decoding would have written. Here it is written again.
 import itertools
 from collections.abc import Sequence
 
-from spec_jax.microscope import record
+from spec_jax.debug.microscope import record
 from spec_jax.model import params as params_lib
 from spec_jax.paging import allocator, cache
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from experiments.ablations import verify_paths
 from spec_jax import testing
-from spec_jax.microscope import faults, fused, scene as scene_lib
-from spec_jax.model import observe, params as params_lib, qwen3, row_model, verify_paths
+from spec_jax.debug.microscope import faults, fused, scene as scene_lib
+from spec_jax.model import observe, params as params_lib, qwen3, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import allocator, cache
 
