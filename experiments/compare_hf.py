@@ -6,11 +6,11 @@ decoding equals Hugging Face's greedy one in float32, and every drafted token pl
 decoding's; 2 not; 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import pathlib
@@ -21,20 +21,17 @@ from typing import Any
 import jax
 from rich import console as rich_console
 
+from experiments.lib import flags, peak_memory, records, terminal
 from experiments.support import (
     compare_report,
     compared_runs,
-    flags,
     hf_baseline,
     hf_runs,
     length_classes,
     model_pair,
     paired_runs,
-    peak_memory,
     prompt_files,
     prompt_runs,
-    records,
-    terminal,
 )
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
@@ -48,7 +45,7 @@ JUDGED_DTYPE = "float32"
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",  # for a default of `--dtype` of its own
@@ -67,7 +64,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser, rows="one per prompt as it finishes, one per way to generate, a summary"
     )
     parser.add_argument(
-        "--plot", type=flags.figure, metavar="FILE", help="the speeds, drawn"
+        "--plot", type=cli.figure, metavar="FILE", help="the speeds, drawn"
     )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
@@ -77,14 +74,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     runs.add_argument(
         "--gammas",
-        type=flags.positives,
+        type=cli.positives,
         default=(3, 5, 7, 10),
         metavar="K,K,...",
         help="tokens drafted per round, K (default: 3,5,7,10)",
     )
     runs.add_argument(
         "--lengths",
-        type=flags.positive,
+        type=cli.positive,
         nargs=len(length_classes.NAMES),
         default=[32, 128, 512],
         metavar=tuple(name.upper() for name in length_classes.NAMES),
@@ -92,7 +89,7 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     )
     runs.add_argument(
         "--per-length",
-        type=flags.positive,
+        type=cli.positive,
         default=2,
         metavar="N",
         help="prompts of each class (default: %(default)s)",
@@ -102,7 +99,7 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     flags.add_repeats(runs, default=3)
     runs.add_argument(
         "--page-size",
-        type=flags.positive,
+        type=cli.positive,
         default=16,
         metavar="TOKENS",
         help="positions per page of our cache (default: %(default)s)",
@@ -359,8 +356,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    return script.run("compare_hf.py", lambda: parse_args(argv), run)
+    return cli.run("compare_hf.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

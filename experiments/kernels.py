@@ -7,11 +7,11 @@ microseconds for each: `gpu_report.py` has none, and tries plans.
 Exit status: 0 measured, 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -22,15 +22,12 @@ from typing import Any
 import jax
 from rich import console as rich_console
 
+from experiments.lib import flags, records, subjects, terminal
 from experiments.support import (
-    flags,
     kernel_costs,
     kernel_report,
     kernel_subjects,
     model_pair,
-    records,
-    subjects,
-    terminal,
 )
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
@@ -43,7 +40,7 @@ EMBEDDED = "embedded"
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
@@ -60,7 +57,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     presets = ", ".join(sorted(subjects.PRESETS))
     parser.add_argument(
         "--shapes",
-        type=flags.text_source,
+        type=cli.text_source,
         default=EMBEDDED,
         metavar="NAME|DIR",
         help=f"the model whose shapes are measured: {EMBEDDED} (the target of the "
@@ -71,14 +68,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_isa(parser)
     parser.add_argument(
         "--rows",
-        type=flags.positives,
+        type=cli.positives,
         default=(1, 2, 4, 5, 8, 16),
         metavar="N,N,...",
         help="numbers of rows (default: 1,2,4,5,8,16)",
     )
     parser.add_argument(
         "--repeats",
-        type=flags.positive,
+        type=cli.positive,
         default=20,
         metavar="N",
         help="timings of each number (default: %(default)s)",
@@ -203,8 +200,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    return script.run("kernels.py", lambda: parse_args(argv), run)
+    return cli.run("kernels.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

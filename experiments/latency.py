@@ -6,11 +6,11 @@ run yields the same number of tokens. Exit status: 0 measured, 1 the input was
 unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import pathlib
@@ -21,19 +21,21 @@ from typing import Any
 
 from rich import console as rich_console
 
+from experiments.lib import (
+    flags,
+    records,
+    subjects,
+    terminal,
+    timing,
+)
 from experiments.support import (
     bandwidth,
-    flags,
     hf_baseline,
     latency_report,
     paired_runs,
     prompt_runs,
-    records,
     report,
     step_costs,
-    subjects,
-    terminal,
-    timing,
     whole_runs,
 )
 from spec_jax.ops import dispatch
@@ -45,7 +47,7 @@ MEASURED = 0
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _add_model_flags(parser.add_argument_group("models"))
@@ -76,7 +78,7 @@ def _add_model_flags(models: argparse._ArgumentGroup) -> None:
     )
     models.add_argument(
         "--slab",
-        type=flags.positive,
+        type=cli.positive,
         metavar="ROWS",
         help="rows of every call of the target (default: gamma + 1)",
     )
@@ -89,7 +91,7 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     flags.add_rounds(runs)
     runs.add_argument(
         "--contexts",
-        type=flags.positive,
+        type=cli.positive,
         nargs="+",
         default=[64, 256, 1024],
         metavar="TOKENS",
@@ -98,33 +100,33 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     )
     runs.add_argument(
         "--steps",
-        type=flags.positive,
+        type=cli.positive,
         metavar="N",
         help="steps of one timed call (default: 20; with --preset 4)",
     )
     runs.add_argument(
         "--repeats",
-        type=flags.positive,
+        type=cli.positive,
         default=20,
         metavar="N",
         help="timed calls of each step (default: %(default)s)",
     )
     runs.add_argument(
         "--prompts",
-        type=flags.text_source,
+        type=cli.text_source,
         metavar="N|FILE[:N]",
         help="prompts of the whole runs: the first N bundled ones, or a file "
         "(default: 5)",
     )
     runs.add_argument(
         "--gen-tokens",
-        type=flags.positive,
+        type=cli.positive,
         metavar="TOKENS",
         help="tokens to generate per prompt (default: 64; with --preset 16)",
     )
     runs.add_argument(
         "--run-repeats",
-        type=flags.positive,
+        type=cli.positive,
         default=5,
         metavar="N",
         help="timed whole runs of each prompt (default: %(default)s)",
@@ -307,8 +309,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    return script.run("latency.py", lambda: parse_args(argv), run)
+    return cli.run("latency.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

@@ -12,14 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.lib import peak_memory, timing
 from experiments.support import (
     hf_baseline,
     hf_runs,
     length_classes,
     model_pair,
     paired_runs,
-    peak_memory,
-    timing,
 )
 from spec_jax import metrics, session
 from spec_jax.drafters import ngram

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from experiments.support import bandwidth, kernel_subjects, timing
+from experiments.lib import timing
+from experiments.support import bandwidth, kernel_subjects
 
 
 TIMED_S = 10e-3

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table
 
-from experiments.support import report, terminal
+from experiments.lib import terminal
+from experiments.support import report
 
 
 def _columns(*columns: tuple[str, str]) -> tuple[report.Field, ...]:

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from experiments.support import model_pair, paired_runs, step_costs, timing
+from experiments.lib import timing
+from experiments.support import model_pair, paired_runs, step_costs
 from spec_jax import protocols, theory
 
 

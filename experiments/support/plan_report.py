@@ -8,7 +8,8 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.support import report, terminal
+from experiments.lib import terminal
+from experiments.support import report
 
 
 Row = Mapping[str, Any]

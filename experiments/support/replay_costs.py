@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.support import drafters as drafters_lib, files, step_costs
+from experiments.lib import files
+from experiments.support import drafters as drafters_lib, step_costs
 from spec_jax import theory
 
 

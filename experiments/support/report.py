@@ -15,7 +15,7 @@ from rich import (
     text as rich_text,
 )
 
-from experiments.support import records
+from experiments.lib import records
 from spec_jax import rounds
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.support import bandwidth, model_pair, timing
+from experiments.lib import timing
+from experiments.support import bandwidth, model_pair
 from spec_jax import autoregressive, rounds, session
 from spec_jax.model import params as params_lib, row_model
 from spec_jax.paging import allocator, cache as paged, index

@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.support import hf_baseline, model_pair, paired_runs, timing
+from experiments.lib import timing
+from experiments.support import hf_baseline, model_pair, paired_runs
 from spec_jax import metrics
 
 

@@ -1,6 +1,6 @@
 """Peak memory of one side of a comparison, in a process of its own.
 
-`python -m experiments.support.peak_memory SIDE` reads a `Request` from its standard
+`python -m experiments.lib.peak_memory SIDE` reads a `Request` from its standard
 input and writes the peaks to its standard output. A process per side: what one
 library keeps for itself would hide in the peak of the other.
 """
@@ -58,7 +58,7 @@ def measure(side: str, request: Request) -> Peaks:
     paths = [str(_ROOT), variables.get("PYTHONPATH", "")]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.support.peak_memory", side],
+        [sys.executable, "-m", "experiments.lib.peak_memory", side],
         input=json.dumps(dataclasses.asdict(request)),
         env=variables,
         capture_output=True,

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import spec_jax
-from experiments.support import files
+from experiments.lib import files
 
 
 class JsonLines:
