@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import os
 import pathlib
+import re
 import signal
 import sys
 import threading
@@ -358,6 +359,16 @@ def positives(text: str) -> tuple[int, ...]:
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no list of whole numbers, such as 1,2,4"
+        ) from None
+
+
+def pattern(text: str) -> re.Pattern:
+    """The type of a flag that chooses names: a regular expression found in them."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no regular expression: {error}"
         ) from None
 
 

@@ -215,12 +215,41 @@ def _with_flags(message: str, names: Iterable[str]) -> str:
     return message
 
 
-def add_out(parser: argparse._ActionsContainer, *, rows: str) -> None:
-    """`--out`.
+def add_out(
+    parser: argparse._ActionsContainer, *, rows: str, is_committed: bool = False
+) -> None:
+    """`--out`, and `--allow-dirty` for `records.open_rows`.
 
     Args:
       rows: what the file will hold, for the help.
+      is_committed: whether the script takes `--allow-dirty`.
     """
     parser.add_argument(
         "--out", type=cli.output, metavar="FILE", help=f"JSON lines: {rows}"
+    )
+    if is_committed:
+        parser.add_argument(
+            "--allow-dirty",
+            action="store_true",
+            help="write to experiments/results from changed code too; rows say so",
+        )
+
+
+def add_device(parser: argparse._ActionsContainer) -> None:
+    """`--device`, for `subjects.check_device`."""
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="where to run; auto is where jax runs (default: %(default)s)",
+    )
+
+
+def add_dry_run(parser: argparse._ActionsContainer) -> None:
+    """`--dry-run`."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="run nothing: trace and lower every program, for a GPU with --device gpu "
+        "wherever this is, and compile it where there is one",
     )

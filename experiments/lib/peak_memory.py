@@ -135,7 +135,7 @@ def _measure_theirs(request: Request) -> Peaks:
     import torch
     import transformers  # noqa: F401  (its memory is that of the libraries)
 
-    from experiments.support import hf_baseline, hf_runs
+    from experiments.lib import hf
 
     on_gpu = request.backend != "cpu"
     peaks: Peaks = {}
@@ -144,16 +144,15 @@ def _measure_theirs(request: Request) -> Peaks:
         peaks[stage] = _peak(torch.cuda.max_memory_allocated() if on_gpu else None)
 
     note("libraries")
-    baseline = hf_baseline.load(
+    baseline = hf.load(
         pathlib.Path(request.target),
         pathlib.Path(request.draft),
         dtype=request.dtype,
-        gamma=request.gamma,
+        backend=request.backend,
     )
-    hf_runs.move(baseline, request.backend)
     note("weights")
-    for method in (hf_runs.PLAIN, *hf_runs.METHODS):
-        hf_runs.generate(
+    for method in (hf.PLAIN, *hf.METHODS):
+        hf.generate(
             baseline,
             request.prompt,
             method=method,
