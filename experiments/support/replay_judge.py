@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.lib import records
 from experiments.support import (
     model_pair,
-    records,
     replay_check,
     replay_costs,
     replay_policies,

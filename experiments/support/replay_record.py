@@ -6,13 +6,12 @@ A recording that was interrupted is taken up where it stopped.
 import dataclasses
 import pathlib
 
+from experiments.lib import records, terminal
 from experiments.support import (
     model_pair,
     paired_runs,
     prompt_files,
     prompt_runs,
-    records,
-    terminal,
     traces,
 )
 from spec_jax import sampling as sampling_lib

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.support import files
+from experiments.lib import files
 from spec_jax import sampling
 
 

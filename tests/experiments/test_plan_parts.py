@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from experiments.lib import timing
 from experiments.support import (
     model_pair,
     paired_runs,
@@ -17,7 +18,6 @@ from experiments.support import (
     plan_runs,
     prompt_files,
     prompt_runs,
-    timing,
 )
 from spec_jax import metrics, protocols, theory
 

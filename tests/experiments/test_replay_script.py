@@ -7,7 +7,8 @@ import pytest
 import tiny_pair
 
 from experiments import replay
-from experiments.support import flags, paired_runs, replay_costs, traces
+from experiments.lib import cli
+from experiments.support import paired_runs, replay_costs, traces
 from spec_jax import metrics, theory
 
 
@@ -224,7 +225,7 @@ def assert_fails_with(capsys, run, *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
+    assert status == cli.UNUSABLE == 1
     lines = [line for line in error.splitlines() if "error:" in line]
     assert len(lines) == 1, error
     for word in words:

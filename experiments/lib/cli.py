@@ -1,12 +1,15 @@
-"""How a script begins and ends: exit statuses, interrupts, one line for an error.
+"""The command line of a script: its flags, exit status, interrupts, errors in a line.
 
-Imports nothing that takes time: `start` is called before whatever does.
+Imports nothing that takes time: `start` is called before whatever does. Flags that
+several scripts share are in `flags`.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import pathlib
+import re
 import signal
 import sys
 import threading
@@ -14,8 +17,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from experiments.lib import files
+
 
 UNUSABLE, INTERRUPTED = 1, 130
+
+FIGURES = (".png", ".svg")
+"""What figures can be written as."""
 
 PIPE_CLOSED = 141
 """What a shell reports of a program that SIGPIPE ended, as in `script.py | head -1`."""
@@ -231,3 +239,141 @@ def _of_system(error: OSError) -> str:
     except OSError:
         return f"standard output: cannot be written ({reason})"
     return reason
+
+
+class Parser(argparse.ArgumentParser):
+    """Exits with status 1 on a usage error, as on all unusable input.
+
+    (`argparse` takes 2, which is "tokens differ" here.) So it does where a flag of
+    type `output` or `figure` names a file that another flag reads or writes.
+    """
+
+    def parse_args(self, args=None, namespace=None):
+        parsed = super().parse_args(args, namespace)
+        self._check_outputs(parsed)
+        return parsed
+
+    def error(self, message: str):
+        self.print_usage(sys.stderr)
+        self.exit(UNUSABLE, f"{self.prog}: error: {message}\n")
+
+    def _check_outputs(self, args: argparse.Namespace) -> None:
+        """Exits with a usage error where an output would replace something needed."""
+        outputs, inputs = {}, {"the script": _bundled()}
+        for action in self._actions:
+            name = action.option_strings[0] if action.option_strings else action.dest
+            value = getattr(args, action.dest, None)
+            if value is None:
+                continue
+            if action.type in (output, figure):
+                outputs[name] = value
+            elif action.type in (source, text_source):
+                inputs[name] = value
+        # Rows may go to a terminal or to /dev/null, and all of them to one.
+        outputs = {
+            name: path
+            for name, path in outputs.items()
+            if path.is_file() or not path.exists()
+        }
+        for name, path in outputs.items():
+            for reader, value in inputs.items():
+                if any(files.is_same(path, file) for file in _files_of(value)):
+                    self.error(
+                        f"{name} {path} would replace what {reader} reads: name "
+                        "another file"
+                    )
+        names = list(outputs)
+        for i, name in enumerate(names):
+            for other in names[:i]:
+                if files.is_same(outputs[name], outputs[other]):
+                    self.error(
+                        f"{other} and {name} write to one file, {outputs[name]}: name "
+                        "two"
+                    )
+
+
+def output(text: str) -> pathlib.Path:
+    """The type of a flag that names a file to be written, found to be writable."""
+    path = pathlib.Path(text)
+    try:
+        files.check_output(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def figure(text: str) -> pathlib.Path:
+    """The type of a flag that names a figure to be drawn: as `output`, in `FIGURES`."""
+    if pathlib.Path(text).suffix not in FIGURES:
+        raise argparse.ArgumentTypeError(f"{text}: not a {' or '.join(FIGURES)} file")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            f"{text}: needs matplotlib; pip install -e '.[plot]'"
+        )
+    return output(text)
+
+
+def source(text: str) -> pathlib.Path:
+    """The type of a flag that names a file or a folder to be read."""
+    return pathlib.Path(text)
+
+
+def text_source(text: str) -> str:
+    """The type of a flag that names a file, and which part of it: FILE:N."""
+    return text
+
+
+def _files_of(value: object) -> Iterator[pathlib.Path]:
+    """The files that a flag of type `source` or `text_source` may name."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _files_of(each)
+        return
+    text = "/dev/stdin" if value == "-" else str(value)
+    # FILE:N and the like; whichever is there is it.
+    for path in (pathlib.Path(text), pathlib.Path(text.rpartition(":")[0] or text)):
+        try:
+            found = path.iterdir() if path.is_dir() else [path]
+            yield from (file for file in found if file.is_file())
+        except OSError:
+            continue  # Whoever reads it says why it cannot be read.
+
+
+def flag_of(name: str) -> str:
+    """How the attribute is called on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def positive(text: str) -> int:
+    """The type of a flag that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """The type of a flag that lists counts: in order, each of them once."""
+    try:
+        return tuple(sorted({positive(part) for part in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of whole numbers, such as 1,2,4"
+        ) from None
+
+
+def pattern(text: str) -> re.Pattern:
+    """The type of a flag that chooses names: a regular expression found in them."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no regular expression: {error}"
+        ) from None
+
+
+def _bundled() -> list[pathlib.Path]:
+    """What comes with the package: prompts, and the embedded models."""
+    package = pathlib.Path(importlib.util.find_spec("spec_jax").origin).parent
+    prompts = pathlib.Path(__file__).parents[1] / "prompts"
+    return [prompts, package / "assets" / "target", package / "assets" / "draft"]

@@ -1,6 +1,6 @@
 """Peak memory of one side of a comparison, in a process of its own.
 
-`python -m experiments.support.peak_memory SIDE` reads a `Request` from its standard
+`python -m experiments.lib.peak_memory SIDE` reads a `Request` from its standard
 input and writes the peaks to its standard output. A process per side: what one
 library keeps for itself would hide in the peak of the other.
 """
@@ -58,7 +58,7 @@ def measure(side: str, request: Request) -> Peaks:
     paths = [str(_ROOT), variables.get("PYTHONPATH", "")]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.support.peak_memory", side],
+        [sys.executable, "-m", "experiments.lib.peak_memory", side],
         input=json.dumps(dataclasses.asdict(request)),
         env=variables,
         capture_output=True,
@@ -135,7 +135,7 @@ def _measure_theirs(request: Request) -> Peaks:
     import torch
     import transformers  # noqa: F401  (its memory is that of the libraries)
 
-    from experiments.support import hf_baseline, hf_runs
+    from experiments.lib import hf
 
     on_gpu = request.backend != "cpu"
     peaks: Peaks = {}
@@ -144,16 +144,15 @@ def _measure_theirs(request: Request) -> Peaks:
         peaks[stage] = _peak(torch.cuda.max_memory_allocated() if on_gpu else None)
 
     note("libraries")
-    baseline = hf_baseline.load(
+    baseline = hf.load(
         pathlib.Path(request.target),
         pathlib.Path(request.draft),
         dtype=request.dtype,
-        gamma=request.gamma,
+        backend=request.backend,
     )
-    hf_runs.move(baseline, request.backend)
     note("weights")
-    for method in (hf_runs.PLAIN, *hf_runs.METHODS):
-        hf_runs.generate(
+    for method in (hf.PLAIN, *hf.METHODS):
+        hf.generate(
             baseline,
             request.prompt,
             method=method,

@@ -1,164 +1,30 @@
-"""What the command lines of the scripts share: exit statuses, kinds of flags, flags."""
+"""Flags that several scripts share: models, sampling, prompts, outputs."""
 
 import argparse
-import importlib.util
-import pathlib
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-import spec_jax
-from experiments.support import files, prompt_files, script
+from experiments.lib import cli
 from spec_jax import sampling
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
 from spec_jax.typing import IMPLS
 
 
-UNUSABLE, INTERRUPTED = script.UNUSABLE, script.INTERRUPTED
-
-FIGURES = (".png", ".svg")
-"""What figures can be written as."""
-
 NOISE = ("top_k", "top_p", "min_p")
 """Flags that change nothing at temperature 0."""
-
-
-_ASSETS = pathlib.Path(spec_jax.__file__).parent / "assets"
-_BUNDLED = [prompt_files.BUNDLED, _ASSETS / "target", _ASSETS / "draft"]
-
-
-class Parser(argparse.ArgumentParser):
-    """Exits with status 1 on a usage error, as on all unusable input.
-
-    (`argparse` takes 2, which is "tokens differ" here.) So it does where a flag of
-    type `output` or `figure` names a file that another flag reads or writes.
-    """
-
-    def parse_args(self, args=None, namespace=None):
-        parsed = super().parse_args(args, namespace)
-        self._check_outputs(parsed)
-        return parsed
-
-    def error(self, message: str):
-        self.print_usage(sys.stderr)
-        self.exit(UNUSABLE, f"{self.prog}: error: {message}\n")
-
-    def _check_outputs(self, args: argparse.Namespace) -> None:
-        """Exits with a usage error where an output would replace something needed."""
-        outputs, inputs = {}, {"the script": _BUNDLED}
-        for action in self._actions:
-            name = action.option_strings[0] if action.option_strings else action.dest
-            value = getattr(args, action.dest, None)
-            if value is None:
-                continue
-            if action.type in (output, figure):
-                outputs[name] = value
-            elif action.type in (source, text_source):
-                inputs[name] = value
-        # Rows may go to a terminal or to /dev/null, and all of them to one.
-        outputs = {
-            name: path
-            for name, path in outputs.items()
-            if path.is_file() or not path.exists()
-        }
-        for name, path in outputs.items():
-            for reader, value in inputs.items():
-                if any(files.is_same(path, file) for file in _files_of(value)):
-                    self.error(
-                        f"{name} {path} would replace what {reader} reads: name "
-                        "another file"
-                    )
-        names = list(outputs)
-        for i, name in enumerate(names):
-            for other in names[:i]:
-                if files.is_same(outputs[name], outputs[other]):
-                    self.error(
-                        f"{other} and {name} write to one file, {outputs[name]}: name "
-                        "two"
-                    )
-
-
-def output(text: str) -> pathlib.Path:
-    """The type of a flag that names a file to be written, found to be writable."""
-    path = pathlib.Path(text)
-    try:
-        files.check_output(path)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return path
-
-
-def figure(text: str) -> pathlib.Path:
-    """The type of a flag that names a figure to be drawn: as `output`, in `FIGURES`."""
-    if pathlib.Path(text).suffix not in FIGURES:
-        raise argparse.ArgumentTypeError(f"{text}: not a {' or '.join(FIGURES)} file")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(
-            f"{text}: needs matplotlib; pip install -e '.[plot]'"
-        )
-    return output(text)
-
-
-def source(text: str) -> pathlib.Path:
-    """The type of a flag that names a file or a folder to be read."""
-    return pathlib.Path(text)
-
-
-def text_source(text: str) -> str:
-    """The type of a flag that names a file, and which part of it: FILE:N."""
-    return text
-
-
-def _files_of(value: object) -> Iterator[pathlib.Path]:
-    """The files that a flag of type `source` or `text_source` may name."""
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _files_of(each)
-        return
-    text = "/dev/stdin" if value == "-" else str(value)
-    # FILE:N and the like; whichever is there is it.
-    for path in (pathlib.Path(text), pathlib.Path(text.rpartition(":")[0] or text)):
-        try:
-            found = path.iterdir() if path.is_dir() else [path]
-            yield from (file for file in found if file.is_file())
-        except OSError:
-            continue  # Whoever reads it says why it cannot be read.
-
-
-def flag_of(name: str) -> str:
-    """How the attribute is called on the command line."""
-    return "--" + name.replace("_", "-")
-
-
-def positive(text: str) -> int:
-    """The type of a flag that counts something."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
-def positives(text: str) -> tuple[int, ...]:
-    """The type of a flag that lists counts: in order, each of them once."""
-    try:
-        return tuple(sorted({positive(part) for part in text.split(",")}))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of whole numbers, such as 1,2,4"
-        ) from None
 
 
 def add_models(group: argparse._ArgumentGroup) -> None:
     """`--target` and `--draft`, which `check_models` looks at, `--dtype`, `--impl`."""
     group.add_argument(
         "--target",
-        type=source,
+        type=cli.source,
         metavar="DIR",
         help="Hugging Face Qwen3 folder of the target (default: the embedded pair)",
     )
     group.add_argument(
         "--draft",
-        type=source,
+        type=cli.source,
         metavar="DIR",
         help="Hugging Face Qwen3 folder of the draft model",
     )
@@ -208,14 +74,14 @@ def add_rounds(group: argparse._ArgumentGroup) -> None:
     """`--gamma` and `--page-size`."""
     group.add_argument(
         "--gamma",
-        type=positive,
+        type=cli.positive,
         default=4,
         metavar="TOKENS",
         help="tokens drafted per round, at most (default: %(default)s)",
     )
     group.add_argument(
         "--page-size",
-        type=positive,
+        type=cli.positive,
         default=16,
         metavar="TOKENS",
         help="positions per page of the cache (default: %(default)s)",
@@ -226,7 +92,7 @@ def add_prompts(group: argparse._ActionsContainer, *, default: str) -> None:
     """`--prompts`, for `prompt_files.parse`."""
     group.add_argument(
         "--prompts",
-        type=text_source,
+        type=cli.text_source,
         default=default,
         metavar="N|FILE[:N]",
         help="the first N bundled prompts, or a file, or - for standard input: JSON "
@@ -240,7 +106,7 @@ def add_gen_tokens(group: argparse._ActionsContainer, *, default: int) -> None:
     """`--gen-tokens`."""
     group.add_argument(
         "--gen-tokens",
-        type=positive,
+        type=cli.positive,
         default=default,
         metavar="TOKENS",
         help="tokens to generate per prompt, at most (default: %(default)s)",
@@ -251,7 +117,7 @@ def add_repeats(group: argparse._ActionsContainer, *, default: int = 1) -> None:
     """`--repeats`."""
     group.add_argument(
         "--repeats",
-        type=positive,
+        type=cli.positive,
         default=default,
         metavar="N",
         help="timed repetitions of every prompt (default: %(default)s)",
@@ -273,7 +139,7 @@ def add_noise(group: argparse._ActionsContainer) -> None:
     """`--top-k`, `--top-p`, `--min-p`, `--seed`."""
     group.add_argument(
         "--top-k",
-        type=positive,
+        type=cli.positive,
         metavar="K",
         help="draw from the K first tokens only (default: all)",
     )
@@ -312,7 +178,7 @@ def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     for name in NOISE:
         if getattr(args, name) != parser.get_default(name):
             parser.error(
-                f"{flag_of(name)} is of sampling, and --temperature 0 "
+                f"{cli.flag_of(name)} is of sampling, and --temperature 0 "
                 "decodes greedily: give a temperature, or leave it out"
             )
 
@@ -345,16 +211,45 @@ def sampling_settings(
 def _with_flags(message: str, names: Iterable[str]) -> str:
     """The message, with `--top-p 2` where it says `top_p=2`."""
     for name in names:
-        message = message.replace(f"{name}=", f"{flag_of(name)} ")
+        message = message.replace(f"{name}=", f"{cli.flag_of(name)} ")
     return message
 
 
-def add_out(parser: argparse._ActionsContainer, *, rows: str) -> None:
-    """`--out`.
+def add_out(
+    parser: argparse._ActionsContainer, *, rows: str, is_committed: bool = False
+) -> None:
+    """`--out`, and `--allow-dirty` for `records.open_rows`.
 
     Args:
       rows: what the file will hold, for the help.
+      is_committed: whether the script takes `--allow-dirty`.
     """
     parser.add_argument(
-        "--out", type=output, metavar="FILE", help=f"JSON lines: {rows}"
+        "--out", type=cli.output, metavar="FILE", help=f"JSON lines: {rows}"
+    )
+    if is_committed:
+        parser.add_argument(
+            "--allow-dirty",
+            action="store_true",
+            help="write to experiments/results from changed code too; rows say so",
+        )
+
+
+def add_device(parser: argparse._ActionsContainer) -> None:
+    """`--device`, for `subjects.check_device`."""
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="where to run; auto is where jax runs (default: %(default)s)",
+    )
+
+
+def add_dry_run(parser: argparse._ActionsContainer) -> None:
+    """`--dry-run`."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="run nothing: trace and lower every program, for a GPU with --device gpu "
+        "wherever this is, and compile it where there is one",
     )

@@ -1,4 +1,4 @@
-"""The terminal, or what stands in its place: output, and how far a script is.
+"""The terminal, or what stands in its place: tables, and how far a script is.
 
 Knows nothing of what is shown.
 """
@@ -6,6 +6,8 @@ Knows nothing of what is shown.
 import collections
 import datetime
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import (
     console as rich_console,
@@ -44,6 +46,35 @@ def print_whole(table: rich_table.Table, console: rich_console.Console) -> None:
 
 _WIDE = 1000
 """More than any table takes."""
+
+
+def print_rows(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, str],
+    console: rich_console.Console,
+) -> None:
+    """Prints one line a row; texts to the left, numbers to the right.
+
+    Args:
+      columns: the format of each column by its name in the rows; empty for a text.
+    """
+    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
+    for name, form in columns.items():
+        table.add_column(name, justify="right" if form else "left")
+    for row in rows:
+        table.add_row(*(format_value(row[name], columns[name]) for name in columns))
+    print_whole(table, console)
+
+
+def format_value(value: Any, form: str) -> str:
+    """The value as a table shows it."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return " ".join(format_value(entry, form) for entry in value) or "-"
+    return format(value, form)
 
 
 INTERVAL_S = 10.0

@@ -1,4 +1,4 @@
-"""One prompt through every way to generate, ours and Hugging Face's, in turns.
+"""Prompts through every way to generate, ours and Hugging Face's, in turns.
 
 Both sides get the same token ids, stop tokens, limit and weights. Either clock runs
 over the prompt's prefill too; our caches stand ready when it starts, as `paired_runs`
@@ -7,49 +7,18 @@ has it, and Hugging Face's grow while it generates.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.support import (
-    hf_baseline,
-    hf_runs,
-    length_classes,
-    model_pair,
-    paired_runs,
-    peak_memory,
-    timing,
-)
+from experiments.lib import hf, peak_memory, timing
+from experiments.support import model_pair, paired_runs
 from spec_jax import metrics, session
 from spec_jax.drafters import ngram
 
 
 OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
-PLAIN = hf_runs.PLAIN
-
-
-def _with_prompt_lookup(
-    pair: model_pair.ModelPair, settings: paired_runs.Settings
-) -> model_pair.ModelPair:
-    """With the drafter whose drafts are Hugging Face's, draft for draft."""
-    drafter = ngram.hugging_face(
-        gamma_max=pair.drafter.gamma_max,
-        n_max=hf_runs.MATCHED_NGRAM,
-        stop_ids=settings.stop_ids,
-    )
-    return dataclasses.replace(pair, drafter=drafter, params=(pair.params[0], None))
-
-
-_WithDrafter = Callable[
-    [model_pair.ModelPair, paired_runs.Settings], model_pair.ModelPair
-]
-
-DRAFTERS: Mapping[str, _WithDrafter] = {
-    hf_runs.DRAFT_MODEL: lambda pair, settings: pair,
-    hf_runs.PROMPT_LOOKUP: _with_prompt_lookup,
-}
-"""Our drafters, by Hugging Face's name for the method: each puts itself in a pair."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +27,7 @@ class Run:
 
     Attributes:
       side: `OURS` or `THEIRS`.
-      method: `PLAIN`, or where drafts come from.
+      method: `hf.PLAIN`, or where drafts come from.
       gamma: tokens drafted a round; None for plain decoding.
     """
 
@@ -67,22 +36,21 @@ class Run:
     gamma: int | None = None
 
 
-OUR_PLAIN, THEIR_PLAIN = Run(side=OURS, method=PLAIN), Run(side=THEIRS, method=PLAIN)
+OUR_PLAIN = Run(side=OURS, method=hf.PLAIN)
+THEIR_PLAIN = Run(side=THEIRS, method=hf.PLAIN)
 
 
 def all_runs(gammas: Sequence[int]) -> list[Run]:
     """Every run that there is, in the order in which they are shown."""
-    ours = [
-        Run(side=OURS, method=method, gamma=gamma)
-        for method in DRAFTERS
-        for gamma in gammas
-    ]
-    theirs = [
-        Run(side=THEIRS, method=method, gamma=gamma)
-        for method in hf_runs.METHODS
-        for gamma in gammas
-    ]
-    return [OUR_PLAIN, *ours, THEIR_PLAIN, *theirs]
+    made = []
+    for side in (OURS, THEIRS):
+        made.append(Run(side=side, method=hf.PLAIN))
+        made += [
+            Run(side=side, method=method, gamma=gamma)
+            for method in hf.METHODS
+            for gamma in gammas
+        ]
+    return made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,30 +58,30 @@ class Sides:
     """The same weights on both sides, and what both are asked for."""
 
     pair: model_pair.ModelPair
-    hf: hf_baseline.Baseline
+    hf: hf.Baseline | None
     settings: paired_runs.Settings
 
-    def generate(self, run: Run, prompt: list[int]) -> tuple[float, hf_runs.Generated]:
+    def generate(self, run: Run, prompt: list[int]) -> tuple[float, hf.Generated]:
         """Seconds, tokens and counters of one run; raises as `paired_runs` does."""
         if run.side == THEIRS:
             return self._theirs(run, prompt)
         if run == OUR_PLAIN:
             done = paired_runs.run_plain(self.pair, self.settings, prompt)
-            return done.timing.e2e_s, hf_runs.Generated(
-                tokens=done.tokens, counters=None
-            )
-        pair = DRAFTERS[run.method](self.pair, self.settings)
+            return done.timing.e2e_s, hf.Generated(tokens=done.tokens, counters=None)
+        pair = self.pair
+        if run.method == hf.PROMPT_LOOKUP:
+            pair = _with_prompt_lookup(pair, self.settings)
         settings = dataclasses.replace(self.settings, gamma=run.gamma)
         done = paired_runs.run_speculative(pair, settings, prompt)
-        return done.timing.e2e_s, hf_runs.Generated(
+        return done.timing.e2e_s, hf.Generated(
             tokens=done.tokens, counters=done.counters
         )
 
-    def _theirs(self, run: Run, prompt: list[int]) -> tuple[float, hf_runs.Generated]:
+    def _theirs(self, run: Run, prompt: list[int]) -> tuple[float, hf.Generated]:
         made = []
 
         def generate(_: None) -> None:
-            generated = hf_runs.generate(
+            generated = hf.generate(
                 self.hf,
                 prompt,
                 method=run.method,
@@ -126,17 +94,37 @@ class Sides:
         return timing.stopwatch(generate)(), made[0]
 
 
+def _with_prompt_lookup(
+    pair: model_pair.ModelPair, settings: paired_runs.Settings
+) -> model_pair.ModelPair:
+    """With the drafter whose drafts are Hugging Face's, draft for draft."""
+    drafter = ngram.hugging_face(
+        gamma_max=pair.drafter.gamma_max,
+        n_max=hf.MATCHED_NGRAM,
+        stop_ids=settings.stop_ids,
+    )
+    return dataclasses.replace(pair, drafter=drafter, params=(pair.params[0], None))
+
+
+class Prompt(NamedTuple):
+    """Token ids, and what rows call them."""
+
+    id: str
+    tokens: list[int]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRuns:
     """One prompt: times, tokens and counters of every run.
 
     Attributes:
+      prompt: a `Prompt`, or one of a class of lengths.
       generated: of the last repeat.
     """
 
-    prompt: length_classes.LengthPrompt
+    prompt: Any
     timings: timing.Timings
-    generated: Mapping[Run, hf_runs.Generated]
+    generated: Mapping[Run, hf.Generated]
 
     def first_difference(self, run: Run) -> int | None:
         """Where the tokens of `run` first differ from Hugging Face's greedy ones."""
@@ -153,37 +141,17 @@ class PromptRuns:
             if run.side == OURS and run != OUR_PLAIN
         )
 
-    def row(self) -> dict[str, Any]:
-        """The JSON row."""
-        return {
-            "kind": "prompt",
-            "length": self.prompt.length,
-            "id": self.prompt.id,
-            "prompt_tokens": len(self.prompt.tokens),
-            "matched": self.matched,
-            "hf_ids": self.generated[THEIR_PLAIN].tokens,
-            "runs": [
-                {
-                    **dataclasses.asdict(run),
-                    "tokens": len(done.tokens),
-                    "first_difference": self.first_difference(run),
-                    "seconds": self.timings.seconds[run],
-                }
-                for run, done in self.generated.items()
-            ],
-        }
-
 
 def run_prompt(
     sides: Sides,
-    prompt: length_classes.LengthPrompt,
+    prompt: Any,
     *,
-    gammas: Sequence[int],
+    runs: Sequence[Run],
     repeats: int,
     after_turn: Callable[[], None] = lambda: None,
 ) -> PromptRuns:
     """Every run once to warm up, then all of them in turns, `repeats` times."""
-    generated: dict[Run, hf_runs.Generated] = {}
+    generated: dict[Run, hf.Generated] = {}
 
     def thunk(run: Run) -> timing.Thunk:
         def timed() -> float:
@@ -193,11 +161,54 @@ def run_prompt(
         return timed
 
     timings = timing.interleave(
-        {run: thunk(run) for run in all_runs(gammas)},
-        repeats=repeats,
-        after_turn=after_turn,
+        {run: thunk(run) for run in runs}, repeats=repeats, after_turn=after_turn
     )
     return PromptRuns(prompt=prompt, timings=timings, generated=generated)
+
+
+def speeds(prompts: Sequence[PromptRuns], run: Run) -> list[float]:
+    """Tokens a second of each repeat, all prompts together."""
+    num_tokens = sum(len(prompt.generated[run].tokens) for prompt in prompts)
+    by_prompt = [prompt.timings.seconds[run] for prompt in prompts]
+    return [num_tokens / sum(seconds) for seconds in zip(*by_prompt, strict=True)]
+
+
+def warm_up_s(prompts: Sequence[PromptRuns], run: Run) -> float:
+    """Seconds of the first calls of a run."""
+    return sum(prompt.timings.warm_up[run] for prompt in prompts)
+
+
+def counted(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
+    """Drafts of a run over its prompts; None where nothing was drafted."""
+    names = ("rounds", "proposed", "accepted", "acceptance_rate", "accepted_hist")
+    counters = [prompt.generated[run].counters for prompt in prompts]
+    if None in counters:
+        return dict.fromkeys(names)
+    total = metrics.total(counters)
+    rate = total.accepted / total.proposed if total.proposed else None
+    values = (total.rounds, total.proposed, total.accepted, rate, total.accepted_hist)
+    return dict(zip(names, values, strict=True))
+
+
+def prompt_row(prompt: PromptRuns) -> dict[str, Any]:
+    """The JSON row of a prompt of a class of lengths."""
+    return {
+        "kind": "prompt",
+        "length": prompt.prompt.length,
+        "id": prompt.prompt.id,
+        "prompt_tokens": len(prompt.prompt.tokens),
+        "matched": prompt.matched,
+        "hf_ids": prompt.generated[THEIR_PLAIN].tokens,
+        "runs": [
+            {
+                **dataclasses.asdict(run),
+                "tokens": len(done.tokens),
+                "first_difference": prompt.first_difference(run),
+                "seconds": prompt.timings.seconds[run],
+            }
+            for run, done in prompt.generated.items()
+        ],
+    }
 
 
 def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
@@ -214,60 +225,36 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
     return made
 
 
-def same_drafts(prompt: PromptRuns) -> list[bool]:
-    """Whether both sides drafted and kept as many tokens, of each method and gamma."""
-    ours = {
-        run: done.counters
-        for run, done in prompt.generated.items()
-        if run.side == OURS and run.gamma is not None
-    }
-    return [
-        _counts(counters)
-        == _counts(prompt.generated[dataclasses.replace(run, side=THEIRS)].counters)
-        for run, counters in ours.items()
-    ]
-
-
-def _counts(counters: metrics.Counters) -> tuple[int, int, int]:
-    return counters.rounds, counters.proposed, counters.accepted
-
-
 def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
-    speeds = _speeds(prompts, run)
-    speed = timing.spread(speeds)
-    ratio = timing.spread(timing.ratios(speeds, _speeds(prompts, THEIR_PLAIN)))
+    own, plain = speeds(prompts, run), speeds(prompts, THEIR_PLAIN)
     differences = [prompt.first_difference(run) for prompt in prompts]
     return {
         "kind": "comparison",
         "length": prompts[0].prompt.length,
         "prompt_tokens": [len(prompt.prompt.tokens) for prompt in prompts],
         **dataclasses.asdict(run),
-        **{"tok_s": speed.median, "tok_s_p10": speed.p10, "tok_s_p90": speed.p90},
-        **{"vs_hf": ratio.median, "vs_hf_p10": ratio.p10, "vs_hf_p90": ratio.p90},
-        **_counted([prompt.generated[run].counters for prompt in prompts]),
+        **timing.spread_fields("tok_s", own),
+        **timing.spread_fields("vs_hf", timing.ratios(own, plain)),
+        **counted(prompts, run),
         "identical": differences.count(None),
         "prompts": len(prompts),
-        "n": len(speeds),
-        "warm_up_s": sum(prompt.timings.warm_up[run] for prompt in prompts),
+        "n": len(own),
+        "warm_up_s": warm_up_s(prompts, run),
     }
 
 
-def _speeds(prompts: Sequence[PromptRuns], run: Run) -> list[float]:
-    """Tokens a second of each repeat, all prompts together."""
-    num_tokens = sum(len(prompt.generated[run].tokens) for prompt in prompts)
-    by_prompt = [prompt.timings.seconds[run] for prompt in prompts]
-    return [num_tokens / sum(seconds) for seconds in zip(*by_prompt, strict=True)]
+def same_drafts(prompt: PromptRuns) -> list[bool]:
+    """Whether both sides drafted and kept as many tokens, of each method and gamma."""
 
+    def counts(run: Run) -> tuple[int, int, int]:
+        counters = prompt.generated[run].counters
+        return counters.rounds, counters.proposed, counters.accepted
 
-def _counted(counters: Sequence[metrics.Counters | None]) -> dict[str, Any]:
-    """Drafts of a run over its prompts; None where nothing was drafted."""
-    names = ("rounds", "proposed", "accepted", "acceptance_rate", "accepted_hist")
-    if None in counters:
-        return dict.fromkeys(names)
-    total = metrics.total(counters)
-    rate = total.accepted / total.proposed if total.proposed else None
-    values = (total.rounds, total.proposed, total.accepted, rate, total.accepted_hist)
-    return dict(zip(names, values, strict=True))
+    return [
+        counts(run) == counts(dataclasses.replace(run, side=THEIRS))
+        for run in prompt.generated
+        if run.side == OURS and run.gamma is not None
+    ]
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -279,10 +266,7 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 def greedy_row(
-    sides: Sides,
-    prompt: length_classes.LengthPrompt,
-    ours: list[int],
-    theirs: list[int],
+    sides: Sides, prompt: Any, ours: list[int], theirs: list[int]
 ) -> dict[str, Any]:
     """Our plain tokens beside Hugging Face's greedy ones, and how near a difference is.
 
@@ -305,7 +289,7 @@ def greedy_row(
     text = [*prompt.tokens, *theirs[:place]]
     ours_here, theirs_here = ours[place], theirs[place]
     our_logits = next_logits(sides.pair, sides.settings, text)
-    their_logits = hf_runs.next_logits(sides.hf, text)
+    their_logits = hf.next_logits(sides.hf, text)
     return row | {
         "our_token": ours_here,
         "their_token": theirs_here,

@@ -10,7 +10,8 @@ import pathlib
 import platform
 import stat
 import subprocess
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -18,7 +19,60 @@ import jax
 import numpy as np
 
 import spec_jax
-from experiments.support import files
+from experiments.lib import files
+
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
+"""Rows that are committed: those of a clean tree, unless they say otherwise."""
+
+
+def open_rows(
+    path: str | os.PathLike | None, *, allow_dirty: bool = False
+) -> "JsonLines":
+    """Opens a file of rows; one below `RESULTS` is for code of a commit.
+
+    Raises:
+      ValueError: as `JsonLines`, or changes without a commit, unless they are allowed:
+        each row says whether there were any.
+    """
+    is_committed = path is not None and RESULTS in pathlib.Path(path).resolve().parents
+    if is_committed and not allow_dirty:
+        check_clean(what="a row of experiments/results", allow="--allow-dirty")
+    return JsonLines(path)
+
+
+def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Keeps the rows that an earlier run left in the file, and returns them.
+
+    Half a line at the end, of a machine that stopped while it was written, is dropped.
+
+    Args:
+      description: what each row of this run will say beside its numbers.
+
+    Raises:
+      ValueError: rows of something else, or measured otherwise; one line says how.
+    """
+    path = out.path
+    if path is None or not path.is_file():
+        return []
+    lines = [x for x in files.read(path).splitlines(keepends=True) if x.endswith(b"\n")]
+    wanted, rows = to_json(description, "description"), []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            other = [name for name in wanted if row[name] != wanted[name]]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{path}, line {number}: no row of this script; name another file"
+            ) from None
+        if other:
+            raise ValueError(
+                f"{path}, line {number}: {other[0]} is {row[other[0]]!r} there and "
+                f"{wanted[other[0]]!r} here; name another file, or leave out --resume"
+            )
+        rows.append(row)
+    out.keep(sum(map(len, lines)))
+    return rows
 
 
 class JsonLines:
@@ -36,10 +90,10 @@ class JsonLines:
         Raises:
           ValueError: as `files.open_output`.
         """
-        self._path = path
+        self.path = None if path is None else pathlib.Path(path)
         self._is_first = True
         self._kept = 0
-        self._file = None if path is None else files.open_output(pathlib.Path(path))
+        self._file = None if path is None else files.open_output(self.path)
 
     def __enter__(self) -> "JsonLines":
         return self
@@ -55,15 +109,15 @@ class JsonLines:
             that takes no more.
         """
         line = json.dumps(to_json(row, "row"), allow_nan=False) + "\n"
-        if self._path is None:
+        if self.path is None:
             return
         if self._file is None:
-            raise ValueError(f"{self._path}: a row came after the file was closed")
+            raise ValueError(f"{self.path}: a row came after the file was closed")
         try:
             self._append(line.encode())
         except OSError as error:
             raise ValueError(
-                f"{self._path}: cannot be written ({error.strerror}); the rows "
+                f"{self.path}: cannot be written ({error.strerror}); the rows "
                 "before this one are kept"
             ) from None
 
@@ -95,6 +149,40 @@ class JsonLines:
             if is_regular:
                 self._file.truncate(end)
             raise
+
+
+def guarded(
+    item: str, work: Callable[[], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The rows of `work`, or one that says how it failed: what follows is still done.
+
+    Unusable input and an interrupt are raised as they are.
+    """
+    try:
+        return work()
+    except (MemoryError, NotImplementedError, OSError):
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0][:500]
+        lines = traceback.format_exc().splitlines()[-12:]
+        text = f"{type(error).__name__}: {first}"
+        return [{"kind": "error", "item": item, "error": text, "traceback": lines}]
+
+
+def is_failure(row: Mapping[str, Any]) -> bool:
+    """Whether a row says that something failed, or that bits differ."""
+    return row["kind"] == "error" or False in (row.get("equal"), row.get("seen"))
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row in short, for the console: its kind, then what is not None."""
+    shown = []
+    for name, value in row.items():
+        if name in ("kind", "traceback") or value is None:
+            continue
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        shown.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
+    return f"{row['kind']}: {' '.join(shown)}"
 
 
 def to_json(value: Any, name: str) -> Any:
