@@ -25,6 +25,7 @@ from typing import Any
 
 from rich import console as rich_console
 
+from experiments.ablations import verify_paths
 from experiments.lib import flags, records, terminal
 from experiments.support import (
     exactness_cells as cells_lib,
@@ -39,7 +40,7 @@ from experiments.support import (
     policies,
 )
 from spec_jax.drafters import draft_model
-from spec_jax.model import config as config_lib, row_model, verify_paths
+from spec_jax.model import config as config_lib, row_model
 from spec_jax.native import build
 from spec_jax.typing import IMPLS
 

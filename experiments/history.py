@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
+from experiments.ablations import verify_paths
 from experiments.lib import flags, records, terminal
 from experiments.support import (
     model_pair,
@@ -29,8 +30,7 @@ from experiments.support import (
     prompt_runs,
     report,
 )
-from spec_jax import metrics
-from spec_jax.model import verify_paths
+from spec_jax.analysis import metrics
 from spec_jax.ops import dispatch
 
 

@@ -31,7 +31,7 @@ from experiments.support import (
     parity_question,
     parity_report,
 )
-from spec_jax.microscope import compare, record as record_lib
+from spec_jax.debug.microscope import compare, record as record_lib
 from spec_jax.model import config as config_lib
 from spec_jax.ops import dispatch
 

@@ -35,7 +35,7 @@ from experiments.support import (
     prompt_runs,
     report,
 )
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 from spec_jax.ops import dispatch
 
 

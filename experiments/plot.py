@@ -25,7 +25,7 @@ from typing import Any
 
 from experiments.lib import cli, files
 from experiments.support import figure_data, sweep_data
-from spec_jax import theory
+from spec_jax.gamma import theory
 
 
 DRAWN = 0

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from rich import console as rich_console
 
+from experiments.ablations import verify_paths
 from experiments.lib import flags, records, terminal
 from experiments.support import (
     batched_runs,
@@ -34,9 +35,9 @@ from experiments.support import (
     sample_text,
     sweep_report,
 )
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 from spec_jax.drafters import draft_model
-from spec_jax.model import row_model, verify_paths
+from spec_jax.model import row_model
 from spec_jax.ops import dispatch
 
 

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax.rules import acceptance
-from spec_jax.engine import loop, protocols
 from spec_jax import rounds, rules
+from spec_jax.engine import loop, protocols
+from spec_jax.rules import acceptance
 
 
 @flax.struct.dataclass(kw_only=True)

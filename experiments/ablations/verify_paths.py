@@ -19,8 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax.model import config as config_lib, observe as observe_lib, params as params_lib, row_model
 from experiments.ablations import library_window
+from spec_jax.model import (
+    config as config_lib,
+    observe as observe_lib,
+    params as params_lib,
+    row_model,
+)
 from spec_jax.paging import allocator, cache
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from experiments.lib import hf, peak_memory, timing
 from experiments.support import model_pair, paired_runs
-from spec_jax import metrics, session
+from spec_jax import session
+from spec_jax.analysis import metrics
 from spec_jax.drafters import ngram
 
 

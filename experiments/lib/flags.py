@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Iterable
 
 from experiments.lib import cli
-from spec_jax import sampling
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
+from spec_jax.rules import sampling
 from spec_jax.typing import IMPLS
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 
 
 INSTALL = "pip install -e '.[oracle]'"

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 
 from experiments.lib import noise, subjects, timing
 from experiments.support import model_pair
-from spec_jax import autoregressive, rounds, sampling as sampling_lib, session
+from spec_jax import autoregressive, rounds, session
 from spec_jax.model import config as config_lib, params as params_lib, row_model
 from spec_jax.paging import allocator, cache as paged, index
+from spec_jax.rules import sampling as sampling_lib
 
 
 PLAIN = "plain step"

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.lib import records
 from experiments.support import parity_inputs
-from spec_jax.microscope import faults, record as record_lib, scene as scene_lib
+from spec_jax.debug.microscope import faults, record as record_lib, scene as scene_lib
 from spec_jax.model import config as config_lib
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from experiments.lib import cli, flags
 from experiments.support import parity_inputs, parity_scenes
-from spec_jax.microscope import faults, record as record_lib
+from spec_jax.debug.microscope import faults, record as record_lib
 from spec_jax.model import config as config_lib
 from spec_jax.typing import IMPLS
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.lib import files
 from experiments.support import paired_runs
-from spec_jax.microscope import record as record_lib
+from spec_jax.debug.microscope import record as record_lib
 from spec_jax.model import config as config_lib, row_model
 from spec_jax.typing import IMPLS
 

@@ -19,7 +19,8 @@ from jaxtyping import Array, Int
 
 from experiments.lib import steps as steps_lib, timing
 from experiments.support import model_pair, paired_runs
-from spec_jax import protocols, theory
+from spec_jax.engine import protocols
+from spec_jax.gamma import theory
 
 
 PLAIN = steps_lib.PLAIN

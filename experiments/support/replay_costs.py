@@ -23,7 +23,7 @@ import numpy as np
 
 from experiments.lib import files, steps as steps_lib
 from experiments.support import drafters as drafters_lib
-from spec_jax import theory
+from spec_jax.gamma import theory
 
 
 WITH_DRAFT_STEPS = ("draft-model", "hybrid")

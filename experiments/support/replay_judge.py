@@ -18,7 +18,8 @@ from experiments.support import (
     report,
     traces,
 )
-from spec_jax import metrics, theory
+from spec_jax.analysis import metrics
+from spec_jax.gamma import theory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

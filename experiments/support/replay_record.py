@@ -14,9 +14,9 @@ from experiments.support import (
     prompt_runs,
     traces,
 )
-from spec_jax import sampling as sampling_lib
 from spec_jax.model import fingerprint, load, row_model, tokenizer
 from spec_jax.ops import dispatch
+from spec_jax.rules import sampling as sampling_lib
 
 
 EMBEDDED = "embedded"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import files
-from spec_jax import sampling
+from spec_jax.rules import sampling
 
 
 FORMAT = 1

@@ -22,7 +22,7 @@ from experiments.support import (
     paired_runs,
     prompt_files,
 )
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 from spec_jax.model import load, params as params_lib, tokenizer as tokenizer_lib
 
 

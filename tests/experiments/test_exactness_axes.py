@@ -8,6 +8,7 @@ import pathlib
 import exactness_commands as commands
 import jax.numpy as jnp
 import pytest
+from spec_jax.batch import rounds as batch_rounds
 
 from experiments import exactness
 from experiments.lib import cli
@@ -18,7 +19,6 @@ from experiments.support import (
     parity_inputs,
 )
 from spec_jax import rounds, session
-from spec_jax.batch import rounds as batch_rounds
 
 
 NUM_PROMPTS = 3  # In batches of two: one prompt has a neighbour that is there already.

@@ -7,9 +7,9 @@ import pytest
 import tiny_pair
 
 from experiments import history
+from experiments.ablations import verify_paths
 from experiments.lib import cli
 from experiments.support import paired_runs
-from spec_jax.model import verify_paths
 
 
 @pytest.fixture(scope="module")

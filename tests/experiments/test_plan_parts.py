@@ -19,7 +19,9 @@ from experiments.support import (
     prompt_files,
     prompt_runs,
 )
-from spec_jax import metrics, protocols, theory
+from spec_jax.analysis import metrics
+from spec_jax.engine import protocols
+from spec_jax.gamma import theory
 
 
 GAMMA, GEN_TOKENS, PAGE_SIZE = 2, 8, 16

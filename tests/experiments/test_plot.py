@@ -15,7 +15,7 @@ from experiments.support import (
     figure_source,
     sweep_data,
 )
-from spec_jax import theory
+from spec_jax.gamma import theory
 
 
 needs_matplotlib = pytest.mark.skipif(

@@ -9,7 +9,8 @@ import tiny_pair
 from experiments import replay
 from experiments.lib import cli
 from experiments.support import paired_runs, replay_costs, traces
-from spec_jax import metrics, theory
+from spec_jax.analysis import metrics
+from spec_jax.gamma import theory
 
 
 SAMPLED = ("--temperature", "0.7", "--top-k", "20", "--top-p", "0.8", "--seed", "7")

@@ -12,7 +12,7 @@ from rich import console as rich_console
 
 from experiments.lib import terminal
 from experiments.support import report
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 
 
 COUNTERS = metrics.Counters(

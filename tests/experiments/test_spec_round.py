@@ -21,9 +21,10 @@ from experiments.support import (
     prompt_runs,
     report,
 )
-from spec_jax import metrics, sampling
+from spec_jax.analysis import metrics
 from spec_jax.model import load, tokenizer
 from spec_jax.ops import dispatch
+from spec_jax.rules import sampling
 
 
 DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"

@@ -19,7 +19,7 @@ from experiments.support import (
     sweep_file,
     sweep_rows,
 )
-from spec_jax import conventions, metrics
+from spec_jax.analysis import conventions, metrics
 
 
 GEN_TOKENS = 6
