@@ -266,7 +266,9 @@ def check_memory(
         _fail_if(is_shared, clause, why)
         # Closed over, a memory does not go through its leaves.
         whole, copied = (
-            jax.make_jaxpr(functools.partial(one.propose, params, held))(_buffer(bench, list(prompt)), number, number)
+            jax.make_jaxpr(functools.partial(one.propose, params, held))(
+                _buffer(bench, list(prompt)), number, number
+            )
             for held in (memory, jax.tree.map(jnp.array, memory))
         )
         why = "a memory that is put together from its leaves drafts otherwise"
