@@ -175,7 +175,7 @@ def run_speculative(
     max_rounds = jnp.int32(settings.gen_tokens)
     jax.block_until_ready((state, request.draft_params, max_rounds))
     started = time.perf_counter()
-    state = jax.block_until_ready(scheduler.admit(state, 0, request))
+    state = jax.block_until_ready(scheduler.admit(state, 0, request, refills=False))
     prefilled = time.perf_counter()
     state = jax.block_until_ready(
         round_lib.generate(scheduler.speculator, state, max_rounds=max_rounds)

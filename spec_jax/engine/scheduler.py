@@ -218,11 +218,22 @@ class Scheduler:
             memory=self.drafter.init(**sizes),
         )
 
-    def admit(self, state: states.State, slot: int, request: Request) -> states.State:
+    def admit(
+        self,
+        state: states.State,
+        slot: int,
+        request: Request,
+        *,
+        refills: bool = True,
+    ) -> states.State:
         """Begins a request in a slot that does not generate; `state` is used up.
 
         Target and drafter take in the prompt but for its last token, which is pending:
         the first generated token comes from the rows like all others.
+
+        Args:
+          refills: whether a sequence may have ended in some slot, whose pages are then
+            freed; False, where all are as `empty` made them, is a smaller program.
         """
         prompt = checks.token_list(request.prompt)
         limit, capped = checks.limit_of(
@@ -241,7 +252,8 @@ class Scheduler:
             draft_params,
             state,
             np.int32(slot),
-            {
+            refills=refills,
+            request={
                 "tokens": checks.text_buffer(prompt, self.slot_capacity),
                 "length": np.int32(len(prompt)),
                 "limit": np.int32(limit),
@@ -275,7 +287,7 @@ class Scheduler:
         """
         self.check(request)
         state = self.empty(draws=request.sampling is not None)
-        return self.admit(state, 0, request)
+        return self.admit(state, 0, request, refills=False)
 
     def run(
         self,
@@ -311,12 +323,13 @@ class Scheduler:
             )
         waiting = collections.deque(enumerate(requests))
         running: dict[int, int] = {}  # numbers of requests, by slot
+        refills = False
         while waiting or running:
             free = [s for s in range(self.target.num_slots) if s not in running]
             while waiting and free and self._fits(waiting[0][1], requests, running):
                 number, request = waiting.popleft()
                 running[free[0]] = number
-                state = self.admit(state, free.pop(0), request)
+                state = self.admit(state, free.pop(0), request, refills=refills)
             state = round_lib.generate(
                 self.speculator,
                 state,
@@ -327,6 +340,7 @@ class Scheduler:
             slots = jax.device_get(state.slots)
             for number, slot in _ended(slots, running):
                 yield Finished(number=number, slot=slot, vocab_size=self.vocab_size)
+            refills = True
             checks.check_pages(slots.status, slots.length, state.cache)
 
     def _fits(self, request, requests, running) -> bool:
@@ -351,19 +365,22 @@ def _ended(slots: states.Slots, running: dict[int, int]):
             yield running.pop(slot), slot_of(slots, slot)
 
 
-@loop.donates(static_argnames=("target", "drafter"))
-def _occupy(target, drafter, draft_params, state, slot, request):
+@loop.donates(static_argnames=("target", "drafter", "refills"))
+def _occupy(target, drafter, draft_params, state, slot, *, refills, request):
     """Initialises a slot and frees the pages of all finished slots.
 
     Admission counts those pages as free, and so they are freed here at the latest.
     """
     slots = state.slots
+    one = states.begin_slot(gamma_max=drafter.gamma_max, **request)
+    occupied = jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one)
+    if not refills:
+        return state.replace(slots=occupied)
     is_slot = jnp.arange(state.num_slots, dtype=jnp.int32) == slot
     asked = ~slots.running | is_slot
     zeros = jnp.zeros_like(slots.length)
-    one = states.begin_slot(gamma_max=drafter.gamma_max, **request)
     return state.replace(
-        slots=jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one),
+        slots=occupied,
         cache=target.truncate(state.cache, zeros, asked=asked),
         memory=drafter.commit(draft_params, state.memory, zeros + 1, asked=asked),
     )
