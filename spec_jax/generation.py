@@ -6,6 +6,7 @@ decode          autoregressive decoding: the baseline, and the oracle
 """
 
 import dataclasses
+import html
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,8 +80,9 @@ class Generation:
     """What was generated for one prompt.
 
     Attributes:
-      text: of `tokens`, special tokens included; "" without a tokenizer.
       tokens: generated, without the prompt.
+      pieces: the text of each token, special tokens included: a character that spans
+        tokens belongs to the one that completes it. Empty without a tokenizer.
       origins: where each of them came from.
       prompt_tokens: the prompt's token ids.
       status: why the generation ended.
@@ -89,13 +91,38 @@ class Generation:
       provenance: what decides bits: versions, device, implementation, dtype, slab.
     """
 
-    text: str
     tokens: list[int]
+    pieces: list[str]
     origins: list[Origin]
     prompt_tokens: list[int]
     status: Status
     metrics: metrics_lib.Metrics
     provenance: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The text of `tokens`; "" without a tokenizer."""
+        return "".join(self.pieces)
+
+    def _repr_html_(self) -> str:
+        """Returns the text with accepted drafts, corrections and bonus tokens told
+        apart by colour, as notebooks show it."""
+        spans = [
+            f'<span style="background:{_COLOURS[origin]}">{html.escape(piece)}</span>'
+            for piece, origin in zip(self.pieces, self.origins, strict=False)
+        ]
+        legend = " ".join(
+            f'<span style="background:{colour}">{origin.name.lower()}</span>'
+            for origin, colour in _COLOURS.items()
+        )
+        return f"<pre>{''.join(spans)}</pre><small>{legend}</small>"
+
+
+_COLOURS = {
+    Origin.ACCEPTED: "#b7e4c7",
+    Origin.CORRECTION: "#ffd6a5",
+    Origin.BONUS: "#bde0fe",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -423,8 +450,8 @@ class Run:
             verify_decode_mismatches=None,
         )
         return Generation(
-            text="" if lm.tokenizer is None else lm.tokenizer.decode(tokens),
             tokens=tokens,
+            pieces=[] if lm.tokenizer is None else lm.tokenizer.decode_pieces(tokens),
             origins=[Origin(origin) for origin in origins],
             prompt_tokens=self.prompts[number],
             status=Status(int(status)),
