@@ -14,6 +14,7 @@ ARRAYS_ONLY = {"acceptance", "sampling", "theory", "metrics"}
 
 ARROWS = {
     "typing": set(),
+    "version": set(),
     "testing": {"typing", "bench", "rounds", "protocols", "session"},
     "bench": {"typing", "model", "rounds", "protocols", "autoregressive", "session"},
     **{name: {"typing"} for name in ARRAYS_ONLY},

@@ -108,7 +108,8 @@ greedily or drawn ({settings}).
 
 - Corpus: {corpus}, the library's own source ({train_files} files,
   {train_bytes:,} bytes, {train_tokens:,} tokens; no data tables), sha256
-  `{corpus_sha256}`. Python Software Foundation licence.
+  `{corpus_sha256}`. Under the Python Software Foundation licence:
+  [LICENSE-PSF.txt](LICENSE-PSF.txt).
 - Held out: {held_out_files} files chosen by a hash of their path;
   {held_out_tokens:,} of their tokens are scored.
 - Tokenizer: byte-level BPE of 4096 entries trained on the training files;
