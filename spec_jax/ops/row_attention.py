@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
 from spec_jax.ops import dispatch, page_write, paged_attention, rms_norm, rope
-from spec_jax.pallas import row_attention_triton
 from spec_jax.typing import typed
 
 
@@ -59,6 +58,8 @@ def row_attention(
             **where, eps=eps, scale=scale,
         )  # fmt: skip
     if impl in dispatch.PALLAS:
+        from spec_jax.pallas import row_attention_triton
+
         return row_attention_triton.attend(
             heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
             **where, eps=eps, scale=scale, interpret=impl == "interpret",
