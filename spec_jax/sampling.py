@@ -31,11 +31,11 @@ import enum
 import math
 import numbers
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray, UInt32
 
+from spec_jax import pytree
 from spec_jax.typing import typed
 
 
@@ -61,8 +61,7 @@ class Stream(enum.IntEnum):
     OWN = 3  # the target's own token after them
 
 
-@flax.struct.dataclass(kw_only=True)
-class SamplingSettings:
+class SamplingSettings(pytree.Node):
     """How tokens are drawn. Data: changing it never compiles again.
 
     Built, and checked, by `make_settings`.

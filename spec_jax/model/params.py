@@ -7,15 +7,14 @@ and value are fused by rows, and so are gate and up.
 
 import math
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
+from spec_jax import pytree
 from spec_jax.model import config as config_lib
 
 
-@flax.struct.dataclass(kw_only=True)
-class LayerParams:
+class LayerParams(pytree.Node):
     """One decoder layer."""
 
     input_norm: jax.Array  # [D]
@@ -28,8 +27,7 @@ class LayerParams:
     down: jax.Array  # [D, F]
 
 
-@flax.struct.dataclass(kw_only=True)
-class Params:
+class Params(pytree.Node):
     """A whole model. `lm_head` is None where the embedding is tied to it."""
 
     embed: jax.Array  # [V, D]

@@ -4,18 +4,17 @@ Prefill uses it too. It is *not* the row path: its matrix products and its atten
 are those of the library, with numerics of their own.
 """
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spec_jax import pytree
 from spec_jax.model import config as config_lib, params as params_lib, rotary
 from spec_jax.ops import bits, causal_attention, rms_norm, rope, swiglu
 from spec_jax.typing import typed
 
 
-@flax.struct.dataclass(kw_only=True)
-class SequenceOutputs:
+class SequenceOutputs(pytree.Node):
     """What a forward pass over `[B, T]` tokens leaves behind."""
 
     hidden: jax.Array  # [B, T, D], after the final norm

@@ -12,7 +12,6 @@ The price is memory for `T` positions of every slot, used or not.
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,6 @@ from spec_jax.paging import cache
 from spec_jax.typing import typed
 
 
-@flax.struct.dataclass(kw_only=True)
 class StaticKV(cache.PagedKV):
     """Pages that never change hands: no page is free, each slot owns `M` of them.
 
