@@ -73,7 +73,10 @@ class Drafter(Protocol):
     what is promised here.
     """
 
-    gamma_max: int
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens that it drafts in a round."""
+        ...
 
     def init(self, *, capacity: int, page_size: int) -> Memory:
         """Allocates the empty memory of a text, outside of whatever is timed.

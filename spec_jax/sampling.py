@@ -77,7 +77,8 @@ class SamplingSettings(pytree.Node):
 def _check_number(name: str, value) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name}={value!r} is not a number")
-    if not -math.inf < value < math.inf:
+    # `Real` has no types for its comparisons.
+    if not -math.inf < value < math.inf:  # type: ignore[operator]
         raise ValueError(f"{name}={value} is not finite")
 
 

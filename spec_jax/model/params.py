@@ -6,6 +6,7 @@ and value are fused by rows, and so are gate and up.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def shapes(config: config_lib.Qwen3Config) -> Params:
     dtype = jnp.dtype(config.dtype)
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
 
-    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+    def leaf(*shape: int) -> Any:  # in the place of an array
         return jax.ShapeDtypeStruct(shape, dtype)
 
     layer = LayerParams(

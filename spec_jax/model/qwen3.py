@@ -82,11 +82,10 @@ def forward_rows(
     x = embedding.embed(params.embed, rows.tokens, num_live=rows.num_live, impl=impl)
     x = see(None, "embed", x)
     angles = row_angles(config, rows.positions, dtype=x.dtype)
-    run_layer = functools.partial(_run_layer, config=config, impl=impl)
-    if observe is None:
-        # Layers differ in their arrays alone: one is traced and lowered for all. A
-        # hook is told the number of the layer, and so each is traced.
-        run_layer = jax.jit(run_layer)
+    run = functools.partial(_run_layer, config=config, impl=impl)
+    # Layers differ in their arrays alone: one is traced and lowered for all. A hook
+    # is told the number of the layer, and so each is traced.
+    run_layer = jax.jit(run) if observe is None else run
     boundaries = [x]
     for number, layer in enumerate(params.layers):
         hook = {"observe": functools.partial(observe, number)} if observe else {}

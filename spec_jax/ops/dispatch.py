@@ -37,8 +37,9 @@ def backend() -> str:
         return jax.default_backend()
     except (AssertionError, RuntimeError) as error:  # Without a GPU, "cuda" asserts.
         reason = str(error).partition("\n")[0] or "no such device"
+        platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
         raise ValueError(
-            f"JAX_PLATFORMS={jax.config.jax_platforms}: jax cannot start it here "
+            f"JAX_PLATFORMS={platforms}: jax cannot start it here "
             f"({reason}); leave JAX_PLATFORMS unset, and for a GPU install the extra "
             "cuda12 or cuda13"
         ) from None

@@ -6,6 +6,8 @@ pages; each live row attends to positions `0 .. positions[r]` of its slot, its o
 included. One op, because all of it belongs to one key/value head and no other.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -46,7 +48,7 @@ def row_attention(
       The attended heads `[R, N * H]` and the pages with the live rows written.
     """
     K, H = k_pages.shape[2:]
-    where = {
+    where: dict[str, Any] = {
         "page_table": page_table,
         "slots": slots,
         "positions": positions,

@@ -96,8 +96,10 @@ def to_tuples(kv: StaticKV, slot: int) -> tuple[tuple[jax.Array, jax.Array], ...
     length = int(kv.length[slot])
 
     def of_layer(layer: int) -> tuple[jax.Array, jax.Array]:
-        keys, values = contiguous(kv, layer)
-        return tuple(x[slot, :length].swapaxes(0, 1)[None] for x in (keys, values))
+        keys, values = (
+            x[slot, :length].swapaxes(0, 1)[None] for x in contiguous(kv, layer)
+        )
+        return keys, values
 
     return tuple(of_layer(layer) for layer in range(len(kv.k)))
 
