@@ -30,8 +30,8 @@ def assert_same_bits(actual, expected, *, what: str = "") -> None:
 
     The message counts the differing elements and gives the largest difference.
     """
-    structures = [jax.tree.structure(tree) for tree in (actual, expected)]
-    if len(set(structures)) > 1:
+    structures = jax.tree.structure(actual), jax.tree.structure(expected)
+    if structures[0] != structures[1]:
         raise AssertionError(f"{what}: different structures: {structures}")
     pairs = zip(
         jax.tree_util.tree_leaves_with_path(actual),
@@ -189,7 +189,7 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) 
     """Nothing but the arguments matters, and nothing calls back to the host."""
     memory = _begin(drafter, params, bench, bench.prompts[0])
     number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
-    traced: dict[str, tuple] = {
+    traced = {
         "propose": (_call(drafter), params, memory, tokens, number, number),
         "commit": (drafter.commit, params, memory, number),
     }
@@ -367,18 +367,17 @@ def check_lossless(
     Every prompt with every gamma; limits of one and two tokens, a stop token, and a
     cache that is full before the limit.
     """
-    traces: list[tuple] = []
-    known = 0
+    traces, known = [], None
     for prompt in bench.prompts:
         text = bench.plain(prompt)
         middle = text[(len(prompt) + len(text)) // 2]
-        cases: list[tuple[int, int, tuple[int, ...]]] = [
+        cases = [
             (gamma, bench.max_tokens, ()) for gamma in range(drafter.gamma_max + 1)
         ]
         cases += [(drafter.gamma_max, few, ()) for few in (1, 2, bench.capacity)]
         cases += [(drafter.gamma_max, bench.max_tokens, (middle,))]
         for gamma, max_tokens, stop_ids in cases:
-            ends: dict[str, Any] = {"max_tokens": max_tokens, "stop_ids": stop_ids}
+            ends = {"max_tokens": max_tokens, "stop_ids": stop_ids}
             # A copy is the same drafter, and so the same executable.
             watched = _Watched(inner=copy.deepcopy(drafter), traces=traces)
             try:

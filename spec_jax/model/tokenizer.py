@@ -129,29 +129,6 @@ class Tokenizer:
             raise ValueError(f"{self.path.parent}: chat template: {error}") from None
 
 
-def locate(folder: str | pathlib.Path) -> pathlib.Path:
-    """Returns the path of a folder's tokenizer; there may be no such file.
-
-    `tokenizer.json` in the folder, else the `tokenizer_file` that its
-    `tokenizer_config.json` names, relative to the folder: models that share a
-    vocabulary need one copy of it.
-
-    Raises:
-      ValueError: `tokenizer_config.json` is malformed.
-    """
-    folder = pathlib.Path(folder)
-    path = folder / "tokenizer.json"
-    if path.exists():
-        return path
-    config = folder / "tokenizer_config.json"
-    shared = (_read_json(config) or {}).get("tokenizer_file")
-    if shared is None:
-        return path
-    if not isinstance(shared, str):
-        raise ValueError(f"{config}: tokenizer_file={shared!r} is not a path")
-    return folder / shared
-
-
 def load(folder: str | pathlib.Path) -> Tokenizer:
     """Reads a folder's tokenizer and, where they are present, the files beside it.
 
@@ -189,6 +166,29 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
         stop_ids=_stop_ids(folder, backend, special_tokens.get("eos_token")),
         special_tokens=special_tokens,
     )
+
+
+def locate(folder: str | pathlib.Path) -> pathlib.Path:
+    """Returns the path of a folder's tokenizer; there may be no such file.
+
+    `tokenizer.json` in the folder, else the `tokenizer_file` that its
+    `tokenizer_config.json` names, relative to the folder: models that share a
+    vocabulary need one copy of it.
+
+    Raises:
+      ValueError: `tokenizer_config.json` is malformed.
+    """
+    folder = pathlib.Path(folder)
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return path
+    config = folder / "tokenizer_config.json"
+    shared = (_read_json(config) or {}).get("tokenizer_file")
+    if shared is None:
+        return path
+    if not isinstance(shared, str):
+        raise ValueError(f"{config}: tokenizer_file={shared!r} is not a path")
+    return folder / shared
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
