@@ -6,11 +6,11 @@ decoding equals Hugging Face's greedy one in float32, and every drafted token pl
 decoding's; 2 not; 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import pathlib
@@ -21,20 +21,22 @@ from typing import Any
 import jax
 from rich import console as rich_console
 
-from experiments.support import (
-    compare_report,
-    compared_runs,
+from experiments.lib import (
+    compare,
+    compare_tables,
     flags,
-    hf_baseline,
-    hf_runs,
+    hf,
+    peak_memory,
+    records,
+    subjects,
+    terminal,
+)
+from experiments.support import (
     length_classes,
     model_pair,
     paired_runs,
-    peak_memory,
     prompt_files,
     prompt_runs,
-    records,
-    terminal,
 )
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
@@ -48,7 +50,7 @@ JUDGED_DTYPE = "float32"
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",  # for a default of `--dtype` of its own
@@ -63,11 +65,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "bfloat16 the tokens are compared in float32 besides",
     )
     _add_run_flags(parser.add_argument_group("runs"))
+    flags.add_device(parser)
     flags.add_out(
-        parser, rows="one per prompt as it finishes, one per way to generate, a summary"
+        parser,
+        rows="one per prompt as it finishes, one per way to generate, a summary",
+        is_committed=True,
     )
     parser.add_argument(
-        "--plot", type=flags.figure, metavar="FILE", help="the speeds, drawn"
+        "--plot", type=cli.figure, metavar="FILE", help="the speeds, drawn"
     )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
@@ -77,14 +82,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     runs.add_argument(
         "--gammas",
-        type=flags.positives,
+        type=cli.positives,
         default=(3, 5, 7, 10),
         metavar="K,K,...",
         help="tokens drafted per round, K (default: 3,5,7,10)",
     )
     runs.add_argument(
         "--lengths",
-        type=flags.positive,
+        type=cli.positive,
         nargs=len(length_classes.NAMES),
         default=[32, 128, 512],
         metavar=tuple(name.upper() for name in length_classes.NAMES),
@@ -92,7 +97,7 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     )
     runs.add_argument(
         "--per-length",
-        type=flags.positive,
+        type=cli.positive,
         default=2,
         metavar="N",
         help="prompts of each class (default: %(default)s)",
@@ -102,7 +107,7 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     flags.add_repeats(runs, default=3)
     runs.add_argument(
         "--page-size",
-        type=flags.positive,
+        type=cli.positive,
         default=16,
         metavar="TOKENS",
         help="positions per page of our cache (default: %(default)s)",
@@ -133,21 +138,13 @@ def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:
 def load_pair(args: argparse.Namespace, *, dtype: str) -> model_pair.ModelPair:
     """Our side; one slab for every K, because gamma is data."""
     gamma_max = max(args.gammas)
-    return model_pair.load_pair(
-        *folders(args),
-        gamma_max=gamma_max,
-        slab=gamma_max + 1,
-        dtype=dtype,
-        impl=args.impl,
-    )
+    sizes = {"gamma_max": gamma_max, "slab": gamma_max + 1}
+    return model_pair.load_pair(*folders(args), **sizes, dtype=dtype, impl=args.impl)
 
 
-def load_hf(args: argparse.Namespace, *, dtype: str) -> hf_baseline.Baseline:
+def load_hf(args: argparse.Namespace, *, dtype: str) -> hf.Baseline:
     """Hugging Face's side, on the same kind of device."""
-    hf = hf_baseline.load(*folders(args), dtype=dtype, gamma=max(args.gammas))
-    hf_runs.check_supported(hf)
-    hf_runs.move(hf, jax.default_backend())
-    return hf
+    return hf.load(*folders(args), dtype=dtype, backend=jax.default_backend())
 
 
 def make_prompts(
@@ -167,10 +164,7 @@ def make_prompts(
     )
     prompt_runs.check_lengths(
         pair.target.config,
-        [
-            (f"{prompt.length} prompt {prompt.id!r}", prompt.tokens)
-            for prompt in prompts
-        ],
+        [(f"{p.length} prompt {p.id!r}", p.tokens) for p in prompts],
         gen_tokens=args.gen_tokens,
         page_size=args.page_size,
     )
@@ -223,17 +217,17 @@ def memory_rows(
 
 def measure(
     args: argparse.Namespace,
-    sides: compared_runs.Sides,
+    sides: compare.Sides,
     prompts: Sequence[length_classes.LengthPrompt],
-) -> Iterator[compared_runs.PromptRuns]:
+) -> Iterator[compare.PromptRuns]:
     """Every prompt through every way to generate."""
     with terminal.progress() as progress:
         task = progress.add_task("runs", total=len(prompts) * (args.repeats + 1))
         for prompt in prompts:
-            yield compared_runs.run_prompt(
+            yield compare.run_prompt(
                 sides,
                 prompt,
-                gammas=args.gammas,
+                runs=compare.all_runs(args.gammas),
                 repeats=args.repeats,
                 after_turn=lambda: progress.advance(task),
             )
@@ -241,17 +235,17 @@ def measure(
 
 def greedy_rows(
     args: argparse.Namespace,
-    sides: compared_runs.Sides,
-    runs: Sequence[compared_runs.PromptRuns],
+    sides: compare.Sides,
+    runs: Sequence[compare.PromptRuns],
 ) -> list[dict[str, Any]]:
     """Our plain tokens beside Hugging Face's, in the dtype that is judged.
 
     What was timed in another one is generated again.
     """
-    plain = (compared_runs.OUR_PLAIN, compared_runs.THEIR_PLAIN)
+    plain = (compare.OUR_PLAIN, compare.THEIR_PLAIN)
     texts = [[done.generated[run].tokens for run in plain] for done in runs]
     if args.dtype != JUDGED_DTYPE:
-        sides = compared_runs.Sides(
+        sides = compare.Sides(
             pair=load_pair(args, dtype=JUDGED_DTYPE),
             hf=load_hf(args, dtype=JUDGED_DTYPE),
             settings=sides.settings,
@@ -261,7 +255,7 @@ def greedy_rows(
             for done in runs
         ]
     return [
-        compared_runs.greedy_row(sides, done.prompt, *both)
+        compare.greedy_row(sides, done.prompt, *both)
         for done, both in zip(runs, texts, strict=True)
     ]
 
@@ -271,13 +265,15 @@ def run_all(
 ) -> bool:
     """Loads, measures, writes, prints; returns whether all tokens are the same."""
     started = time.perf_counter()
-    check_installed()
+    subjects.check_device(args.device)
+    hf.check_installed()
     pair = load_pair(args, dtype=args.dtype)
     prompts = make_prompts(args, pair)
     settings = make_settings(args, pair, prompts)
     memory = [] if args.no_memory else memory_rows(args, pair, settings, prompts)
-    hf = load_hf(args, dtype=args.dtype)
-    sides = compared_runs.Sides(pair=pair, hf=hf, settings=settings)
+    sides = compare.Sides(
+        pair=pair, hf=load_hf(args, dtype=args.dtype), settings=settings
+    )
     description = describe(args, sides)
     loaded_s = time.perf_counter() - started
 
@@ -289,11 +285,11 @@ def run_all(
     runs = []
     for done in measure(args, sides, prompts):
         runs.append(done)
-        write([done.row()])
-    compared = compared_runs.rows(runs)
+        write([compare.prompt_row(done)])
+    compared = compare.rows(runs)
     greedy = greedy_rows(args, sides, runs)
     write([*compared, *greedy])
-    same_drafts = [compared_runs.same_drafts(done) for done in runs]
+    same_drafts = [compare.same_drafts(done) for done in runs]
     summary = {
         "prompts": len(prompts),
         "gen_tokens": args.gen_tokens,
@@ -306,34 +302,21 @@ def run_all(
         "total_s": time.perf_counter() - started,
     }
     write([{"kind": "summary"} | summary])
-    compare_report.print_all(console, compared, greedy, memory, summary)
+    compare_tables.print_all(console, compared, greedy, memory, summary)
     if args.plot:
-        draw(args.plot, [row | description for row in compared])
+        from experiments.support import figures
+
+        rows = [row | description for row in compared]
+        figures.save(figures.hugging_face(rows), args.plot)
     return summary["matched"] and summary["greedy_identical"] == len(prompts)
 
 
-def check_installed() -> None:
-    """Raises `ValueError` if a library that is needed is missing."""
-    missing = hf_baseline.missing()
-    if missing:
-        raise ValueError(
-            f"{' and '.join(missing)} not installed; {hf_baseline.INSTALL} brings them"
-        )
-
-
-def draw(path: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The speeds as a figure."""
-    from experiments.support import figures
-
-    figures.save(figures.hugging_face(rows), path)
-
-
-def describe(args: argparse.Namespace, sides: compared_runs.Sides) -> dict[str, Any]:
+def describe(args: argparse.Namespace, sides: compare.Sides) -> dict[str, Any]:
     """What is measured and where, for every row."""
     pair, settings = sides.pair, sides.settings
     return {
-        "target": str(args.target or "embedded"),
-        "draft": str(args.draft or "embedded"),
+        "target": str(args.target or subjects.EMBEDDED),
+        "draft": str(args.draft or subjects.EMBEDDED),
         "dtype": args.dtype,
         "impl": pair.target.impl,
         "native_isa": dispatch.instruction_set(pair.target.impl),
@@ -344,7 +327,7 @@ def describe(args: argparse.Namespace, sides: compared_runs.Sides) -> dict[str, 
         "stop_ids": settings.stop_ids,
         "raw": args.raw,
         "repeats": args.repeats,
-        "matched_ngram": hf_runs.MATCHED_NGRAM,
+        "matched_ngram": hf.MATCHED_NGRAM,
         "hf": sides.hf.description,
         **records.provenance(),
     }
@@ -352,15 +335,15 @@ def describe(args: argparse.Namespace, sides: compared_runs.Sides) -> dict[str, 
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    with records.JsonLines(args.out) as out:
+    with records.open_rows(args.out, allow_dirty=args.allow_dirty) as out:
         same = run_all(args, out, terminal.console())
     return IDENTICAL if same else NOT_IDENTICAL
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    return script.run("compare_hf.py", lambda: parse_args(argv), run)
+    return cli.run("compare_hf.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

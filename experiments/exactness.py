@@ -12,11 +12,11 @@ By default the first value of every axis is the base, and each other value is ru
 the rest of the base; --product runs every combination.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import pathlib
@@ -25,6 +25,8 @@ from typing import Any
 
 from rich import console as rich_console
 
+from experiments.ablations import verify_paths
+from experiments.lib import flags, records, terminal
 from experiments.support import (
     exactness_cells as cells_lib,
     exactness_certificate as certificates,
@@ -35,13 +37,10 @@ from experiments.support import (
     exactness_runs as runs,
     exactness_suite as suite,
     exactness_values as values,
-    flags,
     policies,
-    records,
-    terminal,
 )
 from spec_jax.drafters import draft_model
-from spec_jax.model import config as config_lib, row_model, verify_paths
+from spec_jax.model import config as config_lib, row_model
 from spec_jax.native import build
 from spec_jax.typing import IMPLS
 
@@ -51,7 +50,7 @@ EXACT, NOT_EXACT = 0, 2
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _add_input_flags(parser.add_argument_group("models and prompts"))
@@ -59,7 +58,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_out(parser, rows="one per prompt and cell as it finishes, taken up again")
     parser.add_argument(
         "--certificate",
-        type=flags.output,
+        type=cli.output,
         metavar="FILE",
         help="JSON: versions, device, settings, and hashes of every result; of code "
         "whose commit it can name",
@@ -71,14 +70,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--verify",
-        type=flags.source,
+        type=cli.source,
         metavar="CERTIFICATE",
         help="run a certificate's cells again, and say where they agree; axes and "
         "lengths are those of the certificate",
     )
     parser.add_argument(
         "--limit",
-        type=flags.positive,
+        type=cli.positive,
         metavar="N",
         help="with --verify: the first N prompts only",
     )
@@ -100,13 +99,13 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     for name in ("target", "draft"):
         group.add_argument(
             f"--{name}",
-            type=flags.source,
+            type=cli.source,
             metavar="DIR",
             help=f"Hugging Face Qwen3 folder of the {name} (default: the embedded one)",
         )
     group.add_argument(
         "--prompts",
-        type=flags.text_source,
+        type=cli.text_source,
         metavar="N|FILE[:N]",
         help="the first N bundled prompts, and beginnings of them where N is more than "
         "there are, or a file as in spec_round.py (default: "
@@ -114,7 +113,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--gen-tokens",
-        type=flags.positive,
+        type=cli.positive,
         metavar="TOKENS",
         help="tokens to generate per prompt (default: "
         f"{plans.BRIEF.gen_tokens}; {plans.FULL.gen_tokens} with --full)",
@@ -173,7 +172,7 @@ def _listed(kinds: Sequence[str] | None) -> Callable[[str], tuple]:
         values = dict.fromkeys(part.strip() for part in text.split(","))
         if kinds is None:
             try:
-                return tuple(flags.positive(value) for value in values)
+                return tuple(cli.positive(value) for value in values)
             except ValueError:
                 raise argparse.ArgumentTypeError(
                     f"{text!r} is no list of whole numbers, such as 4,1,2"
@@ -295,8 +294,8 @@ def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs or verifies; returns the exit status."""
-    return script.run("exactness.py", lambda: parse_args(argv), act)
+    return cli.run("exactness.py", lambda: parse_args(argv), act)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

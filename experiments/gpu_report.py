@@ -18,11 +18,11 @@ On a CPU the same code runs at tiny sizes with interpreted kernels, as a smoke t
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -37,13 +37,8 @@ from collections.abc import Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
-from experiments.support import (
-    flags,
-    gpu_markdown,
-    gpu_task,
-    gpu_workers,
-    records,
-)
+from experiments.lib import records
+from experiments.support import gpu_markdown, gpu_task, gpu_workers
 
 
 DONE, FAILED = 0, 2
@@ -102,7 +97,7 @@ SECTIONS = {
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
@@ -121,7 +116,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--budget",
-        type=flags.positive,
+        type=cli.positive,
         metavar="SECONDS",
         help="for all sections together (default: 540), on a CPU for each (600)",
     )
@@ -365,7 +360,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the report; returns the exit status."""
-    return script.run(
+    return cli.run(
         "gpu_report.py",
         lambda: parse_args(argv),
         run,
@@ -375,4 +370,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

@@ -9,11 +9,11 @@ Exit status: 0 the story holds (the last rung matches, and is the fastest of tho
 that match); 2 it does not; 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -21,18 +21,16 @@ from collections.abc import Sequence
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
+from experiments.ablations import verify_paths
+from experiments.lib import flags, records, terminal
 from experiments.support import (
-    flags,
     model_pair,
     paired_runs,
     prompt_files,
     prompt_runs,
-    records,
     report,
-    terminal,
 )
-from spec_jax import metrics
-from spec_jax.model import verify_paths
+from spec_jax.analysis import metrics
 from spec_jax.ops import dispatch
 
 
@@ -94,7 +92,7 @@ what `spec_round.py` runs."""
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_models(parser.add_argument_group("models"))
@@ -300,8 +298,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the ladder; returns the exit status."""
-    return script.run("history.py", lambda: parse_args(argv), run)
+    return cli.run("history.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

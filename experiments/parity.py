@@ -10,11 +10,11 @@ value of both runs is the one that the bundle was written with. Whether a mismat
 met again is said, and does not change it.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import pathlib
@@ -24,15 +24,14 @@ from typing import Any
 
 from rich import console as rich_console
 
+from experiments.lib import records, terminal
 from experiments.support import (
     parity_bundle,
     parity_flags,
     parity_question,
     parity_report,
-    records,
-    terminal,
 )
-from spec_jax.microscope import compare, record as record_lib
+from spec_jax.debug.microscope import compare, record as record_lib
 from spec_jax.model import config as config_lib
 from spec_jax.ops import dispatch
 
@@ -151,7 +150,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    return script.run(
+    return cli.run(
         "parity.py",
         lambda: parity_flags.parse(argv, description=__doc__),
         lambda args: run(args, argv),
@@ -159,4 +158,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

@@ -8,11 +8,11 @@ same length. Exit status: 0 measured and matched, 2 not matched, 1 the input was
 unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -21,8 +21,8 @@ from typing import Any
 
 from rich import console as rich_console
 
+from experiments.lib import flags, records, terminal, timing
 from experiments.support import (
-    flags,
     model_pair,
     paired_runs,
     plan_acceptance,
@@ -33,12 +33,9 @@ from experiments.support import (
     plan_runs,
     prompt_files,
     prompt_runs,
-    records,
     report,
-    terminal,
-    timing,
 )
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 from spec_jax.ops import dispatch
 
 
@@ -47,7 +44,7 @@ MATCHED, NOT_MATCHED = 0, 2
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_models(parser.add_argument_group("models"))
@@ -59,7 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_repeats(runs, default=3)
     runs.add_argument(
         "--cost-repeats",
-        type=flags.positive,
+        type=cli.positive,
         default=10,
         metavar="N",
         help="timed calls of each part of a round (default: %(default)s)",
@@ -303,8 +300,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plans, runs and compares; returns the exit status."""
-    return script.run("plan.py", lambda: parse_args(argv), run)
+    return cli.run("plan.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

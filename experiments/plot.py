@@ -5,11 +5,11 @@ those of a formula. Exit status: 0 drawn, 1 the input was unusable; a figure who
 are not there is not drawn, unless it was asked for by name.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import collections
@@ -23,8 +23,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.support import figure_data, files, flags, sweep_data
-from spec_jax import theory
+from experiments.lib import cli, files
+from experiments.support import figure_data, sweep_data
+from spec_jax.gamma import theory
 
 
 DRAWN = 0
@@ -89,7 +90,7 @@ FIGURES = {
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
@@ -246,7 +247,7 @@ def run_all(args: argparse.Namespace) -> int:
         except ValueError as error:
             # One figure that cannot be drawn takes no other with it.
             print(f"plot.py: error: {name}: {error}", file=sys.stderr)
-            status = flags.UNUSABLE
+            status = cli.UNUSABLE
     _report_unused(rows, names)
     return status
 
@@ -265,10 +266,10 @@ def _report_unused(rows: Sequence[Row], names: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws the figures; returns the exit status."""
-    return script.run(
+    return cli.run(
         "plot.py", lambda: parse_args(argv), run_all, kept=lambda _: "", uses_jax=False
     )
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

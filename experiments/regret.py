@@ -7,11 +7,11 @@ of them run in real rounds too, in turn with plain decoding. Greedy; stop tokens
 ignored. Exit status: 0 measured and matched, 2 not matched, 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -20,23 +20,20 @@ from typing import Any
 
 from rich import console as rich_console
 
+from experiments.lib import flags, records, terminal, timing
 from experiments.support import (
     drafters,
-    flags,
     model_pair,
     paired_runs,
     plan_costs,
     plan_flags,
     prompt_files,
     prompt_runs,
-    records,
     regret_fates,
     regret_live,
     regret_policies,
     regret_report,
     regret_simulation,
-    terminal,
-    timing,
 )
 from spec_jax.ops import dispatch
 
@@ -46,7 +43,7 @@ MATCHED, NOT_MATCHED = 0, 2
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_models(parser.add_argument_group("models"))
@@ -87,7 +84,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_repeats(runs, default=3)
     runs.add_argument(
         "--cost-repeats",
-        type=flags.positive,
+        type=cli.positive,
         default=10,
         metavar="N",
         help="timed calls of each part of a round (default: %(default)s)",
@@ -307,8 +304,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures regret; returns the exit status."""
-    return script.run("regret.py", lambda: parse_args(argv), run)
+    return cli.run("regret.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

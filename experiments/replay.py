@@ -12,11 +12,11 @@ Exit status: 0 judged, and equal where checked; 2 a live run differs from its re
 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 from collections.abc import Sequence
@@ -24,14 +24,12 @@ from typing import Any
 
 from rich import console as rich_console
 
+from experiments.lib import flags, records, terminal
 from experiments.support import (
-    flags,
-    records,
     replay_flags,
     replay_judge,
     replay_record,
     replay_report,
-    terminal,
     traces,
 )
 from spec_jax.ops import dispatch
@@ -118,12 +116,12 @@ def kept(args: argparse.Namespace) -> str:
     """What an interrupt leaves behind."""
     if args.record:
         return f"the same command takes up {args.record}"
-    return script.rows_in_out(args)
+    return cli.rows_in_out(args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    return script.run(
+    return cli.run(
         "replay.py",
         lambda: replay_flags.parse(argv, description=__doc__),
         run,
@@ -132,4 +130,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

@@ -8,11 +8,11 @@ status: 0 matched, 2 not matched, or with logits that are not finite, 1 the inpu
 unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -20,25 +20,24 @@ from collections.abc import Sequence
 
 from rich import console as rich_console
 
+from experiments.ablations import verify_paths
+from experiments.lib import flags, records, terminal
 from experiments.support import (
     batched_runs,
     drafters,
-    flags,
     mismatches,
     model_pair,
     paired_runs,
     policies,
     prompt_files,
     prompt_runs,
-    records,
     report,
     sample_text,
     sweep_report,
-    terminal,
 )
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 from spec_jax.drafters import draft_model
-from spec_jax.model import row_model, verify_paths
+from spec_jax.model import row_model
 from spec_jax.ops import dispatch
 
 
@@ -47,7 +46,7 @@ MATCHED, NOT_MATCHED = 0, 2
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_models(parser.add_argument_group("models"))
@@ -85,8 +84,7 @@ def _check_batch(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     for name, value in only.items():
         if getattr(args, name) != value:
             parser.error(
-                f"--batch does not go together with {flags.flag_of(name)}: leave one "
-                "out"
+                f"--batch does not go together with {cli.flag_of(name)}: leave one out"
             )
 
 
@@ -112,7 +110,7 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     flags.add_repeats(runs)
     runs.add_argument(
         "--batch",
-        type=flags.positive,
+        type=cli.positive,
         metavar="SLOTS",
         help="run so many prompts at once, refilled as they end, against each one "
         "plain and alone (default: one after the other)",
@@ -145,7 +143,7 @@ def _add_design_flags(design: argparse._ArgumentGroup) -> None:
     )
     design.add_argument(
         "--dump-verify-mismatches",
-        type=flags.output,
+        type=cli.output,
         metavar="FILE",
         help="JSON lines: every verified position at which decoding chooses another "
         "token, with both top 5 logits; experiments/parity.py takes one up",
@@ -399,8 +397,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    return script.run("spec_round.py", lambda: parse_args(argv), run)
+    return cli.run("spec_round.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

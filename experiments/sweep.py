@@ -8,11 +8,11 @@ and with figures. Exit status: 0 all matched, 2 not all matched, 1 the input was
 unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -29,20 +29,17 @@ from typing import Any
 from rich import console as rich_console, progress as rich_progress
 
 from experiments import plot
+from experiments.lib import files, flags, records, terminal
 from experiments.support import (
-    files,
-    flags,
     model_pair,
     paired_runs,
     policies,
     prompt_files,
     prompt_runs,
-    records,
     sweep_file,
     sweep_flags,
     sweep_report,
     sweep_rows,
-    terminal,
 )
 from spec_jax.model import fingerprint
 from spec_jax.ops import dispatch
@@ -380,10 +377,10 @@ def kept(args: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the sweep; returns the exit status."""
-    return script.run(
+    return cli.run(
         "sweep.py", lambda: sweep_flags.parse(argv, description=__doc__), run, kept=kept
     )
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

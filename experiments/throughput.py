@@ -7,11 +7,11 @@ its prompt alone. Times begin with the first prefill and end with the last token
 Exit status: 0 all texts equal; 2 some differ; 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -20,18 +20,15 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table
 
+from experiments.lib import flags, records, terminal, timing
 from experiments.support import (
     batched_runs,
     drafters,
-    flags,
     model_pair,
     paired_runs,
     policies,
     prompt_files,
     prompt_runs,
-    records,
-    terminal,
-    timing,
 )
 from spec_jax.ops import dispatch
 
@@ -86,14 +83,14 @@ class Result:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_models(parser.add_argument_group("models"))
     runs = parser.add_argument_group("runs")
     runs.add_argument(
         "--batch",
-        type=flags.positives,
+        type=cli.positives,
         default=(1, 2, 4, 8, 16),
         metavar="B,..",
         help="sequences at once (default: 1,2,4,8,16)",
@@ -260,8 +257,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    return script.run("throughput.py", lambda: parse_args(argv), run)
+    return cli.run("throughput.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

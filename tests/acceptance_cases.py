@@ -4,7 +4,7 @@ import enumeration
 import jax
 import numpy as np
 
-from spec_jax import sampling
+from spec_jax.rules import sampling
 
 
 def random_rows(rng, vocab_size, *, zeros=0.0):

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import acceptance, autoregressive, bench, protocols, rounds, session
+from spec_jax import autoregressive, rounds, session
 from spec_jax.drafters import draft_model
+from spec_jax.engine import protocols
 from spec_jax.model import config as config_lib, params as params_lib, row_model
 from spec_jax.ops import dispatch
 from spec_jax.paging import cache
+from spec_jax.rules import acceptance
+from spec_jax.testing import bench
 
 
 GAMMA_MAX = 4

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import acceptance
+from spec_jax.rules import acceptance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

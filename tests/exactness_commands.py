@@ -7,7 +7,8 @@ import pytest
 import tiny_pair
 
 from experiments import exactness
-from experiments.support import exactness_rows as rows_lib, flags
+from experiments.lib import cli
+from experiments.support import exactness_rows as rows_lib
 from spec_jax.native import build
 
 
@@ -82,7 +83,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1, error
+    assert status == cli.UNUSABLE == 1, error
     lines = [line for line in error.splitlines() if "error:" in line]
     assert len(lines) == 1 and "Traceback" not in error, error
     for word in words:

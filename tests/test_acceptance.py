@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import acceptance
+from spec_jax.rules import acceptance
 
 
 def accept_in_python(drafts, targets, num_drafted):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import acceptance, sampling
+from spec_jax.rules import acceptance, sampling
 
 
 def target_in_place_of_residual(base):

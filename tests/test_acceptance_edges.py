@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import acceptance
+from spec_jax.rules import acceptance
 
 
 COMPILED = {name: jax.jit(rule.accept) for name, rule in enumeration.RULES.items()}

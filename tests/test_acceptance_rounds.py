@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import acceptance, sampling
+from spec_jax.rules import acceptance, sampling
 
 
 NUM_STREAMS = 2**17

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import acceptance, sampling, testing
+from spec_jax import testing
+from spec_jax.rules import acceptance, sampling
 
 
 VOCAB = 13

@@ -7,7 +7,7 @@ import pytest
 import test_metrics
 from hypothesis import strategies as st
 
-from spec_jax import conventions, metrics
+from spec_jax.analysis import conventions, metrics
 
 
 # Four rounds that drafted 3, 3, 3 and 1 tokens and kept 3, 0, 1 and 1 of them; the

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import decode_rounds, protocols, rounds, session, testing
-from spec_jax.model import verify_paths
+from experiments.ablations import decode_rounds, verify_paths
+from spec_jax import rounds, session, testing
+from spec_jax.engine import protocols
 from spec_jax.paging import cache
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from spec_jax import session, testing
-from spec_jax.microscope import (
+from spec_jax.debug.microscope import (
     compare,
     faults,
     fused,

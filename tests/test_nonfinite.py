@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import wrong_targets
-
-from spec_jax import autoregressive, rounds, sampling, session
 from spec_jax.batch import lookups, queue, rows
+
+from spec_jax import autoregressive, rounds, session
 from spec_jax.drafters import ngram
 from spec_jax.model import row_model
 from spec_jax.ops import dispatch
+from spec_jax.rules import sampling
 
 
 PROMPT, MAX_TOKENS = decoding.PROMPT, 12

@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import GAMMA_MAX, PROMPT
-
-from spec_jax import decode_rounds, protocols, rounds, rules, sampling, session
 from spec_jax.batch import lookups, queue, rows
+
+from experiments.ablations import decode_rounds
+from spec_jax import rounds, rules, session
+from spec_jax.engine import protocols
 from spec_jax.model import row_model
 from spec_jax.ops import dispatch
+from spec_jax.rules import sampling
 
 
 CAPACITY, PAGE_SIZE = 24, 8

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import wrong_targets
 
-from spec_jax import autoregressive, recorder, rounds, session
+from spec_jax import autoregressive, rounds, session
+from spec_jax.debug import recorder
 from spec_jax.native import build
 from spec_jax.testing import assert_same_bits, bits
 

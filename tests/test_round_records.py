@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from decoding import GAMMA_MAX, PROMPT, Scripted
 
-from spec_jax import acceptance, rounds, session
+from spec_jax import rounds, session
+from spec_jax.rules import acceptance
 
 
 WRONG_EVERY = 3

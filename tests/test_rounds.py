@@ -14,17 +14,11 @@ import pytest
 from decoding import GAMMA_MAX, PROMPT, Scripted
 
 from experiments.support import paired_runs
-from spec_jax import (
-    acceptance,
-    autoregressive,
-    metrics,
-    rounds,
-    rules,
-    session,
-    testing,
-)
+from spec_jax import autoregressive, rounds, rules, session, testing
+from spec_jax.analysis import metrics
 from spec_jax.ops import dispatch
 from spec_jax.paging import cache
+from spec_jax.rules import acceptance
 
 
 pytestmark = pytest.mark.optimized

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import autoregressive, decode_rounds, rounds, sampling, session, testing
-from spec_jax.model import verify_paths
+from experiments.ablations import decode_rounds, verify_paths
+from spec_jax import autoregressive, rounds, session, testing
+from spec_jax.rules import sampling
 
 
 pytestmark = pytest.mark.optimized

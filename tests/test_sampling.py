@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from spec_jax import sampling
+from spec_jax.rules import sampling
 
 
 VOCAB = 12

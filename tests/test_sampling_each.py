@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import sampling
+from spec_jax.rules import sampling
 
 
 ROWS, VOCAB = 6, 311

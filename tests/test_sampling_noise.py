@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from spec_jax import sampling, testing
+from spec_jax import testing
+from spec_jax.rules import sampling
 
 
 VOCAB = 12

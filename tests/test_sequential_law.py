@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 
 from experiments.support import model_pair, paired_runs, prompt_files, prompt_runs
-from spec_jax import acceptance, rounds, sampling, session
+from spec_jax import rounds, session
 from spec_jax.drafters import draft_model
+from spec_jax.rules import acceptance, sampling
 
 
 pytestmark = pytest.mark.slow

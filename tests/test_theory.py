@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import theory
+from spec_jax.gamma import theory
 
 
 SHARES = (0.0, 0.2, 0.5, 0.8, 0.95, 1.0)

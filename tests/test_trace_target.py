@@ -9,9 +9,10 @@ import pytest
 from decoding import CAPACITY, GAMMA_MAX, PROMPT, Scripted
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from spec_jax import replay, rounds, sampling, session, testing
+from spec_jax import replay, rounds, session, testing
 from spec_jax.drafters import draft_model, ngram
 from spec_jax.gamma import goodput, threshold
+from spec_jax.rules import sampling
 
 
 MAX_TOKENS = 40

@@ -8,7 +8,7 @@ import sys
 
 import x64_texts
 
-from spec_jax import sampling
+from spec_jax.rules import sampling
 
 
 HERE = pathlib.Path(__file__).parent

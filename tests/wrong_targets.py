@@ -6,7 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax import protocols
+from spec_jax.engine import protocols
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,20 +10,16 @@ import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from spec_jax import (
-    autoregressive,
-    bench,
-    decode_rounds,
-    protocols,
-    rounds,
-    sampling,
-    session,
-)
 from spec_jax.batch import drafters, queue, rows
+
+from experiments.ablations import decode_rounds
+from spec_jax import autoregressive, rounds, session
 from spec_jax.drafters import draft_model, hybrid, ngram, suffix
+from spec_jax.engine import protocols
 from spec_jax.gamma import goodput, policy, threshold
 from spec_jax.model import row_model
+from spec_jax.rules import sampling
+from spec_jax.testing import bench
 
 
 GAMMA_MAX = 4

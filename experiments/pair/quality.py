@@ -16,7 +16,8 @@ from experiments.support import (
     prompt_runs,
     sample_text,
 )
-from spec_jax import metrics, sampling
+from spec_jax.analysis import metrics
+from spec_jax.rules import sampling
 
 
 NUM_TOKENS, PAGE_SIZE, SEED = 64, 16, 0

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.support import timing
+from experiments.lib import timing
 from spec_jax.model import params as params_lib
 
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from spec_jax.batch import drafters, queue, rows
 
 from experiments.support import model_pair, paired_runs, prompt_files, prompt_runs
-from spec_jax import metrics, rounds
-from spec_jax.batch import drafters, queue, rows
+from spec_jax import rounds
+from spec_jax.analysis import metrics
 from spec_jax.drafters import oracle
 
 

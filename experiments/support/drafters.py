@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spec_jax import protocols
 from spec_jax.drafters import draft_model, hybrid, ngram, oracle, suffix
+from spec_jax.engine import protocols
 
 
 Drafting = tuple[protocols.Drafter, Any]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from spec_jax.batch import drafters, queue, rounds as batch_rounds, rows
 
 from experiments.support import (
     exactness_cells as cells,
@@ -20,7 +21,6 @@ from experiments.support import (
     model_pair,
 )
 from spec_jax import session
-from spec_jax.batch import drafters, queue, rounds as batch_rounds, rows
 from spec_jax.drafters import oracle
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from spec_jax import autoregressive, recorder, rounds, testing
+from spec_jax import autoregressive, rounds, testing
+from spec_jax.debug import recorder
 from spec_jax.model import row_model
 from spec_jax.paging import cache as paged, index
 

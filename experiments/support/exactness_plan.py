@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.lib import records
 from experiments.support import (
     exactness_cells as cells_lib,
     exactness_certificate as certificates,
@@ -20,7 +21,6 @@ from experiments.support import (
     model_pair,
     policies,
     prompt_files,
-    records,
 )
 from spec_jax import session
 from spec_jax.model import fingerprint

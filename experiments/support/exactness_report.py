@@ -16,11 +16,11 @@ from rich import (
     text as rich_text,
 )
 
+from experiments.lib import terminal
 from experiments.support import (
     exactness_cells as cells_lib,
     exactness_evidence as evidence,
     exactness_suite as suite,
-    terminal,
 )
 
 

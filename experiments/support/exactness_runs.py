@@ -21,8 +21,10 @@ from experiments.support import (
     model_pair,
     paired_runs,
 )
-from spec_jax import autoregressive, protocols, recorder, rounds, session
+from spec_jax import autoregressive, rounds, session
+from spec_jax.debug import recorder
 from spec_jax.drafters import draft_model, oracle
+from spec_jax.engine import protocols
 from spec_jax.paging import cache as paged, index
 
 

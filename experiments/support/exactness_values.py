@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from experiments.support import exactness_cells as cells, policies
-from spec_jax import protocols, sampling as sampling_lib
+from spec_jax.engine import protocols
+from spec_jax.rules import sampling as sampling_lib
 
 
 CONSTANTS: Mapping[str, Mapping[str, float]] = {

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from spec_jax import protocols
 from spec_jax.drafters import oracle
+from spec_jax.engine import protocols
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.support import gpu_arrays, timing
+from experiments.lib import timing
+from experiments.support import gpu_arrays
 
 
 COPY = "copy"

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.lib import timing
 from experiments.support import (
     forced_drafter,
     gpu_arrays,
     gpu_clock,
     gpu_models,
     gpu_task,
-    timing,
 )
 from spec_jax import autoregressive, rounds, session
 

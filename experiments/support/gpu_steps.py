@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments.lib import timing
 from experiments.support import (
     bandwidth,
     gpu_arrays,
     gpu_clock,
     gpu_models,
     gpu_task,
-    timing,
 )
 from spec_jax import autoregressive, session
 from spec_jax.model import config as config_lib, params as params_lib, row_model

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from typing import Any, TypeVar
 
-from experiments.support import records, subjects
+from experiments.lib import records, subjects
 from spec_jax.model import config as config_lib
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.support import gpu_clock, gpu_rounds, gpu_task, timing
+from experiments.lib import timing
+from experiments.support import gpu_clock, gpu_rounds, gpu_task
 from spec_jax.model import config as config_lib, params as params_lib
 
 

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from experiments.support import model_pair, paired_runs
-from spec_jax import autoregressive, recorder, session
+from spec_jax import autoregressive, session
+from spec_jax.debug import recorder
 from spec_jax.model import fingerprint
 
 

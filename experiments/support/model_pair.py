@@ -5,17 +5,14 @@ import functools
 import pathlib
 
 import spec_jax
+from experiments.ablations import verify_paths
 from experiments.support import drafters
-from spec_jax import protocols, sampling, session
+from spec_jax import session
 from spec_jax.drafters import draft_model, hybrid
-from spec_jax.model import (
-    load,
-    params as params_lib,
-    row_model,
-    tokenizer,
-    verify_paths,
-)
+from spec_jax.engine import protocols
+from spec_jax.model import load, params as params_lib, row_model, tokenizer
 from spec_jax.ops import dispatch
+from spec_jax.rules import sampling
 
 
 ASSETS = pathlib.Path(spec_jax.__file__).parent / "assets"

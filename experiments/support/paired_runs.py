@@ -15,20 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.ablations import decode_rounds, verify_paths
 from experiments.support import model_pair
-from spec_jax import (
-    acceptance,
-    autoregressive,
-    decode_rounds,
-    metrics,
-    protocols,
-    rounds,
-    sampling as sampling_lib,
-    session,
-)
+from spec_jax import autoregressive, rounds, session
+from spec_jax.analysis import metrics
 from spec_jax.drafters import oracle
+from spec_jax.engine import protocols
 from spec_jax.gamma import policy
-from spec_jax.model import qwen3, verify_paths
+from spec_jax.model import qwen3
+from spec_jax.rules import acceptance, sampling as sampling_lib
 
 
 ACCEPTANCES = ("verify", "decode")

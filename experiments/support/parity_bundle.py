@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.support import parity_inputs, records
-from spec_jax.microscope import faults, record as record_lib, scene as scene_lib
+from experiments.lib import records
+from experiments.support import parity_inputs
+from spec_jax.debug.microscope import faults, record as record_lib, scene as scene_lib
 from spec_jax.model import config as config_lib
 
 

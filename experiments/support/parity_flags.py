@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
-from experiments.support import flags, parity_inputs, parity_scenes
-from spec_jax.microscope import faults, record as record_lib
+from experiments.lib import cli, flags
+from experiments.support import parity_inputs, parity_scenes
+from spec_jax.debug.microscope import faults, record as record_lib
 from spec_jax.model import config as config_lib
 from spec_jax.typing import IMPLS
 
@@ -25,12 +26,12 @@ _OF_RUNS = (
 
 def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--target",
-        type=flags.source,
+        type=cli.source,
         metavar="DIR",
         help="Hugging Face Qwen3 folder (default: the embedded target)",
     )
@@ -46,7 +47,7 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prompt", metavar="TEXT", help="a prompt")
     group.add_argument(
         "--prompts",
-        type=flags.text_source,
+        type=cli.text_source,
         metavar="N|FILE[:N]",
         help="prompts, as of spec_round.py, of which --index chooses one (default: "
         "the bundled ones)",
@@ -81,20 +82,20 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--wrong-draft",
-        type=flags.positive,
+        type=cli.positive,
         metavar="I",
         help="make the I-th draft, from 1, another token",
     )
     group.add_argument(
         "--mismatch",
-        type=flags.text_source,
+        type=cli.text_source,
         metavar="FILE[:LINE]",
         help="a window that spec_round.py --dump-verify-mismatches wrote, and how it "
         "was run; lines count from 1",
     )
     group.add_argument(
         "--bundle",
-        type=flags.source,
+        type=cli.source,
         metavar="FILE",
         help="run a saved bundle again, and say whether the outcome is the same",
     )
@@ -141,13 +142,13 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         )
         group.add_argument(
             f"--{prefix}slab",
-            type=flags.positive,
+            type=cli.positive,
             metavar="ROWS",
             help=f"slab height of {what} (default: {same})",
         )
         group.add_argument(
             f"--{prefix}page-size",
-            type=flags.positive,
+            type=cli.positive,
             metavar="TOKENS",
             help=f"positions per page of {what} (default: {same})",
         )
@@ -180,13 +181,13 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     flags.add_out(group, rows="one, what was seen")
     group.add_argument(
         "--heatmap",
-        type=flags.figure,
+        type=cli.figure,
         metavar="FILE",
-        help=f"layers by operations, as a {' or '.join(flags.FIGURES)} file",
+        help=f"layers by operations, as a {' or '.join(cli.FIGURES)} file",
     )
     group.add_argument(
         "--save-bundle",
-        type=flags.output,
+        type=cli.output,
         metavar="FILE",
         help="a .npz file with all but the weights, for --bundle elsewhere",
     )

@@ -11,8 +11,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.support import files, paired_runs
-from spec_jax.microscope import record as record_lib
+from experiments.lib import files
+from experiments.support import paired_runs
+from spec_jax.debug.microscope import record as record_lib
 from spec_jax.model import config as config_lib, row_model
 from spec_jax.typing import IMPLS
 

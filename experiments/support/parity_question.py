@@ -17,7 +17,7 @@ from experiments.support import (
     prompt_files,
     prompt_runs,
 )
-from spec_jax.microscope import faults, record as record_lib, scene as scene_lib
+from spec_jax.debug.microscope import faults, record as record_lib, scene as scene_lib
 from spec_jax.model import (
     config as config_lib,
     fingerprint,

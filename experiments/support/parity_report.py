@@ -8,7 +8,7 @@ from typing import Any
 from rich import console as rich_console, table as rich_table, text as rich_text
 
 from experiments.support import parity_inputs
-from spec_jax.microscope import (
+from spec_jax.debug.microscope import (
     compare,
     faults,
     record as record_lib,

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.support import parity_inputs
 from spec_jax import autoregressive, session
-from spec_jax.microscope import history, record as record_lib, scene as scene_lib
+from spec_jax.debug.microscope import history, record as record_lib, scene as scene_lib
 from spec_jax.model import params as params_lib, qwen3, row_model
 
 

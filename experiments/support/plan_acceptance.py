@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.support import model_pair, paired_runs
-from spec_jax import metrics, session
+from spec_jax import session
+from spec_jax.analysis import metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

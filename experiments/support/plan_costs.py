@@ -2,7 +2,7 @@
 
 Proposals are timed along a text that plain decoding wrote, one token further each, as
 if the target had kept none: what a drafter looks up depends on what stands there. The
-other parts are those of `step_costs`, at lengths of the same text. Every thunk runs
+other parts are those of `steps`, at lengths of the same text. Every thunk runs
 many steps in one compiled call, and returns the seconds of one.
 """
 
@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from experiments.support import model_pair, paired_runs, step_costs, timing
-from spec_jax import protocols, theory
+from experiments.lib import steps as steps_lib, timing
+from experiments.support import model_pair, paired_runs
+from spec_jax.engine import protocols
+from spec_jax.gamma import theory
 
 
-PLAIN = step_costs.PLAIN
+PLAIN = steps_lib.PLAIN
 STRIDE = 8
 """Tokens that a drafter sits out between two proposals, where catching up is timed."""
 
@@ -103,17 +105,17 @@ def thunks(
     """
     first = next(iter(pairs.values()))
     gamma_max = first.drafter.gamma_max
-    sizes = step_costs.Sizes(
+    sizes = steps_lib.Sizes(
         capacity=settings.capacity,
         page_size=settings.page_size,
         # As far as the last proposal has room for all of its drafts.
         steps=settings.gen_tokens - gamma_max,
     )
     target = first.target, first.params[0], sizes
-    made = {PLAIN: step_costs.plain_step(*target, len(prompt))}
+    made = {PLAIN: steps_lib.plain_step(*target, len(prompt))}
     middle = len(prompt) + sizes.steps // 2
     for num_live in range(1, gamma_max + 2):
-        made[_window(num_live)] = step_costs.live_rows(
+        made[_window(num_live)] = steps_lib.live_rows(
             *target, middle, num_live=num_live
         )
     text = [*prompt, *paired_runs.run_plain(first, settings, prompt).tokens]
@@ -170,7 +172,7 @@ def rows(timings: timing.Timings) -> list[dict[str, Any]]:
 
 
 def _window(num_live: int) -> str:
-    return step_costs.ONE_ROW if num_live == 1 else f"{num_live} live rows"
+    return steps_lib.ONE_ROW if num_live == 1 else f"{num_live} live rows"
 
 
 def _idle(drafter: str) -> str:

@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Callable, Collection
 
-from experiments.support import drafters, flags
+from experiments.lib import cli
+from experiments.support import drafters
 
 
 def names(choices: Collection[str]) -> Callable[[str], tuple[str, ...]]:
@@ -37,14 +38,14 @@ def add_gammas(group: argparse._ActionsContainer, *, default: str) -> None:
     """`--gamma`, a list, and `--page-size`."""
     group.add_argument(
         "--gamma",
-        type=flags.positives,
+        type=cli.positives,
         default=default,
         metavar="TOKENS,...",
         help="tokens drafted per round, at most (default: %(default)s)",
     )
     group.add_argument(
         "--page-size",
-        type=flags.positive,
+        type=cli.positive,
         default=16,
         metavar="TOKENS",
         help="positions per page of the cache (default: %(default)s)",

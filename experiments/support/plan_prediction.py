@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 from experiments.support import plan_acceptance
-from spec_jax import theory
+from spec_jax.gamma import theory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.support import report, terminal
+from experiments.lib import terminal
 
 
 Row = Mapping[str, Any]
@@ -56,8 +56,8 @@ def print_costs(rows: Sequence[Row], console: rich_console.Console) -> None:
         values = [row["ms"], row["ms_p10"], row["ms_p90"]]
         table.add_row(
             row["cost"],
-            *(report.format_value(value, ".3f") for value in values),
-            report.format_value(row["ratio"], ".2f"),
+            *(terminal.format_value(value, ".3f") for value in values),
+            terminal.format_value(row["ratio"], ".2f"),
         )
     terminal.print_whole(table, console)
 
@@ -71,9 +71,9 @@ def print_acceptance(rows: Sequence[Row], console: rich_console.Console) -> None
         table.add_row(
             row["drafter"],
             f"{row['windows']:,d}",
-            report.format_value(row["repetition"], ".3f"),
-            report.format_value(list(row["drafted"]), ".2f"),
-            report.format_value(list(row["kept"]), ".2f"),
+            terminal.format_value(row["repetition"], ".3f"),
+            terminal.format_value(list(row["drafted"]), ".2f"),
+            terminal.format_value(list(row["kept"]), ".2f"),
         )
     terminal.print_whole(table, console)
 
@@ -113,7 +113,7 @@ def _speedup(value: float | None, *, is_best: bool) -> str:
 
 
 def _both(one: float | None, other: float | None, between: str) -> str:
-    return between.join(report.format_value(value, ".2f") for value in (one, other))
+    return between.join(terminal.format_value(value, ".2f") for value in (one, other))
 
 
 def _table(*names: str) -> rich_table.Table:

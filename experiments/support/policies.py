@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from experiments.support import model_pair, paired_runs, plan_costs, timing
-from spec_jax import protocols
+from experiments.lib import timing
+from experiments.support import model_pair, paired_runs, plan_costs
 from spec_jax.drafters import draft_model, hybrid
+from spec_jax.engine import protocols
 from spec_jax.gamma import goodput, policy, threshold
 
 

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.support import files, prompt_rows
+from experiments.lib import files
+from experiments.support import prompt_rows
 from spec_jax.model import hub
 
 

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from experiments.support import model_pair, paired_runs, prompt_files
-from spec_jax import metrics, sampling as sampling_lib, session
+from spec_jax import session
+from spec_jax.analysis import metrics
 from spec_jax.model import config as config_lib
 from spec_jax.paging import index
+from spec_jax.rules import sampling as sampling_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from experiments.support import model_pair, paired_runs, prompt_files
-from spec_jax import protocols
+from spec_jax.engine import protocols
 
 
 SETS = ("easy", "hard", "mixed", "hostile")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.lib import timing
 from experiments.support import (
     forced_drafter,
     model_pair,
@@ -16,7 +17,6 @@ from experiments.support import (
     regret_fates,
     regret_policies,
     regret_simulation,
-    timing,
 )
 from spec_jax import session
 from spec_jax.gamma import policy

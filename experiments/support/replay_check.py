@@ -9,7 +9,7 @@ from experiments.support import (
     replay_runs,
     traces,
 )
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 from spec_jax.model import fingerprint
 from spec_jax.ops import dispatch
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.support import drafters as drafters_lib, files, step_costs
-from spec_jax import theory
+from experiments.lib import files, steps as steps_lib
+from experiments.support import drafters as drafters_lib
+from spec_jax.gamma import theory
 
 
 WITH_DRAFT_STEPS = ("draft-model", "hybrid")
@@ -111,9 +112,9 @@ def _of_steps(rows: Sequence[Any]) -> Costs:
     seconds = {row["step"]: row["ms"] / 1e3 for row in steps}
     if len(seconds) < len(steps):
         raise ValueError("the rows of several runs")
-    plain_s, draft_s = seconds[step_costs.PLAIN], seconds["draft step"]
+    plain_s, draft_s = seconds[steps_lib.PLAIN], seconds["draft step"]
     windows = {
-        step_costs.ONE_ROW if n == 1 else f"{n} live rows": n
+        steps_lib.ONE_ROW if n == 1 else f"{n} live rows": n
         for n in {row["num_live"] for row in steps} - {None}
     }
     return Costs(

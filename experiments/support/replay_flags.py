@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Collection, Sequence
 
-from experiments.support import drafters, flags, policies, traces
+from experiments.lib import cli, flags
+from experiments.support import drafters, policies, traces
 
 
 RECORDED = (
@@ -42,7 +43,7 @@ def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace
         for name in given:
             if name in JUDGING:
                 parser.error(
-                    f"{flags.flag_of(name)} judges traces: leave it out of --record"
+                    f"{cli.flag_of(name)} judges traces: leave it out of --record"
                 )
         flags.check_sampling(parser, args)
     elif not args.check and args.target is not None:
@@ -52,14 +53,14 @@ def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace
     return args
 
 
-def _parser(description: str) -> flags.Parser:
-    parser = flags.Parser(
+def _parser(description: str) -> cli.Parser:
+    parser = cli.Parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "traces",
         nargs="?",
-        type=flags.source,
+        type=cli.source,
         metavar="FILE",
         help="traces to judge drafters on, written by --record",
     )
@@ -73,7 +74,7 @@ def _parser(description: str) -> flags.Parser:
 def _add_recording(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--record",
-        type=flags.output,
+        type=cli.output,
         metavar="FILE",
         help="decode the prompts plainly, once, and write their traces; the largest "
         "--gamma is the largest that they can be checked with. An interrupted "
@@ -83,7 +84,7 @@ def _add_recording(group: argparse._ArgumentGroup) -> None:
     flags.add_gen_tokens(group, default=64)
     group.add_argument(
         "--page-size",
-        type=flags.positive,
+        type=cli.positive,
         default=16,
         metavar="TOKENS",
         help="positions per page of the cache (default: %(default)s)",
@@ -103,7 +104,7 @@ def _add_judging(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--gamma",
-        type=flags.positives,
+        type=cli.positives,
         default=(1, 2, 4, 7),
         metavar="LIST",
         help="tokens drafted per round, at most: a row for each (default: 1,2,4,7)",
@@ -127,7 +128,7 @@ def _add_judging(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--costs",
-        type=flags.source,
+        type=cli.source,
         metavar="FILE",
         help="expect speeds from these step costs: rows of latency.py --out, or a "
         "JSON object with plain_s, verify_s by rows, and draft_s",

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.lib import records
 from experiments.support import (
     model_pair,
-    records,
     replay_check,
     replay_costs,
     replay_policies,
@@ -18,7 +18,8 @@ from experiments.support import (
     report,
     traces,
 )
-from spec_jax import metrics, theory
+from spec_jax.analysis import metrics
+from spec_jax.gamma import theory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

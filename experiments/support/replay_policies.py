@@ -7,7 +7,8 @@ second come from a table of costs: there is no target to measure.
 from collections.abc import Sequence
 
 from experiments.support import policies
-from spec_jax import protocols, theory
+from spec_jax.engine import protocols
+from spec_jax.gamma import theory
 
 
 def check_costs(names: Sequence[str], *, has_costs: bool) -> None:

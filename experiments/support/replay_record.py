@@ -6,18 +6,17 @@ A recording that was interrupted is taken up where it stopped.
 import dataclasses
 import pathlib
 
+from experiments.lib import records, terminal
 from experiments.support import (
     model_pair,
     paired_runs,
     prompt_files,
     prompt_runs,
-    records,
-    terminal,
     traces,
 )
-from spec_jax import sampling as sampling_lib
 from spec_jax.model import fingerprint, load, row_model, tokenizer
 from spec_jax.ops import dispatch
+from spec_jax.rules import sampling as sampling_lib
 
 
 EMBEDDED = "embedded"

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.support import report
+from experiments.lib import terminal
 
 
 COLUMNS = (
@@ -49,7 +49,7 @@ def print_rows(
     if is_checked:
         table.add_column("equal live", justify="right")
     for row in rows:
-        cells = [report.format_value(row[name], form) for _, name, form in columns]
+        cells = [terminal.format_value(row[name], form) for _, name, form in columns]
         table.add_row(*cells, *([_equal_live(row)] if is_checked else []))
     console.print(table)
     for row in rows:

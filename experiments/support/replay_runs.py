@@ -15,11 +15,14 @@ from experiments.support import (
     policies,
     traces,
 )
-from spec_jax import acceptance, metrics, protocols, replay, rounds, sampling, session
+from spec_jax import replay, rounds, session
+from spec_jax.analysis import metrics
 from spec_jax.drafters import draft_model, oracle
+from spec_jax.engine import protocols
 from spec_jax.model import tokenizer
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
+from spec_jax.rules import acceptance, sampling
 
 
 CONSTANT = policies.Chosen()

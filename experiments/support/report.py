@@ -15,7 +15,7 @@ from rich import (
     text as rich_text,
 )
 
-from experiments.support import records
+from experiments.lib import records, terminal
 from spec_jax import rounds
 
 
@@ -139,7 +139,10 @@ def print_table(
     """
     row = to_row(metrics, fields=fields)
     shown = [field for field in fields if field.name in row]
-    texts = {field.name: format_value(row[field.name], field.form) for field in shown}
+    texts = {
+        field.name: terminal.format_value(row[field.name], field.form)
+        for field in shown
+    }
     table, columns = _table_that_fits(shown, texts, console.width)
     group = None
     for field in shown:
@@ -186,17 +189,6 @@ def _table_that_fits(
     if "meaning" in columns:
         table.add_column("meaning", style="dim")
     return table, columns
-
-
-def format_value(value: Any, form: str) -> str:
-    """The value as the table shows it."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return " ".join(format_value(entry, form) for entry in value) or "-"
-    return format(value, form)
 
 
 def _value_style(field: Field, value: Any) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 from rich import console as rich_console, text as rich_text
 
 from experiments.support import model_pair, paired_runs, prompt_runs, report
-from spec_jax import sampling
+from spec_jax.rules import sampling
 
 
 SETTINGS = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.support import files, records
+from experiments.lib import files, records
 
 
 HEADER = "sweep_settings"

@@ -5,12 +5,13 @@ import math
 import pathlib
 from collections.abc import Sequence
 
-from experiments.support import flags, plan_flags, policies, sweep_rows
+from experiments.lib import cli, flags
+from experiments.support import plan_flags, policies, sweep_rows
 
 
 def parse(argv: Sequence[str] | None, *, description: str) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unusable ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_models(parser.add_argument_group("models"))
@@ -36,7 +37,7 @@ def _add_grid(group: argparse._ArgumentGroup) -> None:
     plan_flags.add_gammas(group, default="1,2,4")
     group.add_argument(
         "--prompts",
-        type=flags.text_source,
+        type=cli.text_source,
         nargs="+",
         default=["10"],
         metavar="N|FILE[:N]",
@@ -63,7 +64,7 @@ def _add_grid(group: argparse._ArgumentGroup) -> None:
 def _add_shared(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--out",
-        type=flags.output,
+        type=cli.output,
         required=True,
         metavar="FILE",
         help="JSON lines, one per finished cell; cells that are there already are not "
@@ -79,7 +80,7 @@ def _add_shared(group: argparse._ArgumentGroup) -> None:
     flags.add_repeats(group)
     group.add_argument(
         "--gamma-max",
-        type=flags.positive,
+        type=cli.positive,
         metavar="TOKENS",
         help="the largest gamma that the models are built for; give it where larger "
         "ones are to be added to the same file later (default: the largest --gamma)",

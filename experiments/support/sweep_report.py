@@ -8,7 +8,8 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.support import report, sweep_rows
+from experiments.lib import terminal
+from experiments.support import sweep_rows
 
 
 Row = Mapping[str, Any]
@@ -106,7 +107,7 @@ def _print(
         table.add_row(
             *("-" if row[name] is None else str(row[name]) for name in axes),
             *(
-                report.format_value(row.get(n), form)
+                terminal.format_value(row.get(n), form)
                 for n, (_, form) in NUMBERS.items()
             ),
             _match(row),

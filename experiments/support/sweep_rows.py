@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.support import prompt_runs, report
-from spec_jax import conventions, metrics
+from spec_jax.analysis import conventions, metrics
 
 
 Row = Mapping[str, Any]

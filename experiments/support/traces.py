@@ -11,8 +11,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.support import files
-from spec_jax import sampling
+from experiments.lib import files
+from spec_jax.rules import sampling
 
 
 FORMAT = 1

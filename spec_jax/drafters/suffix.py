@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import protocols
 from spec_jax.drafters import suffix_match
+from spec_jax.engine import protocols
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from spec_jax import pytree, theory
-from spec_jax.gamma import policy
+from spec_jax import pytree
+from spec_jax.gamma import policy, theory
 
 
 class GoodputState(pytree.Node):

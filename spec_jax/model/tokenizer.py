@@ -61,13 +61,13 @@ class Tokenizer:
 
         A character that spans tokens belongs to the token that completes it.
         """
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        pieces = [decoder.decode(self._bytes(int(token_id))) for token_id in ids]
+        decoder = PieceDecoder(self)
+        pieces = [decoder.decode([token_id]) for token_id in ids]
         if pieces:
-            pieces[-1] += decoder.decode(b"", final=True)
+            pieces[-1] += decoder.decode([], final=True)
         return pieces
 
-    def _bytes(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
         """The bytes that a token stands for."""
         if token_id < 0:
             raise ValueError(f"{token_id=} is negative")
@@ -127,6 +127,26 @@ class Tokenizer:
             )
         except ValueError as error:
             raise ValueError(f"{self.path.parent}: chat template: {error}") from None
+
+
+class PieceDecoder:
+    """Decodes a text token by token; never half a character.
+
+    A character that spans tokens comes with the token that completes it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def decode(self, ids: Sequence[int], *, final: bool = False) -> str:
+        """Returns the text that `ids` complete.
+
+        Args:
+          final: whether no token follows: bytes that are left over become U+FFFD.
+        """
+        raw = b"".join(self._tokenizer.bytes_of(int(token_id)) for token_id in ids)
+        return self._decoder.decode(raw, final=final)
 
 
 def load(folder: str | pathlib.Path) -> Tokenizer:

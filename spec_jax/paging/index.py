@@ -32,6 +32,12 @@ def locate(
 
 
 def pages_for(length: _Count, page_size: int) -> _Count:
-    """Number of pages that cover `[0, length)`."""
+    """Returns the number of pages that cover `[0, length)`."""
     # Not `(length + page_size - 1) // page_size`: that overflows near 2**31.
-    return -(-length // page_size)
+    if not isinstance(length, jax.Array):
+        return -(-length // page_size)
+    # Of whole numbers, without the sign that `//` looks after in a dozen operations.
+    size = jnp.asarray(page_size, length.dtype)
+    size = jnp.broadcast_to(size, length.shape)
+    is_partial = jax.lax.rem(length, size) > 0
+    return jax.lax.div(length, size) + is_partial.astype(length.dtype)

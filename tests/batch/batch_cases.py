@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from spec_jax import autoregressive, protocols, rounds, sampling, session, testing
 from spec_jax.batch import drafters, queue, rounds as batch_rounds, rows
+
+from spec_jax import autoregressive, rounds, session, testing
 from spec_jax.drafters import draft_model, hybrid, ngram, oracle, suffix
+from spec_jax.engine import protocols
 from spec_jax.gamma import goodput, policy, threshold
 from spec_jax.model import row_model
 from spec_jax.ops import dispatch
 from spec_jax.paging import cache as paged, static
+from spec_jax.rules import sampling
 
 
 SLOTS, GAMMA_MAX = 4, decoding.GAMMA_MAX

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batch_cases import GAMMA_MAX, SIZES, SLOTS, Case
+from spec_jax.batch import draft_models, drafters, lookups, rows
 
 from spec_jax import testing
-from spec_jax.batch import draft_models, drafters, lookups, rows
 from spec_jax.drafters import oracle
 
 

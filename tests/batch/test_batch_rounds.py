@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batch_cases import Case
+from spec_jax.batch import rounds as batch_rounds
 
 from spec_jax import rounds, testing
-from spec_jax.batch import rounds as batch_rounds
 
 
 PLACEMENTS = (

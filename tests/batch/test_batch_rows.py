@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from spec_jax import rules, sampling, testing
 from spec_jax.batch import rows
+
+from spec_jax import rules, testing
 from spec_jax.model import params as params_lib, row_model
 from spec_jax.paging import allocator, cache as paged
+from spec_jax.rules import sampling
 
 
 SLOTS, WINDOW = batch_cases.SLOTS, 5

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batch_cases import REQUESTS, SLOTS, Case
-
-from spec_jax import sampling
 from spec_jax.batch import queue
+
 from spec_jax.drafters import ngram, oracle
 from spec_jax.gamma import policy
+from spec_jax.rules import sampling
 
 
 ALL = tuple(range(len(REQUESTS)))

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import bench, rounds, session, testing
+from spec_jax import rounds, session, testing
 from spec_jax.drafters import draft_model, hybrid, suffix
 from spec_jax.model import params as params_lib
+from spec_jax.testing import bench
 
 
 GAMMA_MAX = 4

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import acceptance, bench, protocols, session, testing
+from spec_jax import session, testing
+from spec_jax.engine import protocols
 from spec_jax.model import row_model
+from spec_jax.rules import acceptance
+from spec_jax.testing import bench
 
 
 GAMMA_MAX = 2

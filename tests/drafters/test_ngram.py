@@ -11,9 +11,11 @@ import pytest
 from hypothesis import strategies as st
 
 from experiments.support import model_pair, prompt_files
-from spec_jax import acceptance, protocols, testing
+from spec_jax import testing
 from spec_jax.drafters import ngram
+from spec_jax.engine import protocols
 from spec_jax.model import tokenizer
+from spec_jax.rules import acceptance
 
 
 MAX_LEN, GAMMA_MAX = 24, 4

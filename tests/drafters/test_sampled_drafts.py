@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import autoregressive, rounds, sampling, session
+from spec_jax import autoregressive, rounds, session
 from spec_jax.drafters import draft_model
 from spec_jax.model import params as params_lib
+from spec_jax.rules import sampling
 
 
 TARGET = decoding.quickest()

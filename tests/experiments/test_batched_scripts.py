@@ -7,13 +7,12 @@ import pytest
 import tiny_pair
 
 from experiments import spec_round, throughput
+from experiments.lib import cli, timing
 from experiments.support import (
     batched_runs,
-    flags,
     model_pair,
     paired_runs,
     policies,
-    timing,
 )
 from spec_jax.gamma import goodput, threshold
 
@@ -61,7 +60,7 @@ def test_a_batch_with_adaptive_gamma_and_sampling(folders, tmp_path):
 def test_what_a_batch_does_not_have(folders, more, message, capsys):
     with pytest.raises(SystemExit) as error:
         spec_round.main(command(folders, "--batch", "2", *more))
-    assert error.value.code == flags.UNUSABLE
+    assert error.value.code == cli.UNUSABLE
     assert message in capsys.readouterr().err
 
 
@@ -75,7 +74,7 @@ def test_what_a_batch_does_not_have(folders, more, message, capsys):
 def test_bad_flags(folders, more, message, capsys):
     with pytest.raises(SystemExit) as error:
         spec_round.main(command(folders, *more))
-    assert error.value.code == flags.UNUSABLE
+    assert error.value.code == cli.UNUSABLE
     assert message in capsys.readouterr().err
 
 
@@ -89,7 +88,7 @@ def test_decoding_that_decides_has_no_adaptive_gamma(folders, capsys):
 @pytest.mark.parametrize("confidence", ["1.5", "nan"])
 def test_a_confidence_that_is_none(folders, confidence, capsys):
     more = ("--confidence", confidence)
-    assert spec_round.main(command(folders, *more)) == flags.UNUSABLE
+    assert spec_round.main(command(folders, *more)) == cli.UNUSABLE
     assert "is no probability" in capsys.readouterr().err
 
 

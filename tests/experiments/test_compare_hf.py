@@ -12,18 +12,17 @@ import pytest
 import tiny_pair
 
 from experiments import compare_hf
+from experiments.lib import cli, peak_memory
 from experiments.support import (
     compared_runs,
-    flags,
     hf_baseline,
     hf_runs,
     length_classes,
     model_pair,
     paired_runs,
-    peak_memory,
     prompt_files,
 )
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 from spec_jax.model import load, params as params_lib, tokenizer as tokenizer_lib
 
 
@@ -375,7 +374,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
+    assert status == cli.UNUSABLE == 1
     assert "error: " in error.splitlines()[-1] and "Traceback" not in error
     for word in words:
         assert word in error.splitlines()[-1], error

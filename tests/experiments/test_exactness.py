@@ -12,14 +12,13 @@ import pytest
 import tiny_pair
 
 from experiments import exactness, kernels, latency, spec_round
+from experiments.lib import cli, records
 from experiments.support import (
     exactness_certificate as certificates,
     exactness_evidence as evidence,
     exactness_plan as plans,
     exactness_runs as runs,
     exactness_suite as suite,
-    flags,
-    records,
 )
 from spec_jax.native import build
 
@@ -108,7 +107,7 @@ def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, ca
     more = ("--out", str(out), *commands.certifying(certificate))
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
-        assert exactness.main(command(folders, *more)) == flags.INTERRUPTED == 130
+        assert exactness.main(command(folders, *more)) == cli.INTERRUPTED == 130
     assert "finished rows are in" in capsys.readouterr().err
     assert len(commands.rows_of(out)) == 1 + 3 and not certificate.exists()
     calls, real = [], runs.run_rounds
@@ -140,7 +139,7 @@ def test_going_on_cannot_lose_rows(folders, finished, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(records.JsonLines, "write", write_once)
-        assert exactness.main(command(folders, *more)) == flags.INTERRUPTED
+        assert exactness.main(command(folders, *more)) == cli.INTERRUPTED
     assert out.read_bytes() == b"".join(lines[:6])
     assert exactness.main(command(folders, *more)) == exactness.EXACT
     assert out.read_bytes() == finished.out.read_bytes()

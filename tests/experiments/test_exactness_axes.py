@@ -8,17 +8,17 @@ import pathlib
 import exactness_commands as commands
 import jax.numpy as jnp
 import pytest
+from spec_jax.batch import rounds as batch_rounds
 
 from experiments import exactness
+from experiments.lib import cli
 from experiments.support import (
     exactness_certificate as certificates,
     exactness_evidence as evidence,
     exactness_suite as suite,
-    flags,
     parity_inputs,
 )
 from spec_jax import rounds, session
-from spec_jax.batch import rounds as batch_rounds
 
 
 NUM_PROMPTS = 3  # In batches of two: one prompt has a neighbour that is there already.
@@ -186,7 +186,7 @@ def test_a_batch_that_was_interrupted_goes_on(folders, finished, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(suite, "run", interrupted)
         status = exactness.main(all_axes(folders, *more))
-        assert status == flags.INTERRUPTED
+        assert status == cli.INTERRUPTED
     # The first prompt of the first batch is there, the second one is not.
     first = next(
         line

@@ -16,7 +16,8 @@ from experiments.support import (
     exactness_runs as runs,
     parity_inputs,
 )
-from spec_jax import recorder, rounds
+from spec_jax import rounds
+from spec_jax.debug import recorder
 
 
 @pytest.fixture(scope="module")

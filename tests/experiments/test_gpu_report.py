@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from experiments import gpu_report
-from experiments.support import flags, gpu_markdown, gpu_task, gpu_workers
+from experiments.lib import cli
+from experiments.support import gpu_markdown, gpu_task, gpu_workers
 
 
 ROOT = gpu_workers.ROOT
@@ -285,21 +286,21 @@ def test_a_section_that_cannot_run(tmp_path, capfd):
 def test_unusable_flags(capsys, arguments, words):
     with pytest.raises(SystemExit) as exit_:
         gpu_report.main(arguments)
-    assert exit_.value.code == flags.UNUSABLE
+    assert exit_.value.code == cli.UNUSABLE
     last = capsys.readouterr().err.splitlines()[-1]
     assert all(word in last for word in words)
 
 
 def test_a_cpu_writes_where_it_is_told(capsys, on_cpu):
     """Fails if a smoke test writes over results of a GPU, into the repository."""
-    assert gpu_report.main(["--sections", "c"]) == flags.UNUSABLE
+    assert gpu_report.main(["--sections", "c"]) == cli.UNUSABLE
     assert "--out FOLDER is needed on a CPU" in capsys.readouterr().err
 
 
 def test_a_pattern_without_items(tmp_path, capfd, on_cpu):
     """Fails if `--only` runs another item, or a misspelt one counts as success."""
     arguments = ["--impl", "xla", "--sections", "cd", "--only", "gama 4"]
-    assert gpu_report.main([*arguments, "--out", str(tmp_path)]) == flags.UNUSABLE
+    assert gpu_report.main([*arguments, "--out", str(tmp_path)]) == cli.UNUSABLE
     assert "--only gama 4: no item of the sections c,d" in capfd.readouterr().err
     *left_out, status = rows_of(tmp_path / "c-steps.jsonl")
     names = [name for row in left_out for name in row["items"]]
@@ -309,7 +310,7 @@ def test_a_pattern_without_items(tmp_path, capfd, on_cpu):
 
 def test_a_folder_that_cannot_be_made(tmp_path, capsys, on_cpu):
     (tmp_path / "file").write_text("")
-    assert gpu_report.main(["--out", str(tmp_path / "file" / "new")]) == flags.UNUSABLE
+    assert gpu_report.main(["--out", str(tmp_path / "file" / "new")]) == cli.UNUSABLE
     assert "file" in capsys.readouterr().err
 
 

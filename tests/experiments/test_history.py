@@ -7,8 +7,9 @@ import pytest
 import tiny_pair
 
 from experiments import history
-from experiments.support import flags, paired_runs
-from spec_jax.model import verify_paths
+from experiments.ablations import verify_paths
+from experiments.lib import cli
+from experiments.support import paired_runs
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_an_interrupted_ladder_leaves_the_prompts_before(
     monkeypatch.setattr(history.Ladder, "run_prompt", interrupted)
     out = tmp_path / "out.jsonl"
     more = ("--prompts", "2", "--out", str(out))
-    assert history.main(command(folders, *more)) == flags.INTERRUPTED
+    assert history.main(command(folders, *more)) == cli.INTERRUPTED
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["id"] for row in rows] == ["py-01"] * len(history.LADDER)
     assert f"finished rows are in {out}" in capsys.readouterr().err
@@ -104,7 +105,7 @@ def test_the_exit_status_is_that_of_the_story(folders, monkeypatch):
     ],
 )
 def test_bad_input(folders, capsys, more, said):
-    assert history.main(command(folders, *more)) == flags.UNUSABLE == 1
+    assert history.main(command(folders, *more)) == cli.UNUSABLE == 1
     assert said in capsys.readouterr().err
 
 

@@ -12,12 +12,11 @@ import pytest
 import tiny_pair
 
 from experiments import kernels
+from experiments.lib import cli, subjects
 from experiments.support import (
     bandwidth,
-    flags,
     kernel_costs,
     kernel_subjects,
-    subjects,
 )
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
@@ -303,7 +302,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
+    assert status == cli.UNUSABLE == 1
     last = error.splitlines()[-1]
     assert "error: " in last and "Traceback" not in error
     for word in words:
@@ -368,6 +367,6 @@ def test_an_interrupted_run_leaves_whole_rows(folder, tmp_path, monkeypatch, cap
     monkeypatch.setattr(kernel_costs, "measure", interrupted)
     out = tmp_path / "out.jsonl"
     status = kernels.main(command(folder, "--out", str(out)))
-    assert status == flags.INTERRUPTED == 130
+    assert status == cli.INTERRUPTED == 130
     assert {row["subject"] for row in rows_of(out)} == {"qkv"}
     assert "finished rows are in" in capsys.readouterr().err

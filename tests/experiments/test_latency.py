@@ -12,14 +12,13 @@ import pytest
 import tiny_pair
 
 from experiments import latency
+from experiments.lib import cli, subjects
 from experiments.support import (
     bandwidth,
-    flags,
     hf_baseline,
     latency_report,
     model_pair,
     step_costs,
-    subjects,
     whole_runs,
 )
 from spec_jax import autoregressive, rounds
@@ -325,7 +324,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
+    assert status == cli.UNUSABLE == 1
     last = error.splitlines()[-1]
     assert "error: " in last
     assert "Traceback" not in error
@@ -374,6 +373,6 @@ def test_an_interrupted_run_leaves_whole_rows(folders, tmp_path, monkeypatch, ca
     monkeypatch.setattr(whole_runs, "run_prompt", interrupted)
     out = tmp_path / "out.jsonl"
     more = ("--no-hf", "--out", str(out))
-    assert latency.main(pair_flags(folders, *more)) == flags.INTERRUPTED == 130
+    assert latency.main(pair_flags(folders, *more)) == cli.INTERRUPTED == 130
     assert len(rows_of(out, "step")) == 11
     assert "interrupted" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from experiments.support import (
     parity_scenes,
 )
 from spec_jax import testing
-from spec_jax.microscope import compare, record as record_lib, scene as scene_lib
+from spec_jax.debug.microscope import compare, record as record_lib, scene as scene_lib
 
 
 GAMMA = 2

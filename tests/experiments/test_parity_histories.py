@@ -9,7 +9,8 @@ import parity_runs
 import pytest
 import tiny_pair
 
-from experiments.support import flags, parity_bundle, records
+from experiments.lib import cli, records
+from experiments.support import parity_bundle
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ BAD_BUNDLES = {
 def test_bundles_that_cannot_be_used(folder, bundle, tmp_path, fault, capsys):
     change, message = BAD_BUNDLES[fault]
     bad = rewritten(bundle, tmp_path / "bad.npz", change)
-    assert parity_runs.run(folder, "--bundle", bad, prompt=False) == flags.UNUSABLE
+    assert parity_runs.run(folder, "--bundle", bad, prompt=False) == cli.UNUSABLE
     parity_runs.pattern_found(message, capsys.readouterr().err)
 
 
@@ -164,8 +165,7 @@ def test_files_that_are_no_bundles(folder, tmp_path, capsys):
         path = tmp_path / "bad.npz"
         path.write_bytes(content)
         assert (
-            parity_runs.run(folder, "--bundle", str(path), prompt=False)
-            == flags.UNUSABLE
+            parity_runs.run(folder, "--bundle", str(path), prompt=False) == cli.UNUSABLE
         )
         assert "not a replay bundle" in capsys.readouterr().err
     assert parity_runs.run(folder, "--bundle", str(tmp_path / "no"), prompt=False) == 1

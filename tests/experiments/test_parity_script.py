@@ -8,7 +8,8 @@ import pytest
 import tiny_pair
 
 from experiments import parity
-from experiments.support import figure_source, flags
+from experiments.lib import cli
+from experiments.support import figure_source
 from spec_jax.model import fingerprint, load, observe, tokenizer
 
 
@@ -215,7 +216,7 @@ def test_mismatches_that_cannot_be_used(
     folder, tmp_path, mismatch, changes, message, capsys
 ):
     lines = write(tmp_path / "lines.jsonl", mismatch | changes)
-    assert parity_runs.run(folder, "--mismatch", lines, prompt=False) == flags.UNUSABLE
+    assert parity_runs.run(folder, "--mismatch", lines, prompt=False) == cli.UNUSABLE
     parity_runs.pattern_found(message, capsys.readouterr().err)
 
 
@@ -224,7 +225,7 @@ def test_lines_of_an_earlier_version(folder, tmp_path, mismatch, key, capsys):
     """Fails if the windows before it are guessed."""
     old = {name: value for name, value in mismatch.items() if name != key}
     lines = write(tmp_path / "lines.jsonl", old)
-    assert parity_runs.run(folder, "--mismatch", lines, prompt=False) == flags.UNUSABLE
+    assert parity_runs.run(folder, "--mismatch", lines, prompt=False) == cli.UNUSABLE
     message = f"line 1: a line without {key}, of an earlier version: write it again"
     parity_runs.pattern_found(message, capsys.readouterr().err)
 
@@ -248,7 +249,7 @@ def test_lines_of_an_earlier_version(folder, tmp_path, mismatch, key, capsys):
     ],
 )
 def test_settings_that_cannot_be_used(folder, more, message, capsys):
-    assert parity_runs.run(folder, *more) == flags.UNUSABLE
+    assert parity_runs.run(folder, *more) == cli.UNUSABLE
     parity_runs.pattern_found(message, capsys.readouterr().err)
 
 
@@ -268,7 +269,7 @@ def test_settings_that_cannot_be_used(folder, more, message, capsys):
 def test_flags_that_contradict(folder, more, message, capsys):
     with pytest.raises(SystemExit) as caught:
         parity_runs.run(folder, *more)
-    assert caught.value.code == flags.UNUSABLE
+    assert caught.value.code == cli.UNUSABLE
     assert message in capsys.readouterr().err
 
 

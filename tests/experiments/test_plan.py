@@ -8,7 +8,8 @@ import pytest
 import tiny_pair
 
 from experiments import plan
-from experiments.support import flags, paired_runs, plan_runs
+from experiments.lib import cli
+from experiments.support import paired_runs, plan_runs
 
 
 GAMMA, GEN_TOKENS, PAGE_SIZE = 2, 8, 16
@@ -120,7 +121,7 @@ def test_an_interrupted_plan_leaves_whole_rows(folders, tmp_path, monkeypatch, c
     monkeypatch.setattr(plan_runs, "run", interrupted)
     out = tmp_path / "out.jsonl"
     more = ("--drafter", "ngram", "--gamma", "2", "--out", str(out))
-    assert plan.main(command(folders, *more)) == flags.INTERRUPTED == 130
+    assert plan.main(command(folders, *more)) == cli.INTERRUPTED == 130
     assert len(rows_of(out, "plan_verdict")) == 1
     assert str(out) in capsys.readouterr().err
 
@@ -132,7 +133,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
+    assert status == cli.UNUSABLE == 1
     assert "Traceback" not in error
     (line,) = [line for line in error.splitlines() if "error:" in line]
     for word in words:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from experiments.lib import timing
 from experiments.support import (
     model_pair,
     paired_runs,
@@ -17,9 +18,10 @@ from experiments.support import (
     plan_runs,
     prompt_files,
     prompt_runs,
-    timing,
 )
-from spec_jax import metrics, protocols, theory
+from spec_jax.analysis import metrics
+from spec_jax.engine import protocols
+from spec_jax.gamma import theory
 
 
 GAMMA, GEN_TOKENS, PAGE_SIZE = 2, 8, 16

@@ -9,8 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from experiments import plot
-from experiments.support import figure_data, figure_source, flags, sweep_data
-from spec_jax import theory
+from experiments.lib import cli
+from experiments.support import (
+    figure_data,
+    figure_source,
+    sweep_data,
+)
+from spec_jax.gamma import theory
 
 
 needs_matplotlib = pytest.mark.skipif(
@@ -294,7 +299,7 @@ def test_a_row_of_parity_is_a_figure_of_its_own(tmp_path):
 @needs_matplotlib
 def test_one_figure_that_fails_takes_no_other_with_it(tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", [summary(4)])
-    assert plot.main([str(rows), "--out", str(tmp_path)]) == flags.UNUSABLE == 1
+    assert plot.main([str(rows), "--out", str(tmp_path)]) == cli.UNUSABLE == 1
     assert "speedup: no settings were run with two" in capsys.readouterr().err
     assert (tmp_path / "acceptance.svg").exists()
 

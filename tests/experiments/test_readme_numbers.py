@@ -14,7 +14,7 @@ import pytest
 
 from experiments import plot
 from experiments.support import figure_source
-from spec_jax import theory
+from spec_jax.gamma import theory
 
 
 REPO = pathlib.Path(__file__).parents[2]

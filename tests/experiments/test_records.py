@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.support import records, report
+from experiments.lib import records
+from experiments.support import report
 
 
 def rows(path: pathlib.Path) -> list[dict]:

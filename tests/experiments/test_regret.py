@@ -12,8 +12,8 @@ import tiny_pair
 from rich import console as rich_console
 
 from experiments import regret
+from experiments.lib import cli
 from experiments.support import (
-    flags,
     model_pair,
     paired_runs,
     plan_costs,
@@ -331,7 +331,7 @@ def test_an_interrupted_run_leaves_whole_rows(folders, tmp_path, monkeypatch, ca
     out = tmp_path / "out.jsonl"
     more = ("--live", "--drafter", "ngram", "--policy", "threshold")
     arguments = command(folders, *more, "--out", str(out))
-    assert regret.main(arguments) == flags.INTERRUPTED == 130
+    assert regret.main(arguments) == cli.INTERRUPTED == 130
     assert len(rows_of(out, "regret")) == 4 * 4
     assert str(out) in capsys.readouterr().err
 
@@ -343,7 +343,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
+    assert status == cli.UNUSABLE == 1
     assert "Traceback" not in error
     (line,) = [line for line in error.splitlines() if "error:" in line]
     for word in words:

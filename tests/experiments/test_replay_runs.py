@@ -16,7 +16,9 @@ from experiments.support import (
     replay_runs,
     traces,
 )
-from spec_jax import metrics, testing, theory
+from spec_jax import testing
+from spec_jax.analysis import metrics
+from spec_jax.gamma import theory
 from spec_jax.model import load
 
 

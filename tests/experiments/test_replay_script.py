@@ -7,8 +7,10 @@ import pytest
 import tiny_pair
 
 from experiments import replay
-from experiments.support import flags, paired_runs, replay_costs, traces
-from spec_jax import metrics, theory
+from experiments.lib import cli
+from experiments.support import paired_runs, replay_costs, traces
+from spec_jax.analysis import metrics
+from spec_jax.gamma import theory
 
 
 SAMPLED = ("--temperature", "0.7", "--top-k", "20", "--top-p", "0.8", "--seed", "7")
@@ -224,7 +226,7 @@ def assert_fails_with(capsys, run, *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
+    assert status == cli.UNUSABLE == 1
     lines = [line for line in error.splitlines() if "error:" in line]
     assert len(lines) == 1, error
     for word in words:

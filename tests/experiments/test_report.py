@@ -10,8 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from rich import console as rich_console
 
+from experiments.lib import terminal
 from experiments.support import report
-from spec_jax import metrics
+from spec_jax.analysis import metrics
 
 
 COUNTERS = metrics.Counters(
@@ -258,6 +259,6 @@ def test_no_value_is_cut_on_a_narrow_console():
         words = console.file.getvalue().split()
         for field in report.FIELDS:
             if field.name in row:
-                for word in report.format_value(row[field.name], field.form).split():
+                for word in terminal.format_value(row[field.name], field.form).split():
                     assert word in words, (width, field.name)
         assert all(len(line) <= width for line in console.file.getvalue().splitlines())

@@ -14,10 +14,17 @@ import pytest
 import tiny_pair
 
 from experiments import spec_round
-from experiments.support import flags, model_pair, paired_runs, prompt_runs, report
-from spec_jax import metrics, sampling
+from experiments.lib import cli
+from experiments.support import (
+    model_pair,
+    paired_runs,
+    prompt_runs,
+    report,
+)
+from spec_jax.analysis import metrics
 from spec_jax.model import load, tokenizer
 from spec_jax.ops import dispatch
+from spec_jax.rules import sampling
 
 
 DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
@@ -112,7 +119,7 @@ def test_an_interrupted_sample_leaves_the_numbers(folders, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(spec_round.sample_text, "draw", interrupted)
-    assert spec_round.main(command(folders)) == flags.INTERRUPTED
+    assert spec_round.main(command(folders)) == cli.INTERRUPTED
     assert "acceptance_rate" in capsys.readouterr().out
 
 
@@ -221,7 +228,7 @@ def test_an_interrupted_run_leaves_whole_lines(folders, tmp_path, monkeypatch, c
     monkeypatch.setattr(prompt_runs, "run_prompt", interrupted)
     out = tmp_path / "out.jsonl"
     status = spec_round.main(command(folders, "--out", str(out)))
-    assert status == flags.INTERRUPTED == 130
+    assert status == cli.INTERRUPTED == 130
     assert [row["id"] for row in rows_of(out)] == ["py-01"]
     assert "interrupted" in capsys.readouterr().err
 
@@ -280,7 +287,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
+    assert status == cli.UNUSABLE == 1
     assert "Traceback" not in error
     lines = [line for line in error.splitlines() if "error:" in line]
     assert len(lines) == 1, error

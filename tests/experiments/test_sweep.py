@@ -11,15 +11,15 @@ import pytest
 import tiny_pair
 
 from experiments import sweep
+from experiments.lib import cli, flags
 from experiments.support import (
-    flags,
     paired_runs,
     prompt_runs,
     report,
     sweep_file,
     sweep_rows,
 )
-from spec_jax import conventions, metrics
+from spec_jax.analysis import conventions, metrics
 
 
 GEN_TOKENS = 6
@@ -193,7 +193,7 @@ def test_an_interrupted_sweep_goes_on(folders, tmp_path, monkeypatch, capsys):
 
     out = tmp_path / "sweep.jsonl"
     monkeypatch.setattr(prompt_runs, "run_prompt", interrupted)
-    assert sweep.main(command(folders, out)) == flags.INTERRUPTED == 130
+    assert sweep.main(command(folders, out)) == cli.INTERRUPTED == 130
     assert "goes on from there" in capsys.readouterr().err
     assert len(rows_of(out)) == 2
     assert sweep.main(command(folders, out)) == 0
@@ -276,7 +276,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
+    assert status == cli.UNUSABLE == 1
     assert "Traceback" not in error
     (line,) = [line for line in error.splitlines() if "error:" in line]
     for word in words:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.support import timing
+from experiments.lib import timing
 
 
 class FakeClock:

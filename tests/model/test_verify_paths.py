@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.ablations import verify_paths
 from spec_jax import session, testing
-from spec_jax.model import params as params_lib, verify_paths
+from spec_jax.model import params as params_lib
 from spec_jax.paging import allocator, cache
 
 

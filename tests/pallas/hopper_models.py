@@ -8,7 +8,7 @@ import hopper
 import jax
 import jax.numpy as jnp
 
-from experiments.support import subjects
+from experiments.lib import subjects
 from spec_jax import autoregressive, rounds
 from spec_jax.drafters import draft_model
 from spec_jax.model import params as params_lib, row_model
