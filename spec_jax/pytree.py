@@ -6,13 +6,26 @@ from typing import Any, Self, dataclass_transform
 import jax
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
+def static(**options: Any) -> Any:
+    """Declares a field that is part of a node's type: hashable, and no child.
+
+    Args:
+      **options: of `dataclasses.field`, such as `default`.
+    """
+    return dataclasses.field(metadata={"static": True}, **options)
+
+
+@dataclass_transform(
+    frozen_default=True,
+    kw_only_default=True,
+    field_specifiers=(dataclasses.field, static),
+)
 class Node:
     """Makes each subclass a frozen, keyword-only dataclass that jax maps over.
 
-    Every field is a child, an array or another pytree; what is static belongs to a
-    config. Constructors check nothing: jax rebuilds a node from whatever it mapped the
-    leaves to.
+    Every field is a child, an array or another pytree, unless it is `static`.
+    Constructors check nothing: jax rebuilds a node from whatever it mapped the leaves
+    to.
     """
 
     def __init_subclass__(cls) -> None:

@@ -18,7 +18,6 @@ EVERYWHERE = {"typing", "pytree"}
 ARROWS = {
     "typing": set(),
     "pytree": set(),
-    "version": set(),
     "testing": {"typing", "bench", "rounds", "protocols", "session"},
     "bench": {"typing", "model", "rounds", "protocols", "autoregressive", "session"},
     **{name: {"typing"} for name in ARRAYS_ONLY},

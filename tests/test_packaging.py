@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-import spec_jax.version
+import spec_jax
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -112,7 +112,7 @@ def test_the_main_script_needs_the_extra_experiments_alone():
 )
 def test_the_version_is_the_same_everywhere(name, line):
     """Fails if a release was named in one file and forgotten in another."""
-    version = spec_jax.version.__version__
+    version = spec_jax.__version__
     text = (ROOT / name).read_text()
     assert re.search(line.format(version=re.escape(version)), text, re.MULTILINE)
     # Negative control: the next version is not there yet.

@@ -48,3 +48,19 @@ def test_a_node_is_changed_by_replacing_fields():
 def test_a_leaf_may_be_anything_that_jax_maps_it_to():
     """Fails if a constructor checks what it is given."""
     assert jax.tree.map(lambda leaf: None, outer()).length is None
+
+
+class Sized(pytree.Node):
+    values: jax.Array  # [size] float32
+    size: int = pytree.static(default=3)
+
+
+def test_a_static_field_is_no_child():
+    """Fails if it is traced, or two programs share what should tell them apart."""
+    node = Sized(values=jnp.arange(3.0))
+    assert len(jax.tree.leaves(node)) == 1
+    shape = jax.jit(lambda node: jnp.zeros((node.size,)))
+    assert shape(node).shape == (3,)
+    assert shape(node.replace(size=5)).shape == (5,)
+    structures = [jax.tree.structure(one) for one in (node, node.replace(size=5))]
+    assert structures[0] != structures[1]
