@@ -9,8 +9,8 @@ import dataclasses
 import html
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ from spec_jax.ops import dispatch
 from spec_jax.rules import sampling as sampling_lib
 
 
-Origin, Status = states.Origin, states.Status
+Origin = states.Origin
+Status = states.Status
 
 PAGE_SIZE = 16
 """Positions a page, unless another number is given."""
@@ -155,7 +156,7 @@ def generate(
 ) -> Any:
     """Generates text speculatively; every token is what `decode` would have written.
 
-    Example:
+    Examples:
       >>> import spec_jax as sj
       >>> lm = sj.load()
       >>> out = sj.generate(lm, "import os", max_tokens=8, gamma=4)
@@ -217,7 +218,7 @@ def stream(lm: LanguageModel, prompt: Prompt, **settings: Any) -> Iterator[Piece
     The pieces' tokens are those of `generate`, bit for bit, and their texts make up its
     text. The iterator's return value (`StopIteration.value`) is the `Generation`.
 
-    Example:
+    Examples:
       >>> import spec_jax as sj
       >>> lm = sj.load()
       >>> pieces = list(sj.stream(lm, "import os", max_tokens=8))
@@ -245,7 +246,9 @@ def stream(lm: LanguageModel, prompt: Prompt, **settings: Any) -> Iterator[Piece
     return _pieces(run, lm.tokenizer)
 
 
-def _pieces(run: "Run", tokenizer: tokenizer_lib.Tokenizer) -> Iterator[Piece]:
+def _pieces(
+    run: "Run", tokenizer: tokenizer_lib.Tokenizer
+) -> Generator[Piece, None, Generation]:
     """Runs round after round; yields what each commits, a piece for each origin."""
     started, decoder = time.perf_counter(), tokenizer_lib.PieceDecoder(tokenizer)
     state, seen = run.scheduler.begin(run.requests[0]), len(run.prompts[0])
@@ -287,7 +290,7 @@ def decode(
 ) -> Any:
     """Generates text by autoregressive decoding: one token a step, nothing drafted.
 
-    Example:
+    Examples:
       >>> import spec_jax as sj
       >>> sj.decode(sj.load(), "import os", max_tokens=3).metrics["rounds"]
       3
@@ -356,11 +359,12 @@ class Run:
         """Checks everything, and raises before anything is allocated."""
         verdicts.check_rule(rule)
         checks.check_max_tokens(max_tokens)
-        policy, gamma = (gamma, None) if _is_policy(gamma) else (None, gamma)
+        policy: Any = gamma if _is_policy(gamma) else None
+        number = None if _is_policy(gamma) else cast(int | None, gamma)
         if policy is not None and policy_state is None:
             policy_state = policy.init()
-        if policy is None and gamma is None:
-            gamma = min(DEFAULT_GAMMA, lm.gamma_max)
+        if policy is None and number is None:
+            number = min(DEFAULT_GAMMA, lm.gamma_max)
         if num_slots is None:
             num_slots = min(len(prompts), 8)
         num_slots = min(num_slots, len(prompts))
@@ -381,7 +385,7 @@ class Run:
         )
         requests = [
             scheduler_lib.Request(
-                prompt=prompt, max_tokens=max_tokens, gamma=gamma, sampling=settings
+                prompt=prompt, max_tokens=max_tokens, gamma=number, sampling=settings
             )
             for prompt, settings in zip(
                 prompts, _settings(sampling, len(prompts)), strict=True
@@ -502,14 +506,14 @@ def _is_one(prompt: Any) -> bool:
 
 def _encode(lm: LanguageModel, prompt: Any) -> list[int]:
     """Returns the token ids of one prompt."""
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
-        if lm.tokenizer is None:
-            raise ValueError("the model has no tokenizer: give token ids")
-    if isinstance(prompt, str):
-        return lm.tokenizer.encode(prompt)
-    if len(prompt) and isinstance(prompt[0], Mapping):
-        return lm.tokenizer.encode(lm.tokenizer.apply_chat(prompt))
-    return checks.token_list(prompt)
+    is_chat = not isinstance(prompt, str) and len(prompt) > 0
+    is_chat = is_chat and isinstance(prompt[0], Mapping)
+    if not isinstance(prompt, str) and not is_chat:
+        return checks.token_list(prompt)
+    if lm.tokenizer is None:
+        raise ValueError("the model has no tokenizer: give token ids")
+    text = lm.tokenizer.apply_chat(prompt) if is_chat else prompt
+    return lm.tokenizer.encode(text)
 
 
 def _settings(
@@ -530,11 +534,9 @@ def _settings(
 
 def _stop_ids(lm: LanguageModel, stop: Sequence[int | str]) -> tuple[int, ...]:
     """Returns the ids of stop tokens."""
-    ids = []
+    ids: list[int] = []
     for one in [stop] if isinstance(stop, str | int) else stop:
-        encoded = [one]
-        if isinstance(one, str):
-            encoded = _encode(lm, one)
+        encoded = _encode(lm, one) if isinstance(one, str) else [one]
         if len(encoded) != 1:
             raise ValueError(
                 f"stop text {one!r} is {len(encoded)} tokens: give text of one token, "

@@ -74,7 +74,7 @@ def load(
 ) -> LanguageModel:
     """Loads a target, and a drafter for it.
 
-    Example:
+    Examples:
       >>> import spec_jax as sj
       >>> lm = sj.load()  # the embedded pair, in the package
       >>> lm.target.config.num_layers, lm.gamma_max
@@ -103,13 +103,13 @@ def load(
     if target is None:
         target, draft = EMBEDDED_TARGET, EMBEDDED_DRAFT if draft is None else draft
     target = pathlib.Path(target)
-    impl = dispatch.resolve(impl)
+    resolved = dispatch.resolve(impl)
     target_tokenizer = tokenizer.load(target)
     config, params = load_lib.load(target, dtype=dtype)
     model = row_model.RowModel(
         config=config,
-        impl=impl,
-        slab=row_model.slab_for(impl, slab or max(TARGET_SLAB, gamma_max + 1)),
+        impl=resolved,
+        slab=row_model.slab_for(resolved, slab or max(TARGET_SLAB, gamma_max + 1)),
         cache=cache,
     )
     parts = registry.Parts(
@@ -121,7 +121,7 @@ def load(
             target_tokenizer,
             gamma_max=gamma_max,
             dtype=dtype,
-            impl=impl,
+            impl=resolved,
             cache=cache,
         ),
     )

@@ -81,7 +81,7 @@ def check_lossless(
     Tokens, log-probabilities, a hash of all logits, and the committed keys and values
     of all layers. The prompts of one call run together in `num_slots` slots.
 
-    Example:
+    Examples:
       >>> import spec_jax as sj
       >>> bool(sj.check_lossless(sj.load(), "import os", max_tokens=8))
       True

@@ -6,12 +6,12 @@ two purposes, or two rounds, share. Planted sharing goes through the same check.
 
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax import pytree
 from spec_jax.rules import acceptance, sampling
 
 
@@ -28,8 +28,7 @@ TARGET_ROWS = jnp.asarray([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.5, 0.1, 0.4]])
 DRAFT_ROWS = jnp.asarray([[0.3, 0.2, 0.5], [0.5, 0.4, 0.1], [0.1, 0.6, 0.3]])
 
 
-@flax.struct.dataclass(kw_only=True)
-class Noise:
+class Noise(pytree.Node):
     """All noise of one stream: entry `n` is that of a round from position `n`."""
 
     draft: jax.Array  # [positions, DRAFTED, SMALL] float32

@@ -10,10 +10,14 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 
 ARRAYS_ONLY = {"acceptance", "sampling", "theory", "metrics"}
-"""Modules that know arrays, and nothing of the package but `typing`."""
+"""Modules that know arrays, and nothing of the package but `EVERYWHERE`."""
+
+EVERYWHERE = {"typing", "pytree"}
+"""What every part of the package may import."""
 
 ARROWS = {
     "typing": set(),
+    "pytree": set(),
     "testing": {"typing", "bench", "rounds", "protocols", "session"},
     "bench": {"typing", "model", "rounds", "protocols", "autoregressive", "session"},
     **{name: {"typing"} for name in ARRAYS_ONLY},
@@ -124,7 +128,7 @@ def violations(root: pathlib.Path) -> list[str]:
         if parts[0] not in ARROWS:
             found.append(f"{where}: no rule says what {parts[0]} may import")
             continue
-        allowed = ARROWS[parts[0]] | {parts[0]}
+        allowed = ARROWS[parts[0]] | EVERYWHERE | {parts[0]}
         for line, module, names in imports_of(path, parts[0]):
             if module.split(".")[0] in ("experiments", "tests"):
                 found.append(f"{where}:{line}: the package imports {module}")

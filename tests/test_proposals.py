@@ -6,7 +6,6 @@ What a drafter returns is data here, so that all of its lies share an executable
 import dataclasses
 
 import decoding
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,7 @@ from decoding import GAMMA_MAX, PROMPT
 from spec_jax.batch import lookups, queue, rows
 
 from experiments.ablations import decode_rounds
-from spec_jax import rounds, rules, session
+from spec_jax import pytree, rounds, rules, session
 from spec_jax.engine import protocols
 from spec_jax.model import row_model
 from spec_jax.ops import dispatch
@@ -29,8 +28,7 @@ VOCAB_SIZE = CONFIG.vocab_size
 ENDS = {"the limit": 6, "the cache": 60}
 
 
-@flax.struct.dataclass(kw_only=True)
-class Lie:
+class Lie(pytree.Node):
     """What is wrong with a proposal: the parameters of `Liar`."""
 
     text: jax.Array  # [max_len] int32, what plain decoding writes

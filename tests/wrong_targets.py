@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
+from spec_jax import pytree
 from spec_jax.engine import protocols
 
 
@@ -55,8 +55,7 @@ class StaleValues(_Around):
         return cache.replace(v=(*cache.v[:-1], stale)), logits
 
 
-@flax.struct.dataclass(kw_only=True)
-class Spoilt:
+class Spoilt(pytree.Node):
     """The parameters of `SpoiltLogits`: the target's, and what is wrong where."""
 
     params: protocols.Params

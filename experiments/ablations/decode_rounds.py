@@ -21,18 +21,16 @@ measured beside its successor.
 
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import rounds, rules
+from spec_jax import pytree, rounds, rules
 from spec_jax.engine import loop, protocols
 from spec_jax.rules import acceptance
 
 
-@flax.struct.dataclass(kw_only=True)
-class DecodeRoundState:
+class DecodeRoundState(pytree.Node):
     """A `RoundState`, whose cache is the mirror, and what this design adds to it."""
 
     inner: rounds.RoundState

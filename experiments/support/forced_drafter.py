@@ -9,18 +9,17 @@ a run shows is the cost of rounds at an acceptance, never an acceptance.
 import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from spec_jax import pytree
 from spec_jax.drafters import oracle
 from spec_jax.engine import protocols
 
 
-@flax.struct.dataclass(kw_only=True)
-class ForcedParams:
+class ForcedParams(pytree.Node):
     """What the forced drafter knows."""
 
     draft: Any  # parameters of the real drafter

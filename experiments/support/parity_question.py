@@ -121,7 +121,7 @@ def from_flags(args: argparse.Namespace) -> Question:
 
 def _tokenizer(folder: pathlib.Path) -> tokenizer_lib.Tokenizer | None:
     """What gives tokens a text; a question of token ids can do without."""
-    has_one = (folder / "tokenizer.json").exists()
+    has_one = tokenizer_lib.locate(folder).exists()
     return tokenizer_lib.load(folder) if has_one else None
 
 

@@ -19,6 +19,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from spec_jax.analysis import metrics
 
@@ -365,7 +366,7 @@ def _from_histogram(hist: tuple[int, ...], *, tokens: int) -> metrics.Counters:
 
 
 def _checked(
-    *, tokens: int, rounds: int, accepted: int, **rest: int | tuple[int, ...]
+    *, tokens: int, rounds: int, accepted: int, **rest: Any
 ) -> metrics.Counters:
     """The counters, what was cut being the rest; foreign numbers must fit together."""
     cut = accepted + rounds - tokens

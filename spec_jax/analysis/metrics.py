@@ -212,9 +212,9 @@ def identities(counters: Counters) -> None:
     c = counters
     sizes = [len(c.accepted_hist) - 1, len(c.proposed_at), len(c.accepted_at)]
     _require("len(hist) - 1 == len(proposed_at) == len(accepted_at)", sizes)
-    scalars = (c.tokens, c.rounds, c.proposed, c.accepted, c.cut, c.row_steps)
-    scalars += (c.commit_decode_steps, c.mirror_decode_steps, c.correction_steps)
-    scalars += (c.nonfinite,)
+    scalars = [c.tokens, c.rounds, c.proposed, c.accepted, c.cut, c.row_steps]
+    scalars += [c.commit_decode_steps, c.mirror_decode_steps, c.correction_steps]
+    scalars += [c.nonfinite]
     smallest = min(*scalars, *c.accepted_hist, *c.proposed_at, *c.accepted_at)
     _require("0 <= every counter", [0, smallest], ordered=True)
 

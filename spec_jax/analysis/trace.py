@@ -16,12 +16,12 @@ The rules that draw uniforms commit texts of their own, which no trace foretells
 
 import dataclasses
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
+from spec_jax import pytree
 from spec_jax.engine import checks, protocols
 from spec_jax.rules import acceptance
 
@@ -30,16 +30,14 @@ MAX_VOCAB_SIZE = 2**24
 """Below it float32, which is what "logits" are, holds every whole number."""
 
 
-@flax.struct.dataclass(kw_only=True)
-class Trace:
+class Trace(pytree.Node):
     """A text that decoding wrote: one slot's share of `TraceCache`."""
 
     tokens: jax.Array  # [size] int32, prompt and output, then PAD
     length: jax.Array  # [] int32, how many of them are the text
 
 
-@flax.struct.dataclass(kw_only=True)
-class TraceCache:
+class TraceCache(pytree.Node):
     """What caches of K/V would decide and count, and the slots' traces."""
 
     tokens: jax.Array  # [B, size] int32

@@ -83,7 +83,7 @@ def _sha256(arrays: Sequence[np.ndarray]) -> str:
     digest = hashlib.sha256()
     for array in arrays:
         little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))
-        digest.update(little.reshape(-1).view(np.uint8))
+        digest.update(little.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
@@ -176,7 +176,7 @@ def window_row(
     argmaxes. None where that row is one of the prompt's, which no window ran, and
     where no recorder was there.
     """
-    if spec.decisions is None:
+    if spec.decisions is None or plain.decisions is None:
         return None
     positions = [d.position - (d.what != "kv") for d in differences]
     number = min(positions) - (plain.num_prompt - 1)

@@ -10,12 +10,12 @@ models.
 import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
+from spec_jax import pytree
 from spec_jax.engine import baseline, protocols
 from spec_jax.typing import typed
 
@@ -24,8 +24,7 @@ NONE = -1
 """Where no token was drafted, and in windows past their last token."""
 
 
-@flax.struct.dataclass(kw_only=True)
-class Recording:
+class Recording(pytree.Node):
     """What the rows at each position saw, and the cache of the target that ran them.
 
     Entry `[b, p]` is of slot `b`'s row that was fed at position `p` and so decides the

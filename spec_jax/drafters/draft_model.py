@@ -19,11 +19,11 @@ asks for something.
 import dataclasses
 from typing import Literal, get_args
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from spec_jax import pytree
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib, row_model
@@ -107,8 +107,7 @@ class DraftModel:
         return SlotDraftModel(drafter=self, num_slots=num_slots)
 
 
-@flax.struct.dataclass(kw_only=True)
-class _Drafting:
+class _Drafting(pytree.Node):
     """What the loop of one proposal carries."""
 
     kv: paged.PagedKV

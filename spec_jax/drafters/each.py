@@ -10,11 +10,11 @@ import functools
 import inspect
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from spec_jax import pytree
 from spec_jax.engine import protocols, state as states
 from spec_jax.paging import cache as paged
 
@@ -37,8 +37,7 @@ def lift(
     return Each(drafter=drafter, num_slots=num_slots)
 
 
-@flax.struct.dataclass(kw_only=True)
-class EachMemory:
+class EachMemory(pytree.Node):
     """The memories of all slots, and one as `init` made it, for `prefill`."""
 
     fresh: Any
@@ -60,7 +59,7 @@ class Each:
     @property
     def vocab_size(self) -> int:
         """Entries of the drafter's vocabulary. No attribute where it has none."""
-        return self.drafter.vocab_size
+        return self.drafter.vocab_size  # type: ignore[attr-defined]
 
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
@@ -143,7 +142,7 @@ def _is_cache(part: Any) -> bool:
 
 
 @functools.cache
-def _takes_sampling(kind: type) -> bool:
+def _takes_sampling(kind: type[protocols.Drafter]) -> bool:
     """Whether a drafter draws: `propose` then has a keyword `sampling`."""
     return "sampling" in inspect.signature(kind.propose).parameters
 

@@ -7,19 +7,18 @@ tokens expected to be kept, is high enough, and pays for the draft model only if
 
 import dataclasses
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from spec_jax import pytree
 from spec_jax.drafters import draft_model, suffix
 from spec_jax.engine import protocols
 from spec_jax.model import params as params_lib
 from spec_jax.paging import cache as paged
 
 
-@flax.struct.dataclass(kw_only=True)
-class HybridParams:
+class HybridParams(pytree.Node):
     """The parameters of both."""
 
     draft: params_lib.Params

@@ -7,18 +7,17 @@ is *forced*. Either is a number about rounds, never about a drafter.
 
 import dataclasses
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from spec_jax import pytree
 from spec_jax.engine import protocols
 from spec_jax.typing import typed
 
 
-@flax.struct.dataclass(kw_only=True)
-class Trace:
+class Trace(pytree.Node):
     """What the oracle knows of a request."""
 
     tokens: jax.Array  # [size] int32, prompt and plain output

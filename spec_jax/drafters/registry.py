@@ -22,8 +22,8 @@ from spec_jax.model import params as params_lib
 ENTRY_POINTS = "spec_jax.drafters"
 """The entry point group of drafters from other packages."""
 
-Built = tuple[protocols.Drafter, Any]
-"""A drafter, and its parameters."""
+Built = tuple[Any, Any]
+"""A drafter, for one sequence or with a form for slots, and its parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,10 @@ def _suffix(parts: Parts) -> Built:
 
 def _hybrid(parts: Parts) -> Built:
     draft, draft_params = parts.load_draft()
-    statistics, corpus = _suffix(parts)
+    statistics = suffix.SuffixDecoding(gamma_max=parts.gamma_max)
     drafter = hybrid.Hybrid(suffix=statistics, draft=draft)
-    return drafter, hybrid.HybridParams(draft=draft_params, corpus=corpus)
+    params = hybrid.HybridParams(draft=draft_params, corpus=suffix.empty_corpus(1))
+    return drafter, params
 
 
 def _oracle(parts: Parts) -> Built:
@@ -143,7 +144,7 @@ def _from_outside(name: str, found: Any, parts: Parts) -> Built:
 
 def _check(drafter: Any, name: str) -> protocols.Drafter:
     """Returns the drafter, or says what it lacks."""
-    needed = ("gamma_max", "init", "prefill", "propose", "commit")
+    needed: tuple[str, ...] = ("gamma_max", "init", "prefill", "propose", "commit")
     if hasattr(drafter, "for_slots"):
         needed = ("gamma_max",)
     missing = [attribute for attribute in needed if not hasattr(drafter, attribute)]

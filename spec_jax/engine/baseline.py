@@ -8,11 +8,11 @@ other.
 import functools
 from typing import Protocol
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from spec_jax import pytree
 from spec_jax.engine import checks, loop, protocols, state as states
 from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
 from spec_jax.paging import cache as paged
@@ -49,8 +49,7 @@ class RowTarget(Protocol):
         ...
 
 
-@flax.struct.dataclass(kw_only=True)
-class DecodeState:
+class DecodeState(pytree.Node):
     """Everything that `generate` carries, for one sequence.
 
     Fields mean what they do in `state.Slots`: `tokens[length - 1]` is pending, it has

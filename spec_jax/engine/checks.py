@@ -6,7 +6,7 @@ only flag is raised here, with what was already committed.
 
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -111,9 +111,8 @@ def stop_array(stop_ids: Tokens | int, *, size: int | None = None) -> np.ndarray
     Raises:
       ValueError: not whole numbers.
     """
-    if isinstance(stop_ids, numbers.Integral):
-        stop_ids = (stop_ids,)
-    ids = token_list(stop_ids, what="stop_ids")
+    one = isinstance(stop_ids, numbers.Integral)
+    ids = token_list(cast(Tokens, (stop_ids,) if one else stop_ids), what="stop_ids")
     array = np.full((max(1, len(ids), size or 0),), state_lib.NO_STOP, np.int32)
     array[: len(ids)] = ids
     return array

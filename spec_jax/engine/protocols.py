@@ -7,11 +7,11 @@ and `drafters.each.lift` makes a `SlotDrafter` of it.
 
 from typing import Any, Protocol
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from spec_jax import pytree
 from spec_jax.rules import sampling
 
 
@@ -23,8 +23,7 @@ Sampling = sampling.SamplingSettings | None
 cannot draw."""
 
 
-@flax.struct.dataclass(kw_only=True)
-class Proposal:
+class Proposal(pytree.Node):
     """Drafted tokens; the first `num_drafted` are real."""
 
     tokens: jax.Array  # [gamma_max] int32
@@ -34,8 +33,7 @@ class Proposal:
     probs: jax.Array | None = None
 
 
-@flax.struct.dataclass(kw_only=True)
-class Window:
+class Window(pytree.Node):
     """What a round asks of the target: of each slot, a run of tokens to be verified.
 
     Column 0 is the pending token, column `i + 1` is draft `i`.
@@ -46,8 +44,7 @@ class Window:
     num_live: jax.Array  # [B] int32, leading columns to run; 0: the slot sits out
 
 
-@flax.struct.dataclass(kw_only=True)
-class Verified:
+class Verified(pytree.Node):
     """What the target makes of a window: the rows of all slots, packed.
 
     The first `num_live` rows are active, those of one slot together and in order; what
@@ -75,9 +72,15 @@ class Target(Protocol):
     all slots share.
     """
 
-    num_slots: int
-    max_rows: int
-    """The most columns of a window."""
+    @property
+    def num_slots(self) -> int:
+        """The sequences that run at once."""
+        ...
+
+    @property
+    def max_rows(self) -> int:
+        """The most columns of a window."""
+        ...
 
     def verify(
         self, params: Params, cache: Cache, window: Window
@@ -123,7 +126,10 @@ class Drafter(Protocol):
     what is promised here.
     """
 
-    gamma_max: int
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        ...
 
     def init(self, *, capacity: int, page_size: int) -> Memory:
         """Allocates the empty memory of a text, outside of whatever is timed.
@@ -175,8 +181,15 @@ class SlotDrafter(Protocol):
     nothing where that is possible.
     """
 
-    gamma_max: int
-    num_slots: int
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """The sequences that run at once."""
+        ...
 
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None

@@ -23,21 +23,22 @@ autoregressive decoding. Rules other than "coupled" keep the distribution alone.
 
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from spec_jax import pytree
 from spec_jax.engine import loop, protocols, state as state_lib, verdicts
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.rules import acceptance
 
 
-State, Slots, Status = state_lib.State, state_lib.Slots, state_lib.Status
+State = state_lib.State
+Slots = state_lib.Slots
+Status = state_lib.Status
 
 
-@flax.struct.dataclass(kw_only=True)
-class Speculator:
+class Speculator(pytree.Node):
     """What all rounds of a generation share.
 
     Attributes:
@@ -48,16 +49,13 @@ class Speculator:
     """
 
     params: tuple[protocols.Params, protocols.Params]
-    target: protocols.Target = flax.struct.field(pytree_node=False)
-    drafter: protocols.SlotDrafter = flax.struct.field(pytree_node=False)
-    rule: verdicts.Rule = flax.struct.field(pytree_node=False, default="coupled")
-    gamma_policy: policy_lib.GammaPolicy | None = flax.struct.field(
-        pytree_node=False, default=None
-    )
+    target: protocols.Target = pytree.static()
+    drafter: protocols.SlotDrafter = pytree.static()
+    rule: verdicts.Rule = pytree.static(default="coupled")
+    gamma_policy: policy_lib.GammaPolicy | None = pytree.static(default=None)
 
 
-@flax.struct.dataclass(kw_only=True)
-class RoundInfo:
+class RoundInfo(pytree.Node):
     """What happened in a round; of slots that sat out it means nothing."""
 
     gamma: jax.Array  # [B] int32, tokens that the drafter was asked for

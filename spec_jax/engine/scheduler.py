@@ -8,6 +8,7 @@ gamma, seed, stop tokens or sampling settings. One sequence is a scheduler of on
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +142,7 @@ class Scheduler:
     @property
     def target(self) -> rows.SlotRows:
         """The speculator's target."""
-        return self.speculator.target
+        return cast(rows.SlotRows, self.speculator.target)
 
     @property
     def drafter(self) -> protocols.SlotDrafter:
@@ -200,7 +201,7 @@ class Scheduler:
 
     def empty(self, *, draws: bool) -> states.State:
         """Allocates the state of free slots; without `draws` a greedy one."""
-        sizes = {
+        sizes: dict[str, Any] = {
             "capacity": self.capacity,
             "page_size": self.page_size,
             "num_pages": self.num_pages,

@@ -5,11 +5,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from spec_jax import pytree
 from spec_jax.engine import protocols
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.rules import sampling as sampling_lib
@@ -39,8 +39,7 @@ class Status(enum.IntEnum):
     OUT_OF_PAGES = 5  # ended because the pool had no page left
 
 
-@flax.struct.dataclass(kw_only=True)
-class Slots:
+class Slots(pytree.Node):
     """One sequence a slot: every leaf has a leading axis of `B` slots."""
 
     #
@@ -80,8 +79,7 @@ class Slots:
         return self.status == int(Status.RUNNING)
 
 
-@flax.struct.dataclass(kw_only=True)
-class State:
+class State(pytree.Node):
     """Everything that `generate` carries."""
 
     slots: Slots

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from spec_jax.typing import typed
 
 
-AnyArray = jax.Array | np.ndarray | np.generic
+AnyArray = jax.Array | np.ndarray | np.floating
 """Arrays of the device or of the host: the formulas are the same for both."""
 
 Free = Literal["drafting", "verification", "both"]
@@ -55,7 +55,8 @@ def divergence(
     The paper's D_LK (Definition 3.2): the sum over the vocabulary of the distance
     between the target and the mean of both. `kept_probability` is one minus it.
     """
-    return abs(target_probs - (target_probs + draft_probs) / 2).sum(axis=-1)
+    xp = target_probs.__array_namespace__()
+    return xp.abs(target_probs - (target_probs + draft_probs) / 2).sum(axis=-1)
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:
@@ -351,11 +352,11 @@ def plan(conditional: Sequence[float], costs: CostCurve) -> Plan:
         [_check_share(f"conditional[{i}]", a) for i, a in enumerate(conditional)],
         np.float64,
     )
-    tokens_per_s = goodput(chances, costs.round_s(len(chances)))
+    tokens_per_s = np.asarray(goodput(chances, costs.round_s(len(chances))))
     gamma = int(np.argmax(tokens_per_s))
     return Plan(
         gamma=gamma,
-        tokens_per_round=float(tokens_by_gamma(chances)[gamma]),
+        tokens_per_round=float(np.asarray(tokens_by_gamma(chances))[gamma]),
         tokens_per_s=float(tokens_per_s[gamma]),
         speedup=float(tokens_per_s[gamma] * costs.plain_s),
     )

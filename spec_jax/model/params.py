@@ -6,16 +6,16 @@ and value are fused by rows, and so are gate and up.
 """
 
 import math
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
+from spec_jax import pytree
 from spec_jax.model import config as config_lib
 
 
-@flax.struct.dataclass(kw_only=True)
-class LayerParams:
+class LayerParams(pytree.Node):
     """One decoder layer."""
 
     input_norm: jax.Array  # [D]
@@ -28,8 +28,7 @@ class LayerParams:
     down: jax.Array  # [D, F]
 
 
-@flax.struct.dataclass(kw_only=True)
-class Params:
+class Params(pytree.Node):
     """A whole model. `lm_head` is None where the embedding is tied to it."""
 
     embed: jax.Array  # [V, D]
@@ -48,7 +47,7 @@ def shapes(config: config_lib.Qwen3Config) -> Params:
     dtype = jnp.dtype(config.dtype)
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
 
-    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+    def leaf(*shape: int) -> Any:  # in the place of an array
         return jax.ShapeDtypeStruct(shape, dtype)
 
     layer = LayerParams(

@@ -4,18 +4,17 @@ Prefill uses it too. It is *not* the row path: its matrix products and its atten
 are those of the library, with numerics of their own.
 """
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spec_jax import pytree
 from spec_jax.model import config as config_lib, params as params_lib, rotary
 from spec_jax.ops import bits, causal_attention, rms_norm, rope, swiglu
 from spec_jax.typing import typed
 
 
-@flax.struct.dataclass(kw_only=True)
-class SequenceOutputs:
+class SequenceOutputs(pytree.Node):
     """What a forward pass over `[B, T]` tokens leaves behind."""
 
     hidden: jax.Array  # [B, T, D], after the final norm
@@ -106,8 +105,8 @@ def _attention_inputs(layer, config, x, positions):
     normed = rms_norm.rms_norm(x, layer.input_norm, eps=config.rms_norm_eps)
     heads = matmul(normed, layer.qkv).reshape(*x.shape[:-1], N + 2 * K, H)
     q, k, v = jnp.split(heads, (N, N + K), axis=-2)
-    frequencies, scale = rotary.rope_table(config)
-    frequencies = jnp.asarray(frequencies)
+    table, scale = rotary.rope_table(config)
+    frequencies = jnp.asarray(table)
     q = rms_norm.rms_norm(q, layer.q_norm, eps=config.rms_norm_eps)
     k = rms_norm.rms_norm(k, layer.k_norm, eps=config.rms_norm_eps)
     q = rope.rope(q, positions, frequencies, scale=scale)

@@ -150,7 +150,7 @@ class PieceDecoder:
 
 
 def load(folder: str | pathlib.Path) -> Tokenizer:
-    """Reads `tokenizer.json` and, where they are present, the files beside it.
+    """Reads a folder's tokenizer and, where they are present, the files beside it.
 
     The chat template is `chat_template.jinja`, else the `chat_template` of
     `tokenizer_config.json`. The stop tokens are the `eos_token_id` of
@@ -158,11 +158,11 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
     `tokenizer_config.json`, else `<|endoftext|>` if there is one, else none.
 
     Raises:
-      ValueError: `tokenizer.json` is missing, malformed or not byte-level; or one of
-        the other files is malformed.
+      ValueError: the file of `locate` is missing, malformed or not byte-level; or one
+        of the other files is malformed.
     """
     folder = pathlib.Path(folder)
-    path = folder / "tokenizer.json"
+    path = locate(folder)
     raw = _read_json(path)
     if raw is None:
         hint = hub.hint(folder) or "is this a model folder?"
@@ -186,6 +186,29 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
         stop_ids=_stop_ids(folder, backend, special_tokens.get("eos_token")),
         special_tokens=special_tokens,
     )
+
+
+def locate(folder: str | pathlib.Path) -> pathlib.Path:
+    """Returns the path of a folder's tokenizer; there may be no such file.
+
+    `tokenizer.json` in the folder, else the `tokenizer_file` that its
+    `tokenizer_config.json` names, relative to the folder: models that share a
+    vocabulary need one copy of it.
+
+    Raises:
+      ValueError: `tokenizer_config.json` is malformed.
+    """
+    folder = pathlib.Path(folder)
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return path
+    config = folder / "tokenizer_config.json"
+    shared = (_read_json(config) or {}).get("tokenizer_file")
+    if shared is None:
+        return path
+    if not isinstance(shared, str):
+        raise ValueError(f"{config}: tokenizer_file={shared!r} is not a path")
+    return folder / shared
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

@@ -1,10 +1,15 @@
 """Where a position lives: page numbers and offsets from a page table."""
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from spec_jax.typing import typed
+
+
+_Count = TypeVar("_Count", int, jax.Array)
 
 
 @typed
@@ -26,7 +31,7 @@ def locate(
     return pages, positions % page_size
 
 
-def pages_for(length: jax.Array | int, page_size: int) -> jax.Array | int:
+def pages_for(length: _Count, page_size: int) -> _Count:
     """Returns the number of pages that cover `[0, length)`."""
     # Not `(length + page_size - 1) // page_size`: that overflows near 2**31.
     if not isinstance(length, jax.Array):

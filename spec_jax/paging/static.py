@@ -12,7 +12,6 @@ The price is memory for `T` positions of every slot, used or not.
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,6 @@ from spec_jax.paging import cache
 from spec_jax.typing import typed
 
 
-@flax.struct.dataclass(kw_only=True)
 class StaticKV(cache.PagedKV):
     """Pages that never change hands: no page is free, each slot owns `M` of them.
 
@@ -98,8 +96,10 @@ def to_tuples(kv: StaticKV, slot: int) -> tuple[tuple[jax.Array, jax.Array], ...
     length = int(kv.length[slot])
 
     def of_layer(layer: int) -> tuple[jax.Array, jax.Array]:
-        keys, values = contiguous(kv, layer)
-        return tuple(x[slot, :length].swapaxes(0, 1)[None] for x in (keys, values))
+        keys, values = (
+            x[slot, :length].swapaxes(0, 1)[None] for x in contiguous(kv, layer)
+        )
+        return keys, values
 
     return tuple(of_layer(layer) for layer in range(len(kv.k)))
 

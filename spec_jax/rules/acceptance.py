@@ -20,11 +20,11 @@ output has the target's distribution all the same. Nor is a draft kept whose own
 probability is 0, negative or NaN, which no draw can have.
 """
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
+from spec_jax import pytree
 from spec_jax.typing import typed
 
 
@@ -32,8 +32,7 @@ PAD = 0
 """Fills token arrays past their end. It is a real token: lengths decide, not PAD."""
 
 
-@flax.struct.dataclass(kw_only=True)
-class Verdict:
+class Verdict(pytree.Node):
     """The target's decision about one drafted chain.
 
     Attributes:
@@ -72,8 +71,7 @@ def accept_exact(
     )
 
 
-@flax.struct.dataclass(kw_only=True)
-class Odds:
+class Odds(pytree.Node):
     """What a rule makes of one chain, before any uniform is drawn.
 
     Rows past the number drafted are not used.

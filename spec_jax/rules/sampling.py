@@ -31,11 +31,11 @@ import enum
 import math
 import numbers
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray, UInt32
 
+from spec_jax import pytree
 from spec_jax.typing import typed
 
 
@@ -61,8 +61,7 @@ class Stream(enum.IntEnum):
     OWN = 3  # the target's own token after them
 
 
-@flax.struct.dataclass(kw_only=True)
-class SamplingSettings:
+class SamplingSettings(pytree.Node):
     """How tokens are drawn. Data: changing it never compiles again.
 
     Built, and checked, by `make_settings`.
@@ -78,7 +77,8 @@ class SamplingSettings:
 def _check_number(name: str, value) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name}={value!r} is not a number")
-    if not -math.inf < value < math.inf:
+    # `Real` has no types for its comparisons.
+    if not -math.inf < value < math.inf:  # type: ignore[operator]
         raise ValueError(f"{name}={value} is not finite")
 
 

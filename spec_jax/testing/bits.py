@@ -17,8 +17,8 @@ def assert_same_bits(actual, expected, *, what: str = "") -> None:
 
     The message counts the differing elements and gives the largest difference.
     """
-    structures = jax.tree.structure(actual), jax.tree.structure(expected)
-    if structures[0] != structures[1]:
+    structures = [jax.tree.structure(tree) for tree in (actual, expected)]
+    if len(set(structures)) > 1:
         raise AssertionError(f"{what}: different structures: {structures}")
     pairs = zip(
         jax.tree_util.tree_leaves_with_path(actual),

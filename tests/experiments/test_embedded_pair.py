@@ -25,6 +25,9 @@ def test_the_folders_are_complete_and_small():
     tokenizer.check_same_vocabulary(tokenizer.load(target), tokenizer.load(draft))
     files = [path for path in model_pair.ASSETS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 30e6
+    assert [path.parent for path in files if path.name == "tokenizer.json"] == [target]
     card = (model_pair.ASSETS / "README.md").read_text(encoding="utf-8")
-    for fact in ("held-out loss", "tokens seen", "sha256", "licence"):
+    for fact in ("held-out loss", "tokens seen", "sha256", "LICENSE-PSF.txt"):
         assert fact in card
+    notice = (model_pair.ASSETS / "LICENSE-PSF.txt").read_text(encoding="utf-8")
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in notice

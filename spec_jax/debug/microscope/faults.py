@@ -238,20 +238,26 @@ class Injector:
             return self._rotate_wrongly().reshape(value.shape)
         return value
 
+    def _known(self) -> tuple[Rotation, int]:
+        """What a fault of a fused rotation needs: that, and the number of its layer."""
+        if self._rotation is None or self._fault.layer is None:
+            raise ValueError(f"{self._fault} needs a layer and a fused rotation")
+        return self._rotation, self._fault.layer
+
     def _shared(self):
         """The layer's parameters, wrong angles, and what both kernels take."""
-        known = self._rotation
+        known, number = self._known()
         # Behind a barrier, as the taps have them: nothing is fused with their making.
         angles = jax.lax.optimization_barrier(
             of_angles(known.angles, self._fault.kind, num_live=self._num_live)
         )
         eps = known.config.rms_norm_eps
         shared = {"num_live": self._num_live, "eps": eps, "impl": known.impl}
-        return known.params.layers[self._fault.layer], angles, shared
+        return known.params.layers[number], angles, shared
 
     def _attend_wrongly(self):
         """What the layer's heads attend to, `[R, N * H]`, with wrong angles."""
-        known, number = self._rotation, self._fault.layer
+        known, number = self._known()
         layer, (cos, sin), shared = self._shared()
         attended, _, _ = row_attention.row_attention(
             jnp.concatenate([self._heads[name] for name in "qkv"], axis=1),

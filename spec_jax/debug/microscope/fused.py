@@ -7,6 +7,8 @@ read to what comes next, and counts the bits that do not come out. (For kernels 
 own there are none. XLA may keep in float32 what it fuses, and then says otherwise.)
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -103,7 +105,11 @@ def layer_values(
     Returns:
       By operation the values `[R, width]` that `seen` lacks.
     """
-    shared = {"num_live": num_live, "eps": config.rms_norm_eps, "impl": impl}
+    shared: dict[str, Any] = {
+        "num_live": num_live,
+        "eps": config.rms_norm_eps,
+        "impl": impl,
+    }
     none = jnp.ones_like(q_angles[0]), jnp.zeros_like(q_angles[1])  # no rotation
     middle = seen["attention_residual"]
     gate_up = projection.project(middle, layer.gate_up, norm=layer.mlp_norm, **shared)
@@ -144,7 +150,7 @@ def unexplained(
       `attention_residual`, `gate`, `up`, `swiglu` and `mlp_residual` that come out
       differently when computed from the values before them.
     """
-    shared = {"num_live": num_live, "impl": impl}
+    shared: dict[str, Any] = {"num_live": num_live, "impl": impl}
     heads = projection.project(values["input_norm"], layer.qkv, **shared)
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     q, k, v = jnp.split(heads, (N * H, (N + K) * H), axis=1)

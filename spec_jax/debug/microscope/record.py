@@ -170,7 +170,8 @@ def _record(path, params, scene, *, fault):
     # One that is inside a kernel is in the weights; the program is as without it.
     is_weight = fault is not None and fault.operation in faults.WEIGHTS
     planted = None if is_weight and path.fused else fault
-    records, wrong = [], collections.Counter()
+    records: list[dict[str, np.ndarray]] = []
+    wrong: collections.Counter[str] = collections.Counter()
     for where in calls(path, scene.window, scene.start):
         num_rows = int(where["num_live"])
         kv, values = _run_seen(path, params, kv, fault=planted, **where)
@@ -263,7 +264,8 @@ def _read_fused(path, params, values, *, tokens, start, num_live, fault):
     del tokens
     model = path.model
     good = _angles(path, start)
-    read, x = {}, values["embed"]
+    read: dict[str, jax.Array] = {}
+    x = values["embed"]
     for number, layer in enumerate(params.layers):
         angles = {"q_rope": good, "k_rope": good}
         if fault is not None and fault.layer == number and fault.operation in angles:
@@ -313,7 +315,8 @@ def _angles(path, start):
 
 def _unexplained(path, params, values, num_rows) -> dict[str, int]:
     """Elements of live rows by operation, over all layers and the logits."""
-    model, total, x = path.model, collections.Counter(), values["embed"]
+    total: collections.Counter[str] = collections.Counter()
+    model, x = path.model, values["embed"]
     shared = {"num_live": jnp.int32(num_rows), "impl": model.impl}
     for number, layer in enumerate(params.layers):
         own = {
