@@ -193,9 +193,12 @@ def train(args: argparse.Namespace) -> float:
 
 
 def roll_out(args: argparse.Namespace) -> None:
-    """Writes `rollouts.npy [ROLLOUTS, ROLLOUT_LENGTH]` of the shipped target."""
+    """Writes `rollouts.npy [ROLLOUTS, ROLLOUT_LENGTH]` of the shipped target.
+
+    A killed run goes on from `rollouts_STEP.part`, which is of that step's target.
+    """
     windows, _, _ = prepare(args.work)
-    params, _ = restore(args.work, "target", args.seed)
+    params, step = restore(args.work, "target", args.seed)
     random = np.random.default_rng(args.seed)
     chosen = windows[random.choice(len(windows), ROLLOUTS)]
     starts = random.integers(0, WINDOW - ROLLOUT_PREFIX, ROLLOUTS)
@@ -206,8 +209,11 @@ def roll_out(args: argparse.Namespace) -> None:
         np.take_along_axis(chosen, columns, axis=1),
         length=ROLLOUT_LENGTH,
         impl=dispatch.resolve(args.impl),
+        kept=args.work / f"rollouts_{step}.part",
     )
-    np.save(args.work / "rollouts.npy", text)
+    whole = args.work / "rollouts_whole.npy"
+    np.save(whole, text)
+    whole.replace(args.work / "rollouts.npy")  # Which is never half a file.
 
 
 def export_pair(args: argparse.Namespace) -> None:
