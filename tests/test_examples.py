@@ -24,7 +24,7 @@ def outputs(path: pathlib.Path, monkeypatch) -> list:
 # The kernel's own machinery warns of sockets and loops that are left open.
 @pytest.mark.filterwarnings("default")
 def test_quickstart(monkeypatch):
-    """Fails if a cell raises, or text, coloured origins, table or figure are missing."""
+    """Fails if a cell raises, or text, origins, a table or a figure is missing."""
     found = outputs(EXAMPLES / "quickstart.ipynb", monkeypatch)
     data = [output.get("data", {}) for output in found]
     printed = "".join(output.get("text", "") for output in found)
