@@ -42,11 +42,13 @@ def lower(trace: Callable[[], jax.stages.Traced]) -> dict[str, Any]:
         traced_at = time.perf_counter()
         lowered = traced.lower(lowering_platforms=("cuda",))
         lowered_at = time.perf_counter()
+    text = lowered.as_text()
     row = {
         "trace_s": traced_at - started,
         "lower_s": lowered_at - traced_at,
         "cpu_s": time.process_time() - cpu_started,
-        "kernels": lowered.as_text().count("stablehlo.custom_call"),
+        "kernels": text.count("stablehlo.custom_call"),
+        "characters": len(text),
         **dict.fromkeys(("compile_s", "launches", "temp_bytes", "alias_bytes")),
     }
     if has_gpu:
