@@ -72,7 +72,7 @@ _WORDS = {
     "compared": "compare_hf --gammas 4 --lengths 32 128 512 --no-memory --impl {impl}",
     "checked": "--contexts 300,4096,16384",
     "products": "--only '^(qkv|att|gate|down|head)'",
-    "attention": "--contexts 128,1024,16384 --only context",
+    "attention": "--contexts 128,16384 --only context",
     "brief": "--repeats 10 --contexts 128 --rows 1,5",
     "no_pdl": "--xla_gpu_enable_pdl=false",
     "no_autotuner": "--xla_gpu_experimental_enable_fusion_autotuner=false",
