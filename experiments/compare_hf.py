@@ -1,9 +1,9 @@
 """How fast is decoding beside Hugging Face's, and are its tokens the same?
 
-The same two folders on both sides, in turns, in one process: plain decoding, drafts
-of the draft model, drafts looked up in the text. Exit status: 0 every token of plain
-decoding equals Hugging Face's greedy one in float32, and every drafted token plain
-decoding's; 2 not; 1 the input was unusable.
+The same weights on both sides, in turns, in one process: plain decoding, drafts of the
+draft model, drafts looked up in the text. Exit status: 0 every token of plain decoding
+equals Hugging Face's greedy one in float32, and every drafted token plain decoding's;
+2 not; 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -13,12 +13,12 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
-import pathlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from rich import console as rich_console
 
 from experiments.lib import (
@@ -57,6 +57,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     models = parser.add_argument_group("models")
     flags.add_models(models)
+    subjects.add_presets(models)
+    models.add_argument(
+        "--no-hf", action="store_true", help="leave Hugging Face's side out"
+    )
     models.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -76,6 +80,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    subjects.check_presets(parser, args)
     return args
 
 
@@ -127,24 +132,26 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     )
 
 
-def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:
-    """The folders of target and draft."""
-    return (
-        args.target or model_pair.EMBEDDED_TARGET,
-        args.draft or model_pair.EMBEDDED_DRAFT,
-    )
+def load_sides(
+    args: argparse.Namespace, pair: model_pair.ModelPair, settings: paired_runs.Settings
+) -> compare.Sides:
+    """Both sides in the pair's dtype, on the same kind of device."""
+    baseline = None
+    if args.preset and not args.no_hf:
+        baseline = subjects.preset_hf(pair)
+    elif not args.no_hf:
+        baseline = hf.load(
+            *subjects.folders(args),
+            dtype=pair.target.config.dtype,
+            backend=jax.default_backend(),
+        )
+    return compare.Sides(pair=pair, hf=baseline, settings=settings)
 
 
 def load_pair(args: argparse.Namespace, *, dtype: str) -> model_pair.ModelPair:
     """Our side; one slab for every K, because gamma is data."""
-    gamma_max = max(args.gammas)
-    sizes = {"gamma_max": gamma_max, "slab": gamma_max + 1}
-    return model_pair.load_pair(*folders(args), **sizes, dtype=dtype, impl=args.impl)
-
-
-def load_hf(args: argparse.Namespace, *, dtype: str) -> hf.Baseline:
-    """Hugging Face's side, on the same kind of device."""
-    return hf.load(*folders(args), dtype=dtype, backend=jax.default_backend())
+    most = max(args.gammas)
+    return subjects.load(args, gamma_max=most, slab=most + 1, dtype=dtype)
 
 
 def make_prompts(
@@ -155,13 +162,26 @@ def make_prompts(
     Raises:
       ValueError: prompts that cannot be made, or are too long for the model.
     """
-    prompts = length_classes.make(
-        prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
-        pair.tokenizer,
-        lengths=dict(zip(length_classes.NAMES, args.lengths, strict=True)),
-        per_length=args.per_length,
-        raw=args.raw,
-    )
+    lengths = dict(zip(length_classes.NAMES, args.lengths, strict=True))
+    if args.preset:
+        rng = np.random.default_rng(0)
+        prompts = [
+            length_classes.LengthPrompt(
+                length=name,
+                id=f"random {number}",
+                tokens=rng.integers(pair.target.config.vocab_size, size=size).tolist(),
+            )
+            for name, size in lengths.items()
+            for number in range(args.per_length)
+        ]
+    else:
+        prompts = length_classes.make(
+            prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
+            pair.tokenizer,
+            lengths=lengths,
+            per_length=args.per_length,
+            raw=args.raw,
+        )
     prompt_runs.check_lengths(
         pair.target.config,
         [(f"{p.length} prompt {p.id!r}", p.tokens) for p in prompts],
@@ -179,12 +199,13 @@ def make_settings(
     """The settings of our runs, with a cache that fits the longest prompt."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     pages = index.pages_for(longest + args.gen_tokens, args.page_size)
+    stops = not args.ignore_stop and pair.tokenizer is not None
     return paired_runs.Settings(
         gamma=max(args.gammas),
         gen_tokens=args.gen_tokens,
         capacity=pages * args.page_size,
         page_size=args.page_size,
-        stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
+        stop_ids=pair.tokenizer.stop_ids if stops else (),
     )
 
 
@@ -195,7 +216,7 @@ def memory_rows(
     prompts: Sequence[length_classes.LengthPrompt],
 ) -> list[dict[str, Any]]:
     """Peaks of each side after the longest prompt, in a process of its own each."""
-    target, draft = folders(args)
+    target, draft = subjects.folders(args)
     request = peak_memory.Request(
         target=str(target),
         draft=str(draft),
@@ -227,7 +248,7 @@ def measure(
             yield compare.run_prompt(
                 sides,
                 prompt,
-                runs=compare.all_runs(args.gammas),
+                runs=compare.all_runs(sides, args.gammas),
                 repeats=args.repeats,
                 after_turn=lambda: progress.advance(task),
             )
@@ -240,16 +261,15 @@ def greedy_rows(
 ) -> list[dict[str, Any]]:
     """Our plain tokens beside Hugging Face's, in the dtype that is judged.
 
-    What was timed in another one is generated again.
+    What was timed in another one is generated again, unless the weights are random.
     """
+    if sides.hf is None:
+        return []
     plain = (compare.OUR_PLAIN, compare.THEIR_PLAIN)
     texts = [[done.generated[run].tokens for run in plain] for done in runs]
-    if args.dtype != JUDGED_DTYPE:
-        sides = compare.Sides(
-            pair=load_pair(args, dtype=JUDGED_DTYPE),
-            hf=load_hf(args, dtype=JUDGED_DTYPE),
-            settings=sides.settings,
-        )
+    if args.dtype != JUDGED_DTYPE and not args.preset:
+        pair = load_pair(args, dtype=JUDGED_DTYPE)
+        sides = load_sides(args, pair, sides.settings)
         texts = [
             [sides.generate(run, done.prompt.tokens)[1].tokens for run in plain]
             for done in runs
@@ -266,14 +286,15 @@ def run_all(
     """Loads, measures, writes, prints; returns whether all tokens are the same."""
     started = time.perf_counter()
     subjects.check_device(args.device)
-    hf.check_installed()
+    if not args.no_hf:
+        hf.check_installed()
     pair = load_pair(args, dtype=args.dtype)
     prompts = make_prompts(args, pair)
     settings = make_settings(args, pair, prompts)
-    memory = [] if args.no_memory else memory_rows(args, pair, settings, prompts)
-    sides = compare.Sides(
-        pair=pair, hf=load_hf(args, dtype=args.dtype), settings=settings
-    )
+    memory = []
+    if not (args.no_memory or args.preset or args.no_hf):
+        memory = memory_rows(args, pair, settings, prompts)
+    sides = load_sides(args, pair, settings)
     description = describe(args, sides)
     loaded_s = time.perf_counter() - started
 
@@ -293,6 +314,7 @@ def run_all(
     summary = {
         "prompts": len(prompts),
         "gen_tokens": args.gen_tokens,
+        "judged_dtype": greedy[0]["judged_dtype"] if greedy else None,
         "greedy_identical": sum(row["first_difference"] is None for row in greedy),
         "matched": all(done.matched for done in runs),
         "same_drafts": sum(map(sum, same_drafts)),
@@ -308,15 +330,16 @@ def run_all(
 
         rows = [row | description for row in compared]
         figures.save(figures.hugging_face(rows), args.plot)
-    return summary["matched"] and summary["greedy_identical"] == len(prompts)
+    is_judged = summary["judged_dtype"] == JUDGED_DTYPE
+    same = summary["greedy_identical"] == len(prompts) or not is_judged
+    return summary["matched"] and same
 
 
 def describe(args: argparse.Namespace, sides: compare.Sides) -> dict[str, Any]:
     """What is measured and where, for every row."""
     pair, settings = sides.pair, sides.settings
     return {
-        "target": str(args.target or subjects.EMBEDDED),
-        "draft": str(args.draft or subjects.EMBEDDED),
+        **subjects.names(args),
         "dtype": args.dtype,
         "impl": pair.target.impl,
         "native_isa": dispatch.instruction_set(pair.target.impl),
@@ -328,7 +351,7 @@ def describe(args: argparse.Namespace, sides: compare.Sides) -> dict[str, Any]:
         "raw": args.raw,
         "repeats": args.repeats,
         "matched_ngram": hf.MATCHED_NGRAM,
-        "hf": sides.hf.description,
+        "hf": sides.hf and sides.hf.description,
         **records.provenance(),
     }
 

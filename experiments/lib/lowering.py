@@ -7,6 +7,7 @@ their plans and the work of Python are those of a machine that has one.
 import contextlib
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,16 +32,23 @@ def lower(trace: Callable[[], jax.stages.Traced]) -> dict[str, Any]:
     """
     has_gpu = jax.default_backend() == "gpu"
     started, cpu_started = time.perf_counter(), time.process_time()
-    with contextlib.nullcontext() if has_gpu else _without_gpu():
+    with (
+        contextlib.nullcontext() if has_gpu else _without_gpu(),
+        warnings.catch_warnings(),
+    ):
+        # What a loop does not return, such as its counters.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         traced = trace()
         traced_at = time.perf_counter()
         lowered = traced.lower(lowering_platforms=("cuda",))
         lowered_at = time.perf_counter()
+    text = lowered.as_text()
     row = {
         "trace_s": traced_at - started,
         "lower_s": lowered_at - traced_at,
         "cpu_s": time.process_time() - cpu_started,
-        "kernels": lowered.as_text().count("stablehlo.custom_call"),
+        "kernels": text.count("stablehlo.custom_call"),
+        "characters": len(text),
         **dict.fromkeys(("compile_s", "launches", "temp_bytes", "alias_bytes")),
     }
     if has_gpu:

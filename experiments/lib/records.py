@@ -156,17 +156,22 @@ def guarded(
 ) -> list[dict[str, Any]]:
     """The rows of `work`, or one that says how it failed: what follows is still done.
 
-    Unusable input and an interrupt are raised as they are.
+    An interrupt and what files raise are raised as they are.
     """
     try:
         return work()
-    except (MemoryError, NotImplementedError, OSError):
+    except OSError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0][:500]
-        lines = traceback.format_exc().splitlines()[-12:]
-        text = f"{type(error).__name__}: {first}"
-        return [{"kind": "error", "item": item, "error": text, "traceback": lines}]
+        return [error_row(item, error)]
+
+
+def error_row(item: str, error: Exception) -> dict[str, Any]:
+    """The row of something that failed."""
+    first = (str(error).strip().splitlines() or [""])[0][:500]
+    text, lines = f"{type(error).__name__}: {first}", traceback.format_exception(error)
+    lines = "".join(lines).splitlines()[-12:]
+    return {"kind": "error", "item": item, "error": text, "traceback": lines}
 
 
 def is_failure(row: Mapping[str, Any]) -> bool:

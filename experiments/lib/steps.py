@@ -60,12 +60,14 @@ class Work:
     """A compiled call, in two parts that can be traced without running.
 
     Attributes:
+      program: what is compiled; contexts, rows and gammas are data, and share it.
       params: first argument of `run`.
       prepare: `caches -> state`; not timed. Both donate what they take.
       run: `(params, state) -> caches, outputs`.
       calls: how often `run` does what is to be timed.
     """
 
+    program: str
     params: Any
     box: Box
     prepare: Callable[[Any], Any]
@@ -221,7 +223,7 @@ def _drafter_costs(
     made = [
         Cost(
             name="draft step",
-            work=_plain(draft, params, sizes, context, box=own),
+            work=_plain(draft, params, sizes, context, box=own, program="draft"),
             ratio_to=PLAIN,
             context=context,
             num_live=1,
@@ -285,7 +287,9 @@ def live_rows(
     return _window(model, params, sizes, context, num_live=num_live, box=box).thunk()
 
 
-def _plain(model, params, sizes, context, *, box, settings=None) -> Work:
+def _plain(
+    model, params, sizes, context, *, box, settings=None, program="target"
+) -> Work:
     stop_ids, most = session.stop_array(()), jnp.int32(sizes.steps)
 
     def prepare(kv: paged.PagedKV) -> autoregressive.DecodeState:
@@ -303,7 +307,14 @@ def _plain(model, params, sizes, context, *, box, settings=None) -> Work:
         )
         return state.cache, (state.tokens, state.num_steps)
 
-    return Work(params=params, box=box, prepare=prepare, run=run, calls=sizes.steps)
+    return Work(
+        program=f"{program}: plain steps",
+        params=params,
+        box=box,
+        prepare=prepare,
+        run=run,
+        calls=sizes.steps,
+    )
 
 
 def _window(model, params, sizes, context, *, num_live, box) -> Work:
@@ -315,7 +326,14 @@ def _window(model, params, sizes, context, *, num_live, box) -> Work:
     def run(params, kv):
         return repeat_forward(model, params, kv, num_live=live, steps=sizes.steps)
 
-    return Work(params=params, box=box, prepare=prepare, run=run, calls=sizes.steps)
+    return Work(
+        program="target: windows",
+        params=params,
+        box=box,
+        prepare=prepare,
+        run=run,
+        calls=sizes.steps,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames=("kv",))
@@ -368,7 +386,12 @@ def _round(pair, sizes, context, gamma, *, box, settings=None) -> Work:
         return (state.cache, state.memory), (state.tokens, state.num_rounds)
 
     return Work(
-        params=pair.params, box=box, prepare=prepare, run=run, calls=sizes.steps
+        program="rounds",
+        params=pair.params,
+        box=box,
+        prepare=prepare,
+        run=run,
+        calls=sizes.steps,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from experiments.lib import files
-from experiments.support import prompt_files
+from experiments.lib import prompt_files
 from spec_jax.model import config, hub, tokenizer
 
 

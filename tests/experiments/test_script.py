@@ -386,6 +386,7 @@ OUTPUTS = {
 SOURCES = {
     "exactness": ("--prompts", "--verify"),
     "kernels": ("--shapes",),
+    "latency": ("--target",),
     "parity": ("--prompts", "--mismatch", "--bundle"),
     "replay": ("--prompts", "traces", "--costs"),
 }
