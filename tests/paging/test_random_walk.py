@@ -17,7 +17,7 @@ from paged_walk import COMPILED, PAGES, ROWS, SLOTS, WIDTH
 from spec_jax.paging import allocator, cache
 
 
-NUM_WALKS, WALK_LENGTH = 50, 60
+NUM_WALKS, WALK_LENGTH = 25, 60
 
 
 def requests_strategy():
@@ -65,13 +65,12 @@ def test_random_walks():
             outcomes[name, walk.step(name, slot, *numbers)] += 1
 
     walk_all()
-    print(f"{outcomes.total()} operations: {dict(outcomes)}")
-    assert outcomes.total() >= 3000
+    assert outcomes.total() >= 1500
     # The walk is not vacuous: every operation was done and refused, often.
     for name in ("append", "rollback", "truncate", "declare", "reserve", "register"):
         assert outcomes[name, "done"] >= 10, name
         assert outcomes[name, "refused"] >= 10, name
-    assert outcomes["append", "starved"] >= 50
+    assert outcomes["append", "starved"] >= 20
     assert outcomes["reserve", "starved"] >= 5
     assert set(paged_walk.TRACES.values()) == {1}  # every operation was compiled once
 

@@ -1,20 +1,17 @@
 """A static cache: the same operations, no page moves, truncation moves a length.
 
-The random walk holds the whole state against NumPy arrays that are indexed by slot
-and position; the planted faults must break it.
+The walk holds the whole state against NumPy arrays that are indexed by slot and
+position; the planted faults must break it.
 """
 
-import collections
 import re
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import paged_walk
 import pytest
-from hypothesis import strategies as st
-from paged_walk import HEAD_DIM, HEADS, LAYERS, PAGE_SIZE, ROWS, ROWS_SHAPE, SLOTS
+from paged_walk import HEAD_DIM, HEADS, LAYERS, PAGE_SIZE, ROWS_SHAPE, SLOTS
 
 from spec_jax import testing
 from spec_jax.paging import allocator, cache, static
@@ -31,7 +28,7 @@ SIZES = {
     "head_dim": HEAD_DIM,
     "dtype": "float32",
 }
-# Not `paged_walk.COMPILED`: that counts its traces, which are those of a paged cache.
+# Not `paged_walk.COMPILED`: that counts its traces, those of a paged cache.
 COMPILED = {name: jax.jit(paged_walk.FUNCTIONS[name]) for name in paged_walk.FUNCTIONS}
 NUM_WALKS, WALK_LENGTH = 30, 40
 
@@ -130,53 +127,6 @@ class Walk:
         return outcome
 
 
-def requests_strategy():
-    """Mostly sensible requests; slots and numbers outside the range among them."""
-    numbers = {
-        "append": [st.integers(0, ROWS)],
-        "truncate": [st.integers(-1, CAPACITY)],
-        "extend": [st.integers(-1, CAPACITY + 2)],
-        "reserve": [st.integers(-2, CAPACITY + 4)],
-        "register": [],
-        "release": [],
-    }
-    slots = st.sampled_from([*range(SLOTS)] * 6 + [-1, SLOTS])
-
-    def request(name):
-        return st.tuples(st.just(name), slots, *numbers[name])
-
-    names = [*numbers, *["append"] * 6, *["truncate"] * 3]
-    return st.sampled_from(names).flatmap(request)
-
-
-def test_random_walks():
-    """Fails if any sequence of operations changes a byte, a length or a flag that it
-    should not, or moves a page."""
-    outcomes = collections.Counter()
-
-    @hypothesis.settings(
-        max_examples=NUM_WALKS,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(
-        st.lists(requests_strategy(), min_size=WALK_LENGTH, max_size=WALK_LENGTH)
-    )
-    def walk_all(requests):
-        walk = Walk(COMPILED)
-        for name, slot, *numbers in [("register", 0), ("register", 1), *requests]:
-            outcomes[name, walk.step(name, slot, *numbers)] += 1
-
-    walk_all()
-    for name in ("append", "truncate", "extend", "reserve", "register", "release"):
-        assert outcomes[name, "done"] >= 10, name
-        assert outcomes[name, "refused"] >= 10, name
-    assert outcomes["append", "starved"] >= 10
-    assert outcomes["reserve", "starved"] >= 5
-
-
 def fixed_walk(operations) -> list[int]:
     """A walk that does not depend on Hypothesis: the lengths that it ends with."""
     walk = Walk(operations)
@@ -191,6 +141,13 @@ def fixed_walk(operations) -> list[int]:
         ("append", 0, 2),
         ("append", 2, 7),
         ("append", 2, 7),
+        ("register", 1),
+        ("reserve", 1, CAPACITY + 1),
+        ("reserve", 1, -1),
+        ("extend", 1, 8),
+        ("truncate", 1, 10),
+        ("release", -1),
+        ("reserve", SLOTS, 1),
     ):
         walk.step(*request)
     return walk.kv.length.tolist()
@@ -365,8 +322,9 @@ def nan_bits(kv):
     return kv.replace(k=(pool,) * LAYERS, v=(pool[::-1],) * LAYERS)
 
 
-@pytest.mark.parametrize("length", [0, 1, PAGE_SIZE, 9, CAPACITY])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "length"), [("bfloat16", 0), ("bfloat16", 9), ("float32", CAPACITY)]
+)
 def test_tuples_there_and_back(dtype, length):
     """Fails if a head, a position or a bit is not where it was."""
     kv = filled(3, length, 5, dtype=dtype)
@@ -426,9 +384,6 @@ def pair(*shape, dtype=np.float32):
 def test_tuples_that_do_not_fit(slot, tuples, message):
     with pytest.raises(ValueError, match=message):
         static.from_tuples(filled(9, 0), slot, tuples)
-
-
-@pytest.mark.parametrize(("slot", "message"), [(2, "not registered"), (3, "outside")])
-def test_slots_that_cannot_be_read(slot, message):
-    with pytest.raises(ValueError, match=message):
-        static.to_tuples(filled(9, 0), slot)
+    if slot != 0:
+        with pytest.raises(ValueError, match=message):
+            static.to_tuples(filled(9, 0), slot)
