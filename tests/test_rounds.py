@@ -27,9 +27,6 @@ from spec_jax.ops import dispatch
 from spec_jax.paging import cache
 
 
-pytestmark = pytest.mark.optimized
-
-
 @pytest.fixture(scope="module")
 def plain():
     return decoding.plain()

@@ -9,8 +9,6 @@ from spec_jax import autoregressive, decode_rounds, rounds, sampling, session, t
 from spec_jax.model import verify_paths
 
 
-pytestmark = pytest.mark.optimized
-
 SETTINGS = {
     "warm": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 3},
     "hot": {"temperature": 2.0, "seed": 4},
