@@ -125,36 +125,6 @@ def test_rows_do_not_depend_on_their_place_or_neighbours(model, filled):
         )
 
 
-def test_a_live_row_of_nan_spoils_only_itself_and_later_rows(model, filled):
-    """Fails if masked keys are multiplied by zero: 0 * NaN is NaN."""
-    _, healthy = model.run(filled, window(5))
-    rows = window(5)
-    rows[2] = (rows_lib.NAN_TOKEN, *rows[2][1:])
-    _, outputs = model.run(filled, rows)
-    testing.assert_same_bits(first(outputs, 2), first(healthy, 2))
-    assert np.isnan(outputs.logits[2:]).all()
-
-
-def test_a_wrong_page_is_caught(model, filled):
-    """Negative control: the table names the second page twice."""
-    _, right = model.run(filled, window(5))
-    table = filled.page_table.at[0, 0].set(filled.page_table[0, 1])
-    _, wrong = model.run(filled.replace(page_table=table), window(5))
-    with pytest.raises(AssertionError, match="elements differ"):
-        testing.assert_same_bits(wrong, right)
-
-
-def test_pages_and_table_width_do_not_matter(model, filled):
-    """Fails if bits depend on which pages hold the prefix, or on their number."""
-    reference = model.run(filled, window(5))
-    kv = rows_lib.make_cache(model.config, table_width=33, spare_pages=5, seed=2)
-    after, outputs = model.run(model.fill(kv), window(5))
-    testing.assert_same_bits(outputs, reference[1])
-    testing.assert_same_bits(
-        written(after, PREFIX + 5), written(reference[0], PREFIX + 5)
-    )
-
-
 def test_another_implementation_agrees_but_for_rounding(model, filled):
     """A wrong weight must show; so must an op that runs another kernel's meaning."""
     reference = dataclasses.replace(model, impl="xla")
