@@ -137,8 +137,7 @@ def test_another_implementation_agrees_but_for_rounding(model, filled):
 def test_a_plan_by_live_rows_is_caught(monkeypatch):
     """Negative control: sums in another order where one row is live. One layer."""
     model = make_model(num_layers=1)
-    kv = model.fill(rows_lib.make_cache(model.config), length=SLAB)
-    rows = window(5, start=SLAB)
+    kv, rows = rows_lib.make_cache(model.config), window(5, start=0)
     real = projection.project
 
     def planted(x, w, *, num_live, **options):
@@ -150,9 +149,6 @@ def test_a_plan_by_live_rows_is_caught(monkeypatch):
             other = real(x, w, num_live=num_live, **options)
         return jnp.where(num_live == 1, other, real(x, w, num_live=num_live, **options))
 
-    _, alone = model.decode_one_by_one(kv, rows)
-    _, together = model.run(kv, rows)
-    testing.assert_same_bits(together, alone)
     monkeypatch.setattr(projection, "project", planted)
     forward = compile_forward()
     _, alone = model.decode_one_by_one(kv, rows, forward=forward)
