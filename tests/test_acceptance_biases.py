@@ -45,13 +45,6 @@ def other_order_of_uniforms(base):
     return from_odds(base.odds, longest=base is enumeration.REJECTION)
 
 
-def other_rules_residual(base):
-    """One rule's uniforms with the other's own token."""
-    other = enumeration.REJECTION if base is enumeration.BLOCK else enumeration.BLOCK
-    odds = lambda *args: base.odds(*args).replace(own=other.odds(*args).own)
-    return from_odds(odds, longest=base is enumeration.BLOCK)
-
-
 def padding_is_read(base):
     """The number of real drafts is taken for gamma."""
     odds = lambda chain, draft, target, _: base.odds(
@@ -89,7 +82,6 @@ BIASED_RULES = {
     "bonus from the row before": bonus_of_the_row_before,
     "draft probability ignored": draft_probability_ignored,
     "uniforms read as by the other rule": other_order_of_uniforms,
-    "own token of the other rule": other_rules_residual,
     "padding read": padding_is_read,
 }
 
@@ -140,8 +132,6 @@ def one_sided_case(planted, rng):
     (
         "bfloat16 drafts, float32 odds",
         "temperature on the draft only",
-        "temperature on the target only",
-        "filter on the draft only",
         "filter on the target only",
     ),
 )

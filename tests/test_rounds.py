@@ -21,9 +21,6 @@ from spec_jax.paging import cache
 from spec_jax.rules import acceptance
 
 
-pytestmark = pytest.mark.optimized
-
-
 @pytest.fixture(scope="module")
 def plain():
     return decoding.plain()

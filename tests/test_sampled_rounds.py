@@ -10,8 +10,6 @@ from spec_jax import autoregressive, rounds, session, testing
 from spec_jax.rules import sampling
 
 
-pytestmark = pytest.mark.optimized
-
 SETTINGS = {
     "warm": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 3},
     "hot": {"temperature": 2.0, "seed": 4},

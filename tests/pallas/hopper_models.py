@@ -8,10 +8,9 @@ import hopper
 import jax
 import jax.numpy as jnp
 
-from experiments.lib import subjects
 from spec_jax import autoregressive, rounds
 from spec_jax.drafters import draft_model
-from spec_jax.model import params as params_lib, row_model
+from spec_jax.model import config as config_lib, params as params_lib, row_model
 from spec_jax.ops import dispatch
 
 
@@ -19,10 +18,32 @@ CAPACITY, PAGE_SIZE = 4096, 16
 GAMMA_MAX = 4
 DRAFT = "qwen3-0.6b"
 
+SMALL = config_lib.Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+LARGE = dataclasses.replace(
+    SMALL,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_layers=36,
+    num_heads=32,
+    tie_word_embeddings=False,
+)
+CONFIGS = {"qwen3-0.6b": SMALL, "qwen3-8b": LARGE}
+
 
 def model(name: str, *, layers: int | None = None, impl="triton") -> row_model.RowModel:
     """A released model at its shapes, or at as many layers as are asked for."""
-    config = subjects.PRESETS[name]
+    config = CONFIGS[name]
     config = dataclasses.replace(config, num_layers=layers or config.num_layers)
     return row_model.RowModel(config=config, impl=impl, slab=dispatch.slab_rows(impl))
 
