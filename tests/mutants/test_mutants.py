@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mutant import Mutant, OutOfDateError, failure, is_verdict
 
-from spec_jax.rules import acceptance
 from spec_jax.paging import index
+from spec_jax.rules import acceptance
 
 
 MUTANTS = (*core_mutants.MUTANTS, *engine_mutants.MUTANTS)
