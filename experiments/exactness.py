@@ -2,11 +2,11 @@
 
 Runs prompts x cells (gamma and its policy, sampling, batch, page size, slab, dtype,
 implementation, cache, drafter, verify path, prefill), each beside decoding of the
-prompt alone, on other pages, and compares everything as integers. One row for each prompt and
-cell; a second run with the same settings and --out goes on where the first one ended. A
-certificate holds the hashes of every result, and --verify runs it again and says where
-it agrees. Exit status: 0 all equal, 2 not, or with logits that are not finite, 1 the
-input was unusable.
+prompt alone, on other pages, and compares everything as integers. One row for each
+prompt and cell; a second run with the same settings and --out goes on where the first
+one ended. A certificate holds the hashes of every result, and --verify runs it again
+and says where it agrees. Exit status: 0 all equal, 2 not, or with logits that are not
+finite, 1 the input was unusable.
 
 By default the first value of every axis is the base, and each other value is run with
 the rest of the base; --product runs every combination.

@@ -27,8 +27,9 @@ from rich import console as rich_console, table as rich_table, text as rich_text
 from experiments.lib import (
     flags,
     gamma_policies,
+    judge as judge_lib,
+    recordings,
     records,
-    replays,
     terminal,
     traces,
 )
@@ -209,7 +210,7 @@ def record(args: argparse.Namespace, console: rich_console.Console) -> int:
     """Writes the traces of all prompts; returns the exit status."""
     flags.sampling_settings(args)  # Wrong values, by the names of their flags.
     shared = ("target", "dtype", "impl", "prompts", "raw", "gen_tokens", "page_size")
-    header, num_known = replays.record(
+    header, num_known = recordings.record(
         args.record,
         gamma_max=max(args.gamma),
         settings={name: getattr(args, name) for name in traces.SAMPLING},
@@ -230,7 +231,7 @@ def judge(args: argparse.Namespace, console: rich_console.Console) -> int:
     rows = []
     shared = ("target", "draft", "costs", "ignore_stop", "check")
     with records.JsonLines(args.out) as out:
-        judged = replays.make_judge(
+        judged = judge_lib.make_judge(
             args.traces,
             asked=_asked(args),
             drafters=args.drafter,
@@ -241,7 +242,7 @@ def judge(args: argparse.Namespace, console: rich_console.Console) -> int:
         )
         header = judged.header
         description = header.to_row() | {
-            "draft": str(args.draft or replays.EMBEDDED),
+            "draft": str(args.draft or recordings.EMBEDDED),
             "confidence": args.confidence,
             "ignore_stop": args.ignore_stop,
             "costs": None if args.costs is None else str(args.costs),
