@@ -15,6 +15,7 @@ The rules that draw uniforms commit texts of their own, which no trace foretells
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -74,12 +75,13 @@ class TraceTarget:
     """A `protocols.Target` that reads its own tokens from a `Trace` a slot.
 
     Its parameters are the trace that the next `prefill` puts into a slot. It draws
-    nothing: the tokens of a trace that was sampled are drawn already, and requests have
-    no settings of sampling. A drafter that draws is given none either.
+    nothing: the tokens of a trace that was sampled are drawn already. A request's
+    settings of sampling are the drafter's alone, which draws as it does live.
 
     Attributes:
       max_rows: of the widest window.
       size: of the traces.
+      is_drawn: its choices are the target's tokens, whatever a request samples by.
 
     Raises:
       ValueError: no slot, window or trace.
@@ -88,6 +90,8 @@ class TraceTarget:
     max_rows: int
     size: int
     num_slots: int = 1
+
+    is_drawn: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "size", "num_slots"):

@@ -62,11 +62,12 @@ def target_tokens(
     finite (`finite_rows`).
 
     The token is drawn by the settings of the row's slot with the noise of the position
-    that it will have; at temperature 0, and without settings, it has the highest logit.
+    that it will have; at temperature 0, without settings, and where the target says
+    that its tokens are drawn already (`is_drawn`), it has the highest logit.
     """
     highest = target.choose(verified.logits, verified.num_live)
     is_finite = finite_rows(verified.logits, highest)
-    if sampling_settings is None:
+    if sampling_settings is None or getattr(target, "is_drawn", False):
         return highest, is_finite
     each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
     is_live = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_live

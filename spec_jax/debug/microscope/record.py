@@ -8,13 +8,13 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from experiments.ablations import verify_paths
 from spec_jax import testing
 from spec_jax.debug.microscope import faults, fused, scene as scene_lib
 from spec_jax.model import observe, params as params_lib, qwen3, row_model
@@ -22,59 +22,56 @@ from spec_jax.ops import projection
 from spec_jax.paging import allocator, cache
 
 
-DECODE = "decode"
-"""Plain decoding of the window, one live row at a time: the oracle."""
-
-PATHS = (DECODE, *verify_paths.PATHS)
-"""Names of all paths."""
-
-# Paths of `qwen3.forward_rows`; the kernels of the others fuse nothing.
-OF_ROWS = (DECODE, "row-loop", "paged-decode")
-ONE_BY_ONE = (DECODE, "row-loop")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Path:
     """A way to run a window, static and hashable.
 
     Attributes:
-      name: one of `PATHS`.
+      model: what runs it, unless `target` does; says config, implementation and slab.
       page_size: of the cache that it runs on.
-      window_rows: the height of the array that a window comes in, live or not, for
+      window_rows: the height of the array that a window comes in, active or not, for
         which the library's products are compiled; that of its tokens if None.
+      one_by_one: each row of the window is a call of its own.
+      target: a `baseline.RowTarget` that runs it uninstrumented; None: `model`.
+      is_rows: it is a run of `qwen3.forward_rows`, which is what is recorded then, and
+        its kernels fuse operations. Otherwise `target.forward` fuses none, and takes
+        `observe`, see `model.observe`.
 
     Raises:
-      ValueError: no path of that name.
+      ValueError: neither rows nor a target to observe.
     """
 
-    name: str
     model: row_model.RowModel
     page_size: int
     window_rows: int | None = None
+    one_by_one: bool = False
+    target: Any = None
+    is_rows: bool = True
 
     def __post_init__(self):
-        if self.name not in PATHS:
-            raise ValueError(f"path {self.name!r} is not one of {', '.join(PATHS)}")
+        if self.target is None and not self.is_rows:
+            raise ValueError(
+                "a path that is not of rows needs a target, whose `forward` takes "
+                "`observe`: give it one, or is_rows=True"
+            )
 
     @property
-    def target(self):
-        """The `protocols.Target` that runs it where nobody looks."""
-        if self.name == DECODE:
-            return self.model
-        return verify_paths.make(self.name, self.model)
+    def runner(self) -> Any:
+        """The `baseline.RowTarget` that runs it uninstrumented."""
+        return self.model if self.target is None else self.target
 
     @property
     def fused(self) -> tuple[str, ...]:
         """The operations whose values never leave a kernel."""
-        if self.name not in OF_ROWS:
+        if not self.is_rows:
             return ()
         return tuple(
             name for name in observe.OPERATIONS if name not in observe.LEAVES_ROWS
         )
 
     def rows_of_a_call(self, window: int) -> int:
-        """Live rows of each forward pass over a window of that many tokens."""
-        return 1 if self.name in ONE_BY_ONE else window
+        """Returns the active rows of each forward pass over a window of that many."""
+        return 1 if self.one_by_one else window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,7 @@ class Record:
     Attributes:
       values: by `observe.key`, `[rows, width]`, a row for each token of the window.
       moved: elements of the logits and of the K/V that were written which differ from
-        those of the same run with nobody looking. Not 0: the record is of another
+        those of the same run uninstrumented. Not 0: the record is of another
         program than the one that runs.
       unexplained: by operation, elements of all layers that `fused.unexplained`
         counts, where there are any: what was read inside the kernel before it is not
@@ -102,7 +99,7 @@ class Record:
 
 
 def take(path: Path, params: params_lib.Params, scene: scene_lib.Scene) -> Record:
-    """Runs a scene on a path, with nobody looking and recorded.
+    """Runs a scene on a path, uninstrumented and recorded.
 
     Raises:
       ValueError: a window that does not fit the slab.
@@ -197,8 +194,8 @@ def run(
     start: Int[Array, ""],
     num_live: Int[Array, ""],
 ) -> tuple[cache.PagedKV, Float[Array, "rows V"]]:
-    """The path as it runs where nobody looks, see `protocols.Target.forward`."""
-    return path.target.forward(
+    """Runs the path uninstrumented, see `baseline.RowTarget.forward`."""
+    return path.runner.forward(
         params, kv, tokens=tokens, start=start, num_live=num_live
     )
 
@@ -224,7 +221,7 @@ def _run_seen(path, params, kv, *, tokens, start, num_live, fault):
 
 def _forward(path, params, kv, hook, *, tokens, start, num_live):
     """The cache after the path's forward pass with a hook in it."""
-    if path.name not in OF_ROWS:
+    if not path.is_rows:
         where = {"tokens": tokens, "start": start, "num_live": num_live}
         return path.target.forward(params, kv, observe=hook, **where)[0]
     slab, slot = path.model.slab, row_model.SLOT

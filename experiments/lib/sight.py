@@ -7,7 +7,7 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.support import parity_inputs
+from experiments.lib import mismatches, scenes
 from spec_jax.debug.microscope import (
     compare,
     faults,
@@ -39,7 +39,7 @@ class Sight:
     Attributes:
       name: of the prompt, or of the file that it comes from.
       scene: of the first side; that of the second differs in the prefix's K/V alone.
-      history: of `parity_scenes.HISTORIES`.
+      history: of `scenes.HISTORIES`.
       prefix: the K/V of both scenes, compared.
       sides: the two ways to run the scene.
       layers: those that were looked at.
@@ -52,10 +52,10 @@ class Sight:
     scene: scene_lib.Scene
     history: str
     prefix: compare.Prefix
-    sides: tuple[parity_inputs.Side, parity_inputs.Side]
+    sides: tuple[scenes.Side, scenes.Side]
     layers: tuple[int, ...]
     fault: faults.Fault | None
-    mismatch: parity_inputs.Mismatch | None
+    mismatch: mismatches.Mismatch | None
     records: tuple[record_lib.Record, record_lib.Record]
     comparison: compare.Comparison
     tokenizer: tokenizer_lib.Tokenizer | None
@@ -233,7 +233,7 @@ def print_sight(sight: Sight, console: rich_console.Console) -> None:
     console.print(_choices_table(sight))
 
 
-def _describe(side: parity_inputs.Side) -> str:
+def _describe(side: scenes.Side) -> str:
     text = (
         f"{side.path}, impl {side.impl}, {side.dtype}, slab {side.slab}, "
         f"pages of {side.page_size}"

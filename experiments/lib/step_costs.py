@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import files, steps as steps_lib
-from experiments.support import drafters as drafters_lib
+from experiments.lib import files
 from spec_jax.gamma import theory
 
 
@@ -33,11 +32,15 @@ charged one for every token, also for those that it looked up."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The contents of a file of costs; `draft_s` by name of the drafter."""
+    """The contents of a file of costs.
+
+    Attributes:
+      draft_s: by name of the drafter, 0 of those not named; or one number for all.
+    """
 
     plain_s: float
     verify_s: Mapping[int, float]
-    draft_s: Mapping[str, float]
+    draft_s: Mapping[str, float] | float
     overhead_s: float = 0.0
 
     def curve(self, drafter: str) -> theory.CostCurve:
@@ -46,12 +49,14 @@ class Costs:
         Raises:
           ValueError: times that make no curve.
         """
-        rows = sorted(self.verify_s)
+        rows, draft_s = sorted(self.verify_s), self.draft_s
+        if isinstance(draft_s, Mapping):
+            draft_s = draft_s.get(drafter, 0.0)
         return theory.CostCurve(
             plain_s=self.plain_s,
             rows=tuple(rows),
             verify_s=tuple(self.verify_s[n] for n in rows),
-            draft_s=self.draft_s.get(drafter, 0.0),
+            draft_s=draft_s,
             overhead_s=self.overhead_s,
         )
 
@@ -95,13 +100,10 @@ def _parse(text: str) -> Costs:
         table = json.loads(text)
     except json.JSONDecodeError:
         return _of_steps([json.loads(line) for line in text.splitlines()])
-    draft_s = table["draft_s"]
-    if not isinstance(draft_s, Mapping):
-        draft_s = dict.fromkeys(drafters_lib.DRAFTERS, draft_s)
     return Costs(
+        draft_s=table["draft_s"],
         plain_s=table["plain_s"],
         verify_s={int(rows): seconds for rows, seconds in table["verify_s"].items()},
-        draft_s=draft_s,
         overhead_s=table.get("overhead_s", 0.0),
     )
 
@@ -112,9 +114,9 @@ def _of_steps(rows: Sequence[Any]) -> Costs:
     seconds = {row["step"]: row["ms"] / 1e3 for row in steps}
     if len(seconds) < len(steps):
         raise ValueError("the rows of several runs")
-    plain_s, draft_s = seconds[steps_lib.PLAIN], seconds["draft step"]
+    plain_s, draft_s = seconds["plain step"], seconds["draft step"]
     windows = {
-        steps_lib.ONE_ROW if n == 1 else f"{n} live rows": n
+        "1 live row" if n == 1 else f"{n} live rows": n
         for n in {row["num_live"] for row in steps} - {None}
     }
     return Costs(

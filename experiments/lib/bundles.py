@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import records
-from experiments.support import parity_inputs
+from experiments.lib import records, scenes
 from spec_jax.debug.microscope import faults, record as record_lib, scene as scene_lib
 from spec_jax.model import config as config_lib
 
@@ -33,8 +32,8 @@ class Bundle:
 
     Attributes:
       scenes: what each side starts from: one and the same text and window, and the
-        same keys and values before it or others (`parity_question.Question`).
-      history: of `parity_scenes.HISTORIES`.
+        same keys and values before it or others (`questions.Question`).
+      history: of `scenes.HISTORIES`.
       sides: the two ways, with resolved implementations.
       layers: those that were looked at.
       config: of the model, as `config.to_dict`.
@@ -45,7 +44,7 @@ class Bundle:
 
     scenes: tuple[scene_lib.Scene, scene_lib.Scene]
     history: str
-    sides: tuple[parity_inputs.Side, parity_inputs.Side]
+    sides: tuple[scenes.Side, scenes.Side]
     fault: faults.Fault | None
     layers: tuple[int, ...]
     config: Mapping[str, Any]
@@ -146,7 +145,7 @@ def load(path: pathlib.Path) -> Bundle:
 
 
 def _bundle_of(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Bundle:
-    scenes = {
+    made = {
         part: scene_lib.Scene(
             prefix=tuple(arrays["prefix"].tolist()),
             window=tuple(arrays["window"].tolist()),
@@ -160,9 +159,9 @@ def _bundle_of(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Bun
         )
         for part, dtype in meta["dtypes"].items()
     }
-    first, second = (parity_inputs.Side(**side) for side in meta["sides"])
+    first, second = (scenes.Side(**side) for side in meta["sides"])
     return Bundle(
-        scenes=(scenes[""], scenes.get(_OWN, scenes[""])),
+        scenes=(made[""], made.get(_OWN, made[""])),
         history=meta["history"],
         sides=(first, second),
         fault=None if meta["fault"] is None else faults.Fault(**meta["fault"]),
@@ -174,25 +173,22 @@ def _bundle_of(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Bun
     )
 
 
-def check_config(bundle: Bundle, config: config_lib.Qwen3Config) -> None:
-    """Raises `ValueError` unless the model has the bundle's config."""
-    stated = config_lib.to_dict(config)
+def check_model(
+    bundle: Bundle, config: config_lib.Qwen3Config, weights_sha256: tuple[str, str]
+) -> None:
+    """Raises `ValueError` unless the model and its weights are the bundle's."""
     differences = ", ".join(
         f"{key} {value} and not {bundle.config.get(key)}"
-        for key, value in stated.items()
+        for key, value in config_lib.to_dict(config).items()
         if value != bundle.config.get(key)
     )
     if differences:
         raise ValueError(f"the bundle is of another model: this one has {differences}")
-
-
-def check_weights(bundle: Bundle, found: tuple[str, str]) -> None:
-    """Raises `ValueError` unless these are the fingerprints of the bundle's weights."""
-    if found != bundle.weights_sha256:
+    if weights_sha256 != bundle.weights_sha256:
         raise ValueError(
             "the bundle is of other weights: their sha256 begins with "
-            f"{bundle.weights_sha256[0][:12]}, that of these with {found[0][:12]}; "
-            "name the folder with --target"
+            f"{bundle.weights_sha256[0][:12]}, that of these with "
+            f"{weights_sha256[0][:12]}; name the folder with --target"
         )
 
 

@@ -10,24 +10,22 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.lib import records
-from experiments.support import (
-    exactness_cells as cells_lib,
-    exactness_certificate as certificates,
-    exactness_rows as rows_lib,
-    exactness_runs as runs,
-    exactness_suite as suite,
-    exactness_values as values,
-    model_pair,
-    policies,
+from experiments.lib import (
+    cell_runs,
+    cells as cells_lib,
+    certificates,
+    gamma_policies,
     prompt_files,
+    prompts as prompts_lib,
+    records,
+    suite,
 )
-from spec_jax import session
+from spec_jax import loading
+from spec_jax.engine import checks
 from spec_jax.model import fingerprint
 from spec_jax.ops import dispatch
 
 
-PREFILLS = ("rows", "batched")
 EMBEDDED = "embedded"
 
 
@@ -47,9 +45,9 @@ _EVERY = {
     "slab": (8,),
     "page_size": (16, 64),
     "cache": ("paged", "static"),
-    "prefill": PREFILLS,
+    "prefill": cells_lib.PREFILLS,
     "verify_path": ("paged-decode", "row-loop"),
-    "draft_cache": ("persistent", "round"),
+    "draft_cache": cells_lib.DRAFT_CACHES,
     "drafter": (
         "draft-model",
         "always-right",
@@ -60,8 +58,8 @@ _EVERY = {
         "oracle",
     ),
     "gamma": (4, 1, 2, 7),
-    "sampling": values.SAMPLINGS,
-    "gamma_policy": policies.POLICIES,
+    "sampling": cells_lib.SAMPLINGS,
+    "gamma_policy": gamma_policies.POLICIES,
     "batch": (1, 4),
 }
 BRIEF = Defaults(
@@ -189,17 +187,20 @@ def _plan(
 ) -> Planned:
     """Loads the models, to know them, and the prompts."""
     folders = {
-        "target": args.target or model_pair.EMBEDDED_TARGET,
-        "draft": args.draft or model_pair.EMBEDDED_DRAFT,
+        "target": args.target or loading.EMBEDDED_TARGET,
+        "draft": args.draft or loading.EMBEDDED_DRAFT,
     }
     weights = {}
     for cell in {cell.dtype: cell for cell in cells}.values():
-        pair = runs.load(cell, **folders, weights=None)
+        lm = cell_runs.load_models(cell, **folders)
         weights[cell.dtype] = {
-            name: fingerprint.of_params(params)
-            for name, params in zip(folders, runs.weights_of(pair), strict=True)
+            "target": fingerprint.of_params(lm.params),
+            "draft": fingerprint.of_params(lm.drafter_params),
         }
-    prompts = _prompts(pair, source, raw=settings["raw"])
+    for cell in {(cell.slab, cell.drafter): cell for cell in cells}.values():
+        if cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.
+            cell_runs.with_drafter(lm, cell)
+    prompts = _prompts(lm, source, raw=settings["raw"])
     gen_tokens = settings["gen_tokens"]
     longest = max(len(ids) for _, ids in prompts) + gen_tokens
     plan = suite.Plan(
@@ -207,13 +208,13 @@ def _plan(
         cells=cells,
         prompts=prompts,
         weights=weights,
-        settings=runs.Settings(
+        settings=cell_runs.Settings(
             gen_tokens=gen_tokens,
             longest=longest,
-            stop_ids=pair.tokenizer.stop_ids if settings["stop"] else (),
+            stop_ids=lm.stop_ids if settings["stop"] else (),
         ),
     )
-    _check_lengths(pair, plan)
+    _check_lengths(lm, plan)
     header = {
         "settings": settings,
         "environment": _environment(cells),
@@ -221,33 +222,39 @@ def _plan(
         "prompts": {
             "count": len(prompts),
             "tokens": sum(len(ids) for _, ids in prompts),
-            "sha256": rows_lib.sha256_of([ids for _, ids in prompts]),
+            "sha256": certificates.sha256_of([ids for _, ids in prompts]),
         },
-        "constants": values.constants_of(cells),
+        "constants": cells_lib.constants_of(cells),
         "cells": [dataclasses.asdict(cell) for cell in cells],
     }
     return Planned(plan=plan, header=header)
 
 
 def _prompts(
-    pair: model_pair.ModelPair, source: str, *, raw: bool
+    lm: loading.LanguageModel, source: str, *, raw: bool
 ) -> list[tuple[str, list[int]]]:
-    """Ids and tokens of what `--prompts` names; more than are bundled are cut anew."""
+    """Returns ids and tokens of what `--prompts` names.
+
+    Of more than are bundled, beginnings of those too.
+    """
     bundled = prompt_files.parse(
         str(prompt_files.BUNDLED), default_file=prompt_files.BUNDLED
     )
-    count = int(source) if source.isdecimal() else None
-    if count is not None and count > len(bundled):
-        return suite.encode(pair, bundled, raw=raw, count=count)
-    named = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
-    return suite.encode(pair, named, raw=raw, count=None)
+    count = int(source) if source.isdecimal() else 0
+    is_more = count > len(bundled)
+    named = bundled
+    if not is_more:
+        named = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
+    encoded = prompts_lib.encode(lm, named, raw=raw)
+    pairs = [(prompt.id, ids) for prompt, ids in zip(named, encoded, strict=True)]
+    return suite.beginnings(pairs, count) if is_more else pairs
 
 
-def _check_lengths(pair: model_pair.ModelPair, plan: suite.Plan) -> None:
+def _check_lengths(lm: loading.LanguageModel, plan: suite.Plan) -> None:
     """Raises `ValueError` for a prompt that is empty, or too long for the model."""
-    config, gen_tokens = pair.target.config, plan.settings.gen_tokens
+    config, gen_tokens = lm.target.config, plan.settings.gen_tokens
     for name, ids in plan.prompts:
-        session.check_prompt(
+        checks.check_prompt(
             ids,
             vocab_size=config.vocab_size,
             capacity=config.max_position_embeddings - gen_tokens,

@@ -1,21 +1,19 @@
-"""Certificates: what a run of the exactness suite claims, in a form to check it by.
+"""Files of the exactness suite: its rows, taken up again, and its certificates.
 
-A certificate holds what was run, on what, and SHA-256 of every result of every prompt.
-Lists of these hashes stand once, under their own hash: cells with equal bits name the
-same list. Knows rows and JSON; runs nothing.
+The first row says what was run, with what, and where; rows of something else are not
+taken for rows of this. A certificate holds what was run, on what, and SHA-256 of every
+result of every prompt. Lists of these hashes stand once, under their own hash: cells
+with equal bits name the same list. Knows rows and JSON; runs nothing.
 """
 
+import hashlib
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.support import (
-    exactness_cells as cells_lib,
-    exactness_evidence as evidence,
-    exactness_rows as rows_lib,
-    exactness_suite as suite,
-)
+from experiments.lib import cells as cells_lib, suite
+from spec_jax.debug import evidence
 
 
 FORMAT = "spec_jax exactness certificate"
@@ -23,12 +21,93 @@ VERSION = 1
 KINDS = ("plain", "spec")
 
 
+def sha256_of(value: Any) -> str:
+    """Returns the SHA-256 of a JSON value, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def header_row(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the first row of a file."""
+    return {"kind": "header", **header}
+
+
+def read_rows(
+    path: pathlib.Path | None, header: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], int]:
+    """Reads rows of prompts and windows of an earlier run of the same, in order.
+
+    Half a line at the end, of a machine that stopped while it was written, is none.
+
+    Returns:
+      The rows, and how many bytes they and the header have: the beginning of the
+      file. Summaries behind them are to be written anew.
+
+    Raises:
+      ValueError: a file of something else, or of a run with another header; one line
+        says what differs.
+    """
+    if path is None or not path.is_file() or not path.stat().st_size:
+        return [], 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    first, *rows = _parse(path, lines)
+    if first.get("kind") != "header":
+        raise ValueError(
+            f"{path}: holds something else than rows of this script; name another file"
+        )
+    changes = _header_changes(first, header)
+    if changes:
+        raise ValueError(
+            f"{path}: holds rows of another run ({'; '.join(changes)}); name another "
+            "file, or remove this one"
+        )
+    is_kept = [row.get("kind") in ("prompt", "mismatch") for row in rows]
+    count = [*is_kept, False].index(False)
+    return rows[:count], sum(map(len, lines[: 1 + count]))
+
+
+def _parse(path: pathlib.Path, lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: no JSON ({error}); mend the line or remove it"
+            ) from None
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{path}, line {number}: a JSON {type(row).__name__}, not a row; name "
+                "another file"
+            )
+        rows.append(row)
+    return rows
+
+
+def _header_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs, by name; values where they are short."""
+    found = []
+    for name, value in new.items():
+        was = old.get(name)
+        if was == value:
+            continue
+        if isinstance(was, Mapping) and isinstance(value, Mapping):
+            found += [f"{name}.{change}" for change in _header_changes(was, value)]
+        else:
+            texts = [json.dumps(part) for part in (was, value)]
+            short = all(len(text) < 70 for text in texts)
+            found.append(f"{name} {texts[0]}, now {texts[1]}" if short else name)
+    return found
+
+
 def make(
     header: Mapping[str, Any],
     cells: Sequence[cells_lib.Cell],
     rows: Sequence[suite.Row],
 ) -> dict[str, Any]:
-    """The certificate of a complete run.
+    """Returns the certificate of a complete run.
 
     Args:
       header: as in the run's file of rows: settings, environment, weights, prompts.
@@ -37,9 +116,7 @@ def make(
     lists: dict[str, list[str]] = {}
 
     def put(hashes: list[str]) -> str:
-        if evidence.NOT_COMPARED in hashes:
-            return evidence.NOT_COMPARED
-        digest = rows_lib.sha256_of(hashes)
+        digest = sha256_of(hashes)
         lists[digest] = hashes
         return digest
 
@@ -70,7 +147,7 @@ def make(
         "cells": entries,
         "lists": lists,
     }
-    return body | {"sha256": rows_lib.sha256_of(body)}
+    return body | {"sha256": sha256_of(body)}
 
 
 def check_writable(path: pathlib.Path) -> None:
@@ -115,10 +192,10 @@ def read(path: pathlib.Path) -> dict[str, Any]:
             f"{_commit(certificate)}"
         )
     body = {name: value for name, value in certificate.items() if name != "sha256"}
-    if certificate.get("sha256") != rows_lib.sha256_of(body):
+    if certificate.get("sha256") != sha256_of(body):
         raise ValueError(
             f"{path}: was edited: its content has SHA-256 "
-            f"{rows_lib.sha256_of(body)[:12]}.., and it says "
+            f"{sha256_of(body)[:12]}.., and it says "
             f"{str(certificate.get('sha256'))[:12]}.."
         )
     return certificate
@@ -130,7 +207,7 @@ def _commit(certificate: Mapping[str, Any]) -> str:
 
 
 def cells_of(certificate: Mapping[str, Any]) -> list[cells_lib.Cell]:
-    """What it certifies.
+    """Returns what it certifies.
 
     Raises:
       ValueError: cells with an axis that this code does not know.
@@ -148,10 +225,11 @@ def cells_of(certificate: Mapping[str, Any]) -> list[cells_lib.Cell]:
 def agreement(
     certificate: Mapping[str, Any], rows: Sequence[suite.Row]
 ) -> dict[str, dict[str, int | str]]:
-    """How many prompts of each cell have each result that the certificate has.
+    """Returns how many prompts of each cell have each result of the certificate.
 
-    Both of plain decoding and of the rounds; `evidence.NOT_COMPARED` where the
-    certificate has none of the rounds.
+    Both of decoding and of the rounds; `evidence.NOT_COMPARED` where the certificate
+    has none of the rounds: of batches, in those that were made before these were
+    recorded.
 
     Args:
       rows: of a run of the certificate's cells, of some or all of its prompts.
@@ -172,7 +250,7 @@ def _num_agreeing(
     rows: Sequence[suite.Row],
     what: str,
 ) -> int | str:
-    """How many rows of a cell have its entry's hashes of one of `evidence.WHATS`."""
+    """Returns how many rows of a cell have its entry's hashes of a `WHATS`."""
     if entry["spec"][what] == evidence.NOT_COMPARED:
         return evidence.NOT_COMPARED
     return sum(
@@ -187,7 +265,7 @@ def _num_agreeing(
 def changes(
     certificate: Mapping[str, Any], environment: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Facts of the environment that differ: name, then, now."""
+    """Returns facts of the environment that differ: name, then, now."""
     then = certificate["environment"]
     names = sorted({*then, *environment})
     return [

@@ -6,14 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.support import (
-    exactness_batch as batches,
-    exactness_cells as cells_lib,
-    exactness_evidence as evidence,
-    exactness_runs as runs,
-    model_pair,
-    prompt_runs,
-)
+from experiments.lib import cell_runs, cells as cells_lib
+from spec_jax import loading
+from spec_jax.debug import evidence
 
 
 Row = Mapping[str, Any]
@@ -25,7 +20,7 @@ class Plan:
 
     Attributes:
       target, draft: folders.
-      cells: as `exactness_cells` puts them in order.
+      cells: as `cells.star` and `cells.product` put them in order.
       prompts: `(id, token ids)`.
       weights: fingerprints of "target" and "draft" of each dtype.
     """
@@ -35,119 +30,113 @@ class Plan:
     cells: Sequence[cells_lib.Cell]
     prompts: Sequence[tuple[str, list[int]]]
     weights: Mapping[str, Mapping[str, str]]
-    settings: runs.Settings
+    settings: cell_runs.Settings
 
 
 def run(plan: Plan, *, done: Collection[tuple[str, int]]) -> Iterator[dict[str, Any]]:
-    """The row of every cell and prompt that is not among `done`, as it finishes.
+    """Yields the row of every cell and prompt that is not among `done`.
 
-    Cells that share plain decoding go through prompts together, as many at once as the
-    largest batch has slots, so that each is decoded once. Weights are held of one dtype
-    at a time. After a prompt's row with differences comes one of the window in which
-    they begin, where windows were recorded.
+    Cells that share decoding go through prompts together, so many at once that each is
+    decoded once and batches refill their slots. Weights are held of one dtype at a
+    time. After a prompt's row with differences comes one of the window in which they
+    begin.
 
     Args:
       done: `key` of rows that are there.
     """
-    weights: dict[str, tuple] = {}
+    weights: dict[str, cell_runs.Weights] = {}
     for cells in cells_lib.by_plain(plan.cells):
         weights = {
             dtype: kept for dtype, kept in weights.items() if dtype == cells[0].dtype
         }
         group = _Group(plan, weights)
-        for numbers in _parts(range(len(plan.prompts)), max(c.batch for c in cells)):
+        largest = max(cell.batch for cell in cells)
+        size = 2 * largest if largest > 1 else 1
+        for first in range(0, len(plan.prompts), size):
+            part = range(first, min(first + size, len(plan.prompts)))
             for cell in cells:
-                for part in _parts(numbers, cell.batch):
-                    missing = [n for n in part if (cell.name, n) not in done]
-                    yield from group.run(cell, missing)
+                missing = [n for n in part if (cell.name, n) not in done]
+                yield from group.run(cell, missing)
             group.forget_texts()
 
 
-def _parts(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [numbers[at : at + size] for at in range(0, len(numbers), size)]
-
-
 class _Group:
-    """Cells that share plain decoding: their models, their slots, and plain texts.
+    """Cells that share decoding: their models, their slots, and what was decoded.
 
     Attributes:
-      weights: `runs.weights_of` by dtype; those that are loaded are added.
+      weights: by dtype; those that are loaded are added.
     """
 
-    def __init__(self, plan: Plan, weights: dict[str, tuple]):
+    def __init__(self, plan: Plan, weights: dict[str, cell_runs.Weights]):
         self.weights = weights
         self._plan = plan
-        self._pairs: dict[cells_lib.Cell, model_pair.ModelPair] = {}
-        self._slots: dict[cells_lib.Cell, batches.Slots] = {}
-        self._plain: dict[int, runs.Plain] = {}
+        self._models: loading.LanguageModel | None = None
+        self._slots: dict[cells_lib.Cell, cell_runs.Slots] = {}
+        self._plain: dict[int, cell_runs.Plain] = {}
 
     def forget_texts(self) -> None:
-        """Drops plain texts, with their keys and values."""
+        """Drops what was decoded, with its keys and values."""
         self._plain.clear()
 
     def run(
         self, cell: cells_lib.Cell, numbers: Sequence[int]
     ) -> Iterator[dict[str, Any]]:
-        """The rows of some prompts, at most as many as the cell has slots."""
+        """Yields the rows of some prompts.
+
+        Slots that they leave empty take others, so that none has fewer neighbours.
+        """
         if not numbers:
             return
-        if cell not in self._pairs:
-            self._pairs[cell] = runs.load(
-                cell,
-                target=self._plan.target,
-                draft=self._plan.draft,
-                weights=self.weights.get(cell.dtype),
-            )
-            self.weights[cell.dtype] = runs.weights_of(self._pairs[cell])
-        run = self._run_alone if cell.batch == 1 else self._run_together
-        for number, spec in zip(numbers, run(cell, numbers), strict=True):
-            yield from _rows(self._plan, cell, number, self._plain[number], spec)
-
-    def _plain_of(self, cell: cells_lib.Cell, number: int) -> runs.Plain:
-        if number not in self._plain:
-            prompt = self._plan.prompts[number][1]
-            self._plain[number] = runs.run_plain(
-                self._pairs[cell], cell, self._plan.settings, prompt
-            )
-        return self._plain[number]
-
-    def _run_alone(self, cell, numbers) -> list[runs.Rounds]:
-        pair, settings = self._pairs[cell], self._plan.settings
-        return [
-            runs.run_rounds(
-                pair,
-                cell,
-                settings,
-                self._plan.prompts[number][1],
-                self._plain_of(cell, number),
-            )
-            for number in numbers
-        ]
-
-    def _run_together(self, cell, numbers) -> list[runs.Rounds]:
-        """In slots that other prompts fill up, so that none has fewer neighbours."""
-        pair, settings = self._pairs[cell], self._plan.settings
-        if cell not in self._slots:
-            self._slots[cell] = batches.open_slots(pair, cell, settings)
         total = len(self._plan.prompts)
         following = [(numbers[-1] + 1 + step) % total for step in range(total)]
         others = [number for number in following if number not in numbers]
-        seated = [*numbers, *others][: cell.batch]
-        self._slots[cell], found = batches.run(
-            self._slots[cell],
-            pair,
-            cell,
-            settings,
-            [self._plan.prompts[number][1] for number in seated],
-            [self._plain_of(cell, number) for number in seated],
+        seated = [*numbers, *others[: max(cell.batch - len(numbers), 0)]]
+        plain = [self._plain_of(cell, number) for number in seated]
+        found = self._slots_of(cell).run(
+            [self._plan.prompts[number][1] for number in seated], plain
         )
-        return found[: len(numbers)]
+        for at, number in enumerate(numbers):
+            yield from _rows(self._plan, cell, number, plain[at], found[at])
+
+    def _models_of(self, cell: cells_lib.Cell) -> loading.LanguageModel:
+        """Returns the target and the draft model, which all cells of a group share."""
+        if self._models is None:
+            plan = self._plan
+            self._models = cell_runs.load_models(
+                cell,
+                target=plan.target,
+                draft=plan.draft,
+                weights=self.weights.get(cell.dtype),
+            )
+            lm = self._models
+            self.weights[cell.dtype] = lm.params, lm.drafter_params
+        return self._models
+
+    def _slots_of(self, cell: cells_lib.Cell) -> cell_runs.Slots:
+        if cell not in self._slots:
+            lm = cell_runs.with_drafter(self._models_of(cell), cell)
+            self._slots[cell] = cell_runs.Slots(lm, cell, self._plan.settings)
+        return self._slots[cell]
+
+    def _plain_of(self, cell: cells_lib.Cell, number: int) -> cell_runs.Plain:
+        if number not in self._plain:
+            self._plain[number] = cell_runs.run_plain(
+                self._models_of(cell),
+                cell,
+                self._plan.settings,
+                self._plan.prompts[number][1],
+            )
+        return self._plain[number]
 
 
 def _rows(
-    plan: Plan, cell: cells_lib.Cell, number: int, plain: runs.Plain, spec: runs.Rounds
+    plan: Plan,
+    cell: cells_lib.Cell,
+    number: int,
+    plain: cell_runs.Plain,
+    spec: cell_runs.Rounds,
 ) -> Iterator[dict[str, Any]]:
-    """One prompt in one cell as a JSON row, and the window in which it differs."""
+    """Yields one prompt in one cell as a row, and the window in which it differs."""
     name, prompt = plan.prompts[number]
     differences = evidence.compare(plain.evidence, spec.evidence)
     yield {
@@ -182,12 +171,12 @@ def _rows(
 
 
 def key(row: Row) -> tuple[str, int]:
-    """What a prompt's row is the row of."""
+    """Returns what a prompt's row is the row of."""
     return row["cell"], row["index"]
 
 
 def of_prompts(rows: Sequence[Row]) -> list[Row]:
-    """The rows of prompts alone."""
+    """Returns the rows of prompts alone."""
     return [row for row in rows if row["kind"] == "prompt"]
 
 
@@ -200,8 +189,7 @@ class CellSummary:
         in the same way are one witness.
       nonfinite_logits: tokens that were chosen from logits that are not finite.
       constant_logits: tokens that were chosen from logits that are all equal.
-      equal: prompts in which each of `evidence.WHATS` is that of plain decoding, or
-        `evidence.NOT_COMPARED`.
+      equal: prompts in which each of `evidence.WHATS` is that of decoding.
     """
 
     cell: cells_lib.Cell
@@ -213,21 +201,18 @@ class CellSummary:
     accepted: int
     nonfinite_logits: int
     constant_logits: int
-    equal: Mapping[str, int | str]
+    equal: Mapping[str, int]
 
     @property
     def is_exact(self) -> bool:
-        """Whether all that was compared is equal for every prompt, and means something.
+        """Whether everything is equal for every prompt, and means something.
 
         What was chosen from NaN or infinity does not.
         """
-        return not self.nonfinite_logits and all(
-            count in (self.prompts, evidence.NOT_COMPARED)
-            for count in self.equal.values()
-        )
+        return not self.nonfinite_logits and set(self.equal.values()) == {self.prompts}
 
     def to_row(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Returns the JSON form."""
         values = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
@@ -235,27 +220,24 @@ class CellSummary:
 
 
 def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> CellSummary:
-    """The summary of a cell, from rows of prompts of any cells."""
+    """Returns the summary of a cell, from rows of prompts of any cells."""
     own = [row for row in rows if row["cell"] == cell.name]
-    equal = {
-        what: evidence.NOT_COMPARED
-        if any(row["spec_sha256"][what] == evidence.NOT_COMPARED for row in own)
-        else sum(all(d["what"] != what for d in row["differences"]) for row in own)
-        for what in evidence.WHATS
-    }
     counts = ("tokens", "rounds", "proposed", "accepted")
     counts += ("nonfinite_logits", "constant_logits")
     return CellSummary(
         cell=cell,
         prompts=len(own),
         texts=len({row["spec_sha256"]["tokens"] for row in own}),
-        equal=equal,
+        equal={
+            what: sum(all(d["what"] != what for d in row["differences"]) for row in own)
+            for what in evidence.WHATS
+        },
         **{name: sum(row[name] for row in own) for name in counts},
     )
 
 
 def warnings(summaries: Sequence[CellSummary]) -> list[str]:
-    """What makes equality say less than it seems to, or nothing, in sentences."""
+    """Returns what makes equality say less than it seems to, in sentences."""
     found = []
     for name, what in (
         ("nonfinite_logits", "hold NaN or infinity: equality means nothing there"),
@@ -271,10 +253,9 @@ def warnings(summaries: Sequence[CellSummary]) -> list[str]:
 def across_pages(
     cells: Sequence[cells_lib.Cell], rows: Sequence[Row]
 ) -> list[tuple[dict[str, Any], int]]:
-    """Prompts whose plain bits depend on what may not decide them: pages.
+    """Returns prompts whose decoded bits depend on what may not decide them: pages.
 
-    Returns:
-      For each choice of `exactness_cells.BIT_AXES` with such prompts, their number.
+    For each choice of `cells.BIT_AXES` with such prompts, their number.
     """
     bits_of = {cell.name: tuple(cell.bits.items()) for cell in cells}
     seen: dict[tuple, dict[int, set]] = {}
@@ -289,23 +270,14 @@ def across_pages(
     return [(dict(bits), count) for bits, count in counts.items() if count]
 
 
-def encode(
-    pair: model_pair.ModelPair, prompts: Sequence, *, raw: bool, count: int | None
-) -> list[tuple[str, list[int]]]:
-    """Ids and token ids of prompts; beginnings of them too, up to `count`.
-
-    Raises:
-      ValueError: fewer than `count` different beginnings.
-    """
-    encoded = prompt_runs.encode(pair, prompts, raw=raw)
-    named = [(p.id, ids) for p, ids in zip(prompts, encoded, strict=True)]
-    return named if count is None else beginnings(named, count)
-
-
 def beginnings(
     prompts: Sequence[tuple[str, list[int]]], count: int
 ) -> list[tuple[str, list[int]]]:
-    """The prompts, then their first seven eighths, and so on; each text once."""
+    """Returns the prompts, then their first seven eighths, and so on; each text once.
+
+    Raises:
+      ValueError: fewer than `count` different ones.
+    """
     found: dict[tuple[int, ...], str] = {}
     for eighths in range(8, 0, -1):
         for name, ids in prompts:

@@ -3,37 +3,20 @@
 Knows names and numbers; decides nothing.
 """
 
-import dataclasses
 import pathlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich import (
-    console as rich_console,
-    progress as rich_progress,
-    table as rich_table,
-    text as rich_text,
-)
+from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.lib import terminal
-from experiments.support import (
-    exactness_cells as cells_lib,
-    exactness_evidence as evidence,
-    exactness_suite as suite,
-)
+from experiments.lib import cells as cells_lib, suite
+from spec_jax.debug import evidence
 
 
 WHAT_NAMES = {"log_probs": "log-probs", "kv": "K/V"}
 MOST_SHOWN = 10
 PARITY = "python experiments/parity.py"
-
-
-def progress() -> rich_progress.Progress:
-    """A progress bar that also says how much time is left."""
-    shown = terminal.progress()
-    shown.columns = (*shown.columns, rich_progress.TimeRemainingColumn())
-    return shown
 
 
 def print_plan(
@@ -48,17 +31,6 @@ def print_plan(
     console.print(f"base: {plan.cells[0].name}", soft_wrap=True, highlight=False)
 
 
-def label(cell: cells_lib.Cell, base: cells_lib.Cell) -> str:
-    """What of a cell is not that of the base."""
-    ours, theirs = dataclasses.asdict(cell), dataclasses.asdict(base)
-    changed = [
-        f"{axis.replace('_', '-')} {value}"
-        for axis, value in ours.items()
-        if value != theirs[axis]
-    ]
-    return ", ".join(changed) or "base"
-
-
 def print_cells(
     summaries: Sequence[suite.CellSummary], console: rich_console.Console
 ) -> None:
@@ -67,14 +39,13 @@ def print_cells(
     for summary in summaries:
         rate = summary.accepted / max(summary.proposed, 1)
         table.add_row(
-            label(summary.cell, summaries[0].cell),
+            cells_lib.label(summary.cell, summaries[0].cell),
             f"{summary.prompts:,}",
             f"{summary.texts:,}",
             f"{rate:.3f}",
             *_equal(summary.equal, summary.prompts),
         )
     console.print(table)
-    _explain_dashes([summary.equal for summary in summaries], console)
     print_warnings(suite.warnings(summaries), console)
 
 
@@ -94,7 +65,7 @@ def print_agreement(
     table = _table("cell", "prompts", *_what_names())
     for cell in plan.cells:
         table.add_row(
-            label(cell, plan.cells[0]),
+            cells_lib.label(cell, plan.cells[0]),
             f"{len(plan.prompts):,}",
             *_equal(agreement[cell.name], len(plan.prompts)),
         )
@@ -118,7 +89,9 @@ def _explain_dashes(
     counts: Iterable[Mapping[str, int | str]], console: rich_console.Console
 ) -> None:
     if any(evidence.NOT_COMPARED in cell.values() for cell in counts):
-        console.print("-: not compared; rows of a batch are not recorded")
+        console.print(
+            "-: the certificate has none: of before rows of a batch were recorded"
+        )
 
 
 def _what_names() -> list[str]:
@@ -164,9 +137,7 @@ def print_differences(
         row, following = rows[number], rows[number + 1 : number + 2]
         lines = [f"{row['cell']}, prompt {row['id']!r}:"]
         lines += [f"  {evidence.describe(found)}" for found in row["differences"]]
-        if row["spec_sha256"]["logits"] == evidence.NOT_COMPARED:
-            lines.append("  rows of a batch are not recorded: does --batch 1 differ?")
-        elif not following or following[0]["kind"] != "mismatch":
+        if not following or following[0]["kind"] != "mismatch":
             lines.append("  the prompt's own K/V differ: look at the prefill")
         elif out is None:
             lines.append("  look closer: give --out, and its line to parity.py")

@@ -1,5 +1,6 @@
-"""Replay from its command line: files, rows, exit status, bad input."""
+"""Replay: what it counts is what live rounds count; files, rows, status, bad input."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -7,9 +8,18 @@ import pytest
 import tiny_pair
 
 from experiments import replay
-from experiments.lib import cli
-from experiments.support import paired_runs, replay_costs, traces
+from experiments.lib import (
+    cli,
+    gamma_policies,
+    judge as judge_lib,
+    recordings,
+    replays,
+    runs,
+    step_costs,
+    traces,
+)
 from spec_jax.analysis import metrics
+from spec_jax.drafters import registry
 from spec_jax.gamma import theory
 
 
@@ -19,6 +29,7 @@ COSTS = {"plain_s": 1.0, "verify_s": {"1": 1.0, "5": 2.0}, "draft_s": {"oracle":
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
+    """The draft is the target, a little changed: it is right and wrong by turns."""
     return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
@@ -70,6 +81,100 @@ def check(path, folders, *more: str) -> int:
     return judge(path, "--check", "--target", str(target), "--draft", str(draft), *more)
 
 
+#
+# Counters
+#
+
+
+class Subject:
+    """A drafter with the target and without it, on traces with a stop token inside."""
+
+    def __init__(self, name, path, target, draft, *, stop_at: int = 7):
+        header, self.prompts = traces.read(path)
+        stop = self.prompts[0].generated_ids[stop_at]
+        header = dataclasses.replace(header, stop_ids=(stop,))
+        sizes = {"gamma_max": 4, "min_confidence": 0.05}
+        self.replayer = replays.Replayer(
+            header=header,
+            built=replays.build(name, header, draft, **sizes),
+            capacity=96,
+            stop_ids=header.stop_ids,
+        )
+        self.target = recordings.load_target(
+            target, dtype=None, impl="native", gamma_max=4
+        )
+
+    def assert_equal(self, **run) -> metrics.Counters:
+        """Asserts that every counter of every prompt is the same; their sum."""
+        total = metrics.Counters()
+        for prompt in self.prompts:
+            live = self.replayer.run_live(self.target, prompt, **run)
+            counters, num_forwards = self.replayer.run(prompt, **run)
+            written = prompt.until_stop(self.replayer.stop_ids)
+            assert replays.differences(live, counters, written) == []
+            assert num_forwards.sum() == live.counters.target_steps
+            metrics.identities(counters)
+            total += counters
+        return total
+
+
+# Every drafter and both settings: what is drawn are a draft model's drafts and the
+# target's tokens, of which lookups see no more than the text. The rest is slow.
+RUNS = [("greedy", name) for name in registry.BUILDERS] + [
+    pytest.param(*("sampled", name), marks=() if name == "draft-model" else slow)
+    for slow in [pytest.mark.slow]
+    for name in registry.BUILDERS
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), RUNS)
+def test_replayed_counters_are_live_counters(kind, name, folders, request):
+    """Fails if a drafter sees anything else, or draws with other noise, than live."""
+    # The target drafts for itself: kept where it draws with the same noise.
+    target = folders[0]
+    subject = Subject(name, request.getfixturevalue(kind), target, target)
+    total = subject.assert_equal(gamma=4)
+    assert total.proposed > 0 and total.tokens < 12 * len(subject.prompts)
+    if name in ("draft-model", "oracle"):
+        assert total.accepted == total.proposed
+
+
+def test_replayed_policies_choose_what_live_ones_choose(greedy, folders):
+    """Fails if adaptive rounds learn other counts on a trace."""
+    subject = Subject("ngram", greedy, folders[0], folders[1])
+    chosen = gamma_policies.make(
+        "threshold", subject.replayer.built[0], gamma=4, round_s=None
+    )
+    subject.assert_equal(gamma=4, chosen=chosen)
+
+
+def test_whatever_differs_is_named(greedy, folders):
+    """Negative control: one counter, one token, one length."""
+    subject = Subject("ngram", greedy, folders[0], folders[1])
+    prompt, replayer = subject.prompts[1], subject.replayer
+    plain = prompt.until_stop(replayer.stop_ids)
+    live = replayer.run_live(subject.target, prompt, gamma=2)
+    same, _ = replayer.run(prompt, gamma=2)
+    changed = [*plain[:5], (plain[5] + 1) % 264, *plain[6:]]
+    assert replays.differences(live, same, changed) == [
+        f"token 5: live {plain[5]}, in the trace {changed[5]}"
+    ]
+    assert replays.differences(live, same, plain[:-1]) == [
+        f"{len(plain)} tokens live, {len(plain) - 1} in the trace"
+    ]
+    more = dataclasses.replace(same, accepted=same.accepted + 1)
+    assert replays.differences(live, more, plain) == [
+        f"accepted: live {same.accepted}, replayed {same.accepted + 1}"
+    ]
+    with pytest.raises(ValueError, match=r"gamma=5 is outside \[0, 4\]"):
+        replayer.run(prompt, gamma=5)
+
+
+#
+# The command line
+#
+
+
 def test_what_is_recorded(greedy, folders):
     """Fails if a line lacks what replay needs, or says where it does not come from."""
     header, *lines = rows_of(greedy)
@@ -90,16 +195,23 @@ def test_drafters_are_judged_without_the_target(
     greedy, folders, tmp_path, capsys, monkeypatch
 ):
     """Fails if the target is read, or a row is missing or is another's."""
-    monkeypatch.setattr(paired_runs, "run_plain", None)
-    monkeypatch.setattr(paired_runs, "run_speculative", None)
+    monkeypatch.setattr(runs, "run_plain", None)
+    monkeypatch.setattr(runs, "run_speculative", None)
+    monkeypatch.setattr(recordings, "load_target", None)
     gone = rewritten(greedy, tmp_path, header_with(target="/nowhere"))
     out = tmp_path / "out.jsonl"
-    drafters = ("--drafter", "oracle,ngram,draft-model", "--draft", str(folders[1]))
+    outside = "test_exactness:FromOutside"
+    drafters = (
+        "--drafter",
+        f"oracle,{outside},draft-model",
+        "--draft",
+        str(folders[1]),
+    )
     more = (*drafters, "--ignore-stop", "--out", str(out))
     assert judge(gone, *more) == replay.JUDGED
     rows = rows_of(out)
     assert [(row["drafter"], row["gamma"]) for row in rows] == [
-        *(("oracle", 1), ("oracle", 4), ("ngram", 1), ("ngram", 4)),
+        *(("oracle", 1), ("oracle", 4), (outside, 1), (outside, 4)),
         *(("draft-model", 1), ("draft-model", 4)),
     ]
     best = rows[1]
@@ -108,8 +220,6 @@ def test_drafters_are_judged_without_the_target(
     assert best["rounds"] == 9 and best["rounds_by_rows"] == [0, 0, 3, 0, 0, 6]
     assert best["checked"] is None and best["expected_tok_s"] is None
     assert {row["kind"] for row in rows} == {"replay"} and best["gen_tokens"] == 12
-    assert replay.main([str(gone), *drafters, "--gamma", "4", "--out", str(out)]) == 0
-    assert rows_of(out)[0]["tokens"] < 36  # One of the texts meets a stop token.
     assert "oracle" in capsys.readouterr().out
 
 
@@ -140,9 +250,8 @@ def test_costs_as_latency_writes_them(tmp_path):
         {"kind": "step", "step": name, "num_live": num_live, "ms": ms}
         for name, (num_live, ms) in steps.items()
     ]
-    rows += [{"kind": "summary"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    curves = replay_costs.read(path, ("draft-model", "ngram", "hybrid"))
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"kind": "x"}]))
+    curves = step_costs.read(path, ("draft-model", "ngram", "hybrid"))
     curve = theory.CostCurve(
         plain_s=0.002, rows=(1, 2), verify_s=(0.002, 0.003), draft_s=0.0005
     )
@@ -150,34 +259,19 @@ def test_costs_as_latency_writes_them(tmp_path):
     assert curves["ngram"].draft_s == 0.0
     path.write_text(path.read_text() * 2)
     with pytest.raises(ValueError, match="rows of several runs"):
-        replay_costs.read(path, ("ngram",))
-
-
-def test_a_number_for_all_drafters(tmp_path):
-    path = tmp_path / "costs.json"
+        step_costs.read(path, ("ngram",))
+    # One number for all drafters.
     path.write_text(
         json.dumps(COSTS | {"draft_s": 0.25, "overhead_s": 0.125}, indent=1)
     )
-    curve = replay_costs.read(path, ("suffix",))["suffix"]
+    curve = step_costs.read(path, ("suffix",))["suffix"]
     assert curve.draft_s == 0.25 and curve.overhead_s == 0.125
-    assert replay_costs.expected_seconds(curve, [0, 0, 0]) == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_a_check_finds_live_runs_equal(kind, folders, tmp_path, request, capsys):
-    path, out = request.getfixturevalue(kind), tmp_path / "out.jsonl"
-    more = ("--drafter", "ngram,draft-model", "--gamma", "4")
-    assert check(path, folders, *more, "--out", str(out)) == replay.JUDGED
-    rows = rows_of(out)
-    assert len(rows) == 2
-    assert all(row["checked"] == 3 and row["differing"] == [] for row in rows)
-    assert "3/3" in capsys.readouterr().out
+    assert step_costs.expected_seconds(curve, [0, 0, 0]) == 0.0
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_check_finds_one_changed_token(kind, folders, tmp_path, request, capsys):
-    """Negative control: exit status 2, and the prompt is named."""
+    """Negative control: exit status 2, and the prompt is named; the others are equal."""
 
     def changed(rows):
         ids = rows[2]["generated_ids"]
@@ -191,29 +285,16 @@ def test_a_check_finds_one_changed_token(kind, folders, tmp_path, request, capsy
     assert "py-01" not in printed and "2/3" in printed
 
 
-def test_a_check_finds_one_counter_that_differs(greedy, folders, monkeypatch):
-    """Negative control: tokens that are equal do not make counters equal."""
-    real = paired_runs.run_speculative
-
-    def miscounted(*arguments):
-        run = real(*arguments)
-        counters = metrics.Counters(**vars(run.counters) | {"row_steps": 1})
-        return paired_runs.Speculative(**vars(run) | {"counters": counters})
-
-    monkeypatch.setattr(paired_runs, "run_speculative", miscounted)
-    assert check(greedy, folders, "--gamma", "4") == replay.DIFFERS
-
-
 def test_a_recording_is_taken_up(greedy, folders, tmp_path, capsys, monkeypatch):
     """Fails if an interrupted recording begins again, or writes other traces."""
     path = rewritten(greedy, tmp_path, lambda rows: rows[:3])
-    real, seen = paired_runs.run_plain, []
+    real, seen = runs.run_plain, []
 
-    def watched(pair, settings, prompt):
+    def watched(lm, settings, prompt):
         seen.append(prompt)
-        return real(pair, settings, prompt)
+        return real(lm, settings, prompt)
 
-    monkeypatch.setattr(paired_runs, "run_plain", watched)
+    monkeypatch.setattr(runs, "run_plain", watched)
     assert record(folders, path) == 0
     assert len(seen) == 1 and "2 of them taken up" in capsys.readouterr().out
     assert rows_of(path)[1:] == rows_of(greedy)[1:]
@@ -270,14 +351,11 @@ def test_rows_do_not_replace_the_traces(greedy, capsys):
     assert greedy.read_text() == before
 
 
-def test_flags_that_repeat_the_recording(sampled):
+def test_flags_that_repeat_the_recording(sampled, capsys):
     """What is given again is no error where it agrees: also where it is a default."""
     more = (*SAMPLED, "--prompts", "3", "--gen-tokens", "12", "--page-size", "16")
     assert judge(sampled, *more, "--gamma", "1") == 0
-
-
-def test_a_default_that_is_given_is_compared(sampled, capsys):
-    """Fails if `--temperature 0` passes for greedy traces, since it is the default."""
+    # Fails if `--temperature 0` passes for greedy traces, since it is the default.
     run = lambda: judge(sampled, "--temperature", "0")
     assert_fails_with(capsys, run, "temperature 0.7 and 0.0")
 
@@ -288,7 +366,6 @@ def test_a_default_that_is_given_is_compared(sampled, capsys):
         (lambda rows: [], ("is empty", "--record")),
         (lambda rows: rows[1:], ("header",)),
         (lambda rows: [[1], *rows], ("header",)),
-        (lambda rows: [{"kind": "summary"}], ("header",)),
         (header_with(format=2), ("format 2", "this is 1")),
         (header_with(slab="5"), ("line 1", "slab='5' is no int")),
         (header_with(slab=1), ("line 1", "slab=1 must be at least 2")),
@@ -336,7 +413,7 @@ def test_traces_of_another_model(greedy, folders, tmp_path, capsys, monkeypatch)
     other = tiny_pair.write_model(
         tmp_path / "other", tiny_pair.config(num_layers=2), seed=9
     )
-    monkeypatch.setattr(paired_runs, "run_speculative", None)
+    monkeypatch.setattr(judge_lib.Judge, "rows", None)
     run = lambda: check(greedy, (other, folders[1]))
     assert_fails_with(capsys, run, "not the target", "fingerprint '", "record again")
 
@@ -368,10 +445,6 @@ def test_recordings_that_cannot_be(folders, tmp_path, capsys, more, words):
     path = tmp_path / "traces.jsonl"
     assert_fails_with(capsys, lambda: record(folders, path, *more), *words)
     assert not path.exists() or not path.read_text()
-
-
-def test_no_file_is_named(capsys):
-    assert_fails_with(capsys, lambda: replay.main([]), "one file", "--record FILE")
 
 
 @pytest.mark.parametrize(
