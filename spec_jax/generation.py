@@ -6,6 +6,7 @@ decode          autoregressive decoding: the baseline, and the oracle
 """
 
 import dataclasses
+import inspect
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -331,7 +332,7 @@ class Run:
         checks.check_max_tokens(max_tokens)
         policy, gamma = (gamma, None) if _is_policy(gamma) else (None, gamma)
         if policy is not None and policy_state is None:
-            policy_state = policy.init()
+            policy_state = _first_state(policy)
         if policy is None and gamma is None:
             gamma = min(DEFAULT_GAMMA, lm.gamma_max)
         if num_slots is None:
@@ -451,6 +452,22 @@ def _is_policy(gamma: Any) -> bool:
     return hasattr(gamma, "choose") and hasattr(gamma, "update")
 
 
+def _first_state(policy: policy_lib.GammaPolicy) -> policy_lib.State:
+    """Returns what the policy's `init` makes of nothing.
+
+    Raises:
+      ValueError: it wants to be told something.
+    """
+    wanted = inspect.signature(policy.init).parameters.values()
+    names = [one.name for one in wanted if one.default is one.empty]
+    if names:
+        raise ValueError(
+            f"{type(policy).__name__} makes no first state of nothing: give "
+            f"policy_state=policy.init({', '.join(names)})"
+        )
+    return policy.init()
+
+
 def _prompts(lm: LanguageModel, prompt: Any) -> tuple[list[list[int]], bool]:
     """Returns the token ids of each prompt, and whether there was one and no list."""
     if _is_one(prompt):
@@ -475,14 +492,20 @@ def _is_one(prompt: Any) -> bool:
 
 def _encode(lm: LanguageModel, prompt: Any) -> list[int]:
     """Returns the token ids of one prompt."""
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
-        if lm.tokenizer is None:
-            raise ValueError("the model has no tokenizer: give token ids")
+    is_chat = not isinstance(prompt, str) and _is_chat(prompt)
+    if lm.tokenizer is None and (is_chat or isinstance(prompt, str)):
+        raise ValueError("the model has no tokenizer: give token ids")
+    if is_chat:
+        prompt = lm.tokenizer.apply_chat(prompt)
     if isinstance(prompt, str):
         return lm.tokenizer.encode(prompt)
-    if len(prompt) and isinstance(prompt[0], Mapping):
-        return lm.tokenizer.encode(lm.tokenizer.apply_chat(prompt))
     return checks.token_list(prompt)
+
+
+def _is_chat(prompt: Any) -> bool:
+    # No truth value of the whole: an array has none.
+    is_array = isinstance(prompt, np.ndarray | jax.Array)
+    return not is_array and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _settings(

@@ -1,4 +1,4 @@
-"""Sample-path-exact speculation: the seeded stream of plain decoding, bit for bit.
+"""Coupled speculation: the seeded stream of autoregressive decoding, bit for bit.
 
 On a tiny Markov model, with rounds of a few lines, so that the rule and the noise are
 tested without caches and models.
