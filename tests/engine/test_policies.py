@@ -45,8 +45,12 @@ def run(name, asks):
     return decoding.run(SMALL, asks, scheduler=scheduler, draws=True)
 
 
-@pytest.mark.parametrize("name", ["fixed", "threshold", "goodput"])
-@SLOTS
+CASES = pytest.mark.parametrize(
+    ("name", "num_slots"), [("threshold", 3), ("goodput", 1), ("goodput", 3)]
+)
+
+
+@CASES
 def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name, num_slots):
     """Fails if a slot drafts as another's rounds taught, or learns from them.
 
@@ -61,9 +65,6 @@ def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name, num_slots):
         decoding.assert_as_decoded(SMALL, state, asks)
         found += [decoding.slot_of(state, slot) for slot in range(len(asks))]
     kept, rejected = found[:2]
-    if name == "fixed":
-        assert kept.accepted_hist[4] == 0 < kept.accepted_hist[3]
-        return
     assert kept.accepted_hist[4] >= 8 and kept.num_proposed >= 45
     assert rejected.num_proposed <= 15 and rejected.num_rounds == 60
     with pytest.raises(AssertionError):  # What they learnt is not the same.
@@ -88,13 +89,17 @@ def updated(name, slots, fault=lambda told: told):
     return jax.tree.map(np.asarray, learnt)
 
 
-@pytest.mark.parametrize("name", ["threshold", "goodput"])
-@SLOTS
-def test_a_policy_is_told_of_every_round_of_its_slot(name, num_slots):
-    """Round by round, in calls of one: the state is that of the counts, bit for bit.
+def assert_same_policy(found, expected) -> None:
+    """Equal but for the rounding of another program: it fuses other operations."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, expected)
 
-    Where one call ends, many end too. Negative controls: a round that it is not told
-    of, and all drafts for kept ones.
+
+@CASES
+def test_a_policy_is_told_of_every_round_of_its_slot(name, num_slots):
+    """Round by round, in calls of one: the state is that of the counts.
+
+    Where one call ends, many end too, bit for bit. Negative controls: a round that it
+    is not told of, and all drafts for kept ones.
     """
     asks = [dataclasses.replace(LONG, run=2), MIXED[1], MIXED[2]][:num_slots]
     scheduler = scheduler_of(name, num_slots=num_slots)
@@ -108,17 +113,18 @@ def test_a_policy_is_told_of_every_round_of_its_slot(name, num_slots):
         rounds = [row[slot] for row in seen]
         # Rounds in which the slot had ended are no rounds of its own.
         rounds = rounds[: int(rounds[-1].num_rounds)]
-        testing.assert_same_bits(rounds[-1].policy, updated(name, rounds))
+        assert_same_policy(rounds[-1].policy, updated(name, rounds))
     rounds = [row[0] for row in seen]
     for fault in (
         lambda told: told[:-1],
         lambda told: [(drafted, drafted) for drafted, _ in told],
     ):
         with pytest.raises(AssertionError):
-            testing.assert_same_bits(rounds[-1].policy, updated(name, rounds, fault))
+            assert_same_policy(rounds[-1].policy, updated(name, rounds, fault))
 
 
 def test_gamma_bounds_what_a_policy_chooses():
+    """Here 2 of the 3 that the policy always chooses."""
     one = decoding.slot_of(run("fixed", [dataclasses.replace(LONG, gamma=2)]))
     assert one.accepted_hist[3:].sum() == 0 and one.accepted_hist[2] > 10
 
@@ -208,7 +214,7 @@ def test_what_is_another_slots_is_caught():
     right = None
     for name, fault in {"none": lambda state: state, **FAULTS}.items():
         state = decoding.admit(scheduler, requests)
-        state = fault(decoding.generate(scheduler, state, max_rounds=2))
+        state = fault(decoding.generate(scheduler, state, max_rounds=5))
         state = decoding.generate(scheduler, state)
         if right is None:
             right = jax.device_get(state.slots)

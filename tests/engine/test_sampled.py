@@ -28,8 +28,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("impl", ["native", "xla"])
-@SLOTS
+@pytest.mark.parametrize(
+    ("impl", "num_slots"), [("native", 1), ("native", 3), ("xla", 3)]
+)
 def test_the_stream_is_that_of_decoding(impl, num_slots):
     """Fails if noise is keyed by round, row or slot, or a filter sees other rows."""
     decoding.needs(impl)
@@ -77,14 +78,22 @@ def test_noise_of_another_seed_is_caught(num_slots):
         decoding.assert_as_decoded(SMALL, state, asks)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@SLOTS
-def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, num_slots):
+@pytest.mark.parametrize(
+    ("rule", "num_slots", "draws"),
+    [
+        ("rejection", 1, True),
+        ("rejection", 3, True),
+        ("rejection", 3, False),
+        ("block", 1, True),
+        ("block", 3, True),
+    ],
+)
+def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, num_slots, draws):
     """A target that is certain keeps what it would say, and says the rest itself."""
     scheduler = SMALL.scheduler(num_slots=num_slots, rule=rule)
     for run in (0, 2, ALWAYS):
         asks = [Ask(run=run), decoding.GREEDY[1], decoding.GREEDY[4]][:num_slots]
-        state = decoding.run(SMALL, asks, scheduler=scheduler)
+        state = decoding.run(SMALL, asks, scheduler=scheduler, draws=draws)
         decoding.assert_as_decoded(SMALL, state, asks)
         if run == ALWAYS:
             one = decoding.slot_of(state)
