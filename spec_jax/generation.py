@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import loading
 from spec_jax.analysis import metrics as metrics_lib
 from spec_jax.drafters import each
 from spec_jax.engine import (
@@ -29,6 +28,7 @@ from spec_jax.engine import (
     verdicts,
 )
 from spec_jax.gamma import policy as policy_lib
+from spec_jax.loading import LanguageModel
 from spec_jax.model import tokenizer as tokenizer_lib
 from spec_jax.ops import dispatch
 from spec_jax.rules import sampling as sampling_lib
@@ -115,7 +115,7 @@ class Piece:
 
 
 def generate(
-    lm: loading.LanguageModel,
+    lm: LanguageModel,
     prompt: Prompt | Sequence[Prompt],
     *,
     max_tokens: int = 64,
@@ -185,9 +185,7 @@ def generate(
     return outs[0] if alone else outs
 
 
-def stream(
-    lm: loading.LanguageModel, prompt: Prompt, **settings: Any
-) -> Iterator[Piece]:
+def stream(lm: LanguageModel, prompt: Prompt, **settings: Any) -> Iterator[Piece]:
     """Generates as `generate` does, and yields pieces as rounds commit them.
 
     The pieces' tokens are those of `generate`, bit for bit, and their texts make up its
@@ -253,7 +251,7 @@ def _by_origin(tokens, origins, decoder, *, is_last) -> Iterator[Piece]:
 
 
 def decode(
-    lm: loading.LanguageModel,
+    lm: LanguageModel,
     prompt: Prompt | Sequence[Prompt],
     *,
     max_tokens: int = 64,
@@ -294,7 +292,7 @@ def decode(
 
 
 def prepare(
-    lm: loading.LanguageModel, prompt: Prompt | Sequence[Prompt], **settings: Any
+    lm: LanguageModel, prompt: Prompt | Sequence[Prompt], **settings: Any
 ) -> tuple["Run", bool]:
     """Settles a call of `generate` without running it.
 
@@ -309,7 +307,7 @@ def prepare(
 class Run:
     """Everything that a call settles before it runs; `prepare` makes one."""
 
-    lm: loading.LanguageModel
+    lm: LanguageModel
     prompts: list[list[int]]
     requests: list[scheduler_lib.Request]
     scheduler: scheduler_lib.Scheduler
@@ -317,7 +315,7 @@ class Run:
     @classmethod
     def make(
         cls,
-        lm: loading.LanguageModel,
+        lm: LanguageModel,
         prompts: list[list[int]],
         *,
         max_tokens: int = 64,
@@ -436,7 +434,7 @@ class Run:
         )
 
 
-def provenance(lm: loading.LanguageModel) -> dict[str, Any]:
+def provenance(lm: LanguageModel) -> dict[str, Any]:
     """Returns what decides bits: where it is equal, the results are."""
     device = jax.devices()[0]
     return {
@@ -470,7 +468,7 @@ def _first_state(policy: policy_lib.GammaPolicy) -> policy_lib.State:
     return policy.init()
 
 
-def _prompts(lm: loading.LanguageModel, prompt: Any) -> tuple[list[list[int]], bool]:
+def _prompts(lm: LanguageModel, prompt: Any) -> tuple[list[list[int]], bool]:
     """Returns the token ids of each prompt, and whether there was one and no list."""
     if _is_one(prompt):
         return [_encode(lm, prompt)], True
@@ -492,22 +490,16 @@ def _is_one(prompt: Any) -> bool:
     return bool(prompt) and isinstance(prompt[0], int | np.integer | Mapping)
 
 
-def _encode(lm: loading.LanguageModel, prompt: Any) -> list[int]:
+def _encode(lm: LanguageModel, prompt: Any) -> list[int]:
     """Returns the token ids of one prompt."""
-    is_chat = not isinstance(prompt, str) and _is_chat(prompt)
-    if lm.tokenizer is None and (is_chat or isinstance(prompt, str)):
+    is_chat = not isinstance(prompt, str) and len(prompt) > 0
+    is_chat = is_chat and isinstance(prompt[0], Mapping)
+    if not isinstance(prompt, str) and not is_chat:
+        return checks.token_list(prompt)
+    if lm.tokenizer is None:
         raise ValueError("the model has no tokenizer: give token ids")
-    if is_chat:
-        prompt = lm.tokenizer.apply_chat(prompt)
-    if isinstance(prompt, str):
-        return lm.tokenizer.encode(prompt)
-    return checks.token_list(prompt)
-
-
-def _is_chat(prompt: Any) -> bool:
-    # No truth value of the whole: an array has none.
-    is_array = isinstance(prompt, np.ndarray | jax.Array)
-    return not is_array and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    text = lm.tokenizer.apply_chat(prompt) if is_chat else prompt
+    return lm.tokenizer.encode(text)
 
 
 def _settings(
@@ -526,7 +518,7 @@ def _settings(
     return [one.settings() for one in sampling]
 
 
-def _stop_ids(lm: loading.LanguageModel, stop: Sequence[int | str]) -> tuple[int, ...]:
+def _stop_ids(lm: LanguageModel, stop: Sequence[int | str]) -> tuple[int, ...]:
     """Returns the ids of stop tokens."""
     ids = []
     for one in [stop] if isinstance(stop, str | int) else stop:
@@ -542,9 +534,7 @@ def _stop_ids(lm: loading.LanguageModel, stop: Sequence[int | str]) -> tuple[int
     return tuple(checks.token_list(ids, what="stop"))
 
 
-def _capacity(
-    lm: loading.LanguageModel, prompts: list[list[int]], max_tokens: int
-) -> int:
+def _capacity(lm: LanguageModel, prompts: list[list[int]], max_tokens: int) -> int:
     """Returns positions of a slot: enough for the longest prompt and its answer.
 
     Rounded up, to within a quarter, so that prompts of about one length share their

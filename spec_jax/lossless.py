@@ -6,9 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from spec_jax import generation, loading
+from spec_jax import generation
 from spec_jax.debug import evidence, recorder
 from spec_jax.engine import baseline, round as round_lib, state as states
+from spec_jax.loading import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Report:
 
 
 def check_lossless(
-    lm: loading.LanguageModel,
+    lm: LanguageModel,
     prompt: generation.Prompt | Sequence[generation.Prompt],
     **settings: Any,
 ) -> Report:

@@ -23,9 +23,12 @@ PROMPTS = ["def f(x):", "import os", "x = [1, 2]"]
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    """A tiny pair of random weights, with a chat template; a token is a byte."""
-    target, draft = tiny_pair.write_chat(tmp_path_factory.mktemp("pair"))
-    return sj.load(target, draft=draft, gamma_max=4)
+    """A tiny model of random weights, with a chat template; a token is a byte.
+
+    With lookup, whose loops compile in half the time of a draft model's.
+    """
+    target, _ = tiny_pair.write_chat(tmp_path_factory.mktemp("pair"))
+    return sj.load(target, drafter="ngram", gamma_max=4)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,7 @@ def test_messages_go_through_the_chat_template(lm):
 SAMPLING = [sj.Sampling(temperature=0.0), sj.Sampling(seed=4, top_k=50), sj.Sampling()]
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, None])
+@pytest.mark.parametrize("num_slots", [1, 2])
 def test_many_prompts_are_what_each_is_alone(lm, num_slots):
     """In the order of the list, whatever slots there are; each with its sampling."""
     settings = {"max_tokens": 12, "sampling": SAMPLING}
@@ -84,21 +87,21 @@ def test_many_prompts_are_what_each_is_alone(lm, num_slots):
         assert out.status is plain.status is sj.Status.LENGTH
 
 
-def test_metrics_and_provenance_hang_on_the_result(lm):
+def test_metrics_and_provenance_hang_on_the_result(cycle):
     """Counters agree with origins; what decides bits is named."""
-    out = sj.generate(lm, PROMPTS[0], max_tokens=12, gamma=2)
+    out = sj.generate(cycle, TEXT, max_tokens=25, gamma=2)
     kept = out.origins.count(sj.Origin.ACCEPTED)
-    assert len(out.origins) == len(out.tokens) == out.metrics["tokens"] == 12
-    assert out.metrics["accepted"] >= kept
-    assert out.metrics["accepted"] + out.metrics["rounds"] >= 12
+    assert len(out.origins) == len(out.tokens) == out.metrics["tokens"] == 25
+    assert out.metrics["accepted"] == kept > 0
+    assert kept + out.metrics["rounds"] == 25
     rate = out.metrics["accepted"] / out.metrics["proposed"]
     assert out.metrics["acceptance_rate"] == pytest.approx(rate)
     assert out.metrics["e2e_s"] > 0
-    assert out.provenance["impl"] == lm.target.impl
-    assert out.provenance["slab"] == lm.target.slab == 8
+    assert out.provenance["impl"] == cycle.target.impl
+    assert out.provenance["slab"] == cycle.target.slab == 8
     assert (out.provenance["rule"], out.provenance["dtype"]) == ("coupled", "float32")
-    plain = sj.decode(lm, PROMPTS[0], max_tokens=12)
-    assert set(plain.origins) == {sj.Origin.BONUS} and plain.metrics["rounds"] == 12
+    plain = sj.decode(cycle, TEXT, max_tokens=25)
+    assert set(plain.origins) == {sj.Origin.BONUS} and plain.metrics["rounds"] == 25
 
 
 def test_stop_as_ids_and_as_text(cycle):
@@ -158,27 +161,24 @@ def test_gamma_is_a_number_or_a_policy(lm):
     """And the text the same; a policy's first state is its own, or is asked for."""
     expected = sj.decode(lm, PROMPTS[0], max_tokens=12).tokens
     ladder = threshold.Threshold(ladder=(0, 1, 2, 4))
-    times = goodput.Goodput(gamma_max=4)
-    policies = [(ladder, None), (ladder, ladder.init(4))]
-    for policy, first in [*policies, (times, times.init(np.arange(1, 6) * 1.0))]:
+    for first in (None, ladder.init(4)):
         out = sj.generate(
-            lm, PROMPTS[0], max_tokens=12, gamma=policy, policy_state=first
+            lm, PROMPTS[0], max_tokens=12, gamma=ladder, policy_state=first
         )
         assert out.tokens == expected
+    times = goodput.Goodput(gamma_max=4)
     with pytest.raises(ValueError, match=r"Goodput .* policy_state=policy.init\(round"):
         sj.generate(lm, PROMPTS[0], gamma=times)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_other_rules_keep_the_distribution_alone(lm, rule):
+def test_other_rules_keep_the_distribution_alone(lm):
     """At temperature 0 that is the text; and they cannot be compared with it."""
     expected = sj.decode(lm, PROMPTS[0], max_tokens=12)
-    out = sj.generate(lm, PROMPTS[0], max_tokens=12, rule=rule)
-    assert out.tokens == expected.tokens and out.provenance["rule"] == rule
-    with pytest.raises(
-        ValueError, match=f"{rule=} keeps the distribution, not the str"
-    ):
-        sj.check_lossless(lm, PROMPTS[0], rule=rule)
+    out = sj.generate(lm, PROMPTS[0], max_tokens=12, rule="block")
+    assert out.tokens == expected.tokens and out.provenance["rule"] == "block"
+    for rule in ("rejection", "block"):
+        with pytest.raises(ValueError, match=f"{rule=} keeps the distribution, not th"):
+            sj.check_lossless(lm, PROMPTS[0], rule=rule)
 
 
 BAD = {
@@ -261,11 +261,9 @@ def test_check_lossless_is_a_table(lm):
     ]
     assert [line.split()[:2] for line in lines] == [["0", "8"], ["1", "8"], ["2", "8"]]
     assert all(line.split()[3:] == ["equal"] * 4 for line in lines)
-    sampled = sj.Sampling(seed=2)
-    assert sj.check_lossless(lm, PROMPTS[:2], max_tokens=8, sampling=sampled)
 
 
-def test_a_planted_fault_makes_check_lossless_false(lm, monkeypatch):
+def test_a_planted_fault_makes_check_lossless_false(cycle, monkeypatch):
     """Negative control: one logit of verified drafts is one ULP off."""
     real = rows.SlotRows.verify
 
@@ -278,12 +276,9 @@ def test_a_planted_fault_makes_check_lossless_false(lm, monkeypatch):
         return cache, verified.replace(logits=logits)
 
     monkeypatch.setattr(rows.SlotRows, "verify", verify)
-    # The target as its own draft: drafts are kept. Another gamma_max: compiled anew.
-    draft = dataclasses.replace(
-        lm.drafter, model=dataclasses.replace(lm.target, slab=2), gamma_max=3
-    )
-    own = lm.with_drafter(draft, lm.params)
-    report = sj.check_lossless(own, PROMPTS[0], max_tokens=8, gamma=3)
+    # Another gamma_max: compiled anew.
+    other = cycle.with_drafter(dataclasses.replace(cycle.drafter, gamma_max=2))
+    report = sj.check_lossless(other, TEXT + TEXT, max_tokens=8, gamma=2)
     assert not report and not report.equal
     assert "differ" in str(report) and "logits" in str(report).splitlines()[2]
 

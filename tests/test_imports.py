@@ -12,8 +12,11 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
+EVERYWHERE = {"typing", "pytree"}
+"""What every part of the package may import."""
+
 LAYERS = (
-    {"typing"},
+    EVERYWHERE,
     {"pallas", "native"},
     {"ops"},
     {"paging"},
@@ -34,23 +37,26 @@ ABSTRACT = {"engine", "rules", "gamma"}
 """All that knows a target and a drafter by what they do: neither pages nor Qwen3."""
 
 FEWER = {
-    "native": set(),
-    "pallas": {"typing"},
-    "rules": {"typing"},
-    "gamma": {"typing"},
+    **{name: set() for name in ("native", "pallas", "rules", "gamma")},
     "analysis/metrics": {"analysis"},
     "analysis/conventions": {"analysis"},
-    "drafters/ngram": {"drafters", "engine"},
-    "drafters/suffix": {"drafters", "engine", "typing"},
-    "drafters/oracle": {"engine", "typing"},
+    **{f"drafters/{name}": {"drafters", "engine"} for name in ("ngram", "suffix")},
+    "drafters/oracle": {"engine"},
     **{
         f"engine/{name}": ABSTRACT
         for name in ("loop", "protocols", "state", "verdicts", "round")
     },
 }
-"""What some may import, of all that is below them."""
+"""What some may import of all that is below them, besides what every part may."""
 
-NAMES_FROM = {"typing", "jaxtyping", "beartype", "collections.abc", "spec_jax.typing"}
+NAMES_FROM = {
+    "typing",
+    "jaxtyping",
+    "beartype",
+    "collections.abc",
+    "spec_jax.typing",
+    "spec_jax.loading",
+}
 """Sources of types, from which names and not modules are imported."""
 
 
@@ -92,7 +98,8 @@ def allowed(parts: tuple[str, ...]) -> set[str] | None:
     below = set().union(parts[:1], *LAYERS[: heights[0]])
     for name in (parts[0], "/".join(parts)):
         if name in FEWER:
-            below = FEWER[name] | (set(parts[:1]) if name == parts[0] else set())
+            own = set(parts[:1]) if name == parts[0] else set()
+            below = FEWER[name] | own | EVERYWHERE
     return below
 
 

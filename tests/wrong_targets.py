@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -47,7 +46,8 @@ class StaleValues(Around):
         return cache.replace(v=(*cache.v[:-1], stale)), verified
 
 
-@flax.struct.dataclass(kw_only=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Spoilt:
     """The parameters of `SpoiltLogits`: the target's, and what is wrong where."""
 

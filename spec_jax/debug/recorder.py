@@ -198,7 +198,7 @@ class Recorder:
         )
         # One more than the window: the last column decides a token that none was
         # drafted for.
-        columns = jnp.arange(self.window + 1, dtype=jnp.int32)
+        columns = jnp.arange(self.window + 1, dtype=jnp.int32)[None]
         drafts = jnp.pad(window.tokens, ((0, 0), (0, self.window + 1 - width)))
         drafts = jnp.where(columns < num_run[:, None], drafts, NONE)
 

@@ -35,10 +35,7 @@ def test_each_drafter_has_a_form_for_slots(drafter):
 @pytest.mark.parametrize("drafter", [DRAFT, HYBRID, ORACLE], ids=["draft", "hy", "or"])
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_a_draft_of_another_vocabulary_is_refused(drafter, num_slots):
-    """Fails if a form for slots does not say whose tokens it proposes.
-
-    The hybrid's did not in a batch, where any vocabulary passed.
-    """
+    """Fails if a form for slots does not say whose tokens it proposes."""
     config = decoding.make_config(vocab_size=50)
     model = dataclasses.replace(decoding.TARGET, config=config)
     target = rows.SlotRows(model=model, num_slots=num_slots)

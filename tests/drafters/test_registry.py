@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import sys
 
-import decoding
 import pytest
 import readme_blocks
 import tiny_pair
@@ -86,9 +85,9 @@ def test_a_drafter_of_another_package_drafts_in_a_batch(folders, installed):
     plain = sj.decode(lm, PROMPTS, max_tokens=16)
     assert [out.tokens for out in outs] == [out.tokens for out in plain]
     assert sum(out.metrics["proposed"] for out in outs) > 0
-    tiny = kind(gamma_max=GAMMA_MAX, vocab_size=bench.TINY.vocab_size)
-    checked = testing.check_drafter(tiny, None, decoding.quickest_bench(GAMMA_MAX))
-    assert checked == tuple(testing.CLAUSES)
+    # As `test_readme` has it, whose programs are these.
+    tiny = kind(gamma_max=4, vocab_size=bench.TINY.vocab_size)
+    assert testing.check_drafter(tiny, None) == tuple(testing.CLAUSES)
 
 
 def test_a_drafter_by_its_module_and_name(folders, installed):

@@ -6,7 +6,6 @@ What a drafter returns is data here, so that all of its lies share an executable
 import dataclasses
 
 import decoding
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +19,8 @@ from spec_jax.rules import acceptance
 VOCAB_SIZE = decoding.DRAFT_CONFIG.vocab_size
 
 
-@flax.struct.dataclass(kw_only=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lie:
     """What is wrong with a proposal: the memory of `Liar`."""
 

@@ -73,9 +73,9 @@ def admissions():
     """Notes, of each admission, the slots in which others were running."""
     noted, real = [], scheduler_lib.Scheduler.admit
 
-    def admit(self, state, slot, request):
+    def admit(self, state, slot, request, **rest):
         noted.append(np.flatnonzero(np.asarray(state.slots.running)).tolist())
-        return real(self, state, slot, request)
+        return real(self, state, slot, request, **rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler_lib.Scheduler, "admit", admit)
