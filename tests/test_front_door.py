@@ -10,8 +10,8 @@ import pytest
 import tiny_pair
 
 import spec_jax as sj
+from spec_jax import lossless, testing
 from spec_jax.drafters import ngram
-from spec_jax.engine import rows
 from spec_jax.gamma import goodput, threshold
 
 
@@ -150,7 +150,7 @@ def test_streamed_pieces_are_whole_characters(cycle, max_tokens, gamma):
 
 def test_a_stream_that_samples_and_stops(lm):
     """What `generate` writes, with the same settings."""
-    settings = {"max_tokens": 30, "sampling": sj.Sampling(seed=3), "stop": [5, 9, 77]}
+    settings = {"max_tokens": 30, "sampling": sj.Sampling(seed=3), "stop": [5]}
     out = sj.generate(lm, PROMPTS[0], **settings)
     pieces = list(sj.stream(lm, PROMPTS[0], **settings))
     assert "".join(piece.text for piece in pieces) == out.text
@@ -263,24 +263,40 @@ def test_check_lossless_is_a_table(lm):
     assert all(line.split()[3:] == ["equal"] * 4 for line in lines)
 
 
-def test_a_planted_fault_makes_check_lossless_false(cycle, monkeypatch):
-    """Negative control: one logit of verified drafts is one ULP off."""
-    real = rows.SlotRows.verify
+def _flip(array, *at):
+    """The array with the lowest bit of one element the other way."""
+    bits = testing.bits(array).copy()
+    bits[at] ^= 1
+    return jnp.asarray(bits.view(np.asarray(array).dtype))
 
-    def verify(self, params, cache, window):
-        cache, verified = real(self, params, cache, window)
-        column = verified.positions - window.start[verified.slots]
-        wrong = jnp.nextafter(verified.logits[:, 17], jnp.float32(jnp.inf))
-        wrong = jnp.where(column > 0, wrong, verified.logits[:, 17])
-        logits = verified.logits.at[:, 17].set(wrong)
-        return cache, verified.replace(logits=logits)
 
-    monkeypatch.setattr(rows.SlotRows, "verify", verify)
-    # Another gamma_max: compiled anew.
-    other = cycle.with_drafter(dataclasses.replace(cycle.drafter, gamma_max=2))
-    report = sj.check_lossless(other, TEXT + TEXT, max_tokens=8, gamma=2)
+FAULTS = {
+    "kv": lambda kept, kv: kept.replace(
+        cache=kv.replace(v=(*kv.v[:-1], _flip(kv.v[-1], int(kv.page_table[1, 0]), 2)))
+    ),
+    "log_probs": lambda kept, kv: kept.replace(log_prob=_flip(kept.log_prob, 1, 12)),
+    "logits": lambda kept, kv: kept.replace(logits_hash=_flip(kept.logits_hash, 1, 12)),
+}
+"""A bit of what the rounds left in the second slot, by what it is of."""
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_planted_fault_makes_check_lossless_false(lm, what, monkeypatch):
+    """Negative control: one bit is another, of one prompt, and the table says which."""
+    real = lossless.round_lib.generate
+
+    def generate(*arguments, **settings):
+        state = real(*arguments, **settings)
+        return state.replace(cache=FAULTS[what](state.cache, state.cache.cache))
+
+    monkeypatch.setattr(lossless.round_lib, "generate", generate)
+    report = sj.check_lossless(lm, PROMPTS[:2], max_tokens=8, num_slots=2, gamma=3)
     assert not report and not report.equal
-    assert "differ" in str(report) and "logits" in str(report).splitlines()[2]
+    first, second = (one.differences for one in report.comparisons)
+    assert not first and [one.what for one in second] == [what]
+    lines = str(report).splitlines()
+    assert "differ" not in lines[1] and lines[2].count("differ") == 1
+    assert len(lines) == 4 and lines[3].strip().startswith(f"{what} from position")
 
 
 def test_models_and_drafters_that_do_not_fit_are_refused(lm, tmp_path):

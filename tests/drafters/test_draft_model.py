@@ -57,7 +57,7 @@ def test_a_cache_that_is_not_cut_is_caught():
     )
     params = decoding.perturbed(BENCH.params, 0.02)
     with pytest.raises(AssertionError, match="truncation: .* from a fresh memory"):
-        testing.check_truncation(drafter, params, BENCH)
+        testing.CLAUSES["truncation"](drafter, params, BENCH)
 
 
 def scheduler_of(params, *, num_slots, drafter=None, **changes):

@@ -285,8 +285,8 @@ def test_probabilities_that_cannot_be_are_caught(name):
 
 def test_probabilities_that_can_be():
     memory = SaysItsOdds().init(capacity=40, page_size=8)
-    testing.check_static(SaysItsOdds(), memory, BENCH)
-    testing.check_proposals(SaysItsOdds(), memory, BENCH)
+    testing.CLAUSES["static"](SaysItsOdds(), memory, BENCH)
+    testing.CLAUSES["proposals"](SaysItsOdds(), memory, BENCH)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
@@ -310,13 +310,13 @@ def test_other_tokens_than_plain_decodings_are_caught(monkeypatch):
         lambda drafts, own, number: real(drafts, own.at[0].add(1) % 96, number),
     )
     with pytest.raises(AssertionError, match="lossless: .* decoding"):
-        testing.check_lossless(OfThisTest(), None, BENCH)
+        testing.CLAUSES["lossless"](OfThisTest(), None, BENCH)
 
 
 def test_broken_promises_do_not_make_the_output_wrong():
     """What other clauses catch costs time, and no more: see `engine/test_liars.py`."""
     for drafter in (OverlooksGamma(), LessThanNothing(), PastTheVocabulary()):
-        testing.check_lossless(drafter, None, BENCH)
+        testing.CLAUSES["lossless"](drafter, None, BENCH)
 
 
 def test_a_drafter_that_does_not_fit_is_refused():

@@ -45,20 +45,17 @@ def test_catch_up_rows_count_in_slots(num_slots, monkeypatch):
     real = rows_lib.SlotRows._run
 
     def counted(self, params, kv, window, keep):
-        widths.append((window.tokens.shape[1], int(window.num_live.max())))
+        note = lambda most: widths.append((window.tokens.shape[1], int(most)))
+        jax.debug.callback(note, window.num_live.max(), ordered=True)
         return real(self, params, kv, window, keep)
 
     monkeypatch.setattr(rows_lib.SlotRows, "_run", counted)
     tokens = jnp.arange(num_slots * 97, dtype=jnp.int32).reshape(num_slots, 97) % 96
-    with jax.disable_jit():
-        slots.propose(
-            SMALL.weights,
-            memory,
-            tokens=tokens,
-            length=jnp.full((num_slots,), 60, jnp.int32),
-            gamma=jnp.full((num_slots,), 1, jnp.int32),
-            sampling=None,
-        )
+    propose = jax.jit(lambda *arguments: slots.propose(*arguments[:2], **arguments[2]))
+    asked = {"length": 60, "gamma": 1}
+    asked = {name: jnp.full((num_slots,), n, jnp.int32) for name, n in asked.items()}
+    propose(SMALL.weights, memory, {"tokens": tokens, "sampling": None, **asked})
+    jax.effects_barrier()
     # Of 60 tokens, 40 and 19 rows; the last is the one that drafts.
     assert widths == [(40, 40), (40, 19), (2, 1)]
 
@@ -91,8 +88,8 @@ def test_the_seed_lives_once(num_slots):
     texts = set()
     for seed in (11, 12):
         state = decoding.admit(scheduler, [ask.request()] * num_slots)
-        seeds = seed + 100 * jnp.arange(num_slots, dtype=jnp.uint32)
-        settings = state.slots.sampling.replace(seed=seeds.astype(jnp.uint32))
+        seeds = seed + 100 * np.arange(num_slots, dtype=np.uint32)
+        settings = state.slots.sampling.replace(seed=jnp.asarray(seeds))
         slots = state.slots.replace(sampling=settings)
         state = decoding.generate(scheduler, state.replace(slots=slots))
         for slot in range(num_slots):
