@@ -7,6 +7,7 @@ decode          autoregressive decoding: the baseline, and the oracle
 
 import dataclasses
 import html
+import inspect
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -362,7 +363,7 @@ class Run:
         policy: Any = gamma if _is_policy(gamma) else None
         number = None if _is_policy(gamma) else cast(int | None, gamma)
         if policy is not None and policy_state is None:
-            policy_state = policy.init()
+            policy_state = _first_state(policy)
         if policy is None and number is None:
             number = min(DEFAULT_GAMMA, lm.gamma_max)
         if num_slots is None:
@@ -480,6 +481,22 @@ def provenance(lm: LanguageModel) -> dict[str, Any]:
 
 def _is_policy(gamma: Any) -> bool:
     return hasattr(gamma, "choose") and hasattr(gamma, "update")
+
+
+def _first_state(policy: policy_lib.GammaPolicy) -> policy_lib.State:
+    """Returns what the policy's `init` makes of nothing.
+
+    Raises:
+      ValueError: it wants to be told something.
+    """
+    wanted = inspect.signature(policy.init).parameters.values()
+    names = [one.name for one in wanted if one.default is one.empty]
+    if names:
+        raise ValueError(
+            f"{type(policy).__name__} makes no first state of nothing: give "
+            f"policy_state=policy.init({', '.join(names)})"
+        )
+    return policy.init()
 
 
 def _prompts(lm: LanguageModel, prompt: Any) -> tuple[list[list[int]], bool]:

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import psutil
 import pytest
+from decoding import Ask
 
-from spec_jax import session
-from spec_jax.drafters import draft_model
-from spec_jax.ops import dispatch
+from spec_jax.engine import checks
 
 
 pytestmark = pytest.mark.slow
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.slow
 GENERATIONS, WARM_UP = 1000, 50
 RESIDENT_BYTES = 8 * 2**20  # what allocators keep, and other threads; not a leak
 LEAK_BYTES = 2**22  # a generation's, in the planted leak of the host's memory
-PARAMS = (decoding.TARGET_PARAMS, decoding.TARGET_PARAMS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,51 +57,45 @@ def assert_no_growth(generate_once, times: int) -> None:
         raise AssertionError(f"resident_bytes grew by {grown} over {times} generations")
 
 
-def generator(kind: str, draft_cache: str):
-    """A function that runs one short generation, from fresh caches to the last round.
+def generator(kind: str, num_slots: int):
+    """A function that runs short generations, from fresh caches to the last round.
 
-    The number that it takes makes the prompt; nothing compiles after the first call.
+    The number that it takes makes the prompts; nothing compiles after the first call.
     """
-    try:
-        impl = dispatch.resolve("native")
-    except NotImplementedError:
-        impl = "xla"
-    target = dataclasses.replace(decoding.TARGET, impl=impl, cache=kind)
-    model = dataclasses.replace(target, slab=2)
-    drafter = draft_model.DraftModel(
-        model=model, gamma_max=decoding.GAMMA_MAX, draft_cache=draft_cache
+    target = dataclasses.replace(decoding.quickest(), cache=kind)
+    drafter = decoding.draft_drafter(target.config, impl=target.impl)
+    scheduler = decoding.Setting(target=target, capacity=64).scheduler(
+        drafter, num_slots=num_slots, draft_params=decoding.TARGET_PARAMS
     )
-    sizes = {"capacity": 64, "page_size": decoding.PAGE_SIZE}
-    fresh = jax.jit(lambda: (target.new_cache(**sizes), model.new_cache(**sizes)))
 
     def generate_once(number: int):
-        prompt = [7, 3, number % target.config.vocab_size]
-        state = session.begin(target, drafter, PARAMS, *fresh(), prompt, max_tokens=6)
-        state = decoding.generate(drafter, state, draft_params=PARAMS[1], target=target)
-        session.check_state(state)
-        assert int(state.length) == len(prompt) + 6
+        ask = Ask(prompt=(7, 3, number % 96), max_tokens=6)
+        state = decoding.admit(scheduler, [ask.request()] * num_slots)
+        state = decoding.generate(scheduler, state)
+        checks.check_refused([state.cache, state.memory])
+        assert state.slots.length.tolist() == [9] * num_slots
         return state
 
     return generate_once
 
 
-@pytest.mark.parametrize(
-    ("kind", "draft_cache"), [("paged", "persistent"), ("static", "round")]
-)
-def test_memory_does_not_grow(kind, draft_cache):
+@pytest.mark.parametrize(("kind", "num_slots"), [("paged", 1), ("static", 3)])
+def test_memory_does_not_grow(kind, num_slots):
     """Fails if anything is kept of a generation: an array, a page, an executable."""
-    assert_no_growth(generator(kind, draft_cache), GENERATIONS)
+    assert_no_growth(generator(kind, num_slots), GENERATIONS)
 
 
 LEAKS = {
     "num_arrays": lambda state: state.cache,
-    "resident_bytes": lambda state: np.full(LEAK_BYTES, int(state.length), np.uint8),
+    "resident_bytes": lambda state: np.full(
+        LEAK_BYTES, int(state.slots.length[0]), np.uint8
+    ),
 }
 
 
 @pytest.mark.parametrize("grown", LEAKS)
 def test_leaks_are_caught(grown):
     """Negative control: a cache, or a copy on the host, kept of each generation."""
-    generate_once, keep, kept = generator("static", "round"), LEAKS[grown], []
+    generate_once, keep, kept = generator("static", 1), LEAKS[grown], []
     with pytest.raises(AssertionError, match=f"{grown} grew by"):
         assert_no_growth(lambda number: kept.append(keep(generate_once(number))), 60)

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.support import model_pair, paired_runs, prompt_files, prompt_runs
-from spec_jax import rounds, session
-from spec_jax.drafters import draft_model
+from experiments.lib import prompt_files
+from spec_jax import loading
+from spec_jax.drafters import each
+from spec_jax.engine import round as round_lib, rows, scheduler as scheduler_lib
+from spec_jax.model import prompt as prompt_lib
 from spec_jax.rules import acceptance, sampling
 
 
@@ -32,7 +34,7 @@ ALPHA = 1e-6
 PRIOR = 50.0  # samples that the bettor's trust in `p` is worth
 GAMMA = 3
 SETTINGS = sampling.make_settings(temperature=0.9, top_k=12)
-STOP = session.stop_array(())
+SIZES = {"capacity": 256, "page_size": 16}
 
 
 def wealth(tokens: np.ndarray, law: np.ndarray) -> float:
@@ -58,27 +60,18 @@ def assert_law(tokens: np.ndarray, law: np.ndarray) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair():
-    loaded = model_pair.load_pair(
-        model_pair.EMBEDDED_TARGET,
-        model_pair.EMBEDDED_DRAFT,
-        gamma_max=GAMMA,
-        slab=GAMMA + 1,
-        dtype=None,
-        impl="auto",
-        sampling_settings=SETTINGS,
-    )
-    return loaded
+def lm():
+    return loading.load(gamma_max=GAMMA)
 
 
 @pytest.fixture(scope="module")
-def prompt(pair):
+def prompt(lm):
     """A prompt after which both models are in doubt, and not of one mind."""
     prompts = prompt_files.parse("6", default_file=prompt_files.BUNDLED)
-    candidates = prompt_runs.encode(pair, prompts, raw=False)
+    candidates = [lm.tokenizer.encode(one.text) for one in prompts]
 
     def doubt(ids):
-        target, draft = laws(pair, ids)
+        target, draft = laws(lm, ids)
         return np.minimum(target, draft).sum() + target.max()
 
     return min(candidates, key=doubt)
@@ -86,8 +79,7 @@ def prompt(pair):
 
 def law_of(model, params, ids) -> np.ndarray:
     """The distribution of the token after a prompt, float64."""
-    kv = model.new_cache(capacity=256, page_size=16)
-    kv = session.prefill(model, params, kv, ids)
+    kv = prompt_lib.prefill(model, params, model.new_cache(**SIZES), ids[:-1])
     _, logits = model.forward(
         params,
         kv,
@@ -99,78 +91,59 @@ def law_of(model, params, ids) -> np.ndarray:
     return law / law.sum()
 
 
-def laws(pair, ids):
-    target = law_of(pair.target, pair.params[0], ids)
-    return target, law_of(pair.drafter.model, pair.params[1].weights, ids)
+def laws(lm, ids):
+    target = law_of(lm.target, lm.params, ids)
+    return target, law_of(lm.drafter.model, lm.drafter_params, ids)
 
 
-def first_tokens(
-    pair, prompt, *, rule, draws="independent", told=SETTINGS, accept=None
-):
+def first_tokens(lm, prompt, *, rule, num_slots=1, accept=None):
     """The first token of a round, for each of `NUM_SAMPLES` seeds.
 
     Args:
-      told: what the target is told of sampling, to plant a bias.
+      num_slots: each with seeds of its own.
       accept: in place of the rule's, to plant a bias.
     """
-    drafter = draft_model.DraftModel(
-        model=pair.drafter.model, gamma_max=GAMMA, draws=draws
+    speculator = round_lib.Speculator(
+        params=(lm.params, lm.drafter_params),
+        target=rows.SlotRows(model=lm.target, num_slots=num_slots),
+        drafter=each.lift(lm.drafter, num_slots, rule=rule),
+        rule=rule,
     )
-    settings = paired_runs.Settings(
-        gamma=GAMMA, gen_tokens=8, capacity=256, page_size=16
+    scheduler = scheduler_lib.Scheduler(speculator=speculator, **SIZES)
+    request = scheduler_lib.Request(
+        prompt=prompt, max_tokens=8, gamma=GAMMA, sampling=SETTINGS
     )
-    sizes = {"capacity": settings.capacity, "page_size": settings.page_size}
-    state = session.begin(
-        pair.target,
-        drafter,
-        pair.params,
-        pair.target.new_cache(**sizes),
-        drafter.init(**sizes),
-        prompt,
-        max_tokens=settings.gen_tokens,
-        settings=told,
-    )
+    state = scheduler.empty(draws=True)
+    for slot in range(num_slots):
+        state = scheduler.admit(state, slot, request)
 
     @jax.jit
-    def sample(target_params, draft_params, state):
-        def one(seed):
-            seed = seed.astype(jnp.uint32)
-            drawn = draft_params.replace(
-                settings=draft_params.settings.replace(seed=seed)
-            )
-            after = rounds.run_round(
-                pair.target,
-                drafter,
-                (target_params, drawn),
-                state.replace(settings=state.settings.replace(seed=seed)),
-                gamma=jnp.int32(GAMMA),
-                stop_ids=STOP,
-                rule=rule,
-            )
-            return after.tokens[len(prompt)], after.num_accepted
+    def sample(speculator, state):
+        def one(seeds):
+            drawn = state.slots.sampling.replace(seed=seeds)
+            slots = state.slots.replace(sampling=drawn)
+            after, _ = round_lib.run_round(speculator, state.replace(slots=slots))
+            return after.slots.tokens[:, len(prompt)], after.slots.num_accepted
 
-        return jax.lax.map(one, jnp.arange(NUM_SAMPLES))
+        seeds = jnp.arange(NUM_SAMPLES, dtype=jnp.uint32).reshape(-1, num_slots)
+        return jax.lax.map(one, seeds)
 
     with pytest.MonkeyPatch.context() as patch:
         if accept is not None:
             patch.setattr(acceptance, f"accept_{rule}", accept)
-        tokens, accepted = sample(*pair.params, state)
+        tokens, accepted = sample(speculator, state)
     # Both ways through a round were taken.
     assert 0.02 < np.mean(np.asarray(accepted) > 0) < 0.98
-    return np.asarray(tokens)
+    return np.asarray(tokens).ravel()
 
 
 @pytest.mark.parametrize(
-    ("rule", "draws"),
-    [
-        ("rejection", "independent"),
-        ("block", "independent"),
-        ("sample-path", "sample-path"),
-    ],
+    ("rule", "num_slots"),
+    [("coupled", 1), ("coupled", 4), ("rejection", 1), ("rejection", 4), ("block", 4)],
 )
-def test_rounds_draw_from_the_targets_law(pair, prompt, rule, draws):
-    tokens = first_tokens(pair, prompt, rule=rule, draws=draws)
-    assert_law(tokens, laws(pair, prompt)[0])
+def test_rounds_draw_from_the_targets_law(lm, prompt, rule, num_slots):
+    tokens = first_tokens(lm, prompt, rule=rule, num_slots=num_slots)
+    assert_law(tokens, laws(lm, prompt)[0])
 
 
 def own_from_the_target(real, tokens, draft_probs, target_probs, num_drafted, **noise):
@@ -183,30 +156,32 @@ def own_from_the_target(real, tokens, draft_probs, target_probs, num_drafted, **
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_residual_that_is_not_subtracted_is_caught(pair, prompt, rule):
+def test_a_residual_that_is_not_subtracted_is_caught(lm, prompt, rule):
     """Planted, and found by the same bets."""
     real = getattr(acceptance, f"accept_{rule}")
     tokens = first_tokens(
-        pair, prompt, rule=rule, accept=functools.partial(own_from_the_target, real)
+        lm, prompt, rule=rule, accept=functools.partial(own_from_the_target, real)
     )
     with pytest.raises(AssertionError, match="betting against the law"):
-        assert_law(tokens, laws(pair, prompt)[0])
+        assert_law(tokens, laws(lm, prompt)[0])
 
 
 @pytest.mark.parametrize(
     "changes", [{"temperature": 1.3, "top_k": 12}, {"temperature": 0.9, "top_k": 3}]
 )
-def test_settings_of_one_side_are_caught(pair, prompt, changes):
-    """The target is told another temperature, or another filter, than the draft."""
-    told = sampling.make_settings(**changes)
-    tokens = first_tokens(pair, prompt, rule="rejection", told=told)
+def test_settings_of_another_kind_are_caught(lm, prompt, changes):
+    """The law of another temperature, or of another filter."""
+    tokens = first_tokens(lm, prompt, rule="rejection")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "SETTINGS", sampling.make_settings(**changes))
+        law = laws(lm, prompt)[0]
     with pytest.raises(AssertionError, match="betting against the law"):
-        assert_law(tokens, laws(pair, prompt)[0])
+        assert_law(tokens, law)
 
 
-def test_drafts_taken_as_they_come_are_caught(pair, prompt):
+def test_drafts_taken_as_they_come_are_caught(lm, prompt):
     """The draft's own law, without any verification."""
-    target, draft = laws(pair, prompt)
+    target, draft = laws(lm, prompt)
     tokens = np.random.default_rng(0).choice(len(draft), NUM_SAMPLES, p=draft)
     with pytest.raises(AssertionError, match="betting against the law"):
         assert_law(tokens, target)
