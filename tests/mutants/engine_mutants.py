@@ -153,4 +153,21 @@ DRAFTERS = (
     ),
 )
 
-MUTANTS = (*ROUNDS, *SLOTS, *DRAFTERS)
+RECORDS = (
+    Mutant(
+        "a draft is recorded one position early",
+        "debug.recorder:Recorder._record",
+        "recording.drafted.at[slot, position + 1]",
+        "recording.drafted.at[slot, position]",
+        "test_recorder.py::test_drafts_and_windows_are_those_of_the_last_round",
+    ),
+    Mutant(
+        "a hash does not see the order of what it hashes",
+        "debug.recorder:hash_bits",
+        "bits ^ _mix(index + np.uint32(seed))",
+        "bits ^ _mix(index * 0 + np.uint32(seed))",
+        "test_recorder.py::test_the_hash_sees_every_bit",
+    ),
+)
+
+MUTANTS = (*ROUNDS, *SLOTS, *DRAFTERS, *RECORDS)

@@ -8,8 +8,8 @@ import hopper
 import jax
 import jax.numpy as jnp
 
-from spec_jax.drafters import draft_model, each
-from spec_jax.engine import baseline, round as round_lib, rows, scheduler
+from spec_jax import autoregressive, rounds
+from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, params as params_lib, row_model
 from spec_jax.ops import dispatch
 
@@ -69,7 +69,7 @@ def _text():
 
 
 def plain_step(name: str, *, donate=(1,), **options) -> hopper.Program:
-    """One token of `baseline.generate`."""
+    """One token of `autoregressive.generate`."""
     return _plain_step(model(name, **options), donate=donate)
 
 
@@ -97,21 +97,20 @@ class _Scaled(row_model.RowModel):
 
 def _plain_step(target: row_model.RowModel, *, donate) -> hopper.Program:
     params, kv, text, number = _shapes(target)
-    stop_ids = jax.ShapeDtypeStruct((1,), jnp.int32)
     state = jax.eval_shape(
-        lambda text, n, kv, stop_ids: baseline.init_state(
-            text, length=n, limit=n, cache=kv, stop_ids=stop_ids
+        lambda text, n, kv: autoregressive.init_state(
+            text, length=n, limit=n, cache=kv
         ),
         text,
         number,
         kv,
-        stop_ids,
     )
 
-    def step(params, state):
-        return baseline.run_step(target, params, state)
+    def step(params, state, stop_ids):
+        return autoregressive.run_step(target, params, state, stop_ids=stop_ids)
 
-    return hopper.Program(fn=step, args=(params, state), donate=donate)
+    stop_ids = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return hopper.Program(fn=step, args=(params, state, stop_ids), donate=donate)
 
 
 def verify_step(name: str, **options) -> hopper.Program:
@@ -131,23 +130,27 @@ def verify_step(name: str, **options) -> hopper.Program:
 
 
 def spec_round(name: str, *, draft_layers: int | None = None, **options):
-    """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
+    """`rounds.run_round` with a draft of the shape of `DRAFT`."""
     target = model(name, **options)
     drafter = draft_model.DraftModel(
         model=model(DRAFT, layers=draft_layers, impl=target.impl), gamma_max=GAMMA_MAX
     )
-    params = params_lib.shapes(target.config), params_lib.shapes(drafter.model.config)
-    speculator = round_lib.Speculator(
-        params=params,
-        target=rows.SlotRows(model=target, num_slots=1),
-        drafter=each.lift(drafter, 1),
+    params, kv, text, number = _shapes(target)
+    state = jax.eval_shape(
+        lambda text, n, kv, memory: rounds.init_state(
+            text, length=n, limit=n, cache=kv, memory=memory, gamma_max=GAMMA_MAX
+        ),
+        text,
+        number,
+        kv,
+        _cache(drafter.model),
     )
-    slots = scheduler.Scheduler(
-        speculator=speculator, capacity=CAPACITY, page_size=PAGE_SIZE
-    )
-    state = jax.eval_shape(lambda: slots.empty(draws=False))
 
-    def run(speculator, state):
-        return round_lib.run_round(speculator, state)[0]
+    def run(params, state, gamma, stop_ids):
+        return rounds.run_round(
+            target, drafter, params, state, gamma=gamma, stop_ids=stop_ids
+        )
 
-    return hopper.Program(fn=run, args=(speculator, state), donate=(1,))
+    stop_ids = jax.ShapeDtypeStruct((1,), jnp.int32)
+    args = ((params, params_lib.shapes(drafter.model.config)), state, number, stop_ids)
+    return hopper.Program(fn=run, args=args, donate=(1,))

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from model import test_rows as rows_lib
 
-from spec_jax import testing
-from spec_jax.drafters import draft_model, each
-from spec_jax.engine import baseline, round as round_lib, rows, scheduler
+from spec_jax import autoregressive, rounds, session, testing
+from spec_jax.drafters import draft_model
 from spec_jax.model import params as params_lib, qwen3, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import cache
@@ -171,24 +170,27 @@ def pair():
     return target, draft_model.DraftModel(model=target, gamma_max=GAMMA_MAX), params
 
 
-SIZES_OF_CACHES = {"capacity": 64, "page_size": 8}
+def new_cache(target):
+    return target.new_cache(capacity=64, page_size=8)
 
 
 def run_rounds(pair, draft_params, gamma):
     target, drafter, params = pair
-    speculator = round_lib.Speculator(
-        params=(params, draft_params),
-        target=rows.SlotRows(model=target, num_slots=1),
-        drafter=each.lift(drafter, 1),
+    both = params, draft_params
+    caches = new_cache(target), new_cache(target)
+    state = session.begin(target, drafter, both, *caches, PROMPT, max_tokens=MAX_TOKENS)
+    state = rounds.generate(
+        target,
+        drafter,
+        both,
+        state,
+        gamma=jnp.int32(gamma),
+        stop_ids=session.stop_array(()),
+        max_rounds=jnp.int32(100),
     )
-    slots = scheduler.Scheduler(speculator=speculator, **SIZES_OF_CACHES)
-    request = scheduler.Request(prompt=PROMPT, max_tokens=MAX_TOKENS, gamma=gamma)
-    state = round_lib.generate(
-        speculator, slots.begin(request), max_rounds=jnp.int32(100)
-    )
+    session.check_state(state)
     cache.check_integrity(state.cache)
-    assert not bool(state.cache.refused.any())
-    return state.cache, scheduler.slot_of(jax.device_get(state.slots), 0)
+    return state
 
 
 def test_a_generation_is_that_of_plain_decoding(pair):
@@ -198,9 +200,15 @@ def test_a_generation_is_that_of_plain_decoding(pair):
     kernels of its own: any proposal that is refused is a bit that differed.
     """
     target, _, params = pair
-    kv = target.new_cache(**SIZES_OF_CACHES)
-    plain = baseline.begin(target, params, kv, PROMPT, max_tokens=MAX_TOKENS)
-    plain = baseline.generate(target, params, plain, max_steps=jnp.int32(100))
+    plain = autoregressive.generate(
+        target,
+        params,
+        session.begin_plain(
+            target, params, new_cache(target), PROMPT, max_tokens=MAX_TOKENS
+        ),
+        stop_ids=session.stop_array(()),
+        max_steps=jnp.int32(100),
+    )
     length = int(plain.length)
     assert length == len(PROMPT) + MAX_TOKENS
     noise = params_lib.init(jax.random.key(2), target.config, stddev=0.02)
@@ -208,14 +216,14 @@ def test_a_generation_is_that_of_plain_decoding(pair):
     accepted = set()
     for gamma in (2, GAMMA_MAX):
         for draft_params in (params, noisy):
-            kv, state = run_rounds(pair, draft_params, gamma)
-            assert state.length == length
+            state = run_rounds(pair, draft_params, gamma)
+            assert int(state.length) == length
             testing.assert_same_bits(
-                (state.tokens, written(kv, length - 1)),
+                (state.tokens, written(state.cache, length - 1)),
                 (plain.tokens, written(plain.cache, length - 1)),
                 what=f"gamma {gamma}",
             )
-            rate = state.num_accepted / state.num_proposed
+            rate = int(state.num_accepted) / int(state.num_proposed)
             assert draft_params is noisy or rate == 1
             accepted.add(rate)
     assert min(accepted) < 1
