@@ -17,15 +17,19 @@ from spec_jax.rules import acceptance
 MUTANTS = (*core_mutants.MUTANTS, *engine_mutants.MUTANTS)
 CHECKS = sorted({mutant.caught_by for mutant in MUTANTS})
 
+# In place of the branch for whole numbers of the host: for arrays too.
+_ON_THE_HOST = "if not isinstance(length, jax.Array):"
 HARMLESS = Mutant(
     name="the same in other words",
     where="paging.index:pages_for",
-    old="-(-length // page_size)",
-    new="-((0 - length) // page_size)",
+    old=f"{_ON_THE_HOST}\n        return -(-length // page_size)",
+    new="if True:\n        return -((0 - length) // page_size)",
     caught_by="paging/test_index.py::test_pages_for_covers_exactly[4]",
 )
-FAULTY = dataclasses.replace(HARMLESS, new="length // page_size + 1")
-CRASHING = dataclasses.replace(HARMLESS, new="length // page_size.nothing")
+FAULTY = dataclasses.replace(
+    HARMLESS, new="if True:\n        return length // page_size + 1"
+)
+CRASHING = dataclasses.replace(HARMLESS, new="return length // page_size.nothing")
 _pages_for = jax.jit(index.pages_for, static_argnames=("page_size",))
 
 
