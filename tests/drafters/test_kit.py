@@ -5,13 +5,12 @@ import itertools
 from typing import Any
 
 import decoding
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import testing
+from spec_jax import pytree, testing
 from spec_jax.engine import protocols
 from spec_jax.model import row_model
 from spec_jax.rules import acceptance
@@ -22,8 +21,7 @@ GAMMA_MAX = 2
 BENCH = decoding.quickest_bench(4)  # as in other tests, so that one target is compiled
 
 
-@flax.struct.dataclass(kw_only=True)
-class Memory:
+class Memory(pytree.Node):
     """More than is needed, for faults to go wrong with."""
 
     length: jax.Array  # [] int32
