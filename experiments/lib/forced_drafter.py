@@ -107,13 +107,17 @@ class SlotForcedDrafter:
         )
         # What was drafted is not used, but its K/V stay in the memory: all of the draft
         # is computed.
-        forced = oracle.drafts_at(
-            params.trace,
-            params.kept,
-            length[:, None] + jnp.arange(self.gamma_max, dtype=jnp.int32),
-            vocab_size=self.vocab_size,
-        )
-        return memory, proposal.replace(tokens=forced)
+        offsets = jnp.arange(self.gamma_max, dtype=jnp.int32)
+
+        def forced(length: jax.Array) -> jax.Array:
+            return oracle.drafts_at(
+                params.trace,
+                params.kept,
+                length + offsets,
+                vocab_size=self.vocab_size,
+            )
+
+        return memory, proposal.replace(tokens=jax.vmap(forced)(length))
 
     def commit(
         self,

@@ -93,6 +93,7 @@ def test_a_run(folders, tmp_path, capsys):
     assert forced["acceptance"] == "forced" and forced["gamma"] == GAMMA
     assert forced["matched"] and forced["equal"] and forced["differing_kv"] == 0
     assert forced["tokens"] == 6 and forced["speedup"] > 0
+    assert forced["acceptance_rate"] == 0.5
     printed = capsys.readouterr().out
     assert "round, gamma 2" in printed and "forced_rate" in printed
 
