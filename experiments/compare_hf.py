@@ -26,18 +26,16 @@ from experiments.lib import (
     compare_tables,
     flags,
     hf,
+    length_classes,
     peak_memory,
+    prompt_files,
+    prompts as prompts_lib,
     records,
+    runs as runs_lib,
     subjects,
     terminal,
 )
-from experiments.support import (
-    length_classes,
-    model_pair,
-    paired_runs,
-    prompt_files,
-    prompt_runs,
-)
+from spec_jax import loading
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
@@ -133,29 +131,29 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
 
 
 def load_sides(
-    args: argparse.Namespace, pair: model_pair.ModelPair, settings: paired_runs.Settings
+    args: argparse.Namespace, lm: loading.LanguageModel, settings: runs_lib.Settings
 ) -> compare.Sides:
-    """Both sides in the pair's dtype, on the same kind of device."""
+    """Both sides in our side's dtype, on the same kind of device."""
     baseline = None
     if args.preset and not args.no_hf:
-        baseline = subjects.preset_hf(pair)
+        baseline = subjects.preset_hf(lm)
     elif not args.no_hf:
         baseline = hf.load(
             *subjects.folders(args),
-            dtype=pair.target.config.dtype,
+            dtype=lm.target.config.dtype,
             backend=jax.default_backend(),
         )
-    return compare.Sides(pair=pair, hf=baseline, settings=settings)
+    return compare.Sides(lm=lm, hf=baseline, settings=settings)
 
 
-def load_pair(args: argparse.Namespace, *, dtype: str) -> model_pair.ModelPair:
+def load_lm(args: argparse.Namespace, *, dtype: str) -> loading.LanguageModel:
     """Our side; one slab for every K, because gamma is data."""
     most = max(args.gammas)
     return subjects.load(args, gamma_max=most, slab=most + 1, dtype=dtype)
 
 
 def make_prompts(
-    args: argparse.Namespace, pair: model_pair.ModelPair
+    args: argparse.Namespace, lm: loading.LanguageModel
 ) -> list[length_classes.LengthPrompt]:
     """The prompts of every class, checked.
 
@@ -169,7 +167,7 @@ def make_prompts(
             length_classes.LengthPrompt(
                 length=name,
                 id=f"random {number}",
-                tokens=rng.integers(pair.target.config.vocab_size, size=size).tolist(),
+                tokens=rng.integers(lm.target.config.vocab_size, size=size).tolist(),
             )
             for name, size in lengths.items()
             for number in range(args.per_length)
@@ -177,13 +175,13 @@ def make_prompts(
     else:
         prompts = length_classes.make(
             prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
-            pair.tokenizer,
+            lm.tokenizer,
             lengths=lengths,
             per_length=args.per_length,
             raw=args.raw,
         )
-    prompt_runs.check_lengths(
-        pair.target.config,
+    prompts_lib.check_lengths(
+        lm.target.config,
         [(f"{p.length} prompt {p.id!r}", p.tokens) for p in prompts],
         gen_tokens=args.gen_tokens,
         page_size=args.page_size,
@@ -193,26 +191,25 @@ def make_prompts(
 
 def make_settings(
     args: argparse.Namespace,
-    pair: model_pair.ModelPair,
+    lm: loading.LanguageModel,
     prompts: Sequence[length_classes.LengthPrompt],
-) -> paired_runs.Settings:
+) -> runs_lib.Settings:
     """The settings of our runs, with a cache that fits the longest prompt."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     pages = index.pages_for(longest + args.gen_tokens, args.page_size)
-    stops = not args.ignore_stop and pair.tokenizer is not None
-    return paired_runs.Settings(
+    return runs_lib.Settings(
         gamma=max(args.gammas),
         gen_tokens=args.gen_tokens,
         capacity=pages * args.page_size,
         page_size=args.page_size,
-        stop_ids=pair.tokenizer.stop_ids if stops else (),
+        stop_ids=() if args.ignore_stop else lm.stop_ids,
     )
 
 
 def memory_rows(
     args: argparse.Namespace,
-    pair: model_pair.ModelPair,
-    settings: paired_runs.Settings,
+    lm: loading.LanguageModel,
+    settings: runs_lib.Settings,
     prompts: Sequence[length_classes.LengthPrompt],
 ) -> list[dict[str, Any]]:
     """Peaks of each side after the longest prompt, in a process of its own each."""
@@ -221,7 +218,7 @@ def memory_rows(
         target=str(target),
         draft=str(draft),
         dtype=args.dtype,
-        impl=pair.target.impl,
+        impl=lm.target.impl,
         backend=jax.default_backend(),
         prompt=max((prompt.tokens for prompt in prompts), key=len),
         gamma=max(args.gammas),
@@ -268,8 +265,8 @@ def greedy_rows(
     plain = (compare.OUR_PLAIN, compare.THEIR_PLAIN)
     texts = [[done.generated[run].tokens for run in plain] for done in runs]
     if args.dtype != JUDGED_DTYPE and not args.preset:
-        pair = load_pair(args, dtype=JUDGED_DTYPE)
-        sides = load_sides(args, pair, sides.settings)
+        lm = load_lm(args, dtype=JUDGED_DTYPE)
+        sides = load_sides(args, lm, sides.settings)
         texts = [
             [sides.generate(run, done.prompt.tokens)[1].tokens for run in plain]
             for done in runs
@@ -288,13 +285,13 @@ def run_all(
     subjects.check_device(args.device)
     if not args.no_hf:
         hf.check_installed()
-    pair = load_pair(args, dtype=args.dtype)
-    prompts = make_prompts(args, pair)
-    settings = make_settings(args, pair, prompts)
+    lm = load_lm(args, dtype=args.dtype)
+    prompts = make_prompts(args, lm)
+    settings = make_settings(args, lm, prompts)
     memory = []
     if not (args.no_memory or args.preset or args.no_hf):
-        memory = memory_rows(args, pair, settings, prompts)
-    sides = load_sides(args, pair, settings)
+        memory = memory_rows(args, lm, settings, prompts)
+    sides = load_sides(args, lm, settings)
     description = describe(args, sides)
     loaded_s = time.perf_counter() - started
 
@@ -329,7 +326,7 @@ def run_all(
         from experiments.support import figures
 
         rows = [row | description for row in compared]
-        figures.save(figures.hugging_face(rows), args.plot)
+        figures.save(figures.hugging_face(rows), args.plot, rows=rows)
     is_judged = summary["judged_dtype"] == JUDGED_DTYPE
     same = summary["greedy_identical"] == len(prompts) or not is_judged
     return summary["matched"] and same
@@ -337,13 +334,13 @@ def run_all(
 
 def describe(args: argparse.Namespace, sides: compare.Sides) -> dict[str, Any]:
     """What is measured and where, for every row."""
-    pair, settings = sides.pair, sides.settings
+    lm, settings = sides.lm, sides.settings
     return {
         **subjects.names(args),
         "dtype": args.dtype,
-        "impl": pair.target.impl,
-        "native_isa": dispatch.instruction_set(pair.target.impl),
-        "slab": pair.target.slab,
+        "impl": lm.target.impl,
+        "native_isa": dispatch.instruction_set(lm.target.impl),
+        "slab": lm.target.slab,
         "page_size": settings.page_size,
         "prompt_source": args.prompts,
         "gen_tokens": args.gen_tokens,

@@ -30,7 +30,7 @@ from experiments.lib import (
     timing,
     trace,
 )
-from experiments.support import model_pair
+from spec_jax import loading
 from spec_jax.ops import dispatch
 
 
@@ -144,7 +144,7 @@ def _rates(text: str) -> tuple[float, ...]:
     return rates
 
 
-def load(args: argparse.Namespace) -> model_pair.ModelPair:
+def load(args: argparse.Namespace) -> loading.LanguageModel:
     """The models; for a GPU that need not be here with `--dry-run`."""
     device = "auto" if args.dry_run else args.device
     is_gpu = subjects.check_device(device) == "gpu" or args.device == "gpu"
@@ -185,7 +185,7 @@ def run_all(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
 ) -> int:
     """Loads, measures, writes each row when it is known, and prints the tables."""
-    pair = load(args)
+    lm = load(args)
     plan = steps.Plan(
         contexts=args.contexts,
         page_size=args.page_size,
@@ -196,8 +196,8 @@ def run_all(
         as_shapes=args.dry_run,
     )
     # What cannot be run is found before anything has been.
-    groups = [] if args.no_steps else steps.all_costs(pair, plan)
-    shown = Report(out, console, describe(args, pair))
+    groups = [] if args.no_steps else steps.all_costs(lm, plan)
+    shown = Report(out, console, describe(args, lm))
     if args.dry_run:
         works = [cost.work for group in groups for cost in group if cost.work]
         for name, work in {work.program: work for work in works}.items():
@@ -206,21 +206,21 @@ def run_all(
             shown.write(records.guarded(name, lower), COMPILE_COLUMNS)
         return FAILED if shown.failed else MEASURED
     for group in groups:
-        measure_steps(args, pair, group, shown)
+        measure_steps(args, lm, group, shown)
     traced = (steps.PLAIN, f"round, gamma {args.gamma}")
     for cost in groups[0] if args.trace and groups else ():
         if cost.name in traced:
             call = lambda c=cost: trace.record(args.trace, c.name, c.thunk())
             shown.write(records.guarded(cost.name, call), TRACE_COLUMNS)
     for gamma in args.gammas if args.forced else ():
-        work = lambda g=gamma: measure_forced(args, pair, g)
+        work = lambda g=gamma: measure_forced(args, lm, g)
         shown.write(records.guarded(f"gamma {gamma}", work), ROUND_COLUMNS)
     return FAILED if shown.failed else MEASURED
 
 
 def measure_steps(
     args: argparse.Namespace,
-    pair: model_pair.ModelPair,
+    lm: loading.LanguageModel,
     group: Sequence[steps.Cost],
     shown: Report,
 ) -> None:
@@ -240,31 +240,31 @@ def measure_steps(
     # Of other groups, the plain step is there to be compared with.
     shown.write(rows if is_first else rows[1:], STEP_COLUMNS)
     if is_first:
-        found = steps.bandwidth(pair.params[0], timings.seconds)
+        found = steps.bandwidth(lm.params, timings.seconds)
         warm_up_s = sum(timings.warm_up.values())
         summary = {"kind": "summary", "steps_warm_up_s": warm_up_s, **found}
         shown.write([summary], SUMMARY_COLUMNS)
 
 
 def measure_forced(
-    args: argparse.Namespace, pair: model_pair.ModelPair, gamma: int
+    args: argparse.Namespace, lm: loading.LanguageModel, gamma: int
 ) -> list[dict[str, Any]]:
     """Rounds at each forced acceptance, beside plain decoding."""
     sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
-    runs = forced_rounds.make_runs(pair, start=args.contexts[0], **sizes)
+    runs = forced_rounds.make_runs(lm, start=args.contexts[0], **sizes)
     return forced_rounds.measure(runs, gamma, args.forced, repeats=args.repeats)
 
 
-def describe(args: argparse.Namespace, pair: model_pair.ModelPair) -> dict[str, Any]:
+def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
     """What is measured and where, for every row."""
     return {
         **subjects.names(args),
-        "dtype": pair.target.config.dtype,
-        "impl": pair.target.impl,
-        "native_isa": dispatch.instruction_set(pair.target.impl),
-        "slab": pair.target.slab,
+        "dtype": lm.target.config.dtype,
+        "impl": lm.target.impl,
+        "native_isa": dispatch.instruction_set(lm.target.impl),
+        "slab": lm.target.slab,
         "page_size": args.page_size,
-        "gamma_max": None if pair.drafter is None else args.gamma,
+        "gamma_max": None if lm.drafter is None else args.gamma,
         "temperature": args.temperature,
         "steps_per_call": args.steps,
         "repeats": args.repeats,

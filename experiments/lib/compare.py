@@ -1,8 +1,8 @@
 """Prompts through every way to generate, ours and Hugging Face's, in turns.
 
 Both sides get the same token ids, stop tokens, limit and weights. Either clock runs
-over the prompt's prefill too; our caches stand ready when it starts, as `paired_runs`
-has it, and Hugging Face's grow while it generates.
+over the prompt's prefill too; our caches stand ready when it starts, as `lib.runs` has
+it, and Hugging Face's grow while it generates.
 """
 
 import dataclasses
@@ -12,11 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import hf, peak_memory, timing
-from experiments.support import model_pair, paired_runs
-from spec_jax import session
+from experiments.lib import hf, peak_memory, runs as runs_lib, timing
+from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import ngram
+from spec_jax.engine import baseline
 
 
 OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
@@ -46,7 +46,7 @@ def all_runs(sides: "Sides", gammas: Sequence[int]) -> list[Run]:
     made = []
     for side in (OURS, THEIRS) if sides.hf else (OURS,):
         made.append(Run(side=side, method=hf.PLAIN))
-        if sides.pair.drafter is not None:
+        if sides.lm.drafter is not None:
             made += [
                 Run(side=side, method=method, gamma=gamma)
                 for method in hf.METHODS
@@ -59,22 +59,22 @@ def all_runs(sides: "Sides", gammas: Sequence[int]) -> list[Run]:
 class Sides:
     """The same weights on both sides, and what both are asked for."""
 
-    pair: model_pair.ModelPair
+    lm: loading.LanguageModel
     hf: hf.Baseline | None
-    settings: paired_runs.Settings
+    settings: runs_lib.Settings
 
     def generate(self, run: Run, prompt: list[int]) -> tuple[float, hf.Generated]:
-        """Seconds, tokens and counters of one run; raises as `paired_runs` does."""
+        """Seconds, tokens and counters of one run; raises as `runs.run_plain`."""
         if run.side == THEIRS:
             return self._theirs(run, prompt)
         if run == OUR_PLAIN:
-            done = paired_runs.run_plain(self.pair, self.settings, prompt)
+            done = runs_lib.run_plain(self.lm, self.settings, prompt)
             return done.timing.e2e_s, hf.Generated(tokens=done.tokens, counters=None)
-        pair = self.pair
+        lm = self.lm
         if run.method == hf.PROMPT_LOOKUP:
-            pair = _with_prompt_lookup(pair, self.settings)
+            lm = _with_prompt_lookup(lm, self.settings)
         settings = dataclasses.replace(self.settings, gamma=run.gamma)
-        done = paired_runs.run_speculative(pair, settings, prompt)
+        done = runs_lib.run_speculative(lm, settings, prompt)
         return done.timing.e2e_s, hf.Generated(
             tokens=done.tokens, counters=done.counters
         )
@@ -97,15 +97,15 @@ class Sides:
 
 
 def _with_prompt_lookup(
-    pair: model_pair.ModelPair, settings: paired_runs.Settings
-) -> model_pair.ModelPair:
+    lm: loading.LanguageModel, settings: runs_lib.Settings
+) -> loading.LanguageModel:
     """With the drafter whose drafts are Hugging Face's, draft for draft."""
     drafter = ngram.hugging_face(
-        gamma_max=pair.drafter.gamma_max,
+        gamma_max=lm.gamma_max,
         n_max=hf.MATCHED_NGRAM,
         stop_ids=settings.stop_ids,
     )
-    return dataclasses.replace(pair, drafter=drafter, params=(pair.params[0], None))
+    return lm.with_drafter(drafter)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ def greedy_row(
         "length": prompt.length,
         "id": prompt.id,
         "prompt_tokens": len(prompt.tokens),
-        "judged_dtype": sides.pair.target.config.dtype,
+        "judged_dtype": sides.lm.target.config.dtype,
         "tokens": len(theirs),
         "first_difference": place,
         **dict.fromkeys(("our_token", "their_token", "our_margin", "their_margin")),
@@ -291,7 +291,7 @@ def greedy_row(
         return row
     text = [*prompt.tokens, *theirs[:place]]
     ours_here, theirs_here = ours[place], theirs[place]
-    our_logits = next_logits(sides.pair, sides.settings, text)
+    our_logits = next_logits(sides.lm, sides.settings, text)
     their_logits = hf.next_logits(sides.hf, text)
     return row | {
         "our_token": ours_here,
@@ -302,21 +302,21 @@ def greedy_row(
 
 
 def next_logits(
-    pair: model_pair.ModelPair, settings: paired_runs.Settings, tokens: list[int]
+    lm: loading.LanguageModel, settings: runs_lib.Settings, tokens: list[int]
 ) -> np.ndarray:
     """Our target's logits after `tokens`, `[V] float32`: prefill, then one row."""
-    kv = pair.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
-    state = session.begin_plain(
-        pair.target,
-        pair.params[0],
+    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
+    state = baseline.begin(
+        lm.target,
+        lm.params,
         kv,
         tokens,
         max_tokens=1,
         prefill_by_rows=settings.prefill_by_rows,
     )
     n = len(tokens)
-    _, logits = pair.target.forward(
-        pair.params[0],
+    _, logits = lm.target.forward(
+        lm.params,
         state.cache,
         tokens=jnp.asarray(tokens[-1:], jnp.int32),
         start=jnp.int32(n - 1),

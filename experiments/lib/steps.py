@@ -16,9 +16,21 @@ import jax
 import jax.numpy as jnp
 
 from experiments.lib import noise, subjects, timing
-from experiments.support import model_pair
-from spec_jax import autoregressive, rounds, session
-from spec_jax.model import config as config_lib, params as params_lib, row_model
+from spec_jax import loading
+from spec_jax.drafters import each
+from spec_jax.engine import (
+    baseline,
+    protocols,
+    round as round_lib,
+    rows as rows_lib,
+    state as states,
+)
+from spec_jax.model import (
+    config as config_lib,
+    params as params_lib,
+    prompt as prompt_lib,
+    row_model,
+)
 from spec_jax.paging import allocator, cache as paged, index
 from spec_jax.rules import sampling as sampling_lib
 
@@ -120,7 +132,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured of a pair.
+    """What is measured of a target and its draft.
 
     Attributes:
       contexts: of a plain step; everything else is measured at the first of them.
@@ -140,28 +152,28 @@ class Plan:
     as_shapes: bool = False
 
 
-def all_costs(pair: model_pair.ModelPair, plan: Plan) -> list[list[Cost]]:
-    """Every cost, in groups that are measured in turns; `PLAIN` is in each group.
+def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
+    """Returns all costs, in groups measured in turns; `PLAIN` is in each group.
 
     Those that need a drafter are left out if there is none.
 
     Raises:
       ValueError: contexts beyond the model's positions.
     """
-    gamma_max = 0 if pair.drafter is None else pair.drafter.gamma_max
+    gamma_max = 0 if lm.drafter is None else lm.gamma_max
     longest = max((*plan.contexts, *plan.prefills))
     # As far as `steps` rounds can lead, and a window more.
     capacity = longest + (plan.steps + 1) * (gamma_max + 1)
     capacity = index.pages_for(capacity, plan.page_size) * plan.page_size
-    positions = pair.target.config.max_position_embeddings
+    positions = lm.target.config.max_position_embeddings
     if capacity > positions:
         raise ValueError(
             f"{plan.steps} steps in a context of {longest} need {capacity} "
             f"positions, the model has {positions}"
         )
     sizes = Sizes(capacity=capacity, page_size=plan.page_size, steps=plan.steps)
-    box = Box(_caches((pair.target,), sizes, plan.as_shapes))
-    shared = pair.target, pair.params[0], sizes
+    box = Box(_caches((lm.target,), sizes, plan.as_shapes))
+    shared = lm.target, lm.params, sizes
     first = plan.contexts[0]
 
     def plain(context: int) -> Cost:
@@ -187,11 +199,11 @@ def all_costs(pair: model_pair.ModelPair, plan: Plan) -> list[list[Cost]]:
     rows = plan.rows or (range(1, gamma_max + 2) if gamma_max else ())
     ones = 1 in rows
     group = [plain(first), *(window(n, first) for n in rows)]
-    if pair.drafter is not None:
-        group += _drafter_costs(pair, sizes, first, box, plan)
+    if lm.drafter is not None:
+        group += _drafter_costs(lm, sizes, first, box, plan)
     group += [_prefill(*shared, n) for n in plan.prefills if not plan.as_shapes]
     if not plan.as_shapes:
-        group += _traffic(pair, sizes)
+        group += _traffic(lm, sizes)
     others = [
         [plain(first), plain(c), *([window(max(plan.rows), c)] if plan.rows else [])]
         for c in plan.contexts[1:]
@@ -199,26 +211,26 @@ def all_costs(pair: model_pair.ModelPair, plan: Plan) -> list[list[Cost]]:
     return [group, *others]
 
 
-def _traffic(pair: model_pair.ModelPair, sizes: Sizes) -> list[Cost]:
+def _traffic(lm: loading.LanguageModel, sizes: Sizes) -> list[Cost]:
     """Plain reads, and a new cache."""
-    num_bytes = subjects.step_bytes(pair.params[0])
+    num_bytes = subjects.step_bytes(lm.params)
     read = timing.read(num_bytes)
     made = [Cost(name=READ, timed=read, ratio_to=PLAIN, num_bytes=num_bytes)]
     if num_bytes < timing.LARGE_READ_BYTES:
         large = timing.read(timing.LARGE_READ_BYTES)
         made.append(Cost(name=LARGE_READ, timed=large, ratio_to=PLAIN))
     new_cache = functools.partial(
-        pair.target.new_cache, capacity=sizes.capacity, page_size=sizes.page_size
+        lm.target.new_cache, capacity=sizes.capacity, page_size=sizes.page_size
     )
     allocate = timing.stopwatch(lambda _: new_cache())
     return [*made, Cost(name=NEW_CACHE, timed=allocate, ratio_to=PLAIN)]
 
 
 def _drafter_costs(
-    pair: model_pair.ModelPair, sizes: Sizes, context: int, box: Box, plan: Plan
+    lm: loading.LanguageModel, sizes: Sizes, context: int, box: Box, plan: Plan
 ) -> list[Cost]:
     """A draft step, and rounds of each gamma."""
-    draft, params = pair.drafter.model, pair.params[1]
+    draft, params = lm.drafter.model, lm.drafter_params
     own = Box(_caches((draft,), sizes, plan.as_shapes))
     made = [
         Cost(
@@ -231,10 +243,8 @@ def _drafter_costs(
         )
     ]
     both = _Both(box, own)
-    if plan.sampling is not None:
-        pair = model_pair.with_sampling(pair, plan.sampling)
-    for gamma in range(1, pair.drafter.gamma_max + 1):
-        work = _round(pair, sizes, context, gamma, box=both, settings=plan.sampling)
+    for gamma in range(1, lm.gamma_max + 1):
+        work = _round(lm, sizes, context, gamma, box=both, settings=plan.sampling)
         made.append(
             Cost(
                 name=f"round, gamma {gamma}",
@@ -282,7 +292,7 @@ def live_rows(
     *,
     num_live: int,
 ) -> timing.Thunk:
-    """One forward of `num_live` rows of a slab, with argmax and truncation."""
+    """One verification of `num_live` rows, with argmax and truncation."""
     box = Box(_caches((model,), sizes, False))
     return _window(model, params, sizes, context, num_live=num_live, box=box).thunk()
 
@@ -290,21 +300,20 @@ def live_rows(
 def _plain(
     model, params, sizes, context, *, box, settings=None, program="target"
 ) -> Work:
-    stop_ids, most = session.stop_array(()), jnp.int32(sizes.steps)
+    most = jnp.int32(sizes.steps)
 
-    def prepare(kv: paged.PagedKV) -> autoregressive.DecodeState:
-        return autoregressive.init_state(
+    def prepare(kv: paged.PagedKV) -> baseline.DecodeState:
+        return baseline.init_state(
             _text(model, sizes),
             length=jnp.int32(context),
             limit=jnp.int32(context + sizes.steps),
             cache=at_length(kv, context - 1),
-            settings=settings,
+            stop_ids=no_stop(),
+            sampling=settings,
         )
 
     def run(params, state):
-        state = autoregressive.generate(
-            model, params, state, stop_ids=stop_ids, max_steps=most
-        )
+        state = baseline.generate(model, params, state, max_steps=most)
         return state.cache, (state.tokens, state.num_steps)
 
     return Work(
@@ -338,56 +347,54 @@ def _window(model, params, sizes, context, *, num_live, box) -> Work:
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames=("kv",))
 def repeat_forward(model, params, kv, *, num_live, steps):
-    """Runs rows at the same positions `steps` times, and forgets them each time."""
-    start = kv.length[row_model.SLOT]
+    """Verifies rows at the same positions `steps` times, and forgets them each time."""
+    target = rows_lib.SlotRows(model=model, num_slots=1)
+    start, asked = kv.length, jnp.ones((1,), bool)
 
     def step(carry, _):
         kv, tokens = carry
-        kv, logits = model.forward(
-            params, kv, tokens=tokens, start=start, num_live=num_live
+        kv, verified = target.verify(
+            params,
+            kv,
+            protocols.Window(tokens=tokens, start=start, num_live=num_live[None]),
         )
+        chosen = target.choose(verified.logits, verified.num_live)
         # Each step's tokens come from the step before it, as in decoding. With fixed
         # ones XLA could move the first layer out of the loop.
-        return (model.truncate(kv, start), model.choose(logits, num_live)), None
+        tokens = chosen[None, : model.slab]
+        return (target.truncate(kv, start, asked=asked), tokens), None
 
-    tokens = jnp.arange(model.slab, dtype=jnp.int32)
+    tokens = jnp.arange(model.slab, dtype=jnp.int32)[None]
     return jax.lax.scan(step, (kv, tokens), None, length=steps)[0]
 
 
-def _round(pair, sizes, context, gamma, *, box, settings=None) -> Work:
+def _round(lm, sizes, context, gamma, *, box, settings=None) -> Work:
     """`gamma` drafts, verification, commit, truncation of both caches."""
-    gamma_max = pair.drafter.gamma_max
-    stop_ids, most = session.stop_array(()), jnp.int32(sizes.steps)
-    asked = jnp.int32(gamma)
+    target = rows_lib.SlotRows(model=lm.target, num_slots=1)
+    drafter, most = each.lift(lm.drafter, 1), jnp.int32(sizes.steps)
 
-    def prepare(caches) -> rounds.RoundState:
-        kv, memory = (at_length(each, context - 1) for each in caches)
-        return rounds.init_state(
-            _text(pair.target, sizes),
+    def prepare(caches) -> states.State:
+        kv, memory = (at_length(kv, context - 1) for kv in caches)
+        slots = one_slot(
+            _text(lm.target, sizes),
             length=jnp.int32(context),
             # Far enough that no round is cut short.
             limit=jnp.int32(context + sizes.steps * (gamma + 1)),
-            cache=kv,
-            memory=memory,
-            gamma_max=gamma_max,
-            settings=settings,
+            gamma=jnp.int32(gamma),
+            gamma_max=lm.gamma_max,
+            sampling=settings,
         )
+        return states.State(slots=slots, cache=kv, memory=memory)
 
     def run(params, state):
-        state = rounds.generate(
-            pair.target,
-            pair.drafter,
-            params,
-            state,
-            gamma=asked,
-            stop_ids=stop_ids,
-            max_rounds=most,
-        )
-        return (state.cache, state.memory), (state.tokens, state.num_rounds)
+        speculator = round_lib.Speculator(params=params, target=target, drafter=drafter)
+        state = round_lib.generate(speculator, state, max_rounds=most)
+        outputs = state.slots.tokens, state.slots.num_rounds
+        return (state.cache, state.memory), outputs
 
     return Work(
         program="rounds",
-        params=pair.params,
+        params=(lm.params, lm.drafter_params),
         box=box,
         prepare=prepare,
         run=run,
@@ -395,11 +402,44 @@ def _round(pair, sizes, context, gamma, *, box, settings=None) -> Work:
     )
 
 
+def no_stop() -> jax.Array:
+    """Returns stop tokens that end nothing, in an array to be donated."""
+    return jnp.full((1,), states.NO_STOP, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("gamma_max",))
+def one_slot(
+    tokens: jax.Array,
+    *,
+    length: jax.Array,
+    limit: jax.Array,
+    gamma: jax.Array,
+    gamma_max: int,
+    sampling: sampling_lib.SamplingSettings | None = None,
+) -> states.Slots:
+    """Returns one slot that generates after `tokens[:length]`; leaves are `[1, ...]`.
+
+    There is no stop token; all arrays are new ones.
+    """
+    slot = states.begin_slot(
+        tokens,
+        length=length,
+        limit=limit,
+        capped=False,
+        gamma=gamma,
+        stop_ids=no_stop(),
+        gamma_max=gamma_max,
+        sampling=sampling,
+        policy=None,
+    )
+    return jax.tree.map(lambda leaf: leaf[None], slot)
+
+
 def _prefill(model, params, sizes, num_tokens) -> Cost:
     """A prompt's K/V, by whatever prefill the model has; seconds of a prompt."""
-    prompt = noise.tokens(num_tokens + 1, model.config.vocab_size).tolist()
+    prompt = noise.tokens(num_tokens, model.config.vocab_size).tolist()
     timed = timing.stopwatch(
-        lambda kv: session.prefill(model, params, kv, prompt),
+        lambda kv: prompt_lib.prefill(model, params, kv, prompt),
         lambda: model.new_cache(capacity=sizes.capacity, page_size=sizes.page_size),
     )
     name = f"prefill of {num_tokens}"

@@ -13,7 +13,7 @@ import jax
 import psutil
 
 from experiments.lib import hf, noise
-from experiments.support import model_pair
+from spec_jax import loading
 from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, params as params_lib, row_model
 from spec_jax.ops import dispatch
@@ -67,7 +67,7 @@ def read_config(shapes: str, *, dtype: str | None) -> config_lib.Qwen3Config:
         return dataclasses.replace(config, dtype=dtype or config.dtype)
     folder = pathlib.Path(shapes)
     if shapes == EMBEDDED:
-        folder = model_pair.EMBEDDED_TARGET
+        folder = loading.EMBEDDED_TARGET
     elif not folder.is_dir():
         known = ", ".join([EMBEDDED, *sorted(PRESETS)])
         raise ValueError(f"--shapes {shapes}: not one of {known}, and no folder either")
@@ -128,8 +128,8 @@ def load(
     slab: int,
     dtype: str | None,
     as_shapes: bool = False,
-) -> model_pair.ModelPair:
-    """The pair that `flags.add_models` and `add_presets` name.
+) -> loading.LanguageModel:
+    """The models that `flags.add_models` and `add_presets` name.
 
     Raises:
       MemoryError: weights of presets do not fit; nothing has been created.
@@ -139,15 +139,15 @@ def load(
     sizes = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype, "impl": args.impl}
     if args.preset:
         names = (args.preset, args.draft_preset)
-        return preset_pair(*names, as_shapes=as_shapes, **sizes)
-    return model_pair.load_pair(*folders(args), **sizes)
+        return preset_lm(*names, as_shapes=as_shapes, **sizes)
+    return loading.load(args.target, draft=args.draft, **sizes)
 
 
 def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:
     """The folders of target and draft."""
     return (
-        args.target or model_pair.EMBEDDED_TARGET,
-        args.draft or model_pair.EMBEDDED_DRAFT,
+        args.target or loading.EMBEDDED_TARGET,
+        args.draft or loading.EMBEDDED_DRAFT,
     )
 
 
@@ -161,7 +161,7 @@ def names(args: argparse.Namespace) -> dict[str, str | None]:
     }
 
 
-def preset_pair(
+def preset_lm(
     name: str,
     draft: str | None,
     *,
@@ -170,15 +170,15 @@ def preset_pair(
     dtype: str | None,
     impl: str,
     as_shapes: bool = False,
-) -> model_pair.ModelPair:
-    """Random weights, without a tokenizer; a drafter if `draft` names a preset.
+) -> loading.LanguageModel:
+    """Random weights, without a tokenizer; `drafter` is None if `draft` is.
 
     Args:
       as_shapes: no weights, but their shapes, for an `impl` that need not run here.
     """
     configs = [read_config(preset, dtype=dtype) for preset in (name, draft) if preset]
     impl = impl if as_shapes else dispatch.resolve(impl)
-    slabs = [row_model.slab_for(impl, n) for n in (slab, model_pair.DRAFT_SLAB)]
+    slabs = [row_model.slab_for(impl, n) for n in (slab, loading.DRAFT_SLAB)]
     models = [
         row_model.RowModel(config=config, impl=impl, slab=slab)
         for config, slab in zip(configs, slabs, strict=False)
@@ -194,26 +194,27 @@ def preset_pair(
         params = [noise.weights(c, seed=i + 1) for i, c in enumerate(configs)]
     drafter = None
     if draft:
-        drafter = draft_model.DraftModel(model=models[1], gamma_max=gamma_max)
-    return model_pair.ModelPair(
+        drafter = draft_model.DraftModel(
+            model=models[1],
+            gamma_max=gamma_max,
+            catch_up_rows=row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0,
+        )
+    return loading.LanguageModel(
         target=models[0],
-        verifier=models[0] if draft else None,
+        params=params[0],
         drafter=drafter,
-        params=(params[0], params[1] if draft else None),
+        drafter_params=params[1] if draft else None,
         tokenizer=None,
     )
 
 
-def preset_hf(pair: model_pair.ModelPair) -> hf.Baseline:
+def preset_hf(lm: loading.LanguageModel) -> hf.Baseline:
     """The same weights in Hugging Face's hands, without a copy."""
-    models = [pair.target] + ([pair.drafter.model] if pair.drafter else [])
-    made = [
-        (config_lib.to_dict(model.config), params)
-        for model, params in zip(models, pair.params, strict=False)
-    ]
-    return hf.from_arrays(
-        made[0], made[1] if pair.drafter else None, backend=jax.default_backend()
-    )
+    draft = None
+    if lm.drafter is not None:
+        draft = config_lib.to_dict(lm.drafter.model.config), lm.drafter_params
+    target = config_lib.to_dict(lm.target.config), lm.params
+    return hf.from_arrays(target, draft, backend=jax.default_backend())
 
 
 def free_bytes() -> int:

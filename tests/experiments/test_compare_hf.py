@@ -12,8 +12,18 @@ import pytest
 import tiny_pair
 
 from experiments import compare_hf
-from experiments.lib import cli, compare, hf, noise, peak_memory, subjects
-from experiments.support import length_classes, model_pair, paired_runs, prompt_files
+from experiments.lib import (
+    cli,
+    compare,
+    hf,
+    length_classes,
+    noise,
+    peak_memory,
+    prompt_files,
+    runs,
+    subjects,
+)
+from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.model import (
     config as config_lib,
@@ -78,13 +88,11 @@ def measured(oracle, folders, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sides(oracle, folders):
-    pair = model_pair.load_pair(
-        *folders, gamma_max=3, slab=4, dtype="float32", impl="auto"
-    )
+    target, draft = folders
     return compare.Sides(
-        pair=pair,
+        lm=loading.load(target, draft=draft, gamma_max=3, slab=4, dtype="float32"),
         hf=hf.load(*folders, dtype="float32"),
-        settings=paired_runs.Settings(
+        settings=runs.Settings(
             gamma=3, gen_tokens=GEN_TOKENS, capacity=48, page_size=16
         ),
     )

@@ -12,9 +12,17 @@ import pytest
 import tiny_pair
 
 from experiments import latency
-from experiments.lib import cli, forced_rounds, noise, steps, subjects, timing
-from experiments.support import forced_drafter, model_pair
-from spec_jax import autoregressive, rounds
+from experiments.lib import (
+    cli,
+    forced_drafter,
+    forced_rounds,
+    noise,
+    steps,
+    subjects,
+    timing,
+)
+from spec_jax import loading
+from spec_jax.engine import baseline, round as round_lib, scheduler, state as states
 from spec_jax.model import params as params_lib, row_model
 
 
@@ -28,9 +36,9 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pair(folders):
-    sizes = {"gamma_max": GAMMA, "slab": GAMMA + 1}
-    return model_pair.load_pair(*folders, **sizes, dtype=None, impl="auto")
+def lm(folders):
+    target, draft = folders
+    return loading.load(target, draft=draft, gamma_max=GAMMA, slab=GAMMA + 1)
 
 
 @pytest.fixture(autouse=True)
@@ -85,17 +93,18 @@ def test_a_run(folders, tmp_path, capsys):
     assert forced["acceptance"] == "forced" and forced["gamma"] == GAMMA
     assert forced["matched"] and forced["equal"] and forced["differing_kv"] == 0
     assert forced["tokens"] == 6 and forced["speedup"] > 0
+    assert forced["acceptance_rate"] == 0.5
     printed = capsys.readouterr().out
     assert "round, gamma 2" in printed and "forced_rate" in printed
 
 
-def test_large_weights_are_not_read_twice(pair, monkeypatch):
+def test_large_weights_are_not_read_twice(lm, monkeypatch):
     def names() -> list[str]:
         plan = steps.Plan(contexts=[8], page_size=16, steps=1)
-        return [cost.name for cost in steps.all_costs(pair, plan)[0]]
+        return [cost.name for cost in steps.all_costs(lm, plan)[0]]
 
     assert steps.LARGE_READ in names()
-    num_bytes = subjects.step_bytes(pair.params[0])
+    num_bytes = subjects.step_bytes(lm.params)
     monkeypatch.setattr(timing, "LARGE_READ_BYTES", num_bytes)
     assert steps.READ in names() and steps.LARGE_READ not in names()
 
@@ -106,28 +115,32 @@ def test_an_untied_embedding_is_not_read():
     assert subjects.step_bytes(params) == less
 
 
-def test_every_call_does_the_steps_that_it_is_divided_by(pair, monkeypatch):
+def test_every_call_does_the_steps_that_it_is_divided_by(lm, monkeypatch):
     """Fails if a limit or a full cache ends a call early."""
     done = []
 
-    def keep(module, count):
+    def of_round(slot):
+        return slot.status, slot.num_rounds, slot.length
+
+    def keep(module, ended):
         real = module.generate
 
         def wrapped(*arguments, **keywords):
             state = real(*arguments, **keywords)
-            assert not bool(state.starved)
-            done.append((int(count(state)), int(state.length)))
+            status, count, length = ended(state)
+            assert int(status) != states.Status.OUT_OF_PAGES
+            done.append((int(count), int(length)))
             return state
 
         monkeypatch.setattr(module, "generate", wrapped)
 
-    keep(autoregressive, lambda state: state.num_steps)
-    keep(rounds, lambda state: state.num_rounds)
+    keep(baseline, lambda state: (state.status, state.num_steps, state.length))
+    keep(round_lib, lambda state: of_round(scheduler.slot_of(state.slots, 0)))
     # The draft drafts for itself: every round is as long as it can be.
-    target = dataclasses.replace(pair.drafter.model, slab=GAMMA + 1)
-    pair = dataclasses.replace(pair, target=target, params=(pair.params[1],) * 2)
+    target = dataclasses.replace(lm.drafter.model, slab=GAMMA + 1)
+    lm = dataclasses.replace(lm, target=target, params=lm.drafter_params)
     plan = steps.Plan(contexts=CONTEXTS, page_size=PAGE_SIZE, steps=STEPS)
-    costs = {c.name: c for group in steps.all_costs(pair, plan) for c in group}
+    costs = {c.name: c for group in steps.all_costs(lm, plan) for c in group}
     for name in ("plain step", "plain step at 20", "round, gamma 1"):
         costs[name].thunk()()
     first, second = CONTEXTS
@@ -135,23 +148,23 @@ def test_every_call_does_the_steps_that_it_is_divided_by(pair, monkeypatch):
     assert done[0][1] == first + STEPS and done[1][1] == second + STEPS
 
 
-def test_repeated_forwards_start_at_the_same_place(pair):
+def test_repeated_forwards_start_at_the_same_place(lm):
     """Fails if a window is not forgotten: the context would grow with the steps."""
-    kv = steps.noisy_cache(pair.target, capacity=32, page_size=PAGE_SIZE)
+    kv = steps.noisy_cache(lm.target, capacity=32, page_size=PAGE_SIZE)
     before = [np.asarray(pool) for pool in kv.k]
     kv = steps.at_length(kv, 14)
     table = np.asarray(kv.page_table[row_model.SLOT])
     kv, _ = steps.repeat_forward(
-        pair.target, pair.params[0], kv, num_live=jnp.int32(3), steps=STEPS
+        lm.target, lm.params, kv, num_live=jnp.int32(3), steps=STEPS
     )
     assert int(kv.length[row_model.SLOT]) == 14
     changed = np.any(np.asarray(kv.k[0]) != before[0], axis=(2, 3))
     assert changed.sum() <= 3 and changed[table[0], 14:].all()
 
 
-def test_a_cache_can_be_set_to_any_length(pair):
+def test_a_cache_can_be_set_to_any_length(lm):
     """Fails if a length leaves pages unowned, or they hold zeros."""
-    kv = steps.noisy_cache(pair.target, capacity=48, page_size=16)
+    kv = steps.noisy_cache(lm.target, capacity=48, page_size=16)
     for length in (0, 33, 7, 48):
         kv = steps.at_length(kv, length)
         assert int(kv.length[0]) == length and not bool(kv.refused.any())
@@ -172,24 +185,23 @@ def test_masks_accept_what_is_asked(rate, gamma):
         forced_drafter.choose_mask(1.5, **sizes, size=300)
 
 
-def test_tokens_and_keys_that_differ_are_told(pair):
+def test_tokens_and_keys_that_differ_are_told(lm):
     """Negative control: a text that is another one, and one bit of a key."""
-    runs = forced_rounds.make_runs(pair, start=8, generated=4, page_size=16)
+    runs = forced_rounds.make_runs(lm, start=8, generated=4, page_size=16)
     state = runs.run_plain(runs.target_cache())
     trace = np.asarray(state.tokens)
-    spec = runs.run_rounds(runs.both_caches(), pair.drafter, pair.params[1], GAMMA)
-    kv = spec.cache
-    spec = spec.replace(cache=None, memory=None)
+    spec = runs.run_rounds(runs.both_caches(), lm.drafter, lm.drafter_params, GAMMA)
+    kv, slot = spec.cache, scheduler.slot_of(spec.slots, 0)
     seconds = {0.5: [1.0], forced_rounds.PLAIN: [2.0]}
     timings = timing.Timings(warm_up={0.5: 3.0}, seconds=seconds)
-    row = forced_rounds.row(runs, trace, GAMMA, 0.5, spec, 0, timings)
+    row = forced_rounds.row(runs, trace, GAMMA, 0.5, slot, 0, timings)
     assert row["equal"] and row["speedup"] == 2
-    row = forced_rounds.row(runs, (trace + 1) % 256, GAMMA, 0.5, spec, 0, timings)
+    row = forced_rounds.row(runs, (trace + 1) % 256, GAMMA, 0.5, slot, 0, timings)
     assert not row["matched"] and row["differing_tokens"] == 4 and not row["equal"]
     written = runs.written(kv)
     wrong = [pool.at[0, 1, 0, 0].add(1) for pool in written]
     assert forced_rounds.kernel_checks.differing(written, wrong) == 2
-    row = forced_rounds.row(runs, trace, GAMMA, 0.5, spec, 2, timings)
+    row = forced_rounds.row(runs, trace, GAMMA, 0.5, slot, 2, timings)
     assert row["matched"] and not row["equal"]
 
 
@@ -244,7 +256,7 @@ def test_noise_is_the_same_in_every_process():
     ("more", "words"),
     [
         (["--contexts", "3000"], ["3000", "positions"]),
-        (["--slab", "2"], ["slab of 3"]),
+        (["--slab", "2"], ["needs 3 rows", "has 2"]),
         (["--gamma", "0"], ["at least 1"]),
         (["--page-size", "48", "--impl", "xla"], ["page_size"]),
         (["--dtype", "int8"], ["int8"]),

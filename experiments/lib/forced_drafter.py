@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import oracle
+from spec_jax.drafters import each, oracle
 from spec_jax.engine import protocols
 
 
@@ -29,7 +29,7 @@ class ForcedParams(pytree.Node):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForcedDrafter:
-    """Runs `inner`, and proposes what `ForcedParams` say. Its memory is `inner`'s.
+    """Runs `inner`, and proposes what `ForcedParams` say. `for_slots` drafts.
 
     The K/V that the real draft keeps is that of its own tokens, not of the forced
     ones: lengths and costs are those of a real run, values are not.
@@ -40,43 +40,95 @@ class ForcedDrafter:
 
     @property
     def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
         return self.inner.gamma_max
 
-    def init(self, *, capacity: int, page_size: int) -> protocols.Memory:
-        return self.inner.init(capacity=capacity, page_size=page_size)
+    def for_slots(self, num_slots: int) -> "SlotForcedDrafter":
+        """Returns the drafter for `num_slots` sequences, all of one text."""
+        return SlotForcedDrafter(
+            inner=each.lift(self.inner, num_slots), vocab_size=self.vocab_size
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotForcedDrafter:
+    """A `ForcedDrafter` for the slots of `inner`, whose memory is its own."""
+
+    inner: protocols.SlotDrafter
+    vocab_size: int
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        return self.inner.gamma_max
+
+    @property
+    def num_slots(self) -> int:
+        """The sequences that run at once."""
+        return self.inner.num_slots
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> protocols.Memory:
+        """Allocates the memory of `inner`."""
+        return self.inner.init(
+            capacity=capacity, page_size=page_size, num_pages=num_pages
+        )
 
     def prefill(
-        self, params: ForcedParams, memory: protocols.Memory, prompt: list[int]
+        self,
+        params: ForcedParams,
+        memory: protocols.Memory,
+        prompt: list[int],
+        *,
+        slot: int,
     ) -> protocols.Memory:
-        return self.inner.prefill(params.draft, memory, prompt)
+        """Takes a prompt into a slot, as `inner` does. Donates `memory`."""
+        return self.inner.prefill(params.draft, memory, prompt, slot=slot)
 
     def propose(
         self,
         params: ForcedParams,
         memory: protocols.Memory,
         *,
-        tokens: Int[Array, " max_len"],
-        length: Int[Array, ""],
-        gamma: Int[Array, ""],
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
     ) -> tuple[protocols.Memory, protocols.Proposal]:
-        """As many tokens as `inner` proposes, right where `kept` is true."""
+        """Proposes as many tokens as `inner` does, right where `kept` is true."""
         memory, proposal = self.inner.propose(
-            params.draft, memory, tokens=tokens, length=length, gamma=gamma
+            params.draft,
+            memory,
+            tokens=tokens,
+            length=length,
+            gamma=gamma,
+            sampling=sampling,
         )
         # What was drafted is not used, but its K/V stay in the memory: all of the draft
         # is computed.
-        forced = oracle.drafts_at(
-            params.trace,
-            params.kept,
-            length + jnp.arange(self.gamma_max, dtype=jnp.int32),
-            vocab_size=self.vocab_size,
-        )
-        return memory, proposal.replace(tokens=forced)
+        offsets = jnp.arange(self.gamma_max, dtype=jnp.int32)
+
+        def forced(length: jax.Array) -> jax.Array:
+            return oracle.drafts_at(
+                params.trace,
+                params.kept,
+                length + offsets,
+                vocab_size=self.vocab_size,
+            )
+
+        return memory, proposal.replace(tokens=jax.vmap(forced)(length))
 
     def commit(
-        self, params: ForcedParams, memory: protocols.Memory, length: Int[Array, ""]
+        self,
+        params: ForcedParams,
+        memory: protocols.Memory,
+        length: Int[Array, " B"],
+        *,
+        asked: Bool[Array, " B"],
     ) -> protocols.Memory:
-        return self.inner.commit(params.draft, memory, length)
+        """Keeps `length[b]` tokens, in the slots asked, as `inner` does."""
+        return self.inner.commit(params.draft, memory, length, asked=asked)
 
 
 def choose_mask(
