@@ -6,7 +6,7 @@ Knows texts, tokens and lengths; knows nothing of models.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from experiments.support import prompt_files
+from experiments.lib import prompt_files
 from spec_jax.model import tokenizer as tokenizer_lib
 
 
