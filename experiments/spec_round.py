@@ -166,15 +166,14 @@ def measure(
     compile_s = results_lib.warm_up([design], subject.ids)
     results = []
     turns = args.repeats if settings.num_slots > 1 else 1
-    with terminal.progress() as progress:
-        task = progress.add_task("prompts", total=turns * len(prompts))
+    with terminal.counted("prompts", total=turns * len(prompts)) as advance:
         for result in results_lib.run_prompts(
             lm,
             settings,
             prompts,
             subject.ids,
             repeats=args.repeats,
-            after_prompt=lambda: progress.advance(task),
+            after_prompt=advance,
         ):
             out.write(result.row())
             results.append(result)

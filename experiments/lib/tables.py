@@ -5,7 +5,7 @@ and in the JSON row. Functions here know names and values; they compute none of 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import (
@@ -102,7 +102,7 @@ FIELDS: tuple[Field, ...] = (
         ("speedup_decode_p90", ".2f", "x", "90th percentile"),
     ),
 )
-"""The metric dictionary of `spec_jax.analysis.metrics`, in the order in which it is shown."""
+"""The dictionary of `analysis.metrics`, in the order in which it is shown."""
 
 
 def to_row(
@@ -218,6 +218,31 @@ def plain(*names: str, title: str | None = None) -> rich_table.Table:
     for i, name in enumerate(names):
         table.add_column(name, justify="right" if i else "left", no_wrap=not i)
     return table
+
+
+Column = tuple[str, str] | Callable[[Row], str | rich_text.Text]
+"""A name of a row and the format of its value, or what makes the cell of a row."""
+
+
+def print_rows(
+    rows: Sequence[Row], columns: Mapping[str, Column], console: rich_console.Console
+) -> None:
+    """Prints one line a row, of which nothing is cut.
+
+    Args:
+      columns: by their headings; the first is text.
+    """
+    table = plain(*columns)
+    for row in rows:
+        table.add_row(*(_cell(row, column) for column in columns.values()))
+    terminal.print_whole(table, console)
+
+
+def _cell(row: Row, column: Column) -> str | rich_text.Text:
+    if callable(column):
+        return column(row)
+    name, form = column
+    return terminal.format_value(row[name], form)
 
 
 def wrong(text: str, is_wrong: bool) -> rich_text.Text:
