@@ -122,6 +122,7 @@ def progress(console: rich_console.Console | None = None) -> rich_progress.Progr
         rich_progress.BarColumn(),
         rich_progress.MofNCompleteColumn(),
         rich_progress.TimeElapsedColumn(),
+        rich_progress.TimeRemainingColumn(),
         console=console,
         auto_refresh=False,
         transient=True,
