@@ -109,7 +109,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def design_of(rung: Rung, subject: models.Subject) -> results_lib.Design:
-    """The design of a rung; its model's target is the decoding that it is compared with."""
+    """The design of a rung; its model decodes what the design is compared with."""
     lm = subject.lm
     verifier = designs.verifier(lm, path=rung.verify_path, acceptance=rung.acceptance)
     if rung.verify_path == "library-rows":

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from experiments.pair import corpus, quality
 from experiments.lib import samples
+from experiments.pair import corpus, quality
 from spec_jax.model import config as config_lib, load, params as params_lib
 
 
