@@ -7,19 +7,20 @@
     library-rows    rows as tall as the window, through the library's products: what
                     one gets without a row contract
 
-Each is a `Target`. The last two break the contract on purpose: they are here to be
-measured, and to be told apart from what keeps it. All of them keep their K/V on the
-pages of the same cache.
+Each is a `baseline.RowTarget`, and `OneSlot` makes a target of the engine of it. The
+last two break the contract on purpose: they are here to be measured, and to be told
+apart from what keeps it. All of them keep their K/V on the pages of the same cache.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from experiments.ablations import library_window
+from spec_jax.engine import baseline, protocols, rows
 from spec_jax.model import (
     config as config_lib,
     observe as observe_lib,
@@ -30,7 +31,7 @@ from spec_jax.paging import allocator, cache
 
 
 def make(name: str, model: row_model.RowModel):
-    """The `Target` of a verify path, on the model's caches.
+    """The `RowTarget` of a verify path, on the model's caches.
 
     Raises:
       ValueError: no verify path of that name.
@@ -42,7 +43,7 @@ def make(name: str, model: row_model.RowModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OnModel:
-    """A `Target` that shares everything but `forward` with a `RowModel`."""
+    """A `RowTarget` that shares everything but `forward` with a `RowModel`."""
 
     model: row_model.RowModel
 
@@ -195,3 +196,59 @@ PATHS = {
     "library-rows": LibraryRows,
 }
 """Verify paths by name: what makes each from a `RowModel`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneSlot(rows.SlotRows):
+    """A target of one slot whose windows a verify path verifies.
+
+    Attributes:
+      model: allocates and prefills.
+      path: runs the rows of a window, on the caches of `model`.
+    """
+
+    num_slots: int = 1
+    path: baseline.RowTarget
+
+    def verify(
+        self, params: params_lib.Params, kv: cache.PagedKV, window: protocols.Window
+    ) -> tuple[cache.PagedKV, protocols.Verified]:
+        """Runs the live columns by the path; see `protocols.Target`."""
+        num_live = window.num_live[0]
+        kv, logits = self.path.forward(
+            params,
+            kv,
+            tokens=window.tokens[0],
+            start=window.start[0],
+            num_live=num_live,
+        )
+        return kv, in_one_slot(logits, window)
+
+    def choose(
+        self, logits: Float[Array, "P V"], num_live: Int[Array, ""]
+    ) -> Int[Array, " P"]:
+        """As the path does."""
+        return self.path.choose(logits, num_live)
+
+    def recount(self, run: Any, kv: cache.PagedKV) -> Any:
+        """Returns the run with a forward for each row, where it goes by rows."""
+        del kv
+        if not isinstance(self.path, RowLoop):
+            return run
+        counters = dataclasses.replace(run.counters, row_steps=run.counters.proposed)
+        return dataclasses.replace(run, counters=counters)
+
+
+def in_one_slot(
+    logits: Float[Array, "P V"], window: protocols.Window
+) -> protocols.Verified:
+    """Returns the rows of a window of one slot, row `i` of column `i`."""
+    height, (_, width) = logits.shape[0], window.tokens.shape
+    columns = jnp.arange(width, dtype=jnp.int32)[None]
+    return protocols.Verified(
+        logits=logits,
+        slots=jnp.zeros((height,), jnp.int32),
+        positions=window.start[0] + jnp.arange(height, dtype=jnp.int32),
+        num_live=window.num_live[0],
+        at=jnp.where(columns < window.num_live[:, None], columns, height),
+    )

@@ -20,16 +20,24 @@ from spec_jax.engine import protocols
 
 
 class ForcedParams(pytree.Node):
-    """What the forced drafter knows."""
+    """What the forced drafter takes from a request, as its `draft_params`."""
 
     draft: Any  # parameters of the real drafter
-    trace: jax.Array  # [max_len] int32, the text that plain decoding writes
-    kept: jax.Array  # [max_len] bool, where a draft is to be right
+    trace: jax.Array  # [size] int32, the text that plain decoding writes
+    kept: jax.Array  # [size] bool, where a draft is to be right
+
+
+class ForcedMemory(pytree.Node):
+    """The real drafter's memory, and what is known of each slot's request."""
+
+    inner: protocols.Memory
+    trace: jax.Array  # [B, max_len] int32
+    kept: jax.Array  # [B, max_len] bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForcedDrafter:
-    """Runs `inner`, and proposes what `ForcedParams` say. `for_slots` drafts.
+    """Runs `inner`, and proposes what `ForcedParams` say; its parameters are `inner`'s.
 
     The K/V that the real draft keeps is that of its own tokens, not of the forced
     ones: lengths and costs are those of a real run, values are not.
@@ -43,16 +51,16 @@ class ForcedDrafter:
         """The most tokens of a proposal."""
         return self.inner.gamma_max
 
-    def for_slots(self, num_slots: int) -> "SlotForcedDrafter":
-        """Returns the drafter for `num_slots` sequences, all of one text."""
-        return SlotForcedDrafter(
+    def for_slots(self, num_slots: int) -> "SlotForced":
+        """Returns the drafter for `num_slots` sequences."""
+        return SlotForced(
             inner=each.lift(self.inner, num_slots), vocab_size=self.vocab_size
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotForcedDrafter:
-    """A `ForcedDrafter` for the slots of `inner`, whose memory is its own."""
+class SlotForced:
+    """A `ForcedDrafter` for several sequences."""
 
     inner: protocols.SlotDrafter
     vocab_size: int
@@ -64,71 +72,73 @@ class SlotForcedDrafter:
 
     @property
     def num_slots(self) -> int:
-        """The sequences that run at once."""
+        """Sequences at once."""
         return self.inner.num_slots
 
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> protocols.Memory:
-        """Allocates the memory of `inner`."""
-        return self.inner.init(
-            capacity=capacity, page_size=page_size, num_pages=num_pages
+    ) -> ForcedMemory:
+        """Allocates the real drafter's memory, and empty traces."""
+        shape = (self.num_slots, -(-capacity // page_size) * page_size + 1)
+        return ForcedMemory(
+            inner=self.inner.init(
+                capacity=capacity, page_size=page_size, num_pages=num_pages
+            ),
+            trace=jnp.zeros(shape, jnp.int32),
+            kept=jnp.zeros(shape, bool),
         )
 
     def prefill(
-        self,
-        params: ForcedParams,
-        memory: protocols.Memory,
-        prompt: list[int],
-        *,
-        slot: int,
-    ) -> protocols.Memory:
-        """Takes a prompt into a slot, as `inner` does. Donates `memory`."""
-        return self.inner.prefill(params.draft, memory, prompt, slot=slot)
+        self, params: ForcedParams, memory: ForcedMemory, prompt: list[int], *, slot
+    ) -> ForcedMemory:
+        """Takes in the prompt, and what is known of the request. Donates `memory`."""
+        size = params.trace.shape[0]
+        return memory.replace(
+            inner=self.inner.prefill(params.draft, memory.inner, prompt, slot=slot),
+            trace=memory.trace.at[slot, :size].set(params.trace),
+            kept=memory.kept.at[slot, :size].set(params.kept),
+        )
 
     def propose(
         self,
-        params: ForcedParams,
-        memory: protocols.Memory,
+        params: protocols.Params,
+        memory: ForcedMemory,
         *,
         tokens: Int[Array, "B max_len"],
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
-    ) -> tuple[protocols.Memory, protocols.Proposal]:
-        """Proposes as many tokens as `inner` does, right where `kept` is true."""
-        memory, proposal = self.inner.propose(
-            params.draft,
-            memory,
+    ) -> tuple[ForcedMemory, protocols.Proposal]:
+        """As many tokens as `inner` proposes, right where `kept` is true."""
+        inner, proposal = self.inner.propose(
+            params,
+            memory.inner,
             tokens=tokens,
             length=length,
             gamma=gamma,
             sampling=sampling,
         )
+
         # What was drafted is not used, but its K/V stay in the memory: all of the draft
         # is computed.
-        offsets = jnp.arange(self.gamma_max, dtype=jnp.int32)
+        def forced(trace, kept, length):
+            positions = length + jnp.arange(self.gamma_max, dtype=jnp.int32)
+            return oracle.drafts_at(trace, kept, positions, vocab_size=self.vocab_size)
 
-        def forced(length: jax.Array) -> jax.Array:
-            return oracle.drafts_at(
-                params.trace,
-                params.kept,
-                length + offsets,
-                vocab_size=self.vocab_size,
-            )
-
-        return memory, proposal.replace(tokens=jax.vmap(forced)(length))
+        forced_tokens = jax.vmap(forced)(memory.trace, memory.kept, length)
+        return memory.replace(inner=inner), proposal.replace(tokens=forced_tokens)
 
     def commit(
         self,
-        params: ForcedParams,
-        memory: protocols.Memory,
+        params: protocols.Params,
+        memory: ForcedMemory,
         length: Int[Array, " B"],
         *,
         asked: Bool[Array, " B"],
-    ) -> protocols.Memory:
-        """Keeps `length[b]` tokens, in the slots asked, as `inner` does."""
-        return self.inner.commit(params.draft, memory, length, asked=asked)
+    ) -> ForcedMemory:
+        """Commits to the real drafter's memory."""
+        inner = self.inner.commit(params, memory.inner, length, asked=asked)
+        return memory.replace(inner=inner)
 
 
 def choose_mask(

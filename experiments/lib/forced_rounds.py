@@ -65,10 +65,17 @@ class Runs:
         return state
 
     def run_rounds(
-        self, caches: Any, drafter: Any, draft_params: Any, gamma: int
+        self,
+        caches: Any,
+        drafter: Any,
+        known: forced_drafter.ForcedParams,
+        gamma: int,
     ) -> states.State:
         """Generates the text by rounds; `caches` as `both_caches`, and donated."""
-        kv, memory = caches
+        kv, inner = caches
+        memory = forced_drafter.ForcedMemory(
+            inner=inner, trace=known.trace[None], kept=known.kept[None]
+        )
         slots = steps.one_slot(
             self.tokens,
             length=jnp.int32(self.start),
@@ -77,7 +84,7 @@ class Runs:
             gamma_max=drafter.gamma_max,
         )
         speculator = round_lib.Speculator(
-            params=(self.lm.params, draft_params),
+            params=(self.lm.params, known.draft),
             target=rows.SlotRows(model=self.lm.target, num_slots=1),
             drafter=each.lift(drafter, 1),
         )
@@ -86,7 +93,7 @@ class Runs:
             states.State(slots=slots, cache=kv, memory=memory),
             max_rounds=jnp.int32(self.limit),
         )
-        self.target_kv, self.draft_kv = state.cache, state.memory
+        self.target_kv, self.draft_kv = state.cache, state.memory.inner
         return state
 
     def target_cache(self) -> Any:

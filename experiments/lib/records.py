@@ -55,7 +55,11 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
     path = out.path
     if path is None or not path.is_file():
         return []
-    lines = [x for x in files.read(path).splitlines(keepends=True) if x.endswith(b"\n")]
+    lines = files.read(path).splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        half = lines.pop()
+        if not half.startswith(b'{"'):  # Nothing that a script was writing.
+            raise ValueError(f"{path}: not of this script; name another file")
     wanted, rows = to_json(description, "description"), []
     for number, line in enumerate(lines, 1):
         try:
@@ -66,9 +70,13 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
                 f"{path}, line {number}: no row of this script; name another file"
             ) from None
         if other:
+            differences = "; ".join(
+                f"{name} is {row[name]!r} there and {wanted[name]!r} here"
+                for name in other
+            )
             raise ValueError(
-                f"{path}, line {number}: {other[0]} is {row[other[0]]!r} there and "
-                f"{wanted[other[0]]!r} here; name another file, or leave out --resume"
+                f"{path}, line {number}: {differences}. Give the same settings, or "
+                "name another file"
             )
         rows.append(row)
     out.keep(sum(map(len, lines)))

@@ -12,10 +12,10 @@ import matplotlib.axes
 import matplotlib.figure
 import matplotlib.ticker
 
-from experiments.support import figure_data
+from experiments.lib import curves
 
 
-Row = figure_data.Row
+Row = curves.Row
 Figure = matplotlib.figure.Figure
 
 # Okabe and Ito's palette, which keeps its differences to the colour-blind, without

@@ -2,14 +2,14 @@
 
 Proposals are timed along a text that plain decoding wrote, one token further each, as
 if the target had kept none: what a drafter looks up depends on what stands there. The
-other parts are those of `steps`, at lengths of the same text. Every thunk runs
-many steps in one compiled call, and returns the seconds of one.
+other parts are timed at lengths of the same text. Every thunk runs many steps in one
+compiled call, and returns the seconds of one.
 """
 
 import dataclasses
 import functools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,13 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from experiments.lib import steps as steps_lib, timing
-from experiments.support import model_pair, paired_runs
-from spec_jax.engine import protocols
+from experiments.lib import runs, timing
+from spec_jax import loading
+from spec_jax.engine import (
+    baseline,
+    protocols,
+    round as round_lib,
+    rows as rows_lib,
+)
 from spec_jax.gamma import theory
 
 
-PLAIN = steps_lib.PLAIN
+PLAIN = "plain step"
 STRIDE = 8
 """Tokens that a drafter sits out between two proposals, where catching up is timed."""
 
@@ -88,41 +93,109 @@ def check_gen_tokens(gen_tokens: int, gamma_max: int) -> None:
         )
 
 
+def measure(
+    lms: Mapping[str, loading.LanguageModel],
+    settings: runs.Settings,
+    prompt: list[int],
+    *,
+    repeats: int,
+    catch_up: bool = False,
+    after_turn: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, RoundCosts], list[dict[str, Any]]]:
+    """Times all parts in turn: each drafter's costs, and their rows; see `thunks`."""
+    made = thunks(lms, settings, prompt, catch_up=catch_up)
+    timings = timing.interleave(made, repeats=repeats, after_turn=after_turn)
+    found = {
+        name: costs_of(name, timings, gamma_max=lm.gamma_max)
+        for name, lm in lms.items()
+    }
+    return found, rows(timings)
+
+
 def thunks(
-    pairs: Mapping[str, model_pair.ModelPair],
-    settings: paired_runs.Settings,
+    lms: Mapping[str, loading.LanguageModel],
+    settings: runs.Settings,
     prompt: list[int],
     *,
     catch_up: bool = False,
 ) -> dict[str, timing.Thunk]:
-    """Everything that `costs_of` needs, by name.
+    """Returns everything that `costs_of` needs, by name.
 
     Args:
-      pairs: one target with several drafters, by their names; all of one `gamma_max`.
-      settings: `settings.gen_tokens` are walked; more than `gamma_max`.
+      lms: one target with several drafters, by their names; all of one `gamma_max`.
+      settings: of one slot; `settings.gen_tokens` are walked, more than `gamma_max`.
       prompt: a prompt of typical length.
       catch_up: whether to time what tokens cost that a drafter sat out.
     """
-    first = next(iter(pairs.values()))
-    gamma_max = first.drafter.gamma_max
-    sizes = steps_lib.Sizes(
-        capacity=settings.capacity,
-        page_size=settings.page_size,
-        # As far as the last proposal has room for all of its drafts.
-        steps=settings.gen_tokens - gamma_max,
-    )
-    target = first.target, first.params[0], sizes
-    made = {PLAIN: steps_lib.plain_step(*target, len(prompt))}
-    middle = len(prompt) + sizes.steps // 2
-    for num_live in range(1, gamma_max + 2):
-        made[_window(num_live)] = steps_lib.live_rows(
-            *target, middle, num_live=num_live
-        )
-    text = [*prompt, *paired_runs.run_plain(first, settings, prompt).tokens]
-    for name, pair in pairs.items():
-        walk = _Walk(pair, settings, text, num_prompt=len(prompt))
+    first = next(iter(lms.values()))
+    # As far as the last proposal has room for all of its drafts.
+    steps = settings.gen_tokens - first.gamma_max
+    text = [*prompt, *runs.run_plain(first, settings, prompt).tokens]
+    made = {PLAIN: _plain_steps(first, settings, prompt, steps)}
+    middle = text[: len(prompt) + steps // 2]
+    kv = _begin(first, settings, middle).cache
+    for num_live in range(1, first.gamma_max + 2):
+        made[_window(num_live)] = _windows(first, kv, middle, num_live, steps)
+    for name, lm in lms.items():
+        walk = _Walk(lm, settings, text, num_prompt=len(prompt))
         made |= walk.thunks(name, catch_up=catch_up)
     return made
+
+
+def _begin(lm, settings, prompt) -> baseline.DecodeState:
+    return baseline.begin(
+        lm.target,
+        lm.params,
+        lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size),
+        prompt,
+        max_tokens=settings.gen_tokens,
+    )
+
+
+def _plain_steps(lm, settings, prompt, steps) -> timing.Thunk:
+    """Times greedy decoding after the prompt."""
+    begun, most = _begin(lm, settings, prompt), jnp.int32(steps)
+    return _stopwatch(
+        lambda state: baseline.generate(lm.target, lm.params, state, max_steps=most),
+        begun,
+        calls=steps,
+    )
+
+
+def _windows(lm, kv, text, num_live, steps) -> timing.Thunk:
+    """Times the target's forward over a window after a text, and what undoes it."""
+    run = functools.partial(
+        _repeat_window,
+        rows_lib.SlotRows(model=lm.target, num_slots=1),
+        lm.params,
+        start=jnp.int32(len(text) - 1),
+        num_live=jnp.int32(num_live),
+        steps=jnp.int32(steps),
+        width=lm.gamma_max + 1,
+    )
+    return _stopwatch(run, kv, calls=steps)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("target", "width"), donate_argnames=("cache",)
+)
+def _repeat_window(target, params, cache, *, start, num_live, steps, width):
+    """Verifies a window `steps` times at one place, and forgets it each time."""
+
+    def step(_, carry):
+        cache, tokens = carry
+        window = protocols.Window(
+            tokens=tokens, start=start[None], num_live=num_live[None]
+        )
+        cache, verified = target.verify(params, cache, window)
+        chosen = target.choose(verified.logits, verified.num_live)
+        cache = target.truncate(cache, start[None], asked=jnp.ones((1,), bool))
+        # Tokens of the step before it, as in decoding: with fixed ones XLA could move
+        # the first layer out of the loop.
+        return cache, verified.by_column(chosen, fill=0)
+
+    tokens = jnp.arange(width, dtype=jnp.int32)[None]
+    return jax.lax.fori_loop(0, steps, step, (cache, tokens))
 
 
 def costs_of(name: str, timings: timing.Timings, *, gamma_max: int) -> RoundCosts:
@@ -172,7 +245,7 @@ def rows(timings: timing.Timings) -> list[dict[str, Any]]:
 
 
 def _window(num_live: int) -> str:
-    return steps_lib.ONE_ROW if num_live == 1 else f"{num_live} live rows"
+    return f"{num_live} live row{'s' * (num_live > 1)}"
 
 
 def _idle(drafter: str) -> str:
@@ -200,30 +273,31 @@ class _Walk:
 
     def __init__(
         self,
-        pair: model_pair.ModelPair,
-        settings: paired_runs.Settings,
+        lm: loading.LanguageModel,
+        settings: runs.Settings,
         text: list[int],
         *,
         num_prompt: int,
     ):
-        self._gen_tokens = settings.gen_tokens
-        self._drafter, self._num_prompt = pair.drafter, num_prompt
-        self._idle = paired_runs.Rounds(
-            pair, dataclasses.replace(settings, gamma=0), text[:num_prompt]
-        )
-        self._state = self._idle.begin()
-        tokens = np.zeros((settings.capacity + 1,), np.int32)
-        tokens[: len(text)] = text
+        self._gen_tokens, self._num_prompt = settings.gen_tokens, num_prompt
+        idle = dataclasses.replace(settings, gamma=0, gamma_policy=None)
+        idle = dataclasses.replace(idle, policy_state=None)
+        scheduler = runs.make_scheduler(lm, idle)
+        self._speculator = scheduler.speculator
+        request = runs.make_request(lm, idle, text[:num_prompt])
+        self._state = scheduler.begin(request)
+        tokens = np.zeros(self._state.slots.tokens.shape, np.int32)
+        tokens[0, : len(text)] = text
         self._tokens = jnp.asarray(tokens)
 
     def thunks(self, name: str, *, catch_up: bool) -> dict[str, timing.Thunk]:
-        """A round without drafts, and proposals along the text."""
-        gamma_max = self._drafter.gamma_max
-        steps = self._gen_tokens - gamma_max
+        """Returns a round without drafts, and proposals along the text."""
+        gamma_max = self._speculator.drafter.gamma_max
+        steps, most = self._gen_tokens - gamma_max, jnp.int32(self._gen_tokens)
         made = {
-            _idle(name): timing.stopwatch(
-                self._idle.generate,
-                lambda: _copy(self._state),
+            _idle(name): _stopwatch(
+                lambda s: round_lib.generate(self._speculator, s, max_rounds=most),
+                self._state,
                 calls=self._gen_tokens,
             )
         }
@@ -237,28 +311,28 @@ class _Walk:
         return made
 
     def _proposals(self, gamma: int, *, steps: int, stride: int = 1) -> timing.Thunk:
-        def run(memory: protocols.Memory) -> Any:
-            return _propose_along(
-                self._drafter,
-                self._idle.params[1],
-                memory,
-                self._tokens,
-                start=jnp.int32(self._num_prompt),
-                gamma=jnp.int32(gamma),
-                steps=jnp.int32(steps),
-                stride=jnp.int32(stride),
-            )
-
-        return timing.stopwatch(run, lambda: _copy(self._state.memory), calls=steps)
+        run = functools.partial(
+            _propose_along,
+            self._speculator.drafter,
+            self._speculator.params[1],
+            tokens=self._tokens,
+            sampling=self._state.slots.sampling,
+            start=jnp.int32(self._num_prompt),
+            gamma=jnp.int32(gamma),
+            steps=jnp.int32(steps),
+            stride=jnp.int32(stride),
+        )
+        return _stopwatch(run, self._state.memory, calls=steps)
 
 
 @functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
 def _propose_along(
-    drafter: protocols.Drafter,
+    drafter: protocols.SlotDrafter,
     params: protocols.Params,
     memory: protocols.Memory,
-    tokens: Int[Array, " max_len"],
     *,
+    tokens: Int[Array, "1 max_len"],
+    sampling: protocols.Sampling,
     start: Int[Array, ""],
     gamma: Int[Array, ""],
     steps: Int[Array, ""],
@@ -269,17 +343,25 @@ def _propose_along(
     def step(i, carry):
         """One proposal, none of which is kept."""
         memory, seen = carry
-        length = start + i * stride
+        length = (start + i * stride)[None]
         memory, proposal = drafter.propose(
-            params, memory, tokens=tokens, length=length, gamma=gamma
+            params,
+            memory,
+            tokens=tokens,
+            length=length,
+            gamma=gamma[None],
+            sampling=sampling,
         )
-        memory = drafter.commit(params, memory, length + stride)
+        memory = drafter.commit(
+            params, memory, length + stride, asked=jnp.ones((1,), bool)
+        )
         # A proposal that nobody looks at would not be computed.
-        return memory, seen + jnp.sum(proposal.tokens) + proposal.num_drafted
+        return memory, seen + jnp.sum(proposal.tokens) + proposal.num_drafted[0]
 
     return jax.lax.fori_loop(0, steps, step, (memory, jnp.int32(0)))
 
 
-def _copy(state: Any) -> Any:
-    """Buffers of its own for a call that donates them."""
-    return jax.tree.map(jnp.copy, state)
+def _stopwatch(run: Callable[[Any], Any], state: Any, *, calls: int) -> timing.Thunk:
+    """Times `run` of a copy of the state, which it donates."""
+    prepare = lambda: jax.tree.map(jnp.copy, state)
+    return timing.stopwatch(run, prepare, calls=calls)

@@ -4,7 +4,6 @@ Every function takes the rows of one figure and returns it; `save` writes it. Th
 draw what they are given and measure nothing. Needs matplotlib, an extra.
 """
 
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,14 +11,20 @@ from xml.etree import ElementTree
 
 import matplotlib
 import matplotlib.axes
-import matplotlib.colors
 import matplotlib.ticker
 
-from experiments.support import figure_data, figure_parts as parts, figure_source
+from experiments.lib import (
+    curves,
+    divergence as divergence_lib,
+    figure_source,
+    figure_style as parts,
+)
 
 
-Row = figure_data.Row
+Row = curves.Row
 Figure = parts.Figure
+
+divergence = divergence_lib.draw
 
 
 def save(figure: Figure, path: pathlib.Path, *, rows: Sequence[Row]) -> None:
@@ -60,37 +65,52 @@ def read_source(path: pathlib.Path) -> list[str]:
 
 def speedup(summaries: Sequence[Row]) -> Figure:
     """Speed-up and acceptance rate over gamma."""
-    curves = figure_data.by_gamma(summaries)
+    figure, bottom = _speedups(curves.by_gamma(summaries), "acceptance_rate")
+    bottom.set_ylabel("accepted / proposed")
+    bottom.set_ylim(0, 1)
+    bottom.set_xlabel("gamma (tokens drafted per round)")
+    return figure
+
+
+def sweep_speedup(rows: Sequence[Row]) -> Figure:
+    """Speed-up and accepted length over gamma, all categories of a cell together."""
+    figure, bottom = _speedups(curves.cells_by_gamma(rows), "mean_accepted_length")
+    bottom.set_ylabel("tokens a round")
+    bottom.set_ylim(bottom=1)
+    bottom.set_xlabel("gamma (tokens drafted per round, at most)")
+    return figure
+
+
+def _speedups(
+    found: Sequence[curves.Curve], name: str
+) -> tuple[Figure, matplotlib.axes.Axes]:
+    """Speed-up over gamma, and below it another number of the rows, with its axes."""
     with parts.style():
         figure, (top, bottom) = parts.new(5.6, 2, 1, sharex=True, height_ratios=(3, 2))
-        for place, curve in enumerate(curves):
+        for place, curve in enumerate(found):
             # A little aside, so that the bars of one gamma do not hide each other.
-            shift = 0.06 * (place - (len(curves) - 1) / 2)
+            shift = 0.06 * (place - (len(found) - 1) / 2)
             gammas = [row["gamma"] for row in curve.rows]
             middle, errors = parts.errors(curve.rows, "speedup_e2e")
             aside = [gamma + shift for gamma in gammas]
             looks = parts.looks(place)
             top.errorbar(aside, middle, errors, label=curve.label, **looks)
-            rates = [row["acceptance_rate"] for row in curve.rows]
-            bottom.plot(gammas, rates, **looks)
-        top.axhline(1, color="#444444", linewidth=1, linestyle=":")
+            bottom.plot(gammas, [row[name] for row in curve.rows], **looks)
+        _level_one(top)
         top.set_ylabel("speed-up over plain\ndecoding (times)")
         top.set_ylim(bottom=0)
         parts.legend_above(figure, top, "median, bars: 10th to 90th percentile")
-        bottom.set_ylabel("accepted / proposed")
-        bottom.set_ylim(0, 1)
-        bottom.set_xlabel("gamma (tokens drafted per round)")
         parts.whole_numbers(bottom.xaxis)
-    return figure
+    return figure, bottom
 
 
 def acceptance(summaries: Sequence[Row]) -> Figure:
     """P(draft kept at a position, if all before it were), at the largest gamma."""
     name = "conditional_acceptance"
-    curves = figure_data.of_largest_gamma(summaries, name)
+    found = curves.of_largest_gamma(summaries, name)
     with parts.style():
         figure, (axes,) = parts.new(3.4, 1, 1)
-        for place, curve in enumerate(curves):
+        for place, curve in enumerate(found):
             rates = curve.rows[0][name]
             positions = range(1, len(rates) + 1)
             kept = [float("nan") if rate is None else rate for rate in rates]
@@ -98,7 +118,7 @@ def acceptance(summaries: Sequence[Row]) -> Figure:
         axes.set_ylim(0, 1)
         axes.set_xlabel("position in the draft (token)")
         axes.set_ylabel("P(kept, if all before were)")
-        gamma = curves[0].rows[0]["gamma"]
+        gamma = found[0].rows[0]["gamma"]
         axes.legend(title=f"gamma {gamma}", loc="lower right")
         parts.whole_numbers(axes.xaxis)
     return figure
@@ -107,15 +127,15 @@ def acceptance(summaries: Sequence[Row]) -> Figure:
 def accepted_lengths(summaries: Sequence[Row]) -> Figure:
     """Share of the rounds by the drafts that they kept, at the largest gamma."""
     name = "accepted_hist"
-    curves = figure_data.of_largest_gamma(summaries, name)
+    found = curves.of_largest_gamma(summaries, name)
     with parts.style():
         figure, (axes,) = parts.new(3.4, 1, 1)
-        width = 0.8 / len(curves)
-        for place, curve in enumerate(curves):
+        width = 0.8 / len(found)
+        for place, curve in enumerate(found):
             row = curve.rows[0]
             mean = f"{row['mean_accepted_length']:.2f} tokens a round"
             shares = [100 * rounds / row["rounds"] for rounds in row[name]]
-            shift = width * (place - (len(curves) - 1) / 2)
+            shift = width * (place - (len(found) - 1) / 2)
             axes.bar(
                 [length + shift for length in range(len(shares))],
                 shares,
@@ -126,17 +146,17 @@ def accepted_lengths(summaries: Sequence[Row]) -> Figure:
         axes.grid(visible=False, axis="x")
         axes.set_xlabel("drafted tokens kept in a round")
         axes.set_ylabel("rounds (%)")
-        axes.legend(title=f"gamma {curves[0].rows[0]['gamma']}")
+        axes.legend(title=f"gamma {found[0].rows[0]['gamma']}")
         parts.whole_numbers(axes.xaxis)
     return figure
 
 
 def step_cost(steps: Sequence[Row]) -> Figure:
     """What a step costs with several live rows, in time and beside one row."""
-    curves = figure_data.by_live_rows(steps)
+    found = curves.by_live_rows(steps)
     with parts.style():
         figure, (left, right) = parts.new(3.9, 1, 2)
-        for place, curve in enumerate(curves):
+        for place, curve in enumerate(found):
             live = [row["num_live"] for row in curve.rows]
             for axes, name in ((left, "ms"), (right, "ratio")):
                 middle, errors = parts.errors(curve.rows, name)
@@ -154,17 +174,17 @@ def step_cost(steps: Sequence[Row]) -> Figure:
 
 def hugging_face(rows: Sequence[Row]) -> Figure:
     """Tokens a second over gamma, ours and Hugging Face's; plain decoding as a line."""
-    panels = figure_data.comparison(rows)
+    panels = curves.comparison(rows)
     with parts.style():
         figure, every = parts.new(4.2, 1, len(panels), sharey=True)
-        for axes, (length, curves) in zip(every, panels.items(), strict=True):
-            for place, curve in enumerate(curves):
+        for axes, (length, found) in zip(every, panels.items(), strict=True):
+            for place, curve in enumerate(found):
                 _draw_speed(axes, curve, parts.looks(place))
-            tokens = sorted(set(curves[0].rows[0]["prompt_tokens"]))
+            tokens = sorted(set(found[0].rows[0]["prompt_tokens"]))
             title = f"{length}: {' and '.join(map(str, tokens))} tokens"
             axes.set_title(title, fontsize=11)
             axes.set_xlabel("K (drafted per round)")
-            gammas = {row["gamma"] for curve in curves for row in curve.rows}
+            gammas = {row["gamma"] for curve in found for row in curve.rows}
             axes.set_xticks(sorted(gammas - {None}))
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
@@ -178,7 +198,7 @@ def hugging_face(rows: Sequence[Row]) -> Figure:
 
 
 def _draw_speed(
-    axes: matplotlib.axes.Axes, curve: figure_data.Curve, looks: Mapping[str, Any]
+    axes: matplotlib.axes.Axes, curve: curves.Curve, looks: Mapping[str, Any]
 ) -> None:
     """A curve with its spread; of plain decoding, a level with its own."""
     middle, errors = parts.errors(curve.rows, "tok_s")
@@ -191,124 +211,74 @@ def _draw_speed(
     axes.axhspan(level - below, level + above, color=looks["color"], alpha=0.15)
 
 
-def divergence(row: Row) -> Figure:
-    """Layers by operations: relative difference as colour, units in the last place.
-
-    What stands before and after the layers is a band of one cell, in its place.
-    Distances in units in the last place say little about size: between values of both
-    signs near zero they are as large as numbers get. They stand in the cells as text.
-
-    Args:
-      row: of kind "parity"; a cell is `{"differing", "elements", "max_ulp",
-        "relative"}`, or None where there was nothing to compare.
-
-    Raises:
-      ValueError: a row of a version that wrote no relative differences.
-    """
-    operations, outside = row["operations"], row["outside"]
-    bands = {name: [cell] * len(operations) for name, cell in outside.items()}
-    first = {name: cells for name, cells in bands.items() if name == "embed"}
-    last = {name: cells for name, cells in bands.items() if name != "embed"}
-    layers = dict(zip(map(str, row["layers"]), row["cells"], strict=True))
-    lines = first | layers | last
-    scale = _Scale([cell for line in lines.values() for cell in line])
-    values = [[scale.level(cell) for cell in line] for line in lines.values()]
+def sweep_categories(rows: Sequence[Row]) -> Figure:
+    """Acceptance by category, at the largest gamma."""
+    names, found = curves.cells_by_category(rows)
     with parts.style():
-        figure, (axes,) = parts.new(2.4 + 0.24 * len(lines), 1, 1)
-        colours = matplotlib.colormaps["viridis"].with_extremes(
-            under="#d0d0d0", over="#ff00ff"
-        )
-        norm = matplotlib.colors.Normalize(scale.lowest, scale.highest)
-        looks = {"cmap": colours, "norm": norm, "interpolation": "none"}
-        image = axes.imshow(values, aspect="auto", **looks)
-        for y, line in enumerate(lines.values()):
-            # A band is one cell: its number stands once.
-            for x, cell in enumerate(line if len(set(map(id, line))) > 1 else line[:1]):
-                if cell is not None and cell["max_ulp"]:
-                    _write_ulp(axes, x, y, cell["max_ulp"], norm(values[y][x]))
-        axes.grid(visible=False)
-        axes.set_xticks(range(len(operations)), operations)
-        axes.tick_params(axis="x", rotation=45)
-        for label in axes.get_xticklabels():
-            label.set(ha="right", rotation_mode="anchor")
-        axes.set_yticks(range(len(lines)), lines, fontsize=9)
-        axes.set_ylabel("layer")
-        formatter = matplotlib.ticker.FuncFormatter(lambda x, _: f"{10**x:.0e}")
-        bar = figure.colorbar(
-            image,
-            ax=axes,
-            pad=0.02,
-            format=formatter,
-            ticks=matplotlib.ticker.MaxNLocator(integer=True),
-        )
-        bar.set_label("relative difference (norms)")
-        axes.set_title(_first(row), fontsize=11)
+        height = 1.6 + len(names) * max(0.3, 0.13 * len(found))
+        figure, (axes,) = parts.new(height, 1, 1)
+        thick = 0.8 / len(found)
+        for place, curve in enumerate(found):
+            shift = thick * (place - (len(found) - 1) / 2)
+            axes.barh(
+                [names.index(row["category"]) + shift for row in curve.rows],
+                # Where nothing was proposed, nothing was accepted either.
+                [row["acceptance_rate"] or 0.0 for row in curve.rows],
+                thick,
+                color=parts.COLOURS[place],
+                label=curve.label,
+            )
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(0, 1)
+        axes.set_xlabel("accepted / proposed")
+        gamma = found[0].rows[0]["gamma"]
+        parts.legend_above(figure, axes, f"gamma {gamma}")
     return figure
 
 
-class _Scale:
-    """Decades of relative differences, from the smallest to the largest one.
-
-    Attributes:
-      lowest, highest: the ends, as logarithms to base 10.
-    """
-
-    def __init__(self, cells: Sequence[Row | None]):
-        if any(cell is not None and "relative" not in cell for cell in cells):
-            raise ValueError(
-                "the row has no relative differences, which an earlier parity.py did "
-                "not write; run it again"
-            )
-        levels = [
-            math.log10(cell["relative"])
-            for cell in cells
-            if cell is not None and cell["differing"] and cell["relative"]
-        ]
-        self.lowest = math.floor(min(levels, default=-8.0))
-        self.highest = max(math.ceil(max(levels, default=0.0)), self.lowest + 1)
-
-    def level(self, cell: Row | None) -> float:
-        """Where a cell's colour lies: below the scale if its bits are equal, above it
-        if its difference is no number."""
-        if cell is None:
-            return math.nan
-        if not cell["differing"]:
-            return self.lowest - 1
-        if cell["relative"] is None:
-            return self.highest + 1
-        if not cell["relative"]:  # The signs of zeros.
-            return self.lowest
-        return math.log10(cell["relative"])
+def improvement(rows: Sequence[Row]) -> Figure:
+    """The factor of Theorem 3.8 over gamma; a ring marks the best gamma."""
+    found = curves.improvements(rows)
+    acceptances = list(dict.fromkeys(c.rows[0]["acceptance"] for c in found))
+    costs = list(dict.fromkeys(curve.rows[0]["cost"] for curve in found))
+    with parts.style():
+        figure, panels = parts.new(3.9, 1, len(costs), sharey=True)
+        for curve in found:
+            first = curve.rows[0]
+            axes = panels[costs.index(first["cost"])]
+            looks = parts.looks(acceptances.index(first["acceptance"]))
+            label = f"a = {first['acceptance']:g}"
+            gammas = [row["gamma"] for row in curve.rows]
+            factors = [row["improvement"] for row in curve.rows]
+            axes.plot(gammas, factors, label=label, **looks)
+            best = gammas.index(first["best_gamma"])
+            ring = {"s": 110, "facecolors": "none", "edgecolors": looks["color"]}
+            axes.scatter([gammas[best]], [factors[best]], **ring)
+        for axes, cost in zip(panels, costs, strict=True):
+            _level_one(axes)
+            axes.set_title(f"c = {cost:g}", fontsize=11)
+            axes.set_xlabel("gamma (tokens drafted per round)")
+            axes.set_ylim(bottom=0)
+            parts.whole_numbers(axes.xaxis)
+        panels[0].set_ylabel("expected speed-up (times)")
+        handles, labels = _of_all(panels)
+        place = {"loc": "outside upper center", "ncols": 4}
+        title = "a: chance that a draft is kept; c: its cost; ring: best gamma"
+        figure.legend(handles, labels, title=title, **place)
+    return figure
 
 
-def _write_ulp(
-    axes: matplotlib.axes.Axes, x: int, y: int, ulp: int, shade: float
-) -> None:
-    """A cell's distance in units in the last place, readable on its colour."""
-    text = str(ulp) if ulp < 1000 else f"{ulp:.0e}".replace("e+0", "e").replace("+", "")
-    colour = "black" if shade > 0.6 else "white"
-    looks = {"fontsize": 5, "color": colour, "ha": "center", "va": "center"}
-    looks["in_layout"] = False  # It stands inside the panel, whatever its size.
-    axes.text(x, y, text, **looks)
+def _level_one(axes: matplotlib.axes.Axes) -> None:
+    """Where speculation is as fast as plain decoding."""
+    axes.axhline(1, color="#444444", linewidth=1, linestyle=":")
 
 
-def _first(row: Row) -> str:
-    """The first differences in words, and what the colours do not say.
-
-    Rows without a `prefix` are of runs that started from the same K/V.
-    """
-    before = (row.get("prefix") or {}).get("first")
-    first, where = row.get("first"), "nothing differs"
-    if first is not None:
-        layer = "" if first["layer"] is None else f"layer {first['layer']}, "
-        where = f"first: {layer}{first['operation']}, position {first['position']}"
-    colours = (
-        f"{where}\nnumbers: largest difference (ULP); grey: equal bits, white: not "
-        "compared, pink: not finite"
-    )
-    if before is None:
-        return colours
-    return (
-        f"prefix K/V: first: layer {before['layer']}, {before['part']}, "
-        f"position {before['position']}\nwindow: {colours}"
-    )
+def _of_all(panels: Sequence[matplotlib.axes.Axes]) -> tuple[list, list[str]]:
+    """Handles and labels of all panels, each label once."""
+    by_label = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            by_label.setdefault(label, handle)
+    return list(by_label.values()), list(by_label)

@@ -1,6 +1,6 @@
-"""The fate of every draft along a text: what any policy of gamma would have met there.
+"""Acceptance outcomes of every draft along a text: what any policy of gamma meets.
 
-Plain decoding writes the text. Behind each of its tokens the drafter is asked for
+Plain decoding writes the text. After each of its tokens the drafter is asked for
 `gamma_max` drafts, and each is compared with what the text goes on with: which drafts
 are kept does not depend on who asks. Greedy, so that the text alone decides.
 """
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from experiments.support import model_pair, paired_runs, prompt_files
+from experiments.lib import prompt_files, runs
+from spec_jax import loading
 from spec_jax.engine import protocols
 
 
@@ -24,7 +25,7 @@ SETS = ("easy", "hard", "mixed", "hostile")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """A prompt, what plain decoding writes behind it, and the fate of drafts there.
+    """A prompt, what plain decoding writes after it, and the outcomes of drafts there.
 
     Attributes:
       tokens: generated.
@@ -46,26 +47,27 @@ class Text:
 
 
 def record(
-    pair: model_pair.ModelPair,
-    settings: paired_runs.Settings,
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
     prompt: prompt_files.Prompt,
     prompt_ids: list[int],
 ) -> Text:
-    """Decodes the prompt, and asks the pair's drafter behind every token.
+    """Decodes the prompt, and asks the drafter after every token.
 
     Raises:
       ValueError: a prompt that cannot be used.
       MemoryError: out of pages.
     """
-    generated = paired_runs.run_plain(pair, settings, prompt_ids).tokens
+    generated = runs.run_plain(lm, settings, prompt_ids).tokens
     text = [*prompt_ids, *generated]
-    tokens = np.zeros((settings.capacity + 1,), np.int32)
+    scheduler = runs.make_scheduler(lm, settings)
+    state = scheduler.begin(runs.make_request(lm, settings, prompt_ids))
+    tokens = np.zeros(state.slots.tokens.shape[1:], np.int32)
     tokens[: len(text)] = text
-    runs = paired_runs.Rounds(pair, settings, prompt_ids)
     drafts, num_drafted = _ask_at_each(
-        pair.drafter,
-        runs.params[1],
-        runs.begin().memory,
+        scheduler.drafter,
+        lm.drafter_params,
+        state.memory,
         jnp.asarray(tokens),
         start=jnp.int32(len(prompt_ids)),
         stop=jnp.int32(len(text)),
@@ -139,7 +141,7 @@ def make_sets(texts: Sequence[Text]) -> dict[str, list[Text]]:
 
 @functools.partial(jax.jit, static_argnames=("drafter",))
 def _ask_at_each(
-    drafter: protocols.Drafter,
+    drafter: protocols.SlotDrafter,
     params: protocols.Params,
     memory: protocols.Memory,
     tokens: Int[Array, " max_len"],
@@ -157,11 +159,18 @@ def _ask_at_each(
         # No more than the cache has positions for.
         gamma = jnp.minimum(drafter.gamma_max, max_len - 1 - length)
         memory, proposal = drafter.propose(
-            params, memory, tokens=tokens, length=length, gamma=gamma
+            params,
+            memory,
+            tokens=tokens[None],
+            length=length[None],
+            gamma=gamma[None],
+            sampling=None,
         )
-        memory = drafter.commit(params, memory, length + 1)
-        drafts = drafts.at[length].set(proposal.tokens)
-        return memory, drafts, num_drafted.at[length].set(proposal.num_drafted)
+        memory = drafter.commit(
+            params, memory, length[None] + 1, asked=jnp.ones((1,), bool)
+        )
+        drafts = drafts.at[length].set(proposal.tokens[0])
+        return memory, drafts, num_drafted.at[length].set(proposal.num_drafted[0])
 
     _, drafts, num_drafted = jax.lax.fori_loop(
         start, stop, ask, (memory, drafts, jnp.zeros((max_len,), jnp.int32))

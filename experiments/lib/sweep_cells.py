@@ -1,4 +1,4 @@
-"""Rows of a sweep: results of a cell -> a line, and lines -> totals.
+"""Cells of a sweep: results of a cell -> a line, and lines -> totals.
 
 A cell is the prompts of one category of one file, at one temperature, with one drafter,
 gamma and gamma policy. Its line holds what was counted and timed, so that the total
@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments.support import prompt_runs, report
+from experiments.lib import results as results_lib, tables
 from spec_jax.analysis import conventions, metrics
 
 
@@ -38,6 +38,15 @@ class Cell:
     gamma: int
     category: str | None
 
+    def __str__(self) -> str:
+        """The cell in a few words."""
+        words = [self.prompt_source, self.category, self.drafter, f"gamma {self.gamma}"]
+        if self.gamma_policy != FIXED:
+            words.append(self.gamma_policy)
+        if self.temperature:
+            words.append(f"T {self.temperature:g}")
+        return ", ".join(word for word in words if word is not None)
+
 
 KEYS = tuple(field.name for field in dataclasses.fields(Cell))
 
@@ -54,13 +63,13 @@ def cell_of(row: Row) -> Cell:
     return Cell(**{name: row[name] for name in KEYS})
 
 
-def row_of(cell: Cell, results: Sequence[prompt_runs.PromptResult]) -> dict[str, Any]:
+def row_of(cell: Cell, results: Sequence[results_lib.PromptResult]) -> dict[str, Any]:
     """The line of a finished cell; raises as `metrics.summarise`."""
     counters = metrics.total(result.spec[0].counters for result in results)
     return {
         "kind": "sweep",
         **dataclasses.asdict(cell),
-        **report.to_row(prompt_runs.summarise(results)),
+        **tables.to_row(results_lib.summarise(results)),
         "conventions": by_convention(counters),
         "counters": dataclasses.asdict(counters),
         "texts": [dataclasses.asdict(result.text) for result in results],
@@ -80,19 +89,20 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     if len(cells) != 1:
         raise ValueError(f"{len(cells)} cells have no total: give the rows of one")
     counters = metrics.total(_counters(row) for row in rows)
+    mismatches = [row["verify_decode_mismatches"] for row in rows]
     summary = metrics.summarise(
         counters,
         prompts=sum(row["prompts"] for row in rows),
         texts=_texts(rows),
         baseline=_joined([row["plain_timings"] for row in rows]),
         spec=_joined([row["spec_timings"] for row in rows]),
-        matched=all(row["matched"] for row in rows),
-        verify_decode_mismatches=sum(row["verify_decode_mismatches"] for row in rows),
+        matched=results_lib.all_matched([row["matched"] for row in rows]),
+        verify_decode_mismatches=None if None in mismatches else sum(mismatches),
     )
     return {
         "kind": "sweep",
         **dataclasses.asdict(cells.pop()),
-        **report.to_row(summary),
+        **tables.to_row(summary),
         "conventions": by_convention(counters),
     }
 

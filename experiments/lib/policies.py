@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from experiments.lib import timing
-from experiments.support import model_pair, paired_runs, plan_costs
+from experiments.lib import costs, runs
+from spec_jax import loading
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
 from spec_jax.gamma import goodput, policy, threshold
@@ -20,8 +20,8 @@ from times that are measured first."""
 TURNS = 5  # of the measurement that goodput needs
 
 
-def add_policy(group: argparse._ActionsContainer, *, confidence: bool = True) -> None:
-    """`--gamma-policy`, and `--confidence` where a single sequence is drafted for."""
+def add_policy(group: argparse._ActionsContainer) -> None:
+    """`--gamma-policy` and `--confidence`."""
     group.add_argument(
         "--gamma-policy",
         choices=POLICIES,
@@ -30,8 +30,6 @@ def add_policy(group: argparse._ActionsContainer, *, confidence: bool = True) ->
         "share of drafts that were kept (threshold), or expected tokens per second by "
         "step costs that are measured before (goodput) (default: %(default)s)",
     )
-    if not confidence:
-        return
     group.add_argument(
         "--confidence",
         type=float,
@@ -84,10 +82,10 @@ def make(
 
 def with_policy(
     name: str,
-    pair: model_pair.ModelPair,
-    settings: paired_runs.Settings,
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
     prompt: list[int],
-) -> paired_runs.Settings:
+) -> runs.Settings:
     """The settings with a policy of that name, for gammas up to `settings.gamma`.
 
     Args:
@@ -99,9 +97,9 @@ def with_policy(
     """
     chosen = make(
         name,
-        pair.drafter,
+        lm.drafter,
         gamma=settings.gamma,
-        round_s=lambda: measure_costs(pair, settings, prompt).round_s(),
+        round_s=lambda: measure_costs(lm, settings, prompt).round_s(),
     )
     return dataclasses.replace(
         settings, gamma_policy=chosen.gamma_policy, policy_state=chosen.state
@@ -109,19 +107,19 @@ def with_policy(
 
 
 def measure_costs(
-    pair: model_pair.ModelPair, settings: paired_runs.Settings, prompt: list[int]
-) -> plan_costs.RoundCosts:
-    """What rounds of each gamma cost here, with the pair's drafter.
+    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
+) -> costs.RoundCosts:
+    """What rounds of each gamma cost here, with the drafter.
 
     The costs are those of gammas up to the drafter's `gamma_max`.
     """
     # Long enough for a window of every height, several times.
-    missing = max(0, 4 * (pair.drafter.gamma_max + 1) - settings.gen_tokens)
+    missing = max(0, 4 * (lm.drafter.gamma_max + 1) - settings.gen_tokens)
     longer = dataclasses.replace(
         settings,
+        num_slots=1,
         gen_tokens=settings.gen_tokens + missing,
         capacity=settings.capacity + missing,
     )
-    thunks = plan_costs.thunks({"drafter": pair}, longer, prompt)
-    timings = timing.interleave(thunks, repeats=TURNS)
-    return plan_costs.costs_of("drafter", timings, gamma_max=pair.drafter.gamma_max)
+    found, _ = costs.measure({"drafter": lm}, longer, prompt, repeats=TURNS)
+    return found["drafter"]

@@ -1,12 +1,11 @@
-"""Reports: how the results of an experiment are shown.
+"""Tables: how the results of an experiment are shown, and their JSON row.
 
 One list, `FIELDS`, gives every number its place, format and unit, in the printed table
 and in the JSON row. Functions here know names and values; they compute none of them.
 """
 
 import dataclasses
-import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import (
@@ -16,10 +15,9 @@ from rich import (
 )
 
 from experiments.lib import records, terminal
-from spec_jax import rounds
 
 
-Origin = rounds.Origin
+Row = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +102,7 @@ FIELDS: tuple[Field, ...] = (
         ("speedup_decode_p90", ".2f", "x", "90th percentile"),
     ),
 )
-"""The metric dictionary of `spec_jax.metrics`, in the order in which it is shown."""
+"""The dictionary of `analysis.metrics`, in the order in which it is shown."""
 
 
 def to_row(
@@ -207,145 +205,128 @@ def _check_names(metrics: Mapping[str, Any], fields: Sequence[Field]) -> None:
         raise ValueError(f"no field says how to show {', '.join(unknown)}")
 
 
-def sample_text(
-    pieces: Sequence[str], origins: Sequence[int], console: rich_console.Console
-) -> None:
-    """Prints a text whose tokens are told apart by where they came from.
+def plain(*names: str, title: str | None = None) -> rich_table.Table:
+    """Returns an empty table, whose first column is text and whose others are not."""
+    table = rich_table.Table(
+        box=None,
+        # As narrow as it gets: a terminal has eighty columns.
+        padding=(0, 1, 0, 0),
+        header_style="bold",
+        title=title,
+        title_justify="left",
+    )
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i else "left", no_wrap=not i)
+    return table
 
-    By colour or, where the console shows none, by marks that cannot be taken for the
-    text: without them, what is printed is the text. (Tabs are shown as spaces, and
-    control characters are spelled out.)
+
+Column = tuple[str, str] | Callable[[Row], str | rich_text.Text]
+"""A name of a row and the format of its value, or what makes the cell of a row."""
+
+
+def print_rows(
+    rows: Sequence[Row], columns: Mapping[str, Column], console: rich_console.Console
+) -> None:
+    """Prints one line a row, of which nothing is cut.
 
     Args:
-      pieces: the text of each token.
-      origins: the `Origin` of each token.
-      console: where to print.
+      columns: by their headings; the first is text.
     """
-    if len(pieces) != len(origins):
-        raise ValueError(f"{len(pieces)} pieces but {len(origins)} origins")
-    origins = [Origin(origin) for origin in origins]
-    is_coloured = console.is_terminal and console.color_system and not console.no_color
-    if is_coloured:
-        line_end = "\u21b5" if _can_print("\u21b5", console) else "\\n"
-        legend, text = _coloured(pieces, origins, line_end)
-    else:
-        legend, text = _marked_clearly(pieces, origins, console)
-    # `Text`, because brackets in source code are no markup; and soft-wrapped, because
-    # a line of source code is one line.
-    console.print(legend, soft_wrap=True, highlight=False)
-    console.print(text, soft_wrap=True, highlight=False)
+    table = plain(*columns)
+    for row in rows:
+        table.add_row(*(_cell(row, column) for column in columns.values()))
+    terminal.print_whole(table, console)
 
 
-_STYLES = {
-    Origin.PROMPT: "dim",
-    Origin.ACCEPTED: "green",
-    Origin.CORRECTION: "bold red",
-    Origin.BONUS: "blue",
+def _cell(row: Row, column: Column) -> str | rich_text.Text:
+    if callable(column):
+        return column(row)
+    name, form = column
+    return terminal.format_value(row[name], form)
+
+
+def wrong(text: str, is_wrong: bool) -> rich_text.Text:
+    """Returns a cell, red where it may not be."""
+    return rich_text.Text(text, style="bold red" if is_wrong else "")
+
+
+AXES = {
+    "category": "category",
+    "temperature": "T",
+    "drafter": "drafter",
+    "gamma_policy": "policy",
+    "gamma": "gamma",
 }
-_TARGETS_OWN = (Origin.CORRECTION, Origin.BONUS)
+"""Columns that tell the cells of a prompt set apart; an axis of one value is left out,
+but for the drafter and its gamma."""
+
+NUMBERS = {
+    "prompts": ("n", "d"),
+    "acceptance_rate": ("kept", ".3f"),
+    "repetition": ("rep", ".3f"),
+    "mean_accepted_length": ("len", ".2f"),
+    "speedup_e2e": ("e2e", ".2f"),
+    "speedup_e2e_p10": ("p10", ".2f"),
+    "speedup_e2e_p90": ("p90", ".2f"),
+    "speedup_decode": ("decode", ".2f"),
+}
 
 
-def _coloured(
-    pieces: Sequence[str], origins: Sequence[Origin], line_end: str
-) -> tuple[rich_text.Text, rich_text.Text]:
-    """Legend and text in colours; white space of the target's own is made visible."""
-    legend = rich_text.Text()
-    for origin, style in _STYLES.items():
-        legend.append(origin.name.lower(), style=style).append("  ")
-    legend.append(f"({line_end} a line end in that colour)", style="dim")
-    text = rich_text.Text()
-    for piece, origin in zip(pieces, origins, strict=True):
-        style, piece = _STYLES[origin], _without_controls(piece)
-        if origin in _TARGETS_OWN:
-            piece = piece.replace("\n", line_end + "\n")
-            if piece.isspace():
-                style += " reverse"
-        text.append(piece, style=style)
-    return legend, text
+def print_cells(
+    rows: Sequence[Row], console: rich_console.Console, *, title: str
+) -> None:
+    """Prints one line a cell: of a sweep, or of a category."""
+    axes = [
+        name
+        for name in AXES
+        if any(name in row for row in rows)
+        and (name in ("drafter", "gamma") or len({row[name] for row in rows}) > 1)
+    ]
+    headings = [heading for heading, _ in NUMBERS.values()]
+    table = plain(*(AXES[name] for name in axes), *headings, "match", title=title)
+    for column in table.columns[: len(axes)]:
+        column.justify, column.no_wrap = "left", True
+    for row in rows:
+        numbers = (
+            terminal.format_value(row.get(n), form) for n, (_, form) in NUMBERS.items()
+        )
+        table.add_row(
+            *("-" if row[name] is None else str(row[name]) for name in axes),
+            *numbers,
+            _match(row),
+        )
+    console.print(table)
+    console.print()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Marks:
-    """Plain marks: what stands around corrections and bonus tokens.
-
-    Attributes:
-      start: stands where the prompt ends.
-      correction: before and after the token.
-      bonus: before and after the token.
-    """
-
-    start: str
-    correction: tuple[str, str]
-    bonus: tuple[str, str]
-
-    def all(self) -> tuple[str, ...]:
-        """Every mark."""
-        return (self.start, *self.correction, *self.bonus)
-
-
-MARKS = (
-    # White brackets and triangles, which no programming language uses.
-    Marks(start="\u25b6", correction=("\u27e6", "\u27e7"), bonus=("\u27ea", "\u27eb")),
-    Marks(start="[|]", correction=("[-", "-]"), bonus=("{+", "+}")),
-    Marks(start="<#|#>", correction=("<#!", "!#>"), bonus=("<#+", "+#>")),
-)
-"""In order of preference: the first that can be printed and cannot be mistaken."""
-
-
-def _marked_clearly(
-    pieces: Sequence[str], origins: Sequence[Origin], console: rich_console.Console
-) -> tuple[rich_text.Text, rich_text.Text]:
-    """Legend and text, with the first marks that occur where they were put only."""
-    num_corrections = origins.count(Origin.CORRECTION)
-    num_bonus = origins.count(Origin.BONUS)
-    has_start = any(origin != Origin.PROMPT for origin in origins)
-    times = (has_start, *[num_corrections] * 2, *[num_bonus] * 2)
-    for marks in MARKS:
-        legend, text = _marked(pieces, origins, marks)
-        # Counted with the marks in place: a mark can also arise where the text meets
-        # another one.
-        found = tuple(text.plain.count(mark) for mark in marks.all())
-        if found == times and _can_print("".join(marks.all()), console):
-            break
-    return legend, text
-
-
-def _marked(
-    pieces: Sequence[str], origins: Sequence[Origin], marks: Marks
-) -> tuple[rich_text.Text, rich_text.Text]:
-    """Legend and text with plain marks."""
-    around = {
-        Origin.PROMPT: ("", ""),
-        Origin.ACCEPTED: ("", ""),
-        Origin.CORRECTION: marks.correction,
-        Origin.BONUS: marks.bonus,
-    }
-    legend = (
-        f"prompt {marks.start} accepted  {'correction'.join(marks.correction)}  "
-        f"{'bonus'.join(marks.bonus)}"
-    )
-    text, has_started = rich_text.Text(), False
-    for piece, origin in zip(pieces, origins, strict=True):
-        if origin != Origin.PROMPT and not has_started:
-            text.append(marks.start)
-            has_started = True
-        text.append(_without_controls(piece).join(around[origin]))
-    return rich_text.Text(legend), text
-
-
-def _without_controls(piece: str) -> str:
-    """Spells out control characters, which would act on the terminal."""
-    return "".join(
-        f"\\x{ord(char):02x}"
-        if unicodedata.category(char) == "Cc" and char not in "\n\t"
-        else char
-        for char in piece
+def _match(row: Row) -> rich_text.Text:
+    if row["matched"] is None:
+        return rich_text.Text("-")
+    is_wrong = not row["matched"] or bool(row["verify_decode_mismatches"])
+    return wrong(
+        f"no, {row['verify_decode_mismatches']}" if is_wrong else "yes", is_wrong
     )
 
 
-def _can_print(text: str, console: rich_console.Console) -> bool:
-    try:
-        text.encode(console.encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+def explain_cells(console: rich_console.Console) -> None:
+    """Prints what the columns of `print_cells` are."""
+    console.print(
+        "n: prompts; kept: of proposed drafts; rep: repeated 4-grams in the texts; "
+        "len: tokens a round, the target's own counted; "
+        "e2e: speed-up over plain decoding, prefill included, with p10 and p90 over "
+        "repeats, or with one repeat over prompts; decode: of decoding alone; match: "
+        "all tokens are those of plain decoding, else how many choices differ",
+        style="dim",
+    )
+
+
+def print_categories(
+    summaries: Mapping[str, Row], console: rich_console.Console
+) -> None:
+    """Prints one line a category, for `results.by_category`; none without any."""
+    if not summaries:
+        return
+    console.print()
+    rows = [{"category": name, **row} for name, row in summaries.items()]
+    print_cells(rows, console, title="by category")
+    explain_cells(console)

@@ -10,10 +10,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from experiments.support import figure_data
+from experiments.lib import curves
 
 
-Row = figure_data.Row
+Row = curves.Row
 
 WIDTH = 120
 """Characters of a line of a caption."""

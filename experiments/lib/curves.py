@@ -1,8 +1,11 @@
-"""What the figures show: rows of results -> curves. Knows rows; draws nothing."""
+"""Curves: rows of results -> what the figures show. Knows rows; draws nothing."""
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from experiments.lib import sweep_cells as cells
 
 
 Row = Mapping[str, Any]
@@ -26,6 +29,7 @@ _SETTINGS = (
     "draft_cache",
     "temperature",
     "gamma_policy",
+    "rule",
     "confidence",
     "batch",
     "repeats",
@@ -44,6 +48,7 @@ _LABELS = {
     "batch": "batches of {}",
     "confidence": "confidence {}",
     "temperature": "T = {}",
+    "rule": "rule {}",
 }
 
 
@@ -191,3 +196,75 @@ def _describe(row: Row, names: Sequence[str]) -> str:
     """The row's settings in words."""
     present = [name for name in names if row.get(name) is not None]
     return ", ".join(_LABELS.get(name, "{}").format(row[name]) for name in present)
+
+
+_CELL_AXES = ("prompt_source", "temperature", "drafter", "gamma_policy")
+"""What sets one curve of a sweep apart from another, besides gamma."""
+
+
+def is_cell(row: Row) -> bool:
+    """Whether the row is a finished cell of `sweep.py`."""
+    return row.get("kind") == "sweep"
+
+
+def has_category(row: Row) -> bool:
+    """Whether it is one of prompts of a category."""
+    return is_cell(row) and row.get("category") is not None
+
+
+def cells_by_gamma(rows: Sequence[Row]) -> list[Curve]:
+    """Curves over gamma, of all categories together.
+
+    Raises:
+      ValueError: a cell that is there twice, more curves than can be told apart, or
+        no gamma beside another.
+    """
+    _check_once(rows)
+    totals = _shortened(cells.totals(rows))
+    if len({row["gamma"] for row in totals}) < 2:
+        raise ValueError(
+            "no cells of two gammas; run sweep.py with another --gamma on the same file"
+        )
+    return labelled(
+        group_by(totals, _CELL_AXES), _CELL_AXES, sort_by="gamma", otherwise="drafter"
+    )
+
+
+def cells_by_category(rows: Sequence[Row]) -> tuple[list[str], list[Curve]]:
+    """The names of the categories, and curves over them at the largest gamma.
+
+    Raises:
+      ValueError: as `cells_by_gamma`, but for the last.
+    """
+    _check_once(rows)
+    largest = max(row["gamma"] for row in rows)
+    chosen = _shortened([row for row in rows if row["gamma"] == largest])
+    curves = labelled(group_by(chosen, _CELL_AXES), _CELL_AXES, otherwise="drafter")
+    return list(dict.fromkeys(row["category"] for row in chosen)), curves
+
+
+def improvements(rows: Sequence[Row]) -> list[Curve]:
+    """A curve over gamma for each acceptance and cost, of `theory.improvement_rows`."""
+    names = ("acceptance", "cost")
+    return [
+        Curve(label="", rows=tuple(sorted(of_pair, key=lambda row: row["gamma"])))
+        for of_pair in group_by(rows, names).values()
+    ]
+
+
+def _shortened(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with the name of a file of prompts in the place of its path."""
+    return [
+        {**row, "prompt_source": pathlib.PurePath(row["prompt_source"]).name}
+        for row in rows
+    ]
+
+
+def _check_once(rows: Sequence[Row]) -> None:
+    found = [cells.cell_of(row) for row in rows]
+    twice = {cell for cell in found if found.count(cell) > 1}
+    if twice:
+        cell = min(twice, key=str)
+        raise ValueError(
+            f"{cell} is there {found.count(cell)} times; name the file of one sweep"
+        )
