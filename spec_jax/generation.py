@@ -489,14 +489,20 @@ def _first_state(policy: policy_lib.GammaPolicy) -> policy_lib.State:
     Raises:
       ValueError: it wants to be told something.
     """
-    wanted = inspect.signature(policy.init).parameters.values()
+    init: Any = getattr(policy, "init", None)
+    if init is None:
+        raise ValueError(
+            f"{type(policy).__name__} has no `init` that makes its first state: give "
+            "it as policy_state"
+        )
+    wanted = inspect.signature(init).parameters.values()
     names = [one.name for one in wanted if one.default is one.empty]
     if names:
         raise ValueError(
             f"{type(policy).__name__} makes no first state of nothing: give "
             f"policy_state=policy.init({', '.join(names)})"
         )
-    return policy.init()
+    return init()
 
 
 def _prompts(lm: LanguageModel, prompt: Any) -> tuple[list[list[int]], bool]:
