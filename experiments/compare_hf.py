@@ -323,7 +323,7 @@ def run_all(
     write([{"kind": "summary"} | summary])
     compare_tables.print_all(console, compared, greedy, memory, summary)
     if args.plot:
-        from experiments.support import figures
+        from experiments.lib import figures
 
         rows = [row | description for row in compared]
         figures.save(figures.hugging_face(rows), args.plot, rows=rows)
