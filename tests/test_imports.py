@@ -56,6 +56,7 @@ NAMES_FROM = {
     "collections.abc",
     "spec_jax.typing",
     "spec_jax.loading",
+    "spec_jax.testing.bits",  # `spec_jax.testing.bits` is a function of it, too
 }
 """Sources of types, from which names and not modules are imported."""
 

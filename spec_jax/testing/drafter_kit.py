@@ -16,7 +16,8 @@ import numpy as np
 
 from spec_jax.drafters import each
 from spec_jax.engine import checks, protocols, rows
-from spec_jax.testing import bench as bench_lib, compare
+from spec_jax.testing import bench as bench_lib
+from spec_jax.testing.compare import assert_same_bits
 
 
 def check_drafter(
@@ -58,20 +59,38 @@ def _shapes(tree) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OneSlot:
-    """A drafter in one slot, without the axis of slots: what the clauses look at."""
+    """A drafter on one sequence, without the axis of slots: what the clauses look at.
+
+    One that is written for a sequence is called as it is: a lifted memory is a copy,
+    which would hide its faults.
+    """
 
     drafter: protocols.Drafter
 
     @property
-    def _slots(self) -> protocols.SlotDrafter:
-        return each.lift(self.drafter, 1)
+    def _slots(self) -> protocols.SlotDrafter | None:
+        return (
+            each.lift(self.drafter, 1) if hasattr(self.drafter, "for_slots") else None
+        )
+
+    def init(self, bench) -> protocols.Memory:
+        return (self._slots or self.drafter).init(**bench.sizes)
 
     def begin(self, params, bench, text) -> protocols.Memory:
-        memory = self._slots.init(**bench.sizes)
-        return self._slots.prefill(params, memory, list(text), slot=0)
+        slots, memory = self._slots, self.init(bench)
+        if slots is None:
+            return self.drafter.prefill(params, memory, list(text))
+        return slots.prefill(params, memory, list(text), slot=0)
 
     def propose(self, params, memory, tokens, length, gamma):
-        memory, proposal = self._slots.propose(
+        slots = self._slots
+        if slots is None:
+            draws = each.takes_sampling(type(self.drafter))
+            extra = {"sampling": None} if draws else {}
+            return self.drafter.propose(
+                params, memory, tokens=tokens, length=length, gamma=gamma, **extra
+            )
+        memory, proposal = slots.propose(
             params,
             memory,
             tokens=tokens[None],
@@ -82,8 +101,11 @@ class _OneSlot:
         return memory, jax.tree.map(lambda leaf: leaf[0], proposal)
 
     def commit(self, params, memory, length) -> protocols.Memory:
+        slots = self._slots
+        if slots is None:
+            return self.drafter.commit(params, memory, length)
         asked = jnp.ones((1,), bool)
-        return self._slots.commit(params, memory, length[None], asked=asked)
+        return slots.commit(params, memory, length[None], asked=asked)
 
 
 def _begin(drafter, params, bench, text) -> protocols.Memory:
@@ -107,7 +129,7 @@ def check_static(
         raise AssertionError(
             f"{clause}: the drafter is not hashable: {error}"
         ) from None
-    fresh = each.lift(drafter, 1).init(**bench.sizes)
+    fresh = _OneSlot(drafter=drafter).init(bench)
     for leaf in jax.tree.leaves(fresh):
         is_array = isinstance(leaf, jax.Array)
         _fail_if(not is_array, clause, f"the memory holds {leaf!r}, not an array")
@@ -147,7 +169,7 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) 
     memory = _begin(drafter, params, bench, bench.prompts[0])
     number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
     one = _OneSlot(drafter=drafter)
-    traced: dict[str, tuple] = {
+    traced = {
         "propose": (
             one.propose,
             params,
@@ -175,7 +197,7 @@ def _same_program(first: Any, second: Any) -> bool:
     # Addresses of functions are printed too, and mean nothing.
     texts = [re.sub("0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, second)]
     try:
-        compare.assert_same_bits(first.consts, second.consts)
+        assert_same_bits(first.consts, second.consts)
     except AssertionError:
         return False
     return texts[0] == texts[1]
@@ -256,43 +278,22 @@ def check_memory(
 ) -> None:
     """The memory is its leaves, no more, and all of them can be donated."""
     clause, number = "memory round trip", jnp.int32(1)
-    begin, propose = _own_functions(drafter)
+    one = _OneSlot(drafter=drafter)
     for prompt in bench.prompts:
-        memory = begin(params, bench, prompt)
+        memory = one.begin(params, bench, prompt)
         held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory) if x.size]
         is_shared = len(set(held)) < len(held)
         why = "two leaves share a buffer, and could not both be donated"
         _fail_if(is_shared, clause, why)
         # Closed over, a memory does not go through its leaves.
         whole, copied = (
-            jax.make_jaxpr(functools.partial(propose, params, held))(
+            jax.make_jaxpr(functools.partial(one.propose, params, held))(
                 _buffer(bench, list(prompt)), number, number
             )
             for held in (memory, jax.tree.map(jnp.array, memory))
         )
         why = "a memory that is put together from its leaves drafts otherwise"
         _fail_if(not _same_program(whole, copied), clause, why)
-
-
-def _own_functions(drafter: protocols.Drafter) -> tuple[Callable, Callable]:
-    """Returns `begin` and `propose` of `_OneSlot`, on the drafter's own memory.
-
-    A lifted one is a copy of that, and its faults are hidden.
-    """
-    one = _OneSlot(drafter=drafter)
-    if hasattr(drafter, "for_slots"):
-        return one.begin, one.propose
-
-    def begin(params, bench, text):
-        return drafter.prefill(params, drafter.init(**bench.sizes), list(text))
-
-    def propose(params, memory, tokens, length, gamma):
-        extra = {"sampling": None} if each.takes_sampling(type(drafter)) else {}
-        return drafter.propose(
-            params, memory, tokens=tokens, length=length, gamma=gamma, **extra
-        )
-
-    return begin, propose
 
 
 def check_truncation(
@@ -363,13 +364,13 @@ def check_lossless(
     for prompt in bench.prompts:
         text = bench.plain(prompt)
         middle = text[(len(prompt) + len(text)) // 2]
-        cases: list[tuple[int, int, tuple[int, ...]]] = [
+        cases = [
             (gamma, bench.max_tokens, ()) for gamma in range(drafter.gamma_max + 1)
         ]
         cases += [(drafter.gamma_max, few, ()) for few in (1, 2, bench.capacity)]
         cases += [(drafter.gamma_max, bench.max_tokens, (middle,))]
         for gamma, max_tokens, stop_ids in cases:
-            ends: dict[str, Any] = {"max_tokens": max_tokens, "stop_ids": stop_ids}
+            ends = {"max_tokens": max_tokens, "stop_ids": stop_ids}
             # A copy is the same drafter, and so the same executable.
             slots = each.lift(copy.deepcopy(drafter), 1)
             watched = _Watched(inner=slots, traces=traces)
@@ -394,10 +395,7 @@ def check_slots(
         # In the second turn some end early, by a stop token of their own.
         stop_ids = (text[-3],) if number % 2 and number >= len(bench.prompts) else ()
         gamma = number % (drafter.gamma_max + 1)
-        ends: dict[str, Any] = {
-            "max_tokens": bench.max_tokens - number,
-            "stop_ids": stop_ids,
-        }
+        ends = {"max_tokens": bench.max_tokens - number, "stop_ids": stop_ids}
         requests.append(bench.request(prompt, gamma=gamma, **ends))
         expected.append(bench.plain(prompt, **ends))
     num_slots = max(2, len(bench.prompts) - 1)

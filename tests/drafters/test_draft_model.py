@@ -286,7 +286,7 @@ def test_a_draft_ends_where_the_model_is_not_confident(num_slots):
     assert (0 < counts[0.5][0]) and (counts[0.5] < counts[0.0]).all()
     assert not counts[1.0].any()
     slots, memory, tokens = begin()
-    sure = each.lift(as_drafter(min_confidence=0.5), 4)
+    sure = each.lift(as_drafter(min_confidence=0.15), 4)
     whole = propose(slots, memory, tokens, [4] * 4)[1]
     some = propose(sure, begin()[1], tokens, [4] * 4)[1]
     lengths = some.num_drafted.tolist()
