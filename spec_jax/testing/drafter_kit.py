@@ -364,13 +364,13 @@ def check_lossless(
     for prompt in bench.prompts:
         text = bench.plain(prompt)
         middle = text[(len(prompt) + len(text)) // 2]
-        cases = [
+        cases: list[tuple[int, int, tuple[int, ...]]] = [
             (gamma, bench.max_tokens, ()) for gamma in range(drafter.gamma_max + 1)
         ]
         cases += [(drafter.gamma_max, few, ()) for few in (1, 2, bench.capacity)]
         cases += [(drafter.gamma_max, bench.max_tokens, (middle,))]
         for gamma, max_tokens, stop_ids in cases:
-            ends = {"max_tokens": max_tokens, "stop_ids": stop_ids}
+            ends: dict[str, Any] = {"max_tokens": max_tokens, "stop_ids": stop_ids}
             # A copy is the same drafter, and so the same executable.
             slots = each.lift(copy.deepcopy(drafter), 1)
             watched = _Watched(inner=slots, traces=traces)
@@ -395,7 +395,10 @@ def check_slots(
         # In the second turn some end early, by a stop token of their own.
         stop_ids = (text[-3],) if number % 2 and number >= len(bench.prompts) else ()
         gamma = number % (drafter.gamma_max + 1)
-        ends = {"max_tokens": bench.max_tokens - number, "stop_ids": stop_ids}
+        ends: dict[str, Any] = {
+            "max_tokens": bench.max_tokens - number,
+            "stop_ids": stop_ids,
+        }
         requests.append(bench.request(prompt, gamma=gamma, **ends))
         expected.append(bench.plain(prompt, **ends))
     num_slots = max(2, len(bench.prompts) - 1)
