@@ -27,11 +27,8 @@ def make(name):
             ladder=(0, 1, 2, 4), lower=0.35, upper=0.5, weight=0.5, probing=PROBING
         )
         return made, made.init(2)
-    if name == "goodput":
-        made = goodput.Goodput(gamma_max=4, decay=0.7, probing=PROBING)
-        return made, made.init(ROUND_S)
-    made = policy.Fixed(gamma_max=4)
-    return made, made.init(3)
+    made = goodput.Goodput(gamma_max=4, decay=0.7, probing=PROBING)
+    return made, made.init(ROUND_S)
 
 
 def scheduler_of(name, *, num_slots):
@@ -124,8 +121,8 @@ def test_a_policy_is_told_of_every_round_of_its_slot(name, num_slots):
 
 
 def test_gamma_bounds_what_a_policy_chooses():
-    """Here 2 of the 3 that the policy always chooses."""
-    one = decoding.slot_of(run("fixed", [dataclasses.replace(LONG, gamma=2)]))
+    """Here by 2, where the policy alone goes on to 4."""
+    one = decoding.slot_of(run("goodput", [dataclasses.replace(LONG, gamma=2)]))
     assert one.accepted_hist[3:].sum() == 0 and one.accepted_hist[2] > 10
 
 

@@ -34,10 +34,21 @@ def beside(ask: Ask, num_slots: int) -> list[Ask]:
     return [ask, *NEIGHBOURS][:num_slots]
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("impl", "cache"), [("native", "paged"), ("native", "static"), ("xla", "paged")]
+    ("impl", "cache", "num_slots"),
+    [
+        ("native", "paged", 1),
+        ("native", "paged", 3),
+        ("native", "static", 3),
+        ("xla", "paged", 3),
+        # Of each of these the loop is compiled, and the other number of slots tells.
+        pytest.param("native", "static", 1, marks=SLOW),
+        pytest.param("xla", "paged", 1, marks=SLOW),
+    ],
 )
-@SLOTS
 def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots):
     """Fails if a rejected draft is kept, the target's own token is lost, or a slot sees
     another's draft, limit or pages. Decoding is on pages in all cases."""
@@ -186,11 +197,10 @@ def test_a_slot_that_ended_stays_as_it_is():
     testing.assert_same_bits(after, before)
 
 
-@SLOTS
-def test_rounds_called_from_python_say_what_happened(num_slots):
+def test_rounds_called_from_python_say_what_happened():
     """`run_round` is a step of `generate`, and its `RoundInfo` what was counted."""
-    asks = beside(Ask(run=1, gamma=3), num_slots)
-    scheduler = SMALL.scheduler(num_slots=num_slots)
+    asks = beside(Ask(run=1, gamma=3), 3)
+    scheduler = SMALL.scheduler(num_slots=3)
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
     looped = decoding.admit(scheduler, requests)
     looped = decoding.generate(scheduler, looped, max_rounds=3)
@@ -201,12 +211,12 @@ def test_rounds_called_from_python_say_what_happened(num_slots):
         after, info = step(scheduler.speculator, state)
         chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
         n, then = np.asarray(state.slots.length), np.asarray(after.slots.length)
-        assert info.gamma.tolist() == [3, 3, 2][:num_slots]
+        assert info.gamma.tolist() == [3, 3, 2]
         np.testing.assert_array_equal(info.window.start, n - 1)
         np.testing.assert_array_equal(info.window.num_live, info.gamma + 1)
         np.testing.assert_array_equal(then - n, info.verdict.num_accepted + 1)
         assert bool(info.is_finite.all()) and not bool(info.out_of_pages.any())
-        for slot in range(num_slots):
+        for slot in range(3):
             drafts = np.asarray(info.proposal.tokens)[slot, : info.gamma[slot]]
             fed = np.asarray(info.window.tokens)[slot, 1 : 1 + len(drafts)]
             np.testing.assert_array_equal(drafts, fed)
@@ -273,7 +283,7 @@ def test_no_transfers_inside_generate():
         generate(state, max_rounds=4, until_one_ends=until)
 
 
-@SLOTS
+@pytest.mark.parametrize("num_slots", [pytest.param(1, marks=SLOW), 3])
 def test_the_cache_is_donated_and_aliased(num_slots):
     """Fails if the loop copies the pool: nothing near its size is temporary."""
     setting = dataclasses.replace(SMALL, capacity=8 * 4096)
@@ -288,7 +298,7 @@ def test_the_cache_is_donated_and_aliased(num_slots):
     assert "callback" not in compiled.as_text()  # No call of the host either.
     assert usage.alias_size_in_bytes >= pool_bytes
     assert usage.temp_size_in_bytes < pool_bytes / 8
-    if num_slots == 1:  # Negative control: without donation there is nothing to alias.
+    if num_slots == 3:  # Negative control: without donation there is nothing to alias.
         kept = jax.jit(lambda *a, **k: round_lib.generate.__wrapped__(*a, **k))
         usage = kept.lower(scheduler.speculator, state, **arguments).compile()
         assert usage.memory_analysis().alias_size_in_bytes == 0
@@ -362,7 +372,7 @@ def _with_faults(scheduler: scheduler_lib.Scheduler, monkeypatch):
     return jax.jit(loop)
 
 
-@SLOTS
+@pytest.mark.parametrize("num_slots", [pytest.param(1, marks=SLOW), 3])
 def test_planted_faults_of_a_round_are_caught(num_slots, monkeypatch):
     """Negative control of every comparison above: each acceptance and cut of cache."""
     scheduler = SMALL.scheduler(num_slots=num_slots)

@@ -77,8 +77,8 @@ def test_noise_of_another_seed_is_caught(num_slots):
 @pytest.mark.parametrize(
     ("rule", "num_slots", "draws"),
     [
-        ("rejection", 1, True),
-        ("rejection", 3, True),
+        pytest.param("rejection", 1, True, marks=pytest.mark.slow),
+        pytest.param("rejection", 3, True, marks=pytest.mark.slow),
         ("rejection", 3, False),
         ("block", 1, True),
         ("block", 3, True),
@@ -96,7 +96,9 @@ def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, num_slots, draws
             assert one.num_accepted == one.num_proposed > 0
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(
+    "rule", [pytest.param("rejection", marks=pytest.mark.slow), "block"]
+)
 def test_rules_by_uniforms_write_the_same_in_any_slot(rule):
     """Fails if the noise of a round is keyed by its slot, or a slot reads another's."""
     alone, beside = (SMALL.scheduler(num_slots=n, rule=rule) for n in (1, 3))

@@ -82,7 +82,9 @@ def admissions():
         yield noted
 
 
-@pytest.mark.parametrize("num_slots", [1, NUM_SLOTS])
+@pytest.mark.parametrize(
+    "num_slots", [pytest.param(1, marks=pytest.mark.slow), NUM_SLOTS]
+)
 def test_more_requests_than_slots(num_slots):
     """Fails if a slot keeps anything of whoever was in it before, or all must end."""
     with admissions() as running:
