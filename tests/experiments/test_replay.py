@@ -97,7 +97,7 @@ class Subject:
         self.replayer = replays.Replayer(
             header=header,
             built=replays.build(name, header, draft, **sizes),
-            capacity=96,
+            capacity=192,
             stop_ids=header.stop_ids,
         )
         self.target = recordings.load_target(
@@ -271,7 +271,7 @@ def test_costs_as_latency_writes_them(tmp_path):
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_check_finds_one_changed_token(kind, folders, tmp_path, request, capsys):
-    """Negative control: exit status 2, and the prompt is named; the others are equal."""
+    """Negative control: exit status 2, one prompt is named, the others are equal."""
 
     def changed(rows):
         ids = rows[2]["generated_ids"]
