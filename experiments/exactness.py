@@ -27,8 +27,8 @@ from rich import console as rich_console
 
 from experiments.lib import (
     cell_runs,
-    cells as cells_lib,
     certificates,
+    exact_cells as cells_lib,
     flags,
     gamma_policies,
     paths,

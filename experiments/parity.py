@@ -26,7 +26,7 @@ from rich import console as rich_console
 
 from experiments.lib import (
     bundles,
-    cells,
+    exact_cells,
     flags,
     paths,
     questions,
@@ -186,7 +186,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         )
     group.add_argument(
         "--prefill",
-        choices=cells.PREFILLS,
+        choices=exact_cells.PREFILLS,
         help="how the prompt enters the caches that both runs start from (default: the "
         "mismatch's, or the faster, as in spec_round.py)",
     )

@@ -262,7 +262,6 @@ def test_sizes_that_hold_nothing(name):
     ("changes", "said"),
     [
         ({"prompt": []}, "prompt is empty"),
-        ({"prompt": PROMPT * 10}, "110 tokens but the cache holds 96"),
         ({"prompt": [*PROMPT[:-1], 1]}, "does not begin with the prompt"),
         ({"max_tokens": MAX_TOKENS + 1}, "ends after 51 tokens.*past stop tokens"),
         ({"target_params": None}, "takes such a trace as the parameters"),

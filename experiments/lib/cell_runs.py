@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.ablations import round_cache
-from experiments.lib import cells, paths
+from experiments.lib import exact_cells as cells, paths
 from spec_jax import loading
 from spec_jax.debug import evidence, recorder
 from spec_jax.drafters import each, oracle, registry

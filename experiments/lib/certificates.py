@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.lib import cells as cells_lib, suite
+from experiments.lib import exact_cells as cells_lib, suite
 from spec_jax.debug import evidence
 
 

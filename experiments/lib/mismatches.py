@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from experiments.lib import cells, files, paths, runs
+from experiments.lib import exact_cells, files, paths, runs
 from spec_jax import loading
 from spec_jax.debug import recorder
 from spec_jax.engine import (
@@ -62,7 +62,7 @@ class Mismatch:
       position: of the row that differs.
       verify_argmax, decode_argmax: what verification and decoding chose there.
       acceptance: of `ACCEPTANCES`.
-      prefill: of `cells.PREFILLS`.
+      prefill: of `exact_cells.PREFILLS`.
     """
 
     text: Text
@@ -145,7 +145,7 @@ def _mismatch_of(row: Mapping[str, Any], where: str) -> Mismatch:
             "write it again with spec_round.py --dump-verify-mismatches or exactness.py"
         )
     _check_types(row, _NEW_KEYS, where)
-    choices = {"acceptance": ACCEPTANCES, "prefill": cells.PREFILLS}
+    choices = {"acceptance": ACCEPTANCES, "prefill": exact_cells.PREFILLS}
     for key, allowed in choices.items():
         if row[key] not in allowed:
             raise ValueError(

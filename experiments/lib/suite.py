@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import cell_runs, cells as cells_lib
+from experiments.lib import cell_runs, exact_cells as cells_lib
 from spec_jax import loading
 from spec_jax.debug import evidence
 
@@ -20,7 +20,7 @@ class Plan:
 
     Attributes:
       target, draft: folders.
-      cells: as `cells.star` and `cells.product` put them in order.
+      cells: as `exact_cells.star` and `exact_cells.product` put them in order.
       prompts: `(id, token ids)`.
       weights: fingerprints of "target" and "draft" of each dtype.
     """
@@ -255,7 +255,7 @@ def across_pages(
 ) -> list[tuple[dict[str, Any], int]]:
     """Returns prompts whose decoded bits depend on what may not decide them: pages.
 
-    For each choice of `cells.BIT_AXES` with such prompts, their number.
+    For each choice of `exact_cells.BIT_AXES` with such prompts, their number.
     """
     bits_of = {cell.name: tuple(cell.bits.items()) for cell in cells}
     seen: dict[tuple, dict[int, set]] = {}

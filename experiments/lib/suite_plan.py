@@ -12,8 +12,8 @@ from typing import Any
 
 from experiments.lib import (
     cell_runs,
-    cells as cells_lib,
     certificates,
+    exact_cells as cells_lib,
     gamma_policies,
     prompt_files,
     prompts as prompts_lib,

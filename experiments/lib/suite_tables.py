@@ -10,7 +10,7 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.lib import cells as cells_lib, suite
+from experiments.lib import exact_cells as cells_lib, suite
 from spec_jax.debug import evidence
 
 
@@ -89,9 +89,7 @@ def _explain_dashes(
     counts: Iterable[Mapping[str, int | str]], console: rich_console.Console
 ) -> None:
     if any(evidence.NOT_COMPARED in cell.values() for cell in counts):
-        console.print(
-            "-: the certificate has none: of before rows of a batch were recorded"
-        )
+        console.print("-: not in the certificate, made before batches were recorded")
 
 
 def _what_names() -> list[str]:

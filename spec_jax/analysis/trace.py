@@ -160,7 +160,7 @@ class TraceTarget:
         # The row of the last active position gives the token of the next.
         end = window.start + window.num_live
         failed = asked & ((end > cache.capacity) | (end >= cache.length))
-        columns = jnp.arange(width, dtype=jnp.int32)
+        columns = jnp.arange(width, dtype=jnp.int32)[None]
         positions = window.start[:, None] + columns
         slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
         own = cache.tokens.at[slots, positions + 1].get(

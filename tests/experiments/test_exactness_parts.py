@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.lib import (
-    cells as cells_lib,
+    exact_cells as cells_lib,
     gamma_policies,
     suite,
     suite_plan as plans,
