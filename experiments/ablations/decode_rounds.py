@@ -122,7 +122,8 @@ class DecodeRounds(rows.SlotRows):
             follows_correction=fed < num_live,
             commit_steps=kv.commit_steps + counted * fed,
             mirror_steps=kv.mirror_steps + counted * mirrored,
-            correction_steps=kv.correction_steps + counted * kv.follows_correction,
+            correction_steps=kv.correction_steps
+            + counted * kv.follows_correction.astype(jnp.int32),
         )
         return kv, verify_paths.in_one_slot(logits, window)
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from rich import console as rich_console
 
-from experiments.lib import terminal
-from experiments.support import report
+from experiments.lib import samples, tables, terminal
 from spec_jax.analysis import metrics
 
 
@@ -37,7 +36,7 @@ SUMMARY = metrics.summarise(
     matched=True,
     verify_decode_mismatches=0,
 )
-P, A, C, B = report.Origin
+P, A, C, B = samples.Origin
 
 
 def make_console(
@@ -61,9 +60,9 @@ def printed(console: rich_console.Console) -> str:
 
 
 def show(pieces, origins, **keywords) -> tuple[str, str]:
-    """What `sample_text` prints: the legend's line, and the text."""
+    """What `print_text` prints: the legend's line, and the text."""
     console = make_console(**keywords)
-    report.sample_text(pieces, origins, console)
+    samples.print_text(pieces, origins, console)
     legend, _, text = printed(console).partition("\n")
     return legend, text.removesuffix("\n")
 
@@ -73,13 +72,13 @@ def strip_colours(text: str) -> str:
 
 
 def test_fields_are_the_names_of_the_metrics():
-    assert [field.name for field in report.FIELDS] == list(SUMMARY)
-    assert list(report.to_row(SUMMARY)) == list(SUMMARY)
+    assert [field.name for field in tables.FIELDS] == list(SUMMARY)
+    assert list(tables.to_row(SUMMARY)) == list(SUMMARY)
 
 
 def test_table_shows_every_number_with_its_unit():
     console = make_console(coloured=False)
-    report.print_table(SUMMARY, console)
+    tables.print_table(SUMMARY, console)
     lines = {}
     for line in printed(console).splitlines():
         if line.startswith("  ") and line.strip():
@@ -101,34 +100,34 @@ def test_table_shows_none_as_a_dash_and_failure_in_red():
     bad = SUMMARY | dict(matched=False, verify_decode_mismatches=3, speedup_e2e=None)
     bad["nonfinite_logits"] = 4
     console = make_console(coloured=True)
-    report.print_table(bad, console)
+    tables.print_table(bad, console)
     text = printed(console)
     assert re.search(r"\x1b\[1;31m *false\x1b", text)
     assert re.search(r"\x1b\[1;31m *3\x1b", text)
     assert re.search(r"\x1b\[1;31m *4\x1b", text)
     assert re.search(r"speedup_e2e +- ", strip_colours(text))
     console = make_console(coloured=True)
-    report.print_table(SUMMARY, console)
+    tables.print_table(SUMMARY, console)
     assert "\x1b[1;31m" not in printed(console)
 
 
 def test_part_of_the_metrics_can_be_shown_but_no_unknown_name():
     console = make_console(coloured=False)
-    report.print_table({"tokens": np.int64(5), "matched": None}, console)
+    tables.print_table({"tokens": np.int64(5), "matched": None}, console)
     assert "tokens" in printed(console) and "rounds" not in printed(console)
     with pytest.raises(ValueError, match="no field says how to show tokenz"):
-        report.print_table({"tokenz": 5}, console)
+        tables.print_table({"tokenz": 5}, console)
     with pytest.raises(ValueError, match="no field says how to show tokenz"):
-        report.to_row({"tokenz": 5})
-    own = report.Field(name="tokenz", group="g", form="d", unit="", meaning="")
-    report.print_table({"tokenz": 5}, console, fields=(*report.FIELDS, own))
-    assert report.to_row({"tokenz": 5}, fields=(own,)) == {"tokenz": 5}
+        tables.to_row({"tokenz": 5})
+    own = tables.Field(name="tokenz", group="g", form="d", unit="", meaning="")
+    tables.print_table({"tokenz": 5}, console, fields=(*tables.FIELDS, own))
+    assert tables.to_row({"tokenz": 5}, fields=(own,)) == {"tokenz": 5}
 
 
 def test_row_is_json_and_refuses_nan():
-    json.dumps(report.to_row(SUMMARY | {"tokens": np.int32(3)}), allow_nan=False)
+    json.dumps(tables.to_row(SUMMARY | {"tokens": np.int32(3)}), allow_nan=False)
     with pytest.raises(ValueError, match="acceptance_rate=nan"):
-        report.to_row(SUMMARY | {"acceptance_rate": np.float32("nan")})
+        tables.to_row(SUMMARY | {"acceptance_rate": np.float32("nan")})
 
 
 PIECES = ["def f", "(x):", "\n    ", "return", " x", "[0]", "\n"]
@@ -183,7 +182,7 @@ def test_markup_links_and_emoji_codes_are_left_alone():
     for coloured in (True, False):
         _, text = show(pieces, [P, A, C, B, A], coloured=coloured)
         text = strip_colours(text)
-        for mark in report.MARKS[0].all():
+        for mark in samples.MARKS[0].all():
             text = text.replace(mark, "")
         assert text == "".join(pieces)
 
@@ -191,7 +190,7 @@ def test_markup_links_and_emoji_codes_are_left_alone():
 def test_control_characters_are_spelled_out():
     for coloured in (True, False):
         _, text = show(["a\x1b[2J", "\r\x07", "\x9b"], [P, A, A], coloured=coloured)
-        text = strip_colours(text).replace(report.MARKS[0].start, "")
+        text = strip_colours(text).replace(samples.MARKS[0].start, "")
         assert text == r"a\x1b[2J\x0d\x07\x9b"
 
 
@@ -206,9 +205,9 @@ TOKENS = st.lists(
     st.tuples(
         st.one_of(
             st.text(alphabet="ab []{}()<>#!|+-\n", max_size=5),
-            st.sampled_from(report.MARKS[0].all() + ("⟦", "é", "\U0001f600", "[/]")),
+            st.sampled_from(samples.MARKS[0].all() + ("⟦", "é", "\U0001f600", "[/]")),
         ),
-        st.sampled_from(report.Origin),
+        st.sampled_from(samples.Origin),
     ),
     max_size=12,
 )
@@ -222,9 +221,9 @@ def test_without_its_marks_the_text_is_the_text(tokens, encoding):
         tokens = [(piece, origin) for piece, origin in tokens if piece.isascii()]
     pieces, origins = [list(x) for x in zip(*tokens, strict=True)] or ([], [])
     legend, text = show(pieces, origins, coloured=False, encoding=encoding)
-    (marks,) = [marks for marks in report.MARKS if f"prompt {marks.start} " in legend]
+    (marks,) = [marks for marks in samples.MARKS if f"prompt {marks.start} " in legend]
     # Text that takes from every set of marks cannot be told from them.
-    hypothesis.assume(marks != report.MARKS[-1])
+    hypothesis.assume(marks != samples.MARKS[-1])
     any_mark = "|".join(map(re.escape, marks.all()))
     assert re.sub(any_mark, "", text) == "".join(pieces)
     for origin, (before, after) in ((C, marks.correction), (B, marks.bonus)):
@@ -235,7 +234,7 @@ def test_without_its_marks_the_text_is_the_text(tokens, encoding):
 
 def test_the_check_above_notices_a_lost_mark_and_a_lost_token():
     _, text = show(PIECES, ORIGINS, coloured=False)
-    any_mark = "|".join(map(re.escape, report.MARKS[0].all()))
+    any_mark = "|".join(map(re.escape, samples.MARKS[0].all()))
     assert re.sub(any_mark, "", text) == "".join(PIECES)
     assert re.sub(any_mark, "", text.replace("⟦", "[", 1)) != "".join(PIECES)
     _, short = show(PIECES[1:], ORIGINS[1:], coloured=False)
@@ -252,12 +251,12 @@ def test_wrong_lengths_and_unknown_origins_are_refused():
 
 def test_no_value_is_cut_on_a_narrow_console():
     """Fails if the column of values is dropped, or a number is split."""
-    row = report.to_row(SUMMARY)
+    row = tables.to_row(SUMMARY)
     for width in (30, 40, 60, 80, 200):
         console = rich_console.Console(file=io.StringIO(), width=width)
-        report.print_table(SUMMARY, console)
+        tables.print_table(SUMMARY, console)
         words = console.file.getvalue().split()
-        for field in report.FIELDS:
+        for field in tables.FIELDS:
             if field.name in row:
                 for word in terminal.format_value(row[field.name], field.form).split():
                     assert word in words, (width, field.name)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import tiny_pair
 
-from experiments.support import model_pair, paired_runs, prompt_files, prompt_runs
+from experiments.lib import prompt_files, prompts, runs
+from spec_jax import loading
 
 
 GEN_TOKENS, PAGE_SIZE = 6, 16
@@ -16,9 +17,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     target, draft = tiny_pair.write(tmp_path_factory.mktemp("pair"))
-    return model_pair.load_pair(
-        target, draft, gamma_max=2, slab=3, dtype=None, impl="auto", drafter="ngram"
-    )
+    return loading.load(target, draft=draft, gamma_max=2, slab=3, drafter="ngram")
 
 
 def prompt_of(id: str, text: str, *next_turns: str, **more) -> prompt_files.Prompt:
@@ -36,11 +35,9 @@ PROMPTS = [
 
 def answer_of(pair, ids: list[int], settings=None) -> str:
     """Plain decoding in a cache of another size."""
-    run = paired_runs.run_plain(
+    run = runs.run_plain(
         pair,
-        paired_runs.Settings(
-            gamma=1, capacity=96, sampling=settings, stop_ids=(0,), **SIZES
-        ),
+        runs.Settings(gamma=1, capacity=96, sampling=settings, stop_ids=(0,), **SIZES),
         ids,
     )
     return pair.tokenizer.decode([token for token in run.tokens if token != 0])
@@ -51,7 +48,7 @@ def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
     """Fails if a turn is left out, or its prompt lacks what was answered before."""
     words = dataclasses.replace(pair.tokenizer, chat_template=template)
     pair = dataclasses.replace(pair, tokenizer=words)
-    prepared = prompt_runs.prepare(pair, PROMPTS, raw=False, **SIZES)
+    prepared = prompts.prepare(pair, PROMPTS, raw=False, **SIZES)
     assert [prompt.id for prompt in prepared.prompts] == [
         *("1", "2 turn 1", "2 turn 2", "2 turn 3", "3 turn 1", "3 turn 2")
     ]
@@ -76,27 +73,27 @@ def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
 
 def test_a_committed_turn_is_the_same_with_speculation(pair):
     """Both designs answer the same text: the answer is what either commits."""
-    prepared = prompt_runs.prepare(pair, PROMPTS[2:], raw=True, **SIZES)
-    settings = paired_runs.Settings(
+    prepared = prompts.prepare(pair, PROMPTS[2:], raw=True, **SIZES)
+    settings = runs.Settings(
         gamma=2, capacity=prepared.capacity, stop_ids=(0,), **SIZES
     )
-    run = paired_runs.run_speculative(pair, settings, prepared.ids[0])
+    run = runs.run_speculative(pair, settings, prepared.ids[0])
     answer = pair.tokenizer.decode([token for token in run.tokens if token != 0])
     assert prepared.prompts[1].history[-1] == {"role": "assistant", "content": answer}
 
 
 def test_an_answer_ends_at_a_stop_token(pair):
     """Without the stop token itself, which is no part of the text."""
-    (ids,) = prompt_runs.encode(pair, [PROMPTS[0]], raw=True)
+    (ids,) = prompts.encode(pair, [PROMPTS[0]], raw=True)
     (first, *_) = pair.tokenizer.encode(answer_of(pair, ids))
     words = dataclasses.replace(pair.tokenizer, stop_ids=(first,))
     stopping = dataclasses.replace(pair, tokenizer=words)
     asked = [prompt_of("1", "one", "two")]
-    prepared = prompt_runs.prepare(stopping, asked, raw=True, **SIZES)
+    prepared = prompts.prepare(stopping, asked, raw=True, **SIZES)
     assert words.decode(prepared.ids[1]) == "one\n\n\n\ntwo"
 
 
 def test_a_later_turn_that_is_too_long_is_named(pair):
     asked = [prompt_of("9", "one", "x" * 3000)]
     with pytest.raises(ValueError, match="prompt '9 turn 2'"):
-        prompt_runs.prepare(pair, asked, raw=True, **SIZES)
+        prompts.prepare(pair, asked, raw=True, **SIZES)
