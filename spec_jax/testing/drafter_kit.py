@@ -169,7 +169,7 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) 
     memory = _begin(drafter, params, bench, bench.prompts[0])
     number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
     one = _OneSlot(drafter=drafter)
-    traced = {
+    traced: dict[str, tuple[Any, ...]] = {
         "propose": (
             one.propose,
             params,

@@ -12,11 +12,11 @@ from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import sweep
 from experiments.lib import (
-    cells as cells_lib,
     cli,
     flags,
     results,
     runs,
+    sweep_cells as cells_lib,
     tables,
 )
 from spec_jax.analysis import conventions, metrics
