@@ -94,10 +94,11 @@ class Subject:
         stop = self.prompts[0].generated_ids[stop_at]
         header = dataclasses.replace(header, stop_ids=(stop,))
         sizes = {"gamma_max": 4, "min_confidence": 0.05}
+        longest = max(len(prompt.text) for prompt in self.prompts)
         self.replayer = replays.Replayer(
             header=header,
             built=replays.build(name, header, draft, **sizes),
-            capacity=192,
+            capacity=16 * (longest // 16 + 1),
             stop_ids=header.stop_ids,
         )
         self.target = recordings.load_target(
