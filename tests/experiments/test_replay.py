@@ -94,10 +94,11 @@ class Subject:
         stop = self.prompts[0].generated_ids[stop_at]
         header = dataclasses.replace(header, stop_ids=(stop,))
         sizes = {"gamma_max": 4, "min_confidence": 0.05}
+        longest = max(len(prompt.text) for prompt in self.prompts)
         self.replayer = replays.Replayer(
             header=header,
             built=replays.build(name, header, draft, **sizes),
-            capacity=96,
+            capacity=16 * (longest // 16 + 1),
             stop_ids=header.stop_ids,
         )
         self.target = recordings.load_target(
@@ -271,7 +272,7 @@ def test_costs_as_latency_writes_them(tmp_path):
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_check_finds_one_changed_token(kind, folders, tmp_path, request, capsys):
-    """Negative control: exit status 2, the prompt is named, the others are equal."""
+    """Negative control: exit status 2, one prompt is named, the others are equal."""
 
     def changed(rows):
         ids = rows[2]["generated_ids"]
