@@ -30,8 +30,8 @@ from experiments.lib import (
     certificates,
     exact_cells as cells_lib,
     flags,
-    gamma_policies,
     paths,
+    policies,
     records,
     suite,
     suite_plan as plans,
@@ -158,7 +158,7 @@ def _add_axis_flags(group: argparse._ArgumentGroup) -> None:
         ("drafter", cell_runs.drafter_names(), _DRAFTER),
         ("gamma", None, "tokens drafted per round, or the most of them"),
         ("sampling", cells_lib.SAMPLINGS, "of tokens; how is in the certificate"),
-        ("gamma-policy", gamma_policies.POLICIES, "what chooses each round's gamma"),
+        ("gamma-policy", policies.POLICIES, "what chooses each round's gamma"),
         ("batch", None, "prompts that share a forward"),
     ):
         name = axis.replace("-", "_")

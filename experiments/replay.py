@@ -26,8 +26,8 @@ from rich import console as rich_console, table as rich_table, text as rich_text
 
 from experiments.lib import (
     flags,
-    gamma_policies,
     judge as judge_lib,
+    policies,
     recordings,
     records,
     terminal,
@@ -157,11 +157,11 @@ def _add_judging(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gamma-policy",
         "--policy",
-        type=_names("gamma policy", gamma_policies.POLICIES),
+        type=_names("gamma policy", policies.POLICIES),
         default=("fixed",),
         metavar="NAMES",
         help=f"what chooses each round's gamma, up to --gamma, of "
-        f"{', '.join(gamma_policies.POLICIES)}: a row for each (default: fixed)",
+        f"{', '.join(policies.POLICIES)}: a row for each (default: fixed)",
     )
     group.add_argument(
         "--confidence",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import gamma_policies, paths
+from experiments.lib import paths, policies
 from spec_jax.engine import protocols
 from spec_jax.model import row_model
 from spec_jax.rules import sampling as sampling_lib
@@ -46,7 +46,7 @@ class Cell:
       gamma: tokens drafted a round, or the most where a policy chooses; data to an
         executable, and so the cheapest axis.
       sampling: of `SAMPLINGS`.
-      gamma_policy: of `gamma_policies.POLICIES`.
+      gamma_policy: of `policies.POLICIES`.
       batch: slots that share a forward: prompts at once, each compared with decoding
         alone.
 
@@ -94,14 +94,14 @@ class Cell:
             return None
         return sampling_lib.make_settings(**CONSTANTS[self.sampling])
 
-    def policy(self, drafter: protocols.Drafter) -> gamma_policies.Chosen:
+    def policy(self, drafter: protocols.Drafter) -> policies.Chosen:
         """Returns the policy, for all gammas that the drafter can draft.
 
         A cell's gamma is data on top of it, so that cells of any gamma share
         executables. Goodput gets stated costs in the place of measured ones.
         """
         costs, gamma_max = CONSTANTS["goodput"], drafter.gamma_max
-        return gamma_policies.make(
+        return policies.make(
             self.gamma_policy,
             drafter,
             gamma=gamma_max,

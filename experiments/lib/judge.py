@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import gamma_policies, recordings, replays, step_costs, traces
+from experiments.lib import policies, recordings, replays, step_costs, traces
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import registry
@@ -71,7 +71,7 @@ class Judge:
     def _row(self, name, replayer, gamma, policy, after_prompt) -> dict[str, Any]:
         """Returns what one drafter does with one gamma and policy, over all prompts."""
         curve = self.curves.get(name)
-        chosen = gamma_policies.make(
+        chosen = policies.make(
             policy,
             replayer.built[0],
             gamma=gamma,

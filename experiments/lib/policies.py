@@ -70,8 +70,8 @@ def make(
     if name == "fixed":
         return Chosen()
     if name == "threshold":
-        rungs = [rung for rung in (0, 1, 2, 4, 8, 16) if rung < gamma]
-        chosen = threshold.Threshold(ladder=(*rungs, gamma), probing=probing)
+        levels = [level for level in (0, 1, 2, 4, 8, 16) if level < gamma]
+        chosen = threshold.Threshold(ladder=(*levels, gamma), probing=probing)
         return Chosen(gamma_policy=chosen, state=chosen.init())
     if name == "goodput":
         chosen = goodput.Goodput(gamma_max=gamma, probing=probing)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import gamma_policies, recordings, runs, traces
+from experiments.lib import policies, recordings, runs, traces
 from spec_jax import loading
 from spec_jax.analysis import metrics, trace as trace_lib
 from spec_jax.drafters import each, oracle, registry
@@ -16,7 +16,7 @@ from spec_jax.model import tokenizer
 from spec_jax.ops import dispatch
 
 
-CONSTANT = gamma_policies.Chosen()
+CONSTANT = policies.Chosen()
 """No policy: the same gamma in every round."""
 
 
@@ -88,7 +88,7 @@ class Replayer:
         prompt: traces.PromptTrace,
         *,
         gamma: int,
-        chosen: gamma_policies.Chosen = CONSTANT,
+        chosen: policies.Chosen = CONSTANT,
     ) -> tuple[metrics.Counters, np.ndarray]:
         """Replays one prompt, with a policy that chooses gammas up to `gamma`.
 
@@ -143,7 +143,7 @@ class Replayer:
         prompt: traces.PromptTrace,
         *,
         gamma: int,
-        chosen: gamma_policies.Chosen = CONSTANT,
+        chosen: policies.Chosen = CONSTANT,
     ) -> runs.Speculative:
         """Runs the rounds of a prompt with the target, and all else as `run` has it.
 

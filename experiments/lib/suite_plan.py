@@ -14,7 +14,7 @@ from experiments.lib import (
     cell_runs,
     certificates,
     exact_cells as cells_lib,
-    gamma_policies,
+    policies,
     prompt_files,
     prompts as prompts_lib,
     records,
@@ -59,7 +59,7 @@ _EVERY = {
     ),
     "gamma": (4, 1, 2, 7),
     "sampling": cells_lib.SAMPLINGS,
-    "gamma_policy": gamma_policies.POLICIES,
+    "gamma_policy": policies.POLICIES,
     "batch": (1, 4),
 }
 BRIEF = Defaults(

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.lib import (
     exact_cells as cells_lib,
-    gamma_policies,
+    policies,
     suite,
     suite_plan as plans,
 )
@@ -156,7 +156,7 @@ def test_names_of_axes_stand_for_what_the_certificate_says():
     drafter = ngram.PromptLookup(gamma_max=3)
     fixed, by_share, by_speed = (
         dataclasses.replace(greedy, gamma_policy=name).policy(drafter)
-        for name in gamma_policies.POLICIES
+        for name in policies.POLICIES
     )
     assert fixed.gamma_policy is None and fixed.state is None
     assert by_share.gamma_policy.ladder == (0, 1, 2, 3)

@@ -10,8 +10,8 @@ import tiny_pair
 from experiments import replay
 from experiments.lib import (
     cli,
-    gamma_policies,
     judge as judge_lib,
+    policies,
     recordings,
     replays,
     runs,
@@ -143,7 +143,7 @@ def test_replayed_counters_are_live_counters(kind, name, folders, request):
 def test_replayed_policies_choose_what_live_ones_choose(greedy, folders):
     """Fails if adaptive rounds learn other counts on a trace."""
     subject = Subject("ngram", greedy, folders[0], folders[1])
-    chosen = gamma_policies.make(
+    chosen = policies.make(
         "threshold", subject.replayer.built[0], gamma=4, round_s=None
     )
     subject.assert_equal(gamma=4, chosen=chosen)
