@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.ablations import round_cache
+from experiments.ablations import round_local
 from experiments.lib import exact_cells as cells, paths
 from spec_jax import loading
 from spec_jax.debug import evidence, recorder
@@ -125,7 +125,7 @@ def with_drafter(lm: loading.LanguageModel, cell: cells.Cell) -> loading.Languag
     )
     drafter, params = registry.build(name, parts)
     if cell.draft_cache == "round" and name in WITH_MODEL:
-        drafter = round_cache.RoundCache(drafter=drafter)
+        drafter = round_local.of(drafter)
     return lm.with_drafter(drafter, params)
 
 
