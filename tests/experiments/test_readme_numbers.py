@@ -12,7 +12,7 @@ import re
 import pytest
 
 from experiments import plot
-from experiments.support import figure_source
+from experiments.lib import figure_source
 from spec_jax.gamma import theory
 
 
@@ -94,7 +94,7 @@ def test_the_table_of_rounds():
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: pathlib.Path(path).stem)
 def test_figures_are_of_these_rows(path, request):
     """Fails if rows were measured again and the figure was not drawn again."""
-    from experiments.support import figures
+    from experiments.lib import figures
 
     if "divergence" in path:
         # Its row is older than relative differences, and cannot be drawn.
@@ -110,7 +110,7 @@ def test_figures_are_of_these_rows(path, request):
 @pytest.mark.xfail(strict=True, reason="the rows of the table have one gamma so far")
 def test_the_table_of_rounds_is_in_the_figure():
     """Fails if both show other runs of the same thing."""
-    from experiments.support import figures
+    from experiments.lib import figures
 
     (path,) = (path for path in FIGURES if path.endswith("/speedup.svg"))
     drawn = set(figures.read_source(REPO / path))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.lib import records
-from experiments.support import report
+from spec_jax.engine import state
 
 
 def rows(path: pathlib.Path) -> list[dict]:
@@ -140,7 +140,7 @@ def test_values_become_plain_json():
         "bf16": jnp.bfloat16(1.5),
         "array": np.arange(4).reshape(2, 2),
         "tuple": (1, (2.0, None)),
-        "enum": report.Origin.BONUS,
+        "enum": state.Origin.BONUS,
         "path": pathlib.Path("a/b"),
         "nested": {1: {"x": jnp.ones(2)}},
     }
