@@ -222,6 +222,7 @@ def dump_mismatches(
             result.prompt_ids,
             name=result.prompt.id,
             verify_path=args.verify_path,
+            acceptance=args.acceptance,
         ):
             lines.write(row)
             written += 1
