@@ -200,21 +200,17 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     return paths
 
 
-def check_installed() -> None:
-    """Raises `ValueError` where there is nothing to draw with."""
+def check_folder(folder: pathlib.Path | None = None) -> None:
+    """Raises `ValueError` where figures could not be drawn, or not into the folder."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"matplotlib is not installed; {INSTALL} brings it")
-
-
-def check_folder(folder: pathlib.Path) -> None:
-    """Raises `ValueError` where figures could not be drawn into the folder."""
-    check_installed()
-    files.check_folder(folder)
+    if folder is not None:
+        files.check_folder(folder)
 
 
 def run_all(args: argparse.Namespace) -> int:
     """Reads, draws, and says which files it wrote and which rows it left alone."""
-    check_installed()
+    check_folder()
     rows = [row for path in args.files for row in read(path)]
     if args.theory is not None:
         pairs = list(itertools.chain.from_iterable(args.theory)) or THEORY
@@ -227,7 +223,7 @@ def run_all(args: argparse.Namespace) -> int:
         raise ValueError(
             f"no rows for {' or '.join(names)}; the rows there are of kind {kinds}"
         )
-    files.check_folder(args.out)
+    check_folder(args.out)
     status = DRAWN
     for name, of_figure in taken.items():
         if not of_figure:

@@ -31,7 +31,6 @@ from experiments.lib import (
     tables,
     terminal,
 )
-from spec_jax.analysis import metrics
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -139,19 +138,9 @@ def load(args: argparse.Namespace) -> models.Subject:
     return dataclasses.replace(subject, settings=settings)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Runs that are finished, and what they show."""
-
-    subject: models.Subject
-    results: list[results_lib.PromptResult]
-    summary: metrics.Metrics
-    categories: dict[str, metrics.Metrics]
-
-
 def measure(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> Measured:
+) -> tuple[models.Subject, list[results_lib.PromptResult]]:
     """Loads, runs every prompt, and writes its line, and the summary's."""
     subject = load(args)
     lm, settings, prompts = subject.lm, subject.settings, subject.prompts
@@ -177,20 +166,26 @@ def measure(
         ):
             out.write(result.row())
             results.append(result)
-    summary, categories = (
-        results_lib.summarise(results),
-        results_lib.by_category(results),
-    )
-    if args.batch is not None:
-        summary = results_lib.without_decode_times(summary)
-    rows = {name: tables.to_row(of_one) for name, of_one in categories.items()}
+    summary, by_category = summarise(args, results)
     out.write(
-        {"kind": "summary", **tables.to_row(summary), "compile_s": compile_s}
-        | {"by_category": rows}
+        {"kind": "summary", **summary, "compile_s": compile_s}
+        | {"by_category": by_category}
         | describe(args, subject)
         | records.provenance()
     )
-    return Measured(subject=subject, results=results, summary=summary, categories=rows)
+    return subject, results
+
+
+def summarise(
+    args: argparse.Namespace, results: Sequence[results_lib.PromptResult]
+) -> tuple[dict, dict[str, dict]]:
+    """The metrics of all prompts, and of each category, as rows."""
+    summary = results_lib.summarise(results)
+    if args.batch is not None:
+        summary = results_lib.without_decode_times(summary)
+    categories = results_lib.by_category(results)
+    rows = {name: tables.to_row(of_one) for name, of_one in categories.items()}
+    return tables.to_row(summary), rows
 
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
@@ -210,36 +205,38 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
 
 def dump_mismatches(
     args: argparse.Namespace,
-    measured: Measured,
+    subject: models.Subject,
+    results: Sequence[results_lib.PromptResult],
     lines: records.JsonLines,
-    console: rich_console.Console,
-) -> None:
+) -> str:
     """Runs the prompts that mismatched again, and writes a line for each mismatch."""
     from experiments.lib import mismatches
 
-    counted = sum(result.mismatches for result in measured.results)
     written = 0
-    for result in measured.results:
+    for result in results:
         if not result.mismatches:
             continue
         for row in mismatches.find(
-            measured.subject.lm,
-            measured.subject.settings,
+            subject.lm,
+            subject.settings,
             result.prompt_ids,
             name=result.prompt.id,
             verify_path=args.verify_path,
+            acceptance=args.acceptance,
         ):
             lines.write(row)
             written += 1
-    console.print(
+    counted = sum(result.mismatches for result in results)
+    return (
         f"{written} of {counted} mismatches met again and written to "
         f"{args.dump_verify_mismatches}"
     )
 
 
-def make_sample(args: argparse.Namespace, measured: Measured) -> samples.Sample:
+def make_sample(
+    args: argparse.Namespace, subject: models.Subject, first: results_lib.PromptResult
+) -> samples.Sample:
     """The text that is shown: of the settings that were asked for, or drawn apart."""
-    subject, first = measured.subject, measured.results[0]
     if args.draws_sample:
         return samples.draw(subject.lm, subject.settings, first, seed=args.seed)
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -252,21 +249,22 @@ def run(args: argparse.Namespace) -> int:
     console = terminal.console()
     with (
         records.JsonLines(args.out) as out,
-        records.JsonLines(args.dump_verify_mismatches) as mismatch_lines,
+        records.JsonLines(args.dump_verify_mismatches) as lines,
     ):
-        measured = measure(args, out, console)
+        subject, results = measure(args, out, console)
         if args.dump_verify_mismatches:
-            dump_mismatches(args, measured, mismatch_lines, console)
+            console.print(dump_mismatches(args, subject, results, lines))
+    summary, by_category = summarise(args, results)
     try:
-        sample = make_sample(args, measured)
+        sample = make_sample(args, subject, results[0])
         console.print()
-        samples.show(sample, measured.subject.lm, console)
+        samples.show(sample, subject.lm, console)
     finally:  # The measured numbers, also where the text is interrupted.
         console.print()
-        tables.print_table(measured.summary, console)
-        tables.print_categories(measured.categories, console)
-    matched = (measured.summary["matched"], sample.matched)
-    return NOT_MATCHED if False in matched else MATCHED
+        tables.print_table(summary, console)
+        tables.print_categories(by_category, console)
+    is_wrong = False in (summary["matched"], sample.matched)
+    return NOT_MATCHED if is_wrong else MATCHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,36 +35,15 @@ from experiments.lib import (
 MATCHED, NOT_MATCHED = 0, 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Way:
-    """A way of running all prompts.
+Way = tuple[int | None, int]
+"""Sequences at once, None for one by one without rounds; and gamma, 0 for plain."""
 
-    Attributes:
-      batch: sequences at once; None for one by one, without rounds.
-      gamma: 0 is plain decoding.
-    """
-
-    batch: int | None
-    gamma: int
-
-    def row(self) -> dict[str, Any]:
-        """The way, in a JSON row."""
-        kind = "plain" if self.gamma == 0 else f"gamma {self.gamma}"
-        where = "one by one" if self.batch is None else f"batch {self.batch}"
-        return {"way": f"{kind}, {where}", "batch": self.batch, "gamma": self.gamma}
-
-
-ALONE = Way(batch=None, gamma=0)
+ALONE: Way = (None, 0)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Result:
-    """What a way did.
-
-    Attributes:
-      texts: generated tokens of each prompt.
-      seconds: of each repeat.
-    """
+    """What a way did: the texts, and the seconds of each repeat."""
 
     texts: list[list[int]] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -72,6 +51,14 @@ class Result:
     def num_equal(self, other: "Result") -> int:
         """How many texts are those of the other."""
         return sum(a == b for a, b in zip(self.texts, other.texts, strict=True))
+
+
+def describe(way: Way) -> dict[str, Any]:
+    """The way, in a JSON row."""
+    batch, gamma = way
+    where = "one by one" if batch is None else f"batch {batch}"
+    kind = f"gamma {gamma}" if gamma else "plain"
+    return {"way": f"{kind}, {where}", "batch": batch, "gamma": gamma}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -126,7 +113,7 @@ def measure(
     if max(args.batch) > len(ids):
         console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
     for batch in dict.fromkeys(min(each, len(ids)) for each in args.batch):
-        ways += [Way(batch=batch, gamma=0), Way(batch=batch, gamma=args.gamma)]
+        ways += [(batch, 0), (batch, args.gamma)]
     console.print(f"{len(ids)} prompts x {args.gen_tokens} tokens; compiling ...")
     description = (
         {"drafter": args.drafter, "prompts": len(ids)}
@@ -137,9 +124,12 @@ def measure(
     results = {way: Result() for way in ways}
     for row in run_ways(lm, settings, ids, results, repeats=args.repeats):
         out.write(row | description)
-    rows = [row_of(way, of_way, results[ALONE]) for way, of_way in results.items()]
+    rows = [
+        row_of(way, result, results[ALONE]) | description
+        for way, result in results.items()
+    ]
     for row in rows:
-        out.write(row | description)
+        out.write(row)
     equal = [row["prompts_equal"] == len(ids) for row in rows]
     # A rule that keeps the distribution alone has texts of its own.
     return rows, all(equal) or not settings.is_exact
@@ -150,8 +140,7 @@ def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
     num_tokens = sum(map(len, result.texts))
     return {
         "kind": "throughput",
-        **way.row(),
-        "prompts": len(result.texts),
+        **describe(way),
         "prompts_equal": result.num_equal(alone),
         "tokens": num_tokens,
         **timing.spread_fields("tok_s", [num_tokens / s for s in result.seconds]),
@@ -178,19 +167,20 @@ def run_ways(
                 result.texts, seconds = _once(lm, settings, ids, way)
                 result.seconds.append(seconds)
                 yield {
-                    **{"kind": "throughput_run", **way.row(), "repeat": repeat},
+                    **{"kind": "throughput_run", **describe(way), "repeat": repeat},
                     "prompts_equal": result.num_equal(results[ALONE]),
                     "seconds": seconds,
                 }
                 advance()
 
 
-def _once(lm, settings, ids, way) -> tuple[list[list[int]], float]:
+def _once(lm, settings, ids, way: Way) -> tuple[list[list[int]], float]:
     """One way over all prompts: their texts, and the seconds of it."""
-    if way.batch is None:
+    batch, gamma = way
+    if batch is None:
         done = [runs.run_plain(lm, settings, prompt) for prompt in ids]
     else:
-        settings = dataclasses.replace(settings, gamma=way.gamma, num_slots=way.batch)
+        settings = dataclasses.replace(settings, gamma=gamma, num_slots=batch)
         done = runs.run_batch(lm, settings, ids)
     return [run.tokens for run in done], sum(run.timing.e2e_s for run in done)
 

@@ -14,25 +14,9 @@ MAX_CURVES = 8
 """As many as there are colours that everybody can tell apart."""
 
 _SETTINGS = (
-    "target",
-    "draft",
-    "drafter",
-    "impl",
-    "dtype",
-    "prompt_source",
-    "gen_tokens",
-    "page_size",
-    "prefill",
-    "acceptance",
-    "verify_path",
-    "cache",
-    "draft_cache",
-    "temperature",
-    "gamma_policy",
-    "rule",
-    "confidence",
-    "batch",
-    "repeats",
+    *("target", "draft", "drafter", "impl", "dtype", "prompt_source", "gen_tokens"),
+    *("page_size", "prefill", "acceptance", "verify_path", "cache", "draft_cache"),
+    *("temperature", "rule", "gamma_policy", "confidence", "batch", "repeats"),
 )
 """What sets one speculative run apart from another, beside gamma."""
 
