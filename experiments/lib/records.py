@@ -53,7 +53,7 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
       ValueError: rows of something else, or measured otherwise; one line says how.
     """
     path = out.path
-    if path is None or not path.is_file():
+    if path is None or not path.exists():
         return []
     lines = files.read(path).splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):

@@ -16,8 +16,7 @@ import numpy as np
 
 from spec_jax.drafters import each
 from spec_jax.engine import checks, protocols, rows
-from spec_jax.testing import bench as bench_lib
-from spec_jax.testing.compare import assert_same_bits
+from spec_jax.testing import bench as bench_lib, compare
 
 
 def check_drafter(
@@ -197,7 +196,7 @@ def _same_program(first: Any, second: Any) -> bool:
     # Addresses of functions are printed too, and mean nothing.
     texts = [re.sub("0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, second)]
     try:
-        assert_same_bits(first.consts, second.consts)
+        compare.assert_same_bits(first.consts, second.consts)
     except AssertionError:
         return False
     return texts[0] == texts[1]

@@ -190,7 +190,15 @@ def test_tokens_and_keys_that_differ_are_told(lm):
     runs = forced_rounds.make_runs(lm, start=8, generated=4, page_size=16)
     state = runs.run_plain(runs.target_cache())
     trace = np.asarray(state.tokens)
-    spec = runs.run_rounds(runs.both_caches(), lm.drafter, lm.drafter_params, GAMMA)
+    drafter = forced_drafter.ForcedDrafter(
+        inner=lm.drafter, vocab_size=lm.target.config.vocab_size
+    )
+    known = forced_drafter.ForcedParams(
+        draft=lm.drafter_params,
+        trace=jnp.asarray(trace),
+        kept=jnp.ones(trace.shape, bool),
+    )
+    spec = runs.run_rounds(runs.both_caches(), drafter, known, GAMMA)
     kv, slot = spec.cache, scheduler.slot_of(spec.slots, 0)
     seconds = {0.5: [1.0], forced_rounds.PLAIN: [2.0]}
     timings = timing.Timings(warm_up={0.5: 3.0}, seconds=seconds)
