@@ -57,6 +57,7 @@ NAMES_FROM = {
     "spec_jax.typing",
     "spec_jax.loading",
     "spec_jax.testing.bits",  # `spec_jax.testing.bits` is a function of it, too
+    "spec_jax.testing.compare",
 }
 """Sources of types, from which names and not modules are imported."""
 

@@ -29,7 +29,9 @@ def as_drafter(**changes) -> draft_model.DraftModel:
     return decoding.draft_drafter(impl=SMALL.target.impl, **changes)
 
 
-@pytest.mark.parametrize("kind", ["paged", "static"])
+@pytest.mark.parametrize(
+    "kind", ["paged", pytest.param("static", marks=pytest.mark.slow)]
+)
 def test_a_draft_model_keeps_the_contract(kind):
     model = dataclasses.replace(BENCH.target, slab=2, cache=kind)
     drafter = draft_model.DraftModel(model=model, gamma_max=GAMMA_MAX)

@@ -39,9 +39,7 @@ GREEDY = dataclasses.replace(REPEATS, sampling=decoding.COLD)
 
 QUICK = {
     *((("coupled", name, 3)) for name in DRAFTERS),
-    ("coupled", "bigram", 1),
     ("rejection", "draft-model", 3),
-    ("rejection", "bigram", 3),
     ("block", "hybrid", 3),
     ("block", "ngram", 1),
 }

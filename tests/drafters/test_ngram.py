@@ -112,7 +112,10 @@ def test_ties_and_ends_by_hand(text, latest, earliest):
     assert drafts(ngram.hugging_face(gamma_max=4), text, gamma=4) == earliest
 
 
-@pytest.mark.parametrize("drafter", [ngram.PromptLookup, ngram.hugging_face])
+@pytest.mark.parametrize(
+    "drafter",
+    [ngram.PromptLookup, pytest.param(ngram.hugging_face, marks=pytest.mark.slow)],
+)
 def test_it_keeps_the_contract(drafter):
     checked = testing.check_drafter(drafter(gamma_max=GAMMA_MAX), None)
     assert checked == tuple(testing.CLAUSES)

@@ -137,7 +137,7 @@ def test_refilling_compiles_nothing():
         ).request()
         for number, ask in enumerate(ASKS)
     ]
-    scheduler, other = make(), make(2)
+    scheduler, other = make(), make(7)  # of which nothing is compiled yet
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         assert len(list(scheduler.run(strange))) == len(strange)

@@ -318,8 +318,8 @@ def run_windows(model, params, page_size, *, by_rows, spoil=lambda kv: kv):
     ("impl", "dtype", "page_size", "by_rows"),
     [
         ("xla", "float32", 8, False),
-        ("native", "float32", 16, True),
-        ("native", "bfloat16", 8, False),
+        pytest.param("native", "float32", 16, True, marks=pytest.mark.slow),
+        pytest.param("native", "bfloat16", 8, False, marks=pytest.mark.slow),
         ("native", "bfloat16", 128, True),
     ],
 )
