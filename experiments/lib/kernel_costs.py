@@ -116,8 +116,9 @@ class Bench:
     def lowered(self, variant: Variant) -> dict[str, Any]:
         """What tracing and lowering the variant for a GPU takes."""
         static, pages, fixed, inputs = self.arguments(variant)
+        arguments = (pages[0], fixed, inputs)
         return lowering.lower(
-            lambda: kernels.repeat.trace(*static, pages[0], fixed, inputs)
+            lambda: kernels.repeat.trace(*static, *lowering.abstract(arguments))
         )
 
 

@@ -63,6 +63,24 @@ def lower(trace: Callable[[], jax.stages.Traced]) -> dict[str, Any]:
     return row
 
 
+def abstract(arguments: Any) -> Any:
+    """Returns the shapes of `arguments`, for tracing within `lower`.
+
+    Without a GPU and from jax 0.11 on, types carry the mesh that Pallas asks. What a
+    trace computes has it; arguments of equal types keep inner functions from being
+    lowered once for arguments and once more for results.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    is_pretended = mesh.abstract_device is not None
+
+    def struct(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        own = sharding if is_pretended else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+
+    return jax.tree.map(struct, arguments)
+
+
 @contextlib.contextmanager
 def _without_gpu() -> Iterator[None]:
     """From jax 0.11 on, Pallas asks the mesh for the GPU, tracing and lowering."""
