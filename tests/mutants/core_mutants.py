@@ -35,7 +35,7 @@ KERNELS = (
         "y = skinny_gemm.skinny_gemm(x, w, impl=impl).astype(dtype)",
         "alone = skinny_gemm.skinny_gemm(x[:, ::-1], w[:, ::-1], impl=impl)\n"
         "    y = skinny_gemm.skinny_gemm(x, w, impl=impl)\n"
-        "    y = jnp.where(num_live == 1, alone, y).astype(dtype)",
+        "    y = jnp.where(num_active == 1, alone, y).astype(dtype)",
         "model/test_rows.py::test_head_sizes_and_groups[64-2-2-xla]",
     ),
     Mutant(
@@ -84,24 +84,24 @@ KERNELS = (
     Mutant(
         "the native gate reads a padding row",
         "native.calls:gate",
-        "x, norm, w, num_live, isa",
-        "x, norm, w, jnp.minimum(num_live + 1, R), isa",
+        "x, norm, w, num_active, isa",
+        "x, norm, w, jnp.minimum(num_active + 1, R), isa",
         "native/test_native_gate.py::"
         "test_a_row_is_that_row_alone[portable-7-5-float32]",
     ),
     Mutant(
         "native rows are written one position late",
         "native.calls:attend",
-        "positions,\n        num_live,\n        k_pages",
-        "positions + 1,\n        num_live,\n        k_pages",
+        "positions,\n        num_active,\n        k_pages",
+        "positions + 1,\n        num_active,\n        k_pages",
         "native/test_native_attend.py::test_the_reference_form_agrees[float32]",
     ),
     Mutant(
         "the native argmax leaves out the last active row",
         "native.calls:argmax",
-        "output, x, num_live",
-        "output, x, num_live - 1",
-        "native/test_native_argmax.py::test_dead_rows_are_zero_and_unread[portable]",
+        "output, x, num_active",
+        "output, x, num_active - 1",
+        "native/test_native_argmax.py::test_padding_rows_are_zero_and_unread[portable]",
     ),
     Mutant(
         "a plan is chosen by the number of rows",
@@ -173,7 +173,7 @@ PAGES = (
         "held != list(range(P))",
         "len(held) != P",
         "paging/test_cache.py::"
-        "test_broken_books_are_reported[a free page that is owned]",
+        "test_broken_tables_are_reported[a free page that is owned]",
     ),
     Mutant(
         "a position below zero is on the last page",
@@ -185,8 +185,8 @@ PAGES = (
     Mutant(
         "a padding row is written to the last page",
         "ops.page_write:page_write",
-        "< num_live, at, num_pages)",
-        "< num_live, at, -1)",
+        "< num_active, at, num_pages)",
+        "< num_active, at, -1)",
         "paging/test_cache.py::test_nothing_else_is_written",
     ),
     Mutant(
@@ -246,7 +246,7 @@ RULES = (
     ),
     Mutant(
         "logits that are not finite are not counted",
-        "engine.verdicts:finite_rows",
+        "engine.verification:finite_rows",
         "jnp.isfinite(top[:, 0])",
         "jnp.isfinite(top[:, 0]) | True",
         "engine/test_nonfinite.py::"
