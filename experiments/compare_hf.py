@@ -1,9 +1,9 @@
 """How fast is decoding beside Hugging Face's, and are its tokens the same?
 
-The same two folders on both sides, in turns, in one process: plain decoding, drafts
-of the draft model, drafts looked up in the text. Exit status: 0 every token of plain
-decoding equals Hugging Face's greedy one in float32, and every drafted token plain
-decoding's; 2 not; 1 the input was unusable.
+The same weights on both sides, in turns, in one process: plain decoding, drafts of the
+draft model, drafts looked up in the text. Exit status: 0 every token of plain decoding
+equals Hugging Face's greedy one in float32, and every drafted token plain decoding's;
+2 not; 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -13,12 +13,12 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
-import pathlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from rich import console as rich_console
 
 from experiments.lib import (
@@ -26,25 +26,23 @@ from experiments.lib import (
     compare_tables,
     flags,
     hf,
+    length_classes,
     peak_memory,
+    prompt_files,
+    prompts as prompts_lib,
     records,
+    runs as runs_lib,
     subjects,
     terminal,
 )
-from experiments.support import (
-    length_classes,
-    model_pair,
-    paired_runs,
-    prompt_files,
-    prompt_runs,
-)
+from spec_jax import loading
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
 
 IDENTICAL, NOT_IDENTICAL = 0, 2
 
-JUDGED_DTYPE = "float32"
+COMPARED_DTYPE = "float32"
 """In bfloat16 two libraries that are both right round to different tokens."""
 
 
@@ -57,10 +55,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     models = parser.add_argument_group("models")
     flags.add_models(models)
+    subjects.add_presets(models)
+    models.add_argument(
+        "--no-hf", action="store_true", help="leave Hugging Face's side out"
+    )
     models.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        default=JUDGED_DTYPE,
+        default=COMPARED_DTYPE,
         help="dtype of all models while they are timed (default: %(default)s); in "
         "bfloat16 the tokens are compared in float32 besides",
     )
@@ -76,6 +78,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    subjects.check_presets(parser, args)
     return args
 
 
@@ -127,43 +130,58 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     )
 
 
-def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:
-    """The folders of target and draft."""
-    return (
-        args.target or model_pair.EMBEDDED_TARGET,
-        args.draft or model_pair.EMBEDDED_DRAFT,
-    )
+def load_sides(
+    args: argparse.Namespace, lm: loading.LanguageModel, settings: runs_lib.Settings
+) -> compare.Sides:
+    """Both sides in our side's dtype, on the same kind of device."""
+    baseline = None
+    if args.preset and not args.no_hf:
+        baseline = subjects.preset_hf(lm)
+    elif not args.no_hf:
+        baseline = hf.load(
+            *subjects.folders(args),
+            dtype=lm.target.config.dtype,
+            backend=jax.default_backend(),
+        )
+    return compare.Sides(lm=lm, hf=baseline, settings=settings)
 
 
-def load_pair(args: argparse.Namespace, *, dtype: str) -> model_pair.ModelPair:
+def load_lm(args: argparse.Namespace, *, dtype: str) -> loading.LanguageModel:
     """Our side; one slab for every K, because gamma is data."""
-    gamma_max = max(args.gammas)
-    sizes = {"gamma_max": gamma_max, "slab": gamma_max + 1}
-    return model_pair.load_pair(*folders(args), **sizes, dtype=dtype, impl=args.impl)
-
-
-def load_hf(args: argparse.Namespace, *, dtype: str) -> hf.Baseline:
-    """Hugging Face's side, on the same kind of device."""
-    return hf.load(*folders(args), dtype=dtype, backend=jax.default_backend())
+    most = max(args.gammas)
+    return subjects.load(args, gamma_max=most, slab=most + 1, dtype=dtype)
 
 
 def make_prompts(
-    args: argparse.Namespace, pair: model_pair.ModelPair
+    args: argparse.Namespace, lm: loading.LanguageModel
 ) -> list[length_classes.LengthPrompt]:
     """The prompts of every class, checked.
 
     Raises:
       ValueError: prompts that cannot be made, or are too long for the model.
     """
-    prompts = length_classes.make(
-        prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
-        pair.tokenizer,
-        lengths=dict(zip(length_classes.NAMES, args.lengths, strict=True)),
-        per_length=args.per_length,
-        raw=args.raw,
-    )
-    prompt_runs.check_lengths(
-        pair.target.config,
+    lengths = dict(zip(length_classes.NAMES, args.lengths, strict=True))
+    if args.preset:
+        rng = np.random.default_rng(0)
+        prompts = [
+            length_classes.LengthPrompt(
+                length=name,
+                id=f"random {number}",
+                tokens=rng.integers(lm.target.config.vocab_size, size=size).tolist(),
+            )
+            for name, size in lengths.items()
+            for number in range(args.per_length)
+        ]
+    else:
+        prompts = length_classes.make(
+            prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
+            lm.tokenizer,
+            lengths=lengths,
+            per_length=args.per_length,
+            raw=args.raw,
+        )
+    prompts_lib.check_lengths(
+        lm.target.config,
         [(f"{p.length} prompt {p.id!r}", p.tokens) for p in prompts],
         gen_tokens=args.gen_tokens,
         page_size=args.page_size,
@@ -173,34 +191,34 @@ def make_prompts(
 
 def make_settings(
     args: argparse.Namespace,
-    pair: model_pair.ModelPair,
+    lm: loading.LanguageModel,
     prompts: Sequence[length_classes.LengthPrompt],
-) -> paired_runs.Settings:
+) -> runs_lib.Settings:
     """The settings of our runs, with a cache that fits the longest prompt."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     pages = index.pages_for(longest + args.gen_tokens, args.page_size)
-    return paired_runs.Settings(
+    return runs_lib.Settings(
         gamma=max(args.gammas),
         gen_tokens=args.gen_tokens,
         capacity=pages * args.page_size,
         page_size=args.page_size,
-        stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
+        stop_ids=() if args.ignore_stop else lm.stop_ids,
     )
 
 
 def memory_rows(
     args: argparse.Namespace,
-    pair: model_pair.ModelPair,
-    settings: paired_runs.Settings,
+    lm: loading.LanguageModel,
+    settings: runs_lib.Settings,
     prompts: Sequence[length_classes.LengthPrompt],
 ) -> list[dict[str, Any]]:
     """Peaks of each side after the longest prompt, in a process of its own each."""
-    target, draft = folders(args)
+    target, draft = subjects.folders(args)
     request = peak_memory.Request(
         target=str(target),
         draft=str(draft),
         dtype=args.dtype,
-        impl=pair.target.impl,
+        impl=lm.target.impl,
         backend=jax.default_backend(),
         prompt=max((prompt.tokens for prompt in prompts), key=len),
         gamma=max(args.gammas),
@@ -227,7 +245,7 @@ def measure(
             yield compare.run_prompt(
                 sides,
                 prompt,
-                runs=compare.all_runs(args.gammas),
+                runs=compare.all_runs(sides, args.gammas),
                 repeats=args.repeats,
                 after_turn=lambda: progress.advance(task),
             )
@@ -240,16 +258,15 @@ def greedy_rows(
 ) -> list[dict[str, Any]]:
     """Our plain tokens beside Hugging Face's, in the dtype that is judged.
 
-    What was timed in another one is generated again.
+    What was timed in another one is generated again, unless the weights are random.
     """
+    if sides.hf is None:
+        return []
     plain = (compare.OUR_PLAIN, compare.THEIR_PLAIN)
     texts = [[done.generated[run].tokens for run in plain] for done in runs]
-    if args.dtype != JUDGED_DTYPE:
-        sides = compare.Sides(
-            pair=load_pair(args, dtype=JUDGED_DTYPE),
-            hf=load_hf(args, dtype=JUDGED_DTYPE),
-            settings=sides.settings,
-        )
+    if args.dtype != COMPARED_DTYPE and not args.preset:
+        lm = load_lm(args, dtype=COMPARED_DTYPE)
+        sides = load_sides(args, lm, sides.settings)
         texts = [
             [sides.generate(run, done.prompt.tokens)[1].tokens for run in plain]
             for done in runs
@@ -266,14 +283,15 @@ def run_all(
     """Loads, measures, writes, prints; returns whether all tokens are the same."""
     started = time.perf_counter()
     subjects.check_device(args.device)
-    hf.check_installed()
-    pair = load_pair(args, dtype=args.dtype)
-    prompts = make_prompts(args, pair)
-    settings = make_settings(args, pair, prompts)
-    memory = [] if args.no_memory else memory_rows(args, pair, settings, prompts)
-    sides = compare.Sides(
-        pair=pair, hf=load_hf(args, dtype=args.dtype), settings=settings
-    )
+    if not args.no_hf:
+        hf.check_installed()
+    lm = load_lm(args, dtype=args.dtype)
+    prompts = make_prompts(args, lm)
+    settings = make_settings(args, lm, prompts)
+    memory = []
+    if not (args.no_memory or args.preset or args.no_hf):
+        memory = memory_rows(args, lm, settings, prompts)
+    sides = load_sides(args, lm, settings)
     description = describe(args, sides)
     loaded_s = time.perf_counter() - started
 
@@ -293,6 +311,7 @@ def run_all(
     summary = {
         "prompts": len(prompts),
         "gen_tokens": args.gen_tokens,
+        "compared_dtype": greedy[0]["compared_dtype"] if greedy else None,
         "greedy_identical": sum(row["first_difference"] is None for row in greedy),
         "matched": all(done.matched for done in runs),
         "same_drafts": sum(map(sum, same_drafts)),
@@ -304,23 +323,24 @@ def run_all(
     write([{"kind": "summary"} | summary])
     compare_tables.print_all(console, compared, greedy, memory, summary)
     if args.plot:
-        from experiments.support import figures
+        from experiments.lib import figures
 
         rows = [row | description for row in compared]
-        figures.save(figures.hugging_face(rows), args.plot)
-    return summary["matched"] and summary["greedy_identical"] == len(prompts)
+        figures.save(figures.hugging_face(rows), args.plot, rows=rows)
+    is_compared = summary["compared_dtype"] == COMPARED_DTYPE
+    same = summary["greedy_identical"] == len(prompts) or not is_compared
+    return summary["matched"] and same
 
 
 def describe(args: argparse.Namespace, sides: compare.Sides) -> dict[str, Any]:
     """What is measured and where, for every row."""
-    pair, settings = sides.pair, sides.settings
+    lm, settings = sides.lm, sides.settings
     return {
-        "target": str(args.target or subjects.EMBEDDED),
-        "draft": str(args.draft or subjects.EMBEDDED),
+        **subjects.names(args),
         "dtype": args.dtype,
-        "impl": pair.target.impl,
-        "native_isa": dispatch.instruction_set(pair.target.impl),
-        "slab": pair.target.slab,
+        "impl": lm.target.impl,
+        "native_isa": dispatch.instruction_set(lm.target.impl),
+        "slab": lm.target.slab,
         "page_size": settings.page_size,
         "prompt_source": args.prompts,
         "gen_tokens": args.gen_tokens,
@@ -328,7 +348,7 @@ def describe(args: argparse.Namespace, sides: compare.Sides) -> dict[str, Any]:
         "raw": args.raw,
         "repeats": args.repeats,
         "matched_ngram": hf.MATCHED_NGRAM,
-        "hf": sides.hf.description,
+        "hf": sides.hf and sides.hf.description,
         **records.provenance(),
     }
 

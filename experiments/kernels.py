@@ -161,10 +161,11 @@ def jobs(
     args: argparse.Namespace, chosen: Sequence[kernels.Subject], impls: Sequence[str]
 ) -> Iterator[Work]:
     """What is asked for, subject by subject."""
-    if args.check == "rows" and set(impls) & set(dispatch.PALLAS):
+    check_all = args.check == "rows" and not args.dry_run
+    if check_all and set(impls) & set(dispatch.PALLAS):
         yield "control", lambda: [kernel_checks.control(impls[0])]
     for subject in chosen:
-        if args.check:
+        if args.check and not args.dry_run:
             for impl in impls:
                 if impl != "xla" and (not subject.only or impl in subject.only):
                     yield (

@@ -1,8 +1,8 @@
-"""What does a step cost, and how fast is decoding beside Hugging Face's?
+"""What does a step cost: of plain decoding, of a window, of the draft, of a round?
 
-Steps are timed inside compiled calls, whole runs with their prefill; all of it in
-turns, in one process, on the same weights. Stop tokens are ignored, so that every
-run yields the same number of tokens. Exit status: 0 measured, 2 something failed or
+Steps are timed inside compiled calls, in turns, in one process, on the same weights;
+with --forced whole generations too, at an acceptance that is stated. (compare_hf.py
+times whole runs beside Hugging Face's.) Exit status: 0 measured, 2 something failed or
 tokens differ at forced acceptance, 1 the input was unusable.
 """
 
@@ -13,18 +13,15 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
-import sys
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from rich import console as rich_console
 
 from experiments.lib import (
-    compare,
     flags,
     forced_rounds,
-    hf,
-    latency_flags,
     lowering,
     records,
     steps,
@@ -32,11 +29,9 @@ from experiments.lib import (
     terminal,
     timing,
     trace,
-    whole_runs,
 )
-from experiments.support import paired_runs, prompt_runs, report
+from spec_jax import loading
 from spec_jax.ops import dispatch
-from spec_jax.paging import index
 
 
 MEASURED, FAILED = 0, 2
@@ -44,79 +39,138 @@ MEASURED, FAILED = 0, 2
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    return latency_flags.parse(__doc__, argv)
+    parser = cli.Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    models = parser.add_argument_group("models")
+    flags.add_models(models)
+    subjects.add_presets(models)
+    models.add_argument(
+        "--slab",
+        type=cli.positive,
+        metavar="ROWS",
+        help="rows of every call of the target (default: gamma + 1)",
+    )
+    _add_steps(parser.add_argument_group("steps"))
+    flags.add_device(parser)
+    flags.add_dry_run(parser)
+    flags.add_out(parser, rows="one per step, then one summary", is_committed=True)
+    args = parser.parse_args(argv)
+    flags.check_models(parser, args)
+    flags.check_sampling(parser, args)
+    subjects.check_presets(parser, args)
+    if args.forced and args.preset and not args.draft_preset:
+        parser.error("--forced needs a draft: name one with --draft-preset")
+    if args.dry_run and not args.preset:
+        parser.error("--dry-run needs a --preset: folders bring weights")
+    # Steps of a large model are slow, and few of them are enough.
+    args.steps = args.steps or (4 if args.preset else 20)
+    args.gammas = args.gammas or (args.gamma,)
+    args.gamma = max(args.gamma, *args.gammas)
+    args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
+    return args
 
 
-def load_subject(args: argparse.Namespace, platform: str) -> subjects.Subject:
-    """The models and prompts that the flags name."""
-    missing = hf.missing()
-    use_hf = not (args.no_hf or args.no_runs or args.dry_run)
-    if missing and use_hf:
-        print(
-            f"latency.py: runs of Hugging Face are left out: {' and '.join(missing)} "
-            f"not installed; {hf.INSTALL} brings them",
-            file=sys.stderr,
+def _add_steps(group: argparse._ArgumentGroup) -> None:
+    flags.add_rounds(group)
+    group.add_argument(
+        "--contexts",
+        type=cli.positive,
+        nargs="+",
+        default=[64, 256, 1024],
+        metavar="TOKENS",
+        help="context lengths of a plain step; everything else is measured at the "
+        "first of them (default: 64 256 1024)",
+    )
+    group.add_argument(
+        "--rows",
+        type=cli.positives,
+        metavar="N,N,...",
+        help="active rows of a window, the most of them at every context (default: 1 "
+        "to gamma + 1 where there is a draft, at the first context)",
+    )
+    group.add_argument(
+        "--prefill",
+        type=cli.positives,
+        default=(),
+        metavar="N,N,...",
+        help="prompt lengths to be prefilled (default: none)",
+    )
+    group.add_argument(
+        "--steps",
+        type=cli.positive,
+        metavar="N",
+        help="steps of one timed call (default: 20; with --preset 4)",
+    )
+    flags.add_repeats(group, default=20)
+    group.add_argument(
+        "--no-steps", action="store_true", help="leave the costs of steps out"
+    )
+    group.add_argument(
+        "--trace",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="a profiler's trace of a call of plain steps and, where there is a draft, "
+        "of rounds",
+    )
+    group.add_argument(
+        "--forced",
+        type=_rates,
+        default=(),
+        metavar="RATE,RATE,...",
+        help="generate after the first context with so many of the proposed tokens "
+        "accepted, whatever the draft proposes (default: not)",
+    )
+    group.add_argument(
+        "--gammas",
+        type=cli.positives,
+        metavar="K,K,...",
+        help="tokens drafted a round at forced acceptance (default: that of --gamma)",
+    )
+    flags.add_gen_tokens(group, default=64)
+    flags.add_sampling(group)
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    """The type of `--forced`."""
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 < rate < 1 for rate in rates):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of rates between 0 and 1, such as 0.4,0.6"
         )
-    models = {
-        "gamma_max": args.gamma,
-        "slab": args.slab,
-        "dtype": args.dtype,
-        "impl": args.impl,
-        "use_hf": use_hf and not missing,
-    }
-    if args.preset:
-        if args.dry_run and platform == "gpu" and args.impl == "auto":
-            models["impl"] = "triton"
-        return subjects.from_presets(
-            args.preset, args.draft_preset, as_shapes=args.dry_run, **models
-        )
-    return subjects.from_folders(
-        args.target, args.draft, prompt_source=args.prompts, **models
-    )
+    return rates
 
 
-def make_settings(
-    args: argparse.Namespace, subject: subjects.Subject
-) -> paired_runs.Settings:
-    """Settings of the whole runs, with a cache that fits the longest prompt.
-
-    Raises:
-      ValueError: a prompt that is empty, or too long for the model's positions.
-    """
-    names = [f"prompt {prompt_id!r}" for prompt_id in subject.prompts]
-    prompt_runs.check_lengths(
-        subject.pair.target.config,
-        zip(names, subject.prompts.values(), strict=True),
-        gen_tokens=args.gen_tokens,
-        page_size=args.page_size,
-    )
-    longest = max(len(prompt) for prompt in subject.prompts.values())
-    pages = index.pages_for(longest + args.gen_tokens, args.page_size)
-    return paired_runs.Settings(
-        gamma=args.gamma,
-        gen_tokens=args.gen_tokens,
-        capacity=pages * args.page_size,
-        page_size=args.page_size,
-    )
+def load(args: argparse.Namespace) -> loading.LanguageModel:
+    """The models; for a GPU that need not be here with `--dry-run`."""
+    device = "auto" if args.dry_run else args.device
+    is_gpu = subjects.check_device(device) == "gpu" or args.device == "gpu"
+    if args.dry_run and is_gpu and args.impl == "auto":
+        args.impl = "triton"
+    sizes = {"gamma_max": args.gamma, "slab": args.slab, "dtype": args.dtype}
+    return subjects.load(args, as_shapes=args.dry_run, **sizes)
 
 
 class Report:
     """Rows as they are known, their tables, and whether anything failed."""
 
-    def __init__(self, out: records.JsonLines, console: rich_console.Console):
+    def __init__(
+        self,
+        out: records.JsonLines,
+        console: rich_console.Console,
+        description: dict[str, Any],
+    ):
         self._out, self._console = out, console
-        self.description: dict[str, Any] = {}
-        self.failed = False
+        self._description, self.failed = description, False
 
-    def write(
-        self, rows: Sequence[dict[str, Any]], columns: dict[str, str] | None = None
-    ) -> None:
-        """Writes rows, and prints those that have all the columns."""
+    def write(self, rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> None:
+        """Writes rows, and prints those that have the columns as a table."""
         for row in rows:
-            self._out.write(row | self.description)
+            self._out.write(row | self._description)
             self.failed |= records.is_failure(row)
-        if columns is None:
-            return
         shown = [row for row in rows if set(columns) <= set(row)]
         if shown:
             terminal.print_rows(shown, columns, self._console)
@@ -126,24 +180,12 @@ class Report:
                 self._console.print(line, highlight=False, soft_wrap=True)
         self._console.print()
 
-    def summarise(self, summary: dict[str, Any]) -> None:
-        """Writes and prints what follows from all rows."""
-        fields = SUMMARY_FIELDS
-        self.write([{"kind": "summary"} | report.to_row(summary, fields=fields)])
-        report.print_table(summary, self._console, fields=fields)
-
 
 def run_all(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
 ) -> int:
     """Loads, measures, writes each row when it is known, and prints the tables."""
-    shown = Report(out, console)
-    platform = subjects.check_device("auto" if args.dry_run else args.device)
-    if args.dry_run and args.device == "gpu":
-        platform = "gpu"
-    subject = load_subject(args, platform)
-    # What cannot be run is found before anything has been.
-    settings = make_settings(args, subject)
+    lm = load(args)
     plan = steps.Plan(
         contexts=args.contexts,
         page_size=args.page_size,
@@ -153,39 +195,36 @@ def run_all(
         sampling=flags.sampling_settings(args),
         as_shapes=args.dry_run,
     )
-    groups = [] if args.no_steps else steps.all_costs(subject.pair, plan)
-    shown.description = describe(args, subject)
+    # What cannot be run is found before anything has been.
+    groups = [] if args.no_steps else steps.all_costs(lm, plan)
+    shown = Report(out, console, describe(args, lm))
     if args.dry_run:
-        for cost in {cost.name: cost for group in groups for cost in group}.values():
-            row = {"kind": "compile", "program": cost.name}
-            work = lambda c=cost, r=row: [r | lowering.lower(c.work.trace)]
-            shown.write(records.guarded(cost.name, work), COMPILE_COLUMNS)
+        works = [cost.work for group in groups for cost in group if cost.work]
+        for name, work in {work.program: work for work in works}.items():
+            row = {"kind": "compile", "program": name}
+            lower = lambda w=work, r=row: [r | lowering.lower(w.trace)]
+            shown.write(records.guarded(name, lower), COMPILE_COLUMNS)
         return FAILED if shown.failed else MEASURED
-    summary: dict[str, Any] = {}
     for group in groups:
-        summary |= measure_steps(args, subject, group, shown)
-    if args.trace:
-        for cost in groups[0]:
-            if cost.work is not None and cost.name in (steps.PLAIN, *args.trace_also):
-                call = lambda c=cost: trace.record(args.trace, c.name, c.thunk())
-                shown.write(records.guarded(cost.name, call), TRACE_COLUMNS)
+        measure_steps(args, lm, group, shown)
+    traced = (steps.PLAIN, f"round, gamma {args.gamma}")
+    for cost in groups[0] if args.trace and groups else ():
+        if cost.name in traced:
+            call = lambda c=cost: trace.record(args.trace, c.name, c.thunk())
+            shown.write(records.guarded(cost.name, call), TRACE_COLUMNS)
     for gamma in args.gammas if args.forced else ():
-        work = lambda g=gamma: measure_forced(args, subject, g)
+        work = lambda g=gamma: measure_forced(args, lm, g)
         shown.write(records.guarded(f"gamma {gamma}", work), ROUND_COLUMNS)
-    if not args.no_runs:
-        summary |= measure_runs(args, subject, settings, shown)
-    if summary:
-        shown.summarise(summary)
     return FAILED if shown.failed else MEASURED
 
 
 def measure_steps(
     args: argparse.Namespace,
-    subject: subjects.Subject,
+    lm: loading.LanguageModel,
     group: Sequence[steps.Cost],
     shown: Report,
-) -> dict[str, Any]:
-    """Costs in turns; of the first group what the summary says of them.
+) -> None:
+    """Costs in turns; of the first group, beside plain reads, the bandwidth too.
 
     Backwards: reading a lot of memory empties the caches, and the steps that follow
     should not be the plain ones, which all others are compared with.
@@ -200,69 +239,35 @@ def measure_steps(
     rows, is_first = steps.rows(group, timings), steps.READ in timings.seconds
     # Of other groups, the plain step is there to be compared with.
     shown.write(rows if is_first else rows[1:], STEP_COLUMNS)
-    if not is_first:
-        return {}
-    found = steps.bandwidth(subject.pair.params[0], timings.seconds)
-    return {"steps_warm_up_s": sum(timings.warm_up.values()), **found}
+    if is_first:
+        found = steps.bandwidth(lm.params, timings.seconds)
+        warm_up_s = sum(timings.warm_up.values())
+        summary = {"kind": "summary", "steps_warm_up_s": warm_up_s, **found}
+        shown.write([summary], SUMMARY_COLUMNS)
 
 
 def measure_forced(
-    args: argparse.Namespace, subject: subjects.Subject, gamma: int
+    args: argparse.Namespace, lm: loading.LanguageModel, gamma: int
 ) -> list[dict[str, Any]]:
     """Rounds at each forced acceptance, beside plain decoding."""
-    runs = forced_rounds.make_runs(
-        subject.pair,
-        start=args.contexts[0],
-        generated=args.gen_tokens,
-        page_size=args.page_size,
-    )
-    return forced_rounds.measure(runs, gamma, args.forced, repeats=args.run_repeats)
+    sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
+    runs = forced_rounds.make_runs(lm, start=args.contexts[0], **sizes)
+    return forced_rounds.measure(runs, gamma, args.forced, repeats=args.repeats)
 
 
-def measure_runs(
-    args: argparse.Namespace,
-    subject: subjects.Subject,
-    settings: paired_runs.Settings,
-    shown: Report,
-) -> dict[str, Any]:
-    """Whole runs, prompt by prompt; returns what the summary says of them."""
-    sides = compare.Sides(pair=subject.pair, hf=subject.hf, settings=settings)
-    runs = whole_runs.WholeRuns(sides)
-    total = len(subject.prompts) * (args.run_repeats + 1)
-    with terminal.progress() as progress:
-        task = progress.add_task("whole runs", total=total)
-        for prompt_id, tokens in subject.prompts.items():
-            row = runs.run(
-                compare.Prompt(prompt_id, tokens),
-                repeats=args.run_repeats,
-                after_turn=lambda: progress.advance(task),
-            )
-            shown.write([row])
-    rows = runs.rows()
-    shown.write(rows, RUN_COLUMNS)
-    warm_up_s = sum(row["warm_up_s"] or 0.0 for row in rows)
-    return {"runs_warm_up_s": warm_up_s, **runs.summary()}
-
-
-def describe(args: argparse.Namespace, subject: subjects.Subject) -> dict[str, Any]:
+def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
     """What is measured and where, for every row."""
-    pair = subject.pair
-    draft = args.draft_preset if args.preset else str(args.draft or subjects.EMBEDDED)
     return {
-        "target": args.preset or str(args.target or subjects.EMBEDDED),
-        "draft": draft,
-        "dtype": pair.target.config.dtype,
-        "impl": pair.target.impl,
-        "native_isa": dispatch.instruction_set(pair.target.impl),
-        "slab": pair.target.slab,
+        **subjects.names(args),
+        "dtype": lm.target.config.dtype,
+        "impl": lm.target.impl,
+        "native_isa": dispatch.instruction_set(lm.target.impl),
+        "slab": lm.target.slab,
         "page_size": args.page_size,
-        "gamma_max": None if pair.drafter is None else args.gamma,
+        "gamma_max": None if lm.drafter is None else args.gamma,
         "temperature": args.temperature,
         "steps_per_call": args.steps,
         "repeats": args.repeats,
-        "run_repeats": args.run_repeats,
-        "prompt_source": "random" if args.preset else args.prompts,
-        "hf": None if subject.hf is None else subject.hf.description,
         **records.provenance(),
     }
 
@@ -270,94 +275,32 @@ def describe(args: argparse.Namespace, subject: subjects.Subject) -> dict[str, A
 STEP_COLUMNS = {
     "step": "",
     "context": ",d",
-    "ms": ".3f",
-    "ms_p10": ".3f",
-    "ms_p90": ".3f",
+    **dict.fromkeys(("ms", "ms_p10", "ms_p90"), ".3f"),
     "ratio": ".2f",
     "ratio_to": "",
 }
-RUN_COLUMNS = {
-    "run": "",
-    "tok_s": ",.1f",
-    "tok_s_p10": ",.1f",
-    "tok_s_p90": ",.1f",
-    "tpot_ms": ".3f",
-    "warm_up_s": ".1f",
+SUMMARY_COLUMNS = {
+    "step_bytes": ",d",
+    "fits_in_cache": "",
+    **dict.fromkeys(("read_gb_s", "memory_gb_s", "achieved_gb_s"), ".1f"),
+    "bandwidth_share": ".2f",
+    "steps_warm_up_s": ".1f",
 }
 ROUND_COLUMNS = {
     "gamma": "d",
-    "forced_rate": ".2f",
-    "acceptance_rate": ".3f",
+    **dict.fromkeys(("forced_rate", "acceptance_rate"), ".2f"),
     "tokens_per_target_step": ".2f",
-    "plain_ms": ".3f",
-    "spec_ms": ".3f",
-    "round_ms": ".3f",
+    **dict.fromkeys(("plain_ms", "spec_ms", "round_ms"), ".3f"),
     "speedup": ".2f",
     "matched": "",
     "differing_kv": ",d",
 }
 COMPILE_COLUMNS = {
     "program": "",
-    "trace_s": ".2f",
-    "lower_s": ".2f",
-    "compile_s": ".1f",
-    "kernels": ",d",
-    "launches": ",d",
-    "temp_bytes": ",d",
+    **dict.fromkeys(("trace_s", "lower_s", "compile_s"), ".2f"),
+    **dict.fromkeys(("kernels", "launches", "temp_bytes"), ",d"),
 }
 TRACE_COLUMNS = {"event": "", "calls": ",d", "us": ",.1f", "share": ".3f"}
-
-
-def _group(group: str, *rows: tuple[str, str, str, str]) -> tuple[report.Field, ...]:
-    return tuple(
-        report.Field(group=group, name=name, form=form, unit=unit, meaning=meaning)
-        for name, form, unit, meaning in rows
-    )
-
-
-def _speedup(name: str, meaning: str) -> tuple[tuple[str, str, str, str], ...]:
-    return (
-        (name, ".2f", "x", meaning),
-        (f"{name}_p10", ".2f", "x", "10th percentile"),
-        (f"{name}_p90", ".2f", "x", "90th percentile"),
-    )
-
-
-SUMMARY_FIELDS = (
-    *_group(
-        "compilation",
-        ("steps_warm_up_s", ".1f", "s", "first call of every step, compiled there"),
-        ("runs_warm_up_s", ".1f", "s", "first whole runs of every prompt"),
-    ),
-    *_group(
-        "bandwidth",
-        ("step_bytes", ",d", "bytes", "of weights that a step reads"),
-        ("last_level_cache_bytes", ",d", "bytes", "of the last-level cache"),
-        ("fits_in_cache", "", "", "whether the weights fit into it"),
-        ("read_gb_s", ".1f", "GB/s", "plain read of as many bytes, median"),
-        ("read_best_gb_s", ".1f", "GB/s", "plain read of as many bytes, fastest"),
-        ("memory_gb_s", ".1f", "GB/s", "plain read of memory, median"),
-        ("achieved_gb_s", ".1f", "GB/s", "weights read by a plain step"),
-        ("bandwidth_share", ".2f", "", "achieved / read"),
-    ),
-    *_group(
-        "whole runs",
-        ("prompts", ",d", "", "prompts run"),
-        ("gen_tokens", ",d", "tokens", "generated per prompt"),
-        ("matched", "", "", "speculative tokens equal plain ones"),
-        ("acceptance_rate", ".3f", "", "accepted / proposed"),
-        ("hf_equal_tokens", "d", "tokens", "leading, equal to HF's, by prompt"),
-    ),
-    *_group(
-        "speed-up",
-        *_speedup("plain_vs_hf", "plain / HF generate"),
-        *_speedup("spec_vs_hf", "speculative / HF generate"),
-        *_speedup("spec_vs_hf_assisted", "speculative / HF assisted"),
-        *_speedup("spec_vs_plain", "speculative / plain"),
-        *_speedup("hf_assisted_vs_hf", "HF assisted / HF generate"),
-    ),
-)
-"""The summary, in the order in which it is shown."""
 
 
 def run(args: argparse.Namespace) -> int:

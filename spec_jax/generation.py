@@ -7,6 +7,7 @@ decode          autoregressive decoding: the baseline, and the oracle
 
 import dataclasses
 import html
+import inspect
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from spec_jax.engine import (
     rows,
     scheduler as scheduler_lib,
     state as states,
-    verdicts,
+    verification,
 )
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.loading import LanguageModel
@@ -151,7 +152,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop: Sequence[int | str] | None = None,
     num_slots: int | None = None,
-    rule: verdicts.Rule = "coupled",
+    rule: verification.Rule = "coupled",
     page_size: int = PAGE_SIZE,
 ) -> Any:
     """Generates text speculatively; every token is what `decode` would have written.
@@ -353,16 +354,16 @@ class Run:
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Sequence[int | str] | None = None,
         num_slots: int | None = None,
-        rule: verdicts.Rule = "coupled",
+        rule: verification.Rule = "coupled",
         page_size: int = PAGE_SIZE,
     ) -> "Run":
         """Checks everything, and raises before anything is allocated."""
-        verdicts.check_rule(rule)
+        verification.check_rule(rule)
         checks.check_max_tokens(max_tokens)
         policy: Any = gamma if _is_policy(gamma) else None
         number = None if _is_policy(gamma) else cast(int | None, gamma)
         if policy is not None and policy_state is None:
-            policy_state = policy.init()
+            policy_state = _first_state(policy)
         if policy is None and number is None:
             number = min(DEFAULT_GAMMA, lm.gamma_max)
         if num_slots is None:
@@ -480,6 +481,28 @@ def provenance(lm: LanguageModel) -> dict[str, Any]:
 
 def _is_policy(gamma: Any) -> bool:
     return hasattr(gamma, "choose") and hasattr(gamma, "update")
+
+
+def _first_state(policy: policy_lib.GammaPolicy) -> policy_lib.State:
+    """Returns what the policy's `init` makes of nothing.
+
+    Raises:
+      ValueError: it wants to be told something.
+    """
+    init: Any = getattr(policy, "init", None)
+    if init is None:
+        raise ValueError(
+            f"{type(policy).__name__} has no `init` that makes its first state: give "
+            "it as policy_state"
+        )
+    wanted = inspect.signature(init).parameters.values()
+    names = [one.name for one in wanted if one.default is one.empty]
+    if names:
+        raise ValueError(
+            f"{type(policy).__name__} makes no first state of nothing: give "
+            f"policy_state=policy.init({', '.join(names)})"
+        )
+    return init()
 
 
 def _prompts(lm: LanguageModel, prompt: Any) -> tuple[list[list[int]], bool]:

@@ -26,7 +26,7 @@ def test_the_files_that_a_page_names_exist(page):
 
 def test_a_file_that_does_not_exist_is_seen():
     """Negative control."""
-    text = "`experiments/spec_round.py`, `tests/test_a*.py`, `experiments/gone.py`."
+    text = "`experiments/spec_round.py`, `tests/test_m*.py`, `experiments/gone.py`."
     assert missing(text) == ["experiments/gone.py"]
 
 

@@ -1,212 +1,212 @@
 """Rounds whose tokens come from decoding: verification is paid for, and not trusted.
 
 The way around a verify path that does not keep the row contract: what it computes is
-compared with decoding, and thrown away. Three caches:
+compared with decoding, and thrown away. A target of the engine, of one slot with two
+caches:
 
-    commit cache   written by decoding alone; its argmax decides every token
+    commit cache   written by decoding alone; its logits decide every token
     mirror cache   the verify path writes a window, which is rolled back; then the
                    committed rows are decoded into it too
-    draft memory   as in `rounds`
 
-    1 draft     d_1 .. d_g
-    2 verify    the window on the mirror cache: v_0 .. v_g;  roll it back
-    3 commit    decode x[n-1], d_1, .. on the commit cache, as long as the token that
-                comes out is the next draft: a + 1 forwards
-    4 mirror    decode the same rows on the mirror cache: a + 1 forwards
-    5 truncate  both to n'-1
+    verify     the window on the mirror cache: v_0 .. v_g;  roll it back
+               decode x[n-1], d_1, .. on the commit cache, as long as the token that
+               comes out is the next draft: a + 1 forwards
+               decode the same rows on the mirror cache: a + 1 forwards
+    truncate   both to n'-1
 
-Three forwards a row, where `rounds` has one a window: this is a historical design,
-measured beside its successor.
+Three forwards a row, where the engine's own target has one a window: this is a
+historical design, measured next to its successor.
 """
 
-import functools
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from spec_jax import pytree, rounds, rules
-from spec_jax.engine import loop, protocols
-from spec_jax.rules import acceptance
-
-
-class DecodeRoundState(pytree.Node):
-    """A `RoundState`, whose cache is the mirror, and what this design adds to it."""
-
-    inner: rounds.RoundState
-    commit_cache: protocols.Cache
-    num_commit_steps: jax.Array  # [] int32, forwards on the commit cache
-    num_mirror_steps: jax.Array  # [] int32, decoding forwards on the mirror cache
-    num_correction_steps: jax.Array  # [] int32, commit steps that fed a correction
-    num_mismatches: jax.Array  # [] int32, committed rows with another verify argmax
+from experiments.ablations import verify_paths
+from spec_jax import pytree
+from spec_jax.engine import baseline, protocols, rows, verification
+from spec_jax.model import params as params_lib
+from spec_jax.paging import cache as paged
+from spec_jax.rules import sampling as sampling_lib
 
 
-def init_state(
-    inner: rounds.RoundState, *, commit_cache: protocols.Cache
-) -> DecodeRoundState:
-    """The state before the first round; both caches hold the prompt's K/V."""
-    return DecodeRoundState(
-        inner=inner,
-        commit_cache=commit_cache,
-        num_commit_steps=jnp.int32(0),
-        num_mirror_steps=jnp.int32(0),
-        num_correction_steps=jnp.int32(0),
-        num_mismatches=jnp.int32(0),
-    )
+class Caches(pytree.Node):
+    """Both caches, and what is known and counted between a window and the next."""
+
+    mirror: paged.PagedKV
+    commit: paged.PagedKV
+    sampling: protocols.Sampling  # of the run, leaves [1]
+    start: jax.Array  # [] int32, position of the last window
+    differs: jax.Array  # [R] bool, rows of it with another verify token
+    failed: jax.Array  # [1] bool, it found no page
+    follows_correction: jax.Array  # [] bool, the pending token replaced a draft
+    commit_steps: jax.Array  # [] int32, forwards on the commit cache
+    mirror_steps: jax.Array  # [] int32, decoding forwards on the mirror cache
+    correction_steps: jax.Array  # [] int32, commit steps that fed a correction
+    mismatches: jax.Array  # [] int32, committed rows with another verify token
 
 
-def run_round(
-    target: protocols.Target,
-    verify: protocols.Target,
-    drafter: protocols.Drafter,
-    params: tuple[protocols.Params, protocols.Params],
-    state: DecodeRoundState,
-    *,
-    gamma: Int[Array, ""],
-    stop_ids: Int[Array, " num_stop"],
-) -> DecodeRoundState:
-    """Runs one round. A round that a cache has no room for commits nothing."""
-    target_params, draft_params = params
-    inner = state.inner
-    n = inner.length
-    gamma = jnp.clip(jnp.minimum(gamma, inner.limit - n - 1), 0, drafter.gamma_max)
-    memory, proposal = drafter.propose(
-        draft_params, inner.memory, tokens=inner.tokens, length=n, gamma=gamma
-    )
-    proposal = rounds.limit_proposal(proposal, gamma)
-    window = jnp.concatenate([inner.tokens[n - 1][None], proposal.tokens])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeRounds(rows.SlotRows):
+    """A target of one slot whose tokens `model` decodes, whatever `path` computes.
 
-    num_rows = proposal.num_drafted + 1
-    mirror, logits = verify.forward(
-        target_params, inner.cache, tokens=window, start=n - 1, num_live=num_rows
-    )
-    starved = verify.is_starved(mirror)
-    seen, _ = rules.own_tokens(
-        verify, logits, inner.settings, first_position=n, num_live=num_rows
-    )
-    seen = seen[: window.shape[0]]
-    mirror = verify.truncate(mirror, n - 1)
-
-    decode = functools.partial(
-        _decode_rows,
-        target,
-        target_params,
-        inner.settings,
-        window=window,
-        start=n - 1,
-    )
-    commit, own, is_finite, fed = decode(
-        state.commit_cache, num_rows=num_rows, given=False
-    )
-    mirror, _, _, mirrored = decode(mirror, num_rows=fed, given=True)
-    starved = starved | target.is_starved(commit) | target.is_starved(mirror)
-
-    verdict = acceptance.accept_exact(proposal.tokens, own, proposal.num_drafted)
-    fed_correction = inner.origins[n - 1] == int(rounds.Origin.CORRECTION)
-    inner = rounds.commit_verdict(
-        inner.replace(cache=mirror, memory=memory),
-        verdict,
-        proposal,
-        is_finite=is_finite,
-        starved=starved,
-        stop_ids=stop_ids,
-    )
-    counted = (~starved).astype(jnp.int32)
-    differs = (seen != own) & (
-        jnp.arange(window.shape[0], dtype=jnp.int32) < inner.length - n
-    )
-    return state.replace(
-        inner=inner.replace(
-            cache=target.truncate(mirror, inner.length - 1),
-            memory=drafter.commit(draft_params, memory, inner.length),
-        ),
-        commit_cache=target.truncate(commit, inner.length - 1),
-        num_commit_steps=state.num_commit_steps + counted * fed,
-        num_mirror_steps=state.num_mirror_steps + counted * mirrored,
-        num_correction_steps=state.num_correction_steps
-        + counted * fed_correction.astype(jnp.int32),
-        num_mismatches=state.num_mismatches + jnp.sum(differs, dtype=jnp.int32),
-    )
-
-
-def _decode_rows(target, params, settings, cache, *, window, start, num_rows, given):
-    """Decodes rows of the window one at a time.
-
-    Args:
-      num_rows: the most that are decoded.
-      given: decode all of them; otherwise stop after the first whose token is not
-        the next of the window.
-
-    Returns:
-      The cache, the token that each row chose (-1 where none was decoded), whether
-      its logits were finite, and how many rows were decoded.
+    Attributes:
+      width: columns of a window, `gamma_max + 1`.
+      sampling: of the run, for `new_cache`, which hands it on as data; None is greedy.
     """
 
-    def keep_going(carry):
-        row, _, _, _, goes_on = carry
-        return goes_on & (row < num_rows)
-
-    def step(carry):
-        """Decodes one row, and says whether its token leads to the next."""
-        row, cache, own, is_finite, _ = carry
-        cache, logits = target.forward(
-            params,
-            cache,
-            tokens=window[row][None],
-            start=start + row,
-            num_live=jnp.int32(1),
-        )
-        chosen, has_finite = rules.own_tokens(
-            target,
-            logits,
-            settings,
-            first_position=start + row + 1,
-            num_live=jnp.int32(1),
-        )
-        token = chosen[0]
-        agrees = given | (token == window.at[row + 1].get(mode="fill", fill_value=-1))
-        goes_on = agrees & ~target.is_starved(cache)
-        own = own.at[row].set(token)
-        return row + 1, cache, own, is_finite.at[row].set(has_finite[0]), goes_on
-
-    # What is not decoded must not look like a draft that was right.
-    own = jnp.full(window.shape, -1, jnp.int32)
-    is_finite = jnp.ones(window.shape, bool)
-    row, cache, own, is_finite, _ = jax.lax.while_loop(
-        keep_going, step, (jnp.int32(0), cache, own, is_finite, jnp.bool_(True))
+    num_slots: int = 1
+    path: baseline.RowTarget
+    width: int
+    sampling: sampling_lib.SamplingSettings | None = dataclasses.field(
+        default=None, compare=False
     )
-    return cache, own, is_finite, row
 
-
-@loop.donates(static_argnames=("target", "verify", "drafter"))
-def generate(
-    target: protocols.Target,
-    verify: protocols.Target,
-    drafter: protocols.Drafter,
-    params: tuple[protocols.Params, protocols.Params],
-    state: DecodeRoundState,
-    *,
-    gamma: Int[Array, ""],
-    stop_ids: Int[Array, " num_stop"],
-    max_rounds: Int[Array, ""],
-) -> DecodeRoundState:
-    """As `rounds.generate`, with tokens of `target` whatever `verify` computes.
-
-    Args:
-      target: decodes, one row at a time.
-      verify: the verify path, on caches of the same kind.
-    """
-
-    def keep_going(carry):
-        step, state = carry
-        return ~state.inner.done & (step < max_rounds)
-
-    def body(carry):
-        step, state = carry
-        state = run_round(
-            target, verify, drafter, params, state, gamma=gamma, stop_ids=stop_ids
+    def new_cache(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> Caches:
+        """Allocates both caches; see `rows.SlotRows.new_cache`."""
+        sizes = {"capacity": capacity, "page_size": page_size, "num_pages": num_pages}
+        zero = lambda: jnp.zeros((), jnp.int32)
+        return Caches(
+            mirror=super().new_cache(**sizes),
+            commit=super().new_cache(**sizes),
+            sampling=jax.tree.map(lambda leaf: jnp.array(leaf)[None], self.sampling),
+            start=zero(),
+            differs=jnp.zeros((self.width,), bool),
+            failed=jnp.zeros((1,), bool),
+            follows_correction=jnp.zeros((), bool),
+            commit_steps=zero(),
+            mirror_steps=zero(),
+            correction_steps=zero(),
+            mismatches=zero(),
         )
-        return step + 1, state
 
-    _, state = jax.lax.while_loop(keep_going, body, (jnp.int32(0), state))
-    return state
+    def prefill(self, params, kv: Caches, prompt: list[int], **keywords) -> Caches:
+        """Writes the prompt's K/V into both caches, as `rows.SlotRows.prefill`."""
+        return kv.replace(
+            mirror=super().prefill(params, kv.mirror, prompt, **keywords),
+            commit=super().prefill(params, kv.commit, prompt, **keywords),
+        )
+
+    def verify(
+        self, params: params_lib.Params, kv: Caches, window: protocols.Window
+    ) -> tuple[Caches, protocols.Verified]:
+        """Verifies by the path, and decodes; the logits are those of decoding."""
+        tokens, start, num_active = (
+            window.tokens[0],
+            window.start[0],
+            window.num_active[0],
+        )
+        mirror, logits = self.path.forward(
+            params, kv.mirror, tokens=tokens, start=start, num_active=num_active
+        )
+        failed = self.path.is_out_of_pages(mirror)
+        seen, _ = verification.target_tokens(
+            self.path, verify_paths.in_one_slot(logits, window), kv.sampling
+        )
+        mirror = self.path.truncate(mirror, start)
+        commit, logits, own, fed = self._decode(
+            params, kv.commit, kv.sampling, tokens, start, num_active, is_given=False
+        )
+        mirror, _, _, mirrored = self._decode(
+            params, mirror, kv.sampling, tokens, start, fed, is_given=True
+        )
+        failed |= self.model.is_out_of_pages(commit) | self.model.is_out_of_pages(
+            mirror
+        )
+        counted = (~failed).astype(jnp.int32)
+        kv = kv.replace(
+            mirror=mirror,
+            commit=commit,
+            start=start,
+            differs=(seen[: self.width] != own) & ~failed,
+            failed=failed[None],
+            follows_correction=fed < num_active,
+            commit_steps=kv.commit_steps + counted * fed,
+            mirror_steps=kv.mirror_steps + counted * mirrored,
+            correction_steps=kv.correction_steps
+            + counted * kv.follows_correction.astype(jnp.int32),
+        )
+        return kv, verify_paths.in_one_slot(logits, window)
+
+    def _decode(self, params, cache, sampling, tokens, start, num_rows, *, is_given):
+        """Decodes rows of the window one at a time.
+
+        Args:
+          num_rows: the most that are decoded.
+          is_given: decode all of them; otherwise stop after the first whose token is
+            not the next of the window.
+
+        Returns:
+          The cache, the logits of each row, the token that each chose (-1 where none
+          was decoded), and how many rows were decoded.
+        """
+
+        def keep_going(carry):
+            row, goes_on, *_ = carry
+            return goes_on & (row < num_rows)
+
+        def step(carry):
+            """Decodes one row, and says whether its token leads to the next."""
+            row, _, cache, logits, own = carry
+            one = protocols.Window(
+                tokens=tokens[row][None, None],
+                start=(start + row)[None],
+                num_active=jnp.ones((1,), jnp.int32),
+            )
+            cache, part = self.model.forward(
+                params,
+                cache,
+                tokens=one.tokens[0],
+                start=one.start[0],
+                num_active=one.num_active[0],
+            )
+            chosen, _ = verification.target_tokens(
+                self.model, verify_paths.in_one_slot(part, one), sampling
+            )
+            follows = tokens.at[row + 1].get(mode="fill", fill_value=-1)
+            goes_on = is_given | (chosen[0] == follows)
+            goes_on &= ~self.model.is_out_of_pages(cache)
+            logits, own = logits.at[row].set(part[0]), own.at[row].set(chosen[0])
+            return row + 1, goes_on, cache, logits, own
+
+        logits = jnp.zeros((self.width, self.config.vocab_size), jnp.float32)
+        # What is not decoded must not look like a draft that was right.
+        own = jnp.full((self.width,), -1, jnp.int32)
+        row, _, cache, logits, own = jax.lax.while_loop(
+            keep_going, step, (jnp.int32(0), jnp.bool_(True), cache, logits, own)
+        )
+        return cache, logits, own, row
+
+    def truncate(
+        self, kv: Caches, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
+    ) -> Caches:
+        """Truncates both caches, and counts the mismatches among what is kept."""
+        is_kept = kv.start + jnp.arange(self.width) < new_len[0]
+        mismatches = jnp.sum(kv.differs & is_kept, dtype=jnp.int32)
+        return kv.replace(
+            mirror=super().truncate(kv.mirror, new_len, asked=asked),
+            commit=super().truncate(kv.commit, new_len, asked=asked),
+            differs=jnp.zeros_like(kv.differs),
+            mismatches=kv.mismatches + mismatches,
+        )
+
+    def out_of_pages(self, kv: Caches) -> Bool[Array, " B"]:
+        """Returns whether the last window found no page in either cache."""
+        return kv.failed
+
+    def recount(self, run: Any, kv: Caches) -> Any:
+        """Returns the run with the forwards and the mismatches that were counted."""
+        counters = dataclasses.replace(
+            run.counters,
+            commit_decode_steps=int(kv.commit_steps),
+            mirror_decode_steps=int(kv.mirror_steps),
+            correction_steps=int(kv.correction_steps),
+        )
+        return dataclasses.replace(
+            run, counters=counters, mismatches=int(kv.mismatches)
+        )

@@ -7,19 +7,20 @@
     library-rows    rows as tall as the window, through the library's products: what
                     one gets without a row contract
 
-Each is a `Target`. The last two break the contract on purpose: they are here to be
-measured, and to be told apart from what keeps it. All of them keep their K/V on the
-pages of the same cache.
+Each is a `baseline.RowTarget`, and `OneSlot` makes a target of the engine of it. The
+last two break the contract on purpose: they are here to be measured, and to be told
+apart from what keeps it. All of them keep their K/V on the pages of the same cache.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from experiments.ablations import library_window
+from spec_jax.engine import baseline, protocols, rows
 from spec_jax.model import (
     config as config_lib,
     observe as observe_lib,
@@ -30,7 +31,7 @@ from spec_jax.paging import allocator, cache
 
 
 def make(name: str, model: row_model.RowModel):
-    """The `Target` of a verify path, on the model's caches.
+    """The `RowTarget` of a verify path, on the model's caches.
 
     Raises:
       ValueError: no verify path of that name.
@@ -42,7 +43,7 @@ def make(name: str, model: row_model.RowModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OnModel:
-    """A `Target` that shares everything but `forward` with a `RowModel`."""
+    """A `RowTarget` that shares everything but `forward` with a `RowModel`."""
 
     model: row_model.RowModel
 
@@ -57,23 +58,23 @@ class _OnModel:
         return self.model.slab
 
     def choose(
-        self, logits: Float[Array, "R V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "R V"], num_active: Int[Array, ""]
     ) -> Int[Array, " R"]:
         """As the model does."""
-        return self.model.choose(logits, num_live)
+        return self.model.choose(logits, num_active)
 
     def truncate(self, kv: cache.PagedKV, new_len: Int[Array, ""]) -> cache.PagedKV:
         """As the model does."""
         return self.model.truncate(kv, new_len)
 
-    def is_starved(self, kv: cache.PagedKV) -> Bool[Array, ""]:
+    def is_out_of_pages(self, kv: cache.PagedKV) -> Bool[Array, ""]:
         """As the model does."""
-        return self.model.is_starved(kv)
+        return self.model.is_out_of_pages(kv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLoop(_OnModel):
-    """Verifies by decoding: each live row is a forward of its own."""
+    """Verifies by decoding: each active row is a forward of its own."""
 
     def forward(
         self,
@@ -82,13 +83,13 @@ class RowLoop(_OnModel):
         *,
         tokens: Int[Array, " window"],
         start: Int[Array, ""],
-        num_live: Int[Array, ""],
+        num_active: Int[Array, ""],
     ) -> tuple[cache.PagedKV, Float[Array, "slab V"]]:
-        """As `RowModel.forward`, in `num_live` forwards of one row."""
+        """As `RowModel.forward`, in `num_active` forwards of one row."""
 
         def keep_going(carry):
             row, kv, _ = carry
-            return (row < num_live) & ~self.is_starved(kv)
+            return (row < num_active) & ~self.is_out_of_pages(kv)
 
         def step(carry):
             row, kv, logits = carry
@@ -97,7 +98,7 @@ class RowLoop(_OnModel):
                 kv,
                 tokens=tokens[row][None],
                 start=start + row,
-                num_live=jnp.int32(1),
+                num_active=jnp.int32(1),
             )
             return row + 1, kv, logits.at[row].set(one[0])
 
@@ -121,33 +122,33 @@ class _LibraryWindow(_OnModel):
         *,
         tokens: Int[Array, " window"],
         start: Int[Array, ""],
-        num_live: Int[Array, ""],
+        num_active: Int[Array, ""],
         observe: observe_lib.Observe = observe_lib.pass_on,
     ) -> tuple[cache.PagedKV, Float[Array, "window V"]]:
         """As `RowModel.forward`, with the numerics of `library_window`."""
         slot = row_model.SLOT
         follows = start == kv.length[slot]
         kv = kv.replace(refused=kv.refused.at[slot].set(kv.refused[slot] | ~follows))
-        kv = allocator.reserve(kv, slot, start + num_live)
-        num_live = jnp.where(self.is_starved(kv), 0, num_live)
+        kv = allocator.reserve(kv, slot, start + num_active)
+        num_active = jnp.where(self.is_out_of_pages(kv), 0, num_active)
         kv, logits = library_window.forward(
             params,
             self.config,
             kv,
             tokens=tokens,
             start=start,
-            num_live=num_live,
+            num_active=num_active,
             slot=slot,
             attention=self.attention,
             observe=observe,
         )
-        return allocator.extend(kv, slot, start + num_live), logits
+        return allocator.extend(kv, slot, start + num_active), logits
 
     def choose(
-        self, logits: Float[Array, "window V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "window V"], num_active: Int[Array, ""]
     ) -> Int[Array, " window"]:
         """The first token of highest logit."""
-        del num_live
+        del num_active
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
@@ -195,3 +196,59 @@ PATHS = {
     "library-rows": LibraryRows,
 }
 """Verify paths by name: what makes each from a `RowModel`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneSlot(rows.SlotRows):
+    """A target of one slot whose windows a verify path verifies.
+
+    Attributes:
+      model: allocates and prefills.
+      path: runs the rows of a window, on the caches of `model`.
+    """
+
+    num_slots: int = 1
+    path: baseline.RowTarget
+
+    def verify(
+        self, params: params_lib.Params, kv: cache.PagedKV, window: protocols.Window
+    ) -> tuple[cache.PagedKV, protocols.Verified]:
+        """Runs the active columns by the path; see `protocols.Target`."""
+        num_active = window.num_active[0]
+        kv, logits = self.path.forward(
+            params,
+            kv,
+            tokens=window.tokens[0],
+            start=window.start[0],
+            num_active=num_active,
+        )
+        return kv, in_one_slot(logits, window)
+
+    def choose(
+        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
+    ) -> Int[Array, " P"]:
+        """As the path does."""
+        return self.path.choose(logits, num_active)
+
+    def recount(self, run: Any, kv: cache.PagedKV) -> Any:
+        """Returns the run with a forward for each row, where it goes by rows."""
+        del kv
+        if not isinstance(self.path, RowLoop):
+            return run
+        counters = dataclasses.replace(run.counters, row_steps=run.counters.proposed)
+        return dataclasses.replace(run, counters=counters)
+
+
+def in_one_slot(
+    logits: Float[Array, "P V"], window: protocols.Window
+) -> protocols.Verified:
+    """Returns the rows of a window of one slot, row `i` of column `i`."""
+    height, (_, width) = logits.shape[0], window.tokens.shape
+    columns = jnp.arange(width, dtype=jnp.int32)[None]
+    return protocols.Verified(
+        logits=logits,
+        slots=jnp.zeros((height,), jnp.int32),
+        positions=window.start[0] + jnp.arange(height, dtype=jnp.int32),
+        num_active=window.num_active[0],
+        at=jnp.where(columns < window.num_active[:, None], columns, height),
+    )

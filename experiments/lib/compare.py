@@ -1,22 +1,22 @@
 """Prompts through every way to generate, ours and Hugging Face's, in turns.
 
 Both sides get the same token ids, stop tokens, limit and weights. Either clock runs
-over the prompt's prefill too; our caches stand ready when it starts, as `paired_runs`
-has it, and Hugging Face's grow while it generates.
+over the prompt's prefill too; our caches stand ready when it starts, as `lib.runs` has
+it, and Hugging Face's grow while it generates.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import hf, peak_memory, timing
-from experiments.support import model_pair, paired_runs
-from spec_jax import session
+from experiments.lib import hf, peak_memory, runs as runs_lib, timing
+from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import ngram
+from spec_jax.engine import baseline
 
 
 OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
@@ -41,16 +41,17 @@ OUR_PLAIN = Run(side=OURS, method=hf.PLAIN)
 THEIR_PLAIN = Run(side=THEIRS, method=hf.PLAIN)
 
 
-def all_runs(gammas: Sequence[int]) -> list[Run]:
-    """Every run that there is, in the order in which they are shown."""
+def all_runs(sides: "Sides", gammas: Sequence[int]) -> list[Run]:
+    """Every run that the sides have models for, in the order in which it is shown."""
     made = []
-    for side in (OURS, THEIRS):
+    for side in (OURS, THEIRS) if sides.hf else (OURS,):
         made.append(Run(side=side, method=hf.PLAIN))
-        made += [
-            Run(side=side, method=method, gamma=gamma)
-            for method in hf.METHODS
-            for gamma in gammas
-        ]
+        if sides.lm.drafter is not None:
+            made += [
+                Run(side=side, method=method, gamma=gamma)
+                for method in hf.METHODS
+                for gamma in gammas
+            ]
     return made
 
 
@@ -58,22 +59,22 @@ def all_runs(gammas: Sequence[int]) -> list[Run]:
 class Sides:
     """The same weights on both sides, and what both are asked for."""
 
-    pair: model_pair.ModelPair
+    lm: loading.LanguageModel
     hf: hf.Baseline | None
-    settings: paired_runs.Settings
+    settings: runs_lib.Settings
 
     def generate(self, run: Run, prompt: list[int]) -> tuple[float, hf.Generated]:
-        """Seconds, tokens and counters of one run; raises as `paired_runs` does."""
+        """Seconds, tokens and counters of one run; raises as `runs.run_plain`."""
         if run.side == THEIRS:
             return self._theirs(run, prompt)
         if run == OUR_PLAIN:
-            done = paired_runs.run_plain(self.pair, self.settings, prompt)
+            done = runs_lib.run_plain(self.lm, self.settings, prompt)
             return done.timing.e2e_s, hf.Generated(tokens=done.tokens, counters=None)
-        pair = self.pair
+        lm = self.lm
         if run.method == hf.PROMPT_LOOKUP:
-            pair = _with_prompt_lookup(pair, self.settings)
+            lm = _with_prompt_lookup(lm, self.settings)
         settings = dataclasses.replace(self.settings, gamma=run.gamma)
-        done = paired_runs.run_speculative(pair, settings, prompt)
+        done = runs_lib.run_speculative(lm, settings, prompt)
         return done.timing.e2e_s, hf.Generated(
             tokens=done.tokens, counters=done.counters
         )
@@ -96,22 +97,15 @@ class Sides:
 
 
 def _with_prompt_lookup(
-    pair: model_pair.ModelPair, settings: paired_runs.Settings
-) -> model_pair.ModelPair:
+    lm: loading.LanguageModel, settings: runs_lib.Settings
+) -> loading.LanguageModel:
     """With the drafter whose drafts are Hugging Face's, draft for draft."""
     drafter = ngram.hugging_face(
-        gamma_max=pair.drafter.gamma_max,
+        gamma_max=lm.gamma_max,
         n_max=hf.MATCHED_NGRAM,
         stop_ids=settings.stop_ids,
     )
-    return dataclasses.replace(pair, drafter=drafter, params=(pair.params[0], None))
-
-
-class Prompt(NamedTuple):
-    """Token ids, and what rows call them."""
-
-    id: str
-    tokens: list[int]
+    return lm.with_drafter(drafter)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +113,7 @@ class PromptRuns:
     """One prompt: times, tokens and counters of every run.
 
     Attributes:
-      prompt: a `Prompt`, or one of a class of lengths.
+      prompt: has `length`, `id` and `tokens`.
       generated: of the last repeat.
     """
 
@@ -128,8 +122,12 @@ class PromptRuns:
     generated: Mapping[Run, hf.Generated]
 
     def first_difference(self, run: Run) -> int | None:
-        """Where the tokens of `run` first differ from Hugging Face's greedy ones."""
-        theirs = self.generated[THEIR_PLAIN].tokens
+        """Where the tokens of `run` first differ from Hugging Face's greedy ones.
+
+        Without Hugging Face, from those of our own plain decoding.
+        """
+        plain = THEIR_PLAIN if THEIR_PLAIN in self.generated else OUR_PLAIN
+        theirs = self.generated[plain].tokens
         return first_difference(self.generated[run].tokens, theirs)
 
     @property
@@ -174,11 +172,6 @@ def speeds(prompts: Sequence[PromptRuns], run: Run) -> list[float]:
     return [num_tokens / sum(seconds) for seconds in zip(*by_prompt, strict=True)]
 
 
-def warm_up_s(prompts: Sequence[PromptRuns], run: Run) -> float:
-    """Seconds of the first calls of a run."""
-    return sum(prompt.timings.warm_up[run] for prompt in prompts)
-
-
 def counted(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
     """Drafts of a run over its prompts; None where nothing was drafted."""
     names = ("rounds", "proposed", "accepted", "acceptance_rate", "accepted_hist")
@@ -193,13 +186,14 @@ def counted(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
 
 def prompt_row(prompt: PromptRuns) -> dict[str, Any]:
     """The JSON row of a prompt of a class of lengths."""
+    theirs = prompt.generated.get(THEIR_PLAIN)
     return {
         "kind": "prompt",
         "length": prompt.prompt.length,
         "id": prompt.prompt.id,
         "prompt_tokens": len(prompt.prompt.tokens),
         "matched": prompt.matched,
-        "hf_ids": prompt.generated[THEIR_PLAIN].tokens,
+        "hf_ids": theirs and theirs.tokens,
         "runs": [
             {
                 **dataclasses.asdict(run),
@@ -217,7 +211,8 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
 
     `tok_s` is tokens over seconds of all prompts of a repeat: the median over the
     repeats, with percentiles. `vs_hf` is how many times faster than Hugging Face's
-    plain decoding in the same turn, per token.
+    plain decoding in the same turn, per token; `vs_plain` than plain decoding of the
+    same side.
     """
     made = []
     for length in dict.fromkeys(prompt.prompt.length for prompt in prompts):
@@ -227,7 +222,14 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
 
 
 def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
-    own, plain = speeds(prompts, run), speeds(prompts, THEIR_PLAIN)
+    own = speeds(prompts, run)
+    beside = {"vs_plain": Run(side=run.side, method=hf.PLAIN), "vs_hf": THEIR_PLAIN}
+    ratios = {}
+    for name, plain in beside.items():
+        ratios |= dict.fromkeys((name, f"{name}_p10", f"{name}_p90"))
+        if plain in prompts[0].generated:
+            found = timing.ratios(own, speeds(prompts, plain))
+            ratios |= timing.spread_fields(name, found)
     differences = [prompt.first_difference(run) for prompt in prompts]
     return {
         "kind": "comparison",
@@ -235,12 +237,12 @@ def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
         "prompt_tokens": [len(prompt.prompt.tokens) for prompt in prompts],
         **dataclasses.asdict(run),
         **timing.spread_fields("tok_s", own),
-        **timing.spread_fields("vs_hf", timing.ratios(own, plain)),
+        **ratios,
         **counted(prompts, run),
         "identical": differences.count(None),
         "prompts": len(prompts),
         "n": len(own),
-        "warm_up_s": warm_up_s(prompts, run),
+        "warm_up_s": sum(prompt.timings.warm_up[run] for prompt in prompts),
     }
 
 
@@ -252,9 +254,9 @@ def same_drafts(prompt: PromptRuns) -> list[bool]:
         return counters.rounds, counters.proposed, counters.accepted
 
     return [
-        counts(run) == counts(dataclasses.replace(run, side=THEIRS))
+        counts(run) == counts(dataclasses.replace(run, side=OURS))
         for run in prompt.generated
-        if run.side == OURS and run.gamma is not None
+        if run.side == THEIRS and run.gamma is not None
     ]
 
 
@@ -280,7 +282,7 @@ def greedy_row(
         "length": prompt.length,
         "id": prompt.id,
         "prompt_tokens": len(prompt.tokens),
-        "judged_dtype": sides.pair.target.config.dtype,
+        "compared_dtype": sides.lm.target.config.dtype,
         "tokens": len(theirs),
         "first_difference": place,
         **dict.fromkeys(("our_token", "their_token", "our_margin", "their_margin")),
@@ -289,7 +291,7 @@ def greedy_row(
         return row
     text = [*prompt.tokens, *theirs[:place]]
     ours_here, theirs_here = ours[place], theirs[place]
-    our_logits = next_logits(sides.pair, sides.settings, text)
+    our_logits = next_logits(sides.lm, sides.settings, text)
     their_logits = hf.next_logits(sides.hf, text)
     return row | {
         "our_token": ours_here,
@@ -300,24 +302,24 @@ def greedy_row(
 
 
 def next_logits(
-    pair: model_pair.ModelPair, settings: paired_runs.Settings, tokens: list[int]
+    lm: loading.LanguageModel, settings: runs_lib.Settings, tokens: list[int]
 ) -> np.ndarray:
     """Our target's logits after `tokens`, `[V] float32`: prefill, then one row."""
-    kv = pair.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
-    state = session.begin_plain(
-        pair.target,
-        pair.params[0],
+    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
+    state = baseline.begin(
+        lm.target,
+        lm.params,
         kv,
         tokens,
         max_tokens=1,
         prefill_by_rows=settings.prefill_by_rows,
     )
     n = len(tokens)
-    _, logits = pair.target.forward(
-        pair.params[0],
+    _, logits = lm.target.forward(
+        lm.params,
         state.cache,
         tokens=jnp.asarray(tokens[-1:], jnp.int32),
         start=jnp.int32(n - 1),
-        num_live=jnp.int32(1),
+        num_active=jnp.int32(1),
     )
     return np.asarray(logits[0], np.float32)

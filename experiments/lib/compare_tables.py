@@ -19,6 +19,7 @@ _RUN = (
     ("tok/s", "tok_s", ",.1f"),
     ("p10", "tok_s_p10", ",.1f"),
     ("p90", "tok_s_p90", ",.1f"),
+    ("vs plain", "vs_plain", ".2f"),
     ("vs HF", "vs_hf", ".2f"),
     ("accepted", "acceptance_rate", ".3f"),
     ("same", "identical", "d"),
@@ -57,7 +58,10 @@ def print_all(
         _print(named, (("run", "run", ""), *_RUN), console)
     different = [row for row in greedy if row["first_difference"] is not None]
     if different:
-        console.print("Other tokens than Hugging Face's in float32:", style="bold red")
+        console.print(
+            f"Other tokens than Hugging Face's in {summary['compared_dtype']}:",
+            style="bold red",
+        )
         _print(different, _GREEDY, console)
     if memory:
         in_mib = [
@@ -66,14 +70,15 @@ def print_all(
         ]
         _print(in_mib, _MEMORY, console)
     console.print(
-        "tok/s: prefill included, median and percentiles over the turns; vs HF: times "
-        "Hugging Face's plain decoding; accepted: of the proposed; same: prompts of "
-        "which every token is that of Hugging Face's plain decoding in this dtype.\n"
-        f"float32: {summary['greedy_identical']} of {summary['prompts']} prompts as "
-        f"Hugging Face's greedy decoding; drafted as plain decoding: "
-        f"{str(summary['matched']).lower()}; drafted and accepted as many tokens as "
-        f"Hugging Face in {summary['same_drafts']} of {summary['drafted_runs']} "
-        f"drafted runs; loading {summary['load_s']:.0f} s, "
+        "tok/s: prefill included, median and percentiles over the turns; vs plain, HF: "
+        "times plain decoding of that side, and Hugging Face's; accepted: of the "
+        "proposed; same: prompts of which every token is that of Hugging Face's plain "
+        "decoding in this dtype.\n"
+        f"{summary['compared_dtype']}: {summary['greedy_identical']} of "
+        f"{summary['prompts']} prompts as Hugging Face's greedy decoding; drafted as "
+        f"plain decoding: {str(summary['matched']).lower()}; drafted and accepted as "
+        f"many tokens as Hugging Face in {summary['same_drafts']} of "
+        f"{summary['drafted_runs']} drafted runs; loading {summary['load_s']:.0f} s, "
         f"compiling and warming up {summary['warm_up_s']:.0f} s, all "
         f"{summary['total_s']:.0f} s.",
         highlight=False,

@@ -1,9 +1,11 @@
 """Flags that several scripts share: models, sampling, prompts, outputs."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from experiments.lib import cli
+from spec_jax.drafters import registry
+from spec_jax.engine import verification
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
 from spec_jax.rules import sampling
@@ -70,13 +72,111 @@ def check_isa(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
             parser.error(f"--isa {args.isa}: {error}")
 
 
-def add_rounds(group: argparse._ArgumentGroup) -> None:
-    """`--gamma` and `--page-size`."""
+def add_drafter(group: argparse._ActionsContainer) -> None:
+    """`--drafter`, one name."""
+    group.add_argument(
+        "--drafter",
+        type=drafter,
+        default="draft-model",
+        metavar="NAME",
+        help="what proposes tokens: a draft model (draft-model); prompt lookup "
+        "(ngram); what mostly followed in the text (suffix); that where its score is "
+        "high, otherwise the draft model (hybrid); plain decoding's own text, for a "
+        "ceiling (oracle); one that a package registers, or package.module:Name "
+        "(default: %(default)s)",
+    )
+
+
+def add_drafters(group: argparse._ActionsContainer, *, default: str) -> None:
+    """`--drafter`, a list of names."""
+    group.add_argument(
+        "--drafter",
+        type=names(drafter),
+        default=default,
+        metavar="NAME,...",
+        help=f"what proposes tokens: of {', '.join(registry.names())}, or "
+        "package.module:Name (default: %(default)s)",
+    )
+
+
+def drafter(text: str) -> str:
+    """The type of a flag that names a drafter: ours, or one of another package."""
+    known = registry.names()
+    if text not in known and ":" not in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not one of {', '.join(known)}, nor written as "
+            "package.module:Name"
+        )
+    return text
+
+
+def one_of(choices: Collection[str]) -> Callable[[str], str]:
+    """The type of a part of a flag that lists names, see `names`."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not one of {', '.join(choices)}"
+            )
+        return text
+
+    return parse
+
+
+def names(kind: Callable[[str], str]) -> Callable[[str], tuple[str, ...]]:
+    """The type of a flag that lists names: in the order given, each of them once."""
+    return lambda text: tuple(
+        dict.fromkeys(kind(part.strip()) for part in text.split(","))
+    )
+
+
+def add_rule(group: argparse._ActionsContainer) -> None:
+    """`--rule`."""
+    group.add_argument(
+        "--rule",
+        choices=verification.RULES,
+        default="coupled",
+        help="how drafts are accepted: equal to what the target draws itself "
+        "(coupled), or by rejection sampling, draft by draft or as a block, which keep "
+        "the distribution and, above temperature 0, not the stream "
+        "(default: %(default)s)",
+    )
+
+
+def add_cost_repeats(group: argparse._ActionsContainer) -> None:
+    """`--cost-repeats`."""
+    group.add_argument(
+        "--cost-repeats",
+        type=cli.positive,
+        default=10,
+        metavar="N",
+        help="timed calls of each part of a round (default: %(default)s)",
+    )
+
+
+def add_text(group: argparse._ActionsContainer) -> None:
+    """`--ignore-stop` and `--raw`."""
+    group.add_argument(
+        "--ignore-stop",
+        action="store_true",
+        help="do not end at stop tokens: every prompt yields --gen-tokens",
+    )
+    group.add_argument(
+        "--raw", action="store_true", help="do not apply the model's chat template"
+    )
+
+
+def add_rounds(group: argparse._ActionsContainer, *, gammas: str | None = None) -> None:
+    """`--gamma` and `--page-size`.
+
+    Args:
+      gammas: the default of a `--gamma` that is a list; None: it is one number.
+    """
     group.add_argument(
         "--gamma",
-        type=cli.positive,
-        default=4,
-        metavar="TOKENS",
+        type=cli.positives if gammas else cli.positive,
+        default=gammas or 4,
+        metavar="TOKENS,..." if gammas else "TOKENS",
         help="tokens drafted per round, at most (default: %(default)s)",
     )
     group.add_argument(

@@ -15,9 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import kernel_checks, noise, steps, timing
-from experiments.support import forced_drafter, model_pair
-from spec_jax import autoregressive, rounds, session
+from experiments.lib import forced_drafter, kernel_checks, noise, steps, timing
+from spec_jax import loading
+from spec_jax.drafters import each
+from spec_jax.engine import (
+    baseline,
+    round as round_lib,
+    rows,
+    scheduler,
+    state as states,
+)
 from spec_jax.model import row_model
 from spec_jax.paging import index
 
@@ -35,52 +42,58 @@ class Runs:
       target_kv, draft_kv: caches, handed on from run to run.
     """
 
-    pair: model_pair.ModelPair
+    lm: loading.LanguageModel
     start: int
     limit: int
     tokens: jax.Array
     target_kv: Any
     draft_kv: Any
 
-    def run_plain(self, kv: Any) -> autoregressive.DecodeState:
-        state = autoregressive.init_state(
+    def run_plain(self, kv: Any) -> baseline.DecodeState:
+        """Decodes the text; `kv` holds what is before it, and is donated."""
+        state = baseline.init_state(
             jnp.copy(self.tokens),
             length=jnp.int32(self.start),
             limit=jnp.int32(self.limit),
             cache=kv,
+            stop_ids=steps.no_stop(),
         )
-        state = autoregressive.generate(
-            self.pair.target,
-            self.pair.params[0],
-            state,
-            stop_ids=session.stop_array(()),
-            max_steps=jnp.int32(self.limit),
+        state = baseline.generate(
+            self.lm.target, self.lm.params, state, max_steps=jnp.int32(self.limit)
         )
         self.target_kv = state.cache
         return state
 
     def run_rounds(
-        self, caches: Any, drafter: Any, draft_params: Any, gamma: int
-    ) -> rounds.RoundState:
-        kv, memory = caches
-        state = rounds.init_state(
-            jnp.copy(self.tokens),
+        self,
+        caches: Any,
+        drafter: Any,
+        known: forced_drafter.ForcedParams,
+        gamma: int,
+    ) -> states.State:
+        """Generates the text by rounds; `caches` as `both_caches`, and donated."""
+        kv, inner = caches
+        memory = forced_drafter.ForcedMemory(
+            inner=inner, trace=known.trace[None], kept=known.kept[None]
+        )
+        slots = steps.one_slot(
+            self.tokens,
             length=jnp.int32(self.start),
             limit=jnp.int32(self.limit),
-            cache=kv,
-            memory=memory,
+            gamma=jnp.int32(gamma),
             gamma_max=drafter.gamma_max,
         )
-        state = rounds.generate(
-            self.pair.target,
-            drafter,
-            (self.pair.params[0], draft_params),
-            state,
-            gamma=jnp.int32(gamma),
-            stop_ids=session.stop_array(()),
+        speculator = round_lib.Speculator(
+            params=(self.lm.params, known.draft),
+            target=rows.SlotRows(model=self.lm.target, num_slots=1),
+            drafter=each.lift(drafter, 1),
+        )
+        state = round_lib.generate(
+            speculator,
+            states.State(slots=slots, cache=kv, memory=memory),
             max_rounds=jnp.int32(self.limit),
         )
-        self.target_kv, self.draft_kv = state.cache, state.memory
+        self.target_kv, self.draft_kv = state.cache, state.memory.inner
         return state
 
     def target_cache(self) -> Any:
@@ -106,20 +119,20 @@ def _written(kv, start, *, size):
 
 
 def make_runs(
-    pair: model_pair.ModelPair, *, start: int, generated: int, page_size: int
+    lm: loading.LanguageModel, *, start: int, generated: int, page_size: int
 ) -> Runs:
     """Caches for generations after `start` tokens of noise."""
     limit = start + generated
-    capacity = limit + pair.drafter.gamma_max + 1
+    capacity = limit + lm.gamma_max + 1
     capacity = index.pages_for(capacity, page_size) * page_size
     sizes = {"capacity": capacity, "page_size": page_size}
     return Runs(
-        pair=pair,
+        lm=lm,
         start=start,
         limit=limit,
-        tokens=noise.tokens(capacity + 1, pair.target.config.vocab_size, seed=3),
-        target_kv=steps.noisy_cache(pair.target, **sizes),
-        draft_kv=steps.noisy_cache(pair.drafter.model, **sizes),
+        tokens=noise.tokens(capacity + 1, lm.target.config.vocab_size, seed=3),
+        target_kv=steps.noisy_cache(lm.target, **sizes),
+        draft_kv=steps.noisy_cache(lm.drafter.model, **sizes),
     )
 
 
@@ -137,7 +150,7 @@ def measure(
         raise RuntimeError("two plain runs of one text differ")
     expected = runs.written(runs.target_kv)
     drafter = forced_drafter.ForcedDrafter(
-        inner=runs.pair.drafter, vocab_size=runs.pair.target.config.vocab_size
+        inner=runs.lm.drafter, vocab_size=runs.lm.target.config.vocab_size
     )
     last: dict[float, Any] = {}
 
@@ -151,7 +164,9 @@ def measure(
             size=trace.size + drafter.gamma_max,
         )
         params = forced_drafter.ForcedParams(
-            draft=runs.pair.params[1], trace=jnp.asarray(trace), kept=jnp.asarray(mask)
+            draft=runs.lm.drafter_params,
+            trace=jnp.asarray(trace),
+            kept=jnp.asarray(mask),
         )
         timed = timing.stopwatch(
             lambda caches: (
@@ -166,7 +181,7 @@ def measure(
             state = last[rate]
             wrong = kernel_checks.differing(runs.written(state.cache), expected)
             # The cache itself is handed on.
-            last[rate] = state.replace(cache=None, memory=None), wrong
+            last[rate] = scheduler.slot_of(state.slots, 0), wrong
             return seconds
 
         return checked
@@ -182,16 +197,20 @@ def row(
     trace: np.ndarray,
     gamma: int,
     rate: float,
-    state: rounds.RoundState,
+    slot: states.Slots,
     kv_differing: int,
     timings: timing.Timings,
 ) -> dict[str, Any]:
-    """The row of one forced rate; `equal` is false where a token or a bit differs."""
+    """The row of one forced rate; `equal` is false where a token or a bit differs.
+
+    Args:
+      slot: of the last run, leaves without the axis of slots.
+    """
     new = slice(runs.start, runs.limit)
-    differing = int(np.sum(np.asarray(state.tokens)[new] != trace[new]))
-    done = int(state.length) == runs.limit
-    proposed, accepted = int(state.num_proposed), int(state.num_accepted)
-    num_rounds, generated = int(state.num_rounds), runs.limit - runs.start
+    differing = int(np.sum(np.asarray(slot.tokens)[new] != trace[new]))
+    done = int(slot.length) == runs.limit
+    proposed, accepted = int(slot.num_proposed), int(slot.num_accepted)
+    num_rounds, generated = int(slot.num_rounds), runs.limit - runs.start
     seconds, plain_s = timings.seconds[rate], timings.seconds[PLAIN]
     return {
         "kind": "rounds",
@@ -199,7 +218,7 @@ def row(
         "gamma": gamma,
         "forced_rate": rate,
         "acceptance_rate": accepted / max(proposed, 1),
-        "accepted_hist": state.accepted_hist,
+        "accepted_hist": slot.accepted_hist,
         "rounds": num_rounds,
         "tokens": generated,
         "tokens_per_target_step": generated / num_rounds,

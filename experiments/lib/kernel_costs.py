@@ -5,12 +5,13 @@ Knows clocks, bytes and ratios; what is called stands in `kernels`.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
 from rich import console as rich_console, table as rich_table
 
-from experiments.lib import kernel_plans, kernels, lowering, timing
+from experiments.lib import kernel_plans, kernels, lowering, records, timing
 
 
 LEGEND = (
@@ -81,24 +82,55 @@ class Bench:
         static = own, impl, plan, 1 if impl == "interpret" else passes, is_serial
         return static, pages, fixed, inputs
 
-    def loop(self, variant: Variant) -> timing.Loop:
-        """The variant's calls."""
-        static, pages, fixed, inputs = self.arguments(variant)
+    def loops(
+        self, tried: Sequence[Variant]
+    ) -> tuple[dict[Variant, timing.Loop], list[dict[str, Any]]]:
+        """The calls of each variant that can be compiled and run, and rows of others.
 
-        def run() -> Any:
-            x, pages[0] = kernels.repeat(*static, pages[0], fixed, inputs)
-            return x, pages[0]
+        Compiled in threads: XLA lets go of Python's lock.
+        """
+        made, failed, pending = {}, [], {}
+        with futures.ThreadPoolExecutor(timing.usable_cores()) as pool:
+            for variant in tried:
+                try:
+                    static, pages, *rest = self.arguments(variant)
+                    lowered = kernels.repeat.lower(*static, pages[0], *rest)
+                    compiled = pool.submit(lowered.compile)
+                    pending[variant] = compiled, static, pages, rest
+                except Exception as error:
+                    failed.append(self._failed(variant, error))
+            for variant, (compiled, static, pages, rest) in pending.items():
+                try:
+                    loop = _loop(compiled.result(), static, pages, rest)
+                    jax.block_until_ready(loop.run())
+                    made[variant] = loop
+                except Exception as error:
+                    failed.append(self._failed(variant, error))
+        return made, failed
 
-        own, passes = static[0], static[3]
-        calls = passes * own.copies
-        return timing.Loop(run=run, calls=calls, num_bytes=own.num_bytes)
+    def _failed(self, variant: Variant, error: Exception) -> dict[str, Any]:
+        plan = kernel_plans.describe(variant.plan) or "its own plan"
+        item = f"{self._subject.name}, {variant.impl}, {variant.rows} rows, {plan}"
+        return records.error_row(item, error)
 
     def lowered(self, variant: Variant) -> dict[str, Any]:
         """What tracing and lowering the variant for a GPU takes."""
         static, pages, fixed, inputs = self.arguments(variant)
+        arguments = (pages[0], fixed, inputs)
         return lowering.lower(
-            lambda: kernels.repeat.trace(*static, pages[0], fixed, inputs)
+            lambda: kernels.repeat.trace(*static, *lowering.abstract(arguments))
         )
+
+
+def _loop(compiled: Any, static: tuple, pages: list, rest: list) -> timing.Loop:
+    """What runs the executable, its pages handed on from call to call."""
+
+    def run() -> Any:
+        x, pages[0] = compiled(pages[0], *rest)
+        return x, pages[0]
+
+    own, _, _, passes, _ = static
+    return timing.Loop(run=run, calls=passes * own.copies, num_bytes=own.num_bytes)
 
 
 def measure(
@@ -123,13 +155,14 @@ def measure(
         )
         for variant, loop in loops.items()
     }
-    loops |= {variant: bench.loop(variant) for variant in tried}
+    runnable, failed = bench.loops(tried)
+    loops |= runnable
     timings = timing.interleave(
         {variant: timing.loop_thunk(loop) for variant, loop in loops.items()},
         repeats=repeats,
         after_turn=after_turn,
     )
-    return rows(subject, loops, timings)
+    return [*rows(subject, loops, timings), *failed]
 
 
 def rows(
@@ -182,7 +215,8 @@ def _time_ratio(variant: Variant, timings: timing.Timings) -> dict[str, Any]:
         names = ("time_ratio", "time_ratio_q1", "time_ratio_q3", "ratio_to_rows")
         return dict.fromkeys(names)
     fewest = min(v.rows for v in timings.seconds if v.impl == variant.impl)
-    base_s = timings.seconds[Variant(variant.impl, fewest)]
+    base = Variant(variant.impl, fewest)
+    base_s = timings.seconds.get(base, timings.seconds[variant])
     found = timing.ratios(timings.seconds[variant], base_s)
     return timing.quartile_fields("time_ratio", found) | {"ratio_to_rows": fewest}
 
@@ -194,6 +228,10 @@ def print_subject(
 
     Other plans than the kernel's own have lines of their own, the fastest first.
     """
+    for row in rows:
+        if row["kind"] == "error":
+            console.print(records.line(row), highlight=False, soft_wrap=True)
+    rows = [row for row in rows if row["kind"] == "kernel"]
     read, cells = rows[0], {}
     for row in rows:
         if row["rows"] is not None and row["plan"] is None:

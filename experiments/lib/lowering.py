@@ -7,6 +7,7 @@ their plans and the work of Python are those of a machine that has one.
 import contextlib
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,16 +32,23 @@ def lower(trace: Callable[[], jax.stages.Traced]) -> dict[str, Any]:
     """
     has_gpu = jax.default_backend() == "gpu"
     started, cpu_started = time.perf_counter(), time.process_time()
-    with contextlib.nullcontext() if has_gpu else _without_gpu():
+    with (
+        contextlib.nullcontext() if has_gpu else _without_gpu(),
+        warnings.catch_warnings(),
+    ):
+        # What a loop does not return, such as its counters.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         traced = trace()
         traced_at = time.perf_counter()
         lowered = traced.lower(lowering_platforms=("cuda",))
         lowered_at = time.perf_counter()
+    text = lowered.as_text()
     row = {
         "trace_s": traced_at - started,
         "lower_s": lowered_at - traced_at,
         "cpu_s": time.process_time() - cpu_started,
-        "kernels": lowered.as_text().count("stablehlo.custom_call"),
+        "kernels": text.count("stablehlo.custom_call"),
+        "characters": len(text),
         **dict.fromkeys(("compile_s", "launches", "temp_bytes", "alias_bytes")),
     }
     if has_gpu:
@@ -53,6 +61,24 @@ def lower(trace: Callable[[], jax.stages.Traced]) -> dict[str, Any]:
             "alias_bytes": getattr(memory, "alias_size_in_bytes", None),
         }
     return row
+
+
+def abstract(arguments: Any) -> Any:
+    """Returns the shapes of `arguments`, for tracing within `lower`.
+
+    Without a GPU and from jax 0.11 on, types carry the mesh that Pallas asks. What a
+    trace computes has it; arguments of equal types keep inner functions from being
+    lowered once for arguments and once more for results.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    is_pretended = mesh.abstract_device is not None
+
+    def struct(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        own = sharding if is_pretended else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+
+    return jax.tree.map(struct, arguments)
 
 
 @contextlib.contextmanager

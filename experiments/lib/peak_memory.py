@@ -94,7 +94,8 @@ def _measure_ours(request: Request) -> Peaks:
     """Plain decoding, then rounds."""
     import jax
 
-    from experiments.support import model_pair, paired_runs
+    from experiments.lib import runs
+    from spec_jax import loading
     from spec_jax.paging import index
 
     peaks: Peaks = {}
@@ -106,9 +107,9 @@ def _measure_ours(request: Request) -> Peaks:
         peaks[stage] = _peak(stats["peak_bytes_in_use"] if stats else None)
 
     note("libraries")
-    pair = model_pair.load_pair(
-        pathlib.Path(request.target),
-        pathlib.Path(request.draft),
+    lm = loading.load(
+        request.target,
+        draft=request.draft,
         gamma_max=request.gamma,
         slab=request.gamma + 1,
         dtype=request.dtype,
@@ -116,16 +117,16 @@ def _measure_ours(request: Request) -> Peaks:
     )
     note("weights")
     num_positions = len(request.prompt) + request.gen_tokens
-    settings = paired_runs.Settings(
+    settings = runs.Settings(
         gamma=request.gamma,
         gen_tokens=request.gen_tokens,
         capacity=index.pages_for(num_positions, request.page_size) * request.page_size,
         page_size=request.page_size,
         stop_ids=tuple(request.stop_ids),
     )
-    paired_runs.run_plain(pair, settings, request.prompt)
+    runs.run_plain(lm, settings, request.prompt)
     note("plain")
-    paired_runs.run_speculative(pair, settings, request.prompt)
+    runs.run_speculative(lm, settings, request.prompt)
     note("draft model")
     return peaks
 

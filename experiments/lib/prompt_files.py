@@ -13,8 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.lib import files
-from experiments.support import prompt_rows
+from experiments.lib import files, prompt_rows
 from spec_jax.model import hub
 
 

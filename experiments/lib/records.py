@@ -53,9 +53,13 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
       ValueError: rows of something else, or measured otherwise; one line says how.
     """
     path = out.path
-    if path is None or not path.is_file():
+    if path is None or not path.exists():
         return []
-    lines = [x for x in files.read(path).splitlines(keepends=True) if x.endswith(b"\n")]
+    lines = files.read(path).splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        half = lines.pop()
+        if not half.startswith(b'{"'):  # Nothing that a script was writing.
+            raise ValueError(f"{path}: not of this script; name another file")
     wanted, rows = to_json(description, "description"), []
     for number, line in enumerate(lines, 1):
         try:
@@ -66,9 +70,13 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
                 f"{path}, line {number}: no row of this script; name another file"
             ) from None
         if other:
+            differences = "; ".join(
+                f"{name} is {row[name]!r} there and {wanted[name]!r} here"
+                for name in other
+            )
             raise ValueError(
-                f"{path}, line {number}: {other[0]} is {row[other[0]]!r} there and "
-                f"{wanted[other[0]]!r} here; name another file, or leave out --resume"
+                f"{path}, line {number}: {differences}. Give the same settings, or "
+                "name another file"
             )
         rows.append(row)
     out.keep(sum(map(len, lines)))
@@ -156,17 +164,22 @@ def guarded(
 ) -> list[dict[str, Any]]:
     """The rows of `work`, or one that says how it failed: what follows is still done.
 
-    Unusable input and an interrupt are raised as they are.
+    An interrupt and what files raise are raised as they are.
     """
     try:
         return work()
-    except (MemoryError, NotImplementedError, OSError):
+    except OSError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0][:500]
-        lines = traceback.format_exc().splitlines()[-12:]
-        text = f"{type(error).__name__}: {first}"
-        return [{"kind": "error", "item": item, "error": text, "traceback": lines}]
+        return [error_row(item, error)]
+
+
+def error_row(item: str, error: Exception) -> dict[str, Any]:
+    """The row of something that failed."""
+    first = (str(error).strip().splitlines() or [""])[0][:500]
+    text, lines = f"{type(error).__name__}: {first}", traceback.format_exception(error)
+    lines = "".join(lines).splitlines()[-12:]
+    return {"kind": "error", "item": item, "error": text, "traceback": lines}
 
 
 def is_failure(row: Mapping[str, Any]) -> bool:

@@ -1,41 +1,47 @@
 """Runs of prompts, plain and speculative in turn: tokens, counters and times.
 
-`Settings` says what a run does with a prompt; a `LanguageModel` brings the models.
-Every run gets a fresh cache, allocated outside the timed region. The clock of one
-sequence runs over the prompt's prefill and over one call that generates everything,
-that of several slots over all of a batch. Compilation is done before, by `warm_up`.
+`Settings` says what a run does with a prompt; a `LanguageModel` brings the models;
+`results` compares runs. Every run gets a fresh cache, allocated outside the timed
+region. The clock of one sequence runs over the prompt's prefill and over one call that
+generates everything, that of several slots over all of a batch. Compilation is done
+before, by `results.warm_up`.
 """
 
 import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import prompt_files
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import each, oracle
 from spec_jax.engine import (
     baseline,
     checks,
+    protocols,
     round as round_lib,
     rows,
     scheduler as scheduler_lib,
     state as states,
-    verdicts,
+    verification,
 )
 from spec_jax.gamma import policy
-from spec_jax.model import qwen3
 from spec_jax.rules import sampling as sampling_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run does with a prompt, beside the models."""
+    """What a run does with a prompt, besides the models.
+
+    Attributes:
+      verifier: verifies windows in the place of the target's rows, for one slot: a
+        superseded design. It may count on the way, see `_recounted`.
+    """
 
     gamma: int
     gen_tokens: int
@@ -46,8 +52,14 @@ class Settings:
     sampling: sampling_lib.SamplingSettings | None = None  # None: greedy
     gamma_policy: policy.GammaPolicy | None = None  # None: always `gamma`
     policy_state: policy.State = None  # before each prompt's first round
-    rule: verdicts.Rule = "coupled"
+    rule: verification.Rule = "coupled"
     num_slots: int = 1
+    verifier: protocols.Target | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens are those of decoding, not their distribution alone."""
+        return self.rule == "coupled" or self.sampling is None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +145,8 @@ def make_scheduler(
     """
     speculator = round_lib.Speculator(
         params=(lm.params, lm.drafter_params),
-        target=rows.SlotRows(model=lm.target, num_slots=settings.num_slots),
+        target=settings.verifier
+        or rows.SlotRows(model=lm.target, num_slots=settings.num_slots),
         drafter=each.lift(lm.drafter, settings.num_slots, rule=settings.rule),
         rule=settings.rule,
         gamma_policy=settings.gamma_policy,
@@ -165,11 +178,21 @@ def make_request(
 
 
 def run_speculative(
-    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
+    lm: loading.LanguageModel,
+    settings: Settings,
+    prompt: list[int],
+    *,
+    draft_params: Any = None,
 ) -> Speculative:
-    """Generates one prompt by rounds; raises as `run_plain`."""
+    """Generates one prompt by rounds; raises as `run_plain`.
+
+    Args:
+      draft_params: what the drafter takes from the request, if it takes anything.
+    """
     scheduler = make_scheduler(lm, dataclasses.replace(settings, num_slots=1))
     request = make_request(lm, settings, prompt)
+    if draft_params is not None:
+        request = dataclasses.replace(request, draft_params=draft_params)
     scheduler.check(request)
     state = scheduler.empty(draws=settings.sampling is not None)
     max_rounds = jnp.int32(settings.gen_tokens)
@@ -184,12 +207,19 @@ def run_speculative(
     checks.check_refused([state.cache, state.memory])
     checks.check_pages(state.slots.status, state.slots.length, state.cache)
     slot = scheduler_lib.slot_of(jax.device_get(state.slots), 0)
-    return as_run(
+    run = as_run(
         slot,
         vocab_size=lm.target.config.vocab_size,
         prefill_s=prefilled - started,
         decode_s=finished - prefilled,
     )
+    return _recounted(run, settings.verifier, state.cache)
+
+
+def _recounted(run: Speculative, verifier: Any, cache: Any) -> Speculative:
+    """Returns the run with what a verifier counted by itself, in its cache."""
+    recount = getattr(verifier, "recount", None)
+    return run if recount is None else recount(run, cache)
 
 
 def as_run(
@@ -271,182 +301,3 @@ def count_mismatches(
         sampling=settings.sampling,
     )
     return int(np.sum(np.asarray(chosen)[new] != np.asarray(tokens)))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptResult:
-    """One prompt: what both runs produced, and `repeats` times of each.
-
-    Attributes:
-      mismatches: verified positions with another argmax than decoding's.
-      reference: the tokens to match where they are not those of `plain`: a design
-        that is timed against our decoding, and compared with a decoding of its own.
-    """
-
-    prompt: prompt_files.Prompt
-    prompt_ids: list[int]
-    plain: list[Plain]
-    spec: list[Speculative]
-    mismatches: int
-    reference: list[int] | None = None
-
-    @property
-    def matched(self) -> bool:
-        """Whether every run of either kind produced the same tokens.
-
-        Tokens that were chosen from logits that are not finite match nothing.
-        """
-        if self.nonfinite:
-            return False
-        if self.reference is not None:
-            return all(run.tokens == self.reference for run in self.spec)
-        reference = self.plain[0].tokens
-        return all(run.tokens == reference for run in (*self.plain, *self.spec))
-
-    @property
-    def text(self) -> metrics.TextCounts:
-        """What was counted of the first speculative run's text."""
-        return metrics.text_counts(self.spec[0].tokens, self.spec[0].counters)
-
-    @property
-    def nonfinite(self) -> int:
-        """The most tokens of a run that were chosen from logits that are not finite."""
-        plain = [run.nonfinite for run in self.plain]
-        return max(plain + [run.counters.nonfinite for run in self.spec])
-
-    def row(self) -> dict:
-        """Returns the JSON line."""
-        counters = self.spec[0].counters
-        summary = metrics.summarise(
-            counters,
-            prompts=1,
-            texts=[self.text],
-            matched=None,
-            verify_decode_mismatches=None,
-        )
-        return {
-            "kind": "prompt",
-            "id": self.prompt.id,
-            "category": self.prompt.category,
-            "prompt_tokens": len(self.prompt_ids),
-            "tokens": counters.tokens,
-            "matched": self.matched,
-            "verify_decode_mismatches": self.mismatches,
-            "nonfinite_logits": self.nonfinite,
-            "rounds": counters.rounds,
-            "proposed": counters.proposed,
-            "accepted": counters.accepted,
-            "acceptance_rate": summary["acceptance_rate"],
-            "repetition": summary["repetition"],
-            "accepted_hist": counters.accepted_hist,
-            "baseline_e2e_s": [run.timing.e2e_s for run in self.plain],
-            "spec_e2e_s": [run.timing.e2e_s for run in self.spec],
-            "plain_ids": self.plain[0].tokens,
-            "spec_ids": self.spec[0].tokens,
-        }
-
-
-def run_prompts(
-    lm: loading.LanguageModel,
-    settings: Settings,
-    prompts: Sequence[prompt_files.Prompt],
-    ids: Sequence[list[int]],
-    *,
-    repeats: int,
-    after_prompt: Callable[[], None] = lambda: None,
-) -> list[PromptResult]:
-    """Runs every prompt plain and speculatively in turn, `repeats` times.
-
-    With several slots: every prompt plain and alone, then all in a batch, in turn.
-    Afterwards each text is replayed through decoding.
-    """
-    plain: list[list[Plain]] = [[] for _ in ids]
-    spec: list[list[Speculative]] = [[] for _ in ids]
-    for _ in range(repeats):
-        if settings.num_slots > 1:
-            for number, one in enumerate(ids):
-                plain[number].append(run_plain(lm, settings, one))
-            batch = run_batch(lm, settings, ids, after_prompt=after_prompt)
-            for number, run in enumerate(batch):
-                spec[number].append(run)
-            continue
-        for number, one in enumerate(ids):
-            plain[number].append(run_plain(lm, settings, one))
-            spec[number].append(run_speculative(lm, settings, one))
-            after_prompt()
-    return [
-        PromptResult(
-            prompt=prompt,
-            prompt_ids=list(prompt_ids),
-            plain=plain[number],
-            spec=spec[number],
-            mismatches=mismatches_of(lm, settings, prompt_ids, spec[number][0]),
-        )
-        for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids, strict=True))
-    ]
-
-
-def mismatches_of(
-    lm: loading.LanguageModel,
-    settings: Settings,
-    prompt_ids: list[int],
-    run: Speculative,
-) -> int:
-    """Returns what the run counted on its way, or what a replay of its text finds."""
-    if run.mismatches is not None:
-        return run.mismatches
-    return count_mismatches(lm, settings, prompt_ids, run.tokens)
-
-
-def warm_up(
-    lm: loading.LanguageModel, settings: Settings, prompts: Sequence[list[int]]
-) -> float:
-    """Compiles everything that `run_prompts` needs; returns the seconds it took."""
-    started = time.perf_counter()
-    brief = dataclasses.replace(settings, gen_tokens=1)
-    for prompt in one_a_bucket(prompts):
-        plain = run_plain(lm, brief, prompt)
-        if settings.num_slots > 1:
-            run_batch(lm, brief, [prompt])
-        else:
-            run_speculative(lm, brief, prompt)
-        count_mismatches(lm, brief, prompt, plain.tokens)
-    return time.perf_counter() - started
-
-
-def one_a_bucket(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Returns prompts that between them need every executable that all of them need."""
-    by_bucket = {qwen3.bucket(max(1, len(prompt) - 1)): prompt for prompt in prompts}
-    return list(by_bucket.values())
-
-
-def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
-    """Returns the metric dictionary of finished prompts."""
-    return metrics.summarise(
-        metrics.total(result.spec[0].counters for result in results),
-        prompts=len(results),
-        texts=[result.text for result in results],
-        baseline=_by_repeat([result.plain for result in results]),
-        spec=_by_repeat([result.spec for result in results]),
-        matched=all(result.matched for result in results),
-        verify_decode_mismatches=sum(result.mismatches for result in results),
-    )
-
-
-NO_CATEGORY = "none"
-"""What the prompts are called that have no category, where others have one."""
-
-
-def by_category(results: Sequence[PromptResult]) -> dict[str, metrics.Metrics]:
-    """Summarises each category apart; empty unless there are several."""
-    grouped: dict[str, list[PromptResult]] = {}
-    for result in results:
-        grouped.setdefault(result.prompt.category or NO_CATEGORY, []).append(result)
-    if len(grouped) < 2:
-        return {}
-    return {name: summarise(of_one) for name, of_one in sorted(grouped.items())}
-
-
-def _by_repeat(runs: list[list]) -> list[list[metrics.Timing]]:
-    """Returns the timings of each repeat, prompt by prompt."""
-    return [[run.timing for run in repeat] for repeat in zip(*runs, strict=True)]

@@ -1,4 +1,4 @@
-"""Step costs: a plain step, a slab with several live rows, a draft step, a round.
+"""Step costs: a plain step, a slab with several active rows, a draft step, a round.
 
 Many steps are one compiled call, so that the cost of dispatching a call is not
 measured; on a GPU the loop around them is, as it is in a generation. A context of `n`
@@ -16,15 +16,27 @@ import jax
 import jax.numpy as jnp
 
 from experiments.lib import noise, subjects, timing
-from experiments.support import model_pair
-from spec_jax import autoregressive, rounds, session
-from spec_jax.model import config as config_lib, params as params_lib, row_model
+from spec_jax import loading
+from spec_jax.drafters import each
+from spec_jax.engine import (
+    baseline,
+    protocols,
+    round as round_lib,
+    rows as rows_lib,
+    state as states,
+)
+from spec_jax.model import (
+    config as config_lib,
+    params as params_lib,
+    prompt as prompt_lib,
+    row_model,
+)
 from spec_jax.paging import allocator, cache as paged, index
 from spec_jax.rules import sampling as sampling_lib
 
 
 PLAIN = "plain step"
-ONE_ROW = "1 live row"
+ONE_ROW = "1 active row"
 READ = "read of its bytes"
 LARGE_READ = "read of 256 MiB"
 NEW_CACHE = "new cache"
@@ -60,12 +72,14 @@ class Work:
     """A compiled call, in two parts that can be traced without running.
 
     Attributes:
+      program: what is compiled; contexts, rows and gammas are data, and share it.
       params: first argument of `run`.
       prepare: `caches -> state`; not timed. Both donate what they take.
       run: `(params, state) -> caches, outputs`.
       calls: how often `run` does what is to be timed.
     """
 
+    program: str
     params: Any
     box: Box
     prepare: Callable[[Any], Any]
@@ -98,7 +112,7 @@ class Cost:
       timed: a thunk, where it is something else.
       ratio_to: name of the cost that it is compared with.
       context: positions that the first step attends to, where that matters.
-      num_live: live rows, where that matters.
+      num_active: active rows, where that matters.
       gamma: tokens drafted, where that matters.
       num_bytes: that one must read, where that is known.
     """
@@ -108,7 +122,7 @@ class Cost:
     work: Work | None = None
     timed: timing.Thunk | None = None
     context: int | None = None
-    num_live: int | None = None
+    num_active: int | None = None
     gamma: int | None = None
     num_bytes: int | None = None
 
@@ -118,11 +132,11 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured of a pair.
+    """What is measured of a target and its draft.
 
     Attributes:
       contexts: of a plain step; everything else is measured at the first of them.
-      rows: live rows at the first context; the most of them at all others too. None:
+      rows: active rows at the first context; the most of them at all others too. None:
         up to the drafter's longest window, at the first context only.
       prefills: prompt lengths to be prefilled.
       sampling: of plain steps and rounds; None is greedy.
@@ -138,28 +152,28 @@ class Plan:
     as_shapes: bool = False
 
 
-def all_costs(pair: model_pair.ModelPair, plan: Plan) -> list[list[Cost]]:
-    """Every cost, in groups that are measured in turns; `PLAIN` is in each group.
+def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
+    """Returns all costs, in groups measured in turns; `PLAIN` is in each group.
 
     Those that need a drafter are left out if there is none.
 
     Raises:
       ValueError: contexts beyond the model's positions.
     """
-    gamma_max = 0 if pair.drafter is None else pair.drafter.gamma_max
+    gamma_max = 0 if lm.drafter is None else lm.gamma_max
     longest = max((*plan.contexts, *plan.prefills))
     # As far as `steps` rounds can lead, and a window more.
     capacity = longest + (plan.steps + 1) * (gamma_max + 1)
     capacity = index.pages_for(capacity, plan.page_size) * plan.page_size
-    positions = pair.target.config.max_position_embeddings
+    positions = lm.target.config.max_position_embeddings
     if capacity > positions:
         raise ValueError(
             f"{plan.steps} steps in a context of {longest} need {capacity} "
             f"positions, the model has {positions}"
         )
     sizes = Sizes(capacity=capacity, page_size=plan.page_size, steps=plan.steps)
-    box = Box(_caches((pair.target,), sizes, plan.as_shapes))
-    shared = pair.target, pair.params[0], sizes
+    box = Box(_caches((lm.target,), sizes, plan.as_shapes))
+    shared = lm.target, lm.params, sizes
     first = plan.contexts[0]
 
     def plain(context: int) -> Cost:
@@ -174,22 +188,22 @@ def all_costs(pair: model_pair.ModelPair, plan: Plan) -> list[list[Cost]]:
     def window(n: int, context: int) -> Cost:
         suffix = "" if context == first else f" at {context}"
         return Cost(
-            name=(ONE_ROW if n == 1 else f"{n} live rows") + suffix,
-            work=_window(*shared, context, num_live=n, box=box),
+            name=(ONE_ROW if n == 1 else f"{n} active rows") + suffix,
+            work=_window(*shared, context, num_active=n, box=box),
             ratio_to=(ONE_ROW if ones else PLAIN) if not suffix else PLAIN,
             context=context,
-            num_live=n,
+            num_active=n,
             num_bytes=_bytes(*shared[:2], context),
         )
 
     rows = plan.rows or (range(1, gamma_max + 2) if gamma_max else ())
     ones = 1 in rows
     group = [plain(first), *(window(n, first) for n in rows)]
-    if pair.drafter is not None:
-        group += _drafter_costs(pair, sizes, first, box, plan)
+    if lm.drafter is not None:
+        group += _drafter_costs(lm, sizes, first, box, plan)
     group += [_prefill(*shared, n) for n in plan.prefills if not plan.as_shapes]
     if not plan.as_shapes:
-        group += _traffic(pair, sizes)
+        group += _traffic(lm, sizes)
     others = [
         [plain(first), plain(c), *([window(max(plan.rows), c)] if plan.rows else [])]
         for c in plan.contexts[1:]
@@ -197,42 +211,40 @@ def all_costs(pair: model_pair.ModelPair, plan: Plan) -> list[list[Cost]]:
     return [group, *others]
 
 
-def _traffic(pair: model_pair.ModelPair, sizes: Sizes) -> list[Cost]:
+def _traffic(lm: loading.LanguageModel, sizes: Sizes) -> list[Cost]:
     """Plain reads, and a new cache."""
-    num_bytes = subjects.step_bytes(pair.params[0])
+    num_bytes = subjects.step_bytes(lm.params)
     read = timing.read(num_bytes)
     made = [Cost(name=READ, timed=read, ratio_to=PLAIN, num_bytes=num_bytes)]
     if num_bytes < timing.LARGE_READ_BYTES:
         large = timing.read(timing.LARGE_READ_BYTES)
         made.append(Cost(name=LARGE_READ, timed=large, ratio_to=PLAIN))
     new_cache = functools.partial(
-        pair.target.new_cache, capacity=sizes.capacity, page_size=sizes.page_size
+        lm.target.new_cache, capacity=sizes.capacity, page_size=sizes.page_size
     )
     allocate = timing.stopwatch(lambda _: new_cache())
     return [*made, Cost(name=NEW_CACHE, timed=allocate, ratio_to=PLAIN)]
 
 
 def _drafter_costs(
-    pair: model_pair.ModelPair, sizes: Sizes, context: int, box: Box, plan: Plan
+    lm: loading.LanguageModel, sizes: Sizes, context: int, box: Box, plan: Plan
 ) -> list[Cost]:
     """A draft step, and rounds of each gamma."""
-    draft, params = pair.drafter.model, pair.params[1]
+    draft, params = lm.drafter.model, lm.drafter_params
     own = Box(_caches((draft,), sizes, plan.as_shapes))
     made = [
         Cost(
             name="draft step",
-            work=_plain(draft, params, sizes, context, box=own),
+            work=_plain(draft, params, sizes, context, box=own, program="draft"),
             ratio_to=PLAIN,
             context=context,
-            num_live=1,
+            num_active=1,
             num_bytes=_bytes(draft, params, context),
         )
     ]
     both = _Both(box, own)
-    if plan.sampling is not None:
-        pair = model_pair.with_sampling(pair, plan.sampling)
-    for gamma in range(1, pair.drafter.gamma_max + 1):
-        work = _round(pair, sizes, context, gamma, box=both, settings=plan.sampling)
+    for gamma in range(1, lm.gamma_max + 1):
+        work = _round(lm, sizes, context, gamma, box=both, settings=plan.sampling)
         made.append(
             Cost(
                 name=f"round, gamma {gamma}",
@@ -278,105 +290,158 @@ def live_rows(
     sizes: Sizes,
     context: int,
     *,
-    num_live: int,
+    num_active: int,
 ) -> timing.Thunk:
-    """One forward of `num_live` rows of a slab, with argmax and truncation."""
+    """One verification of `num_active` rows, with argmax and truncation."""
     box = Box(_caches((model,), sizes, False))
-    return _window(model, params, sizes, context, num_live=num_live, box=box).thunk()
+    return _window(
+        model, params, sizes, context, num_active=num_active, box=box
+    ).thunk()
 
 
-def _plain(model, params, sizes, context, *, box, settings=None) -> Work:
-    stop_ids, most = session.stop_array(()), jnp.int32(sizes.steps)
+def _plain(
+    model, params, sizes, context, *, box, settings=None, program="target"
+) -> Work:
+    most = jnp.int32(sizes.steps)
 
-    def prepare(kv: paged.PagedKV) -> autoregressive.DecodeState:
-        return autoregressive.init_state(
+    def prepare(kv: paged.PagedKV) -> baseline.DecodeState:
+        return baseline.init_state(
             _text(model, sizes),
             length=jnp.int32(context),
             limit=jnp.int32(context + sizes.steps),
             cache=at_length(kv, context - 1),
-            settings=settings,
+            stop_ids=no_stop(),
+            sampling=settings,
         )
 
     def run(params, state):
-        state = autoregressive.generate(
-            model, params, state, stop_ids=stop_ids, max_steps=most
-        )
+        state = baseline.generate(model, params, state, max_steps=most)
         return state.cache, (state.tokens, state.num_steps)
 
-    return Work(params=params, box=box, prepare=prepare, run=run, calls=sizes.steps)
+    return Work(
+        program=f"{program}: plain steps",
+        params=params,
+        box=box,
+        prepare=prepare,
+        run=run,
+        calls=sizes.steps,
+    )
 
 
-def _window(model, params, sizes, context, *, num_live, box) -> Work:
-    live = jnp.int32(num_live)
+def _window(model, params, sizes, context, *, num_active, box) -> Work:
+    live = jnp.int32(num_active)
 
     def prepare(kv: paged.PagedKV) -> paged.PagedKV:
         return at_length(kv, context - 1)
 
     def run(params, kv):
-        return repeat_forward(model, params, kv, num_live=live, steps=sizes.steps)
+        return repeat_forward(model, params, kv, num_active=live, steps=sizes.steps)
 
-    return Work(params=params, box=box, prepare=prepare, run=run, calls=sizes.steps)
+    return Work(
+        program="target: windows",
+        params=params,
+        box=box,
+        prepare=prepare,
+        run=run,
+        calls=sizes.steps,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames=("kv",))
-def repeat_forward(model, params, kv, *, num_live, steps):
-    """Runs rows at the same positions `steps` times, and forgets them each time."""
-    start = kv.length[row_model.SLOT]
+def repeat_forward(model, params, kv, *, num_active, steps):
+    """Verifies rows at the same positions `steps` times, and forgets them each time."""
+    target = rows_lib.SlotRows(model=model, num_slots=1)
+    start, asked = kv.length, jnp.ones((1,), bool)
 
     def step(carry, _):
         kv, tokens = carry
-        kv, logits = model.forward(
-            params, kv, tokens=tokens, start=start, num_live=num_live
+        kv, verified = target.verify(
+            params,
+            kv,
+            protocols.Window(tokens=tokens, start=start, num_active=num_active[None]),
         )
+        chosen = target.choose(verified.logits, verified.num_active)
         # Each step's tokens come from the step before it, as in decoding. With fixed
         # ones XLA could move the first layer out of the loop.
-        return (model.truncate(kv, start), model.choose(logits, num_live)), None
+        tokens = chosen[None, : model.slab]
+        return (target.truncate(kv, start, asked=asked), tokens), None
 
-    tokens = jnp.arange(model.slab, dtype=jnp.int32)
+    tokens = jnp.arange(model.slab, dtype=jnp.int32)[None]
     return jax.lax.scan(step, (kv, tokens), None, length=steps)[0]
 
 
-def _round(pair, sizes, context, gamma, *, box, settings=None) -> Work:
+def _round(lm, sizes, context, gamma, *, box, settings=None) -> Work:
     """`gamma` drafts, verification, commit, truncation of both caches."""
-    gamma_max = pair.drafter.gamma_max
-    stop_ids, most = session.stop_array(()), jnp.int32(sizes.steps)
-    asked = jnp.int32(gamma)
+    target = rows_lib.SlotRows(model=lm.target, num_slots=1)
+    drafter, most = each.lift(lm.drafter, 1), jnp.int32(sizes.steps)
 
-    def prepare(caches) -> rounds.RoundState:
-        kv, memory = (at_length(each, context - 1) for each in caches)
-        return rounds.init_state(
-            _text(pair.target, sizes),
+    def prepare(caches) -> states.State:
+        kv, memory = (at_length(kv, context - 1) for kv in caches)
+        slots = one_slot(
+            _text(lm.target, sizes),
             length=jnp.int32(context),
             # Far enough that no round is cut short.
             limit=jnp.int32(context + sizes.steps * (gamma + 1)),
-            cache=kv,
-            memory=memory,
-            gamma_max=gamma_max,
-            settings=settings,
+            gamma=jnp.int32(gamma),
+            gamma_max=lm.gamma_max,
+            sampling=settings,
         )
+        return states.State(slots=slots, cache=kv, memory=memory)
 
     def run(params, state):
-        state = rounds.generate(
-            pair.target,
-            pair.drafter,
-            params,
-            state,
-            gamma=asked,
-            stop_ids=stop_ids,
-            max_rounds=most,
-        )
-        return (state.cache, state.memory), (state.tokens, state.num_rounds)
+        speculator = round_lib.Speculator(params=params, target=target, drafter=drafter)
+        state = round_lib.generate(speculator, state, max_rounds=most)
+        outputs = state.slots.tokens, state.slots.num_rounds
+        return (state.cache, state.memory), outputs
 
     return Work(
-        params=pair.params, box=box, prepare=prepare, run=run, calls=sizes.steps
+        program="rounds",
+        params=(lm.params, lm.drafter_params),
+        box=box,
+        prepare=prepare,
+        run=run,
+        calls=sizes.steps,
     )
+
+
+def no_stop() -> jax.Array:
+    """Returns stop tokens that end nothing, in an array to be donated."""
+    return jnp.full((1,), states.NO_STOP, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("gamma_max",))
+def one_slot(
+    tokens: jax.Array,
+    *,
+    length: jax.Array,
+    limit: jax.Array,
+    gamma: jax.Array,
+    gamma_max: int,
+    sampling: sampling_lib.SamplingSettings | None = None,
+) -> states.Slots:
+    """Returns one slot that generates after `tokens[:length]`; leaves are `[1, ...]`.
+
+    There is no stop token; all arrays are new ones.
+    """
+    slot = states.begin_slot(
+        tokens,
+        length=length,
+        limit=limit,
+        capped=False,
+        gamma=gamma,
+        stop_ids=no_stop(),
+        gamma_max=gamma_max,
+        sampling=sampling,
+        policy=None,
+    )
+    return jax.tree.map(lambda leaf: leaf[None], slot)
 
 
 def _prefill(model, params, sizes, num_tokens) -> Cost:
     """A prompt's K/V, by whatever prefill the model has; seconds of a prompt."""
-    prompt = noise.tokens(num_tokens + 1, model.config.vocab_size).tolist()
+    prompt = noise.tokens(num_tokens, model.config.vocab_size).tolist()
     timed = timing.stopwatch(
-        lambda kv: session.prefill(model, params, kv, prompt),
+        lambda kv: prompt_lib.prefill(model, params, kv, prompt),
         lambda: model.new_cache(capacity=sizes.capacity, page_size=sizes.page_size),
     )
     name = f"prefill of {num_tokens}"
@@ -447,7 +512,7 @@ def rows(costs: Sequence[Cost], timings: timing.Timings) -> list[dict[str, Any]]
             "kind": "step",
             "step": cost.name,
             "context": cost.context,
-            "num_live": cost.num_live,
+            "num_active": cost.num_active,
             "gamma": cost.gamma,
             **timing.spread_fields("ms", [1e3 * s for s in seconds]),
             **timing.spread_fields("ratio", ratio),

@@ -1,26 +1,25 @@
-"""Subjects: the models and prompts that are measured, on both sides.
+"""Subjects: the models that are measured, on both sides.
 
 Two model folders; or presets, random weights in the shape of released models. A step
 of random weights costs what a step of trained ones costs; what they generate means
 nothing.
 """
 
+import argparse
 import dataclasses
 import pathlib
 
 import jax
-import numpy as np
 import psutil
 
 from experiments.lib import hf, noise
-from experiments.support import model_pair, prompt_files
+from spec_jax import loading
 from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, params as params_lib, row_model
 from spec_jax.ops import dispatch
 
 
 EMBEDDED = "embedded"
-PRESET_PROMPT_TOKENS = 32
 
 PRESETS = {
     "qwen3-0.6b": config_lib.Qwen3Config(
@@ -57,21 +56,6 @@ PRESETS = {
 _GIB = 2**30
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is measured.
-
-    Attributes:
-      pair: without tokenizer, if it is a preset; without drafter, if that has none.
-      prompts: token ids by the prompt's id.
-      hf: the same weights in Hugging Face's hands, if they are to be compared.
-    """
-
-    pair: model_pair.ModelPair
-    prompts: dict[str, list[int]]
-    hf: hf.Baseline | None
-
-
 def read_config(shapes: str, *, dtype: str | None) -> config_lib.Qwen3Config:
     """The config that a preset, `EMBEDDED` or a folder names, in its dtype or another.
 
@@ -83,7 +67,7 @@ def read_config(shapes: str, *, dtype: str | None) -> config_lib.Qwen3Config:
         return dataclasses.replace(config, dtype=dtype or config.dtype)
     folder = pathlib.Path(shapes)
     if shapes == EMBEDDED:
-        folder = model_pair.EMBEDDED_TARGET
+        folder = loading.EMBEDDED_TARGET
     elif not folder.is_dir():
         known = ", ".join([EMBEDDED, *sorted(PRESETS)])
         raise ValueError(f"--shapes {shapes}: not one of {known}, and no folder either")
@@ -118,41 +102,66 @@ def check_device(device: str) -> str:
     return platform
 
 
-def from_folders(
-    target: pathlib.Path | None,
-    draft: pathlib.Path | None,
+def add_presets(group: argparse._ActionsContainer) -> None:
+    """`--preset` and `--draft-preset`, for `load` and `check_presets`."""
+    for name, what in (("--preset", "target"), ("--draft-preset", "draft")):
+        group.add_argument(
+            name,
+            choices=sorted(PRESETS),
+            help=f"a {what} of random weights in the shape of a released model, in the "
+            "place of a folder",
+        )
+
+
+def check_presets(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits with a usage error where presets and folders do not go together."""
+    if args.preset and args.target:
+        parser.error("--preset brings its own weights: leave out --target and --draft")
+    if args.draft_preset and not args.preset:
+        parser.error("--draft-preset goes with --preset, which names the target")
+
+
+def load(
+    args: argparse.Namespace,
     *,
-    prompt_source: str,
     gamma_max: int,
     slab: int,
     dtype: str | None,
-    impl: str,
-    use_hf: bool,
-) -> Subject:
-    """Two model folders (None: the embedded pair), prompts without a chat template.
+    as_shapes: bool = False,
+) -> loading.LanguageModel:
+    """The models that `flags.add_models` and `add_presets` name.
 
     Raises:
-      ValueError: folders or prompts that cannot be used.
+      MemoryError: weights of presets do not fit; nothing has been created.
+      ValueError: folders that cannot be used, or a slab with more rows than `impl` has.
       NotImplementedError: an implementation that cannot run here.
     """
-    prompts = prompt_files.parse(prompt_source, default_file=prompt_files.BUNDLED)
-    target = target or model_pair.EMBEDDED_TARGET
-    draft = draft or model_pair.EMBEDDED_DRAFT
-    pair = model_pair.load_pair(
-        target, draft, gamma_max=gamma_max, slab=slab, dtype=dtype, impl=impl
-    )
-    baseline = None
-    if use_hf:
-        stated, backend = pair.target.config.dtype, jax.default_backend()
-        baseline = hf.load(target, draft, dtype=stated, backend=backend)
-    return Subject(
-        pair=pair,
-        prompts={prompt.id: pair.tokenizer.encode(prompt.text) for prompt in prompts},
-        hf=baseline,
+    sizes = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype, "impl": args.impl}
+    if args.preset:
+        names = (args.preset, args.draft_preset)
+        return preset_lm(*names, as_shapes=as_shapes, **sizes)
+    return loading.load(args.target, draft=args.draft, **sizes)
+
+
+def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:
+    """The folders of target and draft."""
+    return (
+        args.target or loading.EMBEDDED_TARGET,
+        args.draft or loading.EMBEDDED_DRAFT,
     )
 
 
-def from_presets(
+def names(args: argparse.Namespace) -> dict[str, str | None]:
+    """What rows call the models."""
+    if args.preset:
+        return {"target": args.preset, "draft": args.draft_preset}
+    return {
+        "target": str(args.target or EMBEDDED),
+        "draft": str(args.draft or EMBEDDED),
+    }
+
+
+def preset_lm(
     name: str,
     draft: str | None,
     *,
@@ -160,63 +169,52 @@ def from_presets(
     slab: int,
     dtype: str | None,
     impl: str,
-    use_hf: bool,
     as_shapes: bool = False,
-) -> Subject:
-    """Random weights and a random prompt; a drafter if `draft` names a preset.
+) -> loading.LanguageModel:
+    """Random weights, without a tokenizer; `drafter` is None if `draft` is.
 
     Args:
       as_shapes: no weights, but their shapes, for an `impl` that need not run here.
-
-    Raises:
-      MemoryError: the weights do not fit; nothing has been created.
-      ValueError: a slab with more rows than `impl` has.
-      NotImplementedError: an implementation that cannot run here.
     """
-    configs = [
-        dataclasses.replace(PRESETS[preset], dtype=dtype or PRESETS[preset].dtype)
-        for preset in (name, draft)
-        if preset
-    ]
+    configs = [read_config(preset, dtype=dtype) for preset in (name, draft) if preset]
     impl = impl if as_shapes else dispatch.resolve(impl)
-    slabs = [row_model.slab_for(impl, rows) for rows in (slab, model_pair.DRAFT_SLAB)]
-    target, *drafts = (
+    slabs = [row_model.slab_for(impl, n) for n in (slab, loading.DRAFT_SLAB)]
+    models = [
         row_model.RowModel(config=config, impl=impl, slab=slab)
         for config, slab in zip(configs, slabs, strict=False)
-    )
-    if as_shapes:
-        params = [params_lib.shapes(config) for config in configs]
-    else:
-        # Ours, and as many bytes to measure the bandwidth with.
-        _check_memory(configs, copies=2)
+    ]
+    shapes = [params_lib.shapes(config) for config in configs]
+    params = shapes
+    if not as_shapes:
+        # Ours, and as many bytes to measure the bandwidth with; noise is drawn in
+        # float32, and a few arrays of its size are alive meanwhile.
+        largest = max(leaf.size for leaf in jax.tree.leaves(shapes))
+        required = 2 * params_lib.num_bytes(shapes) + 4 * 4 * largest
+        check_fits(f"random weights in {configs[0].dtype}", required)
         params = [noise.weights(c, seed=i + 1) for i, c in enumerate(configs)]
-    baseline = None
-    if use_hf:
-        models = [
-            (config_lib.to_dict(config), each)
-            for config, each in zip(configs, params, strict=True)
-        ]
-        baseline = hf.from_arrays(
-            models[0],
-            models[1] if draft else None,
-            backend=jax.default_backend(),
-        )
     drafter = None
-    if drafts:
-        drafter = draft_model.DraftModel(model=drafts[0], gamma_max=gamma_max)
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(configs[0].vocab_size, size=PRESET_PROMPT_TOKENS).tolist()
-    return Subject(
-        pair=model_pair.ModelPair(
-            target=target,
-            verifier=target if drafts else None,
-            drafter=drafter,
-            params=(params[0], params[1] if drafts else None),
-            tokenizer=None,
-        ),
-        prompts={"random": prompt},
-        hf=baseline,
+    if draft:
+        drafter = draft_model.DraftModel(
+            model=models[1],
+            gamma_max=gamma_max,
+            catch_up_rows=row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0,
+        )
+    return loading.LanguageModel(
+        target=models[0],
+        params=params[0],
+        drafter=drafter,
+        drafter_params=params[1] if draft else None,
+        tokenizer=None,
     )
+
+
+def preset_hf(lm: loading.LanguageModel) -> hf.Baseline:
+    """The same weights in Hugging Face's hands, without a copy."""
+    draft = None
+    if lm.drafter is not None:
+        draft = config_lib.to_dict(lm.drafter.model.config), lm.drafter_params
+    target = config_lib.to_dict(lm.target.config), lm.params
+    return hf.from_arrays(target, draft, backend=jax.default_backend())
 
 
 def free_bytes() -> int:
@@ -237,12 +235,3 @@ def check_fits(what: str, required: int) -> None:
             f"{what} need {required / _GIB:.2f} GiB of memory, but "
             f"{free / _GIB:.2f} GiB are free"
         )
-
-
-def _check_memory(configs: list[config_lib.Qwen3Config], *, copies: int) -> None:
-    """Refuses weights that do not fit, with both numbers."""
-    shapes = [params_lib.shapes(config) for config in configs]
-    # Noise is drawn in float32, and a few arrays of its size are alive meanwhile.
-    largest = max(leaf.size for leaf in jax.tree.leaves(shapes))
-    required = copies * params_lib.num_bytes(shapes) + 4 * 4 * largest
-    check_fits(f"random weights in {configs[0].dtype}", required)

@@ -4,9 +4,10 @@ Knows nothing of what is shown.
 """
 
 import collections
+import contextlib
 import datetime
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import (
@@ -121,6 +122,7 @@ def progress(console: rich_console.Console | None = None) -> rich_progress.Progr
         rich_progress.BarColumn(),
         rich_progress.MofNCompleteColumn(),
         rich_progress.TimeElapsedColumn(),
+        rich_progress.TimeRemainingColumn(),
         console=console,
         auto_refresh=False,
         transient=True,
@@ -128,3 +130,11 @@ def progress(console: rich_console.Console | None = None) -> rich_progress.Progr
         redirect_stdout=False,
         disable=not console.is_terminal,
     )
+
+
+@contextlib.contextmanager
+def counted(name: str, *, total: int) -> Iterator[Callable[[], None]]:
+    """Shows a progress bar, and yields what advances it by one."""
+    with progress() as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda: bar.advance(task)

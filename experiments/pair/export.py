@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from experiments.lib import samples
 from experiments.pair import corpus, quality
-from experiments.support import sample_text
 from spec_jax.model import config as config_lib, load, params as params_lib
 
 
@@ -89,7 +89,7 @@ def card(
         rows="\n".join(rows),
         texts="\n".join(text_rows),
         num_tokens=quality.NUM_TOKENS,
-        settings=sample_text.describe(**sample_text.SETTINGS, seed=quality.SEED),
+        settings=samples.describe(**samples.SETTINGS, seed=quality.SEED),
         notes="".join(f"- {note}\n" for note in notes).rstrip(),
         **description,
     )

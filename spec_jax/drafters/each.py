@@ -105,10 +105,10 @@ class Each:
         sampling: protocols.Sampling,
     ) -> tuple[EachMemory, protocols.Proposal]:
         """Returns what the drafter proposes for each sequence."""
-        takes_sampling = _takes_sampling(type(self.drafter))
+        draws = takes_sampling(type(self.drafter))
 
         def one(memory, tokens, length, gamma, sampling):
-            extra = {"sampling": sampling} if takes_sampling else {}
+            extra = {"sampling": sampling} if draws else {}
             return self.drafter.propose(
                 params, memory, tokens=tokens, length=length, gamma=gamma, **extra
             )
@@ -142,7 +142,7 @@ def _is_cache(part: Any) -> bool:
 
 
 @functools.cache
-def _takes_sampling(kind: type[protocols.Drafter]) -> bool:
+def takes_sampling(kind: type[protocols.Drafter]) -> bool:
     """Whether a drafter draws: `propose` then has a keyword `sampling`."""
     return "sampling" in inspect.signature(kind.propose).parameters
 

@@ -113,9 +113,13 @@ class Oracle:
                 f"a trace of {params.tokens.shape[0]} tokens for a text of "
                 f"{memory.tokens.shape[0]} at most: cut it"
             )
-        return params.replace(
-            tokens=jnp.pad(params.tokens, (0, room)),
-            is_right=jnp.pad(params.is_right, (0, room)),
+        # A copy: the memory is donated, and the trace is the caller's.
+        return jax.tree.map(
+            jnp.copy,
+            params.replace(
+                tokens=jnp.pad(params.tokens, (0, room)),
+                is_right=jnp.pad(params.is_right, (0, room)),
+            ),
         )
 
     def propose(

@@ -34,7 +34,7 @@ MIN_BUCKET = 64
 
 
 class Rows(pytree.Node):
-    """A slab of rows. The first `num_live` are real; what the others hold is ignored.
+    """A slab of rows. The first `num_active` are real; what the others hold is ignored.
 
     A row comes after the rows of the slab whose keys it sees.
     """
@@ -42,7 +42,7 @@ class Rows(pytree.Node):
     tokens: jax.Array  # [R] int32
     slots: jax.Array  # [R] int32
     positions: jax.Array  # [R] int32
-    num_live: jax.Array  # [] int32
+    num_active: jax.Array  # [] int32
     # [R, A] int32, of rows of trees: places of the row's last A keys, its own last
     # (`tree.branches`); None: every key is stored at its position.
     branch: jax.Array | None = None
@@ -69,9 +69,9 @@ def forward_rows(
     """Runs a slab of rows through the model, writing their keys and values.
 
     The row contract: with weights, config, `impl` and slab height fixed, the logits,
-    the features and the K/V of a live row depend, bit for bit, only on its token, its
-    position and the K/V it may see. They do not depend on which row of the slab it
-    is, how many are live, what the others hold, which pages hold its prefix, or who
+    the features and the K/V of an active row depend, bit for bit, only on its token,
+    its position and the K/V it may see. They do not depend on which row of the slab it
+    is, how many are active, what the others hold, which pages hold its prefix, or who
     is calling. Decoding a token and verifying it are therefore the same thing.
 
     The pages must have been reserved (`allocator.reserve`); lengths do not change.
@@ -82,7 +82,9 @@ def forward_rows(
         change it; without it the traced program holds nothing of this.
     """
     see = observe or observe_lib.pass_on
-    x = embedding.embed(params.embed, rows.tokens, num_live=rows.num_live, impl=impl)
+    x = embedding.embed(
+        params.embed, rows.tokens, num_active=rows.num_active, impl=impl
+    )
     x = see(None, "embed", x)
     angles = row_angles(config, rows.positions, dtype=x.dtype)
     run = functools.partial(_run_layer, config=config, impl=impl)
@@ -102,7 +104,7 @@ def forward_rows(
     logits = projection.project(
         jax.lax.optimization_barrier(x),
         params.head,
-        num_live=rows.num_live,
+        num_active=rows.num_active,
         norm=params.final_norm,
         eps=config.rms_norm_eps,
         out_dtype="float32",
@@ -143,7 +145,7 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
     see = observe or (lambda operation, value: value)
     k, v, page_table = pages
     cos, sin = angles
-    shared = {"num_live": rows.num_live, "eps": config.rms_norm_eps, "impl": impl}
+    shared = {"num_active": rows.num_active, "eps": config.rms_norm_eps, "impl": impl}
     heads = projection.project(x, layer.qkv, norm=layer.input_norm, **shared)
     if observe is not None:
         heads = _observe_heads(heads, config, observe)
@@ -163,7 +165,7 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
         **shared,
     )
     if observe is not None:
-        where = {"page_table": page_table, "num_live": rows.num_live}
+        where = {"page_table": page_table, "num_active": rows.num_active}
         where |= {"slots": rows.slots, "positions": rows.positions}
         k = _observe_written(k, "k_cache", observe, **where)
         v = _observe_written(v, "v_cache", observe, **where)
@@ -186,7 +188,7 @@ def _observe_heads(heads, config, observe):
     return jnp.concatenate(seen, axis=1)
 
 
-def _observe_written(pool, name, observe, *, page_table, slots, positions, num_live):
+def _observe_written(pool, name, observe, *, page_table, slots, positions, num_active):
     """The pages, after the hook saw what they hold at the rows' positions."""
     pages, offsets = index.locate(page_table, pool.shape[1], slots, positions)
     read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
@@ -196,7 +198,7 @@ def _observe_written(pool, name, observe, *, page_table, slots, positions, num_l
         page_table=page_table,
         slots=slots,
         positions=positions,
-        num_live=num_live,
+        num_active=num_active,
     )
 
 
@@ -237,7 +239,7 @@ def prefill(
             number,
             slots=jnp.full((T,), slot, jnp.int32),
             positions=positions,
-            num_live=length,
+            num_active=length,
             k=outputs.k[number][0],
             v=outputs.v[number][0],
         )
@@ -265,7 +267,7 @@ def prefill_rows(
             tokens=jax.lax.dynamic_slice_in_dim(padded, start, slab),
             slots=jnp.full((slab,), slot, jnp.int32),
             positions=start + jnp.arange(slab, dtype=jnp.int32),
-            num_live=jnp.minimum(length - start, slab),
+            num_active=jnp.minimum(length - start, slab),
         )
         kv, _ = forward_rows(params, config, rows, kv, impl=impl)
         return kv

@@ -44,7 +44,7 @@ def project(
     x: jax.Array,  # [R, K]
     w: jax.Array,  # [N, K]
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     norm: jax.Array | None,  # [K]
     residual: jax.Array | None,  # [R, N]
     eps: float,
@@ -53,7 +53,7 @@ def project(
 ) -> jax.Array:
     """See `ops.projection.project`."""
     (R, K), N = x.shape, w.shape[0]
-    _shapes(w=(w, (N, K)), num_live=(num_live, ()))
+    _shapes(w=(w, (N, K)), num_active=(num_active, ()))
     if norm is None:
         norm = jnp.zeros((0,), x.dtype)
     else:
@@ -68,7 +68,7 @@ def project(
         raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
     output = jax.ShapeDtypeStruct((R, N), out_dtype)
     return _call(
-        "spec_jax_project", output, x, norm, w, residual, num_live, isa=isa, eps=eps
+        "spec_jax_project", output, x, norm, w, residual, num_active, isa=isa, eps=eps
     )
 
 
@@ -76,17 +76,17 @@ def gate(
     x: jax.Array,  # [R, K]
     w: jax.Array,  # [2F, K]
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     norm: jax.Array,  # [K]
     eps: float,
     isa: str | None = None,
 ) -> jax.Array:
     """See `ops.gated_projection.gated_projection`."""
     (R, K), F = x.shape, w.shape[0] // 2
-    _shapes(w=(w, (2 * F, K)), norm=(norm, (K,)), num_live=(num_live, ()))
+    _shapes(w=(w, (2 * F, K)), norm=(norm, (K,)), num_active=(num_active, ()))
     _same(x, w, norm)
     output = jax.ShapeDtypeStruct((R, F), x.dtype)
-    return _call("spec_jax_gate", output, x, norm, w, num_live, isa=isa, eps=eps)
+    return _call("spec_jax_gate", output, x, norm, w, num_active, isa=isa, eps=eps)
 
 
 def attend(
@@ -101,14 +101,14 @@ def attend(
     page_table: jax.Array,  # [S, M] int32
     slots: jax.Array,  # [R] int32
     positions: jax.Array,  # [R] int32
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     eps: float,
     scale: float,
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `ops.row_attention.row_attention`. The pages are updated in place.
 
-    A live row whose slot, position or pages do not exist writes nothing, and its
+    An active row whose slot, position or pages do not exist writes nothing, and its
     result is NaN.
     """
     R, K, H = heads.shape[0], *k_pages.shape[2:]
@@ -127,7 +127,7 @@ def attend(
         sin=(sin, (R, H // 2)),
         slots=(slots, (R,)),
         positions=(positions, (R,)),
-        num_live=(num_live, ()),
+        num_active=(num_active, ()),
     )
     outputs = (
         jax.ShapeDtypeStruct((R, N * H), heads.dtype),
@@ -145,7 +145,7 @@ def attend(
         page_table,
         slots,
         positions,
-        num_live,
+        num_active,
         k_pages,
         v_pages,
         isa=isa,
@@ -158,30 +158,30 @@ def attend(
 def argmax(
     x: jax.Array,  # [R, N] float32
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     isa: str | None = None,
 ) -> jax.Array:
-    """See `ops.argmax.argmax`; 0 for dead rows."""
+    """See `ops.argmax.argmax`; 0 for padding rows."""
     R, N = x.shape
     if N < 1:
         raise ValueError("the largest of no values")
     if x.dtype != jnp.float32:
         raise NotImplementedError(f"the native argmax takes float32, not {x.dtype}")
-    _shapes(num_live=(num_live, ()))
+    _shapes(num_active=(num_active, ()))
     output = jax.ShapeDtypeStruct((R,), jnp.int32)
-    return _call("spec_jax_argmax", output, x, num_live, isa=isa)
+    return _call("spec_jax_argmax", output, x, num_active, isa=isa)
 
 
 def take_rows(
     table: jax.Array,  # [V, D]
     index: jax.Array,  # [R] int32
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     isa: str | None = None,
 ) -> jax.Array:
-    """See `ops.embedding.embed`; 0 for dead rows, NaN where there is no such entry."""
+    """See `ops.embedding.embed`; 0 for padding rows, NaN where there is no entry."""
     (_, D), (R,) = table.shape, index.shape
-    _shapes(num_live=(num_live, ()))
+    _shapes(num_active=(num_active, ()))
     _same(table)
     output = jax.ShapeDtypeStruct((R, D), table.dtype)
-    return _call("spec_jax_take_rows", output, table, index, num_live, isa=isa)
+    return _call("spec_jax_take_rows", output, table, index, num_active, isa=isa)

@@ -1,4 +1,4 @@
-// The live rows as the products read them: one step of k after the other for a whole
+// The active rows as the products read them: one step of k after the other for a whole
 // group of rows.
 
 #pragma once

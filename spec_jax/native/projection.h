@@ -1,4 +1,4 @@
-// Projections of the live rows: an optional norm before, a residual or a gate after.
+// Projections of the active rows: an optional norm before, a residual or a gate after.
 //
 // Work is split over weight rows, never over the dimension that is summed, so that no
 // result depends on the number of threads. Values are rounded to the model's dtype
@@ -30,12 +30,12 @@ inline void copy(const T* from, int64_t count, T* to) {
 
 // Rows from `live` on, as zeros.
 template <typename T>
-void clear_dead(T* y, int64_t rows, int64_t live, int64_t width) {
+void clear_padding(T* y, int64_t rows, int64_t live, int64_t width) {
   size_t bytes = (rows - live) * width * sizeof(T);
   if (bytes > 0) std::memset(static_cast<void*>(y + live * width), 0, bytes);
 }
 
-// Calls `body(first, size, n, width)` for each group of the live rows and each panel of
+// Calls `body(first, size, n, width)` for each group of the active rows and each panel of
 // [0, N), on the threads of the pool: groups innermost, so that all find the weights in
 // a cache.
 template <typename Pool, typename X, typename Body>
@@ -73,7 +73,7 @@ void project(Pool& pool, const T* x, const T* norm, const T* w, const T* residua
     }
   };
   over_panels(pool, packed, N, K * sizeof(T), panel);
-  clear_dead(y, rows, live, N);
+  clear_padding(y, rows, live, N);
 }
 
 // y [rows, F] = swiglu(round(norm(x) w^T)); the gate's weights are the first F rows.
@@ -98,7 +98,7 @@ void gate(Pool& pool, const T* x, const T* norm, const T* w, T* y, int64_t rows,
     }
   };
   over_panels(pool, packed, F, K * sizeof(T), panel);
-  clear_dead(y, rows, live, F);
+  clear_padding(y, rows, live, F);
 }
 
 }  // namespace spec_jax

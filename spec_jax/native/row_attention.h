@@ -1,6 +1,6 @@
 // The attention of a layer on the row path: norm, rotate, write to pages, attend.
 //
-// Work is split over key/value heads, which share nothing. Within one, the live rows
+// Work is split over key/value heads, which share nothing. Within one, the active rows
 // write first and attend after: a row sees no position past its own.
 
 #pragma once
@@ -94,12 +94,12 @@ void rotate(const T* head, const float* norm, const float* cos, const float* sin
   std::copy_n(high, half, out + half);
 }
 
-// Live rows of one slot, one after the other, all with their pages.
+// Active rows of one slot, one after the other, all with their pages.
 struct Span {
   int64_t first, count;
 };
 
-// The live rows that have pages, in spans of at most `kSpan`: a span shares its reads.
+// The active rows that have pages, in spans of at most `kSpan`: a span shares its reads.
 constexpr int64_t kSpan = 16;
 inline std::vector<Span> spans(const Rows& rows) {
   std::vector<Span> out;
@@ -200,7 +200,7 @@ void attend_span(const Span& span, const Rows& rows, Head<T>* begin, Head<T>* en
 }
 
 // The whole layer. Rows without a page become NaN, and are not written, as in the
-// reference; dead rows of the result, up to `num_rows`, are zero.
+// reference; padding rows of the result, up to `num_rows`, are zero.
 template <typename Pool, typename T>
 void attend_rows(Pool& pool, const Layer<T>& layer, const Rows& rows,
                  int64_t num_rows) {

@@ -7,10 +7,10 @@ Trees have rows of one position that see different keys: a row's `branch` says w
 the slot the keys of its last positions are stored.
 
 A row's result depends, bit for bit, on its query, its position and the keys and
-values it may see, for a fixed number of rows: not on where those are stored. Keys go in blocks of `KEY_BLOCK`
-absolute positions, walked in order; a block that a row may not see leaves that row's
+values it may see, for a fixed number of rows: not on where those are stored. Keys go in
+blocks of `KEY_BLOCK` absolute positions, walked in order; a block that a row may not see leaves that row's
 running sums untouched (by selection: not by adding zero). The number of blocks that
-are walked follows the longest live row, not the capacity, and each slot is walked for
+are walked follows the longest active row, not the capacity, and each slot is walked for
 itself, so that a sequence's bits do not depend on its neighbours.
 """
 
@@ -36,15 +36,15 @@ def paged_attention(
     page_table: Int[Array, "S M"],
     slots: Int[Array, " R"],
     positions: Int[Array, " R"],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     scale: float,
     impl: str,
     branch: Int[Array, "R A"] | None = None,
 ) -> Float[Array, "R N H"]:
-    """Attends each live row to positions `0 .. positions[r]` of its slot.
+    """Attends each active row to positions `0 .. positions[r]` of its slot.
 
-    Dead rows return unspecified values. Bytes of unowned pages, and of owned pages
-    past the slot's longest live row, are never used, NaN included.
+    Padding rows return unspecified values. Bytes of unowned pages, and of owned pages
+    past the slot's longest active row, are never used, NaN included.
 
     Args:
       branch: places of the row's last `A` keys (`tree.branches`); None: every key is
@@ -66,7 +66,7 @@ def paged_attention(
             page_table=page_table,
             slots=slots,
             positions=positions,
-            num_live=num_live,
+            num_active=num_active,
             scale=scale,
             branch=branch,
         )
@@ -74,7 +74,7 @@ def paged_attention(
 
 
 def _xla(
-    q, k_pages, v_pages, *, page_table, slots, positions, num_live, scale, branch
+    q, k_pages, v_pages, *, page_table, slots, positions, num_active, scale, branch
 ):
     """Online softmax (Milakov and Gimelshein 2018), float32 throughout.
 
@@ -87,15 +87,17 @@ def _xla(
     # All rows meet a block in one product per key/value head: [K, R * G, H].
     queries = q.astype(jnp.float32) * scale
     queries = queries.reshape(R, K, G, H).transpose(1, 0, 2, 3).reshape(K, R * G, H)
-    live = jnp.arange(R, dtype=jnp.int32) < num_live
+    live = jnp.arange(R, dtype=jnp.int32) < num_active
 
     def walk_slot(slot, carry):
-        """Adds the keys of one slot, up to its longest live row."""
+        """Adds the keys of one slot, up to its longest active row."""
         mine = live & (slots == slot)
         slot_len = jnp.max(jnp.where(mine, positions + 1, 0))
         num_blocks = _num_blocks(slot_len)
         if branch is not None:
-            num_blocks = jnp.minimum(num_blocks, _shared_blocks(mine, positions, branch))
+            num_blocks = jnp.minimum(
+                num_blocks, _shared_blocks(mine, positions, branch)
+            )
 
         def walk_block(block, carry):
             start = block * KEY_BLOCK
@@ -131,7 +133,9 @@ def _xla(
             of_slot = live & (slots == slots[leader])
 
             def walk_block(block, carry):
-                key_positions = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+                key_positions = block * KEY_BLOCK + jnp.arange(
+                    KEY_BLOCK, dtype=jnp.int32
+                )
                 is_key = key_positions < length
                 places = _places(branch[leader], positions[leader], key_positions)
                 keys, values = (

@@ -1,7 +1,7 @@
 """What tests need: bits compared, values against an oracle, and the drafter kit."""
 
 from spec_jax.testing.bench import TINY, Bench, tiny
-from spec_jax.testing.bits import (
+from spec_jax.testing.compare import (
     assert_rows_close,
     assert_same_bits,
     bits,

@@ -16,8 +16,7 @@ import numpy as np
 
 from spec_jax.drafters import each
 from spec_jax.engine import checks, protocols, rows
-from spec_jax.testing import bench as bench_lib
-from spec_jax.testing.bits import assert_same_bits
+from spec_jax.testing import bench as bench_lib, compare
 
 
 def check_drafter(
@@ -59,20 +58,38 @@ def _shapes(tree) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OneSlot:
-    """A drafter in one slot, without the axis of slots: what the clauses look at."""
+    """A drafter on one sequence, without the axis of slots: what the clauses look at.
+
+    One that is written for a sequence is called as it is: a lifted memory is a copy,
+    which would hide its faults.
+    """
 
     drafter: protocols.Drafter
 
     @property
-    def _slots(self) -> protocols.SlotDrafter:
-        return each.lift(self.drafter, 1)
+    def _slots(self) -> protocols.SlotDrafter | None:
+        return (
+            each.lift(self.drafter, 1) if hasattr(self.drafter, "for_slots") else None
+        )
+
+    def init(self, bench) -> protocols.Memory:
+        return (self._slots or self.drafter).init(**bench.sizes)
 
     def begin(self, params, bench, text) -> protocols.Memory:
-        memory = self._slots.init(**bench.sizes)
-        return self._slots.prefill(params, memory, list(text), slot=0)
+        slots, memory = self._slots, self.init(bench)
+        if slots is None:
+            return self.drafter.prefill(params, memory, list(text))
+        return slots.prefill(params, memory, list(text), slot=0)
 
     def propose(self, params, memory, tokens, length, gamma):
-        memory, proposal = self._slots.propose(
+        slots = self._slots
+        if slots is None:
+            draws = each.takes_sampling(type(self.drafter))
+            extra = {"sampling": None} if draws else {}
+            return self.drafter.propose(
+                params, memory, tokens=tokens, length=length, gamma=gamma, **extra
+            )
+        memory, proposal = slots.propose(
             params,
             memory,
             tokens=tokens[None],
@@ -83,8 +100,11 @@ class _OneSlot:
         return memory, jax.tree.map(lambda leaf: leaf[0], proposal)
 
     def commit(self, params, memory, length) -> protocols.Memory:
+        slots = self._slots
+        if slots is None:
+            return self.drafter.commit(params, memory, length)
         asked = jnp.ones((1,), bool)
-        return self._slots.commit(params, memory, length[None], asked=asked)
+        return slots.commit(params, memory, length[None], asked=asked)
 
 
 def _begin(drafter, params, bench, text) -> protocols.Memory:
@@ -108,7 +128,7 @@ def check_static(
         raise AssertionError(
             f"{clause}: the drafter is not hashable: {error}"
         ) from None
-    fresh = each.lift(drafter, 1).init(**bench.sizes)
+    fresh = _OneSlot(drafter=drafter).init(bench)
     for leaf in jax.tree.leaves(fresh):
         is_array = isinstance(leaf, jax.Array)
         _fail_if(not is_array, clause, f"the memory holds {leaf!r}, not an array")
@@ -148,7 +168,7 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) 
     memory = _begin(drafter, params, bench, bench.prompts[0])
     number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
     one = _OneSlot(drafter=drafter)
-    traced: dict[str, tuple] = {
+    traced: dict[str, tuple[Any, ...]] = {
         "propose": (
             one.propose,
             params,
@@ -176,7 +196,7 @@ def _same_program(first: Any, second: Any) -> bool:
     # Addresses of functions are printed too, and mean nothing.
     texts = [re.sub("0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, second)]
     try:
-        assert_same_bits(first.consts, second.consts)
+        compare.assert_same_bits(first.consts, second.consts)
     except AssertionError:
         return False
     return texts[0] == texts[1]
@@ -259,7 +279,7 @@ def check_memory(
     clause, number = "memory round trip", jnp.int32(1)
     one = _OneSlot(drafter=drafter)
     for prompt in bench.prompts:
-        memory = _begin(drafter, params, bench, prompt)
+        memory = one.begin(params, bench, prompt)
         held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory) if x.size]
         is_shared = len(set(held)) < len(held)
         why = "two leaves share a buffer, and could not both be donated"

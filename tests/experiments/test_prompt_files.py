@@ -10,8 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from experiments.lib import files
-from experiments.support import prompt_files
+from experiments.lib import files, prompt_files
 from spec_jax.model import config, hub, tokenizer
 
 

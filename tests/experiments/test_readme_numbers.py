@@ -13,7 +13,7 @@ import re
 import pytest
 
 from experiments import plot
-from experiments.support import figure_source
+from experiments.lib import figure_source
 from spec_jax.gamma import theory
 
 
@@ -106,7 +106,7 @@ def test_the_table_of_rounds():
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: pathlib.Path(path).stem)
 def test_figures_are_of_these_rows(path, request):
     """Fails if rows were measured again and the figure was not drawn again."""
-    from experiments.support import figures
+    from experiments.lib import figures
 
     if "divergence" in path:
         # Its row is older than relative differences, and cannot be drawn.
@@ -122,7 +122,7 @@ def test_figures_are_of_these_rows(path, request):
 @pytest.mark.xfail(strict=True, reason="the rows of the table have one gamma so far")
 def test_the_table_of_rounds_is_in_the_figure():
     """Fails if both show other runs of the same thing."""
-    from experiments.support import figures
+    from experiments.lib import figures
 
     (path,) = (path for path in FIGURES if path.endswith("/speedup.svg"))
     drawn = set(figures.read_source(REPO / path))
@@ -180,7 +180,7 @@ def test_the_table_of_regret():
     rows = regrets()
     for policy, cells in regret_table():
         for name, cell in zip(
-            ("easy", "hard", "mixed", "hostile"), cells, strict=False
+            ("easy", "hard", "mixed", "adversarial"), cells, strict=False
         ):
             value = 100 * rows["regret", policy, name]["regret"]
             assert agree(numbers(cell), [value]), (policy, name, value)
@@ -190,7 +190,7 @@ def test_regret_beside_plain_decoding_is_a_speed_up():
     """As everywhere: above 1 is faster."""
     rows = regrets()
     for policy, (*_, cell) in regret_table():
-        row = rows["regret_live", policy, "hostile"]
+        row = rows["regret_live", policy, "adversarial"]
         if "speedup" not in row:
             pytest.xfail("rows from before regret.py wrote speed-ups")
         assert agree(numbers(cell), [row["speedup"]]), (policy, cell)

@@ -32,10 +32,10 @@ KERNELS = (
     Mutant(
         "a product is summed backwards where one row is live",
         "ops.projection:project",
-        "y = skinny_gemm.skinny_gemm(x, w, impl=impl).astype(out_dtype)",
+        "y = skinny_gemm.skinny_gemm(x, w, impl=impl).astype(dtype)",
         "alone = skinny_gemm.skinny_gemm(x[:, ::-1], w[:, ::-1], impl=impl)\n"
         "    y = skinny_gemm.skinny_gemm(x, w, impl=impl)\n"
-        "    y = jnp.where(num_live == 1, alone, y).astype(out_dtype)",
+        "    y = jnp.where(num_active == 1, alone, y).astype(dtype)",
         "model/test_rows.py::test_head_sizes_and_groups[64-2-2-xla]",
     ),
     Mutant(
@@ -84,24 +84,24 @@ KERNELS = (
     Mutant(
         "the native gate reads a padding row",
         "native.calls:gate",
-        "x, norm, w, num_live, isa",
-        "x, norm, w, jnp.minimum(num_live + 1, R), isa",
+        "x, norm, w, num_active, isa",
+        "x, norm, w, jnp.minimum(num_active + 1, R), isa",
         "native/test_native_gate.py::"
         "test_a_row_is_that_row_alone[portable-7-5-float32]",
     ),
     Mutant(
         "native rows are written one position late",
         "native.calls:attend",
-        "positions,\n        num_live,\n        k_pages",
-        "positions + 1,\n        num_live,\n        k_pages",
+        "positions,\n        num_active,\n        k_pages",
+        "positions + 1,\n        num_active,\n        k_pages",
         "native/test_native_attend.py::test_the_reference_form_agrees[float32]",
     ),
     Mutant(
         "the native argmax leaves out the last active row",
         "native.calls:argmax",
-        "output, x, num_live",
-        "output, x, num_live - 1",
-        "native/test_native_argmax.py::test_dead_rows_are_zero_and_unread[portable]",
+        "output, x, num_active",
+        "output, x, num_active - 1",
+        "native/test_native_argmax.py::test_padding_rows_are_zero_and_unread[portable]",
     ),
     Mutant(
         "a plan is chosen by the number of rows",
@@ -173,7 +173,7 @@ PAGES = (
         "held != list(range(P))",
         "len(held) != P",
         "paging/test_cache.py::"
-        "test_broken_books_are_reported[a free page that is owned]",
+        "test_broken_tables_are_reported[a free page that is owned]",
     ),
     Mutant(
         "a position below zero is on the last page",
@@ -185,8 +185,8 @@ PAGES = (
     Mutant(
         "a padding row is written to the last page",
         "ops.page_write:page_write",
-        "< num_live, at, num_pages)",
-        "< num_live, at, -1)",
+        "< num_active, at, num_pages)",
+        "< num_active, at, -1)",
         "paging/test_cache.py::test_nothing_else_is_written",
     ),
     Mutant(
@@ -198,62 +198,63 @@ PAGES = (
     ),
 )
 
-_SMALL = "test_acceptance.py::test_every_small_case"
+_SMALL = "rules/test_acceptance.py::test_every_small_case"
 
 RULES = (
     Mutant(
         "acceptance reads one row late",
-        "acceptance:accept_exact",
+        "rules.acceptance:accept_exact",
         "draft_tokens == target_tokens[:-1]",
         "draft_tokens == target_tokens[1:]",
         _SMALL,
     ),
     Mutant(
         "a draft is kept after a rejected one",
-        "acceptance:accept_exact",
+        "rules.acceptance:accept_exact",
         "jnp.cumprod(agrees.astype(jnp.int32))",
         "agrees.astype(jnp.int32)",
         _SMALL,
     ),
     Mutant(
         "padding after the drafts is accepted",
-        "acceptance:accept_exact",
+        "rules.acceptance:accept_exact",
         "is_real & (draft_tokens == target_tokens[:-1])",
         "draft_tokens == target_tokens[:-1]",
         _SMALL,
     ),
     Mutant(
         "the residual is not subtracted",
-        "acceptance:_residual",
+        "rules.acceptance:_residual",
         "target - draft",
         "target",
-        "test_acceptance_rules.py::test_the_law_is_the_targets[rejection-random-3-2]",
+        "rules/test_acceptance_rules.py::test_the_law_is_the_targets[rejection-random-3-2]",
     ),
     Mutant(
         "a draft outside the vocabulary has a probability",
-        "acceptance:_of_drafts",
+        "rules.acceptance:_of_drafts",
         "fill_value=0",
         "fill_value=1",
-        "test_acceptance_edges.py::"
+        "rules/test_acceptance_edges.py::"
         "test_a_draft_outside_the_vocabulary_is_never_kept[rejection-4]",
     ),
     Mutant(
         "noise is that of a row's place in the slab",
-        "sampling:sample_rows",
+        "rules.sampling:sample_rows",
         "first_position + offset",
         "offset",
-        "test_sampling_noise.py::test_a_draw_depends_on_its_row_and_position",
+        "rules/test_sampling_noise.py::test_a_draw_depends_on_its_row_and_position",
     ),
     Mutant(
         "logits that are not finite are not counted",
-        "rules:finite_rows",
+        "engine.verification:finite_rows",
         "jnp.isfinite(top[:, 0])",
         "jnp.isfinite(top[:, 0]) | True",
-        "test_nonfinite.py::test_each_token_from_such_logits_is_counted[native]",
+        "engine/test_nonfinite.py::"
+        "test_each_token_from_such_logits_is_counted[1-coupled]",
     ),
     Mutant(
         "a histogram that misses a round is let pass",
-        "metrics:identities",
+        "analysis.metrics:identities",
         "[sum(c.accepted_hist), c.rounds]",
         "[c.rounds, c.rounds]",
         "test_metrics.py::test_planted_fault_is_named[sum(hist) == rounds-fault2]",

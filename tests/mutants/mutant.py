@@ -9,8 +9,10 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import os
 import pathlib
 import pkgutil
+import sys
 import textwrap
 import traceback
 import types
@@ -50,8 +52,9 @@ class Mutant:
     def planted(self) -> Iterator[None]:
         """Keeps the fault in the package until the context ends.
 
-        All that was traced is forgotten before and after: an executable without the
-        fault would hide it, and one with it would be left to the next test.
+        All that was traced, and what tests keep for each other, is forgotten before
+        and after: an executable without the fault would hide it, and one with it, or
+        what it computed, would be left to the next test.
 
         Raises:
           OutOfDateError: there is no such function, or no such place in it.
@@ -59,12 +62,12 @@ class Mutant:
         function = self._function()
         sound, faulty = function.__code__, self._faulty_code(function)
         function.__code__ = faulty
-        jax.clear_caches()
+        _forget()
         try:
             yield
         finally:
             function.__code__ = sound
-            jax.clear_caches()
+            _forget()
 
     def _function(self) -> types.FunctionType:
         try:
@@ -92,6 +95,16 @@ class Mutant:
         code = compile(tree, function.__code__.co_filename, "exec")
         exec(code, function.__globals__, names)
         return names[function.__name__].__code__
+
+
+def _forget() -> None:
+    """Forgets what jax has traced, and what functions of the tests have cached."""
+    jax.clear_caches()
+    for module in list(sys.modules.values()):
+        if str(getattr(module, "__file__", None)).startswith(f"{TESTS}{os.sep}"):
+            for value in list(vars(module).values()):
+                if callable(getattr(value, "cache_clear", None)):
+                    value.cache_clear()
 
 
 class _Errors:
@@ -124,12 +137,12 @@ def failure(test: str) -> BaseException | None:
     (error, *_) = errors.raised
     if isinstance(error, pytest.skip.Exception):
         raise LookupError(f"{test} was skipped: {error}")
-    if not is_verdict(error):
+    if not is_outcome(error):
         raise error
     return error
 
 
-def is_verdict(error: BaseException) -> bool:
+def is_outcome(error: BaseException) -> bool:
     """Whether an error says that something is wrong, or just that something broke.
 
     Assertions do, except those of jax itself, and so does what the package reports

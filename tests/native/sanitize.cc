@@ -160,7 +160,7 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
   }
 }
 
-// A layer whose last live row has no page, and whose dead rows point anywhere.
+// A layer whose last active row has no page, and whose padding rows point anywhere.
 template <typename T>
 void check_layer(int64_t H, int64_t page_size, int32_t lost_slot, int32_t lost_at) {
   int64_t R = 5, live = 4, N = 4, K = 2, P = 3, S = 2, M = 2;

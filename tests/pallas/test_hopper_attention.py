@@ -34,7 +34,7 @@ def layers(
         "page_table": shape((1, width), jnp.int32),
         "slots": shape((R,), jnp.int32),
         "positions": shape((R,), jnp.int32),
-        "num_live": shape((), jnp.int32),
+        "num_active": shape((), jnp.int32),
     }
     if branch:
         inputs["ancestors"] = shape((R, branch), jnp.int32)
@@ -95,9 +95,7 @@ def test_qwen3(qwen3, model):
     ("heads", "changes"),
     [
         ((14, 2, 80), {"page_size": 64}),
-        ((32, 2, 64), {"page_size": 128}),
         ((16, 8, 256), {"page_size": 8}),
-        ((32, 8, 128), {"dtype": "float32", "context": 4096}),
         ((8, 4, 256), {"dtype": "float32", "context": 4096}),
     ],
 )

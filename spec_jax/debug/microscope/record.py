@@ -8,13 +8,13 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from experiments.ablations import verify_paths
 from spec_jax import testing
 from spec_jax.debug.microscope import faults, fused, scene as scene_lib
 from spec_jax.model import observe, params as params_lib, qwen3, row_model
@@ -22,59 +22,56 @@ from spec_jax.ops import projection
 from spec_jax.paging import allocator, cache
 
 
-DECODE = "decode"
-"""Plain decoding of the window, one live row at a time: the oracle."""
-
-PATHS = (DECODE, *verify_paths.PATHS)
-"""Names of all paths."""
-
-# Paths of `qwen3.forward_rows`; the kernels of the others fuse nothing.
-OF_ROWS = (DECODE, "row-loop", "paged-decode")
-ONE_BY_ONE = (DECODE, "row-loop")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Path:
     """A way to run a window, static and hashable.
 
     Attributes:
-      name: one of `PATHS`.
+      model: what runs it, unless `target` does; says config, implementation and slab.
       page_size: of the cache that it runs on.
-      window_rows: the height of the array that a window comes in, live or not, for
+      window_rows: the height of the array that a window comes in, active or not, for
         which the library's products are compiled; that of its tokens if None.
+      one_by_one: each row of the window is a call of its own.
+      target: a `baseline.RowTarget` that runs it uninstrumented; None: `model`.
+      is_rows: it is a run of `qwen3.forward_rows`, which is what is recorded then, and
+        its kernels fuse operations. Otherwise `target.forward` fuses none, and takes
+        `observe`, see `model.observe`.
 
     Raises:
-      ValueError: no path of that name.
+      ValueError: neither rows nor a target to observe.
     """
 
-    name: str
     model: row_model.RowModel
     page_size: int
     window_rows: int | None = None
+    one_by_one: bool = False
+    target: Any = None
+    is_rows: bool = True
 
     def __post_init__(self):
-        if self.name not in PATHS:
-            raise ValueError(f"path {self.name!r} is not one of {', '.join(PATHS)}")
+        if self.target is None and not self.is_rows:
+            raise ValueError(
+                "a path that is not of rows needs a target, whose `forward` takes "
+                "`observe`: give it one, or is_rows=True"
+            )
 
     @property
-    def target(self):
-        """The `protocols.Target` that runs it where nobody looks."""
-        if self.name == DECODE:
-            return self.model
-        return verify_paths.make(self.name, self.model)
+    def runner(self) -> Any:
+        """The `baseline.RowTarget` that runs it uninstrumented."""
+        return self.model if self.target is None else self.target
 
     @property
     def fused(self) -> tuple[str, ...]:
         """The operations whose values never leave a kernel."""
-        if self.name not in OF_ROWS:
+        if not self.is_rows:
             return ()
         return tuple(
             name for name in observe.OPERATIONS if name not in observe.LEAVES_ROWS
         )
 
     def rows_of_a_call(self, window: int) -> int:
-        """Live rows of each forward pass over a window of that many tokens."""
-        return 1 if self.name in ONE_BY_ONE else window
+        """Returns the active rows of each forward pass over a window of that many."""
+        return 1 if self.one_by_one else window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,7 @@ class Record:
     Attributes:
       values: by `observe.key`, `[rows, width]`, a row for each token of the window.
       moved: elements of the logits and of the K/V that were written which differ from
-        those of the same run with nobody looking. Not 0: the record is of another
+        those of the same run uninstrumented. Not 0: the record is of another
         program than the one that runs.
       unexplained: by operation, elements of all layers that `fused.unexplained`
         counts, where there are any: what was read inside the kernel before it is not
@@ -102,7 +99,7 @@ class Record:
 
 
 def take(path: Path, params: params_lib.Params, scene: scene_lib.Scene) -> Record:
-    """Runs a scene on a path, with nobody looking and recorded.
+    """Runs a scene on a path, uninstrumented and recorded.
 
     Raises:
       ValueError: a window that does not fit the slab.
@@ -111,7 +108,7 @@ def take(path: Path, params: params_lib.Params, scene: scene_lib.Scene) -> Recor
     real_logits = []
     for where in calls(path, scene.window, scene.start):
         real_kv, logits = run(path, params, real_kv, **where)
-        real_logits.append(np.asarray(logits)[: int(where["num_live"])])
+        real_logits.append(np.asarray(logits)[: int(where["num_active"])])
     kv, values, wrong = _record(path, params, scene, fault=None)
     moved = _count(values["logits"], np.concatenate(real_logits))
     return Record(
@@ -160,7 +157,7 @@ def calls(
         yield {
             "tokens": np.pad(live, (0, height - num_rows)),
             "start": jnp.int32(start + first),
-            "num_live": jnp.int32(num_rows),
+            "num_active": jnp.int32(num_rows),
         }
 
 
@@ -173,7 +170,7 @@ def _record(path, params, scene, *, fault):
     records: list[dict[str, np.ndarray]] = []
     wrong: collections.Counter[str] = collections.Counter()
     for where in calls(path, scene.window, scene.start):
-        num_rows = int(where["num_live"])
+        num_rows = int(where["num_active"])
         kv, values = _run_seen(path, params, kv, fault=planted, **where)
         if path.fused:
             values |= _read_fused(path, params, values, fault=fault, **where)
@@ -195,18 +192,18 @@ def run(
     *,
     tokens: Int[Array, " window"],
     start: Int[Array, ""],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
 ) -> tuple[cache.PagedKV, Float[Array, "rows V"]]:
-    """The path as it runs where nobody looks, see `protocols.Target.forward`."""
-    return path.target.forward(
-        params, kv, tokens=tokens, start=start, num_live=num_live
+    """Runs the path uninstrumented, see `baseline.RowTarget.forward`."""
+    return path.runner.forward(
+        params, kv, tokens=tokens, start=start, num_active=num_active
     )
 
 
 @functools.partial(jax.jit, static_argnames=("path", "fault"))
-def _run_seen(path, params, kv, *, tokens, start, num_live, fault):
+def _run_seen(path, params, kv, *, tokens, start, num_active, fault):
     """The cache, and the values that leave the kernels, `[R, width]` by key."""
-    where = {"tokens": tokens, "start": start, "num_live": num_live}
+    where = {"tokens": tokens, "start": start, "num_active": num_active}
     values = {}
 
     def record(layer, operation, value):
@@ -217,30 +214,30 @@ def _run_seen(path, params, kv, *, tokens, start, num_live, fault):
 
     hook = record
     if fault is not None:
-        hook = _injector(path, params, kv, fault, record, start, num_live)
+        hook = _injector(path, params, kv, fault, record, start, num_active)
     kv = _forward(path, params, kv, hook, **where)
     return kv, values
 
 
-def _forward(path, params, kv, hook, *, tokens, start, num_live):
+def _forward(path, params, kv, hook, *, tokens, start, num_active):
     """The cache after the path's forward pass with a hook in it."""
-    if path.name not in OF_ROWS:
-        where = {"tokens": tokens, "start": start, "num_live": num_live}
+    if not path.is_rows:
+        where = {"tokens": tokens, "start": start, "num_active": num_active}
         return path.target.forward(params, kv, observe=hook, **where)[0]
     slab, slot = path.model.slab, row_model.SLOT
     rows = qwen3.Rows(
         tokens=jnp.pad(tokens, (0, slab - tokens.shape[0])),
         slots=jnp.full((slab,), slot, jnp.int32),
         positions=start + jnp.arange(slab, dtype=jnp.int32),
-        num_live=num_live,
+        num_active=num_active,
     )
     kv, _ = qwen3.forward_rows(
         params, path.model.config, rows, kv, impl=path.model.impl, observe=hook
     )
-    return allocator.extend(kv, slot, start + num_live)
+    return allocator.extend(kv, slot, start + num_active)
 
 
-def _injector(path, params, kv, fault, then, start, num_live):
+def _injector(path, params, kv, fault, then, start, num_active):
     """The hook that plants a fault in a value that leaves its kernel, or a rotation."""
     config, rotation = path.model.config, None
     if path.fused:
@@ -255,11 +252,11 @@ def _injector(path, params, kv, fault, then, start, num_live):
             angles=qwen3.row_angles(config, positions, dtype=params.embed.dtype),
         )
     return faults.Injector(
-        fault, config=config, num_live=num_live, then=then, rotation=rotation
+        fault, config=config, num_active=num_active, then=then, rotation=rotation
     )
 
 
-def _read_fused(path, params, values, *, tokens, start, num_live, fault):
+def _read_fused(path, params, values, *, tokens, start, num_active, fault):
     """The values that the kernels of a pass kept to themselves, by key."""
     del tokens
     model = path.model
@@ -270,7 +267,7 @@ def _read_fused(path, params, values, *, tokens, start, num_live, fault):
         angles = {"q_rope": good, "k_rope": good}
         if fault is not None and fault.layer == number and fault.operation in angles:
             angles[fault.operation] = faults.of_angles(
-                good, fault.kind, num_live=num_live
+                good, fault.kind, num_active=num_active
             )
         seen = {
             name: values[observe.key(number, name)]
@@ -284,7 +281,7 @@ def _read_fused(path, params, values, *, tokens, start, num_live, fault):
             x=x,
             q_angles=angles["q_rope"],
             k_angles=angles["k_rope"],
-            num_live=num_live,
+            num_active=num_active,
             impl=model.impl,
         )
         read |= {observe.key(number, name): value for name, value in inside.items()}
@@ -292,7 +289,7 @@ def _read_fused(path, params, values, *, tokens, start, num_live, fault):
     read["final_norm"] = _normed(
         x,
         params.final_norm,
-        num_live=num_live,
+        num_active=num_active,
         eps=model.config.rms_norm_eps,
         impl=model.impl,
     )
@@ -314,10 +311,10 @@ def _angles(path, start):
 
 
 def _unexplained(path, params, values, num_rows) -> dict[str, int]:
-    """Elements of live rows by operation, over all layers and the logits."""
+    """Elements of active rows by operation, over all layers and the logits."""
     total: collections.Counter[str] = collections.Counter()
     model, x = path.model, values["embed"]
-    shared = {"num_live": jnp.int32(num_rows), "impl": model.impl}
+    shared = {"num_active": jnp.int32(num_rows), "impl": model.impl}
     for number, layer in enumerate(params.layers):
         own = {
             name: values[observe.key(number, name)] for name in observe.LAYER_OPERATIONS
@@ -337,6 +334,6 @@ def _count(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _count_kv(one: cache.PagedKV, other: cache.PagedKV) -> int:
-    """Elements of all pages that differ, in two caches whose books are the same."""
+    """Elements of all pages that differ, in two caches whose tables are the same."""
     pools = zip((*one.k, *one.v), (*other.k, *other.v), strict=True)
     return sum(_count(np.asarray(x), np.asarray(y)) for x, y in pools)
