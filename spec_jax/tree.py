@@ -1,12 +1,12 @@
-"""Trees of drafted tokens, as arrays: parents, depths, branches, paths.
+"""Trees of drafted tokens, as arrays: parents, ancestors, places and positions.
 
 A tree's nodes are the columns of a window. Column 0 is the root, the pending token;
-column `i + 1` is draft `i`, and its parent stands in a column before it. A chain is the
-tree whose parents are `0, 0, 1, 2, ..`. Functions here take ONE tree and know arrays
-only.
+column `i + 1` is draft `i`, and its parent is a column before it, so that any leading
+columns are a tree too. A chain is the tree whose parents are `0, 0, 1, 2, ..`.
+Functions here take ONE tree and know arrays only.
 
     place      where a column's K/V is stored in its slot: start + column
-    position   where its token would stand in the text: start + depth
+    position   where its token would be in the text: start + depth
     branch     the places of the last `A` keys that a column sees, by their positions:
                its own last, its parent's before that, and before the root the text's
 """
@@ -14,7 +14,7 @@ only.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from spec_jax.typing import typed
 
@@ -25,62 +25,40 @@ def chain(num_columns: int) -> np.ndarray:
 
 
 @typed
-def depths(parents: Int[Array, " R"]) -> Int[Array, " R"]:
-    """Returns each column's distance from the root, int32.
+def ancestors(parents: Int[Array, " R"], *, count: int) -> Int[Array, "R {count}"]:
+    """Returns the columns that are 0, 1, .. `count - 1` steps above each, int32.
+
+    Above the root is the root.
 
     Args:
       parents: column of each column's parent, below its own; column 0 has 0.
     """
-    (num_columns,) = parents.shape
-    columns = jnp.arange(num_columns, dtype=jnp.int32)
-
-    def climb(_, carry):
-        at, depth = carry
-        return parents[at], depth + (at > 0).astype(jnp.int32)
-
-    start = columns, jnp.zeros_like(columns)
-    # No path is longer than the tree has columns.
-    return jax.lax.fori_loop(0, max(num_columns - 1, 0), climb, start)[1]
+    above = jnp.arange(parents.shape[0], dtype=jnp.int32)[:, None]
+    while above.shape[1] < count:
+        # Twice as many: the ancestors of the first one that is missing.
+        above = jnp.concatenate([above, above[parents[above[:, -1]]]], axis=1)
+    return above[:, :count]
 
 
 @typed
-def branches(
+def layout(
     parents: Int[Array, " R"], *, start: Int[Array, ""], width: int
-) -> Int[Array, "R {width}"]:
-    """Returns the branch of each column, int32; see above.
+) -> tuple[Int[Array, " R"], Int[Array, "R {width}"]]:
+    """Returns the position and the branch of each column, int32; see above.
 
-    `branches[r, a]` is the place of the key at position `p - width + 1 + a`, where `p`
-    is the column's own position. Entries of negative positions mean nothing.
+    `branch[r, a]` is the place of the key at position `p - width + 1 + a`, where `p` is
+    the column's own position. Entries of negative positions mean nothing.
 
     Args:
       start: place and position of column 0.
-      width: at least the depth of the deepest column, and one more.
+      width: the depth of the deepest column, and one more; or larger.
     """
-    columns = jnp.arange(parents.shape[0], dtype=jnp.int32)
-
-    def climb(carry, _):
-        """Moves one key towards the beginning of the text."""
-        at, past_root = carry
-        place = jnp.where(past_root > 0, start - past_root, start + at)
-        past_root = jnp.where(at == 0, past_root + 1, 0)
-        return (parents[at], past_root), place
-
-    _, places = jax.lax.scan(climb, (columns, jnp.zeros_like(columns)), length=width)
-    return places[::-1].T
-
-
-@typed
-def paths(parents: Int[Array, " R"]) -> Bool[Array, "R R"]:
-    """Returns whether column `c` lies on the path from the root to column `r`."""
-    (num_columns,) = parents.shape
-    columns = jnp.arange(num_columns, dtype=jnp.int32)
-
-    def climb(_, carry):
-        at, seen = carry
-        return parents[at], seen | (columns[None, :] == at[:, None])
-
-    seen = jnp.zeros((num_columns, num_columns), bool)
-    return jax.lax.fori_loop(0, num_columns, climb, (columns, seen))[1]
+    above = ancestors(parents, count=width)
+    depth = jnp.sum(above > 0, axis=1, dtype=jnp.int32)
+    steps = jnp.arange(width, dtype=jnp.int32)[None]
+    before_root = steps - depth[:, None]
+    places = start + jnp.where(before_root > 0, -before_root, above)
+    return start + depth, places[:, ::-1]
 
 
 def check(parents: np.ndarray, *, depth_max: int) -> None:
@@ -101,14 +79,14 @@ def check(parents: np.ndarray, *, depth_max: int) -> None:
     if wrong.size:
         at = int(wrong[0])
         raise ValueError(
-            f"column {at} has parent {parents[at]}: a parent stands in an earlier "
-            "column, and column 0, the root, has 0"
+            f"column {at} has parent {parents[at]}: a parent is an earlier column, and "
+            "column 0, the root, has 0"
         )
     depth = np.zeros(parents.size, int)
     for at in range(1, parents.size):
         depth[at] = depth[parents[at]] + 1
     if depth.max() > depth_max:
         raise ValueError(
-            f"column {int(depth.argmax())} lies {depth.max()} deep, and a path has at "
+            f"column {int(depth.argmax())} is {depth.max()} deep, and a path has at "
             f"most {depth_max} drafts: allow deeper paths or cut the tree"
         )

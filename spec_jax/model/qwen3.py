@@ -44,7 +44,7 @@ class Rows(pytree.Node):
     positions: jax.Array  # [R] int32
     num_active: jax.Array  # [] int32
     # [R, A] int32, of rows of trees: places of the row's last A keys, its own last
-    # (`tree.branches`); None: every key is stored at its position.
+    # (`tree.layout`); None: every key is stored at its position.
     branch: jax.Array | None = None
 
 

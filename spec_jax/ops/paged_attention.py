@@ -8,10 +8,11 @@ the slot the keys of its last positions are stored.
 
 A row's result depends, bit for bit, on its query, its position and the keys and
 values it may see, for a fixed number of rows: not on where those are stored. Keys go in
-blocks of `KEY_BLOCK` absolute positions, walked in order; a block that a row may not see leaves that row's
-running sums untouched (by selection: not by adding zero). The number of blocks that
-are walked follows the longest active row, not the capacity, and each slot is walked for
-itself, so that a sequence's bits do not depend on its neighbours.
+blocks of `KEY_BLOCK` absolute positions, walked in order; a block that a row may not
+see leaves that row's running sums untouched (by selection: not by adding zero). The
+number of blocks that are walked follows the longest active row, not the capacity, and
+each slot is walked for itself, so that a sequence's bits do not depend on its
+neighbours.
 """
 
 import math
@@ -47,7 +48,7 @@ def paged_attention(
     past the slot's longest active row, are never used, NaN included.
 
     Args:
-      branch: places of the row's last `A` keys (`tree.branches`); None: every key is
+      branch: places of the row's last `A` keys (`tree.layout`); None: every key is
         stored at its own position.
 
     Raises:
@@ -191,7 +192,7 @@ def _places(branch, position, key_positions):
 
 
 def _read_places(pages, table, places, is_key):
-    """Float32 keys or values `[K, KEY_BLOCK, H]` at places of a slot, 0 where none is."""
+    """Float32 keys or values `[K, KEY_BLOCK, H]` at places of a slot, or 0."""
     num_pages, C = pages.shape[:2]
     page_ids = table.at[places // C].get(
         mode="fill", fill_value=num_pages, wrap_negative_indices=False
