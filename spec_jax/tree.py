@@ -11,7 +11,6 @@ Functions here take ONE tree and know arrays only.
                its own last, its parent's before that, and before the root the text's
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int

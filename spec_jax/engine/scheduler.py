@@ -197,7 +197,12 @@ class Scheduler:
         limit, _ = checks.limit_of(
             len(request.prompt), request.max_tokens, self.slot_capacity
         )
-        return self.target.pages_needed(limit - 1, self.page_size)
+        num_positions = limit - 1
+        if protocols.depth_max(self.drafter) < self.drafter.gamma_max:
+            # A tree's drafts have places of their own, beyond where its paths end.
+            most = limit - 2 + self.drafter.gamma_max
+            num_positions = max(num_positions, min(most, self.slot_capacity))
+        return self.target.pages_needed(num_positions, self.page_size)
 
     def empty(self, *, draws: bool) -> states.State:
         """Allocates the state of free slots; without `draws` a greedy one."""
@@ -212,6 +217,7 @@ class Scheduler:
                 max_len=self.slot_capacity + 1,
                 num_stop=self._stop_size,
                 gamma_max=self.drafter.gamma_max,
+                depth_max=protocols.depth_max(self.drafter),
                 sampling=sampling_lib.make_settings(temperature=0.0) if draws else None,
                 policy=self.policy_state,
             ),
@@ -373,7 +379,11 @@ def _occupy(target, drafter, draft_params, state, slot, *, refills, request):
     Admission counts those pages as free, and so they are freed here at the latest.
     """
     slots = state.slots
-    one = states.begin_slot(gamma_max=drafter.gamma_max, **request)
+    one = states.begin_slot(
+        gamma_max=drafter.gamma_max,
+        depth_max=protocols.depth_max(drafter),
+        **request,
+    )
     occupied = jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one)
     if not refills:
         return state.replace(slots=occupied)
