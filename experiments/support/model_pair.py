@@ -88,7 +88,7 @@ def load_pair(
     impl = dispatch.resolve(impl)
     target_tokenizer = tokenizer.load(target)
     tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(draft))
-    target_config, target_params = load.load(target, dtype=dtype)
+    target_config, target_params = load.load(target, dtype=dtype, impl=impl)
     target_model = row_model.RowModel(
         config=target_config,
         impl=impl,
@@ -139,7 +139,7 @@ def load_draft(
       impl: a resolved implementation.
       settings: of a target that samples: it draws as that does, with its noise.
     """
-    config, params = load.load(folder, dtype=dtype)
+    config, params = load.load(folder, dtype=dtype, impl=impl)
     drafter = draft_model.DraftModel(
         model=row_model.RowModel(
             config=config,

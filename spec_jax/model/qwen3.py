@@ -25,6 +25,7 @@ from spec_jax.ops import (
     projection,
     rope,
     row_attention,
+    step,
 )
 from spec_jax.paging import allocator, cache, index
 from spec_jax.typing import typed
@@ -80,6 +81,9 @@ def forward_rows(
       observe: sees what leaves each kernel, all of `observe.LEAVES_ROWS`, and may
         change it; without it the traced program holds nothing of this.
     """
+    params = params_lib.prepare(params, impl)
+    if step.is_fused(impl) and observe is None:
+        return _fused_step(params, config, rows, kv, taps)
     see = observe or observe_lib.pass_on
     x = embedding.embed(params.embed, rows.tokens, num_live=rows.num_live, impl=impl)
     x = see(None, "embed", x)
@@ -112,6 +116,33 @@ def forward_rows(
     features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
     if taps:
         features = jnp.stack([boundaries[tap] for tap in taps], axis=1)
+    return kv, RowOutputs(logits=logits, features=features)
+
+
+def _fused_step(params, config, rows, kv, taps):
+    """`forward_rows` in one call of native kernels."""
+    logits, features, pages = step.step(
+        rows.tokens,
+        params.embed,
+        [
+            step.Layer(**{name: getattr(layer, name) for name in step.Layer._fields})
+            for layer in params.layers
+        ],
+        params.final_norm,
+        params.lm_head,
+        list(zip(kv.k, kv.v, strict=True)),
+        angles=row_angles(config, rows.positions, dtype=params.final_norm.dtype),
+        page_table=kv.page_table,
+        slots=rows.slots,
+        positions=rows.positions,
+        num_live=rows.num_live,
+        taps=taps,
+        eps=config.rms_norm_eps,
+        scale=config.head_dim**-0.5,
+        impl="native",
+    )
+    for number, (k, v) in enumerate(pages):
+        kv = cache.replace_layer(kv, number, k=k, v=v)
     return kv, RowOutputs(logits=logits, features=features)
 
 
@@ -257,6 +288,7 @@ def prefill_rows(
 ) -> cache.PagedKV:
     """As `prefill`, through `forward_rows`: the prompt's K/V is that of decoding."""
     padded = jnp.pad(tokens, (0, slab))
+    params = params_lib.prepare(params, impl)
 
     def tile(number, kv):
         start = number * slab
