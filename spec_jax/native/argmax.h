@@ -59,9 +59,10 @@ inline Largest largest_of_piece(const float* x, int64_t begin, int64_t end) {
   return best;
 }
 
-// out [live] of x [live, N], N at least 1.
+// out [rows] of x [rows, N], N at least 1; 0 for rows from `live` on.
 template <typename Pool>
-void argmax(Pool& pool, const float* x, int32_t* out, int64_t live, int64_t N) {
+void argmax(Pool& pool, const float* x, int32_t* out, int64_t rows, int64_t live,
+            int64_t N) {
   int64_t pieces = (N + kArgmaxPiece - 1) / kArgmaxPiece;
   std::vector<Largest> found(live * pieces);
   Team<Pool>(pool).run(live * pieces, 1, [&](int64_t i, int64_t end, int64_t) {
@@ -71,6 +72,7 @@ void argmax(Pool& pool, const float* x, int32_t* out, int64_t live, int64_t N) {
                                   std::min(begin + kArgmaxPiece, N));
     }
   });
+  std::fill(out, out + rows, 0);
   for (int64_t r = 0; r < live; ++r) {
     Largest best = found[r * pieces];
     for (int64_t i = 1; i < pieces; ++i) {

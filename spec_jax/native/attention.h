@@ -76,7 +76,11 @@ struct Queries {
         weighted(most * width()), scores(most * kKeyBlock), rescale(most),
         keys(words_of<T>(H) * kKeyBlock * kWord<T>) {}
 
-  int64_t width() const { return (H + kLanes - 1) / kLanes * kLanes; }
+  // Sums of a query: whole vectors of words, of bf16 the even ones before the odd ones.
+  int64_t width() const {
+    constexpr int64_t kStep = kLanes * kWord<T>;
+    return (H + kStep - 1) / kStep * kStep;
+  }
 
   // Begins with `n` queries; each is then set, in order.
   void begin(int64_t n) {
@@ -89,10 +93,18 @@ struct Queries {
 
   // What query `i` has attended to: out [H].
   void finish(int64_t i, T* out) const {
+    constexpr int64_t kStep = kLanes * kWord<T>;
     const float* sums = weighted.data() + i * width();
     Vec all = broadcast(sum(load(total.data() + i * kLanes)));
-    for (int64_t h = 0; h < H; h += kLanes) {
-      store_lanes(out + h, H - h, divide(load(sums + h), all));
+    for (int64_t h = 0; h < H; h += kStep) {
+      T step[kStep];
+      if constexpr (kWord<T> == 1) {
+        store(step, divide(load(sums + h), all));
+      } else {
+        store_pairs(step, divide(load(sums + h), all),
+                    divide(load(sums + h + kLanes), all));
+      }
+      std::copy_n(step, std::min(H - h, kStep), out + h);
     }
   }
 };
@@ -114,26 +126,31 @@ void fetch_block(const T* k, const T* v, const int64_t (&offsets)[kKeyBlock], in
 template <typename T>
 void turn_keys(const T* k, const int64_t (&offsets)[kKeyBlock], int64_t H, T* panels) {
   constexpr int64_t kFour = 4 * kWord<T>;  // elements of four words
-  int64_t words = words_of<T>(H);
+  int64_t words = words_of<T>(H), whole = H / kFour * kFour;
   for (int64_t t = 0; t < kKeyBlock; t += kLanes) {
     T* to = panels + t / kPanel * words * kPanel * kWord<T> + t % kPanel * kWord<T>;
-    for (int64_t h = 0; h < H; h += kFour) {
-      const char* rows[kLanes];
-      T tails[kLanes][kFour];
-      for (int i = 0; i < kLanes; ++i) {
-        const T* row = k + offsets[t + i] + h;
-        if (h + kFour > H) {
-          std::memcpy(static_cast<void*>(tails[i]), row, (H - h) * sizeof(T));
-          row = tails[i];
-        }
-        rows[i] = reinterpret_cast<const char*>(row);
-      }
+    const char* rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      rows[i] = reinterpret_cast<const char*>(k + offsets[t + i]);
+    }
+    auto four_words = [&](int64_t at, int64_t count) {
       Vec columns[4];
-      transpose(rows, columns);
-      int64_t left = std::min<int64_t>((H - h) / kWord<T>, 4);
-      for (int64_t j = 0; j < left; ++j, to += kPanel * kWord<T>) {
-        store_words(to, columns[j]);
+      transpose(rows, at, columns);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        if (j < count) store_words(to + j * kPanel * kWord<T>, columns[j]);
       }
+      to += 4 * kPanel * kWord<T>;
+    };
+    for (int64_t h = 0; h < whole; h += kFour) four_words(h * sizeof(T), 4);
+    if (whole < H) {  // Nothing past a head is read.
+      T tails[kLanes][kFour] = {};
+      for (int i = 0; i < kLanes; ++i) {
+        std::memcpy(static_cast<void*>(tails[i]), k + offsets[t + i] + whole,
+                    (H - whole) * sizeof(T));
+        rows[i] = reinterpret_cast<const char*>(tails[i]);
+      }
+      four_words(0, (H - whole) / kWord<T>);
     }
   }
 }
@@ -178,11 +195,20 @@ void weigh_block(Queries<T>& queries, int64_t i, int64_t seen, float scale) {
   queries.rescale[i] = drop;
 }
 
+// The elements of kLanes words as vectors: of bf16 the even ones, and the odd ones.
+inline void load_words(const float* p, Vec* out) { out[0] = load(p); }
+inline void load_words(const bf16* p, Vec* out) {
+  out[0] = load_even(p);
+  out[1] = load_odd(p);
+}
+
 // sums[r][j] += p[r][t] * value[t][j] for t in [t0, t1) in order: R queries from `i`,
-// V vectors from element `h`.
-template <int R, int V, typename T>
+// W vectors of words from element `h`.
+template <int R, int W, typename T>
 inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const T* v,
                        const int64_t* offsets, int64_t t0, int64_t t1) {
+  constexpr int V = W * kWord<T>;
+  constexpr int64_t kStep = kLanes * kWord<T>;
   Vec acc[R][V];
   float* sums = queries.weighted.data() + i * queries.width() + h;
   const float* probs = queries.scores.data() + i * kKeyBlock;
@@ -195,13 +221,18 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const T* v,
       acc[r][j] = mul(load(sums + r * queries.width() + j * kLanes), scale);
     }
   }
+  int64_t left = queries.H - h;
   for (int64_t t = t0; t < t1; ++t) {
     Vec value[V];
     const T* from = v + offsets[t] + h;
-#pragma GCC unroll 16
-    for (int j = 0; j < V; ++j) {
-      value[j] = V > 1 ? load(from + j * kLanes) : load_lanes(from, queries.H - h);
+    T end[kStep];
+    if (W == 1 && left < kStep) {  // Nothing past a head is read.
+      std::memset(static_cast<void*>(end), 0, sizeof end);
+      std::memcpy(static_cast<void*>(end), from, left * sizeof(T));
+      from = end;
     }
+#pragma GCC unroll 16
+    for (int j = 0; j < W; ++j) load_words(from + j * kStep, value + j * kWord<T>);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       Vec weight = broadcast(probs[r * kKeyBlock + t]);
@@ -223,15 +254,16 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const T* v,
 template <int R, typename T>
 void add_block(Queries<T>& queries, int64_t i, const int64_t* seen, const T* v,
                const int64_t* offsets) {
-  constexpr int V = kLanes == 16 || R <= 2 ? 4 : 2;
+  constexpr int W = (kLanes == 16 || R <= 2 ? 4 : 2) / kWord<T>;
+  constexpr int64_t kStep = kLanes * kWord<T>;
   int64_t all = *std::min_element(seen, seen + R);
   auto run = [&](auto count, int64_t first, int64_t t0, int64_t t1) {
     constexpr int kCount = decltype(count)::value;
     int64_t h = 0;
-    for (; h + V * kLanes <= queries.H; h += V * kLanes) {
-      add_values<kCount, V>(queries, first, h, v, offsets, t0, t1);
+    for (; h + W * kStep <= queries.H; h += W * kStep) {
+      add_values<kCount, W>(queries, first, h, v, offsets, t0, t1);
     }
-    for (; h < queries.H; h += kLanes) {
+    for (; h < queries.H; h += kStep) {
       add_values<kCount, 1>(queries, first, h, v, offsets, t0, t1);
     }
   };

@@ -6,7 +6,7 @@ several: `isa` is one of `build.ISA_FLAGS`, the widest that runs here if None.
 Weights come as `Panels`. A matrix that is none is turned into them by the call itself,
 which costs more than the call: for single products, and not for models.
 
-What dead rows of a result hold is unspecified: nothing is written there.
+What dead rows of a result hold is unspecified unless it is said: nothing is written.
 """
 
 import typing
@@ -23,10 +23,6 @@ MAX_HEAD = 256  # as `kMaxHead` in attention.h
 
 
 def _call(target: str, outputs, *arguments, isa, aliases=None, **attributes):
-    attributes = {
-        name: np.float32(value) if isinstance(value, float) else value
-        for name, value in attributes.items()
-    }
     return jax.ffi.ffi_call(
         build.target_name(target, build.load(isa)),
         outputs,
@@ -92,7 +88,7 @@ def project(
         residual,
         num_live,
         isa=isa,
-        eps=float(eps),
+        eps=np.float32(eps),
     )
 
 
@@ -111,7 +107,7 @@ def gate(
     _same(x, w, norm)
     output = jax.ShapeDtypeStruct((R, F), x.dtype)
     w = _packed(w).data
-    return _call("spec_jax_gate", output, x, norm, w, num_live, isa=isa, eps=float(eps))
+    return _call("spec_jax_gate", output, x, norm, w, num_live, isa=isa, eps=np.float32(eps))
 
 
 def attend(
@@ -175,8 +171,8 @@ def attend(
         v_pages,
         isa=isa,
         aliases={9: 1, 10: 2},
-        eps=float(eps),
-        scale=float(scale),
+        eps=np.float32(eps),
+        scale=np.float32(scale),
     )
 
 
@@ -186,7 +182,7 @@ def argmax(
     num_live: jax.Array,  # [] int32
     isa: str | None = None,
 ) -> jax.Array:
-    """See `ops.argmax.argmax`."""
+    """See `ops.argmax.argmax`; 0 for dead rows."""
     R, N = x.shape
     if N < 1:
         raise ValueError("the largest of no values")
@@ -325,8 +321,8 @@ def step(
         num_heads=np.int64(N),
         mlp_size=np.int64(F),
         taps=np.asarray(taps, np.int64),
-        eps=float(eps),
-        scale=float(scale),
+        eps=np.float32(eps),
+        scale=np.float32(scale),
     )
     return logits, features, list(zip(pools[::2], pools[1::2], strict=True))
 

@@ -153,7 +153,7 @@ ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_live,
                   ffi::Result<Ints> out) {
   int64_t rows = x.dimensions()[0], N = x.dimensions()[1];
   return by_dtype(ffi::DataType::F32, [&](auto) {
-    argmax(pool, x.typed_data(), out->typed_data(), live_rows(num_live, rows), N);
+    argmax(pool, x.typed_data(), out->typed_data(), rows, live_rows(num_live, rows), N);
     return ffi::Error::Success();
   });
 }

@@ -96,6 +96,11 @@ inline Vec round_to_bf16(Vec x) {
       _mm512_and_si512(_mm512_mask_mov_epi32(up, nan, quiet),
                        _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
+// Rounded: the even elements and the odd ones of kLanes pairs.
+inline void store_pairs(bf16* p, Vec even, Vec odd) {
+  __m512i low = _mm512_srli_epi32(_mm512_castps_si512(round_to_bf16(even)), 16);
+  _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_castps_si512(round_to_bf16(odd))));
+}
 inline void store(bf16* p, Vec x) {
   __m512i high = _mm512_srli_epi32(_mm512_castps_si512(round_to_bf16(x)), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
@@ -122,10 +127,10 @@ inline Vec pow2(Vec n) {
       _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
   return _mm512_castsi512_ps(bits);
 }
-// Lane i of out[j] is the j-th 32-bit word of what rows[i] points to.
-inline void transpose(const char* const* rows, Vec (&out)[4]) {
+// Lane i of out[j] is the j-th 32-bit word at rows[i] + at.
+inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   auto words = [&](int i) {
-    return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i]));
+    return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
   };
   __m512d even[2], odd[2];
   for (int i = 0; i < 2; ++i) {
@@ -190,6 +195,11 @@ inline Vec round_to_bf16(Vec x) {
   return _mm256_and_ps(rounded, _mm256_castsi256_ps(_mm256_set1_epi32(
                                     static_cast<int>(0xffff0000u))));
 }
+inline void store_pairs(bf16* p, Vec even, Vec odd) {
+  __m256i low = _mm256_srli_epi32(_mm256_castps_si256(round_to_bf16(even)), 16);
+  __m256i both = _mm256_or_si256(low, _mm256_castps_si256(round_to_bf16(odd)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), both);
+}
 inline void store(bf16* p, Vec x) {
   __m256i high = _mm256_srli_epi32(_mm256_castps_si256(round_to_bf16(x)), 16);
   __m128i low_half = _mm256_castsi256_si128(high);
@@ -204,9 +214,9 @@ inline Vec pow2(Vec n) {
       _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_castsi256_ps(bits);
 }
-inline void transpose(const char* const* rows, Vec (&out)[4]) {
+inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   auto words = [&](int i) {
-    return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i]));
+    return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
   };
   __m256d even[2], odd[2];
   for (int i = 0; i < 2; ++i) {
@@ -261,6 +271,10 @@ inline Vec round_to_bf16(Vec x) {
   Bits bits = (Bits)x, up = bits + 0x7fffu + ((bits >> 16) & 1u);
   return (Vec)((x == x ? up : bits | 0x400000u) & 0xffff0000u);
 }
+inline void store_pairs(bf16* p, Vec even, Vec odd) {
+  Bits both = (Bits)round_to_bf16(even) >> 16 | (Bits)round_to_bf16(odd);
+  std::memcpy(static_cast<void*>(p), &both, sizeof both);
+}
 inline void store(bf16* p, Vec x) {
   Halves high = __builtin_convertvector((Bits)round_to_bf16(x) >> 16, Halves);
   std::memcpy(p, &high, sizeof high);
@@ -270,10 +284,10 @@ constexpr float kShifter = 12582912.0f;
 inline Vec round_even(Vec x) { return (x + kShifter) - kShifter; }
 // (By way of those bits, since converting a NaN to an integer is undefined.)
 inline Vec pow2(Vec n) { return (Vec)((Bits)(n + (kShifter + 127.0f)) << 23); }
-inline void transpose(const char* const* rows, Vec (&out)[4]) {
+inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   float words[4][kLanes];
   for (int i = 0; i < kLanes; ++i) {
-    for (int j = 0; j < 4; ++j) std::memcpy(&words[j][i], rows[i] + 4 * j, 4);
+    for (int j = 0; j < 4; ++j) std::memcpy(&words[j][i], rows[i] + at + 4 * j, 4);
   }
   for (int j = 0; j < 4; ++j) out[j] = load(words[j]);
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "row_attention.h"
+#include "team.h"
 
 namespace spec_jax {
 namespace {
@@ -27,11 +28,16 @@ struct Threads {
 
 bool loops_are_whole() {
   bool fine = true;
-  for (int64_t count : {0, 1, 2, 3, 50}) {
+  for (int64_t grain : {1, 3}) {
     Threads threads;
-    for (int round = 0; round < 20; ++round) {
-      std::vector<int> done(count + 1);
-      parallel_for(threads, count, [&](int64_t i) { done[i] += 1; });
+    Team<Threads> team(threads);
+    for (int round = 0; round < 60; ++round) {
+      int64_t count = round * round % 51;  // One loop after the other, of any size.
+      std::vector<int> done(count + 1), by(team.size());
+      team.run(count, grain, [&](int64_t i, int64_t end, int64_t worker) {
+        by[worker] += 1;  // Each worker is one thread.
+        for (; i < end; ++i) done[i] += 1;
+      });
       for (int64_t i = 0; i < count; ++i) fine = fine && done[i] == 1;
       fine = fine && done[count] == 0;
     }
@@ -44,7 +50,7 @@ void race() {
   Threads threads;
   std::atomic<int> begun{0};
   int64_t total = 0;
-  parallel_for(threads, 2, [&](int64_t i) {
+  Team<Threads>(threads).run(2, 1, [&](int64_t i, int64_t, int64_t) {
     begun.fetch_add(1, std::memory_order_relaxed);
     while (begun.load(std::memory_order_relaxed) < 2) std::this_thread::yield();
     total += i;
@@ -63,7 +69,10 @@ bool heads_are_apart() {
                     angles.data(), k.data(), v.data(), out.data(), N, K, H, 0.25f,
                     1e-6f};
   Threads threads;
-  for (int round = 0; round < 5; ++round) attend_rows(threads, layer, rows, R);
+  for (int round = 0; round < 5; ++round) {
+    Team<Threads> team(threads);
+    Attention<Threads, bf16>(team, rows, K, N / K, H).run(layer);
+  }
   bool fine = true;
   for (bf16 value : out) fine = fine && to_float(value) == 0.5f;
   return fine;
