@@ -324,7 +324,9 @@ def _pending(
             def fetch(leaf=leaf, start=start, stop=stop) -> np.ndarray:
                 # A copy, because an array keeps the host value that was asked of it:
                 # the whole model would be held twice in the end.
-                return np.asarray(jnp.array(weights.matrix(leaf)[start:stop], copy=True))
+                return np.asarray(
+                    jnp.array(weights.matrix(leaf)[start:stop], copy=True)
+                )
 
             dtype = np.dtype(leaf.dtype)
             tensors.append(

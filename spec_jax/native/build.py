@@ -43,6 +43,7 @@ SOURCES = (
     "team.h",
 )
 TARGETS = (
+    "spec_jax_pack",
     "spec_jax_project",
     "spec_jax_gate",
     "spec_jax_attend",

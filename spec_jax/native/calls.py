@@ -9,6 +9,7 @@ which costs more than the call: for single products, and not for models.
 What dead rows of a result hold is unspecified unless it is said: nothing is written.
 """
 
+import functools
 import typing
 from collections.abc import Sequence
 
@@ -47,8 +48,17 @@ def _shapes(**pairs: tuple[jax.Array, tuple[int, ...]]) -> None:
             raise ValueError(f"{name} has shape {array.shape}, not {shape}")
 
 
-def _packed(w: jax.Array | panels.Panels) -> panels.Panels:
-    return w if isinstance(w, panels.Panels) else panels.pack(w)
+@functools.partial(jax.jit, static_argnames="isa")
+def pack(w: jax.Array, *, isa: str | None = None) -> panels.Panels:
+    """The panels of `w [N, K]`, in memory of their own."""
+    _same(w)
+    shape = panels.packed_shape(w.shape, w.dtype)
+    data = _call("spec_jax_pack", jax.ShapeDtypeStruct(shape, w.dtype), w, isa=isa)
+    return panels.Panels(data=data, shape=w.shape)
+
+
+def _packed(w: jax.Array | panels.Panels, isa: str | None) -> panels.Panels:
+    return w if isinstance(w, panels.Panels) else pack(w, isa=isa)
 
 
 def project(
@@ -74,7 +84,7 @@ def project(
     else:
         _shapes(residual=(residual, (R, N)))
     _same(x, w, norm, residual)
-    w = _packed(w).data
+    w = _packed(w, isa).data
     out_dtype = jnp.dtype(out_dtype)
     if out_dtype not in (x.dtype, jnp.float32):
         raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
@@ -106,8 +116,10 @@ def gate(
     _shapes(w=(w, (2 * F, K)), norm=(norm, (K,)), num_live=(num_live, ()))
     _same(x, w, norm)
     output = jax.ShapeDtypeStruct((R, F), x.dtype)
-    w = _packed(w).data
-    return _call("spec_jax_gate", output, x, norm, w, num_live, isa=isa, eps=np.float32(eps))
+    w = _packed(w, isa).data
+    return _call(
+        "spec_jax_gate", output, x, norm, w, num_live, isa=isa, eps=np.float32(eps)
+    )
 
 
 def attend(

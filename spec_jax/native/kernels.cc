@@ -137,6 +137,20 @@ ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Float
   });
 }
 
+ffi::Error Pack(ffi::ThreadPool pool, Any w, Result out) {
+  constexpr int64_t kSome = 8;  // panels
+  int64_t N = w.dimensions()[0], K = w.dimensions()[1];
+  return by_dtype(w.element_type(), [&](auto tag) {
+    using T = decltype(tag);
+    int64_t size = words_of<T>(K) * kPanel * kWord<T>;
+    Team<ffi::ThreadPool>(pool).run(
+        panels_of(N), kSome, [&](int64_t i, int64_t end, int64_t) {
+          for (; i < end; ++i) pack_panel(data<T>(w), N, K, i, data<T>(out) + i * size);
+        });
+    return ffi::Error::Success();
+  });
+}
+
 // In one piece and on this thread: a slab's rows are a few kilobytes.
 ffi::Error TakeRows(Any table, Ints index, Scalar num_live, Result y, int64_t entries) {
   int64_t rows = index.element_count();
@@ -227,6 +241,12 @@ ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions
 
 }  // namespace
 }  // namespace spec_jax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_pack, spec_jax::Pack,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // w
+                                  .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_project, spec_jax::Project,
                               ffi::Ffi::Bind()

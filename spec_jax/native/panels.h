@@ -4,10 +4,11 @@
 // the other: [N / kPanel, K / kWord, kPanel, kWord], both divisions rounded up, zeros
 // where there is no such element. A word is 32 bits: one float, or two of bf16, which
 // are the even element and the odd one. So lanes are outputs, and a panel is one stream
-// of memory. One order for all instruction sets. (`panels.py` writes it.)
+// of memory. One order for all instruction sets.
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "simd.h"
@@ -36,6 +37,20 @@ struct Panels {
   int64_t count() const { return panels_of(N); }
   const T* panel(int64_t i) const { return data + i * words() * kPanel * kWord<T>; }
 };
+
+// Writes panel `i` of w [N, K] to `to`.
+template <typename T>
+void pack_panel(const T* w, int64_t N, int64_t K, int64_t i, T* to) {
+  constexpr int64_t kSize = kWord<T>;
+  std::fill_n(to, words_of<T>(K) * kPanel * kSize, T{});
+  int64_t outputs = std::min(kPanel, N - i * kPanel);
+  for (int64_t n = 0; n < outputs; ++n) {
+    const T* row = w + (i * kPanel + n) * K;
+    for (int64_t k = 0; k < K; ++k) {
+      to[k / kSize * kPanel * kSize + n * kSize + k % kSize] = row[k];
+    }
+  }
+}
 
 // Row `n` of the matrix.
 template <typename T>

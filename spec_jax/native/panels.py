@@ -1,8 +1,9 @@
 """Weight matrices in the order in which the kernels multiply them, see `panels.h`.
 
 A matrix `[N, K]` stands as panels of 16 outputs, each with its 32-bit words of `k` one
-after the other: one float32, or two bfloat16. The same for all instruction sets. Every
-value is kept as it is: `unpack(pack(w))` is `w`, bit for bit.
+after the other: one float32, or two bfloat16. The same for all instruction sets.
+`calls.pack` makes them; values are kept as they are, so that `unpack` gives back the
+matrix, bit for bit.
 """
 
 import flax.struct
@@ -52,16 +53,6 @@ def word_of(dtype: jnp.dtype) -> int:
             f"the native kernels take float32 or bfloat16, one of them: {dtype}"
         )
     return _WORD_BYTES // dtype.itemsize
-
-
-@jax.jit
-def pack(w: jax.Array) -> Panels:
-    """The panels of `w [N, K]`, in memory of their own."""
-    blocks, words, _, word = packed_shape(w.shape, w.dtype)
-    N, K = w.shape
-    padded = jnp.pad(_bits(w), ((0, blocks * PANEL - N), (0, words * word - K)))
-    data = padded.reshape(blocks, PANEL, words, word).transpose(0, 2, 1, 3)
-    return Panels(data=_values(data, w.dtype), shape=(N, K))
 
 
 @jax.jit

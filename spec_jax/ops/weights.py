@@ -6,7 +6,7 @@ those that are not the kernels' own take a matrix, which is made where it is ask
 
 import jax
 
-from spec_jax.native import panels
+from spec_jax.native import calls, panels
 from spec_jax.ops import bits
 
 
@@ -21,7 +21,7 @@ def prepare(w: Weight, impl: str) -> Weight:
     """
     if isinstance(w, panels.Panels):
         return w if impl == "native" else panels.unpack(w)
-    return panels.pack(w) if impl == "native" else w
+    return calls.pack(w) if impl == "native" else w
 
 
 def matrix(w: Weight) -> jax.Array:

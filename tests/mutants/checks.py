@@ -385,6 +385,9 @@ KERNEL_CHECKS = {
     "native rows of a table": _check(
         "test_native_take_rows", "test_rows_are_the_tables", dtype="float32", width=7
     ),
+    "native step": _check(
+        "test_native_step", "test_a_step_is_its_operations", dtype="float32", live=6
+    ),
     "rows of a Triton product": _check(
         "test_pallas_skinny_gemm", "test_a_row_is_that_row_alone", name="logits"
     ),

@@ -153,10 +153,10 @@ NATIVE_CALLS = (
         caught_by=("native product",),
     ),
     Mutant(
-        name="the native gate reads a dead row",
+        name="the native gate leaves out the last live row",
         where=_CALLS + "gate",
         old="x, norm, w, num_live, isa",
-        new="x, norm, w, jnp.minimum(num_live + 1, R), isa",
+        new="x, norm, w, num_live - 1, isa",
         caught_by=("native gate",),
     ),
     Mutant(
@@ -197,9 +197,23 @@ NATIVE_CALLS = (
     Mutant(
         name="the native table's rows leave out the last live one",
         where=_CALLS + "take_rows",
-        old="index, num_live, isa",
-        new="index, num_live - 1, isa",
+        old="index,\n        num_live,",
+        new="index,\n        num_live - 1,",
         caught_by=("native rows of a table",),
+    ),
+    Mutant(
+        name="a native step takes values for keys",
+        where=_CALLS + "step",
+        old="for pool in pools:",
+        new="for pool in reversed(pools):",
+        caught_by=("native step",),
+    ),
+    Mutant(
+        name="a native step writes its rows one position late",
+        where=_CALLS + "step",
+        old="positions,\n        num_live,\n        page_table",
+        new="positions + 1,\n        num_live,\n        page_table",
+        caught_by=("native step",),
     ),
 )
 

@@ -35,7 +35,9 @@ def order_of(isa) -> oracle.SumOrder:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize(("K", "N"), [(1, 1), (33, 13), (129, 25), (1100, 9), (40, 150)])
+@pytest.mark.parametrize(
+    ("K", "N"), [(1, 1), (33, 13), (129, 25), (1100, 9), (40, 150)]
+)
 def test_sums_have_the_stated_order(rng, isa, dtype, rows, K, N):
     """Fails if a tile, a lone panel or a ragged end sums in an order of its own."""
     x, w = (oracle.normal(rng, (n, K), dtype) for n in (rows, N))
