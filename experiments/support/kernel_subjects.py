@@ -31,6 +31,7 @@ from spec_jax.ops import (
     rope,
     row_attention,
     skinny_gemm,
+    weights,
 )
 from spec_jax.paging import index
 
@@ -96,6 +97,9 @@ class Projection:
     """A weight matrix, with the norm, residual or gate that the model gives it.
 
     "xla" is XLA's product alone: norm, residual and gate would be other operations.
+
+    Attributes:
+      impl: for whose kernels `allocate` prepares the weights.
     """
 
     name: str
@@ -108,6 +112,7 @@ class Projection:
     has_residual: bool = False
     out_dtype: str | None = None
     eps: float = 1e-6
+    impl: str = "xla"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -122,15 +127,18 @@ class Projection:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def for_impl(self, impl: str) -> "Projection":
-        return self
+        if impl != "native":
+            return self  # Matrices, which all others share.
+        return dataclasses.replace(self, impl=impl)
 
     def allocate(self) -> tuple[Any, Any]:
         noise = _noise(self.num_in**-0.5, self.dtype)
-        weights = tuple(
-            jnp.asarray(np.resize(noise, self.shape)) for _ in range(self.copies)
+        copies = tuple(
+            weights.prepare(jnp.array(np.resize(noise, self.shape)), self.impl)
+            for _ in range(self.copies)
         )
         norm = jnp.ones((self.num_in,), self.dtype) if self.has_norm else None
-        return {"weights": weights, "norm": norm}, ()
+        return {"weights": copies, "norm": norm}, ()
 
     def inputs(self, slab: int, num_rows: int) -> Arrays:
         noise = _noise(1.0, self.dtype)

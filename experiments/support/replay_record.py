@@ -57,7 +57,7 @@ def load_target(request: Request) -> model_pair.ModelPair:
     impl = dispatch.resolve(request.impl)
     slab = row_model.slab_for(impl, request.gamma_max + 1)
     words = tokenizer.load(folder)
-    config, params = load.load(folder, dtype=request.dtype)
+    config, params = load.load(folder, dtype=request.dtype, impl=impl)
     target = row_model.RowModel(config=config, impl=impl, slab=slab)
     return model_pair.ModelPair(
         target=target,

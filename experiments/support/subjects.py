@@ -138,6 +138,7 @@ def from_preset(
     if use_hf:
         load.save(folder, config, params)
         hf = hf_baseline.load(folder, None, dtype=config.dtype, gamma=1)
+    params = params_lib.prepare(params, impl)
     rng = np.random.default_rng(0)
     prompt = rng.integers(config.vocab_size, size=PRESET_PROMPT_TOKENS).tolist()
     return Subject(

@@ -118,7 +118,7 @@ def prepare(params: Params, impl: str) -> Params:
     def one(leaf: weights.Weight) -> weights.Weight:
         return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
 
-    # Rows of a table are looked up: only where it is the head, too, are they multiplied.
+    # Rows of a table are looked up; where it is the head, too, they are multiplied.
     is_head = params.lm_head is None
     embed = one(params.embed) if is_head else weights.matrix(params.embed)
     return map_matrices(one, params.replace(embed=None)).replace(embed=embed)

@@ -169,7 +169,7 @@ void score_block(Queries<T>& queries) {
 // The scores of query `i`, times `scale`, become probabilities under its running
 // maximum; `seen` of the block's keys are its own.
 template <typename T>
-void weigh_block(Queries<T>& queries, int64_t i, int64_t seen, float scale) {
+inline void weigh_query(Queries<T>& queries, int64_t i, int64_t seen, float scale) {
   constexpr int kParts = kKeyBlock / kLanes;
   float* scores = queries.scores.data() + i * kKeyBlock;
   Vec part[kParts], largest = broadcast(queries.maximum[i]);
@@ -284,7 +284,7 @@ void attend_block(Queries<T>& queries, const T* k, const T* v, int64_t start,
     int64_t seen[R];
     for (int r = 0; r < R; ++r) {
       seen[r] = std::clamp<int64_t>(queries.ends[i + r] - start, 0, kKeyBlock);
-      weigh_block(queries, i + r, seen[r], scale);
+      weigh_query(queries, i + r, seen[r], scale);
     }
     add_block<R>(queries, i, seen, v, offsets);
   };

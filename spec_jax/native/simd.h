@@ -306,27 +306,42 @@ inline void store_words(T* p, Vec x) {
 template <typename T>
 inline Vec round_lanes(Vec x) { return sizeof(T) == 2 ? round_to_bf16(x) : x; }
 
-// The sum of the lanes, halving: one order for each number of lanes.
-inline float sum(Vec x) {
-  float lane[kLanes];
+// Each lane is that which stands `kWidth` away, a power of two, in the other half of a
+// pair of such stretches.
+template <int kWidth>
+inline Vec across(Vec x) {
+#if defined(SPEC_JAX_AVX512) && !defined(SPEC_JAX_INTRINSICS)
+  if (kWidth == 8) return _mm512_shuffle_f32x4(x, x, 0x4e);
+  if (kWidth == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
+  return _mm512_permute_ps(x, kWidth == 2 ? 0x4e : 0xb1);
+#elif defined(SPEC_JAX_AVX2)
+  if (kWidth == 4) return _mm256_permute2f128_ps(x, x, 0x01);
+  return _mm256_permute_ps(x, kWidth == 2 ? 0x4e : 0xb1);
+#else
+  float lane[kLanes], out[kLanes];
   store(lane, x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  }
-  return lane[0];
+  for (int i = 0; i < kLanes; ++i) out[i] = lane[i ^ kWidth];
+  return load(out);
+#endif
 }
 
-// The largest lane, none of which is NaN.
-inline float largest_lane(Vec x) {
-  float lane[kLanes];
-  store(lane, x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) {
-      lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-    }
+// All lanes by one operation: the upper half with the lower, and again.
+template <int kWidth = kLanes / 2, typename Operation>
+inline float reduce(Vec x, const Operation& operation) {
+  x = operation(x, across<kWidth>(x));
+  if constexpr (kWidth > 1) {
+    return reduce<kWidth / 2>(x, operation);
+  } else {
+    float first;
+    std::memcpy(&first, &x, sizeof first);
+    return first;
   }
-  return lane[0];
 }
+
+inline float sum(Vec x) { return reduce(x, add); }
+
+// The largest lane, none of which is NaN.
+inline float largest_lane(Vec x) { return reduce(x, maximum); }
 
 // exp(x) within 2 ulp; below -87 it is 0, above 88 infinite, and NaN stays NaN: where
 // either operand is NaN, `maximum` and `minimum` return the second.
