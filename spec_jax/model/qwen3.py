@@ -51,7 +51,7 @@ class Rows:
 class RowOutputs:
     """What a row leaves behind, beside its keys and values."""
 
-    logits: jax.Array  # [R, V] float32
+    logits: jax.Array  # [R, V] float32; [0, V] where they are not asked for
     features: jax.Array  # [R, taps, D]
 
 
@@ -64,6 +64,7 @@ def forward_rows(
     *,
     impl: str,
     taps: tuple[int, ...] = (),
+    with_logits: bool = True,
     observe: observe_lib.Observe | None = None,
 ) -> tuple[cache.PagedKV, RowOutputs]:
     """Runs a slab of rows through the model, writing their keys and values.
@@ -78,12 +79,13 @@ def forward_rows(
 
     Args:
       taps: `hidden_states` indices to return as features, see `sequence.forward`.
+      with_logits: without them `logits` is `[0, V]`, and the head is not read.
       observe: sees what leaves each kernel, all of `observe.LEAVES_ROWS`, and may
         change it; without it the traced program holds nothing of this.
     """
     params = params_lib.prepare(params, impl)
     if step.is_fused(impl) and observe is None:
-        return _fused_step(params, config, rows, kv, taps)
+        return _fused_step(params, config, rows, kv, taps, with_logits)
     see = observe or observe_lib.pass_on
     x = embedding.embed(params.embed, rows.tokens, num_live=rows.num_live, impl=impl)
     x = see(None, "embed", x)
@@ -103,23 +105,25 @@ def forward_rows(
         x, k, v = run_layer(layer, x, rows, pages, angles, **hook)
         kv = cache.replace_layer(kv, number, k=k, v=v)
         boundaries.append(x)
-    logits = projection.project(
-        jax.lax.optimization_barrier(x),
-        params.head,
-        num_live=rows.num_live,
-        norm=params.final_norm,
-        eps=config.rms_norm_eps,
-        out_dtype="float32",
-        impl=impl,
-    )
-    logits = see(None, "logits", jax.lax.optimization_barrier(logits))
+    logits = jnp.zeros((0, config.vocab_size), jnp.float32)
+    if with_logits:
+        logits = projection.project(
+            jax.lax.optimization_barrier(x),
+            params.head,
+            num_live=rows.num_live,
+            norm=params.final_norm,
+            eps=config.rms_norm_eps,
+            out_dtype="float32",
+            impl=impl,
+        )
+        logits = see(None, "logits", jax.lax.optimization_barrier(logits))
     features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
     if taps:
         features = jnp.stack([boundaries[tap] for tap in taps], axis=1)
     return kv, RowOutputs(logits=logits, features=features)
 
 
-def _fused_step(params, config, rows, kv, taps):
+def _fused_step(params, config, rows, kv, taps, with_logits):
     """`forward_rows` in one call of native kernels."""
     logits, features, pages = step.step(
         rows.tokens,
@@ -137,6 +141,7 @@ def _fused_step(params, config, rows, kv, taps):
         positions=rows.positions,
         num_live=rows.num_live,
         taps=taps,
+        with_logits=with_logits,
         eps=config.rms_norm_eps,
         scale=config.head_dim**-0.5,
         impl="native",
@@ -298,7 +303,7 @@ def prefill_rows(
             positions=start + jnp.arange(slab, dtype=jnp.int32),
             num_live=jnp.minimum(length - start, slab),
         )
-        kv, _ = forward_rows(params, config, rows, kv, impl=impl)
+        kv, _ = forward_rows(params, config, rows, kv, impl=impl, with_logits=False)
         return kv
 
     kv = jax.lax.fori_loop(0, (length + slab - 1) // slab, tile, kv)

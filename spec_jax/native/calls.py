@@ -256,6 +256,7 @@ def step(
     positions: jax.Array,  # [R] int32
     num_live: jax.Array,  # [] int32
     taps: tuple[int, ...],
+    with_logits: bool,
     eps: float,
     scale: float,
     isa: str | None = None,
@@ -265,6 +266,7 @@ def step(
     Args:
       taps: the layers before which the residual is a feature; their number is the
         output of the last one.
+      with_logits: without them `[0, V]` is returned, and the head is not read.
 
     Returns:
       Logits `[R, V]` float32, features `[R, taps, D]`, and the pages, which are
@@ -315,7 +317,7 @@ def step(
         jnp.zeros((0,), final_norm.dtype) if head is None else head.data,
     ]
     rest, outputs, aliases = [], [], {}
-    outputs.append(jax.ShapeDtypeStruct((R, V), jnp.float32))
+    outputs.append(jax.ShapeDtypeStruct((R if with_logits else 0, V), jnp.float32))
     outputs.append(jax.ShapeDtypeStruct((R, len(taps), D), final_norm.dtype))
     for layer, pools in zip(layers, pages, strict=True):
         rest += [_data(weight) for weight in layer]

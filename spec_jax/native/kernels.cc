@@ -214,7 +214,7 @@ ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions
   }
   auto shape = (*rest.get<Any>(kKeys)).dimensions();
   int64_t K = shape[2], H = shape[3], D = final_norm.element_count();
-  int64_t V = logits->dimensions()[1], num_rows = logits->dimensions()[0];
+  int64_t V = logits->dimensions()[1], num_rows = tokens.element_count();
   if (ffi::Error error = check_head_size(H); error.failure()) return error;
   return by_dtype(final_norm.element_type(), [&](auto tag) {
     using T = decltype(tag);
@@ -229,7 +229,8 @@ ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions
              live_rows(num_live, num_rows)},
         cos.typed_data(), sin.typed_data(), num_heads, K, H, scale, eps,
         std::vector<int64_t>(taps.begin(), taps.end()),
-        logits->typed_data(), data<T>(features)};
+        logits->element_count() > 0 ? logits->typed_data() : nullptr,
+        data<T>(features)};
     for (int64_t i = 0; i < num_layers; ++i) {
       step.layers.push_back(step_layer<T>(rest, i, D, mlp_size, num_heads * H,
                                           (num_heads + 2 * K) * H));

@@ -37,7 +37,7 @@ struct Step {
   int64_t N, K, H;
   float scale, eps;
   std::vector<int64_t> taps;  // layers before which the residual is a feature
-  float* logits;              // [R, V]
+  float* logits;              // [R, V], or null: nobody asks for them
   T* features;                // [R, taps, D]
 };
 
@@ -85,6 +85,7 @@ void run_step(Pool& pool, const Step<T>& step) {
     project(workers, input(hidden, none), layer.down, x.data(), x.data());
     tap_features(step, ++boundary, x.data());
   }
+  if (step.logits == nullptr) return;
   project(workers, input(x, step.final_norm), step.head, none, step.logits);
 }
 

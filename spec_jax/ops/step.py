@@ -34,6 +34,7 @@ def step(
     positions: jax.Array,  # [R] int32
     num_live: jax.Array,  # [] int32
     taps: tuple[int, ...],
+    with_logits: bool,
     eps: float,
     scale: float,
     impl: str,
@@ -43,10 +44,11 @@ def step(
     Args:
       layers: weights as `weights.prepare` makes them.
       taps: boundaries of layers, 0 being the embeddings.
+      with_logits: without them the head is not read.
 
     Returns:
-      Logits `[R, V]` float32, features `[R, taps, D]`, and the pages with the live
-      rows written.
+      Logits `[R, V]` float32, or `[0, V]` without them; features `[R, taps, D]`; and
+      the pages with the live rows written.
     """
     if not is_fused(impl):
         raise NotImplementedError(f"impl={impl!r} runs a step operation by operation")
@@ -54,5 +56,5 @@ def step(
     return calls.step(
         tokens, embed, layers, final_norm, head, pages, cos, sin,
         page_table=page_table, slots=slots, positions=positions, num_live=num_live,
-        taps=taps, eps=eps, scale=scale,
+        taps=taps, with_logits=with_logits, eps=eps, scale=scale,
     )  # fmt: skip

@@ -24,7 +24,7 @@ def make(dtype, **changes):
     return config, params_lib.prepare(params, "native")
 
 
-def run(config, params, live, *, observe=None, positions=None):
+def run(config, params, live, *, observe=None, with_logits=True):
     """Logits, features and pools after two slabs of two slots."""
     model = row_model.RowModel(config=config, impl="native", slab=SLAB)
     kv = model.new_slots(2, capacity=24, page_size=8)
@@ -32,7 +32,12 @@ def run(config, params, live, *, observe=None, positions=None):
         kv = allocator.reserve(kv, slot, jnp.int32(20))
     forward = jax.jit(
         functools.partial(
-            qwen3.forward_rows, config=config, impl="native", taps=TAPS, observe=observe
+            qwen3.forward_rows,
+            config=config,
+            impl="native",
+            taps=TAPS,
+            with_logits=with_logits,
+            observe=observe,
         )
     )
     found = []
@@ -55,6 +60,16 @@ def test_a_step_is_its_operations(dtype, live):
     config, params = make(dtype)
     one_by_one = run(config, params, live, observe=lambda layer, name, value: value)
     testing.assert_same_bits(run(config, params, live), one_by_one)
+
+
+def test_without_logits_the_rest_is_the_same():
+    """Fails if leaving out the head changes keys, values or features."""
+    config, params = make("bfloat16")
+    whole, *pools = run(config, params, 4)
+    less, *same = run(config, params, 4, with_logits=False)
+    testing.assert_same_bits(same, pools)
+    testing.assert_same_bits(less[1::2], whole[1::2])
+    assert [logits.shape for logits in less[::2]] == [(0, config.vocab_size)] * 2
 
 
 def test_a_head_of_its_own():
@@ -103,6 +118,7 @@ def test_refusals():
         "positions": number,
         "num_live": jnp.int32(1),
         "taps": (),
+        "with_logits": True,
         "eps": 1e-6,
         "scale": 1.0,
     }
