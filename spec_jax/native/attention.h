@@ -116,8 +116,8 @@ void fetch_block(const T* k, const T* v, const int64_t (&offsets)[kKeyBlock], in
   int64_t line = 64 / sizeof(T);
   for (int64_t offset : offsets) {
     for (int64_t h = 0; h < H; h += line) {
-      prefetch(k + offset + h);
-      prefetch(v + offset + h);
+      prefetch(k + offset + h, 0);
+      prefetch(v + offset + h, 0);
     }
   }
 }

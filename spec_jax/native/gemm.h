@@ -35,8 +35,12 @@ constexpr int kGroup = 8;
 constexpr int panels_beside(int R) { return R <= 6 ? 4 : 3; }
 #else
 constexpr int kGroup = 5;
-constexpr int panels_beside(int R) { return R <= 2 ? 2 : 1; }
+constexpr int panels_beside(int R) { return R == 1 ? 4 : R == 2 ? 2 : 1; }
 #endif
+// How far ahead weights are asked for: where arithmetic takes as long as their way from
+// memory, a processor does not look far enough by itself.
+constexpr int64_t kAheadBytes = 2048;
+constexpr bool asks_ahead(int R) { return kLanes == 8 || R >= 5; }
 
 // Adds the products of one word of k: R rows, whose words lie side by side, by P panels.
 #if defined(SPEC_JAX_AVX512BF16)
@@ -45,7 +49,11 @@ inline void step(const bf16* x, const bf16* const (&w)[P], int64_t at,
                  Vec (&acc)[R][P]) {
   Pairs weights[P];
 #pragma GCC unroll 16
-  for (int j = 0; j < P; ++j) weights[j] = load_pairs(w[j] + at);
+  for (int j = 0; j < P; ++j) {
+    weights[j] = load_pairs(w[j] + at);
+    // Loaded once for all rows: left alone, compilers load it for each.
+    if (R > 1) keep_in_register(weights[j]);
+  }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     Pairs row = broadcast_pair(x + 2 * r);
@@ -108,6 +116,10 @@ void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride) {
     for (int j = 0; j < V; ++j) acc[r][j] = zero();
   }
   for (int64_t k = 0; k < words; ++k) {
+#pragma GCC unroll 16
+    for (int j = 0; j < P && asks_ahead(R); ++j) {
+      prefetch(panel[j] + k * kWide, kAheadBytes);
+    }
     step(x + k * R * kWord<W>, panel, k * kWide, acc);
   }
 #pragma GCC unroll 16

@@ -149,9 +149,16 @@ inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(odd[0], odd[1]));
   out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(odd[0], odd[1]));
 }
-inline void prefetch(const void* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+inline void prefetch_address(uintptr_t address) {
+  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
 }
+#if defined(SPEC_JAX_INTRINSICS)
+template <typename V>
+inline void keep_in_register(V&) {}  // No register is as wide.
+#else
+template <typename V>
+inline void keep_in_register(V& x) { asm("" : "+v"(x)); }
+#endif
 
 #elif defined(SPEC_JAX_AVX2)
 
@@ -230,9 +237,10 @@ inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   out[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(odd[0], odd[1]));
   out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(odd[0], odd[1]));
 }
-inline void prefetch(const void* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+inline void prefetch_address(uintptr_t address) {
+  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
 }
+inline void keep_in_register(Vec& x) { asm("" : "+x"(x)); }
 
 #else
 
@@ -291,7 +299,8 @@ inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   }
   for (int j = 0; j < 4; ++j) out[j] = load(words[j]);
 }
-inline void prefetch(const void*) {}
+inline void prefetch_address(uintptr_t) {}
+inline void keep_in_register(Vec&) {}
 
 #endif
 
@@ -300,6 +309,12 @@ inline void prefetch(const void*) {}
 template <typename T>
 inline void store_words(T* p, Vec x) {
   std::memcpy(static_cast<void*>(p), &x, sizeof x);
+}
+
+// A hint to fetch what lies `bytes` past `p`, which may be past the end of the array:
+// no pointer is formed to it.
+inline void prefetch(const void* p, int64_t bytes) {
+  prefetch_address(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
 }
 
 // Rounded to T, as floats.
