@@ -1,41 +1,41 @@
 """How fast is decoding beside Hugging Face's, and are its tokens the same?
 
-The same two folders on both sides, in turns, in one process: plain decoding, drafts
-of the draft model, drafts looked up in the text. Exit status: 0 every token of plain
-decoding equals Hugging Face's greedy one in float32, and every drafted token plain
-decoding's; 2 not; 1 the input was unusable.
+The same weights on both sides, in turns, in one process: plain decoding, drafts of the
+draft model, drafts looked up in the text. Exit status: 0 every token of plain decoding
+equals Hugging Face's greedy one in float32, and every drafted token plain decoding's;
+2 not; 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
-import pathlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from rich import console as rich_console
 
-from experiments.support import (
-    compare_report,
-    compared_runs,
+from experiments.lib import (
+    compare,
+    compare_tables,
     flags,
-    hf_baseline,
-    hf_runs,
+    hf,
     length_classes,
-    model_pair,
-    paired_runs,
     peak_memory,
     prompt_files,
-    prompt_runs,
+    prompts as prompts_lib,
     records,
+    runs as runs_lib,
+    subjects,
     terminal,
 )
+from spec_jax import loading
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
@@ -48,13 +48,17 @@ JUDGED_DTYPE = "float32"
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",  # for a default of `--dtype` of its own
     )
     models = parser.add_argument_group("models")
     flags.add_models(models)
+    subjects.add_presets(models)
+    models.add_argument(
+        "--no-hf", action="store_true", help="leave Hugging Face's side out"
+    )
     models.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -63,28 +67,32 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "bfloat16 the tokens are compared in float32 besides",
     )
     _add_run_flags(parser.add_argument_group("runs"))
+    flags.add_device(parser)
     flags.add_out(
-        parser, rows="one per prompt as it finishes, one per way to generate, a summary"
+        parser,
+        rows="one per prompt as it finishes, one per way to generate, a summary",
+        is_committed=True,
     )
     parser.add_argument(
-        "--plot", type=flags.figure, metavar="FILE", help="the speeds, drawn"
+        "--plot", type=cli.figure, metavar="FILE", help="the speeds, drawn"
     )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    subjects.check_presets(parser, args)
     return args
 
 
 def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     runs.add_argument(
         "--gammas",
-        type=flags.positives,
+        type=cli.positives,
         default=(3, 5, 7, 10),
         metavar="K,K,...",
         help="tokens drafted per round, K (default: 3,5,7,10)",
     )
     runs.add_argument(
         "--lengths",
-        type=flags.positive,
+        type=cli.positive,
         nargs=len(length_classes.NAMES),
         default=[32, 128, 512],
         metavar=tuple(name.upper() for name in length_classes.NAMES),
@@ -92,7 +100,7 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     )
     runs.add_argument(
         "--per-length",
-        type=flags.positive,
+        type=cli.positive,
         default=2,
         metavar="N",
         help="prompts of each class (default: %(default)s)",
@@ -102,7 +110,7 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     flags.add_repeats(runs, default=3)
     runs.add_argument(
         "--page-size",
-        type=flags.positive,
+        type=cli.positive,
         default=16,
         metavar="TOKENS",
         help="positions per page of our cache (default: %(default)s)",
@@ -122,55 +130,59 @@ def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
     )
 
 
-def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:
-    """The folders of target and draft."""
-    return (
-        args.target or model_pair.EMBEDDED_TARGET,
-        args.draft or model_pair.EMBEDDED_DRAFT,
-    )
+def load_sides(
+    args: argparse.Namespace, lm: loading.LanguageModel, settings: runs_lib.Settings
+) -> compare.Sides:
+    """Both sides in our side's dtype, on the same kind of device."""
+    baseline = None
+    if args.preset and not args.no_hf:
+        baseline = subjects.preset_hf(lm)
+    elif not args.no_hf:
+        baseline = hf.load(
+            *subjects.folders(args),
+            dtype=lm.target.config.dtype,
+            backend=jax.default_backend(),
+        )
+    return compare.Sides(lm=lm, hf=baseline, settings=settings)
 
 
-def load_pair(args: argparse.Namespace, *, dtype: str) -> model_pair.ModelPair:
+def load_lm(args: argparse.Namespace, *, dtype: str) -> loading.LanguageModel:
     """Our side; one slab for every K, because gamma is data."""
-    gamma_max = max(args.gammas)
-    return model_pair.load_pair(
-        *folders(args),
-        gamma_max=gamma_max,
-        slab=gamma_max + 1,
-        dtype=dtype,
-        impl=args.impl,
-    )
-
-
-def load_hf(args: argparse.Namespace, *, dtype: str) -> hf_baseline.Baseline:
-    """Hugging Face's side, on the same kind of device."""
-    hf = hf_baseline.load(*folders(args), dtype=dtype, gamma=max(args.gammas))
-    hf_runs.check_supported(hf)
-    hf_runs.move(hf, jax.default_backend())
-    return hf
+    most = max(args.gammas)
+    return subjects.load(args, gamma_max=most, slab=most + 1, dtype=dtype)
 
 
 def make_prompts(
-    args: argparse.Namespace, pair: model_pair.ModelPair
+    args: argparse.Namespace, lm: loading.LanguageModel
 ) -> list[length_classes.LengthPrompt]:
     """The prompts of every class, checked.
 
     Raises:
       ValueError: prompts that cannot be made, or are too long for the model.
     """
-    prompts = length_classes.make(
-        prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
-        pair.tokenizer,
-        lengths=dict(zip(length_classes.NAMES, args.lengths, strict=True)),
-        per_length=args.per_length,
-        raw=args.raw,
-    )
-    prompt_runs.check_lengths(
-        pair.target.config,
-        [
-            (f"{prompt.length} prompt {prompt.id!r}", prompt.tokens)
-            for prompt in prompts
-        ],
+    lengths = dict(zip(length_classes.NAMES, args.lengths, strict=True))
+    if args.preset:
+        rng = np.random.default_rng(0)
+        prompts = [
+            length_classes.LengthPrompt(
+                length=name,
+                id=f"random {number}",
+                tokens=rng.integers(lm.target.config.vocab_size, size=size).tolist(),
+            )
+            for name, size in lengths.items()
+            for number in range(args.per_length)
+        ]
+    else:
+        prompts = length_classes.make(
+            prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
+            lm.tokenizer,
+            lengths=lengths,
+            per_length=args.per_length,
+            raw=args.raw,
+        )
+    prompts_lib.check_lengths(
+        lm.target.config,
+        [(f"{p.length} prompt {p.id!r}", p.tokens) for p in prompts],
         gen_tokens=args.gen_tokens,
         page_size=args.page_size,
     )
@@ -179,34 +191,34 @@ def make_prompts(
 
 def make_settings(
     args: argparse.Namespace,
-    pair: model_pair.ModelPair,
+    lm: loading.LanguageModel,
     prompts: Sequence[length_classes.LengthPrompt],
-) -> paired_runs.Settings:
+) -> runs_lib.Settings:
     """The settings of our runs, with a cache that fits the longest prompt."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     pages = index.pages_for(longest + args.gen_tokens, args.page_size)
-    return paired_runs.Settings(
+    return runs_lib.Settings(
         gamma=max(args.gammas),
         gen_tokens=args.gen_tokens,
         capacity=pages * args.page_size,
         page_size=args.page_size,
-        stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
+        stop_ids=() if args.ignore_stop else lm.stop_ids,
     )
 
 
 def memory_rows(
     args: argparse.Namespace,
-    pair: model_pair.ModelPair,
-    settings: paired_runs.Settings,
+    lm: loading.LanguageModel,
+    settings: runs_lib.Settings,
     prompts: Sequence[length_classes.LengthPrompt],
 ) -> list[dict[str, Any]]:
     """Peaks of each side after the longest prompt, in a process of its own each."""
-    target, draft = folders(args)
+    target, draft = subjects.folders(args)
     request = peak_memory.Request(
         target=str(target),
         draft=str(draft),
         dtype=args.dtype,
-        impl=pair.target.impl,
+        impl=lm.target.impl,
         backend=jax.default_backend(),
         prompt=max((prompt.tokens for prompt in prompts), key=len),
         gamma=max(args.gammas),
@@ -223,17 +235,17 @@ def memory_rows(
 
 def measure(
     args: argparse.Namespace,
-    sides: compared_runs.Sides,
+    sides: compare.Sides,
     prompts: Sequence[length_classes.LengthPrompt],
-) -> Iterator[compared_runs.PromptRuns]:
+) -> Iterator[compare.PromptRuns]:
     """Every prompt through every way to generate."""
     with terminal.progress() as progress:
         task = progress.add_task("runs", total=len(prompts) * (args.repeats + 1))
         for prompt in prompts:
-            yield compared_runs.run_prompt(
+            yield compare.run_prompt(
                 sides,
                 prompt,
-                gammas=args.gammas,
+                runs=compare.all_runs(sides, args.gammas),
                 repeats=args.repeats,
                 after_turn=lambda: progress.advance(task),
             )
@@ -241,27 +253,26 @@ def measure(
 
 def greedy_rows(
     args: argparse.Namespace,
-    sides: compared_runs.Sides,
-    runs: Sequence[compared_runs.PromptRuns],
+    sides: compare.Sides,
+    runs: Sequence[compare.PromptRuns],
 ) -> list[dict[str, Any]]:
     """Our plain tokens beside Hugging Face's, in the dtype that is judged.
 
-    What was timed in another one is generated again.
+    What was timed in another one is generated again, unless the weights are random.
     """
-    plain = (compared_runs.OUR_PLAIN, compared_runs.THEIR_PLAIN)
+    if sides.hf is None:
+        return []
+    plain = (compare.OUR_PLAIN, compare.THEIR_PLAIN)
     texts = [[done.generated[run].tokens for run in plain] for done in runs]
-    if args.dtype != JUDGED_DTYPE:
-        sides = compared_runs.Sides(
-            pair=load_pair(args, dtype=JUDGED_DTYPE),
-            hf=load_hf(args, dtype=JUDGED_DTYPE),
-            settings=sides.settings,
-        )
+    if args.dtype != JUDGED_DTYPE and not args.preset:
+        lm = load_lm(args, dtype=JUDGED_DTYPE)
+        sides = load_sides(args, lm, sides.settings)
         texts = [
             [sides.generate(run, done.prompt.tokens)[1].tokens for run in plain]
             for done in runs
         ]
     return [
-        compared_runs.greedy_row(sides, done.prompt, *both)
+        compare.greedy_row(sides, done.prompt, *both)
         for done, both in zip(runs, texts, strict=True)
     ]
 
@@ -271,13 +282,16 @@ def run_all(
 ) -> bool:
     """Loads, measures, writes, prints; returns whether all tokens are the same."""
     started = time.perf_counter()
-    check_installed()
-    pair = load_pair(args, dtype=args.dtype)
-    prompts = make_prompts(args, pair)
-    settings = make_settings(args, pair, prompts)
-    memory = [] if args.no_memory else memory_rows(args, pair, settings, prompts)
-    hf = load_hf(args, dtype=args.dtype)
-    sides = compared_runs.Sides(pair=pair, hf=hf, settings=settings)
+    subjects.check_device(args.device)
+    if not args.no_hf:
+        hf.check_installed()
+    lm = load_lm(args, dtype=args.dtype)
+    prompts = make_prompts(args, lm)
+    settings = make_settings(args, lm, prompts)
+    memory = []
+    if not (args.no_memory or args.preset or args.no_hf):
+        memory = memory_rows(args, lm, settings, prompts)
+    sides = load_sides(args, lm, settings)
     description = describe(args, sides)
     loaded_s = time.perf_counter() - started
 
@@ -289,14 +303,15 @@ def run_all(
     runs = []
     for done in measure(args, sides, prompts):
         runs.append(done)
-        write([done.row()])
-    compared = compared_runs.rows(runs)
+        write([compare.prompt_row(done)])
+    compared = compare.rows(runs)
     greedy = greedy_rows(args, sides, runs)
     write([*compared, *greedy])
-    same_drafts = [compared_runs.same_drafts(done) for done in runs]
+    same_drafts = [compare.same_drafts(done) for done in runs]
     summary = {
         "prompts": len(prompts),
         "gen_tokens": args.gen_tokens,
+        "judged_dtype": greedy[0]["judged_dtype"] if greedy else None,
         "greedy_identical": sum(row["first_difference"] is None for row in greedy),
         "matched": all(done.matched for done in runs),
         "same_drafts": sum(map(sum, same_drafts)),
@@ -306,61 +321,49 @@ def run_all(
         "total_s": time.perf_counter() - started,
     }
     write([{"kind": "summary"} | summary])
-    compare_report.print_all(console, compared, greedy, memory, summary)
+    compare_tables.print_all(console, compared, greedy, memory, summary)
     if args.plot:
-        draw(args.plot, [row | description for row in compared])
-    return summary["matched"] and summary["greedy_identical"] == len(prompts)
+        from experiments.lib import figures
+
+        rows = [row | description for row in compared]
+        figures.save(figures.hugging_face(rows), args.plot, rows=rows)
+    is_judged = summary["judged_dtype"] == JUDGED_DTYPE
+    same = summary["greedy_identical"] == len(prompts) or not is_judged
+    return summary["matched"] and same
 
 
-def check_installed() -> None:
-    """Raises `ValueError` if a library that is needed is missing."""
-    missing = hf_baseline.missing()
-    if missing:
-        raise ValueError(
-            f"{' and '.join(missing)} not installed; {hf_baseline.INSTALL} brings them"
-        )
-
-
-def draw(path: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The speeds as a figure."""
-    from experiments.support import figures
-
-    figures.save(figures.hugging_face(rows), path)
-
-
-def describe(args: argparse.Namespace, sides: compared_runs.Sides) -> dict[str, Any]:
+def describe(args: argparse.Namespace, sides: compare.Sides) -> dict[str, Any]:
     """What is measured and where, for every row."""
-    pair, settings = sides.pair, sides.settings
+    lm, settings = sides.lm, sides.settings
     return {
-        "target": str(args.target or "embedded"),
-        "draft": str(args.draft or "embedded"),
+        **subjects.names(args),
         "dtype": args.dtype,
-        "impl": pair.target.impl,
-        "native_isa": dispatch.instruction_set(pair.target.impl),
-        "slab": pair.target.slab,
+        "impl": lm.target.impl,
+        "native_isa": dispatch.instruction_set(lm.target.impl),
+        "slab": lm.target.slab,
         "page_size": settings.page_size,
         "prompt_source": args.prompts,
         "gen_tokens": args.gen_tokens,
         "stop_ids": settings.stop_ids,
         "raw": args.raw,
         "repeats": args.repeats,
-        "matched_ngram": hf_runs.MATCHED_NGRAM,
-        "hf": sides.hf.description,
+        "matched_ngram": hf.MATCHED_NGRAM,
+        "hf": sides.hf and sides.hf.description,
         **records.provenance(),
     }
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    with records.JsonLines(args.out) as out:
+    with records.open_rows(args.out, allow_dirty=args.allow_dirty) as out:
         same = run_all(args, out, terminal.console())
     return IDENTICAL if same else NOT_IDENTICAL
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    return script.run("compare_hf.py", lambda: parse_args(argv), run)
+    return cli.run("compare_hf.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

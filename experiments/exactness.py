@@ -1,22 +1,22 @@
 """Are rounds exact: in tokens, log-probabilities, logits, and committed K/V pages?
 
 Runs prompts x cells (gamma and its policy, sampling, batch, page size, slab, dtype,
-implementation, cache, drafter, verify path, prefill), each beside plain decoding of the
-prompt alone, on other pages, and compares everything as integers; of a batch, tokens
-and K/V pages. One row for each prompt and cell; a second run with the same settings and
---out goes on where the first one ended. A certificate holds the hashes of every result,
-and --verify runs it again and says where it agrees. Exit status: 0 all equal, 2 not, or
-with logits that are not finite, 1 the input was unusable.
+implementation, cache, drafter, verify path, prefill), each beside decoding of the
+prompt alone, on other pages, and compares everything as integers. One row for each
+prompt and cell; a second run with the same settings and --out goes on where the first
+one ended. A certificate holds the hashes of every result, and --verify runs it again
+and says where it agrees. Exit status: 0 all equal, 2 not, or with logits that are not
+finite, 1 the input was unusable.
 
 By default the first value of every axis is the base, and each other value is run with
 the rest of the base; --product runs every combination.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import pathlib
@@ -25,33 +25,34 @@ from typing import Any
 
 from rich import console as rich_console
 
-from experiments.support import (
-    exactness_cells as cells_lib,
-    exactness_certificate as certificates,
-    exactness_evidence as evidence,
-    exactness_plan as plans,
-    exactness_report as report,
-    exactness_rows as rows_lib,
-    exactness_runs as runs,
-    exactness_suite as suite,
-    exactness_values as values,
+from experiments.lib import (
+    cell_runs,
+    certificates,
+    exact_cells as cells_lib,
     flags,
+    paths,
     policies,
     records,
+    suite,
+    suite_plan as plans,
+    suite_tables as tables,
     terminal,
 )
-from spec_jax.drafters import draft_model
-from spec_jax.model import config as config_lib, row_model, verify_paths
+from spec_jax.debug import evidence
+from spec_jax.engine import verdicts
+from spec_jax.model import config as config_lib, row_model
 from spec_jax.native import build
 from spec_jax.typing import IMPLS
 
 
 EXACT, NOT_EXACT = 0, 2
 
+_DRAFTER = "what proposes tokens, or package.module:Name"
+
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _add_input_flags(parser.add_argument_group("models and prompts"))
@@ -59,7 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_out(parser, rows="one per prompt and cell as it finishes, taken up again")
     parser.add_argument(
         "--certificate",
-        type=flags.output,
+        type=cli.output,
         metavar="FILE",
         help="JSON: versions, device, settings, and hashes of every result; of code "
         "whose commit it can name",
@@ -71,19 +72,24 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--verify",
-        type=flags.source,
+        type=cli.source,
         metavar="CERTIFICATE",
         help="run a certificate's cells again, and say where they agree; axes and "
         "lengths are those of the certificate",
     )
     parser.add_argument(
         "--limit",
-        type=flags.positive,
+        type=cli.positive,
         metavar="N",
         help="with --verify: the first N prompts only",
     )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    if args.rule != "coupled":
+        parser.error(
+            f"--rule {args.rule} keeps the distribution of decoding, not its stream: "
+            "bits can only be compared under coupled"
+        )
     if args.limit and not args.verify:
         parser.error("--limit goes with --verify; --prompts N runs N prompts")
     if args.allow_dirty and not args.certificate:
@@ -100,13 +106,13 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     for name in ("target", "draft"):
         group.add_argument(
             f"--{name}",
-            type=flags.source,
+            type=cli.source,
             metavar="DIR",
             help=f"Hugging Face Qwen3 folder of the {name} (default: the embedded one)",
         )
     group.add_argument(
         "--prompts",
-        type=flags.text_source,
+        type=cli.text_source,
         metavar="N|FILE[:N]",
         help="the first N bundled prompts, and beginnings of them where N is more than "
         "there are, or a file as in spec_round.py (default: "
@@ -114,7 +120,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--gen-tokens",
-        type=flags.positive,
+        type=cli.positive,
         metavar="TOKENS",
         help="tokens to generate per prompt (default: "
         f"{plans.BRIEF.gen_tokens}; {plans.FULL.gen_tokens} with --full)",
@@ -146,12 +152,12 @@ def _add_axis_flags(group: argparse._ArgumentGroup) -> None:
         ("slab", None, "rows of every call of the target"),
         ("page-size", None, "positions per page"),
         ("cache", row_model.CACHE_KINDS, "kind of cache"),
-        ("prefill", plans.PREFILLS, "how prompts enter the cache"),
-        ("verify-path", tuple(verify_paths.PATHS), "what verifies a window"),
-        ("draft-cache", draft_model.DRAFT_CACHES, "life of the draft's K/V"),
-        ("drafter", tuple(runs.DRAFTERS), "what proposes tokens"),
+        ("prefill", cells_lib.PREFILLS, "how prompts enter the cache"),
+        ("verify-path", paths.VERIFY, "what verifies a window"),
+        ("draft-cache", cells_lib.DRAFT_CACHES, "life of the draft's K/V"),
+        ("drafter", cell_runs.drafter_names(), _DRAFTER),
         ("gamma", None, "tokens drafted per round, or the most of them"),
-        ("sampling", values.SAMPLINGS, "of tokens; how is in the certificate"),
+        ("sampling", cells_lib.SAMPLINGS, "of tokens; how is in the certificate"),
         ("gamma-policy", policies.POLICIES, "what chooses each round's gamma"),
         ("batch", None, "prompts that share a forward"),
     ):
@@ -159,26 +165,40 @@ def _add_axis_flags(group: argparse._ArgumentGroup) -> None:
         default = plans.default_text(name)
         group.add_argument(
             f"--{axis}",
-            type=_listed(kinds),
+            type=_listed(kinds, can_import=name == "drafter"),
             metavar="A,B,..",
             help=f"{what}: {', '.join(kinds) if kinds else 'numbers'} "
             f"(default: {default})",
         )
+    group.add_argument(
+        "--rule",
+        choices=verdicts.RULES,
+        default="coupled",
+        help="how drafts are accepted; only coupled writes the stream of decoding, and "
+        "can be certified",
+    )
 
 
-def _listed(kinds: Sequence[str] | None) -> Callable[[str], tuple]:
-    """The type of a flag that lists names of `kinds` or counts, in the order given."""
+def _listed(
+    kinds: Sequence[str] | None, *, can_import: bool = False
+) -> Callable[[str], tuple]:
+    """Returns the type of a flag that lists names of `kinds` or counts, in order.
+
+    Args:
+      can_import: package.module:Name is a name, too.
+    """
 
     def parse(text: str) -> tuple:
         values = dict.fromkeys(part.strip() for part in text.split(","))
         if kinds is None:
             try:
-                return tuple(flags.positive(value) for value in values)
+                return tuple(cli.positive(value) for value in values)
             except ValueError:
                 raise argparse.ArgumentTypeError(
                     f"{text!r} is no list of whole numbers, such as 4,1,2"
                 ) from None
-        unknown = [value for value in values if value not in kinds]
+        is_name = lambda value: value in kinds or (can_import and ":" in value)
+        unknown = [value for value in values if not is_name(value)]
         if unknown:
             raise argparse.ArgumentTypeError(
                 f"{unknown[0]!r} is not one of {', '.join(kinds)}"
@@ -201,11 +221,11 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
             records.check_clean(what="a certificate", allow="--allow-dirty")
     with records.JsonLines(args.out) as out:
         planned = plans.from_flags(args)
-        kept, num_bytes = rows_lib.read(args.out, planned.header)
+        kept, num_bytes = certificates.read_rows(args.out, planned.header)
         out.keep(num_bytes)
         if not num_bytes:
-            out.write(rows_lib.header_row(planned.header))
-        report.print_plan(planned.plan, kept, console)
+            out.write(certificates.header_row(planned.header))
+        tables.print_plan(planned.plan, kept, console)
         rows = _run_rows(planned.plan, kept, out)
         cells, of_prompts = planned.plan.cells, suite.of_prompts(rows)
         summaries = [
@@ -217,9 +237,9 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
         for summary in summaries:
             out.write({"kind": "cell", **summary.to_row()})
     across = suite.across_pages(cells, of_prompts)
-    report.print_cells(summaries, console)
-    report.print_differences(rows, args.out, num_before=1, console=console)
-    report.print_across(across, console)
+    tables.print_cells(summaries, console)
+    tables.print_differences(rows, args.out, num_before=1, console=console)
+    tables.print_across(across, console)
     if args.certificate:
         certificate = certificates.make(planned.header, cells, of_prompts)
         certificates.write(args.certificate, certificate)
@@ -256,25 +276,25 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
     with records.JsonLines(args.out) as out:
         planned = plans.from_certificate(args, certificate)
         plan = planned.plan
-        report.print_plan(plan, [], console)
+        tables.print_plan(plan, [], console)
         rows = _run_rows(plan, [], out)
     agreement = certificates.agreement(certificate, suite.of_prompts(rows))
     changes = certificates.changes(certificate, planned.header["environment"])
-    report.print_agreement(
+    tables.print_agreement(
         plan,
         agreement,
         changes,
         is_dirty=bool(certificate["environment"].get("git_dirty")),
         console=console,
     )
-    report.print_differences(rows, args.out, num_before=0, console=console)
+    tables.print_differences(rows, args.out, num_before=0, console=console)
     agrees = all(
         count in (len(plan.prompts), evidence.NOT_COMPARED)
         for counts in agreement.values()
         for count in counts.values()
     )
     summaries = [suite.summarise(cell, suite.of_prompts(rows)) for cell in plan.cells]
-    report.print_warnings(suite.warnings(summaries), console)
+    tables.print_warnings(suite.warnings(summaries), console)
     is_finite = not any(summary.nonfinite_logits for summary in summaries)
     return EXACT if agrees and is_finite else NOT_EXACT
 
@@ -295,8 +315,8 @@ def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs or verifies; returns the exit status."""
-    return script.run("exactness.py", lambda: parse_args(argv), act)
+    return cli.run("exactness.py", lambda: parse_args(argv), act)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

@@ -2,209 +2,266 @@
 
 A decoding step reads weights and computes little, so a kernel is measured in bytes per
 second, and by what more rows cost beside one. All numbers of a shape are taken in
-turns, in one process. On a GPU the loop around the calls is in the numbers, some
-microseconds for each: `gpu_report.py` has none, and tries plans.
-Exit status: 0 measured, 1 the input was unusable.
+turns, in one process, many calls to an executable. With --check the kernels are not
+timed, but their bits compared: a row's result may depend on no other row.
+Exit status: 0 measured, 2 a kernel failed or a bit differs, 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
-import dataclasses
-import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 from rich import console as rich_console
 
-from experiments.support import (
+from experiments.lib import (
     flags,
+    kernel_checks,
     kernel_costs,
-    kernel_report,
-    kernel_subjects,
-    model_pair,
+    kernels,
     records,
     subjects,
     terminal,
+    timing,
 )
-from spec_jax.model import config as config_lib
 from spec_jax.native import build
 from spec_jax.ops import dispatch
 
 
-MEASURED = 0
-EMBEDDED = "embedded"
+MEASURED, FAILED = 0, 2
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where the kernels run (default: %(default)s)",
-    )
+    flags.add_device(parser)
     parser.add_argument(
         "--impls",
         metavar="NAME,NAME,...",
-        help="implementations (default: native,xla; on cuda triton,mosaic,xla)",
+        help="implementations (default: native,xla; on a GPU triton,mosaic,xla)",
     )
     presets = ", ".join(sorted(subjects.PRESETS))
     parser.add_argument(
         "--shapes",
-        type=flags.text_source,
-        default=EMBEDDED,
+        type=cli.text_source,
+        default=subjects.EMBEDDED,
         metavar="NAME|DIR",
-        help=f"the model whose shapes are measured: {EMBEDDED} (the target of the "
-        f"embedded pair), {presets}, or a folder with a config.json (default: "
+        help=f"the model whose shapes are measured: {subjects.EMBEDDED} (the target of "
+        f"the embedded pair), {presets}, or a folder with a config.json (default: "
         "%(default)s)",
     )
     flags.add_dtype(parser)
     flags.add_isa(parser)
     parser.add_argument(
         "--rows",
-        type=flags.positives,
+        type=cli.positives,
         default=(1, 2, 4, 5, 8, 16),
         metavar="N,N,...",
         help="numbers of rows (default: 1,2,4,5,8,16)",
     )
     parser.add_argument(
+        "--contexts",
+        type=cli.positives,
+        metavar="N,N,...",
+        help="positions that attention reads (default: 256,1024,4096; on a GPU "
+        "128,1024,4096,16384,32768)",
+    )
+    parser.add_argument(
+        "--plans",
+        type=cli.positive,
+        default=1,
+        metavar="N",
+        help="plans of each GPU kernel that are tried, its own the first (default: 1)",
+    )
+    parser.add_argument(
+        "--only",
+        type=cli.pattern,
+        metavar="PATTERN",
+        help="kernels in whose names this regular expression is found, such as "
+        "'head|context 1024' (default: all)",
+    )
+    parser.add_argument(
         "--repeats",
-        type=flags.positive,
+        type=cli.positive,
         default=20,
         metavar="N",
         help="timings of each number (default: %(default)s)",
     )
-    flags.add_out(parser, rows="one per shape, implementation and number of rows")
+    parser.add_argument(
+        "--check",
+        choices=("once", "rows"),
+        help="no times: call each of our kernels twice and hash the result (once), or "
+        "compare each row's bits among others, alone, at other places too (rows)",
+    )
+    flags.add_dry_run(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with --out where an earlier run with these flags ended",
+    )
+    flags.add_out(
+        parser,
+        rows="one per shape, implementation and number of rows",
+        is_committed=True,
+    )
     args = parser.parse_args(argv)
     flags.check_isa(parser, args)
-    known = kernel_subjects.IMPLS[args.device]
-    args.impls = tuple(args.impls.split(",")) if args.impls else known
-    if not set(args.impls) <= set(known):
-        parser.error(
-            f"argument --impls: {','.join(args.impls)} are not all of {','.join(known)}"
-        )
-    if max(args.rows) > min(kernel_subjects.CONTEXTS):
-        parser.error(
-            f"argument --rows: {max(args.rows)} rows do not fit a context of "
-            f"{min(kernel_subjects.CONTEXTS)}"
-        )
     return args
 
 
-def read_config(shapes: str, *, dtype: str | None) -> config_lib.Qwen3Config:
-    """The config that `--shapes` names, in its own dtype if `dtype` is None.
+def make_subjects(
+    args: argparse.Namespace, platform: str
+) -> tuple[list[kernels.Subject], tuple[str, ...]]:
+    """The kernels that are asked for, and the implementations.
 
     Raises:
-      ValueError: neither a known name nor a folder with a usable `config.json`.
-    """
-    if shapes in subjects.PRESETS:
-        config = subjects.PRESETS[shapes]
-        return dataclasses.replace(config, dtype=dtype or config.dtype)
-    folder = pathlib.Path(shapes)
-    if shapes == EMBEDDED:
-        folder = model_pair.EMBEDDED_TARGET
-    elif not folder.is_dir():
-        known = ", ".join([EMBEDDED, *sorted(subjects.PRESETS)])
-        raise ValueError(f"--shapes {shapes}: not one of {known}, and no folder either")
-    return config_lib.read(folder / "config.json", dtype=dtype)
-
-
-def check_device(device: str, impls: Sequence[str]) -> None:
-    """Raises unless `impls` can run on `device` in this process.
-
-    Raises:
-      ValueError: JAX does not run on that device.
+      ValueError: names that there are not, or rows that no context has.
       NotImplementedError: an implementation that cannot run here, and why.
     """
-    found = jax.devices()[0]
-    if device == "cuda" and found.platform != "gpu":
-        raise ValueError(f"--device cuda: no GPU, JAX finds {found.device_kind} only")
-    if device == "cpu" and found.platform != "cpu":
+    known = kernels.IMPLS[platform]
+    impls = tuple(args.impls.split(",")) if args.impls else known
+    if not set(impls) <= {*known, *(("interpret",) if platform == "cpu" else ())}:
+        raise ValueError(f"--impls {args.impls} are not all of {','.join(known)}")
+    contexts = args.contexts or kernels.CONTEXTS[platform]
+    if max(args.rows) > min(contexts):
         raise ValueError(
-            f"--device cpu: JAX runs on {found.device_kind}; set JAX_PLATFORMS=cpu"
+            f"--rows: {max(args.rows)} rows do not fit a context of {min(contexts)}"
         )
-    for impl in impls:
-        dispatch.resolve(impl)
+    if not args.dry_run:
+        for impl in impls:
+            dispatch.resolve(impl)
+    config = subjects.read_config(args.shapes, dtype=args.dtype)
+    has_gpu_kernels = set(impls) & set(dispatch.PALLAS)
+    made = kernels.all_subjects(
+        config, contexts=contexts, platform="gpu" if has_gpu_kernels else platform
+    )
+    chosen = [s for s in made if args.only is None or args.only.search(s.name)]
+    if not chosen:
+        names = ", ".join(subject.name for subject in made)
+        raise ValueError(f"--only {args.only.pattern} is found in none of {names}")
+    if not args.dry_run:
+        # Twice: what the kernels read, and as many bytes that are read plainly.
+        needed = max(2 * s.copies * s.num_bytes + s.num_bytes for s in chosen)
+        subjects.check_fits("the largest weights", needed)
+    return chosen, impls
 
 
-def describe(
-    args: argparse.Namespace, config: config_lib.Qwen3Config
-) -> dict[str, Any]:
-    """What is measured and where, for every row."""
-    has_native = "native" in args.impls
-    return {
-        "device": args.device,
-        "shapes": args.shapes,
-        "dtype": config.dtype,
-        "repeats": args.repeats,
-        "native_isa": build.load() if has_native else None,
-        "last_level_cache_bytes": kernel_subjects.cache_bytes(),
-        **records.provenance(),
-    }
+Work = tuple[str, Callable[[], list[dict[str, Any]]]]
+"""What it is called, and what does it and returns rows."""
 
 
-def _machine(description: dict[str, Any]) -> str:
-    """What the kernels run on."""
-    if description["platform"] != "cpu":
-        return description["device_kind"]
-    return f"{description['cpu']}, native path {description['native_isa']}"
+def jobs(
+    args: argparse.Namespace, chosen: Sequence[kernels.Subject], impls: Sequence[str]
+) -> Iterator[Work]:
+    """What is asked for, subject by subject."""
+    check_all = args.check == "rows" and not args.dry_run
+    if check_all and set(impls) & set(dispatch.PALLAS):
+        yield "control", lambda: [kernel_checks.control(impls[0])]
+    for subject in chosen:
+        if args.check and not args.dry_run:
+            for impl in impls:
+                if impl != "xla" and (not subject.only or impl in subject.only):
+                    yield (
+                        f"{subject.name}, {impl}",
+                        lambda s=subject, impl=impl: check(s, impl, args.check),
+                    )
+            continue
+        tried = kernel_costs.variants(subject, impls, args.rows, args.plans)
+        if args.dry_run:
+            bench = kernel_costs.Bench(subject, as_shapes=True)
+            for variant in dict.fromkeys(
+                v._replace(rows=max(args.rows)) for v in tried
+            ):
+                name = f"{subject.name}, {variant.impl}"
+                row = {"kind": "compile", "program": name}
+                yield name, lambda b=bench, v=variant, r=row: [r | b.lowered(v)]
+        elif tried:
+            yield subject.name, lambda s=subject, t=tried: measure(s, t, args.repeats)
+
+
+def measure(
+    subject: kernels.Subject, tried: Sequence[kernel_costs.Variant], repeats: int
+) -> list[dict[str, Any]]:
+    """The rows of a subject's variants."""
+    with terminal.progress() as progress:
+        task = progress.add_task(subject.name, total=repeats + 1)
+        return kernel_costs.measure(
+            subject, tried, repeats=repeats, after_turn=lambda: progress.advance(task)
+        )
+
+
+def check(subject: kernels.Subject, impl: str, how: str) -> list[dict[str, Any]]:
+    """The rows of a kernel's bits."""
+    case = kernel_checks.case_of(subject, impl)
+    expected, row = kernel_checks.reference(case)
+    checks = kernel_checks.check(case, expected) if how == "rows" else ()
+    return [made | {"impl": impl} for made in (row, *checks)]
 
 
 def run_all(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> None:
+) -> int:
     """Measures shape after shape; writes and prints each when it is known."""
-    config = read_config(args.shapes, dtype=args.dtype)
-    check_device(args.device, args.impls)
-    to_measure = kernel_subjects.all_subjects(config)
-    # What does not fit is found before anything has been measured.
-    kernel_costs.check_memory(to_measure)
-    description = describe(args, config)
-    console.print(
-        f"{args.shapes} in {config.dtype} on {_machine(description)}, {args.repeats} "
-        "timings of each",
-        kernel_report.LEGEND,
-        sep="\n",
-        highlight=False,
-    )
-    console.print()
-    for number, subject in enumerate(to_measure, 1):
-        with terminal.progress() as progress:
-            name = f"{subject.name} ({number} of {len(to_measure)})"
-            task = progress.add_task(name, total=args.repeats + 1)
-            measured = kernel_costs.measure(
-                subject,
-                impls=args.impls,
-                rows=args.rows,
-                repeats=args.repeats,
-                after_turn=lambda: progress.advance(task),  # noqa: B023
-            )
-        rows = kernel_costs.rows(subject, measured)
+    device = "auto" if args.dry_run else args.device
+    platform = subjects.check_device(device)
+    if args.dry_run and args.device == "gpu":
+        platform = "gpu"
+    chosen, impls = make_subjects(args, platform)
+    description = {
+        "device": platform,
+        "shapes": args.shapes,
+        "dtype": subjects.read_config(args.shapes, dtype=args.dtype).dtype,
+        "repeats": args.repeats,
+        "native_isa": build.load() if "native" in impls else None,
+        "last_level_cache_bytes": timing.cache_bytes(),
+        **records.provenance(),
+    }
+    earlier = records.resume(out, description) if args.resume else []
+    finished = {row.get("subject") for row in earlier}
+    console.print(_title(args, description), highlight=False)
+    failed = False
+    for name, work in jobs(args, chosen, impls):
+        if name in finished:
+            continue
+        rows = records.guarded(name, work)
         for row in rows:
             out.write(row | description)
-        kernel_report.print_subject(rows, console)
+        failed |= any(records.is_failure(row) for row in rows)
+        if rows[0]["kind"] == "kernel":
+            kernel_costs.print_subject(rows, console)
+        else:
+            for row in rows:
+                console.print(records.line(row), highlight=False, soft_wrap=True)
+    return FAILED if failed else MEASURED
+
+
+def _title(args: argparse.Namespace, description: dict[str, Any]) -> str:
+    machine = description["device_kind"]
+    if description["native_isa"]:
+        machine = f"{description['cpu']}, native path {description['native_isa']}"
+    line = f"{args.shapes} in {description['dtype']} on {machine}"
+    if args.check or args.dry_run:
+        return f"{line}, {'compiled only' if args.dry_run else 'bits compared'}\n"
+    return f"{line}, {args.repeats} timings of each\n{kernel_costs.LEGEND}\n"
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    with records.JsonLines(args.out) as out:
-        run_all(args, out, terminal.console())
-    return MEASURED
+    with records.open_rows(args.out, allow_dirty=args.allow_dirty) as out:
+        return run_all(args, out, terminal.console())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    return script.run("kernels.py", lambda: parse_args(argv), run)
+    return cli.run("kernels.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

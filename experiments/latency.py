@@ -1,314 +1,318 @@
-"""What does a step cost, and how fast is decoding beside Hugging Face's?
+"""What does a step cost: of plain decoding, of a window, of the draft, of a round?
 
-Steps are timed inside compiled calls, whole runs with their prefill; all of it in
-turns, in one process, on the same weights. Stop tokens are ignored, so that every
-run yields the same number of tokens. Exit status: 0 measured, 1 the input was
-unusable.
+Steps are timed inside compiled calls, in turns, in one process, on the same weights;
+with --forced whole generations too, at an acceptance that is stated. (compare_hf.py
+times whole runs beside Hugging Face's.) Exit status: 0 measured, 2 something failed or
+tokens differ at forced acceptance, 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import pathlib
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich import console as rich_console
 
-from experiments.support import (
-    bandwidth,
+from experiments.lib import (
     flags,
-    hf_baseline,
-    latency_report,
-    paired_runs,
-    prompt_runs,
+    forced_rounds,
+    lowering,
     records,
-    report,
-    step_costs,
+    steps,
     subjects,
     terminal,
     timing,
-    whole_runs,
+    trace,
 )
+from spec_jax import loading
 from spec_jax.ops import dispatch
-from spec_jax.paging import index
 
 
-MEASURED = 0
+MEASURED, FAILED = 0, 2
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    _add_model_flags(parser.add_argument_group("models"))
-    _add_run_flags(parser.add_argument_group("runs"))
-    flags.add_out(parser, rows="one per step, prompt and kind of run, then one summary")
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    if args.preset and (args.target or args.prompts):
-        parser.error(
-            "--preset brings its own weights and prompt: leave out --target, --draft "
-            "and --prompts"
-        )
-    # Steps of a large model are slow, and few of them are enough.
-    args.steps = args.steps or (4 if args.preset else 20)
-    args.gen_tokens = args.gen_tokens or (16 if args.preset else 64)
-    args.prompts = args.prompts or "5"
-    args.slab = args.slab or args.gamma + 1
-    return args
-
-
-def _add_model_flags(models: argparse._ArgumentGroup) -> None:
+    models = parser.add_argument_group("models")
     flags.add_models(models)
-    models.add_argument(
-        "--preset",
-        choices=sorted(subjects.PRESETS),
-        help="random weights in the shape of a released model, in the place of a "
-        "pair; plain decoding only",
-    )
+    subjects.add_presets(models)
     models.add_argument(
         "--slab",
-        type=flags.positive,
+        type=cli.positive,
         metavar="ROWS",
         help="rows of every call of the target (default: gamma + 1)",
     )
-    models.add_argument(
-        "--no-hf", action="store_true", help="leave Hugging Face's runs out"
-    )
+    _add_steps(parser.add_argument_group("steps"))
+    flags.add_device(parser)
+    flags.add_dry_run(parser)
+    flags.add_out(parser, rows="one per step, then one summary", is_committed=True)
+    args = parser.parse_args(argv)
+    flags.check_models(parser, args)
+    flags.check_sampling(parser, args)
+    subjects.check_presets(parser, args)
+    if args.forced and args.preset and not args.draft_preset:
+        parser.error("--forced needs a draft: name one with --draft-preset")
+    if args.dry_run and not args.preset:
+        parser.error("--dry-run needs a --preset: folders bring weights")
+    # Steps of a large model are slow, and few of them are enough.
+    args.steps = args.steps or (4 if args.preset else 20)
+    args.gammas = args.gammas or (args.gamma,)
+    args.gamma = max(args.gamma, *args.gammas)
+    args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
+    return args
 
 
-def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
-    flags.add_rounds(runs)
-    runs.add_argument(
+def _add_steps(group: argparse._ArgumentGroup) -> None:
+    flags.add_rounds(group)
+    group.add_argument(
         "--contexts",
-        type=flags.positive,
+        type=cli.positive,
         nargs="+",
         default=[64, 256, 1024],
         metavar="TOKENS",
         help="context lengths of a plain step; everything else is measured at the "
         "first of them (default: 64 256 1024)",
     )
-    runs.add_argument(
+    group.add_argument(
+        "--rows",
+        type=cli.positives,
+        metavar="N,N,...",
+        help="live rows of a window, the most of them at every context (default: 1 to "
+        "gamma + 1 where there is a draft, at the first context)",
+    )
+    group.add_argument(
+        "--prefill",
+        type=cli.positives,
+        default=(),
+        metavar="N,N,...",
+        help="prompt lengths to be prefilled (default: none)",
+    )
+    group.add_argument(
         "--steps",
-        type=flags.positive,
+        type=cli.positive,
         metavar="N",
         help="steps of one timed call (default: 20; with --preset 4)",
     )
-    runs.add_argument(
-        "--repeats",
-        type=flags.positive,
-        default=20,
-        metavar="N",
-        help="timed calls of each step (default: %(default)s)",
+    flags.add_repeats(group, default=20)
+    group.add_argument(
+        "--no-steps", action="store_true", help="leave the costs of steps out"
     )
-    runs.add_argument(
-        "--prompts",
-        type=flags.text_source,
-        metavar="N|FILE[:N]",
-        help="prompts of the whole runs: the first N bundled ones, or a file "
-        "(default: 5)",
+    group.add_argument(
+        "--trace",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="a profiler's trace of a call of plain steps and, where there is a draft, "
+        "of rounds",
     )
-    runs.add_argument(
-        "--gen-tokens",
-        type=flags.positive,
-        metavar="TOKENS",
-        help="tokens to generate per prompt (default: 64; with --preset 16)",
+    group.add_argument(
+        "--forced",
+        type=_rates,
+        default=(),
+        metavar="RATE,RATE,...",
+        help="generate after the first context with so many of the proposed tokens "
+        "accepted, whatever the draft proposes (default: not)",
     )
-    runs.add_argument(
-        "--run-repeats",
-        type=flags.positive,
-        default=5,
-        metavar="N",
-        help="timed whole runs of each prompt (default: %(default)s)",
+    group.add_argument(
+        "--gammas",
+        type=cli.positives,
+        metavar="K,K,...",
+        help="tokens drafted a round at forced acceptance (default: that of --gamma)",
     )
+    flags.add_gen_tokens(group, default=64)
+    flags.add_sampling(group)
 
 
-def load_subject(args: argparse.Namespace, folder: pathlib.Path) -> subjects.Subject:
-    """The models and prompts that the flags name.
-
-    Args:
-      folder: for files that are needed while the measurement lasts.
-    """
-    missing = hf_baseline.missing()
-    if missing and not args.no_hf:
-        print(
-            f"latency.py: runs of Hugging Face are left out: {' and '.join(missing)} "
-            f"not installed; {hf_baseline.INSTALL} brings them",
-            file=sys.stderr,
+def _rates(text: str) -> tuple[float, ...]:
+    """The type of `--forced`."""
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 < rate < 1 for rate in rates):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of rates between 0 and 1, such as 0.4,0.6"
         )
-    models = {
-        "slab": args.slab,
-        "dtype": args.dtype,
-        "impl": args.impl,
-        "use_hf": not (missing or args.no_hf),
-    }
-    if args.preset:
-        return subjects.from_preset(args.preset, folder, **models)
-    return subjects.from_folders(
-        args.target,
-        args.draft,
-        prompt_source=args.prompts,
-        gamma_max=args.gamma,
-        **models,
-    )
+    return rates
 
 
-def make_settings(
-    args: argparse.Namespace, subject: subjects.Subject
-) -> paired_runs.Settings:
-    """Settings of the whole runs, with a cache that fits the longest prompt.
+def load(args: argparse.Namespace) -> loading.LanguageModel:
+    """The models; for a GPU that need not be here with `--dry-run`."""
+    device = "auto" if args.dry_run else args.device
+    is_gpu = subjects.check_device(device) == "gpu" or args.device == "gpu"
+    if args.dry_run and is_gpu and args.impl == "auto":
+        args.impl = "triton"
+    sizes = {"gamma_max": args.gamma, "slab": args.slab, "dtype": args.dtype}
+    return subjects.load(args, as_shapes=args.dry_run, **sizes)
 
-    Raises:
-      ValueError: a prompt that is empty, or too long for the model's positions.
-    """
-    names = [f"prompt {prompt_id!r}" for prompt_id in subject.prompts]
-    prompt_runs.check_lengths(
-        subject.pair.target.config,
-        zip(names, subject.prompts.values(), strict=True),
-        gen_tokens=args.gen_tokens,
-        page_size=args.page_size,
-    )
-    longest = max(len(prompt) for prompt in subject.prompts.values())
-    pages = index.pages_for(longest + args.gen_tokens, args.page_size)
-    return paired_runs.Settings(
-        gamma=args.gamma,
-        gen_tokens=args.gen_tokens,
-        capacity=pages * args.page_size,
-        page_size=args.page_size,
-    )
+
+class Report:
+    """Rows as they are known, their tables, and whether anything failed."""
+
+    def __init__(
+        self,
+        out: records.JsonLines,
+        console: rich_console.Console,
+        description: dict[str, Any],
+    ):
+        self._out, self._console = out, console
+        self._description, self.failed = description, False
+
+    def write(self, rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> None:
+        """Writes rows, and prints those that have the columns as a table."""
+        for row in rows:
+            self._out.write(row | self._description)
+            self.failed |= records.is_failure(row)
+        shown = [row for row in rows if set(columns) <= set(row)]
+        if shown:
+            terminal.print_rows(shown, columns, self._console)
+        for row in rows:
+            if row not in shown:
+                line = records.line(row)
+                self._console.print(line, highlight=False, soft_wrap=True)
+        self._console.print()
 
 
 def run_all(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> None:
+) -> int:
     """Loads, measures, writes each row when it is known, and prints the tables."""
-    with tempfile.TemporaryDirectory() as folder:
-        subject = load_subject(args, pathlib.Path(folder))
-        # What cannot be run is found before anything has been.
-        settings = make_settings(args, subject)
-        costs = step_costs.all_costs(
-            subject.pair,
-            contexts=args.contexts,
-            page_size=args.page_size,
-            steps=args.steps,
-        )
-        description = describe(args, subject)
-
-        def write(rows: Sequence[dict[str, Any]]) -> None:
-            for row in rows:
-                out.write(row | description)
-
-        timings = measure_steps(args, costs)
-        step_rows = step_costs.rows(costs, timings)
-        write(step_rows)
-        columns = latency_report.STEP_COLUMNS
-        latency_report.print_rows(step_rows, console, columns=columns)
-        measured = []
-        for runs in measure_prompts(args, subject, settings):
-            measured.append(runs)
-            write([runs.row()])
-    run_rows = whole_runs.rows(measured, gen_tokens=args.gen_tokens)
-    write(run_rows)
-    console.print()
-    columns = latency_report.RUN_COLUMNS
-    latency_report.print_rows(run_rows, console, columns=columns)
-    seconds = timings.seconds
-    summary = {
-        "steps_warm_up_s": sum(timings.warm_up.values()),
-        "runs_warm_up_s": sum(row["warm_up_s"] or 0.0 for row in run_rows),
-        **bandwidth.summarise(
-            subject.pair.params[0],
-            step_s=seconds[step_costs.PLAIN],
-            read_s=seconds[step_costs.READ],
-            # Weights that are large enough themselves are not read a second time.
-            large_read_s=seconds.get(step_costs.LARGE_READ, seconds[step_costs.READ]),
-        ),
-        **whole_runs.summarise(measured, gen_tokens=args.gen_tokens),
-    }
-    fields = latency_report.SUMMARY_FIELDS
-    write([{"kind": "summary"} | report.to_row(summary, fields=fields)])
-    console.print()
-    report.print_table(summary, console, fields=fields)
+    lm = load(args)
+    plan = steps.Plan(
+        contexts=args.contexts,
+        page_size=args.page_size,
+        steps=args.steps,
+        rows=args.rows,
+        prefills=args.prefill,
+        sampling=flags.sampling_settings(args),
+        as_shapes=args.dry_run,
+    )
+    # What cannot be run is found before anything has been.
+    groups = [] if args.no_steps else steps.all_costs(lm, plan)
+    shown = Report(out, console, describe(args, lm))
+    if args.dry_run:
+        works = [cost.work for group in groups for cost in group if cost.work]
+        for name, work in {work.program: work for work in works}.items():
+            row = {"kind": "compile", "program": name}
+            lower = lambda w=work, r=row: [r | lowering.lower(w.trace)]
+            shown.write(records.guarded(name, lower), COMPILE_COLUMNS)
+        return FAILED if shown.failed else MEASURED
+    for group in groups:
+        measure_steps(args, lm, group, shown)
+    traced = (steps.PLAIN, f"round, gamma {args.gamma}")
+    for cost in groups[0] if args.trace and groups else ():
+        if cost.name in traced:
+            call = lambda c=cost: trace.record(args.trace, c.name, c.thunk())
+            shown.write(records.guarded(cost.name, call), TRACE_COLUMNS)
+    for gamma in args.gammas if args.forced else ():
+        work = lambda g=gamma: measure_forced(args, lm, g)
+        shown.write(records.guarded(f"gamma {gamma}", work), ROUND_COLUMNS)
+    return FAILED if shown.failed else MEASURED
 
 
 def measure_steps(
-    args: argparse.Namespace, costs: Sequence[step_costs.Cost]
-) -> timing.Timings:
-    """All step costs, in turns.
+    args: argparse.Namespace,
+    lm: loading.LanguageModel,
+    group: Sequence[steps.Cost],
+    shown: Report,
+) -> None:
+    """Costs in turns; of the first group, beside plain reads, the bandwidth too.
 
     Backwards: reading a lot of memory empties the caches, and the steps that follow
     should not be the plain ones, which all others are compared with.
     """
     with terminal.progress() as progress:
         task = progress.add_task("steps", total=args.repeats + 1)
-        return timing.interleave(
-            {cost.name: cost.thunk for cost in reversed(costs)},
+        timings = timing.interleave(
+            {cost.name: cost.thunk() for cost in reversed(group)},
             repeats=args.repeats,
             after_turn=lambda: progress.advance(task),
         )
+    rows, is_first = steps.rows(group, timings), steps.READ in timings.seconds
+    # Of other groups, the plain step is there to be compared with.
+    shown.write(rows if is_first else rows[1:], STEP_COLUMNS)
+    if is_first:
+        found = steps.bandwidth(lm.params, timings.seconds)
+        warm_up_s = sum(timings.warm_up.values())
+        summary = {"kind": "summary", "steps_warm_up_s": warm_up_s, **found}
+        shown.write([summary], SUMMARY_COLUMNS)
 
 
-def measure_prompts(
-    args: argparse.Namespace,
-    subject: subjects.Subject,
-    settings: paired_runs.Settings,
-) -> Iterator[whole_runs.PromptRuns]:
-    """Whole runs, prompt by prompt."""
-    total = len(subject.prompts) * (args.run_repeats + 1)
-    with terminal.progress() as progress:
-        task = progress.add_task("whole runs", total=total)
-        for prompt_id, prompt in subject.prompts.items():
-            yield whole_runs.run_prompt(
-                subject.pair,
-                settings,
-                prompt_id,
-                prompt,
-                hf=subject.hf,
-                repeats=args.run_repeats,
-                after_turn=lambda: progress.advance(task),
-            )
+def measure_forced(
+    args: argparse.Namespace, lm: loading.LanguageModel, gamma: int
+) -> list[dict[str, Any]]:
+    """Rounds at each forced acceptance, beside plain decoding."""
+    sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
+    runs = forced_rounds.make_runs(lm, start=args.contexts[0], **sizes)
+    return forced_rounds.measure(runs, gamma, args.forced, repeats=args.repeats)
 
 
-def describe(args: argparse.Namespace, subject: subjects.Subject) -> dict[str, Any]:
+def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
     """What is measured and where, for every row."""
-    is_pair = args.preset is None
     return {
-        "target": args.preset or str(args.target or "embedded"),
-        "draft": str(args.draft or "embedded") if is_pair else None,
-        "dtype": subject.pair.target.config.dtype,
-        "impl": subject.pair.target.impl,
-        "native_isa": dispatch.instruction_set(subject.pair.target.impl),
-        "slab": subject.pair.target.slab,
+        **subjects.names(args),
+        "dtype": lm.target.config.dtype,
+        "impl": lm.target.impl,
+        "native_isa": dispatch.instruction_set(lm.target.impl),
+        "slab": lm.target.slab,
         "page_size": args.page_size,
-        "gamma_max": args.gamma if is_pair else None,
+        "gamma_max": None if lm.drafter is None else args.gamma,
+        "temperature": args.temperature,
         "steps_per_call": args.steps,
         "repeats": args.repeats,
-        "run_repeats": args.run_repeats,
-        "prompt_source": args.prompts if is_pair else "random",
-        "hf": None if subject.hf is None else subject.hf.description,
         **records.provenance(),
     }
 
 
+STEP_COLUMNS = {
+    "step": "",
+    "context": ",d",
+    **dict.fromkeys(("ms", "ms_p10", "ms_p90"), ".3f"),
+    "ratio": ".2f",
+    "ratio_to": "",
+}
+SUMMARY_COLUMNS = {
+    "step_bytes": ",d",
+    "fits_in_cache": "",
+    **dict.fromkeys(("read_gb_s", "memory_gb_s", "achieved_gb_s"), ".1f"),
+    "bandwidth_share": ".2f",
+    "steps_warm_up_s": ".1f",
+}
+ROUND_COLUMNS = {
+    "gamma": "d",
+    **dict.fromkeys(("forced_rate", "acceptance_rate"), ".2f"),
+    "tokens_per_target_step": ".2f",
+    **dict.fromkeys(("plain_ms", "spec_ms", "round_ms"), ".3f"),
+    "speedup": ".2f",
+    "matched": "",
+    "differing_kv": ",d",
+}
+COMPILE_COLUMNS = {
+    "program": "",
+    **dict.fromkeys(("trace_s", "lower_s", "compile_s"), ".2f"),
+    **dict.fromkeys(("kernels", "launches", "temp_bytes"), ",d"),
+}
+TRACE_COLUMNS = {"event": "", "calls": ",d", "us": ",.1f", "share": ".3f"}
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    with records.JsonLines(args.out) as out:
-        run_all(args, out, terminal.console())
-    return MEASURED
+    with records.open_rows(args.out, allow_dirty=args.allow_dirty) as out:
+        return run_all(args, out, terminal.console())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
-    return script.run("latency.py", lambda: parse_args(argv), run)
+    return cli.run("latency.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

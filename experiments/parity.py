@@ -10,11 +10,11 @@ value of both runs is the one that the bundle was written with. Whether a mismat
 met again is said, and does not change it.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import pathlib
@@ -24,23 +24,230 @@ from typing import Any
 
 from rich import console as rich_console
 
-from experiments.support import (
-    parity_bundle,
-    parity_flags,
-    parity_question,
-    parity_report,
+from experiments.lib import (
+    bundles,
+    exact_cells,
+    flags,
+    paths,
+    questions,
     records,
+    scenes,
+    sight as sight_lib,
     terminal,
 )
-from spec_jax.microscope import compare, record as record_lib
+from spec_jax.debug.microscope import compare, faults, record as record_lib
 from spec_jax.model import config as config_lib
 from spec_jax.ops import dispatch
+from spec_jax.typing import IMPLS
 
 
 AS_EXPECTED, NOT_AS_EXPECTED = 0, 2
 
 
-def look(question: parity_question.Question) -> parity_report.Sight:
+# What a mismatch line or a bundle says, and so no flag may.
+_OF_TEXT = (
+    *("prompt", "prompts", "index", "cache_length"),
+    *("draft_tokens", "gamma", "wrong_draft"),
+)
+_OF_RUNS = (
+    *("prefill", "reference_path", "impl", "dtype", "slab", "page_size"),
+    *("verify_path", "verify_impl", "verify_dtype", "verify_slab", "verify_page_size"),
+    *("history", "inject", "layers"),
+)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; `argparse` itself exits with status 1 on unknown ones."""
+    parser = cli.Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--target",
+        type=cli.source,
+        metavar="DIR",
+        help="Hugging Face Qwen3 folder (default: the embedded target)",
+    )
+    _add_text_flags(parser.add_argument_group("the window"))
+    _add_run_flags(parser.add_argument_group("the two runs"))
+    _add_output_flags(parser.add_argument_group("results"))
+    args = parser.parse_args(argv)
+    _check_together(parser, args)
+    return args
+
+
+def _add_text_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--prompt", metavar="TEXT", help="a prompt")
+    group.add_argument(
+        "--prompts",
+        type=cli.text_source,
+        metavar="N|FILE[:N]",
+        help="prompts, as of spec_round.py, of which --index chooses one (default: "
+        "the bundled ones)",
+    )
+    group.add_argument(
+        "--index",
+        type=_natural,
+        metavar="I",
+        help="which of the prompts, from 0 (default: 0)",
+    )
+    group.add_argument(
+        "--raw", action="store_true", help="do not apply the model's chat template"
+    )
+    group.add_argument(
+        "--cache-length",
+        type=_natural,
+        metavar="TOKENS",
+        help="positions before the window: the prompt is cut, or continued by plain "
+        "decoding (default: all of the prompt but its last token)",
+    )
+    group.add_argument(
+        "--draft-tokens",
+        type=_tokens,
+        metavar="T,T,...",
+        help="the drafted tokens of the window",
+    )
+    group.add_argument(
+        "--gamma",
+        type=_natural,
+        metavar="TOKENS",
+        help=f"or how many of decoding's own to draft (default: {questions.GAMMA})",
+    )
+    group.add_argument(
+        "--wrong-draft",
+        type=cli.positive,
+        metavar="I",
+        help="make the I-th draft, from 1, another token",
+    )
+    group.add_argument(
+        "--mismatch",
+        type=cli.text_source,
+        metavar="FILE[:LINE]",
+        help="a window that spec_round.py --dump-verify-mismatches wrote, and how it "
+        "was run; lines count from 1",
+    )
+    group.add_argument(
+        "--bundle",
+        type=cli.source,
+        metavar="FILE",
+        help="run a saved bundle again, and say whether the outcome is the same",
+    )
+
+
+def _natural(text: str) -> int:
+    """The type of a flag that may be 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 0")
+    return value
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of tokens, such as 1,2,3"
+        ) from None
+
+
+def _add_run_flags(group: argparse._ArgumentGroup) -> None:
+    sides = (
+        ("reference-path", "", "the first run", "decode"),
+        ("verify-path", "verify-", "the second run", "paged-decode, or the mismatch's"),
+    )
+    for path, prefix, what, default in sides:
+        same = "that of the first run" if prefix else "as in spec_round.py"
+        group.add_argument(
+            f"--{path}",
+            choices=paths.NAMES,
+            help=f"how {what} goes over the window (default: {default})",
+        )
+        group.add_argument(
+            f"--{prefix}impl",
+            choices=IMPLS,
+            help=f"kernels of {what} (default: {same})",
+        )
+        group.add_argument(
+            f"--{prefix}dtype",
+            choices=config_lib.DTYPES,
+            help=f"dtype of {what} (default: {same})",
+        )
+        group.add_argument(
+            f"--{prefix}slab",
+            type=cli.positive,
+            metavar="ROWS",
+            help=f"slab height of {what} (default: {same})",
+        )
+        group.add_argument(
+            f"--{prefix}page-size",
+            type=cli.positive,
+            metavar="TOKENS",
+            help=f"positions per page of {what} (default: {same})",
+        )
+    group.add_argument(
+        "--prefill",
+        choices=exact_cells.PREFILLS,
+        help="how the prompt enters the caches that both runs start from (default: the "
+        "mismatch's, or the faster, as in spec_round.py)",
+    )
+    group.add_argument(
+        "--history",
+        choices=scenes.HISTORIES,
+        help="who wrote the K/V between the prompt and the window of the second run: "
+        "plain decoding, as that of the first, or windows of its own path, as in the "
+        "rounds (default: own for a mismatch of a path that is not by rows, where "
+        "verification decided tokens; otherwise decode)",
+    )
+    group.add_argument(
+        "--inject",
+        metavar="LAYER:OPERATION[:KIND]",
+        help="plant a fault in the second run, which must be named; kinds: "
+        f"{', '.join(faults.KINDS)} (default: ulp)",
+    )
+    group.add_argument(
+        "--layers", metavar="L,L-L,...", help="layers to look at (default: all)"
+    )
+
+
+def _add_output_flags(group: argparse._ArgumentGroup) -> None:
+    flags.add_out(group, rows="one, what was seen")
+    group.add_argument(
+        "--heatmap",
+        type=cli.figure,
+        metavar="FILE",
+        help=f"layers by operations, as a {' or '.join(cli.FIGURES)} file",
+    )
+    group.add_argument(
+        "--save-bundle",
+        type=cli.output,
+        metavar="FILE",
+        help="a .npz file with all but the weights, for --bundle elsewhere",
+    )
+
+
+def _check_together(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits with a usage error where flags contradict each other."""
+    fixed = {"mismatch": _OF_TEXT, "bundle": (*_OF_TEXT, *_OF_RUNS, "mismatch")}
+    for source, names in fixed.items():
+        given = [name for name in names if getattr(args, name) is not None]
+        if getattr(args, source) is not None and given:
+            flag = given[0].replace("_", "-")
+            parser.error(f"--{source} says already what --{flag} would")
+    for one, other in (("prompt", "prompts"), ("draft_tokens", "gamma")):
+        if None not in (getattr(args, one), getattr(args, other)):
+            flag = one.replace("_", "-")
+            parser.error(f"--{flag} and --{other} exclude each other")
+    if args.prompt is not None:
+        try:
+            args.prompt.encode()
+        except UnicodeEncodeError as error:
+            parser.error(
+                f"--prompt: character {error.start} is half of a surrogate pair, or a "
+                "byte that is not UTF-8; write the character itself"
+            )
+
+
+def look(question: questions.Question) -> sight_lib.Sight:
     """Runs and records both sides, and compares."""
     taken, planted = [], (None, question.fault)
     for side, scene, fault in zip(
@@ -52,7 +259,7 @@ def look(question: parity_question.Question) -> parity_report.Sight:
         else:
             taken.append(record_lib.take_with_fault(path, params, scene, fault))
     first, second = question.sides
-    return parity_report.Sight(
+    return sight_lib.Sight(
         name=question.name,
         scene=question.scenes[0],
         history=question.history,
@@ -70,11 +277,11 @@ def look(question: parity_question.Question) -> parity_report.Sight:
 
 
 def _bundle_of(
-    question: parity_question.Question,
-    sight: parity_report.Sight,
+    question: questions.Question,
+    sight: sight_lib.Sight,
     provenance: dict[str, Any],
-) -> parity_bundle.Bundle:
-    return parity_bundle.Bundle(
+) -> bundles.Bundle:
+    return bundles.Bundle(
         scenes=question.scenes,
         history=question.history,
         sides=question.sides,
@@ -82,28 +289,28 @@ def _bundle_of(
         layers=question.layers,
         config=config_lib.to_dict(question.config),
         weights_sha256=question.weights_sha256,
-        digests=tuple(map(parity_bundle.digest_of, sight.records)),
+        digests=tuple(map(bundles.digest_of, sight.records)),
         provenance=provenance,
     )
 
 
 def _draw(row: dict[str, Any], path: pathlib.Path) -> None:
     # Needs matplotlib, an extra; the flags have checked that it is there.
-    from experiments.support import figures
+    from experiments.lib import divergence, figures
 
     row = records.to_json(row, "row")  # As it stands in the file.
-    figures.save(figures.divergence(row), path, rows=[row])
+    figures.save(divergence.draw(row), path, rows=[row])
 
 
 def _agrees(
-    bundle: parity_bundle.Bundle,
-    sight: parity_report.Sight,
+    bundle: bundles.Bundle,
+    sight: sight_lib.Sight,
     provenance: dict[str, Any],
     console: rich_console.Console,
 ) -> bool:
     """Whether both runs came out as in the bundle; says so, and what else differs."""
     same = [
-        parity_bundle.digest_of(record) == digest
+        bundles.digest_of(record) == digest
         for record, digest in zip(sight.records, bundle.digests, strict=True)
     ]
     for name, is_same in zip(("reference", "verify"), same, strict=True):
@@ -121,25 +328,25 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     console, bundle = terminal.console(), None
     with records.JsonLines(args.out) as out:
         if args.bundle is not None:
-            bundle = parity_bundle.load(args.bundle)
-            question = parity_question.from_bundle(args, bundle)
+            bundle = bundles.load(args.bundle)
+            question = questions.from_bundle(args, bundle)
         else:
-            question = parity_question.from_flags(args)
+            question = questions.from_flags(args)
         sight = look(question)
         provenance = records.provenance() | {
             "native_isa": dispatch.instruction_set(question.sides[0].impl),
             "argv": list(argv),
         }
-        row = parity_report.to_row(sight) | {
+        row = sight_lib.to_row(sight) | {
             "target": str(args.target or "embedded"),
             "weights_sha256": question.weights_sha256,
         }
         out.write(row | provenance)
     if args.save_bundle is not None:
-        parity_bundle.save(args.save_bundle, _bundle_of(question, sight, provenance))
+        bundles.save(args.save_bundle, _bundle_of(question, sight, provenance))
     if args.heatmap is not None:
         _draw(row | provenance, args.heatmap)
-    parity_report.print_sight(sight, console)
+    sight_lib.print_sight(sight, console)
     expected = sight.is_equal
     if bundle is not None:
         expected = _agrees(bundle, sight, provenance, console)
@@ -151,12 +358,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    return script.run(
+    return cli.run(
         "parity.py",
-        lambda: parity_flags.parse(argv, description=__doc__),
+        lambda: parse(argv),
         lambda args: run(args, argv),
     )
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

@@ -8,11 +8,11 @@ same length. Exit status: 0 measured and matched, 2 not matched, 1 the input was
 unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -21,149 +21,60 @@ from typing import Any
 
 from rich import console as rich_console
 
-from experiments.support import (
+from experiments.lib import (
+    costs as costs_lib,
     flags,
-    model_pair,
-    paired_runs,
-    plan_acceptance,
-    plan_costs,
-    plan_flags,
-    plan_prediction,
-    plan_report,
-    plan_runs,
-    prompt_files,
-    prompt_runs,
+    models,
+    planning,
     records,
-    report,
+    results as results_lib,
+    tables,
     terminal,
-    timing,
 )
-from spec_jax import metrics
-from spec_jax.ops import dispatch
+from spec_jax import loading
+from spec_jax.analysis import metrics
 
 
 MATCHED, NOT_MATCHED = 0, 2
 
+Models = dict[str, loading.LanguageModel]
+"""One target with several drafters, by their names."""
+
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_models(parser.add_argument_group("models"))
-    runs = parser.add_argument_group("runs")
-    plan_flags.add_drafters(runs, default="draft-model,ngram,suffix,hybrid")
-    plan_flags.add_gammas(runs, default="1,2,4")
-    flags.add_prompts(runs, default="5")
-    flags.add_gen_tokens(runs, default=64)
-    flags.add_repeats(runs, default=3)
-    runs.add_argument(
-        "--cost-repeats",
-        type=flags.positive,
-        default=10,
-        metavar="N",
-        help="timed calls of each part of a round (default: %(default)s)",
-    )
+    group = parser.add_argument_group("runs")
+    flags.add_drafters(group, default="draft-model,ngram,suffix,hybrid")
+    flags.add_rounds(group, gammas="1,2,4")
+    flags.add_prompts(group, default="5")
+    flags.add_gen_tokens(group, default=64)
+    flags.add_repeats(group, default=3)
+    flags.add_cost_repeats(group)
     flags.add_out(parser, rows="costs, acceptance and verdicts, then one per run")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     return args
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is planned for.
-
-    Attributes:
-      pairs: by the names of their drafters.
-      settings: with the largest gamma.
-    """
-
-    pairs: dict[str, model_pair.ModelPair]
-    prompts: list[prompt_files.Prompt]
-    ids: list[list[int]]
-    settings: paired_runs.Settings
-
-
-def load_subject(args: argparse.Namespace) -> Subject:
-    """Models and prompts, checked against the flags.
-
-    Raises:
-      ValueError: models, prompts or sizes that cannot be used.
-    """
-    gamma_max = max(args.gamma)
-    plan_costs.check_gen_tokens(args.gen_tokens, gamma_max)
-    prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
-    pairs = plan_runs.load_pairs(
-        args.drafter,
-        lambda name: model_pair.load_pair(
-            args.target or model_pair.EMBEDDED_TARGET,
-            args.draft or model_pair.EMBEDDED_DRAFT,
-            gamma_max=gamma_max,
-            slab=gamma_max + 1,
-            dtype=args.dtype,
-            impl=args.impl,
-            drafter=name,
-        ),
-    )
-    first = next(iter(pairs.values()))
-    prepared = prompt_runs.prepare(
-        first,
-        prompts,
-        raw=False,
-        gen_tokens=args.gen_tokens,
-        page_size=args.page_size,
-    )
-    settings = paired_runs.Settings(
-        gamma=gamma_max,
-        gen_tokens=args.gen_tokens,
-        capacity=prepared.capacity,
-        page_size=args.page_size,
-    )
-    return Subject(
-        pairs=pairs, prompts=prepared.prompts, ids=prepared.ids, settings=settings
-    )
-
-
-def measure_costs(
-    args: argparse.Namespace, subject: Subject
-) -> tuple[dict[str, plan_costs.RoundCosts], timing.Timings]:
-    """The costs of each drafter's rounds, on the prompt of median length."""
-    by_length = sorted(subject.ids, key=len)
-    thunks = plan_costs.thunks(
-        subject.pairs, subject.settings, by_length[len(by_length) // 2]
-    )
-    with terminal.progress() as progress:
-        task = progress.add_task("costs", total=args.cost_repeats + 1)
-        timings = timing.interleave(
-            thunks,
-            repeats=args.cost_repeats,
-            after_turn=lambda: progress.advance(task),
-        )
-    gamma_max = subject.settings.gamma
-    costs = {
-        name: plan_costs.costs_of(name, timings, gamma_max=gamma_max)
-        for name in subject.pairs
-    }
-    return costs, timings
-
-
-def measure_acceptance(subject: Subject) -> dict[str, plan_acceptance.Acceptance]:
+def measure_acceptance(
+    lms: Models, subject: models.Subject
+) -> dict[str, planning.Acceptance]:
     """How often each drafter's tokens are kept, over all prompts."""
     measured = {}
-    with terminal.progress() as progress:
-        total = len(subject.pairs) * len(subject.ids)
-        task = progress.add_task("acceptance", total=total)
-        for name, pair in subject.pairs.items():
+    total = len(lms) * len(subject.ids)
+    with terminal.counted("acceptance", total=total) as advance:
+        for name, lm in lms.items():
             windows, texts = [], []
             for prompt_ids in subject.ids:
-                rounds, text = plan_acceptance.record(
-                    pair, subject.settings, prompt_ids
-                )
+                rounds, text = planning.record(lm, subject.settings, prompt_ids)
                 windows += rounds
                 texts.append(text)
-                progress.advance(task)
-            measured[name] = plan_acceptance.measure(
+                advance()
+            measured[name] = planning.measure(
                 windows,
                 gamma_max=subject.settings.gamma,
                 repetition=metrics.mean_repetition(texts),
@@ -171,34 +82,35 @@ def measure_acceptance(subject: Subject) -> dict[str, plan_acceptance.Acceptance
     return measured
 
 
-def run_designs(args: argparse.Namespace, subject: Subject) -> plan_runs.Results:
+def run_designs(
+    gammas: Sequence[int], lms: Models, subject: models.Subject, *, repeats: int
+) -> dict[tuple[str, int], list[results_lib.PromptResult]]:
     """Every drafter and gamma on every prompt, by `(drafter, gamma)`."""
     designs = {
-        (name, gamma): plan_runs.Design(
-            pair=pair, settings=dataclasses.replace(subject.settings, gamma=gamma)
+        (name, gamma): results_lib.Design(
+            lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
         )
-        for name, pair in subject.pairs.items()
-        for gamma in args.gamma
+        for name, lm in lms.items()
+        for gamma in gammas
     }
-    with terminal.progress() as progress:
-        task = progress.add_task("runs", total=len(subject.prompts))
-        return plan_runs.run(
-            designs,
-            subject.prompts,
-            subject.ids,
-            repeats=args.repeats,
-            after_prompt=lambda: progress.advance(task),
-        )
+    found = {name: [] for name in designs}
+    with terminal.counted("runs", total=len(subject.prompts)) as advance:
+        for prompt, ids in zip(subject.prompts, subject.ids, strict=True):
+            done = results_lib.run_designs(designs, prompt, ids, repeats=repeats)
+            for name, result in done.items():
+                found[name].append(result)
+            advance()
+    return found
 
 
 def plan_rows(
-    results: plan_runs.Results,
-    predictions: dict[tuple[str, int], plan_prediction.Prediction],
+    results: dict[tuple[str, int], list[results_lib.PromptResult]],
+    predictions: dict[tuple[str, int], planning.Prediction],
 ) -> list[dict[str, Any]]:
     """A row of each drafter and gamma: predicted, measured, and the error."""
     rows = []
     for (drafter, gamma), prompts in results.items():
-        summary = report.to_row(prompt_runs.summarise(prompts))
+        summary = tables.to_row(results_lib.summarise(prompts))
         predicted = predictions.get((drafter, gamma))
         speedup = None if predicted is None else predicted.speedup
         tokens = None if predicted is None else predicted.tokens_per_round
@@ -211,61 +123,78 @@ def plan_rows(
             "measured_speedup": measured,
             "measured_speedup_p10": summary["speedup_decode_p10"],
             "measured_speedup_p90": summary["speedup_decode_p90"],
-            "relative_error": plan_report.relative_error(speedup, measured),
+            "relative_error": relative_error(speedup, measured),
             "predicted_tokens_per_round": tokens,
         }
         rows.append(row | summary)
-    return plan_report.mark_best(rows)
+    return mark_best(rows)
 
 
-def run_all(
+def measure(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
 ) -> list[dict[str, Any]]:
-    """Measures, predicts, judges, runs; returns the rows of the runs."""
-    subject = load_subject(args)
-    description = describe(args, subject)
-    console.print(
-        f"{', '.join(subject.pairs)}; gamma {', '.join(map(str, args.gamma))}; "
-        f"{len(subject.prompts)} prompts x {args.gen_tokens} tokens, "
-        f"{description['dtype']}, impl {description['impl']}; compiling ..."
+    """Measures, predicts, says who can win, runs; returns the rows of the runs."""
+    gamma_max = max(args.gamma)
+    costs_lib.check_gen_tokens(args.gen_tokens, gamma_max)
+    lms = models.load_drafters(args, args.drafter, gamma_max=gamma_max)
+    first = lms[args.drafter[0]]
+    subject = models.prepare(args, first, args.prompts)
+    description = (
+        models.describe(args, first)
+        | {"prompt_source": args.prompts, "cost_repeats": args.cost_repeats}
+        | records.provenance()
     )
-    for pair in subject.pairs.values():
-        paired_runs.warm_up(pair, subject.settings, subject.ids)
 
     def write(rows: Sequence[dict[str, Any]]) -> None:
         for row in rows:
             out.write(row | description)
 
-    costs, timings = measure_costs(args, subject)
-    cost_rows = plan_costs.rows(timings)
+    console.print(
+        f"{', '.join(lms)}; gamma {', '.join(map(str, args.gamma))}; "
+        f"{len(subject.prompts)} prompts x {args.gen_tokens} tokens, "
+        f"{description['dtype']}, impl {description['impl']}; compiling ..."
+    )
+    results_lib.warm_up(
+        [results_lib.Design(lm=lm, settings=subject.settings) for lm in lms.values()],
+        subject.ids,
+    )
+    with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
+        costs, cost_rows = costs_lib.measure(
+            lms,
+            subject.settings,
+            models.typical(subject.ids),
+            repeats=args.cost_repeats,
+            after_turn=advance,
+        )
     write(cost_rows)
-    plan_report.print_costs(cost_rows, console)
-    acceptance = measure_acceptance(subject)
+    tables.print_rows(cost_rows, COSTS, console)
+    acceptance = measure_acceptance(lms, subject)
     shares = [
         {"kind": "plan_acceptance", "drafter": name, **dataclasses.asdict(measured)}
         for name, measured in acceptance.items()
     ]
     write(shares)
     console.print()
-    plan_report.print_acceptance(shares, console)
+    tables.print_rows(shares, ACCEPTANCE, console)
     console.print()
-    predictions, verdicts = {}, []
+    predictions = {}
     for name, measured in acceptance.items():
         curve = costs[name].curve()
-        for prediction in plan_prediction.predict(measured, curve):
+        for prediction in planning.predict(measured, curve):
             predictions[name, prediction.gamma] = prediction
-        verdict = plan_prediction.judge(measured, curve)
-        verdicts.append(_verdict_row(name, verdict))
+        verdict = planning.judge(measured, curve)
+        write([verdict_row(name, verdict)])
         console.print(verdict.words(name))
-    write(verdicts)
-    rows = plan_rows(run_designs(args, subject), predictions)
+    done = run_designs(args.gamma, lms, subject, repeats=args.repeats)
+    rows = plan_rows(done, predictions)
     write(rows)
     console.print()
-    plan_report.print_plan(rows, console)
+    print_plan(rows, console)
     return rows
 
 
-def _verdict_row(drafter: str, verdict: plan_prediction.Verdict) -> dict[str, Any]:
+def verdict_row(drafter: str, verdict: planning.Verdict) -> dict[str, Any]:
+    """The row of a verdict."""
     return {
         "kind": "plan_verdict",
         "drafter": drafter,
@@ -275,36 +204,96 @@ def _verdict_row(drafter: str, verdict: plan_prediction.Verdict) -> dict[str, An
     }
 
 
-def describe(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    """What is planned for and where, for every row."""
-    target = next(iter(subject.pairs.values())).target
-    return {
-        "target": str(args.target or "embedded"),
-        "draft": str(args.draft or "embedded"),
-        "dtype": target.config.dtype,
-        "impl": target.impl,
-        "native_isa": dispatch.instruction_set(target.impl),
-        "slab": target.slab,
-        "page_size": args.page_size,
-        "prompt_source": args.prompts,
-        "gen_tokens": args.gen_tokens,
-        "repeats": args.repeats,
-        "cost_repeats": args.cost_repeats,
-        **records.provenance(),
-    }
+def mark_best(rows: Sequence[tables.Row]) -> list[dict[str, Any]]:
+    """The rows, with the best gamma of each drafter marked, predicted and measured.
+
+    Of equals the smallest gamma is the best.
+    """
+    marked = [dict(row) for row in rows]
+    for kind in ("predicted", "measured"):
+        name = f"{kind}_speedup"
+        for drafter in {row["drafter"] for row in marked}:
+            of_one = [row for row in marked if row["drafter"] == drafter]
+            known = [row for row in of_one if row[name] is not None]
+            best = min(known, key=lambda r: (-r[name], r["gamma"]), default=None)
+            for row in of_one:
+                row[f"is_best_{kind}"] = row is best
+    return marked
+
+
+def relative_error(predicted: float | None, measured: float | None) -> float | None:
+    """How far the prediction lies above what was measured, as a share of that."""
+    if predicted is None or not measured:
+        return None
+    return predicted / measured - 1
+
+
+COSTS = {
+    "cost": ("cost", ""),
+    "ms": ("ms", ".3f"),
+    "p10": ("ms_p10", ".3f"),
+    "p90": ("ms_p90", ".3f"),
+    "plain steps": ("ratio", ".2f"),
+}
+ACCEPTANCE = {
+    "drafter": ("drafter", ""),
+    "windows": ("windows", ",d"),
+    "repetition": ("repetition", ".3f"),
+    "drafted": ("drafted", ".2f"),
+    "kept, if all before were": ("kept", ".2f"),
+}
+PLAN = {
+    "drafter": ("drafter", ""),
+    "gamma": ("gamma", "d"),
+    "predicted": lambda row: _speedup(row, "predicted"),
+    "measured": lambda row: _speedup(row, "measured"),
+    "p10-p90": lambda row: _both(
+        row["measured_speedup_p10"], row["measured_speedup_p90"], "-"
+    ),
+    "error": lambda row: (
+        "-" if row["relative_error"] is None else f"{100 * row['relative_error']:+.0f}%"
+    ),
+    "tokens": lambda row: _both(
+        row["predicted_tokens_per_round"], row["mean_accepted_length"], "/"
+    ),
+    "matched": lambda row: tables.wrong(
+        str(row["matched"]).lower(), not row["matched"]
+    ),
+}
+"""Columns of the tables that are shown, for `tables.print_rows`."""
+
+
+def _speedup(row: tables.Row, kind: str) -> str:
+    value = terminal.format_value(row[f"{kind}_speedup"], ".2f")
+    return f"{value}x{'*' if row[f'is_best_{kind}'] else ' '}"
+
+
+def _both(one: float | None, other: float | None, between: str) -> str:
+    return between.join(terminal.format_value(value, ".2f") for value in (one, other))
+
+
+def print_plan(rows: Sequence[tables.Row], console: rich_console.Console) -> None:
+    """Predicted next to measured; the best gamma of a drafter has an asterisk."""
+    tables.print_rows(rows, PLAN, console)
+    console.print(
+        "speed-up of decoding over plain decoding, prefill excluded; * the best gamma "
+        "of its drafter; error: predicted / measured - 1; tokens: per round, predicted/"
+        "measured",
+        style="dim",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.JsonLines(args.out) as out:
-        rows = run_all(args, out, terminal.console())
+        rows = measure(args, out, terminal.console())
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plans, runs and compares; returns the exit status."""
-    return script.run("plan.py", lambda: parse_args(argv), run)
+    return cli.run("plan.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

@@ -5,16 +5,15 @@ those of a formula. Exit status: 0 drawn, 1 the input was unusable; a figure who
 are not there is not drawn, unless it was asked for by name.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import collections
 import dataclasses
-import importlib
 import importlib.util
 import itertools
 import json
@@ -23,8 +22,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.support import figure_data, files, flags, sweep_data
-from spec_jax import theory
+from experiments.lib import curves, files
+from spec_jax.gamma import theory
 
 
 DRAWN = 0
@@ -42,54 +41,38 @@ GAMMA_MAX = 12
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A figure that can be drawn.
+    """A figure that can be drawn, by the function of its name in `lib/figures.py`.
 
     Attributes:
       takes: whether a row belongs to it.
-      function: its name in `module`.
-      module: of `support/`; it needs matplotlib.
       is_each: whether each row is a figure of its own.
     """
 
     takes: Callable[[Row], bool]
-    function: str
-    module: str = "figures"
     is_each: bool = False
 
 
+def _of_kind(kind: str) -> Callable[[Row], bool]:
+    return lambda row: row.get("kind") == kind
+
+
 FIGURES = {
-    "speedup": Kind(takes=figure_data.is_round_summary, function="speedup"),
-    "acceptance": Kind(takes=figure_data.is_round_summary, function="acceptance"),
-    "accepted_lengths": Kind(
-        takes=figure_data.is_round_summary, function="accepted_lengths"
-    ),
-    "step_cost": Kind(takes=figure_data.is_window_cost, function="step_cost"),
-    "hugging_face": Kind(
-        takes=lambda row: row.get("kind") == "comparison", function="hugging_face"
-    ),
-    "divergence": Kind(
-        takes=lambda row: row.get("kind") == "parity",
-        function="divergence",
-        is_each=True,
-    ),
-    "sweep_speedup": Kind(
-        takes=sweep_data.is_cell, function="speedup", module="sweep_figures"
-    ),
-    "sweep_categories": Kind(
-        takes=sweep_data.has_category, function="categories", module="sweep_figures"
-    ),
-    "improvement": Kind(
-        takes=lambda row: row.get("kind") == "theory",
-        function="improvement",
-        module="sweep_figures",
-    ),
+    "speedup": Kind(takes=curves.is_round_summary),
+    "acceptance": Kind(takes=curves.is_round_summary),
+    "accepted_lengths": Kind(takes=curves.is_round_summary),
+    "step_cost": Kind(takes=curves.is_window_cost),
+    "hugging_face": Kind(takes=_of_kind("comparison")),
+    "divergence": Kind(takes=_of_kind("parity"), is_each=True),
+    "sweep_speedup": Kind(takes=curves.is_cell),
+    "sweep_categories": Kind(takes=curves.has_category),
+    "improvement": Kind(takes=_of_kind("theory")),
 }
 """By the name of `--figure`, which is that of the file too."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
@@ -202,12 +185,10 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     Raises:
       ValueError: rows that make no such figure.
     """
-    from experiments.support import figures
+    from experiments.lib import figures
 
-    kind = FIGURES[name]
-    module = importlib.import_module(f"experiments.support.{kind.module}")
-    function = getattr(module, kind.function)
-    if not kind.is_each:
+    function = getattr(figures, name)
+    if not FIGURES[name].is_each:
         path = folder / f"{name}.svg"
         figures.save(function(rows), path, rows=rows)
         return [path]
@@ -219,10 +200,17 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     return paths
 
 
-def run_all(args: argparse.Namespace) -> int:
-    """Reads, draws, and says which files it wrote and which rows it left alone."""
+def check_folder(folder: pathlib.Path | None = None) -> None:
+    """Raises `ValueError` where figures could not be drawn, or not into the folder."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"matplotlib is not installed; {INSTALL} brings it")
+    if folder is not None:
+        files.check_folder(folder)
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Reads, draws, and says which files it wrote and which rows it left alone."""
+    check_folder()
     rows = [row for path in args.files for row in read(path)]
     if args.theory is not None:
         pairs = list(itertools.chain.from_iterable(args.theory)) or THEORY
@@ -235,7 +223,7 @@ def run_all(args: argparse.Namespace) -> int:
         raise ValueError(
             f"no rows for {' or '.join(names)}; the rows there are of kind {kinds}"
         )
-    files.check_folder(args.out)
+    check_folder(args.out)
     status = DRAWN
     for name, of_figure in taken.items():
         if not of_figure:
@@ -246,7 +234,7 @@ def run_all(args: argparse.Namespace) -> int:
         except ValueError as error:
             # One figure that cannot be drawn takes no other with it.
             print(f"plot.py: error: {name}: {error}", file=sys.stderr)
-            status = flags.UNUSABLE
+            status = cli.UNUSABLE
     _report_unused(rows, names)
     return status
 
@@ -265,10 +253,10 @@ def _report_unused(rows: Sequence[Row], names: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws the figures; returns the exit status."""
-    return script.run(
+    return cli.run(
         "plot.py", lambda: parse_args(argv), run_all, kept=lambda _: "", uses_jax=False
     )
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

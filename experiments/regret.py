@@ -7,11 +7,11 @@ of them run in real rounds too, in turn with plain decoding. Greedy; stop tokens
 ignored. Exit status: 0 measured and matched, 2 not matched, 1 the input was unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -20,25 +20,17 @@ from typing import Any
 
 from rich import console as rich_console
 
-from experiments.support import (
-    drafters,
+from experiments.lib import (
+    costs as costs_lib,
+    fates,
     flags,
-    model_pair,
-    paired_runs,
-    plan_costs,
-    plan_flags,
-    prompt_files,
-    prompt_runs,
+    models,
     records,
-    regret_fates,
-    regret_live,
-    regret_policies,
-    regret_report,
-    regret_simulation,
+    regret,
+    results as results_lib,
+    tables,
     terminal,
-    timing,
 )
-from spec_jax.ops import dispatch
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -46,250 +38,158 @@ MATCHED, NOT_MATCHED = 0, 2
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_models(parser.add_argument_group("models"))
-    runs = parser.add_argument_group("runs")
-    runs.add_argument(
-        "--drafter",
-        choices=[name for name in drafters.DRAFTERS if name != "oracle"],
-        default="draft-model",
-        help="what proposes tokens; one that mostly fills its windows: a simulated "
-        "round costs what a full one does (default: %(default)s)",
-    )
-    runs.add_argument(
+    group = parser.add_argument_group("runs")
+    flags.add_drafter(group)
+    group.add_argument(
         "--policy",
-        type=plan_flags.names(regret_policies.ADAPTIVE),
-        default=",".join(regret_policies.ADAPTIVE),
+        type=flags.names(flags.one_of(regret.ADAPTIVE)),
+        default=",".join(regret.ADAPTIVE),
         metavar="NAME,...",
-        help=f"of {', '.join(regret_policies.ADAPTIVE)} (default: %(default)s)",
+        help=f"of {', '.join(regret.ADAPTIVE)} (default: %(default)s)",
     )
-    flags.add_rounds(runs)
-    flags.add_prompts(runs, default="12")
-    flags.add_gen_tokens(runs, default=128)
-    runs.add_argument(
+    flags.add_rounds(group)
+    flags.add_prompts(group, default="12")
+    flags.add_gen_tokens(group, default=128)
+    group.add_argument(
         "--fresh",
         action="store_true",
         help="begin every text anew (default: a policy's state is handed on from text "
         "to text)",
     )
-    runs.add_argument(
+    group.add_argument(
         "--live", action="store_true", help="run every policy in real rounds as well"
     )
-    runs.add_argument(
+    group.add_argument(
         "--confidence",
         type=float,
         metavar="P",
         help="with --live, also the largest gamma with a draft model that ends its "
         "draft before a token that it gives less than this probability",
     )
-    flags.add_repeats(runs, default=3)
-    runs.add_argument(
-        "--cost-repeats",
-        type=flags.positive,
-        default=10,
-        metavar="N",
-        help="timed calls of each part of a round (default: %(default)s)",
-    )
+    flags.add_repeats(group, default=3)
+    flags.add_cost_repeats(group)
     flags.add_out(parser, rows="costs, then one per policy and set")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    if args.drafter == "oracle":
+        parser.error(
+            "--drafter oracle is never wrong, and costs nothing: name one that drafts"
+        )
     if args.confidence is not None and not args.live:
         parser.error("--confidence cannot be simulated: give --live, or leave it out")
-    if args.confidence is not None and args.drafter in ("ngram", "suffix"):
-        parser.error(
-            f"--confidence is a draft model's, and --drafter {args.drafter} has none: "
-            "leave it out"
-        )
     return args
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is measured: a pair, and the sets of texts by name."""
-
-    pair: model_pair.ModelPair
-    settings: paired_runs.Settings
-    texts: list[regret_fates.Text]
-    sets: dict[str, list[regret_fates.Text]]
+Sets = dict[str, list[fates.Text]]
+"""The sets of texts by name."""
 
 
-def load_pair(
-    args: argparse.Namespace, *, min_confidence: float = 0.0
-) -> model_pair.ModelPair:
-    """The pair that the flags name; raises as `model_pair.load_pair`."""
-    return model_pair.load_pair(
-        args.target or model_pair.EMBEDDED_TARGET,
-        args.draft or model_pair.EMBEDDED_DRAFT,
-        gamma_max=args.gamma,
-        slab=args.gamma + 1,
-        dtype=args.dtype,
-        impl=args.impl,
-        drafter=args.drafter,
-        min_confidence=min_confidence,
-    )
-
-
-def load_subject(args: argparse.Namespace) -> Subject:
-    """The pair and its texts, with the fate of every draft.
-
-    Raises:
-      ValueError: models, prompts or sizes that cannot be used.
-    """
-    plan_costs.check_gen_tokens(args.gen_tokens, args.gamma)
-    prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
-    pair = load_pair(args)
-    prepared = prompt_runs.prepare(
-        pair,
-        prompts,
-        raw=False,
-        gen_tokens=args.gen_tokens,
-        page_size=args.page_size,
-    )
-    prompts, ids = prepared.prompts, prepared.ids
-    settings = paired_runs.Settings(
-        gamma=args.gamma,
-        gen_tokens=args.gen_tokens,
-        capacity=prepared.capacity,
-        page_size=args.page_size,
-    )
+def record_texts(subject: models.Subject) -> list[fates.Text]:
+    """The prompts' texts, with the outcome of every draft."""
     texts = []
-    with terminal.progress() as progress:
-        task = progress.add_task("texts", total=len(prompts))
-        for prompt, prompt_ids in zip(prompts, ids, strict=True):
-            texts.append(regret_fates.record(pair, settings, prompt, prompt_ids))
-            progress.advance(task)
-    return Subject(
-        pair=pair, settings=settings, texts=texts, sets=regret_fates.make_sets(texts)
-    )
-
-
-def typical(subject: Subject) -> list[int]:
-    """The prompt of median length, on which costs are measured."""
-    by_length = sorted((text.prompt_ids for text in subject.texts), key=len)
-    return by_length[len(by_length) // 2]
-
-
-def measure_costs(
-    args: argparse.Namespace, subject: Subject
-) -> tuple[plan_costs.RoundCosts, list[dict[str, Any]]]:
-    """The costs of rounds, and their rows."""
-    thunks = plan_costs.thunks(
-        {args.drafter: subject.pair}, subject.settings, typical(subject), catch_up=True
-    )
-    with terminal.progress() as progress:
-        task = progress.add_task("costs", total=args.cost_repeats + 1)
-        timings = timing.interleave(
-            thunks,
-            repeats=args.cost_repeats,
-            after_turn=lambda: progress.advance(task),
-        )
-    costs = plan_costs.costs_of(args.drafter, timings, gamma_max=args.gamma)
-    return costs, plan_costs.rows(timings)
+    with terminal.counted("texts", total=len(subject.prompts)) as advance:
+        for prompt, ids in zip(subject.prompts, subject.ids, strict=True):
+            texts.append(fates.record(subject.lm, subject.settings, prompt, ids))
+            advance()
+    return texts
 
 
 def run_live(
     args: argparse.Namespace,
-    subject: Subject,
-    candidates: Sequence[regret_policies.Candidate],
+    subject: models.Subject,
+    sets: Sets,
+    candidates: Sequence[regret.Candidate],
 ) -> list[dict[str, Any]]:
     """The rows of real rounds, after a short run of everything that compiles."""
-    settings, hand_on = subject.settings, not args.fresh
-    _warm_up(subject, candidates)
+    lm, settings = subject.lm, subject.settings
+    mixed, brief = sets["mixed"], dataclasses.replace(settings, gen_tokens=1)
+    one_each = results_lib.one_a_bucket([text.prompt_ids for text in mixed])
+    some = [text for text in mixed if text.prompt_ids in one_each]
+    for texts in (some, sets["hostile"][:1]):
+        regret.run_set(lm, brief, texts, candidates, repeats=1, hand_on=False)
     rows = []
-    total = args.repeats * sum(len(texts) for texts in subject.sets.values())
-    with terminal.progress() as progress:
-        task = progress.add_task("live", total=total)
-        for name, texts in subject.sets.items():
-            live = regret_live.run_set(
-                subject.pair,
+    total = args.repeats * sum(len(texts) for texts in sets.values())
+    with terminal.counted("live", total=total) as advance:
+        for name, texts in sets.items():
+            live = regret.run_set(
+                lm,
                 settings,
                 texts,
                 candidates,
                 repeats=args.repeats,
-                hand_on=hand_on,
-                after_text=lambda: progress.advance(task),
+                hand_on=not args.fresh,
+                after_text=advance,
             )
-            rows += regret_live.rows(name, live, candidates, num_texts=len(texts))
+            rows += regret.live_rows(name, live, candidates, num_texts=len(texts))
     return rows
 
 
-def _warm_up(subject: Subject, candidates: Sequence[regret_policies.Candidate]) -> None:
-    """Compiles everything: one token of one prompt a bucket, kept drafts and wrong."""
-    brief = dataclasses.replace(subject.settings, gen_tokens=1)
-    one_each = paired_runs.one_a_bucket([text.prompt_ids for text in subject.texts])
-    texts = [text for text in subject.texts if text.prompt_ids in one_each]
-    for some in (texts, subject.sets["hostile"][:1]):
-        regret_live.run_set(
-            subject.pair, brief, some, candidates, repeats=1, hand_on=False
-        )
-
-
-def run_all(
+def measure(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
 ) -> list[dict[str, Any]]:
     """Records, measures, simulates, runs; returns the rows of the policies."""
-    subject = load_subject(args)
+    costs_lib.check_gen_tokens(args.gen_tokens, args.gamma)
+    lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
+    confident = models.with_confidence(lm, args.confidence or 0.0)
+    subject = models.prepare(args, lm, args.prompts)
+    texts = record_texts(subject)
+    sets = fates.make_sets(texts)
+    settings, typical = subject.settings, models.typical(subject.ids)
     description = describe(args, subject)
 
     def write(rows: Sequence[dict[str, Any]]) -> None:
         for row in rows:
             out.write(row | description)
 
-    costs, cost_rows = measure_costs(args, subject)
+    with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
+        costs, cost_rows = costs_lib.measure(
+            {args.drafter: lm},
+            settings,
+            typical,
+            repeats=args.cost_repeats,
+            catch_up=True,
+            after_turn=advance,
+        )
     write(cost_rows)
-    candidates = regret_policies.candidates(
-        args.policy, subject.pair, subject.settings, typical(subject)
-    )
-    rows = regret_simulation.rows(
-        candidates, subject.sets, costs, hand_on=not args.fresh
+    candidates = regret.candidates(args.policy, lm, settings, typical)
+    rows = regret.simulated_rows(
+        candidates, sets, costs[args.drafter], hand_on=not args.fresh
     )
     write(rows)
-    console.print(describe_sets(subject))
-    regret_report.print_regret(rows, console, title="simulated")
+    console.print(describe_sets(sets, args.gamma))
+    print_regret(rows, console, title="simulated")
     if args.live:
         if args.confidence is not None:
-            pair = load_pair(args, min_confidence=args.confidence)
-            stops = regret_policies.confident(args.confidence, pair, subject.settings)
+            stops = regret.confident(args.confidence, confident, settings)
             candidates.append(stops)
-        live_rows = run_live(args, subject, candidates)
+        live_rows = run_live(args, subject, sets, candidates)
         write(live_rows)
-        regret_report.print_regret(live_rows, console, title="in real rounds")
+        print_regret(live_rows, console, title="in real rounds")
         rows += live_rows
     return rows
 
 
-def describe_sets(subject: Subject) -> str:
+def describe_sets(sets: Sets, gamma: int) -> str:
     """How many drafts the windows of each set keep, in a line."""
-    kept = {
-        name: sum(regret_fates.mean_kept(text.is_kept) for text in texts) / len(texts)
-        for name, texts in subject.sets.items()
-    }
     words = [
-        f"{name} {len(subject.sets[name])} texts, {mean:.2f}"
-        for name, mean in kept.items()
+        f"{name} {len(texts)} texts, "
+        f"{sum(fates.mean_kept(text.is_kept) for text in texts) / len(texts):.2f}"
+        for name, texts in sets.items()
     ]
-    return (
-        f"drafts kept by a window of gamma {subject.settings.gamma} behind every "
-        f"token: {'; '.join(words)}"
-    )
+    return f"drafts that windows of gamma {gamma} keep: {'; '.join(words)}"
 
 
-def describe(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
+def describe(args: argparse.Namespace, subject: models.Subject) -> dict[str, Any]:
     """What is measured and where, for every row."""
-    target = subject.pair.target
     return {
-        "target": str(args.target or "embedded"),
-        "draft": str(args.draft or "embedded"),
+        **models.describe(args, subject.lm),
         "drafter": args.drafter,
-        "dtype": target.config.dtype,
-        "impl": target.impl,
-        "native_isa": dispatch.instruction_set(target.impl),
         "gamma_max": args.gamma,
-        "page_size": args.page_size,
         "prompt_source": args.prompts,
-        "gen_tokens": args.gen_tokens,
         "fresh": args.fresh,
         "repeats": args.repeats if args.live else None,
         "cost_repeats": args.cost_repeats,
@@ -297,18 +197,51 @@ def describe(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
     }
 
 
+def print_regret(
+    rows: Sequence[tables.Row], console: rich_console.Console, *, title: str
+) -> None:
+    """Regret against the best constant gamma, and speed-up over plain decoding.
+
+    Args:
+      rows: of one kind, one for each policy and set.
+    """
+    by_place = {(row["policy"], row["set"]): row for row in rows}
+    present = {row["set"] for row in rows}
+    sets = [name for name in fates.SETS if name in present]
+    columns = [column for name in sets for column in (name, "plain")]
+    table = tables.plain("policy", *columns, title=title)
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        cells = []
+        for name in sets:
+            row = by_place[policy, name]
+            cells += [_percent(row["regret"]), f"{row['speedup']:.2f}x"]
+        table.add_row(policy, *cells)
+    console.print(table)
+    console.print(
+        "regret: how much slower than the best constant gamma in hindsight, which is "
+        "that of the smallest regret; plain: speed-up over plain decoding, above 1 is "
+        "faster",
+        style="dim",
+    )
+
+
+def _percent(share: float) -> str:
+    """Tenths where they fit: a terminal has eighty columns."""
+    return f"{100 * share:+.1f}%" if share < 10 else f"{100 * share:+.0f}%"
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.JsonLines(args.out) as out:
-        rows = run_all(args, out, terminal.console())
+        rows = measure(args, out, terminal.console())
     matched = [row["matched"] for row in rows if row["kind"] == "regret_live"]
     return MATCHED if all(matched) else NOT_MATCHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures regret; returns the exit status."""
-    return script.run("regret.py", lambda: parse_args(argv), run)
+    return cli.run("regret.py", lambda: parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

@@ -8,44 +8,38 @@ and with figures. Exit status: 0 all matched, 2 not all matched, 1 the input was
 unusable.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
-import datetime
 import hashlib
-import importlib.util
 import itertools
 import json
+import math
 import pathlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rich import console as rich_console, progress as rich_progress
+from rich import console as rich_console
 
 from experiments import plot
-from experiments.support import (
-    files,
+from experiments.lib import (
     flags,
-    model_pair,
-    paired_runs,
+    models,
     policies,
     prompt_files,
-    prompt_runs,
     records,
-    sweep_file,
-    sweep_flags,
-    sweep_report,
-    sweep_rows,
+    results as results_lib,
+    sweep_cells as cells_lib,
+    tables,
     terminal,
 )
+from spec_jax import loading
 from spec_jax.model import fingerprint
-from spec_jax.ops import dispatch
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -53,149 +47,179 @@ MATCHED, NOT_MATCHED = 0, 2
 FIGURES = ("sweep_speedup", "sweep_categories")
 """Those of `plot.py` that are drawn at the end."""
 
-Cell = sweep_rows.Cell
+Cell = cells_lib.Cell
+Sets = dict[str, models.Subject]
+"""Prompts and the settings of every cell, by what names them."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptSet:
-    """The prompts of one file, and the settings that fit all of them."""
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; `argparse` itself exits with status 1 on unusable ones."""
+    parser = cli.Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_models(parser.add_argument_group("models"))
+    _add_grid(parser.add_argument_group("grid: a cell for each combination"))
+    _add_shared(parser.add_argument_group("the same in all cells"))
+    flags.add_noise(
+        parser.add_argument_group("sampling, where the temperature is above 0")
+    )
+    args = parser.parse_args(argv)
+    flags.check_models(parser, args)
+    args.gamma_max = args.gamma_max or max(args.gamma)
+    if max(args.gamma) > args.gamma_max:
+        parser.error(
+            f"--gamma {max(args.gamma)} is above --gamma-max {args.gamma_max}: raise "
+            "the latter, or leave it out"
+        )
+    flags.check_sampling(parser, args)
+    return args
 
-    prompts: list[prompt_files.Prompt]
-    ids: list[list[int]]
-    settings: paired_runs.Settings
 
-    def of(self, category: str | None) -> list[tuple[prompt_files.Prompt, list[int]]]:
-        """The prompts of a category, with their ids."""
-        both = zip(self.prompts, self.ids, strict=True)
-        return [(prompt, ids) for prompt, ids in both if prompt.category == category]
-
-    def sha256(self, category: str | None) -> str:
-        """A hash of the category's texts and of their order."""
-        texts = [
-            [*(message["content"] for message in prompt.history), prompt.text]
-            if prompt.history
-            else prompt.text
-            for prompt, _ in self.of(category)
-        ]
-        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-
-
-def load_pair(
-    args: argparse.Namespace, drafter: str, temperature: float
-) -> model_pair.ModelPair:
-    """The pair of some cells; raises as `model_pair.load_pair`."""
-    return model_pair.load_pair(
-        args.target or model_pair.EMBEDDED_TARGET,
-        args.draft or model_pair.EMBEDDED_DRAFT,
-        gamma_max=args.gamma_max,
-        slab=args.gamma_max + 1,
-        dtype=args.dtype,
-        impl=args.impl,
-        drafter=drafter,
-        sampling_settings=flags.sampling_settings(args, temperature),
+def _add_grid(group: argparse._ArgumentGroup) -> None:
+    flags.add_drafters(group, default="draft-model,ngram,suffix,hybrid")
+    flags.add_rounds(group, gammas="1,2,4")
+    group.add_argument(
+        "--prompts",
+        type=cli.text_source,
+        nargs="+",
+        default=["10"],
+        metavar="N|FILE[:N]",
+        help="prompt sets: the first N bundled prompts, or files as spec_round.py "
+        "takes them; where prompts have a category, each is a cell (default: 10)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=_temperatures,
+        default="0",
+        metavar="T,...",
+        help="divides the logits; 0 is greedy (default: %(default)s)",
+    )
+    group.add_argument(
+        "--gamma-policy",
+        type=flags.names(flags.one_of(policies.POLICIES)),
+        default=cells_lib.FIXED,
+        metavar="NAME,...",
+        help=f"of {', '.join(policies.POLICIES)}; for those that adapt, --gamma is the "
+        "most that they may choose (default: %(default)s)",
     )
 
 
-def load_sets(
-    args: argparse.Namespace, pair: model_pair.ModelPair
-) -> dict[str, PromptSet]:
-    """The prompt sets, by what names them; their settings are those of every cell.
+def _add_shared(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--out",
+        type=cli.output,
+        required=True,
+        metavar="FILE",
+        help="JSON lines, one per finished cell; cells that are there already are not "
+        "run again",
+    )
+    group.add_argument(
+        "--figures",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="folder of the figures that are drawn at the end; made if it is not there",
+    )
+    flags.add_rule(group)
+    flags.add_gen_tokens(group, default=64)
+    flags.add_repeats(group)
+    group.add_argument(
+        "--gamma-max",
+        type=cli.positive,
+        metavar="TOKENS",
+        help="the largest gamma that the models are built for; give it where larger "
+        "ones are to be added to the same file later (default: the largest --gamma)",
+    )
+    flags.add_text(group)
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    """The type of a flag that lists temperatures: in order, each of them once."""
+    try:
+        values = tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        values = ()
+    if not values or not all(math.isfinite(value) for value in values):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of finite numbers, such as 0,0.7"
+        )
+    return values
+
+
+def load_sets(args: argparse.Namespace, lm: loading.LanguageModel) -> Sets:
+    """The prompt sets; their answers are greedy, so that all cells have the same.
 
     Raises:
       ValueError: prompts that cannot be used.
     """
-    sets = {}
-    for source in dict.fromkeys(args.prompts):
-        prompts = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
-        # Greedy answers at every temperature: all cells have the same prompts.
-        prepared = prompt_runs.prepare(
-            pair,
-            prompts,
-            raw=args.raw,
-            gen_tokens=args.gen_tokens,
-            page_size=args.page_size,
-        )
-        settings = paired_runs.Settings(
-            gamma=args.gamma_max,
-            gen_tokens=args.gen_tokens,
-            capacity=prepared.capacity,
-            page_size=args.page_size,
-            stop_ids=() if args.ignore_stop else pair.tokenizer.stop_ids,
-            prefill_by_rows=pair.target.prefills_by_rows,
-        )
-        sets[source] = PromptSet(
-            prompts=prepared.prompts, ids=prepared.ids, settings=settings
-        )
-    return sets
-
-
-def describe(args: argparse.Namespace, pair: model_pair.ModelPair) -> dict[str, Any]:
-    """Which models the cells are of, and how long their texts, for each line."""
+    stop_ids = () if args.ignore_stop else lm.stop_ids
     return {
-        "target": str(args.target or "embedded"),
-        "draft": str(args.draft or "embedded"),
-        "dtype": pair.target.config.dtype,
-        "impl": pair.target.impl,
-        "native_isa": dispatch.instruction_set(pair.target.impl),
-        "gen_tokens": args.gen_tokens,
+        source: models.prepare(args, lm, source, stop_ids=stop_ids, rule=args.rule)
+        for source in dict.fromkeys(args.prompts)
     }
 
 
+def of_category(
+    subject: models.Subject, category: str | None
+) -> list[tuple[prompt_files.Prompt, list[int]]]:
+    """The prompts of a category, with their ids."""
+    both = zip(subject.prompts, subject.ids, strict=True)
+    return [(prompt, ids) for prompt, ids in both if prompt.category == category]
+
+
+def prompts_sha256(subject: models.Subject, category: str | None) -> str:
+    """A hash of the category's texts and of their order."""
+    texts = [
+        [*(message["content"] for message in prompt.history), prompt.text]
+        if prompt.history
+        else prompt.text
+        for prompt, _ in of_category(subject, category)
+    ]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
 def shared_settings(
-    args: argparse.Namespace, pair: model_pair.ModelPair
+    args: argparse.Namespace, lm: loading.LanguageModel
 ) -> dict[str, Any]:
     """What must be the same for cells to stand in one file."""
-    here = records.provenance()
+    here, shared = records.provenance(), models.describe(args, lm)
+    del shared["temperature"]  # An axis of the grid.
     machine = ("jax_version", "jaxlib_version", "platform", "device_kind", "cpu")
     return {
-        **describe(args, pair),
-        "target_sha256": fingerprint.of_params(pair.params[0]),
-        "slab": pair.target.slab,
+        "kind": "sweep",
+        **shared,
+        "target_sha256": fingerprint.of_params(lm.params),
         "gamma_max": args.gamma_max,
-        "page_size": args.page_size,
-        "repeats": args.repeats,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "min_p": args.min_p,
-        "seed": args.seed,
-        "ignore_stop": args.ignore_stop,
-        "raw": args.raw,
         **{name: here[name] for name in machine},
     }
 
 
-def grid(args: argparse.Namespace, sets: dict[str, PromptSet]) -> list[Cell]:
+def grid(args: argparse.Namespace, sets: Sets) -> list[Cell]:
     """Every cell that was asked for; those that share models follow each other."""
-    cells = []
     axes = (args.drafter, args.temperature, sets, args.gamma_policy, args.gamma)
-    for drafter, temperature, source, policy, gamma in itertools.product(*axes):
-        prompts = sets[source].prompts
-        for category in dict.fromkeys(prompt.category for prompt in prompts):
-            cells.append(
-                Cell(
-                    drafter=drafter,
-                    temperature=temperature,
-                    prompt_source=source,
-                    gamma_policy=policy,
-                    gamma=gamma,
-                    category=category,
-                )
-            )
-    return cells
+    return [
+        Cell(
+            drafter=drafter,
+            temperature=temperature,
+            prompt_source=source,
+            gamma_policy=policy,
+            gamma=gamma,
+            category=category,
+        )
+        for drafter, temperature, source, policy, gamma in itertools.product(*axes)
+        for category in dict.fromkeys(p.category for p in sets[source].prompts)
+    ]
 
 
-def unfinished(
-    cells: Sequence[Cell], sets: dict[str, PromptSet], rows: Sequence[dict]
-) -> list[Cell]:
+def unfinished(cells: Sequence[Cell], sets: Sets, rows: Sequence[dict]) -> list[Cell]:
     """The cells that no row is of.
 
     Raises:
       ValueError: a row whose prompts have changed since.
     """
-    finished = {sweep_rows.cell_of(row): row for row in rows}
+    finished = {cells_lib.cell_of(row): row for row in rows}
     for cell in cells:
         row = finished.get(cell)
-        now = sets[cell.prompt_source].sha256(cell.category)
+        now = prompts_sha256(sets[cell.prompt_source], cell.category)
         if row is not None and row["prompts_sha256"] != now:
             raise ValueError(
                 f"the prompts of {cell.prompt_source!r} (category {cell.category}) are "
@@ -205,132 +229,79 @@ def unfinished(
     return [cell for cell in cells if cell not in finished]
 
 
-class Sweep:
-    """What the cells need that are still to be run."""
+def run_cells(
+    args: argparse.Namespace,
+    cells: Sequence[Cell],
+    sets: Sets,
+    lm: loading.LanguageModel,
+    console: rich_console.Console,
+):
+    """Runs the cells in turn.
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        sets: dict[str, PromptSet],
-        console: rich_console.Console,
-    ):
-        self._args, self._sets, self._console = args, sets, console
+    Args:
+      lm: with any drafter; all cells share its target.
 
-    def run(
-        self,
-        cells: Sequence[Cell],
-        file: sweep_file.SweepFile,
-        pair: model_pair.ModelPair,
-    ) -> None:
-        """Runs the cells in turn, and writes each when it is finished.
-
-        Args:
-          pair: any pair of the target, whose weights all cells share.
-        """
-        target_params = pair.params[0]
-        total = sum(len(self._prompts(cell)) for cell in cells)
-        pace = _Pace(total)
-        with terminal.progress() as progress:
-            progress.columns += (rich_progress.TimeRemainingColumn(),)
-            task = progress.add_task("prompts", total=total)
-            by_models = itertools.groupby(cells, lambda c: (c.drafter, c.temperature))
-            for (drafter, temperature), of_models in by_models:
-                pair = load_pair(self._args, drafter, temperature)
-                pair = dataclasses.replace(pair, params=(target_params, pair.params[1]))
-                for cell in of_models:
-                    results = self._run_cell(
-                        cell, pair, after_prompt=lambda: progress.advance(task)
-                    )
-                    row = sweep_rows.row_of(cell, results)
-                    file.write(row | self._about(cell, pair))
-                    # A line of another console would run into the bar.
-                    console = self._console if progress.disable else progress.console
-                    console.print(
-                        f"{describe_cell(cell)}: {row['speedup_e2e']:.2f}x, "
-                        f"{'matched' if row['matched'] else 'NOT MATCHED'}; "
-                        f"{pace.after(len(results))}",
-                        soft_wrap=True,
-                    )
-
-    def _prompts(self, cell: Cell) -> list[tuple[prompt_files.Prompt, list[int]]]:
-        return self._sets[cell.prompt_source].of(cell.category)
-
-    def _run_cell(
-        self,
-        cell: Cell,
-        pair: model_pair.ModelPair,
-        *,
-        after_prompt: Callable[[], None],
-    ) -> list[prompt_runs.PromptResult]:
-        """Every prompt of the cell, after what compiles."""
-        prompts = self._prompts(cell)
-        ids = [prompt_ids for _, prompt_ids in prompts]
-        settings = dataclasses.replace(
-            self._sets[cell.prompt_source].settings,
-            gamma=cell.gamma,
-            sampling=flags.sampling_settings(self._args, cell.temperature),
-        )
-        settings = policies.with_policy(cell.gamma_policy, pair, settings, ids[0])
-        # What an earlier cell has compiled is not compiled again.
-        paired_runs.warm_up(pair, settings, ids)
-        results = []
-        for prompt, prompt_ids in prompts:
-            results.append(
-                prompt_runs.run_prompt(
-                    pair, settings, prompt, prompt_ids, repeats=self._args.repeats
+    Yields:
+      The row of each cell when it is finished.
+    """
+    sizes = [len(of_category(sets[c.prompt_source], c.category)) for c in cells]
+    with terminal.progress() as progress:
+        # A line of another console would run into the bar.
+        console = console if progress.disable else progress.console
+        task = progress.add_task("prompts", total=sum(sizes))
+        for drafter, of_drafter in itertools.groupby(cells, lambda c: c.drafter):
+            lm = models.with_drafter(args, lm, drafter)
+            for cell in of_drafter:
+                results = []
+                for result in run_cell(args, cell, sets[cell.prompt_source], lm):
+                    results.append(result)
+                    progress.advance(task)
+                row = cells_lib.row_of(cell, results)
+                verdict = {True: "matched", False: "NOT MATCHED", None: "not compared"}
+                console.print(
+                    f"{cell}: {row['speedup_e2e']:.2f}x, {verdict[row['matched']]}",
+                    soft_wrap=True,
                 )
-            )
-            after_prompt()
-        return results
-
-    def _about(self, cell: Cell, pair: model_pair.ModelPair) -> dict[str, Any]:
-        """What the line of a cell says beside its results."""
-        of_set = self._sets[cell.prompt_source]
-        return {
-            "prompts_sha256": of_set.sha256(cell.category),
-            "capacity": of_set.settings.capacity,
-            **describe(self._args, pair),
-            **records.provenance(),
-        }
+                yield cell, row
 
 
-class _Pace:
-    """How far a sweep is, and how long the rest will take at that pace."""
-
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic):
-        self._total, self._done = total, 0
-        self._clock, self._started = clock, clock()
-
-    def after(self, prompts: int) -> str:
-        """Counts finished prompts, and says what is left."""
-        self._done += prompts
-        elapsed_s = self._clock() - self._started
-        left_s = round(elapsed_s / self._done * (self._total - self._done))
-        return (
-            f"{self._done} of {self._total} prompts, "
-            f"{datetime.timedelta(seconds=left_s)} left"
-        )
-
-
-def describe_cell(cell: Cell) -> str:
-    """The cell in a few words."""
-    words = [cell.prompt_source, cell.category, cell.drafter, f"gamma {cell.gamma}"]
-    if cell.gamma_policy != sweep_rows.FIXED:
-        words.append(cell.gamma_policy)
-    if cell.temperature:
-        words.append(f"T {cell.temperature:g}")
-    return ", ".join(word for word in words if word is not None)
+def run_cell(
+    args: argparse.Namespace,
+    cell: Cell,
+    subject: models.Subject,
+    lm: loading.LanguageModel,
+):
+    """Yields the result of every prompt of the cell, after what compiles."""
+    prompts = of_category(subject, cell.category)
+    ids = [prompt_ids for _, prompt_ids in prompts]
+    settings = dataclasses.replace(
+        subject.settings,
+        gamma=cell.gamma,
+        sampling=flags.sampling_settings(args, cell.temperature),
+    )
+    settings = policies.with_policy(cell.gamma_policy, lm, settings, ids[0])
+    design = results_lib.Design(lm=lm, settings=settings)
+    # What an earlier cell has compiled is not compiled again.
+    results_lib.warm_up([design], ids)
+    for prompt, prompt_ids in prompts:
+        yield results_lib.run_designs(
+            {None: design}, prompt, prompt_ids, repeats=args.repeats
+        )[None]
 
 
-def check_figures(folder: pathlib.Path | None) -> None:
-    """Raises `ValueError` where the figures at the end could not be drawn."""
-    if folder is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            f"--figures {folder}: matplotlib is not installed; {plot.INSTALL} brings it"
-        )
-    files.check_folder(folder)
+def print_sets(rows: Sequence[dict], console: rich_console.Console) -> None:
+    """A table of each prompt set, and before it one by category, where it has several.
+
+    Args:
+      rows: of single categories.
+    """
+    for source in dict.fromkeys(row["prompt_source"] for row in rows):
+        of_set = [row for row in rows if row["prompt_source"] == source]
+        if len({row["category"] for row in of_set}) > 1:
+            by_category = sorted(of_set, key=lambda row: row["category"] or "")
+            tables.print_cells(by_category, console, title=f"{source}, by category")
+        tables.print_cells(cells_lib.totals(of_set), console, title=source)
+    tables.explain_cells(console)
 
 
 def draw_figures(
@@ -351,26 +322,34 @@ def draw_figures(
 def run(args: argparse.Namespace) -> int:
     """Runs what is missing and shows all; returns the exit status."""
     console = terminal.console()
-    check_figures(args.figures)
+    if args.figures is not None:
+        plot.check_folder(args.figures)
     for temperature in args.temperature:
         flags.sampling_settings(args, temperature)  # Before any cell is run.
-    pair = load_pair(args, args.drafter[0], args.temperature[0])
-    sets = load_sets(args, pair)
-    cells = grid(args, sets)
-    with sweep_file.SweepFile(args.out, shared_settings(args, pair)) as file:
-        missing = unfinished(cells, sets, file.rows)
+    lm = models.load(args, drafter=args.drafter[0], gamma_max=args.gamma_max)
+    sets = load_sets(args, lm)
+    cells, shared = grid(args, sets), shared_settings(args, lm)
+    with records.JsonLines(args.out) as out:
+        rows = records.resume(out, shared)
+        missing = unfinished(cells, sets, rows)
         console.print(
             f"{len(cells)} cells, {len(cells) - len(missing)} of them in {args.out}",
             soft_wrap=True,
         )
-        Sweep(args, sets, console).run(missing, file, pair)
-        asked = set(cells)
-        rows = [row for row in file.rows if sweep_rows.cell_of(row) in asked]
+        for cell, row in run_cells(args, missing, sets, lm, console):
+            subject = sets[cell.prompt_source]
+            row |= shared | records.provenance()
+            row["prompts_sha256"] = prompts_sha256(subject, cell.category)
+            row["capacity"] = subject.settings.capacity
+            out.write(row)
+            rows.append(records.to_json(row, "row"))
+    asked = set(cells)
+    rows = [row for row in rows if cells_lib.cell_of(row) in asked]
     console.print()
-    sweep_report.print_sets(rows, console)
+    print_sets(rows, console)
     if args.figures is not None:
         draw_figures(rows, args.figures, console)
-    return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
+    return NOT_MATCHED if any(row["matched"] is False for row in rows) else MATCHED
 
 
 def kept(args: argparse.Namespace) -> str:
@@ -380,10 +359,8 @@ def kept(args: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the sweep; returns the exit status."""
-    return script.run(
-        "sweep.py", lambda: sweep_flags.parse(argv, description=__doc__), run, kept=kept
-    )
+    return cli.run("sweep.py", lambda: parse_args(argv), run, kept=kept)
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

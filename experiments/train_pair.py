@@ -13,11 +13,11 @@ Everything but the export goes to `--work`. The tokenizer, a byte-level BPE of 4
 entries, is trained by the first stage that runs.
 """
 
-from experiments.support import script
+from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    script.start()  # Before the imports, which take seconds.
+    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -30,8 +30,8 @@ import jax
 import numpy as np
 import tokenizers
 
+from experiments.lib import files
 from experiments.pair import corpus, export, quality, rollouts, training
-from experiments.support import files, flags
 from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.ops import dispatch
 from spec_jax.typing import IMPLS
@@ -193,9 +193,12 @@ def train(args: argparse.Namespace) -> float:
 
 
 def roll_out(args: argparse.Namespace) -> None:
-    """Writes `rollouts.npy [ROLLOUTS, ROLLOUT_LENGTH]` of the shipped target."""
+    """Writes `rollouts.npy [ROLLOUTS, ROLLOUT_LENGTH]` of the shipped target.
+
+    A killed run goes on from `rollouts_STEP.part`, which is of that step's target.
+    """
     windows, _, _ = prepare(args.work)
-    params, _ = restore(args.work, "target", args.seed)
+    params, step = restore(args.work, "target", args.seed)
     random = np.random.default_rng(args.seed)
     chosen = windows[random.choice(len(windows), ROLLOUTS)]
     starts = random.integers(0, WINDOW - ROLLOUT_PREFIX, ROLLOUTS)
@@ -206,8 +209,11 @@ def roll_out(args: argparse.Namespace) -> None:
         np.take_along_axis(chosen, columns, axis=1),
         length=ROLLOUT_LENGTH,
         impl=dispatch.resolve(args.impl),
+        kept=args.work / f"rollouts_{step}.part",
     )
-    np.save(args.work / "rollouts.npy", text)
+    whole = args.work / "rollouts_whole.npy"
+    np.save(whole, text)
+    whole.replace(args.work / "rollouts.npy")  # Which is never half a file.
 
 
 def export_pair(args: argparse.Namespace) -> None:
@@ -252,7 +258,7 @@ def _named_folder(text: str) -> tuple[str, pathlib.Path]:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = flags.Parser(
+    parser = cli.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
@@ -266,7 +272,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--steps",
-        type=flags.positive,
+        type=cli.positive,
         help="optimiser steps of 8192 tokens (default: by stage)",
     )
     parser.add_argument("--seed", type=int, default=0)
@@ -307,7 +313,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one stage; returns the exit status."""
-    return script.run(
+    return cli.run(
         "train_pair.py",
         lambda: parse_args(argv),
         run,
@@ -318,4 +324,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    script.end(main)
+    cli.end(main)

@@ -1,1 +1,80 @@
-"""Lossless speculative decoding in JAX."""
+"""Lossless speculative decoding in JAX: bit for bit the target's own tokens.
+
+import spec_jax as sj
+
+lm = sj.load()  # the embedded pair; or sj.load("Qwen3-8B", draft="Qwen3-0.6B")
+out = sj.generate(lm, "def quicksort(xs):", max_tokens=64, gamma=4)
+print(out.text, out.metrics["acceptance_rate"])
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+__version__ = "0.2.0"
+
+# Name -> the module that it comes from. Loaded when first asked for: `import spec_jax`
+# costs nothing, and a script's help does not wait for jax.
+_NAMES = {
+    "Drafter": "spec_jax.engine.protocols",
+    "Generation": "spec_jax.generation",
+    "LanguageModel": "spec_jax.loading",
+    "Origin": "spec_jax.engine.state",
+    "Piece": "spec_jax.generation",
+    "Proposal": "spec_jax.engine.protocols",
+    "Sampling": "spec_jax.generation",
+    "Status": "spec_jax.engine.state",
+    "check_lossless": "spec_jax.lossless",
+    "decode": "spec_jax.generation",
+    "generate": "spec_jax.generation",
+    "load": "spec_jax.loading",
+    "stream": "spec_jax.generation",
+}
+_MODULES = ("drafters", "gamma", "testing")
+
+__all__ = [
+    "Drafter",
+    "Generation",
+    "LanguageModel",
+    "Origin",
+    "Piece",
+    "Proposal",
+    "Sampling",
+    "Status",
+    "__version__",
+    "check_lossless",
+    "decode",
+    "drafters",
+    "gamma",
+    "generate",
+    "load",
+    "stream",
+    "testing",
+]
+
+if TYPE_CHECKING:
+    from spec_jax import drafters, gamma, testing
+    from spec_jax.engine.protocols import Drafter, Proposal
+    from spec_jax.engine.state import Origin, Status
+    from spec_jax.generation import (
+        Generation,
+        Piece,
+        Sampling,
+        decode,
+        generate,
+        stream,
+    )
+    from spec_jax.loading import LanguageModel, load
+    from spec_jax.lossless import check_lossless
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"spec_jax.{name}")
+    raise AttributeError(f"module 'spec_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

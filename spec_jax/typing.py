@@ -19,7 +19,7 @@ import jaxtyping
 try:
     from beartype import beartype as _typechecker
 except ImportError:  # Not a runtime dependency: only the tests check shapes.
-    _typechecker = None
+    _typechecker = None  # type: ignore[assignment]
 
 _F = TypeVar("_F", bound=Callable)
 

@@ -1,23 +1,13 @@
-"""Strict modes for every test: no silent promotion of ranks or dtypes."""
+"""Strict modes for every test, and where what is compiled is kept."""
 
 import gc
 import os
 import pathlib
 
-import hasty_compilation
 import hypothesis
 import jax
 import numpy as np
 import pytest
-
-
-def pytest_addoption(parser) -> None:
-    """Adds `--optimized`: as if every file of tests were marked so."""
-    parser.addoption(
-        "--optimized",
-        action="store_true",
-        help="compile the programs of all tests as users do; takes half as long again",
-    )
 
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -34,13 +24,7 @@ hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_configure(config) -> None:
-    """How programs are compiled, and where they are kept."""
-    hasty_compilation.switch(not config.getoption("--optimized"))
-    _keep_compiled_programs(config)
-
-
-def _keep_compiled_programs(config) -> None:
-    """Compiled programs are kept in pytest's own cache, beside what failed last.
+    """Keeps compiled programs in pytest's own cache, with what failed last.
 
     The workers and the processes that tests start share them, and so does the next
     run; `pytest --cache-clear` forgets them. It proves no less: the key of an entry
@@ -73,13 +57,6 @@ def pytest_collection_modifyitems(items) -> None:
     if os.environ.get("SPEC_JAX_REQUIRE_ORACLE") == "1":
         import torch  # noqa: F401
         import transformers  # noqa: F401
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compilation(request) -> None:
-    """Compiles in haste, but for files of tests that are marked `optimized`."""
-    marked = request.node.get_closest_marker("optimized") is not None
-    hasty_compilation.switch(not (marked or request.config.getoption("--optimized")))
 
 
 MAX_MAPPINGS = 25_000

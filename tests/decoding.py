@@ -1,24 +1,43 @@
-"""A tiny model, and drafters that are right or wrong on purpose: shared by tests."""
+"""Tiny models and sequences, decoded and generated speculatively: shared by tests.
+
+The oracle is `engine.baseline`: whatever slots a sequence shares, it must be what
+decoding makes of it alone, its tokens and its K/V as integers.
+"""
 
 import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from spec_jax import acceptance, autoregressive, bench, protocols, rounds, session
-from spec_jax.drafters import draft_model
+from spec_jax import testing
+from spec_jax.analysis import metrics
+from spec_jax.drafters import draft_model, each
+from spec_jax.engine import (
+    baseline,
+    checks,
+    protocols,
+    round as round_lib,
+    rows,
+    scheduler as scheduler_lib,
+    state as states,
+)
 from spec_jax.model import config as config_lib, params as params_lib, row_model
 from spec_jax.ops import dispatch
-from spec_jax.paging import cache
+from spec_jax.paging import cache as paged, static
+from spec_jax.rules import acceptance, sampling as sampling_lib
+from spec_jax.testing import bench
 
 
 GAMMA_MAX = 4
 CAPACITY = 96
 PAGE_SIZE = 8
 PROMPT = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77]
-NO_STOP = session.stop_array(())
 FOREVER = jnp.int32(10_000)
+Status = states.Status
 
 
 def make_config(**changes) -> config_lib.Qwen3Config:
@@ -41,22 +60,28 @@ def make_config(**changes) -> config_lib.Qwen3Config:
 TARGET = row_model.RowModel(config=make_config(), impl="xla", slab=GAMMA_MAX + 1)
 TARGET_PARAMS = params_lib.init(jax.random.key(0), TARGET.config, stddev=0.3)
 NATIVE = dataclasses.replace(TARGET, impl="native")
+DRAFT_CONFIG = make_config(num_layers=1, hidden_size=32, intermediate_size=48)
+DRAFT_PARAMS = params_lib.init(jax.random.key(1), DRAFT_CONFIG, stddev=0.3)
+
+
+def needs(impl: str) -> None:
+    """Skips the test where the implementation cannot be had."""
+    try:
+        dispatch.resolve(impl)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
 
 
 def quickest() -> row_model.RowModel:
     """The target on native kernels, where they can be had: compiled in a third.
 
-    For what no kernel has a part in: policies, counters, rules, verify paths.
+    For what no kernel has a part in: policies, counters, rules.
     """
     try:
         dispatch.resolve("native")
     except NotImplementedError:
         return TARGET
     return NATIVE
-
-
-DRAFT_CONFIG = make_config(num_layers=1, hidden_size=32, intermediate_size=48)
-DRAFT_PARAMS = params_lib.init(jax.random.key(1), DRAFT_CONFIG, stddev=0.3)
 
 
 def quickest_bench(gamma_max: int) -> bench.Bench:
@@ -66,20 +91,42 @@ def quickest_bench(gamma_max: int) -> bench.Bench:
     return dataclasses.replace(made, target=target)
 
 
-def draft_drafter(config=DRAFT_CONFIG, *, impl="xla") -> draft_model.DraftModel:
-    """A draft model of random weights: nearly always wrong."""
+def perturbed(params, scale: float, *, seed: int = 7):
+    """Weights that mostly agree with `params`, and sometimes do not."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    moved = [
+        leaf + scale * jax.random.normal(key, leaf.shape, leaf.dtype)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(structure, moved)
+
+
+NEARLY_TARGET = perturbed(TARGET_PARAMS, 0.02)
+"""A draft that is right and wrong by turns."""
+
+
+def draft_drafter(config=DRAFT_CONFIG, *, impl="xla", **changes):
+    """A draft model; with `DRAFT_PARAMS` it is nearly always wrong."""
     model = row_model.RowModel(config=config, impl=impl, slab=2)
-    return draft_model.DraftModel(model=model, gamma_max=GAMMA_MAX)
+    return draft_model.DraftModel(model=model, gamma_max=GAMMA_MAX, **changes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scripted:
-    """Proposes the text that it is given as its memory: see `script`.
+    """Proposes the text that each request brings as `draft_params`: see `script`.
 
     What it proposes is data, so that right and wrong drafts share an executable.
     """
 
     gamma_max: int = GAMMA_MAX
+
+    def init(self, *, capacity, page_size):
+        return jnp.zeros((-(-capacity // page_size) * page_size + 1,), jnp.int32)
+
+    def prefill(self, params, memory, prompt):
+        del prompt
+        return jnp.pad(params, (0, memory.shape[0] - params.shape[0]))
 
     def propose(self, params, memory, *, tokens, length, gamma):
         del params, tokens
@@ -97,103 +144,279 @@ ALWAYS = 1_000_000
 
 
 def script(truth, *, run: int = ALWAYS) -> jax.Array:
-    """The text with every token behind `run` right ones wrong; `run=0`: all of them.
-
-    Always a copy: donating the state must not take the caller's array.
-    """
-    text = np.array(truth)
+    """The text with every token behind `run` right ones wrong; `run=0`: all of them."""
+    text = np.array(truth, np.int32)
     text[run :: run + 1] = (text[run :: run + 1] + 1) % 96
     return jnp.asarray(text)
 
 
-def plain(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A sequence of a test: hashable, so that it is decoded once.
+
+    Attributes:
+      run: how many drafts of `Scripted` are right in a row.
+      sampling: items of `make_settings`' keywords; () is greedy.
+    """
+
+    prompt: tuple[int, ...] = tuple(PROMPT)
+    max_tokens: int = 40
+    gamma: int | None = GAMMA_MAX
+    run: int = ALWAYS
+    stop_ids: tuple[int, ...] = ()
+    sampling: tuple = ()
+
+    @property
+    def settings(self) -> sampling_lib.SamplingSettings | None:
+        if not self.sampling:
+            return None
+        return sampling_lib.make_settings(**dict(self.sampling))
+
+    def request(self, **params) -> scheduler_lib.Request:
+        return scheduler_lib.Request(
+            prompt=list(self.prompt),
+            max_tokens=self.max_tokens,
+            gamma=self.gamma,
+            sampling=self.settings,
+            stop_ids=self.stop_ids,
+            **params,
+        )
+
+
+WARM = (("temperature", 0.7), ("top_k", 20), ("top_p", 0.8), ("seed", 3))
+HOT = (("temperature", 2.0), ("seed", 2**32 - 1))
+MIN_P = (("temperature", 1.0), ("min_p", 0.05), ("seed", 5))
+COLD = (("temperature", 0.0),)
+
+MIXED = (
+    Ask(prompt=(5,), max_tokens=9, gamma=1, sampling=WARM, run=3),
+    Ask(prompt=(1, 2, 3, 4) * 5, max_tokens=40, sampling=HOT, run=2),
+    Ask(sampling=COLD, max_tokens=24, run=1),
+    Ask(prompt=(60, 2, 60), max_tokens=1, gamma=3, sampling=MIN_P),
+    Ask(prompt=(9, 9), max_tokens=30, gamma=0),
+    Ask(prompt=tuple(range(30, 60)), max_tokens=18, gamma=2, sampling=WARM),
+    Ask(prompt=(7, 3, 90, 7, 3, 41, 7, 3), max_tokens=17, gamma=4),
+)
+"""Unlike in all that a request can differ in; greedy ones among those that draw."""
+
+GREEDY = tuple(dataclasses.replace(ask, sampling=()) for ask in MIXED)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the sequences of a test run on; hashable. By default `quickest`."""
+
+    target: row_model.RowModel = dataclasses.field(default_factory=quickest)
+    params: str = "target"  # a key of `WEIGHTS`
+    capacity: int = CAPACITY
+
+    @property
+    def weights(self) -> params_lib.Params:
+        return WEIGHTS[self.params]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"capacity": self.capacity, "page_size": PAGE_SIZE}
+
+    def scheduler(
+        self, drafter=None, *, num_slots=1, draft_params=None, rule="coupled", **changes
+    ) -> scheduler_lib.Scheduler:
+        """Slots of the target and of a drafter of one sequence, `Scripted` if None."""
+        names = {"target", "params", "gamma_policy"}
+        given = {name: changes.pop(name) for name in names & set(changes)}
+        speculator = round_lib.Speculator(
+            params=(self.weights, draft_params),
+            target=rows.SlotRows(model=self.target, num_slots=num_slots),
+            drafter=each.lift(drafter or Scripted(), num_slots, rule=rule),
+            rule=rule,
+        )
+        return scheduler_lib.Scheduler(
+            speculator=speculator.replace(**given),
+            **({"num_stop": 1} | self.sizes | changes),
+        )
+
+
+WEIGHTS = {"target": TARGET_PARAMS, "draft": DRAFT_PARAMS}
+SMALL = Setting(
+    target=dataclasses.replace(quickest(), config=DRAFT_CONFIG), params="draft"
+)
+"""One layer."""
+
+
+def begin_plain(
     prompt=PROMPT,
     *,
     max_tokens=40,
-    stop_ids=NO_STOP,
+    stop_ids=(),
     capacity=CAPACITY,
     target=TARGET,
     params=TARGET_PARAMS,
-):
-    """Plain decoding of the tiny target."""
+    sampling=None,
+) -> baseline.DecodeState:
+    """Decoding of the tiny target before its first step."""
     kv = target.new_cache(capacity=capacity, page_size=PAGE_SIZE)
-    state = session.begin_plain(target, params, kv, prompt, max_tokens=max_tokens)
-    return autoregressive.generate(
-        target, params, state, stop_ids=stop_ids, max_steps=FOREVER
-    )
-
-
-def begin_scripted(
-    truth,
-    prompt=PROMPT,
-    *,
-    run=ALWAYS,
-    max_tokens=40,
-    capacity=CAPACITY,
-    target=TARGET,
-):
-    """The state before the first round of a `Scripted` drafter: see `script`."""
-    kv = target.new_cache(capacity=capacity, page_size=PAGE_SIZE)
-    start = session.begin_plain(
-        target, TARGET_PARAMS, kv, prompt, max_tokens=max_tokens
-    )
-    return rounds.init_state(
-        start.tokens,
-        length=start.length,
-        limit=start.limit,
-        cache=start.cache,
-        memory=script(truth, run=run),
-        gamma_max=GAMMA_MAX,
-    )
-
-
-def begin_drafted(
-    drafter, draft_params, prompt=PROMPT, *, max_tokens=40, target=TARGET
-):
-    """The state before the first round of a draft model."""
-    sizes = {"capacity": CAPACITY, "page_size": PAGE_SIZE}
-    return session.begin(
+    return baseline.begin(
         target,
-        drafter,
-        (TARGET_PARAMS, draft_params),
-        target.new_cache(**sizes),
-        drafter.model.new_cache(**sizes),
+        params,
+        kv,
         prompt,
         max_tokens=max_tokens,
+        stop_ids=stop_ids,
+        sampling=sampling,
     )
+
+
+def plain(
+    prompt=PROMPT, *, target=TARGET, params=TARGET_PARAMS, **settings
+) -> baseline.DecodeState:
+    """Autoregressive decoding of the tiny target, see `begin_plain`."""
+    state = begin_plain(prompt, target=target, params=params, **settings)
+    return baseline.generate(target, params, state, max_steps=FOREVER)
+
+
+@functools.cache
+def _decoded(setting: Setting, ask: Ask) -> baseline.DecodeState:
+    return plain(
+        ask.prompt,
+        max_tokens=ask.max_tokens,
+        stop_ids=ask.stop_ids,
+        capacity=setting.capacity,
+        target=setting.target,
+        params=setting.weights,
+        sampling=ask.settings,
+    )
+
+
+def decoded(setting: Setting, ask: Ask) -> baseline.DecodeState:
+    """Decoding of a sequence on pages, made once, whatever drafts it."""
+    target = dataclasses.replace(setting.target, cache="paged")
+    setting = dataclasses.replace(setting, target=target)
+    return _decoded(setting, dataclasses.replace(ask, run=0, gamma=0))
+
+
+def scripted(setting: Setting, ask: Ask) -> scheduler_lib.Request:
+    """The sequence's request, with drafts that are right by its `run`.
+
+    What is drafted past a stop token is what decoding writes without one.
+    """
+    truth = decoded(setting, dataclasses.replace(ask, stop_ids=())).tokens
+    return ask.request(draft_params=script(truth, run=ask.run))
+
+
+def admit(
+    scheduler: scheduler_lib.Scheduler,
+    requests: Sequence[scheduler_lib.Request] | Mapping[int, scheduler_lib.Request],
+    *,
+    draws: bool | None = None,
+) -> states.State:
+    """Requests in slots; `draws` if any of them samples, unless told."""
+    placed = requests if isinstance(requests, Mapping) else dict(enumerate(requests))
+    if draws is None:
+        draws = any(one.sampling is not None for one in placed.values())
+    state = scheduler.empty(draws=draws)
+    for slot, request in placed.items():
+        state = scheduler.admit(state, slot, request)
+    return state
 
 
 def generate(
-    drafter,
-    state,
+    scheduler: scheduler_lib.Scheduler,
+    state: states.State,
     *,
-    gamma=GAMMA_MAX,
-    stop_ids=NO_STOP,
-    draft_params=None,
-    target=TARGET,
-):
-    """All rounds in one call."""
-    return rounds.generate(
-        target,
-        drafter,
-        (TARGET_PARAMS, draft_params),
+    max_rounds: int = 10_000,
+    until_one_ends: bool = False,
+) -> states.State:
+    """Rounds of all slots, in one call."""
+    return round_lib.generate(
+        scheduler.speculator,
         state,
-        gamma=jnp.int32(gamma),
-        stop_ids=stop_ids,
-        max_rounds=FOREVER,
+        max_rounds=jnp.int32(max_rounds),
+        until_one_ends=jnp.bool_(until_one_ends),
     )
 
 
-def held(kv, length: int, *, slot: int = 0) -> list[tuple[np.ndarray, ...]]:
-    """Keys and values of the first positions of a slot, of each layer.
-
-    Every position is gathered, whatever the length, so that no length is compiled.
-    """
-    layers = range(len(kv.k))
-    whole = [cache.gather(kv, layer, slot, kv.slot_capacity) for layer in layers]
-    return jax.tree.map(lambda x: np.asarray(x)[:length], whole)
+def held(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:
+    """Keys and values of the first positions of a slot, of each layer."""
+    positions = np.arange(length)
+    pages = np.asarray(kv.page_table)[slot, positions // kv.page_size]
+    at = pages, positions % kv.page_size
+    return [np.asarray(pool)[at] for pool in (*kv.k, *kv.v)]
 
 
-def text(state) -> list[int]:
-    """Committed tokens, the prompt included."""
+def text(state, slot: int = 0) -> list[int]:
+    """Committed tokens, the prompt included, of a slot or of decoding."""
+    if isinstance(state, states.State):
+        state = scheduler_lib.slot_of(state.slots, slot)
     return np.asarray(state.tokens)[: int(state.length)].tolist()
+
+
+def check_cache(kv: paged.PagedKV) -> None:
+    """The invariant of the pages, of either kind of cache; nothing was refused."""
+    is_static = isinstance(kv, static.StaticKV)
+    (static if is_static else paged).check_integrity(kv)
+    assert not bool(kv.refused.any())
+
+
+def assert_as_decoded(
+    setting: Setting,
+    state: states.State,
+    asks: Sequence[Ask] | Mapping[int, Ask],
+    *,
+    pages: bool = True,
+) -> None:
+    """Raises unless each slot is what decoding makes of its sequence alone.
+
+    Tokens and committed K/V as integers, why it ended, and counters that agree.
+
+    Args:
+      pages: check the page table too, which a test that took pages away has broken.
+    """
+    placed = asks if isinstance(asks, Mapping) else dict(enumerate(asks))
+    if pages:
+        check_cache(state.cache)
+    on_host = jax.device_get(state.slots)
+    for slot, ask in placed.items():
+        expected, one = decoded(setting, ask), scheduler_lib.slot_of(on_host, slot)
+        checks.check_slot(one, vocab_size=setting.target.config.vocab_size)
+        what = f"slot {slot}, {ask}"
+        assert text(state, slot) == text(expected), what
+        assert Status(int(one.status)) == Status(int(expected.status)), what
+        length = int(one.length) - 1  # The last token is pending.
+        assert int(state.cache.length[slot]) == length, what
+        testing.assert_same_bits(
+            held(state.cache, length, slot=slot), held(expected.cache, length)
+        )
+        count = int(one.length) - len(ask.prompt)
+        metrics.identities(metrics.of_slot(one, num_tokens=count))
+        assert scheduler_lib.generated(one) == text(expected)[len(ask.prompt) :]
+
+
+def run(
+    setting: Setting,
+    asks: Sequence[Ask] | Mapping[int, Ask],
+    *,
+    scheduler: scheduler_lib.Scheduler | None = None,
+    draws: bool | None = None,
+    num_slots: int | None = None,
+) -> states.State:
+    """All rounds of the sequences in their slots, drafted by `Scripted`."""
+    placed = asks if isinstance(asks, Mapping) else dict(enumerate(asks))
+    scheduler = scheduler or setting.scheduler(num_slots=num_slots or len(placed))
+    requests = {slot: scripted(setting, ask) for slot, ask in placed.items()}
+    return generate(scheduler, admit(scheduler, requests, draws=draws))
+
+
+def slot_of(state: states.State, slot: int = 0) -> states.Slots:
+    """One slot on the host."""
+    return scheduler_lib.slot_of(jax.device_get(state.slots), slot)
+
+
+def begin_scripted(
+    truth, prompt=PROMPT, *, run=ALWAYS, max_tokens=40, capacity=CAPACITY, target=TARGET
+) -> tuple[scheduler_lib.Scheduler, states.State]:
+    """A scheduler of one slot, and its state before the first round: see `script`."""
+    setting = Setting(target=target, capacity=capacity)
+    scheduler = setting.scheduler()
+    ask = Ask(prompt=tuple(prompt), max_tokens=max_tokens)
+    request = ask.request(draft_params=script(truth, run=run))
+    return scheduler, scheduler.begin(request)

@@ -7,11 +7,11 @@ import pytest
 import tiny_pair
 
 from experiments import exactness
-from experiments.support import exactness_rows as rows_lib, flags
+from experiments.lib import certificates, cli
 from spec_jax.native import build
 
 
-NUM_PROMPTS, GEN_TOKENS = 2, 12
+NUM_PROMPTS, GEN_TOKENS = 3, 12
 
 
 def write_pair(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
@@ -36,7 +36,7 @@ def one_cell(folders, *more: str) -> list[str]:
         *("--impl", "native", "--dtype", "float32", "--slab", "4"),
         *("--gamma", "2", "--page-size", "8", "--cache", "paged"),
         *("--prefill", "rows", "--verify-path", "paged-decode"),
-        *("--draft-cache", "persistent", "--drafter", "draft-model"),
+        *("--draft-cache", "persistent", "--drafter", "oracle"),
         *("--sampling", "greedy", "--gamma-policy", "fixed", "--batch", "1"),
         *more,
     ]
@@ -63,14 +63,14 @@ def verify(folders, certificate: pathlib.Path, *more: str) -> int:
 
 
 def edited(
-    certificate: pathlib.Path, path: pathlib.Path, edit, *, signed: bool
+    certificate: pathlib.Path, path: pathlib.Path, edit, *, signed: bool = True
 ) -> pathlib.Path:
     """A certificate after `edit`; `signed` as a forger would, with its own hash."""
     content = json.loads(certificate.read_text())
     edit(content)
     if signed:
         del content["sha256"]
-        content["sha256"] = rows_lib.sha256_of(content)
+        content["sha256"] = certificates.sha256_of(content)
     path.write_text(json.dumps(content))
     return path
 
@@ -82,7 +82,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1, error
+    assert status == cli.UNUSABLE == 1, error
     lines = [line for line in error.splitlines() if "error:" in line]
     assert len(lines) == 1 and "Traceback" not in error, error
     for word in words:

@@ -7,7 +7,7 @@ import pytest
 import test_metrics
 from hypothesis import strategies as st
 
-from spec_jax import conventions, metrics
+from spec_jax.analysis import conventions, metrics
 
 
 # Four rounds that drafted 3, 3, 3 and 1 tokens and kept 3, 0, 1 and 1 of them; the
@@ -199,11 +199,6 @@ EAGLE = conventions.to_eagle(FULL)
             "contradict each other: .*0 <= every counter",
         ),
         (
-            conventions.from_vllm,
-            dict(vllm=VLLM, rounds=1, tokens=3),
-            "contradict each other",
-        ),
-        (
             conventions.from_sglang,
             dict(sglang=SGLANG, gamma_max=2, proposed=3, prefill_tokens=0),
             "3 drafted tokens are not 2 full windows of 2",
@@ -230,17 +225,7 @@ EAGLE = conventions.to_eagle(FULL)
         ),
         (
             conventions.from_spec_bench,
-            dict(accept_lengths=(0,), gamma_max=2, proposed=2, tokens=0),
-            "holds 0: with gamma_max=2",
-        ),
-        (
-            conventions.from_spec_bench,
             dict(accept_lengths=(1, 3), gamma_max=2, proposed=3, tokens=4),
-            "not 2 full windows of 2",
-        ),
-        (
-            conventions.from_eagle,
-            dict(eagle=EAGLE, proposed=3, tokens=4),
             "not 2 full windows of 2",
         ),
         (
@@ -254,11 +239,6 @@ EAGLE = conventions.to_eagle(FULL)
             conventions.from_eagle,
             dict(eagle=conventions.Eagle(alpha=(), alpha_num=()), proposed=0, tokens=0),
             "must count at each position",
-        ),
-        (
-            conventions.from_hugging_face,
-            dict(rounds=[(2, 3)], gamma_max=4),
-            "drafted 2 tokens and matched 3",
         ),
         (
             conventions.from_hugging_face,

@@ -11,8 +11,8 @@ import pytest
 from gamma_cases import ADAPTIVE, GAMMA_MAX, ROUND_S, make
 from hypothesis import strategies as st
 
-from spec_jax import testing, theory
-from spec_jax.gamma import confidence, goodput, policy, threshold
+from spec_jax import testing
+from spec_jax.gamma import confidence, goodput, policy, theory, threshold
 
 
 BRIEF = policy.Probing(every=3, longest=10)

@@ -15,8 +15,8 @@ from gamma_cases import (
     simulate,
 )
 
-from spec_jax import testing, theory
-from spec_jax.gamma import policy, simulation
+from spec_jax import testing
+from spec_jax.gamma import policy, simulation, theory
 
 
 EVEN = policy.Probing(every=16, longest=16)

@@ -2,84 +2,63 @@
 
 import ast
 import importlib.util
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-ARRAYS_ONLY = {"acceptance", "sampling", "theory", "metrics"}
-"""Modules that know arrays, and nothing of the package but `typing`."""
+EVERYWHERE = {"typing", "pytree"}
+"""What every part of the package may import."""
 
-ARROWS = {
-    "typing": set(),
-    "testing": {"typing", "bench", "rounds", "protocols", "session"},
-    "bench": {"typing", "model", "rounds", "protocols", "autoregressive", "session"},
-    **{name: {"typing"} for name in ARRAYS_ONLY},
-    "pallas": {"typing"},
-    "native": {"typing"},
-    "ops": {"typing", "pallas", "native"},
-    "paging": {"typing", "ops"},
-    "model": {"typing", "ops", "paging"},
-    "protocols": {"typing"},
-    "loop": set(),
-    "rules": {"typing", "protocols", "acceptance", "sampling"},
-    "rounds": {
-        "typing",
-        "protocols",
-        "acceptance",
-        "sampling",
-        "rules",
-        "gamma",
-        "loop",
+LAYERS = (
+    EVERYWHERE,
+    {"pallas", "native"},
+    {"ops"},
+    {"paging"},
+    {"model"},
+    {"rules", "gamma"},
+    {"engine"},
+    {"drafters"},
+    {"testing"},
+    {"analysis", "debug"},
+    {"loading"},
+    {"generation"},
+    {"lossless"},
+)
+"""Modules and folders of `spec_jax`, from the ground up: each may import what is in a
+layer below its own, and itself."""
+
+ABSTRACT = {"engine", "rules", "gamma"}
+"""All that knows a target and a drafter by what they do: neither pages nor Qwen3."""
+
+FEWER = {
+    **{name: set() for name in ("native", "pallas", "rules", "gamma")},
+    "analysis/metrics": {"analysis"},
+    "analysis/conventions": {"analysis"},
+    **{f"drafters/{name}": {"drafters", "engine"} for name in ("ngram", "suffix")},
+    "drafters/oracle": {"engine"},
+    **{
+        f"engine/{name}": ABSTRACT
+        for name in ("loop", "protocols", "state", "verdicts", "round")
     },
-    "autoregressive": {"typing", "protocols", "sampling", "rules", "rounds", "loop"},
-    "decode_rounds": {"typing", "protocols", "acceptance", "rules", "rounds", "loop"},
-    "recorder": {"typing", "rounds", "protocols", "autoregressive"},
-    "replay": {"typing", "acceptance", "rounds", "protocols", "gamma"},
-    "conventions": {"typing", "metrics"},
-    "gamma": {"typing", "theory"},
-    # Looks at operations by name, wherever they run.
-    "microscope": {"typing", "testing", "ops", "paging", "model"},
-    # Drafters speak the protocol of rounds, which know them by what they do.
-    "drafters": {
-        "typing",
-        "ops",
-        "paging",
-        "model",
-        "rounds",
-        "protocols",
-        "gamma",
-        *ARRAYS_ONLY,
-    },
-    "batch": {
-        "typing",
-        "ops",
-        "paging",
-        "model",
-        "loop",
-        "rules",
-        "rounds",
-        "protocols",
-        "gamma",
-        "drafters",
-    }
-    | {"session", *ARRAYS_ONLY},
-    "session": {
-        "typing",
-        "ops",
-        "paging",
-        "model",
-        "rounds",
-        "protocols",
-        "autoregressive",
-    }
-    | {"drafters", "gamma", *ARRAYS_ONLY},
 }
-"""What each module or folder of `spec_jax` may import, besides itself."""
+"""What some may import of all that is below them, besides what every part may."""
 
-NAMES_FROM = {"typing", "jaxtyping", "beartype", "collections.abc", "spec_jax.typing"}
+NAMES_FROM = {
+    "typing",
+    "jaxtyping",
+    "beartype",
+    "collections.abc",
+    "spec_jax.typing",
+    "spec_jax.loading",
+    "spec_jax.testing.bits",  # `spec_jax.testing.bits` is a function of it, too
+    "spec_jax.testing.compare",
+}
 """Sources of types, from which names and not modules are imported."""
 
 
@@ -113,6 +92,19 @@ def targets(module: str, names) -> set[str]:
     return {part[1] for part in parts if part[0] == "spec_jax" and len(part) > 1}
 
 
+def allowed(parts: tuple[str, ...]) -> set[str] | None:
+    """What a module may import; None where no layer has it."""
+    heights = [n for n, layer in enumerate(LAYERS) if parts[0] in layer]
+    if not heights:
+        return None
+    below = set().union(parts[:1], *LAYERS[: heights[0]])
+    for name in (parts[0], "/".join(parts)):
+        if name in FEWER:
+            own = set(parts[:1]) if name == parts[0] else set()
+            below = FEWER[name] | own | EVERYWHERE
+    return below
+
+
 def violations(root: pathlib.Path) -> list[str]:
     """What breaks the rules below `root`, one line each."""
     found = []
@@ -120,30 +112,29 @@ def violations(root: pathlib.Path) -> list[str]:
         parts = path.relative_to(root / "spec_jax").with_suffix("").parts
         if parts == ("__init__",):
             continue
-        where = path.relative_to(root)
-        if parts[0] not in ARROWS:
-            found.append(f"{where}: no rule says what {parts[0]} may import")
+        where, below = path.relative_to(root), allowed(parts)
+        if below is None:
+            found.append(f"{where}: no layer has {parts[0]}")
             continue
-        allowed = ARROWS[parts[0]] | {parts[0]}
         for line, module, names in imports_of(path, parts[0]):
             if module.split(".")[0] in ("experiments", "tests"):
                 found.append(f"{where}:{line}: the package imports {module}")
-            for target in sorted(targets(module, names) - allowed):
-                found.append(f"{where}:{line}: {parts[0]} imports {target}")
+            for target in sorted(targets(module, names) - below):
+                found.append(f"{where}:{line}: {'/'.join(parts)} imports {target}")
     return found + style_violations(root)
 
 
-def style_violations(root: pathlib.Path) -> list[str]:
+def style_violations(root: pathlib.Path, folder: str = "spec_jax") -> list[str]:
+    """Names that are imported in place of modules, one line each."""
     found = []
-    files = [*root.glob("spec_jax/**/*.py"), *root.glob("experiments/**/*.py")]
-    for path in sorted(files):
+    for path in sorted(root.glob(f"{folder}/**/*.py")):
         where = path.relative_to(root)
         for line, module, names in imports_of(path, ""):
             if module.startswith("."):
                 found.append(f"{where}:{line}: relative import")
                 continue
-            # `spec_jax/__init__.py` lists the public names one by one.
-            if module in NAMES_FROM or path == root / "spec_jax/__init__.py":
+            # A package lists its public names one by one.
+            if module in NAMES_FROM or path.name == "__init__.py":
                 continue
             for name in names:
                 if not is_module(root, f"{module}.{name}"):
@@ -156,6 +147,11 @@ def test_imports_follow_the_arrows():
     assert violations(ROOT) == []
 
 
+def test_scripts_import_modules():
+    """Fails if a script imports a name, or a module that is not there."""
+    assert style_violations(ROOT, "experiments") == []
+
+
 def test_the_rules_see_the_package():
     """Fails if the walk finds no files, or misses the imports that there are."""
     assert len(list((ROOT / "spec_jax").rglob("*.py"))) > 20
@@ -164,22 +160,54 @@ def test_the_rules_see_the_package():
     assert {"model", "ops", "paging"} <= reached
 
 
+def test_importing_the_package_is_cheap():
+    """Fails if `import spec_jax` loads jax, for which a script's help would wait."""
+    program = (
+        "import spec_jax, sys; print('jax' in sys.modules, 'load' in dir(spec_jax))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.split() == ["False", "True"]
+
+
 PLANTED = {
+    "kernels know operations": ("native/bad.py", "from spec_jax.ops import rope"),
     "ops know pages": ("ops/bad.py", "from spec_jax.paging import cache"),
     "paging knows models": ("paging/bad.py", "import spec_jax.model.qwen3"),
-    "models know rounds": ("model/bad.py", "from spec_jax import rounds"),
+    "models know the engine": ("model/bad.py", "from spec_jax.engine import round"),
     "models know drafters": ("model/bad.py", "from spec_jax.drafters import ngram"),
-    "rounds know pages": ("rounds.py", "from spec_jax.paging import cache"),
-    "rounds know drafters": ("rounds.py", "from spec_jax.drafters import ngram"),
-    "rounds know the session": ("rounds.py", "from spec_jax import session"),
-    "acceptance knows rounds": ("acceptance.py", "from spec_jax import rounds"),
-    "metrics know acceptance": ("metrics.py", "from spec_jax import acceptance"),
+    "rules know the engine": ("rules/bad.py", "from spec_jax.engine import round"),
+    "rules know models": ("rules/bad.py", "from spec_jax.model import qwen3"),
+    "gamma knows rules": ("gamma/bad.py", "from spec_jax.rules import acceptance"),
+    "rounds know pages": ("engine/round.py", "from spec_jax.paging import cache"),
+    "rounds know models": ("engine/round.py", "from spec_jax.model import qwen3"),
+    "verdicts know pages": ("engine/verdicts.py", "from spec_jax.paging import cache"),
+    "the engine knows drafters": (
+        "engine/bad.py",
+        "from spec_jax.drafters import ngram",
+    ),
+    "lookup knows models": ("drafters/ngram.py", "from spec_jax.model import qwen3"),
+    "drafters know tests": ("drafters/bad.py", "from spec_jax import testing"),
+    "metrics know rules": (
+        "analysis/metrics.py",
+        "from spec_jax.rules import acceptance",
+    ),
+    "testing knows debug": ("testing/bad.py", "from spec_jax.debug import recorder"),
+    "debug knows analysis": ("debug/bad.py", "from spec_jax.analysis import metrics"),
+    "loading knows generation": ("loading.py", "from spec_jax import generation"),
+    "generation knows lossless": ("generation.py", "from spec_jax import lossless"),
     "an import inside a function": (
         "ops/bad.py",
-        "def f():\n    from spec_jax import session\n    return session",
+        "def f():\n    from spec_jax import loading\n    return loading",
     ),
-    "experiments": ("session.py", "from experiments import records"),
-    "a module without a rule": ("helpers.py", "import jax"),
+    "experiments": ("loading.py", "from experiments import records"),
+    "tests": ("loading.py", "import tests"),
+    "a module without a layer": ("helpers.py", "import jax"),
     "a relative import": ("ops/bad.py", "from . import rope"),
     "a relative name": ("ops/bad.py", "from .rope import rope"),
     "a function by name": ("ops/bad.py", "from spec_jax.ops.rope import rope"),
@@ -192,11 +220,10 @@ def test_planted_imports_are_reported(tmp_path, fault):
     """Negative control: each bad import is reported, at its file, and alone."""
     name, source = PLANTED[fault]
     package = tmp_path / "spec_jax"
-    for module in ("drafters/ngram", "ops/rope", "paging/cache", "model/qwen3"):
-        (package / module).parent.mkdir(parents=True, exist_ok=True)
-        (package / module).with_suffix(".py").write_text("import jax\n")
-    for module in ("rounds", "protocols", "session", "acceptance", "metrics"):
-        (package / module).with_suffix(".py").write_text("import jax\n")
+    for real in (ROOT / "spec_jax").rglob("*.py"):
+        path = package / real.relative_to(ROOT / "spec_jax")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("import jax\n")
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments/records.py").write_text("import json\n")
     assert violations(tmp_path) == []

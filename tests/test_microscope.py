@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_jax import session, testing
-from spec_jax.microscope import (
+from experiments.lib import paths
+from spec_jax import testing
+from spec_jax.debug.microscope import (
     compare,
     faults,
     fused,
@@ -21,7 +22,13 @@ from spec_jax.microscope import (
     record as record_lib,
     scene as scene_lib,
 )
-from spec_jax.model import observe, params as params_lib, qwen3, row_model
+from spec_jax.model import (
+    observe,
+    params as params_lib,
+    prompt as prompt_lib,
+    qwen3,
+    row_model,
+)
 
 
 PREFIX = tuple(decoding.PROMPT[:-1])
@@ -35,7 +42,7 @@ LAYERS = tuple(range(CONFIG.num_layers))
 def scene() -> scene_lib.Scene:
     model = path().model
     kv = model.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
-    kv = session.prefill(model, PARAMS, kv, decoding.PROMPT, by_rows=True)
+    kv = prompt_lib.prefill(model, PARAMS, kv, list(PREFIX), by_rows=True)
     return scene_lib.capture(kv, PREFIX, WINDOW)
 
 
@@ -49,9 +56,7 @@ def path(
 ):
     config = dataclasses.replace(CONFIG, dtype=dtype)
     model = row_model.RowModel(config=config, impl="native", slab=slab)
-    return record_lib.Path(
-        name=name, model=model, page_size=page_size, window_rows=window_rows
-    )
+    return paths.record_path(name, model, page_size=page_size, window_rows=window_rows)
 
 
 def params_of(path) -> params_lib.Params:
@@ -104,9 +109,7 @@ def test_equal_runs_of_xla_have_no_difference():
     config = dataclasses.replace(CONFIG, num_layers=1, dtype="float32")
     model = row_model.RowModel(config=config, impl="xla", slab=5)
     one, other = (
-        record_lib.take(
-            record_lib.Path(name=name, model=model, page_size=8), params, alone
-        )
+        record_lib.take(paths.record_path(name, model, page_size=8), params, alone)
         for name in ("decode", "paged-decode")
     )
     assert compared(one, other, layers=(0,)).first is None
@@ -267,8 +270,10 @@ def test_faults_that_cannot_be_planted(spec, name, message):
 
 
 def test_scenes_and_paths_that_cannot_be_used():
-    with pytest.raises(ValueError, match="path 'sideways' is not one of decode"):
+    with pytest.raises(ValueError, match="path='sideways' is not one of decode"):
         path("sideways")
+    with pytest.raises(ValueError, match="not of rows needs a target"):
+        record_lib.Path(model=path().model, page_size=8, is_rows=False)
     with pytest.raises(ValueError, match="4 rows does not fit a slab of 3"):
         record_lib.take(path(slab=3), PARAMS, scene())
     with pytest.raises(ValueError, match="6 rows does not fit a slab of 5"):
@@ -294,8 +299,8 @@ def written(path, starts) -> scene_lib.Scene:
     model, params = path.model, params_of(path)
     sizes = {"capacity": qwen3.bucket(len(PREFIX + WINDOW)), "page_size": 8}
     kv = model.new_cache(**sizes)
-    known = decoding.PROMPT[: starts[0] + 1]
-    kv = session.prefill(model, params, kv, known, by_rows=True)
+    known = decoding.PROMPT[: starts[0]]
+    kv = prompt_lib.prefill(model, params, kv, known, by_rows=True)
     kv = history.write(path, params, kv, tokens=PREFIX, starts=starts)
     return scene_lib.capture(kv, PREFIX, WINDOW)
 

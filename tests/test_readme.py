@@ -1,34 +1,10 @@
 """What the README shows is run, as it stands there."""
 
-import pathlib
-import re
-
 import pytest
+from readme_blocks import HEADING, README, bigram, python_blocks, run_blocks
 
-
-README = pathlib.Path(__file__).parents[1] / "README.md"
-HEADING = "## A drafter in one file"
-
-
-def python_blocks(text: str, heading: str) -> list[str]:
-    """The Python blocks of one section.
-
-    Raises:
-      LookupError: there is no such section.
-    """
-    sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    found = [section for section in sections if section.startswith(f"{heading}\n")]
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} sections are headed {heading!r}, not one")
-    return re.findall(r"^```python\n(.*?)^```$", found[0], re.DOTALL | re.MULTILINE)
-
-
-def run_blocks(blocks: list[str]) -> dict:
-    """Runs the blocks one after the other, in one namespace."""
-    names = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), names)
-    return names
+from spec_jax import loading
+from spec_jax.testing import bench
 
 
 def test_the_drafter_of_the_readme_keeps_the_contract():
@@ -37,6 +13,15 @@ def test_the_drafter_of_the_readme_keeps_the_contract():
     assert len(drafter.splitlines()) < 50
     assert "testing.check_drafter(" in check
     assert "Bigram" in run_blocks([drafter, check])
+
+
+def test_the_drafter_of_the_readme_goes_through_the_front_door():
+    """Unchanged, as an object."""
+    vocab_size = loading.load(drafter="ngram").target.config.vocab_size
+    drafter = bigram(gamma_max=4, vocab_size=vocab_size)
+    assert loading.load(drafter=drafter).drafter is drafter
+    with pytest.raises(ValueError, match="different vocabularies: 96 and"):
+        loading.load(drafter=bigram(gamma_max=4, vocab_size=bench.TINY.vocab_size))
 
 
 FAULTS = {

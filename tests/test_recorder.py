@@ -6,77 +6,57 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import wrong_targets
+from decoding import Ask, Setting
 
-from spec_jax import autoregressive, recorder, rounds, session
-from spec_jax.native import build
+from spec_jax.debug import recorder
+from spec_jax.engine import baseline, protocols, rows, state as states
 from spec_jax.testing import assert_same_bits, bits
 
 
 WINDOW = decoding.GAMMA_MAX + 1
 NUM_PROMPT = len(decoding.PROMPT)
+Origin = states.Origin
 
 
 def recording_of(target) -> recorder.Recorder:
     return recorder.Recorder(target=target, window=WINDOW, top=3)
 
 
-def begin_plain(target, *, max_tokens=40):
-    kv = target.new_cache(capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE)
-    return session.begin_plain(
-        target, decoding.TARGET_PARAMS, kv, decoding.PROMPT, max_tokens=max_tokens
-    )
-
-
-def generate_plain(watched, state, *, max_steps=10_000):
-    return autoregressive.generate(
-        watched,
-        decoding.TARGET_PARAMS,
-        state,
-        stop_ids=decoding.NO_STOP,
-        max_steps=jnp.int32(max_steps),
-    )
-
-
-def run_plain(target, *, max_tokens=40):
-    """Plain decoding with a recorder: the state, with its own cache, and entries."""
+def run_plain(target, *, max_tokens=40, calls=1):
+    """Decoding with a recorder: the state, with its own cache, and entries."""
     watched = recording_of(target)
-    begun = begin_plain(target, max_tokens=max_tokens)
-    return watched.detach(generate_plain(watched, watched.attach(begun)))
-
-
-def run_scripted(target, truth, *, run, gamma=decoding.GAMMA_MAX):
-    """Rounds with a recorder, and the drafts of `decoding.script`."""
-    watched = recording_of(target)
-    begun = decoding.begin_scripted(truth, run=run, target=target)
-    return watched.detach(
-        decoding.generate(
-            decoding.Scripted(), watched.attach(begun), gamma=gamma, target=watched
+    state = watched.attach(decoding.begin_plain(target=target, max_tokens=max_tokens))
+    for _ in range(calls):
+        max_steps = jnp.int32(-(-max_tokens // calls))
+        state = baseline.generate(
+            watched, decoding.TARGET_PARAMS, state, max_steps=max_steps
         )
-    )
+    return watched.detach(state)
 
 
-def decided(recording, state) -> dict[str, np.ndarray]:
+def run_scripted(target, asks, *, wrong=None):
+    """Rounds with a recorder, one slot an `Ask`: the state, and entries."""
+    setting = Setting(target=target)
+    made = setting.scheduler(num_slots=len(asks))
+    state = decoding.admit(made, [decoding.scripted(setting, ask) for ask in asks])
+    inner = made.target if wrong is None else wrong(target=made.target)
+    watched = recording_of(inner)
+    watching = setting.scheduler(num_slots=len(asks), target=watched)
+    return watched.detach(decoding.generate(watching, watched.attach(state)))
+
+
+def decided(recording, length, *, slot=0, num_prompt=NUM_PROMPT):
     """What the rows that decided the generated tokens saw, as arrays of integers."""
-    rows = slice(NUM_PROMPT - 1, int(state.length) - 1)
+    at = slice(num_prompt - 1, int(length) - 1)
     names = ("fed", "chosen", "log_prob", "logits_hash", "top_ids", "top_logits")
     names += ("lowest",)
-    return {name: bits(np.asarray(getattr(recording, name)))[rows] for name in names}
-
-
-@pytest.fixture(scope="module")
-def native_target():
-    try:
-        build.load()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    return decoding.NATIVE
+    return {n: bits(np.asarray(getattr(recording, n)))[slot, at] for n in names}
 
 
 @pytest.fixture(scope="module", params=["xla", "native"])
 def target(request):
-    if request.param == "native":
-        return request.getfixturevalue("native_target")
-    return decoding.TARGET
+    decoding.needs(request.param)
+    return decoding.TARGET if request.param == "xla" else decoding.NATIVE
 
 
 @pytest.fixture(scope="module")
@@ -84,130 +64,133 @@ def plain(target):
     return run_plain(target)
 
 
+ASKS = (Ask(run=2), Ask(run=0, gamma=1), Ask(run=9, gamma=4))
+
+
 @pytest.fixture(scope="module")
-def native(native_target):
-    """Plain decoding where any target will do: native kernels compile fastest."""
-    return run_plain(native_target)
+def rounds(target):
+    return run_scripted(target, ASKS)
 
 
-def test_recording_moves_no_bit_of_plain_decoding(native_target, native):
-    """Fails if the recorder changes a token, or the K/V."""
-    bare = decoding.plain(target=native_target)
-    assert_same_bits(native[0], bare)
+def test_recording_moves_no_bit(target, plain, rounds):
+    """Fails if the recorder changes anything at all of the last states."""
+    assert_same_bits(plain[0], decoding.plain(target=target))
+    assert_same_bits(rounds[0], decoding.run(Setting(target=target), ASKS))
 
 
-@pytest.mark.parametrize("run", [0, 2, 9])
-def test_recording_moves_no_bit_of_rounds(target, plain, run):
-    """Fails if the recorder changes anything at all of the last state."""
-    truth = plain[0].tokens
-    begun = decoding.begin_scripted(truth, run=run, target=target)
-    bare = decoding.generate(decoding.Scripted(), begun, target=target)
-    state, _ = run_scripted(target, truth, run=run)
-    assert_same_bits(state, bare)
-
-
-@pytest.mark.parametrize("run", [0, 2, 9])
-@pytest.mark.parametrize("gamma", [1, 4])
-def test_rounds_record_what_plain_decoding_does(target, plain, run, gamma):
-    """Fails if a rolled-back row stays, or an entry stands at another position."""
+def test_rounds_record_what_decoding_does(plain, rounds):
+    """Fails if a rolled-back row stays, or an entry stands at another position, or in
+    another slot."""
     state, recording = plain
-    rounds_state, rounds_recording = run_scripted(
-        target, state.tokens, run=run, gamma=gamma
-    )
-    assert int(rounds_state.num_rounds) < 40 or run == 0
-    assert_same_bits(decided(rounds_recording, rounds_state), decided(recording, state))
+    expected = decided(recording, state.length)
+    for slot in range(len(ASKS)):
+        length = rounds[0].slots.length[slot]
+        assert_same_bits(decided(rounds[1], length, slot=slot), expected)
+    assert int(rounds[0].slots.num_rounds[2]) < 40
+
+
+def test_slots_record_their_own():
+    """Fails if an entry goes to a neighbour: other prompts, of other lengths."""
+    target = decoding.quickest()
+    asks = (Ask(run=2), Ask(prompt=(5, 9), run=1, max_tokens=9), Ask(prompt=(60,)))
+    state, found = run_scripted(target, asks)
+    for slot, ask in enumerate(asks):
+        alone, own = run_scripted(target, [ask])
+        settings = {"num_prompt": len(ask.prompt)}
+        assert_same_bits(
+            decided(found, state.slots.length[slot], slot=slot, **settings),
+            decided(own, alone.slots.length[0], **settings),
+        )
 
 
 def test_entries_are_of_the_logits(plain):
     """Fails if an entry is not that of its own position; the oracle is NumPy's."""
     state, recording = plain
+    recording = jax.tree.map(lambda leaf: leaf[0], recording.replace(cache=None))
     tokens = np.asarray(state.tokens)
-    rows = np.arange(NUM_PROMPT - 1, int(state.length) - 1)
-    assert np.array_equal(np.asarray(recording.fed)[rows], tokens[rows])
-    assert np.array_equal(np.asarray(recording.chosen)[rows], tokens[rows + 1])
+    at = np.arange(NUM_PROMPT - 1, int(state.length) - 1)
+    assert np.array_equal(np.asarray(recording.fed)[at], tokens[at])
+    assert np.array_equal(np.asarray(recording.chosen)[at], tokens[at + 1])
     top_ids, top = np.asarray(recording.top_ids), np.asarray(recording.top_logits)
-    assert np.array_equal(top_ids[rows, 0], tokens[rows + 1])
-    assert (np.diff(top[rows], axis=-1) <= 0).all()
-    lowest = np.asarray(recording.lowest)[rows]
-    assert (lowest < top[rows, -1]).all()
+    assert np.array_equal(top_ids[at, 0], tokens[at + 1])
+    assert (np.diff(top[at], axis=-1) <= 0).all()
+    assert (np.asarray(recording.lowest)[at] < top[at, -1]).all()
     assert (np.asarray(recording.fed)[: NUM_PROMPT - 1] == recorder.NONE).all()
 
 
-def test_log_probs_and_hashes_are_those_of_one_forward(native_target):
-    target, watched = native_target, recording_of(native_target)
-    state = decoding.begin_scripted(jnp.zeros((97,), jnp.int32), target=target)
-    tokens, start = jnp.asarray([77, 5, 9], jnp.int32), state.length - 1
-    forward = jax.jit(watched.forward)
-    recording, logits = forward(
-        decoding.TARGET_PARAMS,
-        watched.attach(state).cache,
-        tokens=tokens,
-        start=start,
-        num_live=jnp.int32(2),
+def verify_one(target, state, tokens, num_live):
+    """One window of one slot: the recording, and the logits."""
+    watched = recording_of(rows.SlotRows(model=target, num_slots=1))
+    window = protocols.Window(
+        tokens=jnp.asarray([tokens], jnp.int32),
+        start=state.slots.length - 1,
+        num_live=jnp.asarray([num_live], jnp.int32),
     )
+    cache = watched.attach(state).cache
+    recording, verified = jax.jit(watched.verify)(decoding.TARGET_PARAMS, cache, window)
+    return recording, verified.logits
+
+
+def test_log_probs_and_hashes_are_those_of_one_forward():
+    target = decoding.quickest()
+    _, state = decoding.begin_scripted(jnp.zeros((97,), jnp.int32), target=target)
+    recording, logits = verify_one(target, state, [77, 5, 9], 2)
     exact = np.asarray(logits, np.float64)[:2]
     log_probs = exact - np.log(np.exp(exact).sum(axis=-1, keepdims=True))
-    rows = slice(NUM_PROMPT - 1, NUM_PROMPT + 1)
+    at = slice(NUM_PROMPT - 1, NUM_PROMPT + 1)
     np.testing.assert_allclose(
-        np.asarray(recording.log_prob)[rows], log_probs.max(axis=-1), atol=1e-5
+        np.asarray(recording.log_prob)[0, at], log_probs.max(axis=-1), atol=1e-5
     )
     for row in (0, 1):
         assert_same_bits(
-            recording.logits_hash[NUM_PROMPT - 1 + row],
+            recording.logits_hash[0, NUM_PROMPT - 1 + row],
             recorder.hash_bits(logits[row]),
         )
-    # The third row is dead: it is nowhere.
-    assert int(recording.fed[NUM_PROMPT + 1]) == recorder.NONE
-    assert int(recording.row[NUM_PROMPT]) == 1
-    assert recording.windows[NUM_PROMPT - 1].tolist() == [77, 5, -1, -1, -1]
-    assert recording.drafted[rows].tolist() == [-1, 5]
+    # The third row is padding: it is nowhere.
+    assert int(recording.fed[0, NUM_PROMPT + 1]) == recorder.NONE
+    assert int(recording.row[0, NUM_PROMPT]) == 1
+    assert recording.windows[0, NUM_PROMPT - 1].tolist() == [77, 5, -1, -1, -1]
+    assert recording.drafted[0, at].tolist() == [-1, 5]
 
 
-def test_drafts_and_windows_are_those_of_the_last_round(native):
+def test_drafts_and_windows_are_those_of_the_last_round(rounds):
     """Fails if a position keeps the draft of a round that did not decide it."""
-    state, _ = native
-    truth = np.asarray(state.tokens)
-    rounds_state, recording = run_scripted(decoding.NATIVE, state.tokens, run=2)
-    drafted, row = np.asarray(recording.drafted), np.asarray(recording.row)
-    windows = np.asarray(recording.windows)
-    origins = np.asarray(rounds_state.origins)
-    for at in range(NUM_PROMPT, int(rounds_state.length)):
-        origin = rounds.Origin(origins[at])
-        if origin == rounds.Origin.BONUS:
+    slots = decoding.slot_of(rounds[0])
+    drafted, row = (np.asarray(getattr(rounds[1], n))[0] for n in ("drafted", "row"))
+    windows = np.asarray(rounds[1].windows)[0]
+    for at in range(NUM_PROMPT, int(slots.length)):
+        origin, token = Origin(int(slots.origins[at])), slots.tokens[at]
+        if origin == Origin.BONUS:
             assert drafted[at] == recorder.NONE
         else:
-            is_kept = origin == rounds.Origin.ACCEPTED
-            assert (drafted[at] == truth[at]) == is_kept
+            assert (drafted[at] == token) == (origin == Origin.ACCEPTED)
         window = windows[at - 1 - row[at - 1]]
-        assert window[row[at - 1]] == truth[at - 1]
+        assert window[row[at - 1]] == slots.tokens[at - 1]
 
 
-def test_a_round_without_room_records_nothing(native_target):
-    """A starved call leaves every entry as it was."""
-    target, watched = native_target, recording_of(native_target)
-    state, _ = run_plain(target, max_tokens=200)  # until the cache is full
-    full = int(state.length) - 1
-    before = watched.attach(state).cache
-    after, _ = jax.jit(watched.forward)(
-        decoding.TARGET_PARAMS,
-        before,
-        tokens=jnp.asarray([1], jnp.int32),
-        start=jnp.int32(full),
-        num_live=jnp.int32(1),
-    )
-    assert bool(target.is_starved(after.cache))
+def test_a_round_without_room_records_nothing():
+    """A call that finds no page leaves every entry as it was."""
+    target = decoding.quickest()
+    _, state = decoding.begin_scripted(jnp.zeros((97,), jnp.int32), target=target)
+    kv = state.cache.replace(num_free=jnp.int32(0))
+    state = state.replace(cache=kv)
+    recording, _ = verify_one(target, state, [1] * WINDOW, WINDOW)
+    assert int(recording.fed[0, NUM_PROMPT - 1]) != recorder.NONE  # There was room.
+    longer = jnp.full_like(state.slots.length, 2 * decoding.PAGE_SIZE + 1)
+    state = state.replace(slots=state.slots.replace(length=longer))
+    state = state.replace(cache=kv.replace(length=longer - 1))
+    before = recording_of(rows.SlotRows(model=target, num_slots=1)).attach(state).cache
+    after, _ = verify_one(target, state, [1], 1)
+    assert bool(after.cache.out_of_pages[0])
     assert_same_bits(after.replace(cache=None), before.replace(cache=None))
 
 
-def test_several_calls_record_as_one(native):
+def test_several_calls_record_as_one():
     """Fails if an entry is lost when the loop is left and entered again."""
-    state, recording = native
-    begun = begin_plain(decoding.NATIVE)
-    watched = recording_of(decoding.NATIVE)
-    again = watched.attach(begun)
-    for _ in range(4):
-        again = generate_plain(watched, again, max_steps=13)
-    assert_same_bits(decided(again.cache, again), decided(recording, state))
+    (state, one), (again, other) = (
+        run_plain(decoding.quickest(), calls=calls) for calls in (1, 4)
+    )
+    assert_same_bits(decided(other, again.length), decided(one, state.length))
 
 
 def test_the_hash_sees_every_bit(rng):
@@ -242,19 +225,16 @@ def test_the_hash_tells_nans_and_zeros_apart():
     assert len(set(hashes)) == 5
 
 
-def test_one_ulp_in_one_row_is_recorded(native):
+def test_one_ulp_in_one_row_is_recorded():
     """Negative control: the hash differs where such a row decided, and only there."""
-    state, recording = native
-    watched = recording_of(wrong_targets.OneUlpOff(target=decoding.NATIVE))
-    begun = decoding.begin_scripted(state.tokens, run=2, target=decoding.NATIVE)
-    wrong, entries = watched.detach(
-        decoding.generate(decoding.Scripted(), watched.attach(begun), target=watched)
-    )
+    target = decoding.quickest()
+    state, right = run_scripted(target, [Ask(run=2)])
+    wrong, entries = run_scripted(target, [Ask(run=2)], wrong=wrong_targets.OneUlpOff)
     assert decoding.text(wrong) == decoding.text(state)
-    rows = slice(NUM_PROMPT - 1, int(state.length) - 1)
-    differs = np.asarray(entries.logits_hash != recording.logits_hash).any(axis=-1)
-    assert np.array_equal(differs[rows], np.asarray(entries.row)[rows] >= 1)
-    assert differs[rows].any() and not differs[rows].all()
+    at = slice(NUM_PROMPT - 1, int(state.slots.length[0]) - 1)
+    differs = np.asarray(entries.logits_hash != right.logits_hash)[0].any(axis=-1)
+    assert np.array_equal(differs[at], np.asarray(entries.row)[0, at] >= 1)
+    assert differs[at].any() and not differs[at].all()
 
 
 @pytest.mark.parametrize("name", ["window", "top"])
@@ -265,13 +245,13 @@ def test_sizes_below_one_are_refused(name):
 
 
 def test_a_window_that_does_not_fit_is_refused():
-    watched = recorder.Recorder(target=decoding.TARGET, window=2)
-    state = watched.attach(decoding.begin_scripted(jnp.zeros((97,), jnp.int32)))
-    with pytest.raises(ValueError, match="3 rows do not fit a recorder of window=2"):
-        watched.forward(
-            decoding.TARGET_PARAMS,
-            state.cache,
-            tokens=jnp.zeros((3,), jnp.int32),
-            start=state.length - 1,
-            num_live=jnp.int32(3),
-        )
+    slots = rows.SlotRows(model=decoding.TARGET, num_slots=1)
+    watched = recorder.Recorder(target=slots, window=2)
+    _, state = decoding.begin_scripted(jnp.zeros((97,), jnp.int32))
+    window = protocols.Window(
+        tokens=jnp.zeros((1, 3), jnp.int32),
+        start=state.slots.length - 1,
+        num_live=jnp.full((1,), 3, jnp.int32),
+    )
+    with pytest.raises(ValueError, match="3 columns do not fit a recorder of window=2"):
+        watched.verify(decoding.TARGET_PARAMS, watched.attach(state).cache, window)

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import theory
+from spec_jax.gamma import theory
 
 
-SHARES = (0.0, 0.2, 0.5, 0.8, 0.95, 1.0)
 SIGMAS = 4.5
 """Standard errors that a simulated mean may lie off: 7 in a million by chance."""
 
@@ -30,8 +29,9 @@ def simulate_chain(conditional, rounds, seed):
     return 1 + np.cumprod(kept, axis=1).sum(axis=1)
 
 
-@pytest.mark.parametrize("gamma", [0, 1, 4, 9])
-@pytest.mark.parametrize("acceptance", SHARES)
+@pytest.mark.parametrize(
+    ("acceptance", "gamma"), [(0.0, 4), (0.5, 0), (0.5, 1), (0.8, 9), (1.0, 4)]
+)
 def test_expected_tokens_is_the_sum_and_what_rounds_commit(acceptance, gamma):
     tokens = theory.expected_tokens(acceptance, gamma)
     assert tokens == pytest.approx(sum(acceptance**i for i in range(gamma + 1)))
@@ -142,7 +142,7 @@ def brute_force(acceptance, cost, gamma_max):
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.125, 0.5, 0.75, 0.875, 1.0])
-@pytest.mark.parametrize("cost", [0.0, 0.03125, 0.125, 0.5, 0.75, 1.0, 3.0])
+@pytest.mark.parametrize("cost", [0.0, 0.03125, 0.5, 1.0, 3.0])
 def test_best_gamma_is_that_of_brute_force(acceptance, cost):
     best = brute_force(acceptance, cost, 24)
     assert theory.best_gamma(acceptance, cost, gamma_max=24) == best

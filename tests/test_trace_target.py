@@ -1,107 +1,78 @@
 """Replay without the target: the statistics of live rounds, as integers."""
 
 import dataclasses
+import functools
 
 import decoding
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import CAPACITY, GAMMA_MAX, PROMPT, Scripted
+from decoding import CAPACITY, GAMMA_MAX, PROMPT, Ask
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from spec_jax import replay, rounds, sampling, session, testing
-from spec_jax.drafters import draft_model, ngram
+from spec_jax import testing
+from spec_jax.analysis import trace as trace_lib
+from spec_jax.drafters import draft_model, each, ngram
+from spec_jax.engine import protocols, round as round_lib, scheduler as scheduler_lib
 from spec_jax.gamma import goodput, threshold
 
 
 MAX_TOKENS = 40
-LIVE = decoding.quickest()
-TARGET = replay.TraceTarget(slab=GAMMA_MAX + 1)
-WARM = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 3}
+SETTING = decoding.Setting()
+SIZE = CAPACITY + 1
+POLICIES = {
+    None: (None, None),
+    "threshold": (threshold.Threshold(weight=0.25), None),
+    "goodput": (goodput.Goodput(gamma_max=GAMMA_MAX), np.linspace(1.0, 2.5, 5)),
+}
+"""Each with what its state is made of."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Knowing(Scripted):
-    """A `Scripted` drafter that can begin by itself."""
-
-    def prefill(self, params, memory, prompt):
-        del params, prompt
-        return memory
+@functools.cache
+def truth(sampling: tuple = ()) -> list[int]:
+    """Prompt and decoding's output, for as long as tests look."""
+    return decoding.text(decoding.decoded(SETTING, Ask(sampling=sampling)))
 
 
-@pytest.fixture(scope="module")
-def text():
-    """Prompt and plain output, for as long as tests look."""
-    return decoding.text(decoding.plain(max_tokens=MAX_TOKENS, target=LIVE))
+def scheduler(drafter=None, *, live=False, policy=None, draft_params=None, num_slots=1):
+    """Slots of the target, or of traces."""
+    gamma_policy, about = POLICIES[policy]
+    state = None if gamma_policy is None else gamma_policy.init(about)
+    changes = {"gamma_policy": gamma_policy, "policy_state": state}
+    if not live:
+        changes["target"] = trace_lib.TraceTarget(
+            max_rows=GAMMA_MAX + 1, size=SIZE, num_slots=num_slots
+        )
+    shared = {"num_slots": num_slots, "draft_params": draft_params}
+    return SETTING.scheduler(drafter, **shared, **changes)
 
 
-def begin(
-    drafter, memory, text, *, max_tokens=MAX_TOKENS, draft_params=None, policy=None
-):
-    """The trace of `text`, and the state before the first round on it."""
-    trace = replay.make_trace(text, size=CAPACITY + 1)
-    state = replay.begin(
-        TARGET,
-        drafter,
-        (trace, draft_params),
-        TARGET.new_cache(capacity=CAPACITY),
-        memory,
-        PROMPT,
-        max_tokens=max_tokens,
-        policy=policy,
-    )
-    return trace, state
+def request_of(ask: Ask, text=None, *, drafts=None) -> scheduler_lib.Request:
+    """The sequence's request, with its trace, and drafts right by its `run`."""
+    text = truth(ask.sampling) if text is None else text
+    if drafts is None:
+        drafts = decoding.script(truth(ask.sampling), run=ask.run)
+    trace = trace_lib.make_trace(text, size=SIZE)
+    return dataclasses.replace(ask.request(draft_params=drafts), target_params=trace)
 
 
-def run(
-    drafter,
-    trace,
-    state,
-    *,
-    gamma,
-    stop_ids=decoding.NO_STOP,
-    draft_params=None,
-    gamma_policy=None,
-):
+def replayed(ask: Ask, text=None, **settings):
     """All rounds on the trace."""
-    return rounds.generate(
-        TARGET,
-        drafter,
-        (trace, draft_params),
-        state,
-        gamma=jnp.int32(gamma),
-        stop_ids=stop_ids,
-        max_rounds=decoding.FOREVER,
-        gamma_policy=gamma_policy,
-    )
+    made = scheduler(**settings)
+    return decoding.generate(made, decoding.admit(made, [request_of(ask, text)]))
 
 
-def replayed(run_length, text, *, gamma, stop_ids=decoding.NO_STOP, max_tokens):
-    """A `Scripted` drafter on the trace."""
-    drafter, memory = Knowing(), decoding.script(text, run=run_length)
-    trace, state = begin(drafter, memory, text, max_tokens=max_tokens)
-    return run(drafter, trace, state, gamma=gamma, stop_ids=stop_ids)
+def live(ask: Ask, **settings):
+    """All rounds with the target."""
+    made = scheduler(live=True, **settings)
+    request = dataclasses.replace(request_of(ask), target_params=None)
+    return decoding.generate(made, decoding.admit(made, [request]))
 
 
-def live(run_length, text, *, gamma, stop_ids=decoding.NO_STOP, max_tokens):
-    """A `Scripted` drafter with the target."""
-    state = decoding.begin_scripted(
-        text, run=run_length, max_tokens=max_tokens, target=LIVE
-    )
-    return decoding.generate(
-        Knowing(), state, gamma=gamma, stop_ids=stop_ids, target=LIVE
-    )
-
-
-def reported(state) -> dict:
-    """All of a state that a replay shares: a trace has neither cache nor vocabulary."""
-    names = [field.name for field in dataclasses.fields(rounds.RoundState)]
-    apart = ("cache", "memory", "settings", "vocab_size")
-    return {name: getattr(state, name) for name in names if name not in apart}
-
-
-def assert_same_run(a, b):
-    testing.assert_same_bits(reported(a), reported(b))
+def assert_same_run(one, other) -> None:
+    """Everything that is reported, and the state of a policy."""
+    testing.assert_same_bits(one.slots, other.slots)
 
 
 @given(
@@ -112,195 +83,142 @@ def assert_same_run(a, b):
 )
 @hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
 def test_a_replay_has_the_statistics_of_the_live_run(
-    text, run_length, gamma, stop_at, max_tokens
+    run_length, gamma, stop_at, max_tokens
 ):
-    """Fails if a window, a stop token in it or the limit is judged otherwise."""
-    output = [*text[len(PROMPT) :], -1]
-    same = {
-        "gamma": gamma,
-        "stop_ids": session.stop_array((output[stop_at],)),
-        "max_tokens": max_tokens,
-    }
-    assert_same_run(live(run_length, text, **same), replayed(run_length, text, **same))
+    """Fails if a window, a stop token in it or the limit is decided otherwise."""
+    output = [*truth()[len(PROMPT) :], 95]
+    stop_ids = (output[stop_at],)
+    ask = Ask(run=run_length, gamma=gamma, max_tokens=max_tokens, stop_ids=stop_ids)
+    assert_same_run(live(ask), replayed(ask))
 
 
-def test_drafts_behind_a_stop_token_are_judged_as_live(text):
+def test_drafts_after_a_stop_token_are_decided_as_live():
     """Fails if the trace need not go on: live counters count what the stop cuts."""
+    text = truth()
     output = text[len(PROMPT) :]
     at = next(
         i for i, token in enumerate(output) if i % 5 == 1 and token not in output[:i]
     )
-    same = {"gamma": 4, "stop_ids": session.stop_array((output[at],)), "max_tokens": 40}
-    perfect = decoding.ALWAYS
-    expected = live(perfect, text, **same)
-    assert int(expected.num_cut) > 0
-    assert_same_run(expected, replayed(perfect, text, **same))
-    # Negative control: with anything else behind the stop token, less is accepted.
-    behind = [(token + 1) % 96 for token in output[at + 1 :]]
-    drafter = Knowing()
-    trace, state = begin(
-        drafter, jnp.asarray(text), text[: len(PROMPT) + at + 1] + behind
-    )
-    other = run(drafter, trace, state, gamma=4, stop_ids=same["stop_ids"])
+    ask = Ask(stop_ids=(output[at],))
+    expected = live(ask)
+    assert int(expected.slots.num_cut[0]) > 0
+    assert_same_run(expected, replayed(ask))
+    # Negative control: with anything else after the stop token, less is accepted.
+    after = [(token + 1) % 96 for token in output[at + 1 :]]
+    other = replayed(ask, text[: len(PROMPT) + at + 1] + after)
     assert decoding.text(other) == decoding.text(expected)
-    assert int(other.num_accepted) < int(expected.num_accepted)
+    assert int(other.slots.num_accepted[0]) < int(expected.slots.num_accepted[0])
 
 
 @pytest.mark.parametrize("gamma", [1, 4])
-def test_one_changed_token_is_seen(text, gamma):
+def test_one_changed_token_is_seen(gamma):
     """Negative control: a trace that is not the target's has other statistics."""
-    at = len(PROMPT) + 16  # A draft of either gamma, not the token behind drafts.
+    text, at = truth(), len(PROMPT) + 16  # A draft of either gamma.
     wrong = [*text[:at], (text[at] + 1) % 96, *text[at + 1 :]]
-    drafter = Knowing()
-    trace, state = begin(drafter, jnp.asarray(text), wrong)
-    seen = reported(run(drafter, trace, state, gamma=gamma))
-    same = reported(live(decoding.ALWAYS, text, gamma=gamma, max_tokens=MAX_TOKENS))
-    differing = {
-        name
-        for name in same
-        if name != "policy" and not np.array_equal(seen[name], same[name])
-    }
-    assert {"num_accepted", "accepted_hist", "tokens"} <= differing
+    seen, same = replayed(Ask(gamma=gamma), wrong).slots, live(Ask(gamma=gamma)).slots
+    for name in ("num_accepted", "accepted_hist", "tokens"):
+        assert not np.array_equal(getattr(seen, name), getattr(same, name))
 
 
-def sampled_text() -> list[int]:
-    kv = LIVE.new_cache(capacity=CAPACITY, page_size=decoding.PAGE_SIZE)
-    state = session.begin_plain(
-        LIVE,
-        decoding.TARGET_PARAMS,
-        kv,
-        PROMPT,
-        max_tokens=MAX_TOKENS,
-        settings=sampling.make_settings(**WARM),
-    )
-    return decoding.text(
-        decoding.autoregressive.generate(
-            LIVE,
-            decoding.TARGET_PARAMS,
-            state,
-            stop_ids=decoding.NO_STOP,
-            max_steps=decoding.FOREVER,
-        )
-    )
-
-
-def test_drawn_tokens_need_no_draws(text):
-    """Fails if a sampled stream is replayed by argmax, or drafts by other noise."""
-    settings = sampling.make_settings(**WARM)
-    drawn = sampled_text()
-    assert drawn != text
+def test_drawn_tokens_need_no_draws():
+    """Fails if a sampled stream is replayed by argmax or drawn again, or if a draft
+    model does not draw as it does live."""
+    ask = Ask(sampling=decoding.WARM, gamma=3)
+    assert truth(ask.sampling) != truth()
     # The target's own weights draft: with its noise they are always right.
-    model = dataclasses.replace(LIVE, slab=2)
-    drafter = draft_model.DraftModel(
-        model=model, gamma_max=GAMMA_MAX, draws="sample-path"
-    )
-    params = draft_model.SampledParams(
-        weights=decoding.TARGET_PARAMS, settings=settings
-    )
-    sizes = {"capacity": CAPACITY, "page_size": decoding.PAGE_SIZE}
-    state = session.begin(
-        LIVE,
-        drafter,
-        (decoding.TARGET_PARAMS, params),
-        LIVE.new_cache(**sizes),
-        drafter.init(**sizes),
-        PROMPT,
-        max_tokens=MAX_TOKENS,
-        settings=settings,
-    )
-    expected = decoding.generate(
-        drafter, state, gamma=3, draft_params=params, target=LIVE
-    )
-    trace, state = begin(drafter, drafter.init(**sizes), drawn, draft_params=params)
-    found = run(drafter, trace, state, gamma=3, draft_params=params)
-    assert int(expected.num_accepted) == int(expected.num_proposed) > 0
+    model = dataclasses.replace(SETTING.target, slab=2)
+    drafter = draft_model.DraftModel(model=model, gamma_max=GAMMA_MAX)
+    shared = {"drafter": drafter, "draft_params": SETTING.weights}
+
+    def run(made, trace):
+        request = dataclasses.replace(ask.request(), target_params=trace)
+        return decoding.generate(made, decoding.admit(made, [request]))
+
+    expected = run(scheduler(live=True, **shared), None)
+    trace = trace_lib.make_trace(truth(ask.sampling), size=SIZE)
+    found = run(scheduler(**shared), trace)
+    accepted = int(expected.slots.num_accepted[0])
+    assert accepted == int(expected.slots.num_proposed[0]) > 0
     assert_same_run(expected, found)
 
 
-POLICIES = {
-    "threshold": (threshold.Threshold(weight=0.25), None),
-    "goodput": (goodput.Goodput(gamma_max=GAMMA_MAX), np.linspace(1.0, 2.5, 5)),
-}
-"""Each with what its state is made of."""
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("run_length", [0, 2])
-def test_a_policy_of_gamma_learns_what_it_learns_live(text, name, run_length):
+@pytest.mark.parametrize("name", ["threshold", "goodput"])
+def test_a_policy_of_gamma_learns_what_it_learns_live(name):
     """Fails if adaptive rounds see other counts: their state is compared as well."""
-    gamma_policy, about = POLICIES[name]
-    drafter, memory = Knowing(), decoding.script(text, run=run_length)
-    state = decoding.begin_scripted(memory, target=LIVE)
-    expected = rounds.generate(
-        LIVE,
-        drafter,
-        (decoding.TARGET_PARAMS, None),
-        state.replace(policy=gamma_policy.init(about)),
-        gamma=jnp.int32(GAMMA_MAX),
-        stop_ids=decoding.NO_STOP,
-        max_rounds=decoding.FOREVER,
-        gamma_policy=gamma_policy,
-    )
-    trace, state = begin(drafter, memory, text, policy=gamma_policy.init(about))
-    found = run(drafter, trace, state, gamma=GAMMA_MAX, gamma_policy=gamma_policy)
-    assert_same_run(expected, found)
+    ask = Ask(run=2)
+    found = replayed(ask, policy=name)
+    assert_same_run(live(ask, policy=name), found)
     # Not the constant policy: some round asked for less than `gamma`.
-    assert int(found.num_proposed) < GAMMA_MAX * int(found.num_rounds) - GAMMA_MAX
+    slots = found.slots
+    proposed, num_rounds = int(slots.num_proposed[0]), int(slots.num_rounds[0])
+    assert proposed < GAMMA_MAX * num_rounds - GAMMA_MAX
 
 
-def test_a_full_cache_ends_a_replay_as_it_ends_a_run(text):
-    """Fails if room is counted otherwise, or a starved round is counted at all."""
-    drafter, memory = Knowing(), jnp.asarray(text)
-    state = decoding.begin_scripted(memory, target=LIVE)
-    held = 2 * decoding.PAGE_SIZE  # What the prompt has reserved.
-    kv = state.cache.replace(num_free=jnp.int32(0))
-    expected = decoding.generate(drafter, state.replace(cache=kv), gamma=3, target=LIVE)
-    trace, state = begin(drafter, jnp.asarray(text), text)
-    small = state.cache.replace(capacity=jnp.int32(held))
-    found = run(drafter, trace, state.replace(cache=small), gamma=3)
-    assert bool(expected.starved) and int(expected.num_rounds) > 0
+def test_slots_have_traces_of_their_own():
+    """Fails if a slot reads another's text."""
+    asks = [Ask(run=2), Ask(prompt=(5, 9), max_tokens=9, run=1), Ask(gamma=1, run=0)]
+    texts = [decoding.text(decoding.decoded(SETTING, ask)) for ask in asks]
+    requests = [
+        request_of(ask, text, drafts=decoding.script(text, run=ask.run))
+        for ask, text in zip(asks, texts, strict=True)
+    ]
+    made = scheduler(num_slots=3)
+    found = decoding.generate(made, decoding.admit(made, requests))
+    expected = decoding.run(SETTING, asks)
     assert_same_run(expected, found)
-    assert int(found.cache.num_forwards.sum()) == int(found.num_rounds)
 
 
-def test_a_replay_ends_where_the_trace_does(text):
-    """Fails if padding is committed: a state whose limit is past the trace starves."""
-    drafter = Knowing()
-    trace, state = begin(drafter, jnp.asarray(text), text)
-    state = state.replace(limit=jnp.int32(CAPACITY + 1))
-    found = run(drafter, trace, state, gamma=GAMMA_MAX)
-    assert bool(found.starved) and bool(found.done)
-    assert decoding.text(found) == text[: int(found.length)]
+def test_a_full_cache_ends_a_replay_as_it_ends_a_run():
+    """Fails if room is counted otherwise, or a round without a page is counted."""
+    ask = Ask(gamma=3)
+    request = dataclasses.replace(request_of(ask), target_params=None)
+    real = scheduler(live=True)
+    state = decoding.admit(real, [request])
+    kv = state.cache.replace(num_free=jnp.int32(0))
+    expected = decoding.generate(real, state.replace(cache=kv))
+    held = 2 * decoding.PAGE_SIZE  # What the prompt has reserved.
+    made = scheduler()
+    state = decoding.admit(made, [request_of(ask)])
+    small = state.cache.replace(capacity=jnp.int32(held))
+    found = decoding.generate(made, state.replace(cache=small))
+    assert int(expected.slots.status[0]) == decoding.Status.OUT_OF_PAGES
+    assert int(expected.slots.num_rounds[0]) > 0
+    assert_same_run(expected, found)
+    assert int(found.cache.num_forwards.sum()) == int(found.slots.num_rounds[0])
 
 
-def test_forwards_are_counted_by_their_live_rows(text):
+def test_a_replay_ends_where_the_trace_does():
+    """Fails if padding is committed: a state whose limit is past the trace ends."""
+    made, text = scheduler(), truth()
+    state = decoding.admit(made, [request_of(Ask())])
+    limit = jnp.full_like(state.slots.limit, CAPACITY + 1)
+    state = state.replace(slots=state.slots.replace(limit=limit))
+    found = decoding.generate(made, state)
+    assert int(found.slots.status[0]) == decoding.Status.OUT_OF_PAGES
+    assert decoding.text(found) == text[: int(found.slots.length[0])]
+
+
+def test_forwards_are_counted_by_their_active_rows():
     """Fails if the work that the target would have done is not that of the windows."""
-    drafter = ngram.PromptLookup(gamma_max=GAMMA_MAX)
-    trace, state = begin(
-        drafter, (), [*PROMPT, *PROMPT, *PROMPT, *PROMPT], max_tokens=30
-    )
-    found = run(drafter, trace, state, gamma=GAMMA_MAX)
+    made = scheduler(ngram.PromptLookup(gamma_max=GAMMA_MAX))
+    request = request_of(Ask(max_tokens=30), PROMPT * 4, drafts=())
+    found = decoding.generate(made, decoding.admit(made, [request]))
     by_rows = np.asarray(found.cache.num_forwards)
     assert by_rows.shape == (GAMMA_MAX + 2,) and by_rows[1] and by_rows[GAMMA_MAX + 1]
-    assert by_rows.sum() == int(found.num_rounds)
+    num_rounds = int(found.slots.num_rounds[0])
+    assert by_rows.sum() == num_rounds
     rows = by_rows @ np.arange(GAMMA_MAX + 2)
-    assert rows == int(found.num_rounds + found.num_proposed)
+    assert rows == num_rounds + int(found.slots.num_proposed[0])
 
 
-def test_traces_of_one_size_share_an_executable(text):
+def test_traces_of_one_size_share_an_executable():
     """Fails if a text, its length or gamma is traced into the program."""
-
-    class OfThisTest(Knowing):
-        """Nothing is compiled for it yet."""
-
-    drafter = OfThisTest()
-    shared = {"max_tokens": 20}
     before = None
-    for length, gamma in ((len(text), 1), (len(text) - 5, 4), (len(text) - 20, 0)):
-        trace, state = begin(drafter, jnp.asarray(text), text[:length], **shared)
-        run(drafter, trace, state, gamma=gamma)
-        before = before or rounds.generate._cache_size()
-    assert rounds.generate._cache_size() == before
+    for cut, gamma in ((0, 1), (5, 4), (20, 0)):
+        text = truth()[: len(truth()) - cut]
+        replayed(Ask(max_tokens=20, gamma=gamma, run=1), text)
+        before = before or round_lib.generate._cache_size()
+    assert round_lib.generate._cache_size() == before
 
 
 @pytest.mark.parametrize(
@@ -309,66 +227,62 @@ def test_traces_of_one_size_share_an_executable(text):
         ([], None, "0 tokens"),
         ([1, 2, 3], 2, "3 tokens is no trace of 1 .. 2"),
         ([1, -2], None, "token -2"),
-        ([1, replay.MAX_VOCAB_SIZE], None, "token 16777216"),
+        ([1, trace_lib.MAX_VOCAB_SIZE], None, "token 16777216"),
     ],
 )
 def test_texts_that_are_no_trace(text, size, said):
     with pytest.raises(ValueError, match=said):
-        replay.make_trace(text, size=size)
+        trace_lib.make_trace(text, size=size)
 
 
 def test_tokens_pass_through_their_logits_unchanged():
     """Fails if a token id is rounded on its way."""
-    largest = replay.MAX_VOCAB_SIZE - 1
-    trace = replay.make_trace([0, largest, largest - 1, 7])
-    _, logits = TARGET.forward(
-        trace,
-        TARGET.new_cache(capacity=8),
-        tokens=jnp.zeros((3,), jnp.int32),
-        start=jnp.int32(0),
-        num_live=jnp.int32(3),
+    largest = trace_lib.MAX_VOCAB_SIZE - 1
+    target = trace_lib.TraceTarget(max_rows=3, size=4)
+    trace = trace_lib.make_trace([0, largest, largest - 1, 7])
+    cache = target.prefill(trace, target.new_cache(capacity=8), [0], slot=0)
+    window = protocols.Window(
+        tokens=jnp.zeros((1, 3), jnp.int32),
+        start=jnp.zeros((1,), jnp.int32),
+        num_live=jnp.full((1,), 3, jnp.int32),
     )
-    own = TARGET.choose(logits, jnp.int32(3))
+    _, verified = jax.jit(target.verify)(None, cache, window)
+    own = target.choose(verified.logits, verified.num_live)
     assert own.dtype == jnp.int32 and own.tolist() == [largest, largest - 1, 7]
 
 
-def test_sizes_that_hold_nothing():
-    with pytest.raises(ValueError, match="slab=0"):
-        replay.TraceTarget(slab=0)
-    with pytest.raises(ValueError, match="capacity=0"):
-        TARGET.new_cache(capacity=0)
-
-
-def test_a_window_that_is_too_high(text):
-    with pytest.raises(ValueError, match="6 rows do not fit a slab of 5"):
-        TARGET.forward(
-            replay.make_trace(text),
-            TARGET.new_cache(capacity=8),
-            tokens=jnp.zeros((6,), jnp.int32),
-            start=jnp.int32(0),
-            num_live=jnp.int32(1),
-        )
+@pytest.mark.parametrize("name", ["max_rows", "size", "num_slots"])
+def test_sizes_that_hold_nothing(name):
+    sizes = {"max_rows": 5, "size": 9} | {name: 0}
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        trace_lib.TraceTarget(**sizes)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"prompt": []}, "prompt has 0 tokens"),
-        ({"prompt": PROMPT * 10}, "prompt has 110 tokens: it needs 1 .. 96"),
+        ({"prompt": []}, "prompt is empty"),
         ({"prompt": [*PROMPT[:-1], 1]}, "does not begin with the prompt"),
         ({"max_tokens": MAX_TOKENS + 1}, "ends after 51 tokens.*past stop tokens"),
-        ({"drafter": Knowing(gamma_max=9)}, "gamma_max=9 needs a slab of 10"),
+        ({"target_params": None}, "takes such a trace as the parameters"),
     ],
 )
-def test_what_cannot_be_replayed(text, changes, said):
-    drafter = changes.get("drafter", Knowing())
+def test_what_cannot_be_replayed(changes, said):
+    request = dataclasses.replace(request_of(Ask()), **changes)
+    made = scheduler()
     with pytest.raises(ValueError, match=said):
-        replay.begin(
-            TARGET,
-            drafter,
-            (replay.make_trace(text, size=CAPACITY + 1), None),
-            TARGET.new_cache(capacity=CAPACITY),
-            jnp.asarray(text),
-            changes.get("prompt", PROMPT),
-            max_tokens=changes.get("max_tokens", MAX_TOKENS),
-        )
+        if request.target_params is not None:
+            trace = request.target_params
+            trace_lib.check_request(trace, request.prompt, request.max_tokens)
+        made.begin(request)
+
+
+def test_a_drafter_that_does_not_fit():
+    target = trace_lib.TraceTarget(max_rows=5, size=SIZE)
+    speculator = round_lib.Speculator(
+        params=(None, None),
+        target=target,
+        drafter=each.lift(decoding.Scripted(gamma_max=9), 1),
+    )
+    with pytest.raises(ValueError, match="gamma_max=9 needs 10 rows"):
+        scheduler_lib.Scheduler(speculator=speculator, **SETTING.sizes)

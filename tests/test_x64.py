@@ -6,9 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import decoding
 import x64_texts
-
-from spec_jax import sampling
 
 
 HERE = pathlib.Path(__file__).parent
@@ -17,7 +16,7 @@ HERE = pathlib.Path(__file__).parent
 def test_wide_defaults_change_nothing():
     """Fails if a counter, an index or a sum takes its dtype from JAX's defaults.
 
-    Plain decoding, rounds and a batch, greedy and drawn, all against plain decoding
+    Decoding, rounds in one slot and in two, greedy and drawn, all against decoding
     without it.
     """
     ran = subprocess.run(
@@ -30,7 +29,7 @@ def test_wide_defaults_change_nothing():
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found.pop("x64") is True
-    assert set(found) == set(x64_texts.SETTINGS)
+    assert set(found) == set(x64_texts.KINDS)
     for name, texts in found.items():
-        settings = sampling.make_settings(**x64_texts.SETTINGS[name])
-        assert texts == [x64_texts.plain(settings)] * 4, name
+        expected = decoding.text(decoding.decoded(decoding.SMALL, x64_texts.ask(name)))
+        assert texts == [expected] * 4, name

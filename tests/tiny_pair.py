@@ -3,6 +3,7 @@
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -73,3 +74,40 @@ def write(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     target = write_model(folder / "target", config(num_layers=2), seed=0)
     draft = write_model(folder / "draft", config(), seed=1)
     return target, draft
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""A chat template of one line."""
+
+
+def write_chat(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """As `write`; the target has a chat template."""
+    folders = write(folder)
+    (folders[0] / "chat_template.jinja").write_text(TEMPLATE)
+    return folders
+
+
+def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
+    """A model that writes `text` again and again, greedily, whatever came before.
+
+    Of each byte it knows which one follows; no byte of the text is there twice. Its
+    layers add nothing: what is looked up is the last token.
+    """
+    ids = byte_tokenizer().encode(text, add_special_tokens=False).ids
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"{text!r} has a byte twice")
+    model_config = config(tie_word_embeddings=False)
+    params = params_lib.init(jax.random.key(3), model_config, stddev=1.0)
+    layers = tuple(
+        layer.replace(attention_out=layer.attention_out * 0, down=layer.down * 0)
+        for layer in params.layers
+    )
+    unit = params.embed / jnp.linalg.norm(params.embed, axis=-1, keepdims=True)
+    head = (unit * 0).at[jnp.array(ids[1:] + ids[:1])].set(unit[jnp.array(ids)])
+    params = params.replace(embed=unit, layers=layers, lm_head=head)
+    load.save(folder, model_config, params)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder

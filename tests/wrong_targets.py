@@ -1,62 +1,53 @@
 """Targets with a planted fault: what the checks of exactness must catch."""
 
 import dataclasses
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
-from spec_jax import protocols
+from spec_jax import pytree
+from spec_jax.engine import protocols
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Around:
-    """A target that does as another one does."""
+class Around:
+    """A target of slots, or of rows, that does as another one does."""
 
-    target: protocols.Target
+    target: Any
 
-    def forward(self, params, cache, *, tokens, start, num_live):
-        return self.target.forward(
-            params, cache, tokens=tokens, start=start, num_live=num_live
-        )
-
-    def choose(self, logits, num_live):
-        return self.target.choose(logits, num_live)
-
-    def truncate(self, cache, new_len):
-        return self.target.truncate(cache, new_len)
-
-    def is_starved(self, cache):
-        return self.target.is_starved(cache)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.target, name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OneUlpOff(_Around):
-    """Every row after the first has one logit, of token 17, that is one ULP off."""
+class OneUlpOff(Around):
+    """Every column after the first has one logit, of token 17, that is one ULP off."""
 
-    def forward(self, params, cache, *, tokens, start, num_live):
-        cache, logits = super().forward(
-            params, cache, tokens=tokens, start=start, num_live=num_live
-        )
-        number = jax.lax.bitcast_convert_type(logits, jnp.int32).at[1:, 17].add(1)
-        return cache, jax.lax.bitcast_convert_type(number, jnp.float32)
+    def verify(self, params, cache, window):
+        cache, verified = self.target.verify(params, cache, window)
+        column = verified.positions - window.start[verified.slots]
+        more = (column > 0).astype(jnp.int32)
+        number = jax.lax.bitcast_convert_type(verified.logits, jnp.int32)
+        number = number.at[:, 17].add(more)
+        logits = jax.lax.bitcast_convert_type(number, jnp.float32)
+        return cache, verified.replace(logits=logits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StaleValues(_Around):
-    """The last layer's values of windows of three rows are those of before."""
+class StaleValues(Around):
+    """The last layer's values of windows of three columns are those of before."""
 
-    def forward(self, params, cache, *, tokens, start, num_live):
+    def verify(self, params, cache, window):
         before = cache.v[-1]
-        cache, logits = super().forward(
-            params, cache, tokens=tokens, start=start, num_live=num_live
-        )
-        stale = jnp.where(num_live == 3, before, cache.v[-1])
-        return cache.replace(v=(*cache.v[:-1], stale)), logits
+        cache, verified = self.target.verify(params, cache, window)
+        stale = jnp.where(jnp.any(window.num_live == 3), before, cache.v[-1])
+        return cache.replace(v=(*cache.v[:-1], stale)), verified
 
 
-@flax.struct.dataclass(kw_only=True)
-class Spoilt:
+class Spoilt(pytree.Node):
     """The parameters of `SpoiltLogits`: the target's, and what is wrong where."""
 
     params: protocols.Params
@@ -66,16 +57,30 @@ class Spoilt:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpoiltLogits(_Around):
-    """Rows at some positions have other logits, as their parameters say."""
+class SpoiltLogits(Around):
+    """Rows at some positions have other logits, as their parameters say.
+
+    A target of slots for rounds, and of rows for decoding.
+    """
+
+    def prefill(self, params, *arguments, **settings):
+        return self.target.prefill(params.params, *arguments, **settings)
+
+    def verify(self, params, cache, window):
+        cache, verified = self.target.verify(params.params, cache, window)
+        logits = _spoil(params, verified.logits, verified.positions)
+        return cache, verified.replace(logits=logits)
 
     def forward(self, params, cache, *, tokens, start, num_live):
-        cache, logits = super().forward(
+        cache, logits = self.target.forward(
             params.params, cache, tokens=tokens, start=start, num_live=num_live
         )
-        rows = start + jnp.arange(logits.shape[0], dtype=jnp.int32)
-        is_row = jnp.any(rows[:, None] == params.positions[None, :], axis=-1)
-        token = jnp.arange(logits.shape[1], dtype=jnp.int32)
-        is_token = (token == params.only) | (params.only < 0)
-        is_spoilt = is_row[:, None] & is_token[None, :]
-        return cache, jnp.where(is_spoilt, params.value, logits)
+        positions = start + jnp.arange(logits.shape[0], dtype=jnp.int32)
+        return cache, _spoil(params, logits, positions)
+
+
+def _spoil(params: Spoilt, logits: jax.Array, positions: jax.Array) -> jax.Array:
+    is_row = jnp.any(positions[:, None] == params.positions[None, :], axis=-1)
+    token = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    is_token = (token == params.only) | (params.only < 0)
+    return jnp.where(is_row[:, None] & is_token[None, :], params.value, logits)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from experiments.lib import samples
 from experiments.pair import corpus, quality
-from experiments.support import sample_text
 from spec_jax.model import config as config_lib, load, params as params_lib
 
 
@@ -36,12 +36,14 @@ class Model:
 def write(
     assets: pathlib.Path, tokenizer: pathlib.Path, models: Sequence[Model]
 ) -> None:
-    """Writes `assets/<name>/` for each model, in bfloat16."""
+    """Writes `assets/<name>/` for each model, in bfloat16.
+
+    The tokenizer is copied to the first model's folder; the others refer to it there.
+    """
     for model in models:
         folder = assets / model.name
         config = dataclasses.replace(model.config, dtype="bfloat16")
         load.save(folder, config, params_lib.cast(model.params, "bfloat16"))
-        shutil.copy(tokenizer, folder / "tokenizer.json")
         generation = {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False}
         (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
         settings = {
@@ -50,6 +52,10 @@ def write(
             "model_max_length": config.max_position_embeddings,
             "clean_up_tokenization_spaces": False,
         }
+        if model is models[0]:
+            shutil.copy(tokenizer, folder / "tokenizer.json")
+        else:
+            settings["tokenizer_file"] = f"../{models[0].name}/tokenizer.json"
         (folder / "tokenizer_config.json").write_text(
             json.dumps(settings, indent=2) + "\n"
         )
@@ -83,7 +89,7 @@ def card(
         rows="\n".join(rows),
         texts="\n".join(text_rows),
         num_tokens=quality.NUM_TOKENS,
-        settings=sample_text.describe(**sample_text.SETTINGS, seed=quality.SEED),
+        settings=samples.describe(**samples.SETTINGS, seed=quality.SEED),
         notes="".join(f"- {note}\n" for note in notes).rstrip(),
         **description,
     )
@@ -108,7 +114,8 @@ greedily or drawn ({settings}).
 
 - Corpus: {corpus}, the library's own source ({train_files} files,
   {train_bytes:,} bytes, {train_tokens:,} tokens; no data tables), sha256
-  `{corpus_sha256}`. Python Software Foundation licence.
+  `{corpus_sha256}`. Under the Python Software Foundation licence:
+  [LICENSE-PSF.txt](LICENSE-PSF.txt).
 - Held out: {held_out_files} files chosen by a hash of their path;
   {held_out_tokens:,} of their tokens are scored.
 - Tokenizer: byte-level BPE of 4096 entries trained on the training files;

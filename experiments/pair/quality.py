@@ -9,14 +9,10 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from experiments.support import (
-    model_pair,
-    paired_runs,
-    prompt_files,
-    prompt_runs,
-    sample_text,
-)
-from spec_jax import metrics, sampling
+from experiments.lib import prompt_files, prompts as prompts_lib, runs, samples
+from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.rules import sampling
 
 
 NUM_TOKENS, PAGE_SIZE, SEED = 64, 16, 0
@@ -42,45 +38,40 @@ class Quality:
 def measure(assets: pathlib.Path, *, impl: str) -> dict[str, Quality]:
     """Measures the target in `assets`: texts decoded `greedy`, and texts `drawn`.
 
-    Drawn texts have the settings `sample_text.SETTINGS` and the seed `SEED`.
+    Drawn texts have the settings `samples.SETTINGS` and the seed `SEED`.
     """
-    pair = model_pair.load_pair(
-        assets / "target",
-        assets / "draft",
-        gamma_max=4,
-        slab=8,
-        dtype=None,
-        impl=impl,
+    lm = loading.load(
+        assets / "target", draft=assets / "draft", gamma_max=4, slab=8, impl=impl
     )
     prompts = prompt_files.parse(str(prompt_files.BUNDLED), default_file="")
-    drawn = sampling.make_settings(**sample_text.SETTINGS, min_p=0.0, seed=SEED)
+    drawn = sampling.make_settings(**samples.SETTINGS, min_p=0.0, seed=SEED)
     return {
-        "greedy": _measure(pair, prompts, None),
-        "drawn": _measure(model_pair.with_sampling(pair, drawn), prompts, drawn),
+        "greedy": _measure(lm, prompts, None),
+        "drawn": _measure(lm, prompts, drawn),
     }
 
 
 def _measure(
-    pair: model_pair.ModelPair,
+    lm: loading.LanguageModel,
     prompts: Sequence[prompt_files.Prompt],
     settings: sampling.SamplingSettings | None,
 ) -> Quality:
-    ids = prompt_runs.encode(pair, prompts, raw=False)
-    run_settings = paired_runs.Settings(
+    ids = prompts_lib.encode(lm, prompts, raw=False)
+    run_settings = runs.Settings(
         gamma=0,
         gen_tokens=NUM_TOKENS,
         page_size=PAGE_SIZE,
-        capacity=prompt_runs.capacity_for(
-            pair, prompts, ids, gen_tokens=NUM_TOKENS, page_size=PAGE_SIZE
+        capacity=prompts_lib.capacity_for(
+            lm, prompts, ids, gen_tokens=NUM_TOKENS, page_size=PAGE_SIZE
         ),
-        stop_ids=pair.tokenizer.stop_ids,
+        stop_ids=lm.stop_ids,
         sampling=settings,
     )
-    texts = [paired_runs.run_plain(pair, run_settings, one).tokens for one in ids]
+    texts = [runs.run_plain(lm, run_settings, one).tokens for one in ids]
     num_tokens = sum(len(text) for text in texts)
     repeated = sum(len(text) * metrics.repetition(text) for text in texts)
     pairs = zip(ids, texts, strict=True)
-    whole = (pair.tokenizer.decode([*one, *text]) for one, text in pairs)
+    whole = (lm.tokenizer.decode([*one, *text]) for one, text in pairs)
     return Quality(
         num_prompts=len(texts),
         num_tokens=num_tokens,

@@ -5,6 +5,7 @@ they are shipped (bfloat16), so that the text is the target's own to the last bi
 """
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +28,46 @@ def generate(
     *,
     length: int,
     impl: str,
+    kept: pathlib.Path,
 ) -> np.ndarray:
-    """Continues `prefixes [n, P]` greedily to `[n, length]`; `n` of whole slabs."""
-    parts = []
-    for start in progress.track(range(0, len(prefixes), SLOTS), "rollouts"):
-        batch = jnp.asarray(prefixes[start : start + SLOTS], jnp.int32)
-        text = _continue(params, batch, config=config, length=length, impl=impl)
-        parts.append(np.asarray(text))  # Waits, so that the progress shown is real.
-    return np.concatenate(parts)
+    """Continues `prefixes [n, P]` greedily to int32 `[n, length]`; `n` of whole slabs.
+
+    Args:
+      kept: a file to which each slab is added when it is finished. A run that finds
+        it goes on after its last whole slab; it stays behind.
+
+    Raises:
+      ValueError: `kept` is of other prefixes.
+    """
+    done = _whole_slabs(kept, prefixes, length)
+    with kept.open("ab") as file:
+        file.truncate(done.nbytes)  # The slab that a kill cut short.
+        starts = range(len(done), len(prefixes), SLOTS)
+        bar = progress.track(
+            starts,
+            "rollouts",
+            total=len(prefixes) // SLOTS,
+            completed=len(done) // SLOTS,
+        )
+        for start in bar:
+            batch = jnp.asarray(prefixes[start : start + SLOTS], jnp.int32)
+            text = _continue(params, batch, config=config, length=length, impl=impl)
+            file.write(np.asarray(text).tobytes())
+            file.flush()
+    return np.fromfile(kept, np.int32).reshape(-1, length)
+
+
+def _whole_slabs(kept, prefixes, length):
+    """What `kept` holds of whole slabs, `[rows, length]`; none where it is missing."""
+    if not kept.exists():
+        return np.empty((0, length), np.int32)
+    tokens = np.fromfile(kept, np.int32)
+    rows = len(tokens) // (SLOTS * length) * SLOTS
+    done = tokens[: rows * length].reshape(rows, length)
+    same = prefixes[:rows].astype(np.int32)
+    if not np.array_equal(done[:, : prefixes.shape[1]], same):
+        raise ValueError(f"{kept}: text of other prefixes or another length; delete it")
+    return done
 
 
 @functools.partial(jax.jit, static_argnames=("config", "length", "impl"))

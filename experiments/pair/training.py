@@ -19,7 +19,7 @@ import optax
 import orbax.checkpoint as ocp
 from rich import progress
 
-from experiments.pair import corpus
+from experiments.pair import corpus, muon
 from spec_jax.model import config as config_lib, params as params_lib, sequence
 
 
@@ -33,6 +33,7 @@ class Recipe:
 
     steps: int
     batch_size: int = 16
+    part_size: int = 2  # sequences at a time: what fits a CPU's caches
     learning_rate: float = 0.02  # Muon, for the matrices of the layers
     adam_learning_rate: float = 0.003  # embedding and norms
     warmup_steps: int = 50
@@ -62,35 +63,35 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
             [warmup, recipe.steps - decay],
         )
 
+    adam = optax.adamw(
+        schedule(recipe.adam_learning_rate),
+        b2=0.98,
+        weight_decay=0.0,
+        nesterov=True,
+    )
+    transforms = {"adam": adam, "muon": muon.muon(schedule(recipe.learning_rate))}
     return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.contrib.muon(
-            schedule(recipe.learning_rate),
-            adam_learning_rate=schedule(recipe.adam_learning_rate),
-            adam_b2=0.98,
-            muon_weight_dimension_numbers=_muon_matrices,
-        ),
+        optax.clip_by_global_norm(1.0), optax.partition(transforms, labels)
     )
 
 
-def _muon_matrices(params: params_lib.Params) -> params_lib.Params:
-    """Marks the `[out, in]` matrices of the layers; None means Adam."""
-    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+def labels(params: params_lib.Params) -> params_lib.Params:
+    """Which optimiser a leaf is for: the matrices of the layers are Muon's."""
     layer = params_lib.LayerParams(
-        input_norm=None,
-        qkv=matrix,
-        q_norm=None,
-        k_norm=None,
-        attention_out=matrix,
-        mlp_norm=None,
-        gate_up=matrix,
-        down=matrix,
+        input_norm="adam",
+        qkv="muon",
+        q_norm="adam",
+        k_norm="adam",
+        attention_out="muon",
+        mlp_norm="adam",
+        gate_up="muon",
+        down="muon",
     )
     return params_lib.Params(
-        embed=None,
+        embed="adam",
         layers=(layer,) * len(params.layers),
-        final_norm=None,
-        lm_head=None,
+        final_norm="adam",
+        lm_head=None if params.lm_head is None else "adam",
     )
 
 
@@ -157,9 +158,47 @@ def held_out_loss(
     return float(np.mean([float(part) for part in parts]))
 
 
-@functools.partial(jax.jit, static_argnames=("loss", "transform"), donate_argnums=(0,))
-def _step(state, tokens, teacher, *, loss, transform):
-    value, grads = jax.value_and_grad(loss)(state["params"], tokens, teacher)
+def value_and_grad(
+    loss: Loss,
+    params: params_lib.Params,
+    tokens: jax.Array,
+    teacher: params_lib.Params | None,
+    *,
+    part_size: int,
+) -> tuple[jax.Array, params_lib.Params]:
+    """Loss and gradients of a batch, the means of those of its parts.
+
+    A part is `part_size` sequences. On a CPU with 32 MiB of cache, gradients of two at
+    a time take a third less than those of sixteen at once: what a layer leaves for the
+    backward pass is still there, and less memory is asked of the system anew.
+
+    Raises:
+      ValueError: the batch is not of whole parts.
+    """
+    if len(tokens) % part_size:
+        raise ValueError(
+            f"a batch of {len(tokens)} sequences is not of whole parts of {part_size}; "
+            "choose a divisor as part_size"
+        )
+    parts = tokens.reshape(-1, part_size, tokens.shape[-1])
+
+    def add(total, part):
+        return jax.tree.map(
+            jnp.add, total, jax.value_and_grad(loss)(params, part, teacher)
+        ), None
+
+    nothing = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+    total, _ = jax.lax.scan(add, nothing, parts)
+    return jax.tree.map(lambda x: x / len(parts), total)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("loss", "transform", "part_size"), donate_argnums=(0,)
+)
+def _step(state, tokens, teacher, *, loss, transform, part_size):
+    value, grads = value_and_grad(
+        loss, state["params"], tokens, teacher, part_size=part_size
+    )
     updates, opt_state = transform.update(grads, state["opt_state"], state["params"])
     return {
         "params": optax.apply_updates(state["params"], updates),
@@ -214,7 +253,12 @@ def run(
                 )
                 started = time.perf_counter()
                 state, value = _step(
-                    state, tokens, teacher, loss=loss, transform=transform
+                    state,
+                    tokens,
+                    teacher,
+                    loss=loss,
+                    transform=transform,
+                    part_size=recipe.part_size,
                 )
                 row = {"step": step, "loss": float(value)}
                 row["tokens"] = tokens[:, 1:].size

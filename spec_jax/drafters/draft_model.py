@@ -1,62 +1,47 @@
 """A small model of the same family drafts, one token after the other.
 
-Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. For committed tokens
-`x[0, n)` and draft K/V of `[0, m)`:
+Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. For a slot with committed
+tokens `x[0, n)` and draft K/V of `[0, m)`:
 
     propose   rows m .. n-1 (catch-up), then each drafted token but the last;
               afterwards the draft K/V covers [0, n+g-1)
-    commit    the draft K/V is cut to [0, min(m', n'-1)), or to nothing
+    commit    the draft K/V is cut to [0, min(m', n'-1))
 
-Drafts are the tokens of highest probability, or are drawn: with the very noise of the
-target's own draws, so that both mostly draw the same token where their distributions
-are close; or with noise of their own, as the rules that draw uniforms need it.
+Drafts are the tokens of highest probability, or are drawn: coupled, with the noise of
+the target's own draws, so that both mostly draw the same token where their
+distributions are close; or independently, as the rules that draw uniforms need it.
 
-What is kept over a commit is caught up in one or two rows; what is dropped costs the
-whole text in every round. Rounds that ask for nothing are caught up in the next one
-that asks for something.
+The rows of all slots share the model's forwards. What is kept over a commit is caught
+up in one or two rows. Rounds that ask for nothing are caught up in the next one that
+asks for something.
 """
 
 import dataclasses
 from typing import Literal, get_args
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from spec_jax import protocols, sampling
+from spec_jax import pytree
+from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.gamma import confidence
-from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
+from spec_jax.model import params as params_lib, row_model
 from spec_jax.paging import cache as paged
+from spec_jax.rules import sampling as sampling_lib
 
 
-DraftCache = Literal["persistent", "round"]
-"""Whether a draft's K/V lives on after its round, or is built again in each."""
-
-DRAFT_CACHES: tuple[str, ...] = get_args(DraftCache)
-
-Draws = Literal["highest", "sample-path", "independent"]
-"""Which token is drafted: the most probable, or one drawn with the noise of the
-target's draw for that position, or with noise of the round's own."""
+Draws = Literal["greedy", "coupled", "independent"]
+"""Which token is drafted: the most probable; one drawn with the noise of the target's
+draw for that position, where the target draws; or one with noise of the round's own."""
 
 DRAWS: tuple[str, ...] = get_args(Draws)
 
 
-@flax.struct.dataclass(kw_only=True)
-class SampledParams:
-    """The weights, and how drafts are drawn: the parameters of drafters that draw."""
-
-    weights: params_lib.Params
-    settings: sampling.SamplingSettings
-
-
-DraftParams = params_lib.Params | SampledParams
-
-
 def goal_of(
-    kv: paged.PagedKV, length: Int[Array, "*slots"], gamma: Int[Array, "*slots"]
-) -> Int[Array, "*slots"]:
-    """The length of the text after drafting, as far as a slot of the cache can go.
+    kv: paged.PagedKV, length: Int[Array, " B"], gamma: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Returns the length of the text after drafting, as far as a slot can go.
 
     The last draft needs no room, as it has no K/V yet. A text that no slot holds is
     not caught up on either: it would fail in every round.
@@ -66,47 +51,35 @@ def goal_of(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftModel:
-    """Drafts of a `RowModel`. The memory is the draft's own cache.
+    """A draft model; its parameters are the weights of `model`. `for_slots` drafts.
 
     The draft's bits need not be row-invariant: they decide what is proposed, never
-    what is committed. Two rows a slab are therefore enough while the cache persists.
+    what is committed. Two rows a slab are therefore enough.
 
     Attributes:
-      draft_cache: "persistent" keeps the K/V of committed tokens; "round" drops it at
-        every commit, so that every round but the first, which finds the prefill,
-        begins with catching up on the whole text. The target's tokens are the same.
-        The drafts are too where all of the draft's K/V comes from rows whose bits do
-        not depend on the slab; otherwise they may differ once the prompt's K/V is no
-        longer that of the prefill.
-      catch_up_rows: height of the slab that takes in what is left behind by more than
+      catch_up_rows: height of the slab that takes in what is left by more than
         `model.slab` rows, without logits; 0 leaves all of it to `model.slab`. Worth
-        its rows where cost follows the live ones: `NATIVE_PREFILL_SLAB` with native
+        its rows where cost follows the active ones: `NATIVE_PREFILL_SLAB` with native
         kernels.
       min_confidence: a draft ends before the first token whose distribution has no
         probability as high as this, see `gamma.confidence`; 0 never ends one.
-      draws: unless it is "highest", the parameters are `SampledParams`. "independent"
-        proposals say which distributions they were drawn from.
+      draws: one of `DRAWS`. "independent" proposals say which distributions they were
+        drawn from.
 
     Raises:
-      ValueError: an unknown kind of draft cache, or of draws, a negative height, or a
-        confidence outside `[0, 1]`.
+      ValueError: an unknown kind of draws, a negative height, or a confidence outside
+        `[0, 1]`.
     """
 
     model: row_model.RowModel
     gamma_max: int
-    draft_cache: DraftCache = "persistent"
-    draws: Draws = "highest"
+    draws: Draws = "coupled"
     catch_up_rows: int = 0
     min_confidence: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.draws not in DRAWS:
             raise ValueError(f"draws={self.draws!r} is not one of {', '.join(DRAWS)}")
-        if self.draft_cache not in DRAFT_CACHES:
-            raise ValueError(
-                f"draft_cache={self.draft_cache!r} is not one of "
-                f"{', '.join(DRAFT_CACHES)}"
-            )
         if self.catch_up_rows < 0:
             raise ValueError(f"catch_up_rows={self.catch_up_rows} must not be negative")
         if not 0 <= self.min_confidence <= 1:
@@ -120,136 +93,236 @@ class DraftModel:
         """Entries of the draft's vocabulary, which must be the target's."""
         return self.model.config.vocab_size
 
-    def init(self, *, capacity: int, page_size: int) -> paged.PagedKV:
-        """An empty cache of the draft's; raises as `RowModel.new_cache`."""
-        return self.model.new_cache(capacity=capacity, page_size=page_size)
+    def for_rule(self, rule: str) -> "DraftModel":
+        """Returns the draft model whose draws a rule of acceptance keeps most of.
+
+        Rules that draw uniforms need independent draws, and the probabilities of them.
+        """
+        if rule == "coupled" or self.draws != "coupled":
+            return self
+        return dataclasses.replace(self, draws="independent")
+
+    def for_slots(self, num_slots: int) -> "SlotDraftModel":
+        """Returns the draft model for `num_slots` sequences."""
+        return SlotDraftModel(drafter=self, num_slots=num_slots)
+
+
+class _Drafting(pytree.Node):
+    """What the loop of one proposal carries."""
+
+    kv: paged.PagedKV
+    text: jax.Array  # [B, padded] int32, committed tokens and drafts
+    known: jax.Array  # [B] int32, their number
+    goes_on: jax.Array  # [B] bool: the cache has room, and the draft is confident
+    probs: jax.Array | None  # [B, gamma_max, V] float32, of independent draws
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotDraftModel:
+    """A `DraftModel` for `num_slots` sequences. The memory is one cache.
+
+    Each forward takes in what slots are behind by, up to `model.slab` rows of each, and
+    drafts one token in each slot that is caught up and has not drafted enough. Before
+    these, slots that are behind by more are caught up `catch_up_rows` at a time.
+
+    """
+
+    drafter: DraftModel
+    num_slots: int
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        return self.drafter.gamma_max
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the draft's vocabulary."""
+        return self.drafter.vocab_size
+
+    @property
+    def _rows(self) -> rows_lib.SlotRows:
+        return rows_lib.SlotRows(model=self.drafter.model, num_slots=self.num_slots)
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> paged.PagedKV:
+        """Allocates an empty cache; raises as `SlotRows.new_cache`."""
+        if self.drafter.model.cache == "static":
+            num_pages = None
+        return self._rows.new_cache(
+            capacity=capacity, page_size=page_size, num_pages=num_pages
+        )
 
     def prefill(
-        self, params: DraftParams, memory: paged.PagedKV, prompt: list[int]
+        self,
+        params: params_lib.Params,
+        memory: paged.PagedKV,
+        prompt: list[int],
+        *,
+        slot: int,
     ) -> paged.PagedKV:
-        """The K/V of the prompt but for its last token. Donates `memory`."""
-        weights = self._weights(params)
-        return prompt_lib.prefill(self.model, weights, memory, prompt[:-1])
+        """Writes the K/V of the prompt but for its last token. Donates `memory`."""
+        return self._rows.prefill(params, memory, prompt, slot=slot)
 
     def propose(
         self,
-        params: DraftParams,
+        params: params_lib.Params,
         memory: paged.PagedKV,
         *,
-        tokens: Int[Array, " max_len"],
-        length: Int[Array, ""],
-        gamma: Int[Array, ""],
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
     ) -> tuple[paged.PagedKV, protocols.Proposal]:
-        """Drafts `gamma` tokens; fewer where the draft cache has no room, or where
-        the draft is not confident. None where the cache cannot hold the text."""
-        slab = self.model.slab
+        """Drafts `gamma[b]` tokens; fewer where the cache has no room, or where the
+        draft is not confident. None in a slot whose sequence the cache cannot hold."""
+        slab, gamma_max = self.drafter.model.slab, self.gamma_max
+        width = max(slab, self.drafter.catch_up_rows) + gamma_max
         # What an earlier round found says nothing of this one.
         memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
+        text = jnp.pad(tokens, ((0, 0), (0, width)))
         goal = goal_of(memory, length, gamma)
-        # Drafts are written behind the committed tokens, so that catching up and
-        # drafting are one and the same step.
-        text = jnp.pad(tokens, (0, max(slab, self.catch_up_rows) + self.gamma_max))
         memory = self._catch_up(params, memory, text, length, asked=goal > length)
-
-        def keep_going(carry):
-            kv, _, known, _, is_confident = carry
-            return (known < goal) & is_confident & ~self.model.is_starved(kv)
-
-        def step(carry):
-            """Catches up by at most a slab of rows; at the end of the text, drafts."""
-            kv, text, known, probs, _ = carry
-            start = kv.length[row_model.SLOT]
-            num_live = jnp.minimum(known - start, slab)
-            kv, logits = self.model.forward(
-                self._weights(params),
-                kv,
-                tokens=jax.lax.dynamic_slice_in_dim(text, start, slab),
-                start=start,
-                num_live=num_live,
-            )
-            caught_up = (start + num_live == known) & ~self.model.is_starved(kv)
-            last = logits[num_live - 1]
-            is_confident = jnp.bool_(True)
-            if self.min_confidence:
-                threshold = jnp.float32(self.min_confidence)
-                is_confident = ~caught_up | confidence.confident(
-                    last, threshold=threshold
-                )
-            drafts = caught_up & is_confident
-            token = self._draw(params, logits, num_live, length, known - length)
-            if probs is not None:
-                row = sampling.distribution(last, params.settings)
-                at = jnp.where(drafts, known - length, self.gamma_max)
-                probs = probs.at[at].set(row, mode="drop")
-            at = jnp.where(drafts, known, text.shape[0])
-            return (
-                kv,
-                text.at[at].set(token, mode="drop"),
-                known + drafts.astype(jnp.int32),
-                probs,
-                is_confident,
-            )
-
         probs = None
-        if self.draws == "independent":
-            probs = jnp.zeros((self.gamma_max, self.vocab_size), jnp.float32)
-        memory, text, known, probs, _ = jax.lax.while_loop(
-            keep_going, step, (memory, text, length, probs, jnp.bool_(True))
+        if self.drafter.draws == "independent":
+            shape = (self.num_slots, gamma_max, self.vocab_size)
+            probs = jnp.zeros(shape, jnp.float32)
+            if sampling is None:
+                sampling = _greedy(self.num_slots)
+        drafting = _Drafting(
+            kv=memory,
+            text=text,
+            known=length,
+            goes_on=jnp.ones((self.num_slots,), bool),
+            probs=probs,
         )
-        return memory, protocols.Proposal(
-            tokens=jax.lax.dynamic_slice_in_dim(text, length, self.gamma_max),
-            num_drafted=known - length,
+        drafting = jax.lax.while_loop(
+            lambda carry: jnp.any((carry.known < goal) & carry.goes_on),
+            lambda carry: self._step(params, carry, length, goal, sampling),
+            drafting,
+        )
+        return drafting.kv, protocols.Proposal(
+            tokens=_windows(drafting.text, length, gamma_max),
+            num_drafted=drafting.known - length,
+            probs=drafting.probs,
+        )
+
+    def _step(self, params, carry, length, goal, sampling) -> _Drafting:
+        """One forward of every slot that wants one.
+
+        It catches up by at most a slab of rows; at the end of the text, it drafts.
+        """
+        slab = self.drafter.model.slab
+        starts, is_each = carry.kv.length, jnp.arange(self.num_slots, dtype=jnp.int32)
+        wanted = (carry.known < goal) & carry.goes_on
+        num_live = jnp.where(wanted, jnp.minimum(carry.known - starts, slab), 0)
+        window = protocols.Window(
+            tokens=_windows(carry.text, starts, slab), start=starts, num_live=num_live
+        )
+        kv, verified = self._rows.verify(params, carry.kv, window)
+        has_room = ~(wanted & self._rows.out_of_pages(kv))
+        drafts = wanted & has_room & (starts + num_live == carry.known)
+        last = verified.at[is_each, jnp.maximum(num_live - 1, 0)]
+        goes_on = carry.goes_on & has_room
+        if self.drafter.min_confidence:
+            confident = confidence.confident(
+                verified.logits.at[last].get(mode="fill", fill_value=0),
+                threshold=jnp.float32(self.drafter.min_confidence),
+            )
+            goes_on &= ~drafts | confident
+            drafts &= confident
+        token, probs = self._draw(verified, last, drafts, carry, length, sampling)
+        at = jnp.where(drafts, carry.known, carry.text.shape[1])
+        return _Drafting(
+            kv=kv,
+            text=carry.text.at[is_each, at].set(token, mode="drop"),
+            known=carry.known + drafts.astype(jnp.int32),
+            goes_on=goes_on,
             probs=probs,
         )
 
-    def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:
-        """Takes in what is left behind by more than a slab of rows, but not all: the
-        last of the text's rows is the one that drafts."""
-        if not self.catch_up_rows:
-            return memory
-        model = dataclasses.replace(self.model, slab=self.catch_up_rows)
-
-        def is_behind(kv):
-            missing = length - kv.length[row_model.SLOT]
-            return asked & (missing > self.model.slab) & ~model.is_starved(kv)
-
-        def step(kv):
-            start = kv.length[row_model.SLOT]
-            # Nobody looks at the logits: they are not computed.
-            kv, _ = model.forward(
-                self._weights(params),
-                kv,
-                tokens=jax.lax.dynamic_slice_in_dim(text, start, model.slab),
-                start=start,
-                num_live=jnp.minimum(length - 1 - start, model.slab),
+    def _draw(self, verified, last, drafts, carry, length, sampling):
+        """Returns the token that follows each slot's last row, and `carry.probs` with
+        what it was drawn from."""
+        draws = self.drafter.draws
+        if draws != "independent":
+            highest = self._rows.choose(verified.logits, verified.num_live)
+            token = highest.at[last].get(mode="fill", fill_value=0)
+            if draws == "greedy" or sampling is None:
+                return token, carry.probs
+        logits = verified.logits.at[last].get(mode="fill", fill_value=0)
+        if draws == "coupled":
+            samples = drafts & (sampling.temperature != 0)
+            drawn = sampling_lib.sample_each(
+                logits, sampling, positions=carry.known, draws=samples
             )
-            return kv
+            return jnp.where(samples, drawn, token), carry.probs
 
-        return jax.lax.while_loop(is_behind, step, memory)
+        def draw(slot):
+            logits, settings, position, offset = slot
+            stream = sampling_lib.Stream.DRAFT
+            token = sampling_lib.sample(
+                logits, settings, position, stream=stream, offset=offset
+            )
+            return token, sampling_lib.distribution(logits, settings)
 
-    def _weights(self, params: DraftParams) -> params_lib.Params:
-        return params if self.draws == "highest" else params.weights
+        offset = carry.known - length
+        token, rows = jax.lax.map(draw, (logits, sampling, length, offset))
+        at = jnp.where(drafts, offset, self.gamma_max)
+        slots = jnp.arange(self.num_slots, dtype=jnp.int32)
+        return token, carry.probs.at[slots, at].set(rows, mode="drop")
 
-    def _draw(self, params, logits, num_live, length, offset) -> jax.Array:
-        """The token that follows the last live row: draft `offset` of the round."""
-        last = num_live - 1
-        if self.draws == "highest":
-            return self.model.choose(logits, num_live)[last]
-        if self.draws == "sample-path":
-            return sampling.sample(logits[last], params.settings, length + offset)
-        return sampling.sample(
-            logits[last],
-            params.settings,
-            length,
-            stream=sampling.Stream.DRAFT,
-            offset=offset,
+    def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:
+        """Takes in, of the slots that are asked, what is left by more than a slab of
+        rows, but not all: the last of the rows is the one that drafts."""
+        rows_ahead, slab = self.drafter.catch_up_rows, self.drafter.model.slab
+        if not rows_ahead:
+            return memory
+
+        def is_behind(carry) -> Bool[Array, " B"]:
+            kv, has_room = carry
+            return asked & has_room & (length - kv.length > slab)
+
+        def step(carry):
+            kv, has_room = carry
+            wanted = is_behind(carry)
+            missing = length - 1 - kv.length
+            window = protocols.Window(
+                tokens=_windows(text, kv.length, rows_ahead),
+                start=kv.length,
+                num_live=jnp.where(wanted, jnp.minimum(missing, rows_ahead), 0),
+            )
+            kv = self._rows.advance(params, kv, window)
+            return kv, has_room & ~(wanted & self._rows.out_of_pages(kv))
+
+        has_room = jnp.ones((self.num_slots,), bool)
+        memory, _ = jax.lax.while_loop(
+            lambda carry: jnp.any(is_behind(carry)), step, (memory, has_room)
         )
+        return memory
 
     def commit(
-        self, params: DraftParams, memory: paged.PagedKV, length: Int[Array, ""]
+        self,
+        params: params_lib.Params,
+        memory: paged.PagedKV,
+        length: Int[Array, " B"],
+        *,
+        asked: Bool[Array, " B"],
     ) -> paged.PagedKV:
-        """Forgets drafts that were not committed, or everything."""
-        kept = jnp.minimum(memory.length[row_model.SLOT], length - 1)
-        if self.draft_cache == "round":
-            kept = jnp.zeros_like(kept)
-        return self.model.truncate(memory, kept)
+        """Forgets drafts that were not committed."""
+        kept = jnp.minimum(memory.length, length - 1)
+        return self._rows.truncate(memory, kept, asked=asked)
+
+
+def _greedy(num_slots: int) -> sampling_lib.SamplingSettings:
+    greedy = sampling_lib.make_settings(temperature=0.0)
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), greedy)
+
+
+def _windows(
+    text: Int[Array, "B max_len"], starts: Int[Array, " B"], size: int
+) -> Int[Array, "B size"]:
+    """Returns `size` tokens of each text, from its start on."""
+    cut = lambda row, start: jax.lax.dynamic_slice(row, (start,), (size,))
+    return jax.vmap(cut)(text, starts)

@@ -1,4 +1,4 @@
-"""Suffix statistics where they are sure of themselves, otherwise a draft model.
+"""Suffix lookup when its score passes a threshold, otherwise the draft model.
 
 As the hybrid of SuffixDecoding (Oliaro et al., 2024,
 https://arxiv.org/abs/2411.04975): a round takes the draft of `suffix` if its score, the
@@ -7,20 +7,21 @@ tokens expected to be kept, is high enough, and pays for the draft model only if
 
 import dataclasses
 
-import flax.struct
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from spec_jax import protocols
+from spec_jax import pytree
 from spec_jax.drafters import draft_model, suffix
+from spec_jax.engine import protocols
+from spec_jax.model import params as params_lib
 from spec_jax.paging import cache as paged
 
 
-@flax.struct.dataclass(kw_only=True)
-class HybridParams:
+class HybridParams(pytree.Node):
     """The parameters of both."""
 
-    draft: draft_model.DraftParams
+    draft: params_lib.Params
     corpus: suffix.Corpus
 
 
@@ -64,48 +65,109 @@ class Hybrid:
         """Entries of the draft model's vocabulary."""
         return self.draft.vocab_size
 
-    def init(self, *, capacity: int, page_size: int) -> paged.PagedKV:
-        """The draft model's empty cache."""
-        return self.draft.init(capacity=capacity, page_size=page_size)
+    def for_rule(self, rule: str) -> "Hybrid":
+        """Returns the hybrid with the draft model for that rule of acceptance."""
+        return dataclasses.replace(self, draft=self.draft.for_rule(rule))
+
+    def for_slots(self, num_slots: int) -> "SlotHybrid":
+        """Returns the hybrid for `num_slots` sequences."""
+        return SlotHybrid(drafter=self, num_slots=num_slots)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotHybrid:
+    """A `Hybrid` for `num_slots` sequences. The memory is the draft model's."""
+
+    drafter: Hybrid
+    num_slots: int
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        return self.drafter.gamma_max
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the draft model's vocabulary."""
+        return self.drafter.vocab_size
+
+    @property
+    def _draft(self) -> draft_model.SlotDraftModel:
+        return self.drafter.draft.for_slots(self.num_slots)
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> paged.PagedKV:
+        """Allocates the draft model's empty cache."""
+        return self._draft.init(
+            capacity=capacity, page_size=page_size, num_pages=num_pages
+        )
 
     def prefill(
-        self, params: HybridParams, memory: paged.PagedKV, prompt: list[int]
+        self,
+        params: HybridParams,
+        memory: paged.PagedKV,
+        prompt: list[int],
+        *,
+        slot: int,
     ) -> paged.PagedKV:
-        """The draft model's prefill. Donates `memory`."""
-        return self.draft.prefill(params.draft, memory, prompt)
+        """Takes the prompt into the draft model's cache. Donates `memory`."""
+        return self._draft.prefill(params.draft, memory, prompt, slot=slot)
 
     def propose(
         self,
         params: HybridParams,
         memory: paged.PagedKV,
         *,
-        tokens: Int[Array, " max_len"],
-        length: Int[Array, ""],
-        gamma: Int[Array, ""],
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
     ) -> tuple[paged.PagedKV, protocols.Proposal]:
-        """Drafts what one of the two drafts."""
-        found = self.suffix.look_up(
-            params.corpus, tokens=tokens, length=length, gamma=gamma
-        )
-        is_sure = found.score >= self.threshold
-        # Asked for nothing, the draft model's loop does not start: this is the branch,
-        # without a `cond` that would hand the cache through both of its sides.
-        memory, drafted = self.draft.propose(
+        """Drafts what one of the two drafts, slot by slot."""
+
+        def look_up(tokens, length, gamma):
+            return self.drafter.suffix.look_up(
+                params.corpus, tokens=tokens, length=length, gamma=gamma
+            )
+
+        # Not `vmap`, which would search the text of slots that ask for nothing.
+        found = jax.lax.map(lambda slot: look_up(*slot), (tokens, length, gamma))
+        is_sure = found.score >= self.drafter.threshold
+        # A slot that asks the draft model for nothing does not start its loop: this is
+        # the branch, without a `cond` that would hand the cache through both sides.
+        memory, drafted = self._draft.propose(
             params.draft,
             memory,
             tokens=tokens,
             length=length,
             gamma=jnp.where(is_sure, 0, gamma),
+            sampling=sampling,
         )
+        proposal = found.proposal
         return memory, protocols.Proposal(
-            tokens=jnp.where(is_sure, found.proposal.tokens, drafted.tokens),
-            num_drafted=jnp.where(
-                is_sure, found.proposal.num_drafted, drafted.num_drafted
-            ),
+            tokens=jnp.where(is_sure[:, None], proposal.tokens, drafted.tokens),
+            num_drafted=jnp.where(is_sure, proposal.num_drafted, drafted.num_drafted),
+            probs=_probs(drafted, proposal, is_sure),
         )
 
     def commit(
-        self, params: HybridParams, memory: paged.PagedKV, length: Int[Array, ""]
+        self,
+        params: HybridParams,
+        memory: paged.PagedKV,
+        length: Int[Array, " B"],
+        *,
+        asked: Bool[Array, " B"],
     ) -> paged.PagedKV:
         """Forgets the draft model's drafts that were not committed."""
-        return self.draft.commit(params.draft, memory, length)
+        return self._draft.commit(params.draft, memory, length, asked=asked)
+
+
+def _probs(drafted, found, is_sure):
+    """Returns what drafts were drawn from: a lookup's are certain."""
+    if drafted.probs is None:
+        return None
+    certain = jax.nn.one_hot(
+        found.tokens, drafted.probs.shape[-1], dtype=drafted.probs.dtype
+    )
+    return jnp.where(is_sure[:, None, None], certain, drafted.probs)

@@ -21,8 +21,8 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import protocols
 from spec_jax.drafters import suffix_match
+from spec_jax.engine import protocols
 
 
 Match = Literal["last", "first"]

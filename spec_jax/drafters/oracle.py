@@ -7,22 +7,22 @@ is *forced*. Either is a number about rounds, never about a drafter.
 
 import dataclasses
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import protocols
+from spec_jax import pytree
+from spec_jax.engine import protocols
 from spec_jax.typing import typed
 
 
-@flax.struct.dataclass(kw_only=True)
-class Trace:
-    """What the oracle knows: its parameters."""
+class Trace(pytree.Node):
+    """What the oracle knows of a request."""
 
     tokens: jax.Array  # [size] int32, prompt and plain output
     is_right: jax.Array  # [size] bool, whether a draft for the position is to be right
+    length: jax.Array  # [] int32, tokens of the text
 
 
 def make_trace(text: list[int], *, rate: float = 1.0, seed: int = 0) -> Trace:
@@ -43,7 +43,9 @@ def make_trace(text: list[int], *, rate: float = 1.0, seed: int = 0) -> Trace:
         raise ValueError(f"{rate=} is outside [0, 1]")
     is_right = np.random.default_rng(seed).random(len(text)) < rate
     return Trace(
-        tokens=jnp.asarray(np.asarray(text, np.int32)), is_right=jnp.asarray(is_right)
+        tokens=jnp.asarray(np.asarray(text, np.int32)),
+        is_right=jnp.asarray(is_right),
+        length=jnp.int32(len(text)),
     )
 
 
@@ -66,7 +68,7 @@ def drafts_at(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Oracle:
-    """Drafts from a `Trace`. There is no memory.
+    """Drafts from a `Trace`, which is its memory: `prefill` takes one as `params`.
 
     Attributes:
       vocab_size: of the target; a wrong token is another one of these.
@@ -78,48 +80,72 @@ class Oracle:
     gamma_max: int
     vocab_size: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.vocab_size < 2:
             raise ValueError(
                 f"vocab_size={self.vocab_size} must be at least 2, for a token to be "
                 "wrong"
             )
 
-    def init(self, *, capacity: int, page_size: int) -> tuple[()]:
-        """Nothing."""
-        del capacity, page_size
-        return ()
+    def init(self, *, capacity: int, page_size: int) -> Trace:
+        """Allocates an empty trace, of whole pages and one token more."""
+        size = -(-capacity // page_size) * page_size + 1
+        return Trace(
+            tokens=jnp.zeros((size,), jnp.int32),
+            is_right=jnp.zeros((size,), bool),
+            length=jnp.int32(0),
+        )
 
-    def prefill(self, params: Trace, memory: tuple[()], prompt: list[int]) -> tuple[()]:
-        """Nothing: it knows the prompt."""
-        del params, prompt
-        return memory
+    def prefill(self, params: Trace, memory: Trace, prompt: list[int]) -> Trace:
+        """Takes in the trace of a request.
+
+        Raises:
+          ValueError: no trace, or one that is longer than a text can become.
+        """
+        del prompt
+        if not isinstance(params, Trace):
+            raise ValueError(
+                "an oracle takes the trace of each request: give it as `draft_params`"
+            )
+        room = memory.tokens.shape[0] - params.tokens.shape[0]
+        if room < 0:
+            raise ValueError(
+                f"a trace of {params.tokens.shape[0]} tokens for a text of "
+                f"{memory.tokens.shape[0]} at most: cut it"
+            )
+        # A copy: the memory is donated, and the trace is the caller's.
+        return jax.tree.map(
+            jnp.copy,
+            params.replace(
+                tokens=jnp.pad(params.tokens, (0, room)),
+                is_right=jnp.pad(params.is_right, (0, room)),
+            ),
+        )
 
     def propose(
         self,
-        params: Trace,
-        memory: tuple[()],
+        params: protocols.Params,
+        memory: Trace,
         *,
         tokens: Int[Array, " max_len"],
         length: Int[Array, ""],
         gamma: Int[Array, ""],
-    ) -> tuple[tuple[()], protocols.Proposal]:
+    ) -> tuple[Trace, protocols.Proposal]:
         """Drafts `gamma` tokens, or fewer at the end of the trace."""
-        del tokens
-        (size,) = params.tokens.shape
+        del params, tokens
         return memory, protocols.Proposal(
             tokens=drafts_at(
-                params.tokens,
-                params.is_right,
+                memory.tokens,
+                memory.is_right,
                 length + jnp.arange(self.gamma_max, dtype=jnp.int32),
                 vocab_size=self.vocab_size,
             ),
-            num_drafted=jnp.clip(size - length, 0, gamma),
+            num_drafted=jnp.clip(memory.length - length, 0, gamma),
         )
 
     def commit(
-        self, params: Trace, memory: tuple[()], length: Int[Array, ""]
-    ) -> tuple[()]:
-        """Nothing."""
+        self, params: protocols.Params, memory: Trace, length: Int[Array, ""]
+    ) -> Trace:
+        """Does nothing."""
         del params, length
         return memory

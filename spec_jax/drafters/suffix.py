@@ -26,26 +26,24 @@ device. A place where a text ends is followed by nothing and has no share.
 import dataclasses
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import protocols
+from spec_jax import pytree
 from spec_jax.drafters import suffix_match
+from spec_jax.engine import protocols
 
 
-@flax.struct.dataclass(kw_only=True)
-class Corpus:
+class Corpus(pytree.Node):
     """Earlier generations, newest last: the parameters of `SuffixDecoding`."""
 
     tokens: jax.Array  # [size] int32, `suffix_match.NONE` between and before them
     groups: jax.Array  # [size] int32 in [0, size), equal where tokens are
 
 
-@flax.struct.dataclass(kw_only=True)
-class Lookup:
+class Lookup(pytree.Node):
     """A proposal, and what may be hoped of it."""
 
     proposal: protocols.Proposal

@@ -3,18 +3,16 @@
 import dataclasses
 import math
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from spec_jax import theory
-from spec_jax.gamma import policy
+from spec_jax import pytree
+from spec_jax.gamma import policy, theory
 
 
-@flax.struct.dataclass(kw_only=True)
-class GoodputState:
+class GoodputState(pytree.Node):
     """The state of `Goodput`."""
 
     gamma: jax.Array  # [] int32, the best by what is known; 0 is off

@@ -13,10 +13,11 @@ measures nothing. `Probing` says when one draft is risked all the same.
 import dataclasses
 from typing import Any, Protocol
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+
+from spec_jax import pytree
 
 
 State = Any
@@ -86,8 +87,7 @@ class Fixed:
         return state
 
 
-@flax.struct.dataclass(kw_only=True)
-class ProbeState:
+class ProbeState(pytree.Node):
     """When a policy that is off tries again."""
 
     wait: jax.Array  # [] int32, rounds with gamma 0 before the next probe

@@ -8,17 +8,16 @@ come from a table, as `theory.CostCurve.round_s` gives them, and are not measure
 import dataclasses
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from spec_jax import pytree
 from spec_jax.gamma import policy
 
 
-@flax.struct.dataclass(kw_only=True)
-class Simulation:
+class Simulation(pytree.Node):
     """A run up to some position of the text. All counts are exact."""
 
     state: policy.State  # the policy's

@@ -2,16 +2,15 @@
 
 import dataclasses
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from spec_jax import pytree
 from spec_jax.gamma import policy
 
 
-@flax.struct.dataclass(kw_only=True)
-class ThresholdState:
+class ThresholdState(pytree.Node):
     """The state of `Threshold`."""
 
     level: jax.Array  # [] int32, index into the ladder; 0 is off

@@ -14,7 +14,7 @@ import string
 import time
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import jinja2.ext
@@ -43,7 +43,7 @@ _DIGITS = re.compile(r"\d{6}")
 _WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")
 
 
-def render(source: str, messages: list[Any], **variables: Any) -> str:
+def render(source: str, messages: Sequence[Any], **variables: Any) -> str:
     """The text that a template makes of `messages`.
 
     Args:
@@ -139,13 +139,13 @@ class _Counting(jinja2.visitor.NodeTransformer):
         """Counts the text of its own body, too, as written once each time."""
         texts = node.find_all(jinja2.nodes.TemplateData)
         length = jinja2.nodes.Const(sum(len(text.data) for text in texts))
-        node = self.generic_visit(node)
+        self.generic_visit(node)  # changes it in place
         step = jinja2.nodes.ExprStmt(_call("step", [length]))
         node.body.insert(0, step.set_lineno(node.lineno))
         return node
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
-        node = self.generic_visit(node)
+        self.generic_visit(node)  # changes it in place
         return _call("join_texts", node.nodes).set_lineno(node.lineno)
 
 
@@ -281,15 +281,15 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 @jinja2.pass_context  # So that Jinja does not write constants when it compiles.
 def _write(context: jinja2.runtime.Context, value: Any) -> Any:
     """Counts a value that is written out; Jinja makes text of it."""
-    context.environment.step(_size(value))
+    cast(_Environment, context.environment).step(_size(value))
     return value
 
 
-def _seen(name: str, args: Sequence) -> Sequence:
+def _seen(name: str, args: tuple) -> tuple:
     """Lists in the place of iterators, whose length cannot be seen, where it counts."""
     if name not in _GROWING:
         return args
-    return [list(x) if isinstance(x, Iterator) else x for x in args]
+    return tuple(list(x) if isinstance(x, Iterator) else x for x in args)
 
 
 def _has_wide_braces(text: str) -> bool:

@@ -9,11 +9,12 @@ Every failure is a `CheckpointError` that names the file.
 """
 
 import dataclasses
+import io
 import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -307,7 +308,7 @@ def same_values(left: Entry, right: Entry) -> bool:
 
 
 def _blocks(
-    file: BinaryIO, entry: Entry, values_per_block: int
+    file: io.BufferedReader, entry: Entry, values_per_block: int
 ) -> Iterable[tuple[int, np.ndarray]]:
     """Consecutive parts of a flat tensor and where they start; one buffer, reused."""
     num_values = math.prod(entry.shape)
@@ -318,10 +319,10 @@ def _blocks(
         yield start, block
 
 
-def _read_exactly(file: BinaryIO, entry: Entry, flat: np.ndarray) -> None:
+def _read_exactly(file: io.BufferedReader, entry: Entry, flat: np.ndarray) -> None:
     """Fills `flat`, whose bytes are as those of the file."""
     # As bytes, because the buffer protocol does not know bfloat16.
-    raw = memoryview(flat.view(np.uint8))
+    raw = flat.view(np.uint8).data
     while raw:
         count = file.readinto(raw)
         if not count:
@@ -358,7 +359,7 @@ def write(
                     f"{tensor.name} is {array.dtype} {array.shape}, "
                     f"not {tensor.dtype} {tensor.shape}"
                 )
-            file.write(array.reshape(-1).view(np.uint8))
+            file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def some(names: Iterable[str]) -> str:

@@ -26,5 +26,5 @@ def of_params(params: params_lib.Params) -> str:
         head = f"{jax.tree_util.keystr(path)} {value.dtype.name} {value.shape}\n"
         digest.update(head.encode())
         # As bytes: hashlib does not take the buffer of a bfloat16 array.
-        digest.update(value.reshape(-1).view(np.uint8))
+        digest.update(value.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

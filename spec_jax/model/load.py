@@ -12,6 +12,7 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,10 @@ def required_bytes(config: config_lib.Qwen3Config) -> tuple[int, int]:
 
 def _names(config: config_lib.Qwen3Config) -> params_lib.Params:
     """A tree like `Params` that holds `_Parts`: what each array is made of."""
+
+    def made_of(*parts: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place
+        return _Parts(parts)
+
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
     N, K = config.num_heads, config.num_kv_heads
 
@@ -183,28 +188,26 @@ def _names(config: config_lib.Qwen3Config) -> params_lib.Params:
             return f"model.layers.{index}.{name}.weight", shape
 
         return params_lib.LayerParams(
-            input_norm=_Parts((one("input_layernorm", D),)),
-            qkv=_Parts(
-                (
-                    one("self_attn.q_proj", N * H, D),
-                    one("self_attn.k_proj", K * H, D),
-                    one("self_attn.v_proj", K * H, D),
-                )
+            input_norm=made_of(one("input_layernorm", D)),
+            qkv=made_of(
+                one("self_attn.q_proj", N * H, D),
+                one("self_attn.k_proj", K * H, D),
+                one("self_attn.v_proj", K * H, D),
             ),
-            q_norm=_Parts((one("self_attn.q_norm", H),)),
-            k_norm=_Parts((one("self_attn.k_norm", H),)),
-            attention_out=_Parts((one("self_attn.o_proj", D, N * H),)),
-            mlp_norm=_Parts((one("post_attention_layernorm", D),)),
-            gate_up=_Parts((one("mlp.gate_proj", F, D), one("mlp.up_proj", F, D))),
-            down=_Parts((one("mlp.down_proj", D, F),)),
+            q_norm=made_of(one("self_attn.q_norm", H)),
+            k_norm=made_of(one("self_attn.k_norm", H)),
+            attention_out=made_of(one("self_attn.o_proj", D, N * H)),
+            mlp_norm=made_of(one("post_attention_layernorm", D)),
+            gate_up=made_of(one("mlp.gate_proj", F, D), one("mlp.up_proj", F, D)),
+            down=made_of(one("mlp.down_proj", D, F)),
         )
 
     V = config.vocab_size
-    lm_head = None if config.tie_word_embeddings else _Parts(((_LM_HEAD, (V, D)),))
+    lm_head = None if config.tie_word_embeddings else made_of((_LM_HEAD, (V, D)))
     return params_lib.Params(
-        embed=_Parts(((_EMBED, (V, D)),)),
+        embed=made_of((_EMBED, (V, D))),
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=_Parts((("model.norm.weight", (D,)),)),
+        final_norm=made_of(("model.norm.weight", (D,))),
         lm_head=lm_head,
     )
 
@@ -268,7 +271,7 @@ def _check_memory(
     """Refuses weights that do not fit, with both numbers."""
     weights, temporary = required_bytes(config)
     dispatch.backend()  # Says why, where jax cannot start.
-    device = jnp.zeros(()).device  # Where arrays go unless told otherwise.
+    (device,) = jnp.zeros(()).devices()  # Where arrays go unless told otherwise.
     on_host = device.platform == "cpu"
     if available_bytes is None:
         available_bytes = psutil.virtual_memory().available
@@ -289,7 +292,8 @@ def _check_params(config: config_lib.Qwen3Config, params: params_lib.Params) -> 
     """Refuses to write weights that the config beside them would not describe."""
     shapes = params_lib.shapes(config)
     params = params_lib.map_matrices(_shape_of, params)
-    if jax.tree.structure(params) != jax.tree.structure(shapes):
+    structures = {jax.tree.structure(tree) for tree in (params, shapes)}
+    if len(structures) > 1:
         raise ValueError(
             f"the weights have {len(params.layers)} layers and "
             f"{'no' if params.lm_head is None else 'an'} lm_head, the config says "

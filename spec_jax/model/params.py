@@ -7,17 +7,17 @@ implementation read instead (`ops.weights`): `prepare` makes the one into the ot
 
 import math
 from collections.abc import Callable
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
+from spec_jax import pytree
 from spec_jax.model import config as config_lib
 from spec_jax.ops import weights
 
 
-@flax.struct.dataclass(kw_only=True)
-class LayerParams:
+class LayerParams(pytree.Node):
     """One decoder layer."""
 
     input_norm: jax.Array  # [D]
@@ -30,8 +30,7 @@ class LayerParams:
     down: weights.Weight  # [D, F]
 
 
-@flax.struct.dataclass(kw_only=True)
-class Params:
+class Params(pytree.Node):
     """A whole model. `lm_head` is None where the embedding is tied to it."""
 
     embed: weights.Weight  # [V, D]; an array unless it is the head, too
@@ -50,7 +49,7 @@ def shapes(config: config_lib.Qwen3Config) -> Params:
     dtype = jnp.dtype(config.dtype)
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
 
-    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+    def leaf(*shape: int) -> Any:  # in the place of an array
         return jax.ShapeDtypeStruct(shape, dtype)
 
     layer = LayerParams(

@@ -5,11 +5,11 @@ Functions here know Qwen3 and pages; they do not know speculation.
 
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spec_jax import pytree
 from spec_jax.model import (
     config as config_lib,
     observe as observe_lib,
@@ -34,8 +34,7 @@ from spec_jax.typing import typed
 MIN_BUCKET = 64
 
 
-@flax.struct.dataclass(kw_only=True)
-class Rows:
+class Rows(pytree.Node):
     """A slab of rows. The first `num_live` are real; what the others hold is ignored.
 
     Rows of one slot stand in the order of their positions.
@@ -47,8 +46,7 @@ class Rows:
     num_live: jax.Array  # [] int32
 
 
-@flax.struct.dataclass(kw_only=True)
-class RowOutputs:
+class RowOutputs(pytree.Node):
     """What a row leaves behind, beside its keys and values."""
 
     logits: jax.Array  # [R, V] float32; [0, V] where they are not asked for
@@ -90,11 +88,10 @@ def forward_rows(
     x = embedding.embed(params.embed, rows.tokens, num_live=rows.num_live, impl=impl)
     x = see(None, "embed", x)
     angles = row_angles(config, rows.positions, dtype=x.dtype)
-    run_layer = functools.partial(_run_layer, config=config, impl=impl)
-    if observe is None:
-        # Layers differ in their arrays alone: one is traced and lowered for all. A
-        # hook is told the number of the layer, and so each is traced.
-        run_layer = jax.jit(run_layer)
+    run = functools.partial(_run_layer, config=config, impl=impl)
+    # Layers differ in their arrays alone: one is traced and lowered for all. A hook
+    # is told the number of the layer, and so each is traced.
+    run_layer = jax.jit(run) if observe is None else run
     boundaries = [x]
     for number, layer in enumerate(params.layers):
         hook = {"observe": functools.partial(observe, number)} if observe else {}

@@ -225,6 +225,7 @@ class RowModel:
 )
 def _new_slots(kind, *, num_pages, **sizes):
     """One call of one program: a call for each array would cost more than a prompt."""
+    kv: paged.PagedKV
     if kind == "static":
         kv = static.init(**sizes)
     else:

@@ -61,13 +61,13 @@ class Tokenizer:
 
         A character that spans tokens belongs to the token that completes it.
         """
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        pieces = [decoder.decode(self._bytes(int(token_id))) for token_id in ids]
+        decoder = PieceDecoder(self)
+        pieces = [decoder.decode([token_id]) for token_id in ids]
         if pieces:
-            pieces[-1] += decoder.decode(b"", final=True)
+            pieces[-1] += decoder.decode([], final=True)
         return pieces
 
-    def _bytes(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
         """The bytes that a token stands for."""
         if token_id < 0:
             raise ValueError(f"{token_id=} is negative")
@@ -129,8 +129,28 @@ class Tokenizer:
             raise ValueError(f"{self.path.parent}: chat template: {error}") from None
 
 
+class PieceDecoder:
+    """Decodes a text token by token; never half a character.
+
+    A character that spans tokens comes with the token that completes it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def decode(self, ids: Sequence[int], *, final: bool = False) -> str:
+        """Returns the text that `ids` complete.
+
+        Args:
+          final: whether no token follows: bytes that are left over become U+FFFD.
+        """
+        raw = b"".join(self._tokenizer.bytes_of(int(token_id)) for token_id in ids)
+        return self._decoder.decode(raw, final=final)
+
+
 def load(folder: str | pathlib.Path) -> Tokenizer:
-    """Reads `tokenizer.json` and, where they are present, the files beside it.
+    """Reads a folder's tokenizer and, where they are present, the files beside it.
 
     The chat template is `chat_template.jinja`, else the `chat_template` of
     `tokenizer_config.json`. The stop tokens are the `eos_token_id` of
@@ -138,11 +158,11 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
     `tokenizer_config.json`, else `<|endoftext|>` if there is one, else none.
 
     Raises:
-      ValueError: `tokenizer.json` is missing, malformed or not byte-level; or one of
-        the other files is malformed.
+      ValueError: the file of `locate` is missing, malformed or not byte-level; or one
+        of the other files is malformed.
     """
     folder = pathlib.Path(folder)
-    path = folder / "tokenizer.json"
+    path = locate(folder)
     raw = _read_json(path)
     if raw is None:
         hint = hub.hint(folder) or "is this a model folder?"
@@ -166,6 +186,29 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
         stop_ids=_stop_ids(folder, backend, special_tokens.get("eos_token")),
         special_tokens=special_tokens,
     )
+
+
+def locate(folder: str | pathlib.Path) -> pathlib.Path:
+    """Returns the path of a folder's tokenizer; there may be no such file.
+
+    `tokenizer.json` in the folder, else the `tokenizer_file` that its
+    `tokenizer_config.json` names, relative to the folder: models that share a
+    vocabulary need one copy of it.
+
+    Raises:
+      ValueError: `tokenizer_config.json` is malformed.
+    """
+    folder = pathlib.Path(folder)
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return path
+    config = folder / "tokenizer_config.json"
+    shared = (_read_json(config) or {}).get("tokenizer_file")
+    if shared is None:
+        return path
+    if not isinstance(shared, str):
+        raise ValueError(f"{config}: tokenizer_file={shared!r} is not a path")
+    return folder / shared
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

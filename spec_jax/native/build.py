@@ -25,7 +25,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import jax
-import jaxlib
+import jaxlib.version
 
 
 SOURCES = (
@@ -358,7 +358,7 @@ def _key(compiler: Sequence[str], isa: str) -> str:
         _run([*compiler, "--version"]).stdout,
         *FLAGS,
         *ISA_FLAGS[isa],
-        jaxlib.__version__,
+        jaxlib.version.__version__,
         platform.machine(),
     )
     sources = pathlib.Path(__file__).parent

@@ -6,9 +6,10 @@ after the other: one float32, or two bfloat16. The same for all instruction sets
 matrix, bit for bit.
 """
 
-import flax.struct
 import jax
 import jax.numpy as jnp
+
+from spec_jax import pytree
 
 
 PANEL = 16
@@ -17,8 +18,7 @@ PANEL = 16
 _WORD_BYTES = 4
 
 
-@flax.struct.dataclass(kw_only=True)
-class Panels:
+class Panels(pytree.Node):
     """A matrix that the native kernels multiply by; made once, where it is loaded.
 
     Attributes:
@@ -27,7 +27,7 @@ class Panels:
     """
 
     data: jax.Array
-    shape: tuple[int, int] = flax.struct.field(pytree_node=False)
+    shape: tuple[int, int] = pytree.static()
 
     @property
     def dtype(self) -> jnp.dtype:

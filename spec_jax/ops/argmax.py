@@ -5,7 +5,6 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
 from spec_jax.ops import dispatch
-from spec_jax.pallas import argmax_triton
 from spec_jax.typing import typed
 
 
@@ -21,5 +20,7 @@ def argmax(
     if impl == "native":
         return calls.argmax(logits, num_live=num_live)
     if impl in dispatch.PALLAS:
+        from spec_jax.pallas import argmax_triton
+
         return argmax_triton.argmax(logits, interpret=impl == "interpret")
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -60,8 +60,8 @@ def _attend_forward(queries, keys, values, scale):
         block = _product("bqt,bth->bqh", probs, values[:, :stop])
         outputs.append(_blocked(block, queries.shape[1]).astype(values.dtype))
         kept.append(probs)
-    outputs = jnp.concatenate(outputs, axis=2)
-    return outputs, (queries, keys, values, outputs, kept)
+    whole = jnp.concatenate(outputs, axis=2)
+    return whole, (queries, keys, values, whole, kept)
 
 
 def _attend_backward(scale, saved, gradient):
@@ -83,8 +83,7 @@ def _attend_backward(scale, saved, gradient):
         dk = dk.at[:, :stop].add(part)
         by_key = bits.row_major(probs.swapaxes(1, 2))
         dv = dv.at[:, :stop].add(_product("btq,bqh->bth", by_key, of_outputs))
-    dq = jnp.concatenate(dq, axis=2)
-    return dq, dk.astype(keys.dtype), dv.astype(values.dtype)
+    return jnp.concatenate(dq, axis=2), dk.astype(keys.dtype), dv.astype(values.dtype)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

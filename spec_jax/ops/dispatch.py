@@ -8,6 +8,9 @@
 
 A named implementation runs or raises `NotImplementedError(why)`; only "auto" chooses,
 once, where a model is built, and the choice is part of every result.
+
+`spec_jax.pallas` is imported by the functions that use it: Pallas takes half as long to
+import as jax itself, and most processes run no kernel of it.
 """
 
 import functools
@@ -17,7 +20,6 @@ import types
 import jax
 
 from spec_jax.native import build
-from spec_jax.pallas import skinny_gemm_mosaic, skinny_gemm_triton, slab
 from spec_jax.typing import IMPLS, Impl
 
 
@@ -35,8 +37,9 @@ def backend() -> str:
         return jax.default_backend()
     except (AssertionError, RuntimeError) as error:  # Without a GPU, "cuda" asserts.
         reason = str(error).partition("\n")[0] or "no such device"
+        platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
         raise ValueError(
-            f"JAX_PLATFORMS={jax.config.jax_platforms}: jax cannot start it here "
+            f"JAX_PLATFORMS={platforms}: jax cannot start it here "
             f"({reason}); leave JAX_PLATFORMS unset, and for a GPU install the extra "
             "cuda12 or cuda13"
         ) from None
@@ -74,6 +77,8 @@ def products(impl: str) -> tuple[types.ModuleType, bool]:
 
     And whether it is to be interpreted.
     """
+    from spec_jax.pallas import skinny_gemm_mosaic, skinny_gemm_triton
+
     if impl == "mosaic":
         return skinny_gemm_mosaic, False
     return skinny_gemm_triton, impl == "interpret"
@@ -85,7 +90,11 @@ def slab_rows(impl: str) -> int | None:
     What XLA compiles between two kernels, and how attention tiles its rows, may differ
     with the height: one height for plain decoding and for verification.
     """
-    return slab.ROWS if impl in PALLAS else None
+    if impl not in PALLAS:
+        return None
+    from spec_jax.pallas import slab
+
+    return slab.ROWS
 
 
 def instruction_set(impl: str) -> str | None:

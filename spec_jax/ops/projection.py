@@ -40,9 +40,9 @@ def project(
       out_dtype: of the result where nothing is added; that of `x` if None. Float32
         for logits: they are not rounded.
     """
-    out_dtype = jnp.dtype(out_dtype or x.dtype)
-    if residual is not None and out_dtype != x.dtype:
-        raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if residual is not None and dtype != x.dtype:
+        raise ValueError(f"a residual of {x.dtype} cannot give {dtype}")
     if impl == "native":
         return calls.project(
             x,
@@ -51,7 +51,7 @@ def project(
             norm=norm,
             residual=residual,
             eps=eps,
-            out_dtype=out_dtype,
+            out_dtype=dtype,
         )
     w = weights.matrix(w)
     if impl in dispatch.PALLAS:
@@ -63,12 +63,12 @@ def project(
             norm=norm,
             residual=residual,
             eps=eps,
-            out_dtype=out_dtype,
+            out_dtype=dtype,
             interpret=interpret,
         )
     if norm is not None:
         x = rms_norm.rms_norm(x, norm, eps=eps)
-    y = skinny_gemm.skinny_gemm(x, w, impl=impl).astype(out_dtype)
+    y = skinny_gemm.skinny_gemm(x, w, impl=impl).astype(dtype)
     # Fused with what comes next, the rounding of a bfloat16 product would be left out
     # or not, as the surrounding program suits XLA.
     y = jax.lax.optimization_barrier(y)

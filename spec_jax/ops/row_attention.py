@@ -6,12 +6,13 @@ pages; each live row attends to positions `0 .. positions[r]` of its slot, its o
 included. One op, because all of it belongs to one key/value head and no other.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
 from spec_jax.ops import dispatch, page_write, paged_attention, rms_norm, rope
-from spec_jax.pallas import row_attention_triton
 from spec_jax.typing import typed
 
 
@@ -47,7 +48,7 @@ def row_attention(
       The attended heads `[R, N * H]` and the pages with the live rows written.
     """
     K, H = k_pages.shape[2:]
-    where = {
+    where: dict[str, Any] = {
         "page_table": page_table,
         "slots": slots,
         "positions": positions,
@@ -59,6 +60,8 @@ def row_attention(
             **where, eps=eps, scale=scale,
         )  # fmt: skip
     if impl in dispatch.PALLAS:
+        from spec_jax.pallas import row_attention_triton
+
         return row_attention_triton.attend(
             heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
             **where, eps=eps, scale=scale, interpret=impl == "interpret",

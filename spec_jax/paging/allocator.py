@@ -148,11 +148,17 @@ def reserve_each(
         num_free = books[3]
         fits = (missing[slot] <= num_free) & (wanted[slot] <= kv.page_table.shape[1])
         books = _take(books, slot, jnp.where(fits, missing[slot], 0))
-        return books, starved.at[slot].set(~fits), missing.at[slot].set(0)
+        starved = starved.at[slot].set(
+            jnp.where(missing[slot] > 0, ~fits, starved[slot])
+        )
+        return books, starved, missing.at[slot].set(0)
 
-    books, starved, _ = jax.lax.while_loop(
-        lambda carry: jnp.any(carry[2] > 0), serve, (_books(kv), starved, missing)
-    )
+    carry = _books(kv), starved, missing
+    if kv.num_slots == 1:
+        carry = serve(carry)  # One turn at most: no loop to compile and to start.
+    else:
+        carry = jax.lax.while_loop(lambda carry: jnp.any(carry[2] > 0), serve, carry)
+    books, starved, _ = carry
     kv = kv.replace(out_of_pages=starved, refused=kv.refused | (asked & ~valid))
     return _with_books(kv, books)
 
@@ -185,6 +191,8 @@ def truncate_each(
     if not kv.pages_change_hands:
         return kv
     surplus = jnp.where(valid, jnp.maximum(kv.num_owned - kept, 0), 0)
+    if kv.num_slots == 1:
+        return _with_books(kv, _give(_books(kv), jnp.int32(0), surplus[0]))
 
     def free(carry):
         books, surplus = carry

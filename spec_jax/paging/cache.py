@@ -8,19 +8,18 @@ stored. For a slot of length `n` the interval `[0, n)` holds valid keys and valu
 
 from typing import ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from spec_jax import pytree
 from spec_jax.ops import page_write
 from spec_jax.paging import index
 from spec_jax.typing import typed
 
 
-@flax.struct.dataclass(kw_only=True)
-class PagedKV:
+class PagedKV(pytree.Node):
     """Pages of all layers, and the books: who owns which, how far each slot reaches.
 
     One array a layer, not one stacked array: XLA on CPU copies a stacked cache once

@@ -1,10 +1,15 @@
 """Where a position lives: page numbers and offsets from a page table."""
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from spec_jax.typing import typed
+
+
+_Count = TypeVar("_Count", int, jax.Array)
 
 
 @typed
@@ -26,7 +31,13 @@ def locate(
     return pages, positions % page_size
 
 
-def pages_for(length: jax.Array | int, page_size: int) -> jax.Array | int:
-    """Number of pages that cover `[0, length)`."""
+def pages_for(length: _Count, page_size: int) -> _Count:
+    """Returns the number of pages that cover `[0, length)`."""
     # Not `(length + page_size - 1) // page_size`: that overflows near 2**31.
-    return -(-length // page_size)
+    if not isinstance(length, jax.Array):
+        return -(-length // page_size)
+    # Of whole numbers, without the sign that `//` looks after in a dozen operations.
+    size = jnp.asarray(page_size, length.dtype)
+    size = jnp.broadcast_to(size, length.shape)
+    is_partial = jax.lax.rem(length, size) > 0
+    return jax.lax.div(length, size) + is_partial.astype(length.dtype)

@@ -83,6 +83,6 @@ def check_pools(x: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
         raise NotImplementedError(f"{k_pages.size} elements of a pool: below 2**31")
 
 
-def whole(array: jax.Array) -> pl.BlockSpec:
+def whole(array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
     """The array as it is, to every program: a pointer."""
     return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)

@@ -104,8 +104,8 @@ def _kernel(
     @pl.when(lengths_ref[row] != 0)
     def _():
         source = jnp.where(is_query, kv_head * group + head, queries + kv_head)
-        norms = zip(load(q_norm_ref), load(k_norm_ref), strict=True)
-        norms = [jnp.where(is_query, *norm) for norm in norms]
+        pairs = zip(load(q_norm_ref), load(k_norm_ref), strict=True)
+        norms = [jnp.where(is_query, *pair) for pair in pairs]
         turn = [
             plt.load(ref.at[row, lane], mask=inside, other=0.0).astype(jnp.float32)
             for ref in (cos_ref, sin_ref)
@@ -118,20 +118,20 @@ def _kernel(
         # What is not stored points past the pool: no two rows to one place.
         key_at = jnp.where(is_key & is_stored, token, k_ref.shape[0])
         for start, part in zip((0, half), rotated, strict=True):
-            at = kv_head, row, head, lane + start
-            plt.store(q_ref.at[at], part, mask=is_query & inside)
-            at = key_at, kv_head, lane + start
-            plt.store(k_ref.at[at], part, mask=is_key & is_stored & inside)
+            query_ref = q_ref.at[kv_head, row, head, lane + start]
+            plt.store(query_ref, part, mask=is_query & inside)
+            key_ref = k_ref.at[key_at, kv_head, lane + start]
+            plt.store(key_ref, part, mask=is_key & is_stored & inside)
         if width > head_dim:  # Zero times what is read there must be zero.
             zeros = jnp.zeros((head.size, width), q_ref.dtype)
             mask = (column >= head_dim) & is_query
             plt.store(q_ref.at[kv_head, row, head, column], zeros, mask=mask)
 
         mask = column < head_dim
-        at = row, queries + num_kv + kv_head, column
-        value = plt.load(heads_ref.at[at], mask=mask, other=0.0)
-        at = jnp.maximum(token, 0), kv_head, column
-        plt.store(v_ref.at[at], value, mask=mask & is_stored)
+        value_ref = heads_ref.at[row, queries + num_kv + kv_head, column]
+        value = plt.load(value_ref, mask=mask, other=0.0)
+        stored_at = jnp.maximum(token, 0), kv_head, column
+        plt.store(v_ref.at[stored_at], value, mask=mask & is_stored)
 
 
 def _norm_and_rotate(x, weights, turn, head_dim, eps, dtype):

@@ -252,11 +252,11 @@ def _kernel(
         query = jnp.arange(lay.tile_rows * lay.heads, dtype=jnp.int32)
         rows, heads = first_row + div(query, lay.heads), rem(query, lay.heads)
         mine = (heads < lay.group) & _takes_part(rows, job, slots_ref, full_ref)
-        at = kv_head, rows, heads, job.index
+        at = kv_head, rows, heads, job.split
         for ref, values in zip((maxima_ref, totals_ref), sums[:2], strict=True):
             plt.store(ref.at[at], values, mask=mine)
-        at = kv_head, rows[:, None], heads[:, None], job.index, width[None, :]
-        plt.store(sums_ref.at[at], sums[2], mask=mine[:, None])
+        wide = kv_head, rows[:, None], heads[:, None], job.split, width[None, :]
+        plt.store(sums_ref.at[wide], sums[2], mask=mine[:, None])
         return carry
 
     turns = div(ends_ref[R - 1] - worker + workers - 1, workers)
@@ -270,7 +270,7 @@ class _Job(NamedTuple):
     slot: jax.Array
     length: jax.Array  # of `row`, which need not see a shared split itself
     shared: jax.Array  # bool
-    index: jax.Array  # of the split
+    split: jax.Array  # its number
     first: jax.Array  # keys `first .. end`
     end: jax.Array
 
@@ -293,7 +293,7 @@ def _find_job(number, refs, split) -> _Job:
         slot=slots_ref[row],
         length=length,
         shared=shared,
-        index=index,
+        split=index,
         first=first,
         end=jnp.where(shared, end, jnp.minimum(end, length)),
     )
@@ -304,7 +304,7 @@ def _takes_part(rows, job, slots_ref, full_ref):
     inside = rows < slots_ref.shape[0]
     slots = plt.load(slots_ref.at[rows], mask=inside, other=0)
     full = plt.load(full_ref.at[rows], mask=inside, other=0)
-    shares = (slots == job.slot) & (full > job.index)
+    shares = (slots == job.slot) & (full > job.split)
     return jnp.where(job.shared, shares, rows == job.row)
 
 

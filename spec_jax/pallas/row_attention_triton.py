@@ -34,6 +34,7 @@ def attend(
     interpret: bool,
     ancestors: jax.Array | None = None,  # [R, A] int32
     config: plan.Config | None = None,
+    jobs: row_jobs.RowJobs | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `ops.row_attention.row_attention`. The pages are updated in place.
 
@@ -43,6 +44,7 @@ def attend(
     Args:
       ancestors: see `paged_attention_triton.paged_attention`; the row itself is
         written to the position of its last entry.
+      jobs: `row_jobs.row_jobs` of these rows and `config`; made here if None.
 
     Raises:
       ValueError: shapes that do not belong together.
@@ -54,17 +56,18 @@ def attend(
     config = config or plan.default_config(H, heads.dtype, interpret=interpret)
     lay = plan.layout(R, N // K, H, tile=config.tile)
     plan.check_pools(heads, k_pages, v_pages)
-    jobs = row_jobs.row_jobs(
-        page_table,
-        slots,
-        positions,
-        num_live,
-        num_pages=P,
-        page_size=C,
-        split=config.split,
-        tile_rows=lay.tile_rows,
-        ancestors=ancestors,
-    )
+    if jobs is None:
+        jobs = row_jobs.row_jobs(
+            page_table,
+            slots,
+            positions,
+            num_live,
+            num_pages=P,
+            page_size=C,
+            split=config.split,
+            tile_rows=lay.tile_rows,
+            ancestors=ancestors,
+        )
     queries, k_pages, v_pages = head_rotate_triton.rotate_and_write(
         heads.reshape(R, N + 2 * K, H),
         q_norm,

@@ -13,7 +13,7 @@ splits that the row leads (the first row of its slot in its tile does) and then 
 private ones. The list is the same for all layers: compiled with them, XLA keeps one.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from spec_jax.typing import typed
 
 
 LOST = -1
+
+_Count = TypeVar("_Count", int, jax.Array)
 
 
 class RowJobs(NamedTuple):
@@ -36,7 +38,7 @@ class RowJobs(NamedTuple):
     stored_at: jax.Array  # token `page * C + offset` of the pool; `LOST`: nowhere
 
 
-def split_count(capacity: int, split: int) -> int:
+def split_count(capacity: _Count, split: int) -> _Count:
     """Splits in `capacity` positions, the last one perhaps in part."""
     return -(-capacity // split)
 

@@ -196,7 +196,9 @@ def _multiply(x, w, *, plan, interpret):
             return sums_ref[...]
 
         columns = pl.ds(n * plan.block_n, plan.block_n)
-        sums = plgpu.ACC((plan.block_n, slab.ROWS), jnp.float32)
+        # jax does not list it as a public name.
+        shape = plan.block_n, slab.ROWS
+        sums = plgpu.ACC(shape, jnp.float32)  # type: ignore[attr-defined]
         out_ref[split, columns, pl.ds(r * slab.ROWS, slab.ROWS)] = pl.run_scoped(
             accumulate, sums
         )

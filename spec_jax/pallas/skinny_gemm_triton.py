@@ -145,7 +145,8 @@ def _multiply_kernel(
         for out_ref, total in zip(out_refs, sums, strict=True):
             _store(out_ref.at[...], total, in_columns)
     else:
-        _finish(sums, residual_ref, *out_refs, in_columns)
+        (out_ref,) = out_refs
+        _finish(sums, residual_ref, out_ref, in_columns)
 
 
 def _reduce_kernel(
@@ -176,12 +177,14 @@ def _added(sums, others):
 def _finish(sums, residual_ref, out_ref, in_columns):
     """Rounds a tile, gates it or adds the residual, and stores it."""
     if len(sums) == 2:
-        result = slab.gated(*sums, dtype=out_ref.dtype)
+        gate, up = sums
+        result = slab.gated(gate, up, dtype=out_ref.dtype)
     else:
         residual = None
         if residual_ref is not None:
             residual = _load(residual_ref.at[...], last_mask=in_columns)
-        result = slab.added(*sums, residual, out_dtype=out_ref.dtype)
+        (total,) = sums
+        result = slab.added(total, residual, out_dtype=out_ref.dtype)
     _store(out_ref.at[...], result, in_columns)
 
 

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from experiments.support import model_pair, prompt_files
-from spec_jax import acceptance, protocols, testing
+from experiments.lib import prompt_files
+from spec_jax import loading, testing
 from spec_jax.drafters import ngram
+from spec_jax.engine import protocols
 from spec_jax.model import tokenizer
+from spec_jax.rules import acceptance
 
 
 MAX_LEN, GAMMA_MAX = 24, 4
@@ -110,7 +112,10 @@ def test_ties_and_ends_by_hand(text, latest, earliest):
     assert drafts(ngram.hugging_face(gamma_max=4), text, gamma=4) == earliest
 
 
-@pytest.mark.parametrize("drafter", [ngram.PromptLookup, ngram.hugging_face])
+@pytest.mark.parametrize(
+    "drafter",
+    [ngram.PromptLookup, pytest.param(ngram.hugging_face, marks=pytest.mark.slow)],
+)
 def test_it_keeps_the_contract(drafter):
     checked = testing.check_drafter(drafter(gamma_max=GAMMA_MAX), None)
     assert checked == tuple(testing.CLAUSES)
@@ -138,7 +143,7 @@ def num_rounds(draft, text, *, start) -> int:
 
 def test_the_default_is_not_worse_than_bigrams():
     """On Python: the second half of each prompt, after the first. Fails for "first"."""
-    encode = tokenizer.load(model_pair.EMBEDDED_TARGET).encode
+    encode = tokenizer.load(loading.EMBEDDED_TARGET).encode
     prompts = prompt_files.parse("50", default_file=prompt_files.BUNDLED)
     texts = [encode(prompt.text) for prompt in prompts]
     lookups = functools.partial(

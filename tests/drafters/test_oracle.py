@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import oracle
+from spec_jax.drafters import each, oracle
 
 
 GAMMA_MAX = 4
@@ -18,8 +18,11 @@ TEXT = [3, 95, 0, 41, 41, 7]
 
 def drafts(trace, length, *, gamma=GAMMA_MAX) -> list[int]:
     tokens = jnp.zeros((12,), jnp.int32)
+    memory = DRAFTER.init(capacity=11, page_size=4)
+    memory = DRAFTER.prefill(trace, memory, TEXT[:1])
+    assert memory.tokens.shape == memory.is_right.shape == (13,)
     _, proposal = DRAFTER.propose(
-        trace, (), tokens=tokens, length=jnp.int32(length), gamma=jnp.int32(gamma)
+        None, memory, tokens=tokens, length=jnp.int32(length), gamma=jnp.int32(gamma)
     )
     return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()
 
@@ -82,6 +85,19 @@ def test_it_keeps_the_contract():
 def test_impossible_traces_are_refused(text, rate, message):
     with pytest.raises(ValueError, match=message):
         oracle.make_trace(text, rate=rate)
+
+
+def test_traces_that_a_slot_does_not_take():
+    """Fails if a trace is cut in silence, spread over a text, or another slot's."""
+    slots = each.lift(DRAFTER, 3)
+    memory = slots.init(capacity=11, page_size=4)
+    with pytest.raises(ValueError, match="a trace of 14 tokens for a text of 13"):
+        slots.prefill(oracle.make_trace([3] * 14), memory, [3], slot=1)
+    with pytest.raises(ValueError, match="takes the trace of each request.* `draft_p"):
+        slots.prefill(None, memory, [3], slot=1)
+    memory = slots.prefill(oracle.make_trace([3] * 5), memory, [3], slot=1)
+    assert memory.slots.length.tolist() == [0, 5, 0]
+    assert memory.slots.tokens.sum(axis=1).tolist() == [0, 15, 0]
 
 
 def test_a_vocabulary_without_a_wrong_token_is_refused():

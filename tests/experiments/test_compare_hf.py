@@ -12,19 +12,26 @@ import pytest
 import tiny_pair
 
 from experiments import compare_hf
-from experiments.support import (
-    compared_runs,
-    flags,
-    hf_baseline,
-    hf_runs,
+from experiments.lib import (
+    cli,
+    compare,
+    hf,
     length_classes,
-    model_pair,
-    paired_runs,
+    noise,
     peak_memory,
     prompt_files,
+    runs,
+    subjects,
 )
-from spec_jax import metrics
-from spec_jax.model import load, params as params_lib, tokenizer as tokenizer_lib
+from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.model import (
+    config as config_lib,
+    load,
+    params as params_lib,
+    sequence,
+    tokenizer as tokenizer_lib,
+)
 
 
 GEN_TOKENS = 8
@@ -66,7 +73,7 @@ def oracle():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_baseline, "_num_cores", lambda: 1)
+        patch.setattr(hf, "_num_cores", lambda: 1)
         yield
 
 
@@ -81,13 +88,11 @@ def measured(oracle, folders, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sides(oracle, folders):
-    pair = model_pair.load_pair(
-        *folders, gamma_max=3, slab=4, dtype="float32", impl="auto"
-    )
-    return compared_runs.Sides(
-        pair=pair,
-        hf=hf_baseline.load(*folders, dtype="float32", gamma=3),
-        settings=paired_runs.Settings(
+    target, draft = folders
+    return compare.Sides(
+        lm=loading.load(target, draft=draft, gamma_max=3, slab=4, dtype="float32"),
+        hf=hf.load(*folders, dtype="float32"),
+        settings=runs.Settings(
             gamma=3, gen_tokens=GEN_TOKENS, capacity=48, page_size=16
         ),
     )
@@ -98,7 +103,7 @@ def test_rows_of_runs(measured):
     """Fails if a run is missing, or a speed is not that of the prompts' seconds."""
     rows = rows_of(measured, "comparison")
     prompts = rows_of(measured, "prompt")
-    every = len(compared_runs.all_runs(GAMMAS))
+    every = 2 * (1 + 2 * len(GAMMAS))
     assert len(rows) == every * len(length_classes.NAMES)
     assert [row["length"] for row in rows[::every]] == list(length_classes.NAMES)
     for row in rows:
@@ -126,7 +131,7 @@ def test_rows_of_runs(measured):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("method", hf_runs.METHODS)
+@pytest.mark.parametrize("method", hf.METHODS)
 def test_both_sides_accept_the_same_drafts(measured, method):
     """The same drafter for the same target: every counter agrees."""
     rows = {
@@ -153,15 +158,15 @@ def test_prompt_lookup_is_theirs_to_the_last_draft(sides, prompt):
     """Round for round: to the limit, and to a stop token that is drafted too."""
     long = dataclasses.replace(sides.settings, gen_tokens=18)
     _, first = dataclasses.replace(sides, settings=long).generate(
-        compared_runs.OUR_PLAIN, prompt
+        compare.OUR_PLAIN, prompt
     )
     text = prompt + first.tokens
 
-    def both(*stop_ids: int) -> hf_runs.Generated:
+    def both(*stop_ids: int) -> hf.Generated:
         settings = dataclasses.replace(sides.settings, gen_tokens=24, stop_ids=stop_ids)
         ours, theirs = (
             dataclasses.replace(sides, settings=settings).generate(
-                compared_runs.Run(side=side, method="prompt lookup", gamma=3), text
+                compare.Run(side=side, method="prompt lookup", gamma=3), text
             )[1]
             for side in ("spec_jax", "transformers")
         )
@@ -179,15 +184,15 @@ def test_prompt_lookup_is_theirs_to_the_last_draft(sides, prompt):
 def test_a_perfect_draft_is_kept_whole(oracle, folders):
     """And counted whole where a stop token cuts it, as our rounds count it."""
     target, _ = folders
-    hf = hf_baseline.load(target, target, dtype="float32", gamma=3)
+    baseline = hf.load(target, target, dtype="float32")
     options = {"method": "draft model", "gamma": 3, "max_tokens": 8}
-    whole = hf_runs.generate(hf, [5, 6, 7], stop_ids=(), **options)
+    whole = hf.generate(baseline, [5, 6, 7], stop_ids=(), **options)
     assert whole.counters.rounds == 2
     assert whole.counters.accepted == whole.counters.proposed == 6
     # Planted: the number that the library hands over is what the limit left.
     stop = whole.tokens[1]
     first = whole.tokens.index(stop) + 1
-    cut = hf_runs.generate(hf, [5, 6, 7], stop_ids=(stop,), **options)
+    cut = hf.generate(baseline, [5, 6, 7], stop_ids=(stop,), **options)
     assert cut.tokens == whole.tokens[:first]
     assert cut.counters.accepted == cut.counters.proposed == first
     assert cut.counters.cut == 1
@@ -196,22 +201,22 @@ def test_a_perfect_draft_is_kept_whole(oracle, folders):
 @pytest.mark.oracle
 def test_the_models_count_nothing_afterwards(sides):
     """Fails if the hook stays on a model, where it would count other runs."""
-    run = compared_runs.Run(side="transformers", method="prompt lookup", gamma=2)
+    run = compare.Run(side="transformers", method="prompt lookup", gamma=2)
     _, done = sides.generate(run, [5, 6, 5, 6, 5])
     assert done.counters.proposed > 0
-    assert hf_runs._HOOK not in vars(sides.hf.target)
+    assert hf._HOOK not in vars(sides.hf.target)
 
 
 @pytest.mark.oracle
 def test_a_stop_token_stops_both_sides(sides):
     """At the same token, which both of them keep."""
     prompt = [5, 6, 7]
-    _, whole = sides.generate(compared_runs.OUR_PLAIN, prompt)
+    _, whole = sides.generate(compare.OUR_PLAIN, prompt)
     stop = whole.tokens[3]
     expected = whole.tokens[: whole.tokens.index(stop) + 1]
     settings = dataclasses.replace(sides.settings, stop_ids=(stop,))
     stopped = dataclasses.replace(sides, settings=settings)
-    for run in compared_runs.all_runs(GAMMAS):
+    for run in compare.all_runs(sides, GAMMAS):
         assert stopped.generate(run, prompt)[1].tokens == expected, run
 
 
@@ -221,9 +226,9 @@ def test_another_target_is_told(oracle, folders, tmp_path, monkeypatch, capsys):
     target, draft = folders
     config = tiny_pair.config(num_layers=2)
     other = tiny_pair.write_model(tmp_path / "other", config, seed=7)
-    real = hf_baseline.load
+    real = hf.load
     monkeypatch.setattr(
-        hf_baseline, "load", lambda *_, **keywords: real(other, draft, **keywords)
+        hf, "load", lambda *_, **keywords: real(other, draft, **keywords)
     )
     out = tmp_path / "out.jsonl"
     more = ("--gammas", "3", "--ignore-stop", "--out", str(out))
@@ -251,13 +256,72 @@ def test_bfloat16_is_judged_in_float32(oracle, folders, tmp_path):
 def test_the_margin_is_that_of_the_logits(sides):
     """A tie would be near zero; and our logits are those of Hugging Face."""
     prompt = length_classes.LengthPrompt(length="short", id="1", tokens=[5, 6, 7])
-    _, done = sides.generate(compared_runs.OUR_PLAIN, prompt.tokens)
+    _, done = sides.generate(compare.OUR_PLAIN, prompt.tokens)
     other = [*done.tokens[:2], (done.tokens[2] + 1) % 200, *done.tokens[3:]]
-    row = compared_runs.greedy_row(sides, prompt, done.tokens, other)
+    row = compare.greedy_row(sides, prompt, done.tokens, other)
     assert row["first_difference"] == 2
     assert row["our_token"] == done.tokens[2] and row["their_token"] == other[2]
     assert row["our_margin"] > 0
     assert row["our_margin"] == pytest.approx(-row["their_margin"], abs=1e-4)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_weights_of_torch_are_ours(oracle, tied):
+    """Fails if a matrix is under another's name, or the halves are exchanged."""
+    import torch
+
+    config = tiny_pair.config(num_layers=2, tie_word_embeddings=tied)
+    params = noise.weights(config, seed=0)
+    baseline = hf.from_arrays((config_lib.to_dict(config), params), None, backend="cpu")
+    tokens = np.asarray(noise.tokens(9, config.vocab_size))[None]
+    with torch.inference_mode():
+        theirs = baseline.target(torch.tensor(tokens.astype(np.int64))).logits.numpy()
+    ours = jax.jit(sequence.logits, static_argnums=1)(params, config, tokens)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.oracle
+def test_presets(oracle, tmp_path, monkeypatch):
+    """Random weights in both libraries' hands, with the draft and without."""
+    config = tiny_pair.config(num_layers=2)
+    for name in subjects.PRESETS:
+        monkeypatch.setitem(subjects.PRESETS, name, config)
+    out = tmp_path / "out.jsonl"
+    more = ["--lengths", "4", "9", "20", "--gammas", "3", "--repeats", "1"]
+    more += ["--gen-tokens", "6", "--per-length", "1", "--out", str(out)]
+    preset = ["--preset", "qwen3-8b", "--draft-preset", "qwen3-0.6b"]
+    assert compare_hf.main([*preset, *more]) == 0
+    rows = rows_of(out, "comparison")
+    assert len(rows) == 3 * 6 and {row["target"] for row in rows} == {"qwen3-8b"}
+    assert not rows_of(out, "memory")
+    assert compare_hf.main([*preset[:2], *more, "--no-hf"]) == 0
+    rows = rows_of(out, "comparison")
+    assert [row["method"] for row in rows] == ["plain"] * 3
+    assert rows[0]["vs_hf"] is None and rows[0]["vs_plain"] == 1
+
+
+@pytest.mark.oracle
+def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
+    """With settings beside the weights that would make it do both."""
+    import transformers
+
+    config = tiny_pair.config(num_layers=2)
+    target = tiny_pair.write_model(tmp_path / "target", config, seed=0)
+    options = {"method": hf.PLAIN, "gamma": None, "max_tokens": 12, "stop_ids": ()}
+    greedy = hf.load(target, None, dtype="float32")
+    expected = hf.generate(greedy, [5, 6, 7], **options).tokens
+    assert len(expected) == 12
+    own = {"eos_token_id": expected[2], "do_sample": True, "temperature": 9.0}
+    (target / "generation_config.json").write_text(json.dumps(own))
+    baseline = hf.load(target, folders[1], dtype="float32")
+    assert hf.generate(baseline, [5, 6, 7], **options).tokens == expected
+    drafted = options | {"method": hf.DRAFT_MODEL, "gamma": 3}
+    assert hf.generate(baseline, [5, 6, 7], **drafted).tokens == expected
+    # The settings are real ones: obeyed, they would end the text.
+    settings = transformers.GenerationConfig.from_pretrained(target, do_sample=False)
+    baseline.target.generation_config = settings
+    assert settings.eos_token_id == expected[2]
 
 
 @pytest.mark.oracle
@@ -272,7 +336,7 @@ def test_each_side_is_measured_alone(oracle, folders):
     ballast = np.ones(2**30, np.uint8)  # 1 GiB, more than either side has
     for side, stages in (
         ("spec_jax", ["libraries", "weights", "plain", "draft model"]),
-        ("transformers", ["libraries", "weights", "plain", *hf_runs.METHODS]),
+        ("transformers", ["libraries", "weights", "plain", *hf.METHODS]),
     ):
         peaks = peak_memory.measure(side, request)
         assert list(peaks) == stages
@@ -285,7 +349,7 @@ def test_each_side_is_measured_alone(oracle, folders):
 def test_hugging_faces_side_never_loads_jax(oracle):
     """What its process imports: JAX there would count as Hugging Face's memory."""
     code = (
-        "import sys; from experiments.support import hf_baseline, hf_runs, peak_memory;"
+        "import sys; from experiments.lib import hf, peak_memory;"
         "import torch, transformers; sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -313,14 +377,14 @@ def test_a_measurement_that_fails_says_how(monkeypatch):
 
 def test_counts_of_rounds():
     """Written out by hand: proposed and kept, in three rounds of at most 3."""
-    counters = hf_runs.count([(3, 3), (3, 1), (2, 0)], num_tokens=7, gamma=3)
+    counters = hf.count([(3, 3), (3, 1), (2, 0)], num_tokens=7, gamma=3)
     assert counters == metrics.Counters(
         **{"tokens": 7, "rounds": 3, "proposed": 8, "accepted": 4, "cut": 0},
         **{"accepted_hist": (1, 1, 0, 1), "proposed_at": (3, 2, 1)},
         accepted_at=(2, 1, 1),
     )
     with pytest.raises(metrics.IdentityError):
-        hf_runs.count([(3, 3)], num_tokens=5, gamma=3)
+        hf.count([(3, 3)], num_tokens=5, gamma=3)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +392,7 @@ def test_counts_of_rounds():
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)],
 )
 def test_first_difference(ours, theirs, place):
-    assert compared_runs.first_difference(ours, theirs) == place
+    assert compare.first_difference(ours, theirs) == place
 
 
 def test_prompts_of_stated_lengths(folders):
@@ -375,7 +439,7 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     except SystemExit as exit_:
         status = exit_.code
     error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
+    assert status == cli.UNUSABLE == 1
     assert "error: " in error.splitlines()[-1] and "Traceback" not in error
     for word in words:
         assert word in error.splitlines()[-1], error
@@ -407,20 +471,20 @@ def test_one_folder_alone(folders, capsys):
 
 
 def test_without_the_oracle_one_line_says_how_to_get_it(folders, monkeypatch, capsys):
-    monkeypatch.setattr(hf_baseline, "missing", lambda: ["torch", "transformers"])
-    words = ("torch and transformers", hf_baseline.INSTALL)
+    monkeypatch.setattr(hf, "missing", lambda: ["torch", "transformers"])
+    words = ("torch and transformers", hf.INSTALL)
     assert_fails_with(capsys, command(folders), *words)
 
 
 def test_a_transformers_without_the_hook_is_refused():
-    hf = hf_baseline.Baseline(
+    baseline = hf.Baseline(
         target=object(), draft=None, description={"transformers_version": "9.9"}
     )
     with pytest.raises(ValueError, match="transformers 9.9 has no"):
-        hf_runs.check_supported(hf)
+        hf.check_supported(baseline)
 
 
 @pytest.mark.oracle
-def test_a_device_that_torch_lacks(sides):
+def test_a_device_that_torch_lacks(oracle, folders):
     with pytest.raises(ValueError, match="JAX_PLATFORMS=cpu"):
-        hf_runs.move(sides.hf, "tpu")
+        hf.load(*folders, dtype="float32", backend="tpu")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from experiments.support import files
+from experiments.lib import files
 
 
 def test_a_regular_file_is_read_whole(tmp_path):
@@ -80,7 +80,7 @@ def test_the_same_file_by_other_names(tmp_path):
 
 LOCKING = """
 import pathlib, sys
-from experiments.support import files
+from experiments.lib import files
 with files.open_output(pathlib.Path(sys.argv[1])):
     print("open", flush=True)
     sys.stdin.read()

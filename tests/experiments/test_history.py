@@ -1,14 +1,12 @@
 """The ladder of designs from its command line: rows, exit status, what it judges by."""
 
-import dataclasses
-import json
-
 import pytest
 import tiny_pair
+from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import history
-from experiments.support import flags, paired_runs
-from spec_jax.model import verify_paths
+from experiments.ablations import verify_paths
+from experiments.lib import cli, results, runs
 
 
 @pytest.fixture(scope="module")
@@ -17,27 +15,22 @@ def folders(tmp_path_factory):
 
 
 def command(folders, *more: str) -> list[str]:
-    target, draft = folders
-    return [
-        *("--target", str(target), "--draft", str(draft)),
-        *("--gen-tokens", "6", "--gamma", "2", "--prompts", "1"),
-        *more,
-    ]
+    sizes = ("--gen-tokens", "6", "--gamma", "2", "--prompts", "1")
+    return [*models_of(folders), *sizes, *more]
 
 
 def test_every_rung_is_run_and_written(folders, tmp_path, capsys, monkeypatch):
-    """Fails if a rung runs another design than its own, or is judged by another."""
-    judged = []
-    real = paired_runs.run_plain
+    """Fails if a rung runs another design than its own, or is compared with another."""
+    decoded, real = [], runs.run_plain
 
-    def watched(pair, settings, prompt):
-        judged.append(type(pair.target))
-        return real(pair, settings, prompt)
+    def watched(lm, settings, prompt):
+        decoded.append(type(lm.target))
+        return real(lm, settings, prompt)
 
-    monkeypatch.setattr(paired_runs, "run_plain", watched)
+    monkeypatch.setattr(runs, "run_plain", watched)
     out = tmp_path / "out.jsonl"
-    history.main(command(folders, "--out", str(out)))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    status = history.main(command(folders, "--out", str(out)))
+    rows = rows_of(out)
     rungs = [rung.name for rung in history.LADDER]
     prompts, rows = rows[: len(rungs)], rows[len(rungs) :]
     assert [row["rung"] for row in prompts] == [row["rung"] for row in rows] == rungs
@@ -51,30 +44,29 @@ def test_every_rung_is_run_and_written(folders, tmp_path, capsys, monkeypatch):
     assert flash["commit_decode_steps"] == contract["commit_decode_steps"] == 0
     assert loop["verify_steps"] == loop["rounds"] + loop["proposed"]
     assert contract["target_steps"] == contract["rounds"]
-    # Library products are judged by a decoding through library products.
-    assert judged.count(verify_paths.LibraryRows) == 2  # one of them warms up
+    # Library products are compared with decoding through library products.
+    assert decoded.count(verify_paths.LibraryRows) == 2  # one of them warms up
     printed = capsys.readouterr().out
     assert "0.68x, unmatched" in printed and "row contract" in printed
+    assert status == (0 if history.story_holds(rows) else history.DOES_NOT_HOLD)
 
 
 def test_an_interrupted_ladder_leaves_the_prompts_before(
     folders, tmp_path, monkeypatch, capsys
 ):
     """Fails if rows are written at the end only."""
-    real, seen = history.Ladder.run_prompt, []
+    real = results.run_designs
 
-    def interrupted(self, prompt, prompt_ids, **keywords):
-        seen.append(prompt.id)
+    def interrupted(designs, prompt, ids, **keywords):
         if prompt.id == "py-02":
             raise KeyboardInterrupt
-        return real(self, prompt, prompt_ids, **keywords)
+        return real(designs, prompt, ids, **keywords)
 
-    monkeypatch.setattr(history.Ladder, "run_prompt", interrupted)
+    monkeypatch.setattr(results, "run_designs", interrupted)
     out = tmp_path / "out.jsonl"
     more = ("--prompts", "2", "--out", str(out))
-    assert history.main(command(folders, *more)) == flags.INTERRUPTED
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["id"] for row in rows] == ["py-01"] * len(history.LADDER)
+    assert history.main(command(folders, *more)) == cli.INTERRUPTED
+    assert [row["id"] for row in rows_of(out)] == ["py-01"] * len(history.LADDER)
     assert f"finished rows are in {out}" in capsys.readouterr().err
 
 
@@ -91,27 +83,6 @@ def test_the_story_holds_only_if_the_last_rung_matches_and_wins():
     assert not history.story_holds([safe | {"speedup_e2e": 1.6}, unsafe, last])
 
 
-def test_the_exit_status_is_that_of_the_story(folders, monkeypatch):
-    monkeypatch.setattr(history, "story_holds", lambda rows: False)
-    assert history.main(command(folders)) == history.DOES_NOT_HOLD == 2
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--target", "nowhere"), "nowhere"),
-        (("--prompts", "nowhere.txt"), "nowhere.txt"),
-    ],
-)
-def test_bad_input(folders, capsys, more, said):
-    assert history.main(command(folders, *more)) == flags.UNUSABLE == 1
-    assert said in capsys.readouterr().err
-
-
-def test_rungs_are_designs_that_exist():
-    for rung in history.LADDER:
-        assert rung.verify_path in verify_paths.PATHS
-        assert rung.acceptance in paired_runs.ACCEPTANCES
-    assert dataclasses.replace(history.LADDER[-1], name="") == history.Rung(
-        name="", verify_path="paged-decode", acceptance="verify", published="-"
-    )
+def test_bad_input(folders, capsys):
+    for more in (("--target", "nowhere"), ("--prompts", "nowhere.txt")):
+        assert_fails_with(history.main, capsys, command(folders, *more), more[1])

@@ -1,15 +1,20 @@
-"""The microscope from its command line: status, row, heat map, bad input."""
+"""The microscope from its command line: status, row, heat map, bundles, bad input."""
 
+import io
 import json
 import pathlib
 
-import parity_runs
+import numpy as np
 import pytest
 import tiny_pair
 
 from experiments import parity
-from experiments.support import figure_source, flags
+from experiments.lib import bundles, cli, paths, records
 from spec_jax.model import fingerprint, load, observe, tokenizer
+
+
+PROMPT = "def double(x):"
+NATIVE = ("--impl", "native")
 
 
 @pytest.fixture(scope="module")
@@ -17,10 +22,28 @@ def folder(tmp_path_factory) -> pathlib.Path:
     return tiny_pair.write(tmp_path_factory.mktemp("pair"))[0]
 
 
+def run(folder, *more: str, prompt: bool = True) -> int:
+    """The exit status; of `PROMPT` with three drafts, unless `more` names a text."""
+    text = ("--prompt", PROMPT, "--gamma", "3", *NATIVE) if prompt else ()
+    return parity.main(["--target", str(folder), *text, *more])
+
+
+def row_of(path: pathlib.Path) -> dict:
+    """The only row of a file."""
+    (line,) = path.read_text().splitlines()
+    return json.loads(line)
+
+
+def pattern_found(pattern: str, text: str) -> None:
+    """Fails unless a message holds the pattern, wherever its lines were broken."""
+    with pytest.raises(ValueError, match=pattern):
+        raise ValueError(" ".join(text.split()))
+
+
 def test_an_equal_run(folder, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    assert parity_runs.run(folder, "--out", str(out)) == 0
-    row = parity_runs.row_of(out)
+    assert run(folder, "--out", str(out)) == 0
+    row = row_of(out)
     assert row["kind"] == "parity" and row["equal"] and row["first"] is None
     assert row["operations"] == list(observe.LAYER_OPERATIONS)
     assert row["layers"] == [0, 1] and len(row["cells"]) == 2
@@ -28,8 +51,8 @@ def test_an_equal_run(folder, tmp_path, capsys):
     cells = [*row["cells"][0], *row["cells"][1], *row["outside"].values()]
     assert sum(cell["elements"] for cell in cells) == row["num_values"]
     assert {cell["differing"] for cell in cells} == {0}
-    assert row["start"] == len(parity_runs.PROMPT) - 1 and len(row["window"]) == 4
-    # Plain decoding drafted, and so it agrees with itself.
+    assert row["start"] == len(PROMPT) - 1 and len(row["window"]) == 4
+    # Decoding drafted, and so it agrees with itself.
     chosen = [choice["verify_argmax"] for choice in row["rows"]]
     assert chosen[:3] == row["window"][1:]
     assert row["argmax_flips"] == [] and row["moved_by_recording"] == [0, 0]
@@ -40,8 +63,8 @@ def test_a_planted_fault_is_named_and_drawn(folder, tmp_path, capsys):
     out, drawn = tmp_path / "out.jsonl", tmp_path / "map.svg"
     pytest.importorskip("matplotlib")
     more = ("--inject", "1:gate:zero-head", "--heatmap", str(drawn))
-    assert parity_runs.run(folder, *more, "--out", str(out)) == 0
-    row = parity_runs.row_of(out)
+    assert run(folder, *more, "--out", str(out)) == 0
+    row = row_of(out)
     first = row["first"]
     assert (first["layer"], first["operation"]) == (1, "gate")
     cell = row["cells"][1][row["operations"].index("gate")]
@@ -50,10 +73,6 @@ def test_a_planted_fault_is_named_and_drawn(folder, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "first: layer 1, gate, position 13" in printed
     assert "relative difference" in drawn.read_text()
-    assert "model: target" in drawn.read_text() and "machine: " in drawn.read_text()
-    from experiments.support import figures
-
-    assert figures.read_source(drawn) == figure_source.digests([row])
     assert cell["relative"] > 0 and row["cells"][0][0]["relative"] == 0.0
     # What was chosen stands as text beside its ids: here single bytes.
     words = tokenizer.load(folder)
@@ -70,38 +89,43 @@ def test_what_differs_is_told_by_the_status(folder, tmp_path, capsys):
     """Negative control of the equal run, and of a fault that is named."""
     out = tmp_path / "out.jsonl"
     other = ("--verify-path", "flash", "--verify-dtype", "bfloat16")
-    assert parity_runs.run(folder, *other, "--out", str(out)) == 2
-    assert parity_runs.row_of(out)["first"]["operation"] in observe.OPERATIONS
-    assert parity_runs.row_of(out)["verify"]["dtype"] == "bfloat16"
+    assert run(folder, *other, "--out", str(out)) == 2
+    row = row_of(out)
+    assert row["first"]["operation"] in observe.OPERATIONS
+    assert row["verify"]["dtype"] == "bfloat16"
     # Both started from what decoding wrote.
-    assert parity_runs.row_of(out)["history"] == "decode"
-    assert parity_runs.row_of(out)["prefix"]["differing"] == 0
+    assert row["history"] == "decode" and row["prefix"]["differing"] == 0
     printed = capsys.readouterr().out
     assert "growth" in printed and "…" not in printed  # no number is cut off
     # The paths part long before the fault.
-    assert parity_runs.run(folder, *other, "--inject", "logits") == 2
+    assert run(folder, *other, "--inject", "logits") == 2
 
 
-def test_cache_lengths_and_drafts(folder, tmp_path):
+def test_cache_lengths_drafts_and_prompts(folder, tmp_path, capsys):
     """Fails if the prompt is not cut or continued, or a draft is not the one given."""
     out = tmp_path / "out.jsonl"
-    windows = {}
+    windows = []
     for more in (
         ("--cache-length", "20"),
         ("--cache-length", "20", "--wrong-draft", "2"),
         ("--cache-length", "4"),
     ):
-        assert parity_runs.run(folder, *more, "--out", str(out)) == 0
-        row = parity_runs.row_of(out)
-        assert row["start"] == int(more[1])
-        windows[more] = row["window"]
-    right, wrong, cut = windows.values()
+        assert run(folder, *more, "--out", str(out)) == 0
+        assert row_of(out)["start"] == int(more[1])
+        windows.append(row_of(out)["window"])
+    right, wrong, cut = windows
     assert [a != b for a, b in zip(right, wrong, strict=True)] == [0, 0, 1, 0]
-    tokens = tiny_pair.byte_tokenizer().encode(parity_runs.PROMPT).ids
+    tokens = tiny_pair.byte_tokenizer().encode(PROMPT).ids
     assert cut[0] == tokens[4]
-    given = ("--draft-tokens", "7,8,9", "--target", str(folder), *parity_runs.NATIVE)
-    assert parity.main(["--prompt", parity_runs.PROMPT, *given, "--out", str(out)]) == 0
-    assert parity_runs.row_of(out)["window"] == [tokens[-1], 7, 8, 9]
+    given = ("--draft-tokens", "7,8,9", *NATIVE, "--prompt", PROMPT, "--out", str(out))
+    assert run(folder, *given, prompt=False) == 0
+    assert row_of(out)["window"] == [tokens[-1], 7, 8, 9]
+    more = (*NATIVE, "--gamma", "3", "--cache-length", "3")
+    assert run(folder, *more, "--index", "4", "--out", str(out), prompt=False) == 0
+    assert row_of(out)["id"] == "py-05"
+    more = (*more, "--prompts", "2", "--index", "2")
+    assert run(folder, *more, prompt=False) == 1
+    assert "--index 2: 2 names 2 prompts, 0 to 1" in capsys.readouterr().err
 
 
 #
@@ -153,9 +177,8 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
         # A first window begins with the prompt's last token.
         (f"{lines}:2", 3, [8, 12, 13]),
     ):
-        more = ("--mismatch", spec, "--out", str(out))
-        assert parity_runs.run(folder, *more, prompt=False) == 0
-        row = parity_runs.row_of(out)
+        assert run(folder, "--mismatch", spec, "--out", str(out), prompt=False) == 0
+        row = row_of(out)
         assert (row["start"], row["window"]) == (start, window)
         assert row["verify"]["path"] == "row-loop" and row["verify"]["slab"] == 4
         # By rows, whose windows write what decoding writes.
@@ -166,8 +189,8 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
 def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
     """Negative control: the same line, and one other token in it."""
     out, lines = tmp_path / "out.jsonl", write(tmp_path / "lines.jsonl", mismatch)
-    parity_runs.run(folder, "--mismatch", lines, "--out", str(out), prompt=False)
-    chosen = parity_runs.row_of(out)["rows"][1]["reference_argmax"]
+    run(folder, "--mismatch", lines, "--out", str(out), prompt=False)
+    chosen = row_of(out)["rows"][1]["reference_argmax"]
     # No rows differ here: a line that says so tells of no flip.
     none = {"verify_argmax": chosen, "decode_argmax": chosen}
     for changes, met in (
@@ -175,13 +198,8 @@ def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
         ({"decode_argmax": chosen, "verify_argmax": chosen + 1}, False),
     ):
         lines = write(tmp_path / "lines.jsonl", mismatch | changes)
-        assert (
-            parity_runs.run(
-                folder, "--mismatch", lines, "--out", str(out), prompt=False
-            )
-            == 0
-        )
-        assert parity_runs.row_of(out)["met_again"] is met
+        assert run(folder, "--mismatch", lines, "--out", str(out), prompt=False) == 0
+        assert row_of(out)["met_again"] is met
     said = f"NOT met again: {chosen} against {chosen}, and in the run {chosen} against"
     assert said in " ".join(capsys.readouterr().out.split())
 
@@ -194,39 +212,157 @@ def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
         ({"position": 9}, "no row at position 9"),
         ({"window": []}, "empty window"),
         ({"window": [1, "x"]}, "window holds something that is no integer"),
-        ({"starts": [3, 4, "6"]}, "starts holds something that is no integer"),
         ({"starts": [3, 5, 4, 6]}, r"starts=\[3, 5, 4, 6\] do not increase"),
         ({"starts": [3, 3, 6]}, r"starts=\[3, 3, 6\] do not increase"),
-        ({"starts": [3, 5]}, r"do not go from 3, .* to start=6"),
         ({"starts": [4, 6]}, r"do not go from 3, .* to start=6"),
         ({"starts": []}, "do not go from 3"),
         ({"start": 9}, "start=9 is not where a window can begin: .* at position 6"),
         ({"window_rows": 2}, "window_rows=2, but a window has 3 tokens"),
         ({"starts": [3, 6], "window": [1], "window_rows": 2, "position": 6}, "3 tok"),
         ({"acceptance": "both"}, "acceptance='both' is not one of verify, decode"),
-        ({"prefill": "slow"}, "prefill='slow' is not one of batched, rows"),
+        ({"prefill": "slow"}, "prefill='slow' is not one of rows, batched"),
         ({"slab": "4"}, "slab='4' is not of type int"),
         ({"verify_path": "sideways"}, "path='sideways' is not one of"),
         ({"dtype": "float16"}, "float16"),
         ({"window": [11, 12, 999]}, "999, outside"),
+        # Of an earlier version: the windows before it are not guessed.
+        ({"starts": None}, "line 1: a line without starts, of an earlier version"),
     ],
 )
 def test_mismatches_that_cannot_be_used(
     folder, tmp_path, mismatch, changes, message, capsys
 ):
-    lines = write(tmp_path / "lines.jsonl", mismatch | changes)
-    assert parity_runs.run(folder, "--mismatch", lines, prompt=False) == flags.UNUSABLE
-    parity_runs.pattern_found(message, capsys.readouterr().err)
+    row = {k: v for k, v in (mismatch | changes).items() if v is not None}
+    lines = write(tmp_path / "lines.jsonl", row)
+    assert run(folder, "--mismatch", lines, prompt=False) == cli.UNUSABLE
+    pattern_found(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("key", ["start", "starts", "window_rows", "acceptance"])
-def test_lines_of_an_earlier_version(folder, tmp_path, mismatch, key, capsys):
-    """Fails if the windows before it are guessed."""
-    old = {name: value for name, value in mismatch.items() if name != key}
-    lines = write(tmp_path / "lines.jsonl", old)
-    assert parity_runs.run(folder, "--mismatch", lines, prompt=False) == flags.UNUSABLE
-    message = f"line 1: a line without {key}, of an earlier version: write it again"
-    parity_runs.pattern_found(message, capsys.readouterr().err)
+#
+# Histories
+#
+
+
+def test_rows_have_no_history_of_their_own(folder, tmp_path, capsys):
+    """Their windows write what decoding writes, wherever one begins."""
+    out = tmp_path / "out.jsonl"
+    more = ("--cache-length", "20", "--history", "own", "--out", str(out))
+    assert run(folder, *more) == 0
+    row = row_of(out)
+    assert row["history"] == "own" and row["verify"]["window_rows"] == 4
+    # Keys and values of two layers with one head of 16.
+    assert row["prefix"] == {"differing": 0, "elements": 20 * 64, "first": None}
+    said = "written by windows of its own path: no difference in 1,280 values"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.fixture(scope="module")
+def own(folder, tmp_path_factory) -> dict[str, pathlib.Path]:
+    """What comes out of a look at windows of a path that is not by rows."""
+    place = tmp_path_factory.mktemp("own")
+    files = {"out": place / "out.jsonl", "save-bundle": place / "run.npz"}
+    more = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    path = ("--verify-path", "flash", "--history", "own", "--cache-length", "20")
+    assert run(folder, *path, *more) == 2
+    return files
+
+
+def test_another_path_has_a_history_of_its_own(own):
+    """Its negative control is `test_what_differs_is_told_by_the_status`."""
+    row = row_of(own["out"])
+    assert row["history"] == "own" and row["met_again"] is None
+    first = row["prefix"]["first"]
+    # From the first window on, which begins with the last token of the prompt.
+    where = {"layer": 0, "part": "k", "position": len(PROMPT) - 1}
+    assert {key: first[key] for key in where} == where
+    assert 0 < first["differing"] <= first["elements"] == 16 and first["max_ulp"] > 0
+    assert first["differing"] < row["prefix"]["differing"] < row["prefix"]["elements"]
+
+
+#
+# Bundles
+#
+
+
+def rewritten(bundle: pathlib.Path, path: pathlib.Path, change) -> str:
+    """A copy of the bundle after `change(meta, arrays)`."""
+    with np.load(bundle) as file:
+        arrays = {name: file[name] for name in file.files}
+    meta = json.loads(str(arrays["meta"]))
+    change(meta, arrays)
+    arrays["meta"] = np.asarray(json.dumps(records.to_json(meta, "meta")))
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def test_a_bundle_has_both_histories(folder, own, tmp_path, capsys):
+    """Fails if the second run starts from the first one's K/V, or a bit less."""
+    out = tmp_path / "out.jsonl"
+    more = ("--bundle", str(own["save-bundle"]), "--out", str(out))
+    assert run(folder, *more, prompt=False) == 0
+    first, again = row_of(own["out"]), row_of(out)
+    keys = ("prefix", "history", "first", "rows", "cells")
+    assert [again[key] for key in keys] == [first[key] for key in keys]
+
+    def spoil(meta, arrays):
+        del meta
+        arrays["own_v_1"].reshape(-1)[2] ^= 1
+
+    other = rewritten(own["save-bundle"], tmp_path / "other.npz", spoil)
+    assert run(folder, "--bundle", other, prompt=False) == 2
+    printed = capsys.readouterr().out
+    assert printed.count("every value is the bundle's") == 3
+    assert "verify: other values" in printed
+
+
+def test_a_bundle_has_its_fault(folder, tmp_path, capsys):
+    """Fails if the sides or the fault are not those of the first run."""
+    path, out = tmp_path / "run.npz", tmp_path / "out.jsonl"
+    assert run(folder, "--inject", "0:v", "--save-bundle", str(path)) == 0
+    assert run(folder, "--bundle", str(path), "--out", str(out), prompt=False) == 0
+    assert capsys.readouterr().out.count("every value is the bundle's") == 2
+    assert row_of(out)["first"]["operation"] == "v"
+
+
+BAD_BUNDLES = {
+    "another format": (
+        lambda meta, arrays: meta.update(format=bundles.FORMAT + 1),
+        "of format 3, and this version reads format 2",
+    ),
+    "other weights": (
+        lambda meta, arrays: meta.update(weights_sha256=["0" * 64] * 2),
+        "of other weights: .* 000000000000",
+    ),
+    "another model": (
+        lambda meta, arrays: meta["config"].update(hidden_size=64),
+        "of another model: this one has hidden_size 32 and not 64",
+    ),
+    "an array less": (lambda meta, arrays: arrays.pop("k_1"), "damaged bundle"),
+    "an unknown path": (
+        lambda meta, arrays: meta["sides"][0].update(path="up"),
+        "damaged bundle: path='up'",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_BUNDLES)
+def test_bundles_that_cannot_be_used(folder, own, tmp_path, fault, capsys):
+    change, message = BAD_BUNDLES[fault]
+    bad = rewritten(own["save-bundle"], tmp_path / "bad.npz", change)
+    assert run(folder, "--bundle", bad, prompt=False) == cli.UNUSABLE
+    pattern_found(message, capsys.readouterr().err)
+
+
+def test_files_that_are_no_bundles(folder, tmp_path, capsys):
+    other = io.BytesIO()
+    np.savez(other, x=np.zeros(3))
+    path = tmp_path / "bad.npz"
+    for content in (b"text", b"", other.getvalue()):
+        path.write_bytes(content)
+        assert run(folder, "--bundle", str(path), prompt=False) == cli.UNUSABLE
+        assert "not a replay bundle" in capsys.readouterr().err
+    assert run(folder, "--bundle", str(tmp_path / "no"), prompt=False) == 1
+    assert "No such file" in capsys.readouterr().err
 
 
 #
@@ -245,45 +381,27 @@ def test_lines_of_an_earlier_version(folder, tmp_path, mismatch, key, capsys):
         (("--wrong-draft", "4"), "no draft 4 to make wrong: 3"),
         (("--cache-length", "9000"), "do not fit the model's 2048 positions"),
         (("--verify-slab", "2"), "4 rows does not fit a slab of 2"),
-    ],
-)
-def test_settings_that_cannot_be_used(folder, more, message, capsys):
-    assert parity_runs.run(folder, *more) == flags.UNUSABLE
-    parity_runs.pattern_found(message, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
         (("--prompts", "3"), "--prompt and --prompts exclude each other"),
         (("--draft-tokens", "1,2"), "--draft-tokens and --gamma exclude each other"),
         (("--draft-tokens", "1,x"), "no list of tokens"),
         (("--mismatch", "lines.jsonl"), "--mismatch says already what --prompt would"),
         (("--bundle", "b.npz"), "--bundle says already what --prompt would"),
-        (("--bundle", "b.npz", "--history", "own"), "--bundle says already what"),
         (("--heatmap", "map.txt"), "not a .png or .svg"),
         (("--cache-length", "-1"), "-1 must be at least 0"),
     ],
 )
-def test_flags_that_contradict(folder, more, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        parity_runs.run(folder, *more)
-    assert caught.value.code == flags.UNUSABLE
-    assert message in capsys.readouterr().err
+def test_flags_that_cannot_be_used(folder, more, message, capsys):
+    try:
+        status = run(folder, *more)
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status == cli.UNUSABLE
+    pattern_found(message, capsys.readouterr().err)
 
 
-def test_a_prompt_is_chosen_by_its_index(folder, tmp_path, capsys):
-    out = tmp_path / "out.jsonl"
-    command = [
-        "--target",
-        str(folder),
-        *parity_runs.NATIVE,
-        "--gamma",
-        "3",
-        "--cache-length",
-        "3",
-    ]
-    assert parity.main([*command, "--index", "4", "--out", str(out)]) == 0
-    assert parity_runs.row_of(out)["id"] == "py-05"
-    assert parity.main([*command, "--prompts", "2", "--index", "2"]) == 1
-    assert "--index 2: 2 names 2 prompts, 0 to 1" in capsys.readouterr().err
+def test_paths_by_name():
+    """Fails if a name that nothing has is taken, or a batch of what has none."""
+    with pytest.raises(ValueError, match="path='sideways' is not one of decode"):
+        paths.check("sideways")
+    with pytest.raises(ValueError, match="'flash' runs one sequence, and 2 slots"):
+        paths.slot_target("flash", None, 2)

@@ -1,14 +1,20 @@
-"""Plans from the command line: rows, exit status, bad input."""
+"""Plans: rows and exit status of the script, and the parts of a prediction."""
 
 import dataclasses
-import json
-import pathlib
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_pair
+from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import plan
-from experiments.support import flags, paired_runs, plan_runs
+from experiments.lib import cli, costs, planning, prompt_files, results, runs, timing
+from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.drafters import each
+from spec_jax.engine import protocols
+from spec_jax.gamma import theory
 
 
 GAMMA, GEN_TOKENS, PAGE_SIZE = 2, 8, 16
@@ -17,26 +23,20 @@ PROMPTS = ("def first(x):", "import second")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target and a draft, and a file of two short prompts beside them."""
+    """A target and a draft, and a file of two short prompts next to them."""
     folder = tmp_path_factory.mktemp("pair")
     (folder / "prompts.txt").write_text("".join(line + "\n" for line in PROMPTS))
     return tiny_pair.write(folder)
 
 
 def command(folders, *more: str) -> list[str]:
-    target, draft = folders
     return [
-        *("--target", str(target), "--draft", str(draft), "--gamma", f"1,{GAMMA}"),
-        *("--prompts", str(target.parent / "prompts.txt")),
+        *(*models_of(folders), "--gamma", f"1,{GAMMA}"),
+        *("--prompts", str(folders[0].parent / "prompts.txt")),
         *("--gen-tokens", str(GEN_TOKENS), "--page-size", str(PAGE_SIZE)),
         *("--repeats", "2", "--cost-repeats", "2", "--drafter", "draft-model,ngram"),
         *more,
     ]
-
-
-def rows_of(path: pathlib.Path, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -49,35 +49,27 @@ def planned(folders, tmp_path_factory):
 
 def test_the_rows_of_a_plan(planned):
     """Fails if a run is missing, or an error is not that of its two numbers."""
-    runs = rows_of(planned, "plan")
-    assert [(row["drafter"], row["gamma"]) for row in runs] == [
+    rows = rows_of(planned, "plan")
+    assert [(row["drafter"], row["gamma"]) for row in rows] == [
         (drafter, gamma) for drafter in ("draft-model", "ngram") for gamma in (1, 2)
     ]
-    for row in runs:
+    for row in rows:
         assert row["matched"] and row["verify_decode_mismatches"] == 0
         assert row["prompts"] == 2 and row["tokens"] == 2 * GEN_TOKENS
         assert row["measured_speedup"] == row["speedup_decode"] > 0
         if row["predicted_speedup"] is not None:
             expected = row["predicted_speedup"] / row["measured_speedup"] - 1
             assert row["relative_error"] == pytest.approx(expected)
-    for drafter in ("draft-model", "ngram"):
-        of_drafter = [row for row in runs if row["drafter"] == drafter]
-        best = max(of_drafter, key=lambda row: row["measured_speedup"])
-        assert [row["is_best_measured"] for row in of_drafter] == [
-            row is best for row in of_drafter
-        ]
-    costs = {row["cost"]: row for row in rows_of(planned, "plan_cost")}
-    assert list(costs)[:4] == [
+    found = {row["cost"]: row for row in rows_of(planned, "plan_cost")}
+    assert list(found)[:4] == [
         *("plain step", "1 live row", "2 live rows", "3 live rows")
     ]
     for drafter in ("draft-model", "ngram"):
-        assert costs[f"{drafter}: round, gamma 0"]["n"] == 2
-        assert costs[f"{drafter}: proposal, gamma 2"]["ms"] > 0
+        assert found[f"{drafter}: round, gamma 0"]["n"] == 2
+        assert found[f"{drafter}: proposal, gamma 2"]["ms"] > 0
     shares = rows_of(planned, "plan_acceptance")
-    assert len(shares) == 2
     # Both drafters commit the texts of plain decoding.
-    assert {row["repetition"] for row in (*shares, *runs)} == {runs[0]["repetition"]}
-    assert 0 <= runs[0]["repetition"] < 1
+    assert {row["repetition"] for row in (*shares, *rows)} == {rows[0]["repetition"]}
 
 
 def test_predictions_are_those_of_costs_and_acceptance(planned):
@@ -100,43 +92,27 @@ def test_predictions_are_those_of_costs_and_acceptance(planned):
     assert first["predicted_speedup"] == pytest.approx((1 + kept[0]) * plain / round_ms)
 
 
-def test_a_run_that_does_not_match(folders, monkeypatch):
-    """Exit status 2: predictions of another text mean nothing."""
-    real = paired_runs.run_speculative
+def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, capsys):
+    """Exit status 2 where predictions are of another text; whole rows are left."""
+    real = runs.run_speculative
 
-    def corrupted(pair, settings, prompt):
-        run = real(pair, settings, prompt)
+    def corrupted(lm, settings, prompt):
+        run = real(lm, settings, prompt)
         return dataclasses.replace(run, tokens=[(t + 1) % 250 for t in run.tokens])
 
-    monkeypatch.setattr(paired_runs, "run_speculative", corrupted)
     more = ("--drafter", "ngram", "--gamma", "2")
-    assert plan.main(command(folders, *more)) == plan.NOT_MATCHED == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "run_speculative", corrupted)
+        assert plan.main(command(folders, *more)) == plan.NOT_MATCHED == 2
 
-
-def test_an_interrupted_plan_leaves_whole_rows(folders, tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan_runs, "run", interrupted)
+    monkeypatch.setattr(plan, "run_designs", interrupted)
     out = tmp_path / "out.jsonl"
-    more = ("--drafter", "ngram", "--gamma", "2", "--out", str(out))
-    assert plan.main(command(folders, *more)) == flags.INTERRUPTED == 130
+    assert plan.main(command(folders, *more, "--out", str(out))) == cli.INTERRUPTED
     assert len(rows_of(out, "plan_verdict")) == 1
     assert str(out) in capsys.readouterr().err
-
-
-def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
-    try:
-        status = plan.main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
-    assert "Traceback" not in error
-    (line,) = [line for line in error.splitlines() if "error:" in line]
-    for word in words:
-        assert word in line, line
 
 
 @pytest.mark.parametrize(
@@ -147,16 +123,229 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (["--gamma", "two"], ["'two'", "1,2,4"]),
         (["--gen-tokens", "2"], ["--gen-tokens 2", "up to 3 tokens"]),
         (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
-        (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
-        (["--repeats", "0"], ["--repeats", "at least 1"]),
         (["--cost-repeats", "0"], ["--cost-repeats", "at least 1"]),
-        (["--impl", "mosaic"], ["mosaic"]),
-        (["--out", "/nowhere/out.jsonl"], ["/nowhere"]),
     ],
 )
 def test_bad_input(folders, capsys, more, words):
-    assert_fails_with(capsys, command(folders, *more), *words)
+    assert_fails_with(plan.main, capsys, command(folders, *more), *words)
 
 
-def test_models_that_are_not_there(folders, capsys):
-    assert_fails_with(capsys, ["--target", str(folders[0])], "--draft")
+COSTS = costs.RoundCosts(
+    plain_s=10.0,
+    verify_s=(10.0, 12.0, 13.0),
+    idle_s=11.0,
+    propose_s=(0.5, 2.0, 3.0),
+)
+
+
+def test_the_curve_of_costs():
+    """Fails if a part is left out, or counted twice; differences below 0 are noise."""
+    curve = COSTS.curve()
+    assert curve.draft_s == 1.0
+    # What a round has besides its forward, and a proposal besides its draft.
+    assert curve.overhead_s == (11.0 - 10.0) + (2.0 - 0.5 - 1.0)
+    assert COSTS.round_s().tolist() == [11.0, 1.5 + 1.0 + 12.0, 1.5 + 2.0 + 13.0]
+    one = dataclasses.replace(
+        COSTS, verify_s=(10.0, 12.0), propose_s=(0.5, 2.0, 2.0)
+    ).curve()
+    assert (one.draft_s, one.overhead_s) == (1.5, 1.0)
+    noisy = dataclasses.replace(COSTS, idle_s=9.0, propose_s=(2.0, 1.5, 1.0))
+    assert noisy.curve().draft_s == noisy.curve().overhead_s == 0
+    assert noisy.round_s()[0] == 9.0
+
+
+def test_costs_are_compared_within_a_turn():
+    """A turn that was slow as a whole leaves ratios as they are."""
+    per_step = {
+        **{"plain step": 1.0, "1 live row": 1.0, "2 live rows": 0.9},
+        **{"d: round, gamma 0": 1.1, "d: proposal, gamma 0": 0.1},
+        **{"d: proposal, gamma 1": 0.3},
+        "d: proposal, nothing to catch up": 0.4,
+        "d: proposal, 7 tokens to catch up": 1.1,
+    }
+    slow = (1.0, 1.0, 7.0)
+    seconds = {name: [factor * s for factor in slow] for name, s in per_step.items()}
+    found = costs.costs_of(
+        "d", timing.Timings(warm_up={}, seconds=seconds), gamma_max=1
+    )
+    assert found.verify_s == (1.0, 1.0)  # two rows cannot take less than one
+    assert found.idle_s == pytest.approx(1.1)
+    assert found.propose_s == pytest.approx((0.1, 0.3, 0.3))
+    assert found.catch_up_s == pytest.approx(0.7 / 7)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listing:
+    """Writes down where it is asked, for how much, and what is committed."""
+
+    gamma_max: int = GAMMA
+
+    def init(self, *, capacity, page_size):
+        return jnp.zeros((capacity,), jnp.int32), jnp.zeros((capacity,), jnp.int32)
+
+    def propose(self, params, memory, *, tokens, length, gamma):
+        asked, committed = memory
+        drafts = jnp.full((self.gamma_max,), 5, jnp.int32)
+        return (asked.at[length].set(gamma), committed), protocols.Proposal(
+            tokens=drafts, num_drafted=gamma
+        )
+
+    def commit(self, params, memory, length):
+        asked, committed = memory
+        return asked, committed.at[length].add(1)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_proposals_are_made_along_the_text(stride):
+    """Fails if a proposal is left out, or the text is not committed between two."""
+    drafter = each.lift(Listing(), 1)
+    memory, seen = costs._propose_along(
+        drafter,
+        None,
+        drafter.init(capacity=12, page_size=1),
+        tokens=jnp.zeros((1, 12), jnp.int32),
+        sampling=None,
+        start=jnp.int32(2),
+        gamma=jnp.int32(2),
+        steps=jnp.int32(3),
+        stride=jnp.int32(stride),
+    )
+    asked, committed = memory.slots
+    places = [2 + i * stride for i in range(3)]
+    assert np.flatnonzero(asked[0]).tolist() == places
+    assert np.flatnonzero(committed[0]).tolist() == [n + stride for n in places]
+    assert int(seen) == 3 * (2 * 5 + 2)  # every draft was looked at
+
+
+def windows(*numbers: tuple[int, int, int]) -> list[planning.Window]:
+    names = ("asked", "drafted", "accepted")
+    return [planning.Window(**dict(zip(names, n, strict=True))) for n in numbers]
+
+
+def test_acceptance_by_position():
+    """Fails if short windows count at positions that they never asked for."""
+    found = planning.measure(
+        windows((3, 3, 3), (3, 3, 1), (3, 1, 1), (3, 0, 0), (1, 1, 1)), gamma_max=3
+    )
+    assert found.kept == (4 / 5, 1 / 3, 1.0)
+    assert found.drafted == (4 / 5, 2 / 4, 2 / 4)
+    assert found.windows == 5 and found.known == found.kept
+    never = planning.measure(windows((2, 2, 0), (2, 2, 0)), gamma_max=2)
+    assert never.kept == (0.0, 0.0)
+    unknown = planning.measure(windows((2, 2, 0), (1, 1, 1)), gamma_max=2)
+    assert unknown.kept == (0.5, None) and unknown.known == (0.5,)
+    with pytest.raises(ValueError, match="none of 1 rounds had room for 2 drafts"):
+        planning.measure(windows((1, 1, 1)), gamma_max=2)
+
+
+@pytest.fixture(scope="module")
+def self_drafting(folders):
+    """The target drafts for itself, so that all is kept; and settings that fit."""
+    lm = loading.load(folders[0], draft=folders[0], gamma_max=GAMMA, slab=GAMMA + 1)
+    return lm, runs.Settings(
+        gamma=GAMMA, gen_tokens=GEN_TOKENS, capacity=32, page_size=PAGE_SIZE
+    )
+
+
+def test_recorded_windows_are_those_of_a_run(self_drafting):
+    """As integers; and near the end a round asks for less."""
+    lm, settings = self_drafting
+    prompt = lm.tokenizer.encode(PROMPTS[0])
+    recorded, text = planning.record(lm, settings, prompt)
+    run = runs.run_speculative(lm, settings, prompt)
+    assert text == metrics.text_counts(run.tokens, run.counters)
+    assert len(recorded) == run.counters.rounds
+    assert sum(w.drafted for w in recorded) == run.counters.proposed
+    assert sum(w.accepted for w in recorded) == run.counters.accepted
+    assert [w.asked for w in recorded] == [2, 2, 1]
+    assert all(w.asked == w.drafted == w.accepted for w in recorded)
+
+
+def test_one_text_is_replayed_once(self_drafting, monkeypatch):
+    lm, settings = self_drafting
+    replayed, real = [], results.mismatches_of
+
+    def counted(*arguments):
+        replayed.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(results, "mismatches_of", counted)
+    designs = {
+        gamma: results.Design(
+            lm=lm, settings=dataclasses.replace(settings, gamma=gamma)
+        )
+        for gamma in (1, 2)
+    }
+    prompt = prompt_files.Prompt(id="1", text=PROMPTS[0], category=None)
+    ids = lm.tokenizer.encode(prompt.text)
+    found = results.run_designs(designs, prompt, ids, repeats=2)
+    assert len(replayed) == 1
+    assert [len(found[gamma].spec) for gamma in (1, 2)] == [2, 2]
+    assert found[1].plain is found[2].plain
+    assert all(result.matched for result in found.values())
+
+
+def full_windows(*kept: float) -> planning.Acceptance:
+    return planning.Acceptance(kept=kept, drafted=(1.0,) * len(kept), windows=100)
+
+
+def curve(draft_s: float, *verify_s: float, overhead_s=0.0) -> theory.CostCurve:
+    return theory.CostCurve(
+        plain_s=1.0,
+        rows=tuple(range(1, len(verify_s) + 1)),
+        verify_s=verify_s,
+        draft_s=draft_s,
+        overhead_s=overhead_s,
+    )
+
+
+def test_predictions_are_those_of_the_paper():
+    """One acceptance for all positions, verification free: Theorem 3.8."""
+    found = planning.predict(full_windows(0.8, 0.8, 0.8), curve(0.1, 1, 1, 1, 1))
+    assert [prediction.gamma for prediction in found] == [1, 2, 3]
+    for prediction in found:
+        expected = theory.walltime_improvement(0.8, 0.1, prediction.gamma)
+        assert prediction.speedup == pytest.approx(expected)
+
+
+def test_windows_that_end_early_cost_less():
+    """Negative control: those of the same acceptance that were always full."""
+    kept = (0.4, 0.4)
+    rare = planning.Acceptance(kept=kept, drafted=(0.5, 0.25), windows=100)
+    of_rounds = curve(0.1, 1, 1.5, 2)
+    found = planning.predict(rare, of_rounds)
+    assert [p.round_s for p in found] == pytest.approx([1.3, 1.45])
+    full = planning.predict(full_windows(*kept), of_rounds)
+    assert [p.round_s for p in full] == pytest.approx([1.6, 2.2])
+
+
+def test_a_pair_that_cannot_win_is_told_so():
+    """By numbers: what free verification would bring, and the condition of Leviathan
+    et al., which fails, or holds where verification is what costs."""
+    dear = planning.judge(full_windows(0.2, 0.1), curve(0.3, 1, 1.2, 1.4))
+    assert not dear.can_win
+    words = dear.words("draft-model")
+    assert "draft-model: cannot win, 0.80x with gamma 1" in words
+    assert "free verification at most 0.92x" in words and "with both 1.22x" in words
+    assert "a = 0.200" in words and "not above" in words and "c = 0.300" in words
+    rows_cost = planning.judge(full_windows(0.4), curve(0.1, 1, 1.9))
+    words = rows_cost.words("suffix")
+    assert f"free verification at most {1.4 / 1.1:.2f}x" in words
+    assert "which is above" in words and "1.000 plain steps longer" in words
+    # Negative control: the same drafts, kept more often.
+    wins = planning.judge(full_windows(0.95), curve(0.1, 1, 1.5))
+    assert wins.can_win and "can win" in wins.words("suffix")
+
+
+def test_marks_of_the_best():
+    """Of equals the smallest gamma; what is unknown is never best."""
+    rows = [
+        {"drafter": "a", "gamma": 1, "predicted_speedup": 2.0, "measured_speedup": 1.0},
+        {"drafter": "a", "gamma": 2, "predicted_speedup": 2.0, "measured_speedup": 3.0},
+        {"drafter": "b", "gamma": 1, "predicted_speedup": None, "measured_speedup": 1},
+    ]
+    marked = plan.mark_best(rows)
+    assert [row["is_best_predicted"] for row in marked] == [True, False, False]
+    assert [row["is_best_measured"] for row in marked] == [False, True, True]
+    assert plan.relative_error(1.1, 1.0) == pytest.approx(0.1)
+    assert plan.relative_error(None, 1.0) is None

@@ -7,10 +7,11 @@ import pathlib
 from xml.etree import ElementTree
 
 import pytest
+from script_runs import assert_fails_with
 
 from experiments import plot
-from experiments.support import figure_data, figure_source, flags, sweep_data
-from spec_jax import theory
+from experiments.lib import cli, curves as curves_lib, figure_source
+from spec_jax.gamma import theory
 
 
 needs_matplotlib = pytest.mark.skipif(
@@ -171,7 +172,7 @@ PROVENANCE = {
 @pytest.mark.parametrize("name", plot.FIGURES)
 def test_every_figure_says_what_it_is_of(name, tmp_path):
     """Model, machine and prompts, from the rows; and which rows it was drawn from."""
-    from experiments.support import figures
+    from experiments.lib import figures
 
     is_sweep = name.startswith("sweep")
     # The cells of the sweep are of one prompt in each of thirteen categories.
@@ -215,13 +216,13 @@ def test_captions():
 @needs_matplotlib
 def test_differences_near_zero_do_not_drown_the_others(tmp_path):
     """Colours are relative differences: fails if they are ULPs, which saturate."""
-    from experiments.support import figures
+    from experiments.lib import divergence
 
     cells = [
         {"differing": 1, "elements": 64, "max_ulp": ulp, "relative": relative}
         for ulp, relative in ((2**30, 1e-6), (2, 1e-2), (2**30, None), (9, 0.0))
     ]
-    scale = figures._Scale(cells)
+    scale = divergence._Scale(cells)
     assert (scale.lowest, scale.highest) == (-6, -2)
     levels = [scale.level(cell) for cell in cells]
     assert levels == pytest.approx([-6, -2, -1, -6])
@@ -294,7 +295,7 @@ def test_a_row_of_parity_is_a_figure_of_its_own(tmp_path):
 @needs_matplotlib
 def test_one_figure_that_fails_takes_no_other_with_it(tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", [summary(4)])
-    assert plot.main([str(rows), "--out", str(tmp_path)]) == flags.UNUSABLE == 1
+    assert plot.main([str(rows), "--out", str(tmp_path)]) == cli.UNUSABLE == 1
     assert "speedup: no settings were run with two" in capsys.readouterr().err
     assert (tmp_path / "acceptance.svg").exists()
 
@@ -302,10 +303,10 @@ def test_one_figure_that_fails_takes_no_other_with_it(tmp_path, capsys):
 def test_curves_over_gamma():
     """Sorted by gamma; settings with a single one are no curve."""
     rows = [*ROWS["speedup"], summary(3, dtype="bfloat16")]
-    curves = figure_data.by_gamma(rows)
+    curves = curves_lib.by_gamma(rows)
     assert [curve.label for curve in curves] == ["native", "xla"]
     assert [row["gamma"] for row in curves[1].rows] == [1, 2, 4]
-    labelled = figure_data.by_gamma([*rows, summary(7, dtype="bfloat16")])
+    labelled = curves_lib.by_gamma([*rows, summary(7, dtype="bfloat16")])
     labels = [curve.label for curve in labelled]
     assert labels == ["native, float32", "xla, bfloat16", "xla, float32"]
 
@@ -313,16 +314,16 @@ def test_curves_over_gamma():
 def test_a_gamma_that_is_there_twice_is_refused():
     """Its two values would be joined by an upright line."""
     with pytest.raises(ValueError, match="gamma 2 of xla, .* 2 times"):
-        figure_data.by_gamma([summary(2), summary(2), summary(3)])
+        curves_lib.by_gamma([summary(2), summary(2), summary(3)])
     with pytest.raises(ValueError, match="long prompts .* twice"):
-        figure_data.comparison(
+        curves_lib.comparison(
             [row for row in comparison() * 2 if row["length"] == "long"]
         )
 
 
 def test_the_largest_gamma_is_drawn_and_equal_curves_are_one():
     rows = [summary(4), summary(4, page_size=64), summary(2), summary(4, impl="native")]
-    curves = figure_data.of_largest_gamma(rows, "accepted_hist")
+    curves = curves_lib.of_largest_gamma(rows, "accepted_hist")
     assert [curve.label for curve in curves] == ["native", "xla"]
     assert {curve.rows[0]["gamma"] for curve in curves} == {4}
 
@@ -332,34 +333,34 @@ def test_more_curves_than_colours_are_refused():
     with pytest.raises(
         ValueError, match="9 curves, .* gen_tokens: choose with --where"
     ):
-        figure_data.of_largest_gamma(many, "accepted_hist")
-    assert len(figure_data.of_largest_gamma(many[:8], "accepted_hist")) == 8
+        curves_lib.of_largest_gamma(many, "accepted_hist")
+    assert len(curves_lib.of_largest_gamma(many[:8], "accepted_hist")) == 8
 
 
 def test_curves_of_a_sweep():
     """All categories together; a file of prompts is called by its name."""
     rows = [cell("ngram", gamma, name) for gamma in (4, 2) for name in ("a", "b")]
     rows += [cell("suffix", 2, None)]
-    curves = sweep_data.by_gamma(rows)
+    curves = curves_lib.cells_by_gamma(rows)
     assert [curve.label for curve in curves] == ["ngram", "suffix"]
     assert [row["gamma"] for row in curves[0].rows] == [2, 4]
     assert [row["prompts"] for row in curves[0].rows] == [2, 2]
     assert curves[0].rows[0]["speedup_e2e"] == pytest.approx(2.0)
-    names, curves = sweep_data.by_category(rows[:4])
+    names, curves = curves_lib.cells_by_category(rows[:4])
     assert names == ["a", "b"] and [len(curve.rows) for curve in curves] == [2]
     other = cell("ngram", 4, "a", prompt_source="more/prompts.jsonl")
-    _, curves = sweep_data.by_category([*rows, other])
+    _, curves = curves_lib.cells_by_category([*rows, other])
     assert [curve.label for curve in curves] == ["prompts.jsonl", "questions.jsonl"]
 
 
 def test_cells_of_two_sweeps_are_refused():
     rows = [cell("ngram", 4, "a")]
     with pytest.raises(ValueError, match="2 times; name the file of one sweep"):
-        sweep_data.by_category(rows * 2)
+        curves_lib.cells_by_category(rows * 2)
     with pytest.raises(ValueError, match="2 times; name the file of one sweep"):
-        sweep_data.by_gamma(rows * 2)
+        curves_lib.cells_by_gamma(rows * 2)
     with pytest.raises(ValueError, match="no cells of two gammas"):
-        sweep_data.by_gamma(rows)
+        curves_lib.cells_by_gamma(rows)
 
 
 @needs_matplotlib
@@ -374,27 +375,20 @@ def test_the_theory_needs_no_rows(tmp_path):
     assert "a = 0.75" in given and "a = 0.75" not in default
 
 
-def test_the_committed_figure_is_of_these_pairs():
-    """Fails if it was not drawn again after they had changed."""
-    folder = pathlib.Path(plot.__file__).parent / "results/figures"
-    committed = (folder / "improvement.svg").read_text()
-    for acceptance, cost in plot.THEORY:
-        assert f"a = {acceptance:g}" in committed and f"c = {cost:g}" in committed
-
-
-@pytest.mark.parametrize("value", ["0.8", "a,b", "1.2,0.1", "0.8,-1", "0.8,nan"])
-def test_bad_theory(tmp_path, capsys, value):
-    with pytest.raises(SystemExit) as exit_:
-        plot.main(["--theory", value, "--out", str(tmp_path)])
-    assert exit_.value.code == 1
-    assert "is not A,C" in capsys.readouterr().err
-
-
-def test_nothing_to_draw(tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        plot.main(["--out", str(tmp_path)])
-    assert exit_.value.code == 1
-    assert "--theory" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        *(
+            (["--theory", v], "is not A,C")
+            for v in ("0.8", "a,b", "1.2,0.1", "0.8,nan")
+        ),
+        ([], "--theory"),
+        (["rows.jsonl", "--where", "gamma"], "NAME=VALUE"),
+        (["rows.jsonl", "--figure", "pie"], "'pie'"),
+    ],
+)
+def test_bad_flags(tmp_path, capsys, more, said):
+    assert_fails_with(plot.main, capsys, [*more, "--out", str(tmp_path)], said)
 
 
 def test_conditions():
@@ -432,15 +426,10 @@ def test_bad_folder(tmp_path, capsys):
     assert "no folder that can be written to" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [["--where", "gamma"], ["--figure", "pie"], []])
-def test_bad_flags(tmp_path, more):
-    with pytest.raises(SystemExit) as exit_:
-        plot.main(["rows.jsonl", *(["--out", str(tmp_path)] if more else []), *more])
-    assert exit_.value.code == 1
-
-
 def test_without_matplotlib_one_line_says_how_to_get_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    real = importlib.util.find_spec
+    found = lambda name: None if name == "matplotlib" else real(name)
+    monkeypatch.setattr(plot.importlib.util, "find_spec", found)
     assert plot.main(["rows.jsonl", "--out", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "matplotlib is not installed" in line and "'.[plot]'" in line

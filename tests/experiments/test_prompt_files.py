@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from experiments.support import files, prompt_files
+from experiments.lib import files, prompt_files
 from spec_jax.model import config, hub, tokenizer
 
 

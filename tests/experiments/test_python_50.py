@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from experiments.support import prompt_files
+from experiments.lib import prompt_files
 
 
 BUNDLED = pathlib.Path(__file__).parents[2] / "experiments/prompts/python_50.jsonl"

@@ -1,10 +1,11 @@
-"""The README's tables and figures are of the rows in `experiments/results/`.
+"""Tables and figures of README and docs are of the rows in `experiments/results/`.
 
 A table states rounded numbers of rows, and a figure names the rows that it was drawn
 from: both are looked up there, and beside each other where they show the same runs.
 """
 
 import importlib.util
+import itertools
 import json
 import pathlib
 import re
@@ -12,14 +13,15 @@ import re
 import pytest
 
 from experiments import plot
-from experiments.support import figure_source
-from spec_jax import theory
+from experiments.lib import figure_source
+from spec_jax.gamma import theory
 
 
 REPO = pathlib.Path(__file__).parents[2]
 RESULTS = REPO / "experiments" / "results"
-README = (REPO / "README.md").read_text()
-FIGURES = sorted(re.findall(r"\]\((experiments/results/figures/\w+\.svg)\)", README))
+PAGES = [path.read_text() for path in (REPO / "README.md", *REPO.glob("docs/*.md"))]
+FIGURE = re.compile(r"\]\((?:\.\./)?(experiments/results/figures/\w+\.svg)\)")
+FIGURES = sorted({path for page in PAGES for path in FIGURE.findall(page)})
 
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is missing"
@@ -34,16 +36,26 @@ def rows_of(pattern: str) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+def tables_of(command: str) -> list[list[list[str]]]:
+    """Of each page that has it, the lines of the table headed by a command."""
+    found = []
+    for page in PAGES:
+        lines = page.split("\n")
+        for start, line in enumerate(lines):
+            if line.startswith(f"| `{command}"):
+                rest = lines[start + 2 :]
+                rows = itertools.takewhile(lambda line: line.startswith("|"), rest)
+                cells = [row.strip("|").split("|") for row in rows]
+                found.append([[cell.strip() for cell in row] for row in cells])
+    return found
+
+
 def table_of(command: str) -> list[list[str]]:
-    """The lines below the heading of the README's table that begins with a command."""
-    lines = README.split("\n")
-    (start,) = (i for i, line in enumerate(lines) if line.startswith(f"| `{command}"))
-    cells = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            return cells
-        cells.append([cell.strip() for cell in line.strip("|").split("|")])
-    raise AssertionError(command)
+    """The lines of the table headed by a command, the same on every page."""
+    first, *others = tables_of(command)
+    for other in others:
+        assert [row[1:] for row in other] == [row[1:] for row in first], command
+    return first
 
 
 def numbers(cell: str) -> list[str]:
@@ -94,7 +106,7 @@ def test_the_table_of_rounds():
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: pathlib.Path(path).stem)
 def test_figures_are_of_these_rows(path, request):
     """Fails if rows were measured again and the figure was not drawn again."""
-    from experiments.support import figures
+    from experiments.lib import figures
 
     if "divergence" in path:
         # Its row is older than relative differences, and cannot be drawn.
@@ -110,7 +122,7 @@ def test_figures_are_of_these_rows(path, request):
 @pytest.mark.xfail(strict=True, reason="the rows of the table have one gamma so far")
 def test_the_table_of_rounds_is_in_the_figure():
     """Fails if both show other runs of the same thing."""
-    from experiments.support import figures
+    from experiments.lib import figures
 
     (path,) = (path for path in FIGURES if path.endswith("/speedup.svg"))
     drawn = set(figures.read_source(REPO / path))

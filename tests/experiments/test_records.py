@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.support import records, report
+from experiments.lib import records
+from spec_jax.engine import state
 
 
 def rows(path: pathlib.Path) -> list[dict]:
@@ -28,15 +29,6 @@ def test_each_row_is_in_the_file_when_write_returns(tmp_path):
             out.write({"i": i, "text": "a\nb\u2028"})
             assert [row["i"] for row in rows(path)] == list(range(i + 1))
     assert rows(path)[2] == {"i": 2, "text": "a\nb\u2028"}
-
-
-def test_interrupted_run_keeps_its_rows(tmp_path):
-    path = tmp_path / "a.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        with records.JsonLines(path) as out:
-            out.write({"i": 0})
-            raise KeyboardInterrupt
-    assert rows(path) == [{"i": 0}]
 
 
 def test_old_rows_stay_until_the_first_new_one(tmp_path):
@@ -100,14 +92,6 @@ def test_no_path_writes_nowhere_but_checks(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_row_after_close_is_refused(tmp_path):
-    out = records.JsonLines(tmp_path / "a.jsonl")
-    out.close()
-    out.close()
-    with pytest.raises(ValueError, match="closed"):
-        out.write({})
-
-
 def test_unwritable_paths_are_found_at_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     faults = {
@@ -139,7 +123,7 @@ def test_values_become_plain_json():
         "bf16": jnp.bfloat16(1.5),
         "array": np.arange(4).reshape(2, 2),
         "tuple": (1, (2.0, None)),
-        "enum": report.Origin.BONUS,
+        "enum": state.Origin.BONUS,
         "path": pathlib.Path("a/b"),
         "nested": {1: {"x": jnp.ones(2)}},
     }
@@ -165,12 +149,6 @@ def test_values_become_plain_json():
 def test_nan_is_refused_by_name(value):
     with pytest.raises(ValueError, match=r"tpot(\[1\])?=.* is no JSON number"):
         records.to_json({"a": {"tpot": value}}, "row")
-
-
-@pytest.mark.parametrize("value", [{1, 2}, b"x", object(), 1j])
-def test_other_types_are_refused_by_name(value):
-    with pytest.raises(TypeError, match="^odd is a "):
-        records.to_json({"odd": value}, "row")
 
 
 def test_provenance():
@@ -253,3 +231,53 @@ def test_git_finds_changes_but_those_of_results(monkeypatch, tmp_path):
         ValueError, match=r"without a commit \(code.py\); --allow-dirty"
     ):
         check_clean()
+
+
+def test_committed_rows_are_of_a_commit(monkeypatch, tmp_path):
+    """Fails if changed code can write rows that the repository keeps, unmarked."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(
+        records, "_git", lambda *a: " M a.py" if a[0] == "status" else "0"
+    )
+    kept, other = tmp_path / "results" / "a.jsonl", tmp_path / "a.jsonl"
+    with pytest.raises(ValueError, match=r"experiments/results .*\(a.py\); --allow"):
+        records.open_rows(kept)
+    for path, allow_dirty in ((other, False), (None, False), (kept, True)):
+        records.open_rows(path, allow_dirty=allow_dirty).close()
+
+
+def test_a_run_goes_on_with_its_own_rows(tmp_path):
+    """Fails if half a row is kept, or rows that were measured otherwise."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1, "x": 1}\n{"a": 1, "x": 2}\n{"a": 1, "x"')
+    with records.JsonLines(path) as out:
+        assert [row["x"] for row in records.resume(out, {"a": 1})] == [1, 2]
+        out.write({"a": 1, "x": 3})
+    assert [row["x"] for row in rows(path)] == [1, 2, 3]
+    with records.JsonLines(path) as out:
+        with pytest.raises(ValueError, match="line 1: a is 1 there and 2 here"):
+            records.resume(out, {"a": 2})
+        with pytest.raises(ValueError, match="line 1: no row of this script"):
+            records.resume(out, {"b": 2})
+    path.unlink()
+    with records.JsonLines(None) as out:
+        assert records.resume(out, {"a": 1}) == []
+
+
+def test_a_failure_is_a_row():
+    """Fails if what comes after is not done, or a full disk is passed over."""
+
+    def fail(error: Exception):
+        raise error
+
+    (row,) = records.guarded("b", lambda: fail(ValueError("no such shape\nand more")))
+    assert row["kind"] == "error" and row["item"] == "b"
+    assert row["error"] == "ValueError: no such shape"
+    assert "ValueError" in "".join(row["traceback"]) and records.is_failure(row)
+    assert "item=b error=ValueError: no such shape" in records.line(row)
+    with pytest.raises(OSError):
+        records.guarded("b", lambda: fail(OSError(28, "No space left")))
+    for row in ({"equal": False}, {"seen": False}):
+        assert records.is_failure({"kind": "x", **row})
+    assert not records.is_failure({"kind": "x", "equal": True})

@@ -1,29 +1,18 @@
-"""Regret: fates of drafts as integers against live rounds, sets, and the script."""
+"""Regret: outcomes of drafts as integers against live rounds, sets, the script."""
 
 import dataclasses
 import io
-import json
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
 from rich import console as rich_console
+from script_runs import assert_fails_with, models_of, rows_of
 
-from experiments import regret
-from experiments.support import (
-    flags,
-    model_pair,
-    paired_runs,
-    plan_costs,
-    prompt_files,
-    regret_fates,
-    regret_live,
-    regret_policies,
-    regret_report,
-    regret_simulation,
-)
+from experiments import regret as script
+from experiments.lib import cli, costs, fates, prompt_files, regret, runs
+from spec_jax import loading
 from spec_jax.gamma import policy, simulation, threshold
 
 
@@ -33,10 +22,10 @@ PROMPTS = [
     prompt_files.Prompt(id=str(i), text=text, category=None)
     for i, text in enumerate(LINES)
 ]
-SETTINGS = paired_runs.Settings(
+SETTINGS = runs.Settings(
     gamma=GAMMA, gen_tokens=GEN_TOKENS, capacity=32, page_size=PAGE_SIZE
 )
-COSTS = plan_costs.RoundCosts(
+COSTS = costs.RoundCosts(
     plain_s=1.0,
     verify_s=(1.0, 1.25, 1.5),
     idle_s=1.0,
@@ -58,19 +47,17 @@ def pairs(folders):
     """A lookup, which is sometimes right; and the target itself, which always is."""
     target, draft = folders
 
-    def load(draft: pathlib.Path, name: str) -> model_pair.ModelPair:
-        return model_pair.load_pair(
-            *(target, draft),
-            **{"gamma_max": GAMMA, "slab": GAMMA + 1, "dtype": None, "impl": "auto"},
-            drafter=name,
+    def load(draft, name: str) -> loading.LanguageModel:
+        return loading.load(
+            target, draft=draft, drafter=name, gamma_max=GAMMA, slab=GAMMA + 1
         )
 
     return {"ngram": load(draft, "ngram"), "itself": load(target, "draft-model")}
 
 
-def record(pair: model_pair.ModelPair, prompt: prompt_files.Prompt):
+def record(pair: loading.LanguageModel, prompt: prompt_files.Prompt):
     ids = pair.tokenizer.encode(prompt.text)
-    return regret_fates.record(pair, SETTINGS, prompt, ids)
+    return fates.record(pair, SETTINGS, prompt, ids)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +66,7 @@ def texts(pairs):
     return [record(pairs["ngram"], prompt) for prompt in PROMPTS]
 
 
-def simulated_rounds(text: regret_fates.Text, gamma: int) -> int:
+def simulated_rounds(text: fates.Text, gamma: int) -> int:
     fixed = policy.Fixed(gamma_max=GAMMA)
     run = simulation.simulate(
         fixed,
@@ -99,7 +86,7 @@ def test_simulated_rounds_are_those_of_live_runs(pairs, name):
         text = record(pair, prompt)
         for gamma in range(GAMMA + 1):
             asked = dataclasses.replace(SETTINGS, gamma=gamma)
-            live = paired_runs.run_speculative(pair, asked, text.prompt_ids)
+            live = runs.run_speculative(pair, asked, text.prompt_ids)
             assert live.tokens == text.tokens
             assert simulated_rounds(text, gamma) == live.counters.rounds
             kept += live.counters.accepted
@@ -118,19 +105,19 @@ def test_the_check_sees_a_wrong_fate(pairs):
 def test_fates_of_drafts():
     """Row `n` was drafted behind `n` tokens; its draft `i` stands at `n + i`."""
     drafts = np.array([[7, 8], [8, 0], [9, 9]])
-    found = regret_fates.fates(drafts, np.array([2, 2, 1]), [7, 8, 9])
+    found = fates.fates(drafts, np.array([2, 2, 1]), [7, 8, 9])
     assert found.tolist() == [[True, False], [True, True], [True, False]]
     # What was not drafted is not kept, whatever stands in its place.
-    silent = regret_fates.fates(drafts, np.array([0, 1, 1]), [7, 8, 9])
+    silent = fates.fates(drafts, np.array([0, 1, 1]), [7, 8, 9])
     assert silent.tolist() == [[False, False], [True, False], [True, False]]
-    assert regret_fates.mean_kept(found) == (2 + 1 + 1) / 3
-    assert regret_fates.mean_kept(silent) == 2 / 3
+    assert fates.mean_kept(found) == (2 + 1 + 1) / 3
+    assert fates.mean_kept(silent) == 2 / 3
 
 
 def test_sets(texts):
     """By how much is kept; the hostile ones are the mixed, with nothing kept."""
-    sets = regret_fates.make_sets(texts)
-    assert tuple(sets) == regret_fates.SETS
+    sets = fates.make_sets(texts)
+    assert tuple(sets) == fates.SETS
     ((easy,), (hard,)) = sets["easy"], sets["hard"]
     kept = [text.num_kept for text in texts]
     assert easy.num_kept == max(kept) > hard.num_kept == min(kept)
@@ -140,13 +127,13 @@ def test_sets(texts):
         assert text.is_hostile and text.num_kept == 0
     assert not any(text.is_hostile for text in texts)
     with pytest.raises(ValueError, match="1 prompts: .* give two"):
-        regret_fates.make_sets(texts[:1])
+        fates.make_sets(texts[:1])
 
 
-def fixed_candidates() -> list[regret_policies.Candidate]:
+def fixed_candidates() -> list[regret.Candidate]:
     fixed = policy.Fixed(gamma_max=GAMMA)
     return [
-        regret_policies.Candidate(
+        regret.Candidate(
             name=f"fixed {gamma}",
             gamma=gamma,
             gamma_policy=fixed,
@@ -157,9 +144,9 @@ def fixed_candidates() -> list[regret_policies.Candidate]:
     ]
 
 
-def ladder_candidate() -> regret_policies.Candidate:
+def ladder_candidate() -> regret.Candidate:
     made = threshold.Threshold(ladder=(0, 1, 2))
-    return regret_policies.Candidate(
+    return regret.Candidate(
         **{"name": "threshold", "gamma": GAMMA, "gamma_policy": made},
         state=made.init(),
         is_fixed=False,
@@ -169,7 +156,7 @@ def ladder_candidate() -> regret_policies.Candidate:
 def test_simulated_rows_are_those_of_the_simulator(texts):
     """One text at a time, the sum of `measure_regret`; regret is of the whole set."""
     candidates = [*fixed_candidates(), ladder_candidate()]
-    rows = regret_simulation.rows(candidates, {"easy": texts}, COSTS, hand_on=False)
+    rows = regret.simulated_rows(candidates, {"easy": texts}, COSTS, hand_on=False)
     single = [
         simulation.measure_regret(
             candidates[-1].gamma_policy,
@@ -194,12 +181,12 @@ def test_simulated_rows_are_those_of_the_simulator(texts):
 
 def test_what_was_learnt_is_handed_on(texts):
     """On hostile texts the second one has no descent to pay for."""
-    hostile = regret_fates.make_sets(texts)["hostile"]
-    costs = {"round_s": COSTS.round_s(), "catch_up_s": 0.0}
+    hostile = fates.make_sets(texts)["hostile"]
+    of_rounds = {"round_s": COSTS.round_s(), "catch_up_s": 0.0}
 
     def seconds(*, hand_on: bool) -> float:
-        return regret_simulation.seconds_of(
-            ladder_candidate(), hostile, hand_on=hand_on, **costs
+        return regret.seconds_of(
+            ladder_candidate(), hostile, hand_on=hand_on, **of_rounds
         )
 
     assert seconds(hand_on=True) < seconds(hand_on=False)
@@ -209,12 +196,12 @@ def test_hostile_rounds_accept_nothing(pairs, texts):
     """And draft as always, at the cost of the real drafter; tokens stay the same."""
     pair = pairs["itself"]
     text = dataclasses.replace(texts[0], is_hostile=True)
-    hostile = regret_live._hostile(pair, SETTINGS, text)
-    run = paired_runs.run_speculative(hostile, SETTINGS, text.prompt_ids)
+    hostile, known = regret._hostile(pair, text)
+    run = runs.run_speculative(hostile, SETTINGS, text.prompt_ids, draft_params=known)
     assert run.tokens == text.tokens
     assert run.counters.accepted == 0 < run.counters.proposed
     # Negative control: the drafter as it is.
-    run = paired_runs.run_speculative(pair, SETTINGS, text.prompt_ids)
+    run = runs.run_speculative(pair, SETTINGS, text.prompt_ids)
     assert run.counters.accepted == run.counters.proposed
 
 
@@ -222,23 +209,19 @@ def test_a_candidate_may_have_a_drafter_of_its_own(pairs, texts):
     """A draft model that is never confident: its rounds are those of gamma 0."""
     pair = pairs["itself"]
     silent = dataclasses.replace(pair.drafter, min_confidence=1.0)
-    never = regret_policies.confident(
-        1.0, dataclasses.replace(pair, drafter=silent), SETTINGS
-    )
+    never = regret.confident(1.0, dataclasses.replace(pair, drafter=silent), SETTINGS)
     assert never.name == "confidence 1" and not never.is_fixed
-    settings = regret_live._asked(SETTINGS, never, never.state)
-    run = paired_runs.run_speculative(never.pair, settings, texts[0].prompt_ids)
+    settings = regret._asked(SETTINGS, never, never.state)
+    run = runs.run_speculative(never.lm, settings, texts[0].prompt_ids)
     assert run.counters.proposed == 0 and run.tokens == texts[0].tokens
-    live = regret_live.run_set(
-        pair, SETTINGS, texts[:1], [never], repeats=1, hand_on=True
-    )
+    live = regret.run_set(pair, SETTINGS, texts[:1], [never], repeats=1, hand_on=True)
     assert live.matched == {"confidence 1": True}
     assert min(live.seconds["plain"] + live.seconds["confidence 1"]) > 0
 
 
 def test_rows_of_live_runs():
     """Regret is of each repeat, against the best gamma of that repeat."""
-    live = regret_live.LiveSet(
+    live = regret.LiveSet(
         seconds={
             "plain": [1.0, 2.0, 1.0],
             "fixed 0": [1.1, 2.2, 1.1],
@@ -249,7 +232,7 @@ def test_rows_of_live_runs():
         matched={"fixed 0": True, "fixed 1": True, "fixed 2": True, "threshold": False},
     )
     candidates = [*fixed_candidates(), ladder_candidate()]
-    rows = regret_live.rows("easy", live, candidates, num_texts=2)
+    rows = regret.live_rows("easy", live, candidates, num_texts=2)
     adaptive = rows[-1]
     assert adaptive["best_gamma"] == [1, 0, 1]
     assert adaptive["regret"] == pytest.approx(0.5)
@@ -262,30 +245,24 @@ def test_rows_of_live_runs():
 
 
 def command(folders, *more: str) -> list[str]:
-    target, draft = folders
     return [
-        *("--target", str(target), "--draft", str(draft), "--gamma", str(GAMMA)),
-        *("--prompts", str(target.parent / "prompts.txt")),
+        *(*models_of(folders), "--gamma", str(GAMMA)),
+        *("--prompts", str(folders[0].parent / "prompts.txt")),
         *("--gen-tokens", str(GEN_TOKENS), "--page-size", str(PAGE_SIZE)),
         *("--repeats", "1", "--cost-repeats", "1"),
         *more,
     ]
 
 
-def rows_of(path: pathlib.Path, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
-
-
 def test_the_rows_of_a_run(folders, tmp_path, capsys):
     """A row for each policy and set, simulated and live."""
     out = tmp_path / "out.jsonl"
     more = ("--live", "--drafter", "ngram", "--out", str(out))
-    assert regret.main(command(folders, *more)) == regret.MATCHED == 0
+    assert script.main(command(folders, *more)) == script.MATCHED == 0
     names = ["fixed 0", "fixed 1", "fixed 2", "threshold", "goodput"]
     for kind in ("regret", "regret_live"):
         places = [(row["set"], row["policy"]) for row in rows_of(out, kind)]
-        assert places == [(s, name) for s in regret_fates.SETS for name in names]
+        assert places == [(s, name) for s in fates.SETS for name in names]
     for row in rows_of(out, "regret_live"):
         assert row["matched"] and row["seconds"] > 0 and row["plain_s"] > 0
     printed = capsys.readouterr().out
@@ -300,75 +277,51 @@ def test_the_table_of_regret_fits_a_terminal():
     rows = [
         {"policy": policy, "set": name, "regret": share, "speedup": 1 / (1 + share)}
         for policy, share in (("fixed 0", 0.25), ("threshold", 123.4))
-        for name in regret_fates.SETS
+        for name in fates.SETS
     ]
     file = io.StringIO()
     console = rich_console.Console(file=file, width=80)
-    regret_report.print_regret(rows, console, title="simulated")
+    script.print_regret(rows, console, title="simulated")
     _, _, first, second, *_ = file.getvalue().splitlines()
     assert first.split() == ["fixed", "0", *["+25.0%", "0.80x"] * 4]
     assert second.split() == ["threshold", *["+12340%", "0.01x"] * 4]
 
 
-def test_a_run_that_does_not_match(folders, monkeypatch):
-    """Exit status 2: seconds of another text mean nothing."""
-    real = regret_live._run
+def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, capsys):
+    """Exit status 2 where seconds are of another text; whole rows are left."""
+    real = runs.run_speculative
 
-    def corrupted(*arguments):
-        done = real(*arguments)
+    def corrupted(*arguments, **keywords):
+        done = real(*arguments, **keywords)
         return dataclasses.replace(done, tokens=[*done.tokens[:-1], -1])
 
-    monkeypatch.setattr(regret_live, "_run", corrupted)
     more = ("--live", "--drafter", "ngram", "--policy", "threshold")
-    assert regret.main(command(folders, *more)) == regret.NOT_MATCHED == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "run_speculative", corrupted)
+        assert script.main(command(folders, *more)) == script.NOT_MATCHED == 2
 
-
-def test_an_interrupted_run_leaves_whole_rows(folders, tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(regret_live, "run_set", interrupted)
+    monkeypatch.setattr(regret, "run_set", interrupted)
     out = tmp_path / "out.jsonl"
-    more = ("--live", "--drafter", "ngram", "--policy", "threshold")
     arguments = command(folders, *more, "--out", str(out))
-    assert regret.main(arguments) == flags.INTERRUPTED == 130
+    assert script.main(arguments) == cli.INTERRUPTED == 130
     assert len(rows_of(out, "regret")) == 4 * 4
     assert str(out) in capsys.readouterr().err
-
-
-def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
-    try:
-        status = regret.main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
-    assert "Traceback" not in error
-    (line,) = [line for line in error.splitlines() if "error:" in line]
-    for word in words:
-        assert word in line, line
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         (["--policy", "threshold,greedy"], ["'greedy'", "goodput"]),
-        (["--drafter", "oracle"], ["oracle", "draft-model"]),
-        (["--gamma", "0"], ["--gamma", "at least 1"]),
+        (["--drafter", "oracle"], ["oracle", "name one that drafts"]),
         (["--gen-tokens", "2"], ["--gen-tokens 2", "up to 3 tokens"]),
         (["--prompts", "1"], ["1 prompts", "two"]),
-        (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
         (["--confidence", "0.5"], ["--confidence", "--live"]),
-        (["--confidence", "0.5", "--live", "--drafter", "ngram"], ["ngram has none"]),
+        (["--confidence", "0.5", "--live", "--drafter", "ngram"], ["has none"]),
         (["--confidence", "2", "--live"], ["min_confidence=2"]),
-        (["--impl", "mosaic"], ["mosaic"]),
-        (["--out", "/nowhere/out.jsonl"], ["/nowhere"]),
     ],
 )
 def test_bad_input(folders, capsys, more, words):
-    assert_fails_with(capsys, command(folders, *more), *words)
-
-
-def test_models_that_are_not_there(folders, capsys):
-    assert_fails_with(capsys, ["--target", str(folders[0])], "--draft")
+    assert_fails_with(script.main, capsys, command(folders, *more), *words)

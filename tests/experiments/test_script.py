@@ -19,7 +19,7 @@ import jax
 import pytest
 import tiny_pair
 
-from experiments.support import files, flags, script, terminal
+from experiments.lib import cli, files, terminal
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -38,7 +38,7 @@ REQUIRED = {
 
 def run(work, **keywords) -> int:
     keywords = {"kept": lambda args: "rows are kept", "uses_jax": False} | keywords
-    return script.run("x.py", argparse.Namespace, lambda args: work(), **keywords)
+    return cli.run("x.py", argparse.Namespace, lambda args: work(), **keywords)
 
 
 def last_line(capsys) -> str:
@@ -76,7 +76,7 @@ def jax_out_of_memory():
     ],
 )
 def test_an_error_is_one_line(work, line, capsys):
-    assert run(work) == script.UNUSABLE == 1
+    assert run(work) == cli.UNUSABLE == 1
     said = last_line(capsys)
     assert said.startswith("x.py: error: ") and line in said
 
@@ -133,7 +133,7 @@ def made_another_error():
 )
 def test_an_interrupt_is_not_lost(work, listening, capsys):
     before = signal.getsignal(signal.SIGINT), sys.unraisablehook
-    assert run(work) == script.INTERRUPTED == 130
+    assert run(work) == cli.INTERRUPTED == 130
     assert last_line(capsys) == "x.py: interrupted; rows are kept"
     assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == before
 
@@ -175,7 +175,8 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+# The report starts no jax of its own.
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "gpu_report"])
 def test_an_interrupt_during_the_imports(name):
     """Fails if a script imports jax before it listens: that takes seconds."""
     path = ROOT / "experiments" / f"{name}.py"
@@ -193,11 +194,11 @@ def test_an_interrupt_during_the_imports(name):
 def test_every_script_begins_and_ends_alike(name):
     source = (ROOT / "experiments" / f"{name}.py").read_text()
     _, first, second, *_, last = ast.parse(source).body
-    assert ast.unparse(first) == "from experiments.support import script"
-    is_main = "if __name__ == '__main__':\n    script."
+    assert ast.unparse(first) == "from experiments.lib import cli"
+    is_main = "if __name__ == '__main__':\n    cli."
     assert ast.unparse(second) == is_main + "start()"
     assert ast.unparse(last) == is_main + "end(main)"
-    assert source.count("script.run(") == 1 and "sys.exit" not in source
+    assert source.count("cli.run(") == 1 and "sys.exit" not in source
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +267,7 @@ def test_a_platform_that_is_not_there(name, tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax, "default_backend", no_devices)
-    assert main_of(name)(REQUIRED.get(name, ())) == script.UNUSABLE
+    assert main_of(name)(REQUIRED.get(name, ())) == cli.UNUSABLE
     said = last_line(capsys)
     assert said.startswith(f"{name}.py: error: JAX_PLATFORMS=")
     assert "Unable to initialize backend 'x'" in said and "leave" in said
@@ -288,7 +289,7 @@ def test_a_platform_that_is_not_installed():
 
 END = """
 import argparse, sys
-from experiments.support import script
+from experiments.lib import cli
 
 def work(args):
     for i in range(int(sys.argv[1])):
@@ -296,10 +297,10 @@ def work(args):
     return 0
 
 def main():
-    return script.run("x.py", argparse.Namespace, work, uses_jax=False)
+    return cli.run("x.py", argparse.Namespace, work, uses_jax=False)
 
-script.start()
-script.end(main)
+cli.start()
+cli.end(main)
 """
 
 
@@ -318,7 +319,7 @@ def end(num_lines: int, *, output: str, **variables) -> subprocess.CompletedProc
 def test_a_full_disk_behind_standard_output(num_lines):
     """Found in a buffer that is written at the end, too."""
     done = end(num_lines, output="> /dev/full")
-    assert done.returncode == script.UNUSABLE
+    assert done.returncode == cli.UNUSABLE
     assert done.stderr == (
         b"x.py: error: standard output: cannot be written (No space left on device)\n"
     )
@@ -341,14 +342,14 @@ def test_a_full_disk_behind_a_console(monkeypatch, capsys):
     # Unbuffered, so that nothing is left to be written when it is closed.
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stdout", Unbuffered(full))
-        assert run(lambda: terminal.console().print("x")) == script.UNUSABLE
+        assert run(lambda: terminal.console().print("x")) == cli.UNUSABLE
     assert "standard output: cannot be written (No space" in last_line(capsys)
 
 
 def test_a_reader_that_has_gone():
     """As of SIGPIPE, which ends other programs; and nothing is said."""
     done = end(10_000, output="| head -1")
-    assert done.returncode == script.PIPE_CLOSED == 141
+    assert done.returncode == cli.PIPE_CLOSED == 141
     assert done.stderr == b"" and done.stdout.startswith(b"0 ")
 
 
@@ -358,7 +359,7 @@ def test_a_console_whose_reader_has_gone(monkeypatch, capsys):
     with open(writer, "wb", buffering=0) as pipe:
         monkeypatch.setattr(sys, "stdout", Unbuffered(pipe))
         work = lambda: terminal.console().print("x")
-        assert run(work) == script.PIPE_CLOSED
+        assert run(work) == cli.PIPE_CLOSED
 
 
 def test_characters_that_cannot_be_printed_are_replaced():
@@ -386,6 +387,7 @@ OUTPUTS = {
 SOURCES = {
     "exactness": ("--prompts", "--verify"),
     "kernels": ("--shapes",),
+    "latency": ("--target",),
     "parity": ("--prompts", "--mismatch", "--bundle"),
     "replay": ("--prompts", "traces", "--costs"),
 }
@@ -396,7 +398,7 @@ def refused(name: str, arguments: list[str], capsys) -> str:
     """The line of a usage error."""
     with pytest.raises(SystemExit) as error:
         main_of(name)(arguments)
-    assert error.value.code == flags.UNUSABLE == 1
+    assert error.value.code == cli.UNUSABLE == 1
     return capsys.readouterr().err.splitlines()[-1]
 
 
@@ -485,7 +487,7 @@ def test_outputs_are_checked_before_the_work(name, flag, tmp_path, capsys):
 def test_figures_are_checked_before_the_work(name, flag, tmp_path, monkeypatch, capsys):
     line = refused(name, [flag, str(tmp_path / "x.txt")], capsys)
     assert "x.txt: not a .png or .svg file" in line
-    monkeypatch.setattr(flags.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     line = refused(name, [flag, str(tmp_path / "x.svg")], capsys)
     assert "needs matplotlib" in line
 
@@ -501,7 +503,7 @@ def test_nobody_reads_what_has_no_end(folders, capsys):
     """Fails if a device is read until memory ends."""
     target, draft = map(str, folders)
     models = ["--target", target, "--draft", draft]
-    assert main_of("sweep")(["--out", "/dev/full", *models]) == script.UNUSABLE
+    assert main_of("sweep")(["--out", "/dev/full", *models]) == cli.UNUSABLE
     assert "/dev/full: is a device or a pipe" in last_line(capsys)
 
 
@@ -536,5 +538,5 @@ def test_training_that_cannot_be(more, words, capsys):
 @pytest.mark.parametrize("work", ["/proc/x", "/dev/null"])
 def test_a_folder_of_training_that_cannot_be_written(work, capsys):
     arguments = ["--stage", "target", "--work", work]
-    assert main_of("train_pair")(arguments) == script.UNUSABLE
+    assert main_of("train_pair")(arguments) == cli.UNUSABLE
     assert f"{work}: no folder that can be written to" in last_line(capsys)

@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import sys
 
-import chex
 import pytest
 import tiny_pair
+from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import spec_round
-from experiments.support import flags, model_pair, paired_runs, prompt_runs, report
-from spec_jax import metrics, sampling
+from experiments.lib import cli, policies, results, runs, samples, tables
+from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.gamma import goodput, threshold
 from spec_jax.model import load, tokenizer
 from spec_jax.ops import dispatch
 
@@ -29,16 +31,8 @@ def folders(tmp_path_factory):
 
 
 def command(folders, *more: str) -> list[str]:
-    target, draft = folders
-    return [
-        *("--target", str(target), "--draft", str(draft)),
-        *("--gen-tokens", "6", "--gamma", "2", "--prompts", "2"),
-        *more,
-    ]
-
-
-def rows_of(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    sizes = ("--gen-tokens", "6", "--gamma", "2", "--prompts", "2")
+    return [*models_of(folders), *sizes, *more]
 
 
 def test_a_matched_run(folders, tmp_path, capsys):
@@ -56,13 +50,11 @@ def test_a_matched_run(folders, tmp_path, capsys):
         assert row["acceptance_rate"] == row["accepted"] / row["proposed"]
     assert summary["kind"] == "summary" and summary["matched"] is True
     assert summary["verify_decode_mismatches"] == summary["nonfinite_logits"] == 0
-    assert summary["tokens"] == sum(row["tokens"] for row in prompts)
-    weighted = sum(row["tokens"] * row["repetition"] for row in prompts)
-    assert summary["repetition"] == pytest.approx(weighted / summary["tokens"])
+    for name in ("tokens", "rounds", "proposed", "accepted"):
+        assert summary[name] == sum(row[name] for row in prompts)
     assert summary["tercile_prompts"] == [1, 1]
-    assert summary["rounds"] == sum(row["rounds"] for row in prompts)
     assert summary["impl"] == dispatch.resolve("auto") and summary["gamma"] == 2
-    assert {field.name for field in report.FIELDS} <= set(summary)
+    assert {field.name for field in tables.FIELDS} <= set(summary)
     printed = capsys.readouterr().out
     assert "acceptance_rate" in printed and "speedup_e2e" in printed
 
@@ -79,117 +71,112 @@ def test_the_sample_is_drawn_beside_greedy_runs(folders, tmp_path, capsys):
     )
     first, _, summary = rows_of(out)
     assert summary["temperature"] == 0 and summary["tokens"] == 48
-    greedy = byte_text(folders, first["spec_ids"])
-    assert unmarked(text).endswith(greedy) is False
+    pieces = tokenizer.load(folders[0]).decode_pieces(first["spec_ids"])
+    greedy = "".join(map(samples._without_controls, pieces))
+    assert text.endswith(greedy) is False
     # Named, even as 0, a temperature is that of the measured runs and of the text.
     assert spec_round.main(command(folders, "--temperature", "0", *more)) == 0
     heading, text = sample_of(capsys)
     assert heading == "Prompt py-01: greedy; equal to plain decoding"
-    assert unmarked(text).endswith(greedy)
-    assert rows_of(out)[0]["spec_ids"] == first["spec_ids"]
-
-
-def test_a_sample_that_differs_is_said(folders, monkeypatch, capsys):
-    """Exit status 2, though every measured run matched."""
-    real = paired_runs.run_speculative
-
-    def corrupted(pair, settings, prompt):
-        run = real(pair, settings, prompt)
-        if settings.sampling is None:
-            return run
-        tokens = [*run.tokens[:-1], (run.tokens[-1] + 1) % 250]
-        return dataclasses.replace(run, tokens=tokens)
-
-    monkeypatch.setattr(paired_runs, "run_speculative", corrupted)
-    assert spec_round.main(command(folders, "--ignore-stop")) == 2
-    printed = capsys.readouterr().out
-    assert "NOT EQUAL to plain decoding at token 5 (the" in printed
-    assert re.search(r"matched +true", printed)
-
-
-def test_an_interrupted_sample_leaves_the_numbers(folders, monkeypatch, capsys):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(spec_round.sample_text, "draw", interrupted)
-    assert spec_round.main(command(folders)) == flags.INTERRUPTED
-    assert "acceptance_rate" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("drafter", ["draft-model", "hybrid", "ngram"])
-def test_a_pair_that_draws_is_that_of_loading(folders, drafter):
-    """Fails if the sample's drafts are greedy where `--temperature 0.7` draws them."""
-    sizes = {"gamma_max": 2, "slab": 3, "dtype": None, "impl": "xla"}
-    drawn = sampling.make_settings(temperature=0.7, top_k=20, top_p=0.8, seed=3)
-    loaded = model_pair.load_pair(
-        *folders, **sizes, drafter=drafter, sampling_settings=drawn
-    )
-    greedy = model_pair.load_pair(*folders, **sizes, drafter=drafter)
-    made = model_pair.with_sampling(greedy, drawn)
-    assert made.drafter == loaded.drafter
-    chex.assert_trees_all_equal(made.params, loaded.params)
-    if drafter != "ngram":
-        assert made.drafter != greedy.drafter
+    assert text.endswith(greedy)
 
 
 def sample_of(capsys) -> tuple[str, str]:
-    """The heading and the text of what a run printed, marks included."""
+    """The heading and the text of what a run printed, without marks."""
     printed = capsys.readouterr().out
     start = printed.index("Prompt py-01")
     heading, _, text = printed[start:].partition("\n")
     _, _, text = text.partition("\n")  # the legend
-    return heading, text[: text.rindex("\n\nmetric")]
+    marks = "".join(samples.MARKS[0].all())
+    text = text[: text.rindex("\n\nmetric")]
+    return heading, "".join(c for c in text if c not in marks)
 
 
-def unmarked(text: str) -> str:
-    return "".join(c for c in text if c not in "".join(report.MARKS[0].all()))
+def corrupt(monkeypatch, *, only_drawn: bool) -> None:
+    """Plants a wrong last token in speculative runs of whole texts."""
+    real = runs.run_speculative
 
-
-def byte_text(folders, ids: list[int]) -> str:
-    """The text of generated tokens, as it is shown."""
-    pieces = tokenizer.load(folders[0]).decode_pieces(ids)
-    return "".join(map(report._without_controls, pieces))
-
-
-def test_wide_defaults_change_nothing(folders, tmp_path):
-    """Fails if `JAX_ENABLE_X64` stops a script, or moves a token."""
-    rows = {}
-    for wide in ("0", "1"):
-        out = tmp_path / f"{wide}.jsonl"
-        done = subprocess.run(
-            [sys.executable, spec_round.__file__, *command(folders, "--out", str(out))],
-            capture_output=True,
-            text=True,
-            env={
-                **os.environ,
-                "JAX_ENABLE_X64": wide,
-                "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
-            },
-        )
-        assert done.returncode == spec_round.MATCHED, done.stderr
-        *prompts, _ = rows_of(out)
-        rows[wide] = [(row["plain_ids"], row["rounds"]) for row in prompts]
-    assert rows["0"] == rows["1"]
-
-
-def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
-    """Exit status 2, and the replay counts the planted token."""
-    real = paired_runs.run_speculative
-
-    def corrupted(pair, settings, prompt):
-        run = real(pair, settings, prompt)
-        if len(run.tokens) < settings.gen_tokens or settings.gen_tokens == 1:
+    def corrupted(lm, settings, prompt):
+        run = real(lm, settings, prompt)
+        is_left_alone = settings.sampling is None and only_drawn
+        if settings.gen_tokens == 1 or is_left_alone:
             return run
         tokens = [*run.tokens[:-1], (run.tokens[-1] + 1) % 250]
         return dataclasses.replace(run, tokens=tokens)
 
-    monkeypatch.setattr(paired_runs, "run_speculative", corrupted)
+    monkeypatch.setattr(runs, "run_speculative", corrupted)
+
+
+def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
+    """Exit status 2, and the replay counts the planted token."""
+    corrupt(monkeypatch, only_drawn=False)
     out = tmp_path / "out.jsonl"
     more = ("--ignore-stop", "--out", str(out))
     assert spec_round.main(command(folders, *more)) == spec_round.NOT_MATCHED == 2
     *prompts, summary = rows_of(out)
     assert summary["matched"] is False
     assert summary["verify_decode_mismatches"] == len(prompts) == 2
+
+
+def test_a_sample_that_differs_is_said(folders, monkeypatch, capsys):
+    """Exit status 2, though every measured run matched."""
+    corrupt(monkeypatch, only_drawn=True)
+    assert spec_round.main(command(folders, "--ignore-stop")) == 2
+    printed = capsys.readouterr().out
+    assert "NOT EQUAL to plain decoding at token 5 (the" in printed
+    assert re.search(r"matched +true", printed)
+
+
+def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(
+    folders, tmp_path, capsys
+):
+    """Above temperature 0; greedily it commits the target's tokens, and is."""
+    out = tmp_path / "out.jsonl"
+    more = ("--rule", "rejection", "--batch", "2", "--out", str(out))
+    assert spec_round.main(command(folders, *more, "--temperature", "1")) == 0
+    summary = rows_of(out)[-1]
+    assert summary["rule"] == "rejection" and summary["matched"] is None
+    assert summary["verify_decode_mismatches"] is None
+    assert "of the distribution of plain decoding" in capsys.readouterr().out
+    assert spec_round.main(command(folders, *more, "--temperature", "0")) == 0
+    assert rows_of(out)[-1]["matched"] is True
+
+
+def test_a_drafter_from_outside(folders, tmp_path, monkeypatch):
+    """By its module, alone and in a batch."""
+    (tmp_path / "outside.py").write_text(
+        "from spec_jax.drafters import ngram\n"
+        "class Mine(ngram.PromptLookup):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for batch in ((), ("--batch", "2")):
+        more = ("--drafter", "outside:Mine", *batch)
+        assert spec_round.main(command(folders, *more)) == 0
+
+
+def test_designs_and_settings_that_change_no_token(folders, tmp_path):
+    """Superseded designs that keep the bits, and other caches, prefills and pages."""
+    out = tmp_path / "out.jsonl"
+    rows = {}
+    for name, more in {
+        "ours": (),
+        "loop": ("--verify-path", "row-loop", "--cache", "static"),
+        "decode": ("--acceptance", "decode", "--verify-path", "flash"),
+        "round": ("--draft-cache", "round", "--prefill", "rows"),
+    }.items():
+        more = (*more, "--prompts", "1", "--out", str(out))
+        assert spec_round.main(command(folders, *more)) == 0, name
+        rows[name] = rows_of(out)[-1]
+    assert rows["loop"]["verify_steps"] == (
+        rows["ours"]["rounds"] + rows["ours"]["proposed"]
+    )
+    assert rows["decode"]["commit_decode_steps"] == (
+        rows["ours"]["rounds"] + rows["ours"]["accepted"]
+    )
+    for name in ("rounds", "proposed", "accepted", "tokens"):
+        assert len({row[name] for row in rows.values()}) == 1, name
+    more = ("--prefill", "batched", "--page-size", "8", "--dtype", "bfloat16")
+    assert spec_round.main(command(folders, *more, "--prompts", "1")) == 0
 
 
 @pytest.mark.parametrize("more", [(), ("--batch", "2"), ("--acceptance", "decode")])
@@ -208,32 +195,39 @@ def test_logits_that_are_not_finite_match_nothing(tmp_path, capsys, more):
     assert "nonfinite_logits" in capsys.readouterr().out
 
 
-def test_an_interrupted_run_leaves_whole_lines(folders, tmp_path, monkeypatch, capsys):
-    """Fails if results are written at the end only."""
-    real, seen = prompt_runs.run_prompt, []
+def test_interrupts_leave_what_is_finished(folders, tmp_path, monkeypatch, capsys):
+    """Whole lines after the first prompt, and the numbers within the sample."""
 
-    def interrupted(*arguments, **keywords):
-        if len(seen) == 1:
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(samples, "draw", interrupted)
+        assert spec_round.main(command(folders)) == cli.INTERRUPTED == 130
+        assert "acceptance_rate" in capsys.readouterr().out
+    real, seen = results.run_designs, []
+
+    def interrupted_later(designs, prompt, ids, **keywords):
+        seen.append(prompt.id)
+        if prompt.id == "py-02":
             raise KeyboardInterrupt
-        seen.append(real(*arguments, **keywords))
-        return seen[-1]
+        return real(designs, prompt, ids, **keywords)
 
-    monkeypatch.setattr(prompt_runs, "run_prompt", interrupted)
+    monkeypatch.setattr(results, "run_designs", interrupted_later)
     out = tmp_path / "out.jsonl"
-    status = spec_round.main(command(folders, "--out", str(out)))
-    assert status == flags.INTERRUPTED == 130
+    assert spec_round.main(command(folders, "--out", str(out))) == cli.INTERRUPTED
     assert [row["id"] for row in rows_of(out)] == ["py-01"]
-    assert "interrupted" in capsys.readouterr().err
+    assert f"finished rows are in {out}" in capsys.readouterr().err
 
 
 def test_conversations_and_categories(folders, tmp_path, capsys):
     """Every turn is run; counts stand by category, in the table and in the summary."""
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    rows = [
+    lines = [
         {"question_id": 1, "category": "chat", "turns": ["hello", "and then?"]},
         {"question_id": 2, "category": "math", "turns": ["1 + 1"]},
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
     more = ("--prompts", str(path), "--out", str(out), "--temperature", "0")
     assert spec_round.main(command(folders, *more)) == 0
     *prompts, summary = rows_of(out)
@@ -250,48 +244,37 @@ def test_conversations_and_categories(folders, tmp_path, capsys):
     assert re.search(r"chat +2 ", table) and re.search(r"math +1 ", table)
 
 
-def test_prefill_by_rows_and_other_page_sizes_match(folders):
-    """Every value once; each run compiles its programs."""
-    for more in (
-        ("--prefill", "rows", "--impl", "xla", "--drafter", "ngram"),
-        ("--prefill", "batched", "--page-size", "8", "--dtype", "bfloat16"),
-    ):
-        assert spec_round.main(command(folders, "--prompts", "1", *more)) == 0
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        "gsm8k/test.jsonl",
-        "spec_bench/question.jsonl",
-        "humaneval/HumanEval.jsonl",
-    ],
-)
+@pytest.mark.parametrize("file", ["gsm8k/test.jsonl", "spec_bench/question.jsonl"])
 def test_prompts_of_real_benchmarks(folders, file):
     if not (DATA / file).exists():
         pytest.skip(f"{file} is not beside the checkout")
     assert spec_round.main(command(folders, "--prompts", f"{DATA / file}:1")) == 0
 
 
-def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
-    try:
-        status = spec_round.main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    assert status == flags.UNUSABLE == 1
-    assert "Traceback" not in error
-    lines = [line for line in error.splitlines() if "error:" in line]
-    assert len(lines) == 1, error
-    for word in words:
-        assert word in lines[0], error
+def test_wide_defaults_change_nothing(folders, tmp_path):
+    """Fails if `JAX_ENABLE_X64` stops a script, or moves a token."""
+    found = {}
+    for wide in ("0", "1"):
+        out = tmp_path / f"{wide}.jsonl"
+        done = subprocess.run(
+            [sys.executable, spec_round.__file__, *command(folders, "--out", str(out))],
+            capture_output=True,
+            text=True,
+            env={
+                **os.environ,
+                "JAX_ENABLE_X64": wide,
+                "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+            },
+        )
+        assert done.returncode == spec_round.MATCHED, done.stderr
+        *prompts, _ = rows_of(out)
+        found[wide] = [(row["plain_ids"], row["rounds"]) for row in prompts]
+    assert found["0"] == found["1"]
 
 
 @pytest.mark.parametrize(
-    "more, words",
+    ("more", "words"),
     [
-        (("--gamma", "0"), ("--gamma", "0 must be at least 1")),
         (("--gamma", "-3"), ("--gamma", "-3 must be at least 1")),
         (("--gamma", "four"), ("--gamma", "four")),
         (("--gen-tokens", "0"), ("--gen-tokens", "at least 1")),
@@ -299,133 +282,111 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
         (("--impl", "cuda"), ("--impl", "cuda", "triton")),
         (("--impl", "triton"), ("triton", "xla")),
         (("--dtype", "float16"), ("--dtype", "float16")),
-        (("--drafter", "medusa"), ("--drafter", "medusa")),
+        (("--drafter", "medusa"), ("'medusa'", "hybrid", "package.module:Name")),
+        (("--drafter", "nowhere:Mine"), ("nowhere",)),
+        (("--rule", "typical"), ("--rule", "typical", "block")),
         (("--repeats", "0"), ("--repeats", "at least 1")),
         (("--prompts", "51"), ("51", "50")),
-        (("--prompts", "nowhere.jsonl"), ("nowhere.jsonl",)),
         (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
         (
             ("--gen-tokens", "1000000000"),
             ("--gen-tokens 1000000000 is above 2047", "2048"),
         ),
         (("--page-size", "1000000000"), ("--page-size 1000000000 is above 2048",)),
-        (("--top-k", "0"), ("--top-k", "0 must be at least 1")),
         (("--top-k", "5"), ("--top-k", "give a temperature")),
         (("--min-p", "2", "--temperature", "1"), ("--min-p 2.0 is outside",)),
         (("--seed", "-1"), ("--seed -1 is outside",)),
         (("--out", "x" * 300), ("--out", "too long")),
-        (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
-        (("--seed", "x"), ("--seed",)),
+        (("--out", "/"), ("directory",)),
         (("--frobnicate",), ("--frobnicate",)),
+        (("--batch", "0"), ("--batch", "0 must be at least 1")),
+        (("--batch", "2", "--verify-path", "flash"), ("together", "--verify-path")),
+        (("--batch", "2", "--acceptance", "decode"), ("together", "--acceptance")),
+        (("--gamma-policy", "random"), ("invalid choice: 'random'",)),
+        (("--confidence", "1.5"), ("is no probability",)),
+        (("--confidence", "nan"), ("is no probability",)),
+        (("--confidence", "0.5", "--drafter", "ngram"), ("PromptLookup has none",)),
+        (("--draft-cache", "round", "--drafter", "ngram"), ("no draft cache",)),
     ],
 )
 def test_unusable_flags(folders, capsys, more, words):
-    assert_fails_with(capsys, command(folders, *more), *words)
+    assert_fails_with(spec_round.main, capsys, command(folders, *more), *words)
 
 
-def test_out_is_checked_before_the_run(folders, tmp_path, capsys, monkeypatch):
-    """Fails if an unwritable file is found only after the work."""
-
-    def must_not_run(*_, **__):
-        raise AssertionError("the run began")
-
-    monkeypatch.setattr(spec_round, "run_all", must_not_run)
-    assert_fails_with(capsys, command(folders, "--out", str(tmp_path)), "directory")
-
-
-def test_a_broken_line_is_named(folders, tmp_path, capsys):
+def test_unusable_prompts(folders, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": \n')
-    assert_fails_with(
-        capsys, command(folders, "--prompts", str(path)), "prompts.jsonl", "2"
+    for content, words in {
+        '{"prompt": "a"}\n{"prompt": \n': ("prompts.jsonl", "2"),
+        '{"prompt": "a"}\n{"prompt": ""}\n': ("empty", "2"),
+        json.dumps({"prompt": "x" * 3000}): ("3000", "2042"),
+    }.items():
+        path.write_text(content)
+        arguments = command(folders, "--prompts", str(path))
+        assert_fails_with(spec_round.main, capsys, arguments, *words)
+
+
+def test_unusable_models(folders, tmp_path, capsys, monkeypatch):
+    fails_with = lambda arguments, *words: assert_fails_with(
+        spec_round.main, capsys, arguments, *words
     )
-
-
-def test_an_empty_prompt_is_named(folders, tmp_path, capsys):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
-    assert_fails_with(capsys, command(folders, "--prompts", str(path)), "empty", "2")
-
-
-def test_a_prompt_that_is_too_long(folders, tmp_path, capsys):
-    path = tmp_path / "prompts.txt"
-    path.write_text("x" * 3000 + "\n")
-    assert_fails_with(capsys, command(folders, "--prompts", str(path)), "3000", "2042")
-
-
-def test_one_of_target_and_draft_is_missing(folders, capsys):
-    assert_fails_with(capsys, ["--target", str(folders[0])], "--draft")
-    assert_fails_with(
-        capsys, ["--target", "nowhere", "--draft", str(folders[1])], "nowhere"
-    )
-
-
-def copied(folders, tmp_path) -> tuple[pathlib.Path, pathlib.Path]:
-    target, draft = (tmp_path / name for name in ("target", "draft"))
-    shutil.copytree(folders[0], target)
-    shutil.copytree(folders[1], draft)
-    return target, draft
-
-
-def test_truncated_weights(folders, tmp_path, capsys):
-    target, draft = copied(folders, tmp_path)
+    fails_with(["--target", str(folders[0])], "--draft")
+    fails_with(["--target", "nowhere", "--draft", str(folders[1])], "nowhere")
+    small = tiny_pair.config(vocab_size=280)
+    other = tiny_pair.write_model(tmp_path / "other", small, seed=1)
+    fails_with(command((folders[0], other)), "vocabularies", "280", "264")
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    for folder, copy in zip(folders, (target, draft), strict=True):
+        shutil.copytree(folder, copy)
+    tiny_pair.byte_tokenizer("extra").save(str(draft / "tokenizer.json"))
+    fails_with(command((target, draft)), "extra")
     path = target / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert_fails_with(capsys, command((target, draft)), "model.safetensors", "again")
-
-
-def test_another_architecture(folders, tmp_path, capsys):
-    target, draft = copied(folders, tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    fails_with(command((target, folders[1])), "model.safetensors", "again")
+    path.write_bytes(whole)
     config = json.loads((target / "config.json").read_text())
     config["architectures"] = ["LlamaForCausalLM"]
     (target / "config.json").write_text(json.dumps(config))
-    assert_fails_with(
-        capsys, command((target, draft)), "LlamaForCausalLM", "Qwen3ForCausalLM"
-    )
-
-
-def test_models_of_different_vocabularies(folders, tmp_path, capsys):
-    draft = tiny_pair.write_model(
-        tmp_path / "draft", tiny_pair.config(vocab_size=280), seed=1
-    )
-    assert_fails_with(
-        capsys, command((folders[0], draft)), "vocabularies", "280", "264"
-    )
-
-
-def test_different_tokenizers(folders, tmp_path, capsys):
-    target, draft = copied(folders, tmp_path)
-    tiny_pair.byte_tokenizer("extra").save(str(draft / "tokenizer.json"))
-    assert_fails_with(capsys, command((target, draft)), "extra")
-
-
-def test_a_model_that_does_not_fit(folders, capsys, monkeypatch):
-    """Refused before a weight is read, with both numbers."""
-    monkeypatch.setattr(load.psutil, "virtual_memory", lambda: _Free(1000))
+    fails_with(command((target, folders[1])), "LlamaForCausalLM", "Qwen3ForCausalLM")
+    # Refused before a weight is read, with both numbers.
+    memory = dataclasses.make_dataclass("Memory", [("available", int)])
+    monkeypatch.setattr(load.psutil, "virtual_memory", lambda: memory(1000))
     monkeypatch.setattr(load.files, "read_into", None)
-    assert_fails_with(capsys, command(folders), "GiB", "free")
+    fails_with(command(folders), "GiB", "free")
 
 
-@dataclasses.dataclass
-class _Free:
-    available: int
-
-
-def test_tokens_are_compared_and_not_assumed(folders):
+def test_tokens_are_compared_and_not_assumed():
     """Negative control of `matched`: one differing token is enough."""
-    run = paired_runs.Plain(tokens=[1, 2, 3], timing=None)
-    spec = paired_runs.Speculative(
-        tokens=[1, 2, 4],
-        **{"origins": [], "timing": None, "mismatches": None},
-        counters=metrics.Counters(),
+    plain = runs.Plain(tokens=[1, 2, 3], timing=None)
+    spec = runs.Speculative(
+        tokens=[1, 2, 4], origins=[], timing=None, counters=metrics.Counters()
     )
-    result = prompt_runs.PromptResult(
-        prompt=None, prompt_ids=[1], plain=[run], spec=[spec], mismatches=0
+    result = results.PromptResult(
+        prompt=None, prompt_ids=[1], plain=[plain], spec=[spec], mismatches=0
     )
     assert not result.matched
     same = dataclasses.replace(spec, tokens=[1, 2, 3])
     assert dataclasses.replace(result, spec=[same]).matched
     of_nan = dataclasses.replace(same, counters=metrics.Counters(nonfinite=1))
     assert not dataclasses.replace(result, spec=[of_nan]).matched
-    of_nan = dataclasses.replace(run, nonfinite=1)
+    of_nan = dataclasses.replace(plain, nonfinite=1)
     assert not dataclasses.replace(result, plain=[of_nan], spec=[same]).matched
+    assert results.all_matched([True, None]) is None
+    assert results.all_matched([None, False]) is False
+
+
+def test_policies_by_name(folders):
+    """The costs that goodput goes by are measured, one for each gamma."""
+    lm = loading.load(folders[0], drafter="ngram", gamma_max=2)
+    settings = runs.Settings(gamma=2, gen_tokens=6, capacity=64, page_size=16)
+    made = lambda name: policies.with_policy(name, lm, settings, [5, 9, 31, 7, 5, 9])
+    assert made("fixed") == settings
+    by_share = made("threshold").gamma_policy
+    # What ngram does not find costs nothing, and is no evidence.
+    assert by_share.probing.silence_is_free
+    assert isinstance(by_share, threshold.Threshold) and by_share.ladder == (0, 1, 2)
+    by_speed = made("goodput")
+    assert isinstance(by_speed.gamma_policy, goodput.Goodput)
+    assert by_speed.policy_state.round_s.shape == (3,)
+    with pytest.raises(ValueError, match="'none' is not one of fixed, threshold"):
+        made("none")

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.support import terminal
+from experiments.lib import terminal
 
 
 def make_console(**keywords) -> rich_console.Console:

@@ -1,9 +1,12 @@
-"""Timing on clocks that the tests move themselves."""
+"""Timing on clocks that the tests move themselves, and plain memory traffic."""
 
+import types
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.support import timing
+from experiments.lib import timing
 
 
 class FakeClock:
@@ -59,21 +62,75 @@ def test_a_stopwatch_times_the_run_and_not_its_preparation():
     assert seen == ["prepared"] * 2
 
 
-def test_spread():
+def test_medians_have_their_spread():
     values = list(np.random.default_rng(0).permutation(101))
     assert timing.spread(values) == timing.Spread(median=50, p10=10, p90=90)
-    assert timing.spread([7.0]) == (7.0, 7.0, 7.0)
-
-
-def test_quartiles():
-    values = list(np.random.default_rng(0).permutation(101))
     assert timing.quartiles(values) == timing.Quartiles(median=50, q1=25, q3=75)
+    assert timing.spread([7.0]) == (7.0, 7.0, 7.0)
+    assert timing.spread_fields("x", values) == {"x": 50, "x_p10": 10, "x_p90": 90}
+    assert timing.quartile_fields("x", values) == {"x": 50, "x_q1": 25, "x_q3": 75}
 
 
 def test_ratios_are_taken_turn_by_turn():
     """Fails if the medians are divided: of these they are 2 and 2."""
     slow, fast = [1.0, 2.0, 30.0], [0.1, 2.0, 3.0]
     assert timing.ratios(slow, fast) == pytest.approx([10, 1, 10])
-    assert timing.spread(timing.ratios(slow, fast)).median == pytest.approx(10)
     with pytest.raises(ValueError):
         timing.ratios(slow, fast[:2])
+
+
+def test_a_loop_is_timed_for_as_long_as_it_should_be():
+    """Fails if seconds are divided by another number of calls than were made."""
+    clock, made = FakeClock(), []
+
+    def run() -> None:
+        # Compilation takes long, once.
+        clock.now += 2 if made else 102
+        made.append(clock.now)
+
+    loop = timing.Loop(run=run, calls=4, num_bytes=8)
+    thunk = timing.loop_thunk(loop, timed_s=8.0, clock=clock)
+    # One before each timing, and the first timing says that it takes four.
+    assert thunk() == 0.5 and len(made) == 2 + 5
+    assert thunk() == 0.5 and len(made) == 2 + 2 * 5
+
+
+def test_a_scan_is_as_long_as_bytes_and_device_say():
+    """Fails if little is called once, or much again and again."""
+    assert timing.passes_for(10**12, "gpu") == timing.passes_for(10**12, "cpu") == 1
+    assert timing.passes_for(1, "cpu") == timing.passes_for(0, "gpu") == 4096
+    few, many = (timing.passes_for(10**7, platform) for platform in ("cpu", "gpu"))
+    assert 1 < few < many < 4096
+
+
+def test_plain_traffic_moves_what_it_says(monkeypatch):
+    """Fails if half as much is moved, or a pass is left out."""
+    monkeypatch.setattr(timing, "passes_for", lambda *unused: 3)
+    copy, read = timing.device_copy(8000), timing.device_read(8000)
+    assert copy.num_bytes == read.num_bytes == 8000 and copy.calls == read.calls == 3
+    noise = timing.noise.words(1000)
+    assert np.array_equal(copy.run(), noise + jnp.uint32(3))
+    total = np.uint32(0)
+    with np.errstate(over="ignore"):
+        for _ in range(3):
+            total = np.sum(np.asarray(timing.noise.words(2000)) ^ total, dtype="uint32")
+    assert int(read.run()) == int(total)
+
+
+def test_a_read_of_the_host_reads_everything(monkeypatch):
+    """Fails if a piece is left out, or read by two threads."""
+    read = []
+    counting = types.SimpleNamespace(
+        **{name: getattr(np, name) for name in ("ones", "uint64", "ndarray")},
+        bitwise_or=types.SimpleNamespace(
+            reduce=lambda piece: read.append((piece.ctypes.data, piece.size))
+        ),
+    )
+    monkeypatch.setattr(timing, "np", counting)
+    monkeypatch.setattr(timing, "_PIECE_WORDS", 100)
+    monkeypatch.setattr(timing, "passes_for", lambda *unused: 5)
+    timing.host_read(8 * 1234 - 3).run()
+    pieces = dict(read)
+    assert all(read.count(piece) == 5 for piece in read)
+    assert sum(pieces.values()) == 1234
+    assert sorted(pieces) == [min(pieces) + 800 * i for i in range(len(pieces))]

@@ -138,11 +138,15 @@ def test_the_export_can_be_loaded(tmp_path):
         "train_tokens": 20,
         "held_out_tokens": 30,
     }
-    export.write(tmp_path, path, [model])
+    export.write(tmp_path, path, [model, dataclasses.replace(model, name="draft")])
     config, params = load.load(tmp_path / "target")
     assert config.dtype == "bfloat16"
     testing.assert_same_bits(params, params_lib.cast(init(), "bfloat16"))
-    assert tokenizer.load(tmp_path / "target").stop_ids == (0,)
+    path.unlink()  # The folders need nothing outside them, and hold one copy.
+    texts = [tokenizer.load(tmp_path / name) for name in ("target", "draft")]
+    assert [text.stop_ids for text in texts] == [(0,), (0,)]
+    tokenizer.check_same_vocabulary(*texts)
+    assert len(list(tmp_path.rglob("tokenizer.json"))) == 1
     measured = quality.Quality(
         num_prompts=1, num_tokens=8, repetition=0.125, parses=0.5
     )

@@ -59,11 +59,6 @@ def test_old_and_new_spelling_agree():
     assert config_lib.from_dict(OLD).rope_theta == 1e6
 
 
-def test_new_rope_spelling_wins():
-    raw = OLD | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
-    assert config_lib.from_dict(raw).rope_theta == 5e6
-
-
 @pytest.mark.parametrize(
     "raw",
     [
@@ -98,12 +93,6 @@ def test_head_dim_is_never_derived():
         config_lib.from_dict(without(OLD, "head_dim"))
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "hidden_size"])
-def test_missing_keys(key):
-    with pytest.raises(ValueError, match=f"missing keys: {key}"):
-        config_lib.from_dict(without(OLD, key))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -119,27 +108,21 @@ def test_missing_keys(key):
         ({"hidden_size": 0}, "hidden_size=0 must be a positive integer"),
         ({"hidden_size": 1024.0}, "hidden_size=1024.0 must be a positive integer"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True must be a positive int"),
-        ({"num_attention_heads": -1}, "num_attention_heads=-1 must be a positive int"),
         ({"vocab_size": 2**31}, "vocab_size=2147483648 must be .* at most 2147483647"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a positive number"),
-        ({"rms_norm_eps": -1}, "rms_norm_eps=-1 must be a positive number"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be a positive number"),
         ({"rms_norm_eps": []}, r"rms_norm_eps=\[\] must be a positive number"),
         ({"rope_theta": math.nan}, "rope_theta=nan must be a positive number"),
         ({"rope_theta": math.inf}, "rope_theta=inf must be a positive number"),
         ({"rope_theta": 1e39}, r"rope_theta=1e\+39 must be .* range of float32"),
         ({"rope_theta": 10**400}, "rope_theta=.* must be a positive number"),
-        ({"rope_theta": 0}, "rope_theta=0 must be a positive number"),
         ({"rope_theta": "1e6"}, "rope_theta='1e6' must be a positive number"),
-        ({"rope_theta": None}, "rope_theta=None must be a positive number"),
         ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1.0 must be above 1"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object or null"),
         ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object or null"),
         ({"rope_scaling": YARN | {"factor": 0}}, "yarn factor=0 must be a positive"),
-        ({"rope_scaling": YARN | {"factor": -4.0}}, "yarn factor=-4.0 must be a posi"),
         ({"rope_scaling": YARN | {"factor": math.nan}}, "yarn factor=nan must be a p"),
-        ({"rope_scaling": YARN | {"factor": "4"}}, "yarn factor='4' must be a posit"),
         ({"rope_scaling": YARN | {"beta_fast": 0}}, "yarn beta_fast=0 must be a posi"),
         ({"rope_scaling": YARN | {"mscale": "1"}}, "yarn mscale='1' must be a posit"),
         ({"rope_scaling": YARN | {"truncate": None}}, "yarn truncate=None must be tr"),
@@ -150,7 +133,6 @@ def test_missing_keys(key):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"eos_token_id": 151936}, "eos_token_id=151936 must be token ids from 0 to 1"),
         ({"eos_token_id": [5, -1]}, r"eos_token_id=\[5, -1\] must be token ids"),
-        ({"eos_token_id": "5"}, "eos_token_id='5' must be token ids"),
         ({"eos_token_id": 5.0}, "eos_token_id=5.0 must be token ids"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},

@@ -12,9 +12,6 @@ from spec_jax.model import params as params_lib, qwen3, row_model
 from spec_jax.ops import row_attention
 
 
-pytestmark = pytest.mark.optimized  # Its subject is the program that users run.
-
-
 def lower(impl: str, *, num_layers: int) -> jax.stages.Lowered:
     """A forward pass of a tiny model, for shapes, its cache donated."""
     config = decoding.make_config(dtype="bfloat16", num_layers=num_layers)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import session, testing
+from spec_jax import testing
+from spec_jax.engine import baseline
 from spec_jax.model import row_model
 from spec_jax.ops import dispatch
 
@@ -23,18 +24,9 @@ def forward(model, kv, start):
     return kv
 
 
-def quick_model():
-    """Native kernels, where they can be had: compiled in a third of the time."""
-    try:
-        dispatch.resolve("native")
-    except NotImplementedError:
-        return decoding.TARGET
-    return decoding.NATIVE
-
-
 def test_rows_that_do_not_follow_are_refused():
     """Fails if a gap, or a position that is held already, goes unnoticed."""
-    model = quick_model()
+    model = decoding.quickest()
     empty = model.new_cache(capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE)
     held = forward(model, empty, jnp.int32(0))
     testing.assert_same_bits(held.length, np.array([2], np.int32))
@@ -49,14 +41,13 @@ def test_rows_that_do_not_follow_are_refused():
 
 def test_a_refusal_reaches_the_edge():
     """Fails if a generation whose cache was one token ahead passes for one."""
-    model = quick_model()
+    model = decoding.quickest()
     state = decoding.plain(max_tokens=1, target=model)
     kv = state.cache.replace(length=state.cache.length - 1)
-    session.check_state(state)
+    check = functools.partial(baseline.check, vocab_size=model.config.vocab_size)
+    check(state)
     with pytest.raises(RuntimeError, match="refused"):
-        session.check_state(
-            state.replace(cache=forward(model, kv, state.cache.length[0]))
-        )
+        check(state.replace(cache=forward(model, kv, state.cache.length[0])))
 
 
 def test_auto_is_resolved_where_a_model_is_built():

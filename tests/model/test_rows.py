@@ -20,8 +20,6 @@ from spec_jax.ops import dispatch, row_attention, skinny_gemm, step
 from spec_jax.paging import allocator, cache
 
 
-pytestmark = pytest.mark.optimized
-
 PREFIX = 141  # past one key block of the attention, inside a page
 WINDOW = 5
 NAN_TOKEN = 0
@@ -57,9 +55,12 @@ def make_cache(
     num_slots: int = 1,
     table_width: int = 20,
     spare_pages: int = 7,
-    seed: int | None = 0,
+    seed: int = 0,
 ) -> cache.PagedKV:
-    """Open slots in a pool full of NaN, with the free pages in random order."""
+    """Open slots in a pool full of NaN, with the free pages in random order.
+
+    Of one shape unless a test is about the shape: `forward` is compiled once for it.
+    """
     num_pages = num_slots * table_width + spare_pages
     kv = cache.init(
         num_layers=config.num_layers,
@@ -72,9 +73,7 @@ def make_cache(
         dtype=config.dtype,
     )
     poison = functools.partial(jnp.full_like, fill_value=jnp.nan)
-    order = np.arange(num_pages)
-    if seed is not None:
-        order = np.random.default_rng(seed).permutation(num_pages)
+    order = np.random.default_rng(seed).permutation(num_pages)
     kv = kv.replace(
         k=tuple(map(poison, kv.k)),
         v=tuple(map(poison, kv.v)),
@@ -174,17 +173,20 @@ def make_model(dtype: str, impl: str, **changes) -> Model:
     return Model(config=config, params=make_params(config), impl=impl)
 
 
-@pytest.fixture(
-    params=["float32-xla", "bfloat16-xla", "float32-native", "bfloat16-native"]
-)
+@pytest.fixture(params=["float32-xla", "bfloat16-native"])
 def model(request):
     return make_model(*request.param.split("-"))
 
 
 # A block of keys is several pages, or part of one. (XLA's take long to compile.)
-PAGE_SIZES = {"xla": (16, 256), "native": (8, 16, 64, 256)}
+PAGE_SIZES = {"xla": (16,), "native": (16, 8, 256)}
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["float32-xla", "bfloat16-xla", "float32-native", "bfloat16-native"],
+    indirect=True,
+)
 def test_verifying_equals_decoding_one_by_one(model):
     """Fails if a row's bits depend on how many rows are live, or which it is."""
     for page_size in PAGE_SIZES[model.impl]:
@@ -201,10 +203,9 @@ def test_verifying_equals_decoding_one_by_one(model):
         assert np.isfinite(decoded.logits).all()
 
 
-@pytest.mark.parametrize("dtype", config_lib.DTYPES)
-def test_an_unpadded_row_is_caught(dtype, monkeypatch):
+def test_an_unpadded_row_is_caught(monkeypatch):
     """Negative control: the one-row product of the library has other bits."""
-    model = make_model(dtype, "xla")
+    model = make_model("float32", "xla")
     kv = model.fill(make_cache(model.config))
     _, padded = model.run(kv, window(count=1))
     with pytest.raises(ValueError, match="at least 2 rows"):
@@ -230,15 +231,15 @@ def test_native_rows_need_no_slab(dtype):
 
 def test_rows_do_not_depend_on_their_place_or_neighbours(model):
     """Fails if a row of one slot is touched by the rows of another."""
-    kv = make_cache(model.config, num_slots=3)
-    for slot in range(3):
+    kv = make_cache(model.config, num_slots=2)
+    for slot in range(2):
         kv = model.fill(kv, slot=slot)
     alone_kv, alone = model.decode_one_by_one(kv, slot=1)
-    mine, other, third = window(1, 3), window(0, 3), window(2, 2)
+    mine, other = window(1, 3), window(0, 5)
     orders = [
-        mine + other + third,
-        third + mine + other,
-        [other[0], mine[0], third[0], mine[1], other[1], mine[2], other[2], third[1]],
+        mine + other,
+        other + mine,
+        [other[0], mine[0], other[1], mine[1], other[2], mine[2], *other[3:]],
     ]
     for rows in orders:
         packed_kv, packed = model.run(kv, rows)
@@ -270,7 +271,7 @@ def test_a_live_row_of_nan_spoils_only_itself_and_later_rows(model):
 def test_a_neighbours_fault_is_caught(impl, monkeypatch):
     """Negative control: attention that reads the keys of another slot."""
     model = make_model("float32", impl)
-    kv = make_cache(model.config, num_slots=3)  # as above: compiled already
+    kv = make_cache(model.config, num_slots=2)
     for slot in range(2):
         kv = model.fill(kv, slot=slot)
     _, alone = model.run(kv, window(1, 1))
@@ -291,7 +292,7 @@ def test_a_neighbours_fault_is_caught(impl, monkeypatch):
 def test_pages_and_table_width_do_not_matter(model):
     """Fails if bits depend on which pages hold the prefix, or on their number."""
     reference = None
-    for seed, width, spare in ((None, 20, 7), (1, 20, 7), (2, 33, 11)):
+    for seed, width, spare in ((0, 20, 7), (1, 20, 7), (2, 33, 11)):
         kv = make_cache(model.config, table_width=width, spare_pages=spare, seed=seed)
         kv = model.fill(kv)
         after, outputs = model.run(kv, window())

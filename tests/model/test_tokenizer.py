@@ -185,6 +185,38 @@ def test_missing_tokenizer(tmp_path):
         tokenizer_lib.load(tmp_path)
 
 
+def test_a_tokenizer_that_another_folder_has(tmp_path):
+    """Fails if two models cannot share a file, or the wrong one of two is taken."""
+    draft = tmp_path / "draft"
+    for folder in (draft, tmp_path / "target"):
+        folder.mkdir()
+    theirs = tokenizer_lib.load(save(tmp_path / "target", "<|end|>"))
+    settings = {"tokenizer_file": "../target/tokenizer.json", "eos_token": "<|end|>"}
+    (draft / "tokenizer_config.json").write_text(json.dumps(settings))
+    shared = tokenizer_lib.load(draft)
+    assert shared.fingerprint == theirs.fingerprint
+    # What is beside the file is the other model's, and not read.
+    assert shared.special_tokens and not theirs.special_tokens
+    own = tokenizer_lib.load(save(draft, "<|other|>"))
+    assert own.fingerprint != theirs.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("../none.json", r"draft/\.\./none\.json: no such file"),
+        (7, "tokenizer_config.json: tokenizer_file=7 is not a path"),
+    ],
+)
+def test_a_shared_tokenizer_that_cannot_be_read(tmp_path, named, message):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    settings = json.dumps({"tokenizer_file": named})
+    (draft / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(ValueError, match=message):
+        tokenizer_lib.load(draft)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -282,11 +314,7 @@ def test_no_template(tmp_path):
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% if %}", "chat template: Expected an expression"),
-        ("{{ messages[0].nothing.there }}", "chat template: .*no attribute 'nothing'"),
         ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
-        ("{{ 1 // 0 }}", "chat template: ZeroDivisionError: .* by zero"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "template: RecursionError"),
-        ("x" * 10**6, "chat template: has 1000000 characters, more than the"),
     ],
 )
 def test_template_that_fails(tmp_path, template, message):
@@ -294,14 +322,6 @@ def test_template_that_fails(tmp_path, template, message):
     with pytest.raises(ValueError, match=message) as caught:
         tokenizer_lib.load(tmp_path).apply_chat("hi")
     assert str(caught.value).startswith(f"{tmp_path}: chat template: ")
-
-
-def test_template_does_not_change_the_messages(tmp_path):
-    template = "{% set _ = dict.update(messages[0], content='mine') %}"
-    save(tmp_path, tokenizer_config_json={"chat_template": template})
-    messages = [{"role": "user", "content": "yours"}]
-    tokenizer_lib.load(tmp_path).apply_chat(messages)
-    assert messages == [{"role": "user", "content": "yours"}]
 
 
 def test_template_that_may_not_be_read(tmp_path):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-import jaxlib
+import jaxlib.version
 import pytest
 
 from spec_jax.native import build
@@ -115,7 +115,7 @@ def test_the_key_holds_everything_that_decides_bits(
         patch.setattr(build, "FLAGS", (*build.FLAGS, "-O2"))
         keys.append(build._key(path, "portable"))
     with monkeypatch.context() as patch:
-        patch.setattr(jaxlib, "__version__", "0.0.1")
+        patch.setattr(jaxlib.version, "__version__", "0.0.1")
         keys.append(build._key(path, "portable"))
     with monkeypatch.context() as patch:
         patch.setattr(platform, "machine", lambda: "m68k")

@@ -10,7 +10,7 @@ from spec_jax.ops import argmax
 
 
 # Around the blocks of 512 and the pieces of 16,384 of argmax.h, and a real vocabulary.
-SIZES = (1, 2, 7, 511, 512, 513, 1024, 16384, 16385, 33000, 151936)
+SIZES = (1, 7, 512, 513, 16384, 16385, 33000, 151936)
 
 _argmax = jax.jit(calls.argmax, static_argnames=("isa",))
 
@@ -22,33 +22,28 @@ def run(isa, x, live=None):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_it_is_the_references(rng, isa, size):
-    """Fails if a piece, a block or a tail is missed, or a later tie wins."""
-    x = rng.normal(size=(5, size)).astype(np.float32)
+    """Fails if a piece, a block or a tail is missed, a later tie wins, or a NaN is
+    passed over for a later one or for infinity.
+    """
+    x = rng.normal(size=(12, size)).astype(np.float32)
     x[1] = np.round(x[1])  # ties
     x[2] = -np.inf
     x[3, rng.integers(size)] = np.inf
     x[4] = np.where(rng.random(size) < 0.5, 0.0, -0.0)
-    np.testing.assert_array_equal(run(isa, x), np.argmax(x, axis=-1))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
-def test_the_first_nan_wins(rng, isa, size, value):
-    """Fails if a NaN is passed over, or a later one, or one after infinity, wins."""
-    x = rng.normal(size=(8, size)).astype(np.float32)
-    x[:, size // 3] = value
-    x[1:4, rng.integers(size, size=3)] = np.nan
-    x[4:, rng.integers(size, size=4)] = np.inf
+    for first, value in ((5, np.nan), (7, -np.nan), (9, np.inf)):
+        x[first : first + 2, size // 3] = value
+        x[first, rng.integers(size)] = np.nan
+        x[first + 1, rng.integers(size)] = np.inf
     expected = np.asarray(jnp.argmax(jnp.asarray(x), axis=-1))
     np.testing.assert_array_equal(run(isa, x), expected)
 
 
-@pytest.mark.parametrize("position", [0, 1, 511, 512, 16383, 16384, 20000, 20479])
-def test_every_place_is_seen(isa, position):
+def test_every_place_is_seen(isa):
     """Fails if the largest is found anywhere but where it is."""
-    x = np.zeros((2, 20480), np.float32)
-    x[:, position] = 1.0
-    assert run(isa, x).tolist() == [position, position]
+    positions = [0, 1, 511, 512, 16383, 16384, 20000, 20479]
+    x = np.zeros((len(positions), 20480), np.float32)
+    x[np.arange(len(positions)), positions] = 1.0
+    assert run(isa, x).tolist() == positions
 
 
 def test_dead_rows_are_zero_and_unread(rng, isa):

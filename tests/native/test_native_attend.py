@@ -11,6 +11,7 @@ import pytest
 from spec_jax import testing
 from spec_jax.native import calls
 from spec_jax.ops import row_attention
+from spec_jax.testing import compare
 
 
 DTYPES = ("float32", "bfloat16")
@@ -210,7 +211,7 @@ def test_the_reference_form_agrees(rng, dtype):
         written = ~np.isnan(expected).any(axis=-1)
         np.testing.assert_array_equal(written, ~np.isnan(pool).any(axis=-1))
         # The rotation has three roundings, which XLA may fuse into one.
-        allowed = 4 * testing.UNIT_ROUNDOFF[dtype] * np.abs(expected[written]).max()
+        allowed = 4 * compare.UNIT_ROUNDOFF[dtype] * np.abs(expected[written]).max()
         assert np.abs(pool[written] - expected[written]).max() <= allowed
 
 

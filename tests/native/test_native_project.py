@@ -11,6 +11,7 @@ import pytest
 from spec_jax import testing
 from spec_jax.native import calls
 from spec_jax.ops import projection
+from spec_jax.testing import compare
 
 
 DTYPES = ("float32", "bfloat16")
@@ -150,7 +151,7 @@ def test_an_outlier_and_eps(rng, isa):
 def test_the_reference_form_agrees(rng, dtype):
     """Fails if the product is rounded elsewhere than in the reference."""
     x, residual, weights = inputs(rng, dtype, 80, 64, rows=6)
-    unit = testing.UNIT_ROUNDOFF[dtype]
+    unit = compare.UNIT_ROUNDOFF[dtype]
     for added in (None, residual):
         y, reference = (
             _op(x, weights["w"], residual=added, num_live=np.int32(6), impl=impl)

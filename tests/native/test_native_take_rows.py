@@ -23,7 +23,7 @@ def table_of(rng, width, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("width", [1, 7, 64, 320])
+@pytest.mark.parametrize("width", [1, 7, 320])
 def test_rows_are_the_tables(rng, isa, dtype, width):
     """Fails if a bit of a row changes, or another row is taken."""
     table = table_of(rng, width, dtype)
@@ -45,15 +45,13 @@ def test_dead_rows_are_not_looked_up(rng, isa, dtype):
         testing.assert_same_bits(np.asarray(rows)[:live], expected)
 
 
-@pytest.mark.parametrize("index", [ENTRIES, 2**31 - 1, -1, -(2**31)])
-def test_no_such_entry_is_nan(rng, isa, index):
+def test_no_such_entry_is_nan(rng, isa):
     """Fails if what lies outside the table is read."""
     table = table_of(rng, 5, "float32")
-    rows = _take_rows(
-        table, jnp.asarray([index, 1], jnp.int32), num_live=jnp.int32(2), isa=isa
-    )
-    assert np.isnan(rows[0]).all()
-    testing.assert_same_bits(np.asarray(rows[1]), np.asarray(table[1]))
+    index = jnp.asarray([ENTRIES, 2**31 - 1, -1, -(2**31), 1], jnp.int32)
+    rows = _take_rows(table, index, num_live=jnp.int32(5), isa=isa)
+    assert np.isnan(rows[:4]).all()
+    testing.assert_same_bits(np.asarray(rows[4]), np.asarray(table[1]))
 
 
 def test_a_neighbouring_row_is_caught(rng, isa):

@@ -10,8 +10,6 @@ import pytest
 from spec_jax.ops import argmax, dispatch
 
 
-pytestmark = pytest.mark.optimized
-
 WIDTH = 600  # past one block of the native kernel
 
 _argmax = jax.jit(argmax.argmax, static_argnames=("impl",))

@@ -16,9 +16,6 @@ from spec_jax.ops import dispatch
 from spec_jax.typing import IMPLS
 
 
-pytestmark = pytest.mark.optimized
-
-
 def test_the_reference_stands_for_itself():
     """Fails if a named implementation is quietly replaced by another."""
     assert dispatch.resolve("xla") == "xla"

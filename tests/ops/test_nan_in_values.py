@@ -9,8 +9,6 @@ import test_paged_attention as attention
 from spec_jax import testing
 
 
-pytestmark = pytest.mark.optimized
-
 SLOT, PAGE_SIZE = 4, 16
 
 

@@ -11,8 +11,6 @@ from spec_jax import testing
 from spec_jax.ops import paged_attention
 
 
-pytestmark = pytest.mark.optimized
-
 ROWS, HEADS, KV_HEADS = 8, 6, 2
 GROUP = HEADS // KV_HEADS
 RAGGED = 141  # past one key block, inside a page
@@ -109,16 +107,14 @@ def make_case(*, page_size=16, head_dim=64, dtype="float32") -> Case:
     )
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [8, 16, 256])
 def test_page_sizes(page_size):
     """Fails if a block reads past a page, or starts in the wrong half of one."""
     case = make_case(page_size=page_size)
     case.assert_close(case.attend())
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(80, "float32"), (128, "float32"), (64, "bfloat16")]
-)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(80, "float32"), (128, "bfloat16")])
 def test_head_sizes_and_dtypes(head_dim, dtype):
     """Fails if the scale is that of another head size, or sums are bfloat16."""
     case = make_case(head_dim=head_dim, dtype=dtype)

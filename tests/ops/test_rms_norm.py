@@ -9,8 +9,6 @@ from spec_jax import testing
 from spec_jax.ops import rms_norm
 
 
-pytestmark = pytest.mark.optimized
-
 EPS = 1e-3  # large enough to be seen in rows of small values
 WIDTH = 96
 

@@ -11,8 +11,6 @@ from spec_jax import testing
 from spec_jax.ops import rope
 
 
-pytestmark = pytest.mark.optimized
-
 HEADS, HEAD_DIM = 3, 64
 POSITIONS = np.array([0, 1, 7, 128, 5000, 40959], np.int32)
 INV_FREQ = rope.inverse_frequencies(HEAD_DIM, 1e6)
@@ -35,8 +33,7 @@ def oracle(x, positions=POSITIONS, inv_freq=INV_FREQ, scale=1.0):
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scale", [1.0, 1.25])
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.0), ("bfloat16", 1.25)])
 def test_heads_are_rotated(rng, dtype, scale):
     """Fails if pairs are neighbours, angles are bfloat16, or the scale is lost."""
     x = inputs(rng, jnp.dtype(dtype))
@@ -111,8 +108,7 @@ def test_planted_faults_are_caught(rng, fault):
         )
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize(("head_dim", "theta"), [(80, 1e4), (128, 1e6)])
 def test_inverse_frequencies(head_dim, theta):
     """Fails if the exponent counts pairs instead of elements, or is rounded early."""
     actual = rope.inverse_frequencies(head_dim, theta)

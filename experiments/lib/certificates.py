@@ -1,0 +1,275 @@
+"""Files of the exactness suite: its rows, taken up again, and its certificates.
+
+The first row says what was run, with what, and where; rows of something else are not
+taken for rows of this. A certificate holds what was run, on what, and SHA-256 of every
+result of every prompt. Lists of these hashes stand once, under their own hash: cells
+with equal bits name the same list. Knows rows and JSON; runs nothing.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.lib import exact_cells as cells_lib, suite
+from spec_jax.debug import evidence
+
+
+FORMAT = "spec_jax exactness certificate"
+VERSION = 1
+KINDS = ("plain", "spec")
+
+
+def sha256_of(value: Any) -> str:
+    """Returns the SHA-256 of a JSON value, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def header_row(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the first row of a file."""
+    return {"kind": "header", **header}
+
+
+def read_rows(
+    path: pathlib.Path | None, header: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], int]:
+    """Reads rows of prompts and windows of an earlier run of the same, in order.
+
+    Half a line at the end, of a machine that stopped while it was written, is none.
+
+    Returns:
+      The rows, and how many bytes they and the header have: the beginning of the
+      file. Summaries behind them are to be written anew.
+
+    Raises:
+      ValueError: a file of something else, or of a run with another header; one line
+        says what differs.
+    """
+    if path is None or not path.is_file() or not path.stat().st_size:
+        return [], 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    first, *rows = _parse(path, lines)
+    if first.get("kind") != "header":
+        raise ValueError(
+            f"{path}: holds something else than rows of this script; name another file"
+        )
+    changes = _header_changes(first, header)
+    if changes:
+        raise ValueError(
+            f"{path}: holds rows of another run ({'; '.join(changes)}); name another "
+            "file, or remove this one"
+        )
+    is_kept = [row.get("kind") in ("prompt", "mismatch") for row in rows]
+    count = [*is_kept, False].index(False)
+    return rows[:count], sum(map(len, lines[: 1 + count]))
+
+
+def _parse(path: pathlib.Path, lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: no JSON ({error}); mend the line or remove it"
+            ) from None
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{path}, line {number}: a JSON {type(row).__name__}, not a row; name "
+                "another file"
+            )
+        rows.append(row)
+    return rows
+
+
+def _header_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs, by name; values where they are short."""
+    found = []
+    for name, value in new.items():
+        was = old.get(name)
+        if was == value:
+            continue
+        if isinstance(was, Mapping) and isinstance(value, Mapping):
+            found += [f"{name}.{change}" for change in _header_changes(was, value)]
+        else:
+            texts = [json.dumps(part) for part in (was, value)]
+            short = all(len(text) < 70 for text in texts)
+            found.append(f"{name} {texts[0]}, now {texts[1]}" if short else name)
+    return found
+
+
+def make(
+    header: Mapping[str, Any],
+    cells: Sequence[cells_lib.Cell],
+    rows: Sequence[suite.Row],
+) -> dict[str, Any]:
+    """Returns the certificate of a complete run.
+
+    Args:
+      header: as in the run's file of rows: settings, environment, weights, prompts.
+      rows: of every cell and prompt.
+    """
+    lists: dict[str, list[str]] = {}
+
+    def put(hashes: list[str]) -> str:
+        digest = sha256_of(hashes)
+        lists[digest] = hashes
+        return digest
+
+    entries = []
+    for cell in cells:
+        own = sorted(
+            (row for row in rows if row["cell"] == cell.name),
+            key=lambda row: row["index"],
+        )
+        entries.append(
+            suite.summarise(cell, own).to_row()
+            | {
+                kind: {
+                    what: put([row[f"{kind}_sha256"][what] for row in own])
+                    for what in evidence.WHATS
+                }
+                for kind in KINDS
+            }
+        )
+    is_exact = all(entry["exact"] for entry in entries)
+    warnings = suite.warnings([suite.summarise(cell, rows) for cell in cells])
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        **header,
+        "exact": is_exact and not suite.across_pages(cells, rows),
+        "warnings": warnings,
+        "cells": entries,
+        "lists": lists,
+    }
+    return body | {"sha256": sha256_of(body)}
+
+
+def check_writable(path: pathlib.Path) -> None:
+    """Raises `ValueError` for a path that cannot be written, before the work."""
+    if path.is_dir():
+        raise ValueError(f"{path}: is a directory; name a file, such as run.json")
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"{path}: the directory {path.parent} does not exist; make it first"
+        )
+
+
+def write(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
+    """Writes it as indented JSON."""
+    try:
+        path.write_text(json.dumps(certificate, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """Reads a certificate.
+
+    Raises:
+      ValueError: no certificate, one of another version, or one whose content is not
+        what its own hash says.
+    """
+    try:
+        certificate = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON, and so no certificate ({error})") from None
+    if not isinstance(certificate, dict) or certificate.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: no certificate; exactness.py --certificate FILE writes one"
+        )
+    if certificate.get("version") != VERSION:
+        raise ValueError(
+            f"{path}: a certificate of version {certificate.get('version')}, and this "
+            f"code reads version {VERSION}; verify it with the code that wrote it"
+            f"{_commit(certificate)}"
+        )
+    body = {name: value for name, value in certificate.items() if name != "sha256"}
+    if certificate.get("sha256") != sha256_of(body):
+        raise ValueError(
+            f"{path}: was edited: its content has SHA-256 "
+            f"{sha256_of(body)[:12]}.., and it says "
+            f"{str(certificate.get('sha256'))[:12]}.."
+        )
+    return certificate
+
+
+def _commit(certificate: Mapping[str, Any]) -> str:
+    commit = certificate.get("environment", {}).get("git_commit")
+    return f" (commit {commit})" if commit else ""
+
+
+def cells_of(certificate: Mapping[str, Any]) -> list[cells_lib.Cell]:
+    """Returns what it certifies.
+
+    Raises:
+      ValueError: cells with an axis that this code does not know.
+    """
+    cells = [entry["cell"] for entry in certificate["cells"]]
+    unknown = sorted({axis for cell in cells for axis in cell} - {*cells_lib.AXES})
+    if unknown:
+        raise ValueError(
+            f"the certificate has cells of {', '.join(unknown)}, which this code does "
+            f"not know; verify it with the code that wrote it{_commit(certificate)}"
+        )
+    return [cells_lib.Cell(**cell) for cell in cells]
+
+
+def agreement(
+    certificate: Mapping[str, Any], rows: Sequence[suite.Row]
+) -> dict[str, dict[str, int | str]]:
+    """Returns how many prompts of each cell have each result of the certificate.
+
+    Both of decoding and of the rounds; `evidence.NOT_COMPARED` where the certificate
+    has none of the rounds: of batches, in those that were made before these were
+    recorded.
+
+    Args:
+      rows: of a run of the certificate's cells, of some or all of its prompts.
+    """
+    found = {}
+    for entry, cell in zip(certificate["cells"], cells_of(certificate), strict=True):
+        own = [row for row in rows if row["cell"] == cell.name]
+        found[cell.name] = {
+            what: _num_agreeing(certificate["lists"], entry, own, what)
+            for what in evidence.WHATS
+        }
+    return found
+
+
+def _num_agreeing(
+    lists: Mapping[str, Sequence[str]],
+    entry: Mapping[str, Any],
+    rows: Sequence[suite.Row],
+    what: str,
+) -> int | str:
+    """Returns how many rows of a cell have its entry's hashes of a `WHATS`."""
+    if entry["spec"][what] == evidence.NOT_COMPARED:
+        return evidence.NOT_COMPARED
+    return sum(
+        all(
+            lists[entry[kind][what]][row["index"]] == row[f"{kind}_sha256"][what]
+            for kind in KINDS
+        )
+        for row in rows
+    )
+
+
+def changes(
+    certificate: Mapping[str, Any], environment: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """Returns facts of the environment that differ: name, then, now."""
+    then = certificate["environment"]
+    names = sorted({*then, *environment})
+    return [
+        (name, then.get(name), environment.get(name))
+        for name in names
+        if then.get(name) != environment.get(name)
+    ]

@@ -1,0 +1,379 @@
+"""The command line of a script: its flags, exit status, interrupts, errors in a line.
+
+Imports nothing that takes time: `start` is called before whatever does. Flags that
+several scripts share are in `flags`.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import pathlib
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from experiments.lib import files
+
+
+UNUSABLE, INTERRUPTED = 1, 130
+
+FIGURES = (".png", ".svg")
+"""What figures can be written as."""
+
+PIPE_CLOSED = 141
+"""What a shell reports of a program that SIGPIPE ended, as in `script.py | head -1`."""
+
+
+def start() -> None:
+    """Lets Ctrl-C end the process with a line, until `run` is called.
+
+    The first call of a script, before the imports: jax takes seconds.
+    """
+    # A script that a shell runs in the background ignores interrupts.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _end_at_once(*_) -> NoReturn:
+    name = pathlib.Path(sys.argv[0]).name
+    os.write(2, f"{name}: interrupted\n".encode(errors="replace"))
+    os._exit(INTERRUPTED)
+
+
+def rows_in_out(args: argparse.Namespace) -> str:
+    """What an interrupted script leaves behind that writes rows as they come."""
+    return f"finished rows are in {args.out}" if args.out else ""
+
+
+def run(
+    name: str,
+    parse: Callable[[], argparse.Namespace],
+    work: Callable[[argparse.Namespace], int],
+    *,
+    kept: Callable[[argparse.Namespace], str] = rows_in_out,
+    uses_jax: bool = True,
+) -> int:
+    """Returns the exit status of `work(parse())`.
+
+    Unusable input, an interrupt, a full disk and the like become one line on standard
+    error; a reader that closes the pipe of standard output ends the script in silence
+    (`PIPE_CLOSED`). Characters that standard output cannot encode are replaced.
+
+    Args:
+      name: of the script, for the line.
+      kept: what an interrupt leaves behind, to be said.
+      uses_jax: check first that there is a device to run on.
+    """
+    args = None
+    with _Interrupts() as interrupts, _replaced_characters():
+        try:
+            args = parse()
+            if uses_jax:
+                from spec_jax.ops import dispatch  # The scripts have it by now.
+
+                dispatch.backend()  # Says why, where jax cannot start.
+            status = work(args)
+            sys.stdout.flush()
+            if interrupts.came:  # A library has caught it.
+                raise KeyboardInterrupt
+            return status
+        except SystemExit:
+            raise
+        except BaseException as error:
+            interrupts.ignore()
+            # A library may have made something else of it.
+            if interrupts.came or isinstance(error, KeyboardInterrupt):
+                left = kept(args) if args else ""
+                line = f"interrupted{'; ' if left else ''}{left}"
+                status = INTERRUPTED
+            elif isinstance(error, BrokenPipeError):
+                return PIPE_CLOSED
+            else:
+                line, status = _line_of(error), UNUSABLE
+                if line is None:
+                    raise
+                line = f"error: {line}"
+            print(f"{name}: {line}", file=sys.stderr)
+            return status
+
+
+def end(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with the exit status of `main()`."""
+    try:
+        status = main()
+    except SystemExit as exit_:
+        status = exit_.code
+    try:
+        sys.stdout.flush()
+        can_print = True
+    except OSError as error:
+        can_print = False
+        if not status:  # A usage message, `run` has said all else.
+            is_pipe = isinstance(error, BrokenPipeError)
+            status = PIPE_CLOSED if is_pipe else UNUSABLE
+    if status == INTERRUPTED or not can_print:
+        # Without the clean-up of the interpreter: that of jax crashes where a
+        # computation was interrupted, and that of a stream fails again.
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+class _Interrupts:
+    """Raises KeyboardInterrupt at SIGINT, and again where that was lost.
+
+    jax and other libraries run Python functions in garbage collection, and an
+    exception that is raised there ends in `sys.unraisablehook`: without this class
+    the script goes on as if there had been no interrupt.
+
+    Attributes:
+      came: whether there was one.
+    """
+
+    _AGAIN_S = 0.02
+
+    def __init__(self):
+        self.came = False
+        self._again = None
+
+    def __enter__(self) -> "_Interrupts":
+        self._hook = sys.unraisablehook
+        self._handler = None
+        # Other threads have no signals, and who ignores them goes on doing so.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            sys.unraisablehook = self._raise_again
+            self._handler = signal.signal(signal.SIGINT, self._raise)
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            sys.unraisablehook = self._hook
+
+    def ignore(self) -> None:
+        """What comes now changes nothing."""
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _raise(self, *_) -> NoReturn:
+        self.came = True
+        raise KeyboardInterrupt
+
+    def _raise_again(self, lost) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            self._hook(lost)
+            return
+        # Not from here, where it would be lost again.
+        # And as a signal, which ends what the main thread may be waiting for.
+        main = threading.main_thread().ident
+        self._again = threading.Timer(
+            self._AGAIN_S, signal.pthread_kill, (main, signal.SIGINT)
+        )
+        self._again.daemon = True
+        self._again.start()
+
+
+@contextlib.contextmanager
+def _replaced_characters() -> Iterator[None]:
+    """Standard output prints `?` for what its encoding lacks."""
+    stream = sys.stdout
+    if not hasattr(stream, "reconfigure"):
+        yield
+        return
+    errors = stream.errors
+    stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        # Changing it writes out what is buffered, which can fail again.
+        with contextlib.suppress(OSError):
+            stream.reconfigure(errors=errors)
+
+
+def _line_of(error: BaseException) -> str | None:
+    """The line for an error that is not a fault of the program; None for others."""
+    if isinstance(error, MemoryError):
+        return _one_line(error) or _no_memory(error)
+    if isinstance(error, OSError):
+        return _of_system(error)
+    if isinstance(error, ValueError | NotImplementedError | FloatingPointError):
+        return _one_line(error)
+    # Not of its subclasses: jax raises those for faults of a program.
+    if type(error) is RuntimeError:
+        return _one_line(error)
+    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
+        return f"{_one_line(error)} Ask for shorter texts, or fewer prompts at once"
+    return None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _no_memory(error: BaseException) -> str:
+    """What was tried when memory ran out, by the innermost function of ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    root = str(pathlib.Path(__file__).parents[2])
+    ours = [frame for frame in frames if frame.filename.startswith(root)] or frames
+    place = f"{pathlib.Path(ours[-1].filename).name}, line {ours[-1].lineno}"
+    return (
+        f"no memory left for `{ours[-1].line}` in {ours[-1].name} ({place}); ask for "
+        "less, or give the process more"
+    )
+
+
+def _of_system(error: OSError) -> str:
+    reason = error.strerror or _one_line(error)
+    if error.filename is not None:
+        return f"{error.filename}: {reason}"
+    try:
+        print(flush=True)  # Files are named in their errors; is it this one?
+    except OSError:
+        return f"standard output: cannot be written ({reason})"
+    return reason
+
+
+class Parser(argparse.ArgumentParser):
+    """Exits with status 1 on a usage error, as on all unusable input.
+
+    (`argparse` takes 2, which is "tokens differ" here.) So it does where a flag of
+    type `output` or `figure` names a file that another flag reads or writes.
+    """
+
+    def parse_args(self, args=None, namespace=None):
+        parsed = super().parse_args(args, namespace)
+        self._check_outputs(parsed)
+        return parsed
+
+    def error(self, message: str):
+        self.print_usage(sys.stderr)
+        self.exit(UNUSABLE, f"{self.prog}: error: {message}\n")
+
+    def _check_outputs(self, args: argparse.Namespace) -> None:
+        """Exits with a usage error where an output would replace something needed."""
+        outputs, inputs = {}, {"the script": _bundled()}
+        for action in self._actions:
+            name = action.option_strings[0] if action.option_strings else action.dest
+            value = getattr(args, action.dest, None)
+            if value is None:
+                continue
+            if action.type in (output, figure):
+                outputs[name] = value
+            elif action.type in (source, text_source):
+                inputs[name] = value
+        # Rows may go to a terminal or to /dev/null, and all of them to one.
+        outputs = {
+            name: path
+            for name, path in outputs.items()
+            if path.is_file() or not path.exists()
+        }
+        for name, path in outputs.items():
+            for reader, value in inputs.items():
+                if any(files.is_same(path, file) for file in _files_of(value)):
+                    self.error(
+                        f"{name} {path} would replace what {reader} reads: name "
+                        "another file"
+                    )
+        names = list(outputs)
+        for i, name in enumerate(names):
+            for other in names[:i]:
+                if files.is_same(outputs[name], outputs[other]):
+                    self.error(
+                        f"{other} and {name} write to one file, {outputs[name]}: name "
+                        "two"
+                    )
+
+
+def output(text: str) -> pathlib.Path:
+    """The type of a flag that names a file to be written, found to be writable."""
+    path = pathlib.Path(text)
+    try:
+        files.check_output(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def figure(text: str) -> pathlib.Path:
+    """The type of a flag that names a figure to be drawn: as `output`, in `FIGURES`."""
+    if pathlib.Path(text).suffix not in FIGURES:
+        raise argparse.ArgumentTypeError(f"{text}: not a {' or '.join(FIGURES)} file")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            f"{text}: needs matplotlib; pip install -e '.[plot]'"
+        )
+    return output(text)
+
+
+def source(text: str) -> pathlib.Path:
+    """The type of a flag that names a file or a folder to be read."""
+    return pathlib.Path(text)
+
+
+def text_source(text: str) -> str:
+    """The type of a flag that names a file, and which part of it: FILE:N."""
+    return text
+
+
+def _files_of(value: object) -> Iterator[pathlib.Path]:
+    """The files that a flag of type `source` or `text_source` may name."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _files_of(each)
+        return
+    text = "/dev/stdin" if value == "-" else str(value)
+    # FILE:N and the like; whichever is there is it.
+    for path in (pathlib.Path(text), pathlib.Path(text.rpartition(":")[0] or text)):
+        try:
+            found = path.iterdir() if path.is_dir() else [path]
+            yield from (file for file in found if file.is_file())
+        except OSError:
+            continue  # Whoever reads it says why it cannot be read.
+
+
+def flag_of(name: str) -> str:
+    """How the attribute is called on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def positive(text: str) -> int:
+    """The type of a flag that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """The type of a flag that lists counts: in order, each of them once."""
+    try:
+        return tuple(sorted({positive(part) for part in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of whole numbers, such as 1,2,4"
+        ) from None
+
+
+def pattern(text: str) -> re.Pattern:
+    """The type of a flag that chooses names: a regular expression found in them."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no regular expression: {error}"
+        ) from None
+
+
+def _bundled() -> list[pathlib.Path]:
+    """What comes with the package: prompts, and the embedded models."""
+    package = pathlib.Path(importlib.util.find_spec("spec_jax").origin).parent
+    prompts = pathlib.Path(__file__).parents[1] / "prompts"
+    return [prompts, package / "assets" / "target", package / "assets" / "draft"]

@@ -1,0 +1,325 @@
+"""Prompts through every way to generate, ours and Hugging Face's, in turns.
+
+Both sides get the same token ids, stop tokens, limit and weights. Either clock runs
+over the prompt's prefill too; our caches stand ready when it starts, as `lib.runs` has
+it, and Hugging Face's grow while it generates.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.lib import hf, peak_memory, runs as runs_lib, timing
+from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.drafters import ngram
+from spec_jax.engine import baseline
+
+
+OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A way to generate.
+
+    Attributes:
+      side: `OURS` or `THEIRS`.
+      method: `hf.PLAIN`, or where drafts come from.
+      gamma: tokens drafted a round; None for plain decoding.
+    """
+
+    side: str
+    method: str
+    gamma: int | None = None
+
+
+OUR_PLAIN = Run(side=OURS, method=hf.PLAIN)
+THEIR_PLAIN = Run(side=THEIRS, method=hf.PLAIN)
+
+
+def all_runs(sides: "Sides", gammas: Sequence[int]) -> list[Run]:
+    """Every run that the sides have models for, in the order in which it is shown."""
+    made = []
+    for side in (OURS, THEIRS) if sides.hf else (OURS,):
+        made.append(Run(side=side, method=hf.PLAIN))
+        if sides.lm.drafter is not None:
+            made += [
+                Run(side=side, method=method, gamma=gamma)
+                for method in hf.METHODS
+                for gamma in gammas
+            ]
+    return made
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The same weights on both sides, and what both are asked for."""
+
+    lm: loading.LanguageModel
+    hf: hf.Baseline | None
+    settings: runs_lib.Settings
+
+    def generate(self, run: Run, prompt: list[int]) -> tuple[float, hf.Generated]:
+        """Seconds, tokens and counters of one run; raises as `runs.run_plain`."""
+        if run.side == THEIRS:
+            return self._theirs(run, prompt)
+        if run == OUR_PLAIN:
+            done = runs_lib.run_plain(self.lm, self.settings, prompt)
+            return done.timing.e2e_s, hf.Generated(tokens=done.tokens, counters=None)
+        lm = self.lm
+        if run.method == hf.PROMPT_LOOKUP:
+            lm = _with_prompt_lookup(lm, self.settings)
+        settings = dataclasses.replace(self.settings, gamma=run.gamma)
+        done = runs_lib.run_speculative(lm, settings, prompt)
+        return done.timing.e2e_s, hf.Generated(
+            tokens=done.tokens, counters=done.counters
+        )
+
+    def _theirs(self, run: Run, prompt: list[int]) -> tuple[float, hf.Generated]:
+        made = []
+
+        def generate(_: None) -> None:
+            generated = hf.generate(
+                self.hf,
+                prompt,
+                method=run.method,
+                gamma=run.gamma,
+                max_tokens=self.settings.gen_tokens,
+                stop_ids=self.settings.stop_ids,
+            )
+            made.append(generated)
+
+        return timing.stopwatch(generate)(), made[0]
+
+
+def _with_prompt_lookup(
+    lm: loading.LanguageModel, settings: runs_lib.Settings
+) -> loading.LanguageModel:
+    """With the drafter whose drafts are Hugging Face's, draft for draft."""
+    drafter = ngram.hugging_face(
+        gamma_max=lm.gamma_max,
+        n_max=hf.MATCHED_NGRAM,
+        stop_ids=settings.stop_ids,
+    )
+    return lm.with_drafter(drafter)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptRuns:
+    """One prompt: times, tokens and counters of every run.
+
+    Attributes:
+      prompt: has `length`, `id` and `tokens`.
+      generated: of the last repeat.
+    """
+
+    prompt: Any
+    timings: timing.Timings
+    generated: Mapping[Run, hf.Generated]
+
+    def first_difference(self, run: Run) -> int | None:
+        """Where the tokens of `run` first differ from Hugging Face's greedy ones.
+
+        Without Hugging Face, from those of our own plain decoding.
+        """
+        plain = THEIR_PLAIN if THEIR_PLAIN in self.generated else OUR_PLAIN
+        theirs = self.generated[plain].tokens
+        return first_difference(self.generated[run].tokens, theirs)
+
+    @property
+    def matched(self) -> bool:
+        """Whether our drafted tokens equal our plain ones, of finite logits."""
+        plain = self.generated[OUR_PLAIN].tokens
+        return all(
+            done.tokens == plain and not done.counters.nonfinite
+            for run, done in self.generated.items()
+            if run.side == OURS and run != OUR_PLAIN
+        )
+
+
+def run_prompt(
+    sides: Sides,
+    prompt: Any,
+    *,
+    runs: Sequence[Run],
+    repeats: int,
+    after_turn: Callable[[], None] = lambda: None,
+) -> PromptRuns:
+    """Every run once to warm up, then all of them in turns, `repeats` times."""
+    generated: dict[Run, hf.Generated] = {}
+
+    def thunk(run: Run) -> timing.Thunk:
+        def timed() -> float:
+            seconds, generated[run] = sides.generate(run, prompt.tokens)
+            return seconds
+
+        return timed
+
+    timings = timing.interleave(
+        {run: thunk(run) for run in runs}, repeats=repeats, after_turn=after_turn
+    )
+    return PromptRuns(prompt=prompt, timings=timings, generated=generated)
+
+
+def speeds(prompts: Sequence[PromptRuns], run: Run) -> list[float]:
+    """Tokens a second of each repeat, all prompts together."""
+    num_tokens = sum(len(prompt.generated[run].tokens) for prompt in prompts)
+    by_prompt = [prompt.timings.seconds[run] for prompt in prompts]
+    return [num_tokens / sum(seconds) for seconds in zip(*by_prompt, strict=True)]
+
+
+def counted(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
+    """Drafts of a run over its prompts; None where nothing was drafted."""
+    names = ("rounds", "proposed", "accepted", "acceptance_rate", "accepted_hist")
+    counters = [prompt.generated[run].counters for prompt in prompts]
+    if None in counters:
+        return dict.fromkeys(names)
+    total = metrics.total(counters)
+    rate = total.accepted / total.proposed if total.proposed else None
+    values = (total.rounds, total.proposed, total.accepted, rate, total.accepted_hist)
+    return dict(zip(names, values, strict=True))
+
+
+def prompt_row(prompt: PromptRuns) -> dict[str, Any]:
+    """The JSON row of a prompt of a class of lengths."""
+    theirs = prompt.generated.get(THEIR_PLAIN)
+    return {
+        "kind": "prompt",
+        "length": prompt.prompt.length,
+        "id": prompt.prompt.id,
+        "prompt_tokens": len(prompt.prompt.tokens),
+        "matched": prompt.matched,
+        "hf_ids": theirs and theirs.tokens,
+        "runs": [
+            {
+                **dataclasses.asdict(run),
+                "tokens": len(done.tokens),
+                "first_difference": prompt.first_difference(run),
+                "seconds": prompt.timings.seconds[run],
+            }
+            for run, done in prompt.generated.items()
+        ],
+    }
+
+
+def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
+    """A row of each class of lengths and each run, over the prompts of the class.
+
+    `tok_s` is tokens over seconds of all prompts of a repeat: the median over the
+    repeats, with percentiles. `vs_hf` is how many times faster than Hugging Face's
+    plain decoding in the same turn, per token; `vs_plain` than plain decoding of the
+    same side.
+    """
+    made = []
+    for length in dict.fromkeys(prompt.prompt.length for prompt in prompts):
+        of_length = [prompt for prompt in prompts if prompt.prompt.length == length]
+        made += [_row(of_length, run) for run in of_length[0].generated]
+    return made
+
+
+def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
+    own = speeds(prompts, run)
+    beside = {"vs_plain": Run(side=run.side, method=hf.PLAIN), "vs_hf": THEIR_PLAIN}
+    ratios = {}
+    for name, plain in beside.items():
+        ratios |= dict.fromkeys((name, f"{name}_p10", f"{name}_p90"))
+        if plain in prompts[0].generated:
+            found = timing.ratios(own, speeds(prompts, plain))
+            ratios |= timing.spread_fields(name, found)
+    differences = [prompt.first_difference(run) for prompt in prompts]
+    return {
+        "kind": "comparison",
+        "length": prompts[0].prompt.length,
+        "prompt_tokens": [len(prompt.prompt.tokens) for prompt in prompts],
+        **dataclasses.asdict(run),
+        **timing.spread_fields("tok_s", own),
+        **ratios,
+        **counted(prompts, run),
+        "identical": differences.count(None),
+        "prompts": len(prompts),
+        "n": len(own),
+        "warm_up_s": sum(prompt.timings.warm_up[run] for prompt in prompts),
+    }
+
+
+def same_drafts(prompt: PromptRuns) -> list[bool]:
+    """Whether both sides drafted and kept as many tokens, of each method and gamma."""
+
+    def counts(run: Run) -> tuple[int, int, int]:
+        counters = prompt.generated[run].counters
+        return counters.rounds, counters.proposed, counters.accepted
+
+    return [
+        counts(run) == counts(dataclasses.replace(run, side=OURS))
+        for run in prompt.generated
+        if run.side == THEIRS and run.gamma is not None
+    ]
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first place where two texts differ, or where one of them ends."""
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return place
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+def greedy_row(
+    sides: Sides, prompt: Any, ours: list[int], theirs: list[int]
+) -> dict[str, Any]:
+    """Our plain tokens beside Hugging Face's greedy ones, and how near a difference is.
+
+    A margin is the logit of a side's own token less that of the other side's, in that
+    side's logits after the text that both generated: near zero where it was a tie.
+    """
+    place = first_difference(ours, theirs)
+    row = {
+        "kind": "greedy",
+        "length": prompt.length,
+        "id": prompt.id,
+        "prompt_tokens": len(prompt.tokens),
+        "judged_dtype": sides.lm.target.config.dtype,
+        "tokens": len(theirs),
+        "first_difference": place,
+        **dict.fromkeys(("our_token", "their_token", "our_margin", "their_margin")),
+    }
+    if place is None or place == min(len(ours), len(theirs)):
+        return row
+    text = [*prompt.tokens, *theirs[:place]]
+    ours_here, theirs_here = ours[place], theirs[place]
+    our_logits = next_logits(sides.lm, sides.settings, text)
+    their_logits = hf.next_logits(sides.hf, text)
+    return row | {
+        "our_token": ours_here,
+        "their_token": theirs_here,
+        "our_margin": float(our_logits[ours_here] - our_logits[theirs_here]),
+        "their_margin": their_logits[theirs_here] - their_logits[ours_here],
+    }
+
+
+def next_logits(
+    lm: loading.LanguageModel, settings: runs_lib.Settings, tokens: list[int]
+) -> np.ndarray:
+    """Our target's logits after `tokens`, `[V] float32`: prefill, then one row."""
+    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
+    state = baseline.begin(
+        lm.target,
+        lm.params,
+        kv,
+        tokens,
+        max_tokens=1,
+        prefill_by_rows=settings.prefill_by_rows,
+    )
+    n = len(tokens)
+    _, logits = lm.target.forward(
+        lm.params,
+        state.cache,
+        tokens=jnp.asarray(tokens[-1:], jnp.int32),
+        start=jnp.int32(n - 1),
+        num_live=jnp.int32(1),
+    )
+    return np.asarray(logits[0], np.float32)

@@ -1,0 +1,367 @@
+"""What the parts of a round cost: a plain step, windows, proposals of any drafter.
+
+Proposals are timed along a text that plain decoding wrote, one token further each, as
+if the target had kept none: what a drafter looks up depends on what stands there. The
+other parts are timed at lengths of the same text. Every thunk runs many steps in one
+compiled call, and returns the seconds of one.
+"""
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from experiments.lib import runs, timing
+from spec_jax import loading
+from spec_jax.engine import (
+    baseline,
+    protocols,
+    round as round_lib,
+    rows as rows_lib,
+)
+from spec_jax.gamma import theory
+
+
+PLAIN = "plain step"
+STRIDE = 8
+"""Tokens that a drafter sits out between two proposals, where catching up is timed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundCosts:
+    """Seconds of the parts of a round, of one drafter.
+
+    Attributes:
+      plain_s: a step of plain decoding.
+      verify_s: the target's forward over `1 .. gamma_max + 1` live rows.
+      idle_s: a round that asks for no draft.
+      propose_s: a proposal of 0, of 1 and of `gamma_max` tokens.
+      catch_up_s: by which a token that the drafter sat out delays its next proposal,
+        as `gamma.simulation` takes it; None where it was not timed.
+    """
+
+    plain_s: float
+    verify_s: tuple[float, ...]
+    idle_s: float
+    propose_s: tuple[float, float, float]
+    catch_up_s: float | None = None
+
+    @property
+    def gamma_max(self) -> int:
+        """The largest gamma whose window was timed."""
+        return len(self.verify_s) - 1
+
+    def curve(self) -> theory.CostCurve:
+        """The costs as a line in gamma: what a draft adds, and what a round has anyway.
+
+        The overhead is all of a round that asks for nothing but its forward, and what
+        a proposal costs beyond its drafts. Differences below 0 are noise, and count 0.
+        """
+        none, one, most = self.propose_s
+        if self.gamma_max == 1:
+            draft_s = max(0.0, one - none)
+        else:
+            draft_s = max(0.0, most - one) / (self.gamma_max - 1)
+        beyond_drafts = max(0.0, one - none - draft_s)
+        return theory.CostCurve(
+            plain_s=self.plain_s,
+            rows=tuple(range(1, self.gamma_max + 2)),
+            verify_s=self.verify_s,
+            draft_s=draft_s,
+            overhead_s=max(0.0, self.idle_s - self.verify_s[0]) + beyond_drafts,
+        )
+
+    def round_s(self) -> np.ndarray:
+        """Seconds of a round by gamma, `[gamma_max + 1]`; with 0 as it was timed."""
+        round_s = self.curve().round_s(self.gamma_max)
+        round_s[0] = min(self.idle_s, round_s[0])
+        return round_s
+
+
+def check_gen_tokens(gen_tokens: int, gamma_max: int) -> None:
+    """Raises `ValueError` where a text is too short for one window of `gamma_max`."""
+    if gen_tokens <= gamma_max:
+        raise ValueError(
+            f"--gen-tokens {gen_tokens}: a round of gamma {gamma_max} commits up to "
+            f"{gamma_max + 1} tokens; generate at least as many"
+        )
+
+
+def measure(
+    lms: Mapping[str, loading.LanguageModel],
+    settings: runs.Settings,
+    prompt: list[int],
+    *,
+    repeats: int,
+    catch_up: bool = False,
+    after_turn: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, RoundCosts], list[dict[str, Any]]]:
+    """Times all parts in turn: each drafter's costs, and their rows; see `thunks`."""
+    made = thunks(lms, settings, prompt, catch_up=catch_up)
+    timings = timing.interleave(made, repeats=repeats, after_turn=after_turn)
+    found = {
+        name: costs_of(name, timings, gamma_max=lm.gamma_max)
+        for name, lm in lms.items()
+    }
+    return found, rows(timings)
+
+
+def thunks(
+    lms: Mapping[str, loading.LanguageModel],
+    settings: runs.Settings,
+    prompt: list[int],
+    *,
+    catch_up: bool = False,
+) -> dict[str, timing.Thunk]:
+    """Returns everything that `costs_of` needs, by name.
+
+    Args:
+      lms: one target with several drafters, by their names; all of one `gamma_max`.
+      settings: of one slot; `settings.gen_tokens` are walked, more than `gamma_max`.
+      prompt: a prompt of typical length.
+      catch_up: whether to time what tokens cost that a drafter sat out.
+    """
+    first = next(iter(lms.values()))
+    # As far as the last proposal has room for all of its drafts.
+    steps = settings.gen_tokens - first.gamma_max
+    text = [*prompt, *runs.run_plain(first, settings, prompt).tokens]
+    made = {PLAIN: _plain_steps(first, settings, prompt, steps)}
+    middle = text[: len(prompt) + steps // 2]
+    kv = _begin(first, settings, middle).cache
+    for num_live in range(1, first.gamma_max + 2):
+        made[_window(num_live)] = _windows(first, kv, middle, num_live, steps)
+    for name, lm in lms.items():
+        walk = _Walk(lm, settings, text, num_prompt=len(prompt))
+        made |= walk.thunks(name, catch_up=catch_up)
+    return made
+
+
+def _begin(lm, settings, prompt) -> baseline.DecodeState:
+    return baseline.begin(
+        lm.target,
+        lm.params,
+        lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size),
+        prompt,
+        max_tokens=settings.gen_tokens,
+    )
+
+
+def _plain_steps(lm, settings, prompt, steps) -> timing.Thunk:
+    """Times greedy decoding after the prompt."""
+    begun, most = _begin(lm, settings, prompt), jnp.int32(steps)
+    return _stopwatch(
+        lambda state: baseline.generate(lm.target, lm.params, state, max_steps=most),
+        begun,
+        calls=steps,
+    )
+
+
+def _windows(lm, kv, text, num_live, steps) -> timing.Thunk:
+    """Times the target's forward over a window after a text, and what undoes it."""
+    run = functools.partial(
+        _repeat_window,
+        rows_lib.SlotRows(model=lm.target, num_slots=1),
+        lm.params,
+        start=jnp.int32(len(text) - 1),
+        num_live=jnp.int32(num_live),
+        steps=jnp.int32(steps),
+        width=lm.gamma_max + 1,
+    )
+    return _stopwatch(run, kv, calls=steps)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("target", "width"), donate_argnames=("cache",)
+)
+def _repeat_window(target, params, cache, *, start, num_live, steps, width):
+    """Verifies a window `steps` times at one place, and forgets it each time."""
+
+    def step(_, carry):
+        cache, tokens = carry
+        window = protocols.Window(
+            tokens=tokens, start=start[None], num_live=num_live[None]
+        )
+        cache, verified = target.verify(params, cache, window)
+        chosen = target.choose(verified.logits, verified.num_live)
+        cache = target.truncate(cache, start[None], asked=jnp.ones((1,), bool))
+        # Tokens of the step before it, as in decoding: with fixed ones XLA could move
+        # the first layer out of the loop.
+        return cache, verified.by_column(chosen, fill=0)
+
+    tokens = jnp.arange(width, dtype=jnp.int32)[None]
+    return jax.lax.fori_loop(0, steps, step, (cache, tokens))
+
+
+def costs_of(name: str, timings: timing.Timings, *, gamma_max: int) -> RoundCosts:
+    """The costs of the drafter `name`: medians over the turns, beside a plain step.
+
+    A part is compared with the plain step of its own turn, so that what slowed both
+    down is in neither. A taller window that seems to take less is noise, and takes
+    what the one before it does.
+    """
+    plain = timings.seconds[PLAIN]
+    plain_s = statistics.median(plain)
+
+    def seconds(thunk: str) -> float:
+        ratios = timing.ratios(timings.seconds[thunk], plain)
+        return plain_s * statistics.median(ratios)
+
+    catch_up_s = None
+    if _late(name) in timings.seconds:
+        delay_s = seconds(_late(name)) - seconds(_prompt(name))
+        catch_up_s = max(0.0, delay_s) / (STRIDE - 1)
+    windows = [seconds(_window(n)) for n in range(1, gamma_max + 2)]
+    return RoundCosts(
+        plain_s=plain_s,
+        verify_s=tuple(np.maximum.accumulate(windows).tolist()),
+        idle_s=seconds(_idle(name)),
+        propose_s=tuple(seconds(_proposal(name, g)) for g in (0, 1, gamma_max)),
+        catch_up_s=catch_up_s,
+    )
+
+
+def rows(timings: timing.Timings) -> list[dict[str, Any]]:
+    """A JSON row of each part; ratios to a plain step are medians over the turns."""
+    plain = timings.seconds[PLAIN]
+    made = []
+    for name, seconds in timings.seconds.items():
+        ms = timing.spread([1e3 * s for s in seconds])
+        ratio = timing.spread(timing.ratios(seconds, plain))
+        made.append(
+            {
+                **{"kind": "plan_cost", "cost": name, "n": len(seconds)},
+                **{"ms": ms.median, "ms_p10": ms.p10, "ms_p90": ms.p90},
+                **{"ratio": ratio.median, "ratio_p10": ratio.p10},
+                "ratio_p90": ratio.p90,
+            }
+        )
+    return made
+
+
+def _window(num_live: int) -> str:
+    return f"{num_live} live row{'s' * (num_live > 1)}"
+
+
+def _idle(drafter: str) -> str:
+    return f"{drafter}: round, gamma 0"
+
+
+def _proposal(drafter: str, gamma: int) -> str:
+    return f"{drafter}: proposal, gamma {gamma}"
+
+
+def _prompt(drafter: str) -> str:
+    return f"{drafter}: proposal, nothing to catch up"
+
+
+def _late(drafter: str) -> str:
+    return f"{drafter}: proposal, {STRIDE - 1} tokens to catch up"
+
+
+class _Walk:
+    """A drafter, and a text along which it proposes.
+
+    Args:
+      text: the prompt, and what plain decoding wrote behind it.
+    """
+
+    def __init__(
+        self,
+        lm: loading.LanguageModel,
+        settings: runs.Settings,
+        text: list[int],
+        *,
+        num_prompt: int,
+    ):
+        self._gen_tokens, self._num_prompt = settings.gen_tokens, num_prompt
+        idle = dataclasses.replace(settings, gamma=0, gamma_policy=None)
+        idle = dataclasses.replace(idle, policy_state=None)
+        scheduler = runs.make_scheduler(lm, idle)
+        self._speculator = scheduler.speculator
+        request = runs.make_request(lm, idle, text[:num_prompt])
+        self._state = scheduler.begin(request)
+        tokens = np.zeros(self._state.slots.tokens.shape, np.int32)
+        tokens[0, : len(text)] = text
+        self._tokens = jnp.asarray(tokens)
+
+    def thunks(self, name: str, *, catch_up: bool) -> dict[str, timing.Thunk]:
+        """Returns a round without drafts, and proposals along the text."""
+        gamma_max = self._speculator.drafter.gamma_max
+        steps, most = self._gen_tokens - gamma_max, jnp.int32(self._gen_tokens)
+        made = {
+            _idle(name): _stopwatch(
+                lambda s: round_lib.generate(self._speculator, s, max_rounds=most),
+                self._state,
+                calls=self._gen_tokens,
+            )
+        }
+        for gamma in sorted({0, 1, gamma_max}):
+            made[_proposal(name, gamma)] = self._proposals(gamma, steps=steps)
+        if catch_up:
+            # Equally many proposals a call, so that the call itself costs the same.
+            few = max(1, steps // STRIDE)
+            made[_prompt(name)] = self._proposals(1, steps=few)
+            made[_late(name)] = self._proposals(1, steps=few, stride=STRIDE)
+        return made
+
+    def _proposals(self, gamma: int, *, steps: int, stride: int = 1) -> timing.Thunk:
+        run = functools.partial(
+            _propose_along,
+            self._speculator.drafter,
+            self._speculator.params[1],
+            tokens=self._tokens,
+            sampling=self._state.slots.sampling,
+            start=jnp.int32(self._num_prompt),
+            gamma=jnp.int32(gamma),
+            steps=jnp.int32(steps),
+            stride=jnp.int32(stride),
+        )
+        return _stopwatch(run, self._state.memory, calls=steps)
+
+
+@functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
+def _propose_along(
+    drafter: protocols.SlotDrafter,
+    params: protocols.Params,
+    memory: protocols.Memory,
+    *,
+    tokens: Int[Array, "1 max_len"],
+    sampling: protocols.Sampling,
+    start: Int[Array, ""],
+    gamma: Int[Array, ""],
+    steps: Int[Array, ""],
+    stride: Int[Array, ""],
+) -> tuple[protocols.Memory, Int[Array, ""]]:
+    """Proposes `steps` times, each time `stride` committed tokens further."""
+
+    def step(i, carry):
+        """One proposal, none of which is kept."""
+        memory, seen = carry
+        length = (start + i * stride)[None]
+        memory, proposal = drafter.propose(
+            params,
+            memory,
+            tokens=tokens,
+            length=length,
+            gamma=gamma[None],
+            sampling=sampling,
+        )
+        memory = drafter.commit(
+            params, memory, length + stride, asked=jnp.ones((1,), bool)
+        )
+        # A proposal that nobody looks at would not be computed.
+        return memory, seen + jnp.sum(proposal.tokens) + proposal.num_drafted[0]
+
+    return jax.lax.fori_loop(0, steps, step, (memory, jnp.int32(0)))
+
+
+def _stopwatch(run: Callable[[Any], Any], state: Any, *, calls: int) -> timing.Thunk:
+    """Times `run` of a copy of the state, which it donates."""
+    prepare = lambda: jax.tree.map(jnp.copy, state)
+    return timing.stopwatch(run, prepare, calls=calls)

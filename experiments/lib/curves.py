@@ -1,0 +1,254 @@
+"""Curves: rows of results -> what the figures show. Knows rows; draws nothing."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.lib import sweep_cells as cells
+
+
+Row = Mapping[str, Any]
+
+MAX_CURVES = 8
+"""As many as there are colours that everybody can tell apart."""
+
+_SETTINGS = (
+    *("target", "draft", "drafter", "impl", "dtype", "prompt_source", "gen_tokens"),
+    *("page_size", "prefill", "acceptance", "verify_path", "cache", "draft_cache"),
+    *("temperature", "rule", "gamma_policy", "confidence", "batch", "repeats"),
+)
+"""What sets one speculative run apart from another, beside gamma."""
+
+_LABELS = {
+    "gen_tokens": "{} tokens",
+    "page_size": "pages of {}",
+    "prefill": "{} prefill",
+    "repeats": "{} repeats",
+    "cache": "{} cache",
+    "draft_cache": "draft cache by {}",
+    "verify_path": "{} verification",
+    "acceptance": "accepted by {}",
+    "batch": "batches of {}",
+    "confidence": "confidence {}",
+    "temperature": "T = {}",
+    "rule": "rule {}",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Rows that share their settings.
+
+    Attributes:
+      label: the settings in which it differs from the other curves.
+      rows: in the order in which they are drawn.
+    """
+
+    label: str
+    rows: tuple[Row, ...]
+
+
+def is_round_summary(row: Row) -> bool:
+    """Whether the row sums up speculative runs of `spec_round.py`."""
+    return row.get("kind") == "summary" and {"gamma", "accepted_hist"} <= set(row)
+
+
+def is_window_cost(row: Row) -> bool:
+    """Whether the row times a slab with so many live rows, of `latency.py`."""
+    name = str(row.get("step"))
+    return row.get("kind") == "step" and name.endswith((" live row", " live rows"))
+
+
+def by_gamma(summaries: Sequence[Row]) -> list[Curve]:
+    """Curves over gamma: settings that were run with two values of it, or more.
+
+    Raises:
+      ValueError: there are none, or one setting was run twice with one gamma.
+    """
+    grouped = group_by(summaries, _SETTINGS)
+    kept = {key: rows for key, rows in grouped.items() if len(rows) > 1}
+    for rows in kept.values():
+        gammas = [row["gamma"] for row in rows]
+        twice = sorted({gamma for gamma in gammas if gammas.count(gamma) > 1})
+        if twice:
+            raise ValueError(
+                f"gamma {twice[0]} of {_describe(rows[0], _SETTINGS)} is there "
+                f"{gammas.count(twice[0])} times; name one file of them, or tell them "
+                "apart with --where"
+            )
+    if not kept:
+        raise ValueError(
+            "no settings were run with two values of gamma; run spec_round.py with "
+            "another --gamma"
+        )
+    return labelled(kept, _SETTINGS, sort_by="gamma")
+
+
+def of_largest_gamma(summaries: Sequence[Row], name: str) -> list[Curve]:
+    """A curve of each setting with the largest gamma; equal ones share a curve.
+
+    Args:
+      name: of the list that is to be drawn.
+    """
+    largest = max(row["gamma"] for row in summaries)
+    chosen: dict[tuple, list[Row]] = {}
+    for row in summaries:
+        if row["gamma"] == largest:
+            same = (row["impl"], tuple(row[name]))
+            chosen.setdefault(same, [row])
+    return labelled(chosen, _SETTINGS)
+
+
+def by_live_rows(steps: Sequence[Row]) -> list[Curve]:
+    """Curves over the live rows of a slab, one for each model and implementation."""
+    names = ("target", "dtype", "impl", "slab", "context")
+    return labelled(group_by(steps, names), names, sort_by="num_live")
+
+
+def comparison(rows: Sequence[Row]) -> dict[str, list[Curve]]:
+    """By class of lengths: a curve over gamma of each side and method.
+
+    Raises:
+      ValueError: rows of more than one run of `compare_hf.py`.
+    """
+    panels = {}
+    for length in dict.fromkeys(row["length"] for row in rows):
+        of_length = [row for row in rows if row["length"] == length]
+        runs = [(row["side"], row["method"], row["gamma"]) for row in of_length]
+        if len(set(runs)) < len(runs):
+            raise ValueError(
+                f"{length} prompts of one run are there twice: name the file of one "
+                "comparison, or tell them apart with --where"
+            )
+        # Plain decoding drafts nothing, and is a curve of one row.
+        panels[length] = [
+            Curve(
+                label=" ".join(names),
+                rows=tuple(sorted(of_curve, key=lambda row: row["gamma"] or 0)),
+            )
+            for names, of_curve in group_by(of_length, ("side", "method")).items()
+        ]
+    return panels
+
+
+def group_by(rows: Sequence[Row], names: Sequence[str]) -> dict[tuple, list[Row]]:
+    """The rows that share the values of these names, in their order."""
+    grouped: dict[tuple, list[Row]] = {}
+    for row in rows:
+        grouped.setdefault(tuple(row.get(name) for name in names), []).append(row)
+    return grouped
+
+
+def labelled(
+    grouped: Mapping[tuple, Sequence[Row]],
+    names: Sequence[str],
+    *,
+    sort_by: str | None = None,
+    otherwise: str = "impl",
+) -> list[Curve]:
+    """Curves that say in which settings they differ.
+
+    Args:
+      grouped: the rows of each curve, by `names`.
+      sort_by: the name whose values order the rows of a curve.
+      otherwise: the setting that a curve says where all agree.
+
+    Raises:
+      ValueError: more of them than can be told apart.
+    """
+    firsts = [rows[0] for rows in grouped.values()]
+    varying = [
+        name for name in names if len({str(row.get(name)) for row in firsts}) > 1
+    ]
+    if len(firsts) > MAX_CURVES:
+        raise ValueError(
+            f"{len(firsts)} curves, of which {MAX_CURVES} can be told apart; they "
+            f"differ in {', '.join(varying)}: choose with --where NAME=VALUE"
+        )
+    curves = [
+        Curve(
+            label=_describe(rows[0], varying or (otherwise,)),
+            rows=tuple(sorted(rows, key=lambda row: row[sort_by]) if sort_by else rows),
+        )
+        for rows in grouped.values()
+    ]
+    return sorted(curves, key=lambda curve: curve.label)
+
+
+def _describe(row: Row, names: Sequence[str]) -> str:
+    """The row's settings in words."""
+    present = [name for name in names if row.get(name) is not None]
+    return ", ".join(_LABELS.get(name, "{}").format(row[name]) for name in present)
+
+
+_CELL_AXES = ("prompt_source", "temperature", "drafter", "gamma_policy")
+"""What sets one curve of a sweep apart from another, besides gamma."""
+
+
+def is_cell(row: Row) -> bool:
+    """Whether the row is a finished cell of `sweep.py`."""
+    return row.get("kind") == "sweep"
+
+
+def has_category(row: Row) -> bool:
+    """Whether it is one of prompts of a category."""
+    return is_cell(row) and row.get("category") is not None
+
+
+def cells_by_gamma(rows: Sequence[Row]) -> list[Curve]:
+    """Curves over gamma, of all categories together.
+
+    Raises:
+      ValueError: a cell that is there twice, more curves than can be told apart, or
+        no gamma beside another.
+    """
+    _check_once(rows)
+    totals = _shortened(cells.totals(rows))
+    if len({row["gamma"] for row in totals}) < 2:
+        raise ValueError(
+            "no cells of two gammas; run sweep.py with another --gamma on the same file"
+        )
+    return labelled(
+        group_by(totals, _CELL_AXES), _CELL_AXES, sort_by="gamma", otherwise="drafter"
+    )
+
+
+def cells_by_category(rows: Sequence[Row]) -> tuple[list[str], list[Curve]]:
+    """The names of the categories, and curves over them at the largest gamma.
+
+    Raises:
+      ValueError: as `cells_by_gamma`, but for the last.
+    """
+    _check_once(rows)
+    largest = max(row["gamma"] for row in rows)
+    chosen = _shortened([row for row in rows if row["gamma"] == largest])
+    curves = labelled(group_by(chosen, _CELL_AXES), _CELL_AXES, otherwise="drafter")
+    return list(dict.fromkeys(row["category"] for row in chosen)), curves
+
+
+def improvements(rows: Sequence[Row]) -> list[Curve]:
+    """A curve over gamma for each acceptance and cost, of `theory.improvement_rows`."""
+    names = ("acceptance", "cost")
+    return [
+        Curve(label="", rows=tuple(sorted(of_pair, key=lambda row: row["gamma"])))
+        for of_pair in group_by(rows, names).values()
+    ]
+
+
+def _shortened(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with the name of a file of prompts in the place of its path."""
+    return [
+        {**row, "prompt_source": pathlib.PurePath(row["prompt_source"]).name}
+        for row in rows
+    ]
+
+
+def _check_once(rows: Sequence[Row]) -> None:
+    found = [cells.cell_of(row) for row in rows]
+    twice = {cell for cell in found if found.count(cell) > 1}
+    if twice:
+        cell = min(twice, key=str)
+        raise ValueError(
+            f"{cell} is there {found.count(cell)} times; name the file of one sweep"
+        )

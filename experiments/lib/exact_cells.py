@@ -1,0 +1,179 @@
+"""Cells of the exactness suite: one way of running rounds, and lists of such ways.
+
+A cell says everything that may decide a bit, beside weights and prompts. What its names
+stand for is here too, in stated numbers: none is measured, so that a run decides the
+same anywhere.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.lib import paths, policies
+from spec_jax.engine import protocols
+from spec_jax.model import row_model
+from spec_jax.rules import sampling as sampling_lib
+
+
+CONSTANTS: Mapping[str, Mapping[str, float]] = {
+    "sampled": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 0},
+    # A round without drafts takes 1, in any unit, and each draft adds to it: enough
+    # for texts of some difficulty to be drafted for by fewer than the most.
+    "goodput": {"round": 1.0, "draft": 0.25},
+}
+"""Part of what a certificate says."""
+
+SAMPLINGS = ("greedy", "sampled")
+PREFILLS = ("rows", "batched")
+DRAFT_CACHES = ("persistent", "round")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One way of running rounds.
+
+    Attributes:
+      dtype: of both models.
+      impl: a resolved implementation.
+      slab: rows of every call of the target.
+      prefill: of `PREFILLS`.
+      verify_path: of `paths.VERIFY`.
+      draft_cache: of `DRAFT_CACHES`: whether the draft's K/V outlives its round.
+      drafter: a name of `cell_runs.drafter_names`, or package.module:Name.
+      gamma: tokens drafted a round, or the most where a policy chooses; data to an
+        executable, and so the cheapest axis.
+      sampling: of `SAMPLINGS`.
+      gamma_policy: of `policies.POLICIES`.
+      batch: slots that share a forward: prompts at once, each compared with decoding
+        alone.
+
+    Certificates of before an axis was there lack it: it has a default.
+    """
+
+    dtype: str
+    impl: str
+    slab: int
+    page_size: int
+    cache: str
+    prefill: str
+    verify_path: str
+    draft_cache: str
+    drafter: str
+    gamma: int
+    sampling: str = "greedy"
+    gamma_policy: str = "fixed"
+    batch: int = 1
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """What decoding depends on: cells that share it share its runs."""
+        return {axis: getattr(self, axis) for axis in PLAIN_AXES}
+
+    @property
+    def bits(self) -> dict[str, Any]:
+        """What decides bits: cells that share it may not differ in one."""
+        return {axis: getattr(self, axis) for axis in BIT_AXES}
+
+    @property
+    def name(self) -> str:
+        """All of it, on one line."""
+        return (
+            f"{self.dtype} {self.impl} slab {self.slab} pages of {self.page_size} "
+            f"{self.cache} prefill {self.prefill} {self.sampling} | "
+            f"{self.verify_path} {self.drafter} {self.draft_cache} "
+            f"gamma {self.gamma} {self.gamma_policy} batch {self.batch}"
+        )
+
+    @property
+    def settings(self) -> sampling_lib.SamplingSettings | None:
+        """How the target draws; None is greedy."""
+        if self.sampling == "greedy":
+            return None
+        return sampling_lib.make_settings(**CONSTANTS[self.sampling])
+
+    def policy(self, drafter: protocols.Drafter) -> policies.Chosen:
+        """Returns the policy, for all gammas that the drafter can draft.
+
+        A cell's gamma is data on top of it, so that cells of any gamma share
+        executables. Goodput gets stated costs in the place of measured ones.
+        """
+        costs, gamma_max = CONSTANTS["goodput"], drafter.gamma_max
+        return policies.make(
+            self.gamma_policy,
+            drafter,
+            gamma=gamma_max,
+            round_s=lambda: costs["round"] + costs["draft"] * np.arange(gamma_max + 1),
+        )
+
+
+AXES = tuple(field.name for field in dataclasses.fields(Cell))
+PLAIN_AXES = ("dtype", "impl", "slab", "page_size", "cache", "prefill", "sampling")
+BIT_AXES = ("dtype", "impl", "slab", "prefill", "sampling")
+
+
+def star(axes: Mapping[str, Sequence]) -> list[Cell]:
+    """Returns the first value of every axis, and each other one with the rest so."""
+    base = {axis: values[0] for axis, values in axes.items()}
+    varied = [
+        base | {axis: value} for axis, values in axes.items() for value in values[1:]
+    ]
+    return _in_order([base, *varied])
+
+
+def product(axes: Mapping[str, Sequence]) -> list[Cell]:
+    """Returns every combination of values."""
+    combinations = itertools.product(*axes.values())
+    return _in_order([dict(zip(axes, values, strict=True)) for values in combinations])
+
+
+def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
+    """Returns each cell once; those that share weights, or decoding, stand together.
+
+    Raises:
+      ValueError: a window that does not fit its slab, or a batch of what runs alone.
+    """
+    together: dict[str, dict[tuple, dict[Cell, None]]] = {}
+    for choice in choices:
+        if choice["gamma"] + 1 > choice["slab"]:
+            raise ValueError(
+                f"gamma={choice['gamma']} needs a slab of {choice['gamma'] + 1} rows, "
+                f"and one of {choice['slab']} is among those to run; leave one of "
+                "them out"
+            )
+        if choice["batch"] > 1 and choice["verify_path"] != paths.ROWS:
+            raise ValueError(
+                f"batch={choice['batch']} and verify_path={choice['verify_path']} do "
+                "not go together, for that path runs one sequence, and both are among "
+                "those to run; leave one of them out, or run them apart"
+            )
+        slab = row_model.slab_for(choice["impl"], choice["slab"])
+        cell = Cell(**{**choice, "slab": slab})
+        of_weights = together.setdefault(cell.dtype, {})
+        of_weights.setdefault(tuple(cell.plain.values()), {})[cell] = None
+    groups = [group for groups in together.values() for group in groups.values()]
+    return [cell for group in groups for cell in group]
+
+
+def by_plain(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Returns the cells in groups that share decoding, in their order."""
+    return [list(group) for _, group in itertools.groupby(cells, lambda c: c.plain)]
+
+
+def label(cell: Cell, base: Cell) -> str:
+    """Returns what of a cell is not that of the base."""
+    ours, theirs = dataclasses.asdict(cell), dataclasses.asdict(base)
+    changed = [
+        f"{axis.replace('_', '-')} {value}"
+        for axis, value in ours.items()
+        if value != theirs[axis]
+    ]
+    return ", ".join(changed) or "base"
+
+
+def constants_of(cells: Sequence[Cell]) -> dict[str, Mapping[str, float]]:
+    """Returns those of `CONSTANTS` that cells name."""
+    named = {name for cell in cells for name in (cell.sampling, cell.gamma_policy)}
+    return {name: dict(CONSTANTS[name]) for name in CONSTANTS if name in named}

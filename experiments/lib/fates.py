@@ -1,0 +1,178 @@
+"""Acceptance outcomes of every draft along a text: what any policy of gamma meets.
+
+Plain decoding writes the text. After each of its tokens the drafter is asked for
+`gamma_max` drafts, and each is compared with what the text goes on with: which drafts
+are kept does not depend on who asks. Greedy, so that the text alone decides.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from experiments.lib import prompt_files, runs
+from spec_jax import loading
+from spec_jax.engine import protocols
+
+
+SETS = ("easy", "hard", "mixed", "hostile")
+"""The sets of texts that `make_sets` makes, in the order in which they are shown."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """A prompt, what plain decoding writes after it, and the outcomes of drafts there.
+
+    Attributes:
+      tokens: generated.
+      is_kept: `[len(tokens), gamma_max]` bool, as `gamma.simulation` takes it: whether
+        draft `i` of a round is kept where it stands at a token, if those before were.
+      is_hostile: whether drafts are made wrong, whatever the drafter says.
+    """
+
+    prompt: prompt_files.Prompt
+    prompt_ids: list[int]
+    tokens: list[int]
+    is_kept: np.ndarray
+    is_hostile: bool = False
+
+    @property
+    def num_kept(self) -> float:
+        """Drafts that a window of `gamma_max` keeps, over windows at every token."""
+        return mean_kept(self.is_kept)
+
+
+def record(
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
+    prompt: prompt_files.Prompt,
+    prompt_ids: list[int],
+) -> Text:
+    """Decodes the prompt, and asks the drafter after every token.
+
+    Raises:
+      ValueError: a prompt that cannot be used.
+      MemoryError: out of pages.
+    """
+    generated = runs.run_plain(lm, settings, prompt_ids).tokens
+    text = [*prompt_ids, *generated]
+    scheduler = runs.make_scheduler(lm, settings)
+    state = scheduler.begin(runs.make_request(lm, settings, prompt_ids))
+    tokens = np.zeros(state.slots.tokens.shape[1:], np.int32)
+    tokens[: len(text)] = text
+    drafts, num_drafted = _ask_at_each(
+        scheduler.drafter,
+        lm.drafter_params,
+        state.memory,
+        jnp.asarray(tokens),
+        start=jnp.int32(len(prompt_ids)),
+        stop=jnp.int32(len(text)),
+    )
+    asked = slice(len(prompt_ids), len(text))
+    return Text(
+        prompt=prompt,
+        prompt_ids=prompt_ids,
+        tokens=generated,
+        is_kept=fates(
+            np.asarray(drafts)[asked], np.asarray(num_drafted)[asked], generated
+        ),
+    )
+
+
+def fates(
+    drafts: Int[np.ndarray, "num_tokens gamma_max"],
+    num_drafted: Int[np.ndarray, " num_tokens"],
+    generated: Sequence[int],
+) -> np.ndarray:
+    """Whether draft `i` is kept at each token, `[num_tokens, gamma_max] bool`.
+
+    Args:
+      drafts: row `n` was drafted to follow the first `n` generated tokens.
+      num_drafted: how many of each row are real.
+    """
+    num_tokens, gamma_max = drafts.shape
+    is_kept = np.zeros((num_tokens, gamma_max), bool)
+    for i in range(gamma_max):
+        # Draft `i` behind `n` tokens stands where token `n + i` does.
+        guesses = drafts[: num_tokens - i, i]
+        is_real = num_drafted[: num_tokens - i] > i
+        is_kept[i:, i] = is_real & (guesses == np.asarray(generated[i:], np.int32))
+    return is_kept
+
+
+def mean_kept(is_kept: Bool[np.ndarray, "num_tokens gamma_max"]) -> float:
+    """Drafts that a window keeps on average, over windows that begin at every token."""
+    num_tokens, gamma_max = is_kept.shape
+    total, runs = 0, np.ones((num_tokens,), bool)
+    for i in range(min(gamma_max, num_tokens)):
+        runs = runs[: num_tokens - i] & is_kept[i:, i]
+        total += int(runs.sum())
+    return total / num_tokens
+
+
+def make_sets(texts: Sequence[Text]) -> dict[str, list[Text]]:
+    """Texts on which policies are compared, by the names in `SETS`.
+
+    Easy and hard are the third of the prompts with the most and with the fewest drafts
+    kept; mixed is both in turn; hostile is mixed with every draft wrong.
+
+    Raises:
+      ValueError: fewer than two texts.
+    """
+    if len(texts) < 2:
+        raise ValueError(
+            f"{len(texts)} prompts: easy and hard ones cannot be told apart; give two "
+            "or more"
+        )
+    by_kept = sorted(texts, key=lambda text: text.num_kept)
+    third = max(1, len(texts) // 3)
+    hard, easy = by_kept[:third], by_kept[::-1][:third]
+    mixed = [text for pair in zip(easy, hard, strict=True) for text in pair]
+    hostile = [
+        dataclasses.replace(text, is_kept=np.zeros_like(text.is_kept), is_hostile=True)
+        for text in mixed
+    ]
+    return dict(zip(SETS, (easy, hard, mixed, hostile), strict=True))
+
+
+@functools.partial(jax.jit, static_argnames=("drafter",))
+def _ask_at_each(
+    drafter: protocols.SlotDrafter,
+    params: protocols.Params,
+    memory: protocols.Memory,
+    tokens: Int[Array, " max_len"],
+    *,
+    start: Int[Array, ""],
+    stop: Int[Array, ""],
+) -> tuple[Int[Array, "max_len gamma_max"], Int[Array, " max_len"]]:
+    """What is drafted behind `tokens[:n]`, for each `n` in `start .. stop - 1`."""
+    (max_len,) = tokens.shape
+    drafts = jnp.zeros((max_len, drafter.gamma_max), jnp.int32)
+
+    def ask(length, carry):
+        """One proposal; then a token of the text is committed."""
+        memory, drafts, num_drafted = carry
+        # No more than the cache has positions for.
+        gamma = jnp.minimum(drafter.gamma_max, max_len - 1 - length)
+        memory, proposal = drafter.propose(
+            params,
+            memory,
+            tokens=tokens[None],
+            length=length[None],
+            gamma=gamma[None],
+            sampling=None,
+        )
+        memory = drafter.commit(
+            params, memory, length[None] + 1, asked=jnp.ones((1,), bool)
+        )
+        drafts = drafts.at[length].set(proposal.tokens[0])
+        return memory, drafts, num_drafted.at[length].set(proposal.num_drafted[0])
+
+    _, drafts, num_drafted = jax.lax.fori_loop(
+        start, stop, ask, (memory, drafts, jnp.zeros((max_len,), jnp.int32))
+    )
+    return drafts, num_drafted

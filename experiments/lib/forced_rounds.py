@@ -1,0 +1,236 @@
+"""Whole speculative generations at forced acceptance, against plain ones.
+
+Target and draft run for real; what is proposed is overwritten so that a given share is
+accepted (`forced_drafter`): random weights accept nothing. Every run must yield the
+tokens of plain decoding, and its keys and values as integers. The context is noise,
+the same for all runs, and no prefill is timed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.lib import forced_drafter, kernel_checks, noise, steps, timing
+from spec_jax import loading
+from spec_jax.drafters import each
+from spec_jax.engine import (
+    baseline,
+    round as round_lib,
+    rows,
+    scheduler,
+    state as states,
+)
+from spec_jax.model import row_model
+from spec_jax.paging import index
+
+
+PLAIN = "plain"
+
+
+@dataclasses.dataclass
+class Runs:
+    """What the runs share.
+
+    Attributes:
+      start, limit: lengths before and after a generation.
+      tokens: `[max_len]`, a random text of which `start` tokens count.
+      target_kv, draft_kv: caches, handed on from run to run.
+    """
+
+    lm: loading.LanguageModel
+    start: int
+    limit: int
+    tokens: jax.Array
+    target_kv: Any
+    draft_kv: Any
+
+    def run_plain(self, kv: Any) -> baseline.DecodeState:
+        """Decodes the text; `kv` holds what is before it, and is donated."""
+        state = baseline.init_state(
+            jnp.copy(self.tokens),
+            length=jnp.int32(self.start),
+            limit=jnp.int32(self.limit),
+            cache=kv,
+            stop_ids=steps.no_stop(),
+        )
+        state = baseline.generate(
+            self.lm.target, self.lm.params, state, max_steps=jnp.int32(self.limit)
+        )
+        self.target_kv = state.cache
+        return state
+
+    def run_rounds(
+        self,
+        caches: Any,
+        drafter: Any,
+        known: forced_drafter.ForcedParams,
+        gamma: int,
+    ) -> states.State:
+        """Generates the text by rounds; `caches` as `both_caches`, and donated."""
+        kv, inner = caches
+        memory = forced_drafter.ForcedMemory(
+            inner=inner, trace=known.trace[None], kept=known.kept[None]
+        )
+        slots = steps.one_slot(
+            self.tokens,
+            length=jnp.int32(self.start),
+            limit=jnp.int32(self.limit),
+            gamma=jnp.int32(gamma),
+            gamma_max=drafter.gamma_max,
+        )
+        speculator = round_lib.Speculator(
+            params=(self.lm.params, known.draft),
+            target=rows.SlotRows(model=self.lm.target, num_slots=1),
+            drafter=each.lift(drafter, 1),
+        )
+        state = round_lib.generate(
+            speculator,
+            states.State(slots=slots, cache=kv, memory=memory),
+            max_rounds=jnp.int32(self.limit),
+        )
+        self.target_kv, self.draft_kv = state.cache, state.memory.inner
+        return state
+
+    def target_cache(self) -> Any:
+        return steps.at_length(self.target_kv, self.start - 1)
+
+    def both_caches(self) -> Any:
+        return self.target_cache(), steps.at_length(self.draft_kv, self.start - 1)
+
+    def written(self, kv: Any) -> Any:
+        """Keys and values of what was generated, `[L, T, K, H]` each.
+
+        Less the last token, which has none.
+        """
+        return _written(kv, self.start - 1, size=self.limit - self.start)
+
+
+@functools.partial(jax.jit, static_argnames=("size",))
+def _written(kv, start, *, size):
+    positions = start + jnp.arange(size)
+    pages = kv.page_table[row_model.SLOT, positions // kv.page_size]
+    at = positions % kv.page_size
+    return [jnp.stack([pool[pages, at] for pool in pools]) for pools in (kv.k, kv.v)]
+
+
+def make_runs(
+    lm: loading.LanguageModel, *, start: int, generated: int, page_size: int
+) -> Runs:
+    """Caches for generations after `start` tokens of noise."""
+    limit = start + generated
+    capacity = limit + lm.gamma_max + 1
+    capacity = index.pages_for(capacity, page_size) * page_size
+    sizes = {"capacity": capacity, "page_size": page_size}
+    return Runs(
+        lm=lm,
+        start=start,
+        limit=limit,
+        tokens=noise.tokens(capacity + 1, lm.target.config.vocab_size, seed=3),
+        target_kv=steps.noisy_cache(lm.target, **sizes),
+        draft_kv=steps.noisy_cache(lm.drafter.model, **sizes),
+    )
+
+
+def measure(
+    runs: Runs, gamma: int, rates: Sequence[float], *, repeats: int
+) -> list[dict[str, Any]]:
+    """A row of each rate, all of them and plain decoding in turns.
+
+    Raises:
+      RuntimeError: two plain runs of one text differ.
+    """
+    states = [runs.run_plain(runs.target_cache()) for _ in range(2)]
+    trace, again = (np.asarray(state.tokens) for state in states)
+    if not np.array_equal(trace, again):
+        raise RuntimeError("two plain runs of one text differ")
+    expected = runs.written(runs.target_kv)
+    drafter = forced_drafter.ForcedDrafter(
+        inner=runs.lm.drafter, vocab_size=runs.lm.target.config.vocab_size
+    )
+    last: dict[float, Any] = {}
+
+    def thunk(rate: float) -> timing.Thunk:
+        mask = forced_drafter.choose_mask(
+            rate,
+            start=runs.start,
+            limit=runs.limit,
+            gamma=gamma,
+            # A window may reach past the text.
+            size=trace.size + drafter.gamma_max,
+        )
+        params = forced_drafter.ForcedParams(
+            draft=runs.lm.drafter_params,
+            trace=jnp.asarray(trace),
+            kept=jnp.asarray(mask),
+        )
+        timed = timing.stopwatch(
+            lambda caches: (
+                last.update({rate: runs.run_rounds(caches, drafter, params, gamma)})
+                or last[rate]
+            ),
+            runs.both_caches,
+        )
+
+        def checked() -> float:
+            seconds = timed()
+            state = last[rate]
+            wrong = kernel_checks.differing(runs.written(state.cache), expected)
+            # The cache itself is handed on.
+            last[rate] = scheduler.slot_of(state.slots, 0), wrong
+            return seconds
+
+        return checked
+
+    thunks = {PLAIN: timing.stopwatch(runs.run_plain, runs.target_cache)}
+    thunks |= {rate: thunk(rate) for rate in rates}
+    timings = timing.interleave(thunks, repeats=repeats)
+    return [row(runs, trace, gamma, rate, *last[rate], timings) for rate in rates]
+
+
+def row(
+    runs: Runs,
+    trace: np.ndarray,
+    gamma: int,
+    rate: float,
+    slot: states.Slots,
+    kv_differing: int,
+    timings: timing.Timings,
+) -> dict[str, Any]:
+    """The row of one forced rate; `equal` is false where a token or a bit differs.
+
+    Args:
+      slot: of the last run, leaves without the axis of slots.
+    """
+    new = slice(runs.start, runs.limit)
+    differing = int(np.sum(np.asarray(slot.tokens)[new] != trace[new]))
+    done = int(slot.length) == runs.limit
+    proposed, accepted = int(slot.num_proposed), int(slot.num_accepted)
+    num_rounds, generated = int(slot.num_rounds), runs.limit - runs.start
+    seconds, plain_s = timings.seconds[rate], timings.seconds[PLAIN]
+    return {
+        "kind": "rounds",
+        "acceptance": "forced",
+        "gamma": gamma,
+        "forced_rate": rate,
+        "acceptance_rate": accepted / max(proposed, 1),
+        "accepted_hist": slot.accepted_hist,
+        "rounds": num_rounds,
+        "tokens": generated,
+        "tokens_per_target_step": generated / num_rounds,
+        "context": runs.start,
+        "matched": done and differing == 0,
+        "differing_tokens": differing,
+        "differing_kv": kv_differing,
+        "equal": done and differing == 0 and kv_differing == 0,
+        "n": len(seconds),
+        **timing.quartile_fields("plain_ms", [1e3 * s / generated for s in plain_s]),
+        **timing.quartile_fields("spec_ms", [1e3 * s / generated for s in seconds]),
+        **timing.quartile_fields("round_ms", [1e3 * s / num_rounds for s in seconds]),
+        **timing.quartile_fields("speedup", timing.ratios(plain_s, seconds)),
+        "warm_up_s": timings.warm_up[rate],
+    }

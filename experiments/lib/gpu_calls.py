@@ -1,0 +1,153 @@
+"""What `gpu_report.py` calls: scripts and their flags, the most telling first."""
+
+import dataclasses
+import re
+import shlex
+
+
+SECTIONS = {
+    "0": "first light",
+    "a": "rows",
+    "b": "kernels",
+    "c": "steps",
+    "d": "rounds",
+    "e": "transformers",
+    "f": "compile",
+}
+
+DEVICE = "gpu"
+
+ON_EITHER_DEVICE = ("kernels", "latency", "compare_hf")
+"""Scripts that take `--device` and `--allow-dirty`."""
+
+ANEW = "anew"
+"""A mark of a call that takes nothing that another one compiled."""
+
+HALF = "half"
+"""A mark of a call that leaves half of the GPU's memory to torch."""
+
+# Section, share of the time, name, command; then flags of XLA, or a mark.
+_CALLS = """
+0 | 25 | each kernel once 0.6b | {kernels_0.6b} --check once --contexts 128
+0 | 25 | a step 0.6b | {small} --contexts 128 --repeats 3 --trace {out}/trace
+a | 40 | rows of kernels 0.6b | {kernels_0.6b} --check rows {checked} | anew
+a | 40 | rows of kernels 8b | {kernels_8b} --check rows {checked}
+a | 15 | each kernel once 8b | {kernels_8b} --check once --contexts 300 | anew
+a | 40 | exactness | exactness --prompts 2 --gen-tokens 32 --gamma 4 --impl {impl}
+b | 25 | kernels 8b | {kernels_8b} {turns} --rows 1,5,16
+b | 12 | 32 and 64 rows 8b | {kernels_8b} {turns} --rows 16,32,64 {products}
+b | 30 | plans 8b | {kernels_8b} {turns} --rows 5 {plans} {products}
+b | 25 | kernels 0.6b | {kernels_0.6b} {turns} --rows 1,5,16
+b | 12 | 32 and 64 rows 0.6b | {kernels_0.6b} {turns} --rows 16,32,64 {products}
+b | 30 | plans 0.6b | {kernels_0.6b} {turns} --rows 5 {plans} {products}
+b | 30 | plans of attention 8b | {kernels_8b} {turns} --rows 5 {plans} {attention}
+c | 60 | steps 8b | {large} {all} --trace {out}/trace
+c | 30 | steps 0.6b | {small} {all}
+c | 12 | no programmatic launch 0.6b | {small} {brief} | {no_pdl}
+c | 25 | no programmatic launch 8b | {large} {brief} | {no_pdl}
+c | 12 | no fusion autotuner 0.6b | {small} {brief} | {no_autotuner}
+c | 25 | no fusion autotuner 8b | {large} {brief} | {no_autotuner}
+c | 12 | loops in command buffers 0.6b | {small} {brief} | {loops}
+c | 25 | loops in command buffers 8b | {large} {brief} | {loops}
+c | 20 | sampling 8b | {large} {brief} --temperature 0.7 --top-k 20 --top-p 0.8
+d | 20 | rounds gamma 4 | {large} {forced} --gammas 4
+d | 12 | rounds gamma 2 | {large} {forced} --gammas 2
+d | 12 | rounds gamma 1 | {large} {forced} --gammas 1
+d | 12 | rounds gamma 3 | {large} {forced} --gammas 3
+d | 12 | rounds gamma 5 | {large} {forced} --gammas 5
+d | 12 | rounds gamma 6 | {large} {forced} --gammas 6
+d | 12 | rounds gamma 7 | {large} {forced} --gammas 7
+d | 25 | rounds of the embedded pair | spec_round --prompts 5 --impl {impl}
+e | 50 | transformers 8b | {compared} {presets} --dtype bfloat16 --per-length 1 | half
+e | 40 | transformers, embedded pair | {compared} | half
+f | 45 | compile 8b | {large} --dry-run --contexts 128 32768 | anew
+"""
+
+_WORDS = {
+    "kernels_8b": "kernels --shapes qwen3-8b",
+    "kernels_0.6b": "kernels --shapes qwen3-0.6b",
+    "presets": "--preset qwen3-8b --draft-preset qwen3-0.6b",
+    "large": "latency {presets} --steps 64 --impl {impl}",
+    "small": "latency --preset qwen3-0.6b --steps 64 --impl {impl}",
+    "compared": "compare_hf --gammas 4 --lengths 32 128 512 --no-memory --impl {impl}",
+    "checked": "--contexts 300,4096,16384",
+    "products": "--only '^(qkv|att|gate|down|head)'",
+    "attention": "--contexts 128,16384 --only context",
+    "brief": "--repeats 10 --contexts 128 --rows 1,5",
+    "no_pdl": "--xla_gpu_enable_pdl=false",
+    "no_autotuner": "--xla_gpu_experimental_enable_fusion_autotuner=false",
+    "loops": "--xla_gpu_enable_command_buffer=+WHILE",
+    "turns": "--repeats 20",
+    "plans": "--plans 12",
+    "all": "--repeats 10 --contexts 128 1024 4096 16384 32768 "
+    "--rows 1,2,3,4,5,6,7,8 --prefill 128,1024,4096",
+    "forced": "--no-steps --contexts 128 --forced 0.39,0.6,0.8 --gen-tokens 128 "
+    "--repeats 5",
+}
+_QUICK = {
+    "turns": "--repeats 5",
+    "plans": "--plans 4",
+    "all": "--repeats 5 --contexts 128 16384 --rows 1,2,5,8 --prefill 1024",
+    "forced": "--no-steps --contexts 128 --forced 0.39,0.6 --gen-tokens 48 --repeats 3",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A script with its flags.
+
+    Attributes:
+      name: unique.
+      arguments: `{out}` in them is the folder of the report.
+      seconds: its share of the time, beside those of the calls after it.
+      xla_flags: besides those that are set.
+      marks: `ANEW` and `HALF`.
+    """
+
+    section: str
+    name: str
+    script: str
+    arguments: tuple[str, ...]
+    seconds: float
+    xla_flags: str = ""
+    marks: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str:
+        """The name of its files, without a suffix."""
+        return f"{self.section}-{re.sub('[^a-z0-9.]+', '-', self.name)}"
+
+    @property
+    def can_dry_run(self) -> bool:
+        """Whether it compiles programs that no other call does, without weights."""
+        is_ours = self.script in ("kernels", "latency")
+        return is_ours and not self.xla_flags and "--no-steps" not in self.arguments
+
+
+def all_calls(*, impl: str, quick: bool) -> list[Call]:
+    """Every call of the report, in order.
+
+    Args:
+      impl: of steps and rounds.
+      quick: fewer repeats, plans, contexts and rates.
+    """
+    words = _WORDS | {"impl": impl} | (_QUICK if quick else {})
+    calls = []
+    for line in _CALLS.strip().splitlines():
+        for _ in range(2):  # Words that hold words.
+            line = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), line)
+        section, seconds, name, command, *special = map(str.strip, line.split(" | "))
+        script, *arguments = shlex.split(command)
+        marks = tuple(mark for mark in special if mark in (ANEW, HALF))
+        calls.append(
+            Call(
+                section=section,
+                name=name,
+                script=script,
+                arguments=tuple(arguments),
+                seconds=float(seconds),
+                xla_flags=" ".join(word for word in special if word not in marks),
+                marks=marks,
+            )
+        )
+    return calls

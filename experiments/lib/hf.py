@@ -1,0 +1,407 @@
+"""Hugging Face's ways to generate, on torch, with drafts counted as ours are.
+
+The only file of the experiments that imports torch and transformers, and it does so
+when they are needed: they are an extra, and importing them starts thread pools. It
+never imports JAX: a process that measures the memory of one side must not hold the
+other.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from spec_jax.analysis import metrics
+
+
+INSTALL = "pip install -e '.[oracle]'"
+
+PLAIN, DRAFT_MODEL, PROMPT_LOOKUP = "plain", "draft model", "prompt lookup"
+
+METHODS = (DRAFT_MODEL, PROMPT_LOOKUP)
+"""Where Hugging Face's drafts can come from."""
+
+MATCHED_NGRAM = 2
+"""Tokens that prompt lookup matches at most: the library's own default, said aloud."""
+
+_MODULES = ("torch", "transformers")
+_HOOK = "_get_candidate_generator"
+_DEVICES = {"cpu": "cpu", "gpu": "cuda"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """Models of Hugging Face, ready to generate.
+
+    Attributes:
+      target: a causal language model.
+      draft: the assistant, where there is one.
+      description: versions and threads, for the rows of the results.
+    """
+
+    target: Any
+    draft: Any
+    description: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What one generation produced, on either side.
+
+    Attributes:
+      tokens: generated, without the prompt; the stop token, if any, is the last.
+      counters: of the drafts; None for plain decoding.
+    """
+
+    tokens: list[int]
+    counters: metrics.Counters | None
+
+
+def missing() -> list[str]:
+    """The modules that are needed and not installed."""
+    return [name for name in _MODULES if importlib.util.find_spec(name) is None]
+
+
+def check_installed() -> None:
+    """Raises `ValueError` if a library that is needed is missing."""
+    if missing():
+        raise ValueError(
+            f"{' and '.join(missing())} not installed; {INSTALL} brings them"
+        )
+
+
+def load(
+    target: pathlib.Path,
+    draft: pathlib.Path | None,
+    *,
+    dtype: str,
+    backend: str = "cpu",
+) -> Baseline:
+    """Loads the folders in `dtype`; torch computes on all cores of this process.
+
+    Args:
+      backend: JAX's, "cpu" or "gpu": torch takes the same.
+
+    Raises:
+      ValueError: a folder that transformers does not take, or no such device.
+    """
+    wait_policy = _import()
+    _check_device(backend)
+
+    def load_model(folder: pathlib.Path) -> Any:
+        import torch
+        import transformers
+
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), local_files_only=True
+            )
+        except (OSError, RuntimeError) as error:
+            raise ValueError(
+                f"{folder}: transformers cannot load it: {error}"
+            ) from None
+        return model.to(_DEVICES[backend])
+
+    draft_model = None if draft is None else load_model(draft)
+    return _baseline(load_model(target), draft_model, wait_policy)
+
+
+def from_arrays(
+    target: tuple[dict[str, Any], Any],
+    draft: tuple[dict[str, Any], Any] | None,
+    *,
+    backend: str,
+) -> Baseline:
+    """Makes models whose weights are those of JAX, without a copy.
+
+    Args:
+      target, draft: a config as `config.json` has it, with its dtype, and
+        `spec_jax.model.params.Params`.
+
+    Raises:
+      ValueError: torch has no such device.
+    """
+    wait_policy = _import()
+    _check_device(backend)
+    made = None if draft is None else _to_torch(*draft, device=_DEVICES[backend])
+    target_model = _to_torch(*target, device=_DEVICES[backend])
+    return _baseline(target_model, made, wait_policy)
+
+
+def _import() -> str | None:
+    """Imports torch and transformers; returns the policy of OpenMP's threads."""
+    # Threads of OpenMP spin for a while when their work is done, unless told to
+    # sleep: they would take the cores from JAX, and from each other where there are
+    # more threads than free cores. It is read once, when torch is loaded.
+    wait_policy = None
+    if "torch" not in sys.modules:
+        wait_policy = os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(_num_cores())
+    # None: torch had been loaded by the caller, and the policy is unknown.
+    return wait_policy
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _check_device(backend: str) -> None:
+    """Raises `ValueError` where torch lacks the device on which JAX computes."""
+    import torch
+
+    if backend == "cpu" or (backend == "gpu" and torch.cuda.is_available()):
+        return
+    raise ValueError(
+        f"JAX computes on {backend!r} and torch {torch.__version__} finds no such "
+        "device; set JAX_PLATFORMS=cpu, or install a torch that has it"
+    )
+
+
+def _baseline(target: Any, draft: Any, wait_policy: str | None) -> Baseline:
+    """The models, decoding greedily and drafting as much as they are told.
+
+    Raises:
+      ValueError: drafts of this transformers cannot be counted.
+    """
+    import torch
+    import transformers
+
+    for model in (target, draft):
+        if model is not None:
+            # In the place of the folder's own, which may sample or stop.
+            model.generation_config = transformers.GenerationConfig(do_sample=False)
+            model.eval().requires_grad_(False)
+    if draft is not None:
+        # The assistant's own settings decide how much is drafted. Its confidence
+        # would end a draft early.
+        settings = draft.generation_config
+        settings.num_assistant_tokens_schedule = "constant"
+        settings.assistant_confidence_threshold = 0.0
+    made = Baseline(
+        target=target,
+        draft=draft,
+        description={
+            "torch_version": torch.__version__,
+            "transformers_version": transformers.__version__,
+            "torch_num_threads": torch.get_num_threads(),
+            "omp_wait_policy": wait_policy,
+        },
+    )
+    check_supported(made)
+    return made
+
+
+def check_supported(baseline: Baseline) -> None:
+    """Raises `ValueError` if the drafts of this transformers cannot be counted."""
+    if not hasattr(baseline.target, _HOOK):
+        version = baseline.description["transformers_version"]
+        raise ValueError(
+            f"transformers {version} has no {_HOOK}, at which drafts are counted; "
+            f"{INSTALL} brings a version that has it"
+        )
+
+
+def generate(
+    baseline: Baseline,
+    prompt: Sequence[int],
+    *,
+    method: str,
+    gamma: int | None,
+    max_tokens: int,
+    stop_ids: Sequence[int],
+) -> Generated:
+    """Greedy tokens after the prompt, at most `max_tokens`, with the drafts counted.
+
+    Args:
+      method: `PLAIN`, or where drafts come from.
+      gamma: tokens drafted a round, unless `method` is `PLAIN`. The draft model ends
+        a draft at a stop token, and prompt lookup proposes what it finds: both may
+        draft fewer. What prompt lookup drafts past `max_tokens`, and then cuts, is not
+        counted: our rounds do not ask for it.
+      stop_ids: tokens that end the text.
+    """
+    import torch
+
+    options: dict[str, Any] = {}
+    if method == DRAFT_MODEL:
+        baseline.draft.generation_config.num_assistant_tokens = gamma
+        options["assistant_model"] = baseline.draft
+    elif method == PROMPT_LOOKUP:
+        options["prompt_lookup_num_tokens"] = gamma
+        options["max_matching_ngram_size"] = MATCHED_NGRAM
+    elif method != PLAIN:
+        raise ValueError(f"{method=} is not one of {PLAIN}, {', '.join(METHODS)}")
+    ids = torch.tensor([list(prompt)], device=baseline.target.device)
+    with (
+        torch.inference_mode(),
+        _counted(baseline.target, limit=len(prompt) + max_tokens) as drafts,
+    ):
+        output = baseline.target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            eos_token_id=list(stop_ids) or None,
+            **options,
+        )
+    tokens = output[0, len(prompt) :].tolist()
+    if method == PLAIN:
+        return Generated(tokens=tokens, counters=None)
+    return Generated(tokens=tokens, counters=count(drafts, len(tokens), gamma))
+
+
+def count(
+    drafts: Sequence[tuple[int, int]], num_tokens: int, gamma: int
+) -> metrics.Counters:
+    """The counters of rounds that drafted and kept so many tokens.
+
+    As in our rounds, what is kept is counted before a stop token cuts it.
+
+    Args:
+      drafts: `(proposed, accepted)` of each round.
+      num_tokens: generated in all of them, after the cut.
+      gamma: the most that a round drafted.
+
+    Raises:
+      IdentityError: rounds that cannot have generated these tokens.
+    """
+    accepted = sum(kept for _, kept in drafts)
+    counters = metrics.Counters(
+        tokens=num_tokens,
+        rounds=len(drafts),
+        proposed=sum(proposed for proposed, _ in drafts),
+        accepted=accepted,
+        cut=accepted + len(drafts) - num_tokens,
+        accepted_hist=tuple(
+            sum(kept == length for _, kept in drafts) for length in range(gamma + 1)
+        ),
+        proposed_at=tuple(
+            sum(i < proposed and i <= kept for proposed, kept in drafts)
+            for i in range(gamma)
+        ),
+        accepted_at=tuple(sum(i < kept for _, kept in drafts) for i in range(gamma)),
+    )
+    metrics.identities(counters)
+    return counters
+
+
+def next_logits(baseline: Baseline, tokens: Sequence[int]) -> list[float]:
+    """The target's logits after `tokens`, from one forward of all of them."""
+    import torch
+
+    ids = torch.tensor([list(tokens)], device=baseline.target.device)
+    with torch.inference_mode():
+        return baseline.target(ids).logits[0, -1].float().tolist()
+
+
+@contextlib.contextmanager
+def _counted(model: Any, *, limit: int) -> Iterator[list[tuple[int, int]]]:
+    """Notes each round that `model` drafts: tokens proposed, and accepted.
+
+    Args:
+      limit: tokens of the longest text. The last one of a round is the target's own.
+    """
+    drafts: list[tuple[int, int]] = []
+    make = getattr(model, _HOOK)
+
+    def make_counting(*arguments: Any, **keywords: Any) -> _CountingGenerator:
+        return _CountingGenerator(make(*arguments, **keywords), drafts, limit)
+
+    setattr(model, _HOOK, make_counting)
+    try:
+        yield drafts
+    finally:
+        # The class's own method shows again.
+        delattr(model, _HOOK)
+
+
+class _CountingGenerator:
+    """A candidate generator that counts; all else is that of the one it wraps."""
+
+    def __init__(self, wrapped: Any, drafts: list[tuple[int, int]], limit: int):
+        self._wrapped = wrapped
+        self._drafts = drafts
+        self._limit = limit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def get_candidates(self, input_ids: Any, **keywords: Any) -> tuple[Any, Any]:
+        """The wrapped generator's candidates: the text with the draft after it."""
+        candidates, logits = self._wrapped.get_candidates(input_ids, **keywords)
+        self._draft = candidates[0, input_ids.shape[1] : self._limit - 1]
+        return candidates, logits
+
+    def update_candidate_strategy(
+        self, input_ids: Any, scores: Any, num_matches: int
+    ) -> None:
+        """Called once a round, with the target's scores after each candidate."""
+        proposed = len(self._draft)
+        # `num_matches` is what is left after a stop token or the limit cut it.
+        is_kept = scores[0, :proposed].argmax(-1) == self._draft
+        self._drafts.append((proposed, int(is_kept.long().cumprod(0).sum())))
+        self._wrapped.update_candidate_strategy(input_ids, scores, num_matches)
+
+
+def _to_torch(raw: dict[str, Any], params: Any, *, device: str) -> Any:
+    """A `Qwen3ForCausalLM` whose weights are those of `params`, where they lie.
+
+    Raises:
+      RuntimeError: weights that the model of transformers does not know, or lacks.
+    """
+    import torch
+    import transformers
+
+    raw = {key: raw[key] for key in raw if key not in ("architectures", "model_type")}
+    dtype = getattr(torch, str(params.final_norm.dtype))
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.Qwen3Config(**raw), dtype=dtype
+        )
+    state = dict(_named(raw, params, torch.from_dlpack))
+    absent, unknown = model.load_state_dict(state, strict=False, assign=True)
+    absent = [name for name in absent if name != "lm_head.weight"]
+    if absent or unknown:
+        raise RuntimeError(f"transformers misses {absent} and knows no {unknown}")
+    model.tie_weights()
+    return model
+
+
+def _named(raw: dict[str, Any], params: Any, convert: Any) -> Iterator[tuple[str, Any]]:
+    """Names and tensors; of fused matrices, views of their parts."""
+    queries, keys = (
+        raw[name] * raw["head_dim"]
+        for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    names = {
+        "input_norm": ["input_layernorm"],
+        "qkv": [f"self_attn.{part}_proj" for part in "qkv"],
+        "q_norm": ["self_attn.q_norm"],
+        "k_norm": ["self_attn.k_norm"],
+        "attention_out": ["self_attn.o_proj"],
+        "mlp_norm": ["post_attention_layernorm"],
+        "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "down": ["mlp.down_proj"],
+    }
+    sizes = {"qkv": (queries, keys, keys), "gate_up": (raw["intermediate_size"],) * 2}
+    yield "model.embed_tokens.weight", convert(params.embed)
+    yield "model.norm.weight", convert(params.final_norm)
+    if params.lm_head is not None:
+        yield "lm_head.weight", convert(params.lm_head)
+    for number, layer in enumerate(params.layers):
+        for field in dataclasses.fields(layer):
+            tensor = convert(getattr(layer, field.name))
+            parts = tensor.split(sizes.get(field.name, tensor.shape[:1]))
+            for name, part in zip(names[field.name], parts, strict=True):
+                yield f"model.layers.{number}.{name}.weight", part

@@ -1,0 +1,112 @@
+"""Programs that are traced, lowered and compiled, and not run: what that takes.
+
+On a machine without a GPU a program is lowered for one all the same: the kernels,
+their plans and the work of Python are those of a machine that has one.
+"""
+
+import contextlib
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+GPU = "NVIDIA H200"
+"""What Pallas is told of the GPU, where there is none."""
+
+_LAUNCHED = re.compile(
+    r"= \S+ (fusion|custom-call|copy|dynamic-update-slice|dynamic-slice|sort|"
+    r"scatter|reduce|convolution|dot|iota|broadcast|concatenate|pad|slice)\("
+)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+
+
+def lower(trace: Callable[[], jax.stages.Traced]) -> dict[str, Any]:
+    """Seconds of each stage, kernels in the lowered text, launches and memory.
+
+    Compiled only where there is a GPU; elsewhere what follows from it is None.
+    """
+    has_gpu = jax.default_backend() == "gpu"
+    started, cpu_started = time.perf_counter(), time.process_time()
+    with (
+        contextlib.nullcontext() if has_gpu else _without_gpu(),
+        warnings.catch_warnings(),
+    ):
+        # What a loop does not return, such as its counters.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        traced = trace()
+        traced_at = time.perf_counter()
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        lowered_at = time.perf_counter()
+    text = lowered.as_text()
+    row = {
+        "trace_s": traced_at - started,
+        "lower_s": lowered_at - traced_at,
+        "cpu_s": time.process_time() - cpu_started,
+        "kernels": text.count("stablehlo.custom_call"),
+        "characters": len(text),
+        **dict.fromkeys(("compile_s", "launches", "temp_bytes", "alias_bytes")),
+    }
+    if has_gpu:
+        compiled = lowered.compile()
+        memory = compiled.memory_analysis()
+        row |= {
+            "compile_s": time.perf_counter() - lowered_at,
+            "launches": count_launches(compiled.as_text()),
+            "temp_bytes": getattr(memory, "temp_size_in_bytes", None),
+            "alias_bytes": getattr(memory, "alias_size_in_bytes", None),
+        }
+    return row
+
+
+def abstract(arguments: Any) -> Any:
+    """Returns the shapes of `arguments`, for tracing within `lower`.
+
+    Without a GPU and from jax 0.11 on, types carry the mesh that Pallas asks. What a
+    trace computes has it; arguments of equal types keep inner functions from being
+    lowered once for arguments and once more for results.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    is_pretended = mesh.abstract_device is not None
+
+    def struct(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        own = sharding if is_pretended else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+
+    return jax.tree.map(struct, arguments)
+
+
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[None]:
+    """From jax 0.11 on, Pallas asks the mesh for the GPU, tracing and lowering."""
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
+    device = jax.sharding.AbstractDevice(
+        device_kind=GPU, num_cores=None, platform="gpu"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def count_launches(hlo: str) -> int:
+    """Instructions of an optimised program that are kernels or copies on a device.
+
+    Those in the body of a loop count once; the insides of fusions do not. An estimate:
+    XLA decides last what is a kernel (`tests/pallas/hopper.py` reads that from a dump).
+    """
+    inside_others = set(_CALLED.findall(hlo))
+    count, counts_here = 0, False
+    for line in hlo.splitlines():
+        header = _COMPUTATION.match(line)
+        if header:
+            counts_here = header[1] not in inside_others
+        elif counts_here and _LAUNCHED.search(line):
+            count += 1
+    return count

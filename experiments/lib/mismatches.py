@@ -1,0 +1,386 @@
+"""Mismatches: verified positions at which decoding chooses another token.
+
+A run only counts them. `find` runs a prompt again, round by round, with the logits of
+every window kept, and replays its committed text through decoding with a recorder: one
+line a mismatch, which `experiments/parity.py` takes up by `read`.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from experiments.lib import exact_cells, files, paths, runs
+from spec_jax import loading
+from spec_jax.debug import recorder
+from spec_jax.engine import (
+    baseline,
+    checks,
+    round as round_lib,
+    scheduler as scheduler_lib,
+)
+from spec_jax.model import fingerprint
+
+
+TOP = 5
+ACCEPTANCES = ("verify", "decode")
+"""What decided tokens: verification, or decoding (`ablations.decode_rounds`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """Tokens before a window, and the window.
+
+    Attributes:
+      prompt_len: of the text's first tokens, that are prefilled; the others were
+        decoded. The last one of the prompt is never prefilled.
+      prefix: the tokens of positions `[0, start)`.
+      window: the pending token, then the drafted ones.
+    """
+
+    prompt_len: int
+    prefix: tuple[int, ...]
+    window: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """A line of `find`, or of `exactness.py`: the text, and how it was run.
+
+    Attributes:
+      starts: positions of the pending tokens of all windows up to this one.
+      window_rows: the height of the array that each of them came in.
+      position: of the row that differs.
+      verify_argmax, decode_argmax: what verification and decoding chose there.
+      acceptance: of `ACCEPTANCES`.
+      prefill: of `exact_cells.PREFILLS`.
+    """
+
+    text: Text
+    starts: tuple[int, ...]
+    window_rows: int
+    position: int
+    verify_argmax: int
+    decode_argmax: int
+    acceptance: str
+    prefill: str
+    verify_path: str
+    impl: str
+    dtype: str
+    slab: int
+    page_size: int
+    weights_sha256: str
+
+
+#
+# Reading
+#
+
+_NEW_KEYS = {"start": int, "starts": list, "window_rows": int}
+_NEW_KEYS |= {"acceptance": str, "prefill": str}
+"""What earlier versions did not write."""
+
+_KEYS = (
+    dict.fromkeys(("prompt_ids", "tokens", "window"), list)
+    | dict.fromkeys(("position", "verify_argmax", "decode_argmax"), int)
+    | dict.fromkeys(("slab", "page_size"), int)
+    | dict.fromkeys(("verify_path", "impl", "dtype", "weights_sha256"), str)
+)
+"""What a line must have, and of which type; `_NEW_KEYS` too."""
+
+
+def read(spec: str) -> Mismatch:
+    """Reads `FILE[:LINE]`, lines counted from 1; the first line without a number.
+
+    Raises:
+      ValueError: no such file or line, or a line that is no mismatch.
+    """
+    path, number = _split_line(spec)
+    try:
+        lines = files.read(path).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: cannot be read ({reason})") from None
+    if not 1 <= number <= len(lines):
+        raise ValueError(
+            f"{path}: there is no line {number}, the file has {len(lines)}"
+        )
+    where = f"{path}, line {number}"
+    try:
+        row = json.loads(lines[number - 1])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(row, dict) or row.get("kind") != "mismatch":
+        kind = row.get("kind") if isinstance(row, dict) else type(row).__name__
+        raise ValueError(
+            f"{where}: a line of kind {kind!r}, not 'mismatch'; spec_round.py writes "
+            "them with --dump-verify-mismatches, and exactness.py with --out"
+        )
+    return _mismatch_of(row, where)
+
+
+def _split_line(spec: str) -> tuple[pathlib.Path, int]:
+    path, colon, number = spec.rpartition(":")
+    is_line = colon and number.isascii() and number.isdigit()
+    if is_line and not pathlib.Path(spec).is_file():
+        return pathlib.Path(path), int(number)
+    return pathlib.Path(spec), 1
+
+
+def _mismatch_of(row: Mapping[str, Any], where: str) -> Mismatch:
+    _check_types(row, _KEYS, where)
+    missing = [key for key in _NEW_KEYS if key not in row]
+    if missing:
+        raise ValueError(
+            f"{where}: a line without {', '.join(missing)}, of an earlier version: "
+            "write it again with spec_round.py --dump-verify-mismatches or exactness.py"
+        )
+    _check_types(row, _NEW_KEYS, where)
+    choices = {"acceptance": ACCEPTANCES, "prefill": exact_cells.PREFILLS}
+    for key, allowed in choices.items():
+        if row[key] not in allowed:
+            raise ValueError(
+                f"{where}: {key}={row[key]!r} is not one of {', '.join(allowed)}"
+            )
+    _check_windows(row, where)
+    settings = {
+        field.name: row[field.name]
+        for field in dataclasses.fields(Mismatch)
+        if field.name not in ("text", "starts")
+    }
+    prompt = row["prompt_ids"]
+    text = Text(
+        prompt_len=len(prompt),
+        prefix=tuple([*prompt, *row["tokens"]][: row["start"]]),
+        window=tuple(row["window"]),
+    )
+    return Mismatch(text=text, starts=tuple(row["starts"]), **settings)
+
+
+def _check_types(row: Mapping[str, Any], types: Mapping[str, type], where: str) -> None:
+    """Raises `ValueError` unless the line has these keys; lists are of integers."""
+    for key, kind in types.items():
+        value = row.get(key)
+        if type(value) is not kind:
+            raise ValueError(f"{where}: {key}={value!r} is not of type {kind.__name__}")
+        if kind is list and not all(type(entry) is int for entry in value):
+            raise ValueError(f"{where}: {key} holds something that is no integer")
+
+
+def _check_windows(row: Mapping[str, Any], where: str) -> None:
+    """Raises `ValueError` unless windows tile the text from the prompt's last token."""
+    prompt, window, starts = row["prompt_ids"], row["window"], row["starts"]
+    start, rows = row["start"], row["window_rows"]
+    if not prompt or not window:
+        raise ValueError(f"{where}: an empty prompt or an empty window")
+    # The prompt's last token is pending in the first window.
+    first, known = len(prompt) - 1, len(prompt) + len(row["tokens"])
+    if start != known and (start, known) != (first, len(prompt)):
+        raise ValueError(
+            f"{where}: {start=} is not where a window can begin: the text before it, "
+            f"prompt_ids and tokens, ends at position {known}"
+        )
+    if starts != sorted(set(starts)):
+        raise ValueError(f"{where}: {starts=} do not increase")
+    if not starts or (starts[0], starts[-1]) != (first, start):
+        raise ValueError(
+            f"{where}: {starts=} do not go from {first}, the position of the prompt's "
+            f"last token, to {start=}"
+        )
+    tallest = max([len(window), *(b - a for a, b in itertools.pairwise(starts))])
+    if tallest > rows:
+        raise ValueError(
+            f"{where}: window_rows={rows}, but a window has {tallest} tokens"
+        )
+    if not start <= row["position"] < start + len(window):
+        raise ValueError(
+            f"{where}: no row at position {row['position']} is in the window of "
+            f"{len(window)} tokens from position {start}"
+        )
+
+
+#
+# Finding
+#
+
+
+def find(
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
+    prompt: list[int],
+    *,
+    name: str,
+    verify_path: str = paths.ROWS,
+    acceptance: str = "verify",
+    scheduler: scheduler_lib.Scheduler | None = None,
+) -> list[dict[str, Any]]:
+    """Returns the mismatches of one prompt, as JSON rows.
+
+    Args:
+      name: of the prompt.
+      verify_path: of `paths.VERIFY`.
+      scheduler: of one slot; None: what `settings` say.
+
+    Returns:
+      Rows of `kind` "mismatch". `position` is that of the row whose argmax differs:
+      it decides the token after it. `window` is the pending token and the drafts,
+      `window_rows` the height of the array they came in, `start` the position of the
+      first, `tokens` what was generated before it, and `starts` the positions of all
+      windows up to this one: with verification that is not by rows, the K/V before it
+      is theirs. `margin_ulp` is how far the verify argmax lies above decoding's, in
+      the logits of verification; `decode_margin_ulp` the other way round in those of
+      decoding, None where they are not both among its highest. Both in units of the
+      last place of the models' dtype, at the higher logit.
+    """
+    scheduler = scheduler or runs.make_scheduler(lm, settings)
+    request = runs.make_request(lm, settings, prompt)
+    path = paths.slot_target(verify_path, lm.target)
+    text, seen = _windows(scheduler, path, request)
+    decoded = _decoded(lm, settings, text, len(prompt))
+    by_rows = settings.prefill_by_rows
+    if by_rows is None:
+        by_rows = lm.target.prefills_by_rows
+    description = {
+        "verify_path": verify_path,
+        "acceptance": acceptance,
+        "impl": lm.target.impl,
+        "dtype": lm.target.config.dtype,
+        "slab": lm.target.slab,
+        "page_size": settings.page_size,
+        "prefill": "rows" if by_rows else "batched",
+        "weights_sha256": fingerprint.of_params(lm.params),
+    }
+    starts = sorted({entry["start"] for entry in seen})
+    rows = []
+    for entry in seen:
+        start, row, window = entry["start"], entry["row"], entry["window"]
+        position, following = start + row, window[row + 1 : row + 2]
+        if entry["chosen"] == int(decoded.chosen[0, position]):
+            continue
+        rows.append(
+            {
+                "kind": "mismatch",
+                "id": name,
+                "prompt_ids": prompt,
+                "tokens": text[len(prompt) : start],
+                "start": start,
+                "starts": [other for other in starts if other <= start],
+                "window": window,
+                "window_rows": entry["window_rows"],
+                "position": position,
+                # The draft that the row decides on; the last row has none.
+                "drafted_token": following[0] if following else None,
+                **_compare(lm, entry, decoded, position),
+                **description,
+            }
+        )
+    return rows
+
+
+def _windows(
+    scheduler: scheduler_lib.Scheduler, path: Any, request: scheduler_lib.Request
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """Returns the text of a run, and for each of its committed rows what it saw."""
+    speculator, state = scheduler.speculator, scheduler.begin(request)
+    seen = []
+    while bool(state.slots.running[0]):
+        window = _next_window(speculator, state)
+        # Where decoding decides, windows run on a cache of their own.
+        cache = getattr(state.cache, "mirror", state.cache)
+        logits, chosen = _verify(path, speculator.params[0], cache, window)
+        window, logits, chosen = jax.device_get((window, logits, chosen))
+        state = round_lib.generate(speculator, state, max_rounds=jnp.int32(1))
+        start = int(window.start[0])
+        seen += [
+            {
+                "start": start,
+                "row": row,
+                "window": window.tokens[0, : window.num_live[0]].tolist(),
+                "window_rows": window.tokens.shape[1],
+                "logits": logits[row],
+                "chosen": int(chosen[row]),
+            }
+            for row in range(int(state.slots.length[0]) - 1 - start)
+        ]
+    slots = jax.device_get(state.slots)
+    checks.check_refused([state.cache, state.memory])
+    checks.check_pages(slots.status, slots.length, state.cache)
+    return slots.tokens[0, : slots.length[0]].tolist(), seen
+
+
+@jax.jit
+def _next_window(speculator, state):
+    """Returns the window of the next round; nothing of the round is kept."""
+    return round_lib.run_round(speculator, state)[1].window
+
+
+@functools.partial(jax.jit, static_argnames=("path",))
+def _verify(path, params, cache, window):
+    """Returns the logits and the choices of a window's rows; nothing is kept."""
+    _, verified = path.verify(params, cache, window)
+    return verified.logits, path.choose(verified.logits, verified.num_live)
+
+
+def _decoded(lm, settings, text: list[int], num_prompt: int) -> recorder.Recording:
+    """Returns what decoding sees at each position of a given text."""
+    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
+    state = baseline.begin(
+        lm.target,
+        lm.params,
+        kv,
+        text[:num_prompt],
+        max_tokens=settings.gen_tokens,
+        prefill_by_rows=settings.prefill_by_rows,
+    )
+    watched = recorder.Recorder(target=lm.target, window=1, top=TOP)
+    tokens = np.array(state.tokens)
+    tokens[: len(text)] = text
+    recording, _ = baseline.replay(
+        watched,
+        lm.params,
+        watched.attach(state).cache,
+        tokens=jnp.asarray(tokens),
+        start=jnp.int32(num_prompt),
+        stop=jnp.int32(len(text)),
+    )
+    return jax.device_get(recording.replace(cache=None))
+
+
+def _compare(lm, entry, decoded, position) -> dict[str, Any]:
+    """Returns both choices, both highest logits with their texts, and the margins."""
+    dtype, decode = lm.target.config.dtype, lm.tokenizer.decode
+    logits, ours = entry["logits"], entry["chosen"]
+    theirs = int(decoded.chosen[0, position])
+    ids, values = decoded.top_ids[0, position], decoded.top_logits[0, position]
+    by_token = dict(zip(ids.tolist(), values.tolist(), strict=True))
+    highest = np.argsort(-logits, kind="stable")[:TOP].tolist()
+    margin = None
+    if ours in by_token:
+        margin = (by_token[theirs] - by_token[ours]) / ulp(by_token[theirs], dtype)
+    return {
+        "verify_argmax": ours,
+        "decode_argmax": theirs,
+        "verify_top5": [[token, float(logits[token])] for token in highest],
+        "decode_top5": [list(pair) for pair in by_token.items()],
+        "verify_top5_texts": [decode([token]) for token in highest],
+        "decode_top5_texts": [decode([token]) for token in by_token],
+        "margin_ulp": float(logits[ours] - logits[theirs])
+        / ulp(float(logits[ours]), dtype),
+        "decode_margin_ulp": margin,
+    }
+
+
+def ulp(value: float, dtype: str) -> float:
+    """Returns the distance of neighbouring numbers of `dtype` at a finite `value`."""
+    info = ml_dtypes.finfo(dtype)
+    exponent = math.frexp(max(abs(value), float(info.smallest_normal)))[1] - 1
+    return math.ldexp(1.0, exponent - info.nmant)

@@ -1,0 +1,166 @@
+"""Models of a command line: flags -> a `LanguageModel`, settings, and their row."""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.lib import prompt_files, prompts as prompts_lib, runs
+from spec_jax import loading
+from spec_jax.drafters import draft_model, hybrid, registry
+from spec_jax.ops import dispatch
+
+
+def load(
+    args: argparse.Namespace,
+    *,
+    drafter: str,
+    gamma_max: int,
+    confidence: float = 0.0,
+    cache: str = "paged",
+) -> loading.LanguageModel:
+    """Loads what `flags.add_models` names, with a slab as high as a window.
+
+    Raises:
+      ValueError: as `loading.load`, or a confidence for a drafter without a model.
+    """
+    lm = loading.load(
+        args.target,
+        draft=args.draft,
+        drafter=drafter,
+        gamma_max=gamma_max,
+        slab=gamma_max + 1,
+        dtype=args.dtype,
+        impl=args.impl,
+        cache=cache,
+    )
+    return with_confidence(lm, confidence)
+
+
+def with_drafter(
+    args: argparse.Namespace, lm: loading.LanguageModel, name: str
+) -> loading.LanguageModel:
+    """Returns the same target with the drafter of that name; raises as `load`."""
+    parts = registry.Parts(
+        gamma_max=lm.gamma_max,
+        vocab_size=lm.target.config.vocab_size,
+        load_draft=functools.partial(
+            loading.load_draft,
+            args.draft or (None if args.target else loading.EMBEDDED_DRAFT),
+            lm.tokenizer,
+            gamma_max=lm.gamma_max,
+            dtype=args.dtype,
+            impl=lm.target.impl,
+            cache=lm.target.cache,
+        ),
+    )
+    return lm.with_drafter(*registry.build(name, parts))
+
+
+def load_drafters(
+    args: argparse.Namespace, names: Sequence[str], *, gamma_max: int
+) -> dict[str, loading.LanguageModel]:
+    """Loads one target with each of the drafters, by their names; raises as `load`."""
+    first = load(args, drafter=names[0], gamma_max=gamma_max)
+    others = {name: with_drafter(args, first, name) for name in names[1:]}
+    return {names[0]: first} | others
+
+
+def with_confidence(
+    lm: loading.LanguageModel, confidence: float
+) -> loading.LanguageModel:
+    """Returns the model whose draft ends before a token less probable than this.
+
+    Raises:
+      ValueError: no probability, or a drafter without a draft model.
+    """
+    if not confidence:
+        return lm
+    change = functools.partial(dataclasses.replace, min_confidence=confidence)
+    drafter = lm.drafter
+    if isinstance(drafter, hybrid.Hybrid):
+        drafter = dataclasses.replace(drafter, draft=change(drafter.draft))
+    elif isinstance(drafter, draft_model.DraftModel):
+        drafter = change(drafter)
+    else:
+        raise ValueError(
+            f"--confidence is a draft model's, and {type(drafter).__name__} has none: "
+            "leave it out"
+        )
+    return dataclasses.replace(lm, drafter=drafter)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, and prompts that are ready to run on it.
+
+    Attributes:
+      settings: of all runs, with the largest gamma.
+    """
+
+    lm: loading.LanguageModel
+    prompts: list[prompt_files.Prompt]
+    ids: list[list[int]]
+    settings: runs.Settings
+
+
+def prepare(
+    args: argparse.Namespace,
+    lm: loading.LanguageModel,
+    prompts: str,
+    *,
+    stop_ids: tuple[int, ...] = (),
+    **settings: Any,
+) -> Subject:
+    """Reads and encodes the prompts that a flag names, and makes the settings of runs.
+
+    Args:
+      prompts: the value of `--prompts`.
+      settings: of `runs.Settings`, besides the sizes; what `args` lacks of it is as
+        that has it.
+
+    Raises:
+      ValueError: prompts, or sizes, that cannot be used.
+    """
+    prepared = prompts_lib.prepare(
+        lm,
+        prompt_files.parse(prompts, default_file=prompt_files.BUNDLED),
+        raw=getattr(args, "raw", False),
+        gen_tokens=args.gen_tokens,
+        page_size=args.page_size,
+        sampling=settings.get("sampling"),
+    )
+    return Subject(
+        lm=lm,
+        prompts=prepared.prompts,
+        ids=prepared.ids,
+        settings=runs.Settings(
+            gamma=lm.gamma_max,
+            gen_tokens=args.gen_tokens,
+            capacity=prepared.capacity,
+            page_size=args.page_size,
+            stop_ids=stop_ids,
+            **settings,
+        ),
+    )
+
+
+def typical(ids: Sequence[list[int]]) -> list[int]:
+    """Returns the prompt of median length, on which costs are measured."""
+    return sorted(ids, key=len)[len(ids) // 2]
+
+
+def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
+    """Returns which models rows are of, and what decides their bits."""
+    found = {
+        "target": str(args.target or "embedded"),
+        "draft": str(args.draft or "embedded"),
+        "dtype": lm.target.config.dtype,
+        "impl": lm.target.impl,
+        "native_isa": dispatch.instruction_set(lm.target.impl),
+        "slab": lm.target.slab,
+    }
+    names = ("page_size", "gen_tokens", "repeats", "temperature", "rule", "seed")
+    names += ("top_k", "top_p", "min_p", "ignore_stop", "raw")
+    return found | {name: getattr(args, name) for name in names if hasattr(args, name)}

@@ -1,0 +1,245 @@
+"""Planning: how often drafts are kept, and what a gamma is then expected to bring.
+
+Shares come from rounds that are run one at a time; predictions from them and from what
+rounds cost, by `gamma.theory`. Speed-ups are of decoding, prefill excluded, over long
+texts: no round is cut at its end.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from experiments.lib import runs
+from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.engine import checks, round as round_lib, scheduler as scheduler_lib
+from spec_jax.gamma import theory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Window:
+    """One round.
+
+    Attributes:
+      asked: tokens that the drafter was asked for: gamma, or less near the end.
+      drafted: tokens that it proposed; lookups often find fewer, or none.
+      accepted: those that were kept.
+    """
+
+    asked: int
+    drafted: int
+    accepted: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """What windows show of a drafter, by the position in the draft.
+
+    Attributes:
+      kept: chance that a draft is there and kept, given that those before it were: a
+        window that ended before it counts as if it had been rejected. None where no
+        window reached the position.
+      drafted: share of the windows that had a draft at the position.
+      windows: rounds that were looked at.
+      repetition: of the texts that they wrote, see `metrics.repetition`.
+    """
+
+    kept: tuple[float | None, ...]
+    drafted: tuple[float, ...]
+    windows: int
+    repetition: float | None = None
+
+    @property
+    def known(self) -> tuple[float, ...]:
+        """`kept` up to the first position that no window reached."""
+        end = self.kept.index(None) if None in self.kept else len(self.kept)
+        return self.kept[:end]
+
+
+def record(
+    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
+) -> tuple[list[Window], metrics.TextCounts]:
+    """Runs one prompt with `settings.gamma`: its rounds, and the text's counts.
+
+    Raises:
+      ValueError: a prompt that cannot be used.
+      MemoryError: out of pages.
+    """
+    scheduler = runs.make_scheduler(lm, settings)
+    state = scheduler.begin(runs.make_request(lm, settings, prompt))
+    windows = []
+    while bool(state.slots.running[0]):
+        state, info = _run_round(scheduler.speculator, state)
+        numbers = info.gamma, info.proposal.num_drafted, info.verdict.num_accepted
+        asked, drafted, accepted = (int(number[0]) for number in numbers)
+        windows.append(Window(asked=asked, drafted=drafted, accepted=accepted))
+    checks.check_refused([state.cache, state.memory])
+    checks.check_pages(state.slots.status, state.slots.length, state.cache)
+    text = scheduler_lib.generated(
+        scheduler_lib.slot_of(jax.device_get(state.slots), 0)
+    )
+    counts = metrics.TextCounts(
+        tokens=len(text),
+        repetition=metrics.repetition(text),
+        proposed=sum(window.drafted for window in windows),
+        accepted=sum(window.accepted for window in windows),
+    )
+    return windows, counts
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def _run_round(speculator, state):
+    return round_lib.run_round(speculator, state)
+
+
+def measure(
+    windows: Iterable[Window], *, gamma_max: int, repetition: float | None = None
+) -> Acceptance:
+    """The shares. Windows near the end of a text count where they asked for a draft.
+
+    After a position at which nothing was ever kept, the chance is 0: what it is
+    multiplied with is.
+
+    Raises:
+      ValueError: no window that asked for `gamma_max` drafts.
+    """
+    table = np.array([(w.asked, w.drafted, w.accepted) for w in windows]).reshape(-1, 3)
+    asked, drafted, accepted = table.T
+    if not (asked == gamma_max).any():
+        raise ValueError(
+            f"none of {len(table)} rounds had room for {gamma_max} drafts: generate "
+            "more tokens"
+        )
+    kept: list[float | None] = []
+    for i in range(gamma_max):
+        reached = (accepted >= i) & (asked > i)
+        if kept and kept[-1] == 0:
+            kept.append(0.0)
+        elif reached.any():
+            kept.append(float((accepted[reached] > i).mean()))
+        else:
+            kept.append(None)
+    shares = [float((drafted[asked > i] > i).mean()) for i in range(gamma_max)]
+    return Acceptance(
+        kept=tuple(kept),
+        drafted=tuple(shares),
+        windows=len(table),
+        repetition=repetition,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one gamma is expected to bring.
+
+    Attributes:
+      tokens_per_round: the target's own token counted.
+      round_s: seconds of a round, on average.
+      speedup: over plain decoding.
+    """
+
+    gamma: int
+    tokens_per_round: float
+    round_s: float
+    speedup: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether a drafter can win, and what stands in its way.
+
+    Attributes:
+      best: the prediction of the best gamma.
+      ceilings: the best speed-up if something cost nothing, by `theory.Free`; what a
+        round has beside drafts and rows stays.
+      acceptance: the chance that a first draft is kept.
+      cost: seconds that a draft adds, over those of a plain step: the paper's c.
+      break_even: seconds that the whole of a round with gamma 1 takes longer than a
+        plain step, over those of a plain step: what acceptance must exceed there.
+    """
+
+    best: Prediction
+    ceilings: dict[theory.Free, float]
+    acceptance: float
+    cost: float
+    break_even: float
+
+    @property
+    def can_win(self) -> bool:
+        """Whether any gamma is expected to be faster than plain decoding."""
+        return self.best.speedup > 1
+
+    def words(self, drafter: str) -> str:
+        """The verdict in words."""
+        best = f"{self.best.speedup:.2f}x with gamma {self.best.gamma}"
+        if self.can_win:
+            return f"{drafter}: can win, {best} expected to be the best"
+        free = self.ceilings
+        a, c = f"a = {self.acceptance:.3f}", f"c = {self.cost:.3f}"
+        if not theory.improves(self.acceptance, self.cost):
+            why = (
+                f"A first draft is kept with {a}, which is not above the cost of a "
+                f"draft, {c} plain steps: no gamma pays, even if verification were "
+                "free (Leviathan et al., Corollary 3.9)"
+            )
+        else:
+            why = (
+                f"A first draft is kept with {a}, which is above the cost of a draft, "
+                f"{c} plain steps, as Corollary 3.9 of Leviathan et al. asks. But that "
+                "takes verification to be free: here a whole round with one draft is "
+                f"{self.break_even:.3f} plain steps longer than a plain step, and a "
+                "would have to exceed that"
+            )
+        return (
+            f"{drafter}: cannot win, {best} expected at best. Even with free "
+            f"verification at most {free['verification']:.2f}x, with free drafting "
+            f"{free['drafting']:.2f}x, with both {free['both']:.2f}x. {why}."
+        )
+
+
+def predict(acceptance: Acceptance, costs: theory.CostCurve) -> list[Prediction]:
+    """A prediction for each gamma from 1 that acceptance is known for."""
+    chances = np.array(acceptance.known, np.float64)
+    tokens = theory.tokens_by_gamma(chances)
+    round_s = _round_s(acceptance, costs)
+    speedup = theory.goodput(chances, round_s) * costs.plain_s
+    return [
+        Prediction(
+            gamma=gamma,
+            tokens_per_round=float(tokens[gamma]),
+            round_s=float(round_s[gamma]),
+            speedup=float(speedup[gamma]),
+        )
+        for gamma in range(1, len(chances) + 1)
+    ]
+
+
+def judge(acceptance: Acceptance, costs: theory.CostCurve) -> Verdict:
+    """The verdict, over the gammas that acceptance is known for."""
+    best = _best(predict(acceptance, costs))
+    free = {
+        name: _best(predict(acceptance, costs.without(name))).speedup
+        for name in ("drafting", "verification", "both")
+    }
+    one = costs.round_s(1)[1]
+    return Verdict(
+        best=best,
+        ceilings=free,
+        acceptance=acceptance.known[0],
+        cost=costs.draft_s / costs.plain_s,
+        break_even=float(one / costs.plain_s - 1),
+    )
+
+
+def _best(predictions: list[Prediction]) -> Prediction:
+    return max(predictions, key=lambda prediction: prediction.speedup)
+
+
+def _round_s(acceptance: Acceptance, costs: theory.CostCurve) -> np.ndarray:
+    """Seconds of a round by gamma, on average; windows that end early cost less."""
+    full_s = costs.round_s(len(acceptance.known))
+    added_s = np.diff(full_s) * acceptance.drafted[: len(acceptance.known)]
+    return np.concatenate([full_s[:1], full_s[0] + np.cumsum(added_s)])

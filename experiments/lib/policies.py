@@ -1,0 +1,125 @@
+"""Policies of gamma by the name that a command line gives them."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from experiments.lib import costs, runs
+from spec_jax import loading
+from spec_jax.drafters import draft_model, hybrid
+from spec_jax.engine import protocols
+from spec_jax.gamma import goodput, policy, threshold
+
+
+POLICIES = ("fixed", "threshold", "goodput")
+"""Always the same gamma; by the share of kept drafts; by expected tokens per second,
+from times that are measured first."""
+
+TURNS = 5  # of the measurement that goodput needs
+
+
+def add_policy(group: argparse._ActionsContainer) -> None:
+    """`--gamma-policy` and `--confidence`."""
+    group.add_argument(
+        "--gamma-policy",
+        choices=POLICIES,
+        default="fixed",
+        help="what chooses each round's gamma, up to --gamma: nothing (fixed), the "
+        "share of drafts that were kept (threshold), or expected tokens per second by "
+        "step costs that are measured before (goodput) (default: %(default)s)",
+    )
+    group.add_argument(
+        "--confidence",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="a draft model ends its draft before a token that it gives less than "
+        "this probability (default: %(default)s, never)",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A policy and its first state; None twice is a constant gamma."""
+
+    gamma_policy: policy.GammaPolicy | None = None
+    state: policy.State = None
+
+
+def make(
+    name: str,
+    drafter: protocols.Drafter,
+    *,
+    gamma: int,
+    round_s: Callable[[], np.ndarray],
+) -> Chosen:
+    """The policy of that name, for gammas up to `gamma`.
+
+    Args:
+      round_s: seconds of a round by gamma, `0 .. gamma` at least; asked for where the
+        policy needs them.
+
+    Raises:
+      ValueError: a name that is not in `POLICIES`.
+    """
+    # A lookup that finds nothing cost nothing, and is no evidence.
+    asks_a_model = isinstance(drafter, draft_model.DraftModel | hybrid.Hybrid)
+    probing = policy.Probing(silence_is_free=not asks_a_model)
+    if name == "fixed":
+        return Chosen()
+    if name == "threshold":
+        levels = [level for level in (0, 1, 2, 4, 8, 16) if level < gamma]
+        chosen = threshold.Threshold(ladder=(*levels, gamma), probing=probing)
+        return Chosen(gamma_policy=chosen, state=chosen.init())
+    if name == "goodput":
+        chosen = goodput.Goodput(gamma_max=gamma, probing=probing)
+        state = chosen.init(round_s()[: gamma + 1])
+        return Chosen(gamma_policy=chosen, state=state)
+    raise ValueError(f"gamma policy {name!r} is not one of {', '.join(POLICIES)}")
+
+
+def with_policy(
+    name: str,
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
+    prompt: list[int],
+) -> runs.Settings:
+    """The settings with a policy of that name, for gammas up to `settings.gamma`.
+
+    Args:
+      prompt: a prompt of typical length, on which costs are measured where the policy
+        needs them.
+
+    Raises:
+      ValueError: a name that is not in `POLICIES`.
+    """
+    chosen = make(
+        name,
+        lm.drafter,
+        gamma=settings.gamma,
+        round_s=lambda: measure_costs(lm, settings, prompt).round_s(),
+    )
+    return dataclasses.replace(
+        settings, gamma_policy=chosen.gamma_policy, policy_state=chosen.state
+    )
+
+
+def measure_costs(
+    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
+) -> costs.RoundCosts:
+    """What rounds of each gamma cost here, with the drafter.
+
+    The costs are those of gammas up to the drafter's `gamma_max`.
+    """
+    # Long enough for a window of every height, several times.
+    missing = max(0, 4 * (lm.drafter.gamma_max + 1) - settings.gen_tokens)
+    longer = dataclasses.replace(
+        settings,
+        num_slots=1,
+        gen_tokens=settings.gen_tokens + missing,
+        capacity=settings.capacity + missing,
+    )
+    found, _ = costs.measure({"drafter": lm}, longer, prompt, repeats=TURNS)
+    return found["drafter"]

@@ -1,0 +1,176 @@
+"""Scripts as processes: each with a time of its own, watched by one that holds no GPU.
+
+A fault of a kernel can spoil its process's GPU context, and a fault of a compiler can
+end it: a process of its own gives back all memory when it ends, and is ended when its
+time is over. Knows processes and files; knows no scripts, and never imports JAX.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+_TOOLS = ("ptxas", "nvcc", "nvidia-smi")
+_PACKAGES = ("jax", "jaxlib", "torch", "transformers", "numpy")
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_END_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a process ended.
+
+    Attributes:
+      status: "done", "failed" (it says so), "died" (by a signal, or without a word)
+        or "ended" (its time was over).
+      seconds: that it ran.
+    """
+
+    status: str
+    exit_status: int | None
+    seconds: float
+
+
+def environment(
+    *, compiled: pathlib.Path | None, xla_flags: str = "", memory_share: float = 0.9
+) -> dict[str, str]:
+    """Variables of a process that runs JAX.
+
+    Args:
+      compiled: the folder of compiled programs, unless the user has one of their own;
+        None compiles everything anew.
+      xla_flags: besides those that are set.
+      memory_share: of a GPU's memory that JAX may take.
+    """
+    variables = dict(os.environ)
+    paths = [str(ROOT), variables.get("PYTHONPATH", "")]
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if compiled is None:
+        variables["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    for name, value in {
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
+        # Warnings of XLA would bury the rows; errors remain.
+        "TF_CPP_MIN_LOG_LEVEL": 2,
+    }.items():
+        variables.setdefault(name, str(value))
+    variables["XLA_FLAGS"] = f"{variables.get('XLA_FLAGS', '')} {xla_flags}".strip()
+    # jaxlib refuses the older name beside the newer.
+    variables.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    variables["XLA_CLIENT_MEM_FRACTION"] = f"{memory_share:.2f}"
+    return variables
+
+
+def run(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    output: pathlib.Path,
+    variables: Mapping[str, str],
+    limit_s: float,
+) -> Outcome:
+    """Runs `python -m module`, both its outputs in a file; leaves no process behind."""
+    started = time.monotonic()
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env=variables,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            process.wait(timeout=max(limit_s, 0.1))
+            status = {0: "done", 1: "failed", 2: "failed"}.get(
+                process.returncode, "died"
+            )
+        except subprocess.TimeoutExpired:
+            status = "ended"
+        finally:
+            _end(process)
+    seconds = round(time.monotonic() - started, 1)
+    return Outcome(status=status, exit_status=process.returncode, seconds=seconds)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a process if it still runs: politely first."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def run_here(module: str, arguments: Sequence[str], *, output: pathlib.Path) -> Outcome:
+    """Calls the script's `main` in this process: the imports are paid for once."""
+    started = time.monotonic()
+    with (
+        output.open("w") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
+        try:
+            exit_status = importlib.import_module(module).main(arguments)
+        except SystemExit as exit_:
+            exit_status = exit_.code
+    seconds = round(time.monotonic() - started, 1)
+    status = "failed" if exit_status else "done"
+    return Outcome(status=status, exit_status=exit_status, seconds=seconds)
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a file that may end in the middle of one, or not exist."""
+    rows = []
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        return rows
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def nvidia_smi(query: str) -> str | None:
+    """One line of `nvidia-smi --query-gpu`; None where there is no such program."""
+    return _line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+
+
+def versions() -> dict[str, Any]:
+    """Where the programs are that XLA may call, their versions, and the packages'."""
+    found: dict[str, Any] = {
+        "gpu": nvidia_smi("name,driver_version,memory.total,clocks.max.sm"),
+        "python": sys.version.split()[0],
+    }
+    for name in _TOOLS:
+        path = shutil.which(name)
+        found[name] = path and f"{path}: {_line(path, '--version')}"
+    for name in (*_PACKAGES, *_PLUGINS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _line(*command: str) -> str | None:
+    """The last line that a program writes."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return (done.stdout.strip().splitlines() or [None])[-1]

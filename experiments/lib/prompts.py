@@ -1,0 +1,177 @@
+"""Prompts on their way to tokens: conversations turn by turn, templates, lengths."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from experiments.lib import prompt_files, runs
+from spec_jax import loading
+from spec_jax.engine import checks
+from spec_jax.model import config as config_lib
+from spec_jax.paging import index
+from spec_jax.rules import sampling as sampling_lib
+
+
+JOINT = "\n\n"
+"""Between the messages of a conversation where there is no chat template."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Prompts of one turn each, ready to run.
+
+    Attributes:
+      ids: the tokens of each.
+      capacity: positions of a cache that fits the longest: whole pages.
+    """
+
+    prompts: list[prompt_files.Prompt]
+    ids: list[list[int]]
+    capacity: int
+
+
+def prepare(
+    lm: loading.LanguageModel,
+    prompts: Sequence[prompt_files.Prompt],
+    *,
+    raw: bool,
+    gen_tokens: int,
+    page_size: int,
+    sampling: sampling_lib.SamplingSettings | None = None,
+) -> Prepared:
+    """Makes every turn of every conversation a prompt, and encodes them all.
+
+    A turn's prompt holds the turns before it and their answers: what the target's
+    plain decoding writes here, before any clock runs, up to a stop token or
+    `gen_tokens`. So all that is run on these prompts answers the same text.
+
+    Args:
+      raw: leave out the chat template.
+      sampling: of the answers; None is greedy.
+
+    Raises:
+      ValueError: a prompt that is empty, or too long for the model's positions.
+      MemoryError: out of pages.
+    """
+    sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
+    stop_ids = lm.tokenizer.stop_ids
+    turns = [[_numbered(prompt, 1)] for prompt in prompts]
+    while True:
+        open_turns = [of_one for of_one in turns if of_one[-1].next_turns]
+        if not open_turns:
+            break
+        asked = [of_one[-1] for of_one in open_turns]
+        ids = encode(lm, asked, raw=raw)
+        settings = runs.Settings(
+            gamma=1,
+            capacity=capacity_for(lm, asked, ids, **sizes),
+            stop_ids=stop_ids,
+            sampling=sampling,
+            **sizes,
+        )
+        for of_one, prompt_ids in zip(open_turns, ids, strict=True):
+            answer = runs.run_plain(lm, settings, prompt_ids).tokens
+            if answer and answer[-1] in stop_ids:
+                answer.pop()
+            of_one.append(_next(of_one[-1], lm.tokenizer.decode(answer), len(of_one)))
+    flat = [prompt for of_one in turns for prompt in of_one]
+    ids = encode(lm, flat, raw=raw)
+    capacity = capacity_for(lm, flat, ids, **sizes)
+    return Prepared(prompts=flat, ids=ids, capacity=capacity)
+
+
+def _numbered(prompt: prompt_files.Prompt, turn: int) -> prompt_files.Prompt:
+    """The prompt under the name of its turn, if it is one of several."""
+    if not prompt.next_turns:
+        return prompt
+    return dataclasses.replace(prompt, id=f"{prompt.id} turn {turn}")
+
+
+def _next(prompt: prompt_files.Prompt, answer: str, turn: int) -> prompt_files.Prompt:
+    """The turn after an answer to turn number `turn`."""
+    text, *rest = prompt.next_turns
+    name = prompt.id.removesuffix(f" turn {turn}")
+    return dataclasses.replace(
+        prompt,
+        id=f"{name} turn {turn + 1}",
+        text=text,
+        history=(*prompt.messages, {"role": "assistant", "content": answer}),
+        next_turns=tuple(rest),
+    )
+
+
+def encode(
+    lm: loading.LanguageModel, prompts: Sequence[prompt_files.Prompt], *, raw: bool
+) -> list[list[int]]:
+    """Token ids; through the chat template where the model has one.
+
+    Without one, the messages of a conversation are joined by `JOINT`. Turns that come
+    after an answer are left out: `prepare` makes prompts of them.
+    """
+    tokenizer = lm.tokenizer
+    use_chat = tokenizer.has_chat_template and not raw
+    texts = [
+        tokenizer.apply_chat(prompt.messages)
+        if use_chat
+        else JOINT.join(message["content"] for message in prompt.messages)
+        for prompt in prompts
+    ]
+    return [tokenizer.encode(text) for text in texts]
+
+
+def check_lengths(
+    config: config_lib.Qwen3Config,
+    prompts: Iterable[tuple[str, list[int]]],
+    *,
+    gen_tokens: int,
+    page_size: int,
+) -> None:
+    """Raises `ValueError` for what the model's positions do not hold.
+
+    Args:
+      prompts: what messages call each, and its ids.
+    """
+    positions = config.max_position_embeddings
+    for flag, value, most in (
+        ("--gen-tokens", gen_tokens, positions - 1),
+        ("--page-size", page_size, positions),
+    ):
+        if value > most:
+            raise ValueError(
+                f"{flag} {value} is above {most}: the model has {positions} positions "
+                "(max_position_embeddings) for a prompt and what follows"
+            )
+    for name, ids in prompts:
+        if len(ids) > positions - gen_tokens:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens, and {gen_tokens} are to come: the "
+                f"model has {positions} positions (max_position_embeddings). Shorten "
+                f"the prompt to {positions - gen_tokens}, or --gen-tokens to "
+                f"{max(positions - len(ids), 0)}"
+            )
+        checks.check_prompt(
+            ids, vocab_size=config.vocab_size, capacity=positions, what=name
+        )
+
+
+def capacity_for(
+    lm: loading.LanguageModel,
+    prompts: Sequence[prompt_files.Prompt],
+    ids: Sequence[list[int]],
+    *,
+    gen_tokens: int,
+    page_size: int,
+) -> int:
+    """Positions of a cache that fits the longest prompt: whole pages.
+
+    Raises:
+      ValueError: as `check_lengths`.
+    """
+    names = [f"prompt {prompt.id!r}" for prompt in prompts]
+    check_lengths(
+        lm.target.config,
+        zip(names, ids, strict=True),
+        gen_tokens=gen_tokens,
+        page_size=page_size,
+    )
+    longest = max(len(prompt_ids) for prompt_ids in ids)
+    return index.pages_for(longest + gen_tokens, page_size) * page_size

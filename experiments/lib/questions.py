@@ -1,0 +1,296 @@
+"""A question for the microscope: the model, the scenes, and the two ways to run them.
+
+Made of the flags of `experiments/parity.py`: from a prompt, from a mismatch, or from a
+bundle.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+
+from experiments.lib import (
+    bundles,
+    mismatches,
+    paths,
+    prompt_files,
+    prompts as prompts_lib,
+    scenes,
+)
+from spec_jax import loading
+from spec_jax.debug.microscope import faults, scene as scene_lib
+from spec_jax.model import (
+    config as config_lib,
+    fingerprint,
+    load,
+    params as params_lib,
+    row_model,
+    tokenizer as tokenizer_lib,
+)
+from spec_jax.ops import dispatch, skinny_gemm
+
+
+GAMMA, PAGE_SIZE = 4, 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is run.
+
+    Attributes:
+      name: of the prompt, or of the file that the scene comes from.
+      config, params: of the model, in the dtype of the first side.
+      scenes: what each side starts from: the same text and window, and the same keys
+        and values before it unless the second side has a history of its own.
+      history: of `scenes.HISTORIES`.
+      layers: those to look at.
+      mismatch: the line that the window comes from, if it does.
+      tokenizer: of the model; None where its folder has none.
+    """
+
+    name: str
+    config: config_lib.Qwen3Config
+    params: params_lib.Params
+    scenes: tuple[scene_lib.Scene, scene_lib.Scene]
+    history: str
+    sides: tuple[scenes.Side, scenes.Side]
+    layers: tuple[int, ...]
+    fault: faults.Fault | None
+    mismatch: mismatches.Mismatch | None
+    tokenizer: tokenizer_lib.Tokenizer | None
+
+    def params_of(self, side: scenes.Side) -> params_lib.Params:
+        """Returns the weights in a side's dtype."""
+        return _cast(self.params, self.config, side.dtype)
+
+    @property
+    def weights_sha256(self) -> tuple[str, str]:
+        """Fingerprints of the weights in the dtype of each side."""
+        first, second = self.sides
+        ours = fingerprint.of_params(self.params)
+        if second.dtype == first.dtype:
+            return ours, ours
+        return ours, fingerprint.of_params(self.params_of(second))
+
+
+def from_flags(args: argparse.Namespace) -> Question:
+    """Returns the question of a prompt or of a mismatch.
+
+    Raises:
+      ValueError: a model, a text or a setting that cannot be used.
+    """
+    line = None if args.mismatch is None else mismatches.read(args.mismatch)
+    fault = None if args.inject is None else faults.parse(args.inject)
+    folder = args.target or loading.EMBEDDED_TARGET
+    config, params = _load(folder, args, line)
+    layers, history = _layers(args.layers, config.num_layers), _history(args, line)
+    sides = _sides(args, line, config, history)
+    first, second = (side.record_path(config) for side in sides)
+    if fault is not None:
+        faults.check(
+            fault,
+            config,
+            is_fused=fault.operation in second.fused,
+            num_rows=second.rows_of_a_call(_window_len(args, line)),
+        )
+        if fault.layer is not None and fault.layer not in layers:
+            raise ValueError(
+                f"--layers {args.layers} leaves out the layer of --inject {args.inject}"
+            )
+    prefill = args.prefill or (None if line is None else line.prefill)
+    sizes = {"by_rows": None if prefill is None else prefill == "rows"}
+    if line is not None:
+        name, text = args.mismatch, line.text
+    else:
+        name, prompt = _prompt(args, folder, first.model, params)
+        text = scenes.text_of_prompt(
+            first.model,
+            params,
+            prompt,
+            cache_length=args.cache_length,
+            drafts=_drafts(args),
+            wrong_draft=args.wrong_draft,
+            page_size=first.page_size,
+            **sizes,
+        )
+    scene = own = scenes.decoded(
+        text, first.model, params, page_size=first.page_size, **sizes
+    )
+    if history == "own":
+        starts = None if line is None else line.starts
+        cast = _cast(params, config, sides[1].dtype)
+        own = scenes.own(text, second, cast, starts=starts, **sizes)
+    return Question(
+        name=name,
+        config=config,
+        params=params,
+        scenes=(scene, own),
+        history=history,
+        sides=sides,
+        layers=layers,
+        fault=fault,
+        mismatch=line,
+        tokenizer=_tokenizer(folder),
+    )
+
+
+def from_bundle(args: argparse.Namespace, bundle: bundles.Bundle) -> Question:
+    """Returns the question that a bundle was written on.
+
+    Raises:
+      ValueError: a model that is not the bundle's.
+    """
+    folder = args.target or loading.EMBEDDED_TARGET
+    config, params = load.load(folder, dtype=bundle.sides[0].dtype)
+    for side in bundle.sides:
+        dispatch.resolve(side.impl)
+    question = Question(
+        name=str(args.bundle),
+        config=config,
+        params=params,
+        scenes=bundle.scenes,
+        history=bundle.history,
+        sides=bundle.sides,
+        layers=bundle.layers,
+        fault=bundle.fault,
+        mismatch=None,
+        tokenizer=_tokenizer(folder),
+    )
+    bundles.check_model(bundle, config, question.weights_sha256)
+    return question
+
+
+def _tokenizer(folder: pathlib.Path) -> tokenizer_lib.Tokenizer | None:
+    """Returns what gives tokens a text; a question of token ids can do without."""
+    has_one = (pathlib.Path(folder) / "tokenizer.json").exists()
+    return tokenizer_lib.load(folder) if has_one else None
+
+
+def _cast(params, config, dtype: str) -> params_lib.Params:
+    return params if dtype == config.dtype else params_lib.cast(params, dtype)
+
+
+def _history(args, line: mismatches.Mismatch | None) -> str:
+    """Returns who wrote the second run's prefix: what the flag says, or who did.
+
+    Rows write what decoding writes, and where decoding decided tokens it wrote them.
+    """
+    if args.history is not None:
+        return args.history
+    if line is None or line.acceptance == "decode":
+        return "decode"
+    is_rows = (args.verify_path or line.verify_path) in paths.OF_ROWS
+    return "decode" if is_rows else "own"
+
+
+def _load(folder, args, line: mismatches.Mismatch | None):
+    """Returns the model in the first side's dtype, checked against the mismatch's."""
+    if line is None:
+        return load.load(folder, dtype=args.dtype)
+    config, params = load.load(folder, dtype=line.dtype)
+    found = fingerprint.of_params(params)
+    if found != line.weights_sha256:
+        raise ValueError(
+            f"{args.mismatch} is of another model than {folder}: the sha256 of its "
+            f"weights begins with {line.weights_sha256[:12]}, that of these with "
+            f"{found[:12]}; name its folder with --target"
+        )
+    if args.dtype not in (None, line.dtype):
+        params = params_lib.cast(params, args.dtype)
+        config = dataclasses.replace(config, dtype=args.dtype)
+    return config, params
+
+
+def _drafts(args: argparse.Namespace) -> tuple[int, ...] | int:
+    if args.draft_tokens is not None:
+        return args.draft_tokens
+    return GAMMA if args.gamma is None else args.gamma
+
+
+def _window_len(args, line: mismatches.Mismatch | None) -> int:
+    if line is not None:
+        return len(line.text.window)
+    drafts = _drafts(args)
+    return 1 + (drafts if isinstance(drafts, int) else len(drafts))
+
+
+def _prompt(args, folder, model: row_model.RowModel, params) -> tuple[str, list[int]]:
+    """Returns the name and the tokens of the prompt."""
+    if args.prompt is not None:
+        prompts = [prompt_files.Prompt(id="--prompt", text=args.prompt, category=None)]
+    else:
+        index = args.index or 0
+        spec = args.prompts or str(index + 1)
+        prompts = prompt_files.parse(spec, default_file=prompt_files.BUNDLED)
+        if not index < len(prompts):
+            raise ValueError(
+                f"--index {index}: {spec} names {len(prompts)} prompts, 0 to "
+                f"{len(prompts) - 1}"
+            )
+        prompts = prompts[index : index + 1]
+    alone = loading.LanguageModel(
+        target=model,
+        params=params,
+        drafter=None,
+        drafter_params=None,
+        tokenizer=tokenizer_lib.load(folder),
+    )
+    (tokens,) = prompts_lib.encode(alone, prompts, raw=args.raw)
+    return prompts[0].id, tokens
+
+
+def _layers(text: str | None, num_layers: int) -> tuple[int, ...]:
+    """Reads `0,3,5-7`.
+
+    Raises:
+      ValueError: another form, or a layer that does not exist.
+    """
+    if text is None:
+        return tuple(range(num_layers))
+    chosen = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() if dash else True)):
+            raise ValueError(f"--layers {text}: {part!r} is no layer, such as 3 or 5-7")
+        chosen |= set(range(int(first), int(last if dash else first) + 1))
+    missing = sorted(layer for layer in chosen if layer >= num_layers)
+    if missing or not chosen:
+        raise ValueError(
+            f"--layers {text}: there is no layer {', '.join(map(str, missing))}; the "
+            f"model has layers 0 to {num_layers - 1}"
+        )
+    return tuple(sorted(chosen))
+
+
+def _sides(args, line, config, history: str) -> tuple[scenes.Side, scenes.Side]:
+    """Returns what flags say, then what a mismatch says, then the defaults."""
+
+    def stated(name: str, default):
+        return default if line is None else getattr(line, name)
+
+    def window_rows(path: str, slab: int) -> int | None:
+        # With `history` the window is one more of those that tile the text.
+        tiles = slab if history == "own" else None
+        return None if path in paths.ONE_BY_ONE else stated("window_rows", tiles)
+
+    impl = dispatch.resolve(args.impl or stated("impl", "auto"))
+    rows = max(_window_len(args, line), skinny_gemm.MIN_ROWS)
+    first = scenes.Side(
+        path=args.reference_path or paths.DECODE,
+        impl=impl,
+        dtype=config.dtype,
+        slab=args.slab or stated("slab", row_model.slab_for(impl, rows)),
+        page_size=args.page_size or stated("page_size", PAGE_SIZE),
+    )
+    second_impl = dispatch.resolve(args.verify_impl or impl)
+    own_slab = row_model.slab_for(second_impl, first.slab)
+    second = scenes.Side(
+        path=args.verify_path or stated("verify_path", paths.ROWS),
+        impl=second_impl,
+        dtype=args.verify_dtype or first.dtype,
+        slab=args.verify_slab or own_slab,
+        page_size=args.verify_page_size or first.page_size,
+    )
+    return tuple(
+        dataclasses.replace(side, window_rows=window_rows(side.path, side.slab))
+        for side in (first, second)
+    )

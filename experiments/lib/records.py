@@ -1,0 +1,318 @@
+"""Records: rows of results as they are written, and where they come from.
+
+Knows JSON, files and this machine. Knows nothing of what the numbers mean.
+"""
+
+import json
+import math
+import os
+import pathlib
+import platform
+import stat
+import subprocess
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+
+import spec_jax
+from experiments.lib import files
+
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
+"""Rows that are committed: those of a clean tree, unless they say otherwise."""
+
+
+def open_rows(
+    path: str | os.PathLike | None, *, allow_dirty: bool = False
+) -> "JsonLines":
+    """Opens a file of rows; one below `RESULTS` is for code of a commit.
+
+    Raises:
+      ValueError: as `JsonLines`, or changes without a commit, unless they are allowed:
+        each row says whether there were any.
+    """
+    is_committed = path is not None and RESULTS in pathlib.Path(path).resolve().parents
+    if is_committed and not allow_dirty:
+        check_clean(what="a row of experiments/results", allow="--allow-dirty")
+    return JsonLines(path)
+
+
+def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Keeps the rows that an earlier run left in the file, and returns them.
+
+    Half a line at the end, of a machine that stopped while it was written, is dropped.
+
+    Args:
+      description: what each row of this run will say beside its numbers.
+
+    Raises:
+      ValueError: rows of something else, or measured otherwise; one line says how.
+    """
+    path = out.path
+    if path is None or not path.exists():
+        return []
+    lines = files.read(path).splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        half = lines.pop()
+        if not half.startswith(b'{"'):  # Nothing that a script was writing.
+            raise ValueError(f"{path}: not of this script; name another file")
+    wanted, rows = to_json(description, "description"), []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            other = [name for name in wanted if row[name] != wanted[name]]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{path}, line {number}: no row of this script; name another file"
+            ) from None
+        if other:
+            differences = "; ".join(
+                f"{name} is {row[name]!r} there and {wanted[name]!r} here"
+                for name in other
+            )
+            raise ValueError(
+                f"{path}, line {number}: {differences}. Give the same settings, or "
+                "name another file"
+            )
+        rows.append(row)
+    out.keep(sum(map(len, lines)))
+    return rows
+
+
+class JsonLines:
+    """A file of JSON rows, each written whole: an interrupted run leaves whole lines.
+
+    The file is opened and locked at once, so that a path that cannot be written, or
+    that another process writes to, is found before the work. What it held is replaced
+    when the first row comes, so that a run that fails before its first result destroys
+    none.
+    """
+
+    def __init__(self, path: str | os.PathLike | None):
+        """Opens the file; without a path, rows go nowhere.
+
+        Raises:
+          ValueError: as `files.open_output`.
+        """
+        self.path = None if path is None else pathlib.Path(path)
+        self._is_first = True
+        self._kept = 0
+        self._file = None if path is None else files.open_output(self.path)
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row; it is with the operating system on return.
+
+        Raises:
+          ValueError: a value that JSON lacks (the file is left as it was), or a file
+            that takes no more.
+        """
+        line = json.dumps(to_json(row, "row"), allow_nan=False) + "\n"
+        if self.path is None:
+            return
+        if self._file is None:
+            raise ValueError(f"{self.path}: a row came after the file was closed")
+        try:
+            self._append(line.encode())
+        except OSError as error:
+            raise ValueError(
+                f"{self.path}: cannot be written ({error.strerror}); the rows "
+                "before this one are kept"
+            ) from None
+
+    def keep(self, num_bytes: int) -> None:
+        """Keeps so many bytes of what the file held, for a run that goes on.
+
+        They are never written again: an interruption cannot lose them.
+        """
+        self._kept = num_bytes
+
+    def close(self) -> None:
+        """Closes the file; may be called twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, line: bytes) -> None:
+        # Pipes and devices have neither old contents nor an end to go back to.
+        is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        if self._is_first and is_regular:
+            self._file.truncate(self._kept)
+        self._is_first = False
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except BaseException:  # An interrupt too: half a line is worse than none.
+            if is_regular:
+                self._file.truncate(end)
+            raise
+
+
+def guarded(
+    item: str, work: Callable[[], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The rows of `work`, or one that says how it failed: what follows is still done.
+
+    An interrupt and what files raise are raised as they are.
+    """
+    try:
+        return work()
+    except OSError:
+        raise
+    except Exception as error:
+        return [error_row(item, error)]
+
+
+def error_row(item: str, error: Exception) -> dict[str, Any]:
+    """The row of something that failed."""
+    first = (str(error).strip().splitlines() or [""])[0][:500]
+    text, lines = f"{type(error).__name__}: {first}", traceback.format_exception(error)
+    lines = "".join(lines).splitlines()[-12:]
+    return {"kind": "error", "item": item, "error": text, "traceback": lines}
+
+
+def is_failure(row: Mapping[str, Any]) -> bool:
+    """Whether a row says that something failed, or that bits differ."""
+    return row["kind"] == "error" or False in (row.get("equal"), row.get("seen"))
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row in short, for the console: its kind, then what is not None."""
+    shown = []
+    for name, value in row.items():
+        if name in ("kind", "traceback") or value is None:
+            continue
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        shown.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
+    return f"{row['kind']}: {' '.join(shown)}"
+
+
+def to_json(value: Any, name: str) -> Any:
+    """The value in JSON's own types; NumPy and JAX scalars and arrays are converted.
+
+    Args:
+      value: what to convert.
+      name: what error messages call it.
+
+    Raises:
+      ValueError: NaN or an infinity, which JSON lacks.
+      TypeError: another type.
+    """
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        value = np.asarray(value).tolist()
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)  # Enumerations too.
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} is no JSON number; write None instead")
+        return float(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [to_json(entry, f"{name}[{i}]") for i, entry in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {str(key): to_json(entry, str(key)) for key, entry in value.items()}
+    raise TypeError(f"{name} is a {type(value).__name__}, which has no JSON form")
+
+
+def provenance() -> dict[str, Any]:
+    """Which code, libraries and machine the numbers of this process come from."""
+    device = jax.devices()[0]
+    commit = _git("rev-parse", "HEAD")
+    return {
+        "git_commit": commit,
+        # Numbers of changed code are not those of the commit.
+        "git_dirty": None if commit is None else bool(_unclean()),
+        "spec_jax_version": _version("spec_jax"),
+        "jax_version": jax.__version__,
+        "jaxlib_version": _version("jaxlib"),
+        "python_version": platform.python_version(),
+        "device_kind": device.device_kind,
+        "platform": device.platform,
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count(),
+    }
+
+
+def check_clean(*, what: str, allow: str) -> None:
+    """Raises `ValueError` unless the commit says which code runs.
+
+    Args:
+      what: is to name the commit, for the message.
+      allow: what marks it in the place of refusing it, for the message.
+    """
+    why = _unclean()
+    if _git("rev-parse", "HEAD") is None:
+        why = "this is no git checkout, or it has no commit"
+    if why:
+        raise ValueError(
+            f"{what} names the commit of its code, and {why}; {allow} makes one that "
+            "is marked so"
+        )
+
+
+def _unclean() -> str:
+    """Why the code that runs is not that of the commit; empty where it is."""
+    here, library = (
+        pathlib.Path(file).resolve().parents[depth]
+        for file, depth in ((__file__, 2), (spec_jax.__file__, 1))
+    )
+    if library != here:
+        return f"spec_jax comes from {library}, not from this checkout"
+    # Results are no code: one may be written after another without a commit between.
+    changes = _git(
+        *("status", "--porcelain", "--untracked-files=no", "--"),
+        *(":/", ":(top,exclude)experiments/results"),
+    )
+    names = [line[3:] for line in (changes or "").splitlines()]
+    if not names:
+        return ""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f"there are changes without a commit ({', '.join(names[:2])}{more})"
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says about the checkout of this file; `None` outside of one."""
+    command = ("git", "--no-optional-locks", *arguments)
+    here = pathlib.Path(__file__).parent
+    try:
+        done = subprocess.run(
+            command, cwd=here, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.rstrip()
+
+
+def _version(package: str) -> str | None:
+    """The installed version; `None` where the source is used without installing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str | None:
+    """The processor's model name, from Linux where it can be had."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or None

@@ -1,0 +1,281 @@
+"""Results: prompts run plain and by designs in turn, compared, and summed up."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+from experiments.lib import prompt_files, runs as runs_lib
+from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.model import qwen3
+
+
+Settings, Plain = runs_lib.Settings, runs_lib.Plain
+Speculative = runs_lib.Speculative
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptResult:
+    """One prompt: what both runs produced, and `repeats` times of each.
+
+    Attributes:
+      mismatches: verified positions with another token than decoding's; None where
+        only the distribution is decoding's.
+      reference: the tokens to match where they are not those of `plain`: a design
+        that is timed against our decoding, and compared with a decoding of its own.
+    """
+
+    prompt: prompt_files.Prompt
+    prompt_ids: list[int]
+    plain: list[Plain]
+    spec: list[Speculative]
+    mismatches: int | None
+    reference: list[int] | None = None
+
+    @property
+    def matched(self) -> bool | None:
+        """Whether every run of either kind produced the same tokens.
+
+        None where only the distribution is decoding's. Tokens that were chosen from
+        logits that are not finite match nothing.
+        """
+        if self.nonfinite:
+            return False
+        if self.mismatches is None:
+            return None
+        if self.reference is not None:
+            return all(run.tokens == self.reference for run in self.spec)
+        reference = self.plain[0].tokens
+        return all(run.tokens == reference for run in (*self.plain, *self.spec))
+
+    @property
+    def text(self) -> metrics.TextCounts:
+        """What was counted of the first speculative run's text."""
+        return metrics.text_counts(self.spec[0].tokens, self.spec[0].counters)
+
+    @property
+    def nonfinite(self) -> int:
+        """The most tokens of a run that were chosen from logits that are not finite."""
+        plain = [run.nonfinite for run in self.plain]
+        return max(plain + [run.counters.nonfinite for run in self.spec])
+
+    def row(self) -> dict:
+        """Returns the JSON line."""
+        counters = self.spec[0].counters
+        summary = metrics.summarise(
+            counters,
+            prompts=1,
+            texts=[self.text],
+            matched=None,
+            verify_decode_mismatches=None,
+        )
+        return {
+            "kind": "prompt",
+            "id": self.prompt.id,
+            "category": self.prompt.category,
+            "prompt_tokens": len(self.prompt_ids),
+            "tokens": counters.tokens,
+            "matched": self.matched,
+            "verify_decode_mismatches": self.mismatches,
+            "nonfinite_logits": self.nonfinite,
+            "rounds": counters.rounds,
+            "proposed": counters.proposed,
+            "accepted": counters.accepted,
+            "acceptance_rate": summary["acceptance_rate"],
+            "repetition": summary["repetition"],
+            "accepted_hist": counters.accepted_hist,
+            "baseline_e2e_s": [run.timing.e2e_s for run in self.plain],
+            "spec_e2e_s": [run.timing.e2e_s for run in self.spec],
+            "plain_ids": self.plain[0].tokens,
+            "spec_ids": self.spec[0].tokens,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Design:
+    """A way to speculate, and the decoding that its texts are compared with."""
+
+    lm: loading.LanguageModel
+    settings: Settings
+
+    def brief(self) -> "Design":
+        """Returns the design that generates one token: what it compiles is the same."""
+        settings = dataclasses.replace(self.settings, gen_tokens=1)
+        return dataclasses.replace(self, settings=settings)
+
+
+def run_designs(
+    designs: Mapping[Hashable, Design],
+    prompt: prompt_files.Prompt,
+    prompt_ids: list[int],
+    *,
+    repeats: int,
+) -> dict[Hashable, PromptResult]:
+    """Decodes a prompt plainly and by every design in turn, `repeats` times.
+
+    Plain decoding is that of the first design. A design with another target is compared
+    with the decoding of that, and timed against the first's.
+    """
+    first = next(iter(designs.values()))
+    plain: list[Plain] = []
+    spec: dict[Hashable, list[Speculative]] = {name: [] for name in designs}
+    for _ in range(repeats):
+        plain.append(runs_lib.run_plain(first.lm, first.settings, prompt_ids))
+        for name, design in designs.items():
+            spec[name].append(
+                runs_lib.run_speculative(design.lm, design.settings, prompt_ids)
+            )
+    # One replay of each text: that of a matched run is the same for all.
+    replays: dict[tuple, int | None] = {}
+    results = {}
+    for name, design in designs.items():
+        lm, settings, runs = design.lm, design.settings, spec[name]
+        text = lm.target, tuple(runs[0].tokens), settings.is_exact, settings.verifier
+        if text not in replays:
+            replays[text] = mismatches_of(lm, settings, prompt_ids, runs[0])
+        reference = None
+        if lm.target != first.lm.target:
+            reference = runs_lib.run_plain(lm, settings, prompt_ids).tokens
+        results[name] = PromptResult(
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            plain=plain,
+            spec=runs,
+            mismatches=replays[text],
+            reference=reference,
+        )
+    return results
+
+
+def run_prompts(
+    lm: loading.LanguageModel,
+    settings: Settings,
+    prompts: Sequence[prompt_files.Prompt],
+    ids: Sequence[list[int]],
+    *,
+    repeats: int,
+    after_prompt: Callable[[], None] = lambda: None,
+) -> Iterator[PromptResult]:
+    """Runs every prompt plain and speculatively in turn, `repeats` times.
+
+    With several slots: every prompt plain and alone, then all in a batch, in turn.
+    Afterwards each text is replayed through decoding. Alone, the gamma policy's state
+    is handed on from prompt to prompt.
+
+    Yields:
+      The result of each prompt, as soon as it is known.
+    """
+    if settings.num_slots > 1:
+        yield from _run_batches(lm, settings, prompts, ids, repeats, after_prompt)
+        return
+    for prompt, one in zip(prompts, ids, strict=True):
+        designs = {None: Design(lm=lm, settings=settings)}
+        result = run_designs(designs, prompt, one, repeats=repeats)[None]
+        after_prompt()
+        yield result
+        settings = dataclasses.replace(
+            settings, policy_state=result.spec[-1].policy_state
+        )
+
+
+def _run_batches(lm, settings, prompts, ids, repeats, after_prompt):
+    plain: list[list[Plain]] = []
+    spec: list[list[Speculative]] = []
+    for _ in range(repeats):
+        plain.append([runs_lib.run_plain(lm, settings, one) for one in ids])
+        spec.append(runs_lib.run_batch(lm, settings, ids, after_prompt=after_prompt))
+    by_prompt = zip(
+        prompts, ids, zip(*plain, strict=True), zip(*spec, strict=True), strict=True
+    )
+    for prompt, prompt_ids, plain_runs, spec_runs in by_prompt:
+        yield PromptResult(
+            prompt=prompt,
+            prompt_ids=list(prompt_ids),
+            plain=list(plain_runs),
+            spec=list(spec_runs),
+            mismatches=mismatches_of(lm, settings, prompt_ids, spec_runs[0]),
+        )
+
+
+def mismatches_of(
+    lm: loading.LanguageModel,
+    settings: Settings,
+    prompt_ids: list[int],
+    run: Speculative,
+) -> int | None:
+    """Returns what the run counted on its way, or what a replay of its text finds.
+
+    None where only the distribution is decoding's.
+    """
+    if not settings.is_exact:
+        return None
+    if run.mismatches is not None:
+        return run.mismatches
+    return runs_lib.count_mismatches(lm, settings, prompt_ids, run.tokens)
+
+
+def warm_up(designs: Sequence[Design], prompts: Sequence[list[int]]) -> float:
+    """Compiles everything that runs of the designs need; returns the seconds."""
+    started = time.perf_counter()
+    prompt = prompt_files.Prompt(id="warm-up", text="", category=None)
+    brief = {number: design.brief() for number, design in enumerate(designs)}
+    alone = {n: one for n, one in brief.items() if one.settings.num_slots == 1}
+    for ids in one_a_bucket(prompts):
+        if alone:
+            run_designs(alone, prompt, ids, repeats=1)
+        for one in brief.values():
+            if one.settings.num_slots > 1:
+                list(run_prompts(one.lm, one.settings, [prompt], [ids], repeats=1))
+    return time.perf_counter() - started
+
+
+def one_a_bucket(prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Returns prompts that between them need every executable that all of them need."""
+    by_bucket = {qwen3.bucket(max(1, len(prompt) - 1)): prompt for prompt in prompts}
+    return list(by_bucket.values())
+
+
+def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
+    """Returns the metric dictionary of finished prompts."""
+    mismatches = [result.mismatches for result in results]
+    return metrics.summarise(
+        metrics.total(result.spec[0].counters for result in results),
+        prompts=len(results),
+        texts=[result.text for result in results],
+        baseline=_by_repeat([result.plain for result in results]),
+        spec=_by_repeat([result.spec for result in results]),
+        matched=all_matched([result.matched for result in results]),
+        verify_decode_mismatches=None if None in mismatches else sum(mismatches),
+    )
+
+
+def all_matched(matched: Sequence[bool | None]) -> bool | None:
+    """Returns whether all matched; None where none differed and some were not known."""
+    if False in matched:
+        return False
+    return None if None in matched else True
+
+
+def without_decode_times(summary: metrics.Metrics) -> metrics.Metrics:
+    """Returns the metrics that a batch has: none that leaves prefill out."""
+    missing = ("spec_decode_", "speedup_decode")
+    return {k: v for k, v in summary.items() if not k.startswith(missing)}
+
+
+NO_CATEGORY = "none"
+"""What the prompts are called that have no category, where others have one."""
+
+
+def by_category(results: Sequence[PromptResult]) -> dict[str, metrics.Metrics]:
+    """Summarises each category apart; empty unless there are several."""
+    grouped: dict[str, list[PromptResult]] = {}
+    for result in results:
+        grouped.setdefault(result.prompt.category or NO_CATEGORY, []).append(result)
+    if len(grouped) < 2:
+        return {}
+    return {name: summarise(of_one) for name, of_one in sorted(grouped.items())}
+
+
+def _by_repeat(runs: list[list]) -> list[list[metrics.Timing]]:
+    """Returns the timings of each repeat, prompt by prompt."""
+    return [[run.timing for run in repeat] for repeat in zip(*runs, strict=True)]

@@ -1,0 +1,303 @@
+"""Runs of prompts, plain and speculative in turn: tokens, counters and times.
+
+`Settings` says what a run does with a prompt; a `LanguageModel` brings the models;
+`results` compares runs. Every run gets a fresh cache, allocated outside the timed
+region. The clock of one sequence runs over the prompt's prefill and over one call that
+generates everything, that of several slots over all of a batch. Compilation is done
+before, by `results.warm_up`.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.drafters import each, oracle
+from spec_jax.engine import (
+    baseline,
+    checks,
+    protocols,
+    round as round_lib,
+    rows,
+    scheduler as scheduler_lib,
+    state as states,
+    verdicts,
+)
+from spec_jax.gamma import policy
+from spec_jax.rules import sampling as sampling_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run does with a prompt, besides the models.
+
+    Attributes:
+      verifier: verifies windows in the place of the target's rows, for one slot: a
+        superseded design. It may count on the way, see `_recounted`.
+    """
+
+    gamma: int
+    gen_tokens: int
+    capacity: int
+    page_size: int
+    stop_ids: tuple[int, ...] = ()
+    prefill_by_rows: bool | None = None  # None: what the models do by default
+    sampling: sampling_lib.SamplingSettings | None = None  # None: greedy
+    gamma_policy: policy.GammaPolicy | None = None  # None: always `gamma`
+    policy_state: policy.State = None  # before each prompt's first round
+    rule: verdicts.Rule = "coupled"
+    num_slots: int = 1
+    verifier: protocols.Target | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens are those of decoding, not their distribution alone."""
+        return self.rule == "coupled" or self.sampling is None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plain:
+    """A run of autoregressive decoding."""
+
+    tokens: list[int]  # generated, without the prompt
+    timing: metrics.Timing
+    nonfinite: int = 0  # tokens chosen from logits that are not finite
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speculative:
+    """A speculative run.
+
+    Attributes:
+      mismatches: counted on the way, by designs that decode too; None where only a
+        replay can tell.
+      policy_state: of the gamma policy, after the last round.
+    """
+
+    tokens: list[int]
+    origins: list[states.Origin]
+    counters: metrics.Counters
+    timing: metrics.Timing
+    mismatches: int | None = None
+    policy_state: policy.State = None
+
+
+def run_plain(
+    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
+) -> Plain:
+    """Decodes one prompt, one token a step.
+
+    Raises:
+      ValueError: a prompt that cannot be used.
+      MemoryError: out of pages.
+    """
+    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
+    max_steps = jnp.int32(settings.gen_tokens)
+    jax.block_until_ready((kv, max_steps))
+    started = time.perf_counter()
+    state = jax.block_until_ready(_begin_plain(lm, settings, prompt, kv))
+    prefilled = time.perf_counter()
+    state = jax.block_until_ready(
+        baseline.generate(lm.target, lm.params, state, max_steps=max_steps)
+    )
+    finished = time.perf_counter()
+    with contextlib.suppress(FloatingPointError):  # They are counted.
+        baseline.check(state, vocab_size=lm.target.config.vocab_size)
+    tokens = np.asarray(state.tokens)[len(prompt) : int(state.length)].tolist()
+    return Plain(
+        tokens=tokens,
+        timing=metrics.Timing(
+            prefill_s=prefilled - started,
+            decode_s=finished - prefilled,
+            tokens=len(tokens),
+        ),
+        nonfinite=int(state.num_nonfinite),
+    )
+
+
+def _begin_plain(lm, settings, prompt, kv) -> baseline.DecodeState:
+    return baseline.begin(
+        lm.target,
+        lm.params,
+        kv,
+        prompt,
+        max_tokens=settings.gen_tokens,
+        prefill_by_rows=settings.prefill_by_rows,
+        sampling=settings.sampling,
+        stop_ids=settings.stop_ids,
+    )
+
+
+def make_scheduler(
+    lm: loading.LanguageModel, settings: Settings
+) -> scheduler_lib.Scheduler:
+    """Returns the scheduler of `settings.num_slots` slots.
+
+    Raises:
+      ValueError, NotImplementedError: a drafter or a setting that does not fit.
+    """
+    speculator = round_lib.Speculator(
+        params=(lm.params, lm.drafter_params),
+        target=settings.verifier
+        or rows.SlotRows(model=lm.target, num_slots=settings.num_slots),
+        drafter=each.lift(lm.drafter, settings.num_slots, rule=settings.rule),
+        rule=settings.rule,
+        gamma_policy=settings.gamma_policy,
+    )
+    return scheduler_lib.Scheduler(
+        speculator=speculator,
+        capacity=settings.capacity,
+        page_size=settings.page_size,
+        stop_ids=settings.stop_ids,
+        prefill_by_rows=settings.prefill_by_rows,
+        policy_state=settings.policy_state,
+    )
+
+
+def make_request(
+    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
+) -> scheduler_lib.Request:
+    """Returns a prompt's request; an oracle's has the trace of decoding, made here."""
+    trace = None
+    if isinstance(lm.drafter, oracle.Oracle):
+        trace = oracle.make_trace([*prompt, *run_plain(lm, settings, prompt).tokens])
+    return scheduler_lib.Request(
+        prompt=prompt,
+        max_tokens=settings.gen_tokens,
+        gamma=settings.gamma,
+        sampling=settings.sampling,
+        draft_params=trace,
+    )
+
+
+def run_speculative(
+    lm: loading.LanguageModel,
+    settings: Settings,
+    prompt: list[int],
+    *,
+    draft_params: Any = None,
+) -> Speculative:
+    """Generates one prompt by rounds; raises as `run_plain`.
+
+    Args:
+      draft_params: what the drafter takes from the request, if it takes anything.
+    """
+    scheduler = make_scheduler(lm, dataclasses.replace(settings, num_slots=1))
+    request = make_request(lm, settings, prompt)
+    if draft_params is not None:
+        request = dataclasses.replace(request, draft_params=draft_params)
+    scheduler.check(request)
+    state = scheduler.empty(draws=settings.sampling is not None)
+    max_rounds = jnp.int32(settings.gen_tokens)
+    jax.block_until_ready((state, request.draft_params, max_rounds))
+    started = time.perf_counter()
+    state = jax.block_until_ready(scheduler.admit(state, 0, request, refills=False))
+    prefilled = time.perf_counter()
+    state = jax.block_until_ready(
+        round_lib.generate(scheduler.speculator, state, max_rounds=max_rounds)
+    )
+    finished = time.perf_counter()
+    checks.check_refused([state.cache, state.memory])
+    checks.check_pages(state.slots.status, state.slots.length, state.cache)
+    slot = scheduler_lib.slot_of(jax.device_get(state.slots), 0)
+    run = as_run(
+        slot,
+        vocab_size=lm.target.config.vocab_size,
+        prefill_s=prefilled - started,
+        decode_s=finished - prefilled,
+    )
+    return _recounted(run, settings.verifier, state.cache)
+
+
+def _recounted(run: Speculative, verifier: Any, cache: Any) -> Speculative:
+    """Returns the run with what a verifier counted by itself, in its cache."""
+    recount = getattr(verifier, "recount", None)
+    return run if recount is None else recount(run, cache)
+
+
+def as_run(
+    slot: states.Slots, *, vocab_size: int | None, prefill_s: float, decode_s: float
+) -> Speculative:
+    """Returns the run of ONE finished slot.
+
+    Logits that are not finite are counted, and a run with any of them is not matched:
+    what came out before them is shown, as what differs is.
+    """
+    with contextlib.suppress(FloatingPointError):
+        checks.check_slot(slot, vocab_size=vocab_size)
+    tokens, origins = scheduler_lib.generated(slot), np.asarray(slot.origins)
+    return Speculative(
+        tokens=tokens,
+        origins=[states.Origin(o) for o in origins if o != states.Origin.PROMPT],
+        counters=metrics.of_slot(slot, num_tokens=len(tokens)),
+        timing=metrics.Timing(
+            prefill_s=prefill_s, decode_s=decode_s, tokens=len(tokens)
+        ),
+        policy_state=slot.policy,
+    )
+
+
+def run_batch(
+    lm: loading.LanguageModel,
+    settings: Settings,
+    prompts: Sequence[list[int]],
+    *,
+    after_prompt: Callable[[], None] = lambda: None,
+) -> list[Speculative]:
+    """Generates all prompts, `settings.num_slots` at a time.
+
+    The batch is timed as a whole, from the first prefill to the last token. Its seconds
+    are shared out over the prompts by the tokens that each generated, so that totals
+    are those of the batch; prefill and decoding overlap and are not told apart.
+    """
+    scheduler = make_scheduler(lm, settings)
+    requests = [make_request(lm, settings, prompt) for prompt in prompts]
+    state = scheduler.empty(draws=settings.sampling is not None)
+    jax.block_until_ready((state, [request.draft_params for request in requests]))
+    started, finished = time.perf_counter(), []
+    for one in scheduler.run(requests, state=state):
+        finished.append(one)
+        after_prompt()
+    seconds = time.perf_counter() - started
+    total = sum(len(scheduler_lib.generated(one.slot)) for one in finished)
+    return [
+        as_run(
+            one.slot,
+            vocab_size=one.vocab_size,
+            prefill_s=0.0,
+            decode_s=seconds * len(scheduler_lib.generated(one.slot)) / total,
+        )
+        for one in sorted(finished, key=lambda one: one.number)
+    ]
+
+
+def count_mismatches(
+    lm: loading.LanguageModel, settings: Settings, prompt: list[int], tokens: list[int]
+) -> int:
+    """Returns the positions of a generated text at which decoding chooses otherwise.
+
+    Replays the text through decoding: every position is decided after the prefix that
+    was really committed, whatever came before it.
+    """
+    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
+    state = _begin_plain(lm, settings, prompt, kv)
+    new = slice(len(prompt), len(prompt) + len(tokens))
+    text = np.array(state.tokens)
+    text[new] = tokens
+    _, chosen = baseline.replay(
+        lm.target,
+        lm.params,
+        state.cache,
+        tokens=jnp.asarray(text),
+        start=jnp.int32(new.start),
+        stop=jnp.int32(new.stop),
+        sampling=settings.sampling,
+    )
+    return int(np.sum(np.asarray(chosen)[new] != np.asarray(tokens)))

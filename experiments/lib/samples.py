@@ -1,0 +1,268 @@
+"""The text that a run shows: which one, and its tokens told apart by their origin."""
+
+import dataclasses
+import unicodedata
+from collections.abc import Sequence
+
+from rich import console as rich_console, text as rich_text
+
+from experiments.lib import results, runs
+from spec_jax import loading
+from spec_jax.engine import state as states
+from spec_jax.rules import sampling
+
+
+Origin = states.Origin
+
+SETTINGS = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+"""How the text is drawn where the measured runs are greedy and nothing was asked for:
+greedy texts of small models repeat themselves."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One generated text.
+
+    Attributes:
+      how: the settings that drew it, in words.
+      run: the speculative run.
+      plain: tokens of plain decoding under the same settings.
+      is_measured: whether the metrics count this run.
+      is_exact: whether the text is to be that of plain decoding.
+    """
+
+    prompt_id: str
+    prompt_ids: list[int]
+    how: str
+    run: runs.Speculative
+    plain: list[int]
+    is_measured: bool
+    is_exact: bool = True
+
+    @property
+    def matched(self) -> bool | None:
+        """Whether the text is that of plain decoding; None where it need not be."""
+        return self.run.tokens == self.plain if self.is_exact else None
+
+
+def draw(
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
+    first: results.PromptResult,
+    *,
+    seed: int,
+) -> Sample:
+    """Draws a text for a prompt, by `SETTINGS`, once speculatively and once plainly.
+
+    Args:
+      settings: of the measured runs, which are greedy.
+      first: the result whose prompt is taken.
+    """
+    drawn = sampling.make_settings(**SETTINGS, min_p=0.0, seed=seed)
+    settings = dataclasses.replace(settings, sampling=drawn, num_slots=1)
+    return Sample(
+        prompt_id=first.prompt.id,
+        prompt_ids=first.prompt_ids,
+        how=describe(**SETTINGS, seed=seed),
+        run=runs.run_speculative(lm, settings, first.prompt_ids),
+        plain=runs.run_plain(lm, settings, first.prompt_ids).tokens,
+        is_measured=False,
+        is_exact=settings.is_exact,
+    )
+
+
+def of_measured(first: results.PromptResult, *, how: str) -> Sample:
+    """Returns the text of a measured run; its settings in words are the caller's."""
+    return Sample(
+        prompt_id=first.prompt.id,
+        prompt_ids=first.prompt_ids,
+        how=how,
+        run=first.spec[0],
+        plain=first.plain[0].tokens,
+        is_measured=True,
+        is_exact=first.mismatches is not None,
+    )
+
+
+def describe(
+    *,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    min_p: float = 0.0,
+    seed: int,
+) -> str:
+    """The settings of a draw in words, those that do nothing left out."""
+    if temperature == 0:
+        return "greedy"
+    words = [f"temperature {temperature:g}"]
+    words += [f"top-p {top_p:g}"] if top_p < 1 else []
+    words += [f"top-k {top_k}"] if top_k is not None else []
+    words += [f"min-p {min_p:g}"] if min_p > 0 else []
+    return ", ".join([*words, f"seed {seed}"])
+
+
+def show(
+    sample: Sample, lm: loading.LanguageModel, console: rich_console.Console
+) -> None:
+    """Prints a heading, and the text, its tokens told apart by where they came from."""
+    heading = rich_text.Text(f"Prompt {sample.prompt_id}: {sample.how}; ", style="bold")
+    if sample.matched is None:
+        heading.append("of the distribution of plain decoding")
+    elif sample.matched:
+        heading.append("equal to plain decoding")
+    else:
+        pairs = enumerate(zip(sample.run.tokens, sample.plain, strict=False))
+        shorter = min(len(sample.run.tokens), len(sample.plain))
+        place = next((i for i, (ours, plain) in pairs if ours != plain), shorter)
+        heading.append(f"NOT EQUAL to plain decoding at token {place}", "bold red")
+    if not sample.is_measured:
+        heading.append(" (the numbers below are of the measured, greedy runs)")
+    console.print(heading, soft_wrap=True, highlight=False)
+    origins = [Origin.PROMPT] * len(sample.prompt_ids)
+    pieces = lm.tokenizer.decode_pieces([*sample.prompt_ids, *sample.run.tokens])
+    print_text(pieces, [*origins, *sample.run.origins], console)
+
+
+def print_text(
+    pieces: Sequence[str], origins: Sequence[int], console: rich_console.Console
+) -> None:
+    """Prints a text whose tokens are told apart by where they came from.
+
+    By colour or, where the console shows none, by marks that cannot be taken for the
+    text: without them, what is printed is the text. (Tabs are shown as spaces, and
+    control characters are spelled out.)
+
+    Args:
+      pieces: the text of each token.
+      origins: the `Origin` of each token.
+      console: where to print.
+    """
+    if len(pieces) != len(origins):
+        raise ValueError(f"{len(pieces)} pieces but {len(origins)} origins")
+    origins = [Origin(origin) for origin in origins]
+    is_coloured = console.is_terminal and console.color_system and not console.no_color
+    if is_coloured:
+        line_end = "\u21b5" if _can_print("\u21b5", console) else "\\n"
+        legend, text = _coloured(pieces, origins, line_end)
+    else:
+        legend, text = _marked_clearly(pieces, origins, console)
+    # `Text`, because brackets in source code are no markup; and soft-wrapped, because
+    # a line of source code is one line.
+    console.print(legend, soft_wrap=True, highlight=False)
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+_STYLES = {
+    Origin.PROMPT: "dim",
+    Origin.ACCEPTED: "green",
+    Origin.CORRECTION: "bold red",
+    Origin.BONUS: "blue",
+}
+_TARGETS_OWN = (Origin.CORRECTION, Origin.BONUS)
+
+
+def _coloured(
+    pieces: Sequence[str], origins: Sequence[Origin], line_end: str
+) -> tuple[rich_text.Text, rich_text.Text]:
+    """Legend and text in colours; white space of the target's own is made visible."""
+    legend = rich_text.Text()
+    for origin, style in _STYLES.items():
+        legend.append(origin.name.lower(), style=style).append("  ")
+    legend.append(f"({line_end} a line end in that colour)", style="dim")
+    text = rich_text.Text()
+    for piece, origin in zip(pieces, origins, strict=True):
+        style, piece = _STYLES[origin], _without_controls(piece)
+        if origin in _TARGETS_OWN:
+            piece = piece.replace("\n", line_end + "\n")
+            if piece.isspace():
+                style += " reverse"
+        text.append(piece, style=style)
+    return legend, text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Marks:
+    """Plain marks: what stands around corrections and bonus tokens.
+
+    Attributes:
+      start: stands where the prompt ends.
+      correction: before and after the token.
+      bonus: before and after the token.
+    """
+
+    start: str
+    correction: tuple[str, str]
+    bonus: tuple[str, str]
+
+    def all(self) -> tuple[str, ...]:
+        """Every mark."""
+        return (self.start, *self.correction, *self.bonus)
+
+
+MARKS = (
+    # White brackets and triangles, which no programming language uses.
+    Marks(start="\u25b6", correction=("\u27e6", "\u27e7"), bonus=("\u27ea", "\u27eb")),
+    Marks(start="[|]", correction=("[-", "-]"), bonus=("{+", "+}")),
+    Marks(start="<#|#>", correction=("<#!", "!#>"), bonus=("<#+", "+#>")),
+)
+"""In order of preference: the first that can be printed and cannot be mistaken."""
+
+
+def _marked_clearly(
+    pieces: Sequence[str], origins: Sequence[Origin], console: rich_console.Console
+) -> tuple[rich_text.Text, rich_text.Text]:
+    """Legend and text, with the first marks that occur where they were put only."""
+    num_corrections = origins.count(Origin.CORRECTION)
+    num_bonus = origins.count(Origin.BONUS)
+    has_start = any(origin != Origin.PROMPT for origin in origins)
+    times = (has_start, *[num_corrections] * 2, *[num_bonus] * 2)
+    for marks in MARKS:
+        legend, text = _marked(pieces, origins, marks)
+        # Counted with the marks in place: a mark can also arise where the text meets
+        # another one.
+        found = tuple(text.plain.count(mark) for mark in marks.all())
+        if found == times and _can_print("".join(marks.all()), console):
+            break
+    return legend, text
+
+
+def _marked(
+    pieces: Sequence[str], origins: Sequence[Origin], marks: Marks
+) -> tuple[rich_text.Text, rich_text.Text]:
+    """Legend and text with plain marks."""
+    around = {
+        Origin.PROMPT: ("", ""),
+        Origin.ACCEPTED: ("", ""),
+        Origin.CORRECTION: marks.correction,
+        Origin.BONUS: marks.bonus,
+    }
+    legend = (
+        f"prompt {marks.start} accepted  {'correction'.join(marks.correction)}  "
+        f"{'bonus'.join(marks.bonus)}"
+    )
+    text, has_started = rich_text.Text(), False
+    for piece, origin in zip(pieces, origins, strict=True):
+        if origin != Origin.PROMPT and not has_started:
+            text.append(marks.start)
+            has_started = True
+        text.append(_without_controls(piece).join(around[origin]))
+    return rich_text.Text(legend), text
+
+
+def _without_controls(piece: str) -> str:
+    """Spells out control characters, which would act on the terminal."""
+    return "".join(
+        f"\\x{ord(char):02x}"
+        if unicodedata.category(char) == "Cc" and char not in "\n\t"
+        else char
+        for char in piece
+    )
+
+
+def _can_print(text: str, console: rich_console.Console) -> bool:
+    try:
+        text.encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

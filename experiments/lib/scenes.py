@@ -1,0 +1,205 @@
+"""Scenes of a text: what two ways to run a window start from, and what a way is.
+
+The keys and values before the window are those of decoding, or those that the windows
+of a path left behind.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.lib import mismatches, paths
+from spec_jax.debug.microscope import history, record as record_lib, scene as scene_lib
+from spec_jax.engine import baseline, checks
+from spec_jax.model import (
+    config as config_lib,
+    params as params_lib,
+    prompt as prompt_lib,
+    qwen3,
+    row_model,
+)
+from spec_jax.typing import IMPLS
+
+
+HISTORIES = ("decode", "own")
+"""Who wrote the keys and values before the window, of the second run: decoding, as of
+the first, or its own path, window by window."""
+
+FOREVER = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two ways to run the window.
+
+    Attributes:
+      path: of `paths.NAMES`.
+      window_rows: see `record.Path`.
+
+    Raises:
+      ValueError: a path, an implementation or a dtype that does not exist, or a size
+        below one.
+    """
+
+    path: str
+    impl: str
+    dtype: str
+    slab: int
+    page_size: int
+    window_rows: int | None = None
+
+    def __post_init__(self):
+        paths.check(self.path)
+        for name, allowed in (("impl", IMPLS), ("dtype", config_lib.DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}"
+                )
+        for name in ("slab", "page_size", "window_rows"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+
+    def record_path(self, config: config_lib.Qwen3Config) -> record_lib.Path:
+        """Returns the path on a model of this side's dtype; `impl` must be resolved."""
+        model = row_model.RowModel(
+            config=dataclasses.replace(config, dtype=self.dtype),
+            impl=self.impl,
+            slab=self.slab,
+        )
+        return paths.record_path(
+            self.path,
+            model,
+            page_size=self.page_size,
+            window_rows=self.window_rows,
+        )
+
+
+def text_of_prompt(
+    model: row_model.RowModel,
+    params: params_lib.Params,
+    prompt: Sequence[int],
+    *,
+    page_size: int,
+    cache_length: int | None,
+    drafts: Sequence[int] | int,
+    wrong_draft: int | None,
+    by_rows: bool | None,
+) -> mismatches.Text:
+    """Returns a window after `cache_length` tokens of the prompt and its continuation.
+
+    Args:
+      cache_length: positions before the window; all of the prompt but its last token
+        if None.
+      drafts: the drafted tokens; or how many, of decoding's own.
+      wrong_draft: which of them, from 1, to replace by a token that differs.
+      by_rows: see `RowModel.prefill`.
+
+    Raises:
+      ValueError: a prompt or a draft that cannot be used.
+    """
+    start = len(prompt) - 1 if cache_length is None else cache_length
+    num_drafts = drafts if isinstance(drafts, int) else len(drafts)
+    decoded = drafts if isinstance(drafts, int) else 0
+    positions = model.config.max_position_embeddings
+    if start + 1 + num_drafts > positions:
+        raise ValueError(
+            f"{start} cached tokens and a window of {num_drafts + 1} do not fit the "
+            f"model's {positions} positions"
+        )
+    if wrong_draft is not None and wrong_draft > num_drafts:
+        raise ValueError(
+            f"there is no draft {wrong_draft} to make wrong: {num_drafts} are drafted"
+        )
+    prompt = checks.check_prompt(
+        prompt, vocab_size=model.config.vocab_size, capacity=positions
+    )[: start + 1]
+    length = start + 1 + decoded
+    tokens = prompt
+    if len(prompt) < length:
+        kv = model.new_cache(capacity=qwen3.bucket(length), page_size=page_size)
+        state = baseline.begin(
+            model,
+            params,
+            kv,
+            prompt,
+            max_tokens=length - len(prompt),
+            prefill_by_rows=by_rows,
+        )
+        # Without stop tokens: the window may lie past the end of a text.
+        state = baseline.generate(model, params, state, max_steps=jnp.int32(FOREVER))
+        tokens = baseline.committed(state, vocab_size=model.config.vocab_size)
+    window = tokens[start:] if isinstance(drafts, int) else [tokens[start], *drafts]
+    if wrong_draft is not None:
+        window[wrong_draft] = (window[wrong_draft] + 1) % model.config.vocab_size
+    return mismatches.Text(
+        prompt_len=len(prompt), prefix=tuple(tokens[:start]), window=tuple(window)
+    )
+
+
+def decoded(
+    text: mismatches.Text,
+    model: row_model.RowModel,
+    params: params_lib.Params,
+    *,
+    page_size: int,
+    by_rows: bool | None,
+) -> scene_lib.Scene:
+    """Returns the scene of a text: its prompt prefilled, the rest decoded.
+
+    Raises:
+      ValueError: tokens that are not of the model's vocabulary.
+    """
+    kv = _prefilled(text, model, params, page_size=page_size, by_rows=by_rows)
+    start = len(text.prefix)
+    if start >= text.prompt_len:
+        kv, _ = baseline.replay(
+            model,
+            params,
+            kv,
+            tokens=jnp.asarray(checks.text_buffer(text.prefix, kv.slot_capacity)),
+            start=jnp.int32(text.prompt_len),
+            stop=jnp.int32(start + 1),
+        )
+    return scene_lib.capture(kv, text.prefix, text.window)
+
+
+def own(
+    text: mismatches.Text,
+    path: record_lib.Path,
+    params: params_lib.Params,
+    *,
+    starts: Sequence[int] | None,
+    by_rows: bool | None,
+) -> scene_lib.Scene:
+    """As `decoded`, but windows of the path wrote what follows the prompt.
+
+    Args:
+      starts: of the windows, see `history.write`; the last is that of `text.window`.
+        None: windows as high as the slab tile the text.
+
+    Raises:
+      ValueError: as `decoded`, or windows that the path cannot run.
+    """
+    if starts is None:
+        start = len(text.prefix)
+        starts = (*range(text.prompt_len - 1, start, path.model.slab), start)
+    sizes = {"page_size": path.page_size, "by_rows": by_rows}
+    kv = _prefilled(text, path.model, params, **sizes)
+    kv = history.write(path, params, kv, tokens=text.prefix, starts=starts)
+    return scene_lib.capture(kv, text.prefix, text.window)
+
+
+def _prefilled(text, model, params, *, page_size, by_rows):
+    """Returns a cache with the prompt but its last token, and room for the text."""
+    tokens = checks.check_prompt(
+        np.asarray([*text.prefix, *text.window]),
+        vocab_size=model.config.vocab_size,
+        capacity=model.config.max_position_embeddings,
+        what="the text with its window",
+    )
+    kv = model.new_cache(capacity=qwen3.bucket(len(tokens)), page_size=page_size)
+    known = tokens[: text.prompt_len - 1]
+    return prompt_lib.prefill(model, params, kv, known, by_rows=by_rows)

@@ -1,0 +1,548 @@
+"""Step costs: a plain step, a slab with several live rows, a draft step, a round.
+
+Many steps are one compiled call, so that the cost of dispatching a call is not
+measured; on a GPU the loop around them is, as it is in a generation. A context of `n`
+means that the first step attends to `n` positions. Caches are full of noise, and any
+length can be declared valid: what a step costs depends on lengths, not on what the
+cache holds.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.lib import noise, subjects, timing
+from spec_jax import loading
+from spec_jax.drafters import each
+from spec_jax.engine import (
+    baseline,
+    protocols,
+    round as round_lib,
+    rows as rows_lib,
+    state as states,
+)
+from spec_jax.model import (
+    config as config_lib,
+    params as params_lib,
+    prompt as prompt_lib,
+    row_model,
+)
+from spec_jax.paging import allocator, cache as paged, index
+from spec_jax.rules import sampling as sampling_lib
+
+
+PLAIN = "plain step"
+ONE_ROW = "1 live row"
+READ = "read of its bytes"
+LARGE_READ = "read of 256 MiB"
+NEW_CACHE = "new cache"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes that all thunks share, so that contexts share executables.
+
+    Attributes:
+      capacity: positions of each cache.
+      steps: steps of one call.
+    """
+
+    capacity: int
+    page_size: int
+    steps: int
+
+
+class Box:
+    """Caches whose buffers are handed on from call to call.
+
+    Attributes:
+      caches: a pytree; whoever donates it puts its successor here.
+    """
+
+    def __init__(self, caches: Any):
+        self.caches = caches
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """A compiled call, in two parts that can be traced without running.
+
+    Attributes:
+      program: what is compiled; contexts, rows and gammas are data, and share it.
+      params: first argument of `run`.
+      prepare: `caches -> state`; not timed. Both donate what they take.
+      run: `(params, state) -> caches, outputs`.
+      calls: how often `run` does what is to be timed.
+    """
+
+    program: str
+    params: Any
+    box: Box
+    prepare: Callable[[Any], Any]
+    run: Callable[[Any, Any], tuple[Any, Any]]
+    calls: int
+
+    def thunk(self) -> timing.Thunk:
+        """Seconds of one."""
+
+        def run(state: Any) -> Any:
+            self.box.caches, outputs = self.run(self.params, state)
+            return self.box.caches, outputs
+
+        prepare = lambda: self.prepare(self.box.caches)
+        return timing.stopwatch(run, prepare, calls=self.calls)
+
+    def trace(self) -> jax.stages.Traced:
+        """The timed call as a program; arrays may be shapes."""
+        state = jax.eval_shape(self.prepare, self.box.caches)
+        return jax.jit(self.run, donate_argnums=1).trace(self.params, state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Something whose cost is measured.
+
+    Attributes:
+      name: unique; as the table shows it.
+      work: a compiled call, or
+      timed: a thunk, where it is something else.
+      ratio_to: name of the cost that it is compared with.
+      context: positions that the first step attends to, where that matters.
+      num_live: live rows, where that matters.
+      gamma: tokens drafted, where that matters.
+      num_bytes: that one must read, where that is known.
+    """
+
+    name: str
+    ratio_to: str
+    work: Work | None = None
+    timed: timing.Thunk | None = None
+    context: int | None = None
+    num_live: int | None = None
+    gamma: int | None = None
+    num_bytes: int | None = None
+
+    def thunk(self) -> timing.Thunk:
+        return self.timed or self.work.thunk()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured of a target and its draft.
+
+    Attributes:
+      contexts: of a plain step; everything else is measured at the first of them.
+      rows: live rows at the first context; the most of them at all others too. None:
+        up to the drafter's longest window, at the first context only.
+      prefills: prompt lengths to be prefilled.
+      sampling: of plain steps and rounds; None is greedy.
+      as_shapes: caches are shapes, to be traced and not run.
+    """
+
+    contexts: Sequence[int]
+    page_size: int
+    steps: int
+    rows: Sequence[int] | None = None
+    prefills: Sequence[int] = ()
+    sampling: sampling_lib.SamplingSettings | None = None
+    as_shapes: bool = False
+
+
+def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
+    """Returns all costs, in groups measured in turns; `PLAIN` is in each group.
+
+    Those that need a drafter are left out if there is none.
+
+    Raises:
+      ValueError: contexts beyond the model's positions.
+    """
+    gamma_max = 0 if lm.drafter is None else lm.gamma_max
+    longest = max((*plan.contexts, *plan.prefills))
+    # As far as `steps` rounds can lead, and a window more.
+    capacity = longest + (plan.steps + 1) * (gamma_max + 1)
+    capacity = index.pages_for(capacity, plan.page_size) * plan.page_size
+    positions = lm.target.config.max_position_embeddings
+    if capacity > positions:
+        raise ValueError(
+            f"{plan.steps} steps in a context of {longest} need {capacity} "
+            f"positions, the model has {positions}"
+        )
+    sizes = Sizes(capacity=capacity, page_size=plan.page_size, steps=plan.steps)
+    box = Box(_caches((lm.target,), sizes, plan.as_shapes))
+    shared = lm.target, lm.params, sizes
+    first = plan.contexts[0]
+
+    def plain(context: int) -> Cost:
+        return Cost(
+            name=PLAIN if context == first else f"{PLAIN} at {context}",
+            work=_plain(*shared, context, box=box, settings=plan.sampling),
+            ratio_to=PLAIN,
+            context=context,
+            num_bytes=_bytes(*shared[:2], context),
+        )
+
+    def window(n: int, context: int) -> Cost:
+        suffix = "" if context == first else f" at {context}"
+        return Cost(
+            name=(ONE_ROW if n == 1 else f"{n} live rows") + suffix,
+            work=_window(*shared, context, num_live=n, box=box),
+            ratio_to=(ONE_ROW if ones else PLAIN) if not suffix else PLAIN,
+            context=context,
+            num_live=n,
+            num_bytes=_bytes(*shared[:2], context),
+        )
+
+    rows = plan.rows or (range(1, gamma_max + 2) if gamma_max else ())
+    ones = 1 in rows
+    group = [plain(first), *(window(n, first) for n in rows)]
+    if lm.drafter is not None:
+        group += _drafter_costs(lm, sizes, first, box, plan)
+    group += [_prefill(*shared, n) for n in plan.prefills if not plan.as_shapes]
+    if not plan.as_shapes:
+        group += _traffic(lm, sizes)
+    others = [
+        [plain(first), plain(c), *([window(max(plan.rows), c)] if plan.rows else [])]
+        for c in plan.contexts[1:]
+    ]
+    return [group, *others]
+
+
+def _traffic(lm: loading.LanguageModel, sizes: Sizes) -> list[Cost]:
+    """Plain reads, and a new cache."""
+    num_bytes = subjects.step_bytes(lm.params)
+    read = timing.read(num_bytes)
+    made = [Cost(name=READ, timed=read, ratio_to=PLAIN, num_bytes=num_bytes)]
+    if num_bytes < timing.LARGE_READ_BYTES:
+        large = timing.read(timing.LARGE_READ_BYTES)
+        made.append(Cost(name=LARGE_READ, timed=large, ratio_to=PLAIN))
+    new_cache = functools.partial(
+        lm.target.new_cache, capacity=sizes.capacity, page_size=sizes.page_size
+    )
+    allocate = timing.stopwatch(lambda _: new_cache())
+    return [*made, Cost(name=NEW_CACHE, timed=allocate, ratio_to=PLAIN)]
+
+
+def _drafter_costs(
+    lm: loading.LanguageModel, sizes: Sizes, context: int, box: Box, plan: Plan
+) -> list[Cost]:
+    """A draft step, and rounds of each gamma."""
+    draft, params = lm.drafter.model, lm.drafter_params
+    own = Box(_caches((draft,), sizes, plan.as_shapes))
+    made = [
+        Cost(
+            name="draft step",
+            work=_plain(draft, params, sizes, context, box=own, program="draft"),
+            ratio_to=PLAIN,
+            context=context,
+            num_live=1,
+            num_bytes=_bytes(draft, params, context),
+        )
+    ]
+    both = _Both(box, own)
+    for gamma in range(1, lm.gamma_max + 1):
+        work = _round(lm, sizes, context, gamma, box=both, settings=plan.sampling)
+        made.append(
+            Cost(
+                name=f"round, gamma {gamma}",
+                work=work,
+                ratio_to=PLAIN,
+                context=context,
+                gamma=gamma,
+            )
+        )
+    return made
+
+
+class _Both(Box):
+    """Two boxes as one."""
+
+    def __init__(self, *boxes: Box):
+        self._boxes = boxes
+
+    @property
+    def caches(self) -> Any:
+        return tuple(box.caches for box in self._boxes)
+
+    @caches.setter
+    def caches(self, caches: Any) -> None:
+        for box, cache in zip(self._boxes, caches, strict=True):
+            box.caches = cache
+
+
+def plain_step(
+    model: row_model.RowModel,
+    params: params_lib.Params,
+    sizes: Sizes,
+    context: int,
+) -> timing.Thunk:
+    """One token of plain decoding; of the draft model, one draft step."""
+    box = Box(_caches((model,), sizes, False))
+    return _plain(model, params, sizes, context, box=box).thunk()
+
+
+def live_rows(
+    model: row_model.RowModel,
+    params: params_lib.Params,
+    sizes: Sizes,
+    context: int,
+    *,
+    num_live: int,
+) -> timing.Thunk:
+    """One verification of `num_live` rows, with argmax and truncation."""
+    box = Box(_caches((model,), sizes, False))
+    return _window(model, params, sizes, context, num_live=num_live, box=box).thunk()
+
+
+def _plain(
+    model, params, sizes, context, *, box, settings=None, program="target"
+) -> Work:
+    most = jnp.int32(sizes.steps)
+
+    def prepare(kv: paged.PagedKV) -> baseline.DecodeState:
+        return baseline.init_state(
+            _text(model, sizes),
+            length=jnp.int32(context),
+            limit=jnp.int32(context + sizes.steps),
+            cache=at_length(kv, context - 1),
+            stop_ids=no_stop(),
+            sampling=settings,
+        )
+
+    def run(params, state):
+        state = baseline.generate(model, params, state, max_steps=most)
+        return state.cache, (state.tokens, state.num_steps)
+
+    return Work(
+        program=f"{program}: plain steps",
+        params=params,
+        box=box,
+        prepare=prepare,
+        run=run,
+        calls=sizes.steps,
+    )
+
+
+def _window(model, params, sizes, context, *, num_live, box) -> Work:
+    live = jnp.int32(num_live)
+
+    def prepare(kv: paged.PagedKV) -> paged.PagedKV:
+        return at_length(kv, context - 1)
+
+    def run(params, kv):
+        return repeat_forward(model, params, kv, num_live=live, steps=sizes.steps)
+
+    return Work(
+        program="target: windows",
+        params=params,
+        box=box,
+        prepare=prepare,
+        run=run,
+        calls=sizes.steps,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames=("kv",))
+def repeat_forward(model, params, kv, *, num_live, steps):
+    """Verifies rows at the same positions `steps` times, and forgets them each time."""
+    target = rows_lib.SlotRows(model=model, num_slots=1)
+    start, asked = kv.length, jnp.ones((1,), bool)
+
+    def step(carry, _):
+        kv, tokens = carry
+        kv, verified = target.verify(
+            params,
+            kv,
+            protocols.Window(tokens=tokens, start=start, num_live=num_live[None]),
+        )
+        chosen = target.choose(verified.logits, verified.num_live)
+        # Each step's tokens come from the step before it, as in decoding. With fixed
+        # ones XLA could move the first layer out of the loop.
+        tokens = chosen[None, : model.slab]
+        return (target.truncate(kv, start, asked=asked), tokens), None
+
+    tokens = jnp.arange(model.slab, dtype=jnp.int32)[None]
+    return jax.lax.scan(step, (kv, tokens), None, length=steps)[0]
+
+
+def _round(lm, sizes, context, gamma, *, box, settings=None) -> Work:
+    """`gamma` drafts, verification, commit, truncation of both caches."""
+    target = rows_lib.SlotRows(model=lm.target, num_slots=1)
+    drafter, most = each.lift(lm.drafter, 1), jnp.int32(sizes.steps)
+
+    def prepare(caches) -> states.State:
+        kv, memory = (at_length(kv, context - 1) for kv in caches)
+        slots = one_slot(
+            _text(lm.target, sizes),
+            length=jnp.int32(context),
+            # Far enough that no round is cut short.
+            limit=jnp.int32(context + sizes.steps * (gamma + 1)),
+            gamma=jnp.int32(gamma),
+            gamma_max=lm.gamma_max,
+            sampling=settings,
+        )
+        return states.State(slots=slots, cache=kv, memory=memory)
+
+    def run(params, state):
+        speculator = round_lib.Speculator(params=params, target=target, drafter=drafter)
+        state = round_lib.generate(speculator, state, max_rounds=most)
+        outputs = state.slots.tokens, state.slots.num_rounds
+        return (state.cache, state.memory), outputs
+
+    return Work(
+        program="rounds",
+        params=(lm.params, lm.drafter_params),
+        box=box,
+        prepare=prepare,
+        run=run,
+        calls=sizes.steps,
+    )
+
+
+def no_stop() -> jax.Array:
+    """Returns stop tokens that end nothing, in an array to be donated."""
+    return jnp.full((1,), states.NO_STOP, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("gamma_max",))
+def one_slot(
+    tokens: jax.Array,
+    *,
+    length: jax.Array,
+    limit: jax.Array,
+    gamma: jax.Array,
+    gamma_max: int,
+    sampling: sampling_lib.SamplingSettings | None = None,
+) -> states.Slots:
+    """Returns one slot that generates after `tokens[:length]`; leaves are `[1, ...]`.
+
+    There is no stop token; all arrays are new ones.
+    """
+    slot = states.begin_slot(
+        tokens,
+        length=length,
+        limit=limit,
+        capped=False,
+        gamma=gamma,
+        stop_ids=no_stop(),
+        gamma_max=gamma_max,
+        sampling=sampling,
+        policy=None,
+    )
+    return jax.tree.map(lambda leaf: leaf[None], slot)
+
+
+def _prefill(model, params, sizes, num_tokens) -> Cost:
+    """A prompt's K/V, by whatever prefill the model has; seconds of a prompt."""
+    prompt = noise.tokens(num_tokens, model.config.vocab_size).tolist()
+    timed = timing.stopwatch(
+        lambda kv: prompt_lib.prefill(model, params, kv, prompt),
+        lambda: model.new_cache(capacity=sizes.capacity, page_size=sizes.page_size),
+    )
+    name = f"prefill of {num_tokens}"
+    return Cost(name=name, timed=timed, ratio_to=PLAIN, context=num_tokens)
+
+
+def _text(model: row_model.RowModel, sizes: Sizes) -> jax.Array:
+    return noise.tokens(sizes.capacity + 1, model.config.vocab_size, seed=3)
+
+
+def _caches(models: Sequence[Any], sizes: Sizes, as_shapes: bool) -> Any:
+    """A cache of noise for each model; that of one model is no tuple."""
+    make = functools.partial(
+        noisy_cache, capacity=sizes.capacity, page_size=sizes.page_size
+    )
+    made = tuple(
+        jax.eval_shape(functools.partial(make, model)) if as_shapes else make(model)
+        for model in models
+    )
+    return made[0] if len(made) == 1 else made
+
+
+def noisy_cache(
+    model: row_model.RowModel, *, capacity: int, page_size: int
+) -> paged.PagedKV:
+    """A cache each of whose positions holds keys and values, none of them valid."""
+    kv = model.new_cache(capacity=capacity, page_size=page_size)
+    leaves, structure = jax.tree.flatten((kv.k, kv.v))
+    # One after another: two full caches at once may not fit.
+    kv = kv.replace(k=(), v=())
+    for number, leaf in enumerate(leaves):
+        shape, dtype = leaf.shape, leaf.dtype
+        leaves[number] = leaf = None
+        leaves[number] = noise.normal(number, shape, dtype)
+    k, v = jax.tree.unflatten(structure, leaves)
+    return kv.replace(k=k, v=v)
+
+
+@functools.partial(jax.jit, donate_argnames=("kv",))
+def at_length(kv: paged.PagedKV, length: int) -> paged.PagedKV:
+    """The cache with `[0, length)` valid, and as many pages as that takes."""
+    slot = row_model.SLOT
+    kv = allocator.truncate(kv, slot, jnp.minimum(length, kv.length[slot]))
+    kv = allocator.reserve(kv, slot, length)
+    return allocator.extend(kv, slot, length)
+
+
+def _bytes(model: row_model.RowModel, params: params_lib.Params, context: int) -> int:
+    """Bytes of weights, and of keys and values, that a step reads."""
+    return subjects.step_bytes(params) + context * cache_bytes(model.config)
+
+
+def cache_bytes(config: config_lib.Qwen3Config) -> int:
+    """Keys and values of one position, all layers."""
+    itemsize = jnp.dtype(config.dtype).itemsize
+    heads = config.num_kv_heads * config.head_dim
+    return 2 * config.num_layers * heads * itemsize
+
+
+def rows(costs: Sequence[Cost], timings: timing.Timings) -> list[dict[str, Any]]:
+    """A JSON row of each cost; ratios are medians over the turns."""
+    made = []
+    for cost in costs:
+        seconds = timings.seconds[cost.name]
+        ratio = timing.ratios(seconds, timings.seconds[cost.ratio_to])
+        median = timing.spread(seconds).median
+        row = {
+            "kind": "step",
+            "step": cost.name,
+            "context": cost.context,
+            "num_live": cost.num_live,
+            "gamma": cost.gamma,
+            **timing.spread_fields("ms", [1e3 * s for s in seconds]),
+            **timing.spread_fields("ratio", ratio),
+            "ratio_to": cost.ratio_to,
+            "gb_s": cost.num_bytes and cost.num_bytes / median / 1e9,
+            "n": len(seconds),
+            "warm_up_s": timings.warm_up[cost.name],
+        }
+        made.append(row)
+    return made
+
+
+def bandwidth(
+    params: params_lib.Params, seconds: dict[str, Sequence[float]]
+) -> dict[str, float | int | bool | None]:
+    """What a plain step achieves of what a plain read of as many bytes does.
+
+    Args:
+      seconds: of `PLAIN`, `READ` and `LARGE_READ` in each turn; weights that are large
+        enough themselves are not read a second time.
+    """
+    num_bytes, cache = subjects.step_bytes(params), timing.cache_bytes()
+    step_s, read_s = seconds[PLAIN], seconds[READ]
+    large_bytes = max(num_bytes, timing.LARGE_READ_BYTES)
+    large_read_s = seconds.get(LARGE_READ, read_s)
+    return {
+        "step_bytes": num_bytes,
+        "last_level_cache_bytes": cache,
+        "fits_in_cache": None if cache is None else num_bytes <= cache,
+        "read_gb_s": num_bytes / timing.spread(read_s).median / 1e9,
+        "read_best_gb_s": num_bytes / min(read_s) / 1e9,
+        "memory_gb_s": large_bytes / timing.spread(large_read_s).median / 1e9,
+        "achieved_gb_s": num_bytes / timing.spread(step_s).median / 1e9,
+        "bandwidth_share": timing.spread(timing.ratios(read_s, step_s)).median,
+    }

@@ -1,0 +1,277 @@
+"""Plans of the exactness suite: from flags, or from a certificate.
+
+Knows files, flags and certificates, and turns them into cells, prompts and the header
+that says what is run.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.lib import (
+    cell_runs,
+    certificates,
+    exact_cells as cells_lib,
+    policies,
+    prompt_files,
+    prompts as prompts_lib,
+    records,
+    suite,
+)
+from spec_jax import loading
+from spec_jax.engine import checks
+from spec_jax.model import fingerprint
+from spec_jax.ops import dispatch
+
+
+EMBEDDED = "embedded"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What is run where flags say nothing."""
+
+    prompts: str
+    gen_tokens: int
+    axes: Mapping[str, tuple]
+
+
+# The first value of an axis is the base. gamma is data: its values share executables.
+_EVERY = {
+    "dtype": ("bfloat16",),
+    "impl": ("auto",),
+    "slab": (8,),
+    "page_size": (16, 64),
+    "cache": ("paged", "static"),
+    "prefill": cells_lib.PREFILLS,
+    "verify_path": ("paged-decode", "row-loop"),
+    "draft_cache": cells_lib.DRAFT_CACHES,
+    "drafter": (
+        "draft-model",
+        "always-right",
+        "always-wrong",
+        "ngram",
+        "suffix",
+        "hybrid",
+        "oracle",
+    ),
+    "gamma": (4, 1, 2, 7),
+    "sampling": cells_lib.SAMPLINGS,
+    "gamma_policy": policies.POLICIES,
+    "batch": (1, 4),
+}
+BRIEF = Defaults(
+    prompts="4",
+    gen_tokens=48,
+    # Compiling takes the time: one cell of each kind, and of a gamma as many as like.
+    # Where auto is xla, the two are one. An oracle is always right, too.
+    axes=_EVERY
+    | {
+        "dtype": ("bfloat16", "float32"),
+        "impl": ("auto", "xla"),
+        # Both runs of a cell fill their caches in the same way.
+        "prefill": ("rows",),
+        "verify_path": ("paged-decode",),
+        "draft_cache": ("persistent",),
+        "drafter": ("draft-model", "oracle", "ngram"),
+        "gamma_policy": ("fixed", "threshold"),
+    },
+)
+FULL = Defaults(prompts="300", gen_tokens=512, axes=_EVERY)
+
+
+def default_text(axis: str) -> str:
+    """An axis's defaults, for the help of its flag."""
+    brief, full = (
+        ",".join(map(str, defaults.axes[axis])) for defaults in (BRIEF, FULL)
+    )
+    return brief if brief == full else f"{brief}; {full} with --full"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan, and what its rows and its certificate say about it.
+
+    Attributes:
+      header: JSON values only: settings, environment, weights, prompts.
+    """
+
+    plan: suite.Plan
+    header: Mapping[str, Any]
+
+
+def from_flags(args: argparse.Namespace) -> Planned:
+    """The plan of a run.
+
+    Raises:
+      ValueError: prompts, folders or cells that cannot be used.
+      NotImplementedError: an implementation that cannot run here.
+    """
+    defaults = FULL if args.full else BRIEF
+    axes = {axis: getattr(args, axis) or defaults.axes[axis] for axis in cells_lib.AXES}
+    axes["impl"] = tuple(dict.fromkeys(map(dispatch.resolve, axes["impl"])))
+    cells = (cells_lib.product if args.product else cells_lib.star)(axes)
+    settings = {
+        "target": _folder_name(args.target),
+        "draft": _folder_name(args.draft),
+        "prompt_source": _without_folders(args.prompts or defaults.prompts),
+        "gen_tokens": args.gen_tokens or defaults.gen_tokens,
+        "stop": args.stop,
+        "raw": args.raw,
+    }
+    planned = _plan(args, cells, settings, source=args.prompts or defaults.prompts)
+    count, slots = len(planned.plan.prompts), max(cell.batch for cell in cells)
+    if count < slots:
+        raise ValueError(
+            f"batch={slots} needs {slots} prompts, for a prompt to have neighbours, "
+            f"and {count} are to be run; name more with --prompts, or take less slots"
+        )
+    return planned
+
+
+def from_certificate(
+    args: argparse.Namespace, certificate: Mapping[str, Any]
+) -> Planned:
+    """The plan that runs a certificate again, of its first `args.limit` prompts.
+
+    Raises:
+      ValueError: models, prompts or constants that are not those of the certificate,
+        or that it cannot find.
+      NotImplementedError: an implementation that cannot run here.
+    """
+    settings = certificate["settings"]
+    if settings["target"] != EMBEDDED and args.target is None:
+        raise ValueError(
+            f"{args.verify}: a certificate of target {settings['target']} and draft "
+            f"{settings['draft']}; give their folders with --target and --draft"
+        )
+    cells = certificates.cells_of(certificate)
+    for impl in {cell.impl for cell in cells}:
+        dispatch.resolve(impl)
+    planned = _plan(
+        args, cells, settings, source=args.prompts or settings["prompt_source"]
+    )
+    for name, mend in (
+        ("weights", "give the folders of its models with --target and --draft"),
+        ("prompts", "name its prompts with --prompts"),
+        ("constants", "verify it with the code that wrote it"),
+    ):
+        # Without constants: of cells that name none.
+        then, now = certificate.get(name, {}), planned.header[name]
+        if then != now:
+            raise ValueError(
+                f"{args.verify}: was written with other {name}; {mend} "
+                f"({_first_change(then, now)})"
+            )
+    prompts = planned.plan.prompts[: args.limit]
+    plan = dataclasses.replace(planned.plan, prompts=prompts)
+    return dataclasses.replace(planned, plan=plan)
+
+
+def _first_change(then: Any, now: Any) -> str:
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for name in then:
+            if then[name] != now.get(name):
+                return f"{name}: {_first_change(then[name], now.get(name))}"
+    return " and ".join(str(value)[:16] for value in (then, now))
+
+
+def _plan(
+    args: argparse.Namespace,
+    cells: Sequence[cells_lib.Cell],
+    settings: Mapping[str, Any],
+    *,
+    source: str,
+) -> Planned:
+    """Loads the models, to know them, and the prompts."""
+    folders = {
+        "target": args.target or loading.EMBEDDED_TARGET,
+        "draft": args.draft or loading.EMBEDDED_DRAFT,
+    }
+    weights = {}
+    for cell in {cell.dtype: cell for cell in cells}.values():
+        lm = cell_runs.load_models(cell, **folders)
+        weights[cell.dtype] = {
+            "target": fingerprint.of_params(lm.params),
+            "draft": fingerprint.of_params(lm.drafter_params),
+        }
+    for cell in {(cell.slab, cell.drafter): cell for cell in cells}.values():
+        if cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.
+            cell_runs.with_drafter(lm, cell)
+    prompts = _prompts(lm, source, raw=settings["raw"])
+    gen_tokens = settings["gen_tokens"]
+    longest = max(len(ids) for _, ids in prompts) + gen_tokens
+    plan = suite.Plan(
+        **folders,
+        cells=cells,
+        prompts=prompts,
+        weights=weights,
+        settings=cell_runs.Settings(
+            gen_tokens=gen_tokens,
+            longest=longest,
+            stop_ids=lm.stop_ids if settings["stop"] else (),
+        ),
+    )
+    _check_lengths(lm, plan)
+    header = {
+        "settings": settings,
+        "environment": _environment(cells),
+        "weights": weights,
+        "prompts": {
+            "count": len(prompts),
+            "tokens": sum(len(ids) for _, ids in prompts),
+            "sha256": certificates.sha256_of([ids for _, ids in prompts]),
+        },
+        "constants": cells_lib.constants_of(cells),
+        "cells": [dataclasses.asdict(cell) for cell in cells],
+    }
+    return Planned(plan=plan, header=header)
+
+
+def _prompts(
+    lm: loading.LanguageModel, source: str, *, raw: bool
+) -> list[tuple[str, list[int]]]:
+    """Returns ids and tokens of what `--prompts` names.
+
+    Of more than are bundled, beginnings of those too.
+    """
+    bundled = prompt_files.parse(
+        str(prompt_files.BUNDLED), default_file=prompt_files.BUNDLED
+    )
+    count = int(source) if source.isdecimal() else 0
+    is_more = count > len(bundled)
+    named = bundled
+    if not is_more:
+        named = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
+    encoded = prompts_lib.encode(lm, named, raw=raw)
+    pairs = [(prompt.id, ids) for prompt, ids in zip(named, encoded, strict=True)]
+    return suite.beginnings(pairs, count) if is_more else pairs
+
+
+def _check_lengths(lm: loading.LanguageModel, plan: suite.Plan) -> None:
+    """Raises `ValueError` for a prompt that is empty, or too long for the model."""
+    config, gen_tokens = lm.target.config, plan.settings.gen_tokens
+    for name, ids in plan.prompts:
+        checks.check_prompt(
+            ids,
+            vocab_size=config.vocab_size,
+            capacity=config.max_position_embeddings - gen_tokens,
+            what=f"prompt {name!r} (with {gen_tokens} tokens to come)",
+        )
+
+
+def _environment(cells: Sequence[cells_lib.Cell]) -> dict[str, Any]:
+    """Which code and machine, and what its own kernels use, where any are run."""
+    kernels = {cell.impl: dispatch.instruction_set(cell.impl) for cell in cells}
+    return records.provenance() | {"instruction_set": kernels}
+
+
+def _folder_name(folder: pathlib.Path | None) -> str:
+    return EMBEDDED if folder is None else folder.resolve().name
+
+
+def _without_folders(source: str) -> str:
+    """A prompt source by file and the folder around it: not by where that lies."""
+    return "/".join(pathlib.PurePath(source).parts[-2:])

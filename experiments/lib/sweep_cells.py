@@ -1,0 +1,181 @@
+"""Cells of a sweep: results of a cell -> a line, and lines -> totals.
+
+A cell is the prompts of one category of one file, at one temperature, with one drafter,
+gamma and gamma policy. Its line holds what was counted and timed, so that the total
+over categories is computed as if they had been run as one.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from experiments.lib import results as results_lib, tables
+from spec_jax.analysis import conventions, metrics
+
+
+Row = Mapping[str, Any]
+
+ALL = "all"
+"""The category of a total."""
+
+FIXED = "fixed"
+"""The gamma policy that asks for the same gamma in each round."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class Cell:
+    """A place in the grid.
+
+    Attributes:
+      category: of the prompts; None of those that have none.
+      gamma: tokens drafted a round; with an adaptive policy at most.
+    """
+
+    drafter: str
+    temperature: float
+    prompt_source: str
+    gamma_policy: str
+    gamma: int
+    category: str | None
+
+    def __str__(self) -> str:
+        """The cell in a few words."""
+        words = [self.prompt_source, self.category, self.drafter, f"gamma {self.gamma}"]
+        if self.gamma_policy != FIXED:
+            words.append(self.gamma_policy)
+        if self.temperature:
+            words.append(f"T {self.temperature:g}")
+        return ", ".join(word for word in words if word is not None)
+
+
+KEYS = tuple(field.name for field in dataclasses.fields(Cell))
+
+
+def cell_of(row: Row) -> Cell:
+    """Where a row belongs.
+
+    Raises:
+      ValueError: a row that is no cell of a sweep.
+    """
+    missing = [name for name in KEYS if name not in row]
+    if missing:
+        raise ValueError(f"a row lacks {', '.join(missing)}: it is no cell of a sweep")
+    return Cell(**{name: row[name] for name in KEYS})
+
+
+def row_of(cell: Cell, results: Sequence[results_lib.PromptResult]) -> dict[str, Any]:
+    """The line of a finished cell; raises as `metrics.summarise`."""
+    counters = metrics.total(result.spec[0].counters for result in results)
+    return {
+        "kind": "sweep",
+        **dataclasses.asdict(cell),
+        **tables.to_row(results_lib.summarise(results)),
+        "conventions": by_convention(counters),
+        "counters": dataclasses.asdict(counters),
+        "texts": [dataclasses.asdict(result.text) for result in results],
+        "plain_timings": _timings([result.plain for result in results]),
+        "spec_timings": _timings([result.spec for result in results]),
+    }
+
+
+def total(rows: Sequence[Row]) -> dict[str, Any]:
+    """The rows of several categories as one, of category `ALL`.
+
+    Raises:
+      IdentityError: rows that contradict themselves.
+      ValueError: rows of different cells, or of another number of repeats.
+    """
+    cells = {dataclasses.replace(cell_of(row), category=ALL) for row in rows}
+    if len(cells) != 1:
+        raise ValueError(f"{len(cells)} cells have no total: give the rows of one")
+    counters = metrics.total(_counters(row) for row in rows)
+    mismatches = [row["verify_decode_mismatches"] for row in rows]
+    summary = metrics.summarise(
+        counters,
+        prompts=sum(row["prompts"] for row in rows),
+        texts=_texts(rows),
+        baseline=_joined([row["plain_timings"] for row in rows]),
+        spec=_joined([row["spec_timings"] for row in rows]),
+        matched=results_lib.all_matched([row["matched"] for row in rows]),
+        verify_decode_mismatches=None if None in mismatches else sum(mismatches),
+    )
+    return {
+        "kind": "sweep",
+        **dataclasses.asdict(cells.pop()),
+        **tables.to_row(summary),
+        "conventions": by_convention(counters),
+    }
+
+
+def totals(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """A total of each cell over its categories, in the order of the rows."""
+    grouped: dict[Cell, list[Row]] = {}
+    for row in rows:
+        cell = dataclasses.replace(cell_of(row), category=ALL)
+        grouped.setdefault(cell, []).append(row)
+    return [total(of_cell) for of_cell in grouped.values()]
+
+
+def by_convention(counters: metrics.Counters) -> dict[str, dict[str, Any]]:
+    """The numbers that other tools would print for these counters, by their names.
+
+    EAGLE's are left out where nothing can be drafted: it counts at the first position.
+    """
+    vllm, sglang = conventions.to_vllm(counters), conventions.to_sglang(counters)
+    lengths = conventions.to_spec_bench(counters)
+    found: dict[str, dict[str, Any]] = {
+        "vllm": {
+            "mean_acceptance_length": vllm.mean_acceptance_length,
+            "draft_acceptance_rate": vllm.draft_acceptance_rate,
+            "acceptance_rate_per_position": vllm.acceptance_rate_per_position,
+        },
+        "sglang": {
+            "spec_accept_length": sglang.spec_accept_length,
+            "spec_accept_rate": sglang.spec_accept_rate,
+            "scheduler_accept_rate": sglang.scheduler_accept_rate,
+        },
+        "spec_bench": {
+            "mean_accepted_tokens": conventions.mean_accepted_tokens(lengths)
+        },
+    }
+    if counters.accepted_at:
+        eagle = conventions.to_eagle(counters)
+        found["eagle"] = {"tau": eagle.tau, "n_alpha": eagle.n_alpha}
+    return found
+
+
+def _counters(row: Row) -> metrics.Counters:
+    """The counters of a line; lists are tuples again."""
+    return metrics.Counters(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in row["counters"].items()
+        }
+    )
+
+
+def _texts(rows: Sequence[Row]) -> list[metrics.TextCounts]:
+    """The texts of several lines; none where a line is older than they are."""
+    if not all("texts" in row for row in rows):
+        return []
+    return [metrics.TextCounts(**text) for row in rows for text in row["texts"]]
+
+
+def _timings(runs: Sequence[Sequence[Any]]) -> list[list[list[float]]]:
+    """`[prompt][repeat]` runs as `[repeat][prompt]` of the fields of a `Timing`."""
+    return [
+        [list(dataclasses.astuple(run.timing)) for run in repeat]
+        for repeat in zip(*runs, strict=True)
+    ]
+
+
+def _joined(timings: Sequence[list]) -> list[list[metrics.Timing]]:
+    """The timings of several lines, repeat by repeat."""
+    return [
+        [
+            metrics.Timing(prefill_s=prefill_s, decode_s=decode_s, tokens=tokens)
+            for of_line in repeat
+            for prefill_s, decode_s, tokens in of_line
+        ]
+        for repeat in zip(*timings, strict=True)
+    ]

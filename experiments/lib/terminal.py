@@ -1,0 +1,140 @@
+"""The terminal, or what stands in its place: tables, and how far a script is.
+
+Knows nothing of what is shown.
+"""
+
+import collections
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import (
+    console as rich_console,
+    measure as rich_measure,
+    progress as rich_progress,
+    table as rich_table,
+    text as rich_text,
+)
+
+
+class _Console(rich_console.Console):
+    """Leaves it to `script.run` how to end where the reader has closed the pipe."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def console() -> rich_console.Console:
+    """Standard output."""
+    return _Console()
+
+
+def print_whole(table: rich_table.Table, console: rich_console.Console) -> None:
+    """Prints a table of which nothing is cut: on a narrow console its lines go on."""
+    wide = console.options.update(width=_WIDE)
+    width = rich_measure.Measurement.get(console, wide, table).maximum
+    if width <= console.width:
+        console.print(table)
+        return
+    for line in console.render_lines(table, wide.update(width=width)):
+        parts = [(segment.text, segment.style or "") for segment in line]
+        text = rich_text.Text.assemble(*parts)
+        text.rstrip()
+        console.print(text, soft_wrap=True)
+
+
+_WIDE = 1000
+"""More than any table takes."""
+
+
+def print_rows(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, str],
+    console: rich_console.Console,
+) -> None:
+    """Prints one line a row; texts to the left, numbers to the right.
+
+    Args:
+      columns: the format of each column by its name in the rows; empty for a text.
+    """
+    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
+    for name, form in columns.items():
+        table.add_column(name, justify="right" if form else "left")
+    for row in rows:
+        table.add_row(*(format_value(row[name], columns[name]) for name in columns))
+    print_whole(table, console)
+
+
+def format_value(value: Any, form: str) -> str:
+    """The value as a table shows it."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return " ".join(format_value(entry, form) for entry in value) or "-"
+    return format(value, form)
+
+
+INTERVAL_S = 10.0
+"""Between two lines of progress where there is no terminal for a bar."""
+
+
+class _Progress(rich_progress.Progress):
+    """Redraws when it advances, and has no thread that redraws in between.
+
+    Such a thread would take processor time from whatever is being measured. Where
+    there is no terminal, `advance` prints a line now and then.
+    """
+
+    def __init__(self, *columns, **keywords):
+        super().__init__(*columns, **keywords)
+        self._last_line_s = time.monotonic()
+        self._advanced = collections.Counter()
+
+    def advance(self, task_id: rich_progress.TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._advanced[task_id] += advance
+        if not self.disable:
+            self.refresh()
+        elif time.monotonic() - self._last_line_s >= INTERVAL_S:
+            self._last_line_s = time.monotonic()
+            line = self._line(next(task for task in self.tasks if task.id == task_id))
+            self.console.print(line, soft_wrap=True, highlight=False)
+
+    def _line(self, task: rich_progress.Task) -> str:
+        """How far a task is, and how long the rest will take at that pace."""
+        pace_s = task.elapsed / self._advanced[task.id]
+        left = datetime.timedelta(seconds=round(pace_s * task.remaining))
+        return f"{task.description}: {task.completed:g} of {task.total:g}, {left} left"
+
+
+def progress(console: rich_console.Console | None = None) -> rich_progress.Progress:
+    """A progress bar on standard error; a line now and then where that is no terminal.
+
+    It is redrawn by `advance`, or by `update(..., refresh=True)`.
+    """
+    console = console or rich_console.Console(stderr=True)
+    return _Progress(
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TimeRemainingColumn(),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        # What is printed on standard output stays there: it may be a pipe.
+        redirect_stdout=False,
+        disable=not console.is_terminal,
+    )
+
+
+@contextlib.contextmanager
+def counted(name: str, *, total: int) -> Iterator[Callable[[], None]]:
+    """Shows a progress bar, and yields what advances it by one."""
+    with progress() as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda: bar.advance(task)

@@ -1,1 +1,0 @@
-"""What the scripts share: prompts, models, paired runs, timing, reports, records."""

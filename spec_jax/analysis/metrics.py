@@ -1,0 +1,472 @@
+"""Metrics: counters of speculative runs -> the one dictionary of numbers.
+
+Functions here know whole numbers and seconds. They know nothing of models, of how
+tokens were drafted, or of where the numbers are shown.
+
+Every token comes from a round: the prompt's prefill commits nothing, and a round
+commits its accepted draft tokens and one token of the target's own. So the counters
+satisfy identities, and `summarise` refuses to report numbers that break them.
+"""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+Metrics = dict[str, int | float | bool | list[int] | list[float | None] | None]
+"""Names and values; every value is plain JSON, and `None` where nothing was measured.
+
+Division by zero (nothing proposed, no tokens) gives `None`, never NaN.
+"""
+
+
+_GRAM, _THIRDS = 4, 3  # tokens of a run in `repetition`; groups of prompts by it
+
+
+class IdentityError(AssertionError):
+    """Counters that contradict each other: a fault of the program, not of its input.
+
+    Attributes:
+      identity: the identity that fails, as `identities` spells it.
+    """
+
+    def __init__(self, identity: str, numbers: str):
+        super().__init__(f"identity `{identity}` fails: {numbers}")
+        self.identity = identity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What was counted in one speculative run, or in several.
+
+    Attributes:
+      tokens: tokens generated after the prompt, cut after the first stop token and
+        at the token limit.
+      rounds: windows drafted, verified and committed; one target forward each, where
+        nothing below adds to them.
+      proposed: drafted tokens sent to verification.
+      accepted: drafted tokens kept, before the cut.
+      cut: tokens that a round committed and that the stop token or the token limit
+        then cut off.
+      accepted_hist: entry `a` counts the rounds that kept `a` drafted tokens,
+        before the cut; `gamma_max + 1` entries.
+      proposed_at: entry `i` counts the rounds that drafted a token at position `i`
+        and kept all before it; `gamma_max` entries.
+      accepted_at: entry `i` counts those of `proposed_at[i]` that kept it too.
+      row_steps: forwards that verification took beyond one a round, because it goes
+        row by row.
+      commit_decode_steps: forwards of decoding that decided tokens, where
+        verification does not (`decode_rounds`).
+      mirror_decode_steps: forwards of decoding that repeat those on the cache of the
+        verify path.
+      correction_steps: those of `commit_decode_steps` that fed a correction.
+      nonfinite: those of `tokens` that were chosen from logits that are not finite.
+    """
+
+    tokens: int = 0
+    rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    cut: int = 0
+    accepted_hist: tuple[int, ...] = (0,)
+    proposed_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+    row_steps: int = 0
+    commit_decode_steps: int = 0
+    mirror_decode_steps: int = 0
+    correction_steps: int = 0
+    nonfinite: int = 0
+
+    @property
+    def verify_steps(self) -> int:
+        """Target forwards that verified a window, or a row of it."""
+        return self.rounds + self.row_steps
+
+    @property
+    def target_steps(self) -> int:
+        """All forwards of the target, prefill not counted."""
+        return self.verify_steps + self.commit_decode_steps + self.mirror_decode_steps
+
+    def __add__(self, other: "Counters") -> "Counters":
+        """The counters of both; positions that one of them lacks count as zero."""
+        return Counters(
+            tokens=self.tokens + other.tokens,
+            rounds=self.rounds + other.rounds,
+            proposed=self.proposed + other.proposed,
+            accepted=self.accepted + other.accepted,
+            cut=self.cut + other.cut,
+            accepted_hist=_add_padded(self.accepted_hist, other.accepted_hist),
+            proposed_at=_add_padded(self.proposed_at, other.proposed_at),
+            accepted_at=_add_padded(self.accepted_at, other.accepted_at),
+            row_steps=self.row_steps + other.row_steps,
+            commit_decode_steps=self.commit_decode_steps + other.commit_decode_steps,
+            mirror_decode_steps=self.mirror_decode_steps + other.mirror_decode_steps,
+            correction_steps=self.correction_steps + other.correction_steps,
+            nonfinite=self.nonfinite + other.nonfinite,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One timed generation of one prompt; compilation is no part of it.
+
+    Attributes:
+      prefill_s: seconds until the prompt is in the cache.
+      decode_s: seconds for everything after that, the first token included.
+      tokens: tokens generated, cut as `Counters.tokens` are.
+    """
+
+    prefill_s: float
+    decode_s: float
+    tokens: int
+
+    @property
+    def e2e_s(self) -> float:
+        """Seconds for prefill and decoding together."""
+        return self.prefill_s + self.decode_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextCounts:
+    """What was counted of one prompt's generated text.
+
+    Attributes:
+      tokens: of the text, cut as `Counters.tokens` are.
+      repetition: of these tokens, see `repetition`.
+      proposed: as in `Counters`.
+      accepted: as in `Counters`.
+    """
+
+    tokens: int
+    repetition: float
+    proposed: int
+    accepted: int
+
+
+def of_slot(slot: Any, *, num_tokens: int) -> Counters:
+    """Returns the counters of ONE slot's state (`engine.state.Slots`).
+
+    Args:
+      num_tokens: generated, as `Counters.tokens`.
+    """
+
+    def counts(name: str) -> tuple[int, ...]:
+        return tuple(int(count) for count in getattr(slot, name))
+
+    return Counters(
+        tokens=num_tokens,
+        rounds=int(slot.num_rounds),
+        proposed=int(slot.num_proposed),
+        accepted=int(slot.num_accepted),
+        cut=int(slot.num_cut),
+        accepted_hist=counts("accepted_hist"),
+        proposed_at=counts("proposed_at"),
+        accepted_at=counts("accepted_at"),
+        nonfinite=int(slot.num_nonfinite),
+    )
+
+
+def repetition(tokens: Sequence[int]) -> float:
+    """Measures how far a text repeats itself: the share of repeated 4-grams.
+
+    Of the `len(tokens) - 3` runs of four consecutive tokens, overlapping ones
+    included, the share that equal a run that starts earlier: one minus distinct runs
+    over runs. Texts of fewer than 5 tokens, which have no second run, give 0.0.
+
+    Args:
+      tokens: generated tokens of one text, without its prompt.
+    """
+    runs = list(zip(*(tokens[i:] for i in range(_GRAM)), strict=False))
+    return (len(runs) - len(set(runs))) / len(runs) if runs else 0.0
+
+
+def text_counts(tokens: Sequence[int], counters: Counters) -> TextCounts:
+    """Combines one prompt's generated tokens and its counters."""
+    return TextCounts(
+        tokens=len(tokens),
+        repetition=repetition(tokens),
+        proposed=counters.proposed,
+        accepted=counters.accepted,
+    )
+
+
+def mean_repetition(texts: Sequence[TextCounts]) -> float | None:
+    """Averages `repetition` over texts, weighted by their tokens."""
+    weighted = sum(text.tokens * text.repetition for text in texts)
+    return _ratio(weighted, sum(text.tokens for text in texts))
+
+
+def total(counters: Iterable[Counters]) -> Counters:
+    """The sum over prompts; of none, the counters of nothing."""
+    return sum(counters, start=Counters())
+
+
+def identities(counters: Counters) -> None:
+    """Checks that the counters agree with each other.
+
+    Raises:
+      IdentityError: naming the first identity that fails, with its numbers.
+    """
+    c = counters
+    sizes = [len(c.accepted_hist) - 1, len(c.proposed_at), len(c.accepted_at)]
+    _require("len(hist) - 1 == len(proposed_at) == len(accepted_at)", sizes)
+    scalars = [c.tokens, c.rounds, c.proposed, c.accepted, c.cut, c.row_steps]
+    scalars += [c.commit_decode_steps, c.mirror_decode_steps, c.correction_steps]
+    scalars += [c.nonfinite]
+    smallest = min(*scalars, *c.accepted_hist, *c.proposed_at, *c.accepted_at)
+    _require("0 <= every counter", [0, smallest], ordered=True)
+
+    _require(
+        "accepted + rounds == tokens + cut", [c.accepted + c.rounds, c.tokens + c.cut]
+    )
+    _require("sum(hist) == rounds", [sum(c.accepted_hist), c.rounds])
+    kept = sum(i * n for i, n in enumerate(c.accepted_hist))
+    _require("sum(i * hist[i]) == accepted", [kept, c.accepted])
+    _require("sum(accepted_at) == accepted", [sum(c.accepted_at), c.accepted])
+    reached = sum(c.proposed_at)
+    numbers = [c.accepted, reached, c.proposed]
+    _require("accepted <= sum(proposed_at) <= proposed", numbers, ordered=True)
+
+    _require("nonfinite <= tokens", [c.nonfinite, c.tokens], ordered=True)
+    _require("row_steps <= proposed", [c.row_steps, c.proposed], ordered=True)
+    decoded = [c.commit_decode_steps, c.mirror_decode_steps]
+    _require("commit_decode_steps == mirror_decode_steps", decoded)
+    if c.commit_decode_steps:
+        numbers = [c.commit_decode_steps, c.accepted + c.rounds]
+        _require("commit_decode_steps == accepted + rounds", numbers)
+    numbers = [c.correction_steps, c.commit_decode_steps]
+    _require("correction_steps <= commit_decode_steps", numbers, ordered=True)
+
+    # A position is reached only where the one before it was kept.
+    reachable = (c.rounds, *c.accepted_at)
+    for i, (reached, kept) in enumerate(zip(c.proposed_at, c.accepted_at, strict=True)):
+        at = f" at i={i}"
+        _require("accepted_at[i] <= proposed_at[i]", [kept, reached], at, ordered=True)
+        longer = sum(c.accepted_hist[i + 1 :])
+        _require("accepted_at[i] == sum(hist[i+1:])", [kept, longer], at)
+        numbers = [reached, reachable[i]]
+        _require("proposed_at[i] <= accepted_at[i-1]", numbers, at, ordered=True)
+
+
+def summarise(
+    counters: Counters,
+    *,
+    prompts: int,
+    texts: Sequence[TextCounts] = (),
+    baseline: Sequence[Sequence[Timing]] = (),
+    spec: Sequence[Sequence[Timing]] = (),
+    matched: bool | None,
+    verify_decode_mismatches: int | None,
+) -> Metrics:
+    """The metric dictionary, after every identity was checked.
+
+    Args:
+      counters: of the speculative run, summed over the prompts; of one repeat only.
+      prompts: how many prompts were run.
+      texts: the speculative run's text of each prompt; empty where they are not known.
+      baseline: `baseline[r][i]` times plain decoding of prompt `i` in repeat `r`.
+      spec: the same of the speculative runs, each interleaved with its baseline.
+      matched: whether every token of every prompt equals plain decoding, and none
+        was chosen from logits that are not finite; `None` where that was not looked
+        at.
+      verify_decode_mismatches: verified positions whose argmax differs from plain
+        decoding of the same prefix; `None` where they were not replayed.
+
+    Returns:
+      The names of the design's table of numbers, in its order. Speeds are medians
+      over the repeats of totals over the prompts. A speed-up is the median over the
+      repeats of the ratio of the two totals, seconds per token; its `_p10` and `_p90`
+      are quantiles of that ratio over the repeats or, with a single repeat, of the
+      ratio of each prompt over the prompts. `repetition` is the mean over the texts,
+      weighted by tokens; `tercile_*` have an entry for each third of the prompts, in
+      order of their repetition (fewer than three prompts: one each).
+
+    Raises:
+      IdentityError: counters, texts or timings that contradict each other.
+      ValueError: timings that are not one per repeat and prompt in both runs, or
+        texts that are not one per prompt.
+    """
+    identities(counters)
+    _check_texts(counters, prompts, texts)
+    _check_timings(counters, prompts, baseline, spec, matched)
+    return {
+        "prompts": prompts,
+        **_counted(counters),
+        **_by_repetition(texts),
+        "matched": matched,
+        "verify_decode_mismatches": verify_decode_mismatches,
+        "nonfinite_logits": counters.nonfinite,
+        **_speeds("baseline", baseline),
+        **_speeds("spec", spec),
+        **_speedup("speedup_e2e", "e2e_s", baseline, spec),
+        **_speedup("speedup_decode", "decode_s", baseline, spec),
+    }
+
+
+def _counted(c: Counters) -> Metrics:
+    """The numbers that need no clock."""
+    return {
+        "tokens": c.tokens,
+        "rounds": c.rounds,
+        "target_steps": c.target_steps,
+        "verify_steps": c.verify_steps,
+        "commit_decode_steps": c.commit_decode_steps,
+        "mirror_decode_steps": c.mirror_decode_steps,
+        "correction_steps": c.correction_steps,
+        "proposed": c.proposed,
+        "accepted": c.accepted,
+        "acceptance_rate": _ratio(c.accepted, c.proposed),
+        "conditional_acceptance": [
+            _ratio(kept, reached)
+            for kept, reached in zip(c.accepted_at, c.proposed_at, strict=True)
+        ],
+        "mean_accepted_length": _ratio(c.accepted + c.rounds, c.rounds),
+        "tokens_per_target_step": _ratio(c.tokens, c.target_steps),
+        "accepted_hist": list(c.accepted_hist),
+    }
+
+
+def _by_repetition(texts: Sequence[TextCounts]) -> Metrics:
+    """How far texts repeat themselves, and how acceptance goes with that."""
+    ordered = sorted(texts, key=lambda text: text.repetition)
+    ends = [third * len(ordered) // _THIRDS for third in range(_THIRDS + 1)]
+    thirds = [ordered[start:end] for start, end in itertools.pairwise(ends)]
+    thirds = [third for third in thirds if third]
+    return {
+        "repetition": mean_repetition(texts),
+        "tercile_prompts": [len(third) for third in thirds],
+        "tercile_repetition": [mean_repetition(third) for third in thirds],
+        "tercile_acceptance_rate": [
+            _ratio(sum(t.accepted for t in third), sum(t.proposed for t in third))
+            for third in thirds
+        ],
+    }
+
+
+def _check_texts(counters: Counters, prompts: int, texts: Sequence[TextCounts]) -> None:
+    """Checks that the texts are those of the run that was counted."""
+    if not texts:
+        return
+    if len(texts) != prompts:
+        raise ValueError(f"{len(texts)} texts of {prompts} prompts")
+    for name in ("tokens", "proposed", "accepted"):
+        numbers = [sum(getattr(text, name) for text in texts), getattr(counters, name)]
+        _require(f"sum of the texts' {name} == {name}", numbers)
+
+
+def _speeds(name: str, runs: Sequence[Sequence[Timing]]) -> Metrics:
+    """Time per token and tokens per second, with prefill and without it."""
+    metrics: Metrics = {}
+    for kind, seconds in (("e2e", "e2e_s"), ("decode", "decode_s")):
+        per_token = [_seconds_per_token(timings, seconds) for timings in runs]
+        typical = _median(per_token)
+        metrics[f"{name}_{kind}_tpot_ms"] = None if typical is None else 1e3 * typical
+        metrics[f"{name}_{kind}_tok_s"] = _ratio(1.0, typical)
+    return metrics
+
+
+def _speedup(
+    name: str,
+    seconds: str,
+    baseline: Sequence[Sequence[Timing]],
+    spec: Sequence[Sequence[Timing]],
+) -> Metrics:
+    """Baseline over spec: the median over repeats, and the 10th and 90th percentile."""
+    repeats = _ratios(seconds, baseline, spec)
+    spread = repeats
+    if len(baseline) == 1:
+        # No repeats to compare: say how far the prompts lie apart instead.
+        singles = [[[timing] for timing in runs[0]] for runs in (baseline, spec)]
+        spread = _ratios(seconds, *singles)
+    return {
+        name: _median(repeats),
+        f"{name}_p10": _quantile(spread, 0.1),
+        f"{name}_p90": _quantile(spread, 0.9),
+    }
+
+
+def _ratios(
+    seconds: str,
+    baseline: Sequence[Sequence[Timing]],
+    spec: Sequence[Sequence[Timing]],
+) -> list[float | None]:
+    """Baseline over spec in seconds per token, one ratio per run."""
+    return [
+        _ratio(_seconds_per_token(plain, seconds), _seconds_per_token(fast, seconds))
+        for plain, fast in zip(baseline, spec, strict=True)
+    ]
+
+
+def _seconds_per_token(timings: Sequence[Timing], seconds: str) -> float | None:
+    """The seconds of all prompts over the tokens of all prompts."""
+    spent = sum(getattr(timing, seconds) for timing in timings)
+    return _ratio(spent, sum(timing.tokens for timing in timings))
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """The quotient; `None` where it does not exist."""
+    if numerator is None or not denominator:
+        return None
+    return numerator / denominator
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """The median of the values that exist."""
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else None
+
+
+def _quantile(values: Sequence[float | None], fraction: float) -> float | None:
+    """The quantile, linear between neighbours; of fewer than two values, `None`."""
+    present = sorted(value for value in values if value is not None)
+    if len(present) < 2:
+        return None
+    place = fraction * (len(present) - 1)
+    below = int(place)
+    lower, upper = present[below], present[min(below + 1, len(present) - 1)]
+    return lower + (place - below) * (upper - lower)
+
+
+def _check_timings(
+    counters: Counters,
+    prompts: int,
+    baseline: Sequence[Sequence[Timing]],
+    spec: Sequence[Sequence[Timing]],
+    matched: bool | None,
+) -> None:
+    """Checks that the timings time the runs that were counted."""
+    if len(baseline) != len(spec):
+        raise ValueError(
+            f"{len(baseline)} baseline repeats and {len(spec)} speculative ones: "
+            "a speed-up needs them in pairs"
+        )
+    for name, runs in (("baseline", baseline), ("spec", spec)):
+        for repeat, timings in enumerate(runs):
+            if len(timings) != prompts:
+                raise ValueError(
+                    f"{name}[{repeat}] times {len(timings)} prompts of {prompts}"
+                )
+    for repeat, (plain, fast) in enumerate(zip(baseline, spec, strict=True)):
+        at = f" in repeat {repeat}"
+        timed = sum(timing.tokens for timing in fast)
+        _require("timed spec tokens == tokens", [timed, counters.tokens], at)
+        if matched:
+            for i, (a, b) in enumerate(zip(plain, fast, strict=True)):
+                where = f"{at}, prompt {i}"
+                _require("matched: equal token counts", [a.tokens, b.tokens], where)
+
+
+def _require(
+    identity: str, numbers: Sequence[int], where: str = "", *, ordered: bool = False
+) -> None:
+    """Requires that the numbers are equal or, if `ordered`, that they do not fall."""
+    holds = all(a <= b if ordered else a == b for a, b in itertools.pairwise(numbers))
+    if not holds:
+        raise IdentityError(identity, " against ".join(map(str, numbers)) + where)
+
+
+def _add_padded(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    """The sum by position; the shorter one is continued with zeros."""
+    return tuple(x + y for x, y in itertools.zip_longest(a, b, fillvalue=0))

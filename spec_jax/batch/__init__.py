@@ -1,1 +1,0 @@
-"""Several sequences at once: each in a slot of its own, all in one forward a round."""

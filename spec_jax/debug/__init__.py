@@ -1,0 +1,1 @@
+"""Instruments: what every row of a run saw, and which operation differs."""

@@ -1,0 +1,298 @@
+"""Evidence of a run: everything that must be equal, compared as integers and hashed.
+
+Knows arrays on the host. Knows nothing of how a run is made.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from spec_jax import testing
+from spec_jax.debug import recorder
+from spec_jax.engine import baseline, state as states
+from spec_jax.paging import cache as paged, index
+
+
+WHATS = ("tokens", "log_probs", "logits", "kv")
+"""What is compared: generated tokens; the log-probability of each, or of the most
+probable one where it was drawn; a hash of all logits that it was chosen by; committed
+keys and values of all layers."""
+
+NOT_COMPARED = "not compared"
+"""In the place of a hash or a count, where no recorder was there."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """What a recorder saw of the rows that decided the `T` generated tokens.
+
+    Attributes:
+      log_probs: `[T]` uint32, the bits of the log-probability of `highest`.
+      logits: `[T, 2]` uint32, `recorder.hash_bits` of the logits.
+      highest: `[T]` int32, the token of highest logit: that which was generated,
+        unless it was drawn.
+      row: `[T]` int32, which row of its window it was.
+      window: `[T, window]` int32, that window, then `recorder.NONE`.
+      constant: `[T]` bool, whether all logits were equal: a bug of any kind would
+        have left them so.
+    """
+
+    log_probs: np.ndarray
+    logits: np.ndarray
+    highest: np.ndarray
+    row: np.ndarray
+    window: np.ndarray
+    constant: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What one run left behind, of a text of `n` tokens, `T` of them generated.
+
+    Attributes:
+      num_prompt: tokens before the first generated one.
+      tokens: `[T]` int32, generated.
+      kv: per layer keys and values of `[0, n-1)` in order, unsigned integers
+        `[2, n-1, K, H]`.
+      decisions: None where no recorder was there.
+      nonfinite: tokens that were chosen from logits that are not finite. They are
+        chosen in the same way from different ones: equality means nothing there.
+    """
+
+    num_prompt: int
+    tokens: np.ndarray
+    kv: Sequence[np.ndarray]
+    decisions: Decisions | None
+    nonfinite: int = 0
+
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of each of `WHATS`, over little-endian bytes, or `NOT_COMPARED`."""
+        found = {"tokens": _sha256([self.tokens]), "kv": _sha256(self.kv)}
+        for what in ("log_probs", "logits"):
+            found[what] = NOT_COMPARED
+            if self.decisions is not None:
+                found[what] = _sha256([getattr(self.decisions, what)])
+        return {what: found[what] for what in WHATS}
+
+
+def _sha256(arrays: Sequence[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))
+        digest.update(little.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def of_decode(state: baseline.DecodeState, *, num_prompt: int) -> Evidence:
+    """Returns the evidence of finished autoregressive decoding."""
+    one = jax.tree.map(lambda leaf: leaf[None], state.replace(cache=None))
+    return _of_slot(one, state.cache, num_prompt=num_prompt, slot=0)
+
+
+def of_slot(state: states.State, *, num_prompt: int, slot: int) -> Evidence:
+    """Returns the evidence of a finished slot, which was not admitted to again."""
+    return _of_slot(state.slots, state.cache, num_prompt=num_prompt, slot=slot)
+
+
+def _of_slot(slots, cache, *, num_prompt, slot):
+    """Reads one slot; a cache in a `recorder.Recording` brings decisions."""
+    length, decisions, kv = int(slots.length[slot]), None, cache
+    if isinstance(cache, recorder.Recording):
+        recording, kv = cache, cache.cache
+        decided = slice(num_prompt - 1, length - 1)
+        of = lambda leaf: np.array(leaf[slot])
+        row = of(recording.row)[decided]
+        starts = np.arange(decided.start, decided.stop) - row
+        constant = of(recording.lowest) == of(recording.top_logits)[:, 0]
+        decisions = Decisions(
+            log_probs=testing.bits(recording.log_prob[slot])[decided].copy(),
+            logits=of(recording.logits_hash)[decided],
+            highest=of(recording.chosen)[decided],
+            row=row,
+            window=of(recording.windows)[starts],
+            constant=constant[decided],
+        )
+    return Evidence(
+        num_prompt=num_prompt,
+        tokens=np.array(slots.tokens[slot])[num_prompt:length],
+        kv=committed_kv(kv, length - 1, slot=slot),
+        decisions=decisions,
+        nonfinite=int(slots.num_nonfinite[slot]),
+    )
+
+
+def committed_kv(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:
+    """Keys and values of `[0, length)` through the page table, as `Evidence.kv`.
+
+    On the host: a gather on the device would be compiled for every length.
+    """
+    num_pages = index.pages_for(length, kv.page_size)
+    pages = np.asarray(kv.page_table)[slot, :num_pages]
+
+    def read(pool) -> np.ndarray:
+        pool = testing.bits(pool)
+        return pool[pages].reshape(-1, *pool.shape[2:])[:length]
+
+    return [np.stack([read(k), read(v)]) for k, v in zip(kv.k, kv.v, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where one of `WHATS` first differs, and in how much.
+
+    Attributes:
+      position: of the first token, or of the first key or value, that differs.
+      row: the row of its window that decided the token; None for keys and values, and
+        where no recorder was there.
+      layer: None but for keys and values.
+      part: "k" or "v" of that layer.
+      count, total: elements that differ among those that could be compared.
+    """
+
+    what: str
+    position: int
+    count: int
+    total: int
+    row: int | None = None
+    layer: int | None = None
+    part: str | None = None
+
+    def to_row(self) -> dict[str, Any]:
+        """The JSON form."""
+        return dataclasses.asdict(self)
+
+
+def window_row(
+    plain: Evidence, spec: Evidence, differences: Sequence[Difference]
+) -> dict[str, Any] | None:
+    """The window in which two runs first differ, as `experiments/parity.py` takes it.
+
+    The row of `position` is the first whose logits or keys and values differ; other
+    names as `mismatches.find` has them. Tokens that were drawn are left out of the
+    argmaxes. None where that row is one of the prompt's, which no window ran, and
+    where no recorder was there.
+    """
+    if spec.decisions is None or plain.decisions is None:
+        return None
+    positions = [d.position - (d.what != "kv") for d in differences]
+    number = min(positions) - (plain.num_prompt - 1)
+    if number < 0:
+        return None
+    # A text that only ends earlier ends after a row that both have.
+    number = min(number, len(spec.tokens) - 1, len(plain.tokens) - 1)
+    seen, first = spec.decisions, plain.num_prompt - 1
+    row = int(seen.row[number])
+    window = [int(token) for token in seen.window[number] if token != recorder.NONE]
+    # Each committed row is of one window, which began so many rows before it.
+    starts = first + np.arange(number + 1) - seen.row[: number + 1]
+    return {
+        "kind": "mismatch",
+        "tokens": spec.tokens[: max(number - row - 1, 0)].tolist(),
+        "start": first + number - row,
+        "starts": sorted(set(starts.tolist())),
+        "window": window,
+        "window_rows": seen.window.shape[1],
+        "position": first + number,
+        "drafted_token": window[row + 1] if row + 1 < len(window) else None,
+        "verify_argmax": int(seen.highest[number]),
+        "decode_argmax": int(plain.decisions.highest[number]),
+    }
+
+
+def describe(difference: Mapping[str, Any]) -> str:
+    """A `Difference.to_row` in words."""
+    where = f"position {difference['position']}"
+    if difference["layer"] is not None:
+        where += f", layer {difference['layer']}, {difference['part']}"
+    if difference["row"] is not None:
+        where += f", row {difference['row']} of its window"
+    return (
+        f"{difference['what']} from {where}: "
+        f"{difference['count']} of {difference['total']}"
+    )
+
+
+def compare(plain: Evidence, spec: Evidence) -> list[Difference]:
+    """Where two runs of one prompt differ: one `Difference` for each of `WHATS`.
+
+    Past the first token that differs the texts are different ones: what was decided
+    after it, and keys and values from it on, are not compared. Nor is what only one
+    of them has.
+    """
+    found = []
+    seen, theirs = spec.decisions, plain.decisions
+    shared = min(len(plain.tokens), len(spec.tokens))
+    unequal = plain.tokens[:shared] != spec.tokens[:shared]
+    first = int(np.argmax(unequal)) if unequal.any() else shared
+    if unequal.any() or len(plain.tokens) != len(spec.tokens):
+        longest = max(len(plain.tokens), len(spec.tokens))
+        found.append(
+            Difference(
+                what="tokens",
+                position=plain.num_prompt + first,
+                count=int(unequal.sum()) + longest - shared,
+                total=longest,
+                row=None if seen is None else _row_at(seen, first),
+            )
+        )
+    decided = min(first + 1, shared)
+    if seen is not None and theirs is not None:
+        found += _compare_decisions(
+            theirs, seen, decided=decided, num_prompt=plain.num_prompt
+        )
+    return found + _compare_kv(plain, spec, length=plain.num_prompt - 1 + decided)
+
+
+def _row_at(seen: Decisions, number: int) -> int | None:
+    """The row that decided a token; None for one that was not generated."""
+    return int(seen.row[number]) if number < len(seen.row) else None
+
+
+def _compare_decisions(
+    plain: Decisions, spec: Decisions, *, decided: int, num_prompt: int
+) -> list[Difference]:
+    """The first difference of log-probabilities and of logits, of `decided` tokens."""
+    found = []
+    for what in ("log_probs", "logits"):
+        ours, theirs = getattr(spec, what)[:decided], getattr(plain, what)[:decided]
+        differs = (ours != theirs).reshape(decided, -1).any(axis=-1)
+        if differs.any():
+            at = int(np.argmax(differs))
+            found.append(
+                Difference(
+                    what=what,
+                    position=num_prompt + at,
+                    count=int(differs.sum()),
+                    total=decided,
+                    row=_row_at(spec, at),
+                )
+            )
+    return found
+
+
+def _compare_kv(plain: Evidence, spec: Evidence, *, length: int) -> list[Difference]:
+    """The first difference of keys and values of `[0, length)`: by position, layer."""
+    differs = [
+        ours[:, :length] != theirs[:, :length]
+        for ours, theirs in zip(spec.kv, plain.kv, strict=True)
+    ]
+    count = sum(int(layer.sum()) for layer in differs)
+    if not count:
+        return []
+    # [layer, k or v, position]
+    where = np.argwhere(np.stack([layer.any(axis=(-2, -1)) for layer in differs]))
+    layer, part, position = min(where.tolist(), key=lambda at: (at[2], at[0], at[1]))
+    return [
+        Difference(
+            what="kv",
+            position=position,
+            count=count,
+            total=sum(layer.size for layer in differs),
+            layer=layer,
+            part="kv"[part],
+        )
+    ]

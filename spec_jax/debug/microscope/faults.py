@@ -1,0 +1,282 @@
+"""Faults to plant in one operation of one layer: the microscope must name them.
+
+Where the value of an operation leaves its kernel, the value is changed. Inside a fused
+kernel the operation is made wrong through what it alone reads: the weight of a norm or
+of a product, the angles of a rotation.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.debug.microscope import fused
+from spec_jax.model import config as config_lib, observe, params as params_lib
+from spec_jax.ops import row_attention
+from spec_jax.paging import cache
+
+
+KINDS = ("ulp", "zero-head", "swap-rows", "stale")
+"""What can be wrong, in the last live row:
+
+    ulp         one element is a unit in the last place too large; of a weight or of
+                angles, all elements are
+    zero-head   the first `H` elements are zero; of a weight, its first `H` rows
+    swap-rows   it is exchanged with the row before
+    stale       it holds what the row before holds
+"""
+
+OF_WEIGHTS = KINDS[:2]
+"""Faults that a weight can have, which knows no rows."""
+
+WEIGHTS = {
+    "input_norm": "input_norm",
+    "q_norm": "q_norm",
+    "k_norm": "k_norm",
+    "attention_out": "attention_out",
+    "mlp_norm": "mlp_norm",
+    "gate": "gate_up",
+    "up": "gate_up",
+    "down": "down",
+    "final_norm": "final_norm",
+}
+"""The field of the parameters that only this operation reads, where it is fused."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault. `layer` is None for an operation outside of the layers."""
+
+    layer: int | None
+    operation: str
+    kind: str = "ulp"
+
+    @property
+    def key(self) -> str:
+        """As `observe.key`."""
+        return observe.key(self.layer, self.operation)
+
+
+def parse(text: str) -> Fault:
+    """Reads `LAYER:OPERATION[:KIND]`, or `OPERATION[:KIND]` outside of the layers.
+
+    Raises:
+      ValueError: another form, or an operation or a kind that does not exist.
+    """
+    parts = text.split(":")
+    layer = int(parts.pop(0)) if parts[0].isascii() and parts[0].isdigit() else None
+    if not 1 <= len(parts) <= 2:
+        raise ValueError(f"fault {text!r} is not of the form LAYER:OPERATION[:KIND]")
+    fault = Fault(layer=layer, operation=parts[0], kind=[*parts, "ulp"][1])
+    if fault.operation not in observe.OPERATIONS:
+        raise ValueError(
+            f"fault {text!r}: operation {fault.operation!r} is not one of "
+            f"{', '.join(observe.OPERATIONS)}"
+        )
+    if (layer is None) != (fault.operation in observe.OUTSIDE):
+        where = "no layer" if layer is not None else "a layer, as in 0:q"
+        raise ValueError(f"fault {text!r}: {fault.operation} takes {where}")
+    if fault.kind not in KINDS:
+        raise ValueError(
+            f"fault {text!r}: kind {fault.kind!r} is not one of {', '.join(KINDS)}"
+        )
+    return fault
+
+
+def check(
+    fault: Fault, config: config_lib.Qwen3Config, *, is_fused: bool, num_rows: int
+) -> None:
+    """Raises `ValueError` where the fault cannot be planted.
+
+    Args:
+      is_fused: whether the operation's value never leaves its kernel.
+      num_rows: live rows of a call.
+    """
+    if fault.layer is not None and fault.layer >= config.num_layers:
+        raise ValueError(
+            f"there is no layer {fault.layer} to plant a fault in: the model has "
+            f"layers 0 to {config.num_layers - 1}"
+        )
+    if is_fused and fault.operation in WEIGHTS and fault.kind not in OF_WEIGHTS:
+        raise ValueError(
+            f"{fault.operation} is inside a fused kernel, where only its weight can "
+            f"be wrong: {fault.kind!r} is not one of {', '.join(OF_WEIGHTS)}"
+        )
+    if fault.kind not in OF_WEIGHTS and num_rows < 2:
+        raise ValueError(
+            f"{fault.kind!r} needs two live rows in a call, and there is {num_rows}: "
+            "draft a token, or run a path that takes the window at once"
+        )
+
+
+def next_up(x: jax.Array) -> jax.Array:
+    """Each element one unit in the last place further from zero."""
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    raised = jax.lax.bitcast_convert_type(x, unsigned) + unsigned(1)
+    return jax.lax.bitcast_convert_type(raised, x.dtype)
+
+
+def of_rows(value: jax.Array, kind: str, *, num_live: jax.Array, H: int) -> jax.Array:
+    """`value` `[R, ...]` with the fault in its last live row."""
+    flat = value.reshape(value.shape[0], -1)
+    last, middle = num_live - 1, flat.shape[1] // 2
+    if kind == "ulp":
+        wrong = flat.at[last, middle].set(next_up(flat[last, middle]))
+    elif kind == "zero-head":
+        wrong = flat.at[last, :H].set(0)
+    elif kind == "swap-rows":
+        wrong = flat.at[last].set(flat[last - 1]).at[last - 1].set(flat[last])
+    else:
+        wrong = flat.at[last].set(flat[last - 1])
+    return wrong.reshape(value.shape)
+
+
+def of_angles(angles: fused.Angles, kind: str, *, num_live: jax.Array) -> fused.Angles:
+    """Cosines and sines with the fault in the last live row."""
+    last = num_live - 1
+
+    def spoil(x: jax.Array) -> jax.Array:
+        if kind == "ulp":
+            return x.at[last].set(next_up(x[last]))
+        return of_rows(x, kind, num_live=num_live, H=x.shape[1])
+
+    cos, sin = angles
+    return spoil(cos), spoil(sin)
+
+
+def of_params(
+    params: params_lib.Params, config: config_lib.Qwen3Config, fault: Fault
+) -> params_lib.Params:
+    """The parameters with the fault in the weight of a fused operation.
+
+    Operations that read no weight of their own leave them as they are.
+    """
+    field = WEIGHTS.get(fault.operation)
+    if field is None:
+        return params
+    if fault.layer is None:
+        return params.replace(final_norm=_spoil(params.final_norm, fault, config))
+    layer = params.layers[fault.layer]
+    weight, F = getattr(layer, field), config.intermediate_size
+    if fault.operation == "gate":
+        weight = weight.at[:F].set(_spoil(weight[:F], fault, config))
+    elif fault.operation == "up":
+        weight = weight.at[F:].set(_spoil(weight[F:], fault, config))
+    else:
+        weight = _spoil(weight, fault, config)
+    layers = list(params.layers)
+    layers[fault.layer] = layer.replace(**{field: weight})
+    return params.replace(layers=tuple(layers))
+
+
+def _spoil(weight, fault, config):
+    if fault.kind == "ulp":
+        return next_up(weight)
+    return weight.at[: config.head_dim].set(0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """What a wrong rotation inside the fused attention of `forward_rows` needs.
+
+    Attributes:
+      kv: the cache as it is before the forward pass, with pages reserved.
+      angles: of the rows, as they should be.
+      positions: of the rows `[R]`; all are of `slot`.
+    """
+
+    params: params_lib.Params
+    config: config_lib.Qwen3Config
+    impl: str
+    kv: cache.PagedKV
+    positions: jax.Array
+    slot: int
+    angles: fused.Angles
+
+
+class Injector:
+    """A hook that plants a fault, and hands what it makes of a value to another hook.
+
+    Args:
+      then: sees the values with the fault in them; `observe.pass_on` if nobody does.
+      rotation: for paths whose rotations are fused, None for others. Then of two runs
+        of the attention, a good one and one with wrong angles, a fault in `q_rope`
+        takes what is attended from the wrong one, and a fault in `k_rope` takes the
+        keys that are stored.
+    """
+
+    def __init__(
+        self,
+        fault: Fault,
+        *,
+        config: config_lib.Qwen3Config,
+        num_live: jax.Array,
+        then: observe.Observe,
+        rotation: Rotation | None,
+    ):
+        self._fault, self._config, self._num_live = fault, config, num_live
+        self._then, self._rotation = then, rotation
+        self._heads: dict[str, jax.Array] = {}
+
+    def __call__(
+        self, layer: int | None, operation: str, value: jax.Array
+    ) -> jax.Array:
+        fault, H = self._fault, self._config.head_dim
+        if (layer, operation) == (fault.layer, fault.operation):
+            value = of_rows(value, fault.kind, num_live=self._num_live, H=H)
+        elif layer == fault.layer and self._rotation is not None:
+            value = self._rotate(operation, value)
+        return self._then(layer, operation, value)
+
+    def _rotate(self, operation, value):
+        """The value with a fault of the rotation that is fused with what made it."""
+        if operation in ("q", "k", "v"):
+            self._heads[operation] = value
+        if (operation, self._fault.operation) == ("attention", "q_rope"):
+            return self._attend_wrongly()
+        if (operation, self._fault.operation) == ("k_cache", "k_rope"):
+            return self._rotate_wrongly().reshape(value.shape)
+        return value
+
+    def _known(self) -> tuple[Rotation, int]:
+        """What a fault of a fused rotation needs: that, and the number of its layer."""
+        if self._rotation is None or self._fault.layer is None:
+            raise ValueError(f"{self._fault} needs a layer and a fused rotation")
+        return self._rotation, self._fault.layer
+
+    def _shared(self):
+        """The layer's parameters, wrong angles, and what both kernels take."""
+        known, number = self._known()
+        # Behind a barrier, as the taps have them: nothing is fused with their making.
+        angles = jax.lax.optimization_barrier(
+            of_angles(known.angles, self._fault.kind, num_live=self._num_live)
+        )
+        eps = known.config.rms_norm_eps
+        shared = {"num_live": self._num_live, "eps": eps, "impl": known.impl}
+        return known.params.layers[number], angles, shared
+
+    def _attend_wrongly(self):
+        """What the layer's heads attend to, `[R, N * H]`, with wrong angles."""
+        known, number = self._known()
+        layer, (cos, sin), shared = self._shared()
+        attended, _, _ = row_attention.row_attention(
+            jnp.concatenate([self._heads[name] for name in "qkv"], axis=1),
+            layer.q_norm,
+            layer.k_norm,
+            known.kv.k[number],
+            known.kv.v[number],
+            page_table=known.kv.page_table,
+            slots=jnp.full_like(known.positions, known.slot),
+            positions=known.positions,
+            cos=cos,
+            sin=sin,
+            scale=known.config.head_dim**-0.5,
+            **shared,
+        )
+        return attended
+
+    def _rotate_wrongly(self):
+        """The layer's keys `[R, K * H]`, rotated by wrong angles."""
+        layer, angles, shared = self._shared()
+        keys = jax.lax.optimization_barrier(self._heads["k"])
+        return fused.rotated(keys, layer.k_norm, angles=angles, **shared)

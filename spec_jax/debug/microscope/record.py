@@ -1,0 +1,339 @@
+"""A record: every operation of one path over a scene, and whether that moved a bit.
+
+What is recorded is what ran: the path's own forward pass, seen through its hook. The
+values that its fused kernels keep to themselves are read afterwards, `fused`.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from spec_jax import testing
+from spec_jax.debug.microscope import faults, fused, scene as scene_lib
+from spec_jax.model import observe, params as params_lib, qwen3, row_model
+from spec_jax.ops import projection
+from spec_jax.paging import allocator, cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Path:
+    """A way to run a window, static and hashable.
+
+    Attributes:
+      model: what runs it, unless `target` does; says config, implementation and slab.
+      page_size: of the cache that it runs on.
+      window_rows: the height of the array that a window comes in, active or not, for
+        which the library's products are compiled; that of its tokens if None.
+      one_by_one: each row of the window is a call of its own.
+      target: a `baseline.RowTarget` that runs it uninstrumented; None: `model`.
+      is_rows: it is a run of `qwen3.forward_rows`, which is what is recorded then, and
+        its kernels fuse operations. Otherwise `target.forward` fuses none, and takes
+        `observe`, see `model.observe`.
+
+    Raises:
+      ValueError: neither rows nor a target to observe.
+    """
+
+    model: row_model.RowModel
+    page_size: int
+    window_rows: int | None = None
+    one_by_one: bool = False
+    target: Any = None
+    is_rows: bool = True
+
+    def __post_init__(self):
+        if self.target is None and not self.is_rows:
+            raise ValueError(
+                "a path that is not of rows needs a target, whose `forward` takes "
+                "`observe`: give it one, or is_rows=True"
+            )
+
+    @property
+    def runner(self) -> Any:
+        """The `baseline.RowTarget` that runs it uninstrumented."""
+        return self.model if self.target is None else self.target
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """The operations whose values never leave a kernel."""
+        if not self.is_rows:
+            return ()
+        return tuple(
+            name for name in observe.OPERATIONS if name not in observe.LEAVES_ROWS
+        )
+
+    def rows_of_a_call(self, window: int) -> int:
+        """Returns the active rows of each forward pass over a window of that many."""
+        return 1 if self.one_by_one else window
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What every operation of a path made of each row of a window.
+
+    Attributes:
+      values: by `observe.key`, `[rows, width]`, a row for each token of the window.
+      moved: elements of the logits and of the K/V that were written which differ from
+        those of the same run uninstrumented. Not 0: the record is of another
+        program than the one that runs.
+      unexplained: by operation, elements of all layers that `fused.unexplained`
+        counts, where there are any: what was read inside the kernel before it is not
+        what the kernel used.
+    """
+
+    values: dict[str, np.ndarray]
+    moved: int
+    unexplained: dict[str, int]
+
+    @property
+    def logits(self) -> np.ndarray:
+        """`[rows, V]` float32."""
+        return self.values["logits"]
+
+
+def take(path: Path, params: params_lib.Params, scene: scene_lib.Scene) -> Record:
+    """Runs a scene on a path, uninstrumented and recorded.
+
+    Raises:
+      ValueError: a window that does not fit the slab.
+    """
+    real_kv = scene_lib.fill(scene, path.model, page_size=path.page_size)
+    real_logits = []
+    for where in calls(path, scene.window, scene.start):
+        real_kv, logits = run(path, params, real_kv, **where)
+        real_logits.append(np.asarray(logits)[: int(where["num_live"])])
+    kv, values, wrong = _record(path, params, scene, fault=None)
+    moved = _count(values["logits"], np.concatenate(real_logits))
+    return Record(
+        values=values, moved=moved + _count_kv(kv, real_kv), unexplained=wrong
+    )
+
+
+def take_with_fault(
+    path: Path, params: params_lib.Params, scene: scene_lib.Scene, fault: faults.Fault
+) -> Record:
+    """As `take`, with a fault planted; what `take` checks is of the path without it.
+
+    Raises:
+      ValueError: as `take`, or a fault that cannot be planted on this path.
+    """
+    is_fused = fault.operation in path.fused
+    num_rows = path.rows_of_a_call(len(scene.window))
+    faults.check(fault, path.model.config, is_fused=is_fused, num_rows=num_rows)
+    good = take(path, params, scene)
+    if is_fused:
+        params = faults.of_params(params, path.model.config, fault)
+    _, values, _ = _record(path, params, scene, fault=fault)
+    return dataclasses.replace(good, values=values)
+
+
+def calls(
+    path: Path, tokens: Sequence[int], start: int
+) -> Iterator[dict[str, np.ndarray | jax.Array]]:
+    """The arguments of each `run` over tokens at positions from `start`.
+
+    Raises:
+      ValueError: more tokens than the rows they come in, or more rows than the slab.
+    """
+    num_rows = path.rows_of_a_call(len(tokens))
+    height = num_rows if path.window_rows is None else path.window_rows
+    if num_rows > height:
+        raise ValueError(
+            f"a window of {num_rows} tokens does not fit window_rows={height}"
+        )
+    if height > path.model.slab:
+        raise ValueError(
+            f"a window of {height} rows does not fit a slab of {path.model.slab}"
+        )
+    for first in range(0, len(tokens), num_rows):
+        live = np.asarray(tokens[first : first + num_rows], np.int32)
+        yield {
+            "tokens": np.pad(live, (0, height - num_rows)),
+            "start": jnp.int32(start + first),
+            "num_live": jnp.int32(num_rows),
+        }
+
+
+def _record(path, params, scene, *, fault):
+    """The cache after the window, all values by key, and those not explained."""
+    kv = scene_lib.fill(scene, path.model, page_size=path.page_size)
+    # One that is inside a kernel is in the weights; the program is as without it.
+    is_weight = fault is not None and fault.operation in faults.WEIGHTS
+    planted = None if is_weight and path.fused else fault
+    records: list[dict[str, np.ndarray]] = []
+    wrong: collections.Counter[str] = collections.Counter()
+    for where in calls(path, scene.window, scene.start):
+        num_rows = int(where["num_live"])
+        kv, values = _run_seen(path, params, kv, fault=planted, **where)
+        if path.fused:
+            values |= _read_fused(path, params, values, fault=fault, **where)
+        if path.fused and fault is None:
+            wrong.update(_unexplained(path, params, values, num_rows))
+        records.append({name: np.asarray(x[:num_rows]) for name, x in values.items()})
+    values = {
+        name: np.concatenate([record[name] for record in records])
+        for name in observe.keys(path.model.config.num_layers)
+    }
+    return kv, values, {name: count for name, count in wrong.items() if count}
+
+
+@functools.partial(jax.jit, static_argnames=("path",))
+def run(
+    path: Path,
+    params: params_lib.Params,
+    kv: cache.PagedKV,
+    *,
+    tokens: Int[Array, " window"],
+    start: Int[Array, ""],
+    num_live: Int[Array, ""],
+) -> tuple[cache.PagedKV, Float[Array, "rows V"]]:
+    """Runs the path uninstrumented, see `baseline.RowTarget.forward`."""
+    return path.runner.forward(
+        params, kv, tokens=tokens, start=start, num_live=num_live
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("path", "fault"))
+def _run_seen(path, params, kv, *, tokens, start, num_live, fault):
+    """The cache, and the values that leave the kernels, `[R, width]` by key."""
+    where = {"tokens": tokens, "start": start, "num_live": num_live}
+    values = {}
+
+    def record(layer, operation, value):
+        # Behind a barrier, so that nothing is fused with the recording of it.
+        kept = jax.lax.optimization_barrier(value)
+        values[observe.key(layer, operation)] = kept.reshape(kept.shape[0], -1)
+        return value
+
+    hook = record
+    if fault is not None:
+        hook = _injector(path, params, kv, fault, record, start, num_live)
+    kv = _forward(path, params, kv, hook, **where)
+    return kv, values
+
+
+def _forward(path, params, kv, hook, *, tokens, start, num_live):
+    """The cache after the path's forward pass with a hook in it."""
+    if not path.is_rows:
+        where = {"tokens": tokens, "start": start, "num_live": num_live}
+        return path.target.forward(params, kv, observe=hook, **where)[0]
+    slab, slot = path.model.slab, row_model.SLOT
+    rows = qwen3.Rows(
+        tokens=jnp.pad(tokens, (0, slab - tokens.shape[0])),
+        slots=jnp.full((slab,), slot, jnp.int32),
+        positions=start + jnp.arange(slab, dtype=jnp.int32),
+        num_live=num_live,
+    )
+    kv, _ = qwen3.forward_rows(
+        params, path.model.config, rows, kv, impl=path.model.impl, observe=hook
+    )
+    return allocator.extend(kv, slot, start + num_live)
+
+
+def _injector(path, params, kv, fault, then, start, num_live):
+    """The hook that plants a fault in a value that leaves its kernel, or a rotation."""
+    config, rotation = path.model.config, None
+    if path.fused:
+        positions = start + jnp.arange(path.model.slab, dtype=jnp.int32)
+        rotation = faults.Rotation(
+            params=params,
+            config=config,
+            impl=path.model.impl,
+            kv=kv,
+            positions=positions,
+            slot=row_model.SLOT,
+            angles=qwen3.row_angles(config, positions, dtype=params.embed.dtype),
+        )
+    return faults.Injector(
+        fault, config=config, num_live=num_live, then=then, rotation=rotation
+    )
+
+
+def _read_fused(path, params, values, *, tokens, start, num_live, fault):
+    """The values that the kernels of a pass kept to themselves, by key."""
+    del tokens
+    model = path.model
+    good = _angles(path, start)
+    read: dict[str, jax.Array] = {}
+    x = values["embed"]
+    for number, layer in enumerate(params.layers):
+        angles = {"q_rope": good, "k_rope": good}
+        if fault is not None and fault.layer == number and fault.operation in angles:
+            angles[fault.operation] = faults.of_angles(
+                good, fault.kind, num_live=num_live
+            )
+        seen = {
+            name: values[observe.key(number, name)]
+            for name in observe.LAYER_OPERATIONS
+            if name in observe.LEAVES_ROWS
+        }
+        inside = _layer_values(
+            layer,
+            model.config,
+            seen,
+            x=x,
+            q_angles=angles["q_rope"],
+            k_angles=angles["k_rope"],
+            num_live=num_live,
+            impl=model.impl,
+        )
+        read |= {observe.key(number, name): value for name, value in inside.items()}
+        x = seen["mlp_residual"]
+    read["final_norm"] = _normed(
+        x,
+        params.final_norm,
+        num_live=num_live,
+        eps=model.config.rms_norm_eps,
+        impl=model.impl,
+    )
+    return read
+
+
+# One executable for all layers.
+_layer_values = jax.jit(fused.layer_values, static_argnames=("config", "impl"))
+_layer_unexplained = jax.jit(fused.unexplained, static_argnames=("config", "impl"))
+_normed = jax.jit(fused.normed, static_argnames=("eps", "impl"))
+_project = jax.jit(projection.project, static_argnames=("out_dtype", "impl"))
+
+
+@functools.partial(jax.jit, static_argnames=("path",))
+def _angles(path, start):
+    positions = start + jnp.arange(path.model.slab, dtype=jnp.int32)
+    config = path.model.config
+    return qwen3.row_angles(config, positions, dtype=jnp.dtype(config.dtype))
+
+
+def _unexplained(path, params, values, num_rows) -> dict[str, int]:
+    """Elements of live rows by operation, over all layers and the logits."""
+    total: collections.Counter[str] = collections.Counter()
+    model, x = path.model, values["embed"]
+    shared = {"num_live": jnp.int32(num_rows), "impl": model.impl}
+    for number, layer in enumerate(params.layers):
+        own = {
+            name: values[observe.key(number, name)] for name in observe.LAYER_OPERATIONS
+        }
+        wrong = _layer_unexplained(layer, model.config, own, x=x, **shared)
+        for name, differs in wrong.items():
+            total[name] += int(np.asarray(differs)[:num_rows].sum())
+        x = own["mlp_residual"]
+    logits = _project(values["final_norm"], params.head, out_dtype="float32", **shared)
+    differs = np.asarray(logits != values["logits"])
+    total["logits"] += int(differs[:num_rows].sum())
+    return total
+
+
+def _count(one: np.ndarray, other: np.ndarray) -> int:
+    return int((testing.bits(one) != testing.bits(other)).sum())
+
+
+def _count_kv(one: cache.PagedKV, other: cache.PagedKV) -> int:
+    """Elements of all pages that differ, in two caches whose books are the same."""
+    pools = zip((*one.k, *one.v), (*other.k, *other.v), strict=True)
+    return sum(_count(np.asarray(x), np.asarray(y)) for x, y in pools)

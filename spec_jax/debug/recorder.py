@@ -1,0 +1,266 @@
+"""A recorder: a target that keeps what each of its rows saw, one entry a position.
+
+It stands in the place of the target it wraps, in the same loops, for autoregressive
+decoding and for rounds of any number of slots. A position that is rolled back is
+overwritten when another round runs it, so that after a run every committed position
+holds what the pass that committed it saw. Knows logits and positions; neither pages nor
+models.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
+
+from spec_jax import pytree
+from spec_jax.engine import baseline, protocols
+from spec_jax.typing import typed
+
+
+NONE = -1
+"""Where no token was drafted, and in windows past their last token."""
+
+
+class Recording(pytree.Node):
+    """What the rows at each position saw, and the cache of the target that ran them.
+
+    Entry `[b, p]` is of slot `b`'s row that was fed at position `p` and so decides the
+    token of `p + 1`; entries of positions that were never run are zero, or `NONE`.
+    """
+
+    cache: protocols.Cache  # the wrapped target's
+    fed: jax.Array  # [B, max_len] int32, the token fed at the position
+    row: jax.Array  # [B, max_len] int32, which column of its window; 0 is pending
+    chosen: jax.Array  # [B, max_len] int32, the token of highest logit
+    log_prob: jax.Array  # [B, max_len] float32, natural, of that token
+    logits_hash: jax.Array  # [B, max_len, 2] uint32, `hash_bits` of all its logits
+    top_ids: jax.Array  # [B, max_len, top] int32, in descending order of logits
+    top_logits: jax.Array  # [B, max_len, top] float32
+    lowest: jax.Array  # [B, max_len] float32, the lowest of all its logits
+    # By other keys than the row's position:
+    drafted: jax.Array  # [B, max_len] int32, proposed for this position, kept or not
+    windows: jax.Array  # [B, max_len, window] int32, by position of the pending token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorder:
+    """A target that runs `target` and records every active row of it.
+
+    It is a `protocols.Target` where it wraps one, and a `baseline.RowTarget` where it
+    wraps that. What is recorded is computed from the logits after the target is done
+    with them, one row at a time in a loop of its own: its bits do not depend on how
+    many rows there are, and no bit of the target's depends on it.
+
+    Attributes:
+      target: any target; hashable, as all targets are.
+      window: the most columns of a call: gamma_max + 1, for autoregressive decoding
+        too.
+      top: how many of the highest logits to keep.
+    """
+
+    target: Any
+    window: int
+    top: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("window", "top"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def num_slots(self) -> int:
+        """The target's."""
+        return self.target.num_slots
+
+    @property
+    def max_rows(self) -> int:
+        """The target's, or those of a window if that is less."""
+        return min(self.window, self.target.max_rows)
+
+    @property
+    def config(self) -> Any:
+        """The target's. No attribute where it has none."""
+        return self.target.config
+
+    def attach(self, state: Any) -> Any:
+        """Returns the state with an empty recording around its cache: for the loops.
+
+        Args:
+          state: `state.State`, or `baseline.DecodeState`, which is one slot.
+        """
+        alone = isinstance(state, baseline.DecodeState)
+        tokens = state.tokens[None] if alone else state.slots.tokens
+
+        def full(value, *shape: int, dtype=jnp.int32) -> jax.Array:
+            return jnp.full((*tokens.shape, *shape), value, dtype)
+
+        return state.replace(
+            cache=Recording(
+                cache=state.cache,
+                fed=full(NONE),
+                row=full(NONE),
+                chosen=full(NONE),
+                log_prob=full(0, dtype=jnp.float32),
+                logits_hash=full(0, 2, dtype=jnp.uint32),
+                top_ids=full(NONE, self.top),
+                top_logits=full(0, self.top, dtype=jnp.float32),
+                lowest=full(0, dtype=jnp.float32),
+                drafted=full(NONE),
+                windows=full(NONE, self.window),
+            )
+        )
+
+    def detach(self, state: Any) -> tuple[Any, Recording]:
+        """Undoes `attach`: the state with the target's own cache, and the recording."""
+        return state.replace(cache=state.cache.cache), state.cache
+
+    def verify(
+        self, params: protocols.Params, cache: Recording, window: protocols.Window
+    ) -> tuple[Recording, protocols.Verified]:
+        """Verifies as the target does, and records all rows that were run."""
+        inner, verified = self.target.verify(params, cache.cache, window)
+        chosen = self.target.choose(verified.logits, verified.num_live)
+        recording = self._record(cache.replace(cache=inner), window, verified, chosen)
+        return recording, verified
+
+    def forward(
+        self,
+        params: protocols.Params,
+        cache: Recording,
+        *,
+        tokens: Int[Array, " window"],
+        start: Int[Array, ""],
+        num_live: Int[Array, ""],
+    ) -> tuple[Recording, Float[Array, "R V"]]:
+        """Runs rows as the target does, and records those that were run."""
+        inner, logits = self.target.forward(
+            params, cache.cache, tokens=tokens, start=start, num_live=num_live
+        )
+        chosen = self.target.choose(logits, num_live)
+        num_run = jnp.where(self.target.is_starved(inner), 0, num_live)
+        columns = jnp.arange(logits.shape[0], dtype=jnp.int32)
+        verified = protocols.Verified(
+            logits=logits,
+            slots=jnp.zeros_like(columns),
+            positions=start + columns,
+            num_live=num_run,
+            at=columns[None, : tokens.shape[0]],
+        )
+        window = protocols.Window(
+            tokens=tokens[None], start=start[None], num_live=num_run[None]
+        )
+        recording = cache.replace(cache=inner)
+        return self._record(recording, window, verified, chosen), logits
+
+    def choose(
+        self, logits: Float[Array, "P V"], num_live: Int[Array, ""]
+    ) -> Int[Array, " P"]:
+        """Chooses as the target does."""
+        return self.target.choose(logits, num_live)
+
+    def truncate(
+        self, cache: Recording, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
+    ) -> Recording:
+        """Truncates the target's cache; what was recorded stays until overwritten."""
+        inner = self.target.truncate(cache.cache, new_len, asked=asked)
+        return cache.replace(cache=inner)
+
+    def out_of_pages(self, cache: Recording) -> Bool[Array, " B"]:
+        """Returns what the target says."""
+        return self.target.out_of_pages(cache.cache)
+
+    def is_starved(self, cache: Recording) -> Bool[Array, ""]:
+        """Returns what the target says."""
+        return self.target.is_starved(cache.cache)
+
+    def _record(self, recording, window, verified, chosen):
+        """Writes the entries of one call.
+
+        Raises:
+          ValueError: more columns than `window`.
+        """
+        num_slots, width = window.tokens.shape
+        if width > self.window:
+            raise ValueError(
+                f"{width} columns do not fit a recorder of window={self.window}"
+            )
+        # The barrier hides that decoding has one row: a loop that is known to run once
+        # is dissolved into its surroundings, and fused with them.
+        verified, chosen = jax.lax.optimization_barrier((verified, chosen))
+        num_run = (
+            jnp.zeros((num_slots,), jnp.int32)
+            .at[verified.slots]
+            .add((jnp.arange(chosen.shape[0]) < verified.num_live).astype(jnp.int32))
+        )
+        # One more than the window: the last column decides a token that none was
+        # drafted for.
+        columns = jnp.arange(self.window + 1, dtype=jnp.int32)[None]
+        drafts = jnp.pad(window.tokens, ((0, 0), (0, self.window + 1 - width)))
+        drafts = jnp.where(columns < num_run[:, None], drafts, NONE)
+
+        def record_row(i, recording):
+            """Writes the entries of row `i` at its slot and position."""
+            slot, position = verified.slots[i], verified.positions[i]
+            at, column = (slot, position), position - window.start[slot]
+            row = jax.lax.optimization_barrier(verified.logits[i])
+            top_logits, top_ids = jax.lax.top_k(row, self.top)
+            following = drafts[slot, column + 1]
+            return recording.replace(
+                fed=recording.fed.at[at].set(drafts[slot, column]),
+                row=recording.row.at[at].set(column),
+                chosen=recording.chosen.at[at].set(chosen[i]),
+                log_prob=recording.log_prob.at[at].set(
+                    jax.nn.log_softmax(row)[chosen[i]]
+                ),
+                logits_hash=recording.logits_hash.at[at].set(hash_bits(row)),
+                top_ids=recording.top_ids.at[at].set(top_ids),
+                top_logits=recording.top_logits.at[at].set(top_logits),
+                lowest=recording.lowest.at[at].set(jnp.min(row)),
+                drafted=recording.drafted.at[slot, position + 1].set(
+                    following, mode="drop"
+                ),
+            )
+
+        # Not a scatter of the whole slab: the cost follows the rows that were run, and
+        # padding rows write nowhere.
+        entries = recording.replace(cache=None)
+        entries = jax.lax.fori_loop(0, verified.num_live, record_row, entries)
+        at = jnp.where(num_run > 0, window.start, entries.windows.shape[1])
+        slots = jnp.arange(num_slots, dtype=jnp.int32)
+        windows = entries.windows.at[slots, at].set(
+            drafts[:, : self.window], mode="drop"
+        )
+        return entries.replace(cache=recording.cache, windows=windows)
+
+
+_SEEDS = (0x9E3779B9, 0x85EBCA6B)
+
+
+@typed
+def hash_bits(x: Float32[Array, " V"]) -> UInt32[Array, "2"]:
+    """Returns two 32-bit hashes of all bits of a float32 vector, NaN included.
+
+    One differing element always gives other hashes; several, or another order, give
+    the same ones in one of 2**64 cases. The sums are of integers: no order of
+    summation changes them.
+
+    Each element is mixed with its index by the finalizer of MurmurHash3 (Appleby,
+    https://github.com/aappleby/smhasher), a bijection.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    index = np.arange(bits.shape[0], dtype=np.uint32)
+    sums = [
+        jnp.sum(_mix(bits ^ _mix(index + np.uint32(seed))), dtype=jnp.uint32)
+        for seed in _SEEDS
+    ]
+    return jnp.stack(sums)
+
+
+def _mix(h):
+    """Mixes NumPy or JAX arrays of uint32 by MurmurHash3's 32-bit finalizer."""
+    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

@@ -1,0 +1,157 @@
+"""A drafter that is written for one sequence, lifted over slots.
+
+Every drafter enters the engine through `lift`. One that shares work between slots, such
+as a draft model whose rows go through one forward, brings `for_slots`; any other is
+mapped over the slots, each with a memory of its own.
+"""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from spec_jax import pytree
+from spec_jax.engine import protocols, state as states
+from spec_jax.paging import cache as paged
+
+
+def lift(
+    drafter: protocols.Drafter, num_slots: int, *, rule: str = "coupled"
+) -> protocols.SlotDrafter:
+    """Returns the drafter for `num_slots` sequences.
+
+    Args:
+      rule: of acceptance; a drafter with `for_rule` draws as that wants it.
+
+    Raises:
+      NotImplementedError: a setting of the drafter that has no form for slots.
+    """
+    if hasattr(drafter, "for_rule"):
+        drafter = drafter.for_rule(rule)
+    if hasattr(drafter, "for_slots"):
+        return drafter.for_slots(num_slots)
+    return Each(drafter=drafter, num_slots=num_slots)
+
+
+class EachMemory(pytree.Node):
+    """The memories of all slots, and one as `init` made it, for `prefill`."""
+
+    fresh: Any
+    slots: Any  # leaves [B, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Each:
+    """Maps a drafter over slots. One slot costs what the drafter alone costs."""
+
+    drafter: protocols.Drafter
+    num_slots: int
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        return self.drafter.gamma_max
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the drafter's vocabulary. No attribute where it has none."""
+        return self.drafter.vocab_size  # type: ignore[attr-defined]
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> EachMemory:
+        """Allocates one memory for each slot, and one more.
+
+        Raises:
+          NotImplementedError: a memory with pages, of which each slot would get a pool.
+        """
+        del num_pages
+        fresh = self.drafter.init(capacity=capacity, page_size=page_size)
+        parts = jax.tree.leaves(fresh, is_leaf=_is_cache)
+        if self.num_slots > 1 and any(map(_is_cache, parts)):
+            raise NotImplementedError(
+                f"{type(self.drafter).__name__} keeps a paged cache, and mapping it "
+                f"over {self.num_slots} slots would make a pool for each: give it "
+                "`for_slots(num_slots)`, as drafters.draft_model has it"
+            )
+        return EachMemory(fresh=fresh, slots=_stacked(fresh, self.num_slots))
+
+    def prefill(
+        self,
+        params: protocols.Params,
+        memory: EachMemory,
+        prompt: list[int],
+        *,
+        slot: int,
+    ) -> EachMemory:
+        """Takes a prompt into a memory as new, and puts that into the slot."""
+        # A copy: the drafter may donate what it is given.
+        fresh = jax.tree.map(jnp.copy, memory.fresh)
+        one = self.drafter.prefill(params, fresh, prompt)
+        return memory.replace(slots=_put(memory.slots, one, jnp.int32(slot)))
+
+    def propose(
+        self,
+        params: protocols.Params,
+        memory: EachMemory,
+        *,
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
+    ) -> tuple[EachMemory, protocols.Proposal]:
+        """Returns what the drafter proposes for each sequence."""
+        draws = takes_sampling(type(self.drafter))
+
+        def one(memory, tokens, length, gamma, sampling):
+            extra = {"sampling": sampling} if draws else {}
+            return self.drafter.propose(
+                params, memory, tokens=tokens, length=length, gamma=gamma, **extra
+            )
+
+        slots, proposal = states.map_slots(
+            one, memory.slots, tokens, length, gamma, sampling
+        )
+        return memory.replace(slots=slots), proposal
+
+    def commit(
+        self,
+        params: protocols.Params,
+        memory: EachMemory,
+        length: Int[Array, " B"],
+        *,
+        asked: Bool[Array, " B"],
+    ) -> EachMemory:
+        """Commits in the slots that are asked; the others stay as they are."""
+
+        def one(memory, length, asked):
+            committed = self.drafter.commit(params, memory, length)
+            return jax.tree.map(
+                lambda new, old: jnp.where(asked, new, old), committed, memory
+            )
+
+        return memory.replace(slots=states.map_slots(one, memory.slots, length, asked))
+
+
+def _is_cache(part: Any) -> bool:
+    return isinstance(part, paged.PagedKV)
+
+
+@functools.cache
+def takes_sampling(kind: type[protocols.Drafter]) -> bool:
+    """Whether a drafter draws: `propose` then has a keyword `sampling`."""
+    return "sampling" in inspect.signature(kind.propose).parameters
+
+
+@functools.partial(jax.jit, static_argnames=("num_slots",))
+def _stacked(one, num_slots):
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * num_slots), one)
+
+
+@functools.partial(jax.jit, donate_argnums=(0,))
+def _put(stacked, one, slot):
+    return jax.tree.map(lambda all_, x: all_.at[slot].set(x), stacked, one)

@@ -1,0 +1,156 @@
+"""Drafters by name: the ones that come along, and those of other packages.
+
+A name stands for a builder, which takes `Parts` and returns a drafter and its
+parameters. Other packages register under the entry point group `spec_jax.drafters`, or
+are named as `package.module:Name`; what is found there may be a drafter, a class or
+function that makes one of keywords named like fields of `Parts`, or a builder whose
+only parameter is `parts`.
+"""
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any
+
+from spec_jax.drafters import draft_model, hybrid, ngram, oracle, suffix
+from spec_jax.engine import protocols
+from spec_jax.model import params as params_lib
+
+
+ENTRY_POINTS = "spec_jax.drafters"
+"""The entry point group of drafters from other packages."""
+
+Built = tuple[Any, Any]
+"""A drafter, for one sequence or with a form for slots, and its parameters."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What drafters are made of.
+
+    Attributes:
+      gamma_max: the most tokens of a proposal.
+      vocab_size: of the target.
+      load_draft: reads the draft model and its weights, when it is called.
+    """
+
+    gamma_max: int
+    vocab_size: int
+    load_draft: Callable[[], tuple[draft_model.DraftModel, params_lib.Params]]
+
+
+def _ngram(parts: Parts) -> Built:
+    return ngram.PromptLookup(gamma_max=parts.gamma_max), None
+
+
+def _suffix(parts: Parts) -> Built:
+    """Of the sequence itself: a prompt that is repeated must not find its answer."""
+    return suffix.SuffixDecoding(gamma_max=parts.gamma_max), suffix.empty_corpus(1)
+
+
+def _hybrid(parts: Parts) -> Built:
+    draft, draft_params = parts.load_draft()
+    statistics = suffix.SuffixDecoding(gamma_max=parts.gamma_max)
+    drafter = hybrid.Hybrid(suffix=statistics, draft=draft)
+    params = hybrid.HybridParams(draft=draft_params, corpus=suffix.empty_corpus(1))
+    return drafter, params
+
+
+def _oracle(parts: Parts) -> Built:
+    """Without a trace: each request brings its own."""
+    return oracle.Oracle(gamma_max=parts.gamma_max, vocab_size=parts.vocab_size), None
+
+
+BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
+    "draft-model": lambda parts: parts.load_draft(),  # a small model of the same family
+    "ngram": _ngram,  # prompt lookup; no parameters
+    "suffix": _suffix,  # suffix statistics, and an empty corpus
+    "hybrid": _hybrid,  # suffix where its score is high, otherwise the draft model
+    "oracle": _oracle,  # what decoding writes, as a ceiling; a trace a request
+}
+"""How each drafter that comes along is built."""
+
+
+def names() -> tuple[str, ...]:
+    """Returns all names that `build` knows, ours first."""
+    others = {point.name for point in metadata.entry_points(group=ENTRY_POINTS)}
+    return (*BUILDERS, *sorted(others - set(BUILDERS)))
+
+
+def build(drafter: str | protocols.Drafter, parts: Parts) -> Built:
+    """Returns a drafter and its parameters.
+
+    Args:
+      drafter: one of `names()`, `package.module:Name`, or a drafter without parameters.
+
+    Raises:
+      ValueError: an unknown name, or what it names is not a drafter.
+    """
+    if not isinstance(drafter, str):
+        return _check(drafter, type(drafter).__name__), None
+    if drafter in BUILDERS:
+        return BUILDERS[drafter](parts)
+    return _from_outside(drafter, _find(drafter), parts)
+
+
+def _find(name: str) -> Any:
+    """Returns what an entry point or `package.module:Name` names."""
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        if point.name == name:
+            return _load(name, point.load)
+    module, colon, attribute = name.partition(":")
+    if not (colon and module and attribute):
+        raise ValueError(
+            f"drafter {name!r} is not one of {', '.join(names())}, nor written as "
+            "package.module:Name"
+        )
+    return _load(name, lambda: getattr(importlib.import_module(module), attribute))
+
+
+def _load(name: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"drafter {name!r}: {error}") from None
+
+
+def _from_outside(name: str, found: Any, parts: Parts) -> Built:
+    """Makes a drafter of what a name stands for."""
+    if not (isinstance(found, type) or inspect.isroutine(found)):
+        return _check(found, name), None
+    parameters = inspect.signature(found).parameters
+    if list(parameters) == ["parts"]:
+        made = found(parts)
+    else:
+        known = {field.name for field in dataclasses.fields(parts)}
+        missing = [
+            parameter.name
+            for parameter in parameters.values()
+            if parameter.default is parameter.empty and parameter.name not in known
+        ]
+        if missing:
+            raise ValueError(
+                f"drafter {name!r} needs {', '.join(missing)}, which is not one of "
+                f"{', '.join(sorted(known))}: give it a default, or name a function "
+                "of `parts` that returns (drafter, params)"
+            )
+        chosen = known & set(parameters)
+        made = found(**{key: getattr(parts, key) for key in chosen})
+    drafter, params = made if isinstance(made, tuple) else (made, None)
+    return _check(drafter, name), params
+
+
+def _check(drafter: Any, name: str) -> protocols.Drafter:
+    """Returns the drafter, or says what it lacks."""
+    needed: tuple[str, ...] = ("gamma_max", "init", "prefill", "propose", "commit")
+    if hasattr(drafter, "for_slots"):
+        needed = ("gamma_max",)
+    missing = [attribute for attribute in needed if not hasattr(drafter, attribute)]
+    if missing:
+        raise ValueError(
+            f"drafter {name!r} is no drafter: it has no {', '.join(missing)} "
+            "(engine.protocols.Drafter)"
+        )
+    return drafter

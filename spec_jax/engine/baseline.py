@@ -1,0 +1,264 @@
+"""Autoregressive decoding, one token a step: the baseline and the oracle.
+
+It shares the model's rows and the sampling of a row with the rounds and nothing else:
+it chooses its tokens and ends its sequences by itself, so that the two check each
+other.
+"""
+
+import functools
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax import pytree
+from spec_jax.engine import checks, loop, protocols, state as states
+from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
+from spec_jax.paging import cache as paged
+from spec_jax.rules import sampling as sampling_lib
+
+
+Status = states.Status
+
+
+class RowTarget(Protocol):
+    """A model that runs rows of one sequence; `row_model.RowModel` is one."""
+
+    def forward(
+        self,
+        params: protocols.Params,
+        cache: protocols.Cache,
+        *,
+        tokens: Int[Array, " R"],
+        start: Int[Array, ""],
+        num_live: Int[Array, ""],
+    ) -> tuple[protocols.Cache, Float[Array, "R V"]]:
+        """Runs the first `num_live` tokens at positions from `start`, and keeps their
+        K/V. Where the cache has no room, `is_starved` is true afterwards."""
+        ...
+
+    def choose(
+        self, logits: Float[Array, "R V"], num_live: Int[Array, ""]
+    ) -> Int[Array, " R"]:
+        """Returns the token of highest logit of each active row, int32."""
+        ...
+
+    def is_starved(self, cache: protocols.Cache) -> Bool[Array, ""]:
+        """Returns whether the last `forward` found no page."""
+        ...
+
+
+class DecodeState(pytree.Node):
+    """Everything that `generate` carries, for one sequence.
+
+    Fields mean what they do in `state.Slots`: `tokens[length - 1]` is pending, it has
+    no K/V yet.
+    """
+
+    tokens: jax.Array  # [max_len] int32
+    length: jax.Array  # [] int32
+    status: jax.Array  # [] int32, `Status`
+    limit: jax.Array  # [] int32
+    capped: jax.Array  # [] bool
+    stop_ids: jax.Array  # [num_stop] int32
+    sampling: sampling_lib.SamplingSettings | None  # None: greedy
+    cache: protocols.Cache
+    num_steps: jax.Array  # [] int32
+    num_nonfinite: jax.Array  # [] int32
+
+
+@jax.jit
+def init_state(
+    tokens: Int[Array, " max_len"],
+    *,
+    length: Int[Array, ""],
+    limit: Int[Array, ""],
+    cache: protocols.Cache,
+    stop_ids: Int[Array, " num_stop"],
+    sampling: sampling_lib.SamplingSettings | None = None,
+    capped: Bool[Array, ""] | bool = False,
+) -> DecodeState:
+    """Returns the state before the first step: `tokens[:length]` is the prompt.
+
+    Greedy without `sampling`, which is copied: the loop donates its state.
+    """
+    return DecodeState(
+        tokens=tokens,
+        length=length,
+        status=jnp.int32(Status.RUNNING),
+        limit=limit,
+        capped=jnp.asarray(capped, bool),
+        stop_ids=stop_ids,
+        sampling=sampling_lib.copied(sampling),
+        cache=cache,
+        num_steps=jnp.int32(0),
+        num_nonfinite=jnp.int32(0),
+    )
+
+
+def begin(
+    target: row_model.RowModel,
+    params: params_lib.Params,
+    kv: paged.PagedKV,
+    prompt: checks.Tokens,
+    *,
+    max_tokens: int,
+    prefill_by_rows: bool | None = None,
+    sampling: sampling_lib.SamplingSettings | None = None,
+    stop_ids: checks.Tokens = (),
+) -> DecodeState:
+    """Checks the prompt and prefills all of it but the last token.
+
+    Generation ends after `max_tokens`, or earlier where the cache is full.
+
+    Args:
+      kv: empty, and donated.
+      sampling: settings by `sampling.make_settings`; None is greedy.
+
+    Raises:
+      ValueError: a prompt that cannot be used, or no token to generate.
+    """
+    capacity = kv.slot_capacity
+    checks.check_max_tokens(max_tokens)
+    prompt = checks.check_prompt(
+        prompt, vocab_size=target.config.vocab_size, capacity=capacity
+    )
+    limit, capped = checks.limit_of(len(prompt), max_tokens, capacity)
+    kv = prompt_lib.prefill(target, params, kv, prompt[:-1], by_rows=prefill_by_rows)
+    return init_state(
+        jax.device_put(checks.text_buffer(prompt, capacity)),
+        length=jnp.int32(len(prompt)),
+        limit=jnp.int32(limit),
+        capped=jnp.bool_(capped),
+        cache=kv,
+        stop_ids=jnp.asarray(checks.stop_array(stop_ids)),
+        sampling=sampling,
+    )
+
+
+def run_step(
+    target: RowTarget, params: protocols.Params, state: DecodeState
+) -> DecodeState:
+    """Decodes one token. A step that finds no page commits nothing."""
+    n = state.length
+    cache, token, is_finite = _next_token(
+        target, params, state.cache, state.tokens[n - 1], n, state.sampling
+    )
+    stops = jnp.any(token == state.stop_ids)
+    failed = target.is_starved(cache)
+    at = jnp.where(failed, state.tokens.shape[0], n)
+    length = jnp.where(failed, n, n + 1)
+    at_limit = jnp.where(state.capped, int(Status.CAPACITY), int(Status.LENGTH))
+    status = jnp.where(length >= state.limit, at_limit, int(Status.RUNNING))
+    status = jnp.where(stops, int(Status.STOP), status)
+    status = jnp.where(failed, int(Status.OUT_OF_PAGES), status)
+    return state.replace(
+        tokens=state.tokens.at[at].set(token, mode="drop"),
+        length=length,
+        status=status.astype(jnp.int32),
+        cache=cache,
+        num_steps=state.num_steps + (~failed).astype(jnp.int32),
+        num_nonfinite=state.num_nonfinite + (~failed & ~is_finite).astype(jnp.int32),
+    )
+
+
+def _next_token(target, params, cache, token, position, sampling):
+    """Feeds the token before `position`; returns the cache, the token of `position`,
+    and whether the logits that it was chosen from are finite."""
+    one = jnp.int32(1)
+    cache, logits = target.forward(
+        params, cache, tokens=token[None], start=position - 1, num_live=one
+    )
+    row, highest = logits[0], target.choose(logits, one)[0]
+    # Where there is a NaN the argmax is the first one. "clip": a trace's "logits" are
+    # tokens, and one wide.
+    is_finite = jnp.isfinite(row.at[highest].get(mode="clip"))
+    if sampling is None:
+        return cache, highest, is_finite
+    drawn = sampling_lib.sample_rows(
+        logits, sampling, first_position=position, num_live=one
+    )[0]
+    return cache, jnp.where(sampling.temperature == 0, highest, drawn), is_finite
+
+
+@loop.donates(static_argnames=("target",))
+def generate(
+    target: RowTarget,
+    params: protocols.Params,
+    state: DecodeState,
+    *,
+    max_steps: Int[Array, ""],
+) -> DecodeState:
+    """Decodes on the device until the sequence ends, or `max_steps` passed.
+
+    Args:
+      state: donated.
+    """
+
+    def keep_going(carry):
+        step, state = carry
+        return (state.status == int(Status.RUNNING)) & (step < max_steps)
+
+    def body(carry):
+        step, state = carry
+        return step + 1, run_step(target, params, state)
+
+    _, state = jax.lax.while_loop(keep_going, body, (jnp.int32(0), state))
+    return state
+
+
+@functools.partial(jax.jit, static_argnames=("target",), donate_argnames=("cache",))
+def replay(
+    target: RowTarget,
+    params: protocols.Params,
+    cache: protocols.Cache,
+    *,
+    tokens: Int[Array, " max_len"],
+    start: Int[Array, ""],
+    stop: Int[Array, ""],
+    sampling: sampling_lib.SamplingSettings | None = None,
+) -> tuple[protocols.Cache, Int[Array, " max_len"]]:
+    """Returns what decoding would choose after each prefix of a *given* text.
+
+    Greedily, or as it would draw with `sampling`. Feeds `tokens[start - 1 .. stop - 2]`
+    one at a time, whatever it would have chosen itself. `cache` holds the K/V of
+    `[0, start - 1)` and is donated.
+
+    Returns:
+      The cache and, at each position `start .. stop - 1`, the token that decoding
+      chooses there; elsewhere the given tokens.
+    """
+
+    def body(position, carry):
+        cache, chosen = carry
+        cache, token, _ = _next_token(
+            target, params, cache, tokens[position - 1], position, sampling
+        )
+        return cache, chosen.at[position].set(token)
+
+    return jax.lax.fori_loop(start, stop, body, (cache, tokens))
+
+
+def check(state: DecodeState, *, vocab_size: int) -> None:
+    """Raises what the loop could only flag.
+
+    Raises:
+      FloatingPointError: tokens were chosen from logits that are not finite.
+      MemoryError: the sequence ended for want of pages; what was committed until then
+        is in `state.tokens[: state.length]`.
+      RuntimeError: a cache refused an operation, or the text is not one that the loop
+        may write: a fault of the program.
+    """
+    checks.check_slot(state, vocab_size=vocab_size)
+    slots = jax.tree.map(
+        lambda leaf: leaf[None], {"status": state.status, "length": state.length}
+    )
+    checks.check_pages(slots["status"], slots["length"], state.cache)
+    checks.check_refused([state.cache])
+
+
+def committed(state: DecodeState, *, vocab_size: int) -> list[int]:
+    """Returns the prompt and what was generated; raises as `check`."""
+    check(state, vocab_size=vocab_size)
+    return jax.device_get(state.tokens)[: int(state.length)].tolist()

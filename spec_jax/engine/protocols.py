@@ -1,0 +1,244 @@
+"""What a round asks of a target and of a drafter, and what they hand to each other.
+
+The engine runs `B` sequences at once, each in a slot; one sequence is a batch of one.
+A `Target` and a `SlotDrafter` know all slots. A `Drafter` is written for one sequence,
+and `drafters.each.lift` makes a `SlotDrafter` of it.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax import pytree
+from spec_jax.rules import sampling
+
+
+Params = Any
+Memory = Any
+Cache = Any
+Sampling = sampling.SamplingSettings | None
+"""Settings with leaves `[B]`, one a slot; None: every slot is greedy, and the program
+cannot draw."""
+
+
+class Proposal(pytree.Node):
+    """Drafted tokens; the first `num_drafted` are real."""
+
+    tokens: jax.Array  # [gamma_max] int32
+    num_drafted: jax.Array  # [] int32
+    # [gamma_max, V] float32: the distribution that each token was drawn from, filters
+    # included; None for tokens that were certain. Rule "coupled" needs none.
+    probs: jax.Array | None = None
+
+
+class Window(pytree.Node):
+    """What a round asks of the target: of each slot, a run of tokens to be verified.
+
+    Column 0 is the pending token, column `i + 1` is draft `i`.
+    """
+
+    tokens: jax.Array  # [B, R] int32
+    start: jax.Array  # [B] int32, position of column 0
+    num_live: jax.Array  # [B] int32, leading columns to run; 0: the slot sits out
+
+
+class Verified(pytree.Node):
+    """What the target makes of a window: the rows of all slots, packed.
+
+    The first `num_live` rows are active, those of one slot together and in order; what
+    the others hold means nothing.
+    """
+
+    logits: jax.Array  # [P, V] float32
+    slots: jax.Array  # [P] int32
+    positions: jax.Array  # [P] int32, of the token that was fed
+    num_live: jax.Array  # [] int32
+    at: jax.Array  # [B, R] int32, the row of each column; P where it was not run
+
+    def by_column(self, rows: jax.Array, *, fill: Any) -> jax.Array:
+        """Returns `rows [P]` by column, `[B, R]`, and `fill` where none was run."""
+        num_slots, width = self.at.shape
+        if num_slots == 1:  # The rows are its columns: no gather.
+            return jnp.where(self.at < rows.shape[0], rows[None, :width], fill)
+        return rows.at[self.at].get(mode="fill", fill_value=fill)
+
+
+class Target(Protocol):
+    """A model whose verification rows equal its decoding rows, bit for bit.
+
+    Hashable: it is a static argument. Everything that changes is in the cache, which
+    all slots share.
+    """
+
+    @property
+    def num_slots(self) -> int:
+        """The sequences that run at once."""
+        ...
+
+    @property
+    def max_rows(self) -> int:
+        """The most columns of a window."""
+        ...
+
+    def verify(
+        self, params: Params, cache: Cache, window: Window
+    ) -> tuple[Cache, Verified]:
+        """Runs each slot's live columns, and keeps their K/V.
+
+        A slot that sits out is not touched. Where a slot finds no page nothing of it is
+        run, and `out_of_pages` says so; the others go on.
+        """
+        ...
+
+    def choose(
+        self, logits: Float[Array, "P V"], num_live: Int[Array, ""]
+    ) -> Int[Array, " P"]:
+        """Returns the token of highest logit of each active row, int32."""
+        ...
+
+    def truncate(
+        self, cache: Cache, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
+    ) -> Cache:
+        """Forgets the K/V from position `new_len` on, in the slots that are asked."""
+        ...
+
+    def out_of_pages(self, cache: Cache) -> Bool[Array, " B"]:
+        """Returns for each slot whether its last window found no page."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes continuations, by functions of a memory that the loop carries.
+
+    Written for ONE sequence; `drafters.each.lift` maps it over slots. Hashable: it is a
+    static argument, and equal drafters share an executable. The
+    memory is a pytree of arrays, no two of which share a buffer, of shapes and dtypes
+    that never change; everything that changes is in it. `init` and `prefill` run on
+    the host, `propose` and `commit` are traced into the loop and call nothing outside
+    of it. No proposal can make the output wrong: a bad one only costs time. That holds
+    for one that breaks its promises, too: rounds bound the number of drafts, and no
+    rule keeps a draft outside the vocabulary.
+
+    A drafter with a vocabulary of its own says so by an attribute `vocab_size`, which
+    `checks.check_pair` compares with the target's. `testing.check_drafter` checks
+    what is promised here.
+    """
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        ...
+
+    def init(self, *, capacity: int, page_size: int) -> Memory:
+        """Allocates the empty memory of a text, outside of whatever is timed.
+
+        Args:
+          capacity: positions that the target's cache holds; a text has one token more
+            at most.
+          page_size: positions per page, for a memory that has pages.
+        """
+        ...
+
+    def prefill(self, params: Params, memory: Memory, prompt: list[int]) -> Memory:
+        """Takes in the prompt, whose last token is pending: part of what is timed.
+
+        The memory is as `init` made it, and donated. The prompt is not empty.
+        """
+        ...
+
+    def propose(
+        self,
+        params: Params,
+        memory: Memory,
+        *,
+        tokens: Int[Array, " max_len"],
+        length: Int[Array, ""],
+        gamma: Int[Array, ""],
+    ) -> tuple[Memory, Proposal]:
+        """Drafts at most `gamma` tokens to follow `tokens[:length]`.
+
+        What is after `length` means nothing. `gamma` may be 0, and never asks for more
+        than the target's capacity, less `length`. A drafter that draws has one keyword
+        more, `sampling`: the settings of the target's draws, or None where it is
+        greedy.
+        """
+        ...
+
+    def commit(self, params: Params, memory: Memory, length: Int[Array, ""]) -> Memory:
+        """Keeps `tokens[:length]`, which are committed, and nothing after them.
+
+        At most the accepted prefix of the last proposal is among them.
+        """
+        ...
+
+
+class SlotDrafter(Protocol):
+    """Proposes continuations of all slots, by functions of a memory that is carried.
+
+    Hashable: it is a static argument. A slot that is asked for nothing, gamma 0, costs
+    nothing where that is possible.
+    """
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """The sequences that run at once."""
+        ...
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> Memory:
+        """Allocates the empty memory of all slots.
+
+        Args:
+          capacity: positions of a slot of the target's cache.
+          page_size: positions a page, for a memory that has pages.
+          num_pages: of all slots together, for such a memory; None: enough for all.
+        """
+        ...
+
+    def prefill(
+        self, params: Params, memory: Memory, prompt: list[int], *, slot: int
+    ) -> Memory:
+        """Takes a prompt into a slot that is empty or was released. Donates `memory`.
+
+        A slot is released by a `commit` of length 1, which forgets all of it.
+        """
+        ...
+
+    def propose(
+        self,
+        params: Params,
+        memory: Memory,
+        *,
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: Sampling,
+    ) -> tuple[Memory, Proposal]:
+        """Drafts at most `gamma[b]` tokens to follow `tokens[b, :length[b]]`.
+
+        The proposal's fields have a leading axis of slots.
+
+        Args:
+          sampling: of the target's draws; a drafter that draws with the same settings
+            and the same noise is kept more often.
+        """
+        ...
+
+    def commit(
+        self,
+        params: Params,
+        memory: Memory,
+        length: Int[Array, " B"],
+        *,
+        asked: Bool[Array, " B"],
+    ) -> Memory:
+        """Keeps `length[b]` tokens and nothing after them, in the slots asked."""
+        ...

@@ -1,0 +1,280 @@
+"""Speculative rounds: draft, verify, accept, commit, until every sequence is done.
+
+Functions here know a target and a drafter by what they do, and no more: neither pages
+nor Qwen3. For a slot with committed tokens `x[0, n)`:
+
+    tokens        [0, n)       committed; x[n-1] is pending: it has no K/V yet
+    target K/V    [0, n-1)
+    draft memory  what the drafter keeps of [0, n-1)
+
+    1 draft     d_1 .. d_g,  g = min(gamma, tokens still wanted - 1)
+    2 verify    rows (x[n-1], n-1), (d_1, n), .., (d_g, n+g-1)     one target forward
+                for the rows of all slots
+    3 accept    t_i = the target's token by logits[i]: their argmax or, where the slot
+                samples, what it draws with the noise of position n+i;
+                a = length of the leading run with d_i == t_(i-1)
+    4 commit    d_1 .. d_a and t_a, cut after the first stop token
+    5 truncate  target to n'-1; the drafter forgets what was not committed
+
+What concerns one sequence is written for one and mapped over the slots; only drafter
+and target see all of them. gamma is data: the same executable with gamma 0 is
+autoregressive decoding. Rules other than "coupled" keep the distribution alone.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from spec_jax import pytree
+from spec_jax.engine import loop, protocols, state as state_lib, verdicts
+from spec_jax.gamma import policy as policy_lib
+from spec_jax.rules import acceptance
+
+
+State = state_lib.State
+Slots = state_lib.Slots
+Status = state_lib.Status
+
+
+class Speculator(pytree.Node):
+    """What all rounds of a generation share.
+
+    Attributes:
+      params: of the target and of the drafter.
+      rule: how drafts are accepted, one of `verdicts.RULES`.
+      gamma_policy: chooses each slot's gamma, at most the slot's own; None always asks
+        for that. What it learns is in `Slots.policy`.
+    """
+
+    params: tuple[protocols.Params, protocols.Params]
+    target: protocols.Target = pytree.static()
+    drafter: protocols.SlotDrafter = pytree.static()
+    rule: verdicts.Rule = pytree.static(default="coupled")
+    gamma_policy: policy_lib.GammaPolicy | None = pytree.static(default=None)
+
+
+class RoundInfo(pytree.Node):
+    """What happened in a round; of slots that sat out it means nothing."""
+
+    gamma: jax.Array  # [B] int32, tokens that the drafter was asked for
+    proposal: protocols.Proposal
+    window: protocols.Window
+    verdict: acceptance.Verdict  # leaves [B, ...]
+    is_finite: jax.Array  # [B, R] bool, of the logits of each column
+    out_of_pages: jax.Array  # [B] bool, the slot committed nothing
+
+
+def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
+    """Runs one round of every slot that generates.
+
+    A slot that finds no page commits nothing and ends with `Status.OUT_OF_PAGES`.
+
+    Raises:
+      ValueError: no rule of that name, or a gamma policy without its state.
+    """
+    verdicts.check_rule(speculator.rule)
+    target, drafter = speculator.target, speculator.drafter
+    target_params, draft_params = speculator.params
+    slots, running = state.slots, state.slots.running
+    gamma = _gamma(speculator, slots)
+    memory, proposal = drafter.propose(
+        draft_params,
+        state.memory,
+        tokens=slots.tokens,
+        length=slots.length,
+        gamma=gamma,
+        sampling=slots.sampling,
+    )
+    # The limit of a sequence and the room in the cache are met because of this clip,
+    # and not because a drafter keeps its promise. Its tokens need no such bound: no
+    # rule accepts one outside the vocabulary.
+    num_drafted = jnp.clip(proposal.num_drafted, 0, gamma)
+    proposal = proposal.replace(num_drafted=num_drafted)
+    pending = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
+    window = protocols.Window(
+        tokens=jnp.concatenate([pending, proposal.tokens], axis=1),
+        start=slots.length - 1,
+        num_live=jnp.where(running, num_drafted + 1, 0),
+    )
+    cache, verified = target.verify(target_params, state.cache, window)
+    verdict, is_finite = verdicts.decide(
+        target,
+        verified,
+        proposal,
+        slots.sampling,
+        first_position=slots.length,
+        rule=speculator.rule,
+    )
+    info = RoundInfo(
+        gamma=gamma,
+        proposal=proposal,
+        window=window,
+        verdict=verdict,
+        is_finite=is_finite,
+        out_of_pages=running & target.out_of_pages(cache),
+    )
+    commit = functools.partial(commit_slot, gamma_policy=speculator.gamma_policy)
+    slots = state_lib.map_slots(commit, slots, info)
+    state = State(
+        slots=slots,
+        cache=target.truncate(cache, slots.length - 1, asked=running),
+        memory=drafter.commit(draft_params, memory, slots.length, asked=running),
+    )
+    return state, info
+
+
+def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
+    """Returns what each slot asks for: nothing where it does not generate."""
+    # At most `g + 1` tokens are committed, so the limit is met exactly.
+    gamma = jnp.minimum(slots.gamma, slots.limit - slots.length - 1)
+    if speculator.gamma_policy is not None:
+        if slots.policy is None:
+            raise ValueError(
+                "a gamma policy needs its first state: give the scheduler what the "
+                "policy's `init` makes, as `policy_state`"
+            )
+        chosen = state_lib.map_slots(speculator.gamma_policy.choose, slots.policy)
+        gamma = jnp.minimum(gamma, chosen)
+    gamma = jnp.clip(gamma, 0, speculator.drafter.gamma_max)
+    return jnp.where(slots.running, gamma, 0)
+
+
+def commit_slot(
+    slot: Slots, info: RoundInfo, *, gamma_policy: policy_lib.GammaPolicy | None
+) -> Slots:
+    """Commits ONE slot's tokens, cut after the first stop token; counts the round.
+
+    A slot that does not generate stays as it is; a round that found no page commits and
+    counts nothing. All leaves are without the axis of slots.
+    """
+    verdict = info.verdict
+    counts = slot.running & ~info.out_of_pages
+    if gamma_policy is not None:
+        slot = _update_policy(gamma_policy, slot, info, counts)
+    offsets = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
+    is_stop = verdicts.is_stop(verdict.tokens, slot.stop_ids)
+    is_stop = is_stop & (offsets <= verdict.num_accepted)
+    num_kept = jnp.where(
+        jnp.any(is_stop), jnp.argmax(is_stop) + 1, verdict.num_accepted + 1
+    ).astype(jnp.int32)
+    num_kept = jnp.where(counts, num_kept, 0)
+    # Tokens that are not committed are aimed past the end, and dropped. (-1 would not
+    # do: a negative index wraps around, even with mode="drop".)
+    n = slot.length
+    at = jnp.where(offsets < num_kept, n + offsets, slot.tokens.shape[0])
+    length = n + num_kept
+    slot = slot.replace(
+        tokens=slot.tokens.at[at].set(verdict.tokens, mode="drop"),
+        origins=slot.origins.at[at].set(
+            _origins(verdict, info.proposal.num_drafted), mode="drop"
+        ),
+        length=length,
+        status=_status(slot, length, jnp.any(is_stop), info.out_of_pages),
+        num_nonfinite=slot.num_nonfinite
+        + jnp.sum(~info.is_finite & (offsets < num_kept), dtype=jnp.int32),
+    )
+    return _count(slot, info, num_kept, rounds=counts.astype(jnp.int32))
+
+
+def _status(
+    slot: Slots,
+    length: Int[Array, ""],
+    stops: Bool[Array, ""],
+    out_of_pages: Bool[Array, ""],
+) -> Int[Array, ""]:
+    """Returns the slot's status after a round that made it `length` tokens long."""
+    at_limit = jnp.where(slot.capped, int(Status.CAPACITY), int(Status.LENGTH))
+    status = jnp.where(length >= slot.limit, at_limit, int(Status.RUNNING))
+    status = jnp.where(stops, int(Status.STOP), status)
+    status = jnp.where(out_of_pages, int(Status.OUT_OF_PAGES), status)
+    return jnp.where(slot.running, status, slot.status).astype(jnp.int32)
+
+
+def _update_policy(
+    gamma_policy: policy_lib.GammaPolicy,
+    slot: Slots,
+    info: RoundInfo,
+    counts: Bool[Array, ""],
+) -> Slots:
+    """Updates the policy by a round, or by zeros, which teach it nothing."""
+    numbers = info.gamma, info.proposal.num_drafted, info.verdict.num_accepted
+    gamma, drafted, accepted = (jnp.where(counts, number, 0) for number in numbers)
+    policy = gamma_policy.update(
+        slot.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted
+    )
+    return slot.replace(policy=policy)
+
+
+def _origins(verdict: acceptance.Verdict, num_drafted: jax.Array) -> jax.Array:
+    """Returns the `Origin` of each token of the verdict, `[gamma_max + 1] int8`."""
+    own = jnp.where(
+        verdict.num_accepted == num_drafted,
+        state_lib.Origin.BONUS,
+        state_lib.Origin.CORRECTION,
+    )
+    offsets = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
+    is_draft = offsets < verdict.num_accepted
+    return jnp.where(is_draft, int(state_lib.Origin.ACCEPTED), own).astype(jnp.int8)
+
+
+def _count(
+    slot: Slots, info: RoundInfo, num_kept: jax.Array, *, rounds: jax.Array
+) -> Slots:
+    """Adds `rounds` rounds, 0 or 1, to the statistics."""
+    a, g = info.verdict.num_accepted, info.proposal.num_drafted
+    drafts = jnp.arange(info.proposal.tokens.shape[0], dtype=jnp.int32)
+    reached = (drafts < g) & (drafts <= a)
+    return slot.replace(
+        num_rounds=slot.num_rounds + rounds,
+        num_proposed=slot.num_proposed + rounds * g,
+        num_accepted=slot.num_accepted + rounds * a,
+        num_cut=slot.num_cut + rounds * (a + 1 - num_kept),
+        accepted_hist=slot.accepted_hist.at[a].add(rounds),
+        proposed_at=slot.proposed_at + rounds * reached.astype(jnp.int32),
+        accepted_at=slot.accepted_at + rounds * (drafts < a).astype(jnp.int32),
+    )
+
+
+@loop.donates(static_argnames=())
+def generate(
+    speculator: Speculator,
+    state: State,
+    *,
+    max_rounds: Int[Array, ""],
+    until_one_ends: Bool[Array, ""] | bool = False,
+) -> State:
+    """Runs rounds on the device until no slot generates, or `max_rounds` passed.
+
+    With the rule "coupled" each slot's tokens are those of `baseline.generate` of its
+    request alone, bit for bit. Called for a few rounds at a time (for progress or
+    streaming) it returns the same bits from the same executable.
+
+    Args:
+      state: donated.
+      max_rounds: each round commits a token in each slot that generates, so as many
+        rounds as tokens are wanted suffice.
+      until_one_ends: return as soon as a slot ends, so that it can be refilled. Data:
+        the same executable.
+
+    Raises:
+      ValueError: no rule of that name, a gamma policy without its state, or a state
+        that was used up.
+    """
+    running_before = state.slots.running
+    until_one_ends = jnp.asarray(until_one_ends, bool)
+
+    def keep_going(carry):
+        step, state = carry
+        running = state.slots.running
+        has_ended = jnp.any(running_before & ~running)
+        return jnp.any(running) & (step < max_rounds) & ~(until_one_ends & has_ended)
+
+    def body(carry):
+        step, state = carry
+        state, _ = run_round(speculator, state)
+        return step + 1, state
+
+    _, state = jax.lax.while_loop(keep_going, body, (jnp.int32(0), state))
+    return state

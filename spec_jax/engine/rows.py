@@ -1,0 +1,230 @@
+"""Rows of many slots in one forward: the engine's target, and its draft models.
+
+    slot 0    (token, n-1) (token, n) ..      \\
+    slot 1    nothing: finished, or empty      >   packed, active rows first, in tiles
+    slot 2    (token, m-1)                    /
+
+By the row contract a row's bits depend on neither its neighbours nor its place, so that
+each slot gets the logits and the K/V that it would get alone.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax.engine import protocols
+from spec_jax.model import (
+    config as config_lib,
+    params as params_lib,
+    prompt as prompt_lib,
+    qwen3,
+    row_model,
+)
+from spec_jax.paging import allocator, cache as paged, index
+
+
+# With kernels whose bits do not depend on the height: so many rows share one read of
+# the weights, and still lie in the second cache.
+NATIVE_TILE = 80
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotRows:
+    """Runs a `RowModel` for `num_slots` sequences, which share one cache.
+
+    Rows go through the model in tiles of `model.slab` rows, or of up to `NATIVE_TILE`
+    where their bits do not depend on that; as many tiles as active rows need. Where one
+    tile takes all rows there is no loop.
+
+    Raises:
+      ValueError: fewer than one slot.
+    """
+
+    model: row_model.RowModel
+    num_slots: int
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 1:
+            raise ValueError(f"num_slots={self.num_slots} must be at least 1")
+
+    @property
+    def config(self) -> config_lib.Qwen3Config:
+        """The model's config."""
+        return self.model.config
+
+    @property
+    def max_rows(self) -> int:
+        """The most columns of a window."""
+        return self.model.slab
+
+    def new_cache(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> paged.PagedKV:
+        """Allocates an empty cache with every slot open.
+
+        Args:
+          capacity: positions of each slot, or a little more.
+          num_pages: of all slots together; None is enough for all of them in full. A
+            static cache has no other choice.
+
+        Raises:
+          ValueError: a size below one, or fewer pages than slots.
+        """
+        if self.model.cache == "static" and num_pages is not None:
+            raise ValueError(
+                "a static cache has its pages by slot: leave num_pages out, or use "
+                "cache='paged'"
+            )
+        return self.model.new_slots(
+            self.num_slots,
+            capacity=capacity,
+            page_size=page_size,
+            num_pages=num_pages,
+        )
+
+    def prefill(
+        self,
+        params: params_lib.Params,
+        kv: paged.PagedKV,
+        prompt: list[int],
+        *,
+        slot: int,
+        by_rows: bool | None = None,
+    ) -> paged.PagedKV:
+        """Writes the K/V of all of the prompt but its last token. Donates `kv`."""
+        return prompt_lib.prefill(
+            self.model, params, kv, prompt[:-1], by_rows=by_rows, slot=slot
+        )
+
+    def verify(
+        self,
+        params: params_lib.Params,
+        kv: paged.PagedKV,
+        window: protocols.Window,
+    ) -> tuple[paged.PagedKV, protocols.Verified]:
+        """Runs each slot's live columns; see `protocols.Target`."""
+
+        def keep(logits, part, start):
+            return jax.lax.dynamic_update_slice(logits, part, (start, jnp.int32(0)))
+
+        rows, at, kv, logits = self._run(params, kv, window, keep)
+        return kv, protocols.Verified(
+            logits=logits,
+            slots=rows.slots,
+            positions=rows.positions,
+            num_live=rows.num_live,
+            at=at,
+        )
+
+    def advance(
+        self, params: params_lib.Params, kv: paged.PagedKV, window: protocols.Window
+    ) -> paged.PagedKV:
+        """Runs each slot's live columns for their K/V alone; no logits are computed."""
+        return self._run(params, kv, window, keep=None)[2]
+
+    def _run(self, params, kv, window, keep):
+        """Reserves pages, runs all tiles with active rows, and extends the slots.
+
+        Returns:
+          The rows, where each column went among them, the cache, and the logits of all
+          rows `[P, V]`, which `keep` collects tile by tile; None without it.
+        """
+        asked = window.num_live > 0
+        follows = (window.start == kv.length) | ~asked
+        kv = kv.replace(refused=kv.refused | ~follows)
+        kv = allocator.reserve_each(kv, window.start + window.num_live, asked=asked)
+        num_live = jnp.where(self.out_of_pages(kv), 0, window.num_live)
+        tile = self._tile(window.tokens.size)
+        rows, at = _pack(window.replace(num_live=num_live), tile=tile)
+        (height,) = rows.tokens.shape
+
+        def run(kv, part):
+            kv, outputs = qwen3.forward_rows(
+                params, self.config, part, kv, impl=self.model.impl
+            )
+            return kv, outputs.logits
+
+        def step(number, carry):
+            kv, logits = carry
+            start = number * tile
+            kv, part = run(kv, _tile_of(rows, start, tile))
+            return kv, keep(logits, part, start) if keep else None
+
+        if height == tile:
+            kv, logits = run(kv, rows)
+        else:
+            logits = None
+            if keep:
+                logits = jnp.zeros((height, self.config.vocab_size), jnp.float32)
+            num_tiles = -(-rows.num_live // tile)
+            kv, logits = jax.lax.fori_loop(0, num_tiles, step, (kv, logits))
+        kv = allocator.extend_each(kv, window.start + num_live, asked=num_live > 0)
+        return rows, at, kv, logits if keep else None
+
+    def _tile(self, num_rows: int) -> int:
+        if self.model.impl == "native":
+            return min(num_rows, NATIVE_TILE)
+        return self.model.slab
+
+    def choose(
+        self, logits: Float[Array, "P V"], num_live: Int[Array, ""]
+    ) -> Int[Array, " P"]:
+        """Returns the token of highest logit of each active row."""
+        return self.model.choose(logits, num_live)
+
+    def truncate(
+        self, kv: paged.PagedKV, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
+    ) -> paged.PagedKV:
+        """Forgets the positions from `new_len` on, of the slots that are asked."""
+        return allocator.truncate_each(kv, new_len, asked=asked)
+
+    def out_of_pages(self, kv: paged.PagedKV) -> Bool[Array, " B"]:
+        """Returns for each slot whether its last reservation found no page."""
+        return kv.out_of_pages
+
+    def pages_needed(self, num_positions: int, page_size: int) -> int:
+        """Returns the pages of a sequence of so many positions; a slot keeps one."""
+        return max(1, index.pages_for(num_positions, page_size))
+
+
+def _pack(
+    window: protocols.Window, *, tile: int
+) -> tuple[qwen3.Rows, Int[Array, "B R"]]:
+    """Returns all live columns, one slot after the other, and where each of them went.
+
+    Whole tiles; a column that is not run goes past the end.
+    """
+    B, R = window.tokens.shape
+    height = -(-B * R // tile) * tile
+    ends = jnp.cumsum(window.num_live, dtype=jnp.int32)
+    columns = jnp.arange(R, dtype=jnp.int32)[None, :]
+    at = (ends - window.num_live)[:, None] + columns
+    at = jnp.where(columns < window.num_live[:, None], at, height)
+
+    def pack(values):
+        values = jnp.broadcast_to(values, (B, R))
+        if B == 1:  # They are packed already: a pad, and no scatter to compile.
+            return jnp.pad(values[0], (0, height - R))
+        return jnp.zeros((height,), jnp.int32).at[at].set(values, mode="drop")
+
+    rows = qwen3.Rows(
+        tokens=pack(window.tokens),
+        slots=pack(jnp.arange(B, dtype=jnp.int32)[:, None]),
+        positions=pack(window.start[:, None] + columns),
+        num_live=ends[-1],
+    )
+    return rows, at
+
+
+def _tile_of(rows: qwen3.Rows, start: jax.Array, height: int) -> qwen3.Rows:
+    def cut(values):
+        return jax.lax.dynamic_slice_in_dim(values, start, height)
+
+    return qwen3.Rows(
+        tokens=cut(rows.tokens),
+        slots=cut(rows.slots),
+        positions=cut(rows.positions),
+        num_live=jnp.clip(rows.num_live - start, 0, height),
+    )

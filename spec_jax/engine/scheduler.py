@@ -1,0 +1,387 @@
+"""Scheduling: requests wait in a queue, and take the slots that come free.
+
+On the host, around `round.generate`, which comes back whenever a slot ends while
+requests wait. Nothing is compiled again for another request, whatever its length,
+gamma, seed, stop tokens or sampling settings. One sequence is a scheduler of one slot.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.engine import (
+    checks,
+    loop,
+    protocols,
+    round as round_lib,
+    rows,
+    state as states,
+)
+from spec_jax.gamma import policy as policy_lib
+from spec_jax.paging import index
+from spec_jax.rules import sampling as sampling_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A sequence to generate.
+
+    Attributes:
+      prompt: token ids.
+      max_tokens: tokens to generate, at most.
+      gamma: tokens to draft a round, at most; None is the drafter's `gamma_max`.
+      sampling: settings by `sampling.make_settings`; None is greedy.
+      stop_ids: tokens that end the sequence; None: those of the scheduler.
+      target_params, draft_params: where a target or a drafter takes something from
+        each request (the trace of a replay or of an oracle): in place of the
+        speculator's parameters, at prefill.
+    """
+
+    prompt: checks.Tokens
+    max_tokens: int
+    gamma: int | None = None
+    sampling: sampling_lib.SamplingSettings | None = None
+    stop_ids: checks.Tokens | None = None
+    target_params: protocols.Params = None
+    draft_params: protocols.Params = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A request that came to its end.
+
+    Attributes:
+      number: of the request, in the order of the queue.
+      slot: the slot's last state on the host, leaves without the axis of slots.
+      vocab_size: of the target; None where that is no model.
+    """
+
+    number: int
+    slot: states.Slots
+    vocab_size: int | None = None
+
+    @property
+    def status(self) -> states.Status:
+        """Why it ended."""
+        return states.Status(int(self.slot.status))
+
+    @property
+    def tokens(self) -> list[int]:
+        """What was generated, without the prompt.
+
+        Raises:
+          FloatingPointError, RuntimeError: as `checks.check_slot`; `slot` has the
+            tokens all the same.
+        """
+        checks.check_slot(self.slot, vocab_size=self.vocab_size)
+        return generated(self.slot)
+
+
+def generated(slot: states.Slots) -> list[int]:
+    """Returns the tokens of ONE slot that a round committed, unchecked."""
+    is_new = np.asarray(slot.origins) != int(states.Origin.PROMPT)
+    return np.asarray(slot.tokens)[is_new].tolist()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """A speculator whose target and drafter have slots, and sizes for all requests.
+
+    Attributes:
+      capacity: positions of a slot, or a little more: of the longest request.
+      num_pages: of all slots together; None is enough for all of them in full. With
+        fewer, a request waits until what it may need is free. An empty slot has one.
+      stop_ids: of requests that do not name their own.
+      num_stop: stop tokens of a request at most; as many as `stop_ids` if None. More of
+        them is another shape, and compiles again.
+      prefill_by_rows: of the target, see `row_model.RowModel.prefill`.
+      policy_state: the first state of the gamma policy, for every request.
+
+    Raises:
+      ValueError: a size below one, fewer pages than slots, a target and a drafter of
+        different numbers of slots, a drafter that does not fit, or a policy without
+        its state.
+    """
+
+    speculator: round_lib.Speculator
+    capacity: int
+    page_size: int
+    num_pages: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    num_stop: int | None = None
+    prefill_by_rows: bool | None = None
+    policy_state: policy_lib.State = None
+
+    def __post_init__(self) -> None:
+        target, drafter = self.target, self.drafter
+        slots = target.num_slots
+        if self.capacity < 1 or self.page_size < 1:
+            raise ValueError(
+                f"capacity={self.capacity} and page_size={self.page_size} must be at "
+                "least 1"
+            )
+        if self.num_pages is not None and self.num_pages < slots:
+            raise ValueError(
+                f"num_pages={self.num_pages} is fewer than {slots} slots, and every "
+                "slot has a page: allow more pages or fewer slots"
+            )
+        if drafter.num_slots != slots:
+            raise ValueError(
+                f"the target has {slots} slots and the drafter {drafter.num_slots}: "
+                "give both the same"
+            )
+        checks.check_pair(target, drafter)
+        if (self.speculator.gamma_policy is None) != (self.policy_state is None):
+            raise ValueError("a gamma policy and its first state go together")
+
+    @property
+    def target(self) -> rows.SlotRows:
+        """The speculator's target."""
+        return cast(rows.SlotRows, self.speculator.target)
+
+    @property
+    def drafter(self) -> protocols.SlotDrafter:
+        """The speculator's drafter."""
+        return self.speculator.drafter
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens of the target; None where that is no model."""
+        config = getattr(self.target, "config", None)
+        return None if config is None else config.vocab_size
+
+    @property
+    def slot_capacity(self) -> int:
+        """Positions of a slot: whole pages."""
+        return index.pages_for(self.capacity, self.page_size) * self.page_size
+
+    @property
+    def _stop_size(self) -> int:
+        return max(1, len(self.stop_ids), self.num_stop or 0)
+
+    def check(self, request: Request) -> None:
+        """Raises `ValueError` for a request that no slot could ever take."""
+        checks.check_prompt(
+            request.prompt,
+            vocab_size=self.vocab_size,
+            capacity=self.slot_capacity,
+        )
+        checks.check_max_tokens(request.max_tokens)
+        if request.gamma is not None:
+            checks.check_gamma(request.gamma, self.drafter.gamma_max)
+        if request.stop_ids is not None:
+            num_stop = checks.stop_array(request.stop_ids).size
+            if num_stop > self._stop_size:
+                raise ValueError(
+                    f"a request has {num_stop} stop tokens, and the scheduler room for "
+                    f"{self._stop_size}: give it num_stop={num_stop}"
+                )
+        if self.num_pages is None:
+            return
+        others = self.target.num_slots - 1
+        if self._pages(request) > self.num_pages - others:
+            raise ValueError(
+                f"a request of {len(request.prompt)} + {request.max_tokens} tokens "
+                f"needs {self._pages(request)} pages of {self.page_size}, and there "
+                f"are {self.num_pages}, of which empty slots have {others}: allow more "
+                "pages or generate fewer tokens"
+            )
+
+    def _pages(self, request: Request) -> int:
+        """Returns the most pages that a request comes to hold."""
+        limit, _ = checks.limit_of(
+            len(request.prompt), request.max_tokens, self.slot_capacity
+        )
+        return self.target.pages_needed(limit - 1, self.page_size)
+
+    def empty(self, *, draws: bool) -> states.State:
+        """Allocates the state of free slots; without `draws` a greedy one."""
+        sizes: dict[str, Any] = {
+            "capacity": self.capacity,
+            "page_size": self.page_size,
+            "num_pages": self.num_pages,
+        }
+        return states.State(
+            slots=states.empty_slots(
+                num_slots=self.target.num_slots,
+                max_len=self.slot_capacity + 1,
+                num_stop=self._stop_size,
+                gamma_max=self.drafter.gamma_max,
+                sampling=sampling_lib.make_settings(temperature=0.0) if draws else None,
+                policy=self.policy_state,
+            ),
+            cache=self.target.new_cache(**sizes),
+            memory=self.drafter.init(**sizes),
+        )
+
+    def admit(
+        self,
+        state: states.State,
+        slot: int,
+        request: Request,
+        *,
+        refills: bool = True,
+    ) -> states.State:
+        """Begins a request in a slot that does not generate; `state` is used up.
+
+        Target and drafter take in the prompt but for its last token, which is pending:
+        the first generated token comes from the rows like all others.
+
+        Args:
+          refills: whether a sequence may have ended in some slot, whose pages are then
+            freed; False, where all are as `empty` made them, is a smaller program.
+        """
+        prompt = checks.token_list(request.prompt)
+        limit, capped = checks.limit_of(
+            len(prompt), request.max_tokens, self.slot_capacity
+        )
+        settings = request.sampling
+        if settings is None and state.slots.sampling is not None:
+            settings = sampling_lib.make_settings(temperature=0.0)
+        target_params, draft_params = self.speculator.params
+        gamma = self.drafter.gamma_max if request.gamma is None else request.gamma
+        stop_ids = self.stop_ids if request.stop_ids is None else request.stop_ids
+        # One call for all of a slot's small arrays: each by itself would cost as much.
+        state = _occupy(
+            self.target,
+            self.drafter,
+            draft_params,
+            state,
+            np.int32(slot),
+            refills=refills,
+            request={
+                "tokens": checks.text_buffer(prompt, self.slot_capacity),
+                "length": np.int32(len(prompt)),
+                "limit": np.int32(limit),
+                "capped": np.bool_(capped),
+                "gamma": np.int32(gamma),
+                "stop_ids": checks.stop_array(stop_ids, size=self._stop_size),
+                "sampling": settings,
+                "policy": self.policy_state,
+            },
+        )
+        if request.target_params is not None:
+            target_params = request.target_params
+        if request.draft_params is not None:
+            draft_params = request.draft_params
+        return state.replace(
+            cache=self.target.prefill(
+                target_params,
+                state.cache,
+                prompt,
+                slot=slot,
+                by_rows=self.prefill_by_rows,
+            ),
+            memory=self.drafter.prefill(draft_params, state.memory, prompt, slot=slot),
+        )
+
+    def begin(self, request: Request) -> states.State:
+        """Returns the state of one request in the first slot, the others empty.
+
+        Raises:
+          ValueError: as `check`.
+        """
+        self.check(request)
+        state = self.empty(draws=request.sampling is not None)
+        return self.admit(state, 0, request, refills=False)
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        *,
+        state: states.State | None = None,
+        rounds_per_call: int = 1 << 30,
+    ) -> Iterator[Finished]:
+        """Generates all requests, and yields each when it ends.
+
+        Args:
+          state: what `empty` made, and used up; None makes it here. One that draws
+            takes greedy requests too, not the other way round.
+          rounds_per_call: how often the host looks at least, whatever happens.
+
+        Raises:
+          ValueError: a request that no slot can take, a greedy state for a request
+            that samples, or less than a round a call; before anything runs.
+          MemoryError: a slot found no page. What was finished was yielded.
+          RuntimeError: a cache refused an operation: a fault of the program.
+        """
+        for request in requests:
+            self.check(request)
+        if rounds_per_call < 1:
+            raise ValueError(f"{rounds_per_call=} must be at least 1")
+        draws = any(request.sampling is not None for request in requests)
+        if state is None:
+            state = self.empty(draws=draws)
+        elif draws and state.slots.sampling is None:
+            raise ValueError(
+                "a request samples, and the state is of a greedy program: make it by "
+                "empty(draws=True)"
+            )
+        waiting = collections.deque(enumerate(requests))
+        running: dict[int, int] = {}  # numbers of requests, by slot
+        refills = False
+        while waiting or running:
+            free = [s for s in range(self.target.num_slots) if s not in running]
+            while waiting and free and self._fits(waiting[0][1], requests, running):
+                number, request = waiting.popleft()
+                running[free[0]] = number
+                state = self.admit(state, free.pop(0), request, refills=refills)
+            state = round_lib.generate(
+                self.speculator,
+                state,
+                max_rounds=jnp.int32(rounds_per_call),
+                until_one_ends=jnp.bool_(bool(waiting)),
+            )
+            checks.check_refused([state.cache, state.memory])
+            slots = jax.device_get(state.slots)
+            for number, slot in _ended(slots, running):
+                yield Finished(number=number, slot=slot, vocab_size=self.vocab_size)
+            refills = True
+            checks.check_pages(slots.status, slots.length, state.cache)
+
+    def _fits(self, request, requests, running) -> bool:
+        """Whether its pages are there even if all others come to need all of theirs."""
+        if self.num_pages is None:
+            return True
+        held = sum(self._pages(requests[number]) for number in running.values())
+        idle = self.target.num_slots - len(running) - 1  # A slot keeps its first page.
+        return held + idle + self._pages(request) <= self.num_pages
+
+
+def slot_of(slots: states.Slots, slot: int) -> states.Slots:
+    """Returns ONE slot of all, leaves without the axis of slots."""
+    return jax.tree.map(lambda leaf: leaf[slot], slots)
+
+
+def _ended(slots: states.Slots, running: dict[int, int]):
+    """Yields, and takes from `running`, what ended as it should."""
+    waits = (int(states.Status.RUNNING), int(states.Status.OUT_OF_PAGES))
+    for slot in list(running):
+        if int(slots.status[slot]) not in waits:
+            yield running.pop(slot), slot_of(slots, slot)
+
+
+@loop.donates(static_argnames=("target", "drafter", "refills"))
+def _occupy(target, drafter, draft_params, state, slot, *, refills, request):
+    """Initialises a slot and frees the pages of all finished slots.
+
+    Admission counts those pages as free, and so they are freed here at the latest.
+    """
+    slots = state.slots
+    one = states.begin_slot(gamma_max=drafter.gamma_max, **request)
+    occupied = jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one)
+    if not refills:
+        return state.replace(slots=occupied)
+    is_slot = jnp.arange(state.num_slots, dtype=jnp.int32) == slot
+    asked = ~slots.running | is_slot
+    zeros = jnp.zeros_like(slots.length)
+    return state.replace(
+        slots=occupied,
+        cache=target.truncate(state.cache, zeros, asked=asked),
+        memory=drafter.commit(draft_params, state.memory, zeros + 1, asked=asked),
+    )

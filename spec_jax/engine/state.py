@@ -1,0 +1,173 @@
+"""What the rounds carry: the state of each slot, and what all slots share."""
+
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from spec_jax import pytree
+from spec_jax.engine import protocols
+from spec_jax.gamma import policy as policy_lib
+from spec_jax.rules import sampling as sampling_lib
+
+
+NO_STOP = -1
+"""Fills a slot's `stop_ids`: it equals no token."""
+
+
+class Origin(enum.IntEnum):
+    """Where a token of the sequence came from."""
+
+    PROMPT = 0
+    ACCEPTED = 1  # drafted, and kept by the target
+    CORRECTION = 2  # the target's own token, in place of a rejected draft
+    BONUS = 3  # the target's own token, after every draft was kept
+
+
+class Status(enum.IntEnum):
+    """Whether a slot generates and, if not, why it ended."""
+
+    RUNNING = 0
+    EMPTY = 1  # it has had no sequence yet
+    STOP = 2  # ended with a stop token
+    LENGTH = 3  # ended after as many tokens as were asked for
+    CAPACITY = 4  # ended because a slot of the cache holds no longer sequence
+    OUT_OF_PAGES = 5  # ended because the pool had no page left
+
+
+class Slots(pytree.Node):
+    """One sequence a slot: every leaf has a leading axis of `B` slots."""
+
+    #
+    # Evolving state
+    #
+    tokens: jax.Array  # [B, max_len] int32, committed tokens, then PAD
+    length: jax.Array  # [B] int32, number of committed tokens, n
+    status: jax.Array  # [B] int32, `Status`
+    policy: policy_lib.State  # what a gamma policy has learnt; None without one
+    #
+    # Of the request
+    #
+    limit: jax.Array  # [B] int32, the length at which generation ends
+    capped: jax.Array  # [B] bool, the limit is the cache's, below what was asked for
+    gamma: jax.Array  # [B] int32, tokens drafted a round, at most
+    stop_ids: jax.Array  # [B, num_stop] int32, `NO_STOP` where there are fewer
+    # Of the target's own tokens; None: greedy, in a program that cannot draw.
+    sampling: sampling_lib.SamplingSettings | None
+    #
+    # Reported statistics
+    #
+    origins: jax.Array  # [B, max_len] int8, `Origin` of each token
+    num_rounds: jax.Array  # [B] int32
+    num_proposed: jax.Array  # [B] int32
+    num_accepted: jax.Array  # [B] int32
+    num_cut: jax.Array  # [B] int32, accepted by a round, but past a stop token
+    accepted_hist: jax.Array  # [B, gamma_max + 1] int32, rounds by accepted drafts
+    proposed_at: jax.Array  # [B, gamma_max] int32, rounds that reached draft i
+    accepted_at: jax.Array  # [B, gamma_max] int32, rounds that kept draft i
+    # [B] int32, committed tokens chosen from logits that hold NaN or +inf, or are all
+    # -inf: such tokens mean nothing.
+    num_nonfinite: jax.Array
+
+    @property
+    def running(self) -> Bool[Array, " B"]:
+        """Which slots generate."""
+        return self.status == int(Status.RUNNING)
+
+
+class State(pytree.Node):
+    """Everything that `generate` carries."""
+
+    slots: Slots
+    cache: protocols.Cache  # the target's, of all slots
+    memory: protocols.Memory  # the drafter's, of all slots
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences at once, `B`."""
+        return self.slots.length.shape[0]
+
+
+def begin_slot(
+    tokens: Int[Array, " max_len"],
+    *,
+    length: Int[Array, ""],
+    limit: Int[Array, ""],
+    capped: Bool[Array, ""] | bool,
+    gamma: Int[Array, ""],
+    stop_ids: Int[Array, " num_stop"],
+    gamma_max: int,
+    sampling: sampling_lib.SamplingSettings | None,
+    policy: policy_lib.State,
+    status: Status = Status.RUNNING,
+) -> Slots:
+    """Returns one slot before its first round, leaves without the axis of slots.
+
+    `tokens[:length]` is the prompt, whose last token is pending: it has no K/V yet.
+    """
+    zero = functools.partial(jnp.zeros, dtype=jnp.int32)
+    return Slots(
+        tokens=tokens,
+        length=length,
+        status=jnp.int32(status),
+        policy=policy,
+        limit=limit,
+        capped=jnp.asarray(capped, bool),
+        gamma=gamma,
+        stop_ids=stop_ids,
+        sampling=sampling,
+        origins=jnp.zeros(tokens.shape, jnp.int8),
+        num_rounds=zero(()),
+        num_proposed=zero(()),
+        num_accepted=zero(()),
+        num_cut=zero(()),
+        accepted_hist=zero((gamma_max + 1,)),
+        proposed_at=zero((gamma_max,)),
+        accepted_at=zero((gamma_max,)),
+        num_nonfinite=zero(()),
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("num_slots", "max_len", "num_stop", "gamma_max")
+)
+def empty_slots(
+    *,
+    num_slots: int,
+    max_len: int,
+    num_stop: int,
+    gamma_max: int,
+    sampling: sampling_lib.SamplingSettings | None,
+    policy: policy_lib.State,
+) -> Slots:
+    """Returns `num_slots` slots without a sequence, in arrays of their own."""
+    one = begin_slot(
+        jnp.zeros((max_len,), jnp.int32),
+        length=jnp.int32(1),
+        limit=jnp.int32(0),
+        capped=False,
+        gamma=jnp.int32(0),
+        stop_ids=jnp.full((num_stop,), NO_STOP, jnp.int32),
+        gamma_max=gamma_max,
+        sampling=sampling,
+        policy=policy,
+        status=Status.EMPTY,
+    )
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * num_slots), one)
+
+
+def map_slots(function: Callable, *arguments: Any) -> Any:
+    """Maps a function of one sequence over the leading axis of all its arguments.
+
+    Where there is one slot the function runs without the axis: a `cond` stays a `cond`,
+    and an index stays a slice instead of becoming a gather.
+    """
+    (num_slots,) = {leaf.shape[0] for leaf in jax.tree.leaves(arguments)}
+    if num_slots > 1:
+        return jax.vmap(function)(*arguments)
+    squeezed = jax.tree.map(lambda leaf: leaf[0], arguments)
+    return jax.tree.map(lambda leaf: leaf[None], function(*squeezed))

@@ -1,0 +1,146 @@
+"""Verdicts: the target's token after each row, and what a rule accepts of a proposal.
+
+Functions here know a target by its logits and acceptance by its three rules; they know
+neither rounds nor caches.
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax.engine import protocols, state as state_lib
+from spec_jax.rules import acceptance, sampling
+
+
+Rule = Literal["coupled", "rejection", "block"]
+"""How drafts are accepted. "coupled": a draft stays if it is what the target draws
+itself with the noise of seed and position (at temperature 0, its argmax), so that the
+stream is that of autoregressive decoding, bit for bit. "rejection" and "block" keep the
+target's distribution, not the stream; see `acceptance`."""
+
+RULES: tuple[str, ...] = get_args(Rule)
+
+
+def check_rule(rule: str) -> None:
+    """Raises `ValueError` unless `rule` is one of `RULES`."""
+    if rule not in RULES:
+        raise ValueError(f"{rule=} is not one of {', '.join(RULES)}")
+
+
+def finite_rows(
+    logits: Float[Array, "R V"], highest: Int[Array, " R"]
+) -> Bool[Array, " R"]:
+    """Returns whether each row holds no NaN and no +inf, and is not all -inf.
+
+    Reads one logit a row.
+
+    Args:
+      highest: the argmax of each row, as `ops.argmax` gives it: where there is a NaN,
+        the first one.
+    """
+    # "clip": the "logits" of `analysis.trace.TraceTarget` are tokens, and one wide.
+    top = jnp.take_along_axis(logits, highest[:, None], axis=-1, mode="clip")
+    return jnp.isfinite(top[:, 0])
+
+
+def is_stop(
+    tokens: Int[Array, "*rows"], stop_ids: Int[Array, " num_stop"] | tuple[int, ...]
+) -> Bool[Array, "*rows"]:
+    """Returns whether each token is one of `stop_ids`."""
+    stop_ids = jnp.asarray(stop_ids, jnp.int32).reshape(*(1,) * tokens.ndim, -1)
+    return jnp.any(tokens[..., None] == stop_ids, axis=-1)
+
+
+def target_tokens(
+    target: protocols.Target,
+    verified: protocols.Verified,
+    sampling_settings: protocols.Sampling,
+) -> tuple[Int[Array, " P"], Bool[Array, " P"]]:
+    """Returns the target's token after each active row, and whether its logits are
+    finite (`finite_rows`).
+
+    The token is drawn by the settings of the row's slot with the noise of the position
+    that it will have; at temperature 0, without settings, and where the target says
+    that its tokens are drawn already (`is_drawn`), it has the highest logit.
+    """
+    highest = target.choose(verified.logits, verified.num_live)
+    is_finite = finite_rows(verified.logits, highest)
+    if sampling_settings is None or getattr(target, "is_drawn", False):
+        return highest, is_finite
+    each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
+    is_live = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_live
+    draws = is_live & (each.temperature != 0)
+    drawn = sampling.sample_each(
+        verified.logits, each, positions=verified.positions + 1, draws=draws
+    )
+    return jnp.where(draws, drawn, highest), is_finite
+
+
+def decide(
+    target: protocols.Target,
+    verified: protocols.Verified,
+    proposal: protocols.Proposal,
+    sampling_settings: protocols.Sampling,
+    *,
+    first_position: Int[Array, " B"],
+    rule: Rule,
+) -> tuple[acceptance.Verdict, Bool[Array, "B R"]]:
+    """Returns each slot's verdict, and which columns' logits are finite.
+
+    Args:
+      first_position: of each slot's first draft: it keys the noise of a round.
+    """
+    if rule == "coupled":
+        own, is_finite = target_tokens(target, verified, sampling_settings)
+        verdict = state_lib.map_slots(
+            acceptance.accept_exact,
+            proposal.tokens,
+            verified.by_column(own, fill=0),
+            proposal.num_drafted,
+        )
+    else:
+        highest = target.choose(verified.logits, verified.num_live)
+        is_finite = finite_rows(verified.logits, highest)
+        verdict = _by_uniforms(
+            verified, proposal, sampling_settings, first_position, rule
+        )
+    return verdict, verified.by_column(is_finite, fill=True)
+
+
+def _by_uniforms(verified, proposal, sampling_settings, first_position, rule):
+    """Decides slot by slot, in a loop: of one slot at a time all logits are copied."""
+    accept = {
+        "rejection": acceptance.accept_rejection,
+        "block": acceptance.accept_block,
+    }[rule]
+    num_slots, gamma_max = proposal.tokens.shape
+    vocab_size = verified.logits.shape[-1]
+    if sampling_settings is None:
+        greedy = sampling.make_settings(temperature=0.0)
+        sampling_settings = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), greedy
+        )
+
+    def one(slot):
+        proposal, settings, position, at = slot
+        draft_probs = proposal.probs
+        if draft_probs is None:
+            draft_probs = jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
+        logits = verified.logits.at[at].get(mode="fill", fill_value=0)
+        return accept(
+            proposal.tokens,
+            draft_probs,
+            sampling.distribution(logits, settings),
+            proposal.num_drafted,
+            uniforms=sampling.uniforms(settings.seed, position, gamma=gamma_max),
+            noise=sampling.noise(
+                settings.seed,
+                position,
+                vocab_size=vocab_size,
+                stream=sampling.Stream.OWN,
+            ),
+        )
+
+    return jax.lax.map(one, (proposal, sampling_settings, first_position, verified.at))

@@ -1,0 +1,173 @@
+"""Loading: Hugging Face folders, or the embedded pair -> a `LanguageModel`."""
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+from spec_jax.drafters import draft_model, registry
+from spec_jax.engine import checks, protocols, rows
+from spec_jax.model import load as load_lib, params as params_lib, row_model, tokenizer
+from spec_jax.ops import dispatch
+from spec_jax.typing import Impl
+
+
+ASSETS = pathlib.Path(__file__).parent / "assets"
+EMBEDDED_TARGET = ASSETS / "target"
+EMBEDDED_DRAFT = ASSETS / "draft"
+
+# Two rows are the least that XLA multiplies fast, and all that catching up needs.
+DRAFT_SLAB = 2
+TARGET_SLAB = 8
+"""Rows of every call of the target at least: XLA multiplies as many at one speed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LanguageModel:
+    """A target, a drafter that fits it, and how text becomes tokens.
+
+    Attributes:
+      target: what runs; holds config, implementation and slab height.
+      params: the target's weights.
+      drafter: written for one sequence, or with a form for slots.
+      drafter_params: None for a drafter without parameters.
+      tokenizer: with chat template and stop tokens; None for a model of random weights,
+        which knows no text.
+    """
+
+    target: row_model.RowModel
+    params: params_lib.Params
+    drafter: protocols.Drafter
+    drafter_params: Any
+    tokenizer: tokenizer.Tokenizer | None
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation, by the target's folder."""
+        return () if self.tokenizer is None else self.tokenizer.stop_ids
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens that are drafted in a round."""
+        return self.drafter.gamma_max
+
+    def with_drafter(self, drafter: protocols.Drafter, params: Any = None):
+        """Returns the same target with another drafter.
+
+        Raises:
+          ValueError: a drafter that does not fit the target.
+        """
+        checks.check_pair(rows.SlotRows(model=self.target, num_slots=1), drafter)
+        return dataclasses.replace(self, drafter=drafter, drafter_params=params)
+
+
+def load(
+    target: str | pathlib.Path | None = None,
+    *,
+    draft: str | pathlib.Path | None = None,
+    drafter: str | protocols.Drafter = "draft-model",
+    gamma_max: int = 7,
+    dtype: str | None = None,
+    impl: Impl = "auto",
+    cache: row_model.CacheKind = "paged",
+    slab: int | None = None,
+) -> LanguageModel:
+    """Loads a target, and a drafter for it.
+
+    Examples:
+      >>> import spec_jax as sj
+      >>> lm = sj.load()  # the embedded pair, in the package
+      >>> lm.target.config.num_layers, lm.gamma_max
+      (8, 7)
+
+    Args:
+      target: a Hugging Face Qwen3 folder; None: the embedded pair's target.
+      draft: a folder of the same vocabulary, for drafters with a draft model; None: the
+        embedded pair's draft, where the target is the embedded one too.
+      drafter: a name (`drafters.registry.names`), `package.module:Name`, or an object
+        that keeps `protocols.Drafter` and has no parameters.
+      gamma_max: the most tokens that are drafted in a round; the rows of a call of the
+        target are derived from it.
+      dtype: of the weights of both models, "float32" or "bfloat16"; that of their own
+        `config.json` if None.
+      impl: kernels, see `ops.dispatch`: "auto" takes the fastest that runs here.
+      cache: "paged" or "static", of both models.
+      slab: rows of every call of the target; None: 8, or `gamma_max + 1` if that is
+        more. It is part of what decides bits.
+
+    Raises:
+      ValueError: a folder, a name or a number that cannot be used, or models that do
+        not fit together.
+      NotImplementedError: an implementation that cannot run here.
+    """
+    if target is None:
+        target, draft = EMBEDDED_TARGET, EMBEDDED_DRAFT if draft is None else draft
+    target = pathlib.Path(target)
+    resolved = dispatch.resolve(impl)
+    target_tokenizer = tokenizer.load(target)
+    config, params = load_lib.load(target, dtype=dtype, impl=resolved)
+    model = row_model.RowModel(
+        config=config,
+        impl=resolved,
+        slab=row_model.slab_for(resolved, slab or max(TARGET_SLAB, gamma_max + 1)),
+        cache=cache,
+    )
+    parts = registry.Parts(
+        gamma_max=gamma_max,
+        vocab_size=config.vocab_size,
+        load_draft=functools.partial(
+            load_draft,
+            draft,
+            target_tokenizer,
+            gamma_max=gamma_max,
+            dtype=dtype,
+            impl=resolved,
+            cache=cache,
+        ),
+    )
+    chosen, drafter_params = registry.build(drafter, parts)
+    checks.check_pair(rows.SlotRows(model=model, num_slots=1), chosen)
+    return LanguageModel(
+        target=model,
+        params=params,
+        drafter=chosen,
+        drafter_params=drafter_params,
+        tokenizer=target_tokenizer,
+    )
+
+
+def load_draft(
+    folder: str | pathlib.Path | None,
+    target_tokenizer: tokenizer.Tokenizer,
+    *,
+    gamma_max: int,
+    dtype: str | None,
+    impl: str,
+    cache: row_model.CacheKind = "paged",
+) -> tuple[draft_model.DraftModel, params_lib.Params]:
+    """Reads a draft model, which drafts as its target samples; raises as `load`.
+
+    Args:
+      target_tokenizer: whose vocabulary it must share.
+      impl: a resolved implementation.
+    """
+    if folder is None:
+        raise ValueError(
+            "the drafter needs a draft model, and none is given: name its folder as "
+            "`draft`, or take a drafter without one, such as 'ngram'"
+        )
+    folder = pathlib.Path(folder)
+    tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(folder))
+    config, params = load_lib.load(folder, dtype=dtype, impl=impl)
+    drafter = draft_model.DraftModel(
+        model=row_model.RowModel(
+            config=config,
+            impl=impl,
+            slab=row_model.slab_for(impl, DRAFT_SLAB),
+            cache=cache,
+        ),
+        gamma_max=gamma_max,
+        # Rows of catch-up at one read of the weights, where their number costs nothing.
+        catch_up_rows=row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0,
+    )
+    return drafter, params

@@ -1,0 +1,149 @@
+"""Whether generation is lossless: compared with decoding, as integers."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from spec_jax import generation
+from spec_jax.debug import evidence, recorder
+from spec_jax.engine import baseline, round as round_lib, state as states
+from spec_jax.loading import LanguageModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One prompt, generated speculatively and decoded.
+
+    Attributes:
+      prompt_tokens: of the prompt.
+      tokens: that decoding generated.
+      rounds: of the speculative run.
+      differences: where they differ, at most one for each of `evidence.WHATS`.
+      nonfinite: tokens that either run chose from logits that are not finite.
+    """
+
+    prompt_tokens: int
+    tokens: int
+    rounds: int
+    differences: tuple[evidence.Difference, ...]
+    nonfinite: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything is equal, and was chosen from finite logits."""
+        return not self.differences and not self.nonfinite
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `check_lossless` found: true if all is equal; as text, a table."""
+
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every prompt's results are equal."""
+        return all(one.equal for one in self.comparisons)
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'prompt':>6} {'tokens':>6} {'rounds':>6}  "
+            + "  ".join(f"{what:9}" for what in evidence.WHATS)
+        ]
+        for number, one in enumerate(self.comparisons):
+            differ = {difference.what for difference in one.differences}
+            cells = ["differ" if w in differ else "equal" for w in evidence.WHATS]
+            lines.append(
+                f"{number:>6} {one.tokens:>6} {one.rounds:>6}  "
+                + "  ".join(f"{cell:9}" for cell in cells)
+            )
+            lines += [
+                f"       {evidence.describe(difference.to_row())}"
+                for difference in one.differences
+            ]
+            if one.nonfinite:
+                lines.append(f"       {one.nonfinite} tokens of logits not finite")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def check_lossless(
+    lm: LanguageModel,
+    prompt: generation.Prompt | Sequence[generation.Prompt],
+    **settings: Any,
+) -> Report:
+    """Generates each prompt speculatively and by decoding, and compares the bits.
+
+    Tokens, log-probabilities, a hash of all logits, and the committed keys and values
+    of all layers. The prompts of one call run together in `num_slots` slots.
+
+    Examples:
+      >>> import spec_jax as sj
+      >>> bool(sj.check_lossless(sj.load(), "import os", max_tokens=8))
+      True
+
+    Args:
+      **settings: as `generate` takes them. The rule is "coupled": no other writes the
+        stream of decoding.
+
+    Raises:
+      ValueError: as `generate`, and for another rule.
+    """
+    if settings.get("rule", "coupled") != "coupled":
+        raise ValueError(
+            f"rule={settings['rule']!r} keeps the distribution, not the stream: only "
+            "'coupled' can be compared with decoding"
+        )
+    run, _ = generation.prepare(lm, prompt, **settings)
+    slots = run.scheduler.target.num_slots
+    comparisons = []
+    for first in range(0, len(run.requests), slots):
+        numbers = range(first, min(first + slots, len(run.requests)))
+        comparisons += _compare(run, numbers)
+    return Report(comparisons=tuple(comparisons))
+
+
+def _compare(run: generation.Run, numbers: range) -> list[Comparison]:
+    """Compares the requests of one filling of the slots."""
+    scheduler, lm = run.scheduler, run.lm
+    window = lm.gamma_max + 1
+    watched = recorder.Recorder(target=scheduler.target, window=window)
+    state = scheduler.empty(
+        draws=any(run.requests[number].sampling is not None for number in numbers)
+    )
+    for slot, number in enumerate(numbers):
+        state = scheduler.admit(state, slot, run.requests[number])
+    state = round_lib.generate(
+        scheduler.speculator.replace(target=watched),
+        watched.attach(state),
+        max_rounds=jnp.int32(max(run.requests[n].max_tokens for n in numbers)),
+    )
+    return [_compare_slot(run, state, slot, n) for slot, n in enumerate(numbers)]
+
+
+def _compare_slot(
+    run: generation.Run, state: states.State, slot: int, number: int
+) -> Comparison:
+    """Compares one slot with decoding of its request alone, on other pages."""
+    lm, num_prompt = run.lm, len(run.prompts[number])
+    watched = recorder.Recorder(target=lm.target, window=lm.gamma_max + 1)
+    begun = watched.attach(run.begin_decoding(number))
+    plain = baseline.generate(
+        watched,
+        lm.params,
+        begun,
+        max_steps=jnp.int32(run.requests[number].max_tokens),
+    )
+    expected = evidence.of_decode(plain, num_prompt=num_prompt)
+    found = evidence.of_slot(state, num_prompt=num_prompt, slot=slot)
+    return Comparison(
+        prompt_tokens=num_prompt,
+        tokens=len(expected.tokens),
+        rounds=int(state.slots.num_rounds[slot]),
+        differences=tuple(evidence.compare(expected, found)),
+        nonfinite=max(expected.nonfinite, found.nonfinite),
+    )

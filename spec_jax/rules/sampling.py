@@ -1,0 +1,420 @@
+"""Sampling: logits -> distribution -> token, with noise keyed by seed and position.
+
+Functions here know arrays only: no models, pages or rounds. The filters apply in the
+order of Hugging Face's `generate`: temperature, top-k, top-p, min-p. (vLLM has min-p
+first.) Tokens are ordered by `(logit - max logit) / temperature` in float32, highest
+first, and equal ones by index, lowest first, as in argmax. In that order
+
+    top-k   keeps the first k tokens, never more: ties at the boundary are cut by index
+            (Hugging Face keeps all of them);
+    top-p   keeps the shortest run of first tokens whose mass, among those that top-k
+            kept, is at least p: the token that reaches p stays;
+    min-p   keeps the tokens at least `min_p` times as likely as the first.
+
+The first token always stays. Temperature 0 is greedy exactly: all mass on the argmax.
+
+A token is drawn by Gumbel argmax: `argmax(log_weights + noise)`. The noise is a
+function of the seed, the position that the token will have, and a `Stream`, and of
+nothing else. So a token that a target draws with it depends on its row's logits, the
+settings and its position, bit for bit, whoever computes the row and in which round:
+rounds that keep a draft where it equals the target's own draw (`acceptance`) write the
+stream that plain decoding writes.
+
+Cost, for a row of V entries: drawing is one pass of noise; top-k and top-p are about
+50 passes each, a bisection on the bits of the logits in place of a sort, which is many
+times slower on a CPU. What is switched off is skipped, by `lax.cond` on the data: it
+costs nothing, and one executable serves all settings. Greedy is an argmax. Under
+`vmap` over settings both branches run.
+"""
+
+import enum
+import math
+import numbers
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray, UInt32
+
+from spec_jax import pytree
+from spec_jax.typing import typed
+
+
+ALL_TOKENS = 2**31 - 1
+"""The `top_k` that filters nothing."""
+
+SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
+"""Below it, and above 0, a division in float32 may be a division by zero."""
+
+
+class Stream(enum.IntEnum):
+    """What noise is for. No two purposes ever share any.
+
+    `SAMPLE` is keyed by the token's position alone. The others are keyed by the first
+    position of a round, which no two rounds share, and by an offset into it: what
+    `acceptance.accept_block` keeps depends on drafts and uniforms past the last kept
+    one, so the next round must not meet them again.
+    """
+
+    SAMPLE = 0  # the target's own draws, and drafts that aim at them
+    DRAFT = 1  # drafts, for rejection and block verification
+    UNIFORM = 2  # which of those drafts stay
+    OWN = 3  # the target's own token after them
+
+
+class SamplingSettings(pytree.Node):
+    """How tokens are drawn. Data: changing it never compiles again.
+
+    Built, and checked, by `make_settings`.
+    """
+
+    temperature: jax.Array  # [] float32; 0 is greedy
+    top_k: jax.Array  # [] int32; `ALL_TOKENS` filters nothing
+    top_p: jax.Array  # [] float32; 1 filters nothing
+    min_p: jax.Array  # [] float32; 0 filters nothing
+    seed: jax.Array  # [] uint32
+
+
+def _check_number(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name}={value!r} is not a number")
+    # `Real` has no types for its comparisons.
+    if not -math.inf < value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{name}={value} is not finite")
+
+
+def _check_whole(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name}={value!r} is not a whole number")
+
+
+def make_settings(
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+) -> SamplingSettings:
+    """Checks the settings, on the host, and puts them into arrays.
+
+    Args:
+      temperature: divides the logits; 0 is greedy, and takes no filter.
+      top_k: how many tokens stay; None, or more than there are, keeps all.
+      top_p: the mass that stays, in `(0, 1]`.
+      min_p: the least probability that stays, as a share of the highest, in `[0, 1]`.
+      seed: of all noise, in `[0, 2**32)`.
+
+    Raises:
+      ValueError: a value outside its range, or not a number; a filter at temperature
+        0, which it would not change.
+    """
+    _check_number("temperature", temperature)
+    if temperature < 0:
+        raise ValueError(
+            f"{temperature=} is negative: use 0 for greedy decoding, 1 for the "
+            "model's own distribution"
+        )
+    if 0 < temperature < SMALLEST_TEMPERATURE:
+        raise ValueError(
+            f"{temperature=} is too small to divide by in float32: use 0 for greedy"
+        )
+    if temperature > float(jnp.finfo(jnp.float32).max):
+        raise ValueError(f"{temperature=} is more than float32 can hold")
+    if top_k is not None:
+        _check_whole("top_k", top_k)
+        if top_k < 1:
+            raise ValueError(
+                f"{top_k=} keeps no token: use at least 1, or None for all"
+            )
+    _check_number("top_p", top_p)
+    # Rounded to float32 it must not be 0 either, which is no mass to reach.
+    if not 0 < top_p <= 1 or top_p < SMALLEST_TEMPERATURE:
+        raise ValueError(f"{top_p=} is outside (0, 1]: use 1 to keep all tokens")
+    _check_number("min_p", min_p)
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"{min_p=} is outside [0, 1]: use 0 to keep all tokens")
+    filters = {"top_k": (top_k, None), "top_p": (top_p, 1), "min_p": (min_p, 0)}
+    given = [f"{name}={x}" for name, (x, off) in filters.items() if x != off]
+    if temperature == 0 and given:
+        raise ValueError(
+            f"{temperature=} is greedy decoding, which {' and '.join(given)} would not "
+            "change: give a temperature above 0, or no filter"
+        )
+    _check_whole("seed", seed)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{seed=} is outside [0, 2**32)")
+    return SamplingSettings(
+        temperature=jnp.float32(temperature),
+        top_k=jnp.int32(min(top_k or ALL_TOKENS, ALL_TOKENS)),
+        top_p=jnp.float32(top_p),
+        min_p=jnp.float32(min_p),
+        seed=jnp.uint32(seed),
+    )
+
+
+def copied(settings: SamplingSettings | None) -> SamplingSettings | None:
+    """The settings in arrays of their own; None, which is greedy, stays None."""
+    return jax.tree.map(jnp.array, settings)
+
+
+def _last_true(holds, low: int, high: int, num_steps: int) -> Int[Array, ""]:
+    """The largest `t` in `[low, high)` with `holds(t)`, which is true up to there.
+
+    `holds(low)` is taken as true. `2**num_steps` is at least `high - low`.
+    """
+
+    def halve(_, bounds):
+        low, high = bounds
+        # The middle, without a sum that overflows.
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        is_true = holds(middle)
+        return jnp.where(is_true, middle, low), jnp.where(is_true, high, middle)
+
+    bounds = (jnp.int32(low), jnp.int32(high))
+    return jax.lax.fori_loop(0, num_steps, halve, bounds)[0]
+
+
+def _first_tokens(
+    scores: Float32[Array, " V"],
+    weights: Float32[Array, " V"],
+    wanted: Float32[Array, ""],
+) -> Bool[Array, " V"]:
+    """The shortest run of tokens, highest score first, that weighs `wanted`.
+
+    Equal scores go by index, lowest first. All tokens where all weigh less. A sum of
+    fewer of the same terms in the same order never rounds to more, so both searches
+    see a condition that changes once.
+    """
+    (vocab_size,) = scores.shape
+    index = jnp.arange(vocab_size, dtype=jnp.int32)
+    # Floats compare as their bits do, with the bits of negative ones reversed.
+    as_int = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    rank = jnp.where(as_int < 0, as_int ^ jnp.int32(2**31 - 1), as_int)
+
+    def weighs_enough(kept):
+        return jnp.sum(jnp.where(kept, weights, 0.0)) >= wanted
+
+    boundary = _last_true(
+        lambda t: weighs_enough(rank >= t), -(2**31), 2**31 - 1, num_steps=32
+    )
+
+    def without_last(num_cut):
+        """All above the boundary, and those on it of index below V - num_cut."""
+        is_early = index < vocab_size - num_cut
+        return (rank > boundary) | ((rank == boundary) & is_early)
+
+    num_cut = _last_true(
+        lambda n: weighs_enough(without_last(n)),
+        0,
+        vocab_size + 1,
+        num_steps=(vocab_size + 1).bit_length(),
+    )
+    return without_last(num_cut)
+
+
+def _top_k(scores: Float32[Array, " V"], top_k: Int[Array, ""]):
+    # Counts are exact in float32 up to 2**24, far above any vocabulary.
+    wanted = jnp.minimum(top_k, scores.shape[0]).astype(jnp.float32)
+    kept = _first_tokens(scores, jnp.ones_like(scores), wanted)
+    return jnp.where(kept, scores, -jnp.inf)
+
+
+def _top_p(scores: Float32[Array, " V"], top_p: Float32[Array, ""]):
+    weights = jnp.exp(scores)
+    kept = _first_tokens(scores, weights, top_p * jnp.sum(weights))
+    return jnp.where(kept, scores, -jnp.inf)
+
+
+def _filtered(
+    logits: Float32[Array, " V"], settings: SamplingSettings
+) -> Float32[Array, " V"]:
+    # The maximum first: a small temperature would make infinities, and inf - inf.
+    scores = (logits - jnp.max(logits)) / settings.temperature
+    scores = jax.lax.cond(
+        settings.top_k < logits.shape[0],
+        lambda x: _top_k(x, settings.top_k),
+        lambda x: x,
+        scores,
+    )
+    # At 1 nothing may be cut, also where the sum of all rounds to more than its parts.
+    scores = jax.lax.cond(
+        settings.top_p < 1, lambda x: _top_p(x, settings.top_p), lambda x: x, scores
+    )
+    # The highest score is 0, and stays.
+    return jnp.where(jnp.exp(scores) >= settings.min_p, scores, -jnp.inf)
+
+
+@typed
+def log_weights(
+    logits: Float[Array, " V"], settings: SamplingSettings
+) -> Float32[Array, " V"]:
+    """Logarithms of what each token of ONE row weighs, after all filters.
+
+    0 for the most likely token, -inf for those that are filtered out; not normalised.
+
+    Args:
+      logits: finite or -inf, and not all -inf; cast to float32 first.
+    """
+    logits = logits.astype(jnp.float32)
+
+    def greedy(logits):
+        is_best = jnp.arange(logits.shape[0], dtype=jnp.int32) == jnp.argmax(logits)
+        return jnp.where(is_best, jnp.float32(0), -jnp.inf)
+
+    return jax.lax.cond(
+        settings.temperature == 0, greedy, lambda x: _filtered(x, settings), logits
+    )
+
+
+@typed
+def distribution(
+    logits: Float[Array, "*rows V"], settings: SamplingSettings
+) -> Float32[Array, "*rows V"]:
+    """The probabilities that `sample` draws from, for each row.
+
+    Row by row, in a loop: a row's bits depend on no other row.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    probs = jax.lax.map(lambda row: jax.nn.softmax(log_weights(row, settings)), rows)
+    return probs.reshape(logits.shape)
+
+
+@typed
+def noise_key(
+    seed: UInt32[Array, ""],
+    stream: Stream,
+    position: Int[Array, ""],
+    offset: Int[Array, ""] | int = 0,
+) -> PRNGKeyArray:
+    """The key of all noise of one stream at one position, and offset into a round.
+
+    Threefry by name: the configured default would make other streams.
+    """
+    key = jax.random.key(seed, impl="threefry2x32")
+    for part in (int(stream), position, offset):
+        key = jax.random.fold_in(key, part)
+    return key
+
+
+@typed
+def noise(
+    seed: UInt32[Array, ""],
+    position: Int[Array, ""],
+    *,
+    vocab_size: int,
+    stream: Stream = Stream.SAMPLE,
+    offset: Int[Array, ""] | int = 0,
+) -> Float32[Array, " vocab_size"]:
+    """Gumbel noise for one draw. `position` is that of the token to be drawn.
+
+    Of high resolution: from 24 random bits no value exceeds 17, so that thousands of
+    unlikely tokens would together be drawn too seldom.
+    """
+    key = noise_key(seed, stream, position, offset)
+    return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
+
+
+@typed
+def uniforms(
+    seed: UInt32[Array, ""], position: Int[Array, ""], *, gamma: int
+) -> Float32[Array, " gamma"]:
+    """One uniform number in `[0, 1)` for each draft of the round from `position`.
+
+    Of 64 random bits, cut to the 24 significant ones that float32 holds: a number is
+    less than a float32 probability of at least 2**-32 exactly as often as that says,
+    and less than a smaller one to within 2**-56. It is 0 once in 2**56 draws.
+    """
+    key = noise_key(seed, Stream.UNIFORM, position)
+    return _unit_interval(jax.random.bits(key, (gamma, 2), jnp.uint32))
+
+
+def _unit_interval(bits: UInt32[Array, "n 2"]) -> Float32[Array, " n"]:
+    """The binary fraction of each row of bits, cut to float32 and never rounded up."""
+    high, low = bits[:, 0], bits[:, 1]
+    num_zeros = jax.lax.clz(high)
+    # The 32 bits behind the zeros; a shift by 32 gives 0.
+    shifted = jax.lax.shift_left(high, num_zeros) | jax.lax.shift_right_logical(
+        low, jnp.uint32(32) - num_zeros
+    )
+    leading = (shifted >> 8).astype(jnp.float32)  # 24 bits: exact
+    # 2**(-24 - num_zeros), by its exponent.
+    exponent = (jnp.uint32(127 - 24) - num_zeros) << 23
+    return leading * jax.lax.bitcast_convert_type(exponent, jnp.float32)
+
+
+@typed
+def sample(
+    logits: Float[Array, " V"],
+    settings: SamplingSettings,
+    position: Int[Array, ""],
+    *,
+    stream: Stream = Stream.SAMPLE,
+    offset: Int[Array, ""] | int = 0,
+) -> Int[Array, ""]:
+    """Draws the token of one `position` from ONE row of logits, int32.
+
+    Greedy where the temperature is 0: no filter, no noise.
+    """
+
+    def noisy(logits):
+        return log_weights(logits, settings) + noise(
+            settings.seed,
+            position,
+            vocab_size=logits.shape[0],
+            stream=stream,
+            offset=offset,
+        )
+
+    # The argmax stands outside: fused with what makes the noise it is several times
+    # slower on a CPU.
+    scores = jax.lax.cond(
+        settings.temperature == 0, lambda x: x, noisy, logits.astype(jnp.float32)
+    )
+    return jnp.argmax(scores).astype(jnp.int32)
+
+
+@typed
+def sample_rows(
+    logits: Float[Array, "R V"],
+    settings: SamplingSettings,
+    *,
+    first_position: Int[Array, ""],
+    num_live: Int[Array, ""],
+) -> Int[Array, " R"]:
+    """Draws one token from each live row, int32; dead rows give 0, and cost nothing.
+
+    Row `i` gives the token of position `first_position + i`. Row by row, in a loop:
+    a token's bits depend on its own row, its position and the settings.
+    """
+    offsets = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    each = jax.tree.map(lambda x: jnp.broadcast_to(x, offsets.shape), settings)
+    return sample_each(
+        logits, each, positions=first_position + offsets, draws=offsets < num_live
+    )
+
+
+@typed
+def sample_each(
+    logits: Float[Array, "R V"],
+    settings: SamplingSettings,
+    *,
+    positions: Int[Array, " R"],
+    draws: Bool[Array, " R"],
+) -> Int[Array, " R"]:
+    """As `sample_rows`, each row by settings and for a position of its own.
+
+    Args:
+      settings: with leaves `[R]`.
+      draws: which rows draw; the others give 0, and cost nothing.
+    """
+
+    def one_row(row):
+        """Draws, or does not."""
+        logits, settings, position, draws = row
+        return jax.lax.cond(
+            draws,
+            lambda: sample(logits, settings, position),
+            lambda: jnp.int32(0),
+        )
+
+    return jax.lax.map(one_row, (logits, settings, positions, draws))

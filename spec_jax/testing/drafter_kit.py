@@ -1,0 +1,428 @@
+"""The contract kit: whether a drafter keeps what `engine.protocols.Drafter` promises.
+
+On the tiny target of `bench` or on another one. Each clause can be called alone.
+"""
+
+import copy
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.drafters import each
+from spec_jax.engine import checks, protocols, rows
+from spec_jax.testing import bench as bench_lib, compare
+
+
+def check_drafter(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench | None = None
+) -> tuple[str, ...]:
+    """Raises `AssertionError` unless the drafter keeps all of `protocols.Drafter`.
+
+    The message begins with the clause that is broken.
+
+    Args:
+      drafter: of one sequence, or with `for_slots`.
+      params: the drafter's.
+      bench: `bench.tiny` where it is None. A drafter whose parameters know a text or a
+        vocabulary needs one of its own.
+
+    Returns:
+      The names of the clauses that were checked.
+
+    Raises:
+      ValueError: a drafter that does not fit the target, see `checks.check_pair`.
+    """
+    bench = bench or bench_lib.tiny(drafter.gamma_max)
+    checks.check_pair(rows.SlotRows(model=bench.target, num_slots=1), drafter)
+    for check in CLAUSES.values():
+        check(drafter, params, bench)
+    return tuple(CLAUSES)
+
+
+def _fail_if(is_broken: bool, clause: str, why: str) -> None:
+    if is_broken:
+        raise AssertionError(f"{clause}: {why}")
+
+
+def _shapes(tree) -> Any:
+    """Shape, dtype and weakness of each leaf, and the structure."""
+    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda x: x, tree))
+    return [(x.shape, x.dtype.name, x.weak_type) for x in leaves], structure
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OneSlot:
+    """A drafter on one sequence, without the axis of slots: what the clauses look at.
+
+    One that is written for a sequence is called as it is: a lifted memory is a copy,
+    which would hide its faults.
+    """
+
+    drafter: protocols.Drafter
+
+    @property
+    def _slots(self) -> protocols.SlotDrafter | None:
+        return (
+            each.lift(self.drafter, 1) if hasattr(self.drafter, "for_slots") else None
+        )
+
+    def init(self, bench) -> protocols.Memory:
+        return (self._slots or self.drafter).init(**bench.sizes)
+
+    def begin(self, params, bench, text) -> protocols.Memory:
+        slots, memory = self._slots, self.init(bench)
+        if slots is None:
+            return self.drafter.prefill(params, memory, list(text))
+        return slots.prefill(params, memory, list(text), slot=0)
+
+    def propose(self, params, memory, tokens, length, gamma):
+        slots = self._slots
+        if slots is None:
+            draws = each.takes_sampling(type(self.drafter))
+            extra = {"sampling": None} if draws else {}
+            return self.drafter.propose(
+                params, memory, tokens=tokens, length=length, gamma=gamma, **extra
+            )
+        memory, proposal = slots.propose(
+            params,
+            memory,
+            tokens=tokens[None],
+            length=length[None],
+            gamma=gamma[None],
+            sampling=None,
+        )
+        return memory, jax.tree.map(lambda leaf: leaf[0], proposal)
+
+    def commit(self, params, memory, length) -> protocols.Memory:
+        slots = self._slots
+        if slots is None:
+            return self.drafter.commit(params, memory, length)
+        asked = jnp.ones((1,), bool)
+        return slots.commit(params, memory, length[None], asked=asked)
+
+
+def _begin(drafter, params, bench, text) -> protocols.Memory:
+    return _OneSlot(drafter=drafter).begin(params, bench, text)
+
+
+def _buffer(bench: bench_lib.Bench, text: list[int], *, behind: int = 0) -> jax.Array:
+    tokens = np.full((bench.capacity + 1,), behind, np.int32)
+    tokens[: len(text)] = text
+    return jnp.asarray(tokens)
+
+
+def check_static(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """Hashable; memory and proposal have the same shapes and dtypes in every round."""
+    clause = "static shapes"
+    try:
+        hash(drafter)
+    except TypeError as error:
+        raise AssertionError(
+            f"{clause}: the drafter is not hashable: {error}"
+        ) from None
+    fresh = _OneSlot(drafter=drafter).init(bench)
+    for leaf in jax.tree.leaves(fresh):
+        is_array = isinstance(leaf, jax.Array)
+        _fail_if(not is_array, clause, f"the memory holds {leaf!r}, not an array")
+    expected = _shapes(fresh)
+    gamma_max, number = drafter.gamma_max, jax.ShapeDtypeStruct((), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((bench.capacity + 1,), jnp.int32)
+    for prompt in bench.prompts:
+        memory = _begin(drafter, params, bench, prompt)
+        proposed, proposal = jax.eval_shape(
+            _OneSlot(drafter=drafter).propose, params, memory, tokens, number, number
+        )
+        committed = jax.eval_shape(
+            _OneSlot(drafter=drafter).commit, params, memory, number
+        )
+        for name, tree in (
+            ("prefill", memory),
+            ("propose", proposed),
+            ("commit", committed),
+        ):
+            shapes = _shapes(tree)
+            why = f"{name} makes a memory of {shapes} from one of {expected}"
+            _fail_if(shapes != expected, clause, why)
+        drafts, count = proposal.tokens, proposal.num_drafted
+        is_right = (drafts.shape, count.shape) == ((gamma_max,), ())
+        is_right &= drafts.dtype == count.dtype == jnp.int32
+        why = f"{proposal} is not int32 tokens [{gamma_max}] and an int32 number"
+        _fail_if(not is_right, clause, why)
+        if proposal.probs is not None:
+            probs, rows = proposal.probs, (gamma_max, bench.target.config.vocab_size)
+            is_right = probs.shape == rows and probs.dtype == jnp.float32
+            why = f"probs {probs} are not float32 {list(rows)}"
+            _fail_if(not is_right, clause, why)
+
+
+def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) -> None:
+    """Nothing but the arguments matters, and nothing calls back to the host."""
+    memory = _begin(drafter, params, bench, bench.prompts[0])
+    number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
+    one = _OneSlot(drafter=drafter)
+    traced: dict[str, tuple[Any, ...]] = {
+        "propose": (
+            one.propose,
+            params,
+            memory,
+            tokens,
+            number,
+            number,
+        ),
+        "commit": (one.commit, params, memory, number),
+    }
+    for name, (function, *arguments) in traced.items():
+        # A new function each time, as a trace of the same one would be found again.
+        first, second = (
+            jax.make_jaxpr(functools.partial(function))(*arguments) for _ in range(2)
+        )
+        call = re.search(r"\b\w*callback\b", str(first.jaxpr))
+        why = f"{name} calls the host by {call and call[0]}"
+        _fail_if(call is not None, "no host", why)
+        why = f"two traces of {name} with the same arguments differ"
+        _fail_if(not _same_program(first, second), "pure functions", why)
+
+
+def _same_program(first: Any, second: Any) -> bool:
+    """Whether two traces have the same operations and the same constants."""
+    # Addresses of functions are printed too, and mean nothing.
+    texts = [re.sub("0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, second)]
+    try:
+        compare.assert_same_bits(first.consts, second.consts)
+    except AssertionError:
+        return False
+    return texts[0] == texts[1]
+
+
+def _drafts(proposal: protocols.Proposal) -> list[int]:
+    return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()
+
+
+def _gamma(bench: bench_lib.Bench, text: list[int], gamma: int) -> jax.Array:
+    """`gamma`, or as much of it as there is room for: all that rounds ask for."""
+    return jnp.int32(min(gamma, bench.capacity - len(text)))
+
+
+@functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
+def _jitted(drafter, params, memory, tokens, length, gamma):
+    return _OneSlot(drafter=drafter).propose(params, memory, tokens, length, gamma)
+
+
+def _propose(drafter, params, memory, bench, text, *, gamma, behind=0):
+    """A proposal after `text`; a copy of the memory is donated to it."""
+    return _jitted(
+        drafter,
+        params,
+        jax.tree.map(jnp.array, memory),
+        _buffer(bench, text, behind=behind),
+        jnp.int32(len(text)),
+        _gamma(bench, text, gamma),
+    )[1]
+
+
+def check_proposals(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """At most gamma tokens, of the vocabulary, from the committed text alone.
+
+    And, where it has them, probabilities that these can have been drawn with.
+    """
+    vocab_size = bench.target.config.vocab_size
+    for prompt in bench.prompts:
+        text = bench.plain(prompt)
+        text = text[: (len(prompt) + len(text)) // 2]
+        memory = _begin(drafter, params, bench, text)
+        after_text = functools.partial(_propose, drafter, params, memory, bench, text)
+        for gamma in range(drafter.gamma_max + 1):
+            proposal = after_text(gamma=gamma)
+            num_drafted, drafts = int(proposal.num_drafted), _drafts(proposal)
+            why = f"{num_drafted} tokens for {gamma=}"
+            _fail_if(not 0 <= num_drafted <= gamma, "number drafted", why)
+            is_known = all(0 <= token < vocab_size for token in drafts)
+            why = f"{drafts} are not all in [0, {vocab_size})"
+            _fail_if(not is_known, "vocabulary", why)
+            _check_probs(proposal)
+            for behind in (1, vocab_size - 1):
+                changed = _drafts(after_text(gamma=gamma, behind=behind))
+                why = f"{behind} behind the text turns {drafts} into {changed}"
+                _fail_if(changed != drafts, "reads past the end", why)
+
+
+def _check_probs(proposal: protocols.Proposal) -> None:
+    """Rows that a draft can be drawn from: probabilities that sum to one."""
+    if proposal.probs is None:
+        return
+    for row, token in enumerate(_drafts(proposal)):
+        probs = np.asarray(proposal.probs[row], np.float64)
+        name, total = f"row {row} of the probabilities", probs.sum()
+        wrong = probs[~(probs >= 0)]
+        why = f"{name} holds {wrong[0] if wrong.size else None}"
+        _fail_if(wrong.size > 0, "probabilities", why)
+        why = f"{name} sums to {total}, not 1"
+        _fail_if(not abs(total - 1) <= 1e-3, "probabilities", why)
+        why = f"{name} gives the draft {token}, which was drawn, {probs[token]}"
+        _fail_if(not probs[token] > 0, "probabilities", why)
+
+
+def check_memory(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """The memory is its leaves, no more, and all of them can be donated."""
+    clause, number = "memory round trip", jnp.int32(1)
+    one = _OneSlot(drafter=drafter)
+    for prompt in bench.prompts:
+        memory = one.begin(params, bench, prompt)
+        held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory) if x.size]
+        is_shared = len(set(held)) < len(held)
+        why = "two leaves share a buffer, and could not both be donated"
+        _fail_if(is_shared, clause, why)
+        # Closed over, a memory does not go through its leaves.
+        whole, copied = (
+            jax.make_jaxpr(functools.partial(one.propose, params, held))(
+                _buffer(bench, list(prompt)), number, number
+            )
+            for held in (memory, jax.tree.map(jnp.array, memory))
+        )
+        why = "a memory that is put together from its leaves drafts otherwise"
+        _fail_if(not _same_program(whole, copied), clause, why)
+
+
+def check_truncation(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """After a commit, drafts are those of a memory that never saw any other text."""
+    commit = jax.jit(_OneSlot(drafter=drafter).commit)
+    for prompt in bench.prompts:
+        text, length = bench.plain(prompt), len(prompt)
+        memory = _begin(drafter, params, bench, prompt)
+        for number in range(len(text)):
+            tokens, n = _buffer(bench, text[:length]), jnp.int32(length)
+            gamma = _gamma(bench, text[:length], drafter.gamma_max)
+            memory, proposal = _jitted(drafter, params, memory, tokens, n, gamma)
+            drafts = _drafts(proposal)
+            fresh = _begin(drafter, params, bench, text[:length])
+            expected = _drafts(_jitted(drafter, params, fresh, tokens, n, gamma)[1])
+            why = f"{drafts} after {number} rounds, {expected} from a fresh memory"
+            _fail_if(drafts != expected, "truncation", why)
+            agrees = [d == t for d, t in zip(drafts, text[length:], strict=False)]
+            accepted = [*agrees, False].index(False)
+            # Now and then fewer are committed than the target would have kept.
+            length += 1 + min(accepted, number % (drafter.gamma_max + 1))
+            if length >= len(text):
+                break
+            memory = commit(params, memory, jnp.int32(length))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Watched:
+    """The drafter for slots, and a note in `traces` for each time it is traced."""
+
+    inner: protocols.SlotDrafter
+    traces: list = dataclasses.field(compare=False)
+
+    @property
+    def gamma_max(self) -> int:
+        return self.inner.gamma_max
+
+    @property
+    def num_slots(self) -> int:
+        return self.inner.num_slots
+
+    def init(self, **sizes):
+        return self.inner.init(**sizes)
+
+    def prefill(self, params, memory, prompt, *, slot):
+        return self.inner.prefill(params, memory, prompt, slot=slot)
+
+    def propose(self, params, memory, **arguments):
+        self.traces.append(tuple(arguments))
+        return self.inner.propose(params, memory, **arguments)
+
+    def commit(self, params, memory, length, *, asked):
+        return self.inner.commit(params, memory, length, asked=asked)
+
+
+def check_lossless(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """Rounds commit the tokens of decoding, by one executable for all of them.
+
+    Every prompt with every gamma; limits of one and two tokens, a stop token, and a
+    cache that is full before the limit.
+    """
+    traces: list = []
+    known = None
+    for prompt in bench.prompts:
+        text = bench.plain(prompt)
+        middle = text[(len(prompt) + len(text)) // 2]
+        cases: list[tuple[int, int, tuple[int, ...]]] = [
+            (gamma, bench.max_tokens, ()) for gamma in range(drafter.gamma_max + 1)
+        ]
+        cases += [(drafter.gamma_max, few, ()) for few in (1, 2, bench.capacity)]
+        cases += [(drafter.gamma_max, bench.max_tokens, (middle,))]
+        for gamma, max_tokens, stop_ids in cases:
+            ends: dict[str, Any] = {"max_tokens": max_tokens, "stop_ids": stop_ids}
+            # A copy is the same drafter, and so the same executable.
+            slots = each.lift(copy.deepcopy(drafter), 1)
+            watched = _Watched(inner=slots, traces=traces)
+            request = bench.request(prompt, gamma=gamma, **ends)
+            written = _written("lossless", bench, watched, params, [request])[0]
+            expected = bench.plain(prompt, **ends)
+            why = f"{written} with {gamma=}, {ends}, decoding {expected}"
+            _fail_if(written != expected, "lossless", why)
+            known = known or len(traces)
+            why = f"traced again for {gamma=}, {ends}, a prompt of {len(prompt)} tokens"
+            _fail_if(len(traces) > known, "no retrace", why)
+
+
+def check_slots(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """In slots beside others, each with its own gamma and stop token, and in a slot
+    that another sequence left, a sequence is what it is alone."""
+    requests, expected = [], []
+    for number, prompt in enumerate(bench.prompts * 2):
+        text = bench.plain(prompt)
+        # In the second turn some end early, by a stop token of their own.
+        stop_ids = (text[-3],) if number % 2 and number >= len(bench.prompts) else ()
+        gamma = number % (drafter.gamma_max + 1)
+        ends: dict[str, Any] = {
+            "max_tokens": bench.max_tokens - number,
+            "stop_ids": stop_ids,
+        }
+        requests.append(bench.request(prompt, gamma=gamma, **ends))
+        expected.append(bench.plain(prompt, **ends))
+    num_slots = max(2, len(bench.prompts) - 1)
+    slots = each.lift(drafter, num_slots)
+    written = _written("slots", bench, slots, params, requests)
+    for number, (found, right) in enumerate(zip(written, expected, strict=True)):
+        why = f"request {number} in {num_slots} slots: {found}, decoding {right}"
+        _fail_if(found != right, "slots", why)
+
+
+def _written(clause, bench, slots, params, requests) -> list[list[int]]:
+    """What rounds write for requests, or a failure of `clause`."""
+    try:
+        return bench.rounds(slots, params, requests)
+    except (MemoryError, RuntimeError) as error:
+        raise AssertionError(f"{clause}: {error}, {requests}") from None
+
+
+CLAUSES: dict[str, Callable[[protocols.Drafter, Any, bench_lib.Bench], None]] = {
+    "static": check_static,
+    "pure": check_pure,
+    "proposals": check_proposals,
+    "memory": check_memory,
+    "truncation": check_truncation,
+    "lossless": check_lossless,
+    "slots": check_slots,
+}
+"""What `check_drafter` checks, cheapest first."""

@@ -1,0 +1,117 @@
+"""Drafters of one sequence in slots: lifted, each slot with a memory of its own."""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.drafters import each, hybrid, ngram, oracle, suffix
+from spec_jax.engine import checks, protocols, rows
+
+
+DRAFT = decoding.draft_drafter()
+HYBRID = hybrid.Hybrid(suffix=suffix.SuffixDecoding(gamma_max=4), draft=DRAFT)
+ORACLE = oracle.Oracle(gamma_max=4, vocab_size=96)
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [DRAFT, HYBRID, ORACLE, ngram.PromptLookup(gamma_max=4), decoding.Scripted()],
+    ids=lambda drafter: type(drafter).__name__,
+)
+def test_each_drafter_has_a_form_for_slots(drafter):
+    """Fails if equal drafters would not share an executable, or a size is lost."""
+    slots = each.lift(drafter, 3)
+    assert (slots.num_slots, slots.gamma_max) == (3, 4)
+    assert slots == each.lift(dataclasses.replace(drafter), 3)
+    assert hash(slots) == hash(each.lift(dataclasses.replace(drafter), 3))
+    assert isinstance(slots, each.Each) != hasattr(drafter, "for_slots")
+
+
+@pytest.mark.parametrize("drafter", [DRAFT, HYBRID, ORACLE], ids=["draft", "hy", "or"])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_a_draft_of_another_vocabulary_is_refused(drafter, num_slots):
+    """Fails if a form for slots does not say whose tokens it proposes."""
+    config = decoding.make_config(vocab_size=50)
+    model = dataclasses.replace(decoding.TARGET, config=config)
+    target = rows.SlotRows(model=model, num_slots=num_slots)
+    with pytest.raises(ValueError, match="different vocabularies: 96 and 50 entries"):
+        checks.check_pair(target, each.lift(drafter, num_slots))
+    with pytest.raises(ValueError, match="different vocabularies: 96 and 50 entries"):
+        dataclasses.replace(decoding.Setting(), target=model).scheduler(
+            drafter, num_slots=num_slots
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Remembers its prompt's length, what it was asked for, and how often it drew."""
+
+    gamma_max: int = 4
+
+    def init(self, *, capacity, page_size):
+        return {"prompt": jnp.int32(0), "asked": jnp.zeros((capacity,), jnp.int32)}
+
+    def prefill(self, params, memory, prompt):
+        return memory | {"prompt": jnp.int32(len(prompt))}
+
+    def propose(self, params, memory, *, tokens, length, gamma, sampling):
+        seed = jnp.uint32(77) if sampling is None else sampling.seed
+        drafts = jnp.full((self.gamma_max,), memory["prompt"] + seed.astype(jnp.int32))
+        memory = memory | {"asked": memory["asked"].at[length].set(gamma)}
+        return memory, protocols.Proposal(tokens=drafts, num_drafted=gamma)
+
+    def commit(self, params, memory, length):
+        return memory | {"asked": jnp.where(length == 1, 0, memory["asked"])}
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_slots_have_memories_and_settings_of_their_own(num_slots):
+    """Fails if a prompt, a commit, or a seed is a neighbour's, or a slot that is not
+    asked forgets. A drafter that draws is told how, by its slot's settings."""
+    slots = each.lift(Counts(), num_slots)
+    memory = slots.init(capacity=8, page_size=4)
+    for slot in range(num_slots):
+        memory = slots.prefill(None, memory, [5] * (slot + 1), slot=slot)
+    numbers = jnp.arange(num_slots, dtype=jnp.int32)
+    sampling = decoding.Ask(sampling=decoding.WARM).settings
+    seeds = numbers.astype(jnp.uint32) * 10
+    sampling = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), sampling
+    ).replace(seed=seeds)
+    arguments = {
+        "tokens": jnp.zeros((num_slots, 9), jnp.int32),
+        "length": numbers + 2,
+        "gamma": numbers + 1,
+    }
+    after, proposal = slots.propose(None, memory, **arguments, sampling=sampling)
+    expected = [slot + 1 + 10 * slot for slot in range(num_slots)]
+    assert proposal.tokens[:, 0].tolist() == expected
+    assert proposal.num_drafted.tolist() == [1, 2, 3][:num_slots]
+    greedy = slots.propose(None, memory, **arguments, sampling=None)[1]
+    assert greedy.tokens[:, 0].tolist() == [78, 79, 80][:num_slots]
+    asked = numbers == num_slots - 1
+    cleared = slots.commit(None, after, jnp.ones_like(numbers), asked=asked)
+    found = np.asarray(cleared.slots["asked"]).sum(axis=1).tolist()
+    assert found == [1, 2, 3][: num_slots - 1] + [0]
+    # A slot is filled again as new.
+    again = slots.prefill(None, after, [5], slot=num_slots - 1)
+    testing.assert_same_bits(again.fresh, after.fresh)
+    assert int(again.slots["asked"][num_slots - 1].sum()) == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepsPages(Counts):
+    def init(self, *, capacity, page_size):
+        return DRAFT.model.new_cache(capacity=capacity, page_size=page_size)
+
+
+def test_a_paged_memory_is_mapped_over_one_slot_alone():
+    each.lift(KeepsPages(), 1).init(capacity=8, page_size=4)
+    message = "KeepsPages keeps a paged cache, .* over 2 slots .* give it `for_slots"
+    with pytest.raises(NotImplementedError, match=message):
+        each.lift(KeepsPages(), 2).init(capacity=8, page_size=4)

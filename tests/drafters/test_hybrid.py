@@ -1,0 +1,101 @@
+"""Suffix statistics first, a draft model otherwise: which is asked, and its price."""
+
+import dataclasses
+import functools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.drafters import draft_model, each, hybrid, suffix
+
+
+GAMMA_MAX = 4
+BENCH = decoding.quickest_bench(GAMMA_MAX)
+DRAFT = draft_model.DraftModel(
+    model=dataclasses.replace(BENCH.target, slab=2), gamma_max=GAMMA_MAX
+)
+HYBRID = hybrid.Hybrid(
+    suffix=suffix.SuffixDecoding(gamma_max=GAMMA_MAX), draft=DRAFT, threshold=2.0
+)
+PARAMS = hybrid.HybridParams(
+    draft=decoding.perturbed(BENCH.params, 0.02), corpus=suffix.empty_corpus(8)
+)
+SURE, UNSURE = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_hybrid_keeps_the_contract():
+    assert testing.check_drafter(HYBRID, PARAMS, BENCH) == tuple(testing.CLAUSES)
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def propose(slots, params, memory, tokens, length):
+    gamma = jnp.full(length.shape, GAMMA_MAX, jnp.int32)
+    return slots.propose(
+        params, memory, tokens=tokens, length=length, gamma=gamma, sampling=None
+    )
+
+
+def after(drafter, params, texts):
+    """Memory and proposal after texts that were prefilled, one a slot."""
+    slots = each.lift(drafter, len(texts))
+    memory = slots.init(**BENCH.sizes)
+    tokens = np.zeros((len(texts), BENCH.capacity + 1), np.int32)
+    for slot, text in enumerate(texts):
+        memory = slots.prefill(params, memory, text, slot=slot)
+        tokens[slot, : len(text)] = text
+    length = jnp.array([len(text) for text in texts], jnp.int32)
+    return propose(slots, params, memory, jnp.asarray(tokens), length)
+
+
+@pytest.mark.parametrize("texts", [[SURE], [UNSURE], [SURE, UNSURE, SURE]])
+def test_the_draft_model_is_asked_only_where_statistics_are_not_sure(texts):
+    """Fails if both are paid for, the wrong one is heard, or slots decide together."""
+    memory, proposal = after(HYBRID, PARAMS, texts)
+    alone, expected = after(DRAFT, PARAMS.draft, [UNSURE])
+    for slot, text in enumerate(texts):
+        assert int(proposal.num_drafted[slot]) == GAMMA_MAX
+        length = int(memory.length[slot])
+        if text is SURE:
+            assert proposal.tokens[slot].tolist() == [1, 2, 3, 4]
+            assert length == len(text) - 1  # No row was run.
+            continue
+        testing.assert_same_bits(proposal.tokens[slot], expected.tokens[0])
+        assert length == int(alone.length[0]) == len(text) - 1 + GAMMA_MAX
+        testing.assert_same_bits(
+            decoding.held(memory, length, slot=slot), decoding.held(alone, length)
+        )
+
+
+def test_a_threshold_is_a_threshold():
+    """Negative control: out of reach, the statistics are never heard."""
+    never = dataclasses.replace(HYBRID, threshold=100.0)
+    memory, _ = after(never, PARAMS, [SURE])
+    assert int(memory.length[0]) == len(SURE) - 1 + GAMMA_MAX
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_the_hybrids_cache_is_not_copied(num_slots):
+    """Fails if the branch hands the pool through: nothing of its size is temporary."""
+    slots = each.lift(HYBRID, num_slots)
+    memory = slots.init(capacity=8 * 1024, page_size=8)
+    tokens = jnp.zeros((num_slots, 64), jnp.int32)
+    length = jnp.ones((num_slots,), jnp.int32)
+    donating = jax.jit(
+        propose.__wrapped__, static_argnames="slots", donate_argnames="memory"
+    )
+    compiled = donating.lower(slots, PARAMS, memory, tokens, length).compile()
+    usage = compiled.memory_analysis()
+    pool_bytes = sum(x.nbytes for x in (*memory.k, *memory.v))
+    assert usage.alias_size_in_bytes >= pool_bytes
+    assert usage.temp_size_in_bytes < pool_bytes / 8
+
+
+def test_hybrids_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match="gamma_max=3 and the draft model gamma_max=4"):
+        hybrid.Hybrid(suffix=suffix.SuffixDecoding(gamma_max=3), draft=DRAFT)
+    with pytest.raises(ValueError, match="threshold=0.0 must be above 0"):
+        dataclasses.replace(HYBRID, threshold=0.0)

@@ -1,0 +1,170 @@
+"""Drafters by name, and those of other packages: built, drafting, refused."""
+
+import dataclasses
+import importlib
+import sys
+
+import pytest
+import readme_blocks
+import tiny_pair
+
+import spec_jax as sj
+from spec_jax import testing
+from spec_jax.drafters import hybrid, registry
+from spec_jax.model import load
+from spec_jax.testing import bench
+
+
+GAMMA_MAX = 3
+PROMPTS = ["def f(x):", "aaaaaaaa", "import os"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
+
+
+def load_with(folders, drafter, **changes) -> sj.LanguageModel:
+    target, draft = folders
+    return sj.load(target, draft=draft, drafter=drafter, gamma_max=GAMMA_MAX, **changes)
+
+
+MORE = """
+
+class NeedsMore(Bigram):
+    depth: int
+
+    def __init__(self, *, gamma_max, depth):
+        pass
+
+
+def make(parts):
+    return Bigram(gamma_max=parts.gamma_max, vocab_size=parts.vocab_size), {"made": 1}
+
+
+def nothing(parts):
+    return 3
+
+
+READY = Bigram(gamma_max=2, vocab_size=264)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package that is installed, with the README's drafter and an entry point."""
+    drafter, _ = readme_blocks.python_blocks(
+        readme_blocks.README.read_text(), readme_blocks.HEADING
+    )
+    (tmp_path / "otherdrafters").mkdir()
+    (tmp_path / "otherdrafters/__init__.py").write_text("")
+    (tmp_path / "otherdrafters/bigram.py").write_text(drafter + MORE)
+    information = tmp_path / "otherdrafters-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: otherdrafters\nVersion: 1.0\n"
+    )
+    (information / "entry_points.txt").write_text(
+        "[spec_jax.drafters]\n"
+        "bigram = otherdrafters.bigram:Bigram\n"
+        "broken = otherdrafters.nowhere:Bigram\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "otherdrafters.bigram"
+    for name in [name for name in sys.modules if name.startswith("otherdrafters")]:
+        del sys.modules[name]
+
+
+def test_a_drafter_of_another_package_drafts_in_a_batch(folders, installed):
+    """By its entry point: through the front door, in slots, and past the kit."""
+    assert "bigram" in registry.names()
+    lm = load_with(folders, "bigram")
+    kind = importlib.import_module(installed).Bigram
+    assert lm.drafter == kind(gamma_max=GAMMA_MAX, vocab_size=tiny_pair.VOCAB_SIZE)
+    outs = sj.generate(lm, PROMPTS, max_tokens=16, gamma=3, num_slots=2)
+    plain = sj.decode(lm, PROMPTS, max_tokens=16)
+    assert [out.tokens for out in outs] == [out.tokens for out in plain]
+    assert sum(out.metrics["proposed"] for out in outs) > 0
+    # As `test_readme` has it, whose programs are these.
+    tiny = kind(gamma_max=4, vocab_size=bench.TINY.vocab_size)
+    assert testing.check_drafter(tiny, None) == tuple(testing.CLAUSES)
+
+
+def test_a_drafter_by_its_module_and_name(folders, installed):
+    """A class, a function of the parts, and a drafter that is there already."""
+    by_class = load_with(folders, f"{installed}:Bigram").drafter
+    made = load_with(folders, f"{installed}:make")
+    assert made.drafter == by_class and made.drafter_params == {"made": 1}
+    ready = load_with(folders, f"{installed}:READY")
+    assert ready.gamma_max == 2
+    assert load_with(folders, ready.drafter).drafter is ready.drafter
+
+
+UNKNOWN = {
+    "medusa": "drafter 'medusa' is not one of draft-model, ngram, suffix, hybrid, "
+    "oracle, bigram, broken, nor written as package.module:Name",
+    "broken": "drafter 'broken': No module named 'otherdrafters.nowhere'",
+    "nosuchpackage.it:X": "drafter 'nosuchpackage.it:X': No module named 'nosuch",
+    "otherdrafters.bigram:Trigram": "has no attribute 'Trigram'",
+    "otherdrafters.bigram:": "nor written as package.module:Name",
+    "otherdrafters.bigram:NeedsMore": "needs depth, which is not one of gamma_max, "
+    "load_draft, vocab_size: give it a default, or name a function of `parts`",
+    "otherdrafters.bigram:nothing": "is no drafter: it has no gamma_max, init, prefill",
+    "otherdrafters.bigram:__name__": "is no drafter: it has no gamma_max, init",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_names_that_are_none_are_refused_in_one_line(folders, installed, name):
+    with pytest.raises(ValueError) as caught:
+        load_with(folders, name)
+    assert UNKNOWN[name] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_object_that_is_no_drafter(folders):
+    with pytest.raises(
+        ValueError, match="'dict' is no drafter: it has no gamma_max, i"
+    ):
+        load_with(folders, {})
+
+
+@pytest.mark.parametrize("name", ["suffix", "hybrid"])
+def test_each_name_builds_what_drafts(folders, name):
+    """Fails if a name builds nothing that runs, or its tokens are others.
+
+    The front door has the draft model and lookup in its own tests.
+    """
+    lm = load_with(folders, name)
+    out = sj.generate(lm, PROMPTS[1], max_tokens=8, gamma=2)
+    assert out.tokens == sj.decode(lm, PROMPTS[1], max_tokens=8).tokens
+
+
+def test_an_oracle_takes_the_trace_of_each_request(folders):
+    """By its name it is built without one, and asks for it."""
+    lm = load_with(folders, "oracle")
+    with pytest.raises(ValueError, match="give it as `draft_params`"):
+        sj.generate(lm, PROMPTS[0], max_tokens=4)
+
+
+def test_a_draft_is_read_only_where_it_drafts(folders, monkeypatch):
+    """Fails if lookup pays for the weights of a model that it never runs."""
+    real, read = load.load, []
+
+    def watched(folder, **arguments):
+        read.append(folder)
+        return real(folder, **arguments)
+
+    monkeypatch.setattr(load, "load", watched)
+    load_with(folders, "ngram")
+    assert read == [folders[0]]
+    found = load_with(folders, "hybrid")
+    assert isinstance(found.drafter, hybrid.Hybrid)
+    assert read == [folders[0], *folders]
+
+
+def test_a_draft_model_catches_up_in_taller_slabs(folders):
+    """Of native kernels, whose cost follows the active rows."""
+    drafter = load_with(folders, "draft-model").drafter
+    native = drafter.model.impl == "native"
+    assert drafter.catch_up_rows == (40 if native else 0)
+    assert dataclasses.replace(drafter).for_slots(3).drafter == drafter

@@ -1,0 +1,230 @@
+"""Autoregressive decoding and its replay, and what they refuse at the edge."""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import PROMPT, SMALL, Ask
+
+from spec_jax.engine import baseline, checks
+from spec_jax.model import row_model
+
+
+START = len(PROMPT)
+
+
+def begin(prompt=PROMPT, *, target=SMALL.target, **settings):
+    return decoding.begin_plain(prompt, target=target, params=SMALL.weights, **settings)
+
+
+def decode(prompt=PROMPT, *, target=SMALL.target, **settings):
+    return decoding.plain(prompt, target=target, params=SMALL.weights, **settings)
+
+
+def replay(tokens, ask: Ask) -> np.ndarray:
+    """What decoding would choose after each prefix of a text, from the prompt on."""
+    _, chosen = baseline.replay(
+        SMALL.target,
+        SMALL.weights,
+        begin(max_tokens=40).cache,
+        tokens=jnp.asarray(tokens),
+        start=jnp.int32(START),
+        stop=jnp.int32(START + 40),
+        sampling=ask.settings,
+    )
+    return np.asarray(chosen)[START : START + 40]
+
+
+@pytest.mark.parametrize("sampling", [(), decoding.WARM], ids=["greedy", "drawn"])
+def test_replay_finds_what_decoding_would_not_have_chosen(sampling):
+    """Fails if replay follows its own choices instead of the given text."""
+    ask = Ask(sampling=sampling)
+    text = np.asarray(decoding.decoded(SMALL, ask).tokens).copy()
+    written = text[START : START + 40].copy()
+    np.testing.assert_array_equal(replay(text, ask), written)
+    text[START + 5] = (text[START + 5] + 1) % 96
+    chosen = replay(text, ask)
+    assert chosen[5] != text[START + 5]
+    np.testing.assert_array_equal(chosen[:6], written[:6])
+
+
+BAD_PROMPTS = [
+    ([], "prompt is empty"),
+    (list(range(97)), r"97 tokens but the cache holds 96"),
+    ([3, 96], r"token 96, outside \[0, 96\)"),
+    ([3, -1], r"token -1, outside \[0, 96\)"),
+    (np.array([], np.int32), "prompt is empty"),
+    ("def f", "prompt is text, 'def f': give token ids, as a tokenizer's `encode`"),
+    ([3.0, 4.0], r"shape \[2\] and dtype float64: give one row of token ids"),
+    ([[3, 4]], r"prompt has shape \[1, 2\] and dtype int64"),
+    ([True, False], "dtype bool: give one row of token ids, whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
+def test_unusable_prompts(prompt, message):
+    """By decoding and by slots, with the values."""
+    with pytest.raises(ValueError, match=message):
+        begin(prompt)
+    request = dataclasses.replace(Ask().request(), prompt=prompt)
+    with pytest.raises(ValueError, match=message):
+        SMALL.scheduler().check(request)
+
+
+@pytest.mark.parametrize("max_tokens", [0, -3, 2.5, True])
+def test_nothing_to_generate(max_tokens):
+    """Fails if a generation that ends before it begins looks like one that ended."""
+    message = f"max_tokens={max_tokens} must be a whole number of at least 1"
+    with pytest.raises(ValueError, match=message):
+        begin(max_tokens=max_tokens)
+    with pytest.raises(ValueError, match=message):
+        SMALL.scheduler().check(Ask(max_tokens=max_tokens).request())
+
+
+def test_the_longest_prompt_that_fits():
+    """A full prompt still yields the one token that needs no room."""
+    full = Ask(prompt=(5,) * decoding.CAPACITY)
+    assert int(decoding.decoded(SMALL, full).length) == decoding.CAPACITY + 1
+    state = decoding.run(SMALL, [full])
+    decoding.assert_as_decoded(SMALL, state, [full])
+
+
+KINDS = {
+    "tuple": tuple,
+    "NumPy": np.asarray,
+    "NumPy, 8 bits": lambda ids: np.asarray(ids, np.uint8),
+    "JAX": jnp.asarray,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_and_stop_tokens_of_any_kind(kind):
+    """Fails if a row of whole numbers is refused, or its type reaches the text."""
+    whole = decoding.text(decoding.decoded(SMALL, Ask()))
+    stop = whole[START + 3], 95
+    ask = Ask(stop_ids=stop[:1])
+    expected = decoding.text(decoding.decoded(SMALL, ask))
+    prompt, stop_ids = KINDS[kind](PROMPT), KINDS[kind](stop)
+    state = decode(prompt, stop_ids=stop_ids)
+    assert baseline.committed(state, vocab_size=96) == expected
+    scheduler = SMALL.scheduler(num_stop=2)
+    request = dataclasses.replace(
+        decoding.scripted(SMALL, ask), prompt=prompt, stop_ids=stop_ids
+    )
+    (one,) = scheduler.run([request])
+    assert PROMPT + one.tokens == expected
+    assert {type(token) for token in one.tokens} == {int}
+
+
+def test_stop_tokens_as_an_array():
+    """One of them alone, none, and as many as there is room for."""
+    assert checks.stop_array(7).tolist() == [7]
+    assert checks.stop_array(()).tolist() == [-1]
+    assert checks.stop_array([8, 9], size=4).tolist() == [8, 9, -1, -1]
+    with pytest.raises(ValueError, match="stop_ids has shape .* give one row of token"):
+        checks.stop_array((2.5,))
+
+
+@pytest.mark.parametrize("kind", row_model.CACHE_KINDS)
+def test_flags_of_either_kind_of_cache_are_raised(kind):
+    """Fails if one kind's failures pass, or the message lacks the numbers."""
+    target = dataclasses.replace(SMALL.target, cache=kind)
+    state = begin([3], target=target, max_tokens=2, capacity=90)
+    baseline.check(state, vocab_size=96)
+    free = {"paged": 11, "static": 0}[kind]
+    message = (
+        rf"out of pages in slots \[0\] after \[1\] tokens: {free} of 12 pages of 8 "
+        "tokens are free, and a sequence holds at most 96 tokens"
+    )
+    failed = jnp.int32(decoding.Status.OUT_OF_PAGES)
+    with pytest.raises(MemoryError, match=message):
+        baseline.check(state.replace(status=failed), vocab_size=96)
+    refused = state.cache.replace(refused=jnp.array([True]))
+    with pytest.raises(RuntimeError, match="refused"):
+        baseline.check(state.replace(cache=refused), vocab_size=96)
+
+
+def test_a_full_static_cache_keeps_what_is_committed():
+    """Fails if the flag of a full slot is lost, or the step that failed counts."""
+    target = dataclasses.replace(SMALL.target, cache="static")
+    state = begin(target=target, max_tokens=60, capacity=24)
+    # A text that may grow past the cache, which `begin` never makes.
+    longer = jnp.pad(state.tokens, (0, 15))
+    state = state.replace(limit=jnp.int32(40), tokens=longer)
+    state = baseline.generate(target, SMALL.weights, state, max_steps=decoding.FOREVER)
+    assert decoding.text(state) == decoding.text(decoding.decoded(SMALL, Ask()))[:25]
+    assert int(state.num_steps) == 25 - START
+    with pytest.raises(MemoryError, match=r"\[25\] tokens: .* at most 24 tokens"):
+        baseline.check(state, vocab_size=96)
+
+
+@pytest.mark.parametrize("wrap", [lambda kv: kv, lambda kv: {"of": (kv, 1)}])
+def test_a_refusal_anywhere_in_a_memory_is_not_overlooked(wrap):
+    """Fails if a cache is found only where it is all of the memory."""
+    kv = SMALL.target.new_cache(capacity=8, page_size=8)
+    checks.check_refused([kv, wrap(kv)])
+    refused = kv.replace(refused=jnp.array([True]))
+    with pytest.raises(RuntimeError, match="refused"):
+        checks.check_refused([kv, wrap(refused)])
+
+
+def test_a_text_that_no_loop_writes_is_told():
+    """Fails if the checks of a slot, or of decoding, look at flags alone."""
+    ask = Ask(max_tokens=3)
+    slot = decoding.slot_of(decoding.run(SMALL, [ask]))
+    one = jax.device_get(decoding.decoded(SMALL, ask).replace(cache=None))
+    for state in (slot, one):
+        checks.check_slot(state, vocab_size=96)
+        for token in (96, -1):
+            text = np.array(state.tokens)
+            text[12] = token
+            message = f"token {token} at position 12 is committed, outside"
+            with pytest.raises(RuntimeError, match=message):
+                checks.check_slot(state.replace(tokens=text), vocab_size=96)
+        longer = state.replace(length=state.length + 1)
+        with pytest.raises(RuntimeError, match="15 tokens are committed, past .* 14"):
+            checks.check_slot(longer, vocab_size=96)
+
+
+def test_a_state_that_was_used_up_is_named():
+    state = begin([3], max_tokens=2)
+    copied = jax.tree.map(jnp.copy, state)
+    generate = lambda state: baseline.generate(
+        SMALL.target, SMALL.weights, state=state, max_steps=decoding.FOREVER
+    )
+    generate(state)
+    message = "the state was used up by an earlier call.* give generate the state that"
+    with pytest.raises(ValueError, match=message):
+        generate(state)
+    generate(copied)
+
+
+def test_pairs_that_do_not_fit_together():
+    draft = decoding.draft_drafter()
+    slots = SMALL.scheduler().target
+    other = decoding.draft_drafter(decoding.make_config(vocab_size=97))
+    with pytest.raises(ValueError, match="vocabularies: 97 and 96"):
+        checks.check_pair(slots, other)
+    for gamma_max, message in (
+        (5, "gamma_max=5 needs 6 rows a window, the target has 5"),
+        (0, "gamma_max=0 must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checks.check_pair(slots, dataclasses.replace(draft, gamma_max=gamma_max))
+    checks.check_pair(slots, draft)
+    # One that repeats what it was shown fits any vocabulary.
+    checks.check_pair(slots, decoding.Scripted())
+
+
+@pytest.mark.parametrize("kind", row_model.CACHE_KINDS)
+@pytest.mark.parametrize("sizes", [(0, 8), (-1, 8), (96, 0)])
+def test_impossible_sizes_are_refused(kind, sizes):
+    capacity, page_size = sizes
+    target = dataclasses.replace(SMALL.target, cache=kind)
+    with pytest.raises(ValueError, match=f"{capacity=} and {page_size=} must be at"):
+        target.new_cache(capacity=capacity, page_size=page_size)
+    with pytest.raises(ValueError, match="cache='dynamic' is not one of paged, static"):
+        dataclasses.replace(SMALL.target, cache="dynamic")

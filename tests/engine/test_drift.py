@@ -1,0 +1,103 @@
+"""What one engine for a sequence and one for a batch had grown apart in, held together.
+
+Each of these failed in the batch engine before there was one engine alone.
+"""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import SMALL, Ask
+
+from spec_jax.drafters import each, hybrid, suffix
+from spec_jax.engine import checks, rows as rows_lib
+
+
+DRAFT = decoding.draft_drafter(impl=SMALL.target.impl)
+BOTH = pytest.mark.parametrize("num_slots", [1, 3])
+
+
+@BOTH
+def test_a_hybrid_says_whose_vocabulary_it_drafts(num_slots):
+    """A hybrid of slots had no `vocab_size`: any vocabulary passed `check_pair`."""
+    other = decoding.draft_drafter(decoding.make_config(vocab_size=97))
+    lookup = suffix.SuffixDecoding(gamma_max=4)
+    target = rows_lib.SlotRows(model=SMALL.target, num_slots=num_slots)
+    for draft, fits in ((DRAFT, True), (other, False)):
+        slots = each.lift(hybrid.Hybrid(suffix=lookup, draft=draft), num_slots)
+        assert slots.vocab_size == draft.vocab_size
+        if fits:
+            checks.check_pair(target, slots)
+            continue
+        with pytest.raises(ValueError, match="different vocabularies: 97 and 96"):
+            checks.check_pair(target, slots)
+
+
+@BOTH
+def test_catch_up_rows_count_in_slots(num_slots, monkeypatch):
+    """A draft model of slots caught up two rows a forward, whatever `catch_up_rows`."""
+    drafter = dataclasses.replace(DRAFT, catch_up_rows=40)
+    slots = each.lift(drafter, num_slots)
+    memory, widths = slots.init(capacity=96, page_size=8), []
+    real = rows_lib.SlotRows._run
+
+    def counted(self, params, kv, window, keep):
+        note = lambda most: widths.append((window.tokens.shape[1], int(most)))
+        jax.debug.callback(note, window.num_live.max(), ordered=True)
+        return real(self, params, kv, window, keep)
+
+    monkeypatch.setattr(rows_lib.SlotRows, "_run", counted)
+    tokens = jnp.arange(num_slots * 97, dtype=jnp.int32).reshape(num_slots, 97) % 96
+    propose = jax.jit(lambda *arguments: slots.propose(*arguments[:2], **arguments[2]))
+    asked = {"length": 60, "gamma": 1}
+    asked = {name: jnp.full((num_slots,), n, jnp.int32) for name, n in asked.items()}
+    propose(SMALL.weights, memory, {"tokens": tokens, "sampling": None, **asked})
+    jax.effects_barrier()
+    # Of 60 tokens, 40 and 19 rows; the last is the one that drafts.
+    assert widths == [(40, 40), (40, 19), (2, 1)]
+
+
+@BOTH
+def test_each_slot_has_stop_tokens_of_its_own(num_slots):
+    """One array of stop tokens ended all slots, though each was to have its own."""
+    text = decoding.text(decoding.decoded(SMALL, Ask()))[len(decoding.PROMPT) :]
+    ends = [2, 9, 30]
+    asks = [
+        dataclasses.replace(Ask(), stop_ids=(text[end],) if end < 30 else ())
+        for end in ends
+    ]
+    asks = asks[:num_slots]
+    # The same prompt in every slot: what stops one is written by all of them.
+    state = decoding.run(SMALL, asks)
+    decoding.assert_as_decoded(SMALL, state, asks)
+    assert len(set(np.asarray(state.slots.length).tolist())) == num_slots
+
+
+@BOTH
+def test_the_seed_lives_once(num_slots):
+    """Settings of the draft were its parameters, those of the target the slot's.
+
+    With the same weights and the same noise every draft is right: whatever seed is
+    put into the slots, and with parameters that are weights and no more.
+    """
+    scheduler = SMALL.scheduler(DRAFT, num_slots=num_slots, draft_params=SMALL.weights)
+    ask = Ask(max_tokens=24, sampling=decoding.HOT)
+    texts = set()
+    for seed in (11, 12):
+        state = decoding.admit(scheduler, [ask.request()] * num_slots)
+        seeds = seed + 100 * np.arange(num_slots, dtype=np.uint32)
+        settings = state.slots.sampling.replace(seed=jnp.asarray(seeds))
+        slots = state.slots.replace(sampling=settings)
+        state = decoding.generate(scheduler, state.replace(slots=slots))
+        for slot in range(num_slots):
+            told = dict(ask.sampling) | {"seed": int(seeds[slot])}
+            alone = dataclasses.replace(ask, sampling=tuple(told.items()))
+            decoding.assert_as_decoded(SMALL, state, {slot: alone})
+            texts.add(tuple(decoding.text(state, slot)))
+        counted = jax.device_get(state.slots)
+        assert (counted.num_accepted == counted.num_proposed).all()
+        assert (counted.num_proposed > 0).all()
+    assert len(texts) == 2 * num_slots

@@ -1,0 +1,187 @@
+"""No proposal can make the output wrong: drafters that break each of their promises.
+
+What a drafter returns is data here, so that all of its lies share an executable.
+"""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import GAMMA_MAX, SMALL, Ask
+
+from spec_jax.engine import checks, protocols, round as round_lib
+from spec_jax.rules import acceptance
+
+
+VOCAB_SIZE = decoding.DRAFT_CONFIG.vocab_size
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lie:
+    """What is wrong with a proposal: the memory of `Liar`."""
+
+    text: jax.Array  # [max_len] int32, what decoding writes
+    more: jax.Array  # [] int32, drafts more than it was asked for
+    start: jax.Array  # [] int32, the first draft that is wrong
+    moved: jax.Array  # [] int32, added to the drafts from there on
+    prob: jax.Array  # [] float32, in place of the probabilities from there on
+
+
+def lie(text, *, more=0, start=0, moved=0, prob=1.0) -> Lie:
+    return Lie(
+        text=jnp.array(text),
+        more=jnp.int32(more),
+        start=jnp.int32(start),
+        moved=jnp.int32(moved),
+        prob=jnp.float32(prob),
+    )
+
+
+LIES = {
+    "none": {},
+    "too many": {"more": 3},
+    "far too many": {"more": 2**30},
+    "negative": {"more": -100},
+    "past the vocabulary": {"moved": VOCAB_SIZE},
+    "past it, late": {"moved": VOCAB_SIZE, "start": 2},
+    "negative tokens": {"moved": -VOCAB_SIZE},
+    "negative tokens, late": {"moved": -VOCAB_SIZE, "start": 1, "more": 2},
+    "far outside": {"moved": 2**30, "start": 1},
+    "NaN probabilities": {"prob": np.nan},
+    "NaN probabilities of wrong drafts": {"prob": np.nan, "moved": 1, "start": 1},
+    "probabilities of 0": {"prob": 0.0, "start": 1},
+    "negative probabilities": {"prob": -1.0, "moved": 1},
+    "infinite probabilities": {"prob": np.inf},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Liar:
+    """Drafts the text of its request, but for what is wrong by `Lie`."""
+
+    has_probs: bool = False
+    gamma_max: int = GAMMA_MAX
+
+    def init(self, *, capacity, page_size):
+        return lie(np.zeros(capacity + 1, np.int32))
+
+    def prefill(self, params, memory, prompt):
+        return jax.tree.map(jnp.copy, params)
+
+    def propose(self, params, memory, *, tokens, length, gamma):
+        offsets = jnp.arange(self.gamma_max, dtype=jnp.int32)
+        right = memory.text.at[length + offsets].get(mode="fill", fill_value=0)
+        is_wrong = offsets >= memory.start
+        drafts = right + jnp.where(is_wrong, memory.moved, 0)
+        probs = None
+        if self.has_probs:
+            probs = jax.nn.one_hot(drafts, VOCAB_SIZE, dtype=jnp.float32)
+            probs = probs * jnp.where(is_wrong, memory.prob, 1.0)[:, None]
+        return memory, protocols.Proposal(
+            tokens=drafts, num_drafted=gamma + memory.more, probs=probs
+        )
+
+    def commit(self, params, memory, length):
+        return memory
+
+
+def asks(num_slots: int, temperature: float) -> list[Ask]:
+    """Sequences that end with their limit, or with the cache; of other gammas too."""
+    sampling = (("temperature", temperature),)
+    ends = [(6, None), (200, None), (6, 1)]
+    return [
+        Ask(max_tokens=most, gamma=gamma, sampling=sampling)
+        for most, gamma in (ends if num_slots == 3 else ends[:1])
+    ]
+
+
+def request_of(ask: Ask, what: dict):
+    """A request whose drafts are of the greedy text, but for the lie."""
+    greedy = dataclasses.replace(ask, sampling=decoding.COLD, max_tokens=200)
+    text = decoding.decoded(SMALL, greedy).tokens
+    return ask.request(draft_params=lie(text, **what))
+
+
+@pytest.mark.parametrize(
+    ("rule", "has_probs", "num_slots"),
+    [
+        ("coupled", False, 1),
+        ("coupled", False, 3),
+        ("rejection", True, 3),
+        ("block", False, 1),
+        pytest.param("rejection", False, 1, marks=pytest.mark.slow),
+        pytest.param("block", True, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_no_proposal_makes_the_output_wrong(rule, has_probs, num_slots):
+    """Fails if a number of drafts, or a token, is taken on trust by any rule.
+
+    At temperature 0 every rule writes the text of decoding; above, with a rule that
+    draws uniforms, no text is known, but its length is, and that its tokens are some.
+    """
+    scheduler = SMALL.scheduler(
+        Liar(has_probs=has_probs), num_slots=num_slots, rule=rule
+    )
+    for name, what in LIES.items():
+        for temperature in (0.0, 1.0):
+            wanted = asks(num_slots, temperature)
+            state = decoding.admit(scheduler, [request_of(ask, what) for ask in wanted])
+            state = decoding.generate(scheduler, state)
+            if temperature == 0 or rule == "coupled":
+                decoding.assert_as_decoded(SMALL, state, wanted)
+                if name == "none" and temperature == 0:
+                    one = decoding.slot_of(state)
+                    assert one.num_accepted == one.num_proposed > 0
+                continue
+            for slot, ask in enumerate(wanted):
+                one = decoding.slot_of(state, slot)
+                checks.check_slot(one, vocab_size=VOCAB_SIZE)
+                assert one.length == decoding.decoded(SMALL, ask).length, name
+
+
+TRUSTED = {
+    "number": {"too many": "past the limit of 17"},
+    "_of_drafts": {
+        "past the vocabulary": r"outside \[0, 96\)",
+        "negative tokens": r"outside \[0, 96\)",
+    },
+}
+
+
+@pytest.mark.parametrize("fault", TRUSTED)
+def test_trust_in_a_drafter_is_caught(fault, monkeypatch):
+    """Negative control: without either bound the checks tell what was committed."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class OfThisTest(Liar):
+        """Nothing is compiled for it yet."""
+
+    (ask,) = asks(1, 0.0)
+    rule = "coupled" if fault == "number" else "rejection"
+    scheduler = SMALL.scheduler(OfThisTest(), rule=rule)
+    if fault == "number":
+        unbounded = _Patched(round_lib.jnp, clip=lambda x, low, high: x)
+        monkeypatch.setattr(round_lib, "jnp", unbounded)
+    else:
+        certain = lambda probs, tokens: jnp.ones(tokens.shape, jnp.float32)
+        monkeypatch.setattr(acceptance, fault, certain)
+    for name, message in TRUSTED[fault].items():
+        state = decoding.admit(scheduler, [request_of(ask, LIES[name])])
+        state = decoding.generate(scheduler, state)
+        with pytest.raises(RuntimeError, match=message):
+            checks.check_slot(decoding.slot_of(state), vocab_size=VOCAB_SIZE)
+
+
+class _Patched:
+    """A module with some of its functions replaced."""
+
+    def __init__(self, module, **names):
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)

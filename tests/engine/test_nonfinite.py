@@ -1,0 +1,135 @@
+"""Logits that are not finite: counted by every loop, and raised at the edge."""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import wrong_targets
+from decoding import PROMPT, SMALL, Ask
+
+from spec_jax.drafters import ngram
+from spec_jax.engine import baseline, checks, rows
+
+
+MAX_TOKENS, START = 12, len(PROMPT)
+VOCAB_SIZE = decoding.DRAFT_CONFIG.vocab_size
+CASES = {
+    "nothing": ((), np.nan, -1, 0),
+    "one NaN": ((START + 3,), np.nan, 40, 1),
+    "a NaN at the end": ((START,), np.nan, VOCAB_SIZE - 1, 1),
+    "one inf": ((START + 2,), np.inf, 7, 1),
+    "all -inf": ((START + 5,), -np.inf, -1, 1),
+    "one -inf, which masks": ((START + 5,), -np.inf, 7, 0),
+    "several": ((START - 1, START + 4, START + 10), np.nan, 0, 3),
+    "past the last token": ((START + MAX_TOKENS - 1,), np.nan, 0, 0),
+}
+"""Positions of the rows, the value, the token (-1: all), and how many to count."""
+
+
+def spoilt(name: str) -> wrong_targets.Spoilt:
+    positions, value, only, _ = CASES[name]
+    # As many for all cases, so that they share an executable.
+    padded = [*positions, *[-1] * (3 - len(positions))]
+    return wrong_targets.Spoilt(
+        params=SMALL.weights,
+        positions=jnp.asarray(padded, jnp.int32),
+        value=jnp.float32(value),
+        only=jnp.int32(only),
+    )
+
+
+def decode(params, ask):
+    state = decoding.begin_plain(
+        ask.prompt,
+        max_tokens=ask.max_tokens,
+        target=SMALL.target,
+        params=SMALL.weights,
+        sampling=ask.settings,
+    )
+    target = wrong_targets.SpoiltLogits(target=SMALL.target)
+    return baseline.generate(target, params, state, max_steps=decoding.FOREVER)
+
+
+def rounds(params, ask, text, *, num_slots, rule):
+    """The slots after all rounds; the same sequence in the first and the last."""
+    target = rows.SlotRows(model=SMALL.target, num_slots=num_slots)
+    scheduler = SMALL.scheduler(
+        num_slots=num_slots,
+        rule=rule,
+        target=wrong_targets.SpoiltLogits(target=target),
+        params=(params, None),
+    )
+    request = ask.request(draft_params=decoding.script(text, run=ask.run))
+    state = decoding.admit(scheduler, {0: request, num_slots - 1: request}, draws=True)
+    state = decoding.generate(scheduler, state)
+    return [decoding.slot_of(state, slot) for slot in {0, num_slots - 1}]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "rule"),
+    [
+        (1, "coupled"),
+        (3, "coupled"),
+        (3, "rejection"),
+        pytest.param(1, "block", marks=pytest.mark.slow),
+    ],
+)
+def test_each_token_from_such_logits_is_counted(num_slots, rule):
+    """Greedily and drawn, in decoding and in rounds of any rule: the same number."""
+    for name, (*_, count) in CASES.items():
+        params = spoilt(name)
+        for sampling in (decoding.COLD, (("temperature", 0.8),)):
+            if rule != "coupled" and sampling != decoding.COLD:
+                continue  # Which tokens are drawn is not known.
+            ask = Ask(max_tokens=MAX_TOKENS, sampling=sampling)
+            expected = decode(params, ask)
+            assert int(expected.num_nonfinite) == count, name
+            for run in (2, decoding.ALWAYS):
+                ask = dataclasses.replace(ask, run=run)
+                found = rounds(
+                    params, ask, expected.tokens, num_slots=num_slots, rule=rule
+                )
+                for one in found:
+                    if rule == "coupled":
+                        text = np.asarray(one.tokens)
+                        np.testing.assert_array_equal(text, expected.tokens)
+                    assert int(one.num_nonfinite) == count, (name, run)
+                    _check(one, count)
+            _check(jax.device_get(expected.replace(cache=None)), count)
+
+
+def _check(one, count: int) -> None:
+    """At the edge: raised with the number, or nothing."""
+    assert one.num_nonfinite.dtype == np.int32
+    if not count:
+        checks.check_slot(one, vocab_size=VOCAB_SIZE)
+        return
+    message = f"{count} tokens were chosen from logits that hold NaN or inf"
+    with pytest.raises(FloatingPointError, match=message):
+        checks.check_slot(one, vocab_size=VOCAB_SIZE)
+
+
+def test_slots_count_their_own():
+    """A NaN that one request meets, in its prompt, is no other request's."""
+    poisoned, weights = 60, SMALL.weights
+    params = weights.replace(
+        embed=weights.embed.at[poisoned].set(jnp.nan), lm_head=weights.embed
+    )
+    warm = (("temperature", 0.8),)
+    requests = [
+        Ask(prompt=prompt, max_tokens=6, sampling=sampling).request()
+        for prompt, sampling in (((3, 4, 5), ()), ((3, poisoned, 5), warm), ((7,), ()))
+    ]
+    scheduler = SMALL.scheduler(
+        ngram.PromptLookup(gamma_max=4), num_slots=2, params=(params, None)
+    )
+    for one in scheduler.run(requests):
+        if one.number == 1:
+            assert int(one.slot.num_nonfinite) == 6
+            with pytest.raises(FloatingPointError, match="6 tokens were chosen"):
+                _ = one.tokens
+        elif poisoned not in np.asarray(one.slot.tokens):
+            assert int(one.slot.num_nonfinite) == 0 and len(one.tokens) == 6

@@ -1,0 +1,224 @@
+"""Rounds whose gamma a policy chooses, in each slot by what it saw of that slot."""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import MIXED, SMALL, Ask, Status
+
+from spec_jax import testing
+from spec_jax.engine import round as round_lib
+from spec_jax.gamma import goodput, policy, threshold
+
+
+SLOTS = pytest.mark.parametrize("num_slots", [1, 3])
+ROUND_S = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
+PROBING = policy.Probing(every=2, longest=8)
+LONG = Ask(max_tokens=60)
+
+
+def make(name):
+    """A policy that moves within a few rounds, and its first state."""
+    if name == "threshold":
+        made = threshold.Threshold(
+            ladder=(0, 1, 2, 4), lower=0.35, upper=0.5, weight=0.5, probing=PROBING
+        )
+        return made, made.init(2)
+    made = goodput.Goodput(gamma_max=4, decay=0.7, probing=PROBING)
+    return made, made.init(ROUND_S)
+
+
+def scheduler_of(name, *, num_slots):
+    made, first = make(name)
+    return SMALL.scheduler(num_slots=num_slots, gamma_policy=made, policy_state=first)
+
+
+def run(name, asks):
+    """All rounds of the sequences, in a program that draws."""
+    scheduler = scheduler_of(name, num_slots=len(asks))
+    return decoding.run(SMALL, asks, scheduler=scheduler, draws=True)
+
+
+CASES = pytest.mark.parametrize(
+    ("name", "num_slots"), [("threshold", 3), ("goodput", 1), ("goodput", 3)]
+)
+
+
+@CASES
+def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name, num_slots):
+    """Fails if a slot drafts as another's rounds taught, or learns from them.
+
+    Of 60 tokens: a few rounds at gamma 4 where drafts are kept, hardly a draft where
+    none is; in slots beside each other as alone.
+    """
+    kept, rejected = LONG, dataclasses.replace(LONG, run=0)
+    lots = [[kept, rejected, MIXED[1]]] if num_slots == 3 else [[kept], [rejected]]
+    found = []
+    for asks in lots:
+        state = run(name, asks)
+        decoding.assert_as_decoded(SMALL, state, asks)
+        found += [decoding.slot_of(state, slot) for slot in range(len(asks))]
+    kept, rejected = found[:2]
+    assert kept.accepted_hist[4] >= 8 and kept.num_proposed >= 45
+    assert rejected.num_proposed <= 15 and rejected.num_rounds == 60
+    with pytest.raises(AssertionError):  # What they learnt is not the same.
+        testing.assert_same_bits(kept.policy, rejected.policy)
+
+
+def updated(name, slots, fault=lambda told: told):
+    """What a policy is after the rounds that one slot's counters tell of."""
+    made, learnt = make(name)
+    told, before = [], (0, 0)
+    for after in slots:
+        counts = int(after.num_proposed), int(after.num_accepted)
+        told.append(tuple(a - b for a, b in zip(counts, before, strict=True)))
+        before = counts
+    for drafted, accepted in fault(told):
+        learnt = made.update(
+            learnt,
+            gamma=jnp.int32(drafted),
+            num_drafted=jnp.int32(drafted),
+            num_accepted=jnp.int32(accepted),
+        )
+    return jax.tree.map(np.asarray, learnt)
+
+
+def assert_same_policy(found, expected) -> None:
+    """Equal but for the rounding of another program: it fuses other operations."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, expected)
+
+
+@CASES
+def test_a_policy_is_told_of_every_round_of_its_slot(name, num_slots):
+    """Round by round, in calls of one: the state is that of the counts.
+
+    Where one call ends, many end too, bit for bit. Negative controls: a round that it
+    is not told of, and all drafts for kept ones.
+    """
+    asks = [dataclasses.replace(LONG, run=2), MIXED[1], MIXED[2]][:num_slots]
+    scheduler = scheduler_of(name, num_slots=num_slots)
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    state, seen = decoding.admit(scheduler, requests, draws=True), []
+    while bool(state.slots.running.any()):
+        state = decoding.generate(scheduler, state, max_rounds=1)
+        seen.append([decoding.slot_of(state, slot) for slot in range(num_slots)])
+    testing.assert_same_bits(state, run(name, asks))
+    for slot in range(num_slots):
+        rounds = [row[slot] for row in seen]
+        # Rounds in which the slot had ended are no rounds of its own.
+        rounds = rounds[: int(rounds[-1].num_rounds)]
+        assert_same_policy(rounds[-1].policy, updated(name, rounds))
+    rounds = [row[0] for row in seen]
+    for fault in (
+        lambda told: told[:-1],
+        lambda told: [(drafted, drafted) for drafted, _ in told],
+    ):
+        with pytest.raises(AssertionError):
+            assert_same_policy(rounds[-1].policy, updated(name, rounds, fault))
+
+
+def test_gamma_bounds_what_a_policy_chooses():
+    """Here by 2, where the policy alone goes on to 4."""
+    one = decoding.slot_of(run("goodput", [dataclasses.replace(LONG, gamma=2)]))
+    assert one.accepted_hist[3:].sum() == 0 and one.accepted_hist[2] > 10
+
+
+@SLOTS
+def test_a_round_without_a_page_teaches_nothing(num_slots):
+    """The round that finds no page commits nothing, and the policy stays as it was.
+
+    Negative control: the round before it was told of.
+    """
+    asks = [LONG, *decoding.GREEDY[3:5]][:num_slots]
+    scheduler = scheduler_of("goodput", num_slots=num_slots)
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    state, seen = decoding.admit(scheduler, requests, draws=True), []
+    few = jnp.minimum(state.cache.num_free, 2)  # Somebody else holds the rest.
+    state = state.replace(cache=state.cache.replace(num_free=few))
+    while bool(state.slots.running[0]):
+        state = decoding.generate(scheduler, state, max_rounds=1)
+        seen.append(decoding.slot_of(state))
+    assert seen[-1].status == Status.OUT_OF_PAGES
+    testing.assert_same_bits(seen[-1].policy, seen[-2].policy)
+    with pytest.raises(AssertionError):
+        testing.assert_same_bits(seen[-1].policy, seen[-3].policy)
+
+
+def test_a_policy_without_its_state_is_refused():
+    made, _ = make("threshold")
+    scheduler = SMALL.scheduler()
+    state = decoding.admit(scheduler, [decoding.scripted(SMALL, LONG)])
+    speculator = scheduler.speculator.replace(gamma_policy=made)
+    with pytest.raises(ValueError, match="needs its first state"):
+        round_lib.generate(speculator, state, max_rounds=decoding.FOREVER)
+
+
+def exchanged(tree):
+    """The leaves `[B, ...]` with slots 0 and 1 exchanged."""
+    return jax.tree.map(lambda leaf: leaf[jnp.array([1, 0, 2])], tree)
+
+
+def _exchange(name):
+    """A field of the slots' states."""
+
+    def fault(state):
+        field = exchanged(getattr(state.slots, name))
+        return state.replace(slots=state.slots.replace(**{name: field}))
+
+    return fault
+
+
+def _cache(**changes):
+    return lambda state: state.replace(
+        cache=state.cache.replace(
+            **{name: change(state.cache) for name, change in changes.items()}
+        )
+    )
+
+
+FAULTS = {
+    **{
+        f"the other's {name}": _exchange(name)
+        for name in ("sampling", "limit", "tokens", "policy", "gamma", "stop_ids")
+    },
+    "the other's script": lambda state: state.replace(
+        memory=state.memory.replace(slots=exchanged(state.memory.slots))
+    ),
+    "the other's pages": _cache(page_table=lambda kv: kv.page_table[::-1]),
+    "a bit of K/V": _cache(
+        k=lambda kv: tuple(k.at[kv.page_table[0, 0], 0].multiply(-1) for k in kv.k)
+    ),
+}
+
+
+def test_what_is_another_slots_is_caught():
+    """Negative control: from some round on a slot has what is its neighbour's.
+
+    Compared are tokens and K/V with decoding's, and counters with the same slots'
+    without a fault.
+    """
+    first = decoding.text(decoding.decoded(SMALL, dataclasses.replace(LONG, run=1)))
+    asks = (
+        dataclasses.replace(LONG, run=1, gamma=3, stop_ids=(first[40],)),
+        dataclasses.replace(MIXED[1], stop_ids=(95,)),
+        MIXED[0],
+    )
+    scheduler = scheduler_of("goodput", num_slots=3)
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    right = None
+    for name, fault in {"none": lambda state: state, **FAULTS}.items():
+        state = decoding.admit(scheduler, requests)
+        state = fault(decoding.generate(scheduler, state, max_rounds=5))
+        state = decoding.generate(scheduler, state)
+        if right is None:
+            right = jax.device_get(state.slots)
+        try:
+            decoding.assert_as_decoded(SMALL, state, asks)
+            testing.assert_same_bits(jax.device_get(state.slots), right)
+        except (AssertionError, RuntimeError, ValueError):
+            assert name != "none"
+        else:
+            assert name == "none", f"{name} was not caught"

@@ -1,0 +1,390 @@
+"""Speculative rounds commit what decoding would have committed, alone and in slots.
+
+Drafts that are always right, always wrong and in between; every gamma; stop tokens,
+limits and full caches in the middle of a window. The negative controls plant faults
+in the round and require that the same comparison fails.
+"""
+
+import dataclasses
+import functools
+
+import chex
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import ALWAYS, GAMMA_MAX, PROMPT, SMALL, Ask, Status
+
+from spec_jax import testing
+from spec_jax.engine import round as round_lib, rows, scheduler as scheduler_lib
+from spec_jax.engine.state import Origin
+from spec_jax.rules import acceptance
+
+
+SLOTS = pytest.mark.parametrize("num_slots", [1, 3])
+NEIGHBOURS = (
+    Ask(prompt=(9, 9), max_tokens=30, gamma=3, run=2),
+    Ask(prompt=tuple(range(30, 60)), max_tokens=18, gamma=2, run=1),
+)
+
+
+def beside(ask: Ask, num_slots: int) -> list[Ask]:
+    """The sequence in the first slot, and others in the other slots."""
+    return [ask, *NEIGHBOURS][:num_slots]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("impl", "cache", "num_slots"),
+    [
+        ("native", "paged", 1),
+        ("native", "paged", 3),
+        ("native", "static", 3),
+        ("xla", "paged", 3),
+        # Of each of these the loop is compiled, and the other number of slots tells.
+        pytest.param("native", "static", 1, marks=SLOW),
+        pytest.param("xla", "paged", 1, marks=SLOW),
+    ],
+)
+def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots):
+    """Fails if a rejected draft is kept, the target's own token is lost, or a slot sees
+    another's draft, limit or pages. Decoding is on pages in all cases."""
+    decoding.needs(impl)
+    target = dataclasses.replace(decoding.TARGET, impl=impl, cache=cache)
+    setting = decoding.Setting(target=target)
+    for run in (0, 1, 2, 3, ALWAYS):
+        for gamma in range(GAMMA_MAX + 1):
+            asks = beside(Ask(run=run, gamma=gamma), num_slots)
+            state = decoding.run(setting, asks)
+            decoding.assert_as_decoded(setting, state, asks)
+            one = decoding.slot_of(state)
+            if run == ALWAYS:
+                assert one.num_accepted == one.num_proposed
+                assert one.num_rounds == -(-40 // (gamma + 1))
+            if run == 0 or gamma == 0:
+                assert one.num_rounds == 40
+
+
+def test_slots_may_lie_anywhere_and_be_empty():
+    """Fails if a slot that has no sequence is run, or one's place is another's."""
+    for asks in ({2: decoding.GREEDY[1]}, {2: decoding.GREEDY[5], 0: Ask(run=1)}):
+        state = decoding.run(SMALL, asks, num_slots=3)
+        decoding.assert_as_decoded(SMALL, state, asks)
+        empty = decoding.slot_of(state, 1)
+        assert Status(int(empty.status)) is Status.EMPTY and not empty.num_rounds
+
+
+@SLOTS
+def test_stop_tokens_anywhere_in_the_window(num_slots):
+    """Fails if a token after a stop token is kept, or one slot's ends another."""
+    # In the other slots too every sequence has its own; what stops one is written by
+    # another, which goes on.
+    texts = [decoding.text(decoding.decoded(SMALL, ask)) for ask in beside(Ask(), 3)]
+    ended = set()
+    for end in range(len(PROMPT), len(PROMPT) + 10):
+        for gamma in (0, 3, 4):
+            asks = beside(Ask(gamma=gamma), num_slots)
+            asks = [
+                dataclasses.replace(ask, stop_ids=(text[end - len(PROMPT) + start],))
+                for ask, text, start in zip(asks, texts, (11, 3, 31), strict=False)
+            ]
+            state = decoding.run(SMALL, asks)
+            decoding.assert_as_decoded(SMALL, state, asks)
+            assert decoding.slot_of(state).status == Status.STOP
+            ended.add(tuple(np.asarray(state.slots.length).tolist()))
+    assert len(ended) > 5
+
+
+@SLOTS
+def test_max_tokens_is_met_exactly(num_slots):
+    """Fails if a window runs past the limit, or stops before it."""
+    for few in (1, 2, 4, 5, 6, 11):
+        asks = [
+            dataclasses.replace(ask, max_tokens=few + number)
+            for number, ask in enumerate(beside(Ask(), num_slots))
+        ]
+        state = decoding.run(SMALL, asks)
+        decoding.assert_as_decoded(SMALL, state, asks)
+        assert decoding.slot_of(state).length == len(PROMPT) + few
+
+
+@SLOTS
+def test_a_full_cache_ends_the_sequence_in_the_middle_of_a_window(num_slots):
+    """Fails if a row is written past the capacity, or room is left."""
+    for run in (1, ALWAYS):
+        asks = beside(Ask(run=run, max_tokens=200), num_slots)
+        state = decoding.run(SMALL, asks)
+        decoding.assert_as_decoded(SMALL, state, asks)
+        one = decoding.slot_of(state)
+        # Every position has K/V but the last token's, which is pending.
+        assert one.length == decoding.CAPACITY + 1
+        assert one.status == Status.CAPACITY
+
+
+@SLOTS
+def test_a_slot_that_finds_no_page_ends_and_the_others_go_on(num_slots):
+    """Fails if it commits or counts a round, spins, or spoils a neighbour."""
+    asks = beside(Ask(), num_slots)
+    scheduler = SMALL.scheduler(num_slots=num_slots)
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    state = decoding.admit(scheduler, requests)
+    # A pool that others have eaten up: one page less than all will need.
+    needed = sum(
+        -(-(len(ask.prompt) + ask.max_tokens - 1) // decoding.PAGE_SIZE) for ask in asks
+    )
+    held = int(state.cache.num_owned.sum())
+    few = jnp.int32(needed - held - 1)
+    state = state.replace(cache=state.cache.replace(num_free=few))
+    state = decoding.generate(scheduler, state)
+    failed = np.asarray(state.slots.status) == Status.OUT_OF_PAGES
+    assert failed.sum() == 1
+    (slot,) = np.flatnonzero(failed).tolist()
+    others = {n: ask for n, ask in enumerate(asks) if n != slot}
+    decoding.assert_as_decoded(SMALL, state, others, pages=False)
+    one, committed = decoding.slot_of(state, slot), decoding.text(state, slot)
+    whole = decoding.text(decoding.decoded(SMALL, asks[slot]))
+    assert len(asks[slot].prompt) < len(committed) < len(whole)
+    assert committed == whole[: len(committed)]
+    assert int(state.cache.length[slot]) == len(committed) - 1
+    assert one.accepted_hist.sum() == one.num_rounds
+    assert len(committed) - len(asks[slot].prompt) == one.num_accepted + one.num_rounds
+
+
+@SLOTS
+def test_a_few_rounds_per_call_change_nothing(num_slots):
+    """Fails if a call for two rounds compiles again, or returns other bits."""
+    asks = beside(Ask(run=2), num_slots)
+    whole = decoding.run(SMALL, asks)
+    compiled = round_lib.generate._cache_size()
+    scheduler = SMALL.scheduler(num_slots=num_slots)
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    state, calls = decoding.admit(scheduler, requests), 0
+    while bool(state.slots.running.any()):
+        state = decoding.generate(scheduler, state, max_rounds=2)
+        calls += 1
+    assert calls == -(-int(whole.slots.num_rounds.max()) // 2)
+    testing.assert_same_bits(state, whole)
+    assert round_lib.generate._cache_size() == compiled
+
+
+def test_calls_return_when_a_slot_ends():
+    """Fails if the host could refill a slot only after all others are done."""
+    asks = beside(Ask(run=1), 3)
+    scheduler, ended = SMALL.scheduler(num_slots=3), []
+    state = decoding.admit(scheduler, [decoding.scripted(SMALL, ask) for ask in asks])
+    while bool(state.slots.running.any()):
+        state = decoding.generate(scheduler, state, until_one_ends=True)
+        ended.append(int((~state.slots.running).sum()))
+    assert ended == sorted(set(ended)) and len(ended) >= 2, ended
+    decoding.assert_as_decoded(SMALL, state, asks)
+
+
+def test_a_slot_that_ended_stays_as_it_is():
+    """Fails if rounds of the others write, count or move anything of it."""
+    asks = (dataclasses.replace(NEIGHBOURS[1], max_tokens=3), Ask(run=1), NEIGHBOURS[0])
+    scheduler = SMALL.scheduler(num_slots=3)
+    state = decoding.admit(scheduler, [decoding.scripted(SMALL, ask) for ask in asks])
+    state = decoding.generate(scheduler, state, until_one_ends=True)
+    assert state.slots.running.tolist() == [False, True, True]
+    # What a slot that ended would draft next must not be asked for.
+    state = state.replace(slots=state.slots.replace(limit=state.slots.limit + 4))
+    before = decoding.slot_of(state), decoding.held(state.cache, 32)
+    state = decoding.generate(scheduler, state, max_rounds=3)
+    after = decoding.slot_of(state), decoding.held(state.cache, 32)
+    testing.assert_same_bits(after, before)
+
+
+def test_rounds_called_from_python_say_what_happened():
+    """`run_round` is a step of `generate`, and its `RoundInfo` what was counted."""
+    asks = beside(Ask(run=1, gamma=3), 3)
+    scheduler = SMALL.scheduler(num_slots=3)
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    looped = decoding.admit(scheduler, requests)
+    looped = decoding.generate(scheduler, looped, max_rounds=3)
+    one_round = lambda *arguments: round_lib.run_round(*arguments)  # traced anew
+    step = jax.jit(one_round)
+    state = decoding.admit(scheduler, requests)
+    for _ in range(3):
+        after, info = step(scheduler.speculator, state)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+        n, then = np.asarray(state.slots.length), np.asarray(after.slots.length)
+        assert info.gamma.tolist() == [3, 3, 2]
+        np.testing.assert_array_equal(info.window.start, n - 1)
+        np.testing.assert_array_equal(info.window.num_live, info.gamma + 1)
+        np.testing.assert_array_equal(then - n, info.verdict.num_accepted + 1)
+        assert bool(info.is_finite.all()) and not bool(info.out_of_pages.any())
+        for slot in range(3):
+            drafts = np.asarray(info.proposal.tokens)[slot, : info.gamma[slot]]
+            fed = np.asarray(info.window.tokens)[slot, 1 : 1 + len(drafts)]
+            np.testing.assert_array_equal(drafts, fed)
+        state = after
+    testing.assert_same_bits(state, looped)
+    assert step._cache_size() == 1
+
+
+def test_origins_are_those_of_the_tokens():
+    """Fails if a draft passes for the target's own token, or a kept one for another."""
+    one = decoding.slot_of(decoding.run(SMALL, [Ask(run=2, gamma=3, max_tokens=12)]))
+    script = np.asarray(decoding.scripted(SMALL, Ask(run=2)).draft_params)
+    text, names = one.tokens[: one.length], [Origin(o).name for o in one.origins]
+    assert set(names[: len(PROMPT)]) == {"PROMPT"}
+    kept = [i for i, name in enumerate(names) if name == "ACCEPTED"]
+    assert len(kept) == one.num_accepted > 0
+    assert (text[kept] == script[kept]).all()
+    corrected = [i for i, name in enumerate(names) if name == "CORRECTION"]
+    assert corrected and (text[corrected] != script[corrected]).all()
+    every = decoding.slot_of(decoding.run(SMALL, [Ask(gamma=3, max_tokens=8)]))
+    assert every.origins[len(PROMPT) :][:8].tolist() == [1, 1, 1, 3] * 2
+
+
+def test_a_gamma_above_the_largest_is_the_largest():
+    """And a negative one is none: the text is that of decoding."""
+    for gamma, num_rounds in ((9, 8), (-1, 40)):
+        scheduler = SMALL.scheduler()
+        state = decoding.admit(scheduler, [decoding.scripted(SMALL, Ask())])
+        slots = state.slots.replace(gamma=jnp.array([gamma], jnp.int32))
+        state = decoding.generate(scheduler, state.replace(slots=slots))
+        decoding.assert_as_decoded(SMALL, state, [Ask()])
+        assert decoding.slot_of(state).num_rounds == num_rounds
+
+
+@SLOTS
+def test_one_compilation_for_every_request(num_slots):
+    """Fails if gamma, the prompt, its length, a limit or a stop token is static."""
+
+    class OfThisTest(decoding.Scripted):
+        """Nothing is compiled for it yet."""
+
+    scheduler = SMALL.scheduler(OfThisTest(), num_slots=num_slots)
+    before = round_lib.generate._cache_size()
+    for number, ask in enumerate(decoding.GREEDY):
+        ask = dataclasses.replace(ask, stop_ids=(number,))
+        decoding.run(SMALL, {number % num_slots: ask}, scheduler=scheduler)
+    assert round_lib.generate._cache_size() == before + 1
+
+
+def test_no_transfers_inside_generate():
+    """Fails if a round consults the host."""
+    scheduler = SMALL.scheduler(num_slots=3)
+    asks = beside(Ask(run=2), 3)
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    state = decoding.admit(scheduler, requests)
+    until, most = jnp.bool_(False), decoding.FOREVER
+    generate = functools.partial(round_lib.generate, scheduler.speculator)
+    with jax.transfer_guard("disallow"):
+        state = generate(state, max_rounds=most, until_one_ends=until)
+    decoding.assert_as_decoded(SMALL, state, asks)
+    # Negative control: the guard notices a number of the host's.
+    state = decoding.admit(scheduler, requests)
+    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="transfer"):
+        generate(state, max_rounds=4, until_one_ends=until)
+
+
+@pytest.mark.parametrize("num_slots", [pytest.param(1, marks=SLOW), 3])
+def test_the_cache_is_donated_and_aliased(num_slots):
+    """Fails if the loop copies the pool: nothing near its size is temporary."""
+    setting = dataclasses.replace(SMALL, capacity=8 * 4096)
+    scheduler = setting.scheduler(num_slots=num_slots)
+    state = scheduler.empty(draws=False)
+    arguments = {"max_rounds": decoding.FOREVER, "until_one_ends": jnp.bool_(False)}
+    lowered = round_lib.generate.lower(scheduler.speculator, state, **arguments)
+    compiled = lowered.compile()
+    pool_bytes = sum(x.nbytes for x in (*state.cache.k, *state.cache.v))
+    usage = compiled.memory_analysis()
+    assert "input_output_alias" in compiled.as_text()
+    assert "callback" not in compiled.as_text()  # No call of the host either.
+    assert usage.alias_size_in_bytes >= pool_bytes
+    assert usage.temp_size_in_bytes < pool_bytes / 8
+    if num_slots == 3:  # Negative control: without donation there is nothing to alias.
+        kept = jax.jit(lambda *a, **k: round_lib.generate.__wrapped__(*a, **k))
+        usage = kept.lower(scheduler.speculator, state, **arguments).compile()
+        assert usage.memory_analysis().alias_size_in_bytes == 0
+
+
+def test_a_state_that_was_used_up_is_named():
+    """Fails if the error is a runtime's, about a buffer."""
+    scheduler = SMALL.scheduler()
+    kept = decoding.admit(scheduler, [decoding.scripted(SMALL, Ask())])
+    copied = jax.tree.map(jnp.copy, kept)
+    decoding.generate(scheduler, kept)
+    message = "the state was used up by an earlier call.* give generate the state that"
+    with pytest.raises(ValueError, match=message):
+        decoding.generate(scheduler, kept)
+    decoding.assert_as_decoded(SMALL, decoding.generate(scheduler, copied), [Ask()])
+
+
+RIGHT = acceptance.accept_exact
+
+
+def _accept_one_more(drafts, targets, num_drafted):
+    verdict = RIGHT(drafts, targets, num_drafted)
+    a = jnp.minimum(verdict.num_accepted + 1, num_drafted)
+    columns = jnp.arange(targets.shape[0])
+    tokens = jnp.where(columns < a, jnp.append(drafts, 0), targets)
+    return acceptance.Verdict(num_accepted=a, tokens=tokens)
+
+
+def _lose_the_targets_own_token(drafts, targets, num_drafted):
+    verdict = RIGHT(drafts, targets, num_drafted)
+    a = jnp.maximum(verdict.num_accepted - 1, 0)
+    return verdict.replace(num_accepted=a, tokens=jnp.roll(verdict.tokens, -1))
+
+
+def _accept_nothing_but_say_so(drafts, targets, num_drafted):
+    verdict = RIGHT(drafts, targets, num_drafted)
+    return verdict.replace(num_accepted=verdict.num_accepted * 0 + num_drafted)
+
+
+ACCEPTED_WRONGLY = (
+    RIGHT,
+    _accept_one_more,
+    _lose_the_targets_own_token,
+    _accept_nothing_but_say_so,
+)
+"""The first is right: the control of the controls."""
+
+CUT_WRONGLY = (0, -1, 1, 1000)  # positions more that the target's cache keeps
+
+
+def _with_faults(scheduler: scheduler_lib.Scheduler, monkeypatch):
+    """Rounds in a loop of its own, whose faults are data: `(state, accept, cut)`."""
+    truncate = rows.SlotRows.truncate
+
+    def loop(state, accept, cut):
+        def accepted(*arguments):
+            return jax.lax.switch(accept, ACCEPTED_WRONGLY, *arguments)
+
+        def truncated(self, kv, new_len, *, asked):
+            longer = jnp.clip(new_len + cut, 0, kv.length)
+            return truncate(self, kv, longer, asked=asked)
+
+        monkeypatch.setattr(acceptance, "accept_exact", accepted)
+        monkeypatch.setattr(rows.SlotRows, "truncate", truncated)
+        state = jax.lax.fori_loop(
+            0, 60, lambda _, s: round_lib.run_round(scheduler.speculator, s)[0], state
+        )
+        monkeypatch.undo()
+        return state
+
+    return jax.jit(loop)
+
+
+@pytest.mark.parametrize("num_slots", [pytest.param(1, marks=SLOW), 3])
+def test_planted_faults_of_a_round_are_caught(num_slots, monkeypatch):
+    """Negative control of every comparison above: each acceptance and cut of cache."""
+    scheduler = SMALL.scheduler(num_slots=num_slots)
+    asks = beside(Ask(run=2), num_slots)
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    loop = _with_faults(scheduler, monkeypatch)
+    faults = [(a, 0) for a in range(1, 4)] + [(0, cut) for cut in CUT_WRONGLY[1:]]
+    for accept, cut in [(0, 0), *faults]:
+        state = decoding.admit(scheduler, requests)
+        state = loop(state, jnp.int32(accept), jnp.int32(cut))
+        if accept == cut == 0:
+            decoding.assert_as_decoded(SMALL, state, asks)
+            continue
+        with pytest.raises((AssertionError, RuntimeError, ValueError)):
+            decoding.assert_as_decoded(SMALL, state, asks)

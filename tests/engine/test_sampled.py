@@ -1,0 +1,121 @@
+"""Slots that sample, beside greedy ones: each writes the stream of its seed.
+
+With the rule "coupled" that is the stream of decoding, bit for bit. The rules that draw
+uniforms keep its law: `test_sequential_law`, and `tests/rules`.
+"""
+
+import dataclasses
+
+import decoding
+import jax.numpy as jnp
+import pytest
+from decoding import ALWAYS, MIXED, SMALL, Ask
+
+from spec_jax import testing
+from spec_jax.engine import baseline, round as round_lib
+
+
+SLOTS = pytest.mark.parametrize("num_slots", [1, 3])
+KINDS = {
+    "warm": decoding.WARM,
+    "hot": decoding.HOT,
+    "min-p": decoding.MIN_P,
+    "greedy": decoding.COLD,
+}
+
+
+@pytest.mark.parametrize(
+    ("impl", "num_slots"), [("native", 1), ("native", 3), ("xla", 3)]
+)
+def test_the_stream_is_that_of_decoding(impl, num_slots):
+    """Fails if noise is keyed by round, row or slot, or a filter sees other rows."""
+    decoding.needs(impl)
+    target = dataclasses.replace(SMALL.target, impl=impl)
+    setting = dataclasses.replace(SMALL, target=target)
+    for kind in KINDS.values():
+        for run, gamma in ((0, 4), (1, 1), (3, 3), (ALWAYS, 4), (ALWAYS, 0)):
+            asks = [Ask(run=run, gamma=gamma, sampling=kind), *MIXED[:2]][:num_slots]
+            state = decoding.run(setting, asks, draws=True)
+            decoding.assert_as_decoded(setting, state, asks)
+            if (run, gamma) == (ALWAYS, 4):
+                one = decoding.slot_of(state)
+                assert one.num_rounds == 40 // 5
+                assert one.num_accepted == one.num_proposed
+
+
+def test_settings_are_data():
+    """Other seeds give other streams, the same one the same, and nothing compiles."""
+    asks = [Ask(sampling=(("temperature", 2.0), ("seed", seed))) for seed in (1, 2, 1)]
+    state = decoding.run(SMALL, asks)
+    texts = [decoding.text(state, slot) for slot in range(3)]
+    assert texts[0] == texts[2] != texts[1]
+    compiled = round_lib.generate._cache_size(), baseline.generate._cache_size()
+    cold = [Ask(sampling=decoding.COLD), *asks[:2]]
+    state = decoding.run(SMALL, cold)
+    decoding.assert_as_decoded(SMALL, state, cold)
+    found = round_lib.generate._cache_size(), baseline.generate._cache_size()
+    assert found == compiled
+    # Temperature 0 writes what a program that cannot draw writes.
+    greedy = decoding.text(decoding.decoded(SMALL, Ask()))
+    assert decoding.text(state) == greedy != texts[0]
+
+
+@SLOTS
+def test_noise_of_another_seed_is_caught(num_slots):
+    """Negative control: a stream whose noise is keyed by anything but its position."""
+    asks = [Ask(sampling=decoding.HOT), *MIXED[:2]][:num_slots]
+    scheduler = SMALL.scheduler(num_slots=num_slots)
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    state = decoding.admit(scheduler, requests)
+    moved = state.slots.sampling.replace(seed=state.slots.sampling.seed + jnp.uint32(1))
+    state = state.replace(slots=state.slots.replace(sampling=moved))
+    state = decoding.generate(scheduler, state)
+    with pytest.raises(AssertionError):
+        decoding.assert_as_decoded(SMALL, state, asks)
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_slots", "draws"),
+    [
+        pytest.param("rejection", 1, True, marks=pytest.mark.slow),
+        pytest.param("rejection", 3, True, marks=pytest.mark.slow),
+        ("rejection", 3, False),
+        ("block", 1, True),
+        ("block", 3, True),
+    ],
+)
+def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, num_slots, draws):
+    """A target that is certain keeps what it would say, and says the rest itself."""
+    scheduler = SMALL.scheduler(num_slots=num_slots, rule=rule)
+    for run in (0, 2, ALWAYS):
+        asks = [Ask(run=run), decoding.GREEDY[1], decoding.GREEDY[4]][:num_slots]
+        state = decoding.run(SMALL, asks, scheduler=scheduler, draws=draws)
+        decoding.assert_as_decoded(SMALL, state, asks)
+        if run == ALWAYS:
+            one = decoding.slot_of(state)
+            assert one.num_accepted == one.num_proposed > 0
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param("rejection", marks=pytest.mark.slow), "block"]
+)
+def test_rules_by_uniforms_write_the_same_in_any_slot(rule):
+    """Fails if the noise of a round is keyed by its slot, or a slot reads another's."""
+    alone, beside = (SMALL.scheduler(num_slots=n, rule=rule) for n in (1, 3))
+    asks = MIXED[:3]
+    together = decoding.run(SMALL, asks, scheduler=beside, draws=True)
+    kept = 0
+    for slot, ask in enumerate(asks):
+        expected = decoding.run(SMALL, [ask], scheduler=alone, draws=True)
+        testing.assert_same_bits(
+            decoding.slot_of(together, slot), decoding.slot_of(expected)
+        )
+        kept += int(expected.slots.num_accepted[0])
+    assert kept
+
+
+def test_an_unknown_rule():
+    scheduler = SMALL.scheduler()
+    state = decoding.admit(scheduler, [decoding.scripted(SMALL, Ask())])
+    with pytest.raises(ValueError, match="rule='luck' is not one of coupled"):
+        round_lib.run_round(scheduler.speculator.replace(rule="luck"), state)

@@ -1,0 +1,313 @@
+"""Requests in a queue: each gets what it gets alone, in whatever slot it lands."""
+
+import contextlib
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import MIXED, SMALL, Ask, Status
+
+from spec_jax import testing
+from spec_jax.drafters import each, ngram, oracle
+from spec_jax.engine import baseline, scheduler as scheduler_lib
+from spec_jax.gamma import policy
+
+
+NUM_SLOTS = 3
+DRAFT = decoding.draft_drafter(impl=SMALL.target.impl)
+"""A draft model with a pool of its own; here the target's weights, moved a little."""
+
+LONGEST = Ask(prompt=(1, 2, 3, 4) * 5, max_tokens=200, sampling=decoding.HOT)
+ASKS = (*MIXED, LONGEST)
+NEEDED = 12
+"""Pages of the longest request: a whole slot."""
+
+TIGHT = NEEDED + NUM_SLOTS - 1
+EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def make(num_slots=NUM_SLOTS, **changes) -> scheduler_lib.Scheduler:
+    params = decoding.perturbed(SMALL.weights, 0.02)
+    return SMALL.scheduler(DRAFT, num_slots=num_slots, draft_params=params, **changes)
+
+
+def finish(asks=ASKS, *, scheduler=None, **arguments):
+    """The queue's results, in the order of the requests."""
+    scheduler = scheduler or make()
+    finished = list(scheduler.run([ask.request() for ask in asks], **arguments))
+    assert sorted(one.number for one in finished) == list(range(len(asks)))
+    return sorted(finished, key=lambda one: one.number)
+
+
+def assert_as_decoded(finished, asks=ASKS) -> None:
+    """Raises unless each request came to what decoding makes of it alone."""
+    for one, ask in zip(finished, asks, strict=True):
+        expected = decoding.decoded(SMALL, ask)
+        assert one.tokens == decoding.text(expected)[len(ask.prompt) :], ask
+        assert one.status == Status(int(expected.status))
+
+
+def with_free_pages(state, num_free):
+    """The state, with so many pages free: somebody else holds the rest."""
+    replaced = {
+        name: getattr(state, name).replace(num_free=jnp.int32(num_free))
+        for name in ("cache", "memory")
+    }
+    return state.replace(**replaced)
+
+
+def tight():
+    """A scheduler of `TIGHT` pages, and the state that it begins with.
+
+    The pages of others, held back: the executable is that of all pages.
+    """
+    state = with_free_pages(make().empty(draws=True), TIGHT - NUM_SLOTS)
+    return make(num_pages=TIGHT), state
+
+
+@contextlib.contextmanager
+def admissions():
+    """Notes, of each admission, the slots in which others were running."""
+    noted, real = [], scheduler_lib.Scheduler.admit
+
+    def admit(self, state, slot, request, **rest):
+        noted.append(np.flatnonzero(np.asarray(state.slots.running)).tolist())
+        return real(self, state, slot, request, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_lib.Scheduler, "admit", admit)
+        yield noted
+
+
+@pytest.mark.parametrize(
+    "num_slots", [pytest.param(1, marks=pytest.mark.slow), NUM_SLOTS]
+)
+def test_more_requests_than_slots(num_slots):
+    """Fails if a slot keeps anything of whoever was in it before, or all must end."""
+    with admissions() as running:
+        finished = finish(scheduler=make(num_slots))
+    assert_as_decoded(finished)
+    assert len(running) == len(ASKS)
+    assert num_slots == 1 or all(running[num_slots:]), running
+    # Not vacuous: drafts are kept and drafts are rejected.
+    kept, proposed = (
+        sum(int(getattr(one.slot, name)) for one in finished)
+        for name in ("num_accepted", "num_proposed")
+    )
+    assert 0 < kept < proposed
+    # Negative control: the results of two requests, exchanged.
+    with pytest.raises(AssertionError):
+        assert_as_decoded([finished[1], finished[0], *finished[2:]])
+
+
+def test_the_order_and_the_hosts_looks_do_not_matter():
+    """Fails if a token or a counter depends on neighbours, or on where calls end."""
+    order = (5, 3, 7, 1, 0, 2, 6, 4, 3, 0)
+    asks = [ASKS[number] for number in order]
+    whole = finish(asks)
+    assert_as_decoded(whole, asks)
+    stepwise = finish(asks, rounds_per_call=1)
+    for one, other in zip(whole, stepwise, strict=True):
+        testing.assert_same_bits(one.slot, other.slot)
+
+
+def test_refilling_compiles_nothing():
+    """Fails if a prompt, a gamma, a seed or a setting is part of an executable.
+
+    Negative control: another number of slots compiles, and is counted.
+    """
+    finish()  # Prompts of all buckets.
+    compiled = []
+
+    def note(event, duration, **_):
+        if event == EVENT:
+            compiled.append(duration)
+
+    strange = [
+        dataclasses.replace(
+            ask,
+            prompt=tuple(token + 1 for token in ask.prompt[:-1]) or (3,),
+            max_tokens=ask.max_tokens + 1,
+            gamma=number % 5,
+            stop_ids=(number,),
+            sampling=(("temperature", 0.1 + number), ("seed", number)),
+        ).request()
+        for number, ask in enumerate(ASKS)
+    ]
+    scheduler, other = make(), make(7)  # of which nothing is compiled yet
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        assert len(list(scheduler.run(strange))) == len(strange)
+        assert not compiled
+        jax.block_until_ready(other.empty(draws=True))
+        assert compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_requests_wait_for_pages():
+    """Fails if too few pages end a slot, change a token, or block for ever."""
+    scheduler, state = tight()
+    with admissions() as running:
+        finished = finish(scheduler=scheduler, state=state)
+    assert_as_decoded(finished)
+    # Some have nobody beside them, and some do.
+    assert [] in running[1:] and any(running)
+
+
+def test_pages_of_all_that_ended_are_free_again():
+    """Two end in the same round; the next takes the slot of one and both's pages."""
+    asks = (MIXED[6], MIXED[6], LONGEST)
+    scheduler, state = tight()
+    assert_as_decoded(finish(asks, scheduler=scheduler, state=state), asks)
+
+
+def test_a_slot_that_finds_no_page():
+    """What was finished is yielded first; then the error says where it was."""
+    # Six pages are left, for a request of one page and one of twelve.
+    scheduler = make()
+    state, finished = with_free_pages(scheduler.empty(draws=True), 6), []
+    message = r"in slots \[1\] after .* tokens: . of 36 pages of 8 tokens are free"
+    with pytest.raises(MemoryError, match=message):
+        requests = [MIXED[3].request(), LONGEST.request()]
+        for one in scheduler.run(requests, state=state):
+            finished.append(one)
+    assert [one.number for one in finished] == [0]
+    assert_as_decoded(finished, (MIXED[3],))
+
+
+def test_a_state_made_before():
+    """Fails if a state that is handed in is another than the one made inside."""
+    scheduler = make()
+    asks = (MIXED[4], MIXED[0], MIXED[4])  # greedy ones beside one that draws
+    state = scheduler.empty(draws=True)
+    assert_as_decoded(finish(asks, scheduler=scheduler, state=state), asks)
+    with pytest.raises(ValueError, match=r"make it by empty\(draws=True\)"):
+        state = scheduler.empty(draws=False)
+        next(scheduler.run([MIXED[1].request()], state=state))
+    assert list(scheduler.run([])) == []
+
+
+def test_a_refusal_is_not_overlooked():
+    """Fails if an operation that a cache refused ends in tokens."""
+    scheduler = make()
+    state = scheduler.empty(draws=True)
+    refused = state.memory.refused.at[2].set(True)
+    state = state.replace(memory=state.memory.replace(refused=refused))
+    with pytest.raises(RuntimeError, match="a cache refused an operation"):
+        list(scheduler.run([MIXED[0].request()], state=state))
+
+
+def test_stop_tokens_of_the_scheduler_are_the_default():
+    """Of requests that name none; () names none of them."""
+    texts = decoding.text(decoding.decoded(SMALL, Ask()))
+    stop = texts[len(decoding.PROMPT) + 5]
+    scheduler = make(stop_ids=(stop,), num_stop=2)
+    default, none, own = (
+        dataclasses.replace(Ask().request(), stop_ids=ids)
+        for ids in (None, (), (texts[len(decoding.PROMPT) + 2], 95))
+    )
+    ended = {one.number: one for one in scheduler.run([default, none, own])}
+    stopped = dataclasses.replace(Ask(), stop_ids=(stop,))
+    early = dataclasses.replace(Ask(), stop_ids=own.stop_ids[:1])
+    assert_as_decoded([ended[n] for n in range(3)], [stopped, Ask(), early])
+    with pytest.raises(ValueError, match="3 stop tokens, .* room for 2: .* num_stop=3"):
+        scheduler.check(dataclasses.replace(default, stop_ids=(1, 2, 3)))
+
+
+def changed(**changes) -> scheduler_lib.Request:
+    return dataclasses.replace(Ask().request(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (changed(prompt=[]), "prompt is empty"),
+        (changed(prompt=[1] * 97), "prompt has 97 tokens but the cache holds 96"),
+        (changed(prompt=[3, 96]), r"token 96, outside \[0, 96\)"),
+        (changed(prompt=[-1, 3]), r"token -1, outside \[0, 96\)"),
+        (changed(gamma=5), r"gamma=5 is outside \[0, 4\]"),
+        (changed(gamma=-1), r"gamma=-1 is outside \[0, 4\]"),
+        (changed(gamma=2.0), r"gamma=2.0 must be a whole number in 0 .. 4"),
+        (changed(max_tokens=0), "max_tokens=0 must be a whole number of at least 1"),
+        (changed(stop_ids=(2.5,)), "stop_ids has shape .* give one row of token ids"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_runs(request_, message, monkeypatch):
+    monkeypatch.setattr(scheduler_lib.Scheduler, "empty", _nothing_runs)
+    with pytest.raises(ValueError, match=message):
+        next(make().run([Ask().request(), request_]))
+    with pytest.raises(ValueError, match=message):
+        make().begin(request_)
+    with pytest.raises(ValueError, match="rounds_per_call=0 must be at least 1"):
+        next(make().run([Ask().request()], rounds_per_call=0))
+
+
+def _nothing_runs(*_, **__):
+    raise RuntimeError("something ran")
+
+
+def test_a_request_that_no_slot_can_ever_take():
+    """Fails if it would wait for ever: other slots, empty ones too, have a page each.
+
+    One page more is enough.
+    """
+    message = (
+        "20 \\+ 200 tokens needs 12 pages of 8, and there are 13, of which empty slots "
+        "have 2: allow more pages or generate fewer tokens"
+    )
+    with pytest.raises(ValueError, match=message):
+        make(num_pages=TIGHT - 1).check(LONGEST.request())
+    make(num_pages=TIGHT).check(LONGEST.request())
+
+
+def test_schedulers_that_make_no_sense():
+    scheduler, fixed = make(), policy.Fixed(gamma_max=4)
+    speculator = scheduler.speculator
+    narrow = oracle.Oracle(gamma_max=4, vocab_size=95)
+    lift = lambda drafter, slots=NUM_SLOTS: {
+        "speculator": speculator.replace(drafter=each.lift(drafter, slots))
+    }
+    for changes, message in (
+        (lift(DRAFT, 2), "3 slots and the drafter 2: give both the same"),
+        (lift(narrow), "different vocabularies: 95 and 96"),
+        (lift(ngram.PromptLookup(gamma_max=5)), "gamma_max=5 needs 6 rows a window"),
+        (
+            {"speculator": speculator.replace(gamma_policy=fixed)},
+            "a gamma policy and its first state go together",
+        ),
+        ({"policy_state": jnp.int32(2)}, "a gamma policy and its first state go"),
+        ({"capacity": 0}, "capacity=0 and page_size=8 must be at least 1"),
+        ({"page_size": 0}, "capacity=96 and page_size=0 must be at least 1"),
+        ({"num_pages": 2}, "num_pages=2 is fewer than 3 slots"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(scheduler, **changes)
+
+
+ENDS = {
+    "limit": (Status.LENGTH, Ask(max_tokens=5)),
+    "limit that fills the cache": (Status.LENGTH, Ask(max_tokens=86)),
+    "capacity": (Status.CAPACITY, Ask(max_tokens=87)),
+    "stop": (Status.STOP, Ask(max_tokens=15, stop_ids=(0,))),
+    "stop with the last token": (Status.STOP, Ask(max_tokens=1, stop_ids=(0,))),
+}
+
+
+def test_why_a_generation_ended():
+    """Fails if a full cache looks like all that was asked for."""
+    first = decoding.text(decoding.decoded(SMALL, Ask()))[len(decoding.PROMPT)]
+    asks = [
+        dataclasses.replace(ask, stop_ids=(first,) if ask.stop_ids else ())
+        for _, ask in ENDS.values()
+    ]
+    found = finish(asks)
+    assert_as_decoded(found, asks)
+    assert [one.status for one in found] == [status for status, _ in ENDS.values()]
+    for (status, _), ask in zip(ENDS.values(), asks, strict=True):
+        state = decoding.decoded(SMALL, ask)
+        assert Status(int(state.status)) is status
+        baseline.check(state, vocab_size=96)

@@ -1,0 +1,195 @@
+"""The law of sampled speculation on the embedded pair, by a sequential test.
+
+Each sample is one round of the real models from the same state, with a seed of its
+own: its first token must have the target's distribution `p`, which is known exactly.
+The test bets against that: after every sample it multiplies its wealth by
+`r(token) / p(token)`, where `r` is what the samples before suggest. If the tokens have
+the law `p`, wealth is a martingale, and by Ville's inequality ever reaches `1 / ALPHA`
+with probability `ALPHA` at most, however long one looks; if they have another law it
+grows exponentially.
+
+Biases that move a probability by less than about a hundredth of a nat, such as draft
+probabilities in bfloat16, are out of its reach: the enumeration catches those.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.lib import prompt_files
+from spec_jax import loading
+from spec_jax.drafters import each
+from spec_jax.engine import round as round_lib, rows, scheduler as scheduler_lib
+from spec_jax.model import prompt as prompt_lib
+from spec_jax.rules import acceptance, sampling
+
+
+pytestmark = pytest.mark.slow
+
+NUM_SAMPLES = 4000
+ALPHA = 1e-6
+PRIOR = 50.0  # samples that the bettor's trust in `p` is worth
+GAMMA = 3
+SETTINGS = sampling.make_settings(temperature=0.9, top_k=12)
+SIZES = {"capacity": 256, "page_size": 16}
+
+
+def wealth(tokens: np.ndarray, law: np.ndarray) -> float:
+    """The largest logarithm of the wealth on the way."""
+    counts, log_wealth, largest = np.zeros(law.shape), 0.0, 0.0
+    for number, token in enumerate(tokens):
+        if law[token] == 0:
+            return np.inf
+        guess = (counts[token] + PRIOR * law[token]) / (number + PRIOR)
+        log_wealth += np.log(guess / law[token])
+        largest = max(largest, log_wealth)
+        counts[token] += 1
+    return largest
+
+
+def assert_law(tokens: np.ndarray, law: np.ndarray) -> None:
+    """Raises if the tokens were hardly drawn from `law`."""
+    found = wealth(tokens, law)
+    if found >= -np.log(ALPHA):
+        raise AssertionError(
+            f"betting against the law won exp({found:.1f}) within {len(tokens)} tokens"
+        )
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return loading.load(gamma_max=GAMMA)
+
+
+@pytest.fixture(scope="module")
+def prompt(lm):
+    """A prompt after which both models are in doubt, and not of one mind."""
+    prompts = prompt_files.parse("6", default_file=prompt_files.BUNDLED)
+    candidates = [lm.tokenizer.encode(one.text) for one in prompts]
+
+    def doubt(ids):
+        target, draft = laws(lm, ids)
+        return np.minimum(target, draft).sum() + target.max()
+
+    return min(candidates, key=doubt)
+
+
+def law_of(model, params, ids) -> np.ndarray:
+    """The distribution of the token after a prompt, float64."""
+    kv = prompt_lib.prefill(model, params, model.new_cache(**SIZES), ids[:-1])
+    _, logits = model.forward(
+        params,
+        kv,
+        tokens=jnp.asarray(ids[-1:], jnp.int32),
+        start=jnp.int32(len(ids) - 1),
+        num_live=jnp.int32(1),
+    )
+    law = np.asarray(sampling.distribution(logits[:1], SETTINGS)[0], np.float64)
+    return law / law.sum()
+
+
+def laws(lm, ids):
+    target = law_of(lm.target, lm.params, ids)
+    return target, law_of(lm.drafter.model, lm.drafter_params, ids)
+
+
+def first_tokens(lm, prompt, *, rule, num_slots=1, accept=None):
+    """The first token of a round, for each of `NUM_SAMPLES` seeds.
+
+    Args:
+      num_slots: each with seeds of its own.
+      accept: in place of the rule's, to plant a bias.
+    """
+    speculator = round_lib.Speculator(
+        params=(lm.params, lm.drafter_params),
+        target=rows.SlotRows(model=lm.target, num_slots=num_slots),
+        drafter=each.lift(lm.drafter, num_slots, rule=rule),
+        rule=rule,
+    )
+    scheduler = scheduler_lib.Scheduler(speculator=speculator, **SIZES)
+    request = scheduler_lib.Request(
+        prompt=prompt, max_tokens=8, gamma=GAMMA, sampling=SETTINGS
+    )
+    state = scheduler.empty(draws=True)
+    for slot in range(num_slots):
+        state = scheduler.admit(state, slot, request)
+
+    @jax.jit
+    def sample(speculator, state):
+        def one(seeds):
+            drawn = state.slots.sampling.replace(seed=seeds)
+            slots = state.slots.replace(sampling=drawn)
+            after, _ = round_lib.run_round(speculator, state.replace(slots=slots))
+            return after.slots.tokens[:, len(prompt)], after.slots.num_accepted
+
+        seeds = jnp.arange(NUM_SAMPLES, dtype=jnp.uint32).reshape(-1, num_slots)
+        return jax.lax.map(one, seeds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if accept is not None:
+            patch.setattr(acceptance, f"accept_{rule}", accept)
+        tokens, accepted = sample(speculator, state)
+    # Both ways through a round were taken.
+    assert 0.02 < np.mean(np.asarray(accepted) > 0) < 0.98
+    return np.asarray(tokens).ravel()
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_slots"),
+    [("coupled", 1), ("coupled", 4), ("rejection", 1), ("rejection", 4), ("block", 4)],
+)
+def test_rounds_draw_from_the_targets_law(lm, prompt, rule, num_slots):
+    tokens = first_tokens(lm, prompt, rule=rule, num_slots=num_slots)
+    assert_law(tokens, laws(lm, prompt)[0])
+
+
+def own_from_the_target(real, tokens, draft_probs, target_probs, num_drafted, **noise):
+    """The residual is not subtracted: the rule is told that nothing was likely."""
+    verdict = real(tokens, draft_probs, target_probs, num_drafted, **noise)
+    row = jnp.log(target_probs[verdict.num_accepted]) + noise["noise"]
+    own = jnp.argmax(row).astype(jnp.int32)
+    tokens = verdict.tokens.at[verdict.num_accepted].set(own)
+    return verdict.replace(tokens=tokens)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_residual_that_is_not_subtracted_is_caught(lm, prompt, rule):
+    """Planted, and found by the same bets."""
+    real = getattr(acceptance, f"accept_{rule}")
+    tokens = first_tokens(
+        lm, prompt, rule=rule, accept=functools.partial(own_from_the_target, real)
+    )
+    with pytest.raises(AssertionError, match="betting against the law"):
+        assert_law(tokens, laws(lm, prompt)[0])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 1.3, "top_k": 12}, {"temperature": 0.9, "top_k": 3}]
+)
+def test_settings_of_another_kind_are_caught(lm, prompt, changes):
+    """The law of another temperature, or of another filter."""
+    tokens = first_tokens(lm, prompt, rule="rejection")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "SETTINGS", sampling.make_settings(**changes))
+        law = laws(lm, prompt)[0]
+    with pytest.raises(AssertionError, match="betting against the law"):
+        assert_law(tokens, law)
+
+
+def test_drafts_taken_as_they_come_are_caught(lm, prompt):
+    """The draft's own law, without any verification."""
+    target, draft = laws(lm, prompt)
+    tokens = np.random.default_rng(0).choice(len(draft), NUM_SAMPLES, p=draft)
+    with pytest.raises(AssertionError, match="betting against the law"):
+        assert_law(tokens, target)
+
+
+def test_the_right_law_is_hardly_ever_refused():
+    """Of 200 runs on a law of 12 tokens none is refused."""
+    rng = np.random.default_rng(1)
+    law = rng.dirichlet(np.ones(12))
+    for _ in range(200):
+        assert wealth(rng.choice(12, 1000, p=law), law) < -np.log(ALPHA)

@@ -1,0 +1,349 @@
+"""The rows of many slots in one forward: each slot's bits are those of it alone.
+
+Alone is `RowModel.forward`. Pages in no order and what is no token's NaN, so that a
+result that depends on them is not equal.
+"""
+
+import dataclasses
+import functools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.engine import protocols, rows
+from spec_jax.model import params as params_lib, row_model
+from spec_jax.paging import allocator, cache as paged
+
+
+WINDOW = 5
+SIZES = {"capacity": 24, "page_size": 4}
+NAN_TOKEN = 0  # that of padding rows: its embedding is NaN
+KINDS = {
+    "native-float32": ("native", "float32", "paged"),
+    "native-bfloat16": ("native", "bfloat16", "static"),
+    "xla-float32": ("xla", "float32", "paged"),
+    "xla-bfloat16": ("xla", "bfloat16", "static"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A model of one layer, and the compiled forwards of slots and of one slot."""
+
+    model: row_model.RowModel
+    params: params_lib.Params
+    num_slots: int = 4
+
+    @property
+    def slots(self) -> rows.SlotRows:
+        return rows.SlotRows(model=self.model, num_slots=self.num_slots)
+
+    @functools.cached_property
+    def together(self):
+        """`SlotRows.verify` and a truncation, compiled anew."""
+
+        def step(params, kv, window, kept):
+            kv, verified = self.slots.verify(params, kv, window)
+            kv = self.slots.truncate(kv, kept, asked=window.num_live > 0)
+            return kv, verified, self.slots.choose(verified.logits, verified.num_live)
+
+        return functools.partial(jax.jit(step), self.params)
+
+    @functools.cached_property
+    def alone(self):
+        """`RowModel.forward`, the choice of tokens, and a truncation."""
+
+        def step(params, kv, tokens, start, num_live, kept):
+            kv, logits = self.model.forward(
+                params, kv, tokens=tokens, start=start, num_live=num_live
+            )
+            return (
+                self.model.truncate(kv, kept),
+                logits,
+                self.model.choose(logits, num_live),
+            )
+
+        return functools.partial(jax.jit(step), self.params)
+
+
+@functools.cache
+def make_scene(kind: str, num_slots: int = 4) -> Scene:
+    impl, dtype, cache = KINDS[kind]
+    decoding.needs(impl)
+    config = decoding.make_config(
+        dtype=dtype, tie_word_embeddings=False, num_layers=1, hidden_size=32
+    )
+    model = row_model.RowModel(config=config, impl=impl, slab=WINDOW, cache=cache)
+    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
+    embed = params.embed.at[NAN_TOKEN].set(jnp.nan)
+    params = params.replace(embed=embed)
+    return Scene(model=model, params=params, num_slots=num_slots)
+
+
+def anew(scene: Scene) -> Scene:
+    """The same, nothing of it compiled: for what is patched."""
+    return dataclasses.replace(scene)
+
+
+def poisoned(kv: paged.PagedKV) -> paged.PagedKV:
+    """NaN into every byte that is no token's: pages of nobody among them."""
+    is_held = np.zeros((kv.num_pages, kv.page_size), bool)
+    for slot in range(kv.num_slots):
+        positions = np.arange(int(kv.length[slot]))
+        pages = np.asarray(kv.page_table)[slot, positions // kv.page_size]
+        is_held[pages, positions % kv.page_size] = True
+    kept = jnp.asarray(is_held)[:, :, None, None]
+
+    def poison(pool):
+        return jnp.where(kept, pool, jnp.full_like(pool, jnp.nan))
+
+    return kv.replace(k=tuple(map(poison, kv.k)), v=tuple(map(poison, kv.v)))
+
+
+def shuffled(kv: paged.PagedKV, rng) -> paged.PagedKV:
+    """Free pages in no order."""
+    if not kv.pages_change_hands:
+        return kv
+    order = rng.permutation(int(kv.num_free)).astype(np.int32)
+    stack = kv.free_pages.at[: len(order)].set(kv.free_pages[: len(order)][order])
+    return kv.replace(free_pages=stack)
+
+
+def window_of(tokens, start, num_live) -> protocols.Window:
+    return protocols.Window(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        start=jnp.asarray(start, jnp.int32),
+        num_live=jnp.asarray(num_live, jnp.int32),
+    )
+
+
+def walk(scene, together, rng, *, num_steps=8) -> int:
+    """Raises unless all slots are, after every step, what each of them is alone.
+
+    Steps of 0 to `WINDOW` rows a slot, and truncations by some of them.
+
+    Returns:
+      The most active rows of a step.
+    """
+    num_slots = scene.num_slots
+    kv = shuffled(scene.slots.new_cache(**SIZES), rng)
+    own = [scene.model.new_cache(**SIZES) for _ in range(num_slots)]
+    most = 0
+    for number in range(num_steps):
+        start = np.asarray(kv.length)
+        num_live = rng.integers(0, WINDOW + 1, num_slots).astype(np.int32)
+        if number == 1:
+            num_live[:] = WINDOW  # as many tiles as there can be
+        num_live = np.minimum(num_live, kv.slot_capacity - start)
+        tokens = rng.integers(1, 96, (num_slots, WINDOW)).astype(np.int32)
+        tokens[np.arange(WINDOW) >= num_live[:, None]] = NAN_TOKEN
+        kept = start + rng.integers(0, num_live + 1).astype(np.int32)
+        window = window_of(tokens, start, num_live)
+        kv, verified, chosen = together(poisoned(kv), window, kept)
+        decoding.check_cache(kv)
+        assert not bool(kv.out_of_pages.any())
+        assert int(verified.num_live) == num_live.sum()
+        most = max(most, int(num_live.sum()))
+        by_column = np.asarray(verified.by_column(chosen, fill=-7))
+        assert (by_column[np.arange(WINDOW) >= num_live[:, None]] == -7).all()
+        for slot in range(num_slots):
+            count = num_live[slot]
+            if count:
+                own[slot], logits, expected = scene.alone(
+                    poisoned(own[slot]), tokens[slot], start[slot], count, kept[slot]
+                )
+                at = np.asarray(verified.at)[slot, :count]
+                testing.assert_same_bits(
+                    np.asarray(verified.logits)[at], np.asarray(logits)[:count]
+                )
+                np.testing.assert_array_equal(by_column[slot, :count], expected[:count])
+                assert (np.asarray(verified.slots)[at] == slot).all()
+                positions = start[slot] + np.arange(count)
+                np.testing.assert_array_equal(
+                    np.asarray(verified.positions)[at], positions
+                )
+            testing.assert_same_bits(
+                decoding.held(kv, int(kept[slot]), slot=slot),
+                decoding.held(own[slot], int(kept[slot])),
+            )
+    return most
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_slots"),
+    [
+        ("native-float32", 1),
+        *((kind, 4) for kind in KINDS if kind != "xla-bfloat16"),
+        pytest.param("xla-bfloat16", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_slots_are_what_they_are_alone(kind, num_slots, rng):
+    """Fails if a bit depends on neighbours, on a tile, or on what is not a token's."""
+    scene = make_scene(kind, num_slots)
+    # With XLA, all of the tiles that there can be.
+    assert walk(scene, scene.together, rng) == num_slots * WINDOW
+
+
+def test_native_rows_of_several_tiles(rng, monkeypatch):
+    """Fails if a native tile that is not the first finds other rows or other K/V."""
+    monkeypatch.setattr(rows, "NATIVE_TILE", 3)
+    scene = make_scene("native-float32")
+    walk(scene, anew(scene).together, rng)
+
+
+def _pack(**changes):
+    """`_pack` with the packed rows changed."""
+
+    def wrap(real):
+        def pack(window, *, tile):
+            packed, at = real(window, tile=tile)
+            parts = {"slots": packed.slots, "positions": packed.positions, "at": at}
+            for name, change in changes.items():
+                parts[name] = change(parts[name])
+            at = parts.pop("at")
+            return dataclasses.replace(packed, **parts), at
+
+        return pack
+
+    return wrap
+
+
+FAULTS = {
+    "the next position": ("_pack", _pack(positions=lambda x: x + 1)),
+    "the neighbour's slot": ("_pack", _pack(slots=lambda x: (x + 1) % 4)),
+    "the neighbour's rows": ("_pack", _pack(at=lambda x: jnp.roll(x, 1, axis=0))),
+    "the first tile again": (
+        "_tile_of",
+        lambda real: lambda rows, start, height: real(rows, 0, height),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault, rng, monkeypatch):
+    """Negative control: rows at another's position, in another's slot, and so on."""
+    scene = make_scene("native-float32")
+    name, plant = FAULTS[fault]
+    monkeypatch.setattr(rows, name, plant(getattr(rows, name)))
+    monkeypatch.setattr(rows, "NATIVE_TILE", 3)
+    with pytest.raises((AssertionError, ValueError)):
+        walk(scene, anew(scene).together, rng, num_steps=4)
+
+
+def test_a_slot_without_a_page_is_not_run_and_the_others_are():
+    """Fails if it is written or lengthened, or stops its neighbours."""
+    scene = make_scene("native-float32")
+    kv, full = scene.slots.new_cache(**SIZES), jnp.full((4,), WINDOW, jnp.int32)
+    window = window_of(jnp.ones((4, WINDOW)), kv.length, full)
+    # Every slot wants a second page, and there are two.
+    few = kv.replace(num_free=jnp.int32(2))
+    expected, *_ = scene.together(kv, window, full)
+    after, verified, _ = scene.together(few, window, full)
+    assert scene.slots.out_of_pages(after).tolist() == [False, False, True, True]
+    assert after.length.tolist() == [WINDOW, WINDOW, 0, 0]
+    # Slots that cannot be truncated to what they never held say so.
+    assert after.refused.tolist() == [False, False, True, True]
+    for slot in (0, 1):
+        testing.assert_same_bits(
+            decoding.held(after, WINDOW, slot=slot),
+            decoding.held(expected, WINDOW, slot=slot),
+        )
+    assert int(verified.num_live) == 2 * WINDOW
+    assert (np.asarray(verified.at)[2:] >= verified.logits.shape[0]).all()
+    assert not bool(after.k[0][int(after.page_table[2, 0])].any())
+
+
+def test_rows_that_do_not_follow_are_refused():
+    """Of the slot that is wrong, and of no other; not where nothing is asked."""
+    scene = make_scene("native-float32")
+    kv = scene.slots.new_cache(**SIZES)
+    start, num_live = jnp.array([0, 1, 3, 0]), jnp.array([2, 2, 0, 1])
+    window = window_of(jnp.ones((4, WINDOW)), start, num_live)
+    after, *_ = scene.together(kv, window, start + num_live)
+    assert after.refused.tolist() == [False, True, False, False]
+
+
+def test_slots_that_make_no_sense():
+    model = decoding.TARGET
+    with pytest.raises(ValueError, match="num_slots=0 must be at least 1"):
+        rows.SlotRows(model=model, num_slots=0)
+    slots = rows.SlotRows(model=model, num_slots=3)
+    with pytest.raises(ValueError, match="num_pages=2 is fewer than num_slots=3"):
+        slots.new_cache(capacity=16, page_size=8, num_pages=2)
+    still = dataclasses.replace(slots, model=dataclasses.replace(model, cache="static"))
+    with pytest.raises(ValueError, match="leave num_pages out, or use cache='paged'"):
+        still.new_cache(capacity=16, page_size=8, num_pages=6)
+
+
+def test_an_empty_cache_has_all_slots_open():
+    """And as many pages as was said, or enough for all of them in full."""
+    slots = rows.SlotRows(model=decoding.TARGET, num_slots=3)
+    kv = slots.new_cache(capacity=17, page_size=8)
+    assert (kv.num_pages, kv.slot_capacity) == (9, 24)
+    assert kv.registered.tolist() == [True] * 3 and kv.num_owned.tolist() == [1] * 3
+    few = slots.new_cache(capacity=64, page_size=8, num_pages=4)
+    assert (few.num_pages, few.slot_capacity) == (4, 32)
+    assert [slots.pages_needed(n, 8) for n in (0, 1, 8, 9)] == [1, 1, 1, 2]
+    allocator.check(few)
+
+
+LONG = 133  # past one key block of the attention, inside a page of any size
+
+
+def run_windows(model, params, page_size, *, by_rows, spoil=lambda kv: kv):
+    """A long prompt, a window of rows, half of it dropped, and another: all bits."""
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, model.config.vocab_size, 256).astype(np.int32)
+    kv = model.new_cache(capacity=192, page_size=page_size)
+    kv = poisoned(shuffled(kv, rng))
+    kv = model.prefill(params, kv, jnp.asarray(text), jnp.int32(LONG), by_rows=by_rows)
+    forward = jax.jit(type(model).forward, static_argnums=0)
+    outputs, kept = [], LONG
+    for _ in range(2):
+        window = jnp.asarray(text[kept : kept + model.slab])
+        where = {"start": jnp.int32(kept), "num_live": jnp.int32(model.slab - 1)}
+        kv, logits = forward(model, params, spoil(kv), tokens=window, **where)
+        outputs.append(logits[: model.slab - 1])
+        kept += 2
+        kv = model.truncate(kv, kept)
+    allocator.check(kv)
+    return outputs, decoding.held(kv, kept)
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype", "page_size", "by_rows"),
+    [
+        ("xla", "float32", 8, False),
+        pytest.param("native", "float32", 16, True, marks=pytest.mark.slow),
+        pytest.param("native", "bfloat16", 8, False, marks=pytest.mark.slow),
+        ("native", "bfloat16", 128, True),
+    ],
+)
+def test_static_rows_are_paged_rows(impl, dtype, page_size, by_rows):
+    """Fails if a logit or a key written depends on the kind of cache.
+
+    Negative control: attention that reads the second page in place of the first.
+    """
+    decoding.needs(impl)
+    config = decoding.make_config(dtype=dtype, num_layers=1)
+    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
+    models = [
+        row_model.RowModel(config=config, impl=impl, slab=WINDOW, cache=kind)
+        for kind in row_model.CACHE_KINDS
+    ]
+    expected, found = (
+        run_windows(model, params, page_size, by_rows=by_rows) for model in models
+    )
+    assert np.isfinite(np.asarray(expected[0][0])).all()
+    testing.assert_same_bits(found, expected)
+
+    def spoil(kv):
+        return kv.replace(page_table=kv.page_table.at[0, 0].set(kv.page_table[0, 1]))
+
+    wrong = run_windows(models[1], params, page_size, by_rows=by_rows, spoil=spoil)
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(wrong, expected)

@@ -1,0 +1,99 @@
+"""Conversations: each turn after the answers of plain decoding to those before it."""
+
+import dataclasses
+
+import pytest
+import tiny_pair
+
+from experiments.lib import prompt_files, prompts, runs
+from spec_jax import loading
+
+
+GEN_TOKENS, PAGE_SIZE = 6, 16
+SIZES = {"gen_tokens": GEN_TOKENS, "page_size": PAGE_SIZE}
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    target, draft = tiny_pair.write(tmp_path_factory.mktemp("pair"))
+    return loading.load(target, draft=draft, gamma_max=2, slab=3, drafter="ngram")
+
+
+def prompt_of(id: str, text: str, *next_turns: str, **more) -> prompt_files.Prompt:
+    return prompt_files.Prompt(
+        **{"id": id, "text": text, "category": None, "next_turns": next_turns} | more
+    )
+
+
+PROMPTS = [
+    prompt_of("1", "one"),
+    prompt_of("2", "ask", "again", "and more", category="k"),
+    prompt_of("3", "other", "turn"),
+]
+
+
+def answer_of(pair, ids: list[int], settings=None) -> str:
+    """Plain decoding in a cache of another size."""
+    run = runs.run_plain(
+        pair,
+        runs.Settings(gamma=1, capacity=96, sampling=settings, stop_ids=(0,), **SIZES),
+        ids,
+    )
+    return pair.tokenizer.decode([token for token in run.tokens if token != 0])
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
+    """Fails if a turn is left out, or its prompt lacks what was answered before."""
+    words = dataclasses.replace(pair.tokenizer, chat_template=template)
+    pair = dataclasses.replace(pair, tokenizer=words)
+    prepared = prompts.prepare(pair, PROMPTS, raw=False, **SIZES)
+    assert [prompt.id for prompt in prepared.prompts] == [
+        *("1", "2 turn 1", "2 turn 2", "2 turn 3", "3 turn 1", "3 turn 2")
+    ]
+    assert [prompt.category for prompt in prepared.prompts[1:4]] == ["k"] * 3
+    texts = [words.decode(ids) for ids in prepared.ids]
+    ids = prepared.ids
+    answers = {i: answer_of(pair, ids[i]) for i in (1, 2, 4)}
+    if template is None:
+        second = f"ask\n\n{answers[1]}\n\nagain"
+        wanted = ["one", "ask", second, f"{second}\n\n{answers[2]}\n\nand more"]
+        wanted += ["other", f"other\n\n{answers[4]}\n\nturn"]
+    else:
+        second = f"<user>ask<assistant>{answers[1]}<user>again<assistant>"
+        third = f"{second}{answers[2]}<user>and more<assistant>"
+        wanted = ["<user>one<assistant>", "<user>ask<assistant>", second, third]
+        wanted += ["<user>other<assistant>"]
+        wanted += [f"<user>other<assistant>{answers[4]}<user>turn<assistant>"]
+    assert texts == wanted
+    longest = max(map(len, ids)) + GEN_TOKENS
+    assert longest <= prepared.capacity < longest + PAGE_SIZE
+
+
+def test_a_committed_turn_is_the_same_with_speculation(pair):
+    """Both designs answer the same text: the answer is what either commits."""
+    prepared = prompts.prepare(pair, PROMPTS[2:], raw=True, **SIZES)
+    settings = runs.Settings(
+        gamma=2, capacity=prepared.capacity, stop_ids=(0,), **SIZES
+    )
+    run = runs.run_speculative(pair, settings, prepared.ids[0])
+    answer = pair.tokenizer.decode([token for token in run.tokens if token != 0])
+    assert prepared.prompts[1].history[-1] == {"role": "assistant", "content": answer}
+
+
+def test_an_answer_ends_at_a_stop_token(pair):
+    """Without the stop token itself, which is no part of the text."""
+    (ids,) = prompts.encode(pair, [PROMPTS[0]], raw=True)
+    (first, *_) = pair.tokenizer.encode(answer_of(pair, ids))
+    words = dataclasses.replace(pair.tokenizer, stop_ids=(first,))
+    stopping = dataclasses.replace(pair, tokenizer=words)
+    asked = [prompt_of("1", "one", "two")]
+    prepared = prompts.prepare(stopping, asked, raw=True, **SIZES)
+    assert words.decode(prepared.ids[1]) == "one\n\n\n\ntwo"
+
+
+def test_a_later_turn_that_is_too_long_is_named(pair):
+    asked = [prompt_of("9", "one", "x" * 3000)]
+    with pytest.raises(ValueError, match="prompt '9 turn 2'"):
+        prompts.prepare(pair, asked, raw=True, **SIZES)

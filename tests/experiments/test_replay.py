@@ -1,0 +1,467 @@
+"""Replay: what it counts is what live rounds count; files, rows, status, bad input."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+import tiny_pair
+
+from experiments import replay
+from experiments.lib import (
+    cli,
+    judge as judge_lib,
+    policies,
+    recordings,
+    replays,
+    runs,
+    step_costs,
+    traces,
+)
+from spec_jax.analysis import metrics
+from spec_jax.drafters import registry
+from spec_jax.gamma import theory
+
+
+SAMPLED = ("--temperature", "0.7", "--top-k", "20", "--top-p", "0.8", "--seed", "7")
+COSTS = {"plain_s": 1.0, "verify_s": {"1": 1.0, "5": 2.0}, "draft_s": {"oracle": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The draft is the target, a little changed: it is right and wrong by turns."""
+    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
+
+
+def record(folders, path, *more: str) -> int:
+    return replay.main(
+        [
+            *("--record", str(path), "--target", str(folders[0]), "--impl", "native"),
+            *("--prompts", "3", "--gen-tokens", "12", "--gamma", "1,4", *more),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def greedy(folders, tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("greedy") / "traces.jsonl"
+    assert record(folders, path) == replay.JUDGED == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def sampled(folders, tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("sampled") / "traces.jsonl"
+    assert record(folders, path, *SAMPLED) == 0
+    return path
+
+
+def rows_of(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rewritten(source: pathlib.Path, folder: pathlib.Path, change) -> pathlib.Path:
+    """A copy of a file of rows; `change` gets them all, and returns them."""
+    path = folder / "changed.jsonl"
+    lines = [json.dumps(row) for row in change(rows_of(source))]
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def header_with(**changes):
+    return lambda rows: [rows[0] | changes, *rows[1:]]
+
+
+def judge(path, *more: str) -> int:
+    return replay.main([str(path), "--drafter", "ngram", "--gamma", "1,4", *more])
+
+
+def check(path, folders, *more: str) -> int:
+    target, draft = folders
+    return judge(path, "--check", "--target", str(target), "--draft", str(draft), *more)
+
+
+#
+# Counters
+#
+
+
+class Subject:
+    """A drafter with the target and without it, on traces with a stop token inside."""
+
+    def __init__(self, name, path, target, draft, *, stop_at: int = 7):
+        header, self.prompts = traces.read(path)
+        stop = self.prompts[0].generated_ids[stop_at]
+        header = dataclasses.replace(header, stop_ids=(stop,))
+        sizes = {"gamma_max": 4, "min_confidence": 0.05}
+        longest = max(len(prompt.text) for prompt in self.prompts)
+        self.replayer = replays.Replayer(
+            header=header,
+            built=replays.build(name, header, draft, **sizes),
+            capacity=16 * (longest // 16 + 1),
+            stop_ids=header.stop_ids,
+        )
+        self.target = recordings.load_target(
+            target, dtype=None, impl="native", gamma_max=4
+        )
+
+    def assert_equal(self, **run) -> metrics.Counters:
+        """Asserts that every counter of every prompt is the same; their sum."""
+        total = metrics.Counters()
+        for prompt in self.prompts:
+            live = self.replayer.run_live(self.target, prompt, **run)
+            counters, num_forwards = self.replayer.run(prompt, **run)
+            written = prompt.until_stop(self.replayer.stop_ids)
+            assert replays.differences(live, counters, written) == []
+            assert num_forwards.sum() == live.counters.target_steps
+            metrics.identities(counters)
+            total += counters
+        return total
+
+
+# Every drafter and both settings: what is drawn are a draft model's drafts and the
+# target's tokens, of which lookups see no more than the text. The rest is slow.
+RUNS = [("greedy", name) for name in registry.BUILDERS] + [
+    pytest.param(*("sampled", name), marks=() if name == "draft-model" else slow)
+    for slow in [pytest.mark.slow]
+    for name in registry.BUILDERS
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), RUNS)
+def test_replayed_counters_are_live_counters(kind, name, folders, request):
+    """Fails if a drafter sees anything else, or draws with other noise, than live."""
+    # The target drafts for itself: kept where it draws with the same noise.
+    target = folders[0]
+    subject = Subject(name, request.getfixturevalue(kind), target, target)
+    total = subject.assert_equal(gamma=4)
+    assert total.proposed > 0 and total.tokens < 12 * len(subject.prompts)
+    if name in ("draft-model", "oracle"):
+        assert total.accepted == total.proposed
+
+
+def test_replayed_policies_choose_what_live_ones_choose(greedy, folders):
+    """Fails if adaptive rounds learn other counts on a trace."""
+    subject = Subject("ngram", greedy, folders[0], folders[1])
+    chosen = policies.make(
+        "threshold", subject.replayer.built[0], gamma=4, round_s=None
+    )
+    subject.assert_equal(gamma=4, chosen=chosen)
+
+
+def test_whatever_differs_is_named(greedy, folders):
+    """Negative control: one counter, one token, one length."""
+    subject = Subject("ngram", greedy, folders[0], folders[1])
+    prompt, replayer = subject.prompts[1], subject.replayer
+    plain = prompt.until_stop(replayer.stop_ids)
+    live = replayer.run_live(subject.target, prompt, gamma=2)
+    same, _ = replayer.run(prompt, gamma=2)
+    changed = [*plain[:5], (plain[5] + 1) % 264, *plain[6:]]
+    assert replays.differences(live, same, changed) == [
+        f"token 5: live {plain[5]}, in the trace {changed[5]}"
+    ]
+    assert replays.differences(live, same, plain[:-1]) == [
+        f"{len(plain)} tokens live, {len(plain) - 1} in the trace"
+    ]
+    more = dataclasses.replace(same, accepted=same.accepted + 1)
+    assert replays.differences(live, more, plain) == [
+        f"accepted: live {same.accepted}, replayed {same.accepted + 1}"
+    ]
+    with pytest.raises(ValueError, match=r"gamma=5 is outside \[0, 4\]"):
+        replayer.run(prompt, gamma=5)
+
+
+#
+# The command line
+#
+
+
+def test_what_is_recorded(greedy, folders):
+    """Fails if a line lacks what replay needs, or says where it does not come from."""
+    header, *lines = rows_of(greedy)
+    assert header["kind"] == "traces" and header["num_prompts"] == len(lines) == 3
+    assert header["target"] == str(folders[0]) and header["impl"] == "native"
+    assert header["slab"] == 5 and header["temperature"] == 0.0
+    assert header["vocab_size"] == tiny_pair.VOCAB_SIZE
+    assert len(header["fingerprint"]) == len(header["vocabulary"]) == 64
+    assert header["jax_version"]
+    assert [line["id"] for line in lines] == ["py-01", "py-02", "py-03"]
+    assert all(len(line["generated_ids"]) == 12 for line in lines)
+    read, prompts = traces.read(greedy)
+    assert read.to_row().items() <= {**header, "stop_ids": read.stop_ids}.items()
+    assert [prompt.to_row() for prompt in prompts] == lines
+
+
+def test_drafters_are_judged_without_the_target(
+    greedy, folders, tmp_path, capsys, monkeypatch
+):
+    """Fails if the target is read, or a row is missing or is another's."""
+    monkeypatch.setattr(runs, "run_plain", None)
+    monkeypatch.setattr(runs, "run_speculative", None)
+    monkeypatch.setattr(recordings, "load_target", None)
+    gone = rewritten(greedy, tmp_path, header_with(target="/nowhere"))
+    out = tmp_path / "out.jsonl"
+    outside = "test_exactness:FromOutside"
+    drafters = (
+        "--drafter",
+        f"oracle,{outside},draft-model",
+        "--draft",
+        str(folders[1]),
+    )
+    more = (*drafters, "--ignore-stop", "--out", str(out))
+    assert judge(gone, *more) == replay.JUDGED
+    rows = rows_of(out)
+    assert [(row["drafter"], row["gamma"]) for row in rows] == [
+        *(("oracle", 1), ("oracle", 4), (outside, 1), (outside, 4)),
+        *(("draft-model", 1), ("draft-model", 4)),
+    ]
+    best = rows[1]
+    assert best["acceptance_rate"] == 1.0 and best["tokens"] == 36
+    # 12 tokens by windows of 4 drafts: 5, 5, and the 2 that are wanted still.
+    assert best["rounds"] == 9 and best["rounds_by_rows"] == [0, 0, 3, 0, 0, 6]
+    assert best["checked"] is None and best["expected_tok_s"] is None
+    assert {row["kind"] for row in rows} == {"replay"} and best["gen_tokens"] == 12
+    assert "oracle" in capsys.readouterr().out
+
+
+def test_expected_speed_is_that_of_the_windows(greedy, tmp_path):
+    """Fails if a window is charged for rows that it did not have."""
+    costs, out = tmp_path / "costs.json", tmp_path / "out.jsonl"
+    costs.write_text(json.dumps(COSTS))
+    more = ("--drafter", "oracle", "--gamma", "4", "--ignore-stop")
+    more += ("--policy", "fixed,goodput")
+    assert judge(greedy, *more, "--costs", str(costs), "--out", str(out)) == 0
+    fixed, goodput = rows_of(out)
+    # 3 windows of 2 rows and 1 draft, 6 of 5 rows and 4 drafts.
+    seconds = 3 * (1.25 + 0.5) + 6 * (2.0 + 4 * 0.5)
+    assert fixed["expected_tok_s"] == pytest.approx(36 / seconds)
+    assert fixed["expected_speedup"] == pytest.approx(36 / seconds)
+    assert goodput["gamma_policy"] == "goodput" and goodput["rounds"] >= 9
+
+
+def test_costs_as_latency_writes_them(tmp_path):
+    path = tmp_path / "latency.jsonl"
+    steps = {
+        "plain step": (None, 2.0),
+        "1 live row": (1, 2.0),
+        "2 live rows": (2, 3.0),
+        "draft step": (1, 0.5),
+    }
+    rows = [
+        {"kind": "step", "step": name, "num_live": num_live, "ms": ms}
+        for name, (num_live, ms) in steps.items()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"kind": "x"}]))
+    curves = step_costs.read(path, ("draft-model", "ngram", "hybrid"))
+    curve = theory.CostCurve(
+        plain_s=0.002, rows=(1, 2), verify_s=(0.002, 0.003), draft_s=0.0005
+    )
+    assert curves["draft-model"] == curves["hybrid"] == curve
+    assert curves["ngram"].draft_s == 0.0
+    path.write_text(path.read_text() * 2)
+    with pytest.raises(ValueError, match="rows of several runs"):
+        step_costs.read(path, ("ngram",))
+    # One number for all drafters.
+    path.write_text(
+        json.dumps(COSTS | {"draft_s": 0.25, "overhead_s": 0.125}, indent=1)
+    )
+    curve = step_costs.read(path, ("suffix",))["suffix"]
+    assert curve.draft_s == 0.25 and curve.overhead_s == 0.125
+    assert step_costs.expected_seconds(curve, [0, 0, 0]) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_a_check_finds_one_changed_token(kind, folders, tmp_path, request, capsys):
+    """Negative control: exit status 2, one prompt is named, the others are equal."""
+
+    def changed(rows):
+        ids = rows[2]["generated_ids"]
+        ids[6] = (ids[6] + 1) % tiny_pair.VOCAB_SIZE
+        return rows
+
+    path = rewritten(request.getfixturevalue(kind), tmp_path, changed)
+    assert check(path, folders, "--gamma", "4") == replay.DIFFERS == 2
+    printed = capsys.readouterr().out
+    assert "prompt py-02 differs" in printed and "token 6: live" in printed
+    assert "py-01" not in printed and "2/3" in printed
+
+
+def test_a_recording_is_taken_up(greedy, folders, tmp_path, capsys, monkeypatch):
+    """Fails if an interrupted recording begins again, or writes other traces."""
+    path = rewritten(greedy, tmp_path, lambda rows: rows[:3])
+    real, seen = runs.run_plain, []
+
+    def watched(lm, settings, prompt):
+        seen.append(prompt)
+        return real(lm, settings, prompt)
+
+    monkeypatch.setattr(runs, "run_plain", watched)
+    assert record(folders, path) == 0
+    assert len(seen) == 1 and "2 of them taken up" in capsys.readouterr().out
+    assert rows_of(path)[1:] == rows_of(greedy)[1:]
+
+
+def assert_fails_with(capsys, run, *words: str) -> None:
+    """Asserts exit status 1 and one clear line, with no traceback."""
+    try:
+        status = run()
+    except SystemExit as exit_:
+        status = exit_.code
+    error = capsys.readouterr().err
+    assert status == cli.UNUSABLE == 1
+    lines = [line for line in error.splitlines() if "error:" in line]
+    assert len(lines) == 1, error
+    for word in words:
+        assert word in lines[0], error
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--drafter", "medusa"), ("'medusa' is no drafter", "oracle")),
+        (("--drafter", ""), ("'' is no drafter",)),
+        (("--gamma", "0"), ("--gamma",)),
+        (("--gamma", "1,5"), ("5 rows", "gamma 4", "--gamma has 5", "record again")),
+        (("--gamma-policy", "mood"), ("'mood' is no gamma policy", "threshold")),
+        (("--policy", "goodput"), ("goodput", "give --costs")),
+        (("--confidence", "2", "--drafter", "draft-model"), ("min_confidence=2.0",)),
+        (("--temperature", "0.7"), ("temperature 0.0 and 0.7", "record again")),
+        (("--seed", "3"), ("seed 0 and 3",)),
+        (("--top-p", "0.9", "--top-k", "5"), ("top_k None and 5", "top_p 1.0 and 0.9")),
+        (("--dtype", "bfloat16"), ("dtype 'float32' and 'bfloat16'",)),
+        (("--impl", "xla"), ("impl 'native' and 'xla'",)),
+        (("--gen-tokens", "13"), ("gen_tokens 12 and 13",)),
+        (("--prompts", "4"), ("prompt_source '3' and '4'",)),
+        (("--page-size", "8"), ("page_size 16 and 8",)),
+        (("--raw",), ("raw False and True",)),
+        (("--target", "x"), ("--target", "--check")),
+        (("--record", "x"), ("one file",)),
+        (("--costs", "nowhere.json"), ("nowhere.json", "cannot be read")),
+        (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
+    ],
+)
+def test_unusable_flags(greedy, folders, capsys, more, words):
+    draft = ("--draft", str(folders[1]))
+    assert_fails_with(capsys, lambda: judge(greedy, *draft, *more), *words)
+
+
+def test_rows_do_not_replace_the_traces(greedy, capsys):
+    before = greedy.read_text()
+    out = greedy.parent / "." / greedy.name
+    assert_fails_with(capsys, lambda: judge(greedy, "--out", str(out)), "replace")
+    assert greedy.read_text() == before
+
+
+def test_flags_that_repeat_the_recording(sampled, capsys):
+    """What is given again is no error where it agrees: also where it is a default."""
+    more = (*SAMPLED, "--prompts", "3", "--gen-tokens", "12", "--page-size", "16")
+    assert judge(sampled, *more, "--gamma", "1") == 0
+    # Fails if `--temperature 0` passes for greedy traces, since it is the default.
+    run = lambda: judge(sampled, "--temperature", "0")
+    assert_fails_with(capsys, run, "temperature 0.7 and 0.0")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rows: [], ("is empty", "--record")),
+        (lambda rows: rows[1:], ("header",)),
+        (lambda rows: [[1], *rows], ("header",)),
+        (header_with(format=2), ("format 2", "this is 1")),
+        (header_with(slab="5"), ("line 1", "slab='5' is no int")),
+        (header_with(slab=1), ("line 1", "slab=1 must be at least 2")),
+        (header_with(stop_ids=[0.5]), ("line 1", "stop_ids=[0.5]")),
+        (header_with(top_p=0.0), ("top_p=0.0",)),
+        (header_with(gen_tokens=13), ("line 2", "12 generated", "13")),
+        (header_with(vocab_size=40), ("line 2", "outside the vocabulary [0, 40)")),
+        (header_with(num_prompts=4), ("3 prompts", "says 4", "interrupted")),
+        (header_with(num_prompts=2), ("3 prompts", "says 2")),
+        (lambda rows: [*rows[:3], {"kind": "prompt"}], ("line 4", "no trace")),
+        (lambda rows: [*rows[:3], rows[3] | {"id": 5}], ("line 4", "id=5 is no str")),
+        (lambda rows: [*rows[:3], rows[3] | {"prompt_ids": []}], ("line 4", "empty")),
+        (
+            lambda rows: [*rows[:3], {k: rows[3][k] for k in ("kind", "id")}],
+            ("line 4", "lacks 'category'"),
+        ),
+    ],
+)
+def test_files_that_are_no_traces(greedy, tmp_path, capsys, change, words):
+    path = rewritten(greedy, tmp_path, change)
+    assert_fails_with(capsys, lambda: judge(path), "changed.jsonl", *words)
+
+
+def test_a_damaged_line_is_named(greedy, tmp_path, capsys):
+    path = tmp_path / "damaged.jsonl"
+    path.write_text(greedy.read_text()[:-20])
+    assert_fails_with(capsys, lambda: judge(path), "damaged.jsonl, line 4", "no JSON")
+    assert_fails_with(capsys, lambda: judge(tmp_path / "none"), "none", "--record")
+
+
+def test_traces_of_another_vocabulary(greedy, folders, tmp_path, capsys):
+    """A draft that reads other tokens, by its config or by its tokenizer."""
+    wider = tiny_pair.config(vocab_size=280)
+    larger = tiny_pair.write_model(tmp_path / "larger", wider, seed=1)
+    other = tiny_pair.write_model(tmp_path / "other", tiny_pair.config(), seed=1)
+    tiny_pair.byte_tokenizer("extra").save(str(other / "tokenizer.json"))
+    for draft, word in ((larger, "vocab_size 264 and 280"), (other, "vocabulary '")):
+        more = ("--drafter", "ngram,draft-model", "--draft", str(draft))
+        run = lambda more=more: judge(greedy, *more)
+        assert_fails_with(capsys, run, "another vocabulary", word, "--draft")
+
+
+def test_traces_of_another_model(greedy, folders, tmp_path, capsys, monkeypatch):
+    """Refused before anything runs, with both fingerprints."""
+    other = tiny_pair.write_model(
+        tmp_path / "other", tiny_pair.config(num_layers=2), seed=9
+    )
+    monkeypatch.setattr(judge_lib.Judge, "rows", None)
+    run = lambda: check(greedy, (other, folders[1]))
+    assert_fails_with(capsys, run, "not the target", "fingerprint '", "record again")
+
+
+def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, capsys):
+    path = rewritten(greedy, tmp_path, lambda rows: rows[:3])
+    before = path.read_text()
+    run = lambda: record(folders, path, "--temperature", "0.5")
+    assert_fails_with(capsys, run, "another recording", "temperature 0.0 and 0.5")
+    path.write_text(before.replace("py-02", "py-20"))
+    run = lambda: record(folders, path)
+    assert_fails_with(capsys, run, "prompts of another file")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--drafter", "ngram"), ("--drafter judges traces",)),
+        (("--check",), ("--check judges traces",)),
+        (("--draft", "x"), ("--draft judges traces",)),
+        (("--temperature", "-1"), ("--temperature -1.0 is negative",)),
+        (("--top-p", "0"), ("--top-p",)),
+        (("--target", "nowhere"), ("nowhere",)),
+        (("--prompts", "51"), ("51", "50")),
+        (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
+    ],
+)
+def test_recordings_that_cannot_be(folders, tmp_path, capsys, more, words):
+    path = tmp_path / "traces.jsonl"
+    assert_fails_with(capsys, lambda: record(folders, path, *more), *words)
+    assert not path.exists() or not path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ("no table of costs",)),
+        ("[1, 2]", ("no table of costs",)),
+        ('{"plain_s": 1}', ("no 'draft_s'",)),
+        ('{"kind": "step"}\n{"kind": "summary"}', ("no 'step'",)),
+        (json.dumps(COSTS | {"plain_s": 0}), ("plain_s=0",)),
+        (json.dumps(COSTS | {"verify_s": {"2": 1.0}}), ("must rise from 1",)),
+        (json.dumps(COSTS | {"verify_s": {"1": 1.0, "3": 2.0}}), ("4", "3")),
+    ],
+)
+def test_costs_that_are_none(greedy, tmp_path, capsys, text, words):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    run = lambda: judge(greedy, "--costs", str(path))
+    assert_fails_with(capsys, run, *words)

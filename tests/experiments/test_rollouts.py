@@ -1,0 +1,91 @@
+"""The target's own text: that it is greedy, and that a killed run goes on."""
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.pair import rollouts
+from spec_jax.model import config as config_lib, params as params_lib, sequence
+
+
+LENGTH, PREFIX = 12, 5
+CONFIG = config_lib.Qwen3Config(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    dtype="float32",
+)
+
+
+def prefixes(seed: int = 0) -> np.ndarray:
+    """Three slabs."""
+    random = np.random.default_rng(seed)
+    shape = (3 * rollouts.SLOTS, PREFIX)
+    return random.integers(0, CONFIG.vocab_size, shape, np.uint16)
+
+
+def generate(kept, given=None, length=LENGTH) -> np.ndarray:
+    return rollouts.generate(
+        params_lib.init(jax.random.key(0), CONFIG, stddev=0.3),
+        CONFIG,
+        prefixes() if given is None else given,
+        length=length,
+        impl="xla",
+        kept=kept,
+    )
+
+
+def test_a_killed_run_goes_on_after_its_last_whole_slab(tmp_path, monkeypatch):
+    """Fails if slabs are lost, made twice, or the one cut short is kept."""
+    whole = generate(tmp_path / "whole")
+    np.testing.assert_array_equal(whole[:, :PREFIX], prefixes())
+    killed = tmp_path / "killed"
+    slab = rollouts.SLOTS * LENGTH
+    killed.write_bytes(whole.tobytes()[: 4 * slab + 2 * slab + 3])
+    calls = []
+    inner = rollouts._continue
+
+    def counted(params, batch, **options):
+        calls.append(np.asarray(batch))
+        return inner(params, batch, **options)
+
+    monkeypatch.setattr(rollouts, "_continue", counted)
+    np.testing.assert_array_equal(generate(killed), whole)
+    np.testing.assert_array_equal(np.concatenate(calls), prefixes()[rollouts.SLOTS :])
+    # Nothing is left to do, and the file stays as it is.
+    calls.clear()
+    np.testing.assert_array_equal(generate(killed), whole)
+    assert not calls and killed.stat().st_size == whole.nbytes
+    # Negative control: what was kept is not made anew.
+    changed = whole.copy()
+    changed[0, -1] = (changed[0, -1] + 1) % CONFIG.vocab_size
+    killed.write_bytes(changed.tobytes()[: 4 * slab])
+    np.testing.assert_array_equal(generate(killed), changed)
+
+
+def test_text_of_other_prefixes_is_refused(tmp_path):
+    kept = tmp_path / "kept"
+    generate(kept)
+    with pytest.raises(ValueError, match="kept: text of other prefixes"):
+        generate(kept, prefixes(1))
+    with pytest.raises(ValueError, match="another length; delete it"):
+        generate(kept, length=LENGTH - 1)
+
+
+def test_the_text_is_greedy(tmp_path):
+    """Against whole sequences, where the first choice leads by more than rounding."""
+    text = generate(tmp_path / "kept")
+    params = params_lib.init(jax.random.key(0), CONFIG, stddev=0.3)
+    logits = np.asarray(sequence.logits(params, CONFIG, jax.numpy.asarray(text)))
+    logits = logits[:, PREFIX - 1 : -1]
+    second, first = np.sort(logits, axis=-1)[..., -2:].transpose(2, 0, 1)
+    is_clear = first - second > 1e-3
+    assert is_clear.mean() > 0.9
+    chosen = logits.argmax(axis=-1)
+    np.testing.assert_array_equal(chosen[is_clear], text[:, PREFIX:][is_clear])

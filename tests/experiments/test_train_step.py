@@ -1,0 +1,181 @@
+"""The fast training step learns what the plain one learns, up to rounding."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.pair import muon, training
+from spec_jax.model import config as config_lib, params as params_lib, sequence
+from spec_jax.ops import rms_norm
+
+
+CONFIG = config_lib.Qwen3Config(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    dtype="float32",
+)
+# Relative to the norm of what is compared. float32 sums in another order; bfloat16
+# rounds each part's gradient (2^-9), after activations of the same bits.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3}
+# Rounding errors of 2^-9, which the quintics' slopes amplify.
+MUON_TOLERANCE = 0.04
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes():
+    """Optax is not written for the strict modes of the other tests."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def tokens() -> jax.Array:
+    return jax.random.randint(jax.random.key(1), (8, 13), 0, 32, jnp.int32)
+
+
+def init(seed: int = 0) -> params_lib.Params:
+    """Weights of which every leaf counts, norms too."""
+    params = params_lib.init(jax.random.key(seed), CONFIG, stddev=0.3)
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 100), len(leaves))
+    noisy = [
+        leaf + 0.1 * jax.random.normal(key, leaf.shape)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, noisy)
+
+
+def distance(actual, expected) -> float:
+    """The largest relative error of a leaf, in the Frobenius norm."""
+    errors = jax.tree.map(
+        lambda a, e: float(jnp.linalg.norm(a - e) / jnp.linalg.norm(e)),
+        actual,
+        expected,
+    )
+    return max(jax.tree.leaves(errors))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("part_size", [1, 2, 8])
+def test_a_batch_in_parts_has_the_gradients_of_the_whole(part_size, dtype):
+    """Fails if a part is lost or weighs another share."""
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    loss = functools.partial(training.text_loss, config)
+    expected = jax.jit(jax.value_and_grad(loss))(init(), tokens())
+    inputs = functools.partial(
+        jax.jit(training.value_and_grad, static_argnames=("loss", "part_size")), loss
+    )
+    actual = inputs(init(), tokens(), None, part_size=part_size)
+    assert distance(actual, expected) < TOLERANCE[dtype]
+    # Negative control: without one sequence it is another gradient.
+    fewer = inputs(init(), tokens().at[0].set(tokens()[1]), None, part_size=part_size)
+    assert distance(fewer, expected) > 10 * TOLERANCE[dtype]
+
+
+def test_a_distillation_in_parts_has_the_gradients_of_the_whole():
+    loss = functools.partial(training.distillation_loss, CONFIG, CONFIG)
+    expected = jax.value_and_grad(loss)(init(), tokens(), init(1))
+    actual = training.value_and_grad(loss, init(), tokens(), init(1), part_size=4)
+    assert distance(actual, expected) < TOLERANCE["float32"]
+
+
+def test_a_batch_is_of_whole_parts():
+    loss = functools.partial(training.text_loss, CONFIG)
+    with pytest.raises(ValueError, match="8 sequences is not of whole parts of 3"):
+        training.value_and_grad(loss, init(), tokens(), None, part_size=3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 8e-3)]
+)
+def test_the_norm_has_the_gradient_of_rms_norm(dtype, tolerance):
+    """In bfloat16 the plain form rounds between its steps; two or three of them."""
+    x, weight, cotangent = (
+        jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+        for seed, shape in enumerate([(3, 5, 16), (16,), (3, 5, 16)])
+    )
+
+    def gradients(norm):
+        value, pull = jax.vjp(norm, x, weight)
+        wide = [part.astype(jnp.float32) for part in pull(cotangent)]
+        return value, wide
+
+    plain, expected = gradients(lambda x, w: rms_norm.rms_norm(x, w, eps=1e-3))
+    value, actual = gradients(lambda x, w: sequence.norm(x, w, 1e-3))
+    np.testing.assert_array_equal(value, plain)
+    assert distance(actual, expected) < tolerance
+    # Negative control: the mean that is subtracted counts.
+    _, other = gradients(lambda x, w: sequence.norm(x, w, 1.0))
+    assert distance(other, expected) > 10 * tolerance
+
+
+def test_the_optimiser_is_optax_with_narrow_products():
+    """Fails if momentum, scale, schedule or the states' tree differ from optax's."""
+    recipe = training.Recipe(steps=8, warmup_steps=1)
+    ours, theirs = training.optimizer(recipe), optax_muon(recipe)
+    params = init()
+    states = ours.init(params), theirs.init(params)
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    for step in range(3):
+        grads = init(step + 2)
+        actual, ours_after = ours.update(grads, states[0], params)
+        expected, theirs_after = theirs.update(grads, states[1], params)
+        states = ours_after, theirs_after
+        if step:  # The rate of the first is 0.
+            assert distance(actual, expected) < MUON_TOLERANCE
+            assert distance(actual.embed, expected.embed) < 1e-6
+    for mine, other in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-6, atol=1e-9)
+    # Negative control: of other gradients the update is another.
+    other, _ = ours.update(init(9), states[0], params)
+    assert distance(other, expected) > 4 * MUON_TOLERANCE
+
+
+def optax_muon(recipe):
+    """The recipe's optimiser, of optax's parts alone."""
+
+    def schedule(peak):
+        warmup, decay = recipe.warmup_steps, round(recipe.decay_share * recipe.steps)
+        return optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, peak, warmup),
+                optax.linear_schedule(peak, 0.0, decay),
+            ],
+            [warmup, recipe.steps - decay],
+        )
+
+    def matrices(params):
+        matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+        labels = training.labels(params)
+        return jax.tree.map(lambda label: matrix if label == "muon" else None, labels)
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.contrib.muon(
+            schedule(recipe.learning_rate),
+            adam_learning_rate=schedule(recipe.adam_learning_rate),
+            adam_b2=0.98,
+            muon_weight_dimension_numbers=matrices,
+        ),
+    )
+
+
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (16, 16)])
+def test_orthogonalize_brings_singular_values_to_about_one(shape):
+    x = jax.random.normal(jax.random.key(0), shape)
+    values = np.linalg.svd(np.asarray(muon.orthogonalize(x)), compute_uv=False)
+    assert values.max() < 1.3 and np.median(values) > 0.6
+    # Negative control: before, they are spread.
+    before = np.linalg.svd(np.asarray(x / jnp.linalg.norm(x)), compute_uv=False)
+    assert np.median(before) < 0.4

@@ -1,0 +1,278 @@
+"""Faults of the exact core: kernels, the model's rows, pages, acceptance, sampling."""
+
+from mutant import Mutant
+
+
+_ATTENTION = "ops.paged_attention:_xla"
+_PAGE_SIZE = "ops/test_paged_attention.py::test_page_sizes[16]"
+_CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
+
+KERNELS = (
+    Mutant(
+        "a row sees one key too many",
+        _ATTENTION,
+        "<= positions[:, None]",
+        "<= positions[:, None] + 1",
+        _PAGE_SIZE,
+    ),
+    Mutant(
+        "a row sees the keys of other slots",
+        _ATTENTION,
+        "visible = mine[:, None] &",
+        "visible = live[:, None] &",
+        _PAGE_SIZE,
+    ),
+    Mutant(
+        "NaN in a value is swallowed",
+        "ops.paged_attention:_accumulate",
+        "jnp.where(spoiled, jnp.nan, new_weighted)",
+        "new_weighted",
+        "ops/test_nan_in_values.py::test_nan_spoils_who_sees_it[v_pages-3]",
+    ),
+    Mutant(
+        "a product is summed backwards where one row is live",
+        "ops.projection:project",
+        "y = skinny_gemm.skinny_gemm(x, w, impl=impl).astype(dtype)",
+        "alone = skinny_gemm.skinny_gemm(x[:, ::-1], w[:, ::-1], impl=impl)\n"
+        "    y = skinny_gemm.skinny_gemm(x, w, impl=impl)\n"
+        "    y = jnp.where(num_live == 1, alone, y).astype(dtype)",
+        "model/test_rows.py::test_head_sizes_and_groups[64-2-2-xla]",
+    ),
+    Mutant(
+        "the norm's weight is multiplied before the rounding",
+        "ops.rms_norm:rms_norm",
+        ".astype(x.dtype)\n    return normed * jnp.broadcast_to(weight, x.shape)",
+        "\n    wide_weight = jnp.broadcast_to(weight, x.shape).astype(jnp.float32)"
+        "\n    return (normed * wide_weight).astype(x.dtype)",
+        "ops/test_rms_norm.py::test_the_weight_meets_the_rounded_value",
+    ),
+    Mutant(
+        "NaN is swallowed by argmax",
+        "ops.argmax:argmax",
+        "jnp.argmax(logits, axis=-1)",
+        "jnp.argmax(jnp.nan_to_num(logits, nan=-jnp.inf), axis=-1)",
+        "ops/test_argmax.py::test_the_first_nan_wins[xla]",
+    ),
+    Mutant(
+        "the last of equal logits wins",
+        "ops.argmax:argmax",
+        "jnp.argmax(logits, axis=-1)",
+        "logits.shape[1] - 1 - jnp.argmax(logits[:, ::-1], axis=-1)",
+        "ops/test_argmax.py::test_the_first_of_equals_wins[xla]",
+    ),
+    Mutant(
+        "rows are turned by their neighbours' positions",
+        "model.qwen3:row_angles",
+        "jax.lax.optimization_barrier(positions)",
+        "jax.lax.optimization_barrier(jnp.roll(positions, 1))",
+        f"{_CONTRACT}[float32-native]",
+    ),
+    Mutant(
+        "every tile of a prompt is at its beginning",
+        "model.qwen3:prefill_rows",
+        "positions=start + jnp.arange",
+        "positions=jnp.arange",
+        f"{_CONTRACT}[float32-native]",
+    ),
+    Mutant(
+        "rows that do not follow the cache are let pass",
+        "model.row_model:RowModel.forward",
+        "| ~follows",
+        "",
+        "model/test_row_model.py::test_rows_that_do_not_follow_are_refused",
+    ),
+    Mutant(
+        "the native gate leaves out the last active row",
+        "native.calls:gate",
+        "x, norm, w, num_live, isa",
+        "x, norm, w, num_live - 1, isa",
+        "native/test_native_gate.py::"
+        "test_a_row_is_that_row_alone[portable-7-5-float32]",
+    ),
+    Mutant(
+        "native rows are written one position late",
+        "native.calls:attend",
+        "positions,\n        num_live,\n        k_pages",
+        "positions + 1,\n        num_live,\n        k_pages",
+        "native/test_native_attend.py::test_the_reference_form_agrees[float32]",
+    ),
+    Mutant(
+        "a native step takes values for keys",
+        "native.calls:step",
+        "for pool in pools:",
+        "for pool in reversed(pools):",
+        "native/test_native_step.py::test_a_step_is_its_operations[float32-6]",
+    ),
+    Mutant(
+        "a native step writes its rows one position late",
+        "native.calls:step",
+        "positions,\n        num_live,\n        page_table",
+        "positions + 1,\n        num_live,\n        page_table",
+        "native/test_native_step.py::test_a_step_is_its_operations[float32-6]",
+    ),
+    Mutant(
+        "the native argmax leaves out the last active row",
+        "native.calls:argmax",
+        "output, x, num_live",
+        "output, x, num_live - 1",
+        "native/test_native_argmax.py::test_dead_rows_are_zero_and_unread[portable]",
+    ),
+    Mutant(
+        "a plan is chosen by the number of rows",
+        "pallas.skinny_gemm_triton:project",
+        "plan=plan or plan_for(N, K)",
+        "plan=dataclasses.replace(plan or plan_for(N, K), block_k=16 << (R > 1))",
+        "pallas/test_pallas_skinny_gemm.py::test_a_row_is_that_row_alone[logits]",
+    ),
+    Mutant(
+        "the last split of a sum is lost",
+        "pallas.skinny_gemm_triton:_reduce_kernel",
+        "splits = partial_refs[0].shape[0]",
+        "splits = partial_refs[0].shape[0] - 1",
+        "pallas/test_pallas_skinny_gemm.py::test_splits_are_added_in_their_order",
+    ),
+)
+
+_TRUNCATE = "paging/test_allocator.py::test_truncate_at_page_boundaries"
+_FIXED_WALK = "paging/test_random_walk.py::test_the_fixed_walk_passes"
+_EACH = "paging/test_each_slot.py::test_a_fixed_walk[paged]"
+
+PAGES = (
+    Mutant(
+        "a stale page stays in the table after it was freed",
+        "paging.allocator:_give",
+        "jnp.arange(row.shape[0], dtype=jnp.int32) < left, row, nowhere",
+        "jnp.arange(row.shape[0], dtype=jnp.int32) <= left, row, nowhere",
+        _FIXED_WALK,
+    ),
+    Mutant(
+        "truncation keeps a page too many",
+        "paging.allocator:truncate",
+        "index.pages_for(new_len, kv.page_size)",
+        "new_len // kv.page_size + 1",
+        f"{_TRUNCATE}[4]",
+    ),
+    Mutant(
+        "truncation to nothing gives up the first page",
+        "paging.allocator:truncate",
+        "jnp.maximum(index.pages_for(new_len, kv.page_size), 1)",
+        "index.pages_for(new_len, kv.page_size)",
+        f"{_TRUNCATE}[0]",
+    ),
+    Mutant(
+        "a slot that is out of pages keeps half of what it asked for",
+        "paging.allocator:reserve",
+        "jnp.where(valid & fits, missing, 0)",
+        "jnp.where(valid, jnp.minimum(missing, kv.num_free), 0)",
+        "paging/test_allocator.py::"
+        "test_out_of_pages_is_data[lengths1-reserve-numbers1]",
+    ),
+    Mutant(
+        "all slots are truncated",
+        "paging.allocator:truncate_each",
+        "valid = asked & kv.registered",
+        "valid = kv.registered",
+        _EACH,
+    ),
+    Mutant(
+        "the last slot is served first",
+        "paging.allocator:reserve_each",
+        "slot = jnp.argmax(missing > 0)",
+        "slot = kv.num_slots - 1 - jnp.argmax(missing[::-1] > 0)",
+        _EACH,
+    ),
+    Mutant(
+        "a page held twice makes up for a lost one",
+        "paging.cache:check_integrity",
+        "held != list(range(P))",
+        "len(held) != P",
+        "paging/test_cache.py::"
+        "test_broken_books_are_reported[a free page that is owned]",
+    ),
+    Mutant(
+        "a position below zero is on the last page",
+        "paging.index:locate",
+        "wrap_negative_indices=False",
+        "wrap_negative_indices=True",
+        "paging/test_index.py::test_outside_the_table_is_nowhere[0--1]",
+    ),
+    Mutant(
+        "a padding row is written to the last page",
+        "ops.page_write:page_write",
+        "< num_live, at, num_pages)",
+        "< num_live, at, -1)",
+        "paging/test_cache.py::test_nothing_else_is_written",
+    ),
+    Mutant(
+        "what a slot does not own reads as zero",
+        "paging.cache:gather",
+        "fill_value=jnp.nan",
+        "fill_value=0",
+        "paging/test_cache.py::test_unowned_positions_read_as_nan",
+    ),
+)
+
+_SMALL = "rules/test_acceptance.py::test_every_small_case"
+
+RULES = (
+    Mutant(
+        "acceptance reads one row late",
+        "rules.acceptance:accept_exact",
+        "draft_tokens == target_tokens[:-1]",
+        "draft_tokens == target_tokens[1:]",
+        _SMALL,
+    ),
+    Mutant(
+        "a draft is kept after a rejected one",
+        "rules.acceptance:accept_exact",
+        "jnp.cumprod(agrees.astype(jnp.int32))",
+        "agrees.astype(jnp.int32)",
+        _SMALL,
+    ),
+    Mutant(
+        "padding after the drafts is accepted",
+        "rules.acceptance:accept_exact",
+        "is_real & (draft_tokens == target_tokens[:-1])",
+        "draft_tokens == target_tokens[:-1]",
+        _SMALL,
+    ),
+    Mutant(
+        "the residual is not subtracted",
+        "rules.acceptance:_residual",
+        "target - draft",
+        "target",
+        "rules/test_acceptance_rules.py::test_the_law_is_the_targets[rejection-random-3-2]",
+    ),
+    Mutant(
+        "a draft outside the vocabulary has a probability",
+        "rules.acceptance:_of_drafts",
+        "fill_value=0",
+        "fill_value=1",
+        "rules/test_acceptance_edges.py::"
+        "test_a_draft_outside_the_vocabulary_is_never_kept[rejection-4]",
+    ),
+    Mutant(
+        "noise is that of a row's place in the slab",
+        "rules.sampling:sample_rows",
+        "first_position + offset",
+        "offset",
+        "rules/test_sampling_noise.py::test_a_draw_depends_on_its_row_and_position",
+    ),
+    Mutant(
+        "logits that are not finite are not counted",
+        "engine.verdicts:finite_rows",
+        "jnp.isfinite(top[:, 0])",
+        "jnp.isfinite(top[:, 0]) | True",
+        "engine/test_nonfinite.py::"
+        "test_each_token_from_such_logits_is_counted[1-coupled]",
+    ),
+    Mutant(
+        "a histogram that misses a round is let pass",
+        "analysis.metrics:identities",
+        "[sum(c.accepted_hist), c.rounds]",
+        "[c.rounds, c.rounds]",
+        "test_metrics.py::test_planted_fault_is_named[sum(hist) == rounds-fault2]",
+    ),
+)
+
+MUTANTS = (*KERNELS, *PAGES, *RULES)

@@ -1,0 +1,173 @@
+"""Faults of the engine: rounds, slots, the scheduler, decoding, the drafters."""
+
+from mutant import Mutant
+
+
+_ROUND = "engine.round:run_round"
+_COMMIT = "engine.round:commit_slot"
+_ALONE = "engine/test_round.py::test_calls_return_when_a_slot_ends"
+_STREAM = "engine/test_sampled.py::test_the_stream_is_that_of_decoding"
+
+ROUNDS = (
+    Mutant(
+        "a window runs past the limit",
+        "engine.round:_gamma",
+        "slots.limit - slots.length - 1",
+        "slots.limit - slots.length",
+        "engine/test_round.py::test_max_tokens_is_met_exactly[1]",
+    ),
+    Mutant(
+        "the target's cache is cut one long",
+        _ROUND,
+        "target.truncate(cache, slots.length - 1, asked=running)",
+        "target.truncate(cache, slots.length, asked=running)",
+        _ALONE,
+    ),
+    Mutant(
+        "a stop token is ignored inside a window",
+        _COMMIT,
+        "jnp.argmax(is_stop) + 1",
+        "verdict.num_accepted + 1",
+        "engine/test_round.py::test_stop_tokens_anywhere_in_the_window[1]",
+    ),
+    Mutant(
+        "a round that is out of pages commits a token",
+        _COMMIT,
+        "jnp.where(counts, num_kept, 0)",
+        "jnp.where(counts, num_kept, slot.running.astype(jnp.int32))",
+        "engine/test_round.py::"
+        "test_a_slot_that_finds_no_page_ends_and_the_others_go_on[1]",
+    ),
+    Mutant(
+        "the number of drafts is taken on trust",
+        _ROUND,
+        "jnp.clip(proposal.num_drafted, 0, gamma)",
+        "proposal.num_drafted",
+        "engine/test_liars.py::test_no_proposal_makes_the_output_wrong[coupled-False-1]",
+    ),
+    Mutant(
+        "a policy takes all drafts for kept",
+        "engine.round:_update_policy",
+        "info.proposal.num_drafted, info.verdict.num_accepted",
+        "info.proposal.num_drafted, info.proposal.num_drafted",
+        "engine/test_policies.py::test_a_policy_is_told_of_every_round_of_its_slot"
+        "[goodput-1]",
+    ),
+    Mutant(
+        "a target's own token is drawn with the noise of the token before",
+        "engine.verdicts:target_tokens",
+        "positions=verified.positions + 1",
+        "positions=verified.positions",
+        _STREAM + "[native-1]",
+    ),
+    Mutant(
+        "decoding draws with the noise of the token before",
+        "engine.baseline:_next_token",
+        "first_position=position",
+        "first_position=position - 1",
+        _STREAM + "[native-1]",
+    ),
+    Mutant(
+        "decoding that is out of room commits a token",
+        "engine.baseline:run_step",
+        "jnp.where(failed, n, n + 1)",
+        "n + 1",
+        "engine/test_baseline.py::test_a_full_static_cache_keeps_what_is_committed",
+    ),
+)
+
+SLOTS = (
+    Mutant(
+        "rows lie in the slots in reverse",
+        "engine.rows:_pack",
+        "pack(jnp.arange(B, dtype=jnp.int32)[:, None])",
+        "pack(jnp.arange(B, dtype=jnp.int32)[::-1][:, None])",
+        _ALONE,
+    ),
+    Mutant(
+        "a slot that ended commits",
+        _COMMIT,
+        "slot.running & ~info.out_of_pages",
+        "~info.out_of_pages",
+        "engine/test_round.py::test_a_slot_that_ended_stays_as_it_is",
+    ),
+    Mutant(
+        "slots draw by the settings of the first",
+        "engine.verdicts:target_tokens",
+        "leaf[verified.slots]",
+        "leaf[verified.slots * 0]",
+        _STREAM + "[native-3]",
+    ),
+    Mutant(
+        "a slot that is refilled keeps its pages",
+        "engine.scheduler:_occupy",
+        "target.truncate(state.cache, zeros, asked=asked)",
+        "state.cache",
+        "engine/test_scheduler.py::test_requests_wait_for_pages",
+    ),
+    Mutant(
+        "pages that others will need are promised",
+        "engine.scheduler:Scheduler._fits",
+        "held + idle + self._pages(request)",
+        "idle + self._pages(request)",
+        "engine/test_scheduler.py::test_requests_wait_for_pages",
+    ),
+)
+
+DRAFTERS = (
+    Mutant(
+        "the draft's cache keeps a rejected draft",
+        "drafters.draft_model:SlotDraftModel.commit",
+        "length - 1)",
+        "length)",
+        "drafters/test_draft_model.py::test_a_rejected_draft_leaves_nothing_behind[1]",
+    ),
+    Mutant(
+        "rejected drafts stay in a slot's draft cache",
+        "drafters.draft_model:SlotDraftModel.commit",
+        "jnp.minimum(memory.length, length - 1)",
+        "memory.length",
+        "drafters/test_draft_model.py::test_a_commit_of_length_one_forgets_a_slot",
+    ),
+    Mutant(
+        "a hybrid asks the draft model where statistics are sure",
+        "drafters.hybrid:SlotHybrid.propose",
+        "jnp.where(is_sure, 0, gamma)",
+        "gamma",
+        "drafters/test_hybrid.py::"
+        "test_the_draft_model_is_asked_only_where_statistics_are_not_sure[texts0]",
+    ),
+    Mutant(
+        "every prompt is taken into the first slot's memory",
+        "drafters.each:Each.prefill",
+        "_put(memory.slots, one, jnp.int32(slot))",
+        "_put(memory.slots, one, jnp.int32(0))",
+        "drafters/test_each.py::test_slots_have_memories_and_settings_of_their_own[3]",
+    ),
+    Mutant(
+        "an oracle drafts past the end of its trace",
+        "drafters.oracle:Oracle.propose",
+        "jnp.clip(memory.length - length, 0, gamma)",
+        "gamma",
+        "drafters/test_oracle.py::test_it_proposes_the_trace",
+    ),
+)
+
+RECORDS = (
+    Mutant(
+        "a draft is recorded one position early",
+        "debug.recorder:Recorder._record",
+        "recording.drafted.at[slot, position + 1]",
+        "recording.drafted.at[slot, position]",
+        "test_recorder.py::test_drafts_and_windows_are_those_of_the_last_round",
+    ),
+    Mutant(
+        "a hash does not see the order of what it hashes",
+        "debug.recorder:hash_bits",
+        "bits ^ _mix(index + np.uint32(seed))",
+        "bits ^ _mix(index * 0 + np.uint32(seed))",
+        "test_recorder.py::test_the_hash_sees_every_bit",
+    ),
+)
+
+MUTANTS = (*ROUNDS, *SLOTS, *DRAFTERS, *RECORDS)

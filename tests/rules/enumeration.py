@@ -1,0 +1,211 @@
+"""The exact law of what an acceptance rule commits, over tiny vocabularies.
+
+Every chain that a drafter may draw, and every outcome of the uniforms, is given to the
+rule as it is (jitted, in float32); their probabilities are summed in float64. A uniform
+succeeds or fails: it is put just below its odds, or on them. Only the own token's draw
+is not enumerated, but taken from its weights: a Gumbel argmax draws in proportion to
+them, which `tests/test_sampling.py` and `tests/test_acceptance_rules.py` look at.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.rules import acceptance
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A rule under test: how it decides, and by which odds."""
+
+    accept: Callable
+    odds: Callable
+
+
+REJECTION = Rule(accept=acceptance.accept_rejection, odds=acceptance.rejection_odds)
+BLOCK = Rule(accept=acceptance.accept_block, odds=acceptance.block_odds)
+RULES = {"rejection": REJECTION, "block": BLOCK}
+
+ROUNDING = 1e-6
+"""Total variation that sums in float32 may cause."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Two tiny models: next-token probabilities after every prefix.
+
+    Entry `i` of a table is `[V] * i + [V]` float32: the row after each prefix of length
+    `i`. `truth` and `target` have `gamma + 1` entries, the others `gamma`.
+
+    Attributes:
+      truth: what the target's law is.
+      target: what the rule is told of it.
+      drawn: what the drafts are drawn from.
+      draft: what the rule is told of that.
+    """
+
+    truth: list[np.ndarray]
+    target: list[np.ndarray]
+    drawn: list[np.ndarray]
+    draft: list[np.ndarray]
+
+    @property
+    def gamma(self) -> int:
+        return len(self.drawn)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.truth[0].shape[0]
+
+
+def honest(target: list[np.ndarray], draft: list[np.ndarray]) -> Case:
+    """The case in which the rule is told what is true."""
+    return Case(truth=target, target=target, drawn=draft, draft=draft)
+
+
+def table(rows: Callable, vocab_size: int, depth: int) -> list[np.ndarray]:
+    """A table of `depth` entries from `rows(n) -> [n, V]`."""
+    return [
+        np.asarray(rows(vocab_size**i), np.float32).reshape((vocab_size,) * (i + 1))
+        for i in range(depth)
+    ]
+
+
+def _rows(entries: list[np.ndarray], chains: np.ndarray) -> np.ndarray:
+    """The rows along each chain, `[chains, entries, V]`."""
+    along = [entry[tuple(chains[:, :i].T)] for i, entry in enumerate(entries)]
+    shape = (len(chains), entries[0].shape[0])
+    return np.stack([np.broadcast_to(rows, shape) for rows in along], axis=1)
+
+
+def _at(rows: np.ndarray, chains: np.ndarray) -> np.ndarray:
+    """What each row gives the chain's next token, `[chains, entries]`."""
+    return np.take_along_axis(rows, chains[:, :, None], axis=-1)[..., 0]
+
+
+def _normalised(rows: np.ndarray) -> np.ndarray:
+    rows = np.asarray(rows, np.float64)
+    return rows / rows.sum(axis=-1, keepdims=True)
+
+
+def continuations(entries: list[np.ndarray]) -> list[np.ndarray]:
+    """Entry `i`: the law of all later tokens after each prefix of length `i`."""
+    laws = [np.ones(entries[-1].shape)]
+    for entry in reversed(entries):
+        row = _normalised(entry)
+        laws.append(
+            row.reshape(row.shape + (1,) * (laws[-1].ndim - row.ndim)) * laws[-1]
+        )
+    return laws[::-1]
+
+
+@functools.lru_cache(maxsize=64)
+def _evaluate(rule: Rule):
+    """The rule on one chain and one outcome of each uniform, compiled once."""
+
+    def one(chain, draft, target, num_drafted, succeeds):
+        odds = rule.odds(chain, draft, target, num_drafted)
+        below = jnp.maximum(jnp.nextafter(odds.keep, jnp.float32(-1)), 0)
+        uniforms = jnp.where(succeeds, below, odds.keep)
+        noise = jnp.zeros(draft.shape[-1], jnp.float32)
+        verdict = rule.accept(
+            chain, draft, target, num_drafted, uniforms=uniforms, noise=noise
+        )
+        return verdict, odds.keep, odds.own[verdict.num_accepted]
+
+    over_uniforms = jax.vmap(one, in_axes=(None, None, None, None, 0))
+    return jax.jit(jax.vmap(over_uniforms, in_axes=(0, 0, 0, None, None)))
+
+
+def _all(values, length: int) -> np.ndarray:
+    return np.asarray(list(itertools.product(values, repeat=length)))
+
+
+def outcomes(rule: Rule, case: Case, num_drafted: int):
+    """Each `(probability, accepted tokens, law of the own token)`."""
+    chains = _all(range(case.vocab_size), case.gamma)
+    patterns = _all((True, False), case.gamma)
+    target = _rows(case.target, chains)
+    verdicts, keep, own = jax.device_get(
+        _evaluate(rule)(
+            jnp.asarray(chains, jnp.int32),
+            jnp.asarray(_rows(case.draft, chains)),
+            jnp.asarray(target),
+            jnp.int32(num_drafted),
+            jnp.asarray(patterns),
+        )
+    )
+    chance = np.prod(_at(_normalised(_rows(case.drawn, chains)), chains), axis=-1)
+    # Uniforms of drafts that were not made all succeed: they must not be read.
+    is_real = np.arange(case.gamma) < num_drafted
+    odds = np.where(is_real, keep.astype(np.float64), 1.0)
+    mass = chance[:, None] * np.prod(np.where(patterns, odds, 1 - odds), axis=-1)
+    for c, p in np.argwhere(mass > 0):
+        count = int(verdicts.num_accepted[c, p])
+        weights = own[c, p].astype(np.float64)
+        if not weights.any():  # rejected by rounding: the target's row
+            weights = target[c, count].astype(np.float64)
+        tokens = tuple(verdicts.tokens[c, p, :count].tolist())
+        yield mass[c, p], tokens, weights / weights.sum()
+
+
+def committed_law(rule: Rule, case: Case, num_drafted: int) -> np.ndarray:
+    """The law of the first `gamma + 1` tokens, `[V] * (gamma + 1)` float64.
+
+    What the round commits, and then the target's own continuation.
+    """
+    later = continuations(case.truth)
+    law = np.zeros((case.vocab_size,) * (case.gamma + 1))
+    for mass, tokens, own in outcomes(rule, case, num_drafted):
+        rest = later[len(tokens) + 1][tokens]
+        law[tokens] += mass * own.reshape((-1,) + (1,) * (rest.ndim - 1)) * rest
+    return law
+
+
+def expected_accepted(rule: Rule, case: Case, num_drafted: int) -> float:
+    """The mean number of accepted drafts."""
+    found = outcomes(rule, case, num_drafted)
+    return sum(mass * len(tokens) for mass, tokens, _ in found)
+
+
+def bias(rule: Rule, case: Case, num_drafted: int | None = None) -> float:
+    """Total variation between what is committed and what the target would write."""
+    num_drafted = case.gamma if num_drafted is None else num_drafted
+    gap = committed_law(rule, case, num_drafted) - continuations(case.truth)[0]
+    return 0.5 * np.abs(gap).sum()
+
+
+def _prefixes(case: Case):
+    """For each length, `(target, draft)` of each prefix's tokens, `[n, length]`."""
+    for length in range(1, case.gamma + 1):
+        chains = _all(range(case.vocab_size), length)
+        yield tuple(
+            _at(_normalised(_rows(entries[:length], chains)), chains)
+            for entries in (case.target, case.draft)
+        )
+
+
+def mean_accepted_by_rejection(case: Case) -> float:
+    """The sum over prefixes of the product of `min(target, draft)`."""
+    return sum(np.minimum(t, d).prod(axis=-1).sum() for t, d in _prefixes(case))
+
+
+def mean_accepted_by_block(case: Case) -> float:
+    """The sum over prefixes of the draft's probability times the joint ratio.
+
+    Sun et al. (2024): a prefix that was drafted is kept with probability `p_i`, where
+    `p_i = min(1, p_{i-1} * target / draft)`.
+    """
+    total = 0.0
+    for target, draft in _prefixes(case):
+        joint = np.ones(len(target))
+        for t, d in zip(target.T, draft.T, strict=True):
+            # A prefix that is never drafted counts nothing, whatever its ratio.
+            joint = np.minimum(1, joint * t / np.where(d > 0, d, 1))
+        total += (draft.prod(axis=-1) * joint).sum()
+    return total

@@ -1,0 +1,146 @@
+"""Planted biases of rules and probabilities, which the enumeration must catch."""
+
+import dataclasses
+
+import acceptance_cases as cases
+import enumeration
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.rules import acceptance, sampling
+
+
+def target_in_place_of_residual(base):
+    """The residual is not subtracted."""
+    odds = lambda *args: base.odds(*args).replace(own=args[2])
+    return from_odds(odds, longest=base is enumeration.BLOCK)
+
+
+def bonus_of_the_row_before(base):
+    """After a full acceptance, the own token is drawn from the wrong row."""
+
+    def odds(draft_tokens, draft_probs, target_probs, num_drafted):
+        right = base.odds(draft_tokens, draft_probs, target_probs, num_drafted)
+        wrong = target_probs[num_drafted - 1]
+        return right.replace(own=right.own.at[num_drafted].set(wrong))
+
+    return from_odds(odds, longest=base is enumeration.BLOCK)
+
+
+def draft_probability_ignored(base):
+    """A draft is kept with the target's probability alone."""
+
+    def odds(draft_tokens, draft_probs, target_probs, num_drafted):
+        right = base.odds(draft_tokens, draft_probs, target_probs, num_drafted)
+        steps = jnp.arange(draft_tokens.shape[0])
+        return right.replace(keep=target_probs[steps, draft_tokens])
+
+    return from_odds(odds, longest=base is enumeration.BLOCK)
+
+
+def other_order_of_uniforms(base):
+    """One rule's odds with the other's reading of the uniforms."""
+    return from_odds(base.odds, longest=base is enumeration.REJECTION)
+
+
+def padding_is_read(base):
+    """The number of real drafts is taken for gamma."""
+    odds = lambda chain, draft, target, _: base.odds(
+        chain, draft, target, jnp.int32(chain.shape[0])
+    )
+
+    def accept(chain, draft, target, _, *, uniforms, noise):
+        num_drafted = jnp.int32(chain.shape[0])
+        return base.accept(
+            chain, draft, target, num_drafted, uniforms=uniforms, noise=noise
+        )
+
+    return enumeration.Rule(accept=accept, odds=odds)
+
+
+def from_odds(odds, *, longest):
+    """A rule that reads uniforms as rejection does, or as block verification does."""
+
+    def accept(chain, draft, target, num_drafted, *, uniforms, noise):
+        lengths = jnp.arange(1, chain.shape[0] + 1)
+        stays = uniforms < odds(chain, draft, target, num_drafted).keep
+        stays = stays & (lengths <= num_drafted)
+        run = jnp.sum(jnp.cumprod(stays.astype(jnp.int32)))
+        last = jnp.max(jnp.where(stays, lengths, 0))
+        return acceptance.Verdict(
+            num_accepted=last if longest else run,
+            tokens=jnp.append(chain, acceptance.PAD),
+        )
+
+    return enumeration.Rule(accept=accept, odds=odds)
+
+
+BIASED_RULES = {
+    "residual not subtracted": target_in_place_of_residual,
+    "bonus from the row before": bonus_of_the_row_before,
+    "draft probability ignored": draft_probability_ignored,
+    "uniforms read as by the other rule": other_order_of_uniforms,
+    "padding read": padding_is_read,
+}
+
+
+@pytest.mark.parametrize("planted", BIASED_RULES)
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_enumeration_catches_a_biased_rule(rule, planted, rng):
+    """Negative control: by a thousand times what rounding may cause."""
+    case = cases.make_case("random", rng, 3, 2)
+    biased = BIASED_RULES[planted](enumeration.RULES[rule])
+    num_drafted = 1 if planted == "padding read" else 2
+    assert enumeration.bias(biased, case, num_drafted) > 1000 * enumeration.ROUNDING
+
+
+def test_the_odds_are_what_the_rules_read(rng):
+    """The rule that the planted ones are made from is the right one, unplanted."""
+    case = cases.make_case("random", rng, 3, 2)
+    for rule in (enumeration.REJECTION, enumeration.BLOCK):
+        same = from_odds(rule.odds, longest=rule is enumeration.BLOCK)
+        assert enumeration.bias(same, case) < enumeration.ROUNDING
+
+
+def rounded_softmax(logits):
+    """Probabilities that went through bfloat16, as a draft model's head may have it."""
+    rows = jax.nn.softmax(jnp.asarray(logits, jnp.bfloat16), axis=-1)
+    return np.asarray(rows.astype(jnp.float32))
+
+
+def one_sided_case(planted, rng):
+    """The drafts, or the target, are not what the rule is told."""
+    kind = {"temperature": {"temperature": 0.6}, "filter": {"top_p": 0.7}}
+    what = planted.split()[0]
+    settings = sampling.make_settings(**kind.get(what, {}))
+    bare = sampling.make_settings()
+    logits, others = cases.random_logits(rng, 5, 3)
+    target = [cases.probs(x, settings) for x in logits]
+    draft = [cases.probs(x, settings) for x in others]
+    case = enumeration.honest(target, draft)
+    if what == "bfloat16":
+        return dataclasses.replace(case, drawn=[rounded_softmax(x) for x in others])
+    if planted.endswith("draft only"):
+        return dataclasses.replace(case, target=[cases.probs(x, bare) for x in logits])
+    return dataclasses.replace(case, draft=[cases.probs(x, bare) for x in others])
+
+
+@pytest.mark.parametrize(
+    "planted",
+    (
+        "bfloat16 drafts, float32 odds",
+        "temperature on the draft only",
+        "filter on the target only",
+    ),
+)
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_enumeration_catches_probabilities_that_are_not_those_drawn_from(
+    rule, planted, rng
+):
+    """Negative control. "Only" is said of what the rule is told, not of what is so."""
+    assert (
+        enumeration.bias(enumeration.RULES[rule], one_sided_case(planted, rng))
+        > 100 * enumeration.ROUNDING
+    )

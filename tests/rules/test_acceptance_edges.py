@@ -1,0 +1,174 @@
+"""Rejection and block verification at the edges, and what enumeration relies on."""
+
+import itertools
+
+import acceptance_cases as cases
+import chex
+import enumeration
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.rules import acceptance
+
+
+COMPILED = {name: jax.jit(rule.accept) for name, rule in enumeration.RULES.items()}
+
+
+def few(rng, *, gamma=2, vocab_size=4):
+    """Arguments of a rule, without uniforms and noise."""
+    rows = cases.random_rows(rng, vocab_size)
+    return (
+        jnp.asarray(rng.integers(vocab_size, size=gamma), jnp.int32),
+        jnp.asarray(rows(gamma), jnp.float32),
+        jnp.asarray(rows(gamma + 1), jnp.float32),
+        jnp.int32(gamma),
+    )
+
+
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_the_own_token_is_the_gumbel_argmax_of_its_weights(rule, rng):
+    """Each pair of tokens changes places where their weights say, at every stop."""
+    args = few(rng)
+    odds = jax.jit(enumeration.RULES[rule].odds)(*args)
+    for uniforms, count in (([1.0, 1.0], 0), ([0.0, 1.0], 1), ([0.0, 0.0], 2)):
+        weights = np.asarray(odds.own[count])
+        for x, y in itertools.permutations(np.flatnonzero(weights), 2):
+            for gap, winner in ((-1e-3, x), (1e-3, y)):
+                noise = np.full(weights.shape, -100.0, np.float32)
+                noise[x], noise[y] = 0.0, np.log(weights[x] / weights[y]) + gap
+                verdict = COMPILED[rule](
+                    *args, uniforms=np.asarray(uniforms, np.float32), noise=noise
+                )
+                assert int(verdict.num_accepted) == count
+                assert int(verdict.tokens[count]) == winner
+
+
+def kept_on_zero(accept):
+    """Whether a draft stays that the target cannot choose, on the smallest uniform."""
+    draft = jnp.asarray([[0.5, 0.5]])
+    target = jnp.asarray([[1.0, 0.0], [1.0, 0.0]])
+    verdict = jax.jit(accept)(
+        jnp.asarray([1]),
+        draft,
+        target,
+        jnp.int32(1),
+        uniforms=jnp.zeros((1,)),
+        noise=jnp.asarray([-90.0, 90.0]),
+    )
+    return int(verdict.num_accepted) > 0 or int(verdict.tokens[0]) != 0
+
+
+def accept_on_equal_uniforms(
+    draft_tokens, draft_probs, target_probs, num, *, uniforms, noise
+):
+    """Rejection, with `<=` for `<` (and no denormal, which may count as 0)."""
+    lower = uniforms - 1e-30
+    return acceptance.accept_rejection(
+        draft_tokens, draft_probs, target_probs, num, uniforms=lower, noise=noise
+    )
+
+
+def test_what_the_target_cannot_choose_is_never_kept():
+    """Uniform 0 against odds 0, and noise that prefers the impossible token."""
+    assert not kept_on_zero(acceptance.accept_rejection)
+    assert not kept_on_zero(acceptance.accept_block)
+
+
+def test_uniforms_compared_with_or_equal_are_caught():
+    """Negative control: the same check sees `<=`."""
+    assert kept_on_zero(accept_on_equal_uniforms)
+
+
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_a_rejection_with_nothing_left_draws_from_the_target(rule):
+    """Rows equal to rounding: the residual is empty, and token 0 is impossible."""
+    target = jnp.asarray([[0.0, 0.5, 0.5], [0.0, 0.5, 0.5]], jnp.float32)
+    draft = target[:1].at[0, 2].set(jnp.nextafter(jnp.float32(0.5), jnp.float32(1)))
+    verdict = COMPILED[rule](
+        jnp.asarray([2], jnp.int32),
+        draft,
+        target,
+        jnp.int32(1),
+        uniforms=jnp.nextafter(jnp.ones((1,)), jnp.float32(0)),
+        noise=jnp.zeros((3,)),
+    )
+    assert int(verdict.num_accepted) == 0 and int(verdict.tokens[0]) == 1
+
+
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_rows_past_the_drafts_may_hold_anything(rule, rng):
+    """NaN in rows that were not drafted changes no bit of the verdict."""
+    tokens, draft, target, _ = few(rng, gamma=3)
+    more = {"uniforms": jnp.asarray([0.1, 0.9, 0.0]), "noise": jnp.zeros((4,))}
+    clean = COMPILED[rule](tokens, draft, target, jnp.int32(1), **more)
+    poisoned = COMPILED[rule](
+        tokens.at[1:].set(99),
+        draft.at[1:].set(jnp.nan),
+        target.at[2:].set(jnp.nan),
+        jnp.int32(1),
+        **more,
+    )
+    chex.assert_trees_all_equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("token", [4, 2**30, -1, -4])
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_a_draft_outside_the_vocabulary_is_never_kept(rule, token, rng):
+    """Its row may be all zero, as `jax.nn.one_hot` makes it, and its uniform too."""
+    tokens, draft, target, count = few(rng)
+    more = {"uniforms": jnp.zeros((2,)), "noise": jnp.zeros((4,))}
+    for row in (jnp.zeros((4,)), draft[0]):
+        args = tokens.at[0].set(token), draft.at[0].set(row), target, count
+        assert int(COMPILED[rule](*args, **more).num_accepted) == 0
+        odds = jax.jit(enumeration.RULES[rule].odds)(*args)
+        assert float(odds.keep[0]) == 0
+        np.testing.assert_array_equal(odds.own[0], np.maximum(target[0] - row, 0))
+
+
+def test_drafts_outside_the_vocabulary_leave_the_law(rng):
+    """A row that sums to less has the rest on such tokens, and no bias from it."""
+    tokens, draft, target, count = few(rng, gamma=1)
+    draft = 0.7 * draft
+    law = np.zeros(4)
+    for token in range(5):
+        args = jnp.asarray([token], jnp.int32), draft, target, count
+        odds = acceptance.rejection_odds(*args)
+        keep, own = float(odds.keep[0]), np.asarray(odds.own[0], np.float64)
+        drawn = float(draft[0, token]) if token < 4 else 0.3
+        law[token % 4] += drawn * keep
+        law += drawn * (1 - keep) * own / own.sum()
+    np.testing.assert_allclose(law, target[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("prob", [np.nan, 0.0, -1.0])
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_a_draft_that_cannot_have_been_drawn_is_never_kept(rule, prob, rng):
+    """Its own token is the target's, by finite weights."""
+    tokens, draft, target, count = few(rng)
+    more = {"uniforms": jnp.zeros((2,)), "noise": jnp.zeros((4,))}
+    draft = draft.at[0].set(prob)
+    verdict = COMPILED[rule](tokens, draft, target, count, **more)
+    assert int(verdict.num_accepted) == 0
+    assert int(verdict.tokens[0]) == int(jnp.argmax(target[0]))
+
+
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_bfloat16_probabilities_are_refused(rule, rng):
+    """Odds are in float32: a cast on the way is an error, not a bias."""
+    tokens, draft, target, count = few(rng)
+    more = {"uniforms": jnp.zeros((2,)), "noise": jnp.zeros((4,))}
+    with pytest.raises(Exception, match="draft_probs"):
+        enumeration.RULES[rule].accept(
+            tokens, draft.astype(jnp.bfloat16), target, count, **more
+        )
+
+
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_shapes_are_checked(rule, rng):
+    """As many target rows as drafts is the off-by-one of speculative decoding."""
+    tokens, draft, target, count = few(rng)
+    more = {"uniforms": jnp.zeros((2,)), "noise": jnp.zeros((4,))}
+    with pytest.raises(Exception, match="gamma"):
+        enumeration.RULES[rule].accept(tokens, draft, target[:-1], count, **more)

@@ -1,0 +1,241 @@
+"""Sampling: settings, filters against an oracle, and the law of a draw."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings as hypothesis_settings, strategies as st
+
+from spec_jax.rules import sampling
+
+
+VOCAB = 12
+distribution = jax.jit(sampling.distribution)
+
+
+def oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
+    """The filters in plain Python, by a sort, in float64."""
+    if temperature == 0:
+        return np.eye(len(logits))[int(np.argmax(logits))]
+    # The order, and so ties, are of float32 scores; so are the settings.
+    logits = np.asarray(logits, np.float32)
+    scores = (logits - logits.max()) / np.float32(temperature)
+    weights = np.exp(scores.astype(np.float64))
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:top_k]
+    mass, kept = 0.0, []
+    wanted = np.float32(top_p) * weights[order].sum()
+    for i in order:
+        # At 1 all stay, also those too unlikely to change a sum.
+        if top_p < 1 and mass >= wanted:
+            break
+        mass += weights[i]
+        kept.append(i)
+    kept = [i for i in kept if weights[i] >= np.float32(min_p)]
+    probs = np.zeros(len(scores))
+    probs[kept] = weights[kept] / weights[kept].sum()
+    return probs
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(
+    # Steps of 1/2, so that there are ties: some inside, some at a boundary.
+    halves=st.lists(st.integers(-12, 12), min_size=VOCAB, max_size=VOCAB),
+    temperature=st.sampled_from((0.0, 0.3, 1.0, 2.5)),
+    top_k=st.one_of(st.none(), st.integers(1, VOCAB + 2)),
+    top_p=st.integers(1, 64).map(lambda n: n / 64),
+    min_p=st.integers(0, 64).map(lambda n: n / 64),
+)
+def test_filters_agree_with_the_oracle(halves, temperature, top_k, top_p, min_p):
+    """The same tokens stay, with the same probabilities."""
+    values = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = np.asarray(halves, np.float32) / 2
+    settings = sampling.make_settings(**(values | {"temperature": temperature or 1.0}))
+    settings = settings.replace(temperature=jnp.float32(temperature))
+    found = distribution(logits, settings)
+    np.testing.assert_allclose(found, oracle(logits, **values), atol=2e-6)
+
+
+def filtered(logits, **values):
+    return np.asarray(
+        distribution(jnp.asarray(logits, jnp.float32), sampling.make_settings(**values))
+    ).tolist()
+
+
+def test_boundaries_are_exact():
+    """Ties are cut by index; the token that reaches p stays; min-p keeps equality."""
+    even = [0.0, 0.0, 0.0, 0.0]
+    assert filtered(even, top_k=3) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    assert filtered(even, top_p=0.5) == [0.5, 0.5, 0, 0]
+    assert filtered(even, top_p=0.500001) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    assert filtered(even, min_p=1.0) == [0.25] * 4
+    assert filtered(even, top_p=1e-6) == [1, 0, 0, 0]
+    # Top-p looks at what top-k left: half of the mass is one token then, not two.
+    assert filtered([2.0, 1.0, 1.0, 1.0], top_k=2, top_p=0.7) == [1, 0, 0, 0]
+    assert filtered([2.0, 1.0, 1.0, 1.0], top_p=0.7)[1] > 0
+    # Masked tokens never come back, and order among -inf does not matter.
+    assert filtered([-math.inf, 0.0, -math.inf, 0.0], top_k=4) == [0, 0.5, 0, 0.5]
+
+
+def test_greedy_and_its_neighbours():
+    """Temperature 0, top-k 1 and a tiny top-p are the first argmax, exactly."""
+    logits = [1.0, 5.0, 5.0, -3.0]
+    for values in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        expected = [0, 0.5, 0.5, 0] if "min_p" in values else [0, 1, 0, 0]
+        assert filtered(logits, **values) == expected
+    # The smallest temperature that is allowed makes no NaN.
+    tiny = sampling.SMALLEST_TEMPERATURE
+    assert filtered(logits, temperature=tiny) == [0, 0.5, 0.5, 0]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    "values",
+    (
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.03},
+    ),
+    ids=str,
+)
+def test_filters_agree_with_hugging_face(values, rng):
+    """The order and the boundaries of `generate`, on logits without ties."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    logits = (3 * rng.standard_normal((8, 50))).astype(np.float32)
+    scores = torch.from_numpy(logits)
+    for name, warper in (
+        ("temperature", transformers.TemperatureLogitsWarper),
+        ("top_k", transformers.TopKLogitsWarper),
+        ("top_p", transformers.TopPLogitsWarper),
+        ("min_p", transformers.MinPLogitsWarper),
+    ):
+        if name in values:
+            scores = warper(values[name])(None, scores)
+    found = distribution(logits, sampling.make_settings(**values))
+    np.testing.assert_allclose(found, scores.softmax(-1).numpy(), atol=2e-6)
+
+
+def test_a_large_vocabulary_is_filtered_as_a_small_one(rng):
+    """Searches reach every index; counts and sums stand at 20,000 entries."""
+    logits = (4 * rng.standard_normal(20_001)).astype(np.float32)
+    for values in ({"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.999, "min_p": 1e-3}):
+        found = np.asarray(distribution(logits, sampling.make_settings(**values)))
+        expected = oracle(logits, **values)
+        # A sum in float32 may round past the boundary: one token more or less.
+        assert abs(np.sum(found > 0) - np.sum(expected > 0)) <= ("top_p" in values)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    even = distribution(np.zeros(20_001, np.float32), sampling.make_settings(top_k=7))
+    assert np.flatnonzero(even).tolist() == list(range(7))
+
+
+FILTERS = {
+    "none": {},
+    "temperature": {"temperature": 0.6},
+    "top-k": {"top_k": 4},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.2},
+    "all": {"temperature": 1.5, "top_k": 8, "top_p": 0.95, "min_p": 0.05},
+}
+NUM_DRAWS = 2**16
+SIGMAS = 5.0
+
+
+@functools.partial(jax.jit, static_argnames="draw")
+def draws(logits, settings, draw):
+    """`NUM_DRAWS` draws from one row, at as many positions."""
+    positions = jnp.arange(NUM_DRAWS, dtype=jnp.int32)
+    return jax.vmap(lambda position: draw(logits, settings, position))(positions)
+
+
+def worst_frequency(draw, values) -> float:
+    """The largest deviation from the oracle, in standard errors, n = 65,536."""
+    logits = np.linspace(-2, 2, VOCAB, dtype=np.float32)[::-1]
+    found = np.bincount(
+        draws(logits, sampling.make_settings(**values), draw), minlength=VOCAB
+    )
+    law = oracle(logits, **values)
+    assert not found[law == 0].any()
+    error = np.abs(found / NUM_DRAWS - law)[law > 0]
+    law = law[law > 0]
+    return float(np.max(error / np.sqrt(law * (1 - law) / NUM_DRAWS)))
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_draws_follow_the_distribution(name):
+    """Each token's frequency is within 5 standard errors."""
+    assert worst_frequency(sampling.sample, FILTERS[name]) < SIGMAS
+
+
+def uniform_noise(logits, settings, position):
+    """Planted: uniform noise in place of Gumbel's."""
+    key = sampling.noise_key(settings.seed, sampling.Stream.SAMPLE, position)
+    weights = sampling.log_weights(logits, settings)
+    return jnp.argmax(weights + jax.random.uniform(key, weights.shape))
+
+
+def unheated(logits, settings, position):
+    """Planted: the temperature is left out."""
+    settings = settings.replace(temperature=jnp.ones_like(settings.temperature))
+    return sampling.sample(logits, settings, position)
+
+
+@pytest.mark.parametrize("planted", (uniform_noise, unheated), ids=lambda f: f.__name__)
+def test_wrong_draws_are_caught(planted):
+    """Negative control: the same n and the same bound."""
+    assert worst_frequency(planted, {"temperature": 0.6}) > 2 * SIGMAS
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    (
+        ({"temperature": -0.1}, "temperature=-0.1 is negative: use 0 for greedy"),
+        ({"temperature": math.nan}, "temperature=nan is not finite"),
+        ({"temperature": math.inf}, "temperature=inf is not finite"),
+        ({"temperature": 1e-40}, "temperature=1e-40 is too small to divide by"),
+        ({"temperature": 1e39}, "more than float32 can hold"),
+        ({"temperature": "1"}, "temperature='1' is not a number"),
+        ({"temperature": True}, "temperature=True is not a number"),
+        ({"top_k": 0}, "top_k=0 keeps no token: use at least 1, or None for all"),
+        ({"top_k": 2.0}, "top_k=2.0 is not a whole number"),
+        ({"top_p": 0.0}, r"top_p=0.0 is outside \(0, 1\]: use 1 to keep all tokens"),
+        ({"top_p": 1.1}, r"top_p=1.1 is outside \(0, 1\]"),
+        ({"top_p": math.nan}, "top_p=nan is not finite"),
+        ({"min_p": -0.1}, r"min_p=-0.1 is outside \[0, 1\]: use 0 to keep all tokens"),
+        (
+            {"temperature": 0, "top_k": 20},
+            "temperature=0 is greedy decoding, which top_k=20 would not change",
+        ),
+        (
+            {"temperature": 0.0, "top_p": 0.9, "min_p": 0.1},
+            "temperature=0.0 .* top_p=0.9 and min_p=0.1 would not change: give",
+        ),
+        ({"seed": -1}, r"seed=-1 is outside \[0, 2\*\*32\)"),
+        ({"seed": 2**32}, r"seed=4294967296 is outside \[0, 2\*\*32\)"),
+        ({"seed": 0.5}, "seed=0.5 is not a whole number"),
+    ),
+    ids=str,
+)
+def test_bad_settings_are_refused(values, message):
+    """Before anything runs, with the value and how to mend it."""
+    with pytest.raises(ValueError, match=message):
+        sampling.make_settings(**values)
+
+
+def test_good_settings_at_the_edges():
+    """Extremes that are allowed, and numbers of NumPy."""
+    settings = sampling.make_settings(
+        temperature=np.float32(2.0**-126),
+        top_k=np.int64(2**40),
+        top_p=1,
+        min_p=1,
+        seed=2**32 - 1,
+    )
+    assert int(settings.top_k) == sampling.ALL_TOKENS
+    assert int(settings.seed) == 2**32 - 1 and settings.seed.dtype == jnp.uint32
+    cold = sampling.make_settings(temperature=np.float32(0), top_p=np.float32(1))
+    assert float(cold.temperature) == 0

@@ -1,0 +1,207 @@
+"""Draws depend on their row, seed and position; noise that nothing shares."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from spec_jax import testing
+from spec_jax.rules import sampling
+
+
+VOCAB = 12
+SIGMAS = 5.0
+distribution = jax.jit(sampling.distribution)
+sample_rows = jax.jit(sampling.sample_rows)
+noise = jax.jit(sampling.noise, static_argnames=("vocab_size", "stream"))
+
+ROWS = 5
+WIDE = 1_003
+EVERYTHING = {"temperature": 0.9, "top_k": 400, "top_p": 0.97, "min_p": 1e-4}
+
+
+def row_differences(sampler, rng) -> int:
+    """How many draws change with the rows around them, over 12 slabs."""
+    settings = sampling.make_settings(**EVERYTHING, seed=9)
+    sampler = jax.jit(sampler)
+    count = 0
+    for _ in range(12):
+        logits = (2 * rng.standard_normal((ROWS, WIDE))).astype(np.float32)
+        start = int(rng.integers(1000))
+        together = np.asarray(
+            sampler(
+                logits, settings, first_position=jnp.int32(start), num_live=jnp.int32(5)
+            )
+        )
+        for row in range(ROWS):
+            # Alone, first in the slab, among dead rows of NaN.
+            alone = np.full_like(logits, np.nan)
+            alone[0] = logits[row]
+            found = sampler(
+                alone,
+                settings,
+                first_position=jnp.int32(start + row),
+                num_live=jnp.int32(1),
+            )
+            count += int(found[0]) != together[row]
+    return count
+
+
+def noise_of_the_slab(logits, settings, *, first_position, num_live):
+    """Planted: one key for a slab, so that a row's noise is that of its place."""
+    del num_live
+    key = sampling.noise_key(settings.seed, sampling.Stream.SAMPLE, first_position)
+    weights = jax.vmap(lambda row: sampling.log_weights(row, settings))(logits)
+    return jnp.argmax(weights + jax.random.gumbel(key, weights.shape), axis=-1)
+
+
+def test_a_draw_depends_on_its_row_and_position(rng):
+    """Rows alone and together, in any place of the slab, beside NaN."""
+    assert row_differences(sampling.sample_rows, rng) == 0
+
+
+def test_noise_by_place_in_the_slab_is_caught(rng):
+    """Negative control: the same comparison."""
+    assert row_differences(noise_of_the_slab, rng) > 10
+
+
+def test_distributions_are_the_same_alone_and_together(rng):
+    """Bit for bit, row by row: probabilities decide acceptance."""
+    logits = (2 * rng.standard_normal((ROWS, WIDE))).astype(np.float32)
+    settings = sampling.make_settings(**EVERYTHING)
+    together = distribution(logits, settings)
+    for row in range(ROWS):
+        alone = distribution(np.roll(logits, -row, axis=0), settings)[0]
+        testing.assert_same_bits(alone, together[row])
+
+
+def test_dead_rows_and_bfloat16(rng):
+    """Dead rows give 0; logits are widened before anything is computed."""
+    logits = jnp.asarray(rng.standard_normal((ROWS, WIDE)), jnp.bfloat16)
+    where = {"first_position": jnp.int32(3), "num_live": jnp.int32(2)}
+    for temperature in (0.0, 1.0):
+        top_k = 5 if temperature else None
+        settings = sampling.make_settings(temperature=temperature, top_k=top_k)
+        found = sample_rows(logits, settings, **where)
+        wide = sample_rows(logits.astype(jnp.float32), settings, **where)
+        testing.assert_same_bits(found, wide)
+        assert found.dtype == jnp.int32 and not np.asarray(found)[2:].any()
+
+
+def test_settings_never_compile_again(rng):
+    """All settings are data."""
+    chex.clear_trace_counter()
+    draw = jax.jit(chex.assert_max_traces(sampling.sample_rows, n=1))
+    logits = rng.standard_normal((ROWS, VOCAB)).astype(np.float32)
+    for seed, values in enumerate([{}, {"temperature": 0.0}, {"top_k": 2}, EVERYTHING]):
+        settings = sampling.make_settings(**values, seed=seed)
+        where = {"first_position": jnp.int32(seed), "num_live": jnp.int32(seed)}
+        draw(logits, settings, **where)
+
+
+def primitives_paid_always(jaxpr) -> set[str]:
+    """Names of the primitives outside all branches of a `cond`."""
+    names = set()
+    for equation in jaxpr.eqns:
+        names.add(equation.primitive.name)
+        if equation.primitive.name != "cond":
+            for inner in core.jaxprs_in_params(equation.params):
+                names |= primitives_paid_always(inner)
+    return names
+
+
+def paid_always(draw) -> set[str]:
+    args = jnp.zeros((VOCAB,)), sampling.make_settings(temperature=0.0), jnp.int32(0)
+    return primitives_paid_always(jax.make_jaxpr(draw)(*args).jaxpr)
+
+
+COSTLY = {"exp", "log", "random_bits", "while", "scan"}
+
+
+def test_greedy_pays_for_no_filter_and_no_noise():
+    """What is outside the branches has no noise, no search and no softmax in it."""
+    assert not paid_always(sampling.sample) & COSTLY
+
+
+def test_noise_outside_the_branches_is_caught():
+    """Negative control: the walk sees what a draw without branches would pay."""
+    assert {"log", "random_bits"} <= paid_always(
+        lambda logits, settings, position: sampling.noise(
+            settings.seed, position, vocab_size=VOCAB
+        )
+    )
+
+
+def test_no_two_purposes_share_noise():
+    """Streams, positions, offsets and seeds all give other bits; the same, the same."""
+    uses = [
+        (seed, stream, position, offset)
+        for seed in (0, 1)
+        for stream in sampling.Stream
+        for position in (0, 1, 2)
+        for offset in (0, 1, 2)
+    ]
+
+    def drawn(use):
+        seed, stream, position, offset = use
+        found = noise(
+            jnp.uint32(seed),
+            jnp.int32(position),
+            vocab_size=4,
+            stream=stream,
+            offset=jnp.int32(offset),
+        )
+        return tuple(testing.bits(found).tolist())
+
+    assert len({drawn(use) for use in uses}) == len(uses)
+    assert drawn(uses[5]) == drawn(uses[5])
+
+
+def test_noise_does_not_depend_on_the_configured_generator():
+    """A seed means the same stream in every process."""
+    expected = sampling.noise(jnp.uint32(3), jnp.int32(5), vocab_size=8)
+    with jax.default_prng_impl("rbg"):
+        found = sampling.noise(jnp.uint32(3), jnp.int32(5), vocab_size=8)
+    testing.assert_same_bits(found, expected)
+
+
+def equal_among_highest(values) -> int:
+    """How many of the 512 highest of a million draws equal another."""
+    return 512 - len(np.unique(np.sort(np.asarray(values))[-512:]))
+
+
+def test_high_noise_is_finely_resolved():
+    """Fails where 24 bits stand behind it: unlikely tokens are drawn too seldom."""
+    size = 2**20
+    found = noise(jnp.uint32(0), jnp.int32(0), vocab_size=size)
+    coarse = jax.random.gumbel(jax.random.key(0), (size,), mode="low")
+    assert equal_among_highest(found) == 0
+    assert equal_among_highest(coarse) > 5  # negative control
+    # Of Gumbel's law: mean 0.5772, standard deviation 1.2825.
+    assert abs(float(jnp.mean(found)) - 0.57722) < SIGMAS * 1.2825 / 2**10
+
+
+def test_uniforms_are_the_leading_bits():
+    """Fails if small ones are quantised, or one is rounded up: to 1, or to a bound."""
+    ones = 2**32 - 1
+    highs = [0, 1, 2, 255, 2**24 - 1, 2**24 + 1, 2**31 - 1, 2**31, ones]
+    pairs = [(high, low) for high in highs for low in (0, 1, 2**31, ones)]
+    found = jax.jit(sampling._unit_interval)(jnp.asarray(pairs, jnp.uint32))
+    for (high, low), value in zip(pairs, np.asarray(found, np.float64), strict=True):
+        exact = high << 32 | low
+        cut = max(exact.bit_length() - 24, 0 if high else 8)
+        assert value == (exact >> cut << cut) * 2.0**-64 < 1, (high, low)
+
+
+def test_uniforms_have_more_than_23_bits():
+    """Fails if they are `jax.random.uniform`, of which 1 in 8 million is 0."""
+    found = sampling.uniforms(jnp.uint32(0), jnp.int32(5), gamma=4096)
+    coarse = jax.random.uniform(jax.random.key(0), (4096,), jnp.float32)
+    for values, is_fine in ((found, True), (coarse, False)):
+        steps = np.asarray(values, np.float64) * 2**23
+        assert (steps != np.floor(steps)).any() == is_fine
+    # The mean and the share below a bound, to 5 standard errors.
+    found = np.asarray(found, np.float64)
+    assert abs(found.mean() - 0.5) < 5 * (1 / 12 / 4096) ** 0.5
+    assert abs((found < 0.1).mean() - 0.1) < 5 * (0.09 / 4096) ** 0.5

@@ -1,0 +1,55 @@
+"""The pages in `docs/`: what they show, what they name, and what links to them."""
+
+import pathlib
+import re
+
+import pytest
+import test_readme
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = {path.name: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
+FILE = re.compile(r"(?:docs|experiments|spec_jax|tests|\.ci)/[\w./*-]*\.(?:\w+)")
+
+
+def missing(text: str) -> list[str]:
+    """The files of the repository that a page names and that are not there."""
+    named = {name.rstrip(".") for name in FILE.findall(text)}
+    return sorted(name for name in named if not any(ROOT.glob(name)))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_that_a_page_names_exist(page):
+    """Fails if a script or a test was renamed and a page was not."""
+    assert missing(PAGES[page]) == []
+
+
+def test_a_file_that_does_not_exist_is_seen():
+    """Negative control."""
+    text = "`experiments/spec_round.py`, `tests/test_m*.py`, `experiments/gone.py`."
+    assert missing(text) == ["experiments/gone.py"]
+
+
+def test_every_figure_is_on_a_page():
+    """Fails if a figure is drawn and shown nowhere."""
+    shown = set(re.findall(r"figures/(\w+\.svg)\)", "".join(PAGES.values())))
+    figures = ROOT.glob("experiments/results/figures/*.svg")
+    assert shown == {path.name for path in figures}
+
+
+def test_the_drafter_of_the_docs_is_that_of_the_readme():
+    """Fails if one of the two was changed; `test_readme.py` runs it."""
+    readme = test_readme.python_blocks(
+        test_readme.README.read_text(), test_readme.HEADING
+    )
+    shown = re.findall(
+        r"^```python\n(.*?)^```$", PAGES["drafters.md"], re.DOTALL | re.MULTILINE
+    )
+    for block in readme:
+        assert block in shown
+
+
+def test_every_page_is_linked_from_the_index_of_the_site():
+    """Fails if a page is written and cannot be found."""
+    listed = re.findall(r"^  - (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(PAGES)

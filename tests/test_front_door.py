@@ -1,0 +1,350 @@
+"""`import spec_jax as sj`: text, ids or messages in; text, origins and numbers out."""
+
+import dataclasses
+import doctest
+import importlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+
+import spec_jax as sj
+from spec_jax import lossless, testing
+from spec_jax.drafters import ngram
+from spec_jax.gamma import goodput, threshold
+
+
+TEXT = "añ日🙂"
+"""Characters of one byte to four; no byte is there twice."""
+
+PROMPTS = ["def f(x):", "import os", "x = [1, 2]"]
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    """A tiny model of random weights, with a chat template; a token is a byte.
+
+    With lookup, whose loops compile in half the time of a draft model's.
+    """
+    target, _ = tiny_pair.write_chat(tmp_path_factory.mktemp("pair"))
+    return sj.load(target, drafter="ngram", gamma_max=4)
+
+
+@pytest.fixture(scope="module")
+def cycle(tmp_path_factory):
+    """A model that writes `TEXT` again and again, and a drafter that finds out."""
+    folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), TEXT)
+    return sj.load(folder, drafter="ngram", gamma_max=3)
+
+
+KINDS = {
+    "text": lambda ids, text: text,
+    "list": lambda ids, text: ids,
+    "tuple": lambda ids, text: tuple(ids),
+    "NumPy": lambda ids, text: np.asarray(ids, np.int64),
+    "JAX": lambda ids, text: jnp.asarray(ids),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_any_kind(lm, kind):
+    """Fails if one kind of prompt is another, or a list of one is not a list."""
+    ids = lm.tokenizer.encode(PROMPTS[0])
+    expected = sj.decode(lm, PROMPTS[0], max_tokens=6)
+    prompt = KINDS[kind](ids, PROMPTS[0])
+    for call in (sj.generate, sj.decode):
+        out = call(lm, prompt, max_tokens=6)
+        assert isinstance(out, sj.Generation)
+        assert (out.tokens, out.prompt_tokens) == (expected.tokens, ids)
+        (listed,) = call(lm, [prompt], max_tokens=6)
+        assert listed.tokens == expected.tokens
+    assert expected.text == lm.tokenizer.decode(expected.tokens)
+
+
+def test_messages_go_through_the_chat_template(lm):
+    """One chat, several, and a list of chats and texts."""
+    chat = [{"role": "user", "content": "hi"}]
+    text = "[user]hi[assistant]"
+    expected = sj.decode(lm, text, max_tokens=6)
+    out = sj.generate(lm, chat, max_tokens=6)
+    assert (out.tokens, out.prompt_tokens) == (expected.tokens, expected.prompt_tokens)
+    outs = sj.generate(lm, [chat, text, tuple(chat)], max_tokens=6)
+    assert [one.tokens for one in outs] == [expected.tokens] * 3
+
+
+SAMPLING = [sj.Sampling(temperature=0.0), sj.Sampling(seed=4, top_k=50), sj.Sampling()]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_many_prompts_are_what_each_is_alone(lm, num_slots):
+    """In the order of the list, whatever slots there are; each with its sampling."""
+    settings = {"max_tokens": 12, "sampling": SAMPLING}
+    outs = sj.generate(lm, PROMPTS, num_slots=num_slots, gamma=3, **settings)
+    expected = sj.decode(lm, PROMPTS, **settings)
+    for out, plain in zip(outs, expected, strict=True):
+        assert (out.text, out.tokens) == (plain.text, plain.tokens)
+        assert out.status is plain.status is sj.Status.LENGTH
+
+
+def test_metrics_and_provenance_hang_on_the_result(cycle):
+    """Counters agree with origins; what decides bits is named."""
+    out = sj.generate(cycle, TEXT, max_tokens=25, gamma=2)
+    kept = out.origins.count(sj.Origin.ACCEPTED)
+    assert len(out.origins) == len(out.tokens) == out.metrics["tokens"] == 25
+    assert out.metrics["accepted"] == kept > 0
+    assert kept + out.metrics["rounds"] == 25
+    rate = out.metrics["accepted"] / out.metrics["proposed"]
+    assert out.metrics["acceptance_rate"] == pytest.approx(rate)
+    assert out.metrics["e2e_s"] > 0
+    assert out.provenance["impl"] == cycle.target.impl
+    assert out.provenance["slab"] == cycle.target.slab == 8
+    assert (out.provenance["rule"], out.provenance["dtype"]) == ("coupled", "float32")
+    plain = sj.decode(cycle, TEXT, max_tokens=25)
+    assert set(plain.origins) == {sj.Origin.BONUS} and plain.metrics["rounds"] == 25
+
+
+def test_stop_as_ids_and_as_text(cycle):
+    """A token ends all prompts; () none; text that is several tokens is refused."""
+    (stop,) = cycle.tokenizer.encode("a")
+    for given in ("a", ["a"], stop, [stop], np.array([stop]), (stop, "a")):
+        for call in (sj.generate, sj.decode):
+            out = call(cycle, TEXT, max_tokens=25, stop=given)
+            assert out.status is sj.Status.STOP and out.text == "a"
+            out = call(cycle, "a", max_tokens=25, stop=given)
+            assert out.text == TEXT[1:] + "a"
+    assert cycle.stop_ids == (0,)  # of the folder: never written here
+    for given in ((), None):
+        out = sj.generate(cycle, "a", max_tokens=25, stop=given)
+        assert out.status is sj.Status.LENGTH and len(out.tokens) == 25
+
+
+@pytest.mark.parametrize("max_tokens", [20, 22])
+@pytest.mark.parametrize("gamma", [0, 1, 3])
+def test_streamed_pieces_are_whole_characters(cycle, max_tokens, gamma):
+    """Fails if a piece cuts a character, or the pieces make up another text.
+
+    Of 22 tokens the last two are half a character: so ends `generate`'s text, too.
+    """
+    settings = {"max_tokens": max_tokens, "gamma": gamma}
+    out = sj.generate(cycle, TEXT, **settings)
+    stream = sj.stream(cycle, TEXT, **settings)
+    pieces = []
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            assert end.value.tokens == out.tokens and end.value.text == out.text
+            break
+    assert "".join(piece.text for piece in pieces) == out.text
+    assert all("\N{REPLACEMENT CHARACTER}" not in one.text for one in pieces[:-1])
+    assert out.text.startswith(TEXT * 2) and len(out.tokens) == max_tokens
+    half = out.text.endswith("\N{REPLACEMENT CHARACTER}")
+    assert half == (max_tokens == 22)
+    spread = [(token, one.origin) for one in pieces for token in one.tokens]
+    assert spread == list(zip(out.tokens, out.origins, strict=True))
+    if gamma:  # A window ended within a character, and a piece was drafted.
+        assert any(piece.tokens and not piece.text for piece in pieces)
+        assert sj.Origin.ACCEPTED in out.origins
+
+
+def test_a_stream_that_samples_and_stops(lm):
+    """What `generate` writes, with the same settings."""
+    settings = {"max_tokens": 30, "sampling": sj.Sampling(seed=3), "stop": [5]}
+    out = sj.generate(lm, PROMPTS[0], **settings)
+    pieces = list(sj.stream(lm, PROMPTS[0], **settings))
+    assert "".join(piece.text for piece in pieces) == out.text
+    assert [token for piece in pieces for token in piece.tokens] == out.tokens
+
+
+def test_gamma_is_a_number_or_a_policy(lm):
+    """And the text the same; a policy's first state is its own, or is asked for."""
+    expected = sj.decode(lm, PROMPTS[0], max_tokens=12).tokens
+    ladder = threshold.Threshold(ladder=(0, 1, 2, 4))
+    for first in (None, ladder.init(4)):
+        out = sj.generate(
+            lm, PROMPTS[0], max_tokens=12, gamma=ladder, policy_state=first
+        )
+        assert out.tokens == expected
+    times = goodput.Goodput(gamma_max=4)
+    with pytest.raises(ValueError, match=r"Goodput .* policy_state=policy.init\(round"):
+        sj.generate(lm, PROMPTS[0], gamma=times)
+
+
+def test_other_rules_keep_the_distribution_alone(lm):
+    """At temperature 0 that is the text; and they cannot be compared with it."""
+    expected = sj.decode(lm, PROMPTS[0], max_tokens=12)
+    out = sj.generate(lm, PROMPTS[0], max_tokens=12, rule="block")
+    assert out.tokens == expected.tokens and out.provenance["rule"] == "block"
+    for rule in ("rejection", "block"):
+        with pytest.raises(ValueError, match=f"{rule=} keeps the distribution, not th"):
+            sj.check_lossless(lm, PROMPTS[0], rule=rule)
+
+
+BAD = {
+    "no prompt": ({"prompt": []}, "the list of prompts is empty: give at least one"),
+    "an empty text": ({"prompt": ""}, "prompt is empty: there is no token to decode"),
+    "no text at all": ({"prompt": 7}, "a prompt of type int: give text, token ids, me"),
+    "a prompt of numbers": ({"prompt": [[1.5]]}, "give one row of token ids, whole n"),
+    "a token of another vocabulary": ({"prompt": [3, 264]}, r"264, outside \[0, 264\)"),
+    "rows of ids": ({"prompt": np.ones((2, 2), int)}, r"prompt has shape \[2, 2\]"),
+    "max_tokens": (
+        {"max_tokens": 0},
+        "max_tokens=0 must be a whole number of at least",
+    ),
+    "a long answer": (
+        {"max_tokens": 3000},
+        r"9 tokens and max_tokens=3000 make 3009 positions, and the model has 2048 "
+        r"\(max_position_embeddings\): shorten one of them",
+    ),
+    "gamma": ({"gamma": 5}, r"gamma=5 is outside \[0, 4\]"),
+    "half a gamma": ({"gamma": 1.5}, "gamma=1.5 must be a whole number in 0 .. 4"),
+    "a rule": ({"rule": "luck"}, "rule='luck' is not one of coupled, rejection, block"),
+    "no slots": ({"num_slots": 0}, "num_slots=0 must be at least 1"),
+    "no page": ({"page_size": 0}, "page_size=0 must be at least 1"),
+    "stop text": ({"stop": ["ab"]}, "stop text 'ab' is 2 tokens: give text of one tok"),
+    "stop numbers": ({"stop": [1.5]}, "stop has shape .* give one row of token ids"),
+    "sampling": (
+        {"prompt": ["a", "b"], "sampling": [sj.Sampling()]},
+        "1 settings of sampling for 2 prompts: give one for all, or one for each",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_inputs_are_refused_in_one_line(lm, bad):
+    """With the values and the remedy, before anything is allocated or runs."""
+    arguments, message = BAD[bad]
+    arguments = {"prompt": PROMPTS[0], **arguments}
+    with pytest.raises(ValueError, match=message) as caught:
+        sj.generate(lm, **arguments)
+    assert "\n" not in str(caught.value)
+    if "num_slots" not in arguments and not isinstance(arguments["prompt"], list):
+        with pytest.raises(ValueError, match=message):
+            sj.stream(lm, **arguments)
+
+
+def test_bad_settings_of_sampling_are_refused():
+    with pytest.raises(ValueError, match="temperature"):
+        sj.Sampling(temperature=-1.0)
+    with pytest.raises(ValueError, match="top_k=20 would not change"):
+        sj.Sampling(temperature=0.0, top_k=20)
+
+
+def test_a_stream_is_of_one_prompt(lm):
+    with pytest.raises(ValueError, match="stream takes one prompt, not 3: call it for"):
+        sj.stream(lm, PROMPTS)
+
+
+def test_a_model_without_a_tokenizer_takes_ids(lm):
+    """And gives none but ids back."""
+    bare = dataclasses.replace(lm, tokenizer=None)
+    ids = lm.tokenizer.encode(PROMPTS[0])
+    out = sj.generate(bare, ids, max_tokens=6)
+    assert out.text == "" and out.tokens == sj.decode(lm, ids, max_tokens=6).tokens
+    with pytest.raises(ValueError, match="the model has no tokenizer: give token ids"):
+        sj.generate(bare, PROMPTS[0])
+    with pytest.raises(
+        ValueError, match="stream yields text, and the model has no tok"
+    ):
+        sj.stream(bare, ids)
+
+
+def test_check_lossless_is_a_table(lm):
+    """One line a prompt, together in slots; true where all is equal."""
+    report = sj.check_lossless(lm, PROMPTS, max_tokens=8, num_slots=2, gamma=3)
+    assert report and [one.tokens for one in report.comparisons] == [8, 8, 8]
+    head, *lines = str(report).splitlines()
+    assert head.split() == [
+        *("prompt", "tokens", "rounds"),
+        *("tokens", "log_probs", "logits", "kv"),
+    ]
+    assert [line.split()[:2] for line in lines] == [["0", "8"], ["1", "8"], ["2", "8"]]
+    assert all(line.split()[3:] == ["equal"] * 4 for line in lines)
+
+
+def _flip(array, *at):
+    """The array with the lowest bit of one element the other way."""
+    bits = testing.bits(array).copy()
+    bits[at] ^= 1
+    return jnp.asarray(bits.view(np.asarray(array).dtype))
+
+
+FAULTS = {
+    "kv": lambda kept, kv: kept.replace(
+        cache=kv.replace(v=(*kv.v[:-1], _flip(kv.v[-1], int(kv.page_table[1, 0]), 2)))
+    ),
+    "log_probs": lambda kept, kv: kept.replace(log_prob=_flip(kept.log_prob, 1, 12)),
+    "logits": lambda kept, kv: kept.replace(logits_hash=_flip(kept.logits_hash, 1, 12)),
+}
+"""A bit of what the rounds left in the second slot, by what it is of."""
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_planted_fault_makes_check_lossless_false(lm, what, monkeypatch):
+    """Negative control: one bit is another, of one prompt, and the table says which."""
+    real = lossless.round_lib.generate
+
+    def generate(*arguments, **settings):
+        state = real(*arguments, **settings)
+        return state.replace(cache=FAULTS[what](state.cache, state.cache.cache))
+
+    monkeypatch.setattr(lossless.round_lib, "generate", generate)
+    report = sj.check_lossless(lm, PROMPTS[:2], max_tokens=8, num_slots=2, gamma=3)
+    assert not report and not report.equal
+    first, second = (one.differences for one in report.comparisons)
+    assert not first and [one.what for one in second] == [what]
+    lines = str(report).splitlines()
+    assert "differ" not in lines[1] and lines[2].count("differ") == 1
+    assert len(lines) == 4 and lines[3].strip().startswith(f"{what} from position")
+
+
+def test_models_and_drafters_that_do_not_fit_are_refused(lm, tmp_path):
+    """Unknown names list what there is; a draft model is asked for where one is."""
+    folder = lm.tokenizer.path.parent
+    with pytest.raises(
+        ValueError, match="'medusa' is not one of draft-model, ngram, s"
+    ):
+        sj.load(folder, drafter="medusa")
+    with pytest.raises(
+        ValueError, match="needs a draft model, and none is given: name"
+    ):
+        sj.load(folder)
+    with pytest.raises(ValueError, match="no such file"):
+        sj.load(tmp_path / "nowhere", drafter="ngram")
+    with pytest.raises(ValueError, match="impl='magic' is not one of"):
+        sj.load(folder, drafter="ngram", impl="magic")
+    wide = ngram.PromptLookup(gamma_max=9)
+    with pytest.raises(ValueError, match="gamma_max=9 needs 10 rows a window"):
+        lm.with_drafter(wide)
+    short = sj.load(folder, drafter=ngram.PromptLookup(gamma_max=2))
+    assert short.gamma_max == 2
+    out = sj.generate(short, PROMPTS[0], max_tokens=5)
+    assert out.tokens == sj.decode(lm, PROMPTS[0], max_tokens=5).tokens
+
+
+@pytest.mark.parametrize("module", ["generation", "loading", "lossless"])
+def test_examples_of_the_docstrings_run(module):
+    """As they stand there, on the embedded pair."""
+    module = importlib.import_module(f"spec_jax.{module}")
+    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert tests
+    for test in tests:
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+        assert runner.run(test).failed == 0, test.name
+
+
+def test_a_failing_example_is_seen():
+    """Negative control of the above."""
+    parsed = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "it", None, 0)
+    said = []
+    assert doctest.DocTestRunner().run(parsed, out=said.append).failed == 1 and said
+
+
+def test_what_the_package_lists_is_there():
+    """Every public name, and no other is found."""
+    for name in sj.__all__:
+        assert getattr(sj, name) is not None
+    assert set(sj.__all__) <= set(dir(sj))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = sj.nothing

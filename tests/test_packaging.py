@@ -1,0 +1,119 @@
+"""What is declared about the package is what its source says."""
+
+import ast
+import pathlib
+import re
+import sys
+import tomllib
+
+import pytest
+
+import spec_jax
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WITH_JAX = {"jaxlib"}
+"""Comes with jax, in the very version that jax needs."""
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
+"""Distributions whose modules have another name."""
+
+
+def declared(*extras: str) -> set[str]:
+    """The distributions that an installation with these extras asks for by name."""
+    found = set(PROJECT["dependencies"])
+    for extra in extras:
+        found |= set(PROJECT["optional-dependencies"][extra])
+    return {re.match(r"[\w-]+", requirement)[0] for requirement in found}
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Full names of the modules that a source imports, but not those that it tries."""
+    tried = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try)
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if node in tried:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def third_parties(root: pathlib.Path) -> set[str]:
+    """Top-level names of what the sources below `root` import from elsewhere."""
+    found = set()
+    for path in root.rglob("*.py"):
+        found |= {name.split(".")[0] for name in imported(ast.parse(path.read_text()))}
+    return found - sys.stdlib_module_names - {"spec_jax"} - WITH_JAX
+
+
+def needed_to_start(script: pathlib.Path) -> set[str]:
+    """Third parties that a script and the modules of `experiments` below it import.
+
+    What a function imports when it is called does not count.
+    """
+    found, seen, waiting = set(), set(), [script]
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        tree = ast.parse(path.read_text())
+        tree.body = [
+            node for node in tree.body if not isinstance(node, ast.FunctionDef)
+        ]
+        for name in imported(tree):
+            parts = name.split(".")
+            if parts[0] == "experiments":
+                file = ROOT.joinpath(*parts).with_suffix(".py")
+                waiting += [file] if file.exists() else []
+            else:
+                found.add(DISTRIBUTIONS.get(parts[0], parts[0]))
+    return found - sys.stdlib_module_names - {"spec_jax"} - WITH_JAX
+
+
+def test_the_library_depends_on_what_it_imports_and_on_nothing_else():
+    """Fails if a dependency is missing, or is only needed by scripts or tests."""
+    assert third_parties(ROOT / "spec_jax") == declared()
+
+
+def test_an_undeclared_import_is_seen(tmp_path):
+    """Negative control: an import within a function counts, one that is tried not."""
+    (tmp_path / "a.py").write_text(
+        "import json\ndef f():\n    import rich.table\n"
+        "try:\n    import beartype\nexcept ImportError:\n    pass\n"
+    )
+    assert third_parties(tmp_path) == {"rich"}
+
+
+def test_the_main_script_needs_the_extra_experiments_alone():
+    """Fails if the README's first command needs what its `pip install` lacks."""
+    needed = needed_to_start(ROOT / "experiments/spec_round.py")
+    assert {"rich", "jax"} <= needed <= declared("experiments")
+    # Negative control: the trainer needs more than that.
+    needed = needed_to_start(ROOT / "experiments/train_pair.py")
+    assert not needed <= declared("experiments")
+    assert needed <= declared("train")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("CITATION.cff", r"^version: {version}$"),
+        ("CHANGELOG.md", r"\A# Changelog\n[^#]*^## {version}\b"),
+    ],
+)
+def test_the_version_is_the_same_everywhere(name, line):
+    """Fails if a release was named in one file and forgotten in another."""
+    version = spec_jax.__version__
+    text = (ROOT / name).read_text()
+    assert re.search(line.format(version=re.escape(version)), text, re.MULTILINE)
+    # Negative control: the next version is not there yet.
+    assert not re.search(line.format(version="99"), text, re.MULTILINE)

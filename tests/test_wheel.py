@@ -1,0 +1,121 @@
+"""The wheel: built, installed in an environment of its own, and imported from there.
+
+The environment borrows the third parties of the one that runs the tests, and nothing
+of the checkout. That a fresh one finds all that it needs is a matter of the metadata,
+which `test_packaging.py` compares with the imports.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+
+import pytest
+
+import spec_jax
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+MAX_IMPORT_S = 1.5
+MAX_ALL_S = 20.0
+"""Of processor time, which other processes do not lengthen by much."""
+
+BUILD = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+
+USE = """
+import json, pathlib, time
+started = time.process_time()
+import spec_jax as sj
+names = [getattr(sj, name) for name in sj.__all__]  # imported when asked for
+import_s = time.process_time() - started
+lm = sj.load()
+out = sj.generate(lm, "import os", max_tokens=16, gamma=4)
+print(json.dumps({
+    "package": str(pathlib.Path(sj.__file__).parent),
+    "version": sj.__version__,
+    "import_s": import_s,
+    "all_s": time.process_time() - started,
+    "text": out.text,
+    "tokens": out.tokens,
+    "plain": sj.decode(lm, "import os", max_tokens=16).tokens,
+    "rounds": out.metrics["rounds"],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> pathlib.Path:
+    """A wheel of the checkout as it is, built outside of it."""
+    source = tmp_path_factory.mktemp("source")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "results")
+    for name in ("spec_jax", "experiments", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, source)
+    built = run([sys.executable, "-c", BUILD], cwd=source)
+    assert built.returncode == 0, built.stderr
+    (path,) = (source / "dist").glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> pathlib.Path:
+    """The interpreter of a new environment that has the wheel installed."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    others = sysconfig.get_paths()["purelib"]
+    # Only a folder that `site` is given by itself has its own .pth files read: the
+    # editable install of the checkout is not among what is borrowed.
+    (packages / "borrowed.pth").write_text(others + "\n")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    install += ["--no-index", "--target", str(packages), str(wheel)]
+    installed = run(install, cwd=folder)
+    assert installed.returncode == 0, installed.stderr
+    return folder / "bin" / "python"
+
+
+def run(command: list[str], *, cwd: pathlib.Path) -> subprocess.CompletedProcess:
+    """Runs a command that knows nothing of the checkout."""
+    known = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=known, capture_output=True, text=True)
+
+
+def contents_of(root: pathlib.Path) -> set[str]:
+    """The files of the package that belong in a wheel, as it names them."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {
+        path.relative_to(root.parent).as_posix()
+        for path in files
+        if path.suffix != ".pyc"
+    }
+
+
+def test_the_wheel_has_the_package_and_its_assets_alone(wheel):
+    """Fails if a module, a kernel's source or an asset is missing, or one too many."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    described = {name for name in names if ".dist-info/" in name}
+    assert names - described == contents_of(ROOT / "spec_jax")
+    for name in ("spec_jax/py.typed", "spec_jax/native/kernels.cc"):
+        assert name in names
+    for name in ("LICENSE", "NOTICE", "spec_jax/assets/LICENSE-PSF.txt"):
+        assert any(other.endswith(f"/licenses/{name}") for other in described)
+
+
+def test_the_installed_package_works_outside_the_checkout(python, tmp_path):
+    """Fails if something is read from the checkout, or imported before it is needed."""
+    used = run([str(python), "-c", USE], cwd=tmp_path)
+    assert used.returncode == 0, used.stderr
+    facts = json.loads(used.stdout)
+    assert pathlib.Path(facts["package"]).is_relative_to(python.parents[1])
+    assert facts["version"] == spec_jax.__version__ and facts["text"]
+    assert facts["tokens"] == facts["plain"] and facts["rounds"] < 16
+    assert facts["import_s"] < MAX_IMPORT_S and facts["all_s"] < MAX_ALL_S
+    # Negative control: the scripts are not installed.
+    absent = run([str(python), "-c", "import experiments"], cwd=tmp_path)
+    assert "No module named 'experiments'" in absent.stderr
