@@ -35,12 +35,12 @@ def forward(
     *,
     tokens: Int[Array, " R"],
     start: Int[Array, ""],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     slot: int,
     attention: Attention,
     observe: observe_lib.Observe = observe_lib.pass_on,
 ) -> tuple[cache.PagedKV, Float[Array, "R V"]]:
-    """Runs the live tokens at positions from `start` of a slot.
+    """Runs the active tokens at positions from `start` of a slot.
 
     Writes their keys and values; the pages must have been reserved, and lengths do
     not change. The logits are float32.
@@ -54,7 +54,7 @@ def forward(
     where = {
         "slots": jnp.full((R,), slot, jnp.int32),
         "positions": positions,
-        "num_live": num_live,
+        "num_active": num_active,
     }
     frequencies, scale = rotary.rope_table(config)
     angles = rope.angles(
@@ -119,7 +119,7 @@ def _after_attention(layer, x, attended, see, *, eps):
     return see("mlp_residual", x + down)
 
 
-def _one_shot(q, kv, number, *, config, slots, positions, num_live):
+def _one_shot(q, kv, number, *, config, slots, positions, num_active):
     """One softmax over the whole capacity, as prefill takes over its bucket.
 
     Scores and softmax are float32; probabilities are cast before the second product.
@@ -137,7 +137,7 @@ def _one_shot(q, kv, number, *, config, slots, positions, num_live):
         for pages in (kv.k[number], kv.v[number])
     )
     # Bytes of positions that nobody wrote may be NaN, and 0 * NaN is NaN.
-    written = (jnp.arange(T) < positions[0] + num_live)[:, None, None]
+    written = (jnp.arange(T) < positions[0] + num_active)[:, None, None]
     keys, values = (jnp.where(written, pages, 0) for pages in (keys, values))
     scores = jnp.einsum(
         "rkgh,tkh->kgrt",

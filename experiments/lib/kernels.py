@@ -152,14 +152,14 @@ class Projection(Subject):
         return {
             "x": noise.normal(1, (slab, num_in), self.dtype),
             "residual": residual,
-            "num_live": jnp.int32(num_rows),
+            "num_active": jnp.int32(num_rows),
         }
 
     def call(self, impl, plan, number, x, pages, fixed, inputs):
         w = fixed["weights"][number]
         if impl == "xla":
             return skinny_gemm.skinny_gemm(x, w, impl=impl), pages
-        shared = {"num_live": inputs["num_live"], "norm": fixed["norm"]}
+        shared = {"num_active": inputs["num_active"], "norm": fixed["norm"]}
         shared["eps"] = self.eps
         if self.kernel == "gate":
             function = gated_projection.gated_projection
@@ -187,11 +187,11 @@ class Rows(Subject):
 
     def inputs(self, impl: str, plan: Any, slab: int, num_rows: int) -> Arrays:
         x = noise.normal(1, (slab, self.shape[1]), self.dtype)
-        return {"x": x, "num_live": jnp.int32(num_rows)}
+        return {"x": x, "num_active": jnp.int32(num_rows)}
 
     def call(self, impl, plan, number, x, pages, fixed, inputs):
         if self.kernel == "argmax":
-            found = argmax.argmax(x, num_live=inputs["num_live"], impl=impl)
+            found = argmax.argmax(x, num_active=inputs["num_active"], impl=impl)
             return found[:, None], pages
         if impl == "xla":
             return rms_norm.rms_norm(x, fixed["weight"], eps=1e-6), pages
@@ -247,7 +247,7 @@ class Attention(Subject):
         first = self.context - num_rows
         positions = first + jnp.arange(slab, dtype=jnp.int32)
         slots = jnp.zeros((slab,), jnp.int32)
-        return self.rows_at(slots, positions) | {"num_live": jnp.int32(num_rows)}
+        return self.rows_at(slots, positions) | {"num_active": jnp.int32(num_rows)}
 
     def rows_at(self, slots: jax.Array, positions: jax.Array) -> dict[str, Any]:
         """Makes random rows of these slots and positions, with their angles."""
@@ -263,7 +263,7 @@ class Attention(Subject):
 
     def call(self, impl, plan, number, x, pages, fixed, inputs):
         config, table, norm = self.config, fixed["tables"][number], fixed["norm"]
-        places = ("slots", "positions", "num_live", "cos", "sin")
+        places = ("slots", "positions", "num_active", "cos", "sin")
         shared = {name: inputs[name] for name in places}
         shared["eps"] = config.rms_norm_eps
         shared["scale"] = config.head_dim**-0.5
@@ -288,7 +288,7 @@ class Attention(Subject):
         group = config.num_heads // config.num_kv_heads
         lay = attention_plan.layout(slab, group, config.head_dim, tile=plan.tile)
         num_pages = self.spread * self.copies * fixed["tables"][0].shape[1]
-        places = [inputs[name] for name in ("slots", "positions", "num_live")]
+        places = [inputs[name] for name in ("slots", "positions", "num_active")]
         sizes = {"num_pages": num_pages, "page_size": PAGE_SIZE, "split": plan.split}
         jobs = functools.partial(_jobs, tile_rows=lay.tile_rows, **sizes)
         made = tuple(jobs(table, *places) for table in fixed["tables"])
@@ -346,7 +346,7 @@ def repeat(
 
 
 def slab_of(impl: str, num_rows: int) -> int:
-    """Rows that `impl` computes for `num_rows` live ones, as in the model."""
+    """Rows that `impl` computes for `num_rows` active ones, as in the model."""
     height = dispatch.slab_rows(impl)
     if height is not None:
         return math.ceil(num_rows / height) * height

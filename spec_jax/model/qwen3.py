@@ -35,7 +35,7 @@ MIN_BUCKET = 64
 
 
 class Rows(pytree.Node):
-    """A slab of rows. The first `num_live` are real; what the others hold is ignored.
+    """A slab of rows. The first `num_active` are real; what the others hold is ignored.
 
     Rows of one slot stand in the order of their positions.
     """
@@ -43,7 +43,7 @@ class Rows(pytree.Node):
     tokens: jax.Array  # [R] int32
     slots: jax.Array  # [R] int32
     positions: jax.Array  # [R] int32
-    num_live: jax.Array  # [] int32
+    num_active: jax.Array  # [] int32
 
 
 class RowOutputs(pytree.Node):
@@ -68,9 +68,9 @@ def forward_rows(
     """Runs a slab of rows through the model, writing their keys and values.
 
     The row contract: with weights, config, `impl` and slab height fixed, the logits,
-    the features and the K/V of a live row depend, bit for bit, only on its token, its
+    the features and the K/V of an active row depend, bit for bit, only on its token, its
     position and the K/V it may see. They do not depend on which row of the slab it
-    is, how many are live, what the others hold, which pages hold its prefix, or who
+    is, how many are active, what the others hold, which pages hold its prefix, or who
     is calling. Decoding a token and verifying it are therefore the same thing.
 
     The pages must have been reserved (`allocator.reserve`); lengths do not change.
@@ -85,7 +85,9 @@ def forward_rows(
     if step.is_fused(impl) and observe is None:
         return _fused_step(params, config, rows, kv, taps, with_logits)
     see = observe or observe_lib.pass_on
-    x = embedding.embed(params.embed, rows.tokens, num_live=rows.num_live, impl=impl)
+    x = embedding.embed(
+        params.embed, rows.tokens, num_active=rows.num_active, impl=impl
+    )
     x = see(None, "embed", x)
     angles = row_angles(config, rows.positions, dtype=x.dtype)
     run = functools.partial(_run_layer, config=config, impl=impl)
@@ -107,7 +109,7 @@ def forward_rows(
         logits = projection.project(
             jax.lax.optimization_barrier(x),
             params.head,
-            num_live=rows.num_live,
+            num_active=rows.num_active,
             norm=params.final_norm,
             eps=config.rms_norm_eps,
             out_dtype="float32",
@@ -136,7 +138,7 @@ def _fused_step(params, config, rows, kv, taps, with_logits):
         page_table=kv.page_table,
         slots=rows.slots,
         positions=rows.positions,
-        num_live=rows.num_live,
+        num_active=rows.num_active,
         taps=taps,
         with_logits=with_logits,
         eps=config.rms_norm_eps,
@@ -176,7 +178,7 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
     see = observe or (lambda operation, value: value)
     k, v, page_table = pages
     cos, sin = angles
-    shared = {"num_live": rows.num_live, "eps": config.rms_norm_eps, "impl": impl}
+    shared = {"num_active": rows.num_active, "eps": config.rms_norm_eps, "impl": impl}
     heads = projection.project(x, layer.qkv, norm=layer.input_norm, **shared)
     if observe is not None:
         heads = _observe_heads(heads, config, observe)
@@ -195,7 +197,7 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
         **shared,
     )
     if observe is not None:
-        where = {"page_table": page_table, "num_live": rows.num_live}
+        where = {"page_table": page_table, "num_active": rows.num_active}
         where |= {"slots": rows.slots, "positions": rows.positions}
         k = _observe_written(k, "k_cache", observe, **where)
         v = _observe_written(v, "v_cache", observe, **where)
@@ -218,7 +220,7 @@ def _observe_heads(heads, config, observe):
     return jnp.concatenate(seen, axis=1)
 
 
-def _observe_written(pool, name, observe, *, page_table, slots, positions, num_live):
+def _observe_written(pool, name, observe, *, page_table, slots, positions, num_active):
     """The pages, after the hook saw what they hold at the rows' positions."""
     pages, offsets = index.locate(page_table, pool.shape[1], slots, positions)
     read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
@@ -228,7 +230,7 @@ def _observe_written(pool, name, observe, *, page_table, slots, positions, num_l
         page_table=page_table,
         slots=slots,
         positions=positions,
-        num_live=num_live,
+        num_active=num_active,
     )
 
 
@@ -269,7 +271,7 @@ def prefill(
             number,
             slots=jnp.full((T,), slot, jnp.int32),
             positions=positions,
-            num_live=length,
+            num_active=length,
             k=outputs.k[number][0],
             v=outputs.v[number][0],
         )
@@ -298,7 +300,7 @@ def prefill_rows(
             tokens=jax.lax.dynamic_slice_in_dim(padded, start, slab),
             slots=jnp.full((slab,), slot, jnp.int32),
             positions=start + jnp.arange(slab, dtype=jnp.int32),
-            num_live=jnp.minimum(length - start, slab),
+            num_active=jnp.minimum(length - start, slab),
         )
         kv, _ = forward_rows(params, config, rows, kv, impl=impl, with_logits=False)
         return kv

@@ -6,7 +6,7 @@ several: `isa` is one of `build.ISA_FLAGS`, the widest that runs here if None.
 Weights come as `Panels`. A matrix that is none is turned into them by the call itself,
 which costs more than the call: for single products, and not for models.
 
-What dead rows of a result hold is unspecified unless it is said: nothing is written.
+What padding rows of a result hold is unspecified unless it is said: nothing is written.
 """
 
 import functools
@@ -65,7 +65,7 @@ def project(
     x: jax.Array,  # [R, K]
     w: jax.Array | panels.Panels,  # [N, K]
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     norm: jax.Array | None,  # [K]
     residual: jax.Array | None,  # [R, N]
     eps: float,
@@ -74,7 +74,7 @@ def project(
 ) -> jax.Array:
     """See `ops.projection.project`."""
     (R, K), N = x.shape, w.shape[0]
-    _shapes(w=(w, (N, K)), num_live=(num_live, ()))
+    _shapes(w=(w, (N, K)), num_active=(num_active, ()))
     if norm is None:
         norm = jnp.zeros((0,), x.dtype)
     else:
@@ -96,7 +96,7 @@ def project(
         norm,
         w,
         residual,
-        num_live,
+        num_active,
         isa=isa,
         eps=np.float32(eps),
     )
@@ -106,19 +106,19 @@ def gate(
     x: jax.Array,  # [R, K]
     w: jax.Array | panels.Panels,  # [2F, K]
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     norm: jax.Array,  # [K]
     eps: float,
     isa: str | None = None,
 ) -> jax.Array:
     """See `ops.gated_projection.gated_projection`."""
     (R, K), F = x.shape, w.shape[0] // 2
-    _shapes(w=(w, (2 * F, K)), norm=(norm, (K,)), num_live=(num_live, ()))
+    _shapes(w=(w, (2 * F, K)), norm=(norm, (K,)), num_active=(num_active, ()))
     _same(x, w, norm)
     output = jax.ShapeDtypeStruct((R, F), x.dtype)
     w = _packed(w, isa).data
     return _call(
-        "spec_jax_gate", output, x, norm, w, num_live, isa=isa, eps=np.float32(eps)
+        "spec_jax_gate", output, x, norm, w, num_active, isa=isa, eps=np.float32(eps)
     )
 
 
@@ -134,14 +134,14 @@ def attend(
     page_table: jax.Array,  # [S, M] int32
     slots: jax.Array,  # [R] int32
     positions: jax.Array,  # [R] int32
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     eps: float,
     scale: float,
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `ops.row_attention.row_attention`. The pages are updated in place.
 
-    A live row whose slot, position or pages do not exist writes nothing, and its
+    An active row whose slot, position or pages do not exist writes nothing, and its
     result is NaN.
     """
     R, K, H = heads.shape[0], *k_pages.shape[2:]
@@ -160,7 +160,7 @@ def attend(
         sin=(sin, (R, H // 2)),
         slots=(slots, (R,)),
         positions=(positions, (R,)),
-        num_live=(num_live, ()),
+        num_active=(num_active, ()),
     )
     outputs = (
         jax.ShapeDtypeStruct((R, N * H), heads.dtype),
@@ -178,7 +178,7 @@ def attend(
         page_table,
         slots,
         positions,
-        num_live,
+        num_active,
         k_pages,
         v_pages,
         isa=isa,
@@ -191,30 +191,30 @@ def attend(
 def argmax(
     x: jax.Array,  # [R, N] float32
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     isa: str | None = None,
 ) -> jax.Array:
-    """See `ops.argmax.argmax`; 0 for dead rows."""
+    """See `ops.argmax.argmax`; 0 for padding rows."""
     R, N = x.shape
     if N < 1:
         raise ValueError("the largest of no values")
     if x.dtype != jnp.float32:
         raise NotImplementedError(f"the native argmax takes float32, not {x.dtype}")
-    _shapes(num_live=(num_live, ()))
+    _shapes(num_active=(num_active, ()))
     output = jax.ShapeDtypeStruct((R,), jnp.int32)
-    return _call("spec_jax_argmax", output, x, num_live, isa=isa)
+    return _call("spec_jax_argmax", output, x, num_active, isa=isa)
 
 
 def take_rows(
     table: jax.Array | panels.Panels,  # [V, D]
     index: jax.Array,  # [R] int32
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     isa: str | None = None,
 ) -> jax.Array:
     """See `ops.embedding.embed`; NaN where there is no such entry."""
     (V, D), (R,) = table.shape, index.shape
-    _shapes(num_live=(num_live, ()))
+    _shapes(num_active=(num_active, ()))
     _same(table)
     output = jax.ShapeDtypeStruct((R, D), table.dtype)
     return _call(
@@ -222,7 +222,7 @@ def take_rows(
         output,
         _data(table),
         index,
-        num_live,
+        num_active,
         isa=isa,
         entries=np.int64(V),
     )
@@ -254,7 +254,7 @@ def step(
     page_table: jax.Array,  # [S, M] int32
     slots: jax.Array,  # [R] int32
     positions: jax.Array,  # [R] int32
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     taps: tuple[int, ...],
     with_logits: bool,
     eps: float,
@@ -285,7 +285,7 @@ def step(
         raise ValueError("a table that is the head, too, is to be of panels")
     rows = {"slots": (slots, (R,)), "positions": (positions, (R,))}
     rows |= {"cos": (cos, (R, H // 2)), "sin": (sin, (R, H // 2))}
-    _shapes(final_norm=(final_norm, (D,)), num_live=(num_live, ()), **rows)
+    _shapes(final_norm=(final_norm, (D,)), num_active=(num_active, ()), **rows)
     _same(embed, final_norm)
     if head is not None:
         _shapes(head=(head, (V, D)))
@@ -308,7 +308,7 @@ def step(
         tokens,
         slots,
         positions,
-        num_live,
+        num_active,
         page_table,
         cos.astype(jnp.float32),
         sin.astype(jnp.float32),

@@ -1,7 +1,7 @@
 // CPU kernels of the row path, called through XLA's foreign function interface.
 //
-// Each computes its live rows independently of one another and stops after them: cost
-// follows `num_live`, and dead rows of a result hold what they held. Shapes are checked
+// Each computes its active rows independently of one another and stops after them: cost
+// follows `num_active`, and padding rows of a result hold what they held. Shapes are checked
 // by the caller (`calls.py`); no exception leaves a handler.
 
 #include <algorithm>
@@ -41,8 +41,8 @@ T* data(Result& buffer) {
   return static_cast<T*>(buffer->untyped_data());
 }
 
-int64_t live_rows(const Scalar& num_live, int64_t rows) {
-  return std::clamp<int64_t>(*num_live.typed_data(), 0, rows);
+int64_t live_rows(const Scalar& num_active, int64_t rows) {
+  return std::clamp<int64_t>(*num_active.typed_data(), 0, rows);
 }
 
 // Runs `f(T{})` for the type of the model's arrays. Allocations happen in there.
@@ -77,9 +77,9 @@ ffi::Error check_head_size(int64_t H) {
 }
 
 ffi::Error Project(ffi::ThreadPool pool, Any x, Any norm, Any w, Any residual,
-                   Scalar num_live, Result y, float eps) {
+                   Scalar num_active, Result y, float eps) {
   int64_t rows = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
-  int64_t live = live_rows(num_live, rows);
+  int64_t live = live_rows(num_active, rows);
   return by_dtype(x.element_type(), [&](auto tag) {
     using T = decltype(tag);
     auto run = [&](auto* out) {
@@ -95,10 +95,10 @@ ffi::Error Project(ffi::ThreadPool pool, Any x, Any norm, Any w, Any residual,
   });
 }
 
-ffi::Error Gate(ffi::ThreadPool pool, Any x, Any norm, Any w, Scalar num_live, Result y,
+ffi::Error Gate(ffi::ThreadPool pool, Any x, Any norm, Any w, Scalar num_active, Result y,
                 float eps) {
   int64_t rows = x.dimensions()[0], K = x.dimensions()[1], F = y->dimensions()[1];
-  int64_t live = live_rows(num_live, rows);
+  int64_t live = live_rows(num_active, rows);
   return by_dtype(x.element_type(), [&](auto tag) {
     using T = decltype(tag);
     Team<ffi::ThreadPool> team(pool);
@@ -110,7 +110,7 @@ ffi::Error Gate(ffi::ThreadPool pool, Any x, Any norm, Any w, Scalar num_live, R
 }
 
 ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Floats cos,
-                  Floats sin, Ints table, Ints slots, Ints positions, Scalar num_live,
+                  Floats sin, Ints table, Ints slots, Ints positions, Scalar num_active,
                   Any k_in, Any v_in, Result out, Result k, Result v, float scale,
                   float eps) {
   if (k_in.untyped_data() != k->untyped_data() ||
@@ -123,7 +123,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Float
   int64_t num_rows = out->dimensions()[0], N = out->dimensions()[1] / H;
   Rows rows{table.typed_data(),    slots.typed_data(),    positions.typed_data(),
             table.dimensions()[0], table.dimensions()[1], shape[0],
-            shape[1],              live_rows(num_live, num_rows)};
+            shape[1],              live_rows(num_active, num_rows)};
   return by_dtype(heads.element_type(), [&](auto tag) {
     using T = decltype(tag);
     Layer<T> layer{data<T>(heads),   data<T>(q_norm), data<T>(k_norm),
@@ -152,9 +152,9 @@ ffi::Error Pack(ffi::ThreadPool pool, Any w, Result out) {
 }
 
 // In one piece and on this thread: a slab's rows are a few kilobytes.
-ffi::Error TakeRows(Any table, Ints index, Scalar num_live, Result y, int64_t entries) {
+ffi::Error TakeRows(Any table, Ints index, Scalar num_active, Result y, int64_t entries) {
   int64_t rows = index.element_count();
-  int64_t live = live_rows(num_live, rows);
+  int64_t live = live_rows(num_active, rows);
   return by_dtype(table.element_type(), [&](auto tag) {
     using T = decltype(tag);
     Table<T> from = table_of<T>(table, entries, y->dimensions()[1]);
@@ -163,11 +163,11 @@ ffi::Error TakeRows(Any table, Ints index, Scalar num_live, Result y, int64_t en
   });
 }
 
-ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_live,
+ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_active,
                   ffi::Result<Ints> out) {
   int64_t rows = x.dimensions()[0], N = x.dimensions()[1];
   return by_dtype(ffi::DataType::F32, [&](auto) {
-    argmax(pool, x.typed_data(), out->typed_data(), rows, live_rows(num_live, rows), N);
+    argmax(pool, x.typed_data(), out->typed_data(), rows, live_rows(num_active, rows), N);
     return ffi::Error::Success();
   });
 }
@@ -197,7 +197,7 @@ StepLayer<T> step_layer(ffi::RemainingArgs& rest, int64_t number, int64_t D, int
 }
 
 ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions,
-                   Scalar num_live, Ints table, Floats cos, Floats sin, Any embed,
+                   Scalar num_active, Ints table, Floats cos, Floats sin, Any embed,
                    Any final_norm, Any head, ffi::RemainingArgs rest,
                    ffi::Result<Floats> logits, Result features, ffi::RemainingRets pages,
                    int64_t num_heads, int64_t mlp_size, ffi::Span<const int64_t> taps,
@@ -226,7 +226,7 @@ ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions
         panels<T>(head.element_count() > 0 ? head : embed, V, D),
         Rows{table.typed_data(), slots.typed_data(), positions.typed_data(),
              table.dimensions()[0], table.dimensions()[1], shape[0], shape[1],
-             live_rows(num_live, num_rows)},
+             live_rows(num_active, num_rows)},
         cos.typed_data(), sin.typed_data(), num_heads, K, H, scale, eps,
         std::vector<int64_t>(taps.begin(), taps.end()),
         logits->element_count() > 0 ? logits->typed_data() : nullptr,
@@ -256,7 +256,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_project, spec_jax::Project,
                                   .Arg<ffi::AnyBuffer>()  // norm
                                   .Arg<ffi::AnyBuffer>()  // w
                                   .Arg<ffi::AnyBuffer>()  // residual
-                                  .Arg<spec_jax::Scalar>()  // num_live
+                                  .Arg<spec_jax::Scalar>()  // num_active
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps"));
 
@@ -266,7 +266,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_gate, spec_jax::Gate,
                                   .Arg<ffi::AnyBuffer>()  // x
                                   .Arg<ffi::AnyBuffer>()  // norm
                                   .Arg<ffi::AnyBuffer>()  // w
-                                  .Arg<spec_jax::Scalar>()  // num_live
+                                  .Arg<spec_jax::Scalar>()  // num_active
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps"));
 
@@ -281,7 +281,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_attend, spec_jax::Attend,
                                   .Arg<spec_jax::Ints>()  // page_table
                                   .Arg<spec_jax::Ints>()  // slots
                                   .Arg<spec_jax::Ints>()  // positions
-                                  .Arg<spec_jax::Scalar>()  // num_live
+                                  .Arg<spec_jax::Scalar>()  // num_active
                                   .Arg<ffi::AnyBuffer>()  // k_pages
                                   .Arg<ffi::AnyBuffer>()  // v_pages
                                   .Ret<ffi::AnyBuffer>()  // attended
@@ -294,7 +294,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_take_rows, spec_jax::TakeRows,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()  // table
                                   .Arg<spec_jax::Ints>()  // index
-                                  .Arg<spec_jax::Scalar>()  // num_live
+                                  .Arg<spec_jax::Scalar>()  // num_active
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("entries"));
 
@@ -302,7 +302,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<spec_jax::Floats>()  // x
-                                  .Arg<spec_jax::Scalar>()  // num_live
+                                  .Arg<spec_jax::Scalar>()  // num_active
                                   .Ret<spec_jax::Ints>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
@@ -311,7 +311,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
                                   .Arg<spec_jax::Ints>()  // tokens
                                   .Arg<spec_jax::Ints>()  // slots
                                   .Arg<spec_jax::Ints>()  // positions
-                                  .Arg<spec_jax::Scalar>()  // num_live
+                                  .Arg<spec_jax::Scalar>()  // num_active
                                   .Arg<spec_jax::Ints>()  // page_table
                                   .Arg<spec_jax::Floats>()  // cos
                                   .Arg<spec_jax::Floats>()  // sin

@@ -1,4 +1,4 @@
-// Projections of the live rows: an optional norm before, a residual or a gate after.
+// Projections of the active rows: an optional norm before, a residual or a gate after.
 //
 // Work is split over outputs, never over the dimension that is summed, so that no result
 // depends on the number of threads. Values are rounded to the model's dtype where the

@@ -1,6 +1,6 @@
 // The attention of a layer on the row path: norm, rotate, write to pages, attend.
 //
-// All live rows write their keys and values, and attend after: a row sees no position
+// All active rows write their keys and values, and attend after: a row sees no position
 // past its own. Work is split over key/value heads and slots, which share nothing.
 
 #pragma once
@@ -61,12 +61,12 @@ struct Layer {
   }
 };
 
-// Live rows of one slot, one after the other, all with their pages.
+// Active rows of one slot, one after the other, all with their pages.
 struct Span {
   int64_t first, count;
 };
 
-// The live rows that have pages, in spans of at most `kSpan`: a span shares its reads.
+// The active rows that have pages, in spans of at most `kSpan`: a span shares its reads.
 constexpr int64_t kSpan = 16;
 inline std::vector<Span> spans(const Rows& rows) {
   std::vector<Span> out;
@@ -192,7 +192,7 @@ struct Attention {
     for (int64_t i = first; i < last; ++i) end(layer, span, i, queries[i - first]);
   }
 
-  // The whole layer. Live rows without a page become NaN, and are not written, as in the
+  // The whole layer. Active rows without a page become NaN, and are not written, as in the
   // reference.
   void run(const Layer<T>& layer) {
     constexpr int64_t kFew = 8;  // heads to write that are not worth a thread's while

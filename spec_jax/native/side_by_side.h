@@ -1,4 +1,4 @@
-// The live rows as the products read them: word after word of k, for a group of rows
+// The active rows as the products read them: word after word of k, for a group of rows
 // side by side.
 
 #pragma once

@@ -1,4 +1,4 @@
-// A whole step of a model: the live rows through all layers, in one call.
+// A whole step of a model: the active rows through all layers, in one call.
 //
 // What the five operations of a layer do when they are called one by one, on one team
 // of threads, and with the residual in one place.

@@ -10,15 +10,15 @@ from spec_jax.typing import typed
 
 @typed
 def argmax(
-    logits: Float[Array, "R V"], *, num_live: Int[Array, ""], impl: str
+    logits: Float[Array, "R V"], *, num_active: Int[Array, ""], impl: str
 ) -> Int[Array, " R"]:
-    """The index of the largest logit of each live row; dead rows are unspecified.
+    """The index of the largest logit of each active row; padding rows are unspecified.
 
     The first of several equal ones, and the first NaN before any number: every
     implementation gives the same.
     """
     if impl == "native":
-        return calls.argmax(logits, num_live=num_live)
+        return calls.argmax(logits, num_active=num_active)
     if impl in dispatch.PALLAS:
         from spec_jax.pallas import argmax_triton
 

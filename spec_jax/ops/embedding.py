@@ -12,15 +12,15 @@ def embed(
     table: Float[Array, "V D"] | weights.Panels,
     tokens: Int[Array, " R"],
     *,
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     impl: str,
 ) -> Float[Array, "R D"]:
-    """The table's row of each live token; dead rows are unspecified.
+    """The table's row of each active token; padding rows are unspecified.
 
-    Live tokens are entries of the table, which is checked where text comes in
+    Active tokens are entries of the table, which is checked where text comes in
     (`engine.checks.check_prompt`). One that is none has NaN with native kernels, and
     another entry's row with XLA.
     """
     if impl == "native":
-        return calls.take_rows(table, tokens, num_live=num_live)
+        return calls.take_rows(table, tokens, num_active=num_active)
     return weights.take_rows(table, tokens)

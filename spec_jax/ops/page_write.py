@@ -1,4 +1,4 @@
-"""Stores rows in pages: a scatter whose dead rows go nowhere."""
+"""Stores rows in pages: a scatter whose padding rows go nowhere."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,11 +15,11 @@ def page_write(
     page_table: Int[Array, "S M"],
     slots: Int[Array, " R"],
     positions: Int[Array, " R"],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
 ) -> Float[Array, "P C K H"]:
-    """`pages` with the live rows stored at their slots' positions.
+    """`pages` with the active rows stored at their slots' positions.
 
-    Dead rows, and positions whose page the table does not name, write nowhere.
+    Padding rows, and positions whose page the table does not name, write nowhere.
     """
     num_pages, page_size = pages.shape[:2]
     # Without `wrap_negative_indices` slot or position -1 would mean the last one.
@@ -27,7 +27,9 @@ def page_write(
         mode="fill", fill_value=num_pages, wrap_negative_indices=False
     )
     # Positive and out of range, and so dropped; -1 would be the last page.
-    at = jnp.where(jnp.arange(rows.shape[0], dtype=jnp.int32) < num_live, at, num_pages)
+    at = jnp.where(
+        jnp.arange(rows.shape[0], dtype=jnp.int32) < num_active, at, num_pages
+    )
     rows = bits.to_bits(rows.astype(pages.dtype))
     written = bits.to_bits(pages).at[at, positions % page_size].set(rows, mode="drop")
     return bits.from_bits(written, pages.dtype)

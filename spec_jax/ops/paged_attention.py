@@ -7,7 +7,7 @@ A row's result depends, bit for bit, on its query, its position and the keys and
 values it may see, for a fixed number of rows. Keys go in blocks of `KEY_BLOCK`
 absolute positions, walked in order; a block that a row may not see leaves that row's
 running sums untouched (by selection: not by adding zero). The number of blocks that
-are walked follows the longest live row, not the capacity, and each slot is walked for
+are walked follows the longest active row, not the capacity, and each slot is walked for
 itself, so that a sequence's bits do not depend on its neighbours.
 """
 
@@ -33,14 +33,14 @@ def paged_attention(
     page_table: Int[Array, "S M"],
     slots: Int[Array, " R"],
     positions: Int[Array, " R"],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     scale: float,
     impl: str,
 ) -> Float[Array, "R N H"]:
-    """Attends each live row to positions `0 .. positions[r]` of its slot.
+    """Attends each active row to positions `0 .. positions[r]` of its slot.
 
-    Dead rows return unspecified values. Bytes of unowned pages, and of owned pages
-    past the slot's longest live row, are never used, NaN included.
+    Padding rows return unspecified values. Bytes of unowned pages, and of owned pages
+    past the slot's longest active row, are never used, NaN included.
 
     Raises:
       ValueError: a page size that neither divides `KEY_BLOCK` nor is a multiple.
@@ -58,13 +58,13 @@ def paged_attention(
             page_table=page_table,
             slots=slots,
             positions=positions,
-            num_live=num_live,
+            num_active=num_active,
             scale=scale,
         )
     raise NotImplementedError(f"paged_attention has no {impl!r} implementation")
 
 
-def _xla(q, k_pages, v_pages, *, page_table, slots, positions, num_live, scale):
+def _xla(q, k_pages, v_pages, *, page_table, slots, positions, num_active, scale):
     """Online softmax (Milakov and Gimelshein 2018), float32 throughout."""
     R, N, H = q.shape
     K = k_pages.shape[2]
@@ -72,10 +72,10 @@ def _xla(q, k_pages, v_pages, *, page_table, slots, positions, num_live, scale):
     # All rows meet a block in one product per key/value head: [K, R * G, H].
     queries = q.astype(jnp.float32) * scale
     queries = queries.reshape(R, K, G, H).transpose(1, 0, 2, 3).reshape(K, R * G, H)
-    live = jnp.arange(R, dtype=jnp.int32) < num_live
+    live = jnp.arange(R, dtype=jnp.int32) < num_active
 
     def walk_slot(slot, carry):
-        """Adds the keys of one slot, up to its longest live row."""
+        """Adds the keys of one slot, up to its longest active row."""
         mine = live & (slots == slot)
         slot_len = jnp.max(jnp.where(mine, positions + 1, 0))
         num_blocks = (slot_len + KEY_BLOCK - 1) // KEY_BLOCK

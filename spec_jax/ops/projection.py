@@ -22,20 +22,20 @@ def project(
     x: Float[Array, "R K"],
     w: Float[Array, "N K"] | weights.Panels,
     *,
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     norm: Float[Array, " K"] | None = None,
     residual: Float[Array, "R N"] | None = None,
     eps: float = 0.0,
     out_dtype: str | None = None,
     impl: str,
 ) -> Float[Array, "R N"]:
-    """Projects the live rows; dead rows are unspecified.
+    """Projects the active rows; padding rows are unspecified.
 
     Row `r` of the result depends, bit for bit, on row `r` of `x` and of `residual`
     alone; "xla" promises that for a fixed number of rows, all others for any.
 
     Args:
-      num_live: how many rows are real; "native" computes no others.
+      num_active: how many rows are real; "native" computes no others.
       norm: weight of an RMSNorm that comes first, with `eps`.
       out_dtype: of the result where nothing is added; that of `x` if None. Float32
         for logits: they are not rounded.
@@ -47,7 +47,7 @@ def project(
         return calls.project(
             x,
             w,
-            num_live=num_live,
+            num_active=num_active,
             norm=norm,
             residual=residual,
             eps=eps,
@@ -59,7 +59,7 @@ def project(
         return kernels.project(
             x,
             w,
-            num_live=num_live,
+            num_active=num_active,
             norm=norm,
             residual=residual,
             eps=eps,

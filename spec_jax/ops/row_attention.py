@@ -1,8 +1,8 @@
 """The attention of a layer on the row path: norm, rotate, write, attend.
 
 From the fused projection of a slab of rows: queries and keys are normed per head and
-rotated by their positions; keys and values of the live rows are written to their
-pages; each live row attends to positions `0 .. positions[r]` of its slot, its own
+rotated by their positions; keys and values of the active rows are written to their
+pages; each active row attends to positions `0 .. positions[r]` of its slot, its own
 included. One op, because all of it belongs to one key/value head and no other.
 """
 
@@ -27,7 +27,7 @@ def row_attention(
     page_table: Int[Array, "S M"],
     slots: Int[Array, " R"],
     positions: Int[Array, " R"],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     cos: Float[Array, "R half"],
     sin: Float[Array, "R half"],
     eps: float,
@@ -38,21 +38,21 @@ def row_attention(
     Float[Array, "P C K H"],
     Float[Array, "P C K H"],
 ]:
-    """Attends the live rows; dead rows are unspecified and write nowhere.
+    """Attends the active rows; padding rows are unspecified and write nowhere.
 
     Args:
       heads: queries, keys and values of each row, `(N + 2K) * H`.
       cos, sin: of each row's angles, in the dtype of `heads` (`rope.angles`).
 
     Returns:
-      The attended heads `[R, N * H]` and the pages with the live rows written.
+      The attended heads `[R, N * H]` and the pages with the active rows written.
     """
     K, H = k_pages.shape[2:]
     where: dict[str, Any] = {
         "page_table": page_table,
         "slots": slots,
         "positions": positions,
-        "num_live": num_live,
+        "num_active": num_active,
     }
     if impl == "native":
         return calls.attend(

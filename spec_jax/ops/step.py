@@ -32,14 +32,14 @@ def step(
     page_table: jax.Array,  # [S, M] int32
     slots: jax.Array,  # [R] int32
     positions: jax.Array,  # [R] int32
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     taps: tuple[int, ...],
     with_logits: bool,
     eps: float,
     scale: float,
     impl: str,
 ) -> tuple[jax.Array, jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    """Runs the live rows through all layers; dead rows are unspecified.
+    """Runs the active rows through all layers; padding rows are unspecified.
 
     Args:
       layers: weights as `weights.prepare` makes them.
@@ -48,13 +48,13 @@ def step(
 
     Returns:
       Logits `[R, V]` float32, or `[0, V]` without them; features `[R, taps, D]`; and
-      the pages with the live rows written.
+      the pages with the active rows written.
     """
     if not is_fused(impl):
         raise NotImplementedError(f"impl={impl!r} runs a step operation by operation")
     cos, sin = angles
     return calls.step(
         tokens, embed, layers, final_norm, head, pages, cos, sin,
-        page_table=page_table, slots=slots, positions=positions, num_live=num_live,
+        page_table=page_table, slots=slots, positions=positions, num_active=num_active,
         taps=taps, with_logits=with_logits, eps=eps, scale=scale,
     )  # fmt: skip

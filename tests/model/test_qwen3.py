@@ -19,7 +19,7 @@ def lower(impl: str, *, num_layers: int) -> jax.stages.Lowered:
     kv = jax.eval_shape(lambda: model.new_cache(capacity=32, page_size=8))
     row = jax.ShapeDtypeStruct((5,), jnp.int32)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    rows = qwen3.Rows(tokens=row, slots=row, positions=row, num_live=number)
+    rows = qwen3.Rows(tokens=row, slots=row, positions=row, num_active=number)
 
     def forward(params, rows, kv):
         return qwen3.forward_rows(params, config, rows, kv, impl=impl)

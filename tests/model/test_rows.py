@@ -1,6 +1,6 @@
 """The row contract of `forward_rows`: bits compared as integers.
 
-Every property is checked against the same oracle, one live row decoded at a time,
+Every property is checked against the same oracle, one active row decoded at a time,
 and has a negative control: the check must fail on a kernel that breaks it.
 """
 
@@ -93,9 +93,9 @@ def compile_forward():
     """A jitted `forward_rows` with a cache of its own."""
 
     @functools.partial(jax.jit, static_argnames=("config", "impl"))
-    def forward(params, config, tokens, slots, positions, num_live, kv, *, impl):
+    def forward(params, config, tokens, slots, positions, num_active, kv, *, impl):
         rows = qwen3.Rows(
-            tokens=tokens, slots=slots, positions=positions, num_live=num_live
+            tokens=tokens, slots=slots, positions=positions, num_active=num_active
         )
         return qwen3.forward_rows(params, config, rows, kv, impl=impl, taps=(0, 1))
 
@@ -115,7 +115,7 @@ class Model:
     impl: str
 
     def run(self, kv, rows, *, slab=SLAB, forward=_forward):
-        """Runs `rows`, a list of `(token, slot, position)`; dead rows are poisoned."""
+        """Runs `rows`, a list of `(token, slot, position)`; padding rows are poisoned."""
         for _, slot, position in rows:
             kv = allocator.reserve(kv, slot, position + 1)
         dead = [(NAN_TOKEN, 0, PREFIX + 900)] * (slab - len(rows))
@@ -315,15 +315,15 @@ def test_a_wrong_page_is_caught(model):
         testing.assert_same_bits(wrong, right)
 
 
-def test_dead_rows_write_nowhere(model):
-    """Fails if a dead row is written to page 0, or to its own position."""
+def test_padding_rows_write_nowhere(model):
+    """Fails if a padding row is written to page 0, or to its own position."""
     kv = model.fill(make_cache(model.config))
     before = jax.tree.map(np.asarray, (kv.k, kv.v))
     kv = allocator.reserve(kv, 0, PREFIX + WINDOW)
     tokens, slots, positions = np.asarray(window() + window()[:3], np.int32).T
 
-    def run(num_live):
-        arguments = (tokens, slots, positions, jnp.int32(num_live), kv)
+    def run(num_active):
+        arguments = (tokens, slots, positions, jnp.int32(num_active), kv)
         after, _ = _forward(model.params, model.config, *arguments, impl=model.impl)
         return after.k, after.v
 

@@ -35,7 +35,7 @@ KERNELS = (
         "y = skinny_gemm.skinny_gemm(x, w, impl=impl).astype(dtype)",
         "alone = skinny_gemm.skinny_gemm(x[:, ::-1], w[:, ::-1], impl=impl)\n"
         "    y = skinny_gemm.skinny_gemm(x, w, impl=impl)\n"
-        "    y = jnp.where(num_live == 1, alone, y).astype(dtype)",
+        "    y = jnp.where(num_active == 1, alone, y).astype(dtype)",
         "model/test_rows.py::test_head_sizes_and_groups[64-2-2-xla]",
     ),
     Mutant(
@@ -84,16 +84,16 @@ KERNELS = (
     Mutant(
         "the native gate leaves out the last active row",
         "native.calls:gate",
-        "x, norm, w, num_live, isa",
-        "x, norm, w, num_live - 1, isa",
+        "x, norm, w, num_active, isa",
+        "x, norm, w, num_active - 1, isa",
         "native/test_native_gate.py::"
         "test_a_row_is_that_row_alone[portable-7-5-float32]",
     ),
     Mutant(
         "native rows are written one position late",
         "native.calls:attend",
-        "positions,\n        num_live,\n        k_pages",
-        "positions + 1,\n        num_live,\n        k_pages",
+        "positions,\n        num_active,\n        k_pages",
+        "positions + 1,\n        num_active,\n        k_pages",
         "native/test_native_attend.py::test_the_reference_form_agrees[float32]",
     ),
     Mutant(
@@ -106,16 +106,16 @@ KERNELS = (
     Mutant(
         "a native step writes its rows one position late",
         "native.calls:step",
-        "positions,\n        num_live,\n        page_table",
-        "positions + 1,\n        num_live,\n        page_table",
+        "positions,\n        num_active,\n        page_table",
+        "positions + 1,\n        num_active,\n        page_table",
         "native/test_native_step.py::test_a_step_is_its_operations[float32-6]",
     ),
     Mutant(
         "the native argmax leaves out the last active row",
         "native.calls:argmax",
-        "output, x, num_live",
-        "output, x, num_live - 1",
-        "native/test_native_argmax.py::test_dead_rows_are_zero_and_unread[portable]",
+        "output, x, num_active",
+        "output, x, num_active - 1",
+        "native/test_native_argmax.py::test_padding_rows_are_zero_and_unread[portable]",
     ),
     Mutant(
         "a plan is chosen by the number of rows",
@@ -199,8 +199,8 @@ PAGES = (
     Mutant(
         "a padding row is written to the last page",
         "ops.page_write:page_write",
-        "< num_live, at, num_pages)",
-        "< num_live, at, -1)",
+        "< num_active, at, num_pages)",
+        "< num_active, at, -1)",
         "paging/test_cache.py::test_nothing_else_is_written",
     ),
     Mutant(

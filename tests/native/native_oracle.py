@@ -141,9 +141,9 @@ class Slab:
     def num_rows(self) -> int:
         return self.heads.shape[0]
 
-    def arguments(self, num_live: int | None = None) -> dict:
-        live = self.num_rows if num_live is None else num_live
-        return dataclasses.asdict(self) | {"num_live": np.int32(live)}
+    def arguments(self, num_active: int | None = None) -> dict:
+        live = self.num_rows if num_active is None else num_active
+        return dataclasses.asdict(self) | {"num_active": np.int32(live)}
 
     def rows(self, which) -> "Slab":
         """The slab of these rows, in this order; -1 is a row of poison."""

@@ -85,7 +85,7 @@ Array<T> pack(Array<T>& w, int64_t N, int64_t K) {
   return out;
 }
 
-// What dead rows of a result hold: nothing is written there.
+// What padding rows of a result hold: nothing is written there.
 template <typename T>
 Array<T> untouched(int64_t n) {
   Array<T> out(n);
@@ -206,7 +206,7 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
   }
 }
 
-// A layer whose last live row has no page, and whose dead rows point anywhere.
+// A layer whose last active row has no page, and whose padding rows point anywhere.
 template <typename T>
 void check_layer(int64_t H, int64_t page_size, int32_t lost_slot, int32_t lost_at) {
   int64_t R = 5, live = 4, N = 4, K = 2, P = 3, S = 2, M = 2;
@@ -253,7 +253,7 @@ void check_take_rows(int64_t D, bool is_packed) {
   }
 }
 
-// A model of two layers, the last live row without a page: in bounds, and what is
+// A model of two layers, the last active row without a page: in bounds, and what is
 // written is finite or NaN as it should be.
 template <typename T>
 void check_step(int64_t D, int64_t F) {

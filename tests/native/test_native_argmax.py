@@ -17,7 +17,7 @@ _argmax = jax.jit(calls.argmax, static_argnames=("isa",))
 
 def run(isa, x, live=None):
     live = len(x) if live is None else live
-    return np.asarray(_argmax(jnp.asarray(x), num_live=jnp.int32(live), isa=isa))
+    return np.asarray(_argmax(jnp.asarray(x), num_active=jnp.int32(live), isa=isa))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -46,8 +46,8 @@ def test_every_place_is_seen(isa):
     assert run(isa, x).tolist() == positions
 
 
-def test_dead_rows_are_zero_and_unread(rng, isa):
-    """Fails if a dead row costs a look, or spoils a live one."""
+def test_padding_rows_are_zero_and_unread(rng, isa):
+    """Fails if a padding row costs a look, or spoils an active one."""
     x = rng.normal(size=(4, 1000)).astype(np.float32)
     x[2:] = np.nan
     x[2:, 0] = 0.0
@@ -65,9 +65,9 @@ def test_the_last_of_ties_is_caught(rng, isa):
 
 @pytest.mark.parametrize("impl", ["xla", "native"])
 def test_the_op(rng, impl):
-    """Fails if implementations of the op differ in a live row."""
+    """Fails if implementations of the op differ in an active row."""
     x = jnp.asarray(rng.normal(size=(3, 4096)), jnp.float32)
-    got = argmax.argmax(x, num_live=jnp.int32(2), impl=impl)
+    got = argmax.argmax(x, num_active=jnp.int32(2), impl=impl)
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got[:2], np.argmax(x, axis=-1)[:2])
 
@@ -75,8 +75,8 @@ def test_the_op(rng, impl):
 def test_bad_input():
     live = jnp.int32(1)
     with pytest.raises(ValueError, match="no values"):
-        calls.argmax(jnp.zeros((1, 0)), num_live=live)
+        calls.argmax(jnp.zeros((1, 0)), num_active=live)
     with pytest.raises(NotImplementedError, match="float32, not bfloat16"):
-        calls.argmax(jnp.zeros((1, 4), jnp.bfloat16), num_live=live)
-    with pytest.raises(ValueError, match="num_live has shape"):
-        calls.argmax(jnp.zeros((1, 4)), num_live=jnp.zeros((1,), jnp.int32))
+        calls.argmax(jnp.zeros((1, 4), jnp.bfloat16), num_active=live)
+    with pytest.raises(ValueError, match="num_active has shape"):
+        calls.argmax(jnp.zeros((1, 4)), num_active=jnp.zeros((1,), jnp.int32))

@@ -68,7 +68,7 @@ def window(*spans):
     ("heads", "page_size"), list(zip(HEADS, PAGE_SIZES, strict=True))
 )
 def test_a_row_is_that_row_alone_and_float64s(rng, isa, dtype, heads, page_size):
-    """Fails if a neighbour, a dead row, an unowned page or a later position is seen.
+    """Fails if a neighbour, a padding row, an unowned page or a later position is seen.
 
     Slot 0 begins empty, slot 1 crosses a page, slot 2 the block of 32 keys.
     """
@@ -166,7 +166,7 @@ def with_hidden_page(slab):
     grow = ((0, 1), (0, 0), (0, 0), (0, 0))
     k_pages, v_pages = np.pad(slab.k_pages, grow), np.pad(slab.v_pages, grow)
     for head in range(K):
-        queries = np.nan_to_num(q[:, head].reshape(-1, H))  # NaN in dead rows
+        queries = np.nan_to_num(q[:, head].reshape(-1, H))  # NaN in padding rows
         # A key whose score is -1e4 for every one of them.
         k_pages[pages, :, head] = np.linalg.pinv(queries) @ np.full(len(queries), -4e4)
     table = np.pad(slab.page_table, ((0, 0), (1, 0)), constant_values=pages)
@@ -300,7 +300,7 @@ def test_infinite_scores(rng, isa, sign, count):
 
 
 def test_a_nan_row_spoils_its_own_slot_only(rng, isa):
-    """Fails if a live row of NaN reaches another slot, or the rows before it."""
+    """Fails if an active row of NaN reaches another slot, or the rows before it."""
     slab = small_slab(rng)
     clean, *_ = run(isa, slab)
     bad = slab.heads.copy()

@@ -26,13 +26,13 @@ def inputs(rng, dtype, K, F, rows):
 
 def run(isa, x, w, norm, live=None, eps=1e-6):
     live = np.int32(len(x) if live is None else live)
-    return np.asarray(_gate(x, w, norm=norm, num_live=live, eps=eps, isa=isa))
+    return np.asarray(_gate(x, w, norm=norm, num_active=live, eps=eps, isa=isa))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("K", "F"), SHAPES)
 def test_a_row_is_that_row_alone(rng, isa, dtype, K, F):
-    """Fails if gates of another row are used, or a dead row is read."""
+    """Fails if gates of another row are used, or a padding row is read."""
     x, *weights = inputs(rng, dtype, K, F, 16)
     alone = np.concatenate([run(isa, x[r : r + 1], *weights) for r in range(16)])
     assert np.isfinite(alone.astype(np.float32)).all()
@@ -74,7 +74,7 @@ def test_the_reference_form_agrees(rng, dtype):
     """Fails if gates are rounded elsewhere than in the reference."""
     x, w, norm = inputs(rng, dtype, 80, 64, 6)
     y, reference = (
-        _op(x, w, norm=norm, num_live=np.int32(6), eps=1e-6, impl=impl)
+        _op(x, w, norm=norm, num_active=np.int32(6), eps=1e-6, impl=impl)
         for impl in ("native", "xla")
     )
     testing.assert_rows_close(y, reference, dtype=dtype, reduction=320)

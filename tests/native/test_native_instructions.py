@@ -25,7 +25,12 @@ _project = jax.jit(calls.project, static_argnames=("eps", "out_dtype", "isa"))
 
 def products(isa, x, w):
     """Sums of every row, before any rounding to the model's dtype."""
-    options = {"norm": None, "residual": None, "num_live": np.int32(len(x)), "eps": 0.0}
+    options = {
+        "norm": None,
+        "residual": None,
+        "num_active": np.int32(len(x)),
+        "eps": 0.0,
+    }
     return np.asarray(_project(x, w, **options, out_dtype=jnp.float32, isa=isa))
 
 

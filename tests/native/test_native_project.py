@@ -39,7 +39,7 @@ def run(isa, x, residual, weights, live=None, *, eps=1e-6, project=_project):
             x,
             **weights,
             residual=residual,
-            num_live=live,
+            num_active=live,
             eps=eps,
             out_dtype=x.dtype,
             isa=isa,
@@ -48,7 +48,7 @@ def run(isa, x, residual, weights, live=None, *, eps=1e-6, project=_project):
 
 
 def assert_rows_alone(isa, x, residual, weights, *, project=_project):
-    """Asserts the row contract: every count of live rows, and rows in other places."""
+    """Asserts the row contract: every count of active rows, and rows in other places."""
     call = functools.partial(run, isa, weights=weights, project=project)
     alone = [call(x[r : r + 1], residual[r : r + 1]) for r in range(len(x))]
     alone = np.concatenate(alone)
@@ -66,7 +66,7 @@ def assert_rows_alone(isa, x, residual, weights, *, project=_project):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("K", "N"), SHAPES)
 def test_a_row_is_that_row_alone(rng, isa, dtype, K, N):
-    """Fails if a tile sums in another order, or a dead row is read."""
+    """Fails if a tile sums in another order, or a padding row is read."""
     assert_rows_alone(isa, *inputs(rng, dtype, K, N))
 
 
@@ -116,7 +116,7 @@ def test_products_are_those_of_float64(rng, isa, dtype, K, N):
     for given, added, out in cases:
         out_dtype = jnp.dtype(out)
         options = {"residual": added, "eps": 1e-6, "out_dtype": out_dtype}
-        y = _project(x, **given, **options, num_live=np.int32(5), isa=isa)
+        y = _project(x, **given, **options, num_active=np.int32(5), isa=isa)
         assert y.dtype == out_dtype
         close(y, oracle.project(x, **given, **options), dtype=out, reduction=K)
         with pytest.raises(AssertionError, match="rows are off"):
@@ -154,7 +154,7 @@ def test_the_reference_form_agrees(rng, dtype):
     unit = compare.UNIT_ROUNDOFF[dtype]
     for added in (None, residual):
         y, reference = (
-            _op(x, weights["w"], residual=added, num_live=np.int32(6), impl=impl)
+            _op(x, weights["w"], residual=added, num_active=np.int32(6), impl=impl)
             for impl in ("native", "xla")
         )
         y, reference = oracle.wide(y, reference)
@@ -198,7 +198,7 @@ def test_empty_shapes(isa, rows, K, N):
         ({"w": np.ones((5, 8), np.float32)}, ValueError, "w has shape"),
         ({"norm": np.ones(6, np.float32)}, ValueError, "norm has shape"),
         ({"residual": np.ones((4, 5), np.float32)}, ValueError, "residual has shape"),
-        ({"num_live": np.ones(1, np.int32)}, ValueError, "num_live has shape"),
+        ({"num_active": np.ones(1, np.int32)}, ValueError, "num_active has shape"),
         ({"w": np.ones((5, 7), np.float16)}, NotImplementedError, "float16"),
         ({"w": jnp.ones((5, 7), "bfloat16")}, NotImplementedError, "one of them"),
         ({"out_dtype": jnp.bfloat16}, NotImplementedError, "cannot give bfloat16"),
@@ -209,7 +209,7 @@ def test_refusals(change, error, message):
     """Fails if the kernel is let loose on arrays of another shape or dtype."""
     x, w = np.ones((3, 7), np.float32), np.ones((5, 7), np.float32)
     options = {"w": w, "norm": None, "residual": None, "eps": 0.0} | {
-        "num_live": np.int32(3),
+        "num_active": np.int32(3),
         "out_dtype": jnp.float32,
     }
     with pytest.raises(error, match=message):

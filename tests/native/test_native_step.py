@@ -46,7 +46,7 @@ def run(config, params, live, *, observe=None, with_logits=True):
             tokens=start + jnp.arange(SLAB, dtype=jnp.int32),
             slots=jnp.arange(SLAB, dtype=jnp.int32) // 5,
             positions=start // 2 + jnp.arange(SLAB, dtype=jnp.int32) % 5,
-            num_live=jnp.int32(live),
+            num_active=jnp.int32(live),
         )
         kv, outputs = forward(params, rows=rows, kv=kv)
         found += [outputs.logits[:live], outputs.features[:live]]
@@ -116,7 +116,7 @@ def test_refusals():
         "page_table": number[None],
         "slots": number,
         "positions": number,
-        "num_live": jnp.int32(1),
+        "num_active": jnp.int32(1),
         "taps": (),
         "with_logits": True,
         "eps": 1e-6,

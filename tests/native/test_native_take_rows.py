@@ -29,18 +29,18 @@ def test_rows_are_the_tables(rng, isa, dtype, width):
     table = table_of(rng, width, dtype)
     index = np.concatenate([np.arange(ENTRIES), rng.integers(ENTRIES, size=9)])
     rows = _take_rows(
-        table, jnp.asarray(index, jnp.int32), num_live=jnp.int32(len(index)), isa=isa
+        table, jnp.asarray(index, jnp.int32), num_active=jnp.int32(len(index)), isa=isa
     )
     testing.assert_same_bits(np.asarray(rows), np.asarray(table)[index])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dead_rows_are_not_looked_up(rng, isa, dtype):
-    """Fails if a dead row is looked up, wherever it points, or a live one is not."""
+def test_padding_rows_are_not_looked_up(rng, isa, dtype):
+    """Fails if a padding row is looked up, wherever it points, or an active one is not."""
     table = table_of(rng, 20, dtype)
     index = jnp.asarray([2, 9, 2**31 - 1, -1], jnp.int32)
     for live in range(3):
-        rows = _take_rows(table, index, num_live=jnp.int32(live), isa=isa)
+        rows = _take_rows(table, index, num_active=jnp.int32(live), isa=isa)
         expected = np.array(table)[[2, 9]][:live]
         testing.assert_same_bits(np.asarray(rows)[:live], expected)
 
@@ -49,7 +49,7 @@ def test_no_such_entry_is_nan(rng, isa):
     """Fails if what lies outside the table is read."""
     table = table_of(rng, 5, "float32")
     index = jnp.asarray([ENTRIES, 2**31 - 1, -1, -(2**31), 1], jnp.int32)
-    rows = _take_rows(table, index, num_live=jnp.int32(5), isa=isa)
+    rows = _take_rows(table, index, num_active=jnp.int32(5), isa=isa)
     assert np.isnan(rows[:4]).all()
     testing.assert_same_bits(np.asarray(rows[4]), np.asarray(table[1]))
 
@@ -57,18 +57,20 @@ def test_no_such_entry_is_nan(rng, isa):
 def test_a_neighbouring_row_is_caught(rng, isa):
     """Negative control: the row beside the right one is told apart."""
     table = table_of(rng, 64, "bfloat16")
-    row = _take_rows(table, jnp.asarray([8], jnp.int32), num_live=jnp.int32(1), isa=isa)
+    row = _take_rows(
+        table, jnp.asarray([8], jnp.int32), num_active=jnp.int32(1), isa=isa
+    )
     with pytest.raises(AssertionError):
         testing.assert_same_bits(np.asarray(row[0]), np.asarray(table[7]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_implementations_agree(rng, dtype):
-    """Fails if implementations of the op differ in a live row."""
+    """Fails if implementations of the op differ in an active row."""
     table = table_of(rng, 33, dtype)
     index = jnp.asarray([0, 3, 10, 5], jnp.int32)
     native, xla = (
-        np.asarray(embedding.embed(table, index, num_live=jnp.int32(4), impl=impl))
+        np.asarray(embedding.embed(table, index, num_active=jnp.int32(4), impl=impl))
         for impl in ("native", "xla")
     )
     testing.assert_same_bits(native, xla)
@@ -78,6 +80,6 @@ def test_bad_input():
     """Fails if shapes or dtypes that the kernel would misread are taken."""
     index, live = jnp.zeros((2,), jnp.int32), jnp.int32(1)
     with pytest.raises(NotImplementedError, match="float32 or bfloat16"):
-        calls.take_rows(jnp.zeros((3, 4), jnp.float16), index, num_live=live)
-    with pytest.raises(ValueError, match="num_live has shape"):
-        calls.take_rows(jnp.zeros((3, 4)), index, num_live=jnp.zeros((1,), jnp.int32))
+        calls.take_rows(jnp.zeros((3, 4), jnp.float16), index, num_active=live)
+    with pytest.raises(ValueError, match="num_active has shape"):
+        calls.take_rows(jnp.zeros((3, 4)), index, num_active=jnp.zeros((1,), jnp.int32))

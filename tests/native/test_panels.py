@@ -49,7 +49,7 @@ def test_rows_of_panels(rng, dtype):
     rows = np.asarray(panels.take_rows(packed, index))
     testing.assert_same_bits(rows, w[index])
     live = np.int32(6)
-    rows = calls.take_rows(packed, jnp.asarray(index.reshape(-1)), num_live=live)
+    rows = calls.take_rows(packed, jnp.asarray(index.reshape(-1)), num_active=live)
     testing.assert_same_bits(np.asarray(rows), w[index.reshape(-1)])
     with pytest.raises(AssertionError, match="elements differ"):
         testing.assert_same_bits(np.asarray(rows), w[index.reshape(-1) - 1])
@@ -60,7 +60,7 @@ def test_a_matrix_gives_the_bits_of_its_panels(rng, isa, dtype):
     """Fails if a product of a matrix is another one than that of its panels."""
     x, w = (oracle.normal(rng, (n, 33), dtype) for n in (3, 40))
     norm = np.ones(33, w.dtype)
-    live = {"num_live": np.int32(3), "eps": 1e-6, "isa": isa}
+    live = {"num_active": np.int32(3), "eps": 1e-6, "isa": isa}
     project = jax.jit(calls.project, static_argnames=("eps", "isa", "out_dtype"))
     gate = jax.jit(calls.gate, static_argnames=("eps", "isa"))
     for weight in (w, calls.pack(w)):

@@ -43,11 +43,11 @@ def computations(rng):
         w = oracle.normal(rng, (N, K), dtype) * np.dtype(dtype).type(0.1)
         norm = np.ones(K, np.dtype(dtype))
         project = functools.partial(
-            calls.project, norm=None, residual=None, num_live=live, eps=0.0,
+            calls.project, norm=None, residual=None, num_active=live, eps=0.0,
             out_dtype=np.float32,
         )  # fmt: skip
         yield f"project {dtype}", jax.jit(project), {"x": x, "w": w}
-        gate = functools.partial(calls.gate, norm=norm, num_live=live, eps=1e-30)
+        gate = functools.partial(calls.gate, norm=norm, num_active=live, eps=1e-30)
         yield f"gate {dtype}", jax.jit(gate), {"x": x, "w": w}
         slab = oracle.make_slab(
             rng, [(0, 40), (0, 41), (1, 6)], dtype=dtype, N=16, K=8, H=32,
@@ -66,7 +66,7 @@ def computations(rng):
 def split_over_threads(x, w, pieces: int):
     """The fault: partial sums over pieces of K."""
     edges = [K * i // pieces for i in range(pieces + 1)]
-    options = {"norm": None, "residual": None, "eps": 0.0, "num_live": np.int32(5)}
+    options = {"norm": None, "residual": None, "eps": 0.0, "num_active": np.int32(5)}
     parts = (
         calls.project(x[:, a:b], w[:, a:b], out_dtype=np.float32, **options)
         for a, b in zip(edges, edges[1:], strict=False)
