@@ -42,7 +42,7 @@ from spec_jax.paging import index
 
 IDENTICAL, NOT_IDENTICAL = 0, 2
 
-JUDGED_DTYPE = "float32"
+COMPARED_DTYPE = "float32"
 """In bfloat16 two libraries that are both right round to different tokens."""
 
 
@@ -62,7 +62,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     models.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        default=JUDGED_DTYPE,
+        default=COMPARED_DTYPE,
         help="dtype of all models while they are timed (default: %(default)s); in "
         "bfloat16 the tokens are compared in float32 besides",
     )
@@ -264,8 +264,8 @@ def greedy_rows(
         return []
     plain = (compare.OUR_PLAIN, compare.THEIR_PLAIN)
     texts = [[done.generated[run].tokens for run in plain] for done in runs]
-    if args.dtype != JUDGED_DTYPE and not args.preset:
-        lm = load_lm(args, dtype=JUDGED_DTYPE)
+    if args.dtype != COMPARED_DTYPE and not args.preset:
+        lm = load_lm(args, dtype=COMPARED_DTYPE)
         sides = load_sides(args, lm, sides.settings)
         texts = [
             [sides.generate(run, done.prompt.tokens)[1].tokens for run in plain]
@@ -311,7 +311,7 @@ def run_all(
     summary = {
         "prompts": len(prompts),
         "gen_tokens": args.gen_tokens,
-        "judged_dtype": greedy[0]["judged_dtype"] if greedy else None,
+        "compared_dtype": greedy[0]["compared_dtype"] if greedy else None,
         "greedy_identical": sum(row["first_difference"] is None for row in greedy),
         "matched": all(done.matched for done in runs),
         "same_drafts": sum(map(sum, same_drafts)),
@@ -327,8 +327,8 @@ def run_all(
 
         rows = [row | description for row in compared]
         figures.save(figures.hugging_face(rows), args.plot, rows=rows)
-    is_judged = summary["judged_dtype"] == JUDGED_DTYPE
-    same = summary["greedy_identical"] == len(prompts) or not is_judged
+    is_compared = summary["compared_dtype"] == COMPARED_DTYPE
+    same = summary["greedy_identical"] == len(prompts) or not is_compared
     return summary["matched"] and same
 
 

@@ -39,7 +39,7 @@ from experiments.lib import (
     terminal,
 )
 from spec_jax.debug import evidence
-from spec_jax.engine import verdicts
+from spec_jax.engine import verification
 from spec_jax.model import config as config_lib, row_model
 from spec_jax.native import build
 from spec_jax.typing import IMPLS
@@ -172,7 +172,7 @@ def _add_axis_flags(group: argparse._ArgumentGroup) -> None:
         )
     group.add_argument(
         "--rule",
-        choices=verdicts.RULES,
+        choices=verification.RULES,
         default="coupled",
         help="how drafts are accepted; only coupled writes the stream of decoding, and "
         "can be certified",

@@ -3,7 +3,7 @@
     (0) first light   versions, one call of each kind of kernel, a step with its trace
     (a) rows          batch invariance of kernels and of rounds, compared as integers
     (b) kernels       time and bandwidth of each kernel, at 16, 32 and 64 rows, by plan
-    (c) steps         plain steps, live rows, prefill, sampling, sets of XLA's flags
+    (c) steps         plain steps, active rows, prefill, sampling, sets of XLA's flags
     (d) rounds        speculative generation at forced acceptance, against plain
     (e) transformers  the same weights in Hugging Face transformers
     (f) compile       compile times, and launches of each program

@@ -86,8 +86,8 @@ def _add_steps(group: argparse._ArgumentGroup) -> None:
         "--rows",
         type=cli.positives,
         metavar="N,N,...",
-        help="live rows of a window, the most of them at every context (default: 1 to "
-        "gamma + 1 where there is a draft, at the first context)",
+        help="active rows of a window, the most of them at every context (default: 1 "
+        "to gamma + 1 where there is a draft, at the first context)",
     )
     group.add_argument(
         "--prefill",

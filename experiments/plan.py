@@ -54,7 +54,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_gen_tokens(group, default=64)
     flags.add_repeats(group, default=3)
     flags.add_cost_repeats(group)
-    flags.add_out(parser, rows="costs, acceptance and verdicts, then one per run")
+    flags.add_out(
+        parser, rows="costs, acceptance and recommendations, then one per run"
+    )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     return args
@@ -182,9 +184,9 @@ def measure(
         curve = costs[name].curve()
         for prediction in planning.predict(measured, curve):
             predictions[name, prediction.gamma] = prediction
-        verdict = planning.judge(measured, curve)
-        write([verdict_row(name, verdict)])
-        console.print(verdict.words(name))
+        recommendation = planning.judge(measured, curve)
+        write([recommendation_row(name, recommendation)])
+        console.print(recommendation.words(name))
     done = run_designs(args.gamma, lms, subject, repeats=args.repeats)
     rows = plan_rows(done, predictions)
     write(rows)
@@ -193,14 +195,16 @@ def measure(
     return rows
 
 
-def verdict_row(drafter: str, verdict: planning.Verdict) -> dict[str, Any]:
-    """The row of a verdict."""
+def recommendation_row(
+    drafter: str, recommendation: planning.Recommendation
+) -> dict[str, Any]:
+    """The row of a recommendation."""
     return {
-        "kind": "plan_verdict",
+        "kind": "plan_recommendation",
         "drafter": drafter,
-        "can_win": verdict.can_win,
-        "words": verdict.words(drafter),
-        **dataclasses.asdict(verdict),
+        "can_win": recommendation.can_win,
+        "words": recommendation.words(drafter),
+        **dataclasses.asdict(recommendation),
     }
 
 

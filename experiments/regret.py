@@ -1,8 +1,8 @@
 """How much slower is a policy of gamma than the best constant gamma in hindsight?
 
-Records the fate of every draft along the texts of plain decoding, measures what rounds
+Records the outcome of every draft along the texts of plain decoding, measures rounds
 cost on this machine, and simulates every policy and every constant gamma on easy, hard
-and mixed texts, and on hostile ones, on which no draft is ever right. With --live all
+and mixed texts, and on adversarial ones, where no draft is ever right. With --live all
 of them run in real rounds too, in turn with plain decoding. Greedy; stop tokens are
 ignored. Exit status: 0 measured and matched, 2 not matched, 1 the input was unusable.
 """
@@ -22,9 +22,9 @@ from rich import console as rich_console
 
 from experiments.lib import (
     costs as costs_lib,
-    fates,
     flags,
     models,
+    outcomes,
     records,
     regret,
     results as results_lib,
@@ -84,16 +84,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-Sets = dict[str, list[fates.Text]]
+Sets = dict[str, list[outcomes.Text]]
 """The sets of texts by name."""
 
 
-def record_texts(subject: models.Subject) -> list[fates.Text]:
+def record_texts(subject: models.Subject) -> list[outcomes.Text]:
     """The prompts' texts, with the outcome of every draft."""
     texts = []
     with terminal.counted("texts", total=len(subject.prompts)) as advance:
         for prompt, ids in zip(subject.prompts, subject.ids, strict=True):
-            texts.append(fates.record(subject.lm, subject.settings, prompt, ids))
+            texts.append(outcomes.record(subject.lm, subject.settings, prompt, ids))
             advance()
     return texts
 
@@ -109,7 +109,7 @@ def run_live(
     mixed, brief = sets["mixed"], dataclasses.replace(settings, gen_tokens=1)
     one_each = results_lib.one_a_bucket([text.prompt_ids for text in mixed])
     some = [text for text in mixed if text.prompt_ids in one_each]
-    for texts in (some, sets["hostile"][:1]):
+    for texts in (some, sets["adversarial"][:1]):
         regret.run_set(lm, brief, texts, candidates, repeats=1, hand_on=False)
     rows = []
     total = args.repeats * sum(len(texts) for texts in sets.values())
@@ -137,7 +137,7 @@ def measure(
     confident = models.with_confidence(lm, args.confidence or 0.0)
     subject = models.prepare(args, lm, args.prompts)
     texts = record_texts(subject)
-    sets = fates.make_sets(texts)
+    sets = outcomes.make_sets(texts)
     settings, typical = subject.settings, models.typical(subject.ids)
     description = describe(args, subject)
 
@@ -177,7 +177,7 @@ def describe_sets(sets: Sets, gamma: int) -> str:
     """How many drafts the windows of each set keep, in a line."""
     words = [
         f"{name} {len(texts)} texts, "
-        f"{sum(fates.mean_kept(text.is_kept) for text in texts) / len(texts):.2f}"
+        f"{sum(outcomes.mean_kept(text.is_kept) for text in texts) / len(texts):.2f}"
         for name, texts in sets.items()
     ]
     return f"drafts that windows of gamma {gamma} keep: {'; '.join(words)}"
@@ -207,7 +207,7 @@ def print_regret(
     """
     by_place = {(row["policy"], row["set"]): row for row in rows}
     present = {row["set"] for row in rows}
-    sets = [name for name in fates.SETS if name in present]
+    sets = [name for name in outcomes.SETS if name in present]
     columns = [column for name in sets for column in (name, "plain")]
     table = tables.plain("policy", *columns, title=title)
     for policy in dict.fromkeys(row["policy"] for row in rows):

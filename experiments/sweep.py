@@ -257,9 +257,9 @@ def run_cells(
                     results.append(result)
                     progress.advance(task)
                 row = cells_lib.row_of(cell, results)
-                verdict = {True: "matched", False: "NOT MATCHED", None: "not compared"}
+                result = {True: "matched", False: "NOT MATCHED", None: "not compared"}
                 console.print(
-                    f"{cell}: {row['speedup_e2e']:.2f}x, {verdict[row['matched']]}",
+                    f"{cell}: {row['speedup_e2e']:.2f}x, {result[row['matched']]}",
                     soft_wrap=True,
                 )
                 yield cell, row

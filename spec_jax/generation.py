@@ -26,7 +26,7 @@ from spec_jax.engine import (
     rows,
     scheduler as scheduler_lib,
     state as states,
-    verdicts,
+    verification,
 )
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.loading import LanguageModel
@@ -152,7 +152,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop: Sequence[int | str] | None = None,
     num_slots: int | None = None,
-    rule: verdicts.Rule = "coupled",
+    rule: verification.Rule = "coupled",
     page_size: int = PAGE_SIZE,
 ) -> Any:
     """Generates text speculatively; every token is what `decode` would have written.
@@ -354,11 +354,11 @@ class Run:
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Sequence[int | str] | None = None,
         num_slots: int | None = None,
-        rule: verdicts.Rule = "coupled",
+        rule: verification.Rule = "coupled",
         page_size: int = PAGE_SIZE,
     ) -> "Run":
         """Checks everything, and raises before anything is allocated."""
-        verdicts.check_rule(rule)
+        verification.check_rule(rule)
         checks.check_max_tokens(max_tokens)
         policy: Any = gamma if _is_policy(gamma) else None
         number = None if _is_policy(gamma) else cast(int | None, gamma)

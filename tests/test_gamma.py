@@ -144,7 +144,7 @@ def test_a_rejected_probe_never_turns_it_on():
 
 @ADAPTIVE
 def test_a_round_that_asked_for_nothing_teaches_nothing(name):
-    """At the end of a text, or starved: only the wait for the next probe goes on."""
+    """At the end of a text, or out of pages: only the wait for a probe goes on."""
     game = played(name)
     for _ in range(3):
         game.tell(1)
@@ -226,9 +226,9 @@ def chances_by_hand(made, rounds_):
     chances, before = [], made.prior
     for draft in range(made.gamma_max):
         reached = kept = 0.0
-        for age, (num_judged, num_accepted) in enumerate(reversed(rounds_)):
+        for age, (num_verified, num_accepted) in enumerate(reversed(rounds_)):
             weight = made.decay**age
-            reached += weight * (draft < num_judged and draft <= num_accepted)
+            reached += weight * (draft < num_verified and draft <= num_accepted)
             kept += weight * (draft < num_accepted)
         before = (kept + made.prior_weight * before) / (reached + made.prior_weight)
         chances.append(before)

@@ -30,7 +30,7 @@ TEXTS = {
     "weak": ([0.4], 0.08),
     "break-even": ([0.3], 0.02),
     "hard": ([0.2], 0.02),
-    "hostile": ([0.0], 0.005),
+    "adversarial": ([0.0], 0.005),
     "mixed": ([0.9, 0.1] * 15, 0.0),
     "mixed, long": ([0.8, 0.3, 0.0] * 4, 0.0),
 }
@@ -49,7 +49,7 @@ def test_regret_is_bounded(name, text):
 
 @pytest.mark.parametrize(
     "text, gamma",
-    [("easy", 1), ("middling", 4), ("hard", 4), ("hostile", 1), ("mixed", 4)],
+    [("easy", 1), ("middling", 4), ("hard", 4), ("adversarial", 1), ("mixed", 4)],
 )
 def test_regret_catches_a_gamma_that_does_not_adapt(text, gamma):
     """Negative control: the constant gamma that suits another text."""
@@ -67,7 +67,7 @@ def test_regret_catches_bad_thresholds():
 
 
 @ADAPTIVE
-def test_hostile_text_costs_what_the_docstrings_say(name):
+def test_adversarial_text_costs_what_the_docstrings_say(name):
     """Fails if probes come too early, do not back off, or a rung is left too late."""
     made, state = make(name, first=GAMMA_MAX)
     text = np.zeros((NUM_TOKENS, GAMMA_MAX), bool)
@@ -86,7 +86,7 @@ def test_hostile_text_costs_what_the_docstrings_say(name):
 
 
 @ADAPTIVE
-def test_a_short_hostile_text_is_not_much_slower_either(name):
+def test_a_short_adversarial_text_is_not_much_slower_either(name):
     """From the first state on, which knows nothing; 3 % from 128 tokens on."""
     made, state = make(name)
     text = np.zeros((NUM_TOKENS, GAMMA_MAX), bool)
@@ -108,14 +108,14 @@ def test_a_short_hostile_text_is_not_much_slower_either(name):
 
 @ADAPTIVE
 def test_probing_every_round_breaks_the_bound(name):
-    """Negative control of hostile texts: the same check, the same costs."""
-    hostile = draw_text([0.0])
+    """Negative control of adversarial texts: the same check, the same costs."""
+    adversarial = draw_text([0.0])
     always = policy.Probing(every=1, longest=1)
-    assert measure(name, hostile).overhead <= 0.03
-    assert measure(name, hostile, probing=always).overhead > 0.03
+    assert measure(name, adversarial).overhead <= 0.03
+    assert measure(name, adversarial, probing=always).overhead > 0.03
     # Without back-off, what `every` alone allows is met, and not passed.
     share = (ROUND_S[1] - ROUND_S[0]) / (EVEN.every * ROUND_S[0])
-    found = measure(name, hostile, probing=EVEN)
+    found = measure(name, adversarial, probing=EVEN)
     until_off_s = 15 * (ROUND_S[4] - ROUND_S[0])
     assert 0.95 * share < found.overhead < share + until_off_s / found.fixed_s[0]
 
@@ -127,19 +127,19 @@ def test_catching_up_costs_a_share_whatever_the_interval(name, probing):
 
     A draft step of 0.1 ms: two rows a step break the bound, eight do not.
     """
-    hostile = draw_text([0.0])
-    found = measure(name, hostile, catch_up_s=1e-4 / 2, probing=probing)
+    adversarial = draw_text([0.0])
+    found = measure(name, adversarial, catch_up_s=1e-4 / 2, probing=probing)
     assert found.overhead > 0.03
-    found = measure(name, hostile, catch_up_s=1e-4 / 8, probing=probing)
+    found = measure(name, adversarial, catch_up_s=1e-4 / 8, probing=probing)
     assert found.overhead < 0.03
     made, state = make(name, probing=probing)
-    run = simulate(made, simulation.begin(made, state), hostile)
+    run = simulate(made, simulation.begin(made, state), adversarial)
     assert int(run.num_caught_up) + int(run.num_behind) == int(run.rounds_at[0])
     assert int(run.num_behind) < probing.longest
 
 
 @ADAPTIVE
-def test_it_recovers_after_a_hostile_stretch(name):
+def test_it_recovers_after_an_adversarial_stretch(name):
     """At the largest gamma within `longest` rounds and 24, whenever the text turns."""
     made, state = make(name)
     climb = made.probing.longest + 24

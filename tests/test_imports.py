@@ -44,7 +44,7 @@ FEWER = {
     "drafters/oracle": {"engine"},
     **{
         f"engine/{name}": ABSTRACT
-        for name in ("loop", "protocols", "state", "verdicts", "round")
+        for name in ("loop", "protocols", "state", "outcomes", "round")
     },
 }
 """What some may import of all that is below them, besides what every part may."""
@@ -186,7 +186,10 @@ PLANTED = {
     "gamma knows rules": ("gamma/bad.py", "from spec_jax.rules import acceptance"),
     "rounds know pages": ("engine/round.py", "from spec_jax.paging import cache"),
     "rounds know models": ("engine/round.py", "from spec_jax.model import qwen3"),
-    "verdicts know pages": ("engine/verdicts.py", "from spec_jax.paging import cache"),
+    "outcomes know pages": (
+        "engine/verification.py",
+        "from spec_jax.paging import cache",
+    ),
     "the engine knows drafters": (
         "engine/bad.py",
         "from spec_jax.drafters import ngram",

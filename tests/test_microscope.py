@@ -157,7 +157,7 @@ def test_a_wrong_reading_is_not_explained(spoiled, caught):
             CONFIG,
             values,
             x=x,
-            num_live=jnp.int32(len(WINDOW)),
+            num_active=jnp.int32(len(WINDOW)),
             impl="native",
         )
         return {name for name, differs in wrong.items() if bool(differs.any())}
@@ -187,7 +187,7 @@ def test_every_planted_fault_is_named(fault):
     assert (first.layer, first.operation) == (fault.layer, fault.operation)
     assert first.cell.differing and first.cell.max_ulp
     if fault.operation in observe.LEAVES_ROWS:
-        # One element of the last live row.
+        # One element of the last active row.
         assert first.row == len(WINDOW) - 1 and first.cell.differing == 1
 
 
@@ -261,7 +261,7 @@ def test_faults_that_do_not_exist(text, message):
     [
         ("3:v", "paged-decode", "no layer 3 .* layers 0 to 2"),
         ("1:gate:stale", "paged-decode", "only its weight"),
-        ("1:v:stale", "decode", "needs two live rows"),
+        ("1:v:stale", "decode", "needs two active rows"),
     ],
 )
 def test_faults_that_cannot_be_planted(spec, name, message):

@@ -118,13 +118,13 @@ def test_entries_are_of_the_logits(plain):
     assert (np.asarray(recording.fed)[: NUM_PROMPT - 1] == recorder.NONE).all()
 
 
-def verify_one(target, state, tokens, num_live):
+def verify_one(target, state, tokens, num_active):
     """One window of one slot: the recording, and the logits."""
     watched = recording_of(rows.SlotRows(model=target, num_slots=1))
     window = protocols.Window(
         tokens=jnp.asarray([tokens], jnp.int32),
         start=state.slots.length - 1,
-        num_live=jnp.asarray([num_live], jnp.int32),
+        num_active=jnp.asarray([num_active], jnp.int32),
     )
     cache = watched.attach(state).cache
     recording, verified = jax.jit(watched.verify)(decoding.TARGET_PARAMS, cache, window)
@@ -251,7 +251,7 @@ def test_a_window_that_does_not_fit_is_refused():
     window = protocols.Window(
         tokens=jnp.zeros((1, 3), jnp.int32),
         start=state.slots.length - 1,
-        num_live=jnp.full((1,), 3, jnp.int32),
+        num_active=jnp.full((1,), 3, jnp.int32),
     )
     with pytest.raises(ValueError, match="3 columns do not fit a recorder of window=2"):
         watched.verify(decoding.TARGET_PARAMS, watched.attach(state).cache, window)

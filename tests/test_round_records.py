@@ -12,7 +12,7 @@ SETTING = Setting()
 
 
 def test_padding_is_no_stop_token():
-    """Fails if what fills a verdict after its tokens ends the sequence.
+    """Fails if what fills an outcome after its tokens ends the sequence.
 
     The padding is a token of the vocabulary, and may be the one that stops.
     """

@@ -244,10 +244,10 @@ def test_tokens_pass_through_their_logits_unchanged():
     window = protocols.Window(
         tokens=jnp.zeros((1, 3), jnp.int32),
         start=jnp.zeros((1,), jnp.int32),
-        num_live=jnp.full((1,), 3, jnp.int32),
+        num_active=jnp.full((1,), 3, jnp.int32),
     )
     _, verified = jax.jit(target.verify)(None, cache, window)
-    own = target.choose(verified.logits, verified.num_live)
+    own = target.choose(verified.logits, verified.num_active)
     assert own.dtype == jnp.int32 and own.tolist() == [largest, largest - 1, 7]
 
 

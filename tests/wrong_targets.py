@@ -43,7 +43,7 @@ class StaleValues(Around):
     def verify(self, params, cache, window):
         before = cache.v[-1]
         cache, verified = self.target.verify(params, cache, window)
-        stale = jnp.where(jnp.any(window.num_live == 3), before, cache.v[-1])
+        stale = jnp.where(jnp.any(window.num_active == 3), before, cache.v[-1])
         return cache.replace(v=(*cache.v[:-1], stale)), verified
 
 
@@ -71,9 +71,9 @@ class SpoiltLogits(Around):
         logits = _spoil(params, verified.logits, verified.positions)
         return cache, verified.replace(logits=logits)
 
-    def forward(self, params, cache, *, tokens, start, num_live):
+    def forward(self, params, cache, *, tokens, start, num_active):
         cache, logits = self.target.forward(
-            params.params, cache, tokens=tokens, start=start, num_live=num_live
+            params.params, cache, tokens=tokens, start=start, num_active=num_active
         )
         positions = start + jnp.arange(logits.shape[0], dtype=jnp.int32)
         return cache, _spoil(params, logits, positions)

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Int
 
 from experiments.ablations import verify_paths
 from spec_jax import pytree
-from spec_jax.engine import baseline, protocols, rows, verdicts
+from spec_jax.engine import baseline, protocols, rows, verification
 from spec_jax.model import params as params_lib
 from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
@@ -96,22 +96,28 @@ class DecodeRounds(rows.SlotRows):
         self, params: params_lib.Params, kv: Caches, window: protocols.Window
     ) -> tuple[Caches, protocols.Verified]:
         """Verifies by the path, and decodes; the logits are those of decoding."""
-        tokens, start, num_live = window.tokens[0], window.start[0], window.num_live[0]
-        mirror, logits = self.path.forward(
-            params, kv.mirror, tokens=tokens, start=start, num_live=num_live
+        tokens, start, num_active = (
+            window.tokens[0],
+            window.start[0],
+            window.num_active[0],
         )
-        failed = self.path.is_starved(mirror)
-        seen, _ = verdicts.target_tokens(
+        mirror, logits = self.path.forward(
+            params, kv.mirror, tokens=tokens, start=start, num_active=num_active
+        )
+        failed = self.path.is_out_of_pages(mirror)
+        seen, _ = verification.target_tokens(
             self.path, verify_paths.in_one_slot(logits, window), kv.sampling
         )
         mirror = self.path.truncate(mirror, start)
         commit, logits, own, fed = self._decode(
-            params, kv.commit, kv.sampling, tokens, start, num_live, is_given=False
+            params, kv.commit, kv.sampling, tokens, start, num_active, is_given=False
         )
         mirror, _, _, mirrored = self._decode(
             params, mirror, kv.sampling, tokens, start, fed, is_given=True
         )
-        failed |= self.model.is_starved(commit) | self.model.is_starved(mirror)
+        failed |= self.model.is_out_of_pages(commit) | self.model.is_out_of_pages(
+            mirror
+        )
         counted = (~failed).astype(jnp.int32)
         kv = kv.replace(
             mirror=mirror,
@@ -119,7 +125,7 @@ class DecodeRounds(rows.SlotRows):
             start=start,
             differs=(seen[: self.width] != own) & ~failed,
             failed=failed[None],
-            follows_correction=fed < num_live,
+            follows_correction=fed < num_active,
             commit_steps=kv.commit_steps + counted * fed,
             mirror_steps=kv.mirror_steps + counted * mirrored,
             correction_steps=kv.correction_steps
@@ -150,21 +156,21 @@ class DecodeRounds(rows.SlotRows):
             one = protocols.Window(
                 tokens=tokens[row][None, None],
                 start=(start + row)[None],
-                num_live=jnp.ones((1,), jnp.int32),
+                num_active=jnp.ones((1,), jnp.int32),
             )
             cache, part = self.model.forward(
                 params,
                 cache,
                 tokens=one.tokens[0],
                 start=one.start[0],
-                num_live=one.num_live[0],
+                num_active=one.num_active[0],
             )
-            chosen, _ = verdicts.target_tokens(
+            chosen, _ = verification.target_tokens(
                 self.model, verify_paths.in_one_slot(part, one), sampling
             )
             follows = tokens.at[row + 1].get(mode="fill", fill_value=-1)
             goes_on = is_given | (chosen[0] == follows)
-            goes_on &= ~self.model.is_starved(cache)
+            goes_on &= ~self.model.is_out_of_pages(cache)
             logits, own = logits.at[row].set(part[0]), own.at[row].set(chosen[0])
             return row + 1, goes_on, cache, logits, own
 

@@ -58,23 +58,23 @@ class _OnModel:
         return self.model.slab
 
     def choose(
-        self, logits: Float[Array, "R V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "R V"], num_active: Int[Array, ""]
     ) -> Int[Array, " R"]:
         """As the model does."""
-        return self.model.choose(logits, num_live)
+        return self.model.choose(logits, num_active)
 
     def truncate(self, kv: cache.PagedKV, new_len: Int[Array, ""]) -> cache.PagedKV:
         """As the model does."""
         return self.model.truncate(kv, new_len)
 
-    def is_starved(self, kv: cache.PagedKV) -> Bool[Array, ""]:
+    def is_out_of_pages(self, kv: cache.PagedKV) -> Bool[Array, ""]:
         """As the model does."""
-        return self.model.is_starved(kv)
+        return self.model.is_out_of_pages(kv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLoop(_OnModel):
-    """Verifies by decoding: each live row is a forward of its own."""
+    """Verifies by decoding: each active row is a forward of its own."""
 
     def forward(
         self,
@@ -83,13 +83,13 @@ class RowLoop(_OnModel):
         *,
         tokens: Int[Array, " window"],
         start: Int[Array, ""],
-        num_live: Int[Array, ""],
+        num_active: Int[Array, ""],
     ) -> tuple[cache.PagedKV, Float[Array, "slab V"]]:
-        """As `RowModel.forward`, in `num_live` forwards of one row."""
+        """As `RowModel.forward`, in `num_active` forwards of one row."""
 
         def keep_going(carry):
             row, kv, _ = carry
-            return (row < num_live) & ~self.is_starved(kv)
+            return (row < num_active) & ~self.is_out_of_pages(kv)
 
         def step(carry):
             row, kv, logits = carry
@@ -98,7 +98,7 @@ class RowLoop(_OnModel):
                 kv,
                 tokens=tokens[row][None],
                 start=start + row,
-                num_live=jnp.int32(1),
+                num_active=jnp.int32(1),
             )
             return row + 1, kv, logits.at[row].set(one[0])
 
@@ -122,33 +122,33 @@ class _LibraryWindow(_OnModel):
         *,
         tokens: Int[Array, " window"],
         start: Int[Array, ""],
-        num_live: Int[Array, ""],
+        num_active: Int[Array, ""],
         observe: observe_lib.Observe = observe_lib.pass_on,
     ) -> tuple[cache.PagedKV, Float[Array, "window V"]]:
         """As `RowModel.forward`, with the numerics of `library_window`."""
         slot = row_model.SLOT
         follows = start == kv.length[slot]
         kv = kv.replace(refused=kv.refused.at[slot].set(kv.refused[slot] | ~follows))
-        kv = allocator.reserve(kv, slot, start + num_live)
-        num_live = jnp.where(self.is_starved(kv), 0, num_live)
+        kv = allocator.reserve(kv, slot, start + num_active)
+        num_active = jnp.where(self.is_out_of_pages(kv), 0, num_active)
         kv, logits = library_window.forward(
             params,
             self.config,
             kv,
             tokens=tokens,
             start=start,
-            num_live=num_live,
+            num_active=num_active,
             slot=slot,
             attention=self.attention,
             observe=observe,
         )
-        return allocator.extend(kv, slot, start + num_live), logits
+        return allocator.extend(kv, slot, start + num_active), logits
 
     def choose(
-        self, logits: Float[Array, "window V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "window V"], num_active: Int[Array, ""]
     ) -> Int[Array, " window"]:
         """The first token of highest logit."""
-        del num_live
+        del num_active
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
@@ -213,22 +213,22 @@ class OneSlot(rows.SlotRows):
     def verify(
         self, params: params_lib.Params, kv: cache.PagedKV, window: protocols.Window
     ) -> tuple[cache.PagedKV, protocols.Verified]:
-        """Runs the live columns by the path; see `protocols.Target`."""
-        num_live = window.num_live[0]
+        """Runs the active columns by the path; see `protocols.Target`."""
+        num_active = window.num_active[0]
         kv, logits = self.path.forward(
             params,
             kv,
             tokens=window.tokens[0],
             start=window.start[0],
-            num_live=num_live,
+            num_active=num_active,
         )
         return kv, in_one_slot(logits, window)
 
     def choose(
-        self, logits: Float[Array, "P V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
     ) -> Int[Array, " P"]:
         """As the path does."""
-        return self.path.choose(logits, num_live)
+        return self.path.choose(logits, num_active)
 
     def recount(self, run: Any, kv: cache.PagedKV) -> Any:
         """Returns the run with a forward for each row, where it goes by rows."""
@@ -249,6 +249,6 @@ def in_one_slot(
         logits=logits,
         slots=jnp.zeros((height,), jnp.int32),
         positions=window.start[0] + jnp.arange(height, dtype=jnp.int32),
-        num_live=window.num_live[0],
-        at=jnp.where(columns < window.num_live[:, None], columns, height),
+        num_active=window.num_active[0],
+        at=jnp.where(columns < window.num_active[:, None], columns, height),
     )

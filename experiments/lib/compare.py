@@ -282,7 +282,7 @@ def greedy_row(
         "length": prompt.length,
         "id": prompt.id,
         "prompt_tokens": len(prompt.tokens),
-        "judged_dtype": sides.lm.target.config.dtype,
+        "compared_dtype": sides.lm.target.config.dtype,
         "tokens": len(theirs),
         "first_difference": place,
         **dict.fromkeys(("our_token", "their_token", "our_margin", "their_margin")),
@@ -320,6 +320,6 @@ def next_logits(
         state.cache,
         tokens=jnp.asarray(tokens[-1:], jnp.int32),
         start=jnp.int32(n - 1),
-        num_live=jnp.int32(1),
+        num_active=jnp.int32(1),
     )
     return np.asarray(logits[0], np.float32)

@@ -59,7 +59,7 @@ def print_all(
     different = [row for row in greedy if row["first_difference"] is not None]
     if different:
         console.print(
-            f"Other tokens than Hugging Face's in {summary['judged_dtype']}:",
+            f"Other tokens than Hugging Face's in {summary['compared_dtype']}:",
             style="bold red",
         )
         _print(different, _GREEDY, console)
@@ -74,7 +74,7 @@ def print_all(
         "times plain decoding of that side, and Hugging Face's; accepted: of the "
         "proposed; same: prompts of which every token is that of Hugging Face's plain "
         "decoding in this dtype.\n"
-        f"{summary['judged_dtype']}: {summary['greedy_identical']} of "
+        f"{summary['compared_dtype']}: {summary['greedy_identical']} of "
         f"{summary['prompts']} prompts as Hugging Face's greedy decoding; drafted as "
         f"plain decoding: {str(summary['matched']).lower()}; drafted and accepted as "
         f"many tokens as Hugging Face in {summary['same_drafts']} of "

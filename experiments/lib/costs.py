@@ -39,7 +39,7 @@ class RoundCosts:
 
     Attributes:
       plain_s: a step of plain decoding.
-      verify_s: the target's forward over `1 .. gamma_max + 1` live rows.
+      verify_s: the target's forward over `1 .. gamma_max + 1` active rows.
       idle_s: a round that asks for no draft.
       propose_s: a proposal of 0, of 1 and of `gamma_max` tokens.
       catch_up_s: by which a token that the drafter sat out delays its next proposal,
@@ -134,8 +134,8 @@ def thunks(
     made = {PLAIN: _plain_steps(first, settings, prompt, steps)}
     middle = text[: len(prompt) + steps // 2]
     kv = _begin(first, settings, middle).cache
-    for num_live in range(1, first.gamma_max + 2):
-        made[_window(num_live)] = _windows(first, kv, middle, num_live, steps)
+    for num_active in range(1, first.gamma_max + 2):
+        made[_window(num_active)] = _windows(first, kv, middle, num_active, steps)
     for name, lm in lms.items():
         walk = _Walk(lm, settings, text, num_prompt=len(prompt))
         made |= walk.thunks(name, catch_up=catch_up)
@@ -162,14 +162,14 @@ def _plain_steps(lm, settings, prompt, steps) -> timing.Thunk:
     )
 
 
-def _windows(lm, kv, text, num_live, steps) -> timing.Thunk:
+def _windows(lm, kv, text, num_active, steps) -> timing.Thunk:
     """Times the target's forward over a window after a text, and what undoes it."""
     run = functools.partial(
         _repeat_window,
         rows_lib.SlotRows(model=lm.target, num_slots=1),
         lm.params,
         start=jnp.int32(len(text) - 1),
-        num_live=jnp.int32(num_live),
+        num_active=jnp.int32(num_active),
         steps=jnp.int32(steps),
         width=lm.gamma_max + 1,
     )
@@ -179,16 +179,16 @@ def _windows(lm, kv, text, num_live, steps) -> timing.Thunk:
 @functools.partial(
     jax.jit, static_argnames=("target", "width"), donate_argnames=("cache",)
 )
-def _repeat_window(target, params, cache, *, start, num_live, steps, width):
+def _repeat_window(target, params, cache, *, start, num_active, steps, width):
     """Verifies a window `steps` times at one place, and forgets it each time."""
 
     def step(_, carry):
         cache, tokens = carry
         window = protocols.Window(
-            tokens=tokens, start=start[None], num_live=num_live[None]
+            tokens=tokens, start=start[None], num_active=num_active[None]
         )
         cache, verified = target.verify(params, cache, window)
-        chosen = target.choose(verified.logits, verified.num_live)
+        chosen = target.choose(verified.logits, verified.num_active)
         cache = target.truncate(cache, start[None], asked=jnp.ones((1,), bool))
         # Tokens of the step before it, as in decoding: with fixed ones XLA could move
         # the first layer out of the loop.
@@ -244,8 +244,8 @@ def rows(timings: timing.Timings) -> list[dict[str, Any]]:
     return made
 
 
-def _window(num_live: int) -> str:
-    return f"{num_live} live row{'s' * (num_live > 1)}"
+def _window(num_active: int) -> str:
+    return f"{num_active} active row{'s' * (num_active > 1)}"
 
 
 def _idle(drafter: str) -> str:

@@ -55,9 +55,9 @@ def is_round_summary(row: Row) -> bool:
 
 
 def is_window_cost(row: Row) -> bool:
-    """Whether the row times a slab with so many live rows, of `latency.py`."""
+    """Whether the row times a slab with so many active rows, of `latency.py`."""
     name = str(row.get("step"))
-    return row.get("kind") == "step" and name.endswith((" live row", " live rows"))
+    return row.get("kind") == "step" and name.endswith((" active row", " active rows"))
 
 
 def by_gamma(summaries: Sequence[Row]) -> list[Curve]:
@@ -100,10 +100,10 @@ def of_largest_gamma(summaries: Sequence[Row], name: str) -> list[Curve]:
     return labelled(chosen, _SETTINGS)
 
 
-def by_live_rows(steps: Sequence[Row]) -> list[Curve]:
-    """Curves over the live rows of a slab, one for each model and implementation."""
+def by_active_rows(steps: Sequence[Row]) -> list[Curve]:
+    """Curves over the active rows of a slab, one for each model and implementation."""
     names = ("target", "dtype", "impl", "slab", "context")
-    return labelled(group_by(steps, names), names, sort_by="num_live")
+    return labelled(group_by(steps, names), names, sort_by="num_active")
 
 
 def comparison(rows: Sequence[Row]) -> dict[str, list[Curve]]:

@@ -152,21 +152,21 @@ def accepted_lengths(summaries: Sequence[Row]) -> Figure:
 
 
 def step_cost(steps: Sequence[Row]) -> Figure:
-    """What a step costs with several live rows, in time and beside one row."""
-    found = curves.by_live_rows(steps)
+    """What a step costs with several active rows, in time and beside one row."""
+    found = curves.by_active_rows(steps)
     with parts.style():
         figure, (left, right) = parts.new(3.9, 1, 2)
         for place, curve in enumerate(found):
-            live = [row["num_live"] for row in curve.rows]
+            live = [row["num_active"] for row in curve.rows]
             for axes, name in ((left, "ms"), (right, "ratio")):
                 middle, errors = parts.errors(curve.rows, name)
                 looks = parts.looks(place)
                 axes.errorbar(live, middle, errors, label=curve.label, **looks)
         left.set_ylabel("time of a step (ms)")
-        right.set_ylabel("beside one live row (times)")
+        right.set_ylabel("beside one active row (times)")
         parts.legend_above(figure, left, "median, bars: 10th to 90th percentile")
         for axes in (left, right):
-            axes.set_xlabel("live rows of the slab")
+            axes.set_xlabel("active rows of the slab")
             axes.set_ylim(bottom=0)
             parts.whole_numbers(axes.xaxis)
     return figure

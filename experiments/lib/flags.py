@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from experiments.lib import cli
 from spec_jax.drafters import registry
-from spec_jax.engine import verdicts
+from spec_jax.engine import verification
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
 from spec_jax.rules import sampling
@@ -134,7 +134,7 @@ def add_rule(group: argparse._ActionsContainer) -> None:
     """`--rule`."""
     group.add_argument(
         "--rule",
-        choices=verdicts.RULES,
+        choices=verification.RULES,
         default="coupled",
         help="how drafts are accepted: equal to what the target draws itself "
         "(coupled), or by rejection sampling, draft by draft or as a block, which keep "

@@ -66,7 +66,7 @@ def _attention(subject: kernels.Attention, impl: str) -> Case:
     slots, ends = rows % 2, np.asarray([subject.context, subject.context // 3 + 1])
     positions = np.maximum(ends - HEIGHT // 2, 0).astype(np.int32)[slots] + rows // 2
     inputs = subject.rows_at(jnp.asarray(slots), jnp.asarray(positions))
-    inputs["num_live"] = jnp.int32(HEIGHT)
+    inputs["num_active"] = jnp.int32(HEIGHT)
 
     def layout(name: str, *, seed: int, wider: int):
         own = dataclasses.replace(subject, copies=2, spread=3, seed=seed)
@@ -132,7 +132,7 @@ def reference(case: Case) -> tuple[Any, Row]:
 def check(case: Case, expected: Any) -> Iterator[Row]:
     """A row of results for each thing that must not matter."""
     grids = {
-        "live rows": _among_live(case),
+        "active rows": _among_active(case),
         "alone": _alone(case),
         "other places": _moved(case),
         "other heights": _heights(case),
@@ -165,7 +165,7 @@ def _results(run: Any, inputs: Any, pages: Any, written: Any) -> tuple[Any, Any]
     return y, written(inputs, pages)
 
 
-def _among_live(case: Case) -> Results:
+def _among_active(case: Case) -> Results:
     for live in range(1, HEIGHT + 1):
         inputs = _poisoned(case.inputs, jnp.int32(live))
         y, pages = case.run(inputs, case.pages)
@@ -193,7 +193,7 @@ def _heights(case: Case) -> Results:
     """Each height is another executable."""
     for height in HEIGHTS:
         inputs = _taken(case.inputs, jnp.arange(height))
-        inputs["num_live"] = jnp.int32(height)
+        inputs["num_active"] = jnp.int32(height)
         found = _results(case.run, inputs, case.pages, case.written)
         yield found, range(height), height
 
@@ -224,7 +224,7 @@ def _poisoned(inputs, live):
         name: jax.tree.map(poison, value) if name in kernels.BY_ROW else value
         for name, value in inputs.items()
     }
-    return {**made, "num_live": live}
+    return {**made, "num_active": live}
 
 
 def control(impl: str) -> Row:

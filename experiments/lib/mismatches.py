@@ -304,7 +304,7 @@ def _windows(
             {
                 "start": start,
                 "row": row,
-                "window": window.tokens[0, : window.num_live[0]].tolist(),
+                "window": window.tokens[0, : window.num_active[0]].tolist(),
                 "window_rows": window.tokens.shape[1],
                 "logits": logits[row],
                 "chosen": int(chosen[row]),
@@ -327,7 +327,7 @@ def _next_window(speculator, state):
 def _verify(path, params, cache, window):
     """Returns the logits and the choices of a window's rows; nothing is kept."""
     _, verified = path.verify(params, cache, window)
-    return verified.logits, path.choose(verified.logits, verified.num_live)
+    return verified.logits, path.choose(verified.logits, verified.num_active)
 
 
 def _decoded(lm, settings, text: list[int], num_prompt: int) -> recorder.Recording:

@@ -91,11 +91,11 @@ class _OneSlot(rows.SlotRows):
         self, params: params_lib.Params, kv: paged.PagedKV, window: protocols.Window
     ) -> tuple[paged.PagedKV, protocols.Verified]:
         """Runs the slot's active columns."""
-        start, num_live = window.start[0], window.num_live[0]
+        start, num_active = window.start[0], window.num_active[0]
         kv, logits = self.path.forward(
-            params, kv, tokens=window.tokens[0], start=start, num_live=num_live
+            params, kv, tokens=window.tokens[0], start=start, num_active=num_active
         )
-        num_live = jnp.where(self.path.is_starved(kv), 0, num_live)
+        num_active = jnp.where(self.path.is_out_of_pages(kv), 0, num_active)
         height = logits.shape[0]
         places = jnp.arange(height, dtype=jnp.int32)
         columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)
@@ -103,12 +103,12 @@ class _OneSlot(rows.SlotRows):
             logits=logits,
             slots=jnp.zeros((height,), jnp.int32),
             positions=start + places,
-            num_live=num_live,
-            at=jnp.where(columns < num_live, columns, height)[None],
+            num_active=num_active,
+            at=jnp.where(columns < num_active, columns, height)[None],
         )
 
     def choose(
-        self, logits: Float[Array, "P V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
     ) -> Int[Array, " P"]:
         """Chooses as the path does."""
-        return self.path.choose(logits, num_live)
+        return self.path.choose(logits, num_active)

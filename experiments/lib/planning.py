@@ -73,7 +73,7 @@ def record(
     windows = []
     while bool(state.slots.running[0]):
         state, info = _run_round(scheduler.speculator, state)
-        numbers = info.gamma, info.proposal.num_drafted, info.verdict.num_accepted
+        numbers = info.gamma, info.proposal.num_drafted, info.outcome.num_accepted
         asked, drafted, accepted = (int(number[0]) for number in numbers)
         windows.append(Window(asked=asked, drafted=drafted, accepted=accepted))
     checks.check_refused([state.cache, state.memory])
@@ -148,7 +148,7 @@ class Prediction:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Recommendation:
     """Whether a drafter can win, and what stands in its way.
 
     Attributes:
@@ -173,7 +173,7 @@ class Verdict:
         return self.best.speedup > 1
 
     def words(self, drafter: str) -> str:
-        """The verdict in words."""
+        """The recommendation in words."""
         best = f"{self.best.speedup:.2f}x with gamma {self.best.gamma}"
         if self.can_win:
             return f"{drafter}: can win, {best} expected to be the best"
@@ -217,15 +217,15 @@ def predict(acceptance: Acceptance, costs: theory.CostCurve) -> list[Prediction]
     ]
 
 
-def judge(acceptance: Acceptance, costs: theory.CostCurve) -> Verdict:
-    """The verdict, over the gammas that acceptance is known for."""
+def judge(acceptance: Acceptance, costs: theory.CostCurve) -> Recommendation:
+    """The recommendation, over the gammas that acceptance is known for."""
     best = _best(predict(acceptance, costs))
     free = {
         name: _best(predict(acceptance, costs.without(name))).speedup
         for name in ("drafting", "verification", "both")
     }
     one = costs.round_s(1)[1]
-    return Verdict(
+    return Recommendation(
         best=best,
         ceilings=free,
         acceptance=acceptance.known[0],

@@ -13,8 +13,8 @@ import numpy as np
 
 from experiments.lib import (
     costs as costs_lib,
-    fates,
     forced_drafter,
+    outcomes,
     policies,
     runs,
     timing,
@@ -106,7 +106,7 @@ def confident(
 
 def seconds_of(
     candidate: Candidate,
-    texts: Sequence[fates.Text],
+    texts: Sequence[outcomes.Text],
     *,
     round_s: np.ndarray,
     catch_up_s: float,
@@ -132,7 +132,7 @@ def seconds_of(
 
 def simulated_rows(
     candidates: Sequence[Candidate],
-    sets: Mapping[str, Sequence[fates.Text]],
+    sets: Mapping[str, Sequence[outcomes.Text]],
     costs: costs_lib.RoundCosts,
     *,
     hand_on: bool,
@@ -201,7 +201,7 @@ class LiveSet:
 def run_set(
     lm: loading.LanguageModel,
     settings: runs.Settings,
-    texts: Sequence[fates.Text],
+    texts: Sequence[outcomes.Text],
     candidates: Sequence[Candidate],
     *,
     repeats: int,
@@ -225,8 +225,8 @@ def run_set(
             for candidate in candidates:
                 asked = _asked(settings, candidate, states[candidate.name])
                 used, known = candidate.lm or lm, None
-                if text.is_hostile:
-                    used, known = _hostile(used, text)
+                if text.is_adversarial:
+                    used, known = _adversarial(used, text)
                 done = runs.run_speculative(
                     used, asked, text.prompt_ids, draft_params=known
                 )
@@ -296,8 +296,8 @@ def _asked(
     )
 
 
-def _hostile(
-    lm: loading.LanguageModel, text: fates.Text
+def _adversarial(
+    lm: loading.LanguageModel, text: outcomes.Text
 ) -> tuple[loading.LanguageModel, forced_drafter.ForcedParams]:
     """The model whose drafter works as always and is always wrong, and its text."""
     written = jnp.asarray(np.array([*text.prompt_ids, *text.tokens], np.int32))

@@ -28,7 +28,7 @@ from spec_jax.engine import (
     rows,
     scheduler as scheduler_lib,
     state as states,
-    verdicts,
+    verification,
 )
 from spec_jax.gamma import policy
 from spec_jax.rules import sampling as sampling_lib
@@ -52,7 +52,7 @@ class Settings:
     sampling: sampling_lib.SamplingSettings | None = None  # None: greedy
     gamma_policy: policy.GammaPolicy | None = None  # None: always `gamma`
     policy_state: policy.State = None  # before each prompt's first round
-    rule: verdicts.Rule = "coupled"
+    rule: verification.Rule = "coupled"
     num_slots: int = 1
     verifier: protocols.Target | None = None
 

@@ -198,7 +198,7 @@ def _texts(sight: Sight, choice: compare.Choice) -> list[str] | None:
 
 
 def print_sight(sight: Sight, console: rich_console.Console) -> None:
-    """Everything, the verdict first."""
+    """Everything, the result first."""
     reference, verify = (_describe(side) for side in sight.sides)
     console.print(f"reference: {reference}\nverify:    {verify}", highlight=False)
     if sight.fault is not None:

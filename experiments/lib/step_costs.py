@@ -3,7 +3,7 @@
 Either the JSON lines that `latency.py --out` writes, or one JSON object:
 
     {"plain_s": 0.00117,                       a step of plain decoding
-     "verify_s": {"1": 0.00107, "5": 0.00191}, a forward by its live rows
+     "verify_s": {"1": 0.00107, "5": 0.00191}, a forward by its active rows
      "draft_s": {"draft-model": 0.000126},     a drafted token, by drafter; 0 if not
                                                named; or one number for all
      "overhead_s": 0.0}                        of a round; may be left out
@@ -62,7 +62,7 @@ class Costs:
 
 
 def expected_seconds(curve: theory.CostCurve, num_forwards: Sequence[int]) -> float:
-    """Seconds of rounds with so many live rows each: `num_forwards[n]` had `n`.
+    """Seconds of rounds with so many active rows each: `num_forwards[n]` had `n`.
 
     Raises:
       ValueError: a window that is higher than the table of costs.
@@ -116,8 +116,8 @@ def _of_steps(rows: Sequence[Any]) -> Costs:
         raise ValueError("the rows of several runs")
     plain_s, draft_s = seconds["plain step"], seconds["draft step"]
     windows = {
-        "1 live row" if n == 1 else f"{n} live rows": n
-        for n in {row["num_live"] for row in steps} - {None}
+        "1 active row" if n == 1 else f"{n} active rows": n
+        for n in {row["num_active"] for row in steps} - {None}
     }
     return Costs(
         plain_s=plain_s,

@@ -1,4 +1,4 @@
-"""Step costs: a plain step, a slab with several live rows, a draft step, a round.
+"""Step costs: a plain step, a slab with several active rows, a draft step, a round.
 
 Many steps are one compiled call, so that the cost of dispatching a call is not
 measured; on a GPU the loop around them is, as it is in a generation. A context of `n`
@@ -36,7 +36,7 @@ from spec_jax.rules import sampling as sampling_lib
 
 
 PLAIN = "plain step"
-ONE_ROW = "1 live row"
+ONE_ROW = "1 active row"
 READ = "read of its bytes"
 LARGE_READ = "read of 256 MiB"
 NEW_CACHE = "new cache"
@@ -112,7 +112,7 @@ class Cost:
       timed: a thunk, where it is something else.
       ratio_to: name of the cost that it is compared with.
       context: positions that the first step attends to, where that matters.
-      num_live: live rows, where that matters.
+      num_active: active rows, where that matters.
       gamma: tokens drafted, where that matters.
       num_bytes: that one must read, where that is known.
     """
@@ -122,7 +122,7 @@ class Cost:
     work: Work | None = None
     timed: timing.Thunk | None = None
     context: int | None = None
-    num_live: int | None = None
+    num_active: int | None = None
     gamma: int | None = None
     num_bytes: int | None = None
 
@@ -136,7 +136,7 @@ class Plan:
 
     Attributes:
       contexts: of a plain step; everything else is measured at the first of them.
-      rows: live rows at the first context; the most of them at all others too. None:
+      rows: active rows at the first context; the most of them at all others too. None:
         up to the drafter's longest window, at the first context only.
       prefills: prompt lengths to be prefilled.
       sampling: of plain steps and rounds; None is greedy.
@@ -188,11 +188,11 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
     def window(n: int, context: int) -> Cost:
         suffix = "" if context == first else f" at {context}"
         return Cost(
-            name=(ONE_ROW if n == 1 else f"{n} live rows") + suffix,
-            work=_window(*shared, context, num_live=n, box=box),
+            name=(ONE_ROW if n == 1 else f"{n} active rows") + suffix,
+            work=_window(*shared, context, num_active=n, box=box),
             ratio_to=(ONE_ROW if ones else PLAIN) if not suffix else PLAIN,
             context=context,
-            num_live=n,
+            num_active=n,
             num_bytes=_bytes(*shared[:2], context),
         )
 
@@ -238,7 +238,7 @@ def _drafter_costs(
             work=_plain(draft, params, sizes, context, box=own, program="draft"),
             ratio_to=PLAIN,
             context=context,
-            num_live=1,
+            num_active=1,
             num_bytes=_bytes(draft, params, context),
         )
     ]
@@ -290,11 +290,13 @@ def live_rows(
     sizes: Sizes,
     context: int,
     *,
-    num_live: int,
+    num_active: int,
 ) -> timing.Thunk:
-    """One verification of `num_live` rows, with argmax and truncation."""
+    """One verification of `num_active` rows, with argmax and truncation."""
     box = Box(_caches((model,), sizes, False))
-    return _window(model, params, sizes, context, num_live=num_live, box=box).thunk()
+    return _window(
+        model, params, sizes, context, num_active=num_active, box=box
+    ).thunk()
 
 
 def _plain(
@@ -326,14 +328,14 @@ def _plain(
     )
 
 
-def _window(model, params, sizes, context, *, num_live, box) -> Work:
-    live = jnp.int32(num_live)
+def _window(model, params, sizes, context, *, num_active, box) -> Work:
+    live = jnp.int32(num_active)
 
     def prepare(kv: paged.PagedKV) -> paged.PagedKV:
         return at_length(kv, context - 1)
 
     def run(params, kv):
-        return repeat_forward(model, params, kv, num_live=live, steps=sizes.steps)
+        return repeat_forward(model, params, kv, num_active=live, steps=sizes.steps)
 
     return Work(
         program="target: windows",
@@ -346,7 +348,7 @@ def _window(model, params, sizes, context, *, num_live, box) -> Work:
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames=("kv",))
-def repeat_forward(model, params, kv, *, num_live, steps):
+def repeat_forward(model, params, kv, *, num_active, steps):
     """Verifies rows at the same positions `steps` times, and forgets them each time."""
     target = rows_lib.SlotRows(model=model, num_slots=1)
     start, asked = kv.length, jnp.ones((1,), bool)
@@ -356,9 +358,9 @@ def repeat_forward(model, params, kv, *, num_live, steps):
         kv, verified = target.verify(
             params,
             kv,
-            protocols.Window(tokens=tokens, start=start, num_live=num_live[None]),
+            protocols.Window(tokens=tokens, start=start, num_active=num_active[None]),
         )
-        chosen = target.choose(verified.logits, verified.num_live)
+        chosen = target.choose(verified.logits, verified.num_active)
         # Each step's tokens come from the step before it, as in decoding. With fixed
         # ones XLA could move the first layer out of the loop.
         tokens = chosen[None, : model.slab]
@@ -510,7 +512,7 @@ def rows(costs: Sequence[Cost], timings: timing.Timings) -> list[dict[str, Any]]
             "kind": "step",
             "step": cost.name,
             "context": cost.context,
-            "num_live": cost.num_live,
+            "num_active": cost.num_active,
             "gamma": cost.gamma,
             **timing.spread_fields("ms", [1e3 * s for s in seconds]),
             **timing.spread_fields("ratio", ratio),

@@ -96,10 +96,10 @@ def _continue(params, prefixes, *, config, length, impl):
             tokens=text[:, position],
             slots=slots,
             positions=jnp.full((SLOTS,), position, jnp.int32),
-            num_live=jnp.int32(SLOTS),
+            num_active=jnp.int32(SLOTS),
         )
         kv, outputs = qwen3.forward_rows(params, config, rows, kv, impl=impl)
-        chosen = argmax.argmax(outputs.logits, num_live=rows.num_live, impl=impl)
+        chosen = argmax.argmax(outputs.logits, num_active=rows.num_active, impl=impl)
         given = text[:, position + 1]
         is_given = position + 1 < num_given
         return kv, text.at[:, position + 1].set(jnp.where(is_given, given, chosen))

@@ -4,7 +4,7 @@ Where a draft stays if it is the target's own token, greedy or drawn with keyed 
 (rule "coupled"), rounds commit the text of autoregressive decoding, whatever drafts. So
 that text alone decides which drafts stay. `TraceTarget` reads its tokens from such a
 text, a trace: `round.generate` on it is the very loop that runs live, and its counters
-are the live ones as integers, for any drafter, gamma, policy of gamma and stop tokens,
+are those of a live run, for any drafter, gamma, policy of gamma and stop tokens,
 without one weight of the target.
 
 A trace goes on after stop tokens: it is written with them ignored. A live round decides
@@ -148,7 +148,7 @@ class TraceTarget:
 
         It is the same whatever the window holds. As long as that is the trace, a row
         says what the target chooses. A row after a draft that differs says what the
-        target chooses after the text, and not after that draft: no verdict reads it,
+        target chooses after the text, and not after that draft: no rule reads it,
         for the first draft that differs is the last that is decided on.
 
         Where a slot has no room for its active rows, or its trace no token for one of
@@ -156,9 +156,9 @@ class TraceTarget:
         """
         del params
         num_slots, width = window.tokens.shape
-        asked = window.num_live > 0
+        asked = window.num_active > 0
         # The row of the last active position gives the token of the next.
-        end = window.start + window.num_live
+        end = window.start + window.num_active
         failed = asked & ((end > cache.capacity) | (end >= cache.length))
         columns = jnp.arange(width, dtype=jnp.int32)[None]
         positions = window.start[:, None] + columns
@@ -166,8 +166,8 @@ class TraceTarget:
         own = cache.tokens.at[slots, positions + 1].get(
             mode="fill", fill_value=acceptance.PAD
         )
-        num_live = jnp.where(failed, 0, window.num_live)
-        total = jnp.sum(num_live, dtype=jnp.int32)
+        num_active = jnp.where(failed, 0, window.num_active)
+        total = jnp.sum(num_active, dtype=jnp.int32)
         # A batch's windows may have more rows together: the last entry counts those.
         forwards = cache.num_forwards.at[jnp.minimum(total, self.max_rows)].add(
             jnp.any(asked & ~failed).astype(jnp.int32)
@@ -179,15 +179,15 @@ class TraceTarget:
             logits=own.reshape(-1, 1).astype(jnp.float32),
             slots=jnp.broadcast_to(slots, own.shape).reshape(-1),
             positions=positions.reshape(-1),
-            num_live=jnp.int32(num_slots * width),
-            at=jnp.where(columns < num_live[:, None], at, num_slots * width),
+            num_active=jnp.int32(num_slots * width),
+            at=jnp.where(columns < num_active[:, None], at, num_slots * width),
         )
 
     def choose(
-        self, logits: Float32[Array, "P 1"], num_live: Int[Array, ""]
+        self, logits: Float32[Array, "P 1"], num_active: Int[Array, ""]
     ) -> Int[Array, " P"]:
         """Returns the token of each row, int32."""
-        del num_live
+        del num_active
         return logits[:, 0].astype(jnp.int32)
 
     def truncate(

@@ -122,7 +122,7 @@ class Recorder:
     ) -> tuple[Recording, protocols.Verified]:
         """Verifies as the target does, and records all rows that were run."""
         inner, verified = self.target.verify(params, cache.cache, window)
-        chosen = self.target.choose(verified.logits, verified.num_live)
+        chosen = self.target.choose(verified.logits, verified.num_active)
         recording = self._record(cache.replace(cache=inner), window, verified, chosen)
         return recording, verified
 
@@ -133,33 +133,33 @@ class Recorder:
         *,
         tokens: Int[Array, " window"],
         start: Int[Array, ""],
-        num_live: Int[Array, ""],
+        num_active: Int[Array, ""],
     ) -> tuple[Recording, Float[Array, "R V"]]:
         """Runs rows as the target does, and records those that were run."""
         inner, logits = self.target.forward(
-            params, cache.cache, tokens=tokens, start=start, num_live=num_live
+            params, cache.cache, tokens=tokens, start=start, num_active=num_active
         )
-        chosen = self.target.choose(logits, num_live)
-        num_run = jnp.where(self.target.is_starved(inner), 0, num_live)
+        chosen = self.target.choose(logits, num_active)
+        num_run = jnp.where(self.target.is_out_of_pages(inner), 0, num_active)
         columns = jnp.arange(logits.shape[0], dtype=jnp.int32)
         verified = protocols.Verified(
             logits=logits,
             slots=jnp.zeros_like(columns),
             positions=start + columns,
-            num_live=num_run,
+            num_active=num_run,
             at=columns[None, : tokens.shape[0]],
         )
         window = protocols.Window(
-            tokens=tokens[None], start=start[None], num_live=num_run[None]
+            tokens=tokens[None], start=start[None], num_active=num_run[None]
         )
         recording = cache.replace(cache=inner)
         return self._record(recording, window, verified, chosen), logits
 
     def choose(
-        self, logits: Float[Array, "P V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
     ) -> Int[Array, " P"]:
         """Chooses as the target does."""
-        return self.target.choose(logits, num_live)
+        return self.target.choose(logits, num_active)
 
     def truncate(
         self, cache: Recording, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
@@ -172,9 +172,9 @@ class Recorder:
         """Returns what the target says."""
         return self.target.out_of_pages(cache.cache)
 
-    def is_starved(self, cache: Recording) -> Bool[Array, ""]:
+    def is_out_of_pages(self, cache: Recording) -> Bool[Array, ""]:
         """Returns what the target says."""
-        return self.target.is_starved(cache.cache)
+        return self.target.is_out_of_pages(cache.cache)
 
     def _record(self, recording, window, verified, chosen):
         """Writes the entries of one call.
@@ -193,7 +193,7 @@ class Recorder:
         num_run = (
             jnp.zeros((num_slots,), jnp.int32)
             .at[verified.slots]
-            .add((jnp.arange(chosen.shape[0]) < verified.num_live).astype(jnp.int32))
+            .add((jnp.arange(chosen.shape[0]) < verified.num_active).astype(jnp.int32))
         )
         # One more than the window: the last column decides a token that none was
         # drafted for.
@@ -227,7 +227,7 @@ class Recorder:
         # Not a scatter of the whole slab: the cost follows the rows that were run, and
         # padding rows write nowhere.
         entries = recording.replace(cache=None)
-        entries = jax.lax.fori_loop(0, verified.num_live, record_row, entries)
+        entries = jax.lax.fori_loop(0, verified.num_active, record_row, entries)
         at = jnp.where(num_run > 0, window.start, entries.windows.shape[1])
         slots = jnp.arange(num_slots, dtype=jnp.int32)
         windows = entries.windows.at[slots, at].set(

@@ -216,14 +216,16 @@ class SlotDraftModel:
         slab = self.drafter.model.slab
         starts, is_each = carry.kv.length, jnp.arange(self.num_slots, dtype=jnp.int32)
         wanted = (carry.known < goal) & carry.goes_on
-        num_live = jnp.where(wanted, jnp.minimum(carry.known - starts, slab), 0)
+        num_active = jnp.where(wanted, jnp.minimum(carry.known - starts, slab), 0)
         window = protocols.Window(
-            tokens=_windows(carry.text, starts, slab), start=starts, num_live=num_live
+            tokens=_windows(carry.text, starts, slab),
+            start=starts,
+            num_active=num_active,
         )
         kv, verified = self._rows.verify(params, carry.kv, window)
         has_room = ~(wanted & self._rows.out_of_pages(kv))
-        drafts = wanted & has_room & (starts + num_live == carry.known)
-        last = verified.at[is_each, jnp.maximum(num_live - 1, 0)]
+        drafts = wanted & has_room & (starts + num_active == carry.known)
+        last = verified.at[is_each, jnp.maximum(num_active - 1, 0)]
         goes_on = carry.goes_on & has_room
         if self.drafter.min_confidence:
             confident = confidence.confident(
@@ -247,7 +249,7 @@ class SlotDraftModel:
         what it was drawn from."""
         draws = self.drafter.draws
         if draws != "independent":
-            highest = self._rows.choose(verified.logits, verified.num_live)
+            highest = self._rows.choose(verified.logits, verified.num_active)
             token = highest.at[last].get(mode="fill", fill_value=0)
             if draws == "greedy" or sampling is None:
                 return token, carry.probs
@@ -291,7 +293,7 @@ class SlotDraftModel:
             window = protocols.Window(
                 tokens=_windows(text, kv.length, rows_ahead),
                 start=kv.length,
-                num_live=jnp.where(wanted, jnp.minimum(missing, rows_ahead), 0),
+                num_active=jnp.where(wanted, jnp.minimum(missing, rows_ahead), 0),
             )
             kv = self._rows.advance(params, kv, window)
             return kv, has_room & ~(wanted & self._rows.out_of_pages(kv))

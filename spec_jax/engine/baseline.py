@@ -32,19 +32,19 @@ class RowTarget(Protocol):
         *,
         tokens: Int[Array, " R"],
         start: Int[Array, ""],
-        num_live: Int[Array, ""],
+        num_active: Int[Array, ""],
     ) -> tuple[protocols.Cache, Float[Array, "R V"]]:
-        """Runs the first `num_live` tokens at positions from `start`, and keeps their
-        K/V. Where the cache has no room, `is_starved` is true afterwards."""
+        """Runs the first `num_active` tokens at positions from `start`, and keeps their
+        K/V. Where the cache has no room, `is_out_of_pages` is true afterwards."""
         ...
 
     def choose(
-        self, logits: Float[Array, "R V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "R V"], num_active: Int[Array, ""]
     ) -> Int[Array, " R"]:
         """Returns the token of highest logit of each active row, int32."""
         ...
 
-    def is_starved(self, cache: protocols.Cache) -> Bool[Array, ""]:
+    def is_out_of_pages(self, cache: protocols.Cache) -> Bool[Array, ""]:
         """Returns whether the last `forward` found no page."""
         ...
 
@@ -146,7 +146,7 @@ def run_step(
         target, params, state.cache, state.tokens[n - 1], n, state.sampling
     )
     stops = jnp.any(token == state.stop_ids)
-    failed = target.is_starved(cache)
+    failed = target.is_out_of_pages(cache)
     at = jnp.where(failed, state.tokens.shape[0], n)
     length = jnp.where(failed, n, n + 1)
     at_limit = jnp.where(state.capped, int(Status.CAPACITY), int(Status.LENGTH))
@@ -168,7 +168,7 @@ def _next_token(target, params, cache, token, position, sampling):
     and whether the logits that it was chosen from are finite."""
     one = jnp.int32(1)
     cache, logits = target.forward(
-        params, cache, tokens=token[None], start=position - 1, num_live=one
+        params, cache, tokens=token[None], start=position - 1, num_active=one
     )
     row, highest = logits[0], target.choose(logits, one)[0]
     # Where there is a NaN the argmax is the first one. "clip": a trace's "logits" are
@@ -177,7 +177,7 @@ def _next_token(target, params, cache, token, position, sampling):
     if sampling is None:
         return cache, highest, is_finite
     drawn = sampling_lib.sample_rows(
-        logits, sampling, first_position=position, num_live=one
+        logits, sampling, first_position=position, num_active=one
     )[0]
     return cache, jnp.where(sampling.temperature == 0, highest, drawn), is_finite
 

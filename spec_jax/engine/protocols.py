@@ -41,20 +41,20 @@ class Window(pytree.Node):
 
     tokens: jax.Array  # [B, R] int32
     start: jax.Array  # [B] int32, position of column 0
-    num_live: jax.Array  # [B] int32, leading columns to run; 0: the slot sits out
+    num_active: jax.Array  # [B] int32, leading columns to run; 0: the slot sits out
 
 
 class Verified(pytree.Node):
     """What the target makes of a window: the rows of all slots, packed.
 
-    The first `num_live` rows are active, those of one slot together and in order; what
-    the others hold means nothing.
+    The first `num_active` rows are active, those of one slot together and in order; the
+    others are padding.
     """
 
     logits: jax.Array  # [P, V] float32
     slots: jax.Array  # [P] int32
     positions: jax.Array  # [P] int32, of the token that was fed
-    num_live: jax.Array  # [] int32
+    num_active: jax.Array  # [] int32
     at: jax.Array  # [B, R] int32, the row of each column; P where it was not run
 
     def by_column(self, rows: jax.Array, *, fill: Any) -> jax.Array:
@@ -85,7 +85,7 @@ class Target(Protocol):
     def verify(
         self, params: Params, cache: Cache, window: Window
     ) -> tuple[Cache, Verified]:
-        """Runs each slot's live columns, and keeps their K/V.
+        """Runs each slot's active columns, and keeps their K/V.
 
         A slot that sits out is not touched. Where a slot finds no page nothing of it is
         run, and `out_of_pages` says so; the others go on.
@@ -93,7 +93,7 @@ class Target(Protocol):
         ...
 
     def choose(
-        self, logits: Float[Array, "P V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
     ) -> Int[Array, " P"]:
         """Returns the token of highest logit of each active row, int32."""
         ...

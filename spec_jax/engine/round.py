@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.engine import loop, protocols, state as state_lib, verdicts
+from spec_jax.engine import loop, protocols, state as state_lib, verification
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.rules import acceptance
 
@@ -43,7 +43,7 @@ class Speculator(pytree.Node):
 
     Attributes:
       params: of the target and of the drafter.
-      rule: how drafts are accepted, one of `verdicts.RULES`.
+      rule: how drafts are accepted, one of `verification.RULES`.
       gamma_policy: chooses each slot's gamma, at most the slot's own; None always asks
         for that. What it learns is in `Slots.policy`.
     """
@@ -51,7 +51,7 @@ class Speculator(pytree.Node):
     params: tuple[protocols.Params, protocols.Params]
     target: protocols.Target = pytree.static()
     drafter: protocols.SlotDrafter = pytree.static()
-    rule: verdicts.Rule = pytree.static(default="coupled")
+    rule: verification.Rule = pytree.static(default="coupled")
     gamma_policy: policy_lib.GammaPolicy | None = pytree.static(default=None)
 
 
@@ -61,7 +61,7 @@ class RoundInfo(pytree.Node):
     gamma: jax.Array  # [B] int32, tokens that the drafter was asked for
     proposal: protocols.Proposal
     window: protocols.Window
-    verdict: acceptance.Verdict  # leaves [B, ...]
+    outcome: acceptance.Outcome  # leaves [B, ...]
     is_finite: jax.Array  # [B, R] bool, of the logits of each column
     out_of_pages: jax.Array  # [B] bool, the slot committed nothing
 
@@ -74,7 +74,7 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     Raises:
       ValueError: no rule of that name, or a gamma policy without its state.
     """
-    verdicts.check_rule(speculator.rule)
+    verification.check_rule(speculator.rule)
     target, drafter = speculator.target, speculator.drafter
     target_params, draft_params = speculator.params
     slots, running = state.slots, state.slots.running
@@ -96,10 +96,10 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     window = protocols.Window(
         tokens=jnp.concatenate([pending, proposal.tokens], axis=1),
         start=slots.length - 1,
-        num_live=jnp.where(running, num_drafted + 1, 0),
+        num_active=jnp.where(running, num_drafted + 1, 0),
     )
     cache, verified = target.verify(target_params, state.cache, window)
-    verdict, is_finite = verdicts.decide(
+    outcome, is_finite = verification.decide(
         target,
         verified,
         proposal,
@@ -111,7 +111,7 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
         gamma=gamma,
         proposal=proposal,
         window=window,
-        verdict=verdict,
+        outcome=outcome,
         is_finite=is_finite,
         out_of_pages=running & target.out_of_pages(cache),
     )
@@ -149,15 +149,15 @@ def commit_slot(
     A slot that does not generate stays as it is; a round that found no page commits and
     counts nothing. All leaves are without the axis of slots.
     """
-    verdict = info.verdict
+    outcome = info.outcome
     counts = slot.running & ~info.out_of_pages
     if gamma_policy is not None:
         slot = _update_policy(gamma_policy, slot, info, counts)
-    offsets = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
-    is_stop = verdicts.is_stop(verdict.tokens, slot.stop_ids)
-    is_stop = is_stop & (offsets <= verdict.num_accepted)
+    offsets = jnp.arange(outcome.tokens.shape[0], dtype=jnp.int32)
+    is_stop = verification.is_stop(outcome.tokens, slot.stop_ids)
+    is_stop = is_stop & (offsets <= outcome.num_accepted)
     num_kept = jnp.where(
-        jnp.any(is_stop), jnp.argmax(is_stop) + 1, verdict.num_accepted + 1
+        jnp.any(is_stop), jnp.argmax(is_stop) + 1, outcome.num_accepted + 1
     ).astype(jnp.int32)
     num_kept = jnp.where(counts, num_kept, 0)
     # Tokens that are not committed are aimed past the end, and dropped. (-1 would not
@@ -166,9 +166,9 @@ def commit_slot(
     at = jnp.where(offsets < num_kept, n + offsets, slot.tokens.shape[0])
     length = n + num_kept
     slot = slot.replace(
-        tokens=slot.tokens.at[at].set(verdict.tokens, mode="drop"),
+        tokens=slot.tokens.at[at].set(outcome.tokens, mode="drop"),
         origins=slot.origins.at[at].set(
-            _origins(verdict, info.proposal.num_drafted), mode="drop"
+            _origins(outcome, info.proposal.num_drafted), mode="drop"
         ),
         length=length,
         status=_status(slot, length, jnp.any(is_stop), info.out_of_pages),
@@ -199,7 +199,7 @@ def _update_policy(
     counts: Bool[Array, ""],
 ) -> Slots:
     """Updates the policy by a round, or by zeros, which teach it nothing."""
-    numbers = info.gamma, info.proposal.num_drafted, info.verdict.num_accepted
+    numbers = info.gamma, info.proposal.num_drafted, info.outcome.num_accepted
     gamma, drafted, accepted = (jnp.where(counts, number, 0) for number in numbers)
     policy = gamma_policy.update(
         slot.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted
@@ -207,15 +207,15 @@ def _update_policy(
     return slot.replace(policy=policy)
 
 
-def _origins(verdict: acceptance.Verdict, num_drafted: jax.Array) -> jax.Array:
-    """Returns the `Origin` of each token of the verdict, `[gamma_max + 1] int8`."""
+def _origins(outcome: acceptance.Outcome, num_drafted: jax.Array) -> jax.Array:
+    """Returns the `Origin` of each token of the outcome, `[gamma_max + 1] int8`."""
     own = jnp.where(
-        verdict.num_accepted == num_drafted,
+        outcome.num_accepted == num_drafted,
         state_lib.Origin.BONUS,
         state_lib.Origin.CORRECTION,
     )
-    offsets = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
-    is_draft = offsets < verdict.num_accepted
+    offsets = jnp.arange(outcome.tokens.shape[0], dtype=jnp.int32)
+    is_draft = offsets < outcome.num_accepted
     return jnp.where(is_draft, int(state_lib.Origin.ACCEPTED), own).astype(jnp.int8)
 
 
@@ -223,7 +223,7 @@ def _count(
     slot: Slots, info: RoundInfo, num_kept: jax.Array, *, rounds: jax.Array
 ) -> Slots:
     """Adds `rounds` rounds, 0 or 1, to the statistics."""
-    a, g = info.verdict.num_accepted, info.proposal.num_drafted
+    a, g = info.outcome.num_accepted, info.proposal.num_drafted
     drafts = jnp.arange(info.proposal.tokens.shape[0], dtype=jnp.int32)
     reached = (drafts < g) & (drafts <= a)
     return slot.replace(

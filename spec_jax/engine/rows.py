@@ -104,7 +104,7 @@ class SlotRows:
         kv: paged.PagedKV,
         window: protocols.Window,
     ) -> tuple[paged.PagedKV, protocols.Verified]:
-        """Runs each slot's live columns; see `protocols.Target`."""
+        """Runs each slot's active columns; see `protocols.Target`."""
 
         def keep(logits, part, start):
             return jax.lax.dynamic_update_slice(logits, part, (start, jnp.int32(0)))
@@ -114,14 +114,14 @@ class SlotRows:
             logits=logits,
             slots=rows.slots,
             positions=rows.positions,
-            num_live=rows.num_live,
+            num_active=rows.num_active,
             at=at,
         )
 
     def advance(
         self, params: params_lib.Params, kv: paged.PagedKV, window: protocols.Window
     ) -> paged.PagedKV:
-        """Runs each slot's live columns for their K/V alone; no logits are computed."""
+        """Runs each slot's active columns for their K/V; computes no logits."""
         return self._run(params, kv, window, keep=None)[2]
 
     def _run(self, params, kv, window, keep):
@@ -131,13 +131,13 @@ class SlotRows:
           The rows, where each column went among them, the cache, and the logits of all
           rows `[P, V]`, which `keep` collects tile by tile; None without it.
         """
-        asked = window.num_live > 0
+        asked = window.num_active > 0
         follows = (window.start == kv.length) | ~asked
         kv = kv.replace(refused=kv.refused | ~follows)
-        kv = allocator.reserve_each(kv, window.start + window.num_live, asked=asked)
-        num_live = jnp.where(self.out_of_pages(kv), 0, window.num_live)
+        kv = allocator.reserve_each(kv, window.start + window.num_active, asked=asked)
+        num_active = jnp.where(self.out_of_pages(kv), 0, window.num_active)
         tile = self._tile(window.tokens.size)
-        rows, at = _pack(window.replace(num_live=num_live), tile=tile)
+        rows, at = _pack(window.replace(num_active=num_active), tile=tile)
         (height,) = rows.tokens.shape
 
         def run(kv, part):
@@ -158,9 +158,9 @@ class SlotRows:
             logits = None
             if keep:
                 logits = jnp.zeros((height, self.config.vocab_size), jnp.float32)
-            num_tiles = -(-rows.num_live // tile)
+            num_tiles = -(-rows.num_active // tile)
             kv, logits = jax.lax.fori_loop(0, num_tiles, step, (kv, logits))
-        kv = allocator.extend_each(kv, window.start + num_live, asked=num_live > 0)
+        kv = allocator.extend_each(kv, window.start + num_active, asked=num_active > 0)
         return rows, at, kv, logits if keep else None
 
     def _tile(self, num_rows: int) -> int:
@@ -169,10 +169,10 @@ class SlotRows:
         return self.model.slab
 
     def choose(
-        self, logits: Float[Array, "P V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
     ) -> Int[Array, " P"]:
         """Returns the token of highest logit of each active row."""
-        return self.model.choose(logits, num_live)
+        return self.model.choose(logits, num_active)
 
     def truncate(
         self, kv: paged.PagedKV, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
@@ -192,16 +192,16 @@ class SlotRows:
 def _pack(
     window: protocols.Window, *, tile: int
 ) -> tuple[qwen3.Rows, Int[Array, "B R"]]:
-    """Returns all live columns, one slot after the other, and where each of them went.
+    """Returns all active columns, slot after slot, and where each of them went.
 
     Whole tiles; a column that is not run goes past the end.
     """
     B, R = window.tokens.shape
     height = -(-B * R // tile) * tile
-    ends = jnp.cumsum(window.num_live, dtype=jnp.int32)
+    ends = jnp.cumsum(window.num_active, dtype=jnp.int32)
     columns = jnp.arange(R, dtype=jnp.int32)[None, :]
-    at = (ends - window.num_live)[:, None] + columns
-    at = jnp.where(columns < window.num_live[:, None], at, height)
+    at = (ends - window.num_active)[:, None] + columns
+    at = jnp.where(columns < window.num_active[:, None], at, height)
 
     def pack(values):
         values = jnp.broadcast_to(values, (B, R))
@@ -213,7 +213,7 @@ def _pack(
         tokens=pack(window.tokens),
         slots=pack(jnp.arange(B, dtype=jnp.int32)[:, None]),
         positions=pack(window.start[:, None] + columns),
-        num_live=ends[-1],
+        num_active=ends[-1],
     )
     return rows, at
 
@@ -226,5 +226,5 @@ def _tile_of(rows: qwen3.Rows, start: jax.Array, height: int) -> qwen3.Rows:
         tokens=cut(rows.tokens),
         slots=cut(rows.slots),
         positions=cut(rows.positions),
-        num_live=jnp.clip(rows.num_live - start, 0, height),
+        num_active=jnp.clip(rows.num_active - start, 0, height),
     )

@@ -119,13 +119,13 @@ class Goodput:
     ) -> GoodputState:
         """Counts the drafts that were judged, and finds the best gamma again."""
         is_off = state.gamma == 0
-        num_judged = self.probing.count_judged(gamma, num_drafted)
-        is_judged = num_judged > 0
-        is_kept_probe = is_off & is_judged & (num_accepted > 0)
+        num_verified = self.probing.count_verified(gamma, num_drafted)
+        is_verified = num_verified > 0
+        is_kept_probe = is_off & is_verified & (num_accepted > 0)
         drafts = jnp.arange(self.gamma_max, dtype=jnp.int32)
-        reached = (drafts < num_judged) & (drafts <= num_accepted)
+        reached = (drafts < num_verified) & (drafts <= num_accepted)
         kept = drafts < num_accepted
-        fade = jnp.where(is_judged, self.decay, 1.0)
+        fade = jnp.where(is_verified, self.decay, 1.0)
         fade = jnp.where(is_kept_probe, 0.0, fade)
         learnt = state.replace(
             reached=fade * state.reached + reached.astype(jnp.float32),
@@ -133,10 +133,10 @@ class Goodput:
             probe=self.probing.update(
                 state.probe,
                 is_off=is_off,
-                num_judged=num_judged,
+                num_verified=num_verified,
                 num_accepted=num_accepted,
             ),
         )
         # Off stays off until a probe is kept, also where faded counts hope for more.
-        decides = is_judged & (~is_off | is_kept_probe)
+        decides = is_verified & (~is_off | is_kept_probe)
         return learnt.replace(gamma=jnp.where(decides, self._best(learnt), state.gamma))

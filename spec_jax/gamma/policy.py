@@ -144,7 +144,7 @@ class Probing:
             wait=jnp.int32(self.every - 1), interval=jnp.int32(self.every)
         )
 
-    def count_judged(
+    def count_verified(
         self, gamma: Int[Array, ""], num_drafted: Int[Array, ""]
     ) -> Int[Array, ""]:
         """Drafts that a round is evidence of: 0 if of none."""
@@ -157,11 +157,11 @@ class Probing:
         state: ProbeState,
         *,
         is_off: Bool[Array, ""],
-        num_judged: Int[Array, ""],
+        num_verified: Int[Array, ""],
         num_accepted: Int[Array, ""],
     ) -> ProbeState:
         """Counts a round of a policy that was on or off before it."""
-        probed = is_off & (num_judged > 0)
+        probed = is_off & (num_verified > 0)
         kept = probed & (num_accepted > 0)
         # Never past `longest`, and no sum that could overflow on the way.
         longer = state.interval + jnp.minimum(

@@ -1,6 +1,6 @@
 """Rounds without models: what a policy would have cost on a given text.
 
-The fate of every draft is given (drawn, or recorded from a real run), so that two
+The outcome of every draft is given (drawn, or recorded from a real run), so that two
 policies meet the same text, and the best constant gamma is known in hindsight. Times
 come from a table, as `theory.CostCurve.round_s` gives them, and are not measured.
 """
@@ -100,7 +100,7 @@ def simulate(
 def draw_text(
     rng: np.random.Generator, conditional: Float[np.ndarray, "num_tokens gamma_max"]
 ) -> np.ndarray:
-    """The fate of every draft, `[num_tokens, gamma_max] bool`, as `simulate` takes it.
+    """Returns the outcomes `[num_tokens, gamma_max] bool` that `simulate` takes.
 
     A position's luck is drawn once, whatever drafts it: a token that is hard to guess
     is so for every policy.

@@ -218,7 +218,7 @@ class CostCurve:
     Attributes:
       plain_s: seconds of one step of plain decoding: the baseline, as fast as it goes.
       rows: heights of windows that were timed, rising, the first one 1.
-      verify_s: seconds of the target's forward over so many live rows; between two
+      verify_s: seconds of the target's forward over so many active rows; between two
         entries the time is linear, past the last one unknown.
       draft_s: seconds that each drafted token adds. Of a drafter that drafts a whole
         block at once it is 0, and the block's time is part of `overhead_s`.

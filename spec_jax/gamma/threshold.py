@@ -75,7 +75,7 @@ class Threshold:
     def init(self, gamma: int | None = None) -> ThresholdState:
         """Undecided on the rung of `gamma`, or on the first one that drafts.
 
-        The descent from high rungs is what a short hostile text cannot make up for.
+        The descent from high rungs is what a short adversarial text cannot make up for.
 
         Raises:
           ValueError: a gamma that is not on the ladder.
@@ -104,14 +104,14 @@ class Threshold:
     ) -> ThresholdState:
         """Moves by one rung at most. A kept probe is the way up from gamma 0."""
         is_off = state.level == 0
-        num_judged = self.probing.count_judged(gamma, num_drafted)
-        is_judged = num_judged > 0
-        share = num_accepted.astype(jnp.float32) / jnp.maximum(num_judged, 1).astype(
+        num_verified = self.probing.count_verified(gamma, num_drafted)
+        is_verified = num_verified > 0
+        share = num_accepted.astype(jnp.float32) / jnp.maximum(num_verified, 1).astype(
             jnp.float32
         )
         average = state.average + self.weight * (share - state.average)
-        average = jnp.where(is_judged & ~is_off, average, state.average)
-        climbs = jnp.where(is_off, num_accepted > 0, average > self.upper) & is_judged
+        average = jnp.where(is_verified & ~is_off, average, state.average)
+        climbs = jnp.where(is_off, num_accepted > 0, average > self.upper) & is_verified
         # Off, and after every change, the average is undecided: it falls by what was
         # judged since, and by nothing else.
         descends = average < self.lower
@@ -125,7 +125,7 @@ class Threshold:
             probe=self.probing.update(
                 state.probe,
                 is_off=is_off,
-                num_judged=num_judged,
+                num_verified=num_verified,
                 num_accepted=num_accepted,
             ),
         )

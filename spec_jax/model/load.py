@@ -90,7 +90,10 @@ def load(
                 f"{_EMBED}; set it to false in config.json, or remove the tensor"
             )
 
-    def read(leaf: jax.ShapeDtypeStruct, sources: _Parts) -> jax.Array:
+    # A table that is not the head, too, is looked up only.
+    table: Any = None if names.lm_head is None else names.embed
+
+    def read(leaf: jax.ShapeDtypeStruct, sources: _Parts) -> weights.Weight:
         buffer = np.empty(leaf.shape, leaf.dtype)
         start = 0
         for name, shape in sources.parts:
@@ -99,8 +102,8 @@ def load(
             _check_finite(entries[name], part)
             start += shape[0]
         # A copy, and waited for, so that the buffer is free before the next is taken.
-        is_table = sources is names.embed and names.lm_head is not None
-        if impl == "native" and len(leaf.shape) == 2 and not is_table:
+        weight: weights.Weight
+        if impl == "native" and len(leaf.shape) == 2 and sources is not table:
             weight = weights.prepare(jnp.asarray(buffer), impl)
         else:
             weight = jnp.array(buffer, copy=True)

@@ -3,7 +3,7 @@
 A path that runs a model (`qwen3.forward_rows` and every other verify path) takes
 `observe`, and calls `observe(layer, operation, value)` wherever a value of
 `OPERATIONS` exists as an array; what the hook returns is what goes on. Values have a
-row of the slab first and any shape after it; dead rows are unspecified.
+row of the slab first and any shape after it; padding rows are unspecified.
 
     operation            a row holds
     embed                D        of the token

@@ -68,8 +68,8 @@ def forward_rows(
     """Runs a slab of rows through the model, writing their keys and values.
 
     The row contract: with weights, config, `impl` and slab height fixed, the logits,
-    the features and the K/V of an active row depend, bit for bit, only on its token, its
-    position and the K/V it may see. They do not depend on which row of the slab it
+    the features and the K/V of an active row depend, bit for bit, only on its token,
+    its position and the K/V it may see. They do not depend on which row of the slab it
     is, how many are active, what the others hold, which pages hold its prefix, or who
     is calling. Decoding a token and verifying it are therefore the same thing.
 

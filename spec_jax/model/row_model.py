@@ -170,41 +170,41 @@ class RowModel:
         *,
         tokens: Int[Array, " window"],
         start: Int[Array, ""],
-        num_live: Int[Array, ""],
+        num_active: Int[Array, ""],
     ) -> tuple[paged.PagedKV, Float[Array, "slab V"]]:
-        """Runs the live tokens at positions from `start` and extends the cache.
+        """Runs the active tokens at positions from `start` and extends the cache.
 
         Where the cache has no room nothing is written, the length stays, and
-        `is_starved` is true. Rows that do not follow the cache's last position are a
-        fault of the caller, and flagged as refused.
+        `is_out_of_pages` is true. Rows that do not follow the cache's last position
+        are a fault of the caller, and flagged as refused.
         """
         (window,) = tokens.shape
         if window > self.slab:
             raise ValueError(f"{window} rows do not fit a slab of {self.slab}")
         follows = start == kv.length[SLOT]
         kv = kv.replace(refused=kv.refused.at[SLOT].set(kv.refused[SLOT] | ~follows))
-        kv = allocator.reserve(kv, SLOT, start + num_live)
-        num_live = jnp.where(self.is_starved(kv), 0, num_live)
+        kv = allocator.reserve(kv, SLOT, start + num_active)
+        num_active = jnp.where(self.is_out_of_pages(kv), 0, num_active)
         rows = qwen3.Rows(
             tokens=jnp.pad(tokens, (0, self.slab - window)),
             slots=jnp.full((self.slab,), SLOT, jnp.int32),
             positions=start + jnp.arange(self.slab, dtype=jnp.int32),
-            num_live=num_live,
+            num_active=num_active,
         )
         kv, outputs = qwen3.forward_rows(params, self.config, rows, kv, impl=self.impl)
-        return allocator.extend(kv, SLOT, start + num_live), outputs.logits
+        return allocator.extend(kv, SLOT, start + num_active), outputs.logits
 
     def choose(
-        self, logits: Float[Array, "slab V"], num_live: Int[Array, ""]
+        self, logits: Float[Array, "slab V"], num_active: Int[Array, ""]
     ) -> Int[Array, " slab"]:
-        """The token of highest logit of each live row."""
-        return argmax.argmax(logits, num_live=num_live, impl=self.impl)
+        """The token of highest logit of each active row."""
+        return argmax.argmax(logits, num_active=num_active, impl=self.impl)
 
     def truncate(self, kv: paged.PagedKV, new_len: Int[Array, ""]) -> paged.PagedKV:
         """Forgets the positions from `new_len` on."""
         return allocator.truncate(kv, SLOT, new_len)
 
-    def is_starved(self, kv: paged.PagedKV) -> Bool[Array, ""]:
+    def is_out_of_pages(self, kv: paged.PagedKV) -> Bool[Array, ""]:
         """Whether the last reservation found no page."""
         return kv.out_of_pages[SLOT]
 

@@ -22,6 +22,8 @@ from spec_jax.native import build, panels
 
 MAX_HEAD = 256  # as `kMaxHead` in attention.h
 
+Weight = jax.Array | panels.Panels
+
 
 def _call(target: str, outputs, *arguments, isa, aliases=None, **attributes):
     return jax.ffi.ffi_call(
@@ -32,8 +34,8 @@ def _call(target: str, outputs, *arguments, isa, aliases=None, **attributes):
     )(*arguments, **attributes)
 
 
-def _same(*arrays: jax.Array) -> None:
-    """Raises unless all arrays have one dtype, and one that the kernels take."""
+def _same(*arrays: Weight) -> None:
+    """Raises unless all weights have one dtype, and one that the kernels take."""
     dtypes = {str(array.dtype) for array in arrays}
     if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
         raise NotImplementedError(
@@ -41,7 +43,7 @@ def _same(*arrays: jax.Array) -> None:
         )
 
 
-def _shapes(**pairs: tuple[jax.Array, tuple[int, ...]]) -> None:
+def _shapes(**pairs: tuple[Weight, tuple[int, ...]]) -> None:
     """Raises unless every array has its shape: the kernels do not look."""
     for name, (array, shape) in pairs.items():
         if array.shape != shape:
@@ -52,18 +54,19 @@ def _shapes(**pairs: tuple[jax.Array, tuple[int, ...]]) -> None:
 def pack(w: jax.Array, *, isa: str | None = None) -> panels.Panels:
     """The panels of `w [N, K]`, in memory of their own."""
     _same(w)
-    shape = panels.packed_shape(w.shape, w.dtype)
+    N, K = w.shape
+    shape = panels.packed_shape((N, K), w.dtype)
     data = _call("spec_jax_pack", jax.ShapeDtypeStruct(shape, w.dtype), w, isa=isa)
-    return panels.Panels(data=data, shape=w.shape)
+    return panels.Panels(data=data, shape=(N, K))
 
 
-def _packed(w: jax.Array | panels.Panels, isa: str | None) -> panels.Panels:
+def _packed(w: Weight, isa: str | None) -> panels.Panels:
     return w if isinstance(w, panels.Panels) else pack(w, isa=isa)
 
 
 def project(
     x: jax.Array,  # [R, K]
-    w: jax.Array | panels.Panels,  # [N, K]
+    w: Weight,  # [N, K]
     *,
     num_active: jax.Array,  # [] int32
     norm: jax.Array | None,  # [K]
@@ -104,7 +107,7 @@ def project(
 
 def gate(
     x: jax.Array,  # [R, K]
-    w: jax.Array | panels.Panels,  # [2F, K]
+    w: Weight,  # [2F, K]
     *,
     num_active: jax.Array,  # [] int32
     norm: jax.Array,  # [K]
@@ -206,7 +209,7 @@ def argmax(
 
 
 def take_rows(
-    table: jax.Array | panels.Panels,  # [V, D]
+    table: Weight,  # [V, D]
     index: jax.Array,  # [R] int32
     *,
     num_active: jax.Array,  # [] int32
@@ -229,24 +232,24 @@ def take_rows(
 
 
 class LayerWeights(typing.NamedTuple):
-    """A layer of `step`, in the order in which the kernel takes its arrays."""
+    """A layer of `step`, in the order of the kernel's arrays; matrices as panels."""
 
     input_norm: jax.Array  # [D]
-    qkv: panels.Panels  # [(N + 2K) * H, D]
+    qkv: Weight  # [(N + 2K) * H, D]
     q_norm: jax.Array  # [H]
     k_norm: jax.Array  # [H]
-    attention_out: panels.Panels  # [D, N * H]
+    attention_out: Weight  # [D, N * H]
     mlp_norm: jax.Array  # [D]
-    gate_up: panels.Panels  # [2F, D]
-    down: panels.Panels  # [D, F]
+    gate_up: Weight  # [2F, D]
+    down: Weight  # [D, F]
 
 
 def step(
     tokens: jax.Array,  # [R] int32
-    embed: jax.Array | panels.Panels,  # [V, D]
+    embed: Weight,  # [V, D]
     layers: Sequence[LayerWeights],
     final_norm: jax.Array,  # [D]
-    head: panels.Panels | None,  # [V, D]; None: `embed`, which is then of panels
+    head: Weight | None,  # [V, D]; None: `embed`, which is then of panels
     pages: Sequence[tuple[jax.Array, jax.Array]],  # keys and values [P, C, K, H]
     cos: jax.Array,  # [R, H / 2]
     sin: jax.Array,  # [R, H / 2]
@@ -283,9 +286,14 @@ def step(
         raise ValueError(f"{taps=} of {len(layers)} layers")
     if head is None and not isinstance(embed, panels.Panels):
         raise ValueError("a table that is the head, too, is to be of panels")
-    rows = {"slots": (slots, (R,)), "positions": (positions, (R,))}
-    rows |= {"cos": (cos, (R, H // 2)), "sin": (sin, (R, H // 2))}
-    _shapes(final_norm=(final_norm, (D,)), num_active=(num_active, ()), **rows)
+    _shapes(
+        slots=(slots, (R,)),
+        positions=(positions, (R,)),
+        cos=(cos, (R, H // 2)),
+        sin=(sin, (R, H // 2)),
+        final_norm=(final_norm, (D,)),
+        num_active=(num_active, ()),
+    )
     _same(embed, final_norm)
     if head is not None:
         _shapes(head=(head, (V, D)))
@@ -314,13 +322,16 @@ def step(
         sin.astype(jnp.float32),
         _data(embed),
         final_norm,
-        jnp.zeros((0,), final_norm.dtype) if head is None else head.data,
+        jnp.zeros((0,), final_norm.dtype) if head is None else _packed(head, isa).data,
     ]
     rest, outputs, aliases = [], [], {}
     outputs.append(jax.ShapeDtypeStruct((R if with_logits else 0, V), jnp.float32))
     outputs.append(jax.ShapeDtypeStruct((R, len(taps), D), final_norm.dtype))
     for layer, pools in zip(layers, pages, strict=True):
-        rest += [_data(weight) for weight in layer]
+        rest += [
+            _data(weight) if len(weight.shape) == 1 else _packed(weight, isa).data
+            for weight in layer
+        ]
         for pool in pools:
             aliases[len(first) + len(rest)] = len(outputs)
             rest.append(pool)
@@ -341,6 +352,6 @@ def step(
     return logits, features, list(zip(pools[::2], pools[1::2], strict=True))
 
 
-def _data(weight: jax.Array | panels.Panels) -> jax.Array:
+def _data(weight: Weight) -> jax.Array:
     """The one array that a weight is made of."""
     return weight.data if isinstance(weight, panels.Panels) else weight

@@ -11,7 +11,7 @@ from spec_jax.ops import bits
 
 
 Panels = panels.Panels
-Weight = jax.Array | panels.Panels
+Weight = calls.Weight
 
 
 def prepare(w: Weight, impl: str) -> Weight:

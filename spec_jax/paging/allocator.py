@@ -1,7 +1,7 @@
 """Who owns which page: register, reserve, extend, truncate, release.
 
 Every operation takes a state value and returns a new one, works inside `jit` and
-`while_loop`, and touches the books only, never the pages' bytes: its cost is one pass
+`while_loop`, and touches the page table only, never the pages: its cost is one pass
 over a few integers a page. On a `static.StaticKV` none does: a slot has its
 pages for good, every operation is O(1), and only lengths and flags move.
 
@@ -34,10 +34,10 @@ def register(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
     )
     opens = valid & ((kv.num_free > 0) | (not kv.pages_change_hands))
     kv = _take_pages(kv, slot, opens.astype(jnp.int32))
-    starved = jnp.where(valid, ~opens, kv.out_of_pages[slot])
+    out_of_pages = jnp.where(valid, ~opens, kv.out_of_pages[slot])
     return kv.replace(
         registered=kv.registered.at[slot].set(kv.registered[slot] | opens),
-        out_of_pages=kv.out_of_pages.at[slot].set(starved),
+        out_of_pages=kv.out_of_pages.at[slot].set(out_of_pages),
     )
 
 
@@ -91,7 +91,7 @@ def truncate(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
     """Keeps `[0, new_len)` and frees the pages to the right of it.
 
     The slot stays registered and keeps its first page even at `new_len = 0`. No bytes
-    are cleared or moved. Costs a pass over the books, whatever the sequence's length:
+    are cleared or moved. Costs a pass over the page table, whatever the length:
     where a slot has its pages for good, nothing but the write of one length.
     """
     slot, new_len = _slot(kv, slot), jnp.asarray(new_len, jnp.int32)
@@ -139,28 +139,28 @@ def reserve_each(
     valid = asked & kv.registered & (up_to >= 0)
     wanted = index.pages_for(up_to, kv.page_size)
     missing = jnp.where(valid, jnp.maximum(wanted - kv.num_owned, 0), 0)
-    starved = jnp.where(valid, False, kv.out_of_pages)
+    out_of_pages = jnp.where(valid, False, kv.out_of_pages)
 
     def serve(carry):
         """Gives the first slot that waits its pages, or says that there are none."""
-        books, starved, missing = carry
+        tables, out_of_pages, missing = carry
         slot = jnp.argmax(missing > 0).astype(jnp.int32)
-        num_free = books[3]
+        num_free = tables[3]
         fits = (missing[slot] <= num_free) & (wanted[slot] <= kv.page_table.shape[1])
-        books = _take(books, slot, jnp.where(fits, missing[slot], 0))
-        starved = starved.at[slot].set(
-            jnp.where(missing[slot] > 0, ~fits, starved[slot])
+        tables = _take(tables, slot, jnp.where(fits, missing[slot], 0))
+        out_of_pages = out_of_pages.at[slot].set(
+            jnp.where(missing[slot] > 0, ~fits, out_of_pages[slot])
         )
-        return books, starved, missing.at[slot].set(0)
+        return tables, out_of_pages, missing.at[slot].set(0)
 
-    carry = _books(kv), starved, missing
+    carry = _tables(kv), out_of_pages, missing
     if kv.num_slots == 1:
         carry = serve(carry)  # One turn at most: no loop to compile and to start.
     else:
         carry = jax.lax.while_loop(lambda carry: jnp.any(carry[2] > 0), serve, carry)
-    books, starved, _ = carry
-    kv = kv.replace(out_of_pages=starved, refused=kv.refused | (asked & ~valid))
-    return _with_books(kv, books)
+    tables, out_of_pages, _ = carry
+    kv = kv.replace(out_of_pages=out_of_pages, refused=kv.refused | (asked & ~valid))
+    return _with_tables(kv, tables)
 
 
 def extend_each(
@@ -192,17 +192,17 @@ def truncate_each(
         return kv
     surplus = jnp.where(valid, jnp.maximum(kv.num_owned - kept, 0), 0)
     if kv.num_slots == 1:
-        return _with_books(kv, _give(_books(kv), jnp.int32(0), surplus[0]))
+        return _with_tables(kv, _give(_tables(kv), jnp.int32(0), surplus[0]))
 
     def free(carry):
-        books, surplus = carry
+        tables, surplus = carry
         slot = jnp.argmax(surplus > 0).astype(jnp.int32)
-        return _give(books, slot, surplus[slot]), surplus.at[slot].set(0)
+        return _give(tables, slot, surplus[slot]), surplus.at[slot].set(0)
 
-    books, _ = jax.lax.while_loop(
-        lambda carry: jnp.any(carry[1] > 0), free, (_books(kv), surplus)
+    tables, _ = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[1] > 0), free, (_tables(kv), surplus)
     )
-    return _with_books(kv, books)
+    return _with_tables(kv, tables)
 
 
 def check(kv: cache.PagedKV) -> None:
@@ -215,12 +215,12 @@ def check(kv: cache.PagedKV) -> None:
     refused = [slot for slot in range(kv.num_slots) if bool(kv.refused[slot])]
     if refused:
         raise ValueError(f"an operation on slots {refused} was invalid and refused")
-    starved = [slot for slot in range(kv.num_slots) if bool(kv.out_of_pages[slot])]
-    if starved:
+    out_of_pages = [slot for slot in range(kv.num_slots) if bool(kv.out_of_pages[slot])]
+    if out_of_pages:
         raise MemoryError(
-            f"out of pages in slots {starved}: {int(kv.num_free)} of {kv.num_pages} "
-            f"pages of {kv.page_size} tokens are free, and a slot holds at most "
-            f"{kv.slot_capacity} tokens"
+            f"out of pages in slots {out_of_pages}: {int(kv.num_free)} of "
+            f"{kv.num_pages} pages of {kv.page_size} tokens are free, and a slot holds "
+            f"at most {kv.slot_capacity} tokens"
         )
 
 
@@ -249,7 +249,7 @@ def _take_pages(kv: cache.PagedKV, slot: jax.Array, count: jax.Array) -> cache.P
     """Moves `count` pages from the top of the free stack to the slot's table."""
     if not kv.pages_change_hands:
         return kv
-    return _with_books(kv, _take(_books(kv), slot, count))
+    return _with_tables(kv, _take(_tables(kv), slot, count))
 
 
 def _give_back(kv: cache.PagedKV, slot: jax.Array, kept: jax.Array) -> cache.PagedKV:
@@ -257,26 +257,26 @@ def _give_back(kv: cache.PagedKV, slot: jax.Array, kept: jax.Array) -> cache.Pag
     if not kv.pages_change_hands:
         return kv
     count = jnp.maximum(kv.num_owned[slot] - kept, 0)
-    return _with_books(kv, _give(_books(kv), slot, count))
+    return _with_tables(kv, _give(_tables(kv), slot, count))
 
 
-def _books(kv: cache.PagedKV) -> tuple[jax.Array, ...]:
+def _tables(kv: cache.PagedKV) -> tuple[jax.Array, ...]:
     return kv.page_table, kv.num_owned, kv.free_pages, kv.num_free
 
 
-def _with_books(kv: cache.PagedKV, books: tuple[jax.Array, ...]) -> cache.PagedKV:
-    table, owned, stack, num_free = books
+def _with_tables(kv: cache.PagedKV, tables: tuple[jax.Array, ...]) -> cache.PagedKV:
+    table, owned, stack, num_free = tables
     return kv.replace(
         page_table=table, num_owned=owned, free_pages=stack, num_free=num_free
     )
 
 
 # Compiled once for calls outside a trace; within one they dissolve into it. One pass
-# over the books, however many pages move: a loop over them would take as many turns,
+# over the page table, however many pages move: a loop would take as many turns,
 # and on a GPU ask the host at each.
 @functools.partial(jax.jit, inline=True)
-def _take(books, slot, count):
-    table, owned, stack, num_free = books
+def _take(tables, slot, count):
+    table, owned, stack, num_free = tables
     nowhere, row = stack.shape[0], table[slot]
     # The page on top of the stack becomes the slot's next.
     turn = jnp.arange(row.shape[0], dtype=jnp.int32) - owned[slot]
@@ -288,8 +288,8 @@ def _take(books, slot, count):
 
 
 @functools.partial(jax.jit, inline=True)
-def _give(books, slot, count):
-    table, owned, stack, num_free = books
+def _give(tables, slot, count):
+    table, owned, stack, num_free = tables
     nowhere, row = stack.shape[0], table[slot]
     # The slot's last page goes first, and so ends deepest.
     turn = jnp.arange(nowhere, dtype=jnp.int32) - num_free

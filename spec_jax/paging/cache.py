@@ -20,7 +20,7 @@ from spec_jax.typing import typed
 
 
 class PagedKV(pytree.Node):
-    """Pages of all layers, and the books: who owns which, how far each slot reaches.
+    """Pages of all layers, and the page table: each page's owner, each slot's length.
 
     One array a layer, not one stacked array: XLA on CPU copies a stacked cache once
     per layer and token. Entries of `page_table` past `num_owned`, and of `free_pages`
@@ -34,7 +34,7 @@ class PagedKV(pytree.Node):
     k: tuple[jax.Array, ...]  # per layer [P, C, K, H]
     v: tuple[jax.Array, ...]  # per layer [P, C, K, H]
     #
-    # Books
+    # Page table
     #
     page_table: jax.Array  # [S, M] int32
     num_owned: jax.Array  # [S] int32, pages owned by each slot
@@ -123,20 +123,20 @@ def write(
     *,
     slots: Int[Array, " R"],
     positions: Int[Array, " R"],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     k: Float[Array, "R K H"],
     v: Float[Array, "R K H"],
 ) -> PagedKV:
-    """Stores one layer's keys and values of the live rows at their positions.
+    """Stores one layer's keys and values of the active rows at their positions.
 
-    Dead rows, and positions on pages that their slot does not own, write nowhere.
+    Padding rows, and positions on pages that their slot does not own, write nowhere.
     Lengths do not change: see `allocator.extend`.
     """
     where = {
         "page_table": kv.page_table,
         "slots": slots,
         "positions": positions,
-        "num_live": num_live,
+        "num_active": num_active,
     }
     return replace_layer(
         kv,

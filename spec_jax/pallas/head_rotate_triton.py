@@ -37,7 +37,7 @@ def rotate_and_write(
     """Queries in tiles, and the pages with the rows written, in place.
 
     Rows are written to `jobs.stored_at`, and nowhere if that is `LOST`. Queries of
-    dead rows, and of the padding of `lay` but for its width, are uninitialised.
+    padding rows, and of the padding of `lay` but for its width, are uninitialised.
 
     Returns:
       Queries `[K, rows, heads, width]`, key pages, value pages.

@@ -47,15 +47,15 @@ def paged_attention(
     page_table: Int[Array, "S M"],
     slots: Int[Array, " R"],
     positions: Int[Array, " R"],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     scale: float,
     interpret: bool,
     ancestors: Int[Array, "R A"] | None = None,
     config: plan.Config | None = None,
 ) -> Float[Array, "R N H"]:
-    """Attends each live row to positions `0 .. positions[r]` of its slot.
+    """Attends each active row to positions `0 .. positions[r]` of its slot.
 
-    Dead rows return zero; a live row whose slot, position or pages do not exist
+    Padding rows return zero; an active row whose slot, position or pages do not exist
     returns NaN. Bytes that a row may not see never reach it, NaN included.
 
     Args:
@@ -74,7 +74,7 @@ def paged_attention(
         page_table,
         slots,
         positions,
-        num_live,
+        num_active,
         num_pages=P,
         page_size=C,
         split=config.split,

@@ -28,7 +28,7 @@ def attend(
     page_table: jax.Array,  # [S, M] int32
     slots: jax.Array,  # [R] int32
     positions: jax.Array,  # [R] int32
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     eps: float,
     scale: float,
     interpret: bool,
@@ -38,8 +38,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `ops.row_attention.row_attention`. The pages are updated in place.
 
-    A live row whose slot, position or pages do not exist writes nothing, and its
-    result is NaN; dead rows write nothing, and their result is zero.
+    An active row whose slot, position or pages do not exist writes nothing, and its
+    result is NaN; padding rows write nothing, and their result is zero.
 
     Args:
       ancestors: see `paged_attention_triton.paged_attention`; the row itself is
@@ -52,7 +52,7 @@ def attend(
     """
     (P, C, K, H), R = k_pages.shape, heads.shape[0]
     N = _check_shapes(heads, k_pages, q_norm, k_norm, cos, sin, slots, positions)
-    slab.check_shapes(num_live=(num_live, ()))
+    slab.check_shapes(num_active=(num_active, ()))
     config = config or plan.default_config(H, heads.dtype, interpret=interpret)
     lay = plan.layout(R, N // K, H, tile=config.tile)
     plan.check_pools(heads, k_pages, v_pages)
@@ -61,7 +61,7 @@ def attend(
             page_table,
             slots,
             positions,
-            num_live,
+            num_active,
             num_pages=P,
             page_size=C,
             split=config.split,

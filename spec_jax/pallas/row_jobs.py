@@ -48,7 +48,7 @@ def row_jobs(
     page_table: Int[Array, "S M"],
     slots: Int[Array, " R"],
     positions: Int[Array, " R"],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     *,
     num_pages: int,
     page_size: int,
@@ -58,13 +58,13 @@ def row_jobs(
 ) -> RowJobs:
     """The jobs of a slab whose tiles are `tile_rows` consecutive rows.
 
-    A live row is lost if its slot or position does not exist, or a page that it sees
+    An active row is lost if its slot or position does not exist, or a page that it sees
     is not one of `num_pages`: it has no jobs and is stored nowhere.
 
     Args:
       ancestors: see `paged_attention_triton.paged_attention`.
     """
-    live = jnp.arange(slots.shape[0], dtype=jnp.int32) < num_live
+    live = jnp.arange(slots.shape[0], dtype=jnp.int32) < num_active
     mapped, stored_at = _locate(
         page_table, slots, positions, ancestors, num_pages, page_size
     )

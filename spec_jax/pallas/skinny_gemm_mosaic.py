@@ -61,7 +61,7 @@ def project(
     x: jax.Array,  # [R, K]
     w: jax.Array,  # [N, K]
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     norm: jax.Array | None,  # [K]
     residual: jax.Array | None,  # [R, N]
     eps: float,
@@ -69,7 +69,7 @@ def project(
     plan: Plan | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `ops.projection.project`. All rows are computed, `num_live` or not.
+    """See `ops.projection.project`. All rows are computed, `num_active` or not.
 
     Args:
       interpret: False, or jax's `InterpretGPUParams()`; `True` interprets no copies.
@@ -79,7 +79,7 @@ def project(
       NotImplementedError: arrays that are not bfloat16, or another `out_dtype`.
     """
     (R, K), N = x.shape, w.shape[0]
-    slab.check_shapes(w=(w, (N, K)), num_live=(num_live, ()))
+    slab.check_shapes(w=(w, (N, K)), num_active=(num_active, ()))
     out_dtype = jnp.dtype(out_dtype)
     if out_dtype not in (x.dtype, jnp.float32):
         raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
@@ -99,7 +99,7 @@ def gate(
     x: jax.Array,  # [R, K]
     w: jax.Array,  # [2F, K]
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     norm: jax.Array,  # [K]
     eps: float,
     plan: Plan | None = None,
@@ -115,7 +115,7 @@ def gate(
       NotImplementedError: arrays that are not bfloat16.
     """
     (_, K), F = x.shape, w.shape[0] // 2
-    slab.check_shapes(w=(w, (2 * F, K)), num_live=(num_live, ()))
+    slab.check_shapes(w=(w, (2 * F, K)), num_active=(num_active, ()))
     slab.check_bfloat16(x=x, w=w, norm=norm)
     total = _product(x, w, norm, eps=eps, plan=plan, interpret=interpret)
     gates, up = jnp.split(_rounded(total), 2, axis=-1)

@@ -92,7 +92,7 @@ def _block(size: int, largest: int) -> int:
 
 
 def _multiply_kernel(
-    num_live_ref,  # [1]
+    num_active_ref,  # [1]
     x_ref,  # [16, K], and so to the end of a block
     w_refs,  # one, or the gate's and up's: [block_n, K] or [K, block_n], likewise
     residual_ref,  # [16, block_n] or None
@@ -111,7 +111,7 @@ def _multiply_kernel(
 
     width = plan.block_k // plan.chains
     rows = pl.program_id(0) * slab.ROWS + jnp.arange(slab.ROWS)
-    is_active = rows < num_live_ref[0]
+    is_active = rows < num_active_ref[0]
 
     def accumulate(start, sums, is_ragged):
         """Adds one block of k to the sum of each chain."""
@@ -220,7 +220,7 @@ def project(
     x: jax.Array,  # [R, K]
     w: jax.Array,  # [N, K], or [K, N] where transposed
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     norm: jax.Array | None,  # [K]
     residual: jax.Array | None,  # [R, N]
     eps: float,
@@ -236,7 +236,9 @@ def project(
       NotImplementedError: arrays that are not bfloat16, or another `out_dtype`.
     """
     (R, K), N = x.shape, w.shape[1 if transposed else 0]
-    slab.check_shapes(w=(w, (K, N) if transposed else (N, K)), num_live=(num_live, ()))
+    slab.check_shapes(
+        w=(w, (K, N) if transposed else (N, K)), num_active=(num_active, ())
+    )
     out_dtype = jnp.dtype(out_dtype)
     if out_dtype not in (x.dtype, jnp.float32):
         raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
@@ -255,7 +257,7 @@ def project(
         x,
         w,
         residual,
-        num_live=num_live,
+        num_active=num_active,
         plan=plan or plan_for(N, K),
         out_dtype=out_dtype,
         transposed=transposed,
@@ -269,7 +271,7 @@ def gate(
     x: jax.Array,  # [R, K]
     w: jax.Array,  # [2F, K], or [K, 2F] where transposed
     *,
-    num_live: jax.Array,  # [] int32
+    num_active: jax.Array,  # [] int32
     norm: jax.Array,  # [K]
     eps: float,
     transposed: bool = False,
@@ -284,7 +286,7 @@ def gate(
     """
     (R, K), F = x.shape, w.shape[1 if transposed else 0] // 2
     slab.check_shapes(
-        w=(w, (K, 2 * F) if transposed else (2 * F, K)), num_live=(num_live, ())
+        w=(w, (K, 2 * F) if transposed else (2 * F, K)), num_active=(num_active, ())
     )
     slab.check_bfloat16(x=x, w=w, norm=norm)
     x = rms_norm_triton.rms_norm(slab.padded(x), norm, eps=eps, interpret=interpret)
@@ -292,7 +294,7 @@ def gate(
         x,
         w.reshape((K, 2, F) if transposed else (2, F, K)),
         None,
-        num_live=num_live,
+        num_active=num_active,
         plan=plan or plan_for(2 * F, K, parts=2),
         out_dtype=x.dtype,
         transposed=transposed,
@@ -303,7 +305,7 @@ def gate(
 
 
 def _multiply(
-    x, w, residual, *, num_live, plan, out_dtype, transposed, name, interpret
+    x, w, residual, *, num_active, plan, out_dtype, transposed, name, interpret
 ):
     """`[16 n, N]` of `w`, `[parts, N, K]` or `[K, parts, N]`: each part a product."""
     (R, K), (parts, N) = x.shape, (w.shape[1:] if transposed else w.shape[:2])
@@ -344,7 +346,7 @@ def _multiply(
         ),
         name=name,
         interpret=interpret,
-    )(num_live.reshape(1), x, [w] * parts, residual if has_residual else None)[0]
+    )(num_active.reshape(1), x, [w] * parts, residual if has_residual else None)[0]
     if plan.splits == 1:
         return outputs[0]
     return _reduce(

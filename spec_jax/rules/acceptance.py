@@ -32,7 +32,7 @@ PAD = 0
 """Fills token arrays past their end. It is a real token: lengths decide, not PAD."""
 
 
-class Verdict(pytree.Node):
+class Outcome(pytree.Node):
     """The target's decision about one drafted chain.
 
     Attributes:
@@ -50,7 +50,7 @@ def accept_exact(
     draft_tokens: Int[Array, " gamma"],
     target_tokens: Int[Array, " gamma+1"],
     num_drafted: Int[Array, ""],
-) -> Verdict:
+) -> Outcome:
     """Keeps the leading run of drafts that equal the target's own choice.
 
     The committed tokens are those that the target alone would have chosen, one after
@@ -66,12 +66,12 @@ def accept_exact(
     num_accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32)), dtype=jnp.int32)
     kept = jnp.arange(gamma + 1, dtype=jnp.int32) <= num_accepted
     # An accepted draft equals the target's token, so one array serves for both.
-    return Verdict(
+    return Outcome(
         num_accepted=num_accepted, tokens=jnp.where(kept, target_tokens, PAD)
     )
 
 
-class Odds(pytree.Node):
+class AcceptanceProbabilities(pytree.Node):
     """What a rule makes of one chain, before any uniform is drawn.
 
     Rows past the number drafted are not used.
@@ -82,12 +82,12 @@ class Odds(pytree.Node):
 
 
 @typed
-def rejection_odds(
+def rejection_probabilities(
     draft_tokens: Int[Array, " gamma"],
     draft_probs: Float32[Array, "gamma V"],
     target_probs: Float32[Array, "gamma+1 V"],
     num_drafted: Int[Array, ""],
-) -> Odds:
+) -> AcceptanceProbabilities:
     """A draft is kept with `min(1, target / draft)`; the own token is what then lacks.
 
     As `accept_rejection`, which decides by them.
@@ -96,17 +96,17 @@ def rejection_odds(
     keep = _ratio(
         _of_drafts(target_probs, draft_tokens), _of_drafts(draft_probs, draft_tokens)
     )
-    return Odds(keep=keep, own=_residual(target_probs, draft_probs))
+    return AcceptanceProbabilities(keep=keep, own=_residual(target_probs, draft_probs))
 
 
 @typed
-def block_odds(
+def block_probabilities(
     draft_tokens: Int[Array, " gamma"],
     draft_probs: Float32[Array, "gamma V"],
     target_probs: Float32[Array, "gamma+1 V"],
     num_drafted: Int[Array, ""],
-) -> Odds:
-    """The odds of keeping at least the first `i + 1` drafts, given where they lead.
+) -> AcceptanceProbabilities:
+    """Returns the probabilities of keeping at least the first `i + 1` drafts.
 
     As `accept_block`, which decides by them.
     """
@@ -126,10 +126,10 @@ def block_odds(
     joint = jnp.concatenate([start[None], joint])
     own = _residual(joint[:, None] * target_probs, draft_probs)
     # Nothing was drafted after the last draft: its residual weighs `joint`, and so do
-    # its odds, which is the algorithm's other case.
+    # its probabilities, which is the algorithm's other case.
     lacking = jnp.sum(own, axis=-1)
     keep = _ratio(lacking, lacking + (1 - joint))
-    return Odds(keep=keep[1:], own=own)
+    return AcceptanceProbabilities(keep=keep[1:], own=own)
 
 
 @typed
@@ -141,7 +141,7 @@ def accept_rejection(
     *,
     uniforms: Float32[Array, " gamma"],
     noise: Float32[Array, " V"],
-) -> Verdict:
+) -> Outcome:
     """Keeps drafts one by one so that the output has the target's distribution.
 
     Algorithm 1 of Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. The
@@ -161,12 +161,14 @@ def accept_rejection(
       noise: Gumbel noise for the own token, shared with nothing else, in particular
         not with the drafts.
     """
-    odds = rejection_odds(draft_tokens, draft_probs, target_probs, num_drafted)
-    stays = (uniforms < odds.keep) & (
+    probabilities = rejection_probabilities(
+        draft_tokens, draft_probs, target_probs, num_drafted
+    )
+    stays = (uniforms < probabilities.keep) & (
         jnp.arange(uniforms.shape[0], dtype=jnp.int32) < num_drafted
     )
     num_accepted = jnp.sum(jnp.cumprod(stays.astype(jnp.int32)), dtype=jnp.int32)
-    return _verdict(num_accepted, draft_tokens, target_probs, odds, noise)
+    return _outcome(num_accepted, draft_tokens, target_probs, probabilities, noise)
 
 
 @typed
@@ -178,27 +180,30 @@ def accept_block(
     *,
     uniforms: Float32[Array, " gamma"],
     noise: Float32[Array, " V"],
-) -> Verdict:
+) -> Outcome:
     """Keeps a prefix of the draft, judged as one block, with the target's distribution.
 
     Block verification, algorithm 2 of Sun et al. (2024),
     https://arxiv.org/abs/2403.10444. The paper's `M_b` is `target_probs`, its `M_s` is
-    `draft_probs`, its `p_i` is `joint`, its `h_i` is `Odds.keep` and its `eta_i` are
-    the `uniforms`. The longest prefix whose uniform succeeds stays, also where one
-    before it failed; the own token is drawn from `norm(max(0, joint * target -
-    draft))`. On average it keeps at least as many drafts as any rule that has the
-    target's distribution for every prefix, `accept_rejection` among them.
+    `draft_probs`, its `p_i` is `joint`, its `h_i` is `keep` of the probabilities, its
+    `eta_i` are the `uniforms`. The longest prefix whose uniform succeeds stays, also
+    where one before it failed; the target's token is drawn from
+    `norm(max(0, joint * target - draft))`. On average it keeps at least as many drafts
+    as any rule that has the target's distribution for every prefix,
+    `accept_rejection` among them.
 
     What stays depends on all drafts and all uniforms of the round, also on those past
     the last kept draft: the next round must use noise of its own.
 
     Args: as in `accept_rejection`.
     """
-    odds = block_odds(draft_tokens, draft_probs, target_probs, num_drafted)
+    probabilities = block_probabilities(
+        draft_tokens, draft_probs, target_probs, num_drafted
+    )
     lengths = jnp.arange(1, uniforms.shape[0] + 1, dtype=jnp.int32)
-    stays = (uniforms < odds.keep) & (lengths <= num_drafted)
+    stays = (uniforms < probabilities.keep) & (lengths <= num_drafted)
     num_accepted = jnp.max(jnp.where(stays, lengths, 0), initial=0)
-    return _verdict(num_accepted, draft_tokens, target_probs, odds, noise)
+    return _outcome(num_accepted, draft_tokens, target_probs, probabilities, noise)
 
 
 def _without_padding(draft_probs: jax.Array, num_drafted: jax.Array) -> jax.Array:
@@ -229,15 +234,15 @@ def _residual(target: jax.Array, draft: jax.Array) -> jax.Array:
     return jnp.where(draft > 0, jnp.maximum(target - draft, 0.0), target)
 
 
-def _verdict(
+def _outcome(
     num_accepted: jax.Array,
     draft_tokens: jax.Array,
     target_probs: jax.Array,
-    odds: Odds,
+    probabilities: AcceptanceProbabilities,
     noise: jax.Array,
-) -> Verdict:
+) -> Outcome:
     """The accepted drafts and one own token, by Gumbel argmax of its weights."""
-    weights = odds.own[num_accepted]
+    weights = probabilities.own[num_accepted]
     # A draft that equals the target to rounding may be rejected, once in millions, with
     # nothing left to draw from. The target's row is then the residual, to rounding.
     weights = jnp.where(jnp.any(weights > 0), weights, target_probs[num_accepted])
@@ -245,4 +250,4 @@ def _verdict(
     offsets = jnp.arange(draft_tokens.shape[0] + 1, dtype=jnp.int32)
     tokens = jnp.where(offsets < num_accepted, jnp.append(draft_tokens, PAD), PAD)
     tokens = jnp.where(offsets == num_accepted, own, tokens)
-    return Verdict(num_accepted=num_accepted, tokens=tokens)
+    return Outcome(num_accepted=num_accepted, tokens=tokens)

@@ -379,9 +379,9 @@ def sample_rows(
     settings: SamplingSettings,
     *,
     first_position: Int[Array, ""],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
 ) -> Int[Array, " R"]:
-    """Draws one token from each live row, int32; dead rows give 0, and cost nothing.
+    """Draws one token from each active row, int32; padding rows give 0 at no cost.
 
     Row `i` gives the token of position `first_position + i`. Row by row, in a loop:
     a token's bits depend on its own row, its position and the settings.
@@ -389,7 +389,7 @@ def sample_rows(
     offsets = jnp.arange(logits.shape[0], dtype=jnp.int32)
     each = jax.tree.map(lambda x: jnp.broadcast_to(x, offsets.shape), settings)
     return sample_each(
-        logits, each, positions=first_position + offsets, draws=offsets < num_live
+        logits, each, positions=first_position + offsets, draws=offsets < num_active
     )
 
 

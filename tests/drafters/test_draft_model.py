@@ -157,7 +157,7 @@ def test_how_drafts_are_drawn(draws):
 
 
 def test_what_each_rule_draws():
-    """Fails if a rule by uniforms is given coupled drafts, whose odds are not known."""
+    """Fails if a rule by uniforms takes coupled drafts, of unknown probabilities."""
     drafter = as_drafter()
     for rule, draws in (
         ("coupled", "coupled"),

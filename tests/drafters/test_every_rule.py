@@ -15,7 +15,7 @@ import readme_blocks
 from decoding import GAMMA_MAX, SMALL, Ask
 
 from spec_jax.drafters import hybrid, ngram, oracle, suffix
-from spec_jax.engine import checks, verdicts
+from spec_jax.engine import checks, verification
 
 
 CORPUS = suffix.remember(suffix.empty_corpus(64), [1, 2, 3, 4, 8, 8, 9, 9, 60, 7, 3])
@@ -48,7 +48,7 @@ tests of a drafter have it alone, and in programs that cannot draw."""
 
 PRODUCT = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-    for case in itertools.product(verdicts.RULES, DRAFTERS, (1, 3))
+    for case in itertools.product(verification.RULES, DRAFTERS, (1, 3))
 ]
 
 

@@ -147,7 +147,7 @@ class BelowTheVocabulary(Echo):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SaysItsOdds(Echo):
+class SaysItsProbabilities(Echo):
     """Says of each draft that it was certain, or something that cannot be."""
 
     scale: float = 1.0
@@ -265,7 +265,7 @@ FAULTS = {
 }
 
 
-WRONG_ODDS = {
+WRONG_PROBABILITIES = {
     "NaN": ({"scale": np.nan}, "probabilities: row 0 .* holds nan"),
     "negative": ({"scale": -1.0}, "probabilities: row 0 .* holds -1.0"),
     "more than one": ({"scale": 1.5}, "probabilities: row 0 .* sums to 1.5"),
@@ -274,17 +274,17 @@ WRONG_ODDS = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_ODDS)
+@pytest.mark.parametrize("name", WRONG_PROBABILITIES)
 def test_probabilities_that_cannot_be_are_caught(name):
-    changes, message = WRONG_ODDS[name]
+    changes, message = WRONG_PROBABILITIES[name]
     with pytest.raises(AssertionError, match=message):
-        testing.check_drafter(SaysItsOdds(**changes), None, BENCH)
+        testing.check_drafter(SaysItsProbabilities(**changes), None, BENCH)
 
 
 def test_probabilities_that_can_be():
-    memory = SaysItsOdds().init(capacity=40, page_size=8)
-    testing.CLAUSES["static"](SaysItsOdds(), memory, BENCH)
-    testing.CLAUSES["proposals"](SaysItsOdds(), memory, BENCH)
+    memory = SaysItsProbabilities().init(capacity=40, page_size=8)
+    testing.CLAUSES["static"](SaysItsProbabilities(), memory, BENCH)
+    testing.CLAUSES["proposals"](SaysItsProbabilities(), memory, BENCH)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

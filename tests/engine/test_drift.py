@@ -46,7 +46,7 @@ def test_catch_up_rows_count_in_slots(num_slots, monkeypatch):
 
     def counted(self, params, kv, window, keep):
         note = lambda most: widths.append((window.tokens.shape[1], int(most)))
-        jax.debug.callback(note, window.num_live.max(), ordered=True)
+        jax.debug.callback(note, window.num_active.max(), ordered=True)
         return real(self, params, kv, window, keep)
 
     monkeypatch.setattr(rows_lib.SlotRows, "_run", counted)

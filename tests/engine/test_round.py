@@ -213,8 +213,8 @@ def test_rounds_called_from_python_say_what_happened():
         n, then = np.asarray(state.slots.length), np.asarray(after.slots.length)
         assert info.gamma.tolist() == [3, 3, 2]
         np.testing.assert_array_equal(info.window.start, n - 1)
-        np.testing.assert_array_equal(info.window.num_live, info.gamma + 1)
-        np.testing.assert_array_equal(then - n, info.verdict.num_accepted + 1)
+        np.testing.assert_array_equal(info.window.num_active, info.gamma + 1)
+        np.testing.assert_array_equal(then - n, info.outcome.num_accepted + 1)
         assert bool(info.is_finite.all()) and not bool(info.out_of_pages.any())
         for slot in range(3):
             drafts = np.asarray(info.proposal.tokens)[slot, : info.gamma[slot]]
@@ -320,22 +320,22 @@ RIGHT = acceptance.accept_exact
 
 
 def _accept_one_more(drafts, targets, num_drafted):
-    verdict = RIGHT(drafts, targets, num_drafted)
-    a = jnp.minimum(verdict.num_accepted + 1, num_drafted)
+    outcome = RIGHT(drafts, targets, num_drafted)
+    a = jnp.minimum(outcome.num_accepted + 1, num_drafted)
     columns = jnp.arange(targets.shape[0])
     tokens = jnp.where(columns < a, jnp.append(drafts, 0), targets)
-    return acceptance.Verdict(num_accepted=a, tokens=tokens)
+    return acceptance.Outcome(num_accepted=a, tokens=tokens)
 
 
 def _lose_the_targets_own_token(drafts, targets, num_drafted):
-    verdict = RIGHT(drafts, targets, num_drafted)
-    a = jnp.maximum(verdict.num_accepted - 1, 0)
-    return verdict.replace(num_accepted=a, tokens=jnp.roll(verdict.tokens, -1))
+    outcome = RIGHT(drafts, targets, num_drafted)
+    a = jnp.maximum(outcome.num_accepted - 1, 0)
+    return outcome.replace(num_accepted=a, tokens=jnp.roll(outcome.tokens, -1))
 
 
 def _accept_nothing_but_say_so(drafts, targets, num_drafted):
-    verdict = RIGHT(drafts, targets, num_drafted)
-    return verdict.replace(num_accepted=verdict.num_accepted * 0 + num_drafted)
+    outcome = RIGHT(drafts, targets, num_drafted)
+    return outcome.replace(num_accepted=outcome.num_accepted * 0 + num_drafted)
 
 
 ACCEPTED_WRONGLY = (

@@ -85,7 +85,7 @@ def law_of(model, params, ids) -> np.ndarray:
         kv,
         tokens=jnp.asarray(ids[-1:], jnp.int32),
         start=jnp.int32(len(ids) - 1),
-        num_live=jnp.int32(1),
+        num_active=jnp.int32(1),
     )
     law = np.asarray(sampling.distribution(logits[:1], SETTINGS)[0], np.float64)
     return law / law.sum()
@@ -148,11 +148,11 @@ def test_rounds_draw_from_the_targets_law(lm, prompt, rule, num_slots):
 
 def own_from_the_target(real, tokens, draft_probs, target_probs, num_drafted, **noise):
     """The residual is not subtracted: the rule is told that nothing was likely."""
-    verdict = real(tokens, draft_probs, target_probs, num_drafted, **noise)
-    row = jnp.log(target_probs[verdict.num_accepted]) + noise["noise"]
+    outcome = real(tokens, draft_probs, target_probs, num_drafted, **noise)
+    row = jnp.log(target_probs[outcome.num_accepted]) + noise["noise"]
     own = jnp.argmax(row).astype(jnp.int32)
-    tokens = verdict.tokens.at[verdict.num_accepted].set(own)
-    return verdict.replace(tokens=tokens)
+    tokens = outcome.tokens.at[outcome.num_accepted].set(own)
+    return outcome.replace(tokens=tokens)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -48,8 +48,8 @@ class Scene:
 
         def step(params, kv, window, kept):
             kv, verified = self.slots.verify(params, kv, window)
-            kv = self.slots.truncate(kv, kept, asked=window.num_live > 0)
-            return kv, verified, self.slots.choose(verified.logits, verified.num_live)
+            kv = self.slots.truncate(kv, kept, asked=window.num_active > 0)
+            return kv, verified, self.slots.choose(verified.logits, verified.num_active)
 
         return functools.partial(jax.jit(step), self.params)
 
@@ -57,14 +57,14 @@ class Scene:
     def alone(self):
         """`RowModel.forward`, the choice of tokens, and a truncation."""
 
-        def step(params, kv, tokens, start, num_live, kept):
+        def step(params, kv, tokens, start, num_active, kept):
             kv, logits = self.model.forward(
-                params, kv, tokens=tokens, start=start, num_live=num_live
+                params, kv, tokens=tokens, start=start, num_active=num_active
             )
             return (
                 self.model.truncate(kv, kept),
                 logits,
-                self.model.choose(logits, num_live),
+                self.model.choose(logits, num_active),
             )
 
         return functools.partial(jax.jit(step), self.params)
@@ -113,11 +113,11 @@ def shuffled(kv: paged.PagedKV, rng) -> paged.PagedKV:
     return kv.replace(free_pages=stack)
 
 
-def window_of(tokens, start, num_live) -> protocols.Window:
+def window_of(tokens, start, num_active) -> protocols.Window:
     return protocols.Window(
         tokens=jnp.asarray(tokens, jnp.int32),
         start=jnp.asarray(start, jnp.int32),
-        num_live=jnp.asarray(num_live, jnp.int32),
+        num_active=jnp.asarray(num_active, jnp.int32),
     )
 
 
@@ -135,23 +135,23 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
     most = 0
     for number in range(num_steps):
         start = np.asarray(kv.length)
-        num_live = rng.integers(0, WINDOW + 1, num_slots).astype(np.int32)
+        num_active = rng.integers(0, WINDOW + 1, num_slots).astype(np.int32)
         if number == 1:
-            num_live[:] = WINDOW  # as many tiles as there can be
-        num_live = np.minimum(num_live, kv.slot_capacity - start)
+            num_active[:] = WINDOW  # as many tiles as there can be
+        num_active = np.minimum(num_active, kv.slot_capacity - start)
         tokens = rng.integers(1, 96, (num_slots, WINDOW)).astype(np.int32)
-        tokens[np.arange(WINDOW) >= num_live[:, None]] = NAN_TOKEN
-        kept = start + rng.integers(0, num_live + 1).astype(np.int32)
-        window = window_of(tokens, start, num_live)
+        tokens[np.arange(WINDOW) >= num_active[:, None]] = NAN_TOKEN
+        kept = start + rng.integers(0, num_active + 1).astype(np.int32)
+        window = window_of(tokens, start, num_active)
         kv, verified, chosen = together(poisoned(kv), window, kept)
         decoding.check_cache(kv)
         assert not bool(kv.out_of_pages.any())
-        assert int(verified.num_live) == num_live.sum()
-        most = max(most, int(num_live.sum()))
+        assert int(verified.num_active) == num_active.sum()
+        most = max(most, int(num_active.sum()))
         by_column = np.asarray(verified.by_column(chosen, fill=-7))
-        assert (by_column[np.arange(WINDOW) >= num_live[:, None]] == -7).all()
+        assert (by_column[np.arange(WINDOW) >= num_active[:, None]] == -7).all()
         for slot in range(num_slots):
-            count = num_live[slot]
+            count = num_active[slot]
             if count:
                 own[slot], logits, expected = scene.alone(
                     poisoned(own[slot]), tokens[slot], start[slot], count, kept[slot]
@@ -252,7 +252,7 @@ def test_a_slot_without_a_page_is_not_run_and_the_others_are():
             decoding.held(after, WINDOW, slot=slot),
             decoding.held(expected, WINDOW, slot=slot),
         )
-    assert int(verified.num_live) == 2 * WINDOW
+    assert int(verified.num_active) == 2 * WINDOW
     assert (np.asarray(verified.at)[2:] >= verified.logits.shape[0]).all()
     assert not bool(after.k[0][int(after.page_table[2, 0])].any())
 
@@ -261,9 +261,9 @@ def test_rows_that_do_not_follow_are_refused():
     """Of the slot that is wrong, and of no other; not where nothing is asked."""
     scene = make_scene("native-float32")
     kv = scene.slots.new_cache(**SIZES)
-    start, num_live = jnp.array([0, 1, 3, 0]), jnp.array([2, 2, 0, 1])
-    window = window_of(jnp.ones((4, WINDOW)), start, num_live)
-    after, *_ = scene.together(kv, window, start + num_live)
+    start, num_active = jnp.array([0, 1, 3, 0]), jnp.array([2, 2, 0, 1])
+    window = window_of(jnp.ones((4, WINDOW)), start, num_active)
+    after, *_ = scene.together(kv, window, start + num_active)
     assert after.refused.tolist() == [False, True, False, False]
 
 
@@ -305,7 +305,7 @@ def run_windows(model, params, page_size, *, by_rows, spoil=lambda kv: kv):
     outputs, kept = [], LONG
     for _ in range(2):
         window = jnp.asarray(text[kept : kept + model.slab])
-        where = {"start": jnp.int32(kept), "num_live": jnp.int32(model.slab - 1)}
+        where = {"start": jnp.int32(kept), "num_active": jnp.int32(model.slab - 1)}
         kv, logits = forward(model, params, spoil(kv), tokens=window, **where)
         outputs.append(logits[: model.slab - 1])
         kept += 2

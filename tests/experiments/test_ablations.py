@@ -26,13 +26,13 @@ WINDOW = [PROMPT[-1], 4, 9, 33, 60]
 
 
 @functools.partial(jax.jit, static_argnames=("path",))
-def forward(path, params, kv, *, tokens, start, num_live):
+def forward(path, params, kv, *, tokens, start, num_active):
     """Compiled once for each path: how many rows are live is data."""
-    return path.forward(params, kv, tokens=tokens, start=start, num_live=num_live)
+    return path.forward(params, kv, tokens=tokens, start=start, num_active=num_active)
 
 
-def verify(path, params=PARAMS, *, num_live=5, poison=False, window=()):
-    """Logits of the live rows, and K/V of the text with the window, all layers."""
+def verify(path, params=PARAMS, *, num_active=5, poison=False, window=()):
+    """Logits of the active rows, and K/V of the text with the window, all layers."""
     model = getattr(path, "model", path)
     kv = model.new_cache(capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE)
     if poison:  # NaN where nothing is held.
@@ -45,21 +45,21 @@ def verify(path, params=PARAMS, *, num_live=5, poison=False, window=()):
         kv,
         tokens=jnp.asarray(window or WINDOW),
         start=jnp.int32(START),
-        num_live=jnp.int32(num_live),
+        num_active=jnp.int32(num_active),
     )
     allocator.check(kv)
-    assert int(kv.length[0]) == START + num_live
+    assert int(kv.length[0]) == START + num_active
     layers = range(path.config.num_layers)
-    held = [cache.gather(kv, layer, 0, START + num_live) for layer in layers]
-    return np.asarray(logits)[:num_live], held
+    held = [cache.gather(kv, layer, 0, START + num_active) for layer in layers]
+    return np.asarray(logits)[:num_active], held
 
 
-@pytest.mark.parametrize("num_live", [1, 3, 5])
-def test_the_row_loop_has_the_bits_of_rows(num_live):
+@pytest.mark.parametrize("num_active", [1, 3, 5])
+def test_the_row_loop_has_the_bits_of_rows(num_active):
     """Fails if decoding row by row is other arithmetic than a window of rows."""
     path = verify_paths.make("row-loop", TARGET)
-    expected = verify(TARGET, num_live=num_live)
-    testing.assert_same_bits(verify(path, num_live=num_live), expected)
+    expected = verify(TARGET, num_active=num_active)
+    testing.assert_same_bits(verify(path, num_active=num_active), expected)
 
 
 @pytest.mark.parametrize("name", ["flash", "library-rows"])
@@ -68,9 +68,9 @@ def test_library_windows_have_the_values_of_rows(name):
     path = verify_paths.make(name, TARGET)
     # Two layers, and each sums at most 96 terms: an error of a sum is passed on.
     close = {"dtype": "float32", "reduction": 96 * 8}
-    for num_live in (1, 5):
-        logits, held = verify(path, num_live=num_live, poison=True)
-        expected_logits, expected_held = verify(TARGET, num_live=num_live)
+    for num_active in (1, 5):
+        logits, held = verify(path, num_active=num_active, poison=True)
+        expected_logits, expected_held = verify(TARGET, num_active=num_active)
         testing.assert_rows_close(logits, expected_logits, **close)
         for actual, expected in zip(held, expected_held, strict=True):
             for one, other in zip(actual, expected, strict=True):
@@ -98,16 +98,16 @@ def test_no_room_is_flagged_and_forgotten(name):
     kv = TARGET.new_cache(capacity=16, page_size=decoding.PAGE_SIZE)
     kv = prompt_lib.prefill(TARGET, PARAMS, kv, [*PROMPT, 1])
     start = jnp.int32(len(PROMPT) + 1)
-    for num_live, is_starved in ((5, True), (4, False)):
+    for num_active, is_out_of_pages in ((5, True), (4, False)):
         kv, _ = forward(
             path,
             PARAMS,
             kv,
             tokens=jnp.asarray(WINDOW),
             start=start,
-            num_live=jnp.int32(num_live),
+            num_active=jnp.int32(num_active),
         )
-        assert bool(path.is_starved(kv)) is is_starved
+        assert bool(path.is_out_of_pages(kv)) is is_out_of_pages
         kv = path.truncate(kv, start)
     cache.check_integrity(kv)
 
@@ -140,8 +140,8 @@ class Wrong:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def choose(self, logits, num_live):
-        return (self.inner.choose(logits, num_live) + 1) % 96
+    def choose(self, logits, num_active):
+        return (self.inner.choose(logits, num_active) + 1) % 96
 
 
 FLASH = verify_paths.make("flash", SMALL.target)

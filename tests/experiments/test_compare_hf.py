@@ -249,7 +249,7 @@ def test_bfloat16_is_judged_in_float32(oracle, folders, tmp_path):
     more = ("--gammas", "3", "--ignore-stop", "--dtype", "bfloat16")
     assert compare_hf.main(command(folders, *more, "--out", str(out))) == 0
     assert {row["dtype"] for row in rows_of(out, "comparison")} == {"bfloat16"}
-    assert {row["judged_dtype"] for row in rows_of(out, "greedy")} == {"float32"}
+    assert {row["compared_dtype"] for row in rows_of(out, "greedy")} == {"float32"}
 
 
 @pytest.mark.oracle

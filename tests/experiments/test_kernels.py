@@ -238,7 +238,7 @@ def depends_on(what: str):
         x, height = inputs["x"], inputs["x"].shape[0]
         extra = {
             "nothing": 0.0,
-            "live rows": inputs["num_live"].astype(jnp.float32) * 1e-3,
+            "active rows": inputs["num_active"].astype(jnp.float32) * 1e-3,
             "places": jnp.arange(height, dtype=jnp.float32)[:, None] * 1e-3,
             "height": height * 1e-3,
         }[what]
@@ -251,7 +251,7 @@ def depends_on(what: str):
     ("what", "caught"),
     [
         ("nothing", set()),
-        ("live rows", {"live rows", "alone", "other heights"}),
+        ("active rows", {"active rows", "alone", "other heights"}),
         ("places", {"alone", "other places"}),
         ("height", {"other heights"}),
     ],
@@ -259,7 +259,7 @@ def depends_on(what: str):
 def test_every_grid_catches_what_it_is_for(what, caught):
     """Negative controls: a kernel with a fault, one grid or more that differs."""
     inputs = {"x": jax.random.normal(jax.random.key(0), (16, 8))}
-    inputs["num_live"] = jnp.int32(16)
+    inputs["num_active"] = jnp.int32(16)
     run = depends_on(what)
     case = kernel_checks.Case(name="faulty", run=run, inputs=inputs, pages=())
     expected, row = kernel_checks.reference(case)

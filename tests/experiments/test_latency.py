@@ -70,7 +70,7 @@ def test_a_run(folders, tmp_path, capsys):
     assert latency.main(command(folders, *more, "--out", str(out))) == 0
     rows = {row["step"]: row for row in rows_of(out, "step")}
     assert list(rows) == [
-        *("plain step", "1 live row", "2 live rows", "3 live rows"),
+        *("plain step", "1 active row", "2 active rows", "3 active rows"),
         *("draft step", "round, gamma 1", "round, gamma 2", "prefill of 5"),
         *("read of its bytes", "read of 256 MiB", "new cache", "plain step at 20"),
     ]
@@ -79,10 +79,13 @@ def test_a_run(folders, tmp_path, capsys):
         assert 0 < row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"], name
         assert row["n"] == 3 and row["warm_up_s"] > 0 and row["steps_per_call"] == STEPS
         assert row["jax_version"] == jax.__version__
-        assert (row["ratio_to"] == "1 live row") == ("live row" in name)
-    assert rows["plain step"]["ratio"] == rows["1 live row"]["ratio_p90"] == 1
+        assert (row["ratio_to"] == "1 active row") == ("active row" in name)
+    assert rows["plain step"]["ratio"] == rows["1 active row"]["ratio_p90"] == 1
     assert rows["plain step at 20"]["context"] == 20
-    assert rows["round, gamma 2"]["gamma"] == 2 and rows["3 live rows"]["num_live"] == 3
+    assert (
+        rows["round, gamma 2"]["gamma"] == 2
+        and rows["3 active rows"]["num_active"] == 3
+    )
     (summary,) = rows_of(out, "summary")
     plain_s = rows["plain step"]["ms"] / 1e3
     achieved = summary["step_bytes"] / plain_s / 1e9
@@ -155,7 +158,7 @@ def test_repeated_forwards_start_at_the_same_place(lm):
     kv = steps.at_length(kv, 14)
     table = np.asarray(kv.page_table[row_model.SLOT])
     kv, _ = steps.repeat_forward(
-        lm.target, lm.params, kv, num_live=jnp.int32(3), steps=STEPS
+        lm.target, lm.params, kv, num_active=jnp.int32(3), steps=STEPS
     )
     assert int(kv.length[row_model.SLOT]) == 14
     changed = np.any(np.asarray(kv.k[0]) != before[0], axis=(2, 3))
@@ -222,8 +225,8 @@ def test_presets(monkeypatch, tmp_path):
     more = ("--slab", "3", "--rows", "2", "--out", str(out))
     assert latency.main(command((), "--preset", "qwen3-8b", *more)) == 0
     names = [row["step"] for row in rows_of(out, "step")]
-    assert names[:3] == ["plain step", "2 live rows", "read of its bytes"]
-    assert names[-2:] == ["plain step at 20", "2 live rows at 20"]
+    assert names[:3] == ["plain step", "2 active rows", "read of its bytes"]
+    assert names[-2:] == ["plain step at 20", "2 active rows at 20"]
     (summary,) = rows_of(out, "summary")
     assert summary["target"] == "qwen3-8b" and summary["draft"] is None
     both = ("--preset", "qwen3-8b", "--draft-preset", "qwen3-0.6b")

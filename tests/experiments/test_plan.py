@@ -62,7 +62,7 @@ def test_the_rows_of_a_plan(planned):
             assert row["relative_error"] == pytest.approx(expected)
     found = {row["cost"]: row for row in rows_of(planned, "plan_cost")}
     assert list(found)[:4] == [
-        *("plain step", "1 live row", "2 live rows", "3 live rows")
+        *("plain step", "1 active row", "2 active rows", "3 active rows")
     ]
     for drafter in ("draft-model", "ngram"):
         assert found[f"{drafter}: round, gamma 0"]["n"] == 2
@@ -81,7 +81,7 @@ def test_predictions_are_those_of_costs_and_acceptance(planned):
     assert first["predicted_tokens_per_round"] == pytest.approx(1 + kept[0])
     # A draft model always fills its windows.
     plain = ms["plain step"]
-    parts = [ratios[name] * plain for name in ("1 live row", "2 live rows")]
+    parts = [ratios[name] * plain for name in ("1 active row", "2 active rows")]
     overhead = max(0, ratios["draft-model: round, gamma 0"] * plain - parts[0])
     none, one, two = (
         ratios[f"draft-model: proposal, gamma {gamma}"] * plain for gamma in (0, 1, 2)
@@ -111,7 +111,7 @@ def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, cap
     monkeypatch.setattr(plan, "run_designs", interrupted)
     out = tmp_path / "out.jsonl"
     assert plan.main(command(folders, *more, "--out", str(out))) == cli.INTERRUPTED
-    assert len(rows_of(out, "plan_verdict")) == 1
+    assert len(rows_of(out, "plan_recommendation")) == 1
     assert str(out) in capsys.readouterr().err
 
 
@@ -157,7 +157,7 @@ def test_the_curve_of_costs():
 def test_costs_are_compared_within_a_turn():
     """A turn that was slow as a whole leaves ratios as they are."""
     per_step = {
-        **{"plain step": 1.0, "1 live row": 1.0, "2 live rows": 0.9},
+        **{"plain step": 1.0, "1 active row": 1.0, "2 active rows": 0.9},
         **{"d: round, gamma 0": 1.1, "d: proposal, gamma 0": 0.1},
         **{"d: proposal, gamma 1": 0.3},
         "d: proposal, nothing to catch up": 0.4,

@@ -34,11 +34,11 @@ def summary(gamma: int, **changes) -> dict:
     }
 
 
-def step(num_live: int, **changes) -> dict:
-    name = "1 live row" if num_live == 1 else f"{num_live} live rows"
+def step(num_active: int, **changes) -> dict:
+    name = "1 active row" if num_active == 1 else f"{num_active} active rows"
     spread = {"ms": 2.0, "ms_p10": 1.5, "ms_p90": 2.5}
     spread |= {"ratio": 1.0, "ratio_p10": 0.9, "ratio_p90": 1.1}
-    row = {"kind": "step", "step": name, "num_live": num_live, "impl": "xla"}
+    row = {"kind": "step", "step": name, "num_active": num_active, "impl": "xla"}
     return row | spread | changes
 
 
@@ -148,7 +148,7 @@ def test_the_same_rows_give_the_same_bytes(name, tmp_path):
         "speedup": ("times", "gamma (tokens drafted per round)", "native"),
         "acceptance": ("P(kept", "position in the draft (token)"),
         "accepted_lengths": ("rounds (%)", "2.50 tokens a round"),
-        "step_cost": ("(ms)", "live rows"),
+        "step_cost": ("(ms)", "active rows"),
         "hugging_face": ("tokens/s", "long: 512 tokens", "transformers prompt lookup"),
         "divergence": ("(ULP)", "layer 3, operation_0, position 41", "logits")
         + ("relative difference", "5e5", "128"),

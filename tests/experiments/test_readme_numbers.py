@@ -180,7 +180,7 @@ def test_the_table_of_regret():
     rows = regrets()
     for policy, cells in regret_table():
         for name, cell in zip(
-            ("easy", "hard", "mixed", "hostile"), cells, strict=False
+            ("easy", "hard", "mixed", "adversarial"), cells, strict=False
         ):
             value = 100 * rows["regret", policy, name]["regret"]
             assert agree(numbers(cell), [value]), (policy, name, value)
@@ -190,7 +190,7 @@ def test_regret_beside_plain_decoding_is_a_speed_up():
     """As everywhere: above 1 is faster."""
     rows = regrets()
     for policy, (*_, cell) in regret_table():
-        row = rows["regret_live", policy, "hostile"]
+        row = rows["regret_live", policy, "adversarial"]
         if "speedup" not in row:
             pytest.xfail("rows from before regret.py wrote speed-ups")
         assert agree(numbers(cell), [row["speedup"]]), (policy, cell)

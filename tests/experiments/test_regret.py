@@ -11,7 +11,7 @@ from rich import console as rich_console
 from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import regret as script
-from experiments.lib import cli, costs, fates, prompt_files, regret, runs
+from experiments.lib import cli, costs, outcomes, prompt_files, regret, runs
 from spec_jax import loading
 from spec_jax.gamma import policy, simulation, threshold
 
@@ -57,16 +57,16 @@ def pairs(folders):
 
 def record(pair: loading.LanguageModel, prompt: prompt_files.Prompt):
     ids = pair.tokenizer.encode(prompt.text)
-    return fates.record(pair, SETTINGS, prompt, ids)
+    return outcomes.record(pair, SETTINGS, prompt, ids)
 
 
 @pytest.fixture(scope="module")
 def texts(pairs):
-    """The lookup's fates on every prompt."""
+    """The lookup's outcomes on every prompt."""
     return [record(pairs["ngram"], prompt) for prompt in PROMPTS]
 
 
-def simulated_rounds(text: fates.Text, gamma: int) -> int:
+def simulated_rounds(text: outcomes.Text, gamma: int) -> int:
     fixed = policy.Fixed(gamma_max=GAMMA)
     run = simulation.simulate(
         fixed,
@@ -80,7 +80,7 @@ def simulated_rounds(text: fates.Text, gamma: int) -> int:
 
 @pytest.mark.parametrize("name", ["ngram", "itself"])
 def test_simulated_rounds_are_those_of_live_runs(pairs, name):
-    """As integers, for every constant gamma; fails if a fate is a place off."""
+    """As integers, for every constant gamma; fails if an outcome is a place off."""
     pair, kept = pairs[name], 0
     for prompt in PROMPTS:
         text = record(pair, prompt)
@@ -90,10 +90,10 @@ def test_simulated_rounds_are_those_of_live_runs(pairs, name):
             assert live.tokens == text.tokens
             assert simulated_rounds(text, gamma) == live.counters.rounds
             kept += live.counters.accepted
-    assert kept > 0  # else every fate would be as good
+    assert kept > 0  # else every outcome would be as good
 
 
-def test_the_check_sees_a_wrong_fate(pairs):
+def test_the_check_sees_a_wrong_outcome(pairs):
     """Negative control: one draft that was kept, taken for rejected."""
     text = record(pairs["itself"], PROMPTS[0])
     wrong = text.is_kept.copy()
@@ -102,32 +102,32 @@ def test_the_check_sees_a_wrong_fate(pairs):
     assert simulated_rounds(changed, GAMMA) == simulated_rounds(text, GAMMA) + 1
 
 
-def test_fates_of_drafts():
+def test_outcomes_of_drafts():
     """Row `n` was drafted behind `n` tokens; its draft `i` stands at `n + i`."""
     drafts = np.array([[7, 8], [8, 0], [9, 9]])
-    found = fates.fates(drafts, np.array([2, 2, 1]), [7, 8, 9])
+    found = outcomes.outcomes(drafts, np.array([2, 2, 1]), [7, 8, 9])
     assert found.tolist() == [[True, False], [True, True], [True, False]]
     # What was not drafted is not kept, whatever stands in its place.
-    silent = fates.fates(drafts, np.array([0, 1, 1]), [7, 8, 9])
+    silent = outcomes.outcomes(drafts, np.array([0, 1, 1]), [7, 8, 9])
     assert silent.tolist() == [[False, False], [True, False], [True, False]]
-    assert fates.mean_kept(found) == (2 + 1 + 1) / 3
-    assert fates.mean_kept(silent) == 2 / 3
+    assert outcomes.mean_kept(found) == (2 + 1 + 1) / 3
+    assert outcomes.mean_kept(silent) == 2 / 3
 
 
 def test_sets(texts):
-    """By how much is kept; the hostile ones are the mixed, with nothing kept."""
-    sets = fates.make_sets(texts)
-    assert tuple(sets) == fates.SETS
+    """By how much is kept; the adversarial ones are the mixed, with nothing kept."""
+    sets = outcomes.make_sets(texts)
+    assert tuple(sets) == outcomes.SETS
     ((easy,), (hard,)) = sets["easy"], sets["hard"]
     kept = [text.num_kept for text in texts]
     assert easy.num_kept == max(kept) > hard.num_kept == min(kept)
     assert sets["mixed"] == [easy, hard]
-    assert [text.tokens for text in sets["hostile"]] == [easy.tokens, hard.tokens]
-    for text in sets["hostile"]:
-        assert text.is_hostile and text.num_kept == 0
-    assert not any(text.is_hostile for text in texts)
+    assert [text.tokens for text in sets["adversarial"]] == [easy.tokens, hard.tokens]
+    for text in sets["adversarial"]:
+        assert text.is_adversarial and text.num_kept == 0
+    assert not any(text.is_adversarial for text in texts)
     with pytest.raises(ValueError, match="1 prompts: .* give two"):
-        fates.make_sets(texts[:1])
+        outcomes.make_sets(texts[:1])
 
 
 def fixed_candidates() -> list[regret.Candidate]:
@@ -180,24 +180,26 @@ def test_simulated_rows_are_those_of_the_simulator(texts):
 
 
 def test_what_was_learnt_is_handed_on(texts):
-    """On hostile texts the second one has no descent to pay for."""
-    hostile = fates.make_sets(texts)["hostile"]
+    """On adversarial texts the second one has no descent to pay for."""
+    adversarial = outcomes.make_sets(texts)["adversarial"]
     of_rounds = {"round_s": COSTS.round_s(), "catch_up_s": 0.0}
 
     def seconds(*, hand_on: bool) -> float:
         return regret.seconds_of(
-            ladder_candidate(), hostile, hand_on=hand_on, **of_rounds
+            ladder_candidate(), adversarial, hand_on=hand_on, **of_rounds
         )
 
     assert seconds(hand_on=True) < seconds(hand_on=False)
 
 
-def test_hostile_rounds_accept_nothing(pairs, texts):
+def test_adversarial_rounds_accept_nothing(pairs, texts):
     """And draft as always, at the cost of the real drafter; tokens stay the same."""
     pair = pairs["itself"]
-    text = dataclasses.replace(texts[0], is_hostile=True)
-    hostile, known = regret._hostile(pair, text)
-    run = runs.run_speculative(hostile, SETTINGS, text.prompt_ids, draft_params=known)
+    text = dataclasses.replace(texts[0], is_adversarial=True)
+    adversarial, known = regret._adversarial(pair, text)
+    run = runs.run_speculative(
+        adversarial, SETTINGS, text.prompt_ids, draft_params=known
+    )
     assert run.tokens == text.tokens
     assert run.counters.accepted == 0 < run.counters.proposed
     # Negative control: the drafter as it is.
@@ -262,12 +264,12 @@ def test_the_rows_of_a_run(folders, tmp_path, capsys):
     names = ["fixed 0", "fixed 1", "fixed 2", "threshold", "goodput"]
     for kind in ("regret", "regret_live"):
         places = [(row["set"], row["policy"]) for row in rows_of(out, kind)]
-        assert places == [(s, name) for s in fates.SETS for name in names]
+        assert places == [(s, name) for s in outcomes.SETS for name in names]
     for row in rows_of(out, "regret_live"):
         assert row["matched"] and row["seconds"] > 0 and row["plain_s"] > 0
     printed = capsys.readouterr().out
     assert "simulated" in printed and "in real rounds" in printed
-    assert "hostile" in printed and "threshold" in printed
+    assert "adversarial" in printed and "threshold" in printed
     assert "speed-up over plain decoding" in " ".join(printed.split())
 
 
@@ -277,7 +279,7 @@ def test_the_table_of_regret_fits_a_terminal():
     rows = [
         {"policy": policy, "set": name, "regret": share, "speedup": 1 / (1 + share)}
         for policy, share in (("fixed 0", 0.25), ("threshold", 123.4))
-        for name in fates.SETS
+        for name in outcomes.SETS
     ]
     file = io.StringIO()
     console = rich_console.Console(file=file, width=80)

@@ -243,13 +243,13 @@ def test_costs_as_latency_writes_them(tmp_path):
     path = tmp_path / "latency.jsonl"
     steps = {
         "plain step": (None, 2.0),
-        "1 live row": (1, 2.0),
-        "2 live rows": (2, 3.0),
+        "1 active row": (1, 2.0),
+        "2 active rows": (2, 3.0),
         "draft step": (1, 0.5),
     }
     rows = [
-        {"kind": "step", "step": name, "num_live": num_live, "ms": ms}
-        for name, (num_live, ms) in steps.items()
+        {"kind": "step", "step": name, "num_active": num_active, "ms": ms}
+        for name, (num_active, ms) in steps.items()
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"kind": "x"}]))
     curves = step_costs.read(path, ("draft-model", "ngram", "hybrid"))

@@ -26,7 +26,7 @@ PARAMS = params_lib.cast(decoding.TARGET_PARAMS, "bfloat16")
 
 
 def forward(hook):
-    """Cache and logits of three live rows of five after the prompt."""
+    """Cache and logits of three active rows of five after the prompt."""
     kv = MODEL.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
     kv = prompt_lib.prefill(MODEL, PARAMS, kv, decoding.PROMPT[:-1], by_rows=True)
     kv = allocator.reserve(kv, 0, START + 5)
@@ -34,7 +34,7 @@ def forward(hook):
         tokens=jnp.asarray([decoding.PROMPT[-1], 4, 9, 1, 2], jnp.int32),
         slots=jnp.zeros((5,), jnp.int32),
         positions=START + jnp.arange(5, dtype=jnp.int32),
-        num_live=jnp.int32(LIVE),
+        num_active=jnp.int32(LIVE),
     )
 
     @jax.jit
@@ -107,13 +107,13 @@ def test_what_the_hook_returns_goes_on(key, written_differs):
     assert set(np.concatenate(differs).tolist()) == changed
 
 
-def test_dead_rows_write_nothing_when_seen():
+def test_padding_rows_write_nothing_when_seen():
     """Fails if the pages are written back for rows that are not live."""
 
-    def spoil_dead(layer, operation, value):
+    def spoil_padding(layer, operation, value):
         return value.at[LIVE:].set(jnp.nan)
 
-    testing.assert_same_bits(forward(spoil_dead), unseen())
+    testing.assert_same_bits(forward(spoil_padding), unseen())
 
 
 def test_without_a_hook_nothing_of_it_is_traced(monkeypatch):
@@ -125,7 +125,7 @@ def test_without_a_hook_nothing_of_it_is_traced(monkeypatch):
             tokens=jnp.zeros((5,), jnp.int32),
             slots=jnp.zeros((5,), jnp.int32),
             positions=jnp.arange(5, dtype=jnp.int32),
-            num_live=jnp.int32(1),
+            num_active=jnp.int32(1),
         )
         run = lambda *args: qwen3.forward_rows(
             args[0], CONFIG, args[1], args[2], impl=MODEL.impl, observe=hook

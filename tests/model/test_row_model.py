@@ -19,7 +19,7 @@ from spec_jax.ops import dispatch
 def forward(model, kv, start):
     tokens = jnp.asarray(decoding.PROMPT[:2], jnp.int32)
     kv, _ = model.forward(
-        decoding.TARGET_PARAMS, kv, tokens=tokens, start=start, num_live=jnp.int32(2)
+        decoding.TARGET_PARAMS, kv, tokens=tokens, start=start, num_active=jnp.int32(2)
     )
     return kv
 

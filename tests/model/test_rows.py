@@ -115,7 +115,7 @@ class Model:
     impl: str
 
     def run(self, kv, rows, *, slab=SLAB, forward=_forward):
-        """Runs `rows`, a list of `(token, slot, position)`; padding rows are poisoned."""
+        """Runs `rows`, each `(token, slot, position)`; padding rows are poisoned."""
         for _, slot, position in rows:
             kv = allocator.reserve(kv, slot, position + 1)
         dead = [(NAN_TOKEN, 0, PREFIX + 900)] * (slab - len(rows))
@@ -254,7 +254,7 @@ def test_rows_do_not_depend_on_their_place_or_neighbours(model):
         )
 
 
-def test_a_live_row_of_nan_spoils_only_itself_and_later_rows(model):
+def test_an_active_row_of_nan_spoils_only_itself_and_later_rows(model):
     """Fails if masked keys are multiplied by zero: 0 * NaN is NaN."""
     kv = model.fill(make_cache(model.config))
     _, healthy = model.run(kv, window())

@@ -187,7 +187,7 @@ PAGES = (
         "held != list(range(P))",
         "len(held) != P",
         "paging/test_cache.py::"
-        "test_broken_books_are_reported[a free page that is owned]",
+        "test_broken_tables_are_reported[a free page that is owned]",
     ),
     Mutant(
         "a position below zero is on the last page",
@@ -260,7 +260,7 @@ RULES = (
     ),
     Mutant(
         "logits that are not finite are not counted",
-        "engine.verdicts:finite_rows",
+        "engine.verification:finite_rows",
         "jnp.isfinite(top[:, 0])",
         "jnp.isfinite(top[:, 0]) | True",
         "engine/test_nonfinite.py::"

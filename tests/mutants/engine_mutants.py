@@ -27,7 +27,7 @@ ROUNDS = (
         "a stop token is ignored inside a window",
         _COMMIT,
         "jnp.argmax(is_stop) + 1",
-        "verdict.num_accepted + 1",
+        "outcome.num_accepted + 1",
         "engine/test_round.py::test_stop_tokens_anywhere_in_the_window[1]",
     ),
     Mutant(
@@ -48,14 +48,14 @@ ROUNDS = (
     Mutant(
         "a policy takes all drafts for kept",
         "engine.round:_update_policy",
-        "info.proposal.num_drafted, info.verdict.num_accepted",
+        "info.proposal.num_drafted, info.outcome.num_accepted",
         "info.proposal.num_drafted, info.proposal.num_drafted",
         "engine/test_policies.py::test_a_policy_is_told_of_every_round_of_its_slot"
         "[goodput-1]",
     ),
     Mutant(
         "a target's own token is drawn with the noise of the token before",
-        "engine.verdicts:target_tokens",
+        "engine.verification:target_tokens",
         "positions=verified.positions + 1",
         "positions=verified.positions",
         _STREAM + "[native-1]",
@@ -93,7 +93,7 @@ SLOTS = (
     ),
     Mutant(
         "slots draw by the settings of the first",
-        "engine.verdicts:target_tokens",
+        "engine.verification:target_tokens",
         "leaf[verified.slots]",
         "leaf[verified.slots * 0]",
         _STREAM + "[native-3]",

@@ -137,12 +137,12 @@ def failure(test: str) -> BaseException | None:
     (error, *_) = errors.raised
     if isinstance(error, pytest.skip.Exception):
         raise LookupError(f"{test} was skipped: {error}")
-    if not is_verdict(error):
+    if not is_outcome(error):
         raise error
     return error
 
 
-def is_verdict(error: BaseException) -> bool:
+def is_outcome(error: BaseException) -> bool:
     """Whether an error says that something is wrong, or just that something broke.
 
     Assertions do, except those of jax itself, and so does what the package reports

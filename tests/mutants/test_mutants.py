@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mutant import Mutant, OutOfDateError, failure, is_verdict
+from mutant import Mutant, OutOfDateError, failure, is_outcome
 
 from spec_jax.paging import index
 from spec_jax.rules import acceptance
@@ -125,10 +125,10 @@ def _nothing_raised():
         (lambda: index.locate(None, 1, None, None), False),
     ],
 )
-def test_what_is_a_verdict(function, expected):
+def test_what_is_an_outcome(function, expected):
     """Fails if a crash counts as one, or an assertion does not."""
     try:
         function()
     except (Exception, pytest.fail.Exception) as error:
-        found = is_verdict(error)
+        found = is_outcome(error)
     assert found == expected

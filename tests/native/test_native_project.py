@@ -48,7 +48,7 @@ def run(isa, x, residual, weights, live=None, *, eps=1e-6, project=_project):
 
 
 def assert_rows_alone(isa, x, residual, weights, *, project=_project):
-    """Asserts the row contract: every count of active rows, and rows in other places."""
+    """Asserts the row contract: every number of active rows, and other places."""
     call = functools.partial(run, isa, weights=weights, project=project)
     alone = [call(x[r : r + 1], residual[r : r + 1]) for r in range(len(x))]
     alone = np.concatenate(alone)

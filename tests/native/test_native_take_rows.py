@@ -36,7 +36,7 @@ def test_rows_are_the_tables(rng, isa, dtype, width):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_padding_rows_are_not_looked_up(rng, isa, dtype):
-    """Fails if a padding row is looked up, wherever it points, or an active one is not."""
+    """Fails if a padding row is looked up, or an active one is not."""
     table = table_of(rng, 20, dtype)
     index = jnp.asarray([2, 9, 2**31 - 1, -1], jnp.int32)
     for live in range(3):

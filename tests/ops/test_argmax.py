@@ -21,7 +21,7 @@ def run(impl, logits, live=None) -> np.ndarray:
     except NotImplementedError as error:
         pytest.skip(str(error))
     live = np.int32(len(logits) if live is None else live)
-    indices = _argmax(jnp.asarray(logits, jnp.float32), num_live=live, impl=impl)
+    indices = _argmax(jnp.asarray(logits, jnp.float32), num_active=live, impl=impl)
     assert indices.dtype == jnp.int32
     return np.asarray(indices)[:live]
 
@@ -32,8 +32,8 @@ every_impl = functools.partial(
 
 
 @every_impl
-def test_the_largest_of_a_live_row(rng, impl):
-    """Fails if a dead row is looked at in place of a live one."""
+def test_the_largest_of_an_active_row(rng, impl):
+    """Fails if a padding row is looked at in place of an active one."""
     logits = rng.standard_normal((4, WIDTH))
     logits[2:] = np.nan
     np.testing.assert_array_equal(

@@ -27,7 +27,7 @@ def test_nan_spoils_who_sees_it(name, position):
     case = attention.make_case(page_size=PAGE_SIZE)
     clean = case.attend()
     out = spoilt(case, name, position, head=1).attend()
-    mine = case.slots[: case.num_live] == SLOT
+    mine = case.slots[: case.num_active] == SLOT
     group = attention.GROUP
     assert np.isnan(out[mine][:, group:]).all()
     testing.assert_same_bits(out[~mine], clean[~mine])
@@ -41,7 +41,7 @@ def test_nan_that_nobody_sees_spoils_nothing():
     last = attention.RAGGED - 1
     out = spoilt(case, "v_pages", last, head=1).attend()
     sees = (case.slots == SLOT) & (case.positions >= last)
-    sees = sees[: case.num_live]
-    assert sees.any() and (case.slots[: case.num_live][~sees] == SLOT).any()
+    sees = sees[: case.num_active]
+    assert sees.any() and (case.slots[: case.num_active][~sees] == SLOT).any()
     testing.assert_same_bits(out[~sees], clean[~sees])
     assert np.isnan(out[sees][:, attention.GROUP :]).all()

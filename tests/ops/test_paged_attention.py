@@ -20,7 +20,7 @@ _attend = jax.jit(paged_attention.paged_attention, static_argnames=("scale", "im
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Seven live rows over five slots, and the plain sequences behind the pages."""
+    """Seven active rows over five slots, and the plain sequences behind the pages."""
 
     q: np.ndarray  # [R, N, H]
     keys: list[np.ndarray]  # per slot [length, K, H]
@@ -30,26 +30,26 @@ class Case:
     page_table: np.ndarray
     slots: np.ndarray
     positions: np.ndarray
-    num_live: int = ROWS - 1
+    num_active: int = ROWS - 1
 
     def attend(self, **changes):
         inputs = {
             "page_table": self.page_table,
             "slots": self.slots,
             "positions": self.positions,
-            "num_live": np.int32(self.num_live),
+            "num_active": np.int32(self.num_active),
             "scale": self.q.shape[-1] ** -0.5,
             "impl": "xla",
         }
         arrays = {"q": self.q, "k_pages": self.k_pages, "v_pages": self.v_pages}
         out = _attend(**(arrays | inputs | changes))
         assert out.shape == self.q.shape and out.dtype == self.q.dtype
-        return np.asarray(out)[: self.num_live]
+        return np.asarray(out)[: self.num_active]
 
     def oracle(self) -> np.ndarray:
         """Row by row and head by head, as the definition has it."""
-        out = np.zeros((self.num_live, HEADS, self.q.shape[-1]))
-        for row in range(self.num_live):
+        out = np.zeros((self.num_active, HEADS, self.q.shape[-1]))
+        for row in range(self.num_active):
             seen = slice(self.positions[row] + 1)
             keys = self.keys[self.slots[row]][seen].astype(np.float64)
             values = self.values[self.slots[row]][seen].astype(np.float64)
@@ -90,7 +90,7 @@ def make_case(*, page_size=16, head_dim=64, dtype="float32") -> Case:
             part = tokens[:, page * page_size : (page + 1) * page_size]
             pools[:, table[slot, page], : part.shape[1]] = part
     q = 3 * rng.standard_normal((ROWS, HEADS, head_dim))
-    q[-1] = np.nan  # the dead row
+    q[-1] = np.nan  # the padding row
     rows = [(slot, length - 1) for slot, length in enumerate(lengths)]
     rows += [(4, RAGGED - 3), (4, RAGGED - 2)]  # in the company of a longer row
     rows = [rows[i] for i in rng.permutation(len(rows))] + [(4, 10**6)]
@@ -124,7 +124,7 @@ def test_head_sizes_and_dtypes(head_dim, dtype):
 def test_one_slot():
     """Fails if the form without a loop over slots does something else."""
     case = make_case()
-    mine = np.flatnonzero(case.slots[: case.num_live] == 4)
+    mine = np.flatnonzero(case.slots[: case.num_active] == 4)
     order = np.concatenate([mine, np.setdiff1d(np.arange(ROWS), mine)])
     case = dataclasses.replace(
         case,
@@ -134,7 +134,7 @@ def test_one_slot():
         page_table=case.page_table[4:],
         keys=case.keys[4:],
         values=case.values[4:],
-        num_live=len(mine),
+        num_active=len(mine),
     )
     case.assert_close(case.attend())
 
@@ -152,7 +152,7 @@ def test_order_and_count_of_rows_do_not_matter():
         positions=case.positions[turned],
     )
     testing.assert_same_bits(moved.attend(), out[order])
-    alone = dataclasses.replace(case, num_live=1)
+    alone = dataclasses.replace(case, num_active=1)
     testing.assert_same_bits(alone.attend(), out[:1])
 
 
@@ -199,7 +199,7 @@ def test_an_unowned_page_is_poison():
     table = case.page_table.copy()
     table[4, 2] = unowned
     is_nan = np.isnan(case.attend(page_table=table)).all((1, 2))
-    np.testing.assert_array_equal(is_nan, case.slots[: case.num_live] == 4)
+    np.testing.assert_array_equal(is_nan, case.slots[: case.num_active] == 4)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """One walk of operations on a paged cache, beside a dict of lists.
 
-After every operation: no page is lost or held twice (`check_integrity`), the books
+After every operation: no page is lost or held twice (`check_integrity`), the page table
 are the model's, the bytes of each slot are the model's, bit for bit, and no other
 byte of the pool changed. Bytes that belong to no token are NaN throughout.
 """
@@ -17,7 +17,7 @@ from spec_jax.paging import allocator, cache
 
 LAYERS, SLOTS, PAGES, PAGE_SIZE, WIDTH, HEADS, HEAD_DIM = 2, 3, 9, 4, 5, 1, 2
 CAPACITY = WIDTH * PAGE_SIZE
-ROWS = 7  # rows of one append, dead ones included
+ROWS = 7  # rows of one append, padding ones included
 ROWS_SHAPE = (LAYERS, ROWS, HEADS, HEAD_DIM)
 
 
@@ -25,18 +25,18 @@ def append(kv, slot, count, k, v):
     """Reserves, writes and extends, as a model does. `k` and `v`: [L, R, K, H]."""
     start = kv.length[slot]
     kv = allocator.reserve(kv, slot, start + count)
-    num_live = jnp.where(kv.out_of_pages[slot], 0, count)
+    num_active = jnp.where(kv.out_of_pages[slot], 0, count)
     for layer in range(LAYERS):
         kv = cache.write(
             kv,
             layer,
             slots=jnp.full((ROWS,), slot, jnp.int32),
             positions=start + jnp.arange(ROWS, dtype=jnp.int32),
-            num_live=num_live,
+            num_active=num_active,
             k=k[layer],
             v=v[layer],
         )
-    return allocator.extend(kv, slot, start + num_live)
+    return allocator.extend(kv, slot, start + num_active)
 
 
 FUNCTIONS = {
@@ -61,10 +61,10 @@ def compile_(name):
 COMPILED = {name: compile_(name) for name in FUNCTIONS}
 
 
-def wrapping_write(kv, layer, *, slots, positions, num_live, k, v):
-    """A planted fault: `cache.write` that sends dead rows to page -1, the last one."""
+def wrapping_write(kv, layer, *, slots, positions, num_active, k, v):
+    """A planted fault: `cache.write` sends padding rows to page -1, the last one."""
     pages = kv.page_table[slots, positions // PAGE_SIZE]
-    pages = jnp.where(jnp.arange(slots.shape[0]) < num_live, pages, -1)
+    pages = jnp.where(jnp.arange(slots.shape[0]) < num_active, pages, -1)
     at = pages, positions % PAGE_SIZE
 
     def store(pools, rows):
@@ -82,7 +82,7 @@ class Model:
     def __init__(self):
         self.tokens: dict[int, list[np.ndarray]] = {}  # [L, 2, K, H] per token
         self.owned: dict[int, int] = {}
-        self.starved: set[int] = set()
+        self.out_of_pages: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -91,8 +91,8 @@ class Model:
     def register(self, slot):
         if slot not in range(SLOTS) or slot in self.tokens:
             return "refused"
-        if self._is_starved(slot, self.num_free < 1):
-            return "starved"
+        if self._is_out_of_pages(slot, self.num_free < 1):
+            return "out_of_pages"
         self.tokens[slot], self.owned[slot] = [], 1
         return "done"
 
@@ -101,8 +101,8 @@ class Model:
             return "refused"
         wanted = max(-(-up_to // PAGE_SIZE), self.owned[slot])
         missing = wanted - self.owned[slot]
-        if self._is_starved(slot, missing > self.num_free or up_to > CAPACITY):
-            return "starved"
+        if self._is_out_of_pages(slot, missing > self.num_free or up_to > CAPACITY):
+            return "out_of_pages"
         self.owned[slot] = wanted
         return "done"
 
@@ -136,9 +136,11 @@ class Model:
             self.tokens[slot].extend(rows[:count])
         return outcome
 
-    def _is_starved(self, slot, starved):
-        self.starved = self.starved | {slot} if starved else self.starved - {slot}
-        return starved
+    def _is_out_of_pages(self, slot, out_of_pages):
+        self.out_of_pages = (
+            self.out_of_pages | {slot} if out_of_pages else self.out_of_pages - {slot}
+        )
+        return out_of_pages
 
 
 class Walk:
@@ -179,7 +181,7 @@ class Walk:
         outcome = getattr(self.model, name)(slot, *numbers, *rows)
 
         cache.check_integrity(after)
-        assert self._books() == self._expected_books(slot, outcome)
+        assert self._tables() == self._expected_tables(slot, outcome)
         if outcome != "done":
             flags = {"refused": before.refused, "out_of_pages": before.out_of_pages}
             testing.assert_same_bits(after.replace(**flags), before, what=name)
@@ -192,12 +194,12 @@ class Walk:
         self.kv = self.kv.replace(refused=before.refused)
         return outcome
 
-    def _books(self):
+    def _tables(self):
         kv = self.kv
-        books = kv.length, kv.num_owned, kv.registered, kv.refused, kv.out_of_pages
-        return *(book.tolist() for book in books), int(kv.num_free)
+        tables = kv.length, kv.num_owned, kv.registered, kv.refused, kv.out_of_pages
+        return *(book.tolist() for book in tables), int(kv.num_free)
 
-    def _expected_books(self, slot, outcome):
+    def _expected_tables(self, slot, outcome):
         model, slots = self.model, range(SLOTS)
         is_refused = outcome == "refused"
         return (
@@ -205,7 +207,7 @@ class Walk:
             [model.owned.get(each, 0) for each in slots],
             [each in model.tokens for each in slots],
             [is_refused and (each == slot or slot not in slots) for each in slots],
-            [each in model.starved for each in slots],
+            [each in model.out_of_pages for each in slots],
             model.num_free,
         )
 

@@ -128,7 +128,7 @@ def test_valid_requests_raise_no_flag(state):
     ],
 )
 def test_out_of_pages_is_data(lengths, name, numbers):
-    """Fails if a starved slot loses what it has, or keeps half of what it asked."""
+    """Fails if a slot out of pages loses what it has, or keeps half of a request."""
     before = filled(*lengths)
     after = apply(before, name, *numbers)
     flags = [slot == numbers[0] for slot in range(3)]
@@ -143,7 +143,7 @@ def test_out_of_pages_is_data(lengths, name, numbers):
     testing.assert_same_bits(OPERATIONS[name](before, *numbers), after)
 
 
-def test_a_starved_slot_recovers():
+def test_a_slot_out_of_pages_recovers():
     """Fails if the flag stays after another slot made room."""
     kv = apply(filled(9, 8), "reserve", 1, 17)
     kv = apply(apply(kv, "release", 0), "reserve", 1, 17)
@@ -196,7 +196,7 @@ def one_life(kv, slot):
         0,
         slots=jnp.full((2,), slot, jnp.int32),
         positions=jnp.asarray([5, 6], jnp.int32),
-        num_live=jnp.int32(2),
+        num_active=jnp.int32(2),
         k=rows,
         v=rows,
     )

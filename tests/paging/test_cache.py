@@ -44,9 +44,9 @@ def make_cache():
 
 
 @functools.partial(jax.jit, static_argnames=("layer",))
-def write(kv, layer, slots, positions, num_live, k, v):
+def write(kv, layer, slots, positions, num_active, k, v):
     return cache.write(
-        kv, layer, slots=slots, positions=positions, num_live=num_live, k=k, v=v
+        kv, layer, slots=slots, positions=positions, num_active=num_active, k=k, v=v
     )
 
 
@@ -56,12 +56,12 @@ def read(kv, layer, slot):
     return cache.gather(kv, layer, slot, kv.slot_capacity)
 
 
-def write_rows(kv, rows, num_live, *, seed=0, layer=1, write=write):
+def write_rows(kv, rows, num_active, *, seed=0, layer=1, write=write):
     """Writes rows `(slot, position)` of random bytes; returns the cache and them."""
     slots, positions = np.asarray(rows, np.int32).T
     shape = (2, ROWS, SIZES["num_kv_heads"], SIZES["head_dim"])
     k, v = np.random.default_rng(seed).standard_normal(shape).astype(jnp.bfloat16)
-    return write(kv, layer, slots, positions, np.int32(num_live), k, v), k, v
+    return write(kv, layer, slots, positions, np.int32(num_active), k, v), k, v
 
 
 def test_written_rows_read_back():
@@ -73,12 +73,12 @@ def test_written_rows_read_back():
         keys, values = (np.asarray(x)[position] for x in read(kv, 1, slot))
         testing.assert_same_bits((keys, values), (k[row], v[row]))
     testing.assert_same_bits((kv.k[0], kv.v[0]), (before.k[0], before.v[0]))
-    books = {"k": before.k, "v": before.v}
-    testing.assert_same_bits(kv.replace(**books), before)
+    tables = {"k": before.k, "v": before.v}
+    testing.assert_same_bits(kv.replace(**tables), before)
 
 
 def test_nothing_else_is_written():
-    """Fails if a dead row, or one past the slot's pages, is written anywhere."""
+    """Fails if a padding row, or one past the slot's pages, is written anywhere."""
     before = make_cache()
     rows = [(0, 3), (1, 4), (2, -1), (3, 0), (-1, 0), (0, 0)]
     kv, k, v = write_rows(before, rows, ROWS - 1)  # row 5 is dead, 1 to 4 nowhere
@@ -123,7 +123,7 @@ def test_impossible_sizes_are_refused(changes, message):
 
 
 def at(name, index, value):
-    """Books with one number changed: `value(kv)` at `index` of a field."""
+    """Page table with one number changed: `value(kv)` at `index` of a field."""
     return lambda kv: {name: getattr(kv, name).at[index].set(value(kv))}
 
 
@@ -131,7 +131,7 @@ def number(name, change):
     return lambda kv: {name: getattr(kv, name) + change}
 
 
-BROKEN_BOOKS = {
+BROKEN_TABLES = {
     "a page lost, another held twice": (
         at("page_table", (0, 0), lambda kv: kv.page_table[1, 0]),
         "pages lost: .*; pages held twice: ",
@@ -190,9 +190,9 @@ def sound():
     return kv
 
 
-@pytest.mark.parametrize("fault", BROKEN_BOOKS)
-def test_broken_books_are_reported(sound, fault):
+@pytest.mark.parametrize("fault", BROKEN_TABLES)
+def test_broken_tables_are_reported(sound, fault):
     """Fails if the invariant does not notice this fault, or names another."""
-    spoil, message = BROKEN_BOOKS[fault]
+    spoil, message = BROKEN_TABLES[fault]
     with pytest.raises(ValueError, match=message):
         cache.check_integrity(sound.replace(**spoil(sound)))

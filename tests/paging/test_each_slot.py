@@ -1,4 +1,4 @@
-"""Operations on all slots at once are the single ones, slot by slot, in all books."""
+"""Operations on all slots at once are the single ones, slot by slot, in all tables."""
 
 import collections
 import functools
@@ -84,7 +84,7 @@ def run(kind, steps, faults=None) -> collections.Counter:
       faults: operations in place of those of the allocator.
 
     Returns:
-      How often each operation was done, refused and starved in a slot.
+      How often each operation was done, refused and out_of_pages in a slot.
     """
     check = static.check_integrity if kind == "static" else cache.check_integrity
     outcomes, kv = collections.Counter(), make(kind)
@@ -100,11 +100,14 @@ def run(kind, steps, faults=None) -> collections.Counter:
         testing.assert_same_bits(found, expected, what=name)
         check(found)
         _check_others(kv, found, asked)
-        starved, refused = np.asarray(found.out_of_pages), np.asarray(found.refused)
+        out_of_pages, refused = (
+            np.asarray(found.out_of_pages),
+            np.asarray(found.refused),
+        )
         for slot in np.flatnonzero(asked):
             outcome = "refused" if refused[slot] else "done"
-            if name == "reserve" and starved[slot] and not refused[slot]:
-                outcome = "starved"
+            if name == "reserve" and out_of_pages[slot] and not refused[slot]:
+                outcome = "out_of_pages"
             outcomes[name, outcome] += 1
         kv = found
     return outcomes
@@ -153,7 +156,7 @@ def test_random_walks():
     for name in EACH:
         assert outcomes[name, "done"] >= 10, outcomes
         assert outcomes[name, "refused"] >= 10, outcomes
-    assert outcomes["reserve", "starved"] >= 10, outcomes
+    assert outcomes["reserve", "out_of_pages"] >= 10, outcomes
 
 
 EVERY = [True, True, True, False]
@@ -179,7 +182,7 @@ def test_a_fixed_walk(kind):
     """The walk that the planted faults below must break is itself in order."""
     outcomes = run(kind, FIXED)
     assert outcomes["extend", "refused"] == 2
-    assert outcomes["reserve", "starved"] == (2 if kind == "paged" else 0)
+    assert outcomes["reserve", "out_of_pages"] == (2 if kind == "paged" else 0)
 
 
 def _last_slot_first(kv, numbers, *, asked):

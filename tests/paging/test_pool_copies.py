@@ -104,7 +104,7 @@ def rounds(kv, slot, times, *, spoil=lambda pool: pool):
                 layer,
                 slots=jnp.full((ROWS,), slot, jnp.int32),
                 positions=length + jnp.arange(ROWS, dtype=jnp.int32),
-                num_live=jnp.int32(ROWS - 1),
+                num_active=jnp.int32(ROWS - 1),
                 k=rows,
                 v=rows,
             )

@@ -70,8 +70,8 @@ def test_random_walks():
     for name in ("append", "rollback", "truncate", "declare", "reserve", "register"):
         assert outcomes[name, "done"] >= 10, name
         assert outcomes[name, "refused"] >= 10, name
-    assert outcomes["append", "starved"] >= 20
-    assert outcomes["reserve", "starved"] >= 5
+    assert outcomes["append", "out_of_pages"] >= 20
+    assert outcomes["reserve", "out_of_pages"] >= 5
     assert set(paged_walk.TRACES.values()) == {1}  # every operation was compiled once
 
 
@@ -112,11 +112,11 @@ def keep(change):
 
 
 def give(change):
-    """`change(before, after, slot)` spoils the books after pages were freed."""
+    """`change(before, after, slot)` spoils the page table after pages were freed."""
     real = allocator._give
 
-    def spoilt(books, slot, count):
-        return change(books, real(books, slot, count), slot)
+    def spoilt(tables, slot, count):
+        return change(tables, real(tables, slot, count), slot)
 
     return allocator, "_give", spoilt
 
@@ -138,11 +138,11 @@ def freed_twice(before, after, slot):
     return table, owned, stack, num_free + (again < PAGES).astype(jnp.int32)
 
 
-def shared_page(books, slot, count, *, real=allocator._take):
+def shared_page(tables, slot, count, *, real=allocator._take):
     """The last page handed out stays on the stack."""
-    table, owned, stack, num_free = real(books, slot, count)
+    table, owned, stack, num_free = real(tables, slot, count)
     back = num_free + jnp.minimum(count, 1)
-    return table, owned, jnp.where(count > 0, books[2], stack), back
+    return table, owned, jnp.where(count > 0, tables[2], stack), back
 
 
 def clears_bytes(kv, slot, kept, *, real=allocator._give_back):
@@ -160,7 +160,7 @@ FAULTS = {
     "page freed twice": ("release", give(freed_twice)),
     "page handed out twice": ("append", (allocator, "_take", shared_page)),
     "bytes cleared": ("truncate", (allocator, "_give_back", clears_bytes)),
-    "dead rows written to page -1": (
+    "padding rows written to page -1": (
         "append",
         (cache, "write", paged_walk.wrapping_write),
     ),

@@ -52,7 +52,7 @@ class Walk:
         self.bytes = np.zeros((LAYERS, 2, SLOTS, CAPACITY, HEADS, HEAD_DIM), np.float32)
         self.length = [0] * SLOTS
         self.is_open = [False] * SLOTS
-        self.starved = [False] * SLOTS
+        self.out_of_pages = [False] * SLOTS
         self.rng = np.random.default_rng(1)
 
     def step(self, name, slot, *numbers) -> str:
@@ -69,7 +69,7 @@ class Walk:
         refused = outcome == "refused"
         assert self.kv.length.tolist() == self.length
         assert self.kv.registered.tolist() == self.is_open
-        assert self.kv.out_of_pages.tolist() == self.starved
+        assert self.kv.out_of_pages.tolist() == self.out_of_pages
         assert self.kv.refused.tolist() == [
             refused and (each == slot or slot not in range(SLOTS))
             for each in range(SLOTS)
@@ -104,14 +104,14 @@ class Walk:
     def _register(self, slot):
         if self.is_open[slot]:
             return "refused"
-        self.is_open[slot], self.starved[slot] = True, False
+        self.is_open[slot], self.out_of_pages[slot] = True, False
         return "done"
 
     def _reserve(self, slot, up_to):
         if up_to < 0:
             return "refused"
-        self.starved[slot] = up_to > CAPACITY
-        return "starved" if self.starved[slot] else "done"
+        self.out_of_pages[slot] = up_to > CAPACITY
+        return "out_of_pages" if self.out_of_pages[slot] else "done"
 
     def _append(self, slot, count, k, v):
         start = self.length[slot]
@@ -119,7 +119,7 @@ class Walk:
         if self.is_open[slot]:
             outcome = self._reserve(slot, start + count)
         # A closed slot has its pages still, and what is written there means nothing.
-        if not self.starved[slot]:
+        if not self.out_of_pages[slot]:
             rows = np.stack([k, v], axis=1)[:, :, :count]
             self.bytes[:, :, slot, start : start + count] = rows
         if outcome == "done":
@@ -186,7 +186,7 @@ FAULTS = {
         (static.StaticKV, "pages_change_hands", True),
     ),
     "position off by one": ("append", (cache, "write", late_write)),
-    "dead rows written": ("append", (cache, "write", paged_walk.wrapping_write)),
+    "padding rows written": ("append", (cache, "write", paged_walk.wrapping_write)),
 }
 
 
@@ -228,7 +228,7 @@ def test_impossible_sizes_are_refused(name):
         static.init(**(SIZES | {name: 0}))
 
 
-def test_broken_books_are_reported():
+def test_broken_tables_are_reported():
     """Negative control of the invariant: slots that exchange pages, a lost length."""
     kv = filled(9, 0)
     static.check_integrity(kv)

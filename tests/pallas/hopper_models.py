@@ -91,8 +91,8 @@ def scaled_step(name: str, **options) -> hopper.Program:
 
 
 class _Scaled(row_model.RowModel):
-    def choose(self, logits, num_live):
-        return super().choose(logits * 1.5, num_live)
+    def choose(self, logits, num_active):
+        return super().choose(logits * 1.5, num_active)
 
 
 def _plain_step(target: row_model.RowModel, *, donate) -> hopper.Program:
@@ -117,12 +117,12 @@ def verify_step(name: str, **options) -> hopper.Program:
     """A window of `GAMMA_MAX + 1` rows of one slot, chosen from and rolled back."""
     target = rows.SlotRows(model=model(name, **options), num_slots=1)
     window = protocols.Window(
-        tokens=_ints(1, GAMMA_MAX + 1), start=_ints(1), num_live=_ints(1)
+        tokens=_ints(1, GAMMA_MAX + 1), start=_ints(1), num_active=_ints(1)
     )
 
     def verify(params, kv, window, new_len):
         kv, verified = target.verify(params, kv, window)
-        chosen = target.choose(verified.logits, verified.num_live)
+        chosen = target.choose(verified.logits, verified.num_active)
         kv = target.truncate(kv, new_len, asked=jnp.ones((1,), bool))
         return kv, verified.by_column(chosen, fill=0)
 

@@ -34,7 +34,7 @@ def layers(
         "page_table": shape((1, width), jnp.int32),
         "slots": shape((R,), jnp.int32),
         "positions": shape((R,), jnp.int32),
-        "num_live": shape((), jnp.int32),
+        "num_active": shape((), jnp.int32),
     }
     if branch:
         inputs["ancestors"] = shape((R, branch), jnp.int32)

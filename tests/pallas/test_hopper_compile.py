@@ -69,14 +69,14 @@ def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
     )
     options = {"transposed": weights.transposed, "plan": weights.plan}
 
-    def gate(x, w, num_live, norm):
-        return gemm.gate(x, w, num_live=num_live, norm=norm, eps=1e-6, **options)
+    def gate(x, w, num_active, norm):
+        return gemm.gate(x, w, num_active=num_active, norm=norm, eps=1e-6, **options)
 
-    def project(x, w, num_live, residual=None):
+    def project(x, w, num_active, residual=None):
         return gemm.project(
             x,
             w,
-            num_live=num_live,
+            num_active=num_active,
             norm=None,
             residual=residual,
             eps=0.0,

@@ -48,7 +48,7 @@ def inputs(rng, K=128, N=128, rows=16):
 def project(x, w, *, norm=None, residual=None, out_dtype=jnp.bfloat16, plan=PLAN):
     options = {"norm": norm, "residual": residual, "plan": plan, "eps": EPS}
     live = np.int32(len(x))
-    return np.asarray(_project(x, w, num_live=live, out_dtype=out_dtype, **options))
+    return np.asarray(_project(x, w, num_active=live, out_dtype=out_dtype, **options))
 
 
 @pytest.mark.parametrize("plan", [PLAN, SPLIT])
@@ -61,12 +61,12 @@ def test_products_are_those_of_float64(rng, plan):
     logits = project(x, w, out_dtype=jnp.float32, plan=plan)
     expected = oracle.project(x, w, out_dtype=jnp.float32)
     testing.assert_rows_close(logits, expected, dtype="float32", reduction=128)
-    gated = _gate(x, w, num_live=np.int32(16), norm=norm, eps=EPS, plan=plan)
+    gated = _gate(x, w, num_active=np.int32(16), norm=norm, eps=EPS, plan=plan)
     oracle.assert_rounded_alike(gated, oracle.gate(x, w, norm=norm, eps=EPS))
 
 
 def test_a_row_is_that_row_alone(rng):
-    """Fails if a dead row is read, or a row's place or slab shows in its bits."""
+    """Fails if a padding row is read, or a row's place or slab shows in its bits."""
     x, w, _, _ = inputs(rng, N=64, rows=20)
     logits = functools.partial(project, w=w, out_dtype=jnp.float32)
     together = logits(x)
@@ -109,9 +109,11 @@ def test_refusals(shape, plan, message):
 
 
 def logits_program(N: int, K: int, rows: int = 16) -> hopper.Program:
-    def fn(x, w, num_live):
+    def fn(x, w, num_active):
         options = {"norm": None, "residual": None, "eps": 0.0}
-        return gemm.project(x, w, num_live=num_live, out_dtype=jnp.float32, **options)
+        return gemm.project(
+            x, w, num_active=num_active, out_dtype=jnp.float32, **options
+        )
 
     shapes = jnp.zeros((rows, K), jnp.bfloat16), jnp.zeros((N, K), jnp.bfloat16)
     shapes = jax.eval_shape(lambda: (*shapes, jnp.int32(0)))

@@ -35,15 +35,15 @@ class Case:
     page_table: np.ndarray
     slots: np.ndarray
     positions: np.ndarray
-    num_live: np.int32
+    num_active: np.int32
 
     def inputs(self) -> dict:
         return jax.tree.map(jnp.asarray, dataclasses.asdict(self))
 
     def oracle(self) -> np.ndarray:
-        """Row by row and head by head, in float64, of the live rows."""
-        out = np.zeros((self.num_live, K * G, H))
-        for row in range(self.num_live):
+        """Row by row and head by head, in float64, of the active rows."""
+        out = np.zeros((self.num_active, K * G, H))
+        for row in range(self.num_active):
             seen = np.arange(self.positions[row] + 1)
             pages = self.page_table[self.slots[row], seen // PAGE]
             keys, values = oracle.wide(
@@ -74,7 +74,7 @@ def make_case(rng) -> Case:
         page_table=slab.page_table,
         slots=slots.astype(np.int32),
         positions=positions.astype(np.int32),
-        num_live=np.int32(len(rows)),
+        num_active=np.int32(len(rows)),
     )
 
 
@@ -91,13 +91,13 @@ def test_edges_of_pages_blocks_and_splits(rng):
     case = make_case(rng)
     out = np.asarray(_attend(**case.inputs()))
     near = {"dtype": "float32", "reduction": max(LENGTHS) + H}
-    testing.assert_rows_close(out[: case.num_live], case.oracle(), **near)
-    assert not out[case.num_live :].any()
+    testing.assert_rows_close(out[: case.num_active], case.oracle(), **near)
+    assert not out[case.num_active :].any()
     reference = paged_attention.paged_attention(
         **case.inputs(), scale=H**-0.5, impl="xla"
     )
-    reference = np.asarray(reference)[: case.num_live]
-    testing.assert_rows_close(out[: case.num_live], reference, **near)
+    reference = np.asarray(reference)[: case.num_active]
+    testing.assert_rows_close(out[: case.num_active], reference, **near)
 
 
 def walk(jobs, tile_rows):
@@ -174,7 +174,7 @@ def test_a_pool_too_large_is_refused():
     attend = functools.partial(
         paged.paged_attention,
         page_table=jnp.zeros((1, 4), jnp.int32),
-        num_live=jnp.int32(0),
+        num_active=jnp.int32(0),
         scale=1.0,
         interpret=True,
     )

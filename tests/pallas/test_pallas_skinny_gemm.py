@@ -53,7 +53,7 @@ class Case:
     def run(self, *, x, w, norm, residual, live=None, plan=None) -> np.ndarray:
         options = {
             "norm": norm,
-            "num_live": np.int32(len(x) if live is None else live),
+            "num_active": np.int32(len(x) if live is None else live),
             "eps": EPS,
             "plan": plan or self.plan,
             "transposed": self.transposed,
@@ -107,7 +107,7 @@ def poisoned(inputs, live) -> dict:
 
 
 def assert_rows_alone(run, inputs):
-    """Asserts the row contract: one row of a slab or alone, dead rows, any place."""
+    """Asserts the row contract: one row of a slab or alone, padding rows, any place."""
     rows = np.arange(slab.ROWS)
     alone = [run(**rows_of(inputs, rows[r : r + 1])) for r in rows]
     alone = np.concatenate(alone)
@@ -124,7 +124,7 @@ def assert_rows_alone(run, inputs):
     "name", ["logits", "norm", "chains", "transposed", "gate split"]
 )
 def test_a_row_is_that_row_alone(rng, name):
-    """Fails if a tile sums in another order for other rows, or a dead row is read."""
+    """Fails if the order of sums depends on the rows, or a padding row is read."""
     assert_rows_alone(CASES[name].run, CASES[name].inputs(rng))
 
 
@@ -248,7 +248,7 @@ def test_plans_fit(shape, parts):
     [
         ({"w": np.ones((5, 8), "bfloat16")}, ValueError, r"w has shape \(5, 8\), not"),
         ({"residual": np.ones((4, 5), "bfloat16")}, ValueError, "residual has shape"),
-        ({"num_live": np.ones(1, np.int32)}, ValueError, "num_live has shape"),
+        ({"num_active": np.ones(1, np.int32)}, ValueError, "num_active has shape"),
         ({"w": np.ones((5, 7), np.float32)}, NotImplementedError, "and w is float32"),
         ({"out_dtype": jnp.float16}, NotImplementedError, "cannot give float16"),
         (
@@ -284,7 +284,7 @@ def test_refusals(change, error, message):
     """Fails if the kernel is let loose on what it would read or add wrongly."""
     options = {
         "w": np.ones((5, 7), "bfloat16"),
-        "num_live": np.int32(3),
+        "num_active": np.int32(3),
         "norm": None,
         "residual": None,
         "eps": 0.0,

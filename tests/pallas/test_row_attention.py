@@ -47,7 +47,7 @@ CASES = [
 
 @pytest.mark.parametrize(("heads", "page_size", "dtype"), CASES)
 def test_a_row_is_that_row_alone_and_float64s(rng, heads, page_size, dtype):
-    """Fails if a neighbour, a dead row, an unowned page or a later position is seen.
+    """Fails if a neighbour, a padding row, an unowned page or a later position is seen.
 
     Slot 0 begins empty, slot 1 crosses a page, slots 2 and 3 a split.
     """
@@ -128,7 +128,7 @@ def test_a_fixed_number_of_splits_is_caught():
         testing.assert_same_bits(*results)
 
 
-def test_a_plan_by_live_rows_is_caught(rng):
+def test_a_plan_by_active_rows_is_caught(rng):
     """Negative control: blocks of another size where more than one row is live."""
     other = dataclasses.replace(slabs.SMALL, block=32)
 

@@ -1,7 +1,7 @@
 """The row contract of a whole model on the Triton kernels, interpreted on a CPU.
 
-The oracle is one live row, decoded alone in row 0 of the slab. What a GPU makes of the
-same kernels is seen in `test_hopper_model`.
+The oracle is one active row, decoded alone in row 0 of the slab. What a GPU makes of
+the same kernels is seen in `test_hopper_model`.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ SIZES = {
 
 def compile_forward():
     @functools.partial(jax.jit, static_argnames=("config", "impl"))
-    def forward(params, config, tokens, slots, positions, num_live, kv, *, impl):
+    def forward(params, config, tokens, slots, positions, num_active, kv, *, impl):
         rows = qwen3.Rows(
-            tokens=tokens, slots=slots, positions=positions, num_live=num_live
+            tokens=tokens, slots=slots, positions=positions, num_active=num_active
         )
         return qwen3.forward_rows(params, config, rows, kv, impl=impl, taps=(0, 1))
 
@@ -135,20 +135,22 @@ def test_another_implementation_agrees_but_for_rounding(model, filled):
     assert np.abs(actual - expected).max() <= 0.04 * np.abs(expected).max()
 
 
-def test_a_plan_by_live_rows_is_caught(monkeypatch):
+def test_a_plan_by_active_rows_is_caught(monkeypatch):
     """Negative control: sums in another order where one row is live. One layer."""
     model = make_model(num_layers=1)
     kv, rows = rows_lib.make_cache(model.config), window(5, start=0)
     real = projection.project
 
-    def planted(x, w, *, num_live, **options):
+    def planted(x, w, *, num_active, **options):
         if x.shape[1] != model.config.hidden_size:
-            return real(x, w, num_live=num_live, **options)
+            return real(x, w, num_active=num_active, **options)
         plan = skinny_gemm_triton.Plan(block_n=16, block_k=16)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(skinny_gemm_triton, "plan_for", lambda *_, **__: plan)
-            other = real(x, w, num_live=num_live, **options)
-        return jnp.where(num_live == 1, other, real(x, w, num_live=num_live, **options))
+            other = real(x, w, num_active=num_active, **options)
+        return jnp.where(
+            num_active == 1, other, real(x, w, num_active=num_active, **options)
+        )
 
     monkeypatch.setattr(projection, "project", planted)
     forward = compile_forward()

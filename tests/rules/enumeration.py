@@ -2,9 +2,9 @@
 
 Every chain that a drafter may draw, and every outcome of the uniforms, is given to the
 rule as it is (jitted, in float32); their probabilities are summed in float64. A uniform
-succeeds or fails: it is put just below its odds, or on them. Only the own token's draw
-is not enumerated, but taken from its weights: a Gumbel argmax draws in proportion to
-them, which `tests/test_sampling.py` and `tests/test_acceptance_rules.py` look at.
+succeeds or fails: it is put just below its probability, or on it. Only the draw of the
+target's token is not enumerated, but taken from its weights: a Gumbel argmax draws in
+proportion to them, which `tests/test_sampling.py` checks.
 """
 
 import dataclasses
@@ -21,14 +21,18 @@ from spec_jax.rules import acceptance
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A rule under test: how it decides, and by which odds."""
+    """A rule under test: how it decides, and by which probabilities."""
 
     accept: Callable
-    odds: Callable
+    probabilities: Callable
 
 
-REJECTION = Rule(accept=acceptance.accept_rejection, odds=acceptance.rejection_odds)
-BLOCK = Rule(accept=acceptance.accept_block, odds=acceptance.block_odds)
+REJECTION = Rule(
+    accept=acceptance.accept_rejection, probabilities=acceptance.rejection_probabilities
+)
+BLOCK = Rule(
+    accept=acceptance.accept_block, probabilities=acceptance.block_probabilities
+)
 RULES = {"rejection": REJECTION, "block": BLOCK}
 
 ROUNDING = 1e-6
@@ -109,14 +113,14 @@ def _evaluate(rule: Rule):
     """The rule on one chain and one outcome of each uniform, compiled once."""
 
     def one(chain, draft, target, num_drafted, succeeds):
-        odds = rule.odds(chain, draft, target, num_drafted)
-        below = jnp.maximum(jnp.nextafter(odds.keep, jnp.float32(-1)), 0)
-        uniforms = jnp.where(succeeds, below, odds.keep)
+        probabilities = rule.probabilities(chain, draft, target, num_drafted)
+        below = jnp.maximum(jnp.nextafter(probabilities.keep, jnp.float32(-1)), 0)
+        uniforms = jnp.where(succeeds, below, probabilities.keep)
         noise = jnp.zeros(draft.shape[-1], jnp.float32)
-        verdict = rule.accept(
+        outcome = rule.accept(
             chain, draft, target, num_drafted, uniforms=uniforms, noise=noise
         )
-        return verdict, odds.keep, odds.own[verdict.num_accepted]
+        return outcome, probabilities.keep, probabilities.own[outcome.num_accepted]
 
     over_uniforms = jax.vmap(one, in_axes=(None, None, None, None, 0))
     return jax.jit(jax.vmap(over_uniforms, in_axes=(0, 0, 0, None, None)))
@@ -131,7 +135,7 @@ def outcomes(rule: Rule, case: Case, num_drafted: int):
     chains = _all(range(case.vocab_size), case.gamma)
     patterns = _all((True, False), case.gamma)
     target = _rows(case.target, chains)
-    verdicts, keep, own = jax.device_get(
+    outcomes, keep, own = jax.device_get(
         _evaluate(rule)(
             jnp.asarray(chains, jnp.int32),
             jnp.asarray(_rows(case.draft, chains)),
@@ -143,14 +147,16 @@ def outcomes(rule: Rule, case: Case, num_drafted: int):
     chance = np.prod(_at(_normalised(_rows(case.drawn, chains)), chains), axis=-1)
     # Uniforms of drafts that were not made all succeed: they must not be read.
     is_real = np.arange(case.gamma) < num_drafted
-    odds = np.where(is_real, keep.astype(np.float64), 1.0)
-    mass = chance[:, None] * np.prod(np.where(patterns, odds, 1 - odds), axis=-1)
+    probabilities = np.where(is_real, keep.astype(np.float64), 1.0)
+    mass = chance[:, None] * np.prod(
+        np.where(patterns, probabilities, 1 - probabilities), axis=-1
+    )
     for c, p in np.argwhere(mass > 0):
-        count = int(verdicts.num_accepted[c, p])
+        count = int(outcomes.num_accepted[c, p])
         weights = own[c, p].astype(np.float64)
         if not weights.any():  # rejected by rounding: the target's row
             weights = target[c, count].astype(np.float64)
-        tokens = tuple(verdicts.tokens[c, p, :count].tolist())
+        tokens = tuple(outcomes.tokens[c, p, :count].tolist())
         yield mass[c, p], tokens, weights / weights.sum()
 
 

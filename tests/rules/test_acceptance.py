@@ -28,13 +28,13 @@ def test_every_small_case():
     for drafts in itertools.product((1, 2), repeat=3):
         for targets in itertools.product((1, 2), repeat=4):
             for num_drafted in range(4):
-                verdict = accept(
+                outcome = accept(
                     jnp.asarray(drafts), jnp.asarray(targets), jnp.int32(num_drafted)
                 )
                 count, tokens = accept_in_python(drafts, targets, num_drafted)
-                assert int(verdict.num_accepted) == count
+                assert int(outcome.num_accepted) == count
                 padded = tokens + [acceptance.PAD] * (4 - len(tokens))
-                np.testing.assert_array_equal(verdict.tokens, padded)
+                np.testing.assert_array_equal(outcome.tokens, padded)
 
 
 def test_drafts_past_the_number_drafted_are_not_read():

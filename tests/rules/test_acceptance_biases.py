@@ -14,40 +14,40 @@ from spec_jax.rules import acceptance, sampling
 
 def target_in_place_of_residual(base):
     """The residual is not subtracted."""
-    odds = lambda *args: base.odds(*args).replace(own=args[2])
-    return from_odds(odds, longest=base is enumeration.BLOCK)
+    probabilities = lambda *args: base.probabilities(*args).replace(own=args[2])
+    return from_probabilities(probabilities, longest=base is enumeration.BLOCK)
 
 
 def bonus_of_the_row_before(base):
     """After a full acceptance, the own token is drawn from the wrong row."""
 
-    def odds(draft_tokens, draft_probs, target_probs, num_drafted):
-        right = base.odds(draft_tokens, draft_probs, target_probs, num_drafted)
+    def probabilities(draft_tokens, draft_probs, target_probs, num_drafted):
+        right = base.probabilities(draft_tokens, draft_probs, target_probs, num_drafted)
         wrong = target_probs[num_drafted - 1]
         return right.replace(own=right.own.at[num_drafted].set(wrong))
 
-    return from_odds(odds, longest=base is enumeration.BLOCK)
+    return from_probabilities(probabilities, longest=base is enumeration.BLOCK)
 
 
 def draft_probability_ignored(base):
     """A draft is kept with the target's probability alone."""
 
-    def odds(draft_tokens, draft_probs, target_probs, num_drafted):
-        right = base.odds(draft_tokens, draft_probs, target_probs, num_drafted)
+    def probabilities(draft_tokens, draft_probs, target_probs, num_drafted):
+        right = base.probabilities(draft_tokens, draft_probs, target_probs, num_drafted)
         steps = jnp.arange(draft_tokens.shape[0])
         return right.replace(keep=target_probs[steps, draft_tokens])
 
-    return from_odds(odds, longest=base is enumeration.BLOCK)
+    return from_probabilities(probabilities, longest=base is enumeration.BLOCK)
 
 
 def other_order_of_uniforms(base):
-    """One rule's odds with the other's reading of the uniforms."""
-    return from_odds(base.odds, longest=base is enumeration.REJECTION)
+    """One rule's probabilities with the other's reading of the uniforms."""
+    return from_probabilities(base.probabilities, longest=base is enumeration.REJECTION)
 
 
 def padding_is_read(base):
     """The number of real drafts is taken for gamma."""
-    odds = lambda chain, draft, target, _: base.odds(
+    probabilities = lambda chain, draft, target, _: base.probabilities(
         chain, draft, target, jnp.int32(chain.shape[0])
     )
 
@@ -57,24 +57,24 @@ def padding_is_read(base):
             chain, draft, target, num_drafted, uniforms=uniforms, noise=noise
         )
 
-    return enumeration.Rule(accept=accept, odds=odds)
+    return enumeration.Rule(accept=accept, probabilities=probabilities)
 
 
-def from_odds(odds, *, longest):
+def from_probabilities(probabilities, *, longest):
     """A rule that reads uniforms as rejection does, or as block verification does."""
 
     def accept(chain, draft, target, num_drafted, *, uniforms, noise):
         lengths = jnp.arange(1, chain.shape[0] + 1)
-        stays = uniforms < odds(chain, draft, target, num_drafted).keep
+        stays = uniforms < probabilities(chain, draft, target, num_drafted).keep
         stays = stays & (lengths <= num_drafted)
         run = jnp.sum(jnp.cumprod(stays.astype(jnp.int32)))
         last = jnp.max(jnp.where(stays, lengths, 0))
-        return acceptance.Verdict(
+        return acceptance.Outcome(
             num_accepted=last if longest else run,
             tokens=jnp.append(chain, acceptance.PAD),
         )
 
-    return enumeration.Rule(accept=accept, odds=odds)
+    return enumeration.Rule(accept=accept, probabilities=probabilities)
 
 
 BIASED_RULES = {
@@ -96,11 +96,11 @@ def test_enumeration_catches_a_biased_rule(rule, planted, rng):
     assert enumeration.bias(biased, case, num_drafted) > 1000 * enumeration.ROUNDING
 
 
-def test_the_odds_are_what_the_rules_read(rng):
+def test_the_probabilities_are_what_the_rules_read(rng):
     """The rule that the planted ones are made from is the right one, unplanted."""
     case = cases.make_case("random", rng, 3, 2)
     for rule in (enumeration.REJECTION, enumeration.BLOCK):
-        same = from_odds(rule.odds, longest=rule is enumeration.BLOCK)
+        same = from_probabilities(rule.probabilities, longest=rule is enumeration.BLOCK)
         assert enumeration.bias(same, case) < enumeration.ROUNDING
 
 
@@ -130,7 +130,7 @@ def one_sided_case(planted, rng):
 @pytest.mark.parametrize(
     "planted",
     (
-        "bfloat16 drafts, float32 odds",
+        "bfloat16 drafts, float32 probabilities",
         "temperature on the draft only",
         "filter on the target only",
     ),

@@ -31,25 +31,25 @@ def few(rng, *, gamma=2, vocab_size=4):
 def test_the_own_token_is_the_gumbel_argmax_of_its_weights(rule, rng):
     """Each pair of tokens changes places where their weights say, at every stop."""
     args = few(rng)
-    odds = jax.jit(enumeration.RULES[rule].odds)(*args)
+    probabilities = jax.jit(enumeration.RULES[rule].probabilities)(*args)
     for uniforms, count in (([1.0, 1.0], 0), ([0.0, 1.0], 1), ([0.0, 0.0], 2)):
-        weights = np.asarray(odds.own[count])
+        weights = np.asarray(probabilities.own[count])
         for x, y in itertools.permutations(np.flatnonzero(weights), 2):
             for gap, winner in ((-1e-3, x), (1e-3, y)):
                 noise = np.full(weights.shape, -100.0, np.float32)
                 noise[x], noise[y] = 0.0, np.log(weights[x] / weights[y]) + gap
-                verdict = COMPILED[rule](
+                outcome = COMPILED[rule](
                     *args, uniforms=np.asarray(uniforms, np.float32), noise=noise
                 )
-                assert int(verdict.num_accepted) == count
-                assert int(verdict.tokens[count]) == winner
+                assert int(outcome.num_accepted) == count
+                assert int(outcome.tokens[count]) == winner
 
 
 def kept_on_zero(accept):
     """Whether a draft stays that the target cannot choose, on the smallest uniform."""
     draft = jnp.asarray([[0.5, 0.5]])
     target = jnp.asarray([[1.0, 0.0], [1.0, 0.0]])
-    verdict = jax.jit(accept)(
+    outcome = jax.jit(accept)(
         jnp.asarray([1]),
         draft,
         target,
@@ -57,7 +57,7 @@ def kept_on_zero(accept):
         uniforms=jnp.zeros((1,)),
         noise=jnp.asarray([-90.0, 90.0]),
     )
-    return int(verdict.num_accepted) > 0 or int(verdict.tokens[0]) != 0
+    return int(outcome.num_accepted) > 0 or int(outcome.tokens[0]) != 0
 
 
 def accept_on_equal_uniforms(
@@ -71,7 +71,7 @@ def accept_on_equal_uniforms(
 
 
 def test_what_the_target_cannot_choose_is_never_kept():
-    """Uniform 0 against odds 0, and noise that prefers the impossible token."""
+    """Uniform 0, probability 0, and noise that prefers the impossible token."""
     assert not kept_on_zero(acceptance.accept_rejection)
     assert not kept_on_zero(acceptance.accept_block)
 
@@ -86,7 +86,7 @@ def test_a_rejection_with_nothing_left_draws_from_the_target(rule):
     """Rows equal to rounding: the residual is empty, and token 0 is impossible."""
     target = jnp.asarray([[0.0, 0.5, 0.5], [0.0, 0.5, 0.5]], jnp.float32)
     draft = target[:1].at[0, 2].set(jnp.nextafter(jnp.float32(0.5), jnp.float32(1)))
-    verdict = COMPILED[rule](
+    outcome = COMPILED[rule](
         jnp.asarray([2], jnp.int32),
         draft,
         target,
@@ -94,12 +94,12 @@ def test_a_rejection_with_nothing_left_draws_from_the_target(rule):
         uniforms=jnp.nextafter(jnp.ones((1,)), jnp.float32(0)),
         noise=jnp.zeros((3,)),
     )
-    assert int(verdict.num_accepted) == 0 and int(verdict.tokens[0]) == 1
+    assert int(outcome.num_accepted) == 0 and int(outcome.tokens[0]) == 1
 
 
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_rows_past_the_drafts_may_hold_anything(rule, rng):
-    """NaN in rows that were not drafted changes no bit of the verdict."""
+    """NaN in rows that were not drafted changes no bit of the outcome."""
     tokens, draft, target, _ = few(rng, gamma=3)
     more = {"uniforms": jnp.asarray([0.1, 0.9, 0.0]), "noise": jnp.zeros((4,))}
     clean = COMPILED[rule](tokens, draft, target, jnp.int32(1), **more)
@@ -122,9 +122,11 @@ def test_a_draft_outside_the_vocabulary_is_never_kept(rule, token, rng):
     for row in (jnp.zeros((4,)), draft[0]):
         args = tokens.at[0].set(token), draft.at[0].set(row), target, count
         assert int(COMPILED[rule](*args, **more).num_accepted) == 0
-        odds = jax.jit(enumeration.RULES[rule].odds)(*args)
-        assert float(odds.keep[0]) == 0
-        np.testing.assert_array_equal(odds.own[0], np.maximum(target[0] - row, 0))
+        probabilities = jax.jit(enumeration.RULES[rule].probabilities)(*args)
+        assert float(probabilities.keep[0]) == 0
+        np.testing.assert_array_equal(
+            probabilities.own[0], np.maximum(target[0] - row, 0)
+        )
 
 
 def test_drafts_outside_the_vocabulary_leave_the_law(rng):
@@ -134,8 +136,11 @@ def test_drafts_outside_the_vocabulary_leave_the_law(rng):
     law = np.zeros(4)
     for token in range(5):
         args = jnp.asarray([token], jnp.int32), draft, target, count
-        odds = acceptance.rejection_odds(*args)
-        keep, own = float(odds.keep[0]), np.asarray(odds.own[0], np.float64)
+        probabilities = acceptance.rejection_probabilities(*args)
+        keep, own = (
+            float(probabilities.keep[0]),
+            np.asarray(probabilities.own[0], np.float64),
+        )
         drawn = float(draft[0, token]) if token < 4 else 0.3
         law[token % 4] += drawn * keep
         law += drawn * (1 - keep) * own / own.sum()
@@ -149,14 +154,14 @@ def test_a_draft_that_cannot_have_been_drawn_is_never_kept(rule, prob, rng):
     tokens, draft, target, count = few(rng)
     more = {"uniforms": jnp.zeros((2,)), "noise": jnp.zeros((4,))}
     draft = draft.at[0].set(prob)
-    verdict = COMPILED[rule](tokens, draft, target, count, **more)
-    assert int(verdict.num_accepted) == 0
-    assert int(verdict.tokens[0]) == int(jnp.argmax(target[0]))
+    outcome = COMPILED[rule](tokens, draft, target, count, **more)
+    assert int(outcome.num_accepted) == 0
+    assert int(outcome.tokens[0]) == int(jnp.argmax(target[0]))
 
 
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_bfloat16_probabilities_are_refused(rule, rng):
-    """Odds are in float32: a cast on the way is an error, not a bias."""
+    """Probabilities are in float32: a cast on the way is an error, not a bias."""
     tokens, draft, target, count = few(rng)
     more = {"uniforms": jnp.zeros((2,)), "noise": jnp.zeros((4,))}
     with pytest.raises(Exception, match="draft_probs"):

@@ -70,7 +70,7 @@ def one_stream(accept, noise: Noise):
             drafts.append(last)
         drafts = jnp.stack(drafts)
         read = jnp.concatenate([tokens[n - 1][None], drafts])
-        verdict = accept(
+        outcome = accept(
             drafts,
             DRAFT_ROWS[read[:-1]],
             TARGET_ROWS[read],
@@ -79,9 +79,9 @@ def one_stream(accept, noise: Noise):
             noise=noise.own[n],
         )
         offsets = jnp.arange(DRAFTED + 1)
-        at = jnp.where(offsets <= verdict.num_accepted, n + offsets, CELLS + 1)
-        tokens = tokens.at[at].set(verdict.tokens, mode="drop")
-        return tokens, jnp.minimum(n + verdict.num_accepted + 1, CELLS + 1)
+        at = jnp.where(offsets <= outcome.num_accepted, n + offsets, CELLS + 1)
+        tokens = tokens.at[at].set(outcome.tokens, mode="drop")
+        return tokens, jnp.minimum(n + outcome.num_accepted + 1, CELLS + 1)
 
     start = (jnp.zeros((CELLS + 1,), jnp.int32), jnp.int32(1))
     return jax.lax.fori_loop(0, CELLS, one_round, start)[0][1:]

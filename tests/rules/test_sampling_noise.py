@@ -31,26 +31,29 @@ def row_differences(sampler, rng) -> int:
         start = int(rng.integers(1000))
         together = np.asarray(
             sampler(
-                logits, settings, first_position=jnp.int32(start), num_live=jnp.int32(5)
+                logits,
+                settings,
+                first_position=jnp.int32(start),
+                num_active=jnp.int32(5),
             )
         )
         for row in range(ROWS):
-            # Alone, first in the slab, among dead rows of NaN.
+            # Alone, first in the slab, among padding rows of NaN.
             alone = np.full_like(logits, np.nan)
             alone[0] = logits[row]
             found = sampler(
                 alone,
                 settings,
                 first_position=jnp.int32(start + row),
-                num_live=jnp.int32(1),
+                num_active=jnp.int32(1),
             )
             count += int(found[0]) != together[row]
     return count
 
 
-def noise_of_the_slab(logits, settings, *, first_position, num_live):
+def noise_of_the_slab(logits, settings, *, first_position, num_active):
     """Planted: one key for a slab, so that a row's noise is that of its place."""
-    del num_live
+    del num_active
     key = sampling.noise_key(settings.seed, sampling.Stream.SAMPLE, first_position)
     weights = jax.vmap(lambda row: sampling.log_weights(row, settings))(logits)
     return jnp.argmax(weights + jax.random.gumbel(key, weights.shape), axis=-1)
@@ -76,10 +79,10 @@ def test_distributions_are_the_same_alone_and_together(rng):
         testing.assert_same_bits(alone, together[row])
 
 
-def test_dead_rows_and_bfloat16(rng):
-    """Dead rows give 0; logits are widened before anything is computed."""
+def test_padding_rows_and_bfloat16(rng):
+    """Padding rows give 0; logits are widened before anything is computed."""
     logits = jnp.asarray(rng.standard_normal((ROWS, WIDE)), jnp.bfloat16)
-    where = {"first_position": jnp.int32(3), "num_live": jnp.int32(2)}
+    where = {"first_position": jnp.int32(3), "num_active": jnp.int32(2)}
     for temperature in (0.0, 1.0):
         top_k = 5 if temperature else None
         settings = sampling.make_settings(temperature=temperature, top_k=top_k)
@@ -96,7 +99,7 @@ def test_settings_never_compile_again(rng):
     logits = rng.standard_normal((ROWS, VOCAB)).astype(np.float32)
     for seed, values in enumerate([{}, {"temperature": 0.0}, {"top_k": 2}, EVERYTHING]):
         settings = sampling.make_settings(**values, seed=seed)
-        where = {"first_position": jnp.int32(seed), "num_live": jnp.int32(seed)}
+        where = {"first_position": jnp.int32(seed), "num_active": jnp.int32(seed)}
         draw(logits, settings, **where)
 
 

@@ -17,7 +17,7 @@ from spec_jax.paging import cache
 
 
 KINDS = ("ulp", "zero-head", "swap-rows", "stale")
-"""What can be wrong, in the last live row:
+"""What can be wrong, in the last active row:
 
     ulp         one element is a unit in the last place too large; of a weight or of
                 angles, all elements are
@@ -90,7 +90,7 @@ def check(
 
     Args:
       is_fused: whether the operation's value never leaves its kernel.
-      num_rows: live rows of a call.
+      num_rows: active rows of a call.
     """
     if fault.layer is not None and fault.layer >= config.num_layers:
         raise ValueError(
@@ -104,7 +104,7 @@ def check(
         )
     if fault.kind not in OF_WEIGHTS and num_rows < 2:
         raise ValueError(
-            f"{fault.kind!r} needs two live rows in a call, and there is {num_rows}: "
+            f"{fault.kind!r} needs two active rows in a call, and there is {num_rows}: "
             "draft a token, or run a path that takes the window at once"
         )
 
@@ -116,10 +116,10 @@ def next_up(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(raised, x.dtype)
 
 
-def of_rows(value: jax.Array, kind: str, *, num_live: jax.Array, H: int) -> jax.Array:
-    """`value` `[R, ...]` with the fault in its last live row."""
+def of_rows(value: jax.Array, kind: str, *, num_active: jax.Array, H: int) -> jax.Array:
+    """`value` `[R, ...]` with the fault in its last active row."""
     flat = value.reshape(value.shape[0], -1)
-    last, middle = num_live - 1, flat.shape[1] // 2
+    last, middle = num_active - 1, flat.shape[1] // 2
     if kind == "ulp":
         wrong = flat.at[last, middle].set(next_up(flat[last, middle]))
     elif kind == "zero-head":
@@ -131,14 +131,16 @@ def of_rows(value: jax.Array, kind: str, *, num_live: jax.Array, H: int) -> jax.
     return wrong.reshape(value.shape)
 
 
-def of_angles(angles: fused.Angles, kind: str, *, num_live: jax.Array) -> fused.Angles:
-    """Cosines and sines with the fault in the last live row."""
-    last = num_live - 1
+def of_angles(
+    angles: fused.Angles, kind: str, *, num_active: jax.Array
+) -> fused.Angles:
+    """Cosines and sines with the fault in the last active row."""
+    last = num_active - 1
 
     def spoil(x: jax.Array) -> jax.Array:
         if kind == "ulp":
             return x.at[last].set(next_up(x[last]))
-        return of_rows(x, kind, num_live=num_live, H=x.shape[1])
+        return of_rows(x, kind, num_active=num_active, H=x.shape[1])
 
     cos, sin = angles
     return spoil(cos), spoil(sin)
@@ -210,11 +212,11 @@ class Injector:
         fault: Fault,
         *,
         config: config_lib.Qwen3Config,
-        num_live: jax.Array,
+        num_active: jax.Array,
         then: observe.Observe,
         rotation: Rotation | None,
     ):
-        self._fault, self._config, self._num_live = fault, config, num_live
+        self._fault, self._config, self._num_active = fault, config, num_active
         self._then, self._rotation = then, rotation
         self._heads: dict[str, jax.Array] = {}
 
@@ -223,7 +225,7 @@ class Injector:
     ) -> jax.Array:
         fault, H = self._fault, self._config.head_dim
         if (layer, operation) == (fault.layer, fault.operation):
-            value = of_rows(value, fault.kind, num_live=self._num_live, H=H)
+            value = of_rows(value, fault.kind, num_active=self._num_active, H=H)
         elif layer == fault.layer and self._rotation is not None:
             value = self._rotate(operation, value)
         return self._then(layer, operation, value)
@@ -249,10 +251,10 @@ class Injector:
         known, number = self._known()
         # Behind a barrier, as the taps have them: nothing is fused with their making.
         angles = jax.lax.optimization_barrier(
-            of_angles(known.angles, self._fault.kind, num_live=self._num_live)
+            of_angles(known.angles, self._fault.kind, num_active=self._num_active)
         )
         eps = known.config.rms_norm_eps
-        shared = {"num_live": self._num_live, "eps": eps, "impl": known.impl}
+        shared = {"num_active": self._num_active, "eps": eps, "impl": known.impl}
         return known.params.layers[number], angles, shared
 
     def _attend_wrongly(self):

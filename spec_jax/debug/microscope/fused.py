@@ -29,7 +29,7 @@ def normed(
     x: Float[Array, "R D"],
     weight: Float[Array, " D"],
     *,
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     eps: float,
     impl: str,
 ) -> Float[Array, "R D"]:
@@ -40,7 +40,7 @@ def normed(
     """
     identity = jnp.eye(x.shape[1], dtype=x.dtype)
     return projection.project(
-        x, identity, num_live=num_live, norm=weight, eps=eps, impl=impl
+        x, identity, num_active=num_active, norm=weight, eps=eps, impl=impl
     )
 
 
@@ -50,11 +50,11 @@ def rotated(
     weight: Float[Array, " H"],
     *,
     angles: Angles,
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
     eps: float,
     impl: str,
 ) -> Float[Array, "R width"]:
-    """Heads as `row_attention.row_attention` norms and rotates them; dead rows are 0.
+    """Returns heads normed and rotated as `row_attention` does; padding rows are 0.
 
     They stand in for the keys of a scratch page: what it then holds is what the
     kernel made of them. Queries and keys are treated alike by all kernels; the
@@ -75,7 +75,7 @@ def rotated(
         slots=jnp.zeros((R,), jnp.int32),
         # Where on the scratch page; the angles alone say by how much to rotate.
         positions=jnp.arange(R, dtype=jnp.int32),
-        num_live=num_live,
+        num_active=num_active,
         cos=cos,
         sin=sin,
         eps=eps,
@@ -93,7 +93,7 @@ def layer_values(
     x: jax.Array,
     q_angles: Angles,
     k_angles: Angles,
-    num_live: jax.Array,
+    num_active: jax.Array,
     impl: str,
 ) -> dict[str, jax.Array]:
     """What the kernels of a layer of `qwen3.forward_rows` keep to themselves.
@@ -106,7 +106,7 @@ def layer_values(
       By operation the values `[R, width]` that `seen` lacks.
     """
     shared: dict[str, Any] = {
-        "num_live": num_live,
+        "num_active": num_active,
         "eps": config.rms_norm_eps,
         "impl": impl,
     }
@@ -137,7 +137,7 @@ def unexplained(
     values: dict[str, jax.Array],
     *,
     x: jax.Array,
-    num_live: jax.Array,
+    num_active: jax.Array,
     impl: str,
 ) -> dict[str, jax.Array]:
     """Of what left a layer's kernels, where what was read inside does not lead there.
@@ -150,7 +150,7 @@ def unexplained(
       `attention_residual`, `gate`, `up`, `swiglu` and `mlp_residual` that come out
       differently when computed from the values before them.
     """
-    shared: dict[str, Any] = {"num_live": num_live, "impl": impl}
+    shared: dict[str, Any] = {"num_active": num_active, "impl": impl}
     heads = projection.project(values["input_norm"], layer.qkv, **shared)
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     q, k, v = jnp.split(heads, (N * H, (N + K) * H), axis=1)

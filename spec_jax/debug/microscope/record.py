@@ -108,7 +108,7 @@ def take(path: Path, params: params_lib.Params, scene: scene_lib.Scene) -> Recor
     real_logits = []
     for where in calls(path, scene.window, scene.start):
         real_kv, logits = run(path, params, real_kv, **where)
-        real_logits.append(np.asarray(logits)[: int(where["num_live"])])
+        real_logits.append(np.asarray(logits)[: int(where["num_active"])])
     kv, values, wrong = _record(path, params, scene, fault=None)
     moved = _count(values["logits"], np.concatenate(real_logits))
     return Record(
@@ -157,7 +157,7 @@ def calls(
         yield {
             "tokens": np.pad(live, (0, height - num_rows)),
             "start": jnp.int32(start + first),
-            "num_live": jnp.int32(num_rows),
+            "num_active": jnp.int32(num_rows),
         }
 
 
@@ -170,7 +170,7 @@ def _record(path, params, scene, *, fault):
     records: list[dict[str, np.ndarray]] = []
     wrong: collections.Counter[str] = collections.Counter()
     for where in calls(path, scene.window, scene.start):
-        num_rows = int(where["num_live"])
+        num_rows = int(where["num_active"])
         kv, values = _run_seen(path, params, kv, fault=planted, **where)
         if path.fused:
             values |= _read_fused(path, params, values, fault=fault, **where)
@@ -192,18 +192,18 @@ def run(
     *,
     tokens: Int[Array, " window"],
     start: Int[Array, ""],
-    num_live: Int[Array, ""],
+    num_active: Int[Array, ""],
 ) -> tuple[cache.PagedKV, Float[Array, "rows V"]]:
     """Runs the path uninstrumented, see `baseline.RowTarget.forward`."""
     return path.runner.forward(
-        params, kv, tokens=tokens, start=start, num_live=num_live
+        params, kv, tokens=tokens, start=start, num_active=num_active
     )
 
 
 @functools.partial(jax.jit, static_argnames=("path", "fault"))
-def _run_seen(path, params, kv, *, tokens, start, num_live, fault):
+def _run_seen(path, params, kv, *, tokens, start, num_active, fault):
     """The cache, and the values that leave the kernels, `[R, width]` by key."""
-    where = {"tokens": tokens, "start": start, "num_live": num_live}
+    where = {"tokens": tokens, "start": start, "num_active": num_active}
     values = {}
 
     def record(layer, operation, value):
@@ -214,30 +214,30 @@ def _run_seen(path, params, kv, *, tokens, start, num_live, fault):
 
     hook = record
     if fault is not None:
-        hook = _injector(path, params, kv, fault, record, start, num_live)
+        hook = _injector(path, params, kv, fault, record, start, num_active)
     kv = _forward(path, params, kv, hook, **where)
     return kv, values
 
 
-def _forward(path, params, kv, hook, *, tokens, start, num_live):
+def _forward(path, params, kv, hook, *, tokens, start, num_active):
     """The cache after the path's forward pass with a hook in it."""
     if not path.is_rows:
-        where = {"tokens": tokens, "start": start, "num_live": num_live}
+        where = {"tokens": tokens, "start": start, "num_active": num_active}
         return path.target.forward(params, kv, observe=hook, **where)[0]
     slab, slot = path.model.slab, row_model.SLOT
     rows = qwen3.Rows(
         tokens=jnp.pad(tokens, (0, slab - tokens.shape[0])),
         slots=jnp.full((slab,), slot, jnp.int32),
         positions=start + jnp.arange(slab, dtype=jnp.int32),
-        num_live=num_live,
+        num_active=num_active,
     )
     kv, _ = qwen3.forward_rows(
         params, path.model.config, rows, kv, impl=path.model.impl, observe=hook
     )
-    return allocator.extend(kv, slot, start + num_live)
+    return allocator.extend(kv, slot, start + num_active)
 
 
-def _injector(path, params, kv, fault, then, start, num_live):
+def _injector(path, params, kv, fault, then, start, num_active):
     """The hook that plants a fault in a value that leaves its kernel, or a rotation."""
     config, rotation = path.model.config, None
     if path.fused:
@@ -252,11 +252,11 @@ def _injector(path, params, kv, fault, then, start, num_live):
             angles=qwen3.row_angles(config, positions, dtype=params.embed.dtype),
         )
     return faults.Injector(
-        fault, config=config, num_live=num_live, then=then, rotation=rotation
+        fault, config=config, num_active=num_active, then=then, rotation=rotation
     )
 
 
-def _read_fused(path, params, values, *, tokens, start, num_live, fault):
+def _read_fused(path, params, values, *, tokens, start, num_active, fault):
     """The values that the kernels of a pass kept to themselves, by key."""
     del tokens
     model = path.model
@@ -267,7 +267,7 @@ def _read_fused(path, params, values, *, tokens, start, num_live, fault):
         angles = {"q_rope": good, "k_rope": good}
         if fault is not None and fault.layer == number and fault.operation in angles:
             angles[fault.operation] = faults.of_angles(
-                good, fault.kind, num_live=num_live
+                good, fault.kind, num_active=num_active
             )
         seen = {
             name: values[observe.key(number, name)]
@@ -281,7 +281,7 @@ def _read_fused(path, params, values, *, tokens, start, num_live, fault):
             x=x,
             q_angles=angles["q_rope"],
             k_angles=angles["k_rope"],
-            num_live=num_live,
+            num_active=num_active,
             impl=model.impl,
         )
         read |= {observe.key(number, name): value for name, value in inside.items()}
@@ -289,7 +289,7 @@ def _read_fused(path, params, values, *, tokens, start, num_live, fault):
     read["final_norm"] = _normed(
         x,
         params.final_norm,
-        num_live=num_live,
+        num_active=num_active,
         eps=model.config.rms_norm_eps,
         impl=model.impl,
     )
@@ -311,10 +311,10 @@ def _angles(path, start):
 
 
 def _unexplained(path, params, values, num_rows) -> dict[str, int]:
-    """Elements of live rows by operation, over all layers and the logits."""
+    """Elements of active rows by operation, over all layers and the logits."""
     total: collections.Counter[str] = collections.Counter()
     model, x = path.model, values["embed"]
-    shared = {"num_live": jnp.int32(num_rows), "impl": model.impl}
+    shared = {"num_active": jnp.int32(num_rows), "impl": model.impl}
     for number, layer in enumerate(params.layers):
         own = {
             name: values[observe.key(number, name)] for name in observe.LAYER_OPERATIONS
@@ -334,6 +334,6 @@ def _count(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _count_kv(one: cache.PagedKV, other: cache.PagedKV) -> int:
-    """Elements of all pages that differ, in two caches whose books are the same."""
+    """Elements of all pages that differ, in two caches whose tables are the same."""
     pools = zip((*one.k, *one.v), (*other.k, *other.v), strict=True)
     return sum(_count(np.asarray(x), np.asarray(y)) for x, y in pools)

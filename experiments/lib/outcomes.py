@@ -19,7 +19,7 @@ from spec_jax import loading
 from spec_jax.engine import protocols
 
 
-SETS = ("easy", "hard", "mixed", "hostile")
+SETS = ("easy", "hard", "mixed", "adversarial")
 """The sets of texts that `make_sets` makes, in the order in which they are shown."""
 
 
@@ -31,14 +31,14 @@ class Text:
       tokens: generated.
       is_kept: `[len(tokens), gamma_max]` bool, as `gamma.simulation` takes it: whether
         draft `i` of a round is kept where it stands at a token, if those before were.
-      is_hostile: whether drafts are made wrong, whatever the drafter says.
+      is_adversarial: whether drafts are made wrong, whatever the drafter says.
     """
 
     prompt: prompt_files.Prompt
     prompt_ids: list[int]
     tokens: list[int]
     is_kept: np.ndarray
-    is_hostile: bool = False
+    is_adversarial: bool = False
 
     @property
     def num_kept(self) -> float:
@@ -77,13 +77,13 @@ def record(
         prompt=prompt,
         prompt_ids=prompt_ids,
         tokens=generated,
-        is_kept=fates(
+        is_kept=outcomes(
             np.asarray(drafts)[asked], np.asarray(num_drafted)[asked], generated
         ),
     )
 
 
-def fates(
+def outcomes(
     drafts: Int[np.ndarray, "num_tokens gamma_max"],
     num_drafted: Int[np.ndarray, " num_tokens"],
     generated: Sequence[int],
@@ -118,7 +118,7 @@ def make_sets(texts: Sequence[Text]) -> dict[str, list[Text]]:
     """Texts on which policies are compared, by the names in `SETS`.
 
     Easy and hard are the third of the prompts with the most and with the fewest drafts
-    kept; mixed is both in turn; hostile is mixed with every draft wrong.
+    kept; mixed is both in turn; adversarial is mixed with every draft wrong.
 
     Raises:
       ValueError: fewer than two texts.
@@ -132,11 +132,13 @@ def make_sets(texts: Sequence[Text]) -> dict[str, list[Text]]:
     third = max(1, len(texts) // 3)
     hard, easy = by_kept[:third], by_kept[::-1][:third]
     mixed = [text for pair in zip(easy, hard, strict=True) for text in pair]
-    hostile = [
-        dataclasses.replace(text, is_kept=np.zeros_like(text.is_kept), is_hostile=True)
+    adversarial = [
+        dataclasses.replace(
+            text, is_kept=np.zeros_like(text.is_kept), is_adversarial=True
+        )
         for text in mixed
     ]
-    return dict(zip(SETS, (easy, hard, mixed, hostile), strict=True))
+    return dict(zip(SETS, (easy, hard, mixed, adversarial), strict=True))
 
 
 @functools.partial(jax.jit, static_argnames=("drafter",))

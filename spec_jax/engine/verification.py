@@ -1,4 +1,4 @@
-"""Verdicts: the target's token after each row, and what a rule accepts of a proposal.
+"""Verification: the target's token after each row, and what a rule accepts.
 
 Functions here know a target by its logits and acceptance by its three rules; they know
 neither rounds nor caches.
@@ -65,13 +65,13 @@ def target_tokens(
     that it will have; at temperature 0, without settings, and where the target says
     that its tokens are drawn already (`is_drawn`), it has the highest logit.
     """
-    highest = target.choose(verified.logits, verified.num_live)
+    highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
     if sampling_settings is None or getattr(target, "is_drawn", False):
         return highest, is_finite
     each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
-    is_live = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_live
-    draws = is_live & (each.temperature != 0)
+    is_active = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_active
+    draws = is_active & (each.temperature != 0)
     drawn = sampling.sample_each(
         verified.logits, each, positions=verified.positions + 1, draws=draws
     )
@@ -86,27 +86,27 @@ def decide(
     *,
     first_position: Int[Array, " B"],
     rule: Rule,
-) -> tuple[acceptance.Verdict, Bool[Array, "B R"]]:
-    """Returns each slot's verdict, and which columns' logits are finite.
+) -> tuple[acceptance.Outcome, Bool[Array, "B R"]]:
+    """Returns each slot's outcome, and which columns' logits are finite.
 
     Args:
       first_position: of each slot's first draft: it keys the noise of a round.
     """
     if rule == "coupled":
         own, is_finite = target_tokens(target, verified, sampling_settings)
-        verdict = state_lib.map_slots(
+        outcome = state_lib.map_slots(
             acceptance.accept_exact,
             proposal.tokens,
             verified.by_column(own, fill=0),
             proposal.num_drafted,
         )
     else:
-        highest = target.choose(verified.logits, verified.num_live)
+        highest = target.choose(verified.logits, verified.num_active)
         is_finite = finite_rows(verified.logits, highest)
-        verdict = _by_uniforms(
+        outcome = _by_uniforms(
             verified, proposal, sampling_settings, first_position, rule
         )
-    return verdict, verified.by_column(is_finite, fill=True)
+    return outcome, verified.by_column(is_finite, fill=True)
 
 
 def _by_uniforms(verified, proposal, sampling_settings, first_position, rule):
