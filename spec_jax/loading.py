@@ -105,7 +105,7 @@ def load(
     target = pathlib.Path(target)
     resolved = dispatch.resolve(impl)
     target_tokenizer = tokenizer.load(target)
-    config, params = load_lib.load(target, dtype=dtype)
+    config, params = load_lib.load(target, dtype=dtype, impl=resolved)
     model = row_model.RowModel(
         config=config,
         impl=resolved,
@@ -158,7 +158,7 @@ def load_draft(
         )
     folder = pathlib.Path(folder)
     tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(folder))
-    config, params = load_lib.load(folder, dtype=dtype)
+    config, params = load_lib.load(folder, dtype=dtype, impl=impl)
     drafter = draft_model.DraftModel(
         model=row_model.RowModel(
             config=config,

@@ -25,6 +25,7 @@ from spec_jax.ops import (
     projection,
     rope,
     row_attention,
+    step,
 )
 from spec_jax.paging import allocator, cache, index
 from spec_jax.typing import typed
@@ -51,7 +52,7 @@ class Rows(pytree.Node):
 class RowOutputs(pytree.Node):
     """What a row leaves behind, beside its keys and values."""
 
-    logits: jax.Array  # [R, V] float32
+    logits: jax.Array  # [R, V] float32; [0, V] where they are not asked for
     features: jax.Array  # [R, taps, D]
 
 
@@ -64,6 +65,7 @@ def forward_rows(
     *,
     impl: str,
     taps: tuple[int, ...] = (),
+    with_logits: bool = True,
     observe: observe_lib.Observe | None = None,
 ) -> tuple[cache.PagedKV, RowOutputs]:
     """Runs a slab of rows through the model, writing their keys and values.
@@ -78,9 +80,13 @@ def forward_rows(
 
     Args:
       taps: `hidden_states` indices to return as features, see `sequence.forward`.
+      with_logits: without them `logits` is `[0, V]`, and the head is not read.
       observe: sees what leaves each kernel, all of `observe.LEAVES_ROWS`, and may
         change it; without it the traced program holds nothing of this.
     """
+    params = params_lib.prepare(params, impl)
+    if step.is_fused(impl) and observe is None:
+        return _fused_step(params, config, rows, kv, taps, with_logits)
     see = observe or observe_lib.pass_on
     x = embedding.embed(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
@@ -101,19 +107,49 @@ def forward_rows(
         x, k, v = run_layer(layer, x, rows, pages, angles, **hook)
         kv = cache.replace_layer(kv, number, k=k, v=v)
         boundaries.append(x)
-    logits = projection.project(
-        jax.lax.optimization_barrier(x),
-        params.head,
-        num_active=rows.num_active,
-        norm=params.final_norm,
-        eps=config.rms_norm_eps,
-        out_dtype="float32",
-        impl=impl,
-    )
-    logits = see(None, "logits", jax.lax.optimization_barrier(logits))
+    logits = jnp.zeros((0, config.vocab_size), jnp.float32)
+    if with_logits:
+        logits = projection.project(
+            jax.lax.optimization_barrier(x),
+            params.head,
+            num_active=rows.num_active,
+            norm=params.final_norm,
+            eps=config.rms_norm_eps,
+            out_dtype="float32",
+            impl=impl,
+        )
+        logits = see(None, "logits", jax.lax.optimization_barrier(logits))
     features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
     if taps:
         features = jnp.stack([boundaries[tap] for tap in taps], axis=1)
+    return kv, RowOutputs(logits=logits, features=features)
+
+
+def _fused_step(params, config, rows, kv, taps, with_logits):
+    """`forward_rows` in one call of native kernels."""
+    logits, features, pages = step.step(
+        rows.tokens,
+        params.embed,
+        [
+            step.Layer(**{name: getattr(layer, name) for name in step.Layer._fields})
+            for layer in params.layers
+        ],
+        params.final_norm,
+        params.lm_head,
+        list(zip(kv.k, kv.v, strict=True)),
+        angles=row_angles(config, rows.positions, dtype=params.final_norm.dtype),
+        page_table=kv.page_table,
+        slots=rows.slots,
+        positions=rows.positions,
+        num_active=rows.num_active,
+        taps=taps,
+        with_logits=with_logits,
+        eps=config.rms_norm_eps,
+        scale=config.head_dim**-0.5,
+        impl="native",
+    )
+    for number, (k, v) in enumerate(pages):
+        kv = cache.replace_layer(kv, number, k=k, v=v)
     return kv, RowOutputs(logits=logits, features=features)
 
 
@@ -260,6 +296,7 @@ def prefill_rows(
 ) -> cache.PagedKV:
     """As `prefill`, through `forward_rows`: the prompt's K/V is that of decoding."""
     padded = jnp.pad(tokens, (0, slab))
+    params = params_lib.prepare(params, impl)
 
     def tile(number, kv):
         start = number * slab
@@ -269,7 +306,7 @@ def prefill_rows(
             positions=start + jnp.arange(slab, dtype=jnp.int32),
             num_active=jnp.minimum(length - start, slab),
         )
-        kv, _ = forward_rows(params, config, rows, kv, impl=impl)
+        kv, _ = forward_rows(params, config, rows, kv, impl=impl, with_logits=False)
         return kv
 
     kv = jax.lax.fori_loop(0, (length + slab - 1) // slab, tile, kv)
