@@ -142,6 +142,7 @@ def _fused_step(params, config, rows, kv, taps, with_logits):
         slots=rows.slots,
         positions=rows.positions,
         num_active=rows.num_active,
+        branch=rows.branch,
         taps=taps,
         with_logits=with_logits,
         eps=config.rms_norm_eps,

@@ -57,12 +57,12 @@ def row_attention(
         "positions": positions,
         "num_active": num_active,
     }
-    if branch is not None and impl != "xla":
+    if branch is not None and impl in dispatch.PALLAS:
         raise NotImplementedError(f"rows of trees have no {impl!r} implementation yet")
     if impl == "native":
         return calls.attend(
             heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
-            **where, eps=eps, scale=scale,
+            **where, branch=branch, eps=eps, scale=scale,
         )  # fmt: skip
     if impl in dispatch.PALLAS:
         from spec_jax.pallas import row_attention_triton

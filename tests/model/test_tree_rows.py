@@ -1,4 +1,4 @@
-"""The row contract of trees: a node's bits are those of its path, decoded row by row."""
+"""The row contract of trees: a node's bits are those of its path, row by row."""
 
 import functools
 
@@ -150,7 +150,7 @@ def trees(draw):
 CHAIN = tree.chain(6)
 BUSHY = np.array([0, 0, 0, 1, 1, 2, 4, 4], np.int32)
 BUSHY_TOKENS = [3, 4, 5, 6, 7, 6, 8, 9]
-IMPLS = ("xla",)
+IMPLS = ("native", "xla")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
