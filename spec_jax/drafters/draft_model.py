@@ -79,7 +79,7 @@ class DraftModel:
     draws: Draws = "coupled"
     catch_up_rows: int = 0
     min_confidence: float = 0.0
-    tree: tree_search.Shape | None = None
+    tree: tree_search.Tree | None = None
 
     def __post_init__(self) -> None:
         if self.draws not in DRAWS:
@@ -109,6 +109,11 @@ class DraftModel:
         """Entries of the draft's vocabulary, which must be the target's."""
         return self.model.config.vocab_size
 
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return None if self.tree is None else self.tree.depth_max
+
     def for_rule(self, rule: str) -> "DraftModel":
         """Returns the draft model whose draws a rule of acceptance keeps most of.
 
@@ -125,6 +130,16 @@ class DraftModel:
         if self.draws != "coupled":
             return self
         return dataclasses.replace(self, draws="independent")
+
+    def for_tree(self, tree: tree_search.Tree) -> "DraftModel":
+        """Returns the draft model that drafts such trees, as many rows a forward."""
+        model = self.model
+        if model.slab < tree.top_k and model.impl != "native":
+            slab = row_model.slab_for(model.impl, tree.top_k)
+            model = dataclasses.replace(model, slab=slab)
+        return dataclasses.replace(
+            self, model=model, tree=tree, gamma_max=tree.nodes, min_confidence=0.0
+        )
 
     def for_slots(self, num_slots: int) -> "SlotDraftModel":
         """Returns the draft model for `num_slots` sequences."""
@@ -159,6 +174,11 @@ class SlotDraftModel:
     def gamma_max(self) -> int:
         """The most tokens of a proposal."""
         return self.drafter.gamma_max
+
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return self.drafter.depth_max
 
     @property
     def vocab_size(self) -> int:
@@ -350,16 +370,6 @@ class SlotDraftTree(SlotDraftModel):
     kept of them is caught up in the next round, in one forward.
     """
 
-    @property
-    def shape(self) -> tree_search.Shape:
-        """How far a search looks."""
-        return cast(tree_search.Shape, self.drafter.tree)
-
-    @property
-    def depth_max(self) -> int:
-        """The most drafts on a path."""
-        return self.shape.depth
-
     def propose(
         self,
         params: params_lib.Params,
@@ -371,7 +381,7 @@ class SlotDraftTree(SlotDraftModel):
         sampling: protocols.Sampling,
     ) -> tuple[paged.PagedKV, protocols.Proposal]:
         """Drafts trees of `gamma[b]` nodes; less deep where the cache has no room."""
-        slab = self.drafter.model.slab
+        shape, slab = cast(tree_search.Tree, self.drafter.tree), self.drafter.model.slab
         width = max(slab, self.drafter.catch_up_rows)
         memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
         text = jnp.pad(tokens, ((0, 0), (0, width)))
@@ -386,13 +396,13 @@ class SlotDraftTree(SlotDraftModel):
             window = protocols.Window(
                 tokens=tokens,
                 start=length - 1,
-                num_active=jnp.where(active, self.shape.top_k, 0),
+                num_active=jnp.where(active, shape.top_k, 0),
                 parents=parents,
                 first=first,
-                depth_max=self.shape.depth - 1,
+                depth_max=shape.depth - 1,
             )
             kv, verified = self._rows.verify(params, kv, window)
-            level = 1 + (first - 1) // self.shape.top_k
+            level = 1 + (first - 1) // shape.top_k
             rows = verified.by_column(verified.logits, fill=0.0)
             weights = _noisy(rows, sampling, length + level)
             return kv, weights, active & ~self._rows.out_of_pages(kv)
@@ -400,7 +410,7 @@ class SlotDraftTree(SlotDraftModel):
         root = _noisy(logits[:, None], sampling, length)[:, 0]
         wanted = jnp.where(asked, gamma, 0)
         memory, proposal = tree_search.grow(
-            expand, root, memory, shape=self.shape, wanted=wanted
+            expand, root, memory, shape=shape, wanted=wanted
         )
         return self._rows.truncate(memory, length, asked=asked), proposal
 

@@ -34,7 +34,7 @@ target's token is the draft's most probable one more often than its probability 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class Tree:
     """How far a search looks, and how many nodes it returns.
 
     Attributes:
@@ -76,12 +76,17 @@ class Shape:
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     @property
+    def depth_max(self) -> int:
+        """Drafts on a path of the nodes that are returned, at most."""
+        return min(self.depth, self.nodes)
+
+    @property
     def num_columns(self) -> int:
         """Rows of a slot that a search runs: the root and all frontiers."""
         return 1 + (self.depth - 1) * self.top_k
 
     @classmethod
-    def parse(cls, text: str) -> "Shape":
+    def parse(cls, text: str) -> "Tree":
         """Reads `KxD:W` or `KxD:W@tau`, such as `4x12:15` and `4x12:15@0.3`.
 
         Raises:
@@ -90,15 +95,14 @@ class Shape:
         sizes, _, tau = text.partition("@")
         try:
             search, nodes = sizes.split(":")
-            top_k, depth = map(int, search.split("x"))
-            given = {"tau": float(tau)} if tau else {}
-            numbers = {"top_k": top_k, "depth": depth, "nodes": int(nodes)}
+            top_k, depth = search.split("x")
+            numbers = int(top_k), int(depth), int(nodes), float(tau or TAU)
         except ValueError:
             raise ValueError(
                 f"{text!r} is no tree: give children x depth : nodes and, after @, a "
                 "tau, as in 4x12:15 or 4x12:15@0.3"
             ) from None
-        return cls(**numbers, **given)
+        return cls(top_k=numbers[0], depth=numbers[1], nodes=numbers[2], tau=numbers[3])
 
     def __str__(self) -> str:
         return f"{self.top_k}x{self.depth}:{self.nodes}@{self.tau:g}"
@@ -133,7 +137,7 @@ def grow(
     root: Float[Array, "B V"],
     memory: Any,
     *,
-    shape: Shape,
+    shape: Tree,
     wanted: Int[Array, " B"],
 ) -> tuple[Any, protocols.Proposal]:
     """Returns the memory, and the best `wanted` nodes below the root of each slot.
@@ -173,14 +177,14 @@ def grow(
 
 
 def _children(
-    log_weights: Float[Array, "*rows V"], shape: Shape
+    log_weights: Float[Array, "*rows V"], shape: Tree
 ) -> tuple[Float32[Array, "*rows K"], Int[Array, "*rows K"]]:
     """Returns the scores and tokens of the best children."""
     scores = jax.nn.log_softmax(log_weights.astype(jnp.float32) / shape.tau)
     return jax.lax.top_k(scores, shape.top_k)
 
 
-def _may_grow(search: _Search, wanted, shape: Shape) -> Bool[Array, " B"]:
+def _may_grow(search: _Search, wanted, shape: Tree) -> Bool[Array, " B"]:
     """Returns where a child of the frontier may be among the best `wanted` nodes."""
     best, _ = jax.lax.top_k(search.score, shape.nodes)
     last = jnp.maximum(wanted, 1)[:, None] - 1
@@ -190,7 +194,7 @@ def _may_grow(search: _Search, wanted, shape: Shape) -> Bool[Array, " B"]:
     return search.active & (highest > worst)
 
 
-def _expand_level(expand: Expand, search: _Search, wanted, shape: Shape) -> _Search:
+def _expand_level(expand: Expand, search: _Search, wanted, shape: Tree) -> _Search:
     """Runs the frontier, and adds its children to the candidates."""
     num_slots, K = search.frontier.shape
     level = search.level
@@ -228,7 +232,7 @@ def _expand_level(expand: Expand, search: _Search, wanted, shape: Shape) -> _Sea
     )
 
 
-def _best_nodes(search: _Search, wanted, shape: Shape) -> protocols.Proposal:
+def _best_nodes(search: _Search, wanted, shape: Tree) -> protocols.Proposal:
     """Returns the best nodes, each with its parent's column."""
     scores, chosen = jax.lax.top_k(search.score, shape.nodes)
     num_slots, num_nodes = chosen.shape

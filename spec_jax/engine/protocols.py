@@ -138,12 +138,14 @@ class Target(Protocol):
         ...
 
 
-def depth_max(drafter: Any) -> int:
-    """Returns the most drafts on one path of a drafter's proposals.
+def is_tree(drafter: Any) -> bool:
+    """Returns whether a drafter proposes trees: it then has a `depth_max`."""
+    return getattr(drafter, "depth_max", None) is not None
 
-    A drafter of trees says so by an attribute `depth_max`; a chain's are all of it.
-    """
-    return getattr(drafter, "depth_max", drafter.gamma_max)
+
+def depth_max(drafter: Any) -> int:
+    """Returns the most drafts on one path of a drafter's proposals."""
+    return drafter.depth_max if is_tree(drafter) else drafter.gamma_max
 
 
 class Drafter(Protocol):

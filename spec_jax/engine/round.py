@@ -147,7 +147,7 @@ def _tree_of(proposal: protocols.Proposal, depth_max: int) -> dict[str, Any]:
 def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
     """Returns what each slot asks for: nothing where it does not generate."""
     wanted = slots.limit - slots.length - 1
-    if protocols.depth_max(speculator.drafter) < speculator.drafter.gamma_max:
+    if protocols.is_tree(speculator.drafter):
         # Of a tree one path is committed, and cut at the limit. What bounds it is the
         # room in the cache, which holds one token less than the buffer of tokens.
         room = slots.tokens.shape[1] - 1 - slots.length

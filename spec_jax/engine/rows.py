@@ -263,14 +263,11 @@ def _layout(
     laid_out = jax.vmap(lambda parents, start: layout(parents, start=start))(
         window.parents, window.start
     )
-    if window.first is None:
+    first = window.first
+    if first is None:
         return laid_out
-
-    def cut(values):
-        return jax.lax.dynamic_slice_in_dim(values, window.first, num_rows, axis=1)
-
-    positions, branch = laid_out
-    return cut(positions), cut(branch)
+    cut = lambda values: jax.lax.dynamic_slice_in_dim(values, first, num_rows, axis=1)
+    return cut(laid_out[0]), cut(laid_out[1])
 
 
 def _tile_of(rows: qwen3.Rows, start: jax.Array, height: int) -> qwen3.Rows:

@@ -198,7 +198,7 @@ class Scheduler:
             len(request.prompt), request.max_tokens, self.slot_capacity
         )
         num_positions = limit - 1
-        if protocols.depth_max(self.drafter) < self.drafter.gamma_max:
+        if protocols.is_tree(self.drafter):
             # A tree's drafts have places of their own, beyond where its paths end.
             most = limit - 2 + self.drafter.gamma_max
             num_positions = max(num_positions, min(most, self.slot_capacity))
