@@ -110,6 +110,7 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
         first_position=slots.length,
         rule=speculator.rule,
         depth_max=depth_max,
+        wanted=slots.limit - slots.length - 1,
     )
     info = RoundInfo(
         gamma=gamma,
@@ -148,8 +149,8 @@ def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
     """Returns what each slot asks for: nothing where it does not generate."""
     wanted = slots.limit - slots.length - 1
     if protocols.is_tree(speculator.drafter):
-        # Of a tree one path is committed, and cut at the limit. What bounds it is the
-        # room in the cache, which holds one token less than the buffer of tokens.
+        # Of a tree one path is committed, which acceptance ends at the limit. The room
+        # in the cache bounds its nodes: one token less than the buffer of tokens.
         room = slots.tokens.shape[1] - 1 - slots.length
         wanted = jnp.where(wanted > 0, room, 0)
     # At most `g + 1` tokens of a chain are committed, so the limit is met exactly.
@@ -180,14 +181,14 @@ def commit_slot(
         slot = _update_policy(gamma_policy, slot, info, counts)
     offsets = jnp.arange(outcome.tokens.shape[0], dtype=jnp.int32)
     is_stop = verification.is_stop(outcome.tokens, slot.stop_ids)
-    n = slot.length
-    # A path of a tree may go past the limit.
-    most = jnp.minimum(outcome.num_accepted + 1, slot.limit - n)
-    is_stop = is_stop & (offsets < most)
-    num_kept = jnp.where(jnp.any(is_stop), jnp.argmax(is_stop) + 1, most)
-    num_kept = jnp.where(counts, num_kept, 0).astype(jnp.int32)
+    is_stop = is_stop & (offsets <= outcome.num_accepted)
+    num_kept = jnp.where(
+        jnp.any(is_stop), jnp.argmax(is_stop) + 1, outcome.num_accepted + 1
+    ).astype(jnp.int32)
+    num_kept = jnp.where(counts, num_kept, 0)
     # Tokens that are not committed are aimed past the end, and dropped. (-1 would not
     # do: a negative index wraps around, even with mode="drop".)
+    n = slot.length
     at = jnp.where(offsets < num_kept, n + offsets, slot.tokens.shape[0])
     length = n + num_kept
     slot = slot.replace(

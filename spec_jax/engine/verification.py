@@ -88,17 +88,19 @@ def decide(
     first_position: Int[Array, " B"],
     rule: Rule,
     depth_max: int,
+    wanted: Int[Array, " B"],
 ) -> tuple[acceptance.Outcome, Bool[Array, "B R"]]:
     """Returns each slot's outcome, and which columns' logits are finite.
 
     Args:
       first_position: of each slot's first draft: it keys the noise of a round.
       depth_max: drafts on a path of a tree, at most.
+      wanted: drafts that each slot may commit, at most. A chain has no more.
     """
     if rule == "coupled":
         own, is_finite = target_tokens(target, verified, sampling_settings)
         own = verified.by_column(own, fill=0)
-        outcome = _by_own_tokens(proposal, own, depth_max)
+        outcome = _by_own_tokens(proposal, own, depth_max, wanted)
     else:
         highest = target.choose(verified.logits, verified.num_active)
         is_finite = finite_rows(verified.logits, highest)
@@ -108,7 +110,7 @@ def decide(
     return outcome, verified.by_column(is_finite, fill=True)
 
 
-def _by_own_tokens(proposal, own, depth_max):
+def _by_own_tokens(proposal, own, depth_max, wanted):
     """Decides by the target's tokens after each column, `own [B, R]`."""
     if proposal.parents is None:
         accept = acceptance.accept_exact
@@ -119,6 +121,7 @@ def _by_own_tokens(proposal, own, depth_max):
         own,
         proposal.parents,
         proposal.num_drafted,
+        wanted,
     )
 
 

@@ -85,6 +85,7 @@ def follow(
     target_tokens: Int[Array, " W+1"],
     parents: Int[Array, " W"],
     num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
     *,
     depth_max: int,
 ) -> Outcome:
@@ -98,15 +99,16 @@ def follow(
       target_tokens: after each column: the root, then the drafts.
       parents: the column of each draft's parent, at most its own index.
       num_drafted: how many drafts are real, in `0 .. W`.
+      wanted: drafts to keep, at most.
       depth_max: drafts on a path, at most; deeper ones are not reached.
     """
     columns = jnp.arange(1, draft_tokens.shape[0] + 1, dtype=jnp.int32)
     is_real = columns <= num_drafted
 
-    def descend(carry, _):
+    def descend(carry, depth):
         at, goes_on = carry
         own = target_tokens[at]
-        is_child = is_real & (parents == at) & goes_on
+        is_child = is_real & (parents == at) & goes_on & (depth < wanted)
         found = is_child & (draft_tokens == own)
         step = jnp.where(goes_on, own, PAD), jnp.any(is_child)
         goes_on = jnp.any(found)
@@ -114,7 +116,8 @@ def follow(
         return (at, goes_on), (*step, at, goes_on)
 
     start = jnp.int32(0), jnp.bool_(True)
-    (at, goes_on), steps = jax.lax.scan(descend, start, length=depth_max)
+    depths = jnp.arange(depth_max, dtype=jnp.int32)
+    (at, goes_on), steps = jax.lax.scan(descend, start, depths)
     tokens, reached, path, kept = steps
     last = jnp.where(goes_on, target_tokens[at], PAD)
     return Outcome(

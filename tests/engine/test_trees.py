@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from decoding import ALWAYS, PROMPT, SMALL, Ask, Status
 
-from spec_jax import tree
+from spec_jax import testing, tree
+from spec_jax.analysis import trace
+from spec_jax.debug import recorder
 from spec_jax.drafters import tree_search
-from spec_jax.engine import protocols, round as round_lib, rows
+from spec_jax.engine import baseline, protocols, round as round_lib, rows
 from spec_jax.engine.state import Origin
 from spec_jax.rules import acceptance
 
@@ -193,9 +195,9 @@ def test_budgets_are_data():
 def of_own_row(real):
     """A child is compared with its own row's token, not with its parent's."""
 
-    def follow(tokens, own, parents, num_drafted, *, depth_max):
+    def follow(tokens, own, parents, *numbers, depth_max):
         shifted = jnp.concatenate([own[1:], own[:1]])
-        return real(tokens, shifted, parents, num_drafted, depth_max=depth_max)
+        return real(tokens, shifted, parents, *numbers, depth_max=depth_max)
 
     return follow
 
@@ -203,10 +205,10 @@ def of_own_row(real):
 def first_child(real):
     """The first child is kept, whatever it holds."""
 
-    def follow(tokens, own, parents, num_drafted, *, depth_max):
+    def follow(tokens, own, parents, *numbers, depth_max):
         of_first = tokens[jnp.array([0, 2, 4, 0, 5, 0, 0, 0])]
         del own
-        return real(tokens, of_first, parents, num_drafted, depth_max=depth_max)
+        return real(tokens, of_first, parents, *numbers, depth_max=depth_max)
 
     return follow
 
@@ -264,7 +266,7 @@ def test_follow_is_accept_exact_on_a_chain(rng):
         drafts, own = rng.integers(0, 2, 5), rng.integers(0, 2, 6)
         given = jnp.asarray(drafts, jnp.int32), jnp.asarray(own, jnp.int32)
         number = jnp.int32(rng.integers(0, 6))
-        found = follow(*given, chain, number, depth_max=5)
+        found = follow(*given, chain, number, jnp.int32(9), depth_max=5)
         expected = acceptance.accept_exact(*given, number)
         assert found.num_accepted == expected.num_accepted
         kept = int(expected.num_accepted)
@@ -315,3 +317,55 @@ def test_trees_that_are_none(text, words):
     with pytest.raises(ValueError, match=words):
         tree_search.Tree.parse(text)
     assert str(tree_search.Tree.parse("4x12:15@0.3")) == "4x12:15@0.3"
+
+
+def test_what_was_recorded_is_what_decoding_saw():
+    """Fails if entries stay at the places of nodes, or are moved from others."""
+    asks = asks_of(Ask(gamma=WIDTH, run=2), 3)
+    for right in ("deep", "second"):
+        drafter = ScriptedTree(right=RIGHT[right])
+        made = SMALL.scheduler(drafter, num_slots=3)
+        watched = recorder.Recorder(target=made.target, window=WIDTH + 1)
+        requests = [decoding.scripted(SMALL, ask) for ask in asks]
+        state = watched.attach(decoding.admit(made, requests))
+        watching = SMALL.scheduler(drafter, num_slots=3, target=watched)
+        state, found = watched.detach(decoding.generate(watching, state))
+        decoding.assert_as_decoded(SMALL, state, asks)
+        for slot, ask in enumerate(asks):
+            alone = recorder.Recorder(target=SMALL.target, window=WIDTH + 1)
+            plain = decoding.begin_plain(
+                ask.prompt,
+                max_tokens=ask.max_tokens,
+                target=SMALL.target,
+                params=SMALL.weights,
+            )
+            plain = baseline.generate(
+                alone, SMALL.weights, alone.attach(plain), max_steps=decoding.FOREVER
+            )
+            _, expected = alone.detach(plain)
+            at = slice(len(ask.prompt) - 1, len(ask.prompt) - 1 + ask.max_tokens)
+            for name in ("fed", "chosen", "log_prob", "logits_hash", "top_ids"):
+                testing.assert_same_bits(
+                    np.asarray(getattr(found, name))[slot, at],
+                    np.asarray(getattr(expected, name))[0, at],
+                    what=f"{name} of slot {slot}",
+                )
+
+
+def test_a_replay_has_the_counters_of_the_run():
+    """Without the target: as integers, of trees that are right by turns."""
+    for ask in (Ask(gamma=WIDTH, run=2), Ask(gamma=5), Ask(gamma=WIDTH, run=0)):
+        drafter = ScriptedTree(right=RIGHT["deep"])
+        live = decoding.slot_of(run([ask]))
+        text = decoding.text(decoding.decoded(SMALL, ask))
+        size = decoding.CAPACITY + 1
+        target = trace.TraceTarget(max_rows=WIDTH + 1, size=size)
+        made = SMALL.scheduler(drafter, target=target)
+        request = dataclasses.replace(
+            decoding.scripted(SMALL, ask),
+            target_params=trace.make_trace(text, size=size),
+        )
+        replayed = decoding.slot_of(decoding.generate(made, made.begin(request)))
+        for name in ("num_rounds", "num_proposed", "num_accepted", "kept_by_rank"):
+            np.testing.assert_array_equal(getattr(replayed, name), getattr(live, name))
+        np.testing.assert_array_equal(replayed.accepted_hist, live.accepted_hist)
