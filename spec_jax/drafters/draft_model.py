@@ -91,14 +91,8 @@ class DraftModel:
                 f"min_confidence={self.min_confidence} is no probability: give 0, "
                 "which never ends a draft, to 1"
             )
-        if self.tree is None:
-            return
-        if self.tree.nodes != self.gamma_max:
-            raise ValueError(
-                f"gamma_max={self.gamma_max} of a tree of {self.tree.nodes} nodes: "
-                "give both the same"
-            )
-        if self.min_confidence:
+        tree_search.check_nodes(self.tree, self.gamma_max)
+        if self.tree is not None and self.min_confidence:
             raise ValueError(
                 f"min_confidence={self.min_confidence} ends chains: a tree weighs its "
                 "nodes against each other, leave it out"
@@ -381,7 +375,7 @@ class SlotDraftTree(SlotDraftModel):
         sampling: protocols.Sampling,
     ) -> tuple[paged.PagedKV, protocols.Proposal]:
         """Drafts trees of `gamma[b]` nodes; less deep where the cache has no room."""
-        shape, slab = cast(tree_search.Tree, self.drafter.tree), self.drafter.model.slab
+        tree, slab = cast(tree_search.Tree, self.drafter.tree), self.drafter.model.slab
         width = max(slab, self.drafter.catch_up_rows)
         memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
         text = jnp.pad(tokens, ((0, 0), (0, width)))
@@ -396,13 +390,13 @@ class SlotDraftTree(SlotDraftModel):
             window = protocols.Window(
                 tokens=tokens,
                 start=length - 1,
-                num_active=jnp.where(active, shape.top_k, 0),
+                num_active=jnp.where(active, tree.top_k, 0),
                 parents=parents,
                 first=first,
-                depth_max=shape.depth - 1,
+                depth_max=tree.depth - 1,
             )
             kv, verified = self._rows.verify(params, kv, window)
-            level = 1 + (first - 1) // shape.top_k
+            level = 1 + (first - 1) // tree.top_k
             rows = verified.by_column(verified.logits, fill=0.0)
             weights = _noisy(rows, sampling, length + level)
             return kv, weights, active & ~self._rows.out_of_pages(kv)
@@ -410,7 +404,7 @@ class SlotDraftTree(SlotDraftModel):
         root = _noisy(logits[:, None], sampling, length)[:, 0]
         wanted = jnp.where(asked, gamma, 0)
         memory, proposal = tree_search.grow(
-            expand, root, memory, shape=shape, wanted=wanted
+            expand, root, memory, tree=tree, wanted=wanted
         )
         return self._rows.truncate(memory, length, asked=asked), proposal
 

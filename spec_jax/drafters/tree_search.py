@@ -90,7 +90,7 @@ class Tree:
         """Reads `KxD:W` or `KxD:W@tau`, such as `4x12:15` and `4x12:15@0.3`.
 
         Raises:
-          ValueError: another text, or as the shape itself.
+          ValueError: another text, or as the class.
         """
         sizes, _, tau = text.partition("@")
         try:
@@ -106,6 +106,14 @@ class Tree:
 
     def __str__(self) -> str:
         return f"{self.top_k}x{self.depth}:{self.nodes}@{self.tau:g}"
+
+
+def check_nodes(tree: Tree | None, gamma_max: int) -> None:
+    """Raises `ValueError` unless a drafter's `gamma_max` is its tree's nodes."""
+    if tree is not None and tree.nodes != gamma_max:
+        raise ValueError(
+            f"gamma_max={gamma_max} of a tree of {tree.nodes} nodes: give both the same"
+        )
 
 
 Expand = Callable[
@@ -137,7 +145,7 @@ def grow(
     root: Float[Array, "B V"],
     memory: Any,
     *,
-    shape: Tree,
+    tree: Tree,
     wanted: Int[Array, " B"],
 ) -> tuple[Any, protocols.Proposal]:
     """Returns the memory, and the best `wanted` nodes below the root of each slot.
@@ -146,13 +154,13 @@ def grow(
 
     Args:
       root: log weights of the token after the pending one; not normalised.
-      wanted: nodes, at most `shape.nodes`; 0: the slot sits out.
+      wanted: nodes, at most `tree.nodes`; 0: the slot sits out.
     """
-    num_slots, K = root.shape[0], shape.top_k
-    first_scores, first_tokens = _children(root, shape)
+    num_slots, K = root.shape[0], tree.top_k
+    first_scores, first_tokens = _children(root, tree)
 
     def pad(values, fill):
-        missing = shape.num_candidates - K
+        missing = tree.num_candidates - K
         return jnp.pad(values, ((0, 0), (0, missing)), constant_values=fill)
 
     numbers = jnp.arange(K, dtype=jnp.int32)
@@ -161,32 +169,34 @@ def grow(
         memory=memory,
         score=pad(first_scores, -jnp.inf),
         token=pad(first_tokens, 0),
-        parent=jnp.full((num_slots, shape.num_candidates), -1, jnp.int32),
+        parent=jnp.full((num_slots, tree.num_candidates), -1, jnp.int32),
         frontier=jnp.broadcast_to(numbers, (num_slots, K)),
-        columns=jnp.zeros((num_slots, shape.num_columns), jnp.int32),
+        columns=jnp.zeros((num_slots, tree.num_columns), jnp.int32),
         active=wanted > 0,
     )
 
     def goes_on(search):
-        return (search.level < shape.depth) & jnp.any(_may_grow(search, wanted, shape))
+        return (search.level < tree.depth) & jnp.any(_may_grow(search, wanted, tree))
 
-    if shape.depth > 1:
-        step = lambda search: _expand_level(expand, search, wanted, shape)
+    if tree.depth > 1:
+        step = lambda search: _expand_level(expand, search, wanted, tree)
         search = jax.lax.while_loop(goes_on, step, search)
-    return search.memory, _best_nodes(search, wanted, shape)
+    return search.memory, _best_nodes(search, wanted, tree)
 
 
 def _children(
-    log_weights: Float[Array, "*rows V"], shape: Tree
+    log_weights: Float[Array, "*rows V"], tree: Tree
 ) -> tuple[Float32[Array, "*rows K"], Int[Array, "*rows K"]]:
     """Returns the scores and tokens of the best children."""
-    scores = jax.nn.log_softmax(log_weights.astype(jnp.float32) / shape.tau)
-    return jax.lax.top_k(scores, shape.top_k)
+    scores = jax.nn.log_softmax(log_weights.astype(jnp.float32) / tree.tau)
+    # NaN where no token has a weight, or a weight is NaN: no draft.
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    return jax.lax.top_k(scores, tree.top_k)
 
 
-def _may_grow(search: _Search, wanted, shape: Tree) -> Bool[Array, " B"]:
+def _may_grow(search: _Search, wanted, tree: Tree) -> Bool[Array, " B"]:
     """Returns where a child of the frontier may be among the best `wanted` nodes."""
-    best, _ = jax.lax.top_k(search.score, shape.nodes)
+    best, _ = jax.lax.top_k(search.score, tree.nodes)
     last = jnp.maximum(wanted, 1)[:, None] - 1
     worst = jnp.take_along_axis(best, last, axis=1)[:, 0]
     # Of equal scores the lower number is better, and children have higher ones.
@@ -194,12 +204,12 @@ def _may_grow(search: _Search, wanted, shape: Tree) -> Bool[Array, " B"]:
     return search.active & (highest > worst)
 
 
-def _expand_level(expand: Expand, search: _Search, wanted, shape: Tree) -> _Search:
+def _expand_level(expand: Expand, search: _Search, wanted, tree: Tree) -> _Search:
     """Runs the frontier, and adds its children to the candidates."""
     num_slots, K = search.frontier.shape
     level = search.level
     first = 1 + (level - 1) * K
-    active = _may_grow(search, wanted, shape)
+    active = _may_grow(search, wanted, tree)
     memory, log_weights, has_run = expand(
         search.memory,
         _at(search.token, search.frontier),
@@ -207,7 +217,7 @@ def _expand_level(expand: Expand, search: _Search, wanted, shape: Tree) -> _Sear
         first,
         active,
     )
-    own, tokens = _children(log_weights, shape)
+    own, tokens = _children(log_weights, tree)
     scores = _at(search.score, search.frontier)[:, :, None] + own
     scores = jnp.where(has_run[:, None, None], scores, -jnp.inf).reshape(num_slots, -1)
     offset = K + (level - 1) * K**2
@@ -232,9 +242,9 @@ def _expand_level(expand: Expand, search: _Search, wanted, shape: Tree) -> _Sear
     )
 
 
-def _best_nodes(search: _Search, wanted, shape: Tree) -> protocols.Proposal:
+def _best_nodes(search: _Search, wanted, tree: Tree) -> protocols.Proposal:
     """Returns the best nodes, each with its parent's column."""
-    scores, chosen = jax.lax.top_k(search.score, shape.nodes)
+    scores, chosen = jax.lax.top_k(search.score, tree.nodes)
     num_slots, num_nodes = chosen.shape
     slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     columns = jnp.arange(1, num_nodes + 1, dtype=jnp.int32)

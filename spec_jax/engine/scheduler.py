@@ -136,6 +136,12 @@ class Scheduler:
                 "give both the same"
             )
         checks.check_pair(target, drafter)
+        if self.speculator.gamma_policy is not None and protocols.is_tree(drafter):
+            raise ValueError(
+                f"{type(self.speculator.gamma_policy).__name__} chooses the length of "
+                "a chain from how many of its drafts stay, which says nothing of a "
+                "tree's nodes: give gamma as a number of nodes, or draft chains"
+            )
         if (self.speculator.gamma_policy is None) != (self.policy_state is None):
             raise ValueError("a gamma policy and its first state go together")
 
