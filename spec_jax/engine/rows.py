@@ -151,7 +151,12 @@ class SlotRows:
 
         def run(kv, part):
             kv, outputs = qwen3.forward_rows(
-                params, self.config, part, kv, impl=self.model.impl
+                params,
+                self.config,
+                part,
+                kv,
+                impl=self.model.impl,
+                with_logits=keep is not None,
             )
             return kv, outputs.logits
 
