@@ -57,8 +57,6 @@ def row_attention(
         "positions": positions,
         "num_active": num_active,
     }
-    if branch is not None and impl in dispatch.PALLAS:
-        raise NotImplementedError(f"rows of trees have no {impl!r} implementation yet")
     if impl == "native":
         return calls.attend(
             heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
@@ -69,7 +67,8 @@ def row_attention(
 
         return row_attention_triton.attend(
             heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
-            **where, eps=eps, scale=scale, interpret=impl == "interpret",
+            **where, branch=branch, eps=eps, scale=scale,
+            interpret=impl == "interpret",
         )  # fmt: skip
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)

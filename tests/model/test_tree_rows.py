@@ -1,6 +1,7 @@
 """The row contract of trees: a node's bits are those of its path, row by row."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from test_rows import SLAB, make_cache, make_config, make_params
 
 from spec_jax import testing, tree
 from spec_jax.model import qwen3
+from spec_jax.ops import dispatch
 from spec_jax.paging import allocator, cache
 
 
@@ -63,7 +65,7 @@ def run(model, kv, tokens, positions, branch, order):
     """Runs rows of slot 0 in one slab, padding poisoned; `branch` None for a chain."""
     count = len(tokens)
     order = np.arange(count) if order is None else order
-    pad = SLAB - count
+    pad = (dispatch.slab_rows(model.impl) or SLAB) - count
 
     def padded(values, fill):
         values = np.asarray(values, np.int32)[order]
@@ -150,11 +152,17 @@ def trees(draw):
 CHAIN = tree.chain(6)
 BUSHY = np.array([0, 0, 0, 1, 1, 2, 4, 4], np.int32)
 BUSHY_TOKENS = [3, 4, 5, 6, 7, 6, 8, 9]
-IMPLS = ("native", "xla")
+KERNELS = ("native", "xla")
+IMPLS = (*KERNELS, pytest.param("interpret", marks=pytest.mark.slow))  # bfloat16 alone
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [
+        *itertools.product(KERNELS, ["float32", "bfloat16"]),
+        pytest.param("interpret", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=trees(), prefix=st.sampled_from(PREFIXES))
 def test_nodes_are_their_paths(impl, dtype, drawn, prefix):
@@ -204,7 +212,7 @@ def too_narrow(parents, start):
 
 
 @pytest.mark.parametrize("layout", [swapped, by_storage, rope_by_place, too_narrow])
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", KERNELS)
 def test_a_wrong_layout_is_caught(impl, layout):
     """Negative control: each fault must change a bit of some node."""
     found = oracle(impl, "float32", 16, 31)
