@@ -19,7 +19,7 @@ from spec_jax.model import (
     rotary,
     sequence,
 )
-from spec_jax.ops import bits, paged_attention, rms_norm, rope, swiglu
+from spec_jax.ops import bits, paged_attention, rms_norm, rope, swiglu, weights
 from spec_jax.paging import cache
 from spec_jax.typing import typed
 
@@ -60,7 +60,7 @@ def forward(
     angles = rope.angles(
         positions, jnp.asarray(frequencies), scale=scale, dtype=params.embed.dtype
     )
-    x = observe(None, "embed", bits.take_rows(params.embed, tokens))
+    x = observe(None, "embed", weights.take_rows(params.embed, tokens))
     for number, layer in enumerate(params.layers):
         see = functools.partial(observe, number)
         q, k, v = _heads(layer, config, x, angles, see)
@@ -83,7 +83,10 @@ def forward(
     normed = rms_norm.rms_norm(x, params.final_norm, eps=eps)
     normed = observe(None, "final_norm", normed)
     logits = jnp.einsum(
-        "rd,vd->rv", normed, params.head, preferred_element_type=jnp.float32
+        "rd,vd->rv",
+        normed,
+        weights.matrix(params.head),
+        preferred_element_type=jnp.float32,
     )
     return kv, observe(None, "logits", logits)
 

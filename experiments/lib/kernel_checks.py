@@ -48,7 +48,7 @@ def case_of(subject: kernels.Subject, impl: str) -> Case:
     """The kernel as `impl` computes it, with `HEIGHT` rows."""
     if subject.kernel == "attend":
         return _attention(subject, impl)
-    subject = dataclasses.replace(subject, copies=1)
+    subject = dataclasses.replace(subject, copies=1).for_impl(impl)
     fixed, pages = subject.allocate()
     inputs = dict(subject.inputs(impl, None, HEIGHT, HEIGHT))
 

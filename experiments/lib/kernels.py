@@ -30,6 +30,7 @@ from spec_jax.ops import (
     rope,
     row_attention,
     skinny_gemm,
+    weights,
 )
 from spec_jax.paging import index
 from spec_jax.pallas import (
@@ -112,12 +113,21 @@ class Projection(Subject):
     """A weight matrix, with the norm, residual or gate that the model gives it.
 
     "xla" is XLA's product alone: norm, residual and gate would be other operations.
+
+    Attributes:
+      impl: for whose kernels `allocate` prepares the weights.
     """
 
     has_norm: bool = False
     has_residual: bool = False
     out_dtype: str | None = None
     eps: float = 1e-6
+    impl: str = "xla"
+
+    def for_impl(self, impl: str) -> "Projection":
+        if impl != "native":
+            return self  # Matrices, which all others share.
+        return dataclasses.replace(self, impl=impl)
 
     def plans(self, impl: str, most: int) -> Sequence[Any]:
         parts = 2 if self.kernel == "gate" else 1
@@ -125,12 +135,14 @@ class Projection(Subject):
 
     def allocate(self) -> tuple[Any, Any]:
         num_out, num_in = self.shape
-        weights = tuple(
-            noise.normal(i, self.shape, self.dtype, stddev=num_in**-0.5)
+        copies = tuple(
+            weights.prepare(
+                noise.normal(i, self.shape, self.dtype, stddev=num_in**-0.5), self.impl
+            )
             for i in range(self.copies)
         )
         norm = jnp.ones((num_in,), self.dtype) if self.has_norm else None
-        return {"weights": weights, "norm": norm}, ()
+        return {"weights": copies, "norm": norm}, ()
 
     def inputs(self, impl: str, plan: Any, slab: int, num_rows: int) -> Arrays:
         num_out, num_in = self.shape

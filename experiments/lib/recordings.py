@@ -38,7 +38,7 @@ def load_target(
     folder, impl = folder or loading.EMBEDDED_TARGET, dispatch.resolve(impl)
     slab = row_model.slab_for(impl, gamma_max + 1)
     words = tokenizer.load(folder)
-    config, params = load.load(folder, dtype=dtype)
+    config, params = load.load(folder, dtype=dtype, impl=impl)
     return loading.LanguageModel(
         target=row_model.RowModel(config=config, impl=impl, slab=slab),
         params=params,

@@ -16,7 +16,7 @@ from experiments.lib import hf, noise
 from spec_jax import loading
 from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, params as params_lib, row_model
-from spec_jax.ops import dispatch
+from spec_jax.ops import dispatch, weights
 
 
 EMBEDDED = "embedded"
@@ -191,7 +191,10 @@ def preset_lm(
         largest = max(leaf.size for leaf in jax.tree.leaves(shapes))
         required = 2 * params_lib.num_bytes(shapes) + 4 * 4 * largest
         check_fits(f"random weights in {configs[0].dtype}", required)
-        params = [noise.weights(c, seed=i + 1) for i, c in enumerate(configs)]
+        params = [
+            params_lib.prepare(noise.weights(c, seed=i + 1), impl)
+            for i, c in enumerate(configs)
+        ]
     drafter = None
     if draft:
         drafter = draft_model.DraftModel(
@@ -209,11 +212,16 @@ def preset_lm(
 
 
 def preset_hf(lm: loading.LanguageModel) -> hf.Baseline:
-    """The same weights in Hugging Face's hands, without a copy."""
+    """The same weights in Hugging Face's hands; arrays are not copied."""
+
+    def described(model, params):
+        matrices = params_lib.map_matrices(weights.matrix, params)
+        return config_lib.to_dict(model.config), matrices
+
     draft = None
     if lm.drafter is not None:
-        draft = config_lib.to_dict(lm.drafter.model.config), lm.drafter_params
-    target = config_lib.to_dict(lm.target.config), lm.params
+        draft = described(lm.drafter.model, lm.drafter_params)
+    target = described(lm.target, lm.params)
     return hf.from_arrays(target, draft, backend=jax.default_backend())
 
 

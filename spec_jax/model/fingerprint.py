@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from spec_jax.model import params as params_lib
+from spec_jax.ops import weights
 
 
 def of_params(params: params_lib.Params) -> str:
@@ -13,11 +14,15 @@ def of_params(params: params_lib.Params) -> str:
 
     Over each array's path in the pytree, dtype, shape and bytes, in the order of the
     pytree: the same weights in another dtype have another fingerprint, and so do
-    weights of which one bit differs. Arrays are fetched one at a time.
+    weights of which one bit differs. Weights that were prepared for an implementation
+    have that of the arrays that they were. Arrays are fetched one at a time.
     """
     digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        value = np.ascontiguousarray(leaf)
+    leaves = jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda leaf: isinstance(leaf, weights.Panels)
+    )
+    for path, leaf in leaves:
+        value = np.ascontiguousarray(weights.matrix(leaf))
         head = f"{jax.tree_util.keystr(path)} {value.dtype.name} {value.shape}\n"
         digest.update(head.encode())
         # As bytes: hashlib does not take the buffer of a bfloat16 array.

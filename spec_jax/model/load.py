@@ -1,8 +1,9 @@
 """Qwen3 weights in Hugging Face's layout: folders in, folders out.
 
 Knows the names of the tensors and how they are fused; `checkpoint_files` knows the
-files. Weights stay `[out, in]`, so that loading and saving only copy bytes: what is
-saved and loaded again is the same, bit for bit.
+files. Files hold `[out, in]`, and so do weights unless they are loaded for kernels
+that read them in another order: what is saved and loaded again is the same, bit for
+bit.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from spec_jax.model import (
     config as config_lib,
     params as params_lib,
 )
-from spec_jax.ops import dispatch
+from spec_jax.ops import dispatch, weights
 
 
 CheckpointError = files.CheckpointError
@@ -50,6 +51,7 @@ def load(
     folder: str | pathlib.Path,
     *,
     dtype: str | None = None,
+    impl: str | None = None,
     available_bytes: int | None = None,
 ) -> tuple[config_lib.Qwen3Config, params_lib.Params]:
     """Reads a folder with `config.json` and safetensors, one file or sharded.
@@ -60,6 +62,8 @@ def load(
     Args:
       dtype: of the weights, "float32" or "bfloat16"; that of `config.json` if None.
         The files may be float32, bfloat16 or float16: values are rounded to nearest.
+      impl: a resolved implementation, for whose kernels the weights are prepared as
+        by `params.prepare`; arrays if None.
       available_bytes: free memory of the host; asked of the system if None.
 
     Returns:
@@ -86,7 +90,10 @@ def load(
                 f"{_EMBED}; set it to false in config.json, or remove the tensor"
             )
 
-    def read(leaf: jax.ShapeDtypeStruct, sources: _Parts) -> jax.Array:
+    # A table that is not the head, too, is looked up only.
+    table: Any = None if names.lm_head is None else names.embed
+
+    def read(leaf: jax.ShapeDtypeStruct, sources: _Parts) -> weights.Weight:
         buffer = np.empty(leaf.shape, leaf.dtype)
         start = 0
         for name, shape in sources.parts:
@@ -95,7 +102,12 @@ def load(
             _check_finite(entries[name], part)
             start += shape[0]
         # A copy, and waited for, so that the buffer is free before the next is taken.
-        return jnp.array(buffer, copy=True).block_until_ready()
+        weight: weights.Weight
+        if impl == "native" and len(leaf.shape) == 2 and sources is not table:
+            weight = weights.prepare(jnp.asarray(buffer), impl)
+        else:
+            weight = jnp.array(buffer, copy=True)
+        return jax.block_until_ready(weight)
 
     return config, jax.tree.map(read, params_lib.shapes(config), names)
 
@@ -282,6 +294,7 @@ def _check_memory(
 def _check_params(config: config_lib.Qwen3Config, params: params_lib.Params) -> None:
     """Refuses to write weights that the config beside them would not describe."""
     shapes = params_lib.shapes(config)
+    params = params_lib.map_matrices(_shape_of, params)
     structures = {jax.tree.structure(tree) for tree in (params, shapes)}
     if len(structures) > 1:
         raise ValueError(
@@ -298,12 +311,18 @@ def _check_params(config: config_lib.Qwen3Config, params: params_lib.Params) -> 
             )
 
 
+def _shape_of(leaf: weights.Weight) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
 def _pending(
     config: config_lib.Qwen3Config, params: params_lib.Params
 ) -> list[files.Pending]:
     """The tensors to write, in the order of `Params`; no weight is copied yet."""
     tensors = []
-    leaves = jax.tree.leaves(params)
+    leaves = jax.tree.leaves(
+        params, is_leaf=lambda leaf: isinstance(leaf, weights.Panels)
+    )
     for leaf, sources in zip(leaves, jax.tree.leaves(_names(config)), strict=True):
         start = 0
         for name, shape in sources.parts:
@@ -312,7 +331,9 @@ def _pending(
             def fetch(leaf=leaf, start=start, stop=stop) -> np.ndarray:
                 # A copy, because an array keeps the host value that was asked of it:
                 # the whole model would be held twice in the end.
-                return np.asarray(jnp.array(leaf[start:stop], copy=True))
+                return np.asarray(
+                    jnp.array(weights.matrix(leaf)[start:stop], copy=True)
+                )
 
             dtype = np.dtype(leaf.dtype)
             tensors.append(

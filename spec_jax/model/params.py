@@ -1,11 +1,12 @@
 """The weights of a Qwen3 model as a pytree: shapes, sizes, random initialisation.
 
-Every projection is stored `[out, in]`, as in the checkpoints, so that loading needs
-no transposition and a kernel reads each output's weights in one stream. Query, key
-and value are fused by rows, and so are gate and up.
+Every projection is `[out, in]`, as in the checkpoints. Query, key and value are fused
+by rows, and so are gate and up. A projection is an array, or what the kernels of an
+implementation read instead (`ops.weights`): `prepare` makes the one into the other.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,31 +14,32 @@ import jax.numpy as jnp
 
 from spec_jax import pytree
 from spec_jax.model import config as config_lib
+from spec_jax.ops import weights
 
 
 class LayerParams(pytree.Node):
     """One decoder layer."""
 
     input_norm: jax.Array  # [D]
-    qkv: jax.Array  # [(N + 2K) * H, D]
+    qkv: weights.Weight  # [(N + 2K) * H, D]
     q_norm: jax.Array  # [H]
     k_norm: jax.Array  # [H]
-    attention_out: jax.Array  # [D, N * H]
+    attention_out: weights.Weight  # [D, N * H]
     mlp_norm: jax.Array  # [D]
-    gate_up: jax.Array  # [2F, D], gate first
-    down: jax.Array  # [D, F]
+    gate_up: weights.Weight  # [2F, D], gate first
+    down: weights.Weight  # [D, F]
 
 
 class Params(pytree.Node):
     """A whole model. `lm_head` is None where the embedding is tied to it."""
 
-    embed: jax.Array  # [V, D]
+    embed: weights.Weight  # [V, D]; an array unless it is the head, too
     layers: tuple[LayerParams, ...]
     final_norm: jax.Array  # [D]
-    lm_head: jax.Array | None  # [V, D]
+    lm_head: weights.Weight | None  # [V, D]
 
     @property
-    def head(self) -> jax.Array:
+    def head(self) -> weights.Weight:
         """The output projection, `[V, D]`."""
         return self.embed if self.lm_head is None else self.lm_head
 
@@ -93,5 +95,29 @@ def init(
 
 
 def cast(params: Params, dtype: str) -> Params:
-    """The same weights in another dtype, one array at a time."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    """The same weights in another dtype, as arrays, one at a time."""
+    return map_matrices(lambda leaf: weights.matrix(leaf).astype(dtype), params)
+
+
+def map_matrices(function: Callable, params: Params) -> Params:
+    """Applies `function` to every weight of `params`, in whichever form it is."""
+    return jax.tree.map(
+        function, params, is_leaf=lambda leaf: isinstance(leaf, weights.Panels)
+    )
+
+
+def prepare(params: Params, impl: str) -> Params:
+    """The same weights as the kernels of a resolved `impl` read them.
+
+    Where that is another form than theirs, every projection is copied: to be done once,
+    where the weights are loaded (`load.load` does), and the given ones dropped. Inside
+    a compiled step it is done at every step.
+    """
+
+    def one(leaf: weights.Weight) -> weights.Weight:
+        return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
+
+    # Rows of a table are looked up; where it is the head, too, they are multiplied.
+    is_head = params.lm_head is None
+    embed = one(params.embed) if is_head else weights.matrix(params.embed)
+    return map_matrices(one, params.replace(embed=None)).replace(embed=embed)

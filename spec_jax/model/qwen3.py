@@ -25,6 +25,7 @@ from spec_jax.ops import (
     projection,
     rope,
     row_attention,
+    step,
 )
 from spec_jax.paging import allocator, cache, index
 from spec_jax.typing import typed
@@ -36,19 +37,22 @@ MIN_BUCKET = 64
 class Rows(pytree.Node):
     """A slab of rows. The first `num_active` are real; what the others hold is ignored.
 
-    Rows of one slot stand in the order of their positions.
+    A row comes after the rows of the slab whose keys it sees.
     """
 
     tokens: jax.Array  # [R] int32
     slots: jax.Array  # [R] int32
     positions: jax.Array  # [R] int32
     num_active: jax.Array  # [] int32
+    # [R, A] int32, of rows of trees: places of the row's last A keys, its own last
+    # (`tree.layout`); None: every key is stored at its position.
+    branch: jax.Array | None = None
 
 
 class RowOutputs(pytree.Node):
     """What a row leaves behind, beside its keys and values."""
 
-    logits: jax.Array  # [R, V] float32
+    logits: jax.Array  # [R, V] float32; [0, V] where they are not asked for
     features: jax.Array  # [R, taps, D]
 
 
@@ -61,6 +65,7 @@ def forward_rows(
     *,
     impl: str,
     taps: tuple[int, ...] = (),
+    with_logits: bool = True,
     observe: observe_lib.Observe | None = None,
 ) -> tuple[cache.PagedKV, RowOutputs]:
     """Runs a slab of rows through the model, writing their keys and values.
@@ -75,9 +80,13 @@ def forward_rows(
 
     Args:
       taps: `hidden_states` indices to return as features, see `sequence.forward`.
+      with_logits: without them `logits` is `[0, V]`, and the head is not read.
       observe: sees what leaves each kernel, all of `observe.LEAVES_ROWS`, and may
         change it; without it the traced program holds nothing of this.
     """
+    params = params_lib.prepare(params, impl)
+    if step.is_fused(impl) and observe is None:
+        return _fused_step(params, config, rows, kv, taps, with_logits)
     see = observe or observe_lib.pass_on
     x = embedding.embed(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
@@ -98,19 +107,50 @@ def forward_rows(
         x, k, v = run_layer(layer, x, rows, pages, angles, **hook)
         kv = cache.replace_layer(kv, number, k=k, v=v)
         boundaries.append(x)
-    logits = projection.project(
-        jax.lax.optimization_barrier(x),
-        params.head,
-        num_active=rows.num_active,
-        norm=params.final_norm,
-        eps=config.rms_norm_eps,
-        out_dtype="float32",
-        impl=impl,
-    )
-    logits = see(None, "logits", jax.lax.optimization_barrier(logits))
+    logits = jnp.zeros((0, config.vocab_size), jnp.float32)
+    if with_logits:
+        logits = projection.project(
+            jax.lax.optimization_barrier(x),
+            params.head,
+            num_active=rows.num_active,
+            norm=params.final_norm,
+            eps=config.rms_norm_eps,
+            out_dtype="float32",
+            impl=impl,
+        )
+        logits = see(None, "logits", jax.lax.optimization_barrier(logits))
     features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
     if taps:
         features = jnp.stack([boundaries[tap] for tap in taps], axis=1)
+    return kv, RowOutputs(logits=logits, features=features)
+
+
+def _fused_step(params, config, rows, kv, taps, with_logits):
+    """`forward_rows` in one call of native kernels."""
+    logits, features, pages = step.step(
+        rows.tokens,
+        params.embed,
+        [
+            step.Layer(**{name: getattr(layer, name) for name in step.Layer._fields})
+            for layer in params.layers
+        ],
+        params.final_norm,
+        params.lm_head,
+        list(zip(kv.k, kv.v, strict=True)),
+        angles=row_angles(config, rows.positions, dtype=params.final_norm.dtype),
+        page_table=kv.page_table,
+        slots=rows.slots,
+        positions=rows.positions,
+        num_active=rows.num_active,
+        branch=rows.branch,
+        taps=taps,
+        with_logits=with_logits,
+        eps=config.rms_norm_eps,
+        scale=config.head_dim**-0.5,
+        impl="native",
+    )
+    for number, (k, v) in enumerate(pages):
+        kv = cache.replace_layer(kv, number, k=k, v=v)
     return kv, RowOutputs(logits=logits, features=features)
 
 
@@ -158,6 +198,7 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
         cos=cos,
         sin=sin,
         scale=config.head_dim**-0.5,
+        branch=rows.branch,
         **shared,
     )
     if observe is not None:
@@ -256,6 +297,7 @@ def prefill_rows(
 ) -> cache.PagedKV:
     """As `prefill`, through `forward_rows`: the prompt's K/V is that of decoding."""
     padded = jnp.pad(tokens, (0, slab))
+    params = params_lib.prepare(params, impl)
 
     def tile(number, kv):
         start = number * slab
@@ -265,7 +307,7 @@ def prefill_rows(
             positions=start + jnp.arange(slab, dtype=jnp.int32),
             num_active=jnp.minimum(length - start, slab),
         )
-        kv, _ = forward_rows(params, config, rows, kv, impl=impl)
+        kv, _ = forward_rows(params, config, rows, kv, impl=impl, with_logits=False)
         return kv
 
     kv = jax.lax.fori_loop(0, (length + slab - 1) // slab, tile, kv)

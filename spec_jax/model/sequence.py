@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
 from spec_jax.model import config as config_lib, params as params_lib, rotary
-from spec_jax.ops import bits, causal_attention, rms_norm, rope, swiglu
+from spec_jax.ops import bits, causal_attention, rms_norm, rope, swiglu, weights
 from spec_jax.typing import typed
 
 
@@ -25,12 +25,12 @@ class SequenceOutputs(pytree.Node):
     features: jax.Array  # [B, T, taps, D]
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, w: weights.Weight) -> jax.Array:
     """Returns `x w^T`, accumulated in float32 and rounded to the dtype of `x`.
 
     `x` is `[..., K]` and `w` is `[N, K]`. So are its gradients: see `product`.
     """
-    return product(x, w).astype(x.dtype)
+    return product(x, weights.matrix(w)).astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -109,7 +109,7 @@ def forward(
     """
     B, T = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    x = params.embed[tokens]
+    x = weights.matrix(params.embed)[tokens]
     keys, values, boundaries = [], [], [x]
     for layer in params.layers:
         q, k, v = _attention_inputs(layer, config, x, positions)
@@ -152,4 +152,5 @@ def logits(
     params: params_lib.Params, config: config_lib.Qwen3Config, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
     """Float32 logits of every position."""
-    return product(forward(params, config, tokens).hidden, params.head)
+    hidden = forward(params, config, tokens).hidden
+    return product(hidden, weights.matrix(params.head))

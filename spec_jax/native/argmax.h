@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "parallel.h"
 #include "simd.h"
+#include "team.h"
 
 namespace spec_jax {
 
@@ -65,10 +65,12 @@ void argmax(Pool& pool, const float* x, int32_t* out, int64_t rows, int64_t live
             int64_t N) {
   int64_t pieces = (N + kArgmaxPiece - 1) / kArgmaxPiece;
   std::vector<Largest> found(live * pieces);
-  parallel_for(pool, live * pieces, [&](int64_t i) {
-    int64_t begin = i % pieces * kArgmaxPiece;
-    found[i] = largest_of_piece(x + i / pieces * N, begin,
-                                std::min(begin + kArgmaxPiece, N));
+  Team<Pool>(pool).run(live * pieces, 1, [&](int64_t i, int64_t end, int64_t) {
+    for (; i < end; ++i) {
+      int64_t begin = i % pieces * kArgmaxPiece;
+      found[i] = largest_of_piece(x + i / pieces * N, begin,
+                                  std::min(begin + kArgmaxPiece, N));
+    }
   });
   std::fill(out, out + rows, 0);
   for (int64_t r = 0; r < live; ++r) {

@@ -1,10 +1,12 @@
 // Attention of a span of queries over the pages of one slot.
 //
 // Keys go in blocks of kKeyBlock absolute positions, walked in order with a running
-// softmax. A query's sums see its own keys only, one after the other in the order of
-// their positions, so they do not depend on other queries, on physical pages or on the
-// width of the table. Queries share what is read: each key and each value is loaded
-// once for several of them.
+// softmax. The keys of a block are turned into panels, so that a score is a product as
+// any other (gemm.h); its probabilities are added to a total in each lane; and its values
+// to a query's sums one after the other in the order of their positions. So a query's
+// result depends on what it sees alone, and not on other queries, on physical pages or
+// on the width of the table. Queries share what is read: each key is turned, and each
+// value loaded, once for several of them.
 
 #pragma once
 
@@ -16,7 +18,8 @@
 #include <vector>
 
 #include "gemm.h"
-#include "packed_rows.h"
+#include "panels.h"
+#include "side_by_side.h"
 #include "simd.h"
 
 namespace spec_jax {
@@ -24,41 +27,25 @@ namespace spec_jax {
 constexpr int kKeyBlock = 32;
 constexpr int kMaxHead = 256;  // floats of a head, at most; checked by the caller
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
+constexpr float kPlaces[kKeyBlock] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
+                                      11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                      22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 
-// The lanes at `value`, or zeros after its end.
-template <typename T>
-inline Vec load_lanes(const T* value, int64_t left) {
-  if (left >= kLanes) return load(value);
-  T copy[kLanes];
-  std::memset(static_cast<void*>(copy), 0, sizeof copy);
-  std::memcpy(static_cast<void*>(copy), value, left * sizeof(T));
-  return load(copy);
-}
-
-// Rounds the lanes to T, and stores those before its end.
-template <typename T>
-inline void store_lanes(T* to, int64_t left, Vec lanes) {
-  if (left >= kLanes) return store(to, lanes);
-  T copy[kLanes];
-  store(copy, lanes);
-  std::memcpy(static_cast<void*>(to), copy, left * sizeof(T));
-}
-
-// One key/value head of one slot.
+// Where the positions of a slot lie.
 struct Pages {
   const int32_t* table;  // [M]
   int64_t page_size;     // C
   int64_t row_stride;    // K * H
-  int64_t head_offset;   // of the head within a row
 
   int64_t at(int64_t position) const {
     int64_t page = table[position / page_size];
-    return (page * page_size + position % page_size) * row_stride + head_offset;
+    return (page * page_size + position % page_size) * row_stride;
   }
 
-  // Of `count` positions from `start`, without a division for each.
-  void all(int64_t start, int64_t count, int64_t* offsets) const {
-    int64_t left = 0, next = 0;
+  // Of the block from `start`, for positions before `last`, without a division for each.
+  // Those from `last` on are the one before: they may be read, and mean nothing.
+  void block(int64_t start, int64_t last, int64_t (&offsets)[kKeyBlock]) const {
+    int64_t count = std::min<int64_t>(last - start, kKeyBlock), left = 0, next = 0;
     for (int64_t t = 0; t < count; ++t, --left, next += row_stride) {
       if (left == 0) {
         next = at(start + t);
@@ -66,48 +53,65 @@ struct Pages {
       }
       offsets[t] = next;
     }
+    std::fill(offsets + count, offsets + kKeyBlock, offsets[count - 1]);
   }
 };
 
 // Queries of one key/value head and one slot, and their running softmax.
+template <typename T>
 struct Queries {
   int64_t count, H;
-  PackedRows<float> packed;      // [count, H], scaled
+  SideBySide<T> rows;            // [count, H]
   std::vector<int64_t> ends;     // [count]: keys 0 .. end - 1 are seen
-  std::vector<float> maximum, total;
+  std::vector<float> maximum;    // [count]
+  std::vector<float> total;      // [count, kLanes]
   std::vector<float> weighted;   // [count, width()]
   std::vector<float> scores;     // [count, kKeyBlock], and then probabilities
   std::vector<float> rescale;    // [count]: what a block does to the sums before it
+  std::vector<T> keys;           // [kKeyBlock / kPanel] panels of keys
 
   // Room for `most` queries.
   Queries(int64_t most, int64_t H)
-      : count(0), H(H), packed(most, H), ends(most), maximum(most), total(most),
-        weighted(most * width()), scores(most * kKeyBlock), rescale(most) {}
+      : count(0), H(H), rows(most, H), ends(most), maximum(most), total(most * kLanes),
+        weighted(most * width()), scores(most * kKeyBlock), rescale(most),
+        keys(words_of<T>(H) * kKeyBlock * kWord<T>) {}
 
-  int64_t width() const { return (H + kLanes - 1) / kLanes * kLanes; }
+  // Sums of a query: whole vectors of words, of bf16 the even ones before the odd ones.
+  int64_t width() const {
+    constexpr int64_t kStep = kLanes * kWord<T>;
+    return (H + kStep - 1) / kStep * kStep;
+  }
 
-  // Begins with `n` queries; each is then set.
+  // Begins with `n` queries; each is then set, in order.
   void begin(int64_t n) {
-    count = packed.rows = n;
+    count = n;
+    rows.begin(n, H);
     std::fill_n(maximum.begin(), n, kLowest);
-    std::fill_n(total.begin(), n, 0.0f);
+    std::fill_n(total.begin(), n * kLanes, 0.0f);
     std::fill_n(weighted.begin(), n * width(), 0.0f);
   }
 
-  // Query `i` is q [H] and sees keys 0 .. end - 1, which are of type T.
-  template <typename T>
-  void set(int64_t i, const float* q, int64_t end) {
-    pack_floats<T>(q, i, packed);
-    ends[i] = end;
+  // Takes up the running softmax of as many queries of `other`, from query `first`.
+  void take(const Queries& other, int64_t first) {
+    std::copy_n(&other.maximum[first], count, maximum.begin());
+    std::copy_n(&other.total[first * kLanes], count * kLanes, total.begin());
+    std::copy_n(&other.weighted[first * width()], count * width(), weighted.begin());
   }
 
   // What query `i` has attended to: out [H].
-  template <typename T>
   void finish(int64_t i, T* out) const {
+    constexpr int64_t kStep = kLanes * kWord<T>;
     const float* sums = weighted.data() + i * width();
-    Vec all = broadcast(total[i]);
-    for (int64_t h = 0; h < H; h += kLanes) {
-      store_lanes(out + h, H - h, divide(load(sums + h), all));
+    Vec all = broadcast(sum(load(total.data() + i * kLanes)));
+    for (int64_t h = 0; h < H; h += kStep) {
+      T step[kStep];
+      if constexpr (kWord<T> == 1) {
+        store(step, divide(load(sums + h), all));
+      } else {
+        store_pairs(step, divide(load(sums + h), all),
+                    divide(load(sums + h + kLanes), all));
+      }
+      std::copy_n(step, std::min(H - h, kStep), out + h);
     }
   }
 };
@@ -115,83 +119,103 @@ struct Queries {
 // Asks memory for the keys and values of a block: rows of a head are short and far
 // apart, which no processor foresees.
 template <typename T>
-void fetch_block(const T* k, const T* v, const Pages& pages, int64_t start,
-                 int64_t last, int64_t H) {
-  int64_t line = 64 / sizeof(T), keys = std::min<int64_t>(kKeyBlock, last - start);
-  int64_t offsets[kKeyBlock];
-  pages.all(start, keys, offsets);
-  for (int64_t t = 0; t < keys; ++t) {
+void fetch_block(const T* k, const T* v, const int64_t (&offsets)[kKeyBlock], int64_t H) {
+  int64_t line = 64 / sizeof(T);
+  for (int64_t offset : offsets) {
     for (int64_t h = 0; h < H; h += line) {
-      prefetch(k + offsets[t] + h, 0);
-      prefetch(v + offsets[t] + h, 0);
+      prefetch(k + offset + h, 0);
+      prefetch(v + offset + h, 0);
     }
   }
 }
 
-// Scores of every query with `keys` keys from `start`. Those past a query's end are
-// unused: such a key may hold anything.
+// The keys of a block as panels.
 template <typename T>
-void score_block(Queries& queries, const T* k, const Pages& pages, int64_t start,
-                 int64_t keys) {
-  for (int64_t t = 0, width; t < keys; t += width) {
-    int64_t left = pages.page_size - (start + t) % pages.page_size;
-    width = std::min({keys - t, left, kPanel});
-    const T* key = k + pages.at(start + t);
-    for (int64_t first = 0, size; first < queries.count; first += size) {
-      size = queries.packed.group_size(first);
-      float out[kGroup * kPanel];
-      multiply(queries.packed, first, key, pages.row_stride, width, false, out);
-      for (int64_t r = 0; r < size; ++r) {
-        float* to = queries.scores.data() + (first + r) * kKeyBlock + t;
-        std::copy_n(out + r * kPanel, width, to);
+void turn_keys(const T* k, const int64_t (&offsets)[kKeyBlock], int64_t H, T* panels) {
+  constexpr int64_t kFour = 4 * kWord<T>;  // elements of four words
+  int64_t words = words_of<T>(H), whole = H / kFour * kFour;
+  for (int64_t t = 0; t < kKeyBlock; t += kLanes) {
+    T* to = panels + t / kPanel * words * kPanel * kWord<T> + t % kPanel * kWord<T>;
+    const char* rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      rows[i] = reinterpret_cast<const char*>(k + offsets[t + i]);
+    }
+    auto four_words = [&](int64_t at, int64_t count) {
+      Vec columns[4];
+      transpose(rows, at, columns);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        if (j < count) store_words(to + j * kPanel * kWord<T>, columns[j]);
       }
+      to += 4 * kPanel * kWord<T>;
+    };
+    for (int64_t h = 0; h < whole; h += kFour) four_words(h * sizeof(T), 4);
+    if (whole < H) {  // Nothing past a head is read.
+      T tails[kLanes][kFour] = {};
+      for (int i = 0; i < kLanes; ++i) {
+        std::memcpy(static_cast<void*>(tails[i]), k + offsets[t + i] + whole,
+                    (H - whole) * sizeof(T));
+        rows[i] = reinterpret_cast<const char*>(tails[i]);
+      }
+      four_words(0, (H - whole) / kWord<T>);
     }
   }
 }
 
-// Scores become probabilities under the running maxima, for R queries from `i`; `seen[r]`
-// of the block's keys are theirs. Each query's probabilities are summed one key after
-// the other: a chain of additions, so several queries go side by side.
-template <int R>
-inline void weigh_block(Queries& queries, int64_t i, const int64_t* seen) {
+// Scores of every query with the keys of a block. Those past a query's end are unused:
+// such a key may hold anything.
+template <typename T>
+void score_block(Queries<T>& queries) {
+  const SideBySide<T>& rows = queries.rows;
+  rows.for_each_group([&](int64_t first, int64_t size) {
+    multiply(rows.group(first), size, queries.keys.data(), kKeyBlock / kPanel,
+             rows.words(), queries.scores.data() + first * kKeyBlock, kKeyBlock);
+  });
+}
+
+// The scores of query `i`, times `scale`, become probabilities under its running
+// maximum; `seen` of the block's keys are its own.
+template <typename T>
+inline void weigh_query(Queries<T>& queries, int64_t i, int64_t seen, float scale) {
+  constexpr int kParts = kKeyBlock / kLanes;
   float* scores = queries.scores.data() + i * kKeyBlock;
-  float shift[R], drop[kLanes] = {}, total[R];
-  for (int r = 0; r < R; ++r) {
-    float* own = scores + r * kKeyBlock;
-    std::fill(own + seen[r], own + kKeyBlock, kLowest);
-    Vec largest = broadcast(queries.maximum[i + r]);
-    for (int t = 0; t < kKeyBlock; t += kLanes) largest = maximum(load(own + t), largest);
-    float lanes[kLanes];
-    store(lanes, largest);
-    float maximum = *std::max_element(lanes, lanes + kLanes);
-    // While nothing but -inf was seen, shifting by it would make NaN of the zeros. A
-    // score that is NaN, or inf - inf, makes its probability NaN, and so the sums.
-    shift[r] = maximum == kLowest ? 0.0f : maximum;
-    drop[r] = queries.maximum[i + r] - shift[r];
-    queries.maximum[i + r] = maximum;
+  Vec part[kParts], largest = broadcast(queries.maximum[i]);
+  Vec count = broadcast(static_cast<float>(seen)), lowest = broadcast(kLowest);
+  for (int j = 0; j < kParts; ++j) {
+    Vec score = mul(load(scores + j * kLanes), broadcast(scale));
+    part[j] = where_less(load(kPlaces + j * kLanes), count, score, lowest);
+    largest = maximum(part[j], largest);
   }
-  store(drop, exp(load(drop)));
-  for (int r = 0; r < R; ++r) {
-    float* own = scores + r * kKeyBlock;
-    for (int t = 0; t < kKeyBlock; t += kLanes) {
-      store(own + t, exp(subtract(load(own + t), broadcast(shift[r]))));
-    }
-    queries.rescale[i + r] = drop[r];
-    total[r] = queries.total[i + r] * drop[r];
+  // While nothing but -inf was seen, shifting by it would make NaN of the zeros. A score
+  // that is NaN, or inf - inf, makes its probability NaN, and so the sums.
+  float before = queries.maximum[i], most = largest_lane(largest);
+  float shift = most == kLowest ? 0.0f : most;
+  float drop = before == shift ? 1.0f : exp(before - shift);
+  Vec total = mul(load(queries.total.data() + i * kLanes), broadcast(drop));
+  for (int j = 0; j < kParts; ++j) {
+    Vec probability = exp(subtract(part[j], broadcast(shift)));
+    store(scores + j * kLanes, probability);
+    total = add(total, probability);
   }
-  // As far as any of them sees: what is not seen adds zeros.
-  int64_t most = *std::max_element(seen, seen + R);
-  for (int64_t t = 0; t < most; ++t) {
-    for (int r = 0; r < R; ++r) total[r] += scores[r * kKeyBlock + t];
-  }
-  for (int r = 0; r < R; ++r) queries.total[i + r] = total[r];
+  store(queries.total.data() + i * kLanes, total);
+  queries.maximum[i] = most;
+  queries.rescale[i] = drop;
+}
+
+// The elements of kLanes words as vectors: of bf16 the even ones, and the odd ones.
+inline void load_words(const float* p, Vec* out) { out[0] = load(p); }
+inline void load_words(const bf16* p, Vec* out) {
+  out[0] = load_even(p);
+  out[1] = load_odd(p);
 }
 
 // sums[r][j] += p[r][t] * value[t][j] for t in [t0, t1) in order: R queries from `i`,
-// V vectors from element `h`.
-template <int R, int V, typename T>
-inline void add_values(Queries& queries, int64_t i, int64_t h, const T* v,
+// W vectors of words from element `h`.
+template <int R, int W, typename T>
+inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const T* v,
                        const int64_t* offsets, int64_t t0, int64_t t1) {
+  constexpr int V = W * kWord<T>;
+  constexpr int64_t kStep = kLanes * kWord<T>;
   Vec acc[R][V];
   float* sums = queries.weighted.data() + i * queries.width() + h;
   const float* probs = queries.scores.data() + i * kKeyBlock;
@@ -204,13 +228,18 @@ inline void add_values(Queries& queries, int64_t i, int64_t h, const T* v,
       acc[r][j] = mul(load(sums + r * queries.width() + j * kLanes), scale);
     }
   }
+  int64_t left = queries.H - h;
   for (int64_t t = t0; t < t1; ++t) {
     Vec value[V];
     const T* from = v + offsets[t] + h;
-#pragma GCC unroll 16
-    for (int j = 0; j < V; ++j) {
-      value[j] = V > 1 ? load(from + j * kLanes) : load_lanes(from, queries.H - h);
+    T end[kStep];
+    if (W == 1 && left < kStep) {  // Nothing past a head is read.
+      std::memset(static_cast<void*>(end), 0, sizeof end);
+      std::memcpy(static_cast<void*>(end), from, left * sizeof(T));
+      from = end;
     }
+#pragma GCC unroll 16
+    for (int j = 0; j < W; ++j) load_words(from + j * kStep, value + j * kWord<T>);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       Vec weight = broadcast(probs[r * kKeyBlock + t]);
@@ -230,17 +259,18 @@ inline void add_values(Queries& queries, int64_t i, int64_t h, const T* v,
 // The values of a block for R queries from `i`; `seen[r]` of its keys are theirs. What
 // all see is added for all, and the rest for each.
 template <int R, typename T>
-void add_block(Queries& queries, int64_t i, const int64_t* seen, const T* v,
+void add_block(Queries<T>& queries, int64_t i, const int64_t* seen, const T* v,
                const int64_t* offsets) {
-  constexpr int V = R <= 2 ? 4 : 2;
+  constexpr int W = (kLanes == 16 || R <= 2 ? 4 : 2) / kWord<T>;
+  constexpr int64_t kStep = kLanes * kWord<T>;
   int64_t all = *std::min_element(seen, seen + R);
   auto run = [&](auto count, int64_t first, int64_t t0, int64_t t1) {
     constexpr int kCount = decltype(count)::value;
     int64_t h = 0;
-    for (; h + V * kLanes <= queries.H; h += V * kLanes) {
-      add_values<kCount, V>(queries, first, h, v, offsets, t0, t1);
+    for (; h + W * kStep <= queries.H; h += W * kStep) {
+      add_values<kCount, W>(queries, first, h, v, offsets, t0, t1);
     }
-    for (; h < queries.H; h += kLanes) {
+    for (; h < queries.H; h += kStep) {
       add_values<kCount, 1>(queries, first, h, v, offsets, t0, t1);
     }
   };
@@ -250,27 +280,24 @@ void add_block(Queries& queries, int64_t i, const int64_t* seen, const T* v,
   }
 }
 
-// One block of keys, from `start`, of the `last` that some query sees.
+// One block of keys, from `start`, which lie at `offsets`.
 template <typename T>
-void attend_block(Queries& queries, const T* k, const T* v, const Pages& pages,
-                  int64_t start, int64_t last) {
-  int64_t count = queries.count, keys = std::min<int64_t>(kKeyBlock, last - start);
-  int64_t offsets[kKeyBlock];
-  pages.all(start, keys, offsets);
-  score_block(queries, k, pages, start, keys);
-  fetch_block(k, v, pages, start + kKeyBlock, last, queries.H);
+void attend_block(Queries<T>& queries, const T* k, const T* v, int64_t start,
+                  const int64_t (&offsets)[kKeyBlock], float scale) {
+  turn_keys(k, offsets, queries.H, queries.keys.data());
+  score_block(queries);
   auto run = [&](auto size, int64_t i) {
     constexpr int R = decltype(size)::value;
     int64_t seen[R];
     for (int r = 0; r < R; ++r) {
-      seen[r] = std::clamp<int64_t>(queries.ends[i + r] - start, 0, keys);
+      seen[r] = std::clamp<int64_t>(queries.ends[i + r] - start, 0, kKeyBlock);
+      weigh_query(queries, i + r, seen[r], scale);
     }
-    weigh_block<R>(queries, i, seen);
     add_block<R>(queries, i, seen, v, offsets);
   };
-  // Five by two vectors of a value is the largest tile of 16 registers.
-  for (int64_t i = 0; i < count; i += 5) {
-    switch (std::min<int64_t>(count - i, 5)) {
+  // Five by four vectors of a value, or by two, are what the registers hold.
+  for (int64_t i = 0; i < queries.count; i += 5) {
+    switch (std::min<int64_t>(queries.count - i, 5)) {
       case 1: run(std::integral_constant<int, 1>(), i); break;
       case 2: run(std::integral_constant<int, 2>(), i); break;
       case 3: run(std::integral_constant<int, 3>(), i); break;

@@ -33,20 +33,23 @@ SOURCES = (
     "attention.h",
     "gemm.h",
     "kernels.cc",
-    "packed_rows.h",
-    "parallel.h",
+    "panels.h",
     "projection.h",
     "row_attention.h",
+    "side_by_side.h",
     "simd.h",
+    "step.h",
     "take_rows.h",
-    "tile_avx2.h",
+    "team.h",
 )
 TARGETS = (
+    "spec_jax_pack",
     "spec_jax_project",
     "spec_jax_gate",
     "spec_jax_attend",
     "spec_jax_argmax",
     "spec_jax_take_rows",
+    "spec_jax_step",
 )
 
 # Contraction off: a product and a sum are one rounding only where the source says so.

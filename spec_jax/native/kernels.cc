@@ -1,8 +1,8 @@
 // CPU kernels of the row path, called through XLA's foreign function interface.
 //
 // Each computes its active rows independently of one another and stops after them: cost
-// follows `num_active`. Padding rows of a result are zero. Shapes are checked by the caller
-// (`calls.py`); no exception leaves a handler.
+// follows `num_active`, and padding rows of a result hold what they held. Shapes are checked
+// by the caller (`calls.py`); no exception leaves a handler.
 
 #include <algorithm>
 #include <new>
@@ -10,7 +10,9 @@
 #include "argmax.h"
 #include "projection.h"
 #include "row_attention.h"
+#include "step.h"
 #include "take_rows.h"
+#include "team.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -56,15 +58,43 @@ ffi::Error by_dtype(ffi::DataType dtype, F f) {
   return ffi::Error::InvalidArgument("the kernels take float32 and bfloat16");
 }
 
+// [N, K] of a buffer of panels.
+template <typename T>
+Panels<T> panels(const Any& buffer, int64_t N, int64_t K) {
+  return {data<T>(buffer), N, K};
+}
+
+// [N, K] of a buffer of panels, or of rows.
+template <typename T>
+Table<T> table_of(const Any& buffer, int64_t N, int64_t K) {
+  bool is_panels = buffer.dimensions().size() == 4;
+  return {is_panels ? nullptr : data<T>(buffer), panels<T>(buffer, N, K)};
+}
+
+// The branches [R, width] of rows of trees; none where the buffer is empty.
+Rows with_branch(Rows rows, const Ints& branch) {
+  if (branch.element_count() == 0) return rows;
+  rows.branch = branch.typed_data();
+  rows.width = branch.dimensions()[1];
+  return rows;
+}
+
+ffi::Error check_head_size(int64_t H) {
+  if (H >= 1 && H <= kMaxHead && H % 2 == 0) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("head sizes are even, and 256 at most");
+}
+
 ffi::Error Project(ffi::ThreadPool pool, Any x, Any norm, Any w, Any residual,
                    Scalar num_active, Result y, float eps) {
-  int64_t rows = x.dimensions()[0], K = x.dimensions()[1], N = w.dimensions()[0];
+  int64_t rows = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
   int64_t live = live_rows(num_active, rows);
   return by_dtype(x.element_type(), [&](auto tag) {
     using T = decltype(tag);
     auto run = [&](auto* out) {
-      project(pool, data<T>(x), data_or_null<T>(norm), data<T>(w),
-              data_or_null<T>(residual), out, rows, live, K, N, eps);
+      Team<ffi::ThreadPool> team(pool);
+      Workers<ffi::ThreadPool, T> workers(team, live, K);
+      Input<T> input{data<T>(x), data_or_null<T>(norm), eps, live};
+      project(workers, input, panels<T>(w, N, K), data_or_null<T>(residual), out);
       return ffi::Error::Success();
     };
     if (y->element_type() == ffi::DataType::F32) return run(data<float>(y));
@@ -79,15 +109,17 @@ ffi::Error Gate(ffi::ThreadPool pool, Any x, Any norm, Any w, Scalar num_active,
   int64_t live = live_rows(num_active, rows);
   return by_dtype(x.element_type(), [&](auto tag) {
     using T = decltype(tag);
-    gate(pool, data<T>(x), data_or_null<T>(norm), data<T>(w), data<T>(y), rows, live, K,
-         F, eps);
+    Team<ffi::ThreadPool> team(pool);
+    Workers<ffi::ThreadPool, T> workers(team, live, K);
+    Input<T> input{data<T>(x), data_or_null<T>(norm), eps, live};
+    gate(workers, input, panels<T>(w, 2 * F, K), data<T>(y));
     return ffi::Error::Success();
   });
 }
 
 ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Floats cos,
                   Floats sin, Ints table, Ints slots, Ints positions, Scalar num_active,
-                  Any k_in, Any v_in, Result out, Result k, Result v, float scale,
+                  Ints branch, Any k_in, Any v_in, Result out, Result k, Result v, float scale,
                   float eps) {
   if (k_in.untyped_data() != k->untyped_data() ||
       v_in.untyped_data() != v->untyped_data()) {
@@ -95,13 +127,13 @@ ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Float
   }
   auto shape = k->dimensions();
   int64_t K = shape[2], H = shape[3];
-  if (H < 1 || H > kMaxHead || H % 2 != 0) {
-    return ffi::Error::InvalidArgument("head sizes are even, and 256 at most");
-  }
+  if (ffi::Error error = check_head_size(H); error.failure()) return error;
   int64_t num_rows = out->dimensions()[0], N = out->dimensions()[1] / H;
-  Rows rows{table.typed_data(),    slots.typed_data(),    positions.typed_data(),
-            table.dimensions()[0], table.dimensions()[1], shape[0],
-            shape[1],              live_rows(num_active, num_rows)};
+  Rows rows = with_branch(
+      {table.typed_data(), slots.typed_data(), positions.typed_data(),
+       table.dimensions()[0], table.dimensions()[1], shape[0], shape[1],
+       live_rows(num_active, num_rows)},
+      branch);
   return by_dtype(heads.element_type(), [&](auto tag) {
     using T = decltype(tag);
     Layer<T> layer{data<T>(heads),   data<T>(q_norm), data<T>(k_norm),
@@ -109,19 +141,34 @@ ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Float
                    data<T>(v),       data<T>(out),     N,
                    K,                H,                scale,
                    eps};
-    attend_rows(pool, layer, rows, num_rows);
+    Team<ffi::ThreadPool> team(pool);
+    Attention<ffi::ThreadPool, T>(team, rows, K, N / K, H).run(layer);
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error Pack(ffi::ThreadPool pool, Any w, Result out) {
+  constexpr int64_t kSome = 8;  // panels
+  int64_t N = w.dimensions()[0], K = w.dimensions()[1];
+  return by_dtype(w.element_type(), [&](auto tag) {
+    using T = decltype(tag);
+    int64_t size = words_of<T>(K) * kPanel * kWord<T>;
+    Team<ffi::ThreadPool>(pool).run(
+        panels_of(N), kSome, [&](int64_t i, int64_t end, int64_t) {
+          for (; i < end; ++i) pack_panel(data<T>(w), N, K, i, data<T>(out) + i * size);
+        });
     return ffi::Error::Success();
   });
 }
 
 // In one piece and on this thread: a slab's rows are a few kilobytes.
-ffi::Error TakeRows(Any table, Ints index, Scalar num_active, Result y) {
-  int64_t rows = index.element_count(), entries = table.dimensions()[0];
+ffi::Error TakeRows(Any table, Ints index, Scalar num_active, Result y, int64_t entries) {
+  int64_t rows = index.element_count();
   int64_t live = live_rows(num_active, rows);
   return by_dtype(table.element_type(), [&](auto tag) {
     using T = decltype(tag);
-    take_rows(data<T>(table), index.typed_data(), data<T>(y), rows, live, entries,
-              table.dimensions()[1]);
+    Table<T> from = table_of<T>(table, entries, y->dimensions()[1]);
+    take_rows(from, index.typed_data(), data<T>(y), live);
     return ffi::Error::Success();
   });
 }
@@ -135,8 +182,84 @@ ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_active,
   });
 }
 
+// The buffers of a layer, of a step's arguments and results after those that it names.
+enum StepBuffer { kInputNorm, kQkv, kQNorm, kKNorm, kAttentionOut, kMlpNorm, kGateUp,
+                  kDown, kKeys, kValues, kLayerBuffers };
+
+template <typename T>
+StepLayer<T> step_layer(ffi::RemainingArgs& rest, int64_t number, int64_t D, int64_t F,
+                        int64_t attention_size, int64_t heads_size) {
+  auto at = [&](StepBuffer which) {
+    return *rest.get<Any>(number * kLayerBuffers + which);
+  };
+  auto vector = [&](StepBuffer which) { return data<T>(at(which)); };
+  auto pages = [&](StepBuffer which) { return static_cast<T*>(at(which).untyped_data()); };
+  return {vector(kInputNorm),
+          vector(kQNorm),
+          vector(kKNorm),
+          vector(kMlpNorm),
+          panels<T>(at(kQkv), heads_size, D),
+          panels<T>(at(kAttentionOut), D, attention_size),
+          panels<T>(at(kGateUp), 2 * F, D),
+          panels<T>(at(kDown), D, F),
+          pages(kKeys),
+          pages(kValues)};
+}
+
+ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions,
+                   Scalar num_active, Ints table, Ints branch, Floats cos, Floats sin,
+                   Any embed,
+                   Any final_norm, Any head, ffi::RemainingArgs rest,
+                   ffi::Result<Floats> logits, Result features, ffi::RemainingRets pages,
+                   int64_t num_heads, int64_t mlp_size, ffi::Span<const int64_t> taps,
+                   float scale, float eps) {
+  int64_t num_layers = rest.size() / kLayerBuffers;
+  for (int64_t i = 0; i < num_layers; ++i) {
+    for (int j : {0, 1}) {
+      auto in = *rest.get<Any>(i * kLayerBuffers + kKeys + j);
+      auto out = *pages.get<Any>(2 * i + j);
+      if (in.untyped_data() != out->untyped_data()) {
+        return ffi::Error::Internal("the pages must be updated in place");
+      }
+    }
+  }
+  auto shape = (*rest.get<Any>(kKeys)).dimensions();
+  int64_t K = shape[2], H = shape[3], D = final_norm.element_count();
+  int64_t V = logits->dimensions()[1], num_rows = tokens.element_count();
+  if (ffi::Error error = check_head_size(H); error.failure()) return error;
+  return by_dtype(final_norm.element_type(), [&](auto tag) {
+    using T = decltype(tag);
+    Step<T> step{
+        tokens.typed_data(),
+        table_of<T>(embed, V, D),
+        {},
+        data<T>(final_norm),
+        panels<T>(head.element_count() > 0 ? head : embed, V, D),
+        with_branch({table.typed_data(), slots.typed_data(), positions.typed_data(),
+                     table.dimensions()[0], table.dimensions()[1], shape[0], shape[1],
+                     live_rows(num_active, num_rows)},
+                    branch),
+        cos.typed_data(), sin.typed_data(), num_heads, K, H, scale, eps,
+        std::vector<int64_t>(taps.begin(), taps.end()),
+        logits->element_count() > 0 ? logits->typed_data() : nullptr,
+        data<T>(features)};
+    for (int64_t i = 0; i < num_layers; ++i) {
+      step.layers.push_back(step_layer<T>(rest, i, D, mlp_size, num_heads * H,
+                                          (num_heads + 2 * K) * H));
+    }
+    run_step(pool, step);
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace
 }  // namespace spec_jax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_pack, spec_jax::Pack,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // w
+                                  .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_project, spec_jax::Project,
                               ffi::Ffi::Bind()
@@ -171,6 +294,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_attend, spec_jax::Attend,
                                   .Arg<spec_jax::Ints>()  // slots
                                   .Arg<spec_jax::Ints>()  // positions
                                   .Arg<spec_jax::Scalar>()  // num_active
+                                  .Arg<spec_jax::Ints>()  // branch
                                   .Arg<ffi::AnyBuffer>()  // k_pages
                                   .Arg<ffi::AnyBuffer>()  // v_pages
                                   .Ret<ffi::AnyBuffer>()  // attended
@@ -184,7 +308,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_take_rows, spec_jax::TakeRows,
                                   .Arg<ffi::AnyBuffer>()  // table
                                   .Arg<spec_jax::Ints>()  // index
                                   .Arg<spec_jax::Scalar>()  // num_active
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("entries"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
                               ffi::Ffi::Bind()
@@ -192,3 +317,27 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
                                   .Arg<spec_jax::Floats>()  // x
                                   .Arg<spec_jax::Scalar>()  // num_active
                                   .Ret<spec_jax::Ints>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<spec_jax::Ints>()  // tokens
+                                  .Arg<spec_jax::Ints>()  // slots
+                                  .Arg<spec_jax::Ints>()  // positions
+                                  .Arg<spec_jax::Scalar>()  // num_active
+                                  .Arg<spec_jax::Ints>()  // page_table
+                                  .Arg<spec_jax::Ints>()  // branch
+                                  .Arg<spec_jax::Floats>()  // cos
+                                  .Arg<spec_jax::Floats>()  // sin
+                                  .Arg<ffi::AnyBuffer>()  // embed
+                                  .Arg<ffi::AnyBuffer>()  // final_norm
+                                  .Arg<ffi::AnyBuffer>()  // head
+                                  .RemainingArgs()  // of each layer, see StepBuffer
+                                  .Ret<spec_jax::Floats>()  // logits
+                                  .Ret<ffi::AnyBuffer>()  // features
+                                  .RemainingRets()  // keys and values of each layer
+                                  .Attr<int64_t>("num_heads")
+                                  .Attr<int64_t>("mlp_size")
+                                  .Attr<ffi::Span<const int64_t>>("taps")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("eps"));

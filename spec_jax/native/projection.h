@@ -1,104 +1,133 @@
 // Projections of the active rows: an optional norm before, a residual or a gate after.
 //
-// Work is split over weight rows, never over the dimension that is summed, so that no
-// result depends on the number of threads. Values are rounded to the model's dtype
-// where the reference form of the op rounds, and nowhere else.
+// Work is split over outputs, never over the dimension that is summed, so that no result
+// depends on the number of threads. Values are rounded to the model's dtype where the
+// reference form of the op rounds, and nowhere else.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
+#include <vector>
 
 #include "gemm.h"
-#include "packed_rows.h"
-#include "parallel.h"
+#include "panels.h"
+#include "side_by_side.h"
 #include "simd.h"
+#include "team.h"
 
 namespace spec_jax {
 
-// Weight rows of a panel: as many as the second cache holds beside the next panel,
-// which is asked for meanwhile. It decides no bits.
-inline int64_t panel_width(int64_t row_bytes) {
-  return kPanel * row_bytes <= 64 * 1024 ? kPanel : kPanel / 2;
-}
+// A team, and what each of its workers multiplies: rows that it normed for itself, which
+// takes less time than to wait for another.
+template <typename Pool, typename T>
+struct Workers {
+  struct Worker {
+    SideBySide<T> rows;
+    std::vector<T> normed;
+    int64_t holds = 0;  // the product that `rows` were set for
+  };
 
-template <typename T>
-inline void copy(const T* from, int64_t count, T* to) {
-  std::memcpy(static_cast<void*>(to), from, count * sizeof(T));
-}
+  Team<Pool>& team;
+  std::vector<Worker> all;
+  int64_t products = 0;
 
-// Rows from `live` on, as zeros.
-template <typename T>
-void clear_padding(T* y, int64_t rows, int64_t live, int64_t width) {
-  size_t bytes = (rows - live) * width * sizeof(T);
-  if (bytes > 0) std::memset(static_cast<void*>(y + live * width), 0, bytes);
-}
-
-// Calls `body(first, size, n, width)` for each group of the active rows and each panel of
-// [0, N), on the threads of the pool: groups innermost, so that all find the weights in
-// a cache.
-template <typename Pool, typename X, typename Body>
-void over_panels(Pool& pool, const PackedRows<X>& x, int64_t N, int64_t row_bytes,
-                 const Body& body) {
-  int64_t whole = panel_width(row_bytes);
-  parallel_for(pool, (N + whole - 1) / whole, [&](int64_t i) {
-    int64_t n = i * whole, width = std::min(whole, N - n), size;
-    for (int64_t first = 0; first < x.rows; first += size) {
-      size = x.group_size(first);
-      body(first, size, n, width);
+  // For products of up to `rows` rows of up to K elements.
+  Workers(Team<Pool>& team, int64_t rows, int64_t K) : team(team) {
+    for (int64_t i = 0; i < team.size(); ++i) {
+      all.push_back({SideBySide<T>(rows, K), std::vector<T>(K)});
     }
+  }
+};
+
+// The rows of a product, [rows, K], and the RMSNorm that comes first, unless it is null.
+template <typename T>
+struct Input {
+  const T* x;
+  const T* norm;
+  float eps;
+  int64_t rows;
+};
+
+constexpr int64_t kGrainBytes = 32 * 1024;  // of weights that are worth a thread's while
+constexpr int64_t kMostGrain = 16;          // panels
+
+// Calls `body(first, size, begin, end, rows)` for each group of the rows and all panels
+// of [0, count), some at a time: groups innermost, so that all find the weights in a
+// cache.
+template <typename Pool, typename T, typename Body>
+void over_panels(Workers<Pool, T>& workers, const Input<T>& input, int64_t K,
+                 int64_t count, const Body& body) {
+  if (input.rows == 0) return;
+  int64_t panel = std::max<int64_t>(words_of<T>(K) * kPanel * 4, 1);
+  int64_t grain = std::clamp<int64_t>(kGrainBytes / panel / 4 * 4, 4, kMostGrain);
+  int64_t product = ++workers.products;
+  workers.team.run(count, grain, [&](int64_t begin, int64_t end, int64_t number) {
+    auto& worker = workers.all[number];
+    if (worker.holds != product) {
+      set_rows(input.x, input.norm, input.rows, K, input.eps, worker.normed.data(),
+               worker.rows);
+      worker.holds = product;
+    }
+    worker.rows.for_each_group([&](int64_t first, int64_t size) {
+      body(first, size, begin, end, worker.rows);
+    });
   });
 }
 
-// y [rows, N] = residual + round(norm(x) w^T); `norm` and `residual` may be null.
+// y [rows, N] = residual + round(norm(x) w^T); `residual` may be null, or y.
 template <typename Pool, typename T, typename Out>
-void project(Pool& pool, const T* x, const T* norm, const T* w, const T* residual,
-             Out* y, int64_t rows, int64_t live, int64_t K, int64_t N, float eps) {
-  PackedRows<Packed<T>> packed = pack_rows(x, norm, live, K, eps);
-  auto panel = [&](int64_t first, int64_t size, int64_t n, int64_t width) {
-    alignas(64) float acc[kGroup * kPanel] = {};
-    multiply(packed, first, w + n * K, K, width, n + width < N, acc);
+void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w,
+             const T* residual, Out* y) {
+  auto body = [&](int64_t first, int64_t size, int64_t begin, int64_t end,
+                  const SideBySide<T>& rows) {
+    constexpr int64_t kStride = kMostGrain * kPanel;
+    alignas(64) float sums[kGroup * kStride];
+    multiply(rows.group(first), size, w.panel(begin), end - begin, w.words(), sums,
+             kStride);
+    int64_t from = begin * kPanel, to = std::min(end * kPanel, w.N);
     for (int64_t r = 0; r < size; ++r) {
-      int64_t at = (first + r) * N + n;
-      alignas(64) T kept[kPanel] = {};
-      alignas(64) Out out[kPanel];
-      if (residual != nullptr) copy(residual + at, width, kept);
-      for (int64_t j = 0; j < kPanel; j += kLanes) {
-        Vec value = load(acc + r * kPanel + j);
-        if (residual != nullptr) value = add(load(kept + j), round_lanes<T>(value));
-        store(out + j, value);
+      Out* out = y + (first + r) * w.N;
+      for (int64_t n = from; n < to; n += kLanes) {
+        Vec value = load(sums + r * kStride + n - from);
+        if (residual != nullptr) {
+          Vec kept = load_lanes(residual + (first + r) * w.N + n, to - n);
+          value = add(kept, round_lanes<T>(value));
+        }
+        store_lanes(out + n, to - n, value);
       }
-      copy(out, width, y + at);
     }
   };
-  over_panels(pool, packed, N, K * sizeof(T), panel);
-  clear_padding(y, rows, live, N);
+  over_panels(workers, input, w.K, w.count(), body);
 }
 
-// y [rows, F] = swiglu(round(norm(x) w^T)); the gate's weights are the first F rows.
+// y [rows, F] = swiglu(round(norm(x) w^T)); the gate's weights are the first F of w.
 template <typename Pool, typename T>
-void gate(Pool& pool, const T* x, const T* norm, const T* w, T* y, int64_t rows,
-          int64_t live, int64_t K, int64_t F, float eps) {
-  PackedRows<Packed<T>> packed = pack_rows(x, norm, live, K, eps);
-  auto panel = [&](int64_t first, int64_t size, int64_t f, int64_t width) {
-    alignas(64) float gates[kGroup * kPanel] = {}, ups[kGroup * kPanel] = {};
-    bool more = f + width < F;
-    multiply(packed, first, w + f * K, K, width, more, gates);
-    multiply(packed, first, w + (F + f) * K, K, width, more, ups);
+void gate(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w, T* y) {
+  int64_t F = w.N / 2;
+  auto body = [&](int64_t first, int64_t size, int64_t begin, int64_t end,
+                  const SideBySide<T>& rows) {
+    constexpr int64_t kStride = (kMostGrain + 1) * kPanel;
+    alignas(64) float gates[kGroup * kStride], ups[kGroup * kStride];
+    int64_t from = begin * kPanel, to = std::min(end * kPanel, F);
+    // The weights of `up` need not begin with a panel.
+    int64_t up = (F + from) / kPanel, last = panels_of(F + to);
+    int64_t shift = (F + from) % kPanel;
+    const Row<T>* x = rows.group(first);
+    multiply(x, size, w.panel(begin), end - begin, w.words(), gates, kStride);
+    multiply(x, size, w.panel(up), last - up, w.words(), ups, kStride);
     for (int64_t r = 0; r < size; ++r) {
-      alignas(64) T out[kPanel];
-      for (int64_t j = 0; j < kPanel; j += kLanes) {
-        Vec g = round_lanes<T>(load(gates + r * kPanel + j));
-        Vec up = round_lanes<T>(load(ups + r * kPanel + j));
+      T* out = y + (first + r) * F;
+      for (int64_t f = from; f < to; f += kLanes) {
+        int64_t at = r * kStride + f - from;
+        Vec g = round_lanes<T>(load(gates + at));
+        Vec u = round_lanes<T>(load_lanes(ups + at + shift, to - f));
         Vec silu = divide(g, add(broadcast(1.0f), exp(subtract(zero(), g))));
-        store(out + j, mul(round_lanes<T>(silu), up));
+        store_lanes(out + f, to - f, mul(round_lanes<T>(silu), u));
       }
-      copy(out, width, y + (first + r) * F + f);
     }
   };
-  over_panels(pool, packed, F, K * sizeof(T), panel);
-  clear_padding(y, rows, live, F);
+  over_panels(workers, input, w.K, panels_of(F), body);
 }
 
 }  // namespace spec_jax

@@ -1,7 +1,11 @@
 // The attention of a layer on the row path: norm, rotate, write to pages, attend.
 //
-// Work is split over key/value heads, which share nothing. Within one, the active rows
-// write first and attend after: a row sees no position past its own.
+// All active rows write their keys and values, and attend after: a row sees no position
+// past its own. Work is split over key/value heads and slots, which share nothing.
+//
+// Rows of a tree see, at one position, the keys of different places. The blocks of keys
+// that lie where all rows of a span look for them are walked for the span; each row goes
+// on alone from there, with its running softmax.
 
 #pragma once
 
@@ -13,9 +17,9 @@
 #include <vector>
 
 #include "attention.h"
-#include "packed_rows.h"
-#include "parallel.h"
+#include "side_by_side.h"
 #include "simd.h"
+#include "team.h"
 
 namespace spec_jax {
 
@@ -26,15 +30,40 @@ struct Rows {
   const int32_t* positions;  // [R]
   int64_t num_slots, table_width, num_pages, page_size;
   int64_t live;
+  const int32_t* branch = nullptr;  // [R, width] places of a row's last keys, of trees
+  int64_t width = 0;
 
-  // Whether every page of the row's prefix, its own included, exists.
+  // The first position whose key may lie at another place than its number.
+  int64_t common(int64_t r) const {
+    int64_t end = positions[r] + int64_t{1};
+    return branch == nullptr ? end : std::max<int64_t>(end - width, 0);
+  }
+
+  // Where the key of a position that row `r` sees is stored in its slot.
+  int64_t place(int64_t r, int64_t position) const {
+    if (position < common(r)) return position;
+    if (branch == nullptr) return position;
+    return branch[r * width + position - (positions[r] + int64_t{1} - width)];
+  }
+
+  // Whether the page of every key that the row sees exists, its own included.
   bool is_mapped(int64_t r) const {
     int64_t slot = slots[r], position = positions[r];
     if (slot < 0 || slot >= num_slots || position < 0) return false;
-    if (position / page_size >= table_width) return false;
-    for (int64_t m = 0; m <= position / page_size; ++m) {
+    auto is_page = [&](int64_t m) {
+      if (m < 0 || m >= table_width) return false;
       int32_t page = table[slot * table_width + m];
-      if (page < 0 || page >= num_pages) return false;
+      return page >= 0 && page < num_pages;
+    };
+    int64_t shared = std::min<int64_t>(common(r), position + int64_t{1});
+    if (branch != nullptr) {
+      for (int64_t p = shared; p <= position; ++p) {
+        int64_t at = place(r, p);
+        if (at < 0 || !is_page(at / page_size)) return false;
+      }
+    }
+    for (int64_t m = 0; m * page_size < shared; ++m) {
+      if (!is_page(m)) return false;
     }
     return true;
   }
@@ -61,39 +90,6 @@ struct Layer {
   }
 };
 
-// n elements as floats, zeros up to whole vectors: `out` has room for them.
-template <typename T>
-inline void widen(const T* x, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; i += kLanes) store(out + i, load_lanes(x + i, n - i));
-}
-
-// Norm and rotation of one head: out [H], times `scale`. `cos` and `sin` are rounded to
-// T by the caller, and every product and sum is rounded, as the reference does.
-template <typename T>
-void rotate(const T* head, const float* norm, const float* cos, const float* sin,
-            int64_t H, float eps, float scale, float* out) {
-  // Loads of a whole vector from the last element of the first half stay inside.
-  alignas(64) float x[kMaxHead + kLanes] = {}, low[kMaxHead], high[kMaxHead];
-  widen(head, H, x);
-  Vec square = zero();
-  for (int64_t h = 0; h < H; h += kLanes) square = fma(load(x + h), load(x + h), square);
-  float rms = std::sqrt(sum(square) / static_cast<float>(H) + eps);
-  Vec inverse = broadcast(1.0f / rms), factor = broadcast(scale);
-  for (int64_t h = 0; h < H; h += kLanes) {
-    store(x + h, norm_lanes<T>(load(x + h), inverse, load(norm + h)));
-  }
-  int64_t half = H / 2;
-  for (int64_t h = 0; h < half; h += kLanes) {
-    Vec a = load(x + h), b = load(x + h + half);
-    Vec c = load_lanes(cos + h, half - h), s = load_lanes(sin + h, half - h);
-    auto round = [](Vec value) { return round_lanes<T>(value); };
-    store(low + h, mul(factor, round(subtract(round(mul(a, c)), round(mul(b, s))))));
-    store(high + h, mul(factor, round(add(round(mul(b, c)), round(mul(a, s))))));
-  }
-  std::copy_n(low, half, out);
-  std::copy_n(high, half, out + half);
-}
-
 // Active rows of one slot, one after the other, all with their pages.
 struct Span {
   int64_t first, count;
@@ -116,116 +112,172 @@ inline std::vector<Span> spans(const Rows& rows) {
   return out;
 }
 
-// One key/value head of a layer, and what it works with. (Bodies of a parallel loop
-// allocate nothing.)
+// Norm and rotation of one head: out [H]. `cos` and `sin` are rounded to T by the caller,
+// and every product and sum is rounded, as the reference does.
 template <typename T>
-struct Head {
-  const Layer<T>& layer;
+void rotate(const T* head, const T* norm, const float* cos, const float* sin, int64_t H,
+            float eps, T* out) {
+  // Loads of a whole vector from the last element of the first half stay inside.
+  alignas(64) float x[kMaxHead + kLanes] = {};
+  Vec scale = broadcast(inverse_rms(head, H, eps));
+  for (int64_t h = 0; h < H; h += kLanes) {
+    Vec value = load_lanes(head + h, H - h), weight = load_lanes(norm + h, H - h);
+    store(x + h, norm_lanes<T>(value, scale, weight));
+  }
+  int64_t half = H / 2;
+  for (int64_t h = 0; h < half; h += kLanes) {
+    Vec a = load(x + h), b = load(x + h + half);
+    Vec c = load_lanes(cos + h, half - h), s = load_lanes(sin + h, half - h);
+    auto times = [](Vec x, Vec y) { return round_lanes<T>(mul(x, y)); };
+    store_lanes(out + h, half - h, subtract(times(a, c), times(b, s)));
+    store_lanes(out + half + h, half - h, add(times(b, c), times(a, s)));
+  }
+}
+
+// The rows that attend, and what each worker of a team needs for them: bodies of a loop
+// allocate nothing. The same for all layers.
+template <typename Pool, typename T>
+struct Attention {
+  Team<Pool>& team;
   const Rows& rows;
-  const float *q_norm, *k_norm;  // [H], in float
-  int64_t index;
-  Queries queries;
+  std::vector<Span> all;
+  int64_t K, grain;  // key/value heads, and how many of them a worker takes at a time
+  std::vector<std::vector<Queries<T>>> queries;  // [workers, grain]
+  std::vector<Queries<T>> alone;                 // [workers], of one row of a tree
 
-  // For spans of `most` rows.
-  Head(const Layer<T>& layer, const Rows& rows, const float* q_norm,
-       const float* k_norm, int64_t index, int64_t most)
-      : layer(layer), rows(rows), q_norm(q_norm), k_norm(k_norm), index(index),
-        queries(most * layer.group(), layer.H) {}
+  Attention(Team<Pool>& team, const Rows& rows, int64_t K, int64_t group, int64_t H)
+      : team(team), rows(rows), all(spans(rows)), K(K) {
+    int64_t most = 0, tasks = all.size() * K;
+    for (const Span& span : all) most = std::max(most, span.count);
+    grain = std::clamp<int64_t>(tasks / team.size(), 1, K);
+    queries.assign(team.size(), {});
+    for (auto& of_worker : queries) {
+      for (int64_t i = 0; i < grain; ++i) of_worker.emplace_back(most * group, H);
+    }
+    if (rows.branch == nullptr) return;
+    for (int64_t i = 0; i < team.size(); ++i) alone.emplace_back(group, H);
+  }
 
-  Pages pages(const Span& span) const {
+  Pages pages(const Span& span, const Layer<T>& layer) const {
     const int32_t* table = rows.table + rows.slots[span.first] * rows.table_width;
-    return {table, rows.page_size, layer.K * layer.H, index * layer.H};
+    return {table, rows.page_size, K * layer.H};
   }
 
-  void rotate_row(const T* head, const float* norm, int64_t r, float scale,
-                  float* to) const {
-    int64_t half = layer.H / 2;
-    rotate(head, norm, layer.cos + r * half, layer.sin + r * half, layer.H, layer.eps,
-           scale, to);
+  // Stores the key and the value of row `r`, in `span`, for key/value head `index`.
+  void write(const Layer<T>& layer, const Span& span, int64_t r, int64_t index) const {
+    int64_t H = layer.H, half = H / 2;
+    int64_t at = pages(span, layer).at(rows.place(r, rows.positions[r])) + index * H;
+    rotate(layer.head(r, layer.N + index), layer.k_norm, layer.cos + r * half,
+           layer.sin + r * half, H, layer.eps, layer.k + at);
+    const T* value = layer.head(r, layer.N + K + index);
+    std::memcpy(static_cast<void*>(layer.v + at), value, H * sizeof(T));
   }
 
-  // Stores the keys and values of a span.
-  void write(const Span& span) const {
-    int64_t H = layer.H;
-    for (int64_t r = span.first; r < span.first + span.count; ++r) {
-      int64_t at = pages(span).at(rows.positions[r]);
-      float rotated[kMaxHead + kLanes];  // Whole vectors are read.
-      rotate_row(layer.head(r, layer.N + index), k_norm, r, 1.0f, rotated);
-      for (int64_t h = 0; h < H; h += kLanes) {
-        store_lanes(layer.k + at + h, H - h, load(rotated + h));
-      }
-      const T* value = layer.head(r, layer.N + layer.K + index);
-      std::memcpy(static_cast<void*>(layer.v + at), value, H * sizeof(T));
-    }
-  }
-
-  // Takes up the queries of a span.
-  void begin(const Span& span) {
-    int64_t G = layer.group();
+  // Takes up the queries of a span under key/value head `index`.
+  void begin(const Layer<T>& layer, const Span& span, int64_t index,
+             Queries<T>& queries) const {
+    int64_t G = layer.group(), half = layer.H / 2;
     queries.begin(span.count * G);
-    for (int64_t i = 0; i < queries.count; ++i) {
-      int64_t r = span.first + i / G;
-      float q[kMaxHead];
-      rotate_row(layer.head(r, index * G + i % G), q_norm, r, layer.scale, q);
-      queries.template set<T>(i, q, rows.positions[r] + int64_t{1});
-    }
+    queries.rows.for_each_group([&](int64_t first, int64_t size) {
+      for (int64_t j = 0; j < size; ++j) {
+        int64_t i = first + j, r = span.first + i / G;
+        T q[kMaxHead];
+        rotate(layer.head(r, index * G + i % G), layer.q_norm, layer.cos + r * half,
+               layer.sin + r * half, layer.H, layer.eps, q);
+        queries.rows.set(first, j, q);
+        queries.ends[i] = rows.positions[r] + int64_t{1};
+      }
+    });
   }
 
   // Writes what they attended to.
-  void end(const Span& span) const {
+  void end(const Layer<T>& layer, const Span& span, int64_t index,
+           const Queries<T>& queries) const {
     int64_t G = layer.group();
     for (int64_t i = 0; i < queries.count; ++i) {
       int64_t head = (span.first + i / G) * layer.N + index * G + i % G;
       queries.finish(i, layer.out + head * layer.H);
     }
   }
-};
 
-// A span under heads [begin, end): a block of keys for all of them before the next,
-// since their rows lie side by side.
-template <typename T>
-void attend_span(const Span& span, const Rows& rows, Head<T>* begin, Head<T>* end) {
-  int64_t last = 0;
-  for (int64_t r = span.first; r < span.first + span.count; ++r) {
-    last = std::max(last, rows.positions[r] + int64_t{1});
-  }
-  for (Head<T>* head = begin; head < end; ++head) head->begin(span);
-  for (int64_t start = 0; start < last; start += kKeyBlock) {
-    for (Head<T>* head = begin; head < end; ++head) {
-      attend_block(head->queries, head->layer.k, head->layer.v, head->pages(span),
-                   start, last);
+  // A span under key/value heads [begin, end): a block of keys for all of them before the
+  // next, since their rows lie side by side.
+  void attend(const Layer<T>& layer, const Span& span, int64_t first, int64_t last,
+              std::vector<Queries<T>>& queries, int64_t worker) {
+    int64_t H = layer.H, reach = 0, offsets[kKeyBlock], next[kKeyBlock];
+    int64_t common = std::numeric_limits<int64_t>::max();
+    for (int64_t r = span.first; r < span.first + span.count; ++r) {
+      reach = std::max(reach, rows.positions[r] + int64_t{1});
+      common = std::min(common, rows.common(r));
+    }
+    if (rows.branch != nullptr) reach = common / kKeyBlock * kKeyBlock;
+    Pages where = pages(span, layer);
+    for (int64_t i = first; i < last; ++i) begin(layer, span, i, queries[i - first]);
+    if (reach > 0) where.block(0, reach, next);
+    for (int64_t start = 0; start < reach; start += kKeyBlock) {
+      bool more = start + kKeyBlock < reach;
+      std::copy_n(next, kKeyBlock, offsets);
+      if (more) where.block(start + kKeyBlock, reach, next);
+      for (int64_t i = first; i < last; ++i) {
+        const T *k = layer.k + i * H, *v = layer.v + i * H;
+        if (more) fetch_block(k, v, next, H);
+        attend_block(queries[i - first], k, v, start, offsets, layer.scale);
+      }
+    }
+    for (int64_t i = first; i < last; ++i) {
+      if (rows.branch == nullptr) {
+        end(layer, span, i, queries[i - first]);
+        continue;
+      }
+      for (int64_t r = span.first; r < span.first + span.count; ++r) {
+        go_on_alone(layer, span, r, i, reach, queries[i - first], alone[worker]);
+      }
     }
   }
-  for (Head<T>* head = begin; head < end; ++head) head->end(span);
-}
 
-// The whole layer. Rows without a page become NaN, and are not written, as in the
-// reference; padding rows of the result, up to `num_rows`, are zero.
-template <typename Pool, typename T>
-void attend_rows(Pool& pool, const Layer<T>& layer, const Rows& rows,
-                 int64_t num_rows) {
-  int64_t width = layer.N * layer.H, K = layer.K, most = 0;
-  std::vector<float> q_norm(layer.H + kLanes), k_norm(layer.H + kLanes);
-  widen(layer.q_norm, layer.H, q_norm.data());
-  widen(layer.k_norm, layer.H, k_norm.data());
-  T nan = round_to<T>(std::numeric_limits<float>::quiet_NaN()), none = round_to<T>(0.0f);
-  std::fill(layer.out, layer.out + rows.live * width, nan);
-  std::fill(layer.out + rows.live * width, layer.out + num_rows * width, none);
-  std::vector<Span> all = spans(rows);
-  for (const Span& span : all) most = std::max(most, span.count);
-  std::vector<Head<T>> heads;
-  heads.reserve(K);
-  for (int64_t i = 0; i < K; ++i) {
-    heads.emplace_back(layer, rows, q_norm.data(), k_norm.data(), i, most);
+  // The blocks from `start` of row `r`, of a tree, under key/value head `index`.
+  void go_on_alone(const Layer<T>& layer, const Span& span, int64_t r, int64_t index,
+                   int64_t start, const Queries<T>& before, Queries<T>& queries) const {
+    int64_t G = layer.group(), reach = rows.positions[r] + int64_t{1};
+    Span own{r, 1};
+    Pages where = pages(own, layer);
+    begin(layer, own, index, queries);
+    queries.take(before, (r - span.first) * G);
+    const T *k = layer.k + index * layer.H, *v = layer.v + index * layer.H;
+    for (; start < reach; start += kKeyBlock) {
+      int64_t offsets[kKeyBlock], count = std::min<int64_t>(reach - start, kKeyBlock);
+      for (int64_t t = 0; t < count; ++t) offsets[t] = where.at(rows.place(r, start + t));
+      std::fill(offsets + count, offsets + kKeyBlock, offsets[count - 1]);
+      attend_block(queries, k, v, start, offsets, layer.scale);
+    }
+    end(layer, own, index, queries);
   }
-  int64_t shares = std::clamp<int64_t>(pool.num_threads(), 1, K);
-  parallel_for(pool, shares, [&](int64_t i) {
-    Head<T>*begin = heads.data() + K * i / shares, *end = heads.data() + K * (i + 1) / shares;
+
+  // The whole layer. Active rows without a page become NaN, and are not written, as in the
+  // reference.
+  void run(const Layer<T>& layer) {
+    constexpr int64_t kFew = 8;  // heads to write that are not worth a thread's while
+    int64_t width = layer.N * layer.H, next = 0;
+    T nan = round_to<T>(std::numeric_limits<float>::quiet_NaN());
     for (const Span& span : all) {
-      for (Head<T>* head = begin; head < end; ++head) head->write(span);
+      std::fill(layer.out + next * width, layer.out + span.first * width, nan);
+      next = span.first + span.count;
     }
-    for (const Span& span : all) attend_span(span, rows, begin, end);
-  });
-}
+    std::fill(layer.out + next * width, layer.out + rows.live * width, nan);
+    for (const Span& span : all) {
+      team.run(span.count * K, kFew, [&](int64_t i, int64_t last, int64_t) {
+        for (; i < last; ++i) write(layer, span, span.first + i / K, i % K);
+      });
+    }
+    int64_t tasks = all.size() * K;
+    team.run(tasks, grain, [&](int64_t i, int64_t last, int64_t worker) {
+      while (i < last) {
+        int64_t head = i % K, count = std::min(K - head, last - i);
+        attend(layer, all[i / K], head, head + count, queries[worker], worker);
+        i += count;
+      }
+    });
+  }
+};
 
 }  // namespace spec_jax

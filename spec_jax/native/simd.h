@@ -79,10 +79,10 @@ inline Vec load(const bf16* p) {
       _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-inline Vec load_first(const bf16* p) {
+inline Vec load_even(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
 }
-inline Vec load_second(const bf16* p) {
+inline Vec load_odd(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_and_si512(
       _mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
@@ -96,30 +96,28 @@ inline Vec round_to_bf16(Vec x) {
       _mm512_and_si512(_mm512_mask_mov_epi32(up, nan, quiet),
                        _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
+// Rounded: the even elements and the odd ones of kLanes pairs.
+inline void store_pairs(bf16* p, Vec even, Vec odd) {
+  __m512i low = _mm512_srli_epi32(_mm512_castps_si512(round_to_bf16(even)), 16);
+  _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_castps_si512(round_to_bf16(odd))));
+}
 inline void store(bf16* p, Vec x) {
   __m512i high = _mm512_srli_epi32(_mm512_castps_si512(round_to_bf16(x)), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
 }
-#if defined(SPEC_JAX_INTRINSICS)
-template <typename V>
-inline void keep_in_register(V&) {}  // No register is as wide.
-#else
-template <typename V>
-inline void keep_in_register(V& x) { asm("" : "+v"(x)); }
-#endif
 #if defined(SPEC_JAX_AVX512BF16)
 // Elements 2i and 2i + 1 of bf16 in lane i.
 using Pairs = __m512bh;
 inline Pairs load_pairs(const bf16* p) { return (Pairs)_mm512_loadu_si512(p); }
+inline Pairs broadcast_pair(const bf16* p) {
+  int pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return (Pairs)_mm512_set1_epi32(pair);
+}
 // c + a.odd * b.odd + a.even * b.even, in this order, each product added with one
 // rounding, to nearest even. Denormal operands and results are zero, however the thread
 // treats them elsewhere. (VDPBF16PS, Intel's manual, volume 2.)
 inline Vec dot(Pairs a, Pairs b, Vec c) { return _mm512_dpbf16_ps(c, a, b); }
-// The even elements and the odd ones, which bf16 can hold, as pairs.
-inline void store_pairs(bf16* p, Vec even, Vec odd) {
-  __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
-  _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_castps_si512(odd)));
-}
 #endif
 inline Vec round_even(Vec x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -129,9 +127,38 @@ inline Vec pow2(Vec n) {
       _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
   return _mm512_castsi512_ps(bits);
 }
+// Lane i of out[j] is the j-th 32-bit word at rows[i] + at.
+inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
+  auto words = [&](int i) {
+    return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
+  };
+  __m512d even[2], odd[2];
+  for (int i = 0; i < 2; ++i) {
+    __m512 x[2];
+    for (int j = 0; j < 2; ++j) {  // Four rows, each four after the one before.
+      x[j] = _mm512_castps128_ps512(words(2 * i + j));
+      x[j] = _mm512_insertf32x4(x[j], words(2 * i + j + 4), 1);
+      x[j] = _mm512_insertf32x4(x[j], words(2 * i + j + 8), 2);
+      x[j] = _mm512_insertf32x4(x[j], words(2 * i + j + 12), 3);
+    }
+    even[i] = _mm512_castps_pd(_mm512_unpacklo_ps(x[0], x[1]));
+    odd[i] = _mm512_castps_pd(_mm512_unpackhi_ps(x[0], x[1]));
+  }
+  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(even[0], even[1]));
+  out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(even[0], even[1]));
+  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(odd[0], odd[1]));
+  out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(odd[0], odd[1]));
+}
 inline void prefetch_address(uintptr_t address) {
   _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
 }
+#if defined(SPEC_JAX_INTRINSICS)
+template <typename V>
+inline void keep_in_register(V&) {}  // No register is as wide.
+#else
+template <typename V>
+inline void keep_in_register(V& x) { asm("" : "+v"(x)); }
+#endif
 
 #elif defined(SPEC_JAX_AVX2)
 
@@ -156,11 +183,11 @@ inline Vec load(const bf16* p) {
       _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
-inline Vec load_first(const bf16* p) {
+inline Vec load_even(const bf16* p) {
   __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
 }
-inline Vec load_second(const bf16* p) {
+inline Vec load_odd(const bf16* p) {
   __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm256_castsi256_ps(
       _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
@@ -175,13 +202,17 @@ inline Vec round_to_bf16(Vec x) {
   return _mm256_and_ps(rounded, _mm256_castsi256_ps(_mm256_set1_epi32(
                                     static_cast<int>(0xffff0000u))));
 }
+inline void store_pairs(bf16* p, Vec even, Vec odd) {
+  __m256i low = _mm256_srli_epi32(_mm256_castps_si256(round_to_bf16(even)), 16);
+  __m256i both = _mm256_or_si256(low, _mm256_castps_si256(round_to_bf16(odd)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), both);
+}
 inline void store(bf16* p, Vec x) {
   __m256i high = _mm256_srli_epi32(_mm256_castps_si256(round_to_bf16(x)), 16);
   __m128i low_half = _mm256_castsi256_si128(high);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm_packus_epi32(low_half, _mm256_extracti128_si256(high, 1)));
 }
-inline void keep_in_register(Vec& x) { asm("" : "+x"(x)); }
 inline Vec round_even(Vec x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -190,9 +221,26 @@ inline Vec pow2(Vec n) {
       _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_castsi256_ps(bits);
 }
+inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
+  auto words = [&](int i) {
+    return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
+  };
+  __m256d even[2], odd[2];
+  for (int i = 0; i < 2; ++i) {
+    Vec first = _mm256_set_m128(words(2 * i + 4), words(2 * i));
+    Vec second = _mm256_set_m128(words(2 * i + 5), words(2 * i + 1));
+    even[i] = _mm256_castps_pd(_mm256_unpacklo_ps(first, second));
+    odd[i] = _mm256_castps_pd(_mm256_unpackhi_ps(first, second));
+  }
+  out[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(even[0], even[1]));
+  out[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(even[0], even[1]));
+  out[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(odd[0], odd[1]));
+  out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(odd[0], odd[1]));
+}
 inline void prefetch_address(uintptr_t address) {
   _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
 }
+inline void keep_in_register(Vec& x) { asm("" : "+x"(x)); }
 
 #else
 
@@ -225,25 +273,43 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return a < b ? yes : no; 
 inline Vec load(const bf16* p) {
   return (Vec)(__builtin_convertvector(load_as<Halves>(p), Bits) << 16);
 }
-inline Vec load_first(const bf16* p) { return (Vec)(load_as<Bits>(p) << 16); }
-inline Vec load_second(const bf16* p) { return (Vec)(load_as<Bits>(p) & 0xffff0000u); }
+inline Vec load_even(const bf16* p) { return (Vec)(load_as<Bits>(p) << 16); }
+inline Vec load_odd(const bf16* p) { return (Vec)(load_as<Bits>(p) & 0xffff0000u); }
 inline Vec round_to_bf16(Vec x) {
   Bits bits = (Bits)x, up = bits + 0x7fffu + ((bits >> 16) & 1u);
   return (Vec)((x == x ? up : bits | 0x400000u) & 0xffff0000u);
+}
+inline void store_pairs(bf16* p, Vec even, Vec odd) {
+  Bits both = (Bits)round_to_bf16(even) >> 16 | (Bits)round_to_bf16(odd);
+  std::memcpy(static_cast<void*>(p), &both, sizeof both);
 }
 inline void store(bf16* p, Vec x) {
   Halves high = __builtin_convertvector((Bits)round_to_bf16(x) >> 16, Halves);
   std::memcpy(p, &high, sizeof high);
 }
-inline void keep_in_register(Vec&) {}
 // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
 constexpr float kShifter = 12582912.0f;
 inline Vec round_even(Vec x) { return (x + kShifter) - kShifter; }
 // (By way of those bits, since converting a NaN to an integer is undefined.)
 inline Vec pow2(Vec n) { return (Vec)((Bits)(n + (kShifter + 127.0f)) << 23); }
+inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
+  float words[4][kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < 4; ++j) std::memcpy(&words[j][i], rows[i] + at + 4 * j, 4);
+  }
+  for (int j = 0; j < 4; ++j) out[j] = load(words[j]);
+}
 inline void prefetch_address(uintptr_t) {}
+inline void keep_in_register(Vec&) {}
 
 #endif
+
+
+// The lanes as they are, at a place for as many words.
+template <typename T>
+inline void store_words(T* p, Vec x) {
+  std::memcpy(static_cast<void*>(p), &x, sizeof x);
+}
 
 // A hint to fetch what lies `bytes` past `p`, which may be past the end of the array:
 // no pointer is formed to it.
@@ -251,47 +317,46 @@ inline void prefetch(const void* p, int64_t bytes) {
   prefetch_address(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
 }
 
-// One step of weights is 2 * kLanes of them, in two vectors: the even ones and the odd
-// ones of bf16, which so need no shuffle, and the halves of floats.
-inline Vec load_first(const float* p) { return load(p); }
-inline Vec load_second(const float* p) { return load(p + kLanes); }
-
 // Rounded to T, as floats.
 template <typename T>
 inline Vec round_lanes(Vec x) { return sizeof(T) == 2 ? round_to_bf16(x) : x; }
 
-// The sum of the lanes, halving: one order for each number of lanes.
-inline float sum(Vec x) {
-  float lane[kLanes];
+// Each lane is that which stands `kWidth` away, a power of two, in the other half of a
+// pair of such stretches.
+template <int kWidth>
+inline Vec across(Vec x) {
+#if defined(SPEC_JAX_AVX512) && !defined(SPEC_JAX_INTRINSICS)
+  if (kWidth == 8) return _mm512_shuffle_f32x4(x, x, 0x4e);
+  if (kWidth == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
+  return _mm512_permute_ps(x, kWidth == 2 ? 0x4e : 0xb1);
+#elif defined(SPEC_JAX_AVX2)
+  if (kWidth == 4) return _mm256_permute2f128_ps(x, x, 0x01);
+  return _mm256_permute_ps(x, kWidth == 2 ? 0x4e : 0xb1);
+#else
+  float lane[kLanes], out[kLanes];
   store(lane, x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  }
-  return lane[0];
+  for (int i = 0; i < kLanes; ++i) out[i] = lane[i ^ kWidth];
+  return load(out);
+#endif
 }
 
-// The sums of kLanes vectors, each as above.
-#if defined(SPEC_JAX_AVX2)
-inline Vec sums(const Vec* x) {
-  Vec four[4], two[2];
-  for (int i = 0; i < 4; ++i) {  // of x[i] in the low half, of x[i + 4] in the high
-    four[i] = add(_mm256_permute2f128_ps(x[i], x[i + 4], 0x20),
-                  _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+// All lanes by one operation: the upper half with the lower, and again.
+template <int kWidth = kLanes / 2, typename Operation>
+inline float reduce(Vec x, const Operation& operation) {
+  x = operation(x, across<kWidth>(x));
+  if constexpr (kWidth > 1) {
+    return reduce<kWidth / 2>(x, operation);
+  } else {
+    float first;
+    std::memcpy(&first, &x, sizeof first);
+    return first;
   }
-  for (int i = 0; i < 2; ++i) {
-    two[i] = add(_mm256_shuffle_ps(four[2 * i], four[2 * i + 1], 0x44),
-                 _mm256_shuffle_ps(four[2 * i], four[2 * i + 1], 0xee));
-  }
-  return add(_mm256_shuffle_ps(two[0], two[1], 0x88),
-             _mm256_shuffle_ps(two[0], two[1], 0xdd));
 }
-#else
-inline Vec sums(const Vec* x) {
-  float out[kLanes];
-  for (int i = 0; i < kLanes; ++i) out[i] = sum(x[i]);
-  return load(out);
-}
-#endif
+
+inline float sum(Vec x) { return reduce(x, add); }
+
+// The largest lane, none of which is NaN.
+inline float largest_lane(Vec x) { return reduce(x, maximum); }
 
 // exp(x) within 2 ulp; below -87 it is 0, above 88 infinite, and NaN stays NaN: where
 // either operand is NaN, `maximum` and `minimum` return the second.

@@ -7,21 +7,33 @@
 #include <cstring>
 #include <limits>
 
+#include "panels.h"
 #include "simd.h"
 
 namespace spec_jax {
 
-// y [rows, D] of table [entries, D]; NaN where there is no such entry, and zero for rows
-// from `live` on.
+// A table [N, D], as it is or as the panels of a product.
 template <typename T>
-void take_rows(const T* table, const int32_t* index, T* y, int64_t rows, int64_t live,
-               int64_t entries, int64_t D) {
-  for (int64_t r = 0; r < rows; ++r, y += D) {
-    if (r < live && index[r] >= 0 && index[r] < entries) {
-      std::memcpy(static_cast<void*>(y), table + index[r] * D, D * sizeof(T));
+struct Table {
+  const T* rows;  // or null
+  Panels<T> panels;
+
+  void take(int64_t n, T* to) const {
+    if (rows == nullptr) return take_row(panels, n, to);
+    std::memcpy(static_cast<void*>(to), rows + n * panels.K, panels.K * sizeof(T));
+  }
+};
+
+// y [live, D] of the table; NaN where there is no such entry.
+template <typename T>
+void take_rows(const Table<T>& table, const int32_t* index, T* y, int64_t live) {
+  int64_t D = table.panels.K;
+  T nan = round_to<T>(std::numeric_limits<float>::quiet_NaN());
+  for (int64_t r = 0; r < live; ++r, y += D) {
+    if (index[r] >= 0 && index[r] < table.panels.N) {
+      table.take(index[r], y);
     } else {
-      float value = r < live ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
-      std::fill(y, y + D, round_to<T>(value));
+      std::fill(y, y + D, nan);
     }
   }
 }

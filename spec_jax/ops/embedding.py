@@ -3,13 +3,13 @@
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
-from spec_jax.ops import bits
+from spec_jax.ops import weights
 from spec_jax.typing import typed
 
 
 @typed
 def embed(
-    table: Float[Array, "V D"],
+    table: Float[Array, "V D"] | weights.Panels,
     tokens: Int[Array, " R"],
     *,
     num_active: Int[Array, ""],
@@ -23,4 +23,4 @@ def embed(
     """
     if impl == "native":
         return calls.take_rows(table, tokens, num_active=num_active)
-    return bits.take_rows(table, tokens)
+    return weights.take_rows(table, tokens)

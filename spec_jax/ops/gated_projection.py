@@ -6,14 +6,14 @@ y = swiglu(round(norm(x) w^T)),   the gate's weights in the first half of w
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
-from spec_jax.ops import dispatch, projection, swiglu
+from spec_jax.ops import dispatch, projection, swiglu, weights
 from spec_jax.typing import typed
 
 
 @typed
 def gated_projection(
     x: Float[Array, "R K"],
-    w: Float[Array, "F2 K"],
+    w: Float[Array, "F2 K"] | weights.Panels,
     *,
     num_active: Int[Array, ""],
     norm: Float[Array, " K"],
@@ -27,6 +27,7 @@ def gated_projection(
     """
     if impl == "native":
         return calls.gate(x, w, num_active=num_active, norm=norm, eps=eps)
+    w = weights.matrix(w)
     if impl in dispatch.PALLAS:
         kernels, interpret = dispatch.products(impl)
         return kernels.gate(

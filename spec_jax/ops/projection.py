@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
-from spec_jax.ops import dispatch, rms_norm, skinny_gemm
+from spec_jax.ops import dispatch, rms_norm, skinny_gemm, weights
 from spec_jax.typing import typed
 
 
 @typed
 def project(
     x: Float[Array, "R K"],
-    w: Float[Array, "N K"],
+    w: Float[Array, "N K"] | weights.Panels,
     *,
     num_active: Int[Array, ""],
     norm: Float[Array, " K"] | None = None,
@@ -53,6 +53,7 @@ def project(
             eps=eps,
             out_dtype=dtype,
         )
+    w = weights.matrix(w)
     if impl in dispatch.PALLAS:
         kernels, interpret = dispatch.products(impl)
         return kernels.project(

@@ -16,7 +16,7 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.model import config as config_lib, params as params_lib, qwen3, row_model
-from spec_jax.ops import dispatch, row_attention, skinny_gemm
+from spec_jax.ops import dispatch, row_attention, skinny_gemm, step
 from spec_jax.paging import allocator, cache
 
 
@@ -275,12 +275,15 @@ def test_a_neighbours_fault_is_caught(impl, monkeypatch):
     for slot in range(2):
         kv = model.fill(kv, slot=slot)
     _, alone = model.run(kv, window(1, 1))
-    real = row_attention.row_attention
+    module, name = (
+        (step, "step") if impl == "native" else (row_attention, "row_attention")
+    )
+    real = getattr(module, name)
 
     def leaky(*args, slots, **kwargs):
         return real(*args, slots=jnp.zeros_like(slots), **kwargs)
 
-    monkeypatch.setattr(row_attention, "row_attention", leaky)
+    monkeypatch.setattr(module, name, leaky)
     _, leaked = model.run(kv, window(1, 1), forward=compile_forward())
     with pytest.raises(AssertionError, match="elements differ"):
         testing.assert_same_bits(leaked, alone)

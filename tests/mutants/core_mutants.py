@@ -82,10 +82,10 @@ KERNELS = (
         "model/test_row_model.py::test_rows_that_do_not_follow_are_refused",
     ),
     Mutant(
-        "the native gate reads a padding row",
+        "the native gate leaves out the last active row",
         "native.calls:gate",
         "x, norm, w, num_active, isa",
-        "x, norm, w, jnp.minimum(num_active + 1, R), isa",
+        "x, norm, w, num_active - 1, isa",
         "native/test_native_gate.py::"
         "test_a_row_is_that_row_alone[portable-7-5-float32]",
     ),
@@ -95,6 +95,20 @@ KERNELS = (
         "positions,\n        num_active,\n        k_pages",
         "positions + 1,\n        num_active,\n        k_pages",
         "native/test_native_attend.py::test_the_reference_form_agrees[float32]",
+    ),
+    Mutant(
+        "a native step takes values for keys",
+        "native.calls:step",
+        "for pool in pools:",
+        "for pool in reversed(pools):",
+        "native/test_native_step.py::test_a_step_is_its_operations[float32-6]",
+    ),
+    Mutant(
+        "a native step writes its rows one position late",
+        "native.calls:step",
+        "positions,\n        num_active,\n        page_table",
+        "positions + 1,\n        num_active,\n        page_table",
+        "native/test_native_step.py::test_a_step_is_its_operations[float32-6]",
     ),
     Mutant(
         "the native argmax leaves out the last active row",

@@ -22,6 +22,7 @@
 #include <simde/x86/avx512/cast.h>
 #include <simde/x86/avx512/cmp.h>
 #include <simde/x86/avx512/div.h>
+#include <simde/x86/avx512/insert.h>
 #include <simde/x86/avx512/loadu.h>
 #include <simde/x86/avx512/max.h>
 #include <simde/x86/avx512/min.h>
@@ -36,6 +37,8 @@
 #include <simde/x86/avx512/storeu.h>
 #include <simde/x86/avx512/sub.h>
 #include <simde/x86/avx512/types.h>
+#include <simde/x86/avx512/unpackhi.h>
+#include <simde/x86/avx512/unpacklo.h>
 
 // f(i) for each of 16 lanes of 32 bits.
 template <typename To, typename F>

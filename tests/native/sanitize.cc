@@ -16,7 +16,9 @@
 
 #include "projection.h"
 #include "row_attention.h"
+#include "step.h"
 #include "take_rows.h"
+#include "team.h"
 
 namespace spec_jax {
 namespace {
@@ -69,28 +71,57 @@ std::string shape(const char* name, std::vector<int64_t> sizes) {
   return out;
 }
 
+// The panels of w [N, K], in memory of exactly their size.
+template <typename T>
+Array<T> pack(Array<T>& w, int64_t N, int64_t K) {
+  constexpr int64_t kSize = kWord<T>;
+  int64_t words = words_of<T>(K);
+  Array<T> out(panels_of(N) * words * kPanel * kSize);
+  for (int64_t i = 0; i < out.size; ++i) {
+    int64_t n = i / (words * kPanel * kSize) * kPanel + i / kSize % kPanel;
+    int64_t k = i / (kPanel * kSize) % words * kSize + i % kSize;
+    out[i] = n < N && k < K ? w[n * K + k] : T{};
+  }
+  return out;
+}
+
+// What padding rows of a result hold: nothing is written there.
+template <typename T>
+Array<T> untouched(int64_t n) {
+  Array<T> out(n);
+  for (int64_t i = 0; i < n; ++i) out[i] = round_to<T>(-77.0f);
+  return out;
+}
+
 template <typename T>
 void check_project(int64_t rows, int64_t live, int64_t K, int64_t N) {
   auto x = normal<T>(rows * K), w = normal<T>(N * K), residual = normal<T>(rows * N);
-  Array<T> y(rows * N);
-  Array<float> plain(rows * N);
+  auto packed = pack(w, N, K);
+  auto y = untouched<T>(rows * N);
+  auto plain = untouched<float>(rows * N);
   {
     LatePool pool;
     const T* none = nullptr;
-    project(pool, x.data(), none, w.data(), residual.data(), y.data(), rows, live, K, N,
-            0.0f);
-    project(pool, x.data(), none, w.data(), none, plain.data(), rows, live, K, N, 0.0f);
+    Team<LatePool> team(pool);
+    Workers<LatePool, T> workers(team, live, K);
+    Input<T> input{x.data(), none, 0.0f, live};
+    Panels<T> panels{packed.data(), N, K};
+    project(workers, input, panels, residual.data(), y.data());
+    project(workers, input, panels, none, plain.data());
   }
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t n = 0; n < N; ++n) {
-      double sum = 0, terms = 0;
-      for (int64_t k = 0; k < K && r < live; ++k) {
+      auto what = shape<T>("project", {rows, live, K, N, r, n});
+      if (r >= live) {
+        expect(plain[r * N + n] == -77 && to_float(y[r * N + n]) == -77, what);
+        continue;
+      }
+      double sum = 0, terms = 0, added = to_float(residual[r * N + n]);
+      for (int64_t k = 0; k < K; ++k) {
         double term = double{to_float(x[r * K + k])} * to_float(w[n * K + k]);
         sum += term;
         terms += std::abs(term);
       }
-      double added = r < live ? to_float(residual[r * N + n]) : 0.0;
-      auto what = shape<T>("project", {rows, live, K, N, r, n});
       expect(std::abs(plain[r * N + n] - sum) <= 1e-6 * terms, what);
       double rounded = unit<T>() * (std::abs(sum) + std::abs(sum + added));
       double allowed = 1e-6 * (terms + std::abs(added)) + rounded;
@@ -103,12 +134,16 @@ void check_project(int64_t rows, int64_t live, int64_t K, int64_t N) {
 template <typename T>
 void check_gate(int64_t rows, int64_t live, int64_t K, int64_t F) {
   auto x = normal<T>(rows * K), w = normal<T>(2 * F * K), norm = normal<T>(K);
-  Array<T> y(rows * F);
+  auto packed = pack(w, 2 * F, K);
+  auto y = untouched<T>(rows * F);
   LatePool pool;
-  gate(pool, x.data(), norm.data(), w.data(), y.data(), rows, live, K, F, 1e-6f);
+  Team<LatePool> team(pool);
+  Workers<LatePool, T> workers(team, live, K);
+  Input<T> input{x.data(), norm.data(), 1e-6f, live};
+  gate(workers, input, Panels<T>{packed.data(), 2 * F, K}, y.data());
   for (int64_t i = 0; i < rows * F; ++i) {
     float value = to_float(y[i]);
-    expect(i < live * F ? std::isfinite(value) : value == 0,
+    expect(i < live * F ? std::isfinite(value) : value == -77,
            shape<T>("gate", {rows, live, K, F, i}));
   }
 }
@@ -116,7 +151,7 @@ void check_gate(int64_t rows, int64_t live, int64_t K, int64_t F) {
 // Softmax attention of one query in double, the pages being 0, 1, 2, ...
 template <typename T>
 void expect_attention(const float* q, T* k, T* v, int64_t position, int64_t stride,
-                      int64_t H, const float* out, const std::string& what) {
+                      int64_t H, const T* out, const std::string& what) {
   std::vector<double> scores(position + 1), sums(H);
   double maximum = -1e300, total = 0;
   for (int64_t t = 0; t <= position; ++t) {
@@ -128,7 +163,8 @@ void expect_attention(const float* q, T* k, T* v, int64_t position, int64_t stri
     for (int64_t h = 0; h < H; ++h) sums[h] += scores[t] * to_float(v[t * stride + h]);
   }
   for (int64_t h = 0; h < H; ++h) {
-    expect(std::abs(out[h] - sums[h] / total) < 1e-5, what);
+    double truth = sums[h] / total;
+    expect(std::abs(to_float(out[h]) - truth) < 1e-5 + unit<T>() * std::abs(truth), what);
   }
 }
 
@@ -137,24 +173,34 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
   int64_t K = 2, num_pages = position / page_size + 1;
   int64_t size = num_pages * page_size * K * H;
   auto k = normal<T>(size), v = normal<T>(size);
-  auto q = normal<float>(G * H, 0.2f);
+  auto q = normal<T>(G * H);
+  float scale = 0.2f;
+  Array<float> scaled(G * H);
+  for (int64_t i = 0; i < G * H; ++i) scaled[i] = scale * to_float(q[i]);
   Array<int32_t> table(num_pages);
   for (int64_t m = 0; m < num_pages; ++m) table[m] = static_cast<int32_t>(m);
-  Array<float> out(G * H);
-  Queries queries(G, H);
+  Array<T> out(G * H);
+  Queries<T> queries(G, H);
+  Pages pages{table.data(), page_size, K * H};
   for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
-    Pages pages{table.data(), page_size, K * H, kv_head * H};
     queries.begin(G);
-    for (int64_t g = 0; g < G; ++g) {
-      queries.template set<T>(g, q.data() + g * H, position + 1);
-    }
+    queries.rows.for_each_group([&](int64_t first, int64_t rows) {
+      for (int64_t r = 0; r < rows; ++r) {
+        queries.rows.set(first, r, q.data() + (first + r) * H);
+        queries.ends[first + r] = position + 1;
+      }
+    });
+    const T *keys = k.data() + kv_head * H, *values = v.data() + kv_head * H;
     for (int64_t start = 0; start <= position; start += kKeyBlock) {
-      attend_block(queries, k.data(), v.data(), pages, start, position + 1);
+      int64_t offsets[kKeyBlock];
+      pages.block(start, position + 1, offsets);
+      fetch_block(keys, values, offsets, H);
+      attend_block(queries, keys, values, start, offsets, scale);
     }
     for (int64_t g = 0; g < G; ++g) {
       queries.finish(g, out.data() + g * H);
-      expect_attention(q.data() + g * H, k.data() + kv_head * H, v.data() + kv_head * H,
-                       position, K * H, H, out.data() + g * H,
+      expect_attention(scaled.data() + g * H, k.data() + kv_head * H,
+                       v.data() + kv_head * H, position, K * H, H, out.data() + g * H,
                        shape<T>("attend", {G, H, page_size, position}));
     }
   }
@@ -167,7 +213,7 @@ void check_layer(int64_t H, int64_t page_size, int32_t lost_slot, int32_t lost_a
   auto heads = normal<T>(R * (N + 2 * K) * H), norm = normal<T>(H);
   auto angles = normal<float>(R * (H / 2));
   auto k = normal<T>(P * page_size * K * H), v = normal<T>(P * page_size * K * H);
-  Array<T> out(R * N * H);
+  auto out = untouched<T>(R * N * H);
   Array<int32_t> table(S * M), slots(R), positions(R);
   int32_t pages[] = {2, 3, 0, 1}, at[] = {0, 0, 1, lost_at, 1 << 30};
   int32_t owners[] = {0, 1, 1, lost_slot, -7};
@@ -178,29 +224,73 @@ void check_layer(int64_t H, int64_t page_size, int32_t lost_slot, int32_t lost_a
   Layer<T> layer{heads.data(), norm.data(), norm.data(), angles.data(), angles.data(),
                  k.data(), v.data(), out.data(), N, K, H, 0.1f, 1e-6f};
   LatePool pool;
-  attend_rows(pool, layer, rows, R);
+  Team<LatePool> team(pool);
+  Attention<LatePool, T>(team, rows, K, N / K, H).run(layer);
   for (int64_t i = 0; i < R * N * H; ++i) {
     float value = to_float(out[i]);
     int64_t r = i / (N * H);
-    expect(r < 3 ? std::isfinite(value) : r == 3 ? std::isnan(value) : value == 0,
+    expect(r < 3 ? std::isfinite(value) : r == 3 ? std::isnan(value) : value == -77,
            shape<T>("layer", {H, page_size, lost_slot, lost_at, i}));
   }
 }
 
 // Rows that point past either end of the table, live and dead.
 template <typename T>
-void check_take_rows(int64_t D) {
+void check_take_rows(int64_t D, bool is_packed) {
   auto table = normal<T>(3 * D);
+  auto packed = pack(table, 3, D);
   Array<int32_t> index(5);
   int32_t entries[] = {2, -1, 3, 0, 1 << 30};
   std::memcpy(index.data(), entries, sizeof entries);
-  Array<T> out(5 * D);
-  take_rows(table.data(), index.data(), out.data(), 5, 4, 3, D);
+  auto out = untouched<T>(5 * D);
+  Table<T> from{is_packed ? nullptr : table.data(), {packed.data(), 3, D}};
+  take_rows(from, index.data(), out.data(), 4);
   for (int64_t i = 0; i < 5 * D; ++i) {
     int64_t r = i / D;
     float value = to_float(out[i]), from = to_float(table[(r == 0 ? 2 * D : 0) + i % D]);
-    bool fine = r == 4 ? value == 0 : r % 3 == 0 ? value == from : std::isnan(value);
-    expect(fine, shape<T>("take_rows", {D, i}));
+    bool fine = r == 4 ? value == -77 : r % 3 == 0 ? value == from : std::isnan(value);
+    expect(fine, shape<T>("take_rows", {D, is_packed, i}));
+  }
+}
+
+// A model of two layers, the last active row without a page: in bounds, and what is
+// written is finite or NaN as it should be.
+template <typename T>
+void check_step(int64_t D, int64_t F) {
+  constexpr int64_t R = 4, live = 3, V = 21, N = 4, K = 2, H = 6, P = 3, C = 2, L = 2;
+  auto matrix = [](int64_t rows, int64_t columns) {
+    auto w = normal<T>(rows * columns, 0.3f);
+    return pack(w, rows, columns);
+  };
+  auto embed = matrix(V, D), qkv = matrix((N + 2 * K) * H, D), o = matrix(D, N * H);
+  auto gate_up = matrix(2 * F, D), down = matrix(D, F);
+  auto norm = normal<T>(std::max(D, H)), angles = normal<float>(R * (H / 2));
+  auto k = normal<T>(P * C * K * H), v = normal<T>(P * C * K * H);
+  int32_t tokens[] = {0, V - 1, 3, 1 << 30}, slots[] = {0, 0, 1, -5};
+  int32_t positions[] = {1, 2, 0, 99}, table[] = {2, 0, 3, 3};
+  auto logits = untouched<float>(R * V);
+  auto features = untouched<T>(R * 2 * D);
+  Panels<T> head{embed.data(), V, D};
+  StepLayer<T> layer{norm.data(), norm.data(), norm.data(), norm.data(),
+                     {qkv.data(), (N + 2 * K) * H, D}, {o.data(), D, N * H},
+                     {gate_up.data(), 2 * F, D}, {down.data(), D, F}, k.data(), v.data()};
+  Step<T> step{tokens, {nullptr, head}, {layer, layer}, norm.data(), head,
+               Rows{table, slots, positions, 2, 2, P, C, live}, angles.data(),
+               angles.data(), N, K, H, 0.4f, 1e-6f, {L, 0}, logits.data(),
+               features.data()};
+  LatePool pool;
+  run_step(pool, step);
+  for (int64_t i = 0; i < R * V; ++i) {
+    int64_t r = i / V;
+    bool fine = r < 2    ? std::isfinite(logits[i])
+                : r == 2 ? std::isnan(logits[i])
+                         : logits[i] == -77;
+    expect(fine, shape<T>("step", {D, F, i}));
+  }
+  for (int64_t d = 0; d < D; ++d) {
+    float entry = to_float(features[D + d]), word = to_float(embed[d / kWord<T> * kPanel *
+                                                             kWord<T> + d % kWord<T>]);
+    expect(entry == word, shape<T>("features", {D, F, d}));
   }
 }
 
@@ -231,7 +321,11 @@ void check_grid() {
       check_gate<T>(3, 2, K, N);
     }
   }
-  for (int64_t D : {1, 7, 64}) check_take_rows<T>(D);
+  for (int64_t D : {1, 7, 64}) {
+    for (bool is_packed : {false, true}) check_take_rows<T>(D, is_packed);
+  }
+  check_step<T>(10, 7);
+  check_step<T>(32, 48);
   check_project<T>(3, 0, 7, 5);
   check_project<T>(3, 3, 0, 5);
   check_project<T>(3, 3, 7, 0);
@@ -254,13 +348,15 @@ void check_grid() {
   }
 }
 
-// A weight matrix that is one element short.
+// Panels that are one element short.
 void overrun() {
-  auto x = normal<float>(2 * 32), w = normal<float>(5 * 32 - 1);
-  float y[kGroup * kPanel];
+  auto x = normal<float>(2 * 32), w = normal<float>(2 * kPanel * 32 - 1);
+  float sums[2 * 2 * kPanel];
+  SideBySide<float> rows(2, 32);
+  std::vector<float> scratch(32);
   const float* none = nullptr;
-  multiply(pack_rows(x.data(), none, 2, 32, 0.0f), 0, w.data(), 32, 5,
-           false, y);
+  set_rows(x.data(), none, 2, 32, 0.0f, scratch.data(), rows);
+  multiply(rows.group(0), 2, w.data(), 2, rows.words(), sums, 2 * kPanel);
 }
 
 // Arithmetic that overflows.

@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "row_attention.h"
+#include "step.h"
+#include "team.h"
 
 namespace spec_jax {
 namespace {
@@ -27,11 +29,16 @@ struct Threads {
 
 bool loops_are_whole() {
   bool fine = true;
-  for (int64_t count : {0, 1, 2, 3, 50}) {
+  for (int64_t grain : {1, 3}) {
     Threads threads;
-    for (int round = 0; round < 20; ++round) {
-      std::vector<int> done(count + 1);
-      parallel_for(threads, count, [&](int64_t i) { done[i] += 1; });
+    Team<Threads> team(threads);
+    for (int round = 0; round < 60; ++round) {
+      int64_t count = round * round % 51;  // One loop after the other, of any size.
+      std::vector<int> done(count + 1), by(team.size());
+      team.run(count, grain, [&](int64_t i, int64_t end, int64_t worker) {
+        by[worker] += 1;  // Each worker is one thread.
+        for (; i < end; ++i) done[i] += 1;
+      });
       for (int64_t i = 0; i < count; ++i) fine = fine && done[i] == 1;
       fine = fine && done[count] == 0;
     }
@@ -44,7 +51,7 @@ void race() {
   Threads threads;
   std::atomic<int> begun{0};
   int64_t total = 0;
-  parallel_for(threads, 2, [&](int64_t i) {
+  Team<Threads>(threads).run(2, 1, [&](int64_t i, int64_t, int64_t) {
     begun.fetch_add(1, std::memory_order_relaxed);
     while (begun.load(std::memory_order_relaxed) < 2) std::this_thread::yield();
     total += i;
@@ -63,9 +70,45 @@ bool heads_are_apart() {
                     angles.data(), k.data(), v.data(), out.data(), N, K, H, 0.25f,
                     1e-6f};
   Threads threads;
-  for (int round = 0; round < 5; ++round) attend_rows(threads, layer, rows, R);
+  for (int round = 0; round < 5; ++round) {
+    Team<Threads> team(threads);
+    Attention<Threads, bf16>(team, rows, K, N / K, H).run(layer);
+  }
   bool fine = true;
   for (bf16 value : out) fine = fine && to_float(value) == 0.5f;
+  return fine;
+}
+
+// One loop after the other on one team: what a helper reads was written by another.
+bool steps_are_alike() {
+  constexpr int64_t R = 5, D = 64, F = 640, V = 640, N = 16, K = 8, H = 16, P = 2, C = 8;
+  constexpr int64_t kHeads = (N + 2 * K) * H;
+  auto matrix = [](int64_t rows, int64_t columns) {
+    std::vector<float> w(panels_of(rows) * kPanel * columns);
+    for (size_t i = 0; i < w.size(); ++i) w[i] = (i * 7919 % 101 - 50.0f) / 400;
+    return w;
+  };
+  auto embed = matrix(V, D), qkv = matrix(kHeads, D), o = matrix(D, N * H);
+  auto gate_up = matrix(2 * F, D), down = matrix(D, F);
+  std::vector<float> norm(F, 1.0f), angles(R * H / 2, 0.7f), first;
+  int32_t tokens[] = {1, 2, 3, 4, 5}, table[] = {1, 0}, slots[] = {0, 0, 0, 0, 0};
+  int32_t positions[] = {0, 1, 2, 3, 4};
+  bool fine = true;
+  for (int round = 0; round < 8; ++round) {
+    std::vector<float> k(P * C * K * H), v(P * C * K * H), logits(R * V);
+    StepLayer<float> layer{norm.data(), norm.data(), norm.data(), norm.data(),
+                           {qkv.data(), kHeads, D}, {o.data(), D, N * H},
+                           {gate_up.data(), 2 * F, D}, {down.data(), D, F},
+                           k.data(), v.data()};
+    Panels<float> head{embed.data(), V, D};
+    Step<float> step{tokens, {nullptr, head}, {layer, layer}, norm.data(), head,
+                     Rows{table, slots, positions, 1, P, P, C, R}, angles.data(),
+                     angles.data(), N, K, H, 0.25f, 1e-6f, {}, logits.data(), nullptr};
+    Threads threads;
+    run_step(threads, step);
+    if (round == 0) first = logits;
+    fine = fine && logits == first;
+  }
   return fine;
 }
 
@@ -74,7 +117,8 @@ bool heads_are_apart() {
 
 int main(int count, char** arguments) {
   if (count > 1 && std::strcmp(arguments[1], "race") == 0) spec_jax::race();
-  bool fine = spec_jax::loops_are_whole() && spec_jax::heads_are_apart();
+  bool fine = spec_jax::loops_are_whole() && spec_jax::heads_are_apart() &&
+              spec_jax::steps_are_alike();
   std::puts(fine ? "no races" : "wrong");
   return fine ? 0 : 1;
 }

@@ -49,7 +49,6 @@ def assert_rows_alone(isa, slab, *, attend=run):
         poisoned = slab.rows(np.where(which < live, which, -1))
         out, *after = attend(isa, poisoned, live)
         testing.assert_same_bits(out[:live], alone[:live], what=f"{live} live")
-        assert not out[live:].any()
     testing.assert_same_bits(after, list(pools))
     backwards = np.arange(slab.num_rows)[::-1]
     out, *after = attend(isa, slab.rows(backwards))

@@ -40,7 +40,6 @@ def test_a_row_is_that_row_alone(rng, isa, dtype, K, F):
         poisoned = np.where(np.arange(16)[:, None] < live, x, np.nan).astype(x.dtype)
         together = run(isa, poisoned, *weights, live=live)
         testing.assert_same_bits(together[:live], alone[:live], what=f"{live} live")
-        assert not together[live:].any()
     rolled = run(isa, np.roll(x, 5, axis=0), *weights)
     testing.assert_same_bits(rolled, np.roll(alone, 5, axis=0))
 

@@ -58,7 +58,6 @@ def assert_rows_alone(isa, x, residual, weights, *, project=_project):
         poisoned = [np.where(dead, np.nan, a).astype(a.dtype) for a in (x, residual)]
         together = call(*poisoned, live=live)
         testing.assert_same_bits(together[:live], alone[:live], what=f"{live} live")
-        assert not together[live:].any()
     for shift in (1, 5, 11):
         rolled = call(np.roll(x, shift, axis=0), np.roll(residual, shift, axis=0))
         testing.assert_same_bits(rolled, np.roll(alone, shift, axis=0), what="rolled")

@@ -12,6 +12,7 @@ import pathlib
 import jax
 import native_oracle as oracle
 import numpy as np
+import test_native_step
 
 from spec_jax.native import calls
 
@@ -54,6 +55,12 @@ def computations(rng):
         )  # fmt: skip
         attend = functools.partial(calls.attend, eps=1e-6, scale=0.2)
         yield f"attend {dtype}", jax.jit(attend), slab.arguments()
+        # Wide enough for each of its operations to be shared.
+        config, params = test_native_step.make(
+            dtype, intermediate_size=600, vocab_size=700, num_heads=24, num_kv_heads=8
+        )
+        step = functools.partial(test_native_step.run, config, params)
+        yield f"step {dtype}", step, {"live": 6}
 
 
 def split_over_threads(x, w, pieces: int):

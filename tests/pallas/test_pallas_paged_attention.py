@@ -134,8 +134,8 @@ def test_each_split_of_each_row_is_one_job(rng, branch):
         slots = rng.integers(-1, S + 1, R).astype(np.int32)
         positions = rng.integers(-1, M * 8 + 2, R).astype(np.int32)
         at = positions[:, None] + np.arange(1 - branch, 1, dtype=np.int32)
-        ancestors = {"ancestors": at} if branch else {}
-        jobs = make(table, slots, positions, np.int32(live), **ancestors)
+        branch = {"branch": at} if branch else {}
+        jobs = make(table, slots, positions, np.int32(live), **branch)
         lengths = np.asarray(jobs.lengths)
         lost = (slots < 0) | (slots >= S) | (positions < 0) | (positions >= M * 8)
         lost |= (slots == 0) & (positions >= 32)

@@ -1,0 +1,169 @@
+// Threads that share the loops of one call: of XLA's pool, or of a test's.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace spec_jax {
+
+// Waiting costs nothing that another thread could use: at first the other half of a
+// core, and after a while the core, since more threads may run than there are cores.
+inline void relax(int64_t round) {
+#if defined(__x86_64__)
+  if (round < 1000) return _mm_pause();
+#endif
+  std::this_thread::yield();
+}
+
+// Indices of one loop that one thread takes from the front, in order, while others may
+// take them from the back. The loop's number is part of what is compared: whoever comes
+// late from an earlier loop gets nothing of a later one.
+class alignas(64) IndexRange {
+ public:
+  void set(uint64_t loop, int64_t begin, int64_t end) {
+    bounds_.store(pack(loop, begin, end), std::memory_order_release);
+  }
+
+  // Up to `grain` indices that nobody else gets; none left: an empty range.
+  bool take(uint64_t loop, int64_t grain, bool from_front, int64_t& begin,
+            int64_t& end) {
+    uint64_t bounds = bounds_.load(std::memory_order_acquire);
+    for (;;) {
+      int64_t first = bounds >> kBits & kMask, last = bounds & kMask;
+      if (first >= last || bounds >> 2 * kBits != (loop & 0xffff)) return false;
+      int64_t count = std::min(grain, last - first);
+      begin = from_front ? first : last - count;
+      end = begin + count;
+      uint64_t rest = from_front ? pack(loop, end, last) : pack(loop, first, begin);
+      if (bounds_.compare_exchange_weak(bounds, rest, std::memory_order_acq_rel,
+                                        std::memory_order_acquire)) {
+        return true;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kBits = 24;
+  static constexpr uint64_t kMask = (1 << kBits) - 1;
+  static uint64_t pack(uint64_t loop, uint64_t begin, uint64_t end) {
+    return (loop & 0xffff) << 2 * kBits | begin << kBits | end;
+  }
+  std::atomic<uint64_t> bounds_{0};
+};
+
+// The caller, and threads of a pool that come to help with one loop after the other
+// until the team is gone. The caller never waits for a helper that has not begun, so a
+// busy pool cannot stall it. Helpers are asked for once, when there is a loop to share:
+// between loops they wait without sleeping, since the next one is microseconds away.
+template <typename Pool>
+class Team {
+ public:
+  // Indices from `begin` to `end`, for the worker of that number.
+  using Body = std::function<void(int64_t begin, int64_t end, int64_t worker)>;
+
+  explicit Team(Pool& pool) : pool_(pool), size_(std::max<int64_t>(pool.num_threads(), 1)) {}
+  Team(const Team&) = delete;
+  ~Team() {
+    if (shared_) shared_->loop.store(kNoMore, std::memory_order_release);
+  }
+
+  // Workers, with numbers from 0: each is one thread as long as the team lives.
+  int64_t size() const { return size_; }
+
+  // Calls `body` for all of [0, count), fewer than 2^24, at most `grain` of them at a
+  // time, each once, on any thread and in any order: calls must not depend on each
+  // other, and must not throw. Returns when all are done. Each worker walks a range of
+  // its own, which it is given again in the next loop of the same size, so that what it
+  // reads may still be in its caches; then it helps with the others'.
+  void run(int64_t count, int64_t grain, const Body& body) {
+    if (size_ == 1 || count <= grain) {
+      for (int64_t i = 0; i < count; i += grain) body(i, std::min(i + grain, count), 0);
+      return;
+    }
+    if (!shared_) gather();
+    Shared& shared = *shared_;
+    shared.body = &body;
+    shared.grain.store(grain, std::memory_order_relaxed);
+    shared.done.store(0, std::memory_order_relaxed);
+    ++loop_;
+    for (int64_t i = 0; i < size_; ++i) {
+      shared.ranges[i].set(loop_, count * i / size_, count * (i + 1) / size_);
+    }
+    shared.loop.store(loop_, std::memory_order_release);
+    shared.work(loop_, 0);
+    for (int64_t round = 0; shared.done.load(std::memory_order_acquire) < count;) {
+      relax(round++);
+    }
+  }
+
+ private:
+  static constexpr uint64_t kNoMore = ~uint64_t{0};
+
+  // Helpers that begin late find nothing left, and must still find this. `body` is gone
+  // by then: it lives until all indices are done, and is reached only for one.
+  struct Shared {
+    std::vector<IndexRange> ranges;
+    const Body* body = nullptr;
+    std::atomic<int64_t> grain{1}, done{0}, joined{1};
+    std::atomic<uint64_t> loop{0};
+    explicit Shared(int64_t workers) : ranges(workers) {}
+
+    void work(uint64_t number, int64_t worker) {
+      int64_t workers = ranges.size(), finished = 0, begin, end;
+      int64_t most = grain.load(std::memory_order_relaxed);
+      for (int64_t offset = 0; offset < workers; ++offset) {
+        IndexRange& range = ranges[(worker + offset) % workers];
+        while (range.take(number, most, offset == 0, begin, end)) {
+          (*body)(begin, end, worker);
+          finished += end - begin;
+        }
+      }
+      if (finished > 0) done.fetch_add(finished, std::memory_order_release);
+    }
+
+    void help() {
+      int64_t worker = joined.fetch_add(1, std::memory_order_relaxed);
+      uint64_t before = 0;
+      for (int64_t round = 0;;) {
+        uint64_t now = loop.load(std::memory_order_acquire);
+        if (now == kNoMore) return;
+        if (now == before) {
+          relax(round++);
+          continue;
+        }
+        work(now, worker);
+        before = now;
+        round = 0;
+      }
+    }
+  };
+
+  void gather() {
+    shared_ = std::make_shared<Shared>(size_);
+    try {
+      for (int64_t i = 1; i < size_; ++i) {
+        pool_.Schedule([shared = shared_] { shared->help(); });
+      }
+    } catch (const std::bad_alloc&) {
+      // Fewer helpers: the others' ranges are taken by those that came.
+    }
+  }
+
+  Pool& pool_;
+  int64_t size_;
+  uint64_t loop_ = 0;
+  std::shared_ptr<Shared> shared_;
+};
+
+}  // namespace spec_jax

@@ -1,0 +1,134 @@
+"""`calls.step`: one call has the bits of the operations one by one."""
+
+import functools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.model import params as params_lib, qwen3, row_model
+from spec_jax.native import calls
+from spec_jax.paging import allocator
+
+
+SLAB = 9
+TAPS = (0, 2, 1)
+
+
+def make(dtype, **changes):
+    config = decoding.make_config(dtype=dtype, num_layers=2, **changes)
+    params = params_lib.init(jax.random.key(3), config, stddev=0.1)
+    return config, params_lib.prepare(params, "native")
+
+
+def run(config, params, live, *, observe=None, with_logits=True):
+    """Logits, features and pools after two slabs of two slots."""
+    model = row_model.RowModel(config=config, impl="native", slab=SLAB)
+    kv = model.new_slots(2, capacity=24, page_size=8)
+    for slot in range(2):
+        kv = allocator.reserve(kv, slot, jnp.int32(20))
+    forward = jax.jit(
+        functools.partial(
+            qwen3.forward_rows,
+            config=config,
+            impl="native",
+            taps=TAPS,
+            with_logits=with_logits,
+            observe=observe,
+        )
+    )
+    found = []
+    for start in (0, SLAB):
+        rows = qwen3.Rows(
+            tokens=start + jnp.arange(SLAB, dtype=jnp.int32),
+            slots=jnp.arange(SLAB, dtype=jnp.int32) // 5,
+            positions=start // 2 + jnp.arange(SLAB, dtype=jnp.int32) % 5,
+            num_active=jnp.int32(live),
+        )
+        kv, outputs = forward(params, rows=rows, kv=kv)
+        found += [outputs.logits[:live], outputs.features[:live]]
+    return jax.tree.map(np.asarray, (found, kv.k, kv.v))
+
+
+@pytest.mark.parametrize("live", [1, 6, 9])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_is_its_operations(dtype, live):
+    """Fails if the step leaves out an operation, or rounds or sums otherwise."""
+    config, params = make(dtype)
+    one_by_one = run(config, params, live, observe=lambda layer, name, value: value)
+    testing.assert_same_bits(run(config, params, live), one_by_one)
+
+
+def test_without_logits_the_rest_is_the_same():
+    """Fails if leaving out the head changes keys, values or features."""
+    config, params = make("bfloat16")
+    whole, *pools = run(config, params, 4)
+    less, *same = run(config, params, 4, with_logits=False)
+    testing.assert_same_bits(same, pools)
+    testing.assert_same_bits(less[1::2], whole[1::2])
+    assert [logits.shape for logits in less[::2]] == [(0, config.vocab_size)] * 2
+
+
+def test_a_head_of_its_own():
+    """Fails if the embedding is the head where there is another."""
+    config, params = make("float32", tie_word_embeddings=False)
+    assert isinstance(params.embed, jax.Array)
+    one_by_one = run(config, params, 3, observe=lambda layer, name, value: value)
+    testing.assert_same_bits(run(config, params, 3), one_by_one)
+
+
+def test_an_operation_that_differs_is_caught():
+    """Negative control: a residual of a layer that is one bit off."""
+    config, params = make("float32")
+
+    def planted(layer, name, value):
+        if layer == 1 and name == "attention_residual":
+            return jnp.nextafter(value, jnp.float32(9))
+        return value
+
+    one_by_one = run(config, params, 3, observe=planted)
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(run(config, params, 3), one_by_one)
+
+
+def test_refusals():
+    """Fails if the kernel is let loose on weights of another shape or form."""
+    config, params = make("float32")
+    layers = [
+        calls.LayerWeights(**{n: getattr(layer, n) for n in calls.LayerWeights._fields})
+        for layer in params.layers
+    ]
+    pool = jnp.zeros((3, 8, config.num_kv_heads, config.head_dim))
+    number = jnp.zeros((2,), jnp.int32)
+    angle = jnp.zeros((2, config.head_dim // 2))
+    arguments = {
+        "tokens": number,
+        "embed": params.embed,
+        "layers": layers,
+        "final_norm": params.final_norm,
+        "head": None,
+        "pages": [(pool, pool)] * 2,
+        "cos": angle,
+        "sin": angle,
+        "page_table": number[None],
+        "slots": number,
+        "positions": number,
+        "num_active": jnp.int32(1),
+        "taps": (),
+        "with_logits": True,
+        "eps": 1e-6,
+        "scale": 1.0,
+    }
+    bad = layers[0]._replace(down=layers[0].gate_up)
+    for change, error, message in (
+        ({"taps": (3,)}, ValueError, r"taps=\(3,\) of 2 layers"),
+        ({"cos": angle[:1]}, ValueError, "cos has shape"),
+        ({"layers": [layers[0], bad]}, ValueError, "down has shape"),
+        ({"pages": [(pool, pool[:2])] * 2}, ValueError, "v_pages has shape"),
+        ({"embed": jnp.zeros(params.embed.shape)}, ValueError, "of panels"),
+    ):
+        with pytest.raises(error, match=message):
+            calls.step(**(arguments | change))
