@@ -16,7 +16,7 @@ import pytest
 import xla_fusions
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.h100]
 
 LAYER = (
     "rms_norm",
