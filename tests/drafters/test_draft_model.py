@@ -16,10 +16,11 @@ from spec_jax.model import prompt as prompt_lib
 from spec_jax.testing import bench
 
 
-SLOTS = pytest.mark.parametrize("num_slots", [1, 3])
+SLOTS = pytest.mark.parametrize(
+    "num_slots", [pytest.param(1, marks=pytest.mark.slow), 3]
+)
 BENCH = decoding.quickest_bench(GAMMA_MAX)
-NEARLY = decoding.perturbed(SMALL.weights, 0.02)
-"""A draft that is right and wrong by turns: the target's weights, and noise."""
+NEARLY = decoding.NEARLY_TARGET
 
 WARM = (("temperature", 1.5), ("top_k", 40))
 

@@ -71,13 +71,14 @@ def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name, num_slots):
 def updated(name, slots, fault=lambda told: told):
     """What a policy is after the rounds that one slot's counters tell of."""
     made, learnt = make(name)
+    update = jax.jit(made.update)
     told, before = [], (0, 0)
     for after in slots:
         counts = int(after.num_proposed), int(after.num_accepted)
         told.append(tuple(a - b for a, b in zip(counts, before, strict=True)))
         before = counts
     for drafted, accepted in fault(told):
-        learnt = made.update(
+        learnt = update(
             learnt,
             gamma=jnp.int32(drafted),
             num_drafted=jnp.int32(drafted),

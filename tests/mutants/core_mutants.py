@@ -120,7 +120,7 @@ KERNELS = (
 )
 
 _TRUNCATE = "paging/test_allocator.py::test_truncate_at_page_boundaries"
-_FIXED_WALK = "paging/test_random_walk.py::test_the_fixed_walk_passes"
+_FIXED_WALK = "paging/test_random_walk.py::test_the_fixed_walk_passes[paged]"
 _EACH = "paging/test_each_slot.py::test_a_fixed_walk[paged]"
 
 PAGES = (

@@ -43,7 +43,7 @@ ROUNDS = (
         _ROUND,
         "jnp.clip(proposal.num_drafted, 0, gamma)",
         "proposal.num_drafted",
-        "engine/test_liars.py::test_no_proposal_makes_the_output_wrong[coupled-False-1]",
+        "engine/test_liars.py::test_no_proposal_makes_the_output_wrong[coupled-False-3]",
     ),
     Mutant(
         "a policy takes all drafts for kept",
@@ -120,7 +120,7 @@ DRAFTERS = (
         "drafters.draft_model:SlotDraftModel.commit",
         "length - 1)",
         "length)",
-        "drafters/test_draft_model.py::test_a_rejected_draft_leaves_nothing_behind[1]",
+        "drafters/test_draft_model.py::test_a_rejected_draft_leaves_nothing_behind[3]",
     ),
     Mutant(
         "rejected drafts stay in a slot's draft cache",
