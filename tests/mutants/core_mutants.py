@@ -142,8 +142,8 @@ PAGES = (
     Mutant(
         "a padding row is written to the last page",
         "ops.page_write:page_write",
-        "< num_active, at, num_pages)",
-        "< num_active, at, -1)",
+        "num_active, at, num_pages",
+        "num_active, at, -1",
         "paging/test_cache.py::test_nothing_else_is_written",
     ),
     Mutant(
