@@ -98,6 +98,19 @@ def test_stop_tokens_anywhere_in_the_window(num_slots):
     assert len(ended) > 5
 
 
+def test_padding_is_no_stop_token():
+    """Fails if what fills an outcome after its tokens ends the sequence.
+
+    The padding is a token of the vocabulary, and may be the one that stops.
+    """
+    text = decoding.text(decoding.decoded(SMALL, Ask()))
+    assert acceptance.PAD not in text[len(PROMPT) :]
+    state = decoding.run(SMALL, [Ask(run=1, stop_ids=(acceptance.PAD,))])
+    one = decoding.slot_of(state)
+    assert one.num_accepted < one.num_proposed  # There was padding.
+    assert decoding.text(state) == text
+
+
 @SLOTS
 def test_max_tokens_is_met_exactly(num_slots):
     """Fails if a window runs past the limit, or stops before it."""
