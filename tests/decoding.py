@@ -343,6 +343,15 @@ def text(state, slot: int = 0) -> list[int]:
     return np.asarray(state.tokens)[: int(state.length)].tolist()
 
 
+def assert_in_place(compiled: jax.stages.Compiled, kv: paged.PagedKV) -> None:
+    """Raises if a program copies the pool that it is given: it must be aliased, and
+    nothing near its size temporary."""
+    pool_bytes = sum(x.nbytes for x in (*kv.k, *kv.v))
+    usage = compiled.memory_analysis()
+    assert usage.alias_size_in_bytes >= pool_bytes
+    assert usage.temp_size_in_bytes < pool_bytes / 8
+
+
 def check_cache(kv: paged.PagedKV) -> None:
     """The invariant of the pages, of either kind of cache; nothing was refused."""
     is_static = isinstance(kv, static.StaticKV)
