@@ -51,7 +51,7 @@ def assert_as_decoded(finished, asks=ASKS) -> None:
 
 
 def with_free_pages(state, num_free):
-    """The state, with so many pages free: somebody else holds the rest."""
+    """The state, with so many pages free: the rest is held back."""
     replaced = {
         name: getattr(state, name).replace(num_free=jnp.int32(num_free))
         for name in ("cache", "memory")
@@ -154,7 +154,7 @@ def test_requests_wait_for_pages():
     with admissions() as running:
         finished = finish(scheduler=scheduler, state=state)
     assert_as_decoded(finished)
-    # Some have nobody beside them, and some do.
+    # Some run alone, and some beside others.
     assert [] in running[1:] and any(running)
 
 

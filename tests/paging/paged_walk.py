@@ -206,7 +206,7 @@ class Walk:
         self._check_tokens()
         if name in ("truncate", "release"):
             self._poison()
-        # The flag stays until somebody looks at it; the next step has its own.
+        # The flag stays until it is cleared; the next step has its own.
         self.kv = self.kv.replace(refused=before.refused)
         return outcome
 

@@ -1,6 +1,6 @@
 """Thousands of random operations on a cache, and faults that they must find.
 
-What is compared after every operation stands in `paged_walk`.
+`paged_walk` says what is compared after every operation.
 """
 
 import collections
