@@ -31,11 +31,7 @@ from spec_jax.paging import allocator, cache
 
 
 def make(name: str, model: row_model.RowModel):
-    """The `RowTarget` of a verify path, on the model's caches.
-
-    Raises:
-      ValueError: no verify path of that name.
-    """
+    """The `RowTarget` of a verify path, on the model's caches."""
     if name not in PATHS:
         raise ValueError(f"verify path {name!r} is not one of {', '.join(PATHS)}")
     return PATHS[name](model=model)
@@ -204,25 +200,25 @@ class OneSlot(rows.SlotRows):
 
     Attributes:
       model: allocates and prefills.
-      path: runs the rows of a window, on the caches of `model`.
     """
 
     num_slots: int = 1
-    path: baseline.RowTarget
+    path: baseline.RowTarget  # runs the rows of a window, on the caches of `model`
 
     def verify(
         self, params: params_lib.Params, kv: cache.PagedKV, window: protocols.Window
     ) -> tuple[cache.PagedKV, protocols.Verified]:
         """Runs the active columns by the path; see `protocols.Target`."""
-        num_active = window.num_active[0]
         kv, logits = self.path.forward(
             params,
             kv,
             tokens=window.tokens[0],
             start=window.start[0],
-            num_active=num_active,
+            num_active=window.num_active[0],
         )
-        return kv, in_one_slot(logits, window)
+        failed = self.path.is_out_of_pages(kv)
+        num_active = jnp.where(failed, 0, window.num_active)
+        return kv, in_one_slot(logits, window.replace(num_active=num_active))
 
     def choose(
         self, logits: Float[Array, "P V"], num_active: Int[Array, ""]

@@ -35,21 +35,16 @@ STRIDE = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundCosts:
-    """Seconds of the parts of a round, of one drafter.
+    """Seconds of the parts of a round, of one drafter."""
 
-    Attributes:
-      plain_s: a step of plain decoding.
-      verify_s: the target's forward over `1 .. gamma_max + 1` active rows.
-      idle_s: a round that asks for no draft.
-      propose_s: a proposal of 0, of 1 and of `gamma_max` tokens.
-      catch_up_s: by which a token that the drafter sat out delays its next proposal,
-        as `gamma.simulation` takes it; None where it was not timed.
-    """
-
-    plain_s: float
+    plain_s: float  # a step of plain decoding
+    # The target's forward over `1 .. gamma_max + 1` active rows.
     verify_s: tuple[float, ...]
-    idle_s: float
+    idle_s: float  # a round that asks for no draft
+    # A proposal of 0, of 1 and of `gamma_max` tokens
     propose_s: tuple[float, float, float]
+    # By which a token that the drafter sat out delays its next proposal, as
+    # `gamma.simulation` takes it; None where it was not timed
     catch_up_s: float | None = None
 
     @property

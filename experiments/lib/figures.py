@@ -35,9 +35,6 @@ def save(figure: Figure, path: pathlib.Path, *, rows: Sequence[Row]) -> None:
 
     Args:
       rows: those that the figure was drawn from.
-
-    Raises:
-      ValueError: a path that cannot be written, or an unknown suffix.
     """
     metadata = None
     if path.suffix == ".svg":

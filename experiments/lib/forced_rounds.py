@@ -38,14 +38,13 @@ class Runs:
 
     Attributes:
       start, limit: lengths before and after a generation.
-      tokens: `[max_len]`, a random text of which `start` tokens count.
       target_kv, draft_kv: caches, handed on from run to run.
     """
 
     lm: loading.LanguageModel
     start: int
     limit: int
-    tokens: jax.Array
+    tokens: jax.Array  # `[max_len]`, a random text of which `start` tokens count
     target_kv: Any
     draft_kv: Any
 

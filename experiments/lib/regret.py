@@ -31,20 +31,16 @@ ADAPTIVE = tuple(name for name in policies.POLICIES if name != "fixed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy, and the state that its first text begins with.
-
-    Attributes:
-      gamma: tokens that are drafted a round, at most.
-      is_fixed: whether it is a constant gamma, one of those that regret is against.
-      lm: with a drafter of its own, which ends drafts by itself; it cannot be
-        simulated. None: that of all others.
-    """
+    """A policy, and the state that its first text begins with."""
 
     name: str
-    gamma: int
+    gamma: int  # tokens that are drafted a round, at most
     gamma_policy: policy.GammaPolicy
     state: policy.State
+    # Whether it is a constant gamma, one of those that regret is against
     is_fixed: bool
+    # With a drafter of its own, which ends drafts by itself; it cannot be simulated.
+    # None: that of all others.
     lm: loading.LanguageModel | None = None
 
 
@@ -187,14 +183,10 @@ def row(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveSet:
-    """Seconds of decoding a set of texts, without prefill, by candidate and repeat.
+    """Seconds of decoding a set of texts, without prefill, by candidate and repeat."""
 
-    Attributes:
-      seconds: by the candidate's name, or `PLAIN`.
-      matched: whether all tokens of the candidate are those of plain decoding.
-    """
-
-    seconds: Mapping[str, Sequence[float]]
+    seconds: Mapping[str, Sequence[float]]  # by the candidate's name, or `PLAIN`
+    # Whether all tokens of the candidate are those of plain decoding
     matched: Mapping[str, bool]
 
 

@@ -21,23 +21,15 @@ greedy texts of small models repeat themselves."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One generated text.
-
-    Attributes:
-      how: the settings that drew it, in words.
-      run: the speculative run.
-      plain: tokens of plain decoding under the same settings.
-      is_measured: whether the metrics count this run.
-      is_exact: whether the text is to be that of plain decoding.
-    """
+    """One generated text."""
 
     prompt_id: str
     prompt_ids: list[int]
-    how: str
-    run: runs.Speculative
-    plain: list[int]
-    is_measured: bool
-    is_exact: bool = True
+    how: str  # the settings that drew it, in words
+    run: runs.Speculative  # the speculative run
+    plain: list[int]  # tokens of plain decoding under the same settings
+    is_measured: bool  # whether the metrics count this run
+    is_exact: bool = True  # whether the text is to be that of plain decoding
 
     @property
     def matched(self) -> bool | None:
@@ -183,17 +175,11 @@ def _coloured(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Marks:
-    """Plain marks: what stands around corrections and bonus tokens.
+    """Plain marks: what stands around corrections and bonus tokens."""
 
-    Attributes:
-      start: stands where the prompt ends.
-      correction: before and after the token.
-      bonus: before and after the token.
-    """
-
-    start: str
-    correction: tuple[str, str]
-    bonus: tuple[str, str]
+    start: str  # stands where the prompt ends
+    correction: tuple[str, str]  # before and after the token
+    bonus: tuple[str, str]  # before and after the token
 
     def all(self) -> tuple[str, ...]:
         """Every mark."""

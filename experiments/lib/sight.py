@@ -7,7 +7,7 @@ from typing import Any
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.lib import mismatches, scenes
+from experiments.lib import mismatches, scenes, tables, terminal
 from spec_jax.debug.microscope import (
     compare,
     faults,
@@ -34,30 +34,21 @@ SAME = "·"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sight:
-    """One look through the microscope: what was run, and what came out.
+    """One look through the microscope: what was run, and what came out."""
 
-    Attributes:
-      name: of the prompt, or of the file that it comes from.
-      scene: of the first side; that of the second differs in the prefix's K/V alone.
-      history: of `scenes.HISTORIES`.
-      prefix: the K/V of both scenes, compared.
-      sides: the two ways to run the scene.
-      layers: those that were looked at.
-      fault: planted in the second side, if any.
-      mismatch: the line that the window comes from, if it does.
-      tokenizer: of the model; None where its folder has none.
-    """
-
-    name: str
+    name: str  # of the prompt, or of the file that it comes from
+    # Of the first side; that of the second differs in the prefix's K/V alone
     scene: scene_lib.Scene
-    history: str
-    prefix: compare.Prefix
-    sides: tuple[scenes.Side, scenes.Side]
-    layers: tuple[int, ...]
-    fault: faults.Fault | None
+    history: str  # of `scenes.HISTORIES`
+    prefix: compare.Prefix  # the K/V of both scenes, compared
+    sides: tuple[scenes.Side, scenes.Side]  # the two ways to run the scene
+    layers: tuple[int, ...]  # those that were looked at
+    fault: faults.Fault | None  # planted in the second side, if any
+    # The line that the window comes from, if it does
     mismatch: mismatches.Mismatch | None
     records: tuple[record_lib.Record, record_lib.Record]
     comparison: compare.Comparison
+    # Of the model; None where its folder has none
     tokenizer: tokenizer_lib.Tokenizer | None
 
     @property
@@ -230,7 +221,7 @@ def print_sight(sight: Sight, console: rich_console.Console) -> None:
             _print_cells(sight, title, names, console)
         console.print(_outside_line(sight), highlight=False)
         _print_growth(sight, console)
-    console.print(_choices_table(sight))
+    _print_choices(sight, console)
 
 
 def _describe(side: scenes.Side) -> str:
@@ -276,24 +267,20 @@ def _print_cells(
     sight: Sight, title: str, names: tuple[str, ...], console: rich_console.Console
 ) -> None:
     """Layers by operations: elements that differ, and the largest distance."""
-    rows = {
-        layer: [sight.comparison.cells[observe.key(layer, name)] for name in names]
+    rows = [
+        {"layer": layer}
+        | {name: sight.comparison.cells[observe.key(layer, name)] for name in names}
         for layer in sight.layers
-    }
-    if not any(cell.differing for cells in rows.values() for cell in cells):
+    ]
+    if not any(row[name].differing for row in rows for name in names):
         console.print(f"{title}: no difference in any layer", highlight=False)
         return
-    table = rich_table.Table(
-        title=f"{title}: elements that differ / at most so many ulp",
-        title_justify="left",
-    )
-    table.add_column("layer", justify="right")
+    # Words apart, so that a narrow terminal breaks the heading and no number.
+    columns: dict[str, tables.Column] = {"layer": "d"}
     for name in names:
-        # Words apart, so that a narrow terminal breaks the heading and no number.
-        table.add_column(name.replace("_", " "), justify="right")
-    for layer, cells in rows.items():
-        table.add_row(str(layer), *map(_cell_text, cells))
-    console.print(table)
+        columns[name.replace("_", " ")] = lambda row, name=name: _cell_text(row[name])
+    title = f"{title}: elements that differ / at most so many ulp"
+    tables.print_rows(rows, columns, console, title=title)
 
 
 def _cell_text(cell: compare.Cell) -> rich_text.Text:
@@ -319,30 +306,33 @@ def _outside_line(sight: Sight) -> str:
     )
 
 
+GROWTH = {
+    "layer": "d",
+    "elements that differ": lambda row: (
+        f"{row['differing']:,d} of {row['elements']:,d}"
+    ),
+    "at most ulp": ("max_ulp", ",d"),
+    "relative": ".1e",
+}
+
+
 def _print_growth(sight: Sight, console: rich_console.Console) -> None:
     """How far the residual has parted, from the first layer where it has."""
-    parted = [step for step in sight.comparison.growth if step.cell.differing]
+    growth = sight.comparison.growth
+    parted = [step.layer for step in growth if step.cell.differing]
     if not parted:
         console.print("growth: the residual that leaves each layer is the same")
         return
-    table = rich_table.Table(title="growth: the residual that leaves a layer")
-    for name in ("layer", "elements that differ", "at most ulp", "relative"):
-        table.add_column(name, justify="right")
-    for step in sight.comparison.growth:
-        if step.layer < parted[0].layer:
-            continue
-        share = step.cell.relative
-        relative = "" if share is None else f"{share:.1e}"
-        table.add_row(
-            str(step.layer),
-            f"{step.cell.differing:,d} of {step.cell.elements:,d}",
-            f"{step.cell.max_ulp:,d}",
-            relative,
-        )
-    console.print(table)
+    rows = [
+        {"layer": step.layer} | _cell_row(step.cell)
+        for step in growth
+        if step.layer >= parted[0]
+    ]
+    title = "growth: the residual that leaves a layer"
+    tables.print_rows(rows, GROWTH, console, title=title)
 
 
-def _choices_table(sight: Sight) -> rich_table.Table:
+def _print_choices(sight: Sight, console: rich_console.Console) -> None:
     """The highest logits of both, row by row."""
     table = rich_table.Table(
         title="highest logits (token, its text: logit), margin in ulp"
@@ -350,16 +340,14 @@ def _choices_table(sight: Sight) -> rich_table.Table:
     for name in ("position", "reference", "margin", "verify", "margin"):
         is_top = name in ("reference", "verify")
         table.add_column(name, justify="left" if is_top else "right")
-    for row, (one, other) in enumerate(sight.comparison.choices):
-        table.add_row(
-            str(sight.scene.start + row),
-            _top_text(sight, one),
-            _margin_text(one),
-            _top_text(sight, other),
-            _margin_text(other),
-            style="bold red" if one.token != other.token else None,
-        )
-    return table
+    for row, both in enumerate(sight.comparison.choices):
+        cells = []
+        for choice in both:
+            margin = terminal.format_value(choice.margin_ulp, ".3g")
+            cells += [_top_text(sight, choice), margin]
+        style = "bold red" if both[0].token != both[1].token else None
+        table.add_row(str(sight.scene.start + row), *cells, style=style)
+    console.print(table)
 
 
 def _top_text(sight: Sight, choice: compare.Choice) -> rich_text.Text:
@@ -373,10 +361,6 @@ def _top_text(sight: Sight, choice: compare.Choice) -> rich_text.Text:
         for text, (token, logit) in zip(quoted, choice.top, strict=True)
     )
     return rich_text.Text("\n".join(lines))
-
-
-def _margin_text(choice: compare.Choice) -> str:
-    return "" if choice.margin_ulp is None else f"{choice.margin_ulp:.3g}"
 
 
 def _flips_line(sight: Sight) -> str:

@@ -44,16 +44,11 @@ NEW_CACHE = "new cache"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes that all thunks share, so that contexts share executables.
+    """Sizes that all thunks share, so that contexts share executables."""
 
-    Attributes:
-      capacity: positions of each cache.
-      steps: steps of one call.
-    """
-
-    capacity: int
+    capacity: int  # positions of each cache
     page_size: int
-    steps: int
+    steps: int  # steps of one call
 
 
 class Box:
@@ -69,22 +64,15 @@ class Box:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """A compiled call, in two parts that can be traced without running.
+    """A compiled call, in two parts that can be traced without running."""
 
-    Attributes:
-      program: what is compiled; contexts, rows and gammas are data, and share it.
-      params: first argument of `run`.
-      prepare: `caches -> state`; not timed. Both donate what they take.
-      run: `(params, state) -> caches, outputs`.
-      calls: how often `run` does what is to be timed.
-    """
-
-    program: str
-    params: Any
+    program: str  # what is compiled; contexts, rows and gammas are data, and share it
+    params: Any  # first argument of `run`
     box: Box
+    # `caches -> state`; not timed. Both donate what they take.
     prepare: Callable[[Any], Any]
-    run: Callable[[Any, Any], tuple[Any, Any]]
-    calls: int
+    run: Callable[[Any, Any], tuple[Any, Any]]  # `(params, state) -> caches, outputs`
+    calls: int  # how often `run` does what is to be timed
 
     def thunk(self) -> timing.Thunk:
         """Seconds of one."""
@@ -104,27 +92,17 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Something whose cost is measured.
+    """Something whose cost is measured."""
 
-    Attributes:
-      name: unique; as the table shows it.
-      work: a compiled call, or
-      timed: a thunk, where it is something else.
-      ratio_to: name of the cost that it is compared with.
-      context: positions that the first step attends to, where that matters.
-      num_active: active rows, where that matters.
-      gamma: tokens drafted, where that matters.
-      num_bytes: that one must read, where that is known.
-    """
-
-    name: str
-    ratio_to: str
-    work: Work | None = None
-    timed: timing.Thunk | None = None
+    name: str  # unique; as the table shows it
+    ratio_to: str  # name of the cost that it is compared with
+    work: Work | None = None  # a compiled call, or
+    timed: timing.Thunk | None = None  # a thunk, where it is something else
+    # Positions that the first step attends to, where that matters
     context: int | None = None
-    num_active: int | None = None
-    gamma: int | None = None
-    num_bytes: int | None = None
+    num_active: int | None = None  # active rows, where that matters
+    gamma: int | None = None  # tokens drafted, where that matters
+    num_bytes: int | None = None  # that one must read, where that is known
 
     def thunk(self) -> timing.Thunk:
         return self.timed or self.work.thunk()
@@ -132,24 +110,19 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured of a target and its draft.
+    """What is measured of a target and its draft."""
 
-    Attributes:
-      contexts: of a plain step; everything else is measured at the first of them.
-      rows: active rows at the first context; the most of them at all others too. None:
-        up to the drafter's longest window, at the first context only.
-      prefills: prompt lengths to be prefilled.
-      sampling: of plain steps and rounds; None is greedy.
-      as_shapes: caches are shapes, to be traced and not run.
-    """
-
+    # Of a plain step; everything else is measured at the first of them
     contexts: Sequence[int]
     page_size: int
     steps: int
+    # Active rows at the first context; the most of them at all others too. None: up to
+    # the drafter's longest window, at the first context only.
     rows: Sequence[int] | None = None
-    prefills: Sequence[int] = ()
+    prefills: Sequence[int] = ()  # prompt lengths to be prefilled
+    # Of plain steps and rounds; None is greedy
     sampling: sampling_lib.SamplingSettings | None = None
-    as_shapes: bool = False
+    as_shapes: bool = False  # caches are shapes, to be traced and not run
 
 
 def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:

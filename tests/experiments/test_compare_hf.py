@@ -16,10 +16,10 @@ from experiments.lib import (
     cli,
     compare,
     hf,
-    length_classes,
     noise,
     peak_memory,
     prompt_files,
+    prompts as prompts_lib,
     runs,
     subjects,
 )
@@ -104,8 +104,8 @@ def test_rows_of_runs(measured):
     rows = rows_of(measured, "comparison")
     prompts = rows_of(measured, "prompt")
     every = 2 * (1 + 2 * len(GAMMAS))
-    assert len(rows) == every * len(length_classes.NAMES)
-    assert [row["length"] for row in rows[::every]] == list(length_classes.NAMES)
+    assert len(rows) == every * len(prompts_lib.LENGTHS)
+    assert [row["length"] for row in rows[::every]] == list(prompts_lib.LENGTHS)
     for row in rows:
         of_length = [p for p in prompts if p["length"] == row["length"]]
         names = ("side", "method", "gamma")
@@ -140,7 +140,7 @@ def test_both_sides_accept_the_same_drafts(measured, method):
         if row["method"] == method
     }
     assert sum(row["accepted"] for row in rows.values()) > 0
-    for length in length_classes.NAMES:
+    for length in prompts_lib.LENGTHS:
         for gamma in GAMMAS:
             ours = rows[length, "spec_jax", gamma]
             theirs = rows[length, "transformers", gamma]
@@ -255,7 +255,7 @@ def test_bfloat16_is_judged_in_float32(oracle, folders, tmp_path):
 @pytest.mark.oracle
 def test_the_margin_is_that_of_the_logits(sides):
     """A tie would be near zero; and our logits are those of Hugging Face."""
-    prompt = length_classes.LengthPrompt(length="short", id="1", tokens=[5, 6, 7])
+    prompt = prompts_lib.LengthPrompt(length="short", id="1", tokens=[5, 6, 7])
     _, done = sides.generate(compare.OUR_PLAIN, prompt.tokens)
     other = [*done.tokens[:2], (done.tokens[2] + 1) % 200, *done.tokens[3:]]
     row = compare.greedy_row(sides, prompt, done.tokens, other)
@@ -402,7 +402,7 @@ def test_prompts_of_stated_lengths(folders):
         for i, text in enumerate(["abcd", "efgh", "ijkl", "mnop"])
     ]
     lengths = {"short": 3, "long": 9}
-    made = length_classes.make(
+    made = prompts_lib.of_lengths(
         prompts, tokenizer, lengths=lengths, per_length=2, raw=False
     )
     texts = [(p.length, p.id, tokenizer.decode(p.tokens)) for p in made]
@@ -413,9 +413,11 @@ def test_prompts_of_stated_lengths(folders):
         ("long", "3", "kl\n\n\nmnop"),
     ]
     with pytest.raises(ValueError, match="5 prompts .* there are 4"):
-        length_classes.make(prompts, tokenizer, lengths=lengths, per_length=5, raw=True)
+        prompts_lib.of_lengths(
+            prompts, tokenizer, lengths=lengths, per_length=5, raw=True
+        )
     with pytest.raises(ValueError, match="99 tokens .* have 25"):
-        length_classes.make(
+        prompts_lib.of_lengths(
             prompts, tokenizer, lengths={"long": 99}, per_length=1, raw=True
         )
 
@@ -426,7 +428,7 @@ def test_a_chat_template_is_applied_once_for_both_sides(folders):
     chat = dataclasses.replace(plain, chat_template=template)
     prompts = [prompt_files.Prompt(id="1", text="abcdef", category=None)]
     for raw, text in ((False, "<def>"), (True, "def")):
-        (made,) = length_classes.make(
+        (made,) = prompts_lib.of_lengths(
             prompts, chat, lengths={"short": 3}, per_length=1, raw=raw
         )
         assert plain.decode(made.tokens) == text

@@ -108,7 +108,7 @@ def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, cap
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "run_designs", interrupted)
+    monkeypatch.setattr(results, "run_grid", interrupted)
     out = tmp_path / "out.jsonl"
     assert plan.main(command(folders, *more, "--out", str(out))) == cli.INTERRUPTED
     assert len(rows_of(out, "plan_recommendation")) == 1

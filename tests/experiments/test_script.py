@@ -25,10 +25,11 @@ from experiments.lib import cli, files, terminal
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "experiments").glob("[!_]*.py"))
 WITHOUT_JAX = {"plot", "gpu_report"}
-"""One needs no device, and one leaves it to its sections."""
+"""One needs no device, and one leaves it to its calls."""
 
 REQUIRED = {
     "plot": ("--out", "figures", "--theory"),
+    "reproduce": ("--list",),
     "replay": ("--record", "traces.jsonl"),
     "sweep": ("--out", "sweep.jsonl"),
     "train_pair": ("--stage", "export"),
@@ -198,7 +199,7 @@ def test_every_script_begins_and_ends_alike(name):
     is_main = "if __name__ == '__main__':\n    cli."
     assert ast.unparse(second) == is_main + "start()"
     assert ast.unparse(last) == is_main + "end(main)"
-    assert source.count("cli.run(") == 1 and "sys.exit" not in source
+    assert source.count("cli.script(") == 1 and "sys.exit" not in source
 
 
 @pytest.fixture(scope="module")
