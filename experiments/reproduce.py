@@ -202,7 +202,7 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
             if step.flag and not is_recorded:
                 arguments += [step.flag, str(path)]
             if args.allow_dirty and script != "plot":
-                arguments.append("--allow-dirty")
+                arguments.insert(0, "--allow-dirty")
             status = call(script, arguments)
             worst = max(worst, 0 if status == FAILED and step.mismatches else status)
             if status not in (DONE, FAILED):

@@ -270,7 +270,7 @@ def test_the_rows_of_a_run(folders, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "simulated" in printed and "in real rounds" in printed
     assert "adversarial" in printed and "threshold" in printed
-    assert "speed-up over plain decoding" in " ".join(printed.split())
+    assert "speed-up over autoregressive decoding" in " ".join(printed.split())
 
 
 def test_the_table_of_regret_fits_a_terminal():
