@@ -14,7 +14,6 @@ import signal
 import sys
 import textwrap
 import threading
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -219,7 +218,7 @@ def _replaced_characters() -> Iterator[None]:
 def _line_of(error: BaseException) -> str | None:
     """The line for an error that is not a fault of the program; None for others."""
     if isinstance(error, MemoryError):
-        return _one_line(error) or _no_memory(error)
+        return _one_line(error) or "no memory left; ask for less, or free some"
     if isinstance(error, OSError):
         return _of_system(error)
     if isinstance(error, ValueError | NotImplementedError | FloatingPointError):
@@ -234,18 +233,6 @@ def _line_of(error: BaseException) -> str | None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-def _no_memory(error: BaseException) -> str:
-    """What was tried when memory ran out, by the innermost function of ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    root = str(pathlib.Path(__file__).parents[2])
-    ours = [frame for frame in frames if frame.filename.startswith(root)] or frames
-    place = f"{pathlib.Path(ours[-1].filename).name}, line {ours[-1].lineno}"
-    return (
-        f"no memory left for `{ours[-1].line}` in {ours[-1].name} ({place}); ask for "
-        "less, or give the process more"
-    )
 
 
 def _of_system(error: OSError) -> str:

@@ -21,8 +21,6 @@ T = TypeVar("T")
 MAX_BYTES = 2**28
 """Of a file of prompts, rows or traces: 256 MiB."""
 
-_LOCKS = pathlib.Path("/proc/locks")
-
 
 def read(path: pathlib.Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """Reads a regular file whole.
@@ -206,7 +204,7 @@ def _lock(file: io.FileIO, path: pathlib.Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
-            f"{path}: {_holder(status)} is writing to it; wait until that ends, or "
+            f"{path}: another process is writing to it; wait until that ends, or "
             "name another file"
         ) from None
     except OSError as error:
@@ -217,30 +215,3 @@ def _lock(file: io.FileIO, path: pathlib.Path) -> None:
             "process may write to it",
             file=sys.stderr,
         )
-
-
-def _holder(status: os.stat_result) -> str:
-    """The process that has locked the file of this status, as far as Linux says."""
-    try:
-        lines = _LOCKS.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        # "1: FLOCK  ADVISORY  WRITE 4711 08:01:1234 0 EOF"
-        words = line.split()
-        if len(words) < 6 or words[1] != "FLOCK" or not words[4].isdecimal():
-            continue
-        if words[5].rpartition(":")[2] == str(status.st_ino):
-            return f"process {words[4]}{_command(words[4])}"
-    return "another process"
-
-
-def _command(pid: str) -> str:
-    """The command line of a process, in brackets; empty where it is not known."""
-    try:
-        line = pathlib.Path("/proc", pid, "cmdline").read_bytes()
-    except OSError:
-        return ""
-    words = line.decode(errors="replace").split("\0")
-    shown = " ".join(words).strip()
-    return f" ({shown if len(shown) <= 80 else shown[:77] + '...'})" if shown else ""

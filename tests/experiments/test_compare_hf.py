@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import subprocess
 import sys
 
@@ -10,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
+from script_runs import assert_fails_with, rows_of
 
 from experiments import compare_hf
 from experiments.lib import (
-    cli,
     compare,
     hf,
     noise,
@@ -60,11 +59,6 @@ def command(folders, *more: str) -> list[str]:
         *("--gen-tokens", str(GEN_TOKENS), "--no-memory"),
         *more,
     ]
-
-
-def rows_of(path: pathlib.Path, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -434,19 +428,6 @@ def test_a_chat_template_is_applied_once_for_both_sides(folders):
         assert plain.decode(made.tokens) == text
 
 
-def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
-    try:
-        status = compare_hf.main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    assert status == cli.UNUSABLE == 1
-    assert "error: " in error.splitlines()[-1] and "Traceback" not in error
-    for word in words:
-        assert word in error.splitlines()[-1], error
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("more", "words"),
@@ -465,17 +446,17 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     ],
 )
 def test_bad_input(oracle, folders, capsys, more, words):
-    assert_fails_with(capsys, command(folders, *more), *words)
+    assert_fails_with(compare_hf.main, capsys, command(folders, *more), *words)
 
 
 def test_one_folder_alone(folders, capsys):
-    assert_fails_with(capsys, ["--target", str(folders[0])], "--draft")
+    assert_fails_with(compare_hf.main, capsys, ["--target", str(folders[0])], "--draft")
 
 
 def test_without_the_oracle_one_line_says_how_to_get_it(folders, monkeypatch, capsys):
     monkeypatch.setattr(hf, "missing", lambda: ["torch", "transformers"])
     words = ("torch and transformers", hf.INSTALL)
-    assert_fails_with(capsys, command(folders), *words)
+    assert_fails_with(compare_hf.main, capsys, command(folders), *words)
 
 
 def test_a_transformers_without_the_hook_is_refused():

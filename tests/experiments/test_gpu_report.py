@@ -4,11 +4,11 @@ import importlib
 import itertools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
+from script_runs import rows_of
 
 from experiments import gpu_report
 from experiments.lib import cli, gpu_calls, processes
@@ -39,10 +39,6 @@ def call(name: str, *arguments: str, **more) -> gpu_calls.Call:
 
 def calls_are(monkeypatch, *calls: gpu_calls.Call) -> None:
     monkeypatch.setattr(gpu_calls, "all_calls", lambda **unused: list(calls))
-
-
-def rows_of(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 import tiny_pair
+from script_runs import rows_of
 
 from experiments import replay
 from experiments.lib import (
@@ -23,12 +24,6 @@ from spec_jax.gamma import theory
 
 SAMPLED = ("--temperature", "0.7", "--top-k", "20", "--top-p", "0.8", "--seed", "7")
 COSTS = {"plain_s": 1.0, "verify_s": {"1": 1.0, "5": 2.0}, "draft_s": {"oracle": 0.5}}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The draft is the target, a little changed: it is right and wrong by turns."""
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
 def record(folders, path, *more: str) -> int:
@@ -52,10 +47,6 @@ def sampled(folders, tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("sampled") / "traces.jsonl"
     assert record(folders, path, *SAMPLED) == 0
     return path
-
-
-def rows_of(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def rewritten(source: pathlib.Path, folder: pathlib.Path, change) -> pathlib.Path:
