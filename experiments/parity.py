@@ -185,20 +185,14 @@ def look(question: questions.Question) -> sight_lib.Sight:
         else:
             taken.append(record_lib.take_with_fault(path, params, scene, fault))
     first, second = question.sides
+    comparison = compare.compare(
+        *taken, dtypes=(first.dtype, second.dtype), layers=question.layers
+    )
     return sight_lib.Sight(
-        name=question.name,
-        scene=question.scenes[0],
-        history=question.history,
+        question=question,
         prefix=compare.compare_prefixes(*question.scenes),
-        sides=question.sides,
-        layers=question.layers,
-        fault=question.fault,
-        mismatch=question.mismatch,
         records=tuple(taken),
-        comparison=compare.compare(
-            *taken, dtypes=(first.dtype, second.dtype), layers=question.layers
-        ),
-        tokenizer=question.tokenizer,
+        comparison=comparison,
     )
 
 
@@ -272,7 +266,7 @@ def run(args: argparse.Namespace) -> int:
         bundles.save(args.save_bundle, _bundle_of(question, sight, provenance))
     if args.heatmap is not None:
         _draw(row | provenance, args.heatmap)
-    sight_lib.print_sight(sight, console)
+    sight_lib.print_sight(sight, row, console)
     expected = sight.is_equal
     if bundle is not None:
         expected = _agrees(bundle, sight, provenance, console)

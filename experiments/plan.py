@@ -123,7 +123,7 @@ def predict(
         curve = costs[name].curve()
         for prediction in planning.predict(measured, curve):
             predictions[name, prediction.gamma] = prediction
-        recommendation = planning.judge(measured, curve)
+        recommendation = planning.recommend(measured, curve)
         out.write(recommendation.row(name))
         console.print(recommendation.words(name))
     console.print()

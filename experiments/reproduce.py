@@ -81,6 +81,19 @@ _FLASH = "--verify-path flash --prompts 20 --gen-tokens 256"
 
 def steps() -> Iterator[Step]:
     """Every step, in order."""
+    yield from _speeds()
+    yield from _comparisons()
+    yield from _certificates()
+    rounds = [f"spec_round_{i}_gamma{g}" for i in ("native", "xla") for g in GAMMAS]
+    names = [*rounds, "latency_embedded_native", "latency_embedded_xla"]
+    names += ["compare_hf", "parity_flash"]
+    listed = " ".join(f"{{results}}/{name}.jsonl" for name in names)
+    command = f"plot {listed} --out {{results}}/figures --theory"
+    yield Step(file="figures/speedup.svg", runs=(command,), flag=None)
+
+
+def _speeds() -> Iterator[Step]:
+    """Rounds, steps and kernels of both implementations."""
     for impl, repeats in (("native", 3), ("xla", 2)):
         for gamma in GAMMAS:
             command = f"spec_round --impl {impl} --prompts 50 --repeats {repeats}"
@@ -103,6 +116,10 @@ def steps() -> Iterator[Step]:
     yield Step(file="kernels_embedded.jsonl", runs=("kernels",))
     command = "kernels --shapes qwen3-0.6b --rows 1,5,8 --repeats 8"
     yield Step(file="kernels_qwen3_0.6b.jsonl", runs=(command,))
+
+
+def _comparisons() -> Iterator[Step]:
+    """Designs, batches, policies, traces, and a verify path that mismatches."""
     command = "history --prompts 20"
     yield Step(file="history.jsonl", runs=(command,), keep="history")
     command = "throughput --repeats 5"
@@ -131,6 +148,9 @@ def steps() -> Iterator[Step]:
         runs=("parity --mismatch {results}/mismatches_flash.jsonl:1",),
         mismatches=True,
     )
+
+
+def _certificates() -> Iterator[Step]:
     gsm8k = f"--prompts {DATA}/gsm8k/test.jsonl:50 --gen-tokens 64"
     for name, more in {
         "default": "",
@@ -143,12 +163,6 @@ def steps() -> Iterator[Step]:
             runs=(f"exactness{more}",),
             flag="--certificate",
         )
-    rounds = [f"spec_round_{i}_gamma{g}" for i in ("native", "xla") for g in GAMMAS]
-    names = [*rounds, "latency_embedded_native", "latency_embedded_xla"]
-    names += ["compare_hf", "parity_flash"]
-    listed = " ".join(f"{{results}}/{name}.jsonl" for name in names)
-    command = f"plot {listed} --out {{results}}/figures --theory"
-    yield Step(file="figures/speedup.svg", runs=(command,), flag=None)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

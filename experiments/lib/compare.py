@@ -36,7 +36,7 @@ class Run:
 
     side: str  # `OURS` or `THEIRS`
     method: str  # `hf.PLAIN`, or where drafts come from
-    gamma: int | None = None  # tokens drafted a round; None for plain decoding
+    gamma: int | None = None  # tokens drafted a round; None for autoregressive decoding
 
 
 OUR_PLAIN = Run(side=OURS, method=hf.PLAIN)
@@ -121,7 +121,7 @@ class PromptRuns:
     def first_difference(self, run: Run) -> int | None:
         """Where the tokens of `run` first differ from Hugging Face's greedy ones.
 
-        Without Hugging Face, from those of our own plain decoding.
+        Without Hugging Face, from those of our own autoregressive decoding.
         """
         plain = THEIR_PLAIN if THEIR_PLAIN in self.generated else OUR_PLAIN
         theirs = self.generated[plain].tokens
@@ -208,8 +208,7 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
 
     `tok_s` is tokens over seconds of all prompts of a repeat: the median over the
     repeats, with percentiles. `vs_hf` is how many times faster than Hugging Face's
-    plain decoding in the same turn, per token; `vs_plain` than plain decoding of the
-    same side.
+    greedy decoding in the same turn, per token; `vs_plain` than that of the same side.
     """
     made = []
     for length in dict.fromkeys(prompt.prompt.length for prompt in prompts):
@@ -220,9 +219,9 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
 
 def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
     own = speeds(prompts, run)
-    beside = {"vs_plain": Run(side=run.side, method=hf.PLAIN), "vs_hf": THEIR_PLAIN}
+    bases = {"vs_plain": Run(side=run.side, method=hf.PLAIN), "vs_hf": THEIR_PLAIN}
     ratios = {}
-    for name, plain in beside.items():
+    for name, plain in bases.items():
         ratios |= dict.fromkeys((name, f"{name}_p10", f"{name}_p90"))
         if plain in prompts[0].generated:
             found = timing.ratios(own, speeds(prompts, plain))
@@ -268,7 +267,7 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 def greedy_row(
     sides: Sides, prompt: Any, ours: list[int], theirs: list[int]
 ) -> dict[str, Any]:
-    """Our plain tokens beside Hugging Face's greedy ones, and how near a difference is.
+    """Our greedy tokens and Hugging Face's, and how near a difference is.
 
     A margin is the logit of a side's own token less that of the other side's, in that
     side's logits after the text that both generated: near zero where it was a tie.

@@ -18,7 +18,7 @@ _SETTINGS = (
     *("page_size", "prefill", "acceptance", "verify_path", "cache", "draft_cache"),
     *("temperature", "rule", "gamma_policy", "confidence", "batch", "repeats"),
 )
-"""What sets one speculative run apart from another, beside gamma."""
+"""What sets one speculative run apart from another, besides gamma."""
 
 _LABELS = {
     "gen_tokens": "{} tokens",
@@ -196,7 +196,7 @@ def cells_by_gamma(rows: Sequence[Row]) -> list[Curve]:
 
     Raises:
       ValueError: a cell that is there twice, more curves than can be told apart, or
-        no gamma beside another.
+        no two gammas.
     """
     _check_once(rows)
     totals = _shortened(cells.totals(rows))

@@ -1,6 +1,6 @@
 """Cells of the exactness suite: one way of running rounds, and lists of such ways.
 
-A cell says everything that may decide a bit, beside weights and prompts. What its names
+A cell says everything that may decide a bit, but weights and prompts. What its names
 stand for is here too, in stated numbers: none is measured, so that a run decides the
 same anywhere.
 """

@@ -100,7 +100,7 @@ class Call:
     name: str  # unique
     script: str
     arguments: tuple[str, ...]  # `{out}` in them is the folder of the report
-    seconds: float  # its share of the time, beside those of the calls after it
+    seconds: float  # its share of the time, relative to those of the calls after it
     xla_flags: str = ""  # besides those that are set
     marks: tuple[str, ...] = ()  # `ANEW` and `HALF`
 

@@ -48,7 +48,7 @@ class Generated:
 
     # Generated, without the prompt; the stop token, if any, is the last
     tokens: list[int]
-    counters: metrics.Counters | None  # of the drafts; None for plain decoding
+    counters: metrics.Counters | None  # of the drafts; None for autoregressive decoding
 
 
 def missing() -> list[str]:

@@ -81,7 +81,7 @@ class Subject:
         return self
 
     def plans(self, impl: str, most: int) -> Sequence[Any]:
-        """Plans of the kernel to try beside its own, which is None and the first."""
+        """Plans of the kernel to try besides its own, which is None and the first."""
         return (None,)
 
     def allocate(self) -> tuple[Any, Any]:

@@ -141,7 +141,7 @@ class Prediction:
     gamma: int
     tokens_per_round: float  # the target's own token counted
     round_s: float  # seconds of a round, on average
-    speedup: float  # over plain decoding
+    speedup: float  # over autoregressive decoding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class Recommendation:
 
     best: Prediction  # the prediction of the best gamma
     # The best speed-up if something cost nothing, by `theory.Free`; what a round has
-    # beside drafts and rows stays
+    # besides drafts and rows stays
     ceilings: dict[theory.Free, float]
     acceptance: float  # the chance that a first draft is kept
     cost: float  # seconds that a draft adds, over those of a plain step: the paper's c
@@ -160,7 +160,7 @@ class Recommendation:
 
     @property
     def can_win(self) -> bool:
-        """Whether any gamma is expected to be faster than plain decoding."""
+        """Whether any gamma is expected to be faster than autoregressive decoding."""
         return self.best.speedup > 1
 
     def row(self, drafter: str) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def predict(acceptance: Acceptance, costs: theory.CostCurve) -> list[Prediction]
     ]
 
 
-def judge(acceptance: Acceptance, costs: theory.CostCurve) -> Recommendation:
+def recommend(acceptance: Acceptance, costs: theory.CostCurve) -> Recommendation:
     """The recommendation, over the gammas that acceptance is known for."""
     best = _best(predict(acceptance, costs))
     free = {

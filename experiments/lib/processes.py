@@ -63,7 +63,7 @@ def environment(
     }.items():
         variables.setdefault(name, str(value))
     variables["XLA_FLAGS"] = f"{variables.get('XLA_FLAGS', '')} {xla_flags}".strip()
-    # jaxlib refuses the older name beside the newer.
+    # jaxlib refuses the older name next to the newer.
     variables.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     variables["XLA_CLIENT_MEM_FRACTION"] = f"{memory_share:.2f}"
     return variables

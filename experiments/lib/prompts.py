@@ -36,7 +36,7 @@ def prepare(
     """Makes every turn of every conversation a prompt, and encodes them all.
 
     A turn's prompt holds the turns before it and their answers: what the target's
-    plain decoding writes here, before any clock runs, up to a stop token or
+    autoregressive decoding writes here, before any clock runs, up to a stop token or
     `gen_tokens`. So all that is run on these prompts answers the same text.
 
     Args:

@@ -49,7 +49,7 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
     Half a line at the end, of a machine that stopped while it was written, is dropped.
 
     Args:
-      description: what each row of this run will say beside its numbers.
+      description: what each row of this run will say besides its numbers.
 
     Raises:
       ValueError: rows of something else, or measured otherwise; one line says how.

@@ -1,7 +1,7 @@
 """Regret: constant gammas and policies on one set of texts, simulated and by the clock.
 
 A simulation takes recorded outcomes of drafts and a cost curve; live rounds run in turn
-with plain decoding.
+with autoregressive decoding.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from spec_jax.gamma import policy, simulation
 PLAIN = "plain"
 
 ADAPTIVE = tuple(name for name in policies.POLICIES if name != "fixed")
-"""Policies that adapt; beside them stands every constant gamma."""
+"""Policies that adapt; they are compared with every constant gamma."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,11 +160,11 @@ def row(
     seconds: Mapping[str, float],
     plain_s: float,
 ) -> dict[str, Any]:
-    """One policy on one set, beside the constant gammas and plain decoding.
+    """One policy on one set, and the constant gammas and autoregressive decoding.
 
     Args:
       seconds: of every candidate.
-      plain_s: seconds of plain decoding of the same texts.
+      plain_s: seconds of autoregressive decoding of the same texts.
     """
     fixed_s = [seconds[other.name] for other in candidates if other.is_fixed]
     regret = simulation.Regret(seconds=seconds[candidate.name], fixed_s=tuple(fixed_s))
@@ -186,7 +186,7 @@ class LiveSet:
     """Seconds of decoding a set of texts, without prefill, by candidate and repeat."""
 
     seconds: Mapping[str, Sequence[float]]  # by the candidate's name, or `PLAIN`
-    # Whether all tokens of the candidate are those of plain decoding
+    # Whether all tokens of the candidate are those of autoregressive decoding
     matched: Mapping[str, bool]
 
 

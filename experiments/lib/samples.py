@@ -27,13 +27,13 @@ class Sample:
     prompt_ids: list[int]
     how: str  # the settings that drew it, in words
     run: runs.Speculative  # the speculative run
-    plain: list[int]  # tokens of plain decoding under the same settings
+    plain: list[int]  # tokens of autoregressive decoding under the same settings
     is_measured: bool  # whether the metrics count this run
-    is_exact: bool = True  # whether the text is to be that of plain decoding
+    is_exact: bool = True  # whether the text is to be that of autoregressive decoding
 
     @property
     def matched(self) -> bool | None:
-        """Whether the text is that of plain decoding; None where it need not be."""
+        """Whether the text is that of decoding alone; None where it need not be."""
         return self.run.tokens == self.plain if self.is_exact else None
 
 
@@ -100,14 +100,16 @@ def show(
     """Prints a heading, and the text, its tokens told apart by where they came from."""
     heading = rich_text.Text(f"Prompt {sample.prompt_id}: {sample.how}; ", style="bold")
     if sample.matched is None:
-        heading.append("of the distribution of plain decoding")
+        heading.append("of the distribution of autoregressive decoding")
     elif sample.matched:
-        heading.append("equal to plain decoding")
+        heading.append("equal to autoregressive decoding")
     else:
         pairs = enumerate(zip(sample.run.tokens, sample.plain, strict=False))
         shorter = min(len(sample.run.tokens), len(sample.plain))
         place = next((i for i, (ours, plain) in pairs if ours != plain), shorter)
-        heading.append(f"NOT EQUAL to plain decoding at token {place}", "bold red")
+        heading.append(
+            f"NOT EQUAL to autoregressive decoding at token {place}", "bold red"
+        )
     if not sample.is_measured:
         heading.append(" (the numbers below are of the measured, greedy runs)")
     console.print(heading, soft_wrap=True, highlight=False)

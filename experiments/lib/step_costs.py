@@ -2,7 +2,7 @@
 
 Either the JSON lines that `latency.py --out` writes, or one JSON object:
 
-    {"plain_s": 0.00117,                       a step of plain decoding
+    {"plain_s": 0.00117,                       a step of autoregressive decoding
      "verify_s": {"1": 0.00107, "5": 0.00191}, a forward by its active rows
      "draft_s": {"draft-model": 0.000126},     a drafted token, by drafter; 0 if not
                                                named; or one number for all

@@ -21,35 +21,26 @@ from spec_jax.ops import dispatch
 
 EMBEDDED = "embedded"
 
+_SMALL = config_lib.Qwen3Config(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+_LARGE = {"hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36}
+_LARGE |= {"num_heads": 32, "tie_word_embeddings": False}
+
 PRESETS = {
-    "qwen3-0.6b": config_lib.Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_layers=28,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    ),
-    "qwen3-8b": config_lib.Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    ),
+    "qwen3-0.6b": _SMALL,
+    "qwen3-8b": dataclasses.replace(_SMALL, **_LARGE),
 }
 """Configs of released models by the name of their preset."""
 

@@ -34,7 +34,7 @@ def print_plan(
 def print_cells(
     summaries: Sequence[suite.CellSummary], console: rich_console.Console
 ) -> None:
-    """One row for each cell: counts, and prompts that equal plain decoding."""
+    """One row for each cell: counts, and prompts that equal autoregressive decoding."""
     rows = [
         {
             "cell": cells_lib.label(one.cell, summaries[0].cell),
@@ -137,7 +137,6 @@ def print_across(
     for bits, count in across:
         where = ", ".join(f"{axis} {value}" for axis, value in bits.items())
         console.print(
-            f"{count} prompts of plain decoding ({where}) have other bits on other "
-            "pages",
+            f"{count} prompts of decoding ({where}) have other bits on other pages",
             style="bold red",
         )

@@ -183,16 +183,15 @@ def print_rows(
       columns: by their headings.
     """
     # As narrow as it gets: a terminal has eighty columns.
-    table = rich_table.Table(
-        box=None, padding=(0, 1, 0, 0), header_style="bold", title=title
-    )
-    table.title_justify = "left"
+    table = rich_table.Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for i, (heading, column) in enumerate(columns.items()):
         form = column[1] if isinstance(column, tuple) else column
         is_text = not i or form == ""
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=not i)
     for row in rows:
         table.add_row(*(_cell(row, *both) for both in columns.items()))
+    if title is not None:
+        console.print(title, style="italic", highlight=False)
     terminal.print_whole(table, console)
 
 

@@ -1,6 +1,6 @@
 """How good the text of a target is: does it repeat itself, and is it Python?
 
-Texts are continued by plain decoding of the shipped bfloat16 weights, greedily and
+Texts are continued by decoding of the shipped bfloat16 weights, greedily and
 drawn, so that the measures do not depend on a drafter.
 """
 

@@ -238,7 +238,7 @@ def test_rows_of_live_runs():
     adaptive = rows[-1]
     assert adaptive["best_gamma"] == [1, 0, 1]
     assert adaptive["regret"] == pytest.approx(0.5)
-    # Above 1 would be faster than plain decoding; these took half as long again.
+    # Above 1 would be faster than decoding alone; these took half as long again.
     assert adaptive["speedup"] == pytest.approx(1 / 1.5)
     assert adaptive["speedup_p10"] == pytest.approx(
         1 / 1.65 + 0.2 * (1 / 1.5 - 1 / 1.65)

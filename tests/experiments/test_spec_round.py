@@ -61,8 +61,8 @@ def test_the_sample_is_drawn_beside_greedy_runs(folders, tmp_path, capsys):
     assert spec_round.main(command(folders, *more)) == 0
     heading, text = sample_of(capsys)
     assert heading == (
-        "Prompt py-01: temperature 0.7, top-p 0.8, top-k 20, seed 0; equal to plain "
-        "decoding (the numbers below are of the measured, greedy runs)"
+        "Prompt py-01: temperature 0.7, top-p 0.8, top-k 20, seed 0; equal to "
+        "autoregressive decoding (the numbers below are of the measured, greedy runs)"
     )
     first, _, summary = rows_of(out)
     assert summary["temperature"] == 0 and summary["tokens"] == 48
@@ -72,7 +72,7 @@ def test_the_sample_is_drawn_beside_greedy_runs(folders, tmp_path, capsys):
     # Named, even as 0, a temperature is that of the measured runs and of the text.
     assert spec_round.main(command(folders, "--temperature", "0", *more)) == 0
     heading, text = sample_of(capsys)
-    assert heading == "Prompt py-01: greedy; equal to plain decoding"
+    assert heading == "Prompt py-01: greedy; equal to autoregressive decoding"
     assert text.endswith(greedy)
 
 
@@ -118,7 +118,7 @@ def test_a_sample_that_differs_is_said(folders, monkeypatch, capsys):
     corrupt(monkeypatch, only_drawn=True)
     assert spec_round.main(command(folders, "--ignore-stop")) == 2
     printed = capsys.readouterr().out
-    assert "NOT EQUAL to plain decoding at token 5 (the" in printed
+    assert "NOT EQUAL to autoregressive decoding at token 5 (the" in printed
     assert re.search(r"matched +true", printed)
 
 
@@ -132,7 +132,7 @@ def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(
     summary = rows_of(out)[-1]
     assert summary["rule"] == "rejection" and summary["matched"] is None
     assert summary["verify_decode_mismatches"] is None
-    assert "of the distribution of plain decoding" in capsys.readouterr().out
+    assert "of the distribution of autoregressive decoding" in capsys.readouterr().out
     assert spec_round.main(command(folders, *more, "--temperature", "0")) == 0
     assert rows_of(out)[-1]["matched"] is True
 
