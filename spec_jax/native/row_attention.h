@@ -184,9 +184,9 @@ struct Attention {
       std::copy_n(next, kKeyBlock, offsets);
       if (more) where.block(start + kKeyBlock, reach, next);
       for (int64_t i = first; i < last; ++i) {
-        const T *k = layer.k + i * H, *v = layer.v + i * H;
-        if (more) fetch_block(k, v, next, H);
-        attend_block(queries[i - first], k, v, start, offsets, layer.scale);
+        const int64_t* later = more ? next : nullptr;
+        Block<T> k{layer.k + i * H, offsets, later}, v{layer.v + i * H, offsets, later};
+        attend_block(queries[i - first], k, v, start, layer.scale);
       }
     }
     for (int64_t i = first; i < last; ++i) end(layer, span, i, queries[i - first]);
