@@ -24,6 +24,7 @@ _NAMES = {
     "Proposal": "spec_jax.engine.protocols",
     "Sampling": "spec_jax.generation",
     "Status": "spec_jax.engine.state",
+    "Tree": "spec_jax.drafters.tree_search",
     "check_lossless": "spec_jax.lossless",
     "decode": "spec_jax.generation",
     "generate": "spec_jax.generation",
@@ -41,6 +42,7 @@ __all__ = [
     "Proposal",
     "Sampling",
     "Status",
+    "Tree",
     "__version__",
     "check_lossless",
     "decode",
@@ -54,6 +56,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from spec_jax import drafters, gamma, testing
+    from spec_jax.drafters.tree_search import Tree
     from spec_jax.engine.protocols import Drafter, Proposal
     from spec_jax.engine.state import Origin, Status
     from spec_jax.generation import (

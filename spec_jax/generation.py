@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.analysis import metrics as metrics_lib
-from spec_jax.drafters import each
+from spec_jax.drafters import each, tree_search
 from spec_jax.engine import (
     baseline,
     checks,
+    protocols,
     round as round_lib,
     rows,
     scheduler as scheduler_lib,
@@ -147,7 +148,7 @@ def generate(
     prompt: Prompt | Sequence[Prompt],
     *,
     max_tokens: int = 64,
-    gamma: int | policy_lib.GammaPolicy | None = None,
+    gamma: int | policy_lib.GammaPolicy | tree_search.Tree | None = None,
     policy_state: policy_lib.State = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop: Sequence[int | str] | None = None,
@@ -171,8 +172,9 @@ def generate(
       prompt: text, token ids or messages; or a list of these. Messages go through the
         chat template.
       max_tokens: tokens to generate for each prompt, at most.
-      gamma: tokens to draft a round, at most `lm.gamma_max`; or a policy that chooses
-        it. None: 4, or as many as the drafter drafts if that is fewer.
+      gamma: tokens to draft a round, at most `lm.gamma_max`; a policy that chooses it;
+        or a `Tree` to draft. None: 4, or as many as the drafter drafts if that is
+        fewer; of a drafter of trees, all nodes.
       policy_state: the policy's first state; None: what its `init()` makes.
       sampling: how tokens are drawn, one for all prompts or one for each; None: greedy.
       stop: tokens that end a generation, as ids or as text of one token; None: those of
@@ -349,7 +351,7 @@ class Run:
         prompts: list[list[int]],
         *,
         max_tokens: int = 64,
-        gamma: int | policy_lib.GammaPolicy | None = None,
+        gamma: int | policy_lib.GammaPolicy | tree_search.Tree | None = None,
         policy_state: policy_lib.State = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Sequence[int | str] | None = None,
@@ -360,12 +362,16 @@ class Run:
         """Checks everything, and raises before anything is allocated."""
         verification.check_rule(rule)
         checks.check_max_tokens(max_tokens)
+        if isinstance(gamma, tree_search.Tree):
+            lm, gamma = lm.with_tree(gamma), gamma.nodes
         policy: Any = gamma if _is_policy(gamma) else None
         number = None if _is_policy(gamma) else cast(int | None, gamma)
         if policy is not None and policy_state is None:
             policy_state = _first_state(policy)
         if policy is None and number is None:
-            number = min(DEFAULT_GAMMA, lm.gamma_max)
+            number = lm.gamma_max
+            if not protocols.is_tree(lm.drafter):
+                number = min(DEFAULT_GAMMA, number)
         if num_slots is None:
             num_slots = min(len(prompts), 8)
         num_slots = min(num_slots, len(prompts))

@@ -5,7 +5,7 @@ import functools
 import pathlib
 from typing import Any
 
-from spec_jax.drafters import draft_model, registry
+from spec_jax.drafters import draft_model, registry, tree_search
 from spec_jax.engine import checks, protocols, rows
 from spec_jax.model import load as load_lib, params as params_lib, row_model, tokenizer
 from spec_jax.ops import dispatch
@@ -60,6 +60,25 @@ class LanguageModel:
         checks.check_pair(rows.SlotRows(model=self.target, num_slots=1), drafter)
         return dataclasses.replace(self, drafter=drafter, drafter_params=params)
 
+    def with_tree(self, tree: tree_search.Tree | str) -> "LanguageModel":
+        """Returns the same pair with a drafter of trees.
+
+        Args:
+          tree: what is drafted, or its text: `tree_search.Tree.parse`.
+
+        Raises:
+          ValueError: no such tree, or a drafter that drafts chains alone.
+        """
+        if isinstance(tree, str):
+            tree = tree_search.Tree.parse(tree)
+        for_tree = getattr(self.drafter, "for_tree", None)
+        if for_tree is None:
+            raise ValueError(
+                f"{type(self.drafter).__name__} drafts chains alone: leave the tree "
+                "out, or take a drafter that has `for_tree`, such as 'draft-model'"
+            )
+        return self.with_drafter(for_tree(tree), self.drafter_params)
+
 
 def load(
     target: str | pathlib.Path | None = None,
@@ -67,6 +86,7 @@ def load(
     draft: str | pathlib.Path | None = None,
     drafter: str | protocols.Drafter = "draft-model",
     gamma_max: int = 7,
+    tree: tree_search.Tree | str | None = None,
     dtype: str | None = None,
     impl: Impl = "auto",
     cache: row_model.CacheKind = "paged",
@@ -88,6 +108,8 @@ def load(
         that keeps `protocols.Drafter` and has no parameters.
       gamma_max: the most tokens that are drafted in a round; the rows of a call of the
         target are derived from it.
+      tree: of drafts, in place of chains of `gamma_max`: such as "4x12:15", for 4
+        children of a node, 12 drafts on a path and 15 in all.
       dtype: of the weights of both models, "float32" or "bfloat16"; that of their own
         `config.json` if None.
       impl: kernels, see `ops.dispatch`: "auto" takes the fastest that runs here.
@@ -127,13 +149,14 @@ def load(
     )
     chosen, drafter_params = registry.build(drafter, parts)
     checks.check_pair(rows.SlotRows(model=model, num_slots=1), chosen)
-    return LanguageModel(
+    lm = LanguageModel(
         target=model,
         params=params,
         drafter=chosen,
         drafter_params=drafter_params,
         tokenizer=target_tokenizer,
     )
+    return lm if tree is None else lm.with_tree(tree)
 
 
 def load_draft(

@@ -60,8 +60,6 @@ def make_config(**changes) -> config_lib.Qwen3Config:
 TARGET = row_model.RowModel(config=make_config(), impl="xla", slab=GAMMA_MAX + 1)
 TARGET_PARAMS = params_lib.init(jax.random.key(0), TARGET.config, stddev=0.3)
 NATIVE = dataclasses.replace(TARGET, impl="native")
-DRAFT_CONFIG = make_config(num_layers=1, hidden_size=32, intermediate_size=48)
-DRAFT_PARAMS = params_lib.init(jax.random.key(1), DRAFT_CONFIG, stddev=0.3)
 
 
 def needs(impl: str) -> None:
@@ -106,8 +104,8 @@ NEARLY_TARGET = perturbed(TARGET_PARAMS, 0.02)
 """A draft that is right and wrong by turns."""
 
 
-def draft_drafter(config=DRAFT_CONFIG, *, impl="xla", **changes):
-    """A draft model; with `DRAFT_PARAMS` it is nearly always wrong."""
+def draft_drafter(config=TARGET.config, *, impl="xla", **changes):
+    """A draft model, by default of the target's shape."""
     model = row_model.RowModel(config=config, impl=impl, slab=2)
     return draft_model.DraftModel(model=model, gamma_max=GAMMA_MAX, **changes)
 
@@ -207,12 +205,11 @@ class Setting:
     """What the sequences of a test run on; hashable. By default `quickest`."""
 
     target: row_model.RowModel = dataclasses.field(default_factory=quickest)
-    params: str = "target"  # a key of `WEIGHTS`
     capacity: int = CAPACITY
 
     @property
     def weights(self) -> params_lib.Params:
-        return WEIGHTS[self.params]
+        return TARGET_PARAMS
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -236,11 +233,7 @@ class Setting:
         )
 
 
-WEIGHTS = {"target": TARGET_PARAMS, "draft": DRAFT_PARAMS}
-SMALL = Setting(
-    target=dataclasses.replace(quickest(), config=DRAFT_CONFIG), params="draft"
-)
-"""One layer."""
+SMALL = Setting()
 
 
 def begin_plain(
@@ -348,6 +341,15 @@ def text(state, slot: int = 0) -> list[int]:
     if isinstance(state, states.State):
         state = scheduler_lib.slot_of(state.slots, slot)
     return np.asarray(state.tokens)[: int(state.length)].tolist()
+
+
+def assert_in_place(compiled: jax.stages.Compiled, kv: paged.PagedKV) -> None:
+    """Raises if a program copies the pool that it is given: it must be aliased, and
+    nothing near its size temporary."""
+    pool_bytes = sum(x.nbytes for x in (*kv.k, *kv.v))
+    usage = compiled.memory_analysis()
+    assert usage.alias_size_in_bytes >= pool_bytes
+    assert usage.temp_size_in_bytes < pool_bytes / 8
 
 
 def check_cache(kv: paged.PagedKV) -> None:

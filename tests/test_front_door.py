@@ -25,17 +25,21 @@ PROMPTS = ["def f(x):", "import os", "x = [1, 2]"]
 def lm(tmp_path_factory):
     """A tiny model of random weights, with a chat template; a token is a byte.
 
-    With lookup, whose loops compile in half the time of a draft model's.
+    With lookup, whose loops compile in half the time of a draft model's. Of one shape
+    with `cycle`, so that they share their programs.
     """
-    target, _ = tiny_pair.write_chat(tmp_path_factory.mktemp("pair"))
-    return sj.load(target, drafter="ngram", gamma_max=4)
+    config = tiny_pair.config(tie_word_embeddings=False)
+    folder = tmp_path_factory.mktemp("random")
+    tiny_pair.write_model(folder, config, seed=0)
+    (folder / "chat_template.jinja").write_text(tiny_pair.TEMPLATE)
+    return sj.load(folder, drafter="ngram", gamma_max=4)
 
 
 @pytest.fixture(scope="module")
 def cycle(tmp_path_factory):
     """A model that writes `TEXT` again and again, and a drafter that finds out."""
     folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), TEXT)
-    return sj.load(folder, drafter="ngram", gamma_max=3)
+    return sj.load(folder, drafter="ngram", gamma_max=4)
 
 
 KINDS = {
@@ -319,8 +323,6 @@ def test_models_and_drafters_that_do_not_fit_are_refused(lm, tmp_path):
         lm.with_drafter(wide)
     short = sj.load(folder, drafter=ngram.PromptLookup(gamma_max=2))
     assert short.gamma_max == 2
-    out = sj.generate(short, PROMPTS[0], max_tokens=5)
-    assert out.tokens == sj.decode(lm, PROMPTS[0], max_tokens=5).tokens
 
 
 @pytest.mark.parametrize("module", ["generation", "loading", "lossless"])

@@ -143,7 +143,7 @@ def test_a_rejected_probe_never_turns_it_on():
 
 
 @ADAPTIVE
-def test_a_round_that_asked_for_nothing_teaches_nothing(name):
+def test_a_round_that_asked_for_nothing_updates_nothing(name):
     """At the end of a text, or out of pages: only the wait for a probe goes on."""
     game = played(name)
     for _ in range(3):
@@ -243,22 +243,22 @@ def play_goodput(game, history, *, fault=lambda numbers: numbers):
 
     Returns how many rounds the last estimate counts.
     """
-    judged = []
+    verified = []
     for asked, drafted, accepted in history:
         was_off = is_off(game)
         numbers = game.tell(accepted, **cut(game, asked, drafted))
         gamma, num_drafted, num_accepted = fault(numbers)
         if gamma > 0:
             if was_off and num_accepted:
-                judged = []
-            judged.append((max(num_drafted, 1), num_accepted))
-        chances = chances_by_hand(game.policy, judged)
+                verified = []
+            verified.append((max(num_drafted, 1), num_accepted))
+        chances = chances_by_hand(game.policy, verified)
         found = np.asarray(conditional(game.state))
         np.testing.assert_allclose(found, chances, rtol=1e-5)
         goodput_ = theory.goodput(chances, ROUND_S)
         if not is_off(game):
             assert goodput_[int(game.state.gamma)] >= 0.9999 * goodput_.max()
-    return len(judged)
+    return len(verified)
 
 
 @QUICK
@@ -274,7 +274,7 @@ def test_goodput_knows_what_a_plain_count_knows(history):
         lambda numbers: (*numbers[:2], max(numbers[2] - 1, 0)),
         lambda numbers: (0, 0, 0) if numbers[2] == 0 else numbers,
     ],
-    ids=["undrafted tokens are judged", "a kept draft is lost", "rejections are lost"],
+    ids=["undrafted tokens are counted", "a kept draft is lost", "rejections are lost"],
 )
 def test_the_plain_count_catches_planted_faults(fault):
     """Negative control: a count of another history is told apart."""

@@ -17,6 +17,7 @@ EVERYWHERE = {"typing", "pytree"}
 
 LAYERS = (
     EVERYWHERE,
+    {"tree"},
     {"pallas", "native"},
     {"ops"},
     {"paging"},
@@ -33,7 +34,7 @@ LAYERS = (
 """Modules and folders of `spec_jax`, from the ground up: each may import what is in a
 layer below its own, and itself."""
 
-ABSTRACT = {"engine", "rules", "gamma"}
+ABSTRACT = {"engine", "rules", "gamma", "tree"}
 """All that knows a target and a drafter by what they do: neither pages nor Qwen3."""
 
 FEWER = {
@@ -44,7 +45,7 @@ FEWER = {
     "drafters/oracle": {"engine"},
     **{
         f"engine/{name}": ABSTRACT
-        for name in ("loop", "protocols", "state", "outcomes", "round")
+        for name in ("loop", "protocols", "state", "verification", "round")
     },
 }
 """What some may import of all that is below them, besides what every part may."""

@@ -22,6 +22,7 @@ HAND = metrics.Counters(
     accepted_hist=(1, 2, 0, 1),
     proposed_at=(4, 2, 1),
     accepted_at=(3, 1, 1),
+    kept_by_rank=(3, 1, 1),
 )
 
 
@@ -42,6 +43,8 @@ def test_counted_numbers_by_hand():
     assert summary["mean_accepted_length"] == 9 / 4
     assert summary["tokens_per_target_step"] == 2.0
     assert summary["accepted_hist"] == [1, 2, 0, 1]
+    assert summary["rows_per_round"] == 14 / 4
+    assert summary["kept_by_rank"] == [3, 1, 1]
     assert summary["matched"] is True
 
 
@@ -64,6 +67,7 @@ def test_names_are_those_of_the_design():
         *("commit_decode_steps", "mirror_decode_steps", "correction_steps"),
         *("proposed", "accepted", "acceptance_rate", "conditional_acceptance"),
         *("mean_accepted_length", "tokens_per_target_step", "accepted_hist"),
+        *("rows_per_round", "kept_by_rank"),
         *("repetition", "tercile_prompts"),
         *("tercile_repetition", "tercile_acceptance_rate"),
         *("matched", "verify_decode_mismatches", "nonfinite_logits"),

@@ -142,7 +142,9 @@ def test_drawn_tokens_need_no_draws():
     assert_same_run(expected, found)
 
 
-@pytest.mark.parametrize("name", ["threshold", "goodput"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("threshold", marks=pytest.mark.slow), "goodput"]
+)
 def test_a_policy_of_gamma_learns_what_it_learns_live(name):
     """Fails if adaptive rounds see other counts: their state is compared as well."""
     ask = Ask(run=2)

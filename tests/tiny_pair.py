@@ -83,13 +83,6 @@ TEMPLATE = (
 """A chat template of one line."""
 
 
-def write_chat(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """As `write`; the target has a chat template."""
-    folders = write(folder)
-    (folders[0] / "chat_template.jinja").write_text(TEMPLATE)
-    return folders
-
-
 def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
     """A model that writes `text` again and again, greedily, whatever came before.
 

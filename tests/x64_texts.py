@@ -59,19 +59,16 @@ def check_widths(state) -> None:
 
 
 def texts_of(name: str) -> list[list[int]]:
-    """The texts of decoding, of one slot, and of two."""
+    """The texts of decoding, and of two slots."""
     state = decoding.decoded(SMALL, ask(name))
     check_widths(state)
     found = [decoding.text(state)]
-    for num_slots in (1, 2):
-        scheduler = scheduler_of(num_slots)
-        requests = [ask(name).request()] * num_slots
-        # The drawing program takes greedy requests, too: one compilation a size.
-        state = decoding.admit(scheduler, requests, draws=True)
-        state = decoding.generate(scheduler, state)
-        check_widths(state)
-        found += [decoding.text(state, slot) for slot in range(num_slots)]
-    return found
+    scheduler = scheduler_of(num_slots=2)
+    # The drawing program takes greedy requests, too: one compilation.
+    state = decoding.admit(scheduler, [ask(name).request()] * 2, draws=True)
+    state = decoding.generate(scheduler, state)
+    check_widths(state)
+    return found + [decoding.text(state, slot) for slot in range(2)]
 
 
 def trace_the_rest() -> None:

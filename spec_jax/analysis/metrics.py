@@ -54,7 +54,10 @@ class Counters:
         before the cut; `gamma_max + 1` entries.
       proposed_at: entry `i` counts the rounds that drafted a token at position `i`
         and kept all before it; `gamma_max` entries.
-      accepted_at: entry `i` counts those of `proposed_at[i]` that kept it too.
+      accepted_at: entry `i` counts those of `proposed_at[i]` that kept it too. Of trees
+        the positions are depths, in all three.
+      kept_by_rank: entry `i` counts the rounds that kept the `i`-th of their drafts, of
+        a tree in the order of its nodes; empty where that was not counted.
       row_steps: forwards that verification took beyond one a round, because it goes
         row by row.
       commit_decode_steps: forwards of decoding that decided tokens, where
@@ -73,6 +76,7 @@ class Counters:
     accepted_hist: tuple[int, ...] = (0,)
     proposed_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
+    kept_by_rank: tuple[int, ...] = ()
     row_steps: int = 0
     commit_decode_steps: int = 0
     mirror_decode_steps: int = 0
@@ -100,6 +104,7 @@ class Counters:
             accepted_hist=_add_padded(self.accepted_hist, other.accepted_hist),
             proposed_at=_add_padded(self.proposed_at, other.proposed_at),
             accepted_at=_add_padded(self.accepted_at, other.accepted_at),
+            kept_by_rank=_add_padded(self.kept_by_rank, other.kept_by_rank),
             row_steps=self.row_steps + other.row_steps,
             commit_decode_steps=self.commit_decode_steps + other.commit_decode_steps,
             mirror_decode_steps=self.mirror_decode_steps + other.mirror_decode_steps,
@@ -164,6 +169,7 @@ def of_slot(slot: Any, *, num_tokens: int) -> Counters:
         accepted_hist=counts("accepted_hist"),
         proposed_at=counts("proposed_at"),
         accepted_at=counts("accepted_at"),
+        kept_by_rank=counts("kept_by_rank"),
         nonfinite=int(slot.num_nonfinite),
     )
 
@@ -215,7 +221,8 @@ def identities(counters: Counters) -> None:
     scalars = [c.tokens, c.rounds, c.proposed, c.accepted, c.cut, c.row_steps]
     scalars += [c.commit_decode_steps, c.mirror_decode_steps, c.correction_steps]
     scalars += [c.nonfinite]
-    smallest = min(*scalars, *c.accepted_hist, *c.proposed_at, *c.accepted_at)
+    by_place = *c.accepted_hist, *c.proposed_at, *c.accepted_at, *c.kept_by_rank
+    smallest = min(*scalars, *by_place)
     _require("0 <= every counter", [0, smallest], ordered=True)
 
     _require(
@@ -225,6 +232,8 @@ def identities(counters: Counters) -> None:
     kept = sum(i * n for i, n in enumerate(c.accepted_hist))
     _require("sum(i * hist[i]) == accepted", [kept, c.accepted])
     _require("sum(accepted_at) == accepted", [sum(c.accepted_at), c.accepted])
+    if c.kept_by_rank:
+        _require("sum(kept_by_rank) == accepted", [sum(c.kept_by_rank), c.accepted])
     reached = sum(c.proposed_at)
     numbers = [c.accepted, reached, c.proposed]
     _require("accepted <= sum(proposed_at) <= proposed", numbers, ordered=True)
@@ -325,6 +334,8 @@ def _counted(c: Counters) -> Metrics:
         "mean_accepted_length": _ratio(c.accepted + c.rounds, c.rounds),
         "tokens_per_target_step": _ratio(c.tokens, c.target_steps),
         "accepted_hist": list(c.accepted_hist),
+        "rows_per_round": _ratio(c.proposed + c.rounds, c.rounds),
+        "kept_by_rank": list(c.kept_by_rank),
     }
 
 

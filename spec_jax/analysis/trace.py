@@ -159,9 +159,11 @@ class TraceTarget:
         asked = window.num_active > 0
         # The row of the last active position gives the token of the next.
         end = window.start + window.num_active
-        failed = asked & ((end > cache.capacity) | (end >= cache.length))
+        # Nodes of a tree may go past the text, where none is kept.
+        needed = end if window.parents is None else window.start + 1
+        failed = asked & ((end > cache.capacity) | (needed >= cache.length))
         columns = jnp.arange(width, dtype=jnp.int32)[None]
-        positions = window.start[:, None] + columns
+        positions = protocols.positions(window)
         slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
         own = cache.tokens.at[slots, positions + 1].get(
             mode="fill", fill_value=acceptance.PAD
@@ -189,6 +191,18 @@ class TraceTarget:
         """Returns the token of each row, int32."""
         del num_active
         return logits[:, 0].astype(jnp.int32)
+
+    def keep_path(
+        self,
+        cache: TraceCache,
+        path: Int[Array, "B D"],
+        num_kept: Int[Array, " B"],
+        *,
+        start: Int[Array, " B"],
+    ) -> TraceCache:
+        """Does nothing: no position is kept."""
+        del path, num_kept, start
+        return cache
 
     def truncate(
         self, cache: TraceCache, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]

@@ -28,7 +28,9 @@ class Recording(pytree.Node):
     """What the rows at each position saw, and the cache of the target that ran them.
 
     Entry `[b, p]` is of slot `b`'s row that was fed at position `p` and so decides the
-    token of `p + 1`; entries of positions that were never run are zero, or `NONE`.
+    token of `p + 1`; entries of positions that were never run are zero, or `NONE`. A
+    tree's rows are recorded by their places, and those of its accepted path are moved
+    to their positions, as their K/V are.
     """
 
     cache: protocols.Cache  # the wrapped target's
@@ -161,6 +163,35 @@ class Recorder:
         """Chooses as the target does."""
         return self.target.choose(logits, num_active)
 
+    def keep_path(
+        self,
+        cache: Recording,
+        path: Int[Array, "B D"],
+        num_kept: Int[Array, " B"],
+        *,
+        start: Int[Array, " B"],
+    ) -> Recording:
+        """Moves what the rows of the path saw, as the target moves their K/V."""
+        inner = self.target.keep_path(cache.cache, path, num_kept, start=start)
+        steps = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
+        slots = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
+        source = start[:, None] + path
+        target = start[:, None] + steps + 1
+        # Past the end, and so dropped.
+        target = jnp.where(steps < num_kept[:, None], target, cache.fed.shape[1])
+
+        def moved(entries, ahead=0):
+            read = entries[slots, source + ahead]
+            return entries.at[slots, target + ahead].set(read, mode="drop")
+
+        by_row = {
+            field.name: moved(getattr(cache, field.name))
+            for field in dataclasses.fields(cache)
+            if field.name not in ("cache", "drafted", "windows")
+        }
+        drafted = moved(cache.drafted, ahead=1)
+        return cache.replace(cache=inner, drafted=drafted, **by_row)
+
     def truncate(
         self, cache: Recording, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
     ) -> Recording:
@@ -200,14 +231,16 @@ class Recorder:
         columns = jnp.arange(self.window + 1, dtype=jnp.int32)[None]
         drafts = jnp.pad(window.tokens, ((0, 0), (0, self.window + 1 - width)))
         drafts = jnp.where(columns < num_run[:, None], drafts, NONE)
+        column_of = _columns(window, verified)
+        following = _following(window, drafts)
 
         def record_row(i, recording):
             """Writes the entries of row `i` at its slot and position."""
-            slot, position = verified.slots[i], verified.positions[i]
-            at, column = (slot, position), position - window.start[slot]
+            slot, column = verified.slots[i], column_of[i]
+            place = window.start[slot] + column
+            at = slot, place
             row = jax.lax.optimization_barrier(verified.logits[i])
             top_logits, top_ids = jax.lax.top_k(row, self.top)
-            following = drafts[slot, column + 1]
             return recording.replace(
                 fed=recording.fed.at[at].set(drafts[slot, column]),
                 row=recording.row.at[at].set(column),
@@ -219,8 +252,8 @@ class Recorder:
                 top_ids=recording.top_ids.at[at].set(top_ids),
                 top_logits=recording.top_logits.at[at].set(top_logits),
                 lowest=recording.lowest.at[at].set(jnp.min(row)),
-                drafted=recording.drafted.at[slot, position + 1].set(
-                    following, mode="drop"
+                drafted=recording.drafted.at[slot, place + 1].set(
+                    following[slot, column], mode="drop"
                 ),
             )
 
@@ -234,6 +267,29 @@ class Recorder:
             drafts[:, : self.window], mode="drop"
         )
         return entries.replace(cache=recording.cache, windows=windows)
+
+
+def _columns(window, verified) -> jax.Array:
+    """Returns the column of each packed row, `[P] int32`."""
+    columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)
+    columns = jnp.broadcast_to(columns, verified.at.shape)
+    none = jnp.zeros((verified.logits.shape[0],), jnp.int32)
+    return none.at[verified.at].set(columns, mode="drop")
+
+
+def _following(window, drafts) -> jax.Array:
+    """Returns the draft after each column: of a tree its first child, or `NONE`."""
+    if window.parents is None:
+        return drafts[:, 1:]
+    width = window.tokens.shape[1]
+    columns = jnp.arange(width, dtype=jnp.int32)
+    # [B, column, child]; the root is its own parent, and nobody's child.
+    is_child = (window.parents[:, None, :] == columns[None, :, None]) & (
+        columns[None, None, :] > 0
+    )
+    child = jnp.argmax(is_child, axis=2)
+    found = jnp.take_along_axis(drafts, child, axis=1)
+    return jnp.where(jnp.any(is_child, axis=2), found, NONE)
 
 
 _SEEDS = (0x9E3779B9, 0x85EBCA6B)

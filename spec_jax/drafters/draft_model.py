@@ -17,13 +17,14 @@ asks for something.
 """
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
+from spec_jax.drafters import tree_search
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib, row_model
@@ -65,6 +66,8 @@ class DraftModel:
         probability as high as this, see `gamma.confidence`; 0 never ends one.
       draws: one of `DRAWS`. "independent" proposals say which distributions they were
         drawn from.
+      tree: of the trees that are drafted in place of chains; None: chains. `gamma_max`
+        is then the number of its nodes.
 
     Raises:
       ValueError: an unknown kind of draws, a negative height, or a confidence outside
@@ -76,6 +79,7 @@ class DraftModel:
     draws: Draws = "coupled"
     catch_up_rows: int = 0
     min_confidence: float = 0.0
+    tree: tree_search.Tree | None = None
 
     def __post_init__(self) -> None:
         if self.draws not in DRAWS:
@@ -87,24 +91,54 @@ class DraftModel:
                 f"min_confidence={self.min_confidence} is no probability: give 0, "
                 "which never ends a draft, to 1"
             )
+        tree_search.check_nodes(self.tree, self.gamma_max)
+        if self.tree is not None and self.min_confidence:
+            raise ValueError(
+                f"min_confidence={self.min_confidence} ends chains: a tree weighs its "
+                "nodes against each other, leave it out"
+            )
 
     @property
     def vocab_size(self) -> int:
         """Entries of the draft's vocabulary, which must be the target's."""
         return self.model.config.vocab_size
 
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return None if self.tree is None else self.tree.depth_max
+
     def for_rule(self, rule: str) -> "DraftModel":
         """Returns the draft model whose draws a rule of acceptance keeps most of.
 
         Rules that draw uniforms need independent draws, and the probabilities of them.
         """
-        if rule == "coupled" or self.draws != "coupled":
+        if rule == "coupled":
+            return self
+        if self.tree is not None:
+            raise NotImplementedError(
+                f"trees under rule={rule!r}: which nodes a search keeps depends on the "
+                "tokens drawn, and that biases what this rule accepts; use the rule "
+                "'coupled', under which every tree is lossless"
+            )
+        if self.draws != "coupled":
             return self
         return dataclasses.replace(self, draws="independent")
 
+    def for_tree(self, tree: tree_search.Tree) -> "DraftModel":
+        """Returns the draft model that drafts such trees, as many rows a forward."""
+        model = self.model
+        if model.slab < tree.top_k and model.impl != "native":
+            slab = row_model.slab_for(model.impl, tree.top_k)
+            model = dataclasses.replace(model, slab=slab)
+        return dataclasses.replace(
+            self, model=model, tree=tree, gamma_max=tree.nodes, min_confidence=0.0
+        )
+
     def for_slots(self, num_slots: int) -> "SlotDraftModel":
         """Returns the draft model for `num_slots` sequences."""
-        return SlotDraftModel(drafter=self, num_slots=num_slots)
+        kind = SlotDraftModel if self.tree is None else SlotDraftTree
+        return kind(drafter=self, num_slots=num_slots)
 
 
 class _Drafting(pytree.Node):
@@ -134,6 +168,11 @@ class SlotDraftModel:
     def gamma_max(self) -> int:
         """The most tokens of a proposal."""
         return self.drafter.gamma_max
+
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return self.drafter.depth_max
 
     @property
     def vocab_size(self) -> int:
@@ -315,6 +354,103 @@ class SlotDraftModel:
         """Forgets drafts that were not committed."""
         kept = jnp.minimum(memory.length, length - 1)
         return self._rows.truncate(memory, kept, asked=asked)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotDraftTree(SlotDraftModel):
+    """A `DraftModel` with a tree, for `num_slots` sequences.
+
+    The rows of a search are stored after the text, and forgotten at its end: what is
+    kept of them is caught up in the next round, in one forward.
+    """
+
+    def propose(
+        self,
+        params: params_lib.Params,
+        memory: paged.PagedKV,
+        *,
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
+    ) -> tuple[paged.PagedKV, protocols.Proposal]:
+        """Drafts trees of `gamma[b]` nodes; less deep where the cache has no room."""
+        tree, slab = cast(tree_search.Tree, self.drafter.tree), self.drafter.model.slab
+        width = max(slab, self.drafter.catch_up_rows)
+        memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
+        text = jnp.pad(tokens, ((0, 0), (0, width)))
+        asked = (gamma > 0) & (length <= memory.slot_capacity)
+        memory = self._catch_up(params, memory, text, length, asked=asked)
+        memory, logits = self._root(params, memory, text, length, asked)
+        asked &= memory.length == length
+        if self.drafter.draws == "greedy":
+            sampling = None
+
+        def expand(kv, tokens, parents, first, active):
+            window = protocols.Window(
+                tokens=tokens,
+                start=length - 1,
+                num_active=jnp.where(active, tree.top_k, 0),
+                parents=parents,
+                first=first,
+                depth_max=tree.depth - 1,
+            )
+            kv, verified = self._rows.verify(params, kv, window)
+            level = 1 + (first - 1) // tree.top_k
+            rows = verified.by_column(verified.logits, fill=0.0)
+            weights = _noisy(rows, sampling, length + level)
+            return kv, weights, active & ~self._rows.out_of_pages(kv)
+
+        root = _noisy(logits[:, None], sampling, length)[:, 0]
+        wanted = jnp.where(asked, gamma, 0)
+        memory, proposal = tree_search.grow(
+            expand, root, memory, tree=tree, wanted=wanted
+        )
+        return self._rows.truncate(memory, length, asked=asked), proposal
+
+    def _root(self, params, memory, text, length, asked):
+        """Returns the memory of the whole text, and the logits `[B, V]` after it."""
+        slab = self.drafter.model.slab
+        is_each = jnp.arange(self.num_slots, dtype=jnp.int32)
+
+        def step(carry):
+            kv, logits, wanted = carry
+            num_active = jnp.where(wanted, jnp.minimum(length - kv.length, slab), 0)
+            window = protocols.Window(
+                tokens=_windows(text, kv.length, slab),
+                start=kv.length,
+                num_active=num_active,
+            )
+            kv, verified = self._rows.verify(params, kv, window)
+            wanted &= ~self._rows.out_of_pages(kv)
+            last = verified.at[is_each, jnp.maximum(num_active - 1, 0)]
+            found = verified.logits.at[last].get(mode="fill", fill_value=0)
+            logits = jnp.where((num_active > 0)[:, None], found, logits)
+            return kv, logits, wanted & (kv.length < length)
+
+        logits = jnp.zeros((self.num_slots, self.vocab_size), jnp.float32)
+        carry = memory, logits, asked & (memory.length < length)
+        memory, logits, _ = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[2]), step, carry
+        )
+        return memory, logits
+
+
+def _noisy(
+    logits: Float[Array, "B K V"],
+    sampling: protocols.Sampling,
+    position: Int[Array, " B"],
+) -> Float[Array, "B K V"]:
+    """Returns the logits, or what the target draws the token of `position` by."""
+    if sampling is None:
+        return logits
+
+    def one(slot):
+        rows, settings, position = slot
+        noisy = lambda row: sampling_lib.noisy_weights(row, settings, position)
+        return jax.lax.map(noisy, rows)
+
+    return jax.lax.map(one, (logits, sampling, position))
 
 
 def _greedy(num_slots: int) -> sampling_lib.SamplingSettings:

@@ -57,6 +57,11 @@ class Each:
         return self.drafter.gamma_max
 
     @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return getattr(self.drafter, "depth_max", None)
+
+    @property
     def vocab_size(self) -> int:
         """Entries of the drafter's vocabulary. No attribute where it has none."""
         return self.drafter.vocab_size  # type: ignore[attr-defined]

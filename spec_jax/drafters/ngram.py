@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax.drafters import suffix_match
+from spec_jax.drafters import suffix_match, text_tree, tree_search
 from spec_jax.engine import protocols
 
 
@@ -42,6 +42,8 @@ class PromptLookup:
       n_max, n_min: the longest and the shortest match that is looked for.
       match: one of `MATCHES`, see above.
       stop_ids: a draft ends before the first of these tokens.
+      tree: of the continuations of all matches, in place of the one by `match`; None:
+        chains. `gamma_max` is then the number of its nodes.
 
     Raises:
       ValueError: unless `1 <= n_min <= n_max`, or for another `match`.
@@ -52,8 +54,10 @@ class PromptLookup:
     n_min: int = 1
     match: Match = "last"
     stop_ids: tuple[int, ...] = ()
+    tree: tree_search.Tree | None = None
 
     def __post_init__(self):
+        tree_search.check_nodes(self.tree, self.gamma_max)
         if not 1 <= self.n_min <= self.n_max:
             raise ValueError(
                 f"n_min={self.n_min} and n_max={self.n_max} are not "
@@ -61,6 +65,15 @@ class PromptLookup:
             )
         if self.match not in MATCHES:
             raise ValueError(f"match={self.match!r} is not one of {', '.join(MATCHES)}")
+
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return None if self.tree is None else self.tree.depth_max
+
+    def for_tree(self, tree: tree_search.Tree) -> "PromptLookup":
+        """Returns the lookup that drafts such trees."""
+        return dataclasses.replace(self, tree=tree, gamma_max=tree.nodes)
 
     def init(self, *, capacity: int, page_size: int) -> tuple[()]:
         """Nothing."""
@@ -88,6 +101,10 @@ class PromptLookup:
         at = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         # The end matches itself, and is followed by nothing.
         matched = jnp.where((at < length) & (matched >= self.n_min), matched, 0)
+        if self.tree is not None:
+            text = jnp.where(at < length, tokens, suffix_match.NONE)
+            found = text_tree.propose(text, matched, tree=self.tree, gamma=gamma)
+            return memory, found
         num_drafted = jnp.where(jnp.any(matched > 0), gamma, 0)
         offsets = jnp.arange(self.gamma_max, dtype=jnp.int32)
         if self.match == "first":

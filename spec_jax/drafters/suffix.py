@@ -32,7 +32,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import suffix_match
+from spec_jax.drafters import suffix_match, text_tree, tree_search
 from spec_jax.engine import protocols
 
 
@@ -94,6 +94,8 @@ class SuffixDecoding:
       match_max: the longest match whose places are counted.
       max_factor: tokens drafted per token of the match, at most.
       min_probability: where a path ends.
+      tree: of the continuations in both bodies, in place of the path of the highest
+        score; None: chains. `gamma_max` is then the number of its nodes.
 
     Raises:
       ValueError: a match or a factor that drafts nothing, or no probability.
@@ -103,8 +105,10 @@ class SuffixDecoding:
     match_max: int = 8
     max_factor: float = 1.0
     min_probability: float = 0.1
+    tree: tree_search.Tree | None = None
 
     def __post_init__(self):
+        tree_search.check_nodes(self.tree, self.gamma_max)
         if self.match_max < 1:
             raise ValueError(f"match_max={self.match_max} must be at least 1")
         if not self.match_max * self.max_factor >= 1:
@@ -116,6 +120,15 @@ class SuffixDecoding:
             raise ValueError(
                 f"min_probability={self.min_probability} is outside (0, 1]"
             )
+
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return None if self.tree is None else self.tree.depth_max
+
+    def for_tree(self, tree: tree_search.Tree) -> "SuffixDecoding":
+        """Returns the suffix decoder that drafts such trees."""
+        return dataclasses.replace(self, tree=tree, gamma_max=tree.nodes)
 
     def init(self, *, capacity: int, page_size: int) -> tuple[()]:
         """Nothing."""
@@ -139,8 +152,20 @@ class SuffixDecoding:
         gamma: Int[Array, ""],
     ) -> tuple[tuple[()], protocols.Proposal]:
         """Drafts what `look_up` finds: often fewer than `gamma` tokens, or none."""
+        if self.tree is not None:
+            proposal = self._tree(self.tree, params, tokens, length, gamma)
+            return memory, proposal
         found = self.look_up(params, tokens=tokens, length=length, gamma=gamma)
         return memory, found.proposal
+
+    def _tree(self, tree, corpus, tokens, length, gamma) -> protocols.Proposal:
+        """Returns the tree of what followed in the sequence and in the corpus."""
+        suffix = suffix_match.suffix_of(tokens, length, self.match_max)
+        is_known = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length
+        own = jnp.where(is_known, tokens, suffix_match.NONE)
+        body = jnp.concatenate([own, jnp.array([suffix_match.NONE]), corpus.tokens])
+        matched = suffix_match.match_lengths(body, suffix)
+        return text_tree.propose(body, matched, tree=tree, gamma=gamma)
 
     def commit(
         self, params: Corpus, memory: tuple[()], length: Int[Array, ""]

@@ -5,13 +5,13 @@ A `Target` and a `SlotDrafter` know all slots. A `Drafter` is written for one se
 and `drafters.each.lift` makes a `SlotDrafter` of it.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import pytree
+from spec_jax import pytree, tree
 from spec_jax.rules import sampling
 
 
@@ -24,24 +24,45 @@ cannot draw."""
 
 
 class Proposal(pytree.Node):
-    """Drafted tokens; the first `num_drafted` are real."""
+    """Drafted tokens, a chain or a tree; the first `num_drafted` are real."""
 
     tokens: jax.Array  # [gamma_max] int32
     num_drafted: jax.Array  # [] int32
+    # [gamma_max] int32, the column of each draft's parent: 0 is the pending token, and
+    # `i + 1` draft `i`, so draft `i` has one in `0 .. i`. None: a chain.
+    parents: jax.Array | None = None
     # [gamma_max, V] float32: the distribution that each token was drawn from, filters
     # included; None for tokens that were certain. Rule "coupled" needs none.
     probs: jax.Array | None = None
 
 
 class Window(pytree.Node):
-    """What a round asks of the target: of each slot, a run of tokens to be verified.
+    """What a round asks of the target: of each slot, tokens to be verified.
 
-    Column 0 is the pending token, column `i + 1` is draft `i`.
+    Column 0 is the pending token, column `i + 1` is draft `i`. The K/V of column `c` is
+    stored at place `start + c`; of a chain that is its position, too.
+
+    A tree can be run level by level: `tokens` are then those of the columns from
+    `first` on, and `parents` are of all columns.
     """
 
     tokens: jax.Array  # [B, R] int32
-    start: jax.Array  # [B] int32, position of column 0
-    num_active: jax.Array  # [B] int32, leading columns to run; 0: the slot sits out
+    start: jax.Array  # [B] int32, position and place of column 0
+    num_active: jax.Array  # [B] int32, leading ones to run; 0: the slot sits out
+    # [B, C] int32, the column of each column's parent, below its own; column 0 has 0.
+    parents: jax.Array | None = None  # None: a chain
+    first: jax.Array | None = None  # [] int32, column of `tokens[:, 0]`; None: 0
+    depth_max: int | None = pytree.static(default=None)  # of a tree
+
+
+def positions(window: Window) -> Int[Array, "B R"]:
+    """Returns the position of each column of a window that begins at column 0."""
+    if window.parents is None:
+        columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)
+        return window.start[:, None] + columns[None]
+    width = cast(int, window.depth_max) + 1
+    layout = lambda parents, start: tree.layout(parents, start=start, width=width)[0]
+    return jax.vmap(layout)(window.parents, window.start)
 
 
 class Verified(pytree.Node):
@@ -53,15 +74,18 @@ class Verified(pytree.Node):
 
     logits: jax.Array  # [P, V] float32
     slots: jax.Array  # [P] int32
-    positions: jax.Array  # [P] int32, of the token that was fed
+    positions: jax.Array  # [P] int32, of the token that was fed: its depth decides
     num_active: jax.Array  # [] int32
     at: jax.Array  # [B, R] int32, the row of each column; P where it was not run
 
     def by_column(self, rows: jax.Array, *, fill: Any) -> jax.Array:
-        """Returns `rows [P]` by column, `[B, R]`, and `fill` where none was run."""
+        """Returns `rows [P, ..]` by column, `[B, R, ..]`; `fill` where none was run."""
         num_slots, width = self.at.shape
         if num_slots == 1:  # The rows are its columns: no gather.
-            return jnp.where(self.at < rows.shape[0], rows[None, :width], fill)
+            is_run = (self.at < rows.shape[0]).reshape(
+                1, width, *(1,) * (rows.ndim - 1)
+            )
+            return jnp.where(is_run, rows[None, :width], fill)
         return rows.at[self.at].get(mode="fill", fill_value=fill)
 
 
@@ -98,6 +122,21 @@ class Target(Protocol):
         """Returns the token of highest logit of each active row, int32."""
         ...
 
+    def keep_path(
+        self,
+        cache: Cache,
+        path: Int[Array, "B D"],
+        num_kept: Int[Array, " B"],
+        *,
+        start: Int[Array, " B"],
+    ) -> Cache:
+        """Moves the K/V of a tree's columns `path[:num_kept]` to their positions.
+
+        Column `path[i]`, at place `start + path[i]`, comes to `start + i + 1`. Asked
+        after a `verify` of trees only, and before `truncate`.
+        """
+        ...
+
     def truncate(
         self, cache: Cache, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
     ) -> Cache:
@@ -107,6 +146,16 @@ class Target(Protocol):
     def out_of_pages(self, cache: Cache) -> Bool[Array, " B"]:
         """Returns for each slot whether its last window found no page."""
         ...
+
+
+def is_tree(drafter: Any) -> bool:
+    """Returns whether a drafter proposes trees: it then has a `depth_max`."""
+    return getattr(drafter, "depth_max", None) is not None
+
+
+def depth_max(drafter: Any) -> int:
+    """Returns the most drafts on one path of a drafter's proposals."""
+    return drafter.depth_max if is_tree(drafter) else drafter.gamma_max
 
 
 class Drafter(Protocol):

@@ -22,6 +22,7 @@ autoregressive decoding. Rules other than "coupled" keep the distribution alone.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +93,13 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     # rule accepts one outside the vocabulary.
     num_drafted = jnp.clip(proposal.num_drafted, 0, gamma)
     proposal = proposal.replace(num_drafted=num_drafted)
+    depth_max = protocols.depth_max(drafter)
     pending = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
     window = protocols.Window(
         tokens=jnp.concatenate([pending, proposal.tokens], axis=1),
         start=slots.length - 1,
         num_active=jnp.where(running, num_drafted + 1, 0),
+        **_tree_of(proposal, depth_max),
     )
     cache, verified = target.verify(target_params, state.cache, window)
     outcome, is_finite = verification.decide(
@@ -106,6 +109,8 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
         slots.sampling,
         first_position=slots.length,
         rule=speculator.rule,
+        depth_max=depth_max,
+        wanted=slots.limit - slots.length - 1,
     )
     info = RoundInfo(
         gamma=gamma,
@@ -117,6 +122,10 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     )
     commit = functools.partial(commit_slot, gamma_policy=speculator.gamma_policy)
     slots = state_lib.map_slots(commit, slots, info)
+    if outcome.path is not None:
+        # The target's own token, the last that is committed, has no K/V yet.
+        num_kept = slots.length - state.slots.length - 1
+        cache = target.keep_path(cache, outcome.path, num_kept, start=window.start)
     state = State(
         slots=slots,
         cache=target.truncate(cache, slots.length - 1, asked=running),
@@ -125,10 +134,27 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     return state, info
 
 
+def _tree_of(proposal: protocols.Proposal, depth_max: int) -> dict[str, Any]:
+    """Returns what a window says of trees: nothing of chains."""
+    if proposal.parents is None:
+        return {}
+    # A parent that is none makes wrong rows, which accept nothing wrong: they must be
+    # columns all the same.
+    columns = jnp.arange(proposal.parents.shape[1], dtype=jnp.int32)[None]
+    parents = jnp.clip(proposal.parents, 0, columns)
+    return {"parents": jnp.pad(parents, ((0, 0), (1, 0))), "depth_max": depth_max}
+
+
 def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
     """Returns what each slot asks for: nothing where it does not generate."""
-    # At most `g + 1` tokens are committed, so the limit is met exactly.
-    gamma = jnp.minimum(slots.gamma, slots.limit - slots.length - 1)
+    wanted = slots.limit - slots.length - 1
+    if protocols.is_tree(speculator.drafter):
+        # Of a tree one path is committed, which acceptance ends at the limit. The room
+        # in the cache bounds its nodes: one token less than the buffer of tokens.
+        room = slots.tokens.shape[1] - 1 - slots.length
+        wanted = jnp.where(wanted > 0, room, 0)
+    # At most `g + 1` tokens of a chain are committed, so the limit is met exactly.
+    gamma = jnp.minimum(slots.gamma, wanted)
     if speculator.gamma_policy is not None:
         if slots.policy is None:
             raise ValueError(
@@ -167,15 +193,22 @@ def commit_slot(
     length = n + num_kept
     slot = slot.replace(
         tokens=slot.tokens.at[at].set(outcome.tokens, mode="drop"),
-        origins=slot.origins.at[at].set(
-            _origins(outcome, info.proposal.num_drafted), mode="drop"
-        ),
+        origins=slot.origins.at[at].set(_origins(outcome, _reached(info)), mode="drop"),
         length=length,
         status=_status(slot, length, jnp.any(is_stop), info.out_of_pages),
         num_nonfinite=slot.num_nonfinite
-        + jnp.sum(~info.is_finite & (offsets < num_kept), dtype=jnp.int32),
+        + jnp.sum(
+            ~_along(outcome, info.is_finite) & (offsets < num_kept), dtype=jnp.int32
+        ),
     )
     return _count(slot, info, num_kept, rounds=counts.astype(jnp.int32))
+
+
+def _along(outcome: acceptance.Outcome, columns: Bool[Array, " R"]) -> jax.Array:
+    """Returns what columns have that decide the outcome's tokens, `[D + 1]`."""
+    if outcome.path is None:
+        return columns
+    return columns[jnp.pad(outcome.path, (1, 0))]
 
 
 def _status(
@@ -207,10 +240,20 @@ def _update_policy(
     return slot.replace(policy=policy)
 
 
-def _origins(outcome: acceptance.Outcome, num_drafted: jax.Array) -> jax.Array:
-    """Returns the `Origin` of each token of the outcome, `[gamma_max + 1] int8`."""
+def _reached(info: RoundInfo) -> Bool[Array, " D"]:
+    """Returns whether drafts of each depth were compared: those before were kept."""
+    if info.outcome.reached is not None:
+        return info.outcome.reached
+    drafts = jnp.arange(info.outcome.tokens.shape[0] - 1, dtype=jnp.int32)
+    is_drafted = drafts < info.proposal.num_drafted
+    return is_drafted & (drafts <= info.outcome.num_accepted)
+
+
+def _origins(outcome: acceptance.Outcome, reached: Bool[Array, " D"]) -> jax.Array:
+    """Returns the `Origin` of each token of the outcome, `[D + 1] int8`."""
+    # Drafts were rejected where the path was followed further than it was accepted.
     own = jnp.where(
-        outcome.num_accepted == num_drafted,
+        jnp.sum(reached, dtype=jnp.int32) == outcome.num_accepted,
         state_lib.Origin.BONUS,
         state_lib.Origin.CORRECTION,
     )
@@ -224,16 +267,19 @@ def _count(
 ) -> Slots:
     """Adds `rounds` rounds, 0 or 1, to the statistics."""
     a, g = info.outcome.num_accepted, info.proposal.num_drafted
-    drafts = jnp.arange(info.proposal.tokens.shape[0], dtype=jnp.int32)
-    reached = (drafts < g) & (drafts <= a)
+    depths = jnp.arange(slot.accepted_at.shape[0], dtype=jnp.int32)
+    is_kept = depths < a
+    path = depths if info.outcome.path is None else info.outcome.path - 1
+    path = jnp.where(is_kept, path, slot.kept_by_rank.shape[0])
     return slot.replace(
         num_rounds=slot.num_rounds + rounds,
         num_proposed=slot.num_proposed + rounds * g,
         num_accepted=slot.num_accepted + rounds * a,
         num_cut=slot.num_cut + rounds * (a + 1 - num_kept),
         accepted_hist=slot.accepted_hist.at[a].add(rounds),
-        proposed_at=slot.proposed_at + rounds * reached.astype(jnp.int32),
-        accepted_at=slot.accepted_at + rounds * (drafts < a).astype(jnp.int32),
+        proposed_at=slot.proposed_at + rounds * _reached(info).astype(jnp.int32),
+        accepted_at=slot.accepted_at + rounds * is_kept.astype(jnp.int32),
+        kept_by_rank=slot.kept_by_rank.at[path].add(rounds, mode="drop"),
     )
 
 

@@ -9,11 +9,14 @@ each slot gets the logits and the K/V that it would get alone.
 """
 
 import dataclasses
+import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from spec_jax import tree
 from spec_jax.engine import protocols
 from spec_jax.model import (
     config as config_lib,
@@ -28,6 +31,9 @@ from spec_jax.paging import allocator, cache as paged, index
 # With kernels whose bits do not depend on the height: so many rows share one read of
 # the weights, and still lie in the second cache.
 NATIVE_TILE = 80
+
+MAX_TREE_ROWS = 64
+"""Columns of a window that any target takes: the root of a tree and 63 drafts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +62,8 @@ class SlotRows:
 
     @property
     def max_rows(self) -> int:
-        """The most columns of a window."""
-        return self.model.slab
+        """The most columns of a window; more than a slab of them take more tiles."""
+        return max(self.model.slab, MAX_TREE_ROWS)
 
     def new_cache(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
@@ -132,9 +138,12 @@ class SlotRows:
           rows `[P, V]`, which `keep` collects tile by tile; None without it.
         """
         asked = window.num_active > 0
-        follows = (window.start == kv.length) | ~asked
+        start = window.start
+        if window.first is not None:
+            start = start + window.first
+        follows = (start == kv.length) | ~asked
         kv = kv.replace(refused=kv.refused | ~follows)
-        kv = allocator.reserve_each(kv, window.start + window.num_active, asked=asked)
+        kv = allocator.reserve_each(kv, start + window.num_active, asked=asked)
         num_active = jnp.where(self.out_of_pages(kv), 0, window.num_active)
         tile = self._tile(window.tokens.size)
         rows, at = _pack(window.replace(num_active=num_active), tile=tile)
@@ -165,7 +174,7 @@ class SlotRows:
                 logits = jnp.zeros((height, self.config.vocab_size), jnp.float32)
             num_tiles = -(-rows.num_active // tile)
             kv, logits = jax.lax.fori_loop(0, num_tiles, step, (kv, logits))
-        kv = allocator.extend_each(kv, window.start + num_active, asked=num_active > 0)
+        kv = allocator.extend_each(kv, start + num_active, asked=num_active > 0)
         return rows, at, kv, logits if keep else None
 
     def _tile(self, num_rows: int) -> int:
@@ -178,6 +187,26 @@ class SlotRows:
     ) -> Int[Array, " P"]:
         """Returns the token of highest logit of each active row."""
         return self.model.choose(logits, num_active)
+
+    def keep_path(
+        self,
+        kv: paged.PagedKV,
+        path: Int[Array, "B D"],
+        num_kept: Int[Array, " B"],
+        *,
+        start: Int[Array, " B"],
+    ) -> paged.PagedKV:
+        """Moves the K/V of accepted columns; see `protocols.Target`."""
+        num_slots, depth_max = path.shape
+        steps = jnp.broadcast_to(jnp.arange(depth_max, dtype=jnp.int32), path.shape)
+        slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+        return paged.move(
+            kv,
+            slots=jnp.broadcast_to(slots, path.shape).reshape(-1),
+            sources=(start[:, None] + path).reshape(-1),
+            targets=(start[:, None] + steps + 1).reshape(-1),
+            moves=(steps < num_kept[:, None]).reshape(-1),
+        )
 
     def truncate(
         self, kv: paged.PagedKV, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
@@ -199,7 +228,8 @@ def _pack(
 ) -> tuple[qwen3.Rows, Int[Array, "B R"]]:
     """Returns all active columns, slot after slot, and where each of them went.
 
-    Whole tiles; a column that is not run goes past the end.
+    Whole tiles, a tree's parents before their children; a column that is not run goes
+    past the end.
     """
     B, R = window.tokens.shape
     height = -(-B * R // tile) * tile
@@ -209,18 +239,40 @@ def _pack(
     at = jnp.where(columns < window.num_active[:, None], at, height)
 
     def pack(values):
-        values = jnp.broadcast_to(values, (B, R))
+        values = jnp.broadcast_to(values, (B, R, *values.shape[2:]))
         if B == 1:  # They are packed already: a pad, and no scatter to compile.
-            return jnp.pad(values[0], (0, height - R))
-        return jnp.zeros((height,), jnp.int32).at[at].set(values, mode="drop")
+            return jnp.pad(values[0], [(0, height - R)] + [(0, 0)] * (values.ndim - 2))
+        packed = jnp.zeros((height, *values.shape[2:]), jnp.int32)
+        return packed.at[at].set(values, mode="drop")
 
+    positions, branch = _layout(window, num_rows=R)
     rows = qwen3.Rows(
         tokens=pack(window.tokens),
         slots=pack(jnp.arange(B, dtype=jnp.int32)[:, None]),
-        positions=pack(window.start[:, None] + columns),
+        positions=pack(positions),
         num_active=ends[-1],
+        branch=None if branch is None else pack(branch),
     )
     return rows, at
+
+
+def _layout(
+    window: protocols.Window, *, num_rows: int
+) -> tuple[Int[Array, "B R"], Int[Array, "B R A"] | None]:
+    """Returns the positions of a window's rows and, of trees, their branches."""
+    columns = jnp.arange(num_rows, dtype=jnp.int32)[None, :]
+    if window.parents is None:
+        return window.start[:, None] + columns, None
+    width = cast(int, window.depth_max) + 1
+    layout = functools.partial(tree.layout, width=width)
+    laid_out = jax.vmap(lambda parents, start: layout(parents, start=start))(
+        window.parents, window.start
+    )
+    first = window.first
+    if first is None:
+        return laid_out
+    cut = lambda values: jax.lax.dynamic_slice_in_dim(values, first, num_rows, axis=1)
+    return cut(laid_out[0]), cut(laid_out[1])
 
 
 def _tile_of(rows: qwen3.Rows, start: jax.Array, height: int) -> qwen3.Rows:
@@ -232,4 +284,5 @@ def _tile_of(rows: qwen3.Rows, start: jax.Array, height: int) -> qwen3.Rows:
         slots=cut(rows.slots),
         positions=cut(rows.positions),
         num_active=jnp.clip(rows.num_active - start, 0, height),
+        branch=None if rows.branch is None else cut(rows.branch),
     )

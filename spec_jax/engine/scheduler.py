@@ -136,6 +136,12 @@ class Scheduler:
                 "give both the same"
             )
         checks.check_pair(target, drafter)
+        if self.speculator.gamma_policy is not None and protocols.is_tree(drafter):
+            raise ValueError(
+                f"{type(self.speculator.gamma_policy).__name__} chooses the length of "
+                "a chain from how many of its drafts stay, which says nothing of a "
+                "tree's nodes: give gamma as a number of nodes, or draft chains"
+            )
         if (self.speculator.gamma_policy is None) != (self.policy_state is None):
             raise ValueError("a gamma policy and its first state go together")
 
@@ -197,7 +203,12 @@ class Scheduler:
         limit, _ = checks.limit_of(
             len(request.prompt), request.max_tokens, self.slot_capacity
         )
-        return self.target.pages_needed(limit - 1, self.page_size)
+        num_positions = limit - 1
+        if protocols.is_tree(self.drafter):
+            # A tree's drafts have places of their own, beyond where its paths end.
+            most = limit - 2 + self.drafter.gamma_max
+            num_positions = max(num_positions, min(most, self.slot_capacity))
+        return self.target.pages_needed(num_positions, self.page_size)
 
     def empty(self, *, draws: bool) -> states.State:
         """Allocates the state of free slots; without `draws` a greedy one."""
@@ -212,6 +223,7 @@ class Scheduler:
                 max_len=self.slot_capacity + 1,
                 num_stop=self._stop_size,
                 gamma_max=self.drafter.gamma_max,
+                depth_max=protocols.depth_max(self.drafter),
                 sampling=sampling_lib.make_settings(temperature=0.0) if draws else None,
                 policy=self.policy_state,
             ),
@@ -373,7 +385,11 @@ def _occupy(target, drafter, draft_params, state, slot, *, refills, request):
     Admission counts those pages as free, and so they are freed here at the latest.
     """
     slots = state.slots
-    one = states.begin_slot(gamma_max=drafter.gamma_max, **request)
+    one = states.begin_slot(
+        gamma_max=drafter.gamma_max,
+        depth_max=protocols.depth_max(drafter),
+        **request,
+    )
     occupied = jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one)
     if not refills:
         return state.replace(slots=occupied)

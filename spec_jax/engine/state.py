@@ -66,9 +66,11 @@ class Slots(pytree.Node):
     num_proposed: jax.Array  # [B] int32
     num_accepted: jax.Array  # [B] int32
     num_cut: jax.Array  # [B] int32, accepted by a round, but past a stop token
-    accepted_hist: jax.Array  # [B, gamma_max + 1] int32, rounds by accepted drafts
-    proposed_at: jax.Array  # [B, gamma_max] int32, rounds that reached draft i
-    accepted_at: jax.Array  # [B, gamma_max] int32, rounds that kept draft i
+    # By depth, of which a chain of gamma drafts has gamma:
+    accepted_hist: jax.Array  # [B, depth_max + 1] int32, rounds by accepted drafts
+    proposed_at: jax.Array  # [B, depth_max] int32, rounds that reached depth i
+    accepted_at: jax.Array  # [B, depth_max] int32, rounds that kept a draft there
+    kept_by_rank: jax.Array  # [B, gamma_max] int32, rounds that kept draft i
     # [B] int32, committed tokens chosen from logits that hold NaN or +inf, or are all
     # -inf: such tokens mean nothing.
     num_nonfinite: jax.Array
@@ -101,6 +103,7 @@ def begin_slot(
     gamma: Int[Array, ""],
     stop_ids: Int[Array, " num_stop"],
     gamma_max: int,
+    depth_max: int,
     sampling: sampling_lib.SamplingSettings | None,
     policy: policy_lib.State,
     status: Status = Status.RUNNING,
@@ -125,15 +128,17 @@ def begin_slot(
         num_proposed=zero(()),
         num_accepted=zero(()),
         num_cut=zero(()),
-        accepted_hist=zero((gamma_max + 1,)),
-        proposed_at=zero((gamma_max,)),
-        accepted_at=zero((gamma_max,)),
+        accepted_hist=zero((depth_max + 1,)),
+        proposed_at=zero((depth_max,)),
+        accepted_at=zero((depth_max,)),
+        kept_by_rank=zero((gamma_max,)),
         num_nonfinite=zero(()),
     )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("num_slots", "max_len", "num_stop", "gamma_max")
+    jax.jit,
+    static_argnames=("num_slots", "max_len", "num_stop", "gamma_max", "depth_max"),
 )
 def empty_slots(
     *,
@@ -141,6 +146,7 @@ def empty_slots(
     max_len: int,
     num_stop: int,
     gamma_max: int,
+    depth_max: int,
     sampling: sampling_lib.SamplingSettings | None,
     policy: policy_lib.State,
 ) -> Slots:
@@ -153,6 +159,7 @@ def empty_slots(
         gamma=jnp.int32(0),
         stop_ids=jnp.full((num_stop,), NO_STOP, jnp.int32),
         gamma_max=gamma_max,
+        depth_max=depth_max,
         sampling=sampling,
         policy=policy,
         status=Status.EMPTY,

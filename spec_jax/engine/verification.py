@@ -4,6 +4,7 @@ Functions here know a target by its logits and acceptance by its three rules; th
 neither rounds nor caches.
 """
 
+import functools
 from typing import Literal, get_args
 
 import jax
@@ -86,20 +87,20 @@ def decide(
     *,
     first_position: Int[Array, " B"],
     rule: Rule,
+    depth_max: int,
+    wanted: Int[Array, " B"],
 ) -> tuple[acceptance.Outcome, Bool[Array, "B R"]]:
     """Returns each slot's outcome, and which columns' logits are finite.
 
     Args:
       first_position: of each slot's first draft: it keys the noise of a round.
+      depth_max: drafts on a path of a tree, at most.
+      wanted: drafts that each slot may commit, at most. A chain has no more.
     """
     if rule == "coupled":
         own, is_finite = target_tokens(target, verified, sampling_settings)
-        outcome = state_lib.map_slots(
-            acceptance.accept_exact,
-            proposal.tokens,
-            verified.by_column(own, fill=0),
-            proposal.num_drafted,
-        )
+        own = verified.by_column(own, fill=0)
+        outcome = _by_own_tokens(proposal, own, depth_max, wanted)
     else:
         highest = target.choose(verified.logits, verified.num_active)
         is_finite = finite_rows(verified.logits, highest)
@@ -107,6 +108,21 @@ def decide(
             verified, proposal, sampling_settings, first_position, rule
         )
     return outcome, verified.by_column(is_finite, fill=True)
+
+
+def _by_own_tokens(proposal, own, depth_max, wanted):
+    """Decides by the target's tokens after each column, `own [B, R]`."""
+    if proposal.parents is None:
+        accept = acceptance.accept_exact
+        return state_lib.map_slots(accept, proposal.tokens, own, proposal.num_drafted)
+    return state_lib.map_slots(
+        functools.partial(acceptance.follow, depth_max=depth_max),
+        proposal.tokens,
+        own,
+        proposal.parents,
+        proposal.num_drafted,
+        wanted,
+    )
 
 
 def _by_uniforms(verified, proposal, sampling_settings, first_position, rule):

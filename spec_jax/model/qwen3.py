@@ -37,13 +37,16 @@ MIN_BUCKET = 64
 class Rows(pytree.Node):
     """A slab of rows. The first `num_active` are real; what the others hold is ignored.
 
-    Rows of one slot stand in the order of their positions.
+    A row comes after the rows of the slab whose keys it sees.
     """
 
     tokens: jax.Array  # [R] int32
     slots: jax.Array  # [R] int32
     positions: jax.Array  # [R] int32
     num_active: jax.Array  # [] int32
+    # [R, A] int32, of rows of trees: places of the row's last A keys, its own last
+    # (`tree.layout`); None: every key is stored at its position.
+    branch: jax.Array | None = None
 
 
 class RowOutputs(pytree.Node):
@@ -139,6 +142,7 @@ def _fused_step(params, config, rows, kv, taps, with_logits):
         slots=rows.slots,
         positions=rows.positions,
         num_active=rows.num_active,
+        branch=rows.branch,
         taps=taps,
         with_logits=with_logits,
         eps=config.rms_norm_eps,
@@ -194,6 +198,7 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
         cos=cos,
         sin=sin,
         scale=config.head_dim**-0.5,
+        branch=rows.branch,
         **shared,
     )
     if observe is not None:

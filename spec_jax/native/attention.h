@@ -91,6 +91,13 @@ struct Queries {
     std::fill_n(weighted.begin(), n * width(), 0.0f);
   }
 
+  // Takes up the running softmax of as many queries of `other`, from query `first`.
+  void take(const Queries& other, int64_t first) {
+    std::copy_n(&other.maximum[first], count, maximum.begin());
+    std::copy_n(&other.total[first * kLanes], count * kLanes, total.begin());
+    std::copy_n(&other.weighted[first * width()], count * width(), weighted.begin());
+  }
+
   // What query `i` has attended to: out [H].
   void finish(int64_t i, T* out) const {
     constexpr int64_t kStep = kLanes * kWord<T>;

@@ -138,6 +138,7 @@ def attend(
     slots: jax.Array,  # [R] int32
     positions: jax.Array,  # [R] int32
     num_active: jax.Array,  # [] int32
+    branch: jax.Array | None = None,  # [R, A] int32
     eps: float,
     scale: float,
     isa: str | None = None,
@@ -182,13 +183,22 @@ def attend(
         slots,
         positions,
         num_active,
+        _branch(branch, R),
         k_pages,
         v_pages,
         isa=isa,
-        aliases={9: 1, 10: 2},
+        aliases={10: 1, 11: 2},
         eps=np.float32(eps),
         scale=np.float32(scale),
     )
+
+
+def _branch(branch: jax.Array | None, num_rows: int) -> jax.Array:
+    """Returns the branches for a kernel, empty where rows are of chains."""
+    if branch is None:
+        return jnp.zeros((0, 0), jnp.int32)
+    _shapes(branch=(branch, (num_rows, branch.shape[1])))
+    return branch
 
 
 def argmax(
@@ -258,6 +268,7 @@ def step(
     slots: jax.Array,  # [R] int32
     positions: jax.Array,  # [R] int32
     num_active: jax.Array,  # [] int32
+    branch: jax.Array | None = None,  # [R, A] int32
     taps: tuple[int, ...],
     with_logits: bool,
     eps: float,
@@ -318,6 +329,7 @@ def step(
         positions,
         num_active,
         page_table,
+        _branch(branch, R),
         cos.astype(jnp.float32),
         sin.astype(jnp.float32),
         _data(embed),

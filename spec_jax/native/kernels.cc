@@ -71,6 +71,14 @@ Table<T> table_of(const Any& buffer, int64_t N, int64_t K) {
   return {is_panels ? nullptr : data<T>(buffer), panels<T>(buffer, N, K)};
 }
 
+// The branches [R, width] of rows of trees; none where the buffer is empty.
+Rows with_branch(Rows rows, const Ints& branch) {
+  if (branch.element_count() == 0) return rows;
+  rows.branch = branch.typed_data();
+  rows.width = branch.dimensions()[1];
+  return rows;
+}
+
 ffi::Error check_head_size(int64_t H) {
   if (H >= 1 && H <= kMaxHead && H % 2 == 0) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("head sizes are even, and 256 at most");
@@ -111,7 +119,7 @@ ffi::Error Gate(ffi::ThreadPool pool, Any x, Any norm, Any w, Scalar num_active,
 
 ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Floats cos,
                   Floats sin, Ints table, Ints slots, Ints positions, Scalar num_active,
-                  Any k_in, Any v_in, Result out, Result k, Result v, float scale,
+                  Ints branch, Any k_in, Any v_in, Result out, Result k, Result v, float scale,
                   float eps) {
   if (k_in.untyped_data() != k->untyped_data() ||
       v_in.untyped_data() != v->untyped_data()) {
@@ -121,9 +129,11 @@ ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Float
   int64_t K = shape[2], H = shape[3];
   if (ffi::Error error = check_head_size(H); error.failure()) return error;
   int64_t num_rows = out->dimensions()[0], N = out->dimensions()[1] / H;
-  Rows rows{table.typed_data(),    slots.typed_data(),    positions.typed_data(),
-            table.dimensions()[0], table.dimensions()[1], shape[0],
-            shape[1],              live_rows(num_active, num_rows)};
+  Rows rows = with_branch(
+      {table.typed_data(), slots.typed_data(), positions.typed_data(),
+       table.dimensions()[0], table.dimensions()[1], shape[0], shape[1],
+       live_rows(num_active, num_rows)},
+      branch);
   return by_dtype(heads.element_type(), [&](auto tag) {
     using T = decltype(tag);
     Layer<T> layer{data<T>(heads),   data<T>(q_norm), data<T>(k_norm),
@@ -197,7 +207,8 @@ StepLayer<T> step_layer(ffi::RemainingArgs& rest, int64_t number, int64_t D, int
 }
 
 ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions,
-                   Scalar num_active, Ints table, Floats cos, Floats sin, Any embed,
+                   Scalar num_active, Ints table, Ints branch, Floats cos, Floats sin,
+                   Any embed,
                    Any final_norm, Any head, ffi::RemainingArgs rest,
                    ffi::Result<Floats> logits, Result features, ffi::RemainingRets pages,
                    int64_t num_heads, int64_t mlp_size, ffi::Span<const int64_t> taps,
@@ -224,9 +235,10 @@ ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions
         {},
         data<T>(final_norm),
         panels<T>(head.element_count() > 0 ? head : embed, V, D),
-        Rows{table.typed_data(), slots.typed_data(), positions.typed_data(),
-             table.dimensions()[0], table.dimensions()[1], shape[0], shape[1],
-             live_rows(num_active, num_rows)},
+        with_branch({table.typed_data(), slots.typed_data(), positions.typed_data(),
+                     table.dimensions()[0], table.dimensions()[1], shape[0], shape[1],
+                     live_rows(num_active, num_rows)},
+                    branch),
         cos.typed_data(), sin.typed_data(), num_heads, K, H, scale, eps,
         std::vector<int64_t>(taps.begin(), taps.end()),
         logits->element_count() > 0 ? logits->typed_data() : nullptr,
@@ -282,6 +294,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_attend, spec_jax::Attend,
                                   .Arg<spec_jax::Ints>()  // slots
                                   .Arg<spec_jax::Ints>()  // positions
                                   .Arg<spec_jax::Scalar>()  // num_active
+                                  .Arg<spec_jax::Ints>()  // branch
                                   .Arg<ffi::AnyBuffer>()  // k_pages
                                   .Arg<ffi::AnyBuffer>()  // v_pages
                                   .Ret<ffi::AnyBuffer>()  // attended
@@ -313,6 +326,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
                                   .Arg<spec_jax::Ints>()  // positions
                                   .Arg<spec_jax::Scalar>()  // num_active
                                   .Arg<spec_jax::Ints>()  // page_table
+                                  .Arg<spec_jax::Ints>()  // branch
                                   .Arg<spec_jax::Floats>()  // cos
                                   .Arg<spec_jax::Floats>()  // sin
                                   .Arg<ffi::AnyBuffer>()  // embed

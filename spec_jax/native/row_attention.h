@@ -2,6 +2,10 @@
 //
 // All active rows write their keys and values, and attend after: a row sees no position
 // past its own. Work is split over key/value heads and slots, which share nothing.
+//
+// Rows of a tree see, at one position, the keys of different places. The blocks of keys
+// that lie where all rows of a span look for them are walked for the span; each row goes
+// on alone from there, with its running softmax.
 
 #pragma once
 
@@ -26,15 +30,40 @@ struct Rows {
   const int32_t* positions;  // [R]
   int64_t num_slots, table_width, num_pages, page_size;
   int64_t live;
+  const int32_t* branch = nullptr;  // [R, width] places of a row's last keys, of trees
+  int64_t width = 0;
 
-  // Whether every page of the row's prefix, its own included, exists.
+  // The first position whose key may lie at another place than its number.
+  int64_t common(int64_t r) const {
+    int64_t end = positions[r] + int64_t{1};
+    return branch == nullptr ? end : std::max<int64_t>(end - width, 0);
+  }
+
+  // Where the key of a position that row `r` sees is stored in its slot.
+  int64_t place(int64_t r, int64_t position) const {
+    if (position < common(r)) return position;
+    if (branch == nullptr) return position;
+    return branch[r * width + position - (positions[r] + int64_t{1} - width)];
+  }
+
+  // Whether the page of every key that the row sees exists, its own included.
   bool is_mapped(int64_t r) const {
     int64_t slot = slots[r], position = positions[r];
     if (slot < 0 || slot >= num_slots || position < 0) return false;
-    if (position / page_size >= table_width) return false;
-    for (int64_t m = 0; m <= position / page_size; ++m) {
+    auto is_page = [&](int64_t m) {
+      if (m < 0 || m >= table_width) return false;
       int32_t page = table[slot * table_width + m];
-      if (page < 0 || page >= num_pages) return false;
+      return page >= 0 && page < num_pages;
+    };
+    int64_t shared = std::min<int64_t>(common(r), position + int64_t{1});
+    if (branch != nullptr) {
+      for (int64_t p = shared; p <= position; ++p) {
+        int64_t at = place(r, p);
+        if (at < 0 || !is_page(at / page_size)) return false;
+      }
+    }
+    for (int64_t m = 0; m * page_size < shared; ++m) {
+      if (!is_page(m)) return false;
     }
     return true;
   }
@@ -114,6 +143,7 @@ struct Attention {
   std::vector<Span> all;
   int64_t K, grain;  // key/value heads, and how many of them a worker takes at a time
   std::vector<std::vector<Queries<T>>> queries;  // [workers, grain]
+  std::vector<Queries<T>> alone;                 // [workers], of one row of a tree
 
   Attention(Team<Pool>& team, const Rows& rows, int64_t K, int64_t group, int64_t H)
       : team(team), rows(rows), all(spans(rows)), K(K) {
@@ -124,6 +154,8 @@ struct Attention {
     for (auto& of_worker : queries) {
       for (int64_t i = 0; i < grain; ++i) of_worker.emplace_back(most * group, H);
     }
+    if (rows.branch == nullptr) return;
+    for (int64_t i = 0; i < team.size(); ++i) alone.emplace_back(group, H);
   }
 
   Pages pages(const Span& span, const Layer<T>& layer) const {
@@ -134,7 +166,7 @@ struct Attention {
   // Stores the key and the value of row `r`, in `span`, for key/value head `index`.
   void write(const Layer<T>& layer, const Span& span, int64_t r, int64_t index) const {
     int64_t H = layer.H, half = H / 2;
-    int64_t at = pages(span, layer).at(rows.positions[r]) + index * H;
+    int64_t at = pages(span, layer).at(rows.place(r, rows.positions[r])) + index * H;
     rotate(layer.head(r, layer.N + index), layer.k_norm, layer.cos + r * half,
            layer.sin + r * half, H, layer.eps, layer.k + at);
     const T* value = layer.head(r, layer.N + K + index);
@@ -171,14 +203,17 @@ struct Attention {
   // A span under key/value heads [begin, end): a block of keys for all of them before the
   // next, since their rows lie side by side.
   void attend(const Layer<T>& layer, const Span& span, int64_t first, int64_t last,
-              std::vector<Queries<T>>& queries) const {
+              std::vector<Queries<T>>& queries, int64_t worker) {
     int64_t H = layer.H, reach = 0, offsets[kKeyBlock], next[kKeyBlock];
+    int64_t common = std::numeric_limits<int64_t>::max();
     for (int64_t r = span.first; r < span.first + span.count; ++r) {
       reach = std::max(reach, rows.positions[r] + int64_t{1});
+      common = std::min(common, rows.common(r));
     }
+    if (rows.branch != nullptr) reach = common / kKeyBlock * kKeyBlock;
     Pages where = pages(span, layer);
     for (int64_t i = first; i < last; ++i) begin(layer, span, i, queries[i - first]);
-    where.block(0, reach, next);
+    if (reach > 0) where.block(0, reach, next);
     for (int64_t start = 0; start < reach; start += kKeyBlock) {
       bool more = start + kKeyBlock < reach;
       std::copy_n(next, kKeyBlock, offsets);
@@ -189,7 +224,33 @@ struct Attention {
         attend_block(queries[i - first], k, v, start, layer.scale);
       }
     }
-    for (int64_t i = first; i < last; ++i) end(layer, span, i, queries[i - first]);
+    for (int64_t i = first; i < last; ++i) {
+      if (rows.branch == nullptr) {
+        end(layer, span, i, queries[i - first]);
+        continue;
+      }
+      for (int64_t r = span.first; r < span.first + span.count; ++r) {
+        go_on_alone(layer, span, r, i, reach, queries[i - first], alone[worker]);
+      }
+    }
+  }
+
+  // The blocks from `start` of row `r`, of a tree, under key/value head `index`.
+  void go_on_alone(const Layer<T>& layer, const Span& span, int64_t r, int64_t index,
+                   int64_t start, const Queries<T>& before, Queries<T>& queries) const {
+    int64_t G = layer.group(), reach = rows.positions[r] + int64_t{1};
+    Span own{r, 1};
+    Pages where = pages(own, layer);
+    begin(layer, own, index, queries);
+    queries.take(before, (r - span.first) * G);
+    const T *k = layer.k + index * layer.H, *v = layer.v + index * layer.H;
+    for (; start < reach; start += kKeyBlock) {
+      int64_t offsets[kKeyBlock], count = std::min<int64_t>(reach - start, kKeyBlock);
+      for (int64_t t = 0; t < count; ++t) offsets[t] = where.at(rows.place(r, start + t));
+      std::fill(offsets + count, offsets + kKeyBlock, offsets[count - 1]);
+      attend_block(queries, k, v, start, offsets, layer.scale);
+    }
+    end(layer, own, index, queries);
   }
 
   // The whole layer. Active rows without a page become NaN, and are not written, as in the
@@ -212,7 +273,7 @@ struct Attention {
     team.run(tasks, grain, [&](int64_t i, int64_t last, int64_t worker) {
       while (i < last) {
         int64_t head = i % K, count = std::min(K - head, last - i);
-        attend(layer, all[i / K], head, head + count, queries[worker]);
+        attend(layer, all[i / K], head, head + count, queries[worker], worker);
         i += count;
       }
     });

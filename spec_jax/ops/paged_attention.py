@@ -3,12 +3,16 @@
     out[r, n] = sum_t softmax_t(scale * q[r, n] . k[t, n // G]) v[t, n // G]
                 over the positions t = 0 .. positions[r] of the row's slot
 
+Trees have rows of one position that see different keys: a row's `branch` says where in
+the slot the keys of its last positions are stored.
+
 A row's result depends, bit for bit, on its query, its position and the keys and
-values it may see, for a fixed number of rows. Keys go in blocks of `KEY_BLOCK`
-absolute positions, walked in order; a block that a row may not see leaves that row's
-running sums untouched (by selection: not by adding zero). The number of blocks that
-are walked follows the longest active row, not the capacity, and each slot is walked for
-itself, so that a sequence's bits do not depend on its neighbours.
+values it may see, for a fixed number of rows: not on where those are stored. Keys go in
+blocks of `KEY_BLOCK` absolute positions, walked in order; a block that a row may not
+see leaves that row's running sums untouched (by selection: not by adding zero). The
+number of blocks that are walked follows the longest active row, not the capacity, and
+each slot is walked for itself, so that a sequence's bits do not depend on its
+neighbours.
 """
 
 import math
@@ -36,11 +40,16 @@ def paged_attention(
     num_active: Int[Array, ""],
     scale: float,
     impl: str,
+    branch: Int[Array, "R A"] | None = None,
 ) -> Float[Array, "R N H"]:
     """Attends each active row to positions `0 .. positions[r]` of its slot.
 
     Padding rows return unspecified values. Bytes of unowned pages, and of owned pages
     past the slot's longest active row, are never used, NaN included.
+
+    Args:
+      branch: places of the row's last `A` keys (`tree.layout`); None: every key is
+        stored at its own position.
 
     Raises:
       ValueError: a page size that neither divides `KEY_BLOCK` nor is a multiple.
@@ -60,12 +69,19 @@ def paged_attention(
             positions=positions,
             num_active=num_active,
             scale=scale,
+            branch=branch,
         )
     raise NotImplementedError(f"paged_attention has no {impl!r} implementation")
 
 
-def _xla(q, k_pages, v_pages, *, page_table, slots, positions, num_active, scale):
-    """Online softmax (Milakov and Gimelshein 2018), float32 throughout."""
+def _xla(
+    q, k_pages, v_pages, *, page_table, slots, positions, num_active, scale, branch
+):
+    """Online softmax (Milakov and Gimelshein 2018), float32 throughout.
+
+    The blocks of keys that all rows of a slot find at their own positions are walked
+    for all of them; the blocks after these for each branch apart.
+    """
     R, N, H = q.shape
     K = k_pages.shape[2]
     G = N // K
@@ -78,7 +94,11 @@ def _xla(q, k_pages, v_pages, *, page_table, slots, positions, num_active, scale
         """Adds the keys of one slot, up to its longest active row."""
         mine = live & (slots == slot)
         slot_len = jnp.max(jnp.where(mine, positions + 1, 0))
-        num_blocks = (slot_len + KEY_BLOCK - 1) // KEY_BLOCK
+        num_blocks = _num_blocks(slot_len)
+        if branch is not None:
+            num_blocks = jnp.minimum(
+                num_blocks, _shared_blocks(mine, positions, branch)
+            )
 
         def walk_block(block, carry):
             start = block * KEY_BLOCK
@@ -104,9 +124,82 @@ def _xla(q, k_pages, v_pages, *, page_table, slots, positions, num_active, scale
         carry = walk_slot(0, carry)
     else:
         carry = jax.lax.fori_loop(0, page_table.shape[0], walk_slot, carry)
+    if branch is not None:
+        leaders = _leaders(branch, slots, positions, live)
+
+        def walk_branch(leader, carry):
+            """Adds the keys of one branch, for all rows that lie on it."""
+            mine = live & (leaders == leader)
+            length = jnp.where(jnp.any(mine), positions[leader] + 1, 0)
+            of_slot = live & (slots == slots[leader])
+
+            def walk_block(block, carry):
+                key_positions = block * KEY_BLOCK + jnp.arange(
+                    KEY_BLOCK, dtype=jnp.int32
+                )
+                is_key = key_positions < length
+                places = _places(branch[leader], positions[leader], key_positions)
+                keys, values = (
+                    _read_places(pages, page_table[slots[leader]], places, is_key)
+                    for pages in (k_pages, v_pages)
+                )
+                visible = mine[:, None] & (key_positions[None, :] <= positions[:, None])
+                return _accumulate(carry, queries, keys, values, visible, G)
+
+            first = _shared_blocks(of_slot, positions, branch)
+            return jax.lax.fori_loop(first, _num_blocks(length), walk_block, carry)
+
+        carry = jax.lax.fori_loop(0, R, walk_branch, carry)
     _, total, weighted = carry
     out = (weighted / total[..., None]).reshape(K, R, G, H)
     return out.transpose(1, 0, 2, 3).reshape(R, N, H).astype(q.dtype)
+
+
+def _num_blocks(length):
+    """Returns the blocks that cover `length` keys."""
+    return (length + KEY_BLOCK - 1) // KEY_BLOCK
+
+
+def _shared_blocks(mine, positions, branch):
+    """Returns the leading blocks of keys that all marked rows find at their positions.
+
+    They end before the first position that a branch of theirs reaches.
+    """
+    firsts = jnp.maximum(positions + 1 - branch.shape[1], 0)
+    most = jnp.iinfo(jnp.int32).max
+    return jnp.min(jnp.where(mine, firsts, most)) // KEY_BLOCK
+
+
+def _leaders(branch, slots, positions, live):
+    """Returns for each row the last row on whose branch it lies, `[R] int32`."""
+    R, A = branch.shape
+    # Row `r` is the `above`-th ancestor of row `s`, if their places agree.
+    above = positions[None, :] - positions[:, None]
+    at = jnp.clip(A - 1 - above, 0, A - 1)
+    places = branch[jnp.arange(R, dtype=jnp.int32)[None, :], at]
+    on_branch = (above >= 0) & (above < A) & (places == branch[:, -1:])
+    on_branch &= (slots[:, None] == slots[None, :]) & live[:, None] & live[None, :]
+    rows = jnp.arange(R, dtype=jnp.int32)
+    return jnp.max(jnp.where(on_branch, rows[None, :], -1), axis=1)
+
+
+def _places(branch, position, key_positions):
+    """Returns where the keys that ONE row sees are stored."""
+    (A,) = branch.shape
+    at = key_positions - (position + 1 - A)
+    inside = branch.at[jnp.clip(at, 0, A - 1)].get(mode="clip")
+    return jnp.where((at >= 0) & (at < A), inside, key_positions)
+
+
+def _read_places(pages, table, places, is_key):
+    """Float32 keys or values `[K, KEY_BLOCK, H]` at places of a slot, or 0."""
+    num_pages, C = pages.shape[:2]
+    page_ids = table.at[places // C].get(
+        mode="fill", fill_value=num_pages, wrap_negative_indices=False
+    )
+    page_ids = jnp.where(is_key, page_ids, num_pages)
+    read = bits.to_bits(pages).at[page_ids, places % C].get(mode="fill", fill_value=0)
+    return bits.from_bits(read, pages.dtype).astype(jnp.float32).transpose(1, 0, 2)
 
 
 def _read_block(pages, table, start):

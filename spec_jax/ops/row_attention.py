@@ -33,6 +33,7 @@ def row_attention(
     eps: float,
     scale: float,
     impl: str,
+    branch: Int[Array, "R A"] | None = None,
 ) -> tuple[
     Float[Array, "R attention"],
     Float[Array, "P C K H"],
@@ -43,6 +44,8 @@ def row_attention(
     Args:
       heads: queries, keys and values of each row, `(N + 2K) * H`.
       cos, sin: of each row's angles, in the dtype of `heads` (`rope.angles`).
+      branch: of rows of trees, see `paged_attention`: the last entry is the place where
+        the row itself is written.
 
     Returns:
       The attended heads `[R, N * H]` and the pages with the active rows written.
@@ -57,22 +60,24 @@ def row_attention(
     if impl == "native":
         return calls.attend(
             heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
-            **where, eps=eps, scale=scale,
+            **where, branch=branch, eps=eps, scale=scale,
         )  # fmt: skip
     if impl in dispatch.PALLAS:
         from spec_jax.pallas import row_attention_triton
 
         return row_attention_triton.attend(
             heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
-            **where, eps=eps, scale=scale, interpret=impl == "interpret",
+            **where, branch=branch, eps=eps, scale=scale,
+            interpret=impl == "interpret",
         )  # fmt: skip
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)
     q = rope.rotate(rms_norm.rms_norm(q, q_norm, eps=eps), cos, sin)
     k = rope.rotate(rms_norm.rms_norm(k, k_norm, eps=eps), cos, sin)
-    k_pages = page_write.page_write(k_pages, k, **where)
-    v_pages = page_write.page_write(v_pages, v, **where)
+    at = where if branch is None else where | {"positions": branch[:, -1]}
+    k_pages = page_write.page_write(k_pages, k, **at)
+    v_pages = page_write.page_write(v_pages, v, **at)
     out = paged_attention.paged_attention(
-        q, k_pages, v_pages, **where, scale=scale, impl=impl
+        q, k_pages, v_pages, **where, scale=scale, impl=impl, branch=branch
     )
     return out.reshape(out.shape[0], -1), k_pages, v_pages

@@ -33,6 +33,7 @@ def step(
     slots: jax.Array,  # [R] int32
     positions: jax.Array,  # [R] int32
     num_active: jax.Array,  # [] int32
+    branch: jax.Array | None = None,  # [R, A] int32, of rows of trees
     taps: tuple[int, ...],
     with_logits: bool,
     eps: float,
@@ -56,5 +57,5 @@ def step(
     return calls.step(
         tokens, embed, layers, final_norm, head, pages, cos, sin,
         page_table=page_table, slots=slots, positions=positions, num_active=num_active,
-        taps=taps, with_logits=with_logits, eps=eps, scale=scale,
+        branch=branch, taps=taps, with_logits=with_logits, eps=eps, scale=scale,
     )  # fmt: skip

@@ -50,7 +50,7 @@ def paged_attention(
     num_active: Int[Array, ""],
     scale: float,
     interpret: bool,
-    ancestors: Int[Array, "R A"] | None = None,
+    branch: Int[Array, "R A"] | None = None,
     config: plan.Config | None = None,
 ) -> Float[Array, "R N H"]:
     """Attends each active row to positions `0 .. positions[r]` of its slot.
@@ -59,7 +59,7 @@ def paged_attention(
     returns NaN. Bytes that a row may not see never reach it, NaN included.
 
     Args:
-      ancestors: for the rows of a tree. `ancestors[r, a]` is the position in the
+      branch: for the rows of a tree. `branch[r, a]` is the position in the
         pages where the key of position `positions[r] - A + 1 + a` lies: that position
         itself in the prefix, and anywhere in the slot on the row's branch. The last
         entry is the row's own. Entries of negative positions are not read.
@@ -79,7 +79,7 @@ def paged_attention(
         page_size=C,
         split=config.split,
         tile_rows=lay.tile_rows,
-        ancestors=ancestors,
+        branch=branch,
     )
     packed = q.reshape(R, K, lay.group, H).transpose(1, 0, 2, 3)
     pad = (0, lay.rows - R), (0, lay.heads - lay.group), (0, lay.width - H)
@@ -92,7 +92,7 @@ def paged_attention(
         scale=scale,
         lay=lay,
         config=config,
-        ancestors=ancestors,
+        branch=branch,
         interpret=interpret,
     )
 
@@ -107,7 +107,7 @@ def attend_packed(
     scale: float,
     lay: plan.Layout,
     config: plan.Config,
-    ancestors: jax.Array | None,  # [R, A] int32
+    branch: jax.Array | None,  # [R, A] int32
     interpret: bool,
 ) -> jax.Array:
     """`paged_attention` for queries that lie in tiles already. Returns `[R, N, H]`."""
@@ -120,7 +120,7 @@ def attend_packed(
         scale=scale,
         lay=lay,
         config=config,
-        ancestors=ancestors,
+        branch=branch,
         interpret=interpret,
     )
     return combine_splits_triton.combine_splits(
@@ -143,7 +143,7 @@ def attend_splits(
     scale: float,
     lay: plan.Layout,
     config: plan.Config,
-    ancestors: jax.Array | None,  # [R, A] int32
+    branch: jax.Array | None,  # [R, A] int32
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Each query's unnormed sums, maximum and total over each of its row's splits.
@@ -157,10 +157,10 @@ def attend_splits(
     splits = row_jobs.split_count(page_table.shape[1] * C, config.split)
     shape = (K, lay.rows, lay.heads, splits)
     pools = [pool.reshape(P * C, K, H) for pool in (k_pages, v_pages)]
-    # The kernel looks for `branch` before it looks at the ancestors.
-    branch = 0 if ancestors is None else ancestors.shape[1]
-    ancestors = page_table if ancestors is None else ancestors
-    inputs = [queries, *pools, page_table, ancestors, *jobs[:-1]]
+    # The kernel looks for `branch_width` before it looks at the branch.
+    branch_width = 0 if branch is None else branch.shape[1]
+    branch = page_table if branch is None else branch
+    inputs = [queries, *pools, page_table, branch, *jobs[:-1]]
     outputs = [
         jax.ShapeDtypeStruct(shape + (lay.width,), jnp.float32),
         jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -175,7 +175,7 @@ def attend_splits(
         lay=lay,
         config=config,
         workers=workers,
-        branch=branch,
+        branch_width=branch_width,
     )
     return pl.pallas_call(
         kernel,
@@ -196,7 +196,7 @@ def _kernel(
     k_ref,  # [P * C, K, H]
     v_ref,  # [P * C, K, H]
     table_ref,  # [S, M]
-    ancestors_ref,  # [R, A] if there is a branch
+    branch_ref,  # [R, A] if there is a branch
     slots_ref,  # this and the next four [R]
     lengths_ref,
     full_ref,
@@ -211,7 +211,7 @@ def _kernel(
     lay,
     config,
     workers,
-    branch,
+    branch_width,
 ):
     kv_head, worker = pl.program_id(0), pl.program_id(1)
     R = slots_ref.shape[0]
@@ -229,7 +229,7 @@ def _kernel(
         tile = q_ref[kv_head, pl.ds(first_row, lay.tile_rows)]
         tile = tile.reshape(lay.tile_rows * lay.heads, lay.width)
         locate = functools.partial(
-            _locate, job, table_ref, ancestors_ref, page_size, branch
+            _locate, job, table_ref, branch_ref, page_size, branch_width
         )
         keys_of = lambda i: job.first + i * block + jnp.arange(block, dtype=jnp.int32)
 
@@ -308,13 +308,13 @@ def _takes_part(rows, job, slots_ref, full_ref):
     return jnp.where(job.shared, shares, rows == job.row)
 
 
-def _locate(job, table_ref, ancestors_ref, page_size, branch, keys):
+def _locate(job, table_ref, branch_ref, page_size, branch_width, keys):
     """Where the job's keys lie in the pool; any token of it for those past the end."""
     seen = keys < job.end
-    if branch:
-        start = job.length - branch
+    if branch_width:
+        start = job.length - branch_width
         own = seen & (keys >= start) & ~job.shared
-        at = plt.load(ancestors_ref.at[job.row, keys - start], mask=own, other=0)
+        at = plt.load(branch_ref.at[job.row, keys - start], mask=own, other=0)
         keys = jnp.where(own, at, keys)
     at = table_ref.at[job.slot, div(keys, page_size)]
     pages = plt.load(at, mask=seen, other=0)

@@ -32,7 +32,7 @@ def attend(
     eps: float,
     scale: float,
     interpret: bool,
-    ancestors: jax.Array | None = None,  # [R, A] int32
+    branch: jax.Array | None = None,  # [R, A] int32
     config: plan.Config | None = None,
     jobs: row_jobs.RowJobs | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -42,7 +42,7 @@ def attend(
     result is NaN; padding rows write nothing, and their result is zero.
 
     Args:
-      ancestors: see `paged_attention_triton.paged_attention`; the row itself is
+      branch: see `paged_attention_triton.paged_attention`; the row itself is
         written to the position of its last entry.
       jobs: `row_jobs.row_jobs` of these rows and `config`; made here if None.
 
@@ -66,7 +66,7 @@ def attend(
             page_size=C,
             split=config.split,
             tile_rows=lay.tile_rows,
-            ancestors=ancestors,
+            branch=branch,
         )
     queries, k_pages, v_pages = head_rotate_triton.rotate_and_write(
         heads.reshape(R, N + 2 * K, H),
@@ -90,7 +90,7 @@ def attend(
         scale=scale,
         lay=lay,
         config=config,
-        ancestors=ancestors,
+        branch=branch,
         interpret=interpret,
     )
     return out.reshape(R, N * H), k_pages, v_pages

@@ -54,7 +54,7 @@ def row_jobs(
     page_size: int,
     split: int,
     tile_rows: int,
-    ancestors: Int[Array, "R A"] | None = None,
+    branch: Int[Array, "R A"] | None = None,
 ) -> RowJobs:
     """The jobs of a slab whose tiles are `tile_rows` consecutive rows.
 
@@ -62,16 +62,16 @@ def row_jobs(
     is not one of `num_pages`: it has no jobs and is stored nowhere.
 
     Args:
-      ancestors: see `paged_attention_triton.paged_attention`.
+      branch: see `paged_attention_triton.paged_attention`.
     """
     live = jnp.arange(slots.shape[0], dtype=jnp.int32) < num_active
     mapped, stored_at = _locate(
-        page_table, slots, positions, ancestors, num_pages, page_size
+        page_table, slots, positions, branch, num_pages, page_size
     )
     valid = live & mapped
     # Positions of lost rows may be the largest integer: no sum before the selection.
     lengths = jnp.where(valid, jnp.where(valid, positions, 0) + 1, 0)
-    own_branch = 0 if ancestors is None else ancestors.shape[1]
+    own_branch = 0 if branch is None else branch.shape[1]
     full_splits = jnp.maximum(lengths - own_branch, 0) // split
     led_splits = _led_splits(slots, full_splits, tile_rows)
     private = split_count(lengths, split) - full_splits
@@ -85,7 +85,7 @@ def row_jobs(
     )
 
 
-def _locate(page_table, slots, positions, ancestors, num_pages, page_size):
+def _locate(page_table, slots, positions, branch, num_pages, page_size):
     """Whether all that each row sees has pages, and the row's token of the pool."""
     S, M = page_table.shape
     exists = (slots >= 0) & (slots < S)
@@ -94,15 +94,15 @@ def _locate(page_table, slots, positions, ancestors, num_pages, page_size):
     table = page_table[slots]  # [R, M]
     has_page = (table >= 0) & (table < num_pages)
     prefix = positions + 1
-    if ancestors is None:
+    if branch is None:
         branch = positions[:, None]
     else:
-        A = ancestors.shape[1]
+        A = branch.shape[1]
         prefix = jnp.maximum(prefix - A, 0)
         # Entries before position 0 are of no row; the row's own place stands in.
         steps = jnp.arange(A, dtype=jnp.int32)[None, :]
         before = positions[:, None] + 1 - A + steps < 0
-        branch = jnp.where(before, ancestors[:, -1:], ancestors)
+        branch = jnp.where(before, branch[:, -1:], branch)
     first_positions = jnp.arange(M, dtype=jnp.int32)[None, :] * page_size
     unseen = first_positions >= prefix[:, None]
     mapped = exists & jnp.all(has_page | unseen, axis=1)

@@ -33,16 +33,24 @@ PAD = 0
 
 
 class Outcome(pytree.Node):
-    """The target's decision about one drafted chain.
+    """The target's decision about one proposal, a chain or a tree of depth `D`.
+
+    A chain of `gamma` drafts has `D = gamma`.
 
     Attributes:
-      num_accepted: how many leading draft tokens stay, in `0 .. num_drafted`.
+      num_accepted: how many drafts stay, in `0 .. num_drafted`.
       tokens: the tokens to commit are `tokens[: num_accepted + 1]`: the accepted
         drafts and one token of the target's own. The rest is `PAD`.
+      path: of a tree, the columns of the accepted drafts are `path[: num_accepted]`,
+        increasing. None of a chain, whose column `i + 1` is draft `i`.
+      reached: of a tree, whether the accepted path came to a node of depth `i` that
+        has a child. None of a chain.
     """
 
     num_accepted: jax.Array  # [] int32
-    tokens: jax.Array  # [gamma + 1] int32
+    tokens: jax.Array  # [D + 1] int32
+    path: jax.Array | None = None  # [D] int32
+    reached: jax.Array | None = None  # [D] bool
 
 
 @typed
@@ -68,6 +76,55 @@ def accept_exact(
     # An accepted draft equals the target's token, so one array serves for both.
     return Outcome(
         num_accepted=num_accepted, tokens=jnp.where(kept, target_tokens, PAD)
+    )
+
+
+@typed
+def follow(
+    draft_tokens: Int[Array, " W"],
+    target_tokens: Int[Array, " W+1"],
+    parents: Int[Array, " W"],
+    num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
+    *,
+    depth_max: int,
+) -> Outcome:
+    """Walks a tree from its root to the children that hold the target's own tokens.
+
+    As `accept_exact`, which it is on a chain. All children of a node stand for one
+    position of the text, which has one target token: of those that hold it the first
+    is kept, so that the committed tokens do not depend on the tree.
+
+    Args:
+      target_tokens: after each column: the root, then the drafts.
+      parents: the column of each draft's parent, at most its own index.
+      num_drafted: how many drafts are real, in `0 .. W`.
+      wanted: drafts to keep, at most.
+      depth_max: drafts on a path, at most; deeper ones are not reached.
+    """
+    columns = jnp.arange(1, draft_tokens.shape[0] + 1, dtype=jnp.int32)
+    is_real = columns <= num_drafted
+
+    def descend(carry, depth):
+        at, goes_on = carry
+        own = target_tokens[at]
+        is_child = is_real & (parents == at) & goes_on & (depth < wanted)
+        found = is_child & (draft_tokens == own)
+        step = jnp.where(goes_on, own, PAD), jnp.any(is_child)
+        goes_on = jnp.any(found)
+        at = jnp.where(goes_on, columns[jnp.argmax(found)], at)
+        return (at, goes_on), (*step, at, goes_on)
+
+    start = jnp.int32(0), jnp.bool_(True)
+    depths = jnp.arange(depth_max, dtype=jnp.int32)
+    (at, goes_on), steps = jax.lax.scan(descend, start, depths)
+    tokens, reached, path, kept = steps
+    last = jnp.where(goes_on, target_tokens[at], PAD)
+    return Outcome(
+        num_accepted=jnp.sum(kept, dtype=jnp.int32),
+        tokens=jnp.append(tokens, last),
+        path=path,
+        reached=reached,
     )
 
 

@@ -355,6 +355,23 @@ def sample(
 
     Greedy where the temperature is 0: no filter, no noise.
     """
+    scores = noisy_weights(logits, settings, position, stream=stream, offset=offset)
+    return jnp.argmax(scores).astype(jnp.int32)
+
+
+@typed
+def noisy_weights(
+    logits: Float[Array, " V"],
+    settings: SamplingSettings,
+    position: Int[Array, ""],
+    *,
+    stream: Stream = Stream.SAMPLE,
+    offset: Int[Array, ""] | int = 0,
+) -> Float32[Array, " V"]:
+    """Returns what `sample` takes the highest of: the log weights and the noise.
+
+    The logits as they are where the temperature is 0.
+    """
 
     def noisy(logits):
         return log_weights(logits, settings) + noise(
@@ -365,12 +382,11 @@ def sample(
             offset=offset,
         )
 
-    # The argmax stands outside: fused with what makes the noise it is several times
-    # slower on a CPU.
-    scores = jax.lax.cond(
+    # An argmax that is fused with what makes the noise is several times slower on a
+    # CPU: the `cond` keeps it out.
+    return jax.lax.cond(
         settings.temperature == 0, lambda x: x, noisy, logits.astype(jnp.float32)
     )
-    return jnp.argmax(scores).astype(jnp.int32)
 
 
 @typed

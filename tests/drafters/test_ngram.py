@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import decoding
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -117,7 +118,8 @@ def test_ties_and_ends_by_hand(text, latest, earliest):
     [ngram.PromptLookup, pytest.param(ngram.hugging_face, marks=pytest.mark.slow)],
 )
 def test_it_keeps_the_contract(drafter):
-    checked = testing.check_drafter(drafter(gamma_max=GAMMA_MAX), None)
+    bench = decoding.quickest_bench(GAMMA_MAX)
+    checked = testing.check_drafter(drafter(gamma_max=GAMMA_MAX), None, bench)
     assert checked == tuple(testing.CLAUSES)
 
 

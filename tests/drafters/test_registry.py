@@ -128,7 +128,9 @@ def test_an_object_that_is_no_drafter(folders):
         load_with(folders, {})
 
 
-@pytest.mark.parametrize("name", ["suffix", "hybrid"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("suffix", marks=pytest.mark.slow), "hybrid"]
+)
 def test_each_name_builds_what_drafts(folders, name):
     """Fails if a name builds nothing that runs, or its tokens are others.
 

@@ -16,7 +16,7 @@ from spec_jax.engine import checks, protocols, round as round_lib
 from spec_jax.rules import acceptance
 
 
-VOCAB_SIZE = decoding.DRAFT_CONFIG.vocab_size
+VOCAB_SIZE = SMALL.target.config.vocab_size
 
 
 @jax.tree_util.register_dataclass
@@ -109,10 +109,10 @@ def request_of(ask: Ask, what: dict):
 @pytest.mark.parametrize(
     ("rule", "has_probs", "num_slots"),
     [
-        ("coupled", False, 1),
         ("coupled", False, 3),
         ("rejection", True, 3),
         ("block", False, 1),
+        pytest.param("coupled", False, 1, marks=pytest.mark.slow),
         pytest.param("rejection", False, 1, marks=pytest.mark.slow),
         pytest.param("block", True, 3, marks=pytest.mark.slow),
     ],

@@ -30,8 +30,8 @@ EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def make(num_slots=NUM_SLOTS, **changes) -> scheduler_lib.Scheduler:
-    params = decoding.perturbed(SMALL.weights, 0.02)
-    return SMALL.scheduler(DRAFT, num_slots=num_slots, draft_params=params, **changes)
+    changes = {"draft_params": decoding.NEARLY_TARGET} | changes
+    return SMALL.scheduler(DRAFT, num_slots=num_slots, **changes)
 
 
 def finish(asks=ASKS, *, scheduler=None, **arguments):
@@ -51,7 +51,7 @@ def assert_as_decoded(finished, asks=ASKS) -> None:
 
 
 def with_free_pages(state, num_free):
-    """The state, with so many pages free: somebody else holds the rest."""
+    """The state, with so many pages free: the rest is held back."""
     replaced = {
         name: getattr(state, name).replace(num_free=jnp.int32(num_free))
         for name in ("cache", "memory")
@@ -154,7 +154,7 @@ def test_requests_wait_for_pages():
     with admissions() as running:
         finished = finish(scheduler=scheduler, state=state)
     assert_as_decoded(finished)
-    # Some have nobody beside them, and some do.
+    # Some run alone, and some beside others.
     assert [] in running[1:] and any(running)
 
 

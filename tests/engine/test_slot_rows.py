@@ -90,7 +90,7 @@ def anew(scene: Scene) -> Scene:
 
 
 def poisoned(kv: paged.PagedKV) -> paged.PagedKV:
-    """NaN into every byte that is no token's: pages of nobody among them."""
+    """NaN into every byte that is no token's: free pages among them."""
     is_held = np.zeros((kv.num_pages, kv.page_size), bool)
     for slot in range(kv.num_slots):
         positions = np.arange(int(kv.length[slot]))

@@ -294,25 +294,17 @@ def change_weight_map(folder: pathlib.Path, change: Callable[[dict], None]) -> N
     path.write_text(json.dumps(index))
 
 
-def test_index_names_a_tensor_that_is_not_there(sharded):
-    change_weight_map(sharded, lambda names: names.update(ghost=SHARDS[1]))
-    with pytest.raises(
-        files.CheckpointError, match=f"{SHARDS[1]}: does not hold ghost"
-    ):
-        files.find(sharded)
+OTHER_MAPS = {
+    f"{SHARDS[1]}: does not hold ghost": lambda names: names.update(ghost=SHARDS[1]),
+    "holds matrix, which .* in no file": lambda names: names.pop("matrix"),
+    f"holds matrix, which .* in {SHARDS[1]}": lambda names: names.update(
+        matrix=SHARDS[1]
+    ),
+}
 
 
-def test_shard_holds_a_tensor_that_the_index_does_not_name(sharded):
-    change_weight_map(sharded, lambda names: names.pop("matrix"))
-    with pytest.raises(
-        files.CheckpointError, match="holds matrix, which .* in no file"
-    ):
-        files.find(sharded)
-
-
-def test_index_swaps_two_shards(sharded):
-    change_weight_map(sharded, lambda names: names.update(matrix=SHARDS[1]))
-    with pytest.raises(
-        files.CheckpointError, match=f"holds matrix, which .* in {SHARDS[1]}"
-    ):
+@pytest.mark.parametrize("message", OTHER_MAPS)
+def test_an_index_of_other_shards(sharded, message):
+    change_weight_map(sharded, OTHER_MAPS[message])
+    with pytest.raises(files.CheckpointError, match=message):
         files.find(sharded)

@@ -117,7 +117,7 @@ def test_padding_rows_write_nothing_when_seen():
 
 
 def test_without_a_hook_nothing_of_it_is_traced(monkeypatch):
-    """Fails if heads are split or pages read back where nobody looks."""
+    """Fails if heads are split or pages read back without a hook."""
 
     def trace(hook):
         kv = MODEL.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)

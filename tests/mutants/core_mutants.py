@@ -1,4 +1,7 @@
-"""Faults of the exact core: kernels, the model's rows, pages, acceptance, sampling."""
+"""Faults of the exact core: kernels, the model's rows, pages, acceptance, sampling.
+
+Not those that a test plants itself, as its negative control.
+"""
 
 from mutant import Mutant
 
@@ -117,47 +120,15 @@ KERNELS = (
         "output, x, num_active - 1",
         "native/test_native_argmax.py::test_padding_rows_are_zero_and_unread[portable]",
     ),
-    Mutant(
-        "a plan is chosen by the number of rows",
-        "pallas.skinny_gemm_triton:project",
-        "plan=plan or plan_for(N, K)",
-        "plan=dataclasses.replace(plan or plan_for(N, K), block_k=16 << (R > 1))",
-        "pallas/test_pallas_skinny_gemm.py::test_a_row_is_that_row_alone[logits]",
-    ),
-    Mutant(
-        "the last split of a sum is lost",
-        "pallas.skinny_gemm_triton:_reduce_kernel",
-        "splits = partial_refs[0].shape[0]",
-        "splits = partial_refs[0].shape[0] - 1",
-        "pallas/test_pallas_skinny_gemm.py::test_splits_are_added_in_their_order",
-    ),
 )
 
-_TRUNCATE = "paging/test_allocator.py::test_truncate_at_page_boundaries"
-_FIXED_WALK = "paging/test_random_walk.py::test_the_fixed_walk_passes"
-_EACH = "paging/test_each_slot.py::test_a_fixed_walk[paged]"
-
 PAGES = (
-    Mutant(
-        "a stale page stays in the table after it was freed",
-        "paging.allocator:_give",
-        "jnp.arange(row.shape[0], dtype=jnp.int32) < left, row, nowhere",
-        "jnp.arange(row.shape[0], dtype=jnp.int32) <= left, row, nowhere",
-        _FIXED_WALK,
-    ),
-    Mutant(
-        "truncation keeps a page too many",
-        "paging.allocator:truncate",
-        "index.pages_for(new_len, kv.page_size)",
-        "new_len // kv.page_size + 1",
-        f"{_TRUNCATE}[4]",
-    ),
     Mutant(
         "truncation to nothing gives up the first page",
         "paging.allocator:truncate",
         "jnp.maximum(index.pages_for(new_len, kv.page_size), 1)",
         "index.pages_for(new_len, kv.page_size)",
-        f"{_TRUNCATE}[0]",
+        "paging/test_allocator.py::test_truncate_at_page_boundaries[0]",
     ),
     Mutant(
         "a slot that is out of pages keeps half of what it asked for",
@@ -166,20 +137,6 @@ PAGES = (
         "jnp.where(valid, jnp.minimum(missing, kv.num_free), 0)",
         "paging/test_allocator.py::"
         "test_out_of_pages_is_data[lengths1-reserve-numbers1]",
-    ),
-    Mutant(
-        "all slots are truncated",
-        "paging.allocator:truncate_each",
-        "valid = asked & kv.registered",
-        "valid = kv.registered",
-        _EACH,
-    ),
-    Mutant(
-        "the last slot is served first",
-        "paging.allocator:reserve_each",
-        "slot = jnp.argmax(missing > 0)",
-        "slot = kv.num_slots - 1 - jnp.argmax(missing[::-1] > 0)",
-        _EACH,
     ),
     Mutant(
         "a page held twice makes up for a lost one",
@@ -199,8 +156,8 @@ PAGES = (
     Mutant(
         "a padding row is written to the last page",
         "ops.page_write:page_write",
-        "< num_active, at, num_pages)",
-        "< num_active, at, -1)",
+        "num_active, at, num_pages",
+        "num_active, at, -1",
         "paging/test_cache.py::test_nothing_else_is_written",
     ),
     Mutant(

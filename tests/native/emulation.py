@@ -56,3 +56,19 @@ def install(isa: str, monkeypatch) -> None:
         pytest.skip(message)
     monkeypatch.setitem(build.ISA_FLAGS, isa, FLAGS[isa])
     monkeypatch.setitem(build._ISA_NEEDS, isa, set())
+
+
+def main() -> None:
+    """Builds the kernels for every instruction set that the tests run.
+
+    Ahead of tests in several processes, each of which would build all of them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for isa in FLAGS:
+            install(isa, patch)
+        for isa in build.available_isas():
+            build.load(isa)
+
+
+if __name__ == "__main__":
+    main()

@@ -70,8 +70,8 @@ class Case:
 def make_case(*, page_size=16, head_dim=64, dtype="float32") -> Case:
     """Slots of 1, C-1, C, C+1 and a ragged number of tokens, each with its own data.
 
-    Pages are dealt out in random order. The bytes of pages that nobody owns, and of
-    those owned past a slot's length, are NaN.
+    Pages are allocated in random order. The bytes of free pages, and of owned ones
+    past a slot's length, are NaN.
     """
     rng = np.random.default_rng(page_size + head_dim)
     dtype = jnp.dtype(dtype)
@@ -193,7 +193,7 @@ def test_planted_faults_are_caught(fault):
 
 
 def test_an_unowned_page_is_poison():
-    """Negative control: a table that points at a page nobody owns gives NaN."""
+    """Negative control: a table that points at a free page gives NaN."""
     case = make_case()
     unowned = np.setdiff1d(np.arange(case.k_pages.shape[0]), case.page_table)[0]
     table = case.page_table.copy()

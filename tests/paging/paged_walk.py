@@ -1,6 +1,6 @@
-"""One walk of operations on a paged cache, beside a dict of lists.
+"""One walk of operations on a cache of either kind, compared with a dict of lists.
 
-After every operation: no page is lost or held twice (`check_integrity`), the page table
+After every operation: no page is lost or held twice (`check_integrity`), the tables
 are the model's, the bytes of each slot are the model's, bit for bit, and no other
 byte of the pool changed. Bytes that belong to no token are NaN throughout.
 """
@@ -12,11 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import testing
-from spec_jax.paging import allocator, cache
+from spec_jax.paging import allocator, cache, static
 
 
 LAYERS, SLOTS, PAGES, PAGE_SIZE, WIDTH, HEADS, HEAD_DIM = 2, 3, 9, 4, 5, 1, 2
 CAPACITY = WIDTH * PAGE_SIZE
+SIZES = {
+    "num_layers": LAYERS,
+    "num_slots": SLOTS,
+    "page_size": PAGE_SIZE,
+    "pages_per_slot": WIDTH,
+    "num_kv_heads": HEADS,
+    "head_dim": HEAD_DIM,
+    "dtype": "float32",
+}
 ROWS = 7  # rows of one append, padding ones included
 ROWS_SHAPE = (LAYERS, ROWS, HEADS, HEAD_DIM)
 
@@ -79,21 +88,23 @@ def wrapping_write(kv, layer, *, slots, positions, num_active, k, v):
 class Model:
     """What the cache should be: per slot its tokens' bytes and its number of pages."""
 
-    def __init__(self):
+    def __init__(self, *, num_pages: int, least: int):
+        """`least` pages are an open slot's, however short it is."""
+        self.num_pages, self.least = num_pages, least
         self.tokens: dict[int, list[np.ndarray]] = {}  # [L, 2, K, H] per token
         self.owned: dict[int, int] = {}
         self.out_of_pages: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        return PAGES - sum(self.owned.values())
+        return self.num_pages - sum(self.owned.values())
 
     def register(self, slot):
         if slot not in range(SLOTS) or slot in self.tokens:
             return "refused"
         if self._is_out_of_pages(slot, self.num_free < 1):
             return "out_of_pages"
-        self.tokens[slot], self.owned[slot] = [], 1
+        self.tokens[slot], self.owned[slot] = [], self.least
         return "done"
 
     def reserve(self, slot, up_to):
@@ -120,7 +131,7 @@ class Model:
         if slot not in self.tokens or not 0 <= new_len <= len(self.tokens[slot]):
             return "refused"
         del self.tokens[slot][new_len:]
-        self.owned[slot] = max(-(-new_len // PAGE_SIZE), 1)
+        self.owned[slot] = max(-(-new_len // PAGE_SIZE), self.least)
         return "done"
 
     def release(self, slot):
@@ -146,21 +157,18 @@ class Model:
 class Walk:
     """One walk. The cache is held as NumPy arrays, so that all of it is compared."""
 
-    def __init__(self, operations):
-        kv = cache.init(
-            num_layers=LAYERS,
-            num_slots=SLOTS,
-            num_pages=PAGES,
-            page_size=PAGE_SIZE,
-            pages_per_slot=WIDTH,
-            num_kv_heads=HEADS,
-            head_dim=HEAD_DIM,
-            dtype="float32",
-        )
-        order = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
-        self.kv = jax.tree.map(np.asarray, kv.replace(free_pages=order))
+    def __init__(self, operations, kind="paged"):
+        self.is_paged = kind == "paged"
+        if self.is_paged:
+            kv = cache.init(num_pages=PAGES, **SIZES)
+            order = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
+            kv = kv.replace(free_pages=order)
+            self.model = Model(num_pages=PAGES, least=1)
+        else:
+            kv = static.init(**SIZES)
+            self.model = Model(num_pages=SLOTS * WIDTH, least=WIDTH)
+        self.kv = jax.tree.map(np.asarray, kv)
         self.operations = operations
-        self.model = Model()
         self.rng = np.random.default_rng(1)
         self._poison()
 
@@ -180,7 +188,15 @@ class Walk:
         self.kv = after = jax.tree.map(np.asarray, after)
         outcome = getattr(self.model, name)(slot, *numbers, *rows)
 
-        cache.check_integrity(after)
+        (cache if self.is_paged else static).check_integrity(after)
+        if rows and outcome == "refused" and not self.is_paged:
+            # A closed slot has its pages still; what is written there means nothing.
+            is_own = np.arange(SLOTS * WIDTH) // WIDTH == slot
+            kept = lambda old, new: np.where(is_own[:, None, None, None], old, new)
+            k, v = (
+                tuple(map(kept, getattr(before, x), getattr(after, x))) for x in "kv"
+            )
+            self.kv = after = after.replace(k=k, v=v)
         assert self._tables() == self._expected_tables(slot, outcome)
         if outcome != "done":
             flags = {"refused": before.refused, "out_of_pages": before.out_of_pages}
@@ -190,25 +206,25 @@ class Walk:
         self._check_tokens()
         if name in ("truncate", "release"):
             self._poison()
-        # The flag stays until somebody looks at it; the next step has its own.
+        # The flag stays until it is cleared; the next step has its own.
         self.kv = self.kv.replace(refused=before.refused)
         return outcome
 
     def _tables(self):
         kv = self.kv
-        tables = kv.length, kv.num_owned, kv.registered, kv.refused, kv.out_of_pages
-        return *(book.tolist() for book in tables), int(kv.num_free)
+        tables = kv.length, kv.registered, kv.refused, kv.out_of_pages
+        pages = (kv.num_owned.tolist(), int(kv.num_free)) if self.is_paged else ()
+        return *(table.tolist() for table in tables), *pages
 
     def _expected_tables(self, slot, outcome):
         model, slots = self.model, range(SLOTS)
         is_refused = outcome == "refused"
         return (
             [len(model.tokens.get(each, ())) for each in slots],
-            [model.owned.get(each, 0) for each in slots],
             [each in model.tokens for each in slots],
             [is_refused and (each == slot or slot not in slots) for each in slots],
             [each in model.out_of_pages for each in slots],
-            model.num_free,
+            *([[model.owned.get(n, 0) for n in slots], model.num_free] * self.is_paged),
         )
 
     def _check_pool(self, before, slot, start, count):

@@ -81,7 +81,7 @@ def test_nothing_else_is_written():
     """Fails if a padding row, or one past the slot's pages, is written anywhere."""
     before = make_cache()
     rows = [(0, 3), (1, 4), (2, -1), (3, 0), (-1, 0), (0, 0)]
-    kv, k, v = write_rows(before, rows, ROWS - 1)  # row 5 is dead, 1 to 4 nowhere
+    kv, k, v = write_rows(before, rows, ROWS - 1)  # row 5 is padding, 1 to 4 nowhere
     page = int(before.page_table[0, 0])
     for pool, old, row in ((kv.k, before.k, k[0]), (kv.v, before.v, v[0])):
         expected = np.array(old[1])

@@ -15,7 +15,7 @@ from spec_jax.paging import allocator, cache, static
 
 
 SLOTS, PAGES, PAGE_SIZE, WIDTH = 4, 9, 4, 4
-CLOSED = 3  # a slot that nobody opened
+CLOSED = 3  # a slot that is never opened
 LARGEST = 2**31 - 1
 
 EACH = {
@@ -170,7 +170,7 @@ FIXED = (
     ("reserve", [16, 16, 9, 0], EVERY),
     ("reserve", [16, 16, 16, 0], EVERY),
     ("truncate", [0, 0, 0, 0], [False, True, True, True]),
-    # What it has is enough: it starves no more.
+    # What it has is enough: it is out of pages no more.
     ("reserve", [16, 4, 9, 0], [False, True, False, False]),
     ("extend", [12, -1, 40, 0], EVERY),
     ("reserve", [1, 1, 1, 1], [True] * 4),
@@ -224,16 +224,16 @@ def _forgets_the_flag(kv, numbers, *, asked):
 
 
 FAULTS = {
-    "served from behind": ("reserve", _last_slot_first),
+    "the last slot is served first": ("reserve", _last_slot_first),
     "takes some of the pages": ("reserve", _some_of_the_pages),
-    "starving is not flagged": ("reserve", _forgets_the_flag),
+    "out of pages is not flagged": ("reserve", _forgets_the_flag),
     "reserves for all": ("reserve", _whoever_is_there("reserve")),
     "extends all": ("extend", _whoever_is_there("extend")),
     "truncates all": ("truncate", _whoever_is_there("truncate")),
     "the neighbour's length": ("extend", _of_the_neighbour("extend")),
     "cut as the neighbour": ("truncate", _of_the_neighbour("truncate")),
     "cut without giving back": ("truncate", _keeps_its_pages),
-    "one refusal is everybody's": ("extend", _refuses_all),
+    "one refusal is that of all slots": ("extend", _refuses_all),
 }
 
 

@@ -1,6 +1,6 @@
-"""Thousands of random operations on a paged cache, and faults that they must find.
+"""Thousands of random operations on a cache, and faults that they must find.
 
-What is compared after every operation stands in `paged_walk`.
+`paged_walk` says what is compared after every operation.
 """
 
 import collections
@@ -12,9 +12,10 @@ import numpy as np
 import paged_walk
 import pytest
 from hypothesis import strategies as st
-from paged_walk import COMPILED, PAGES, ROWS, SLOTS
+from paged_walk import CAPACITY, COMPILED, PAGES, ROWS, SLOTS, WIDTH
 
-from spec_jax.paging import allocator, cache
+from spec_jax.model.row_model import CACHE_KINDS
+from spec_jax.paging import allocator, cache, static
 
 
 NUM_WALKS, WALK_LENGTH = 25, 60
@@ -45,7 +46,7 @@ def requests_strategy():
 
 def test_random_walks():
     """Fails if any sequence of operations loses a page, or a token's bits."""
-    outcomes = collections.Counter()
+    outcomes, traced = collections.Counter(), paged_walk.TRACES.copy()
 
     @hypothesis.settings(
         max_examples=NUM_WALKS,
@@ -72,7 +73,8 @@ def test_random_walks():
         assert outcomes[name, "refused"] >= 10, name
     assert outcomes["append", "out_of_pages"] >= 20
     assert outcomes["reserve", "out_of_pages"] >= 5
-    assert set(paged_walk.TRACES.values()) == {1}  # every operation was compiled once
+    traced = paged_walk.TRACES - traced
+    assert set(traced.values()) == {1}  # every operation was compiled once
 
 
 def fixed_requests():
@@ -85,20 +87,30 @@ def fixed_requests():
         requests.append(("rollback", slot, int(rng.integers(ROWS))))
         if rng.random() < 0.2:
             requests += [("release", slot), ("register", slot)]
-    return requests
+    return requests + [
+        ("register", 1),
+        ("reserve", 1, CAPACITY + 1),
+        ("reserve", 1, -1),
+        ("extend", 1, CAPACITY + 1),
+        ("truncate", 1, CAPACITY),
+        ("release", -1),
+        ("reserve", SLOTS, 1),
+    ]
 
 
-def run_fixed(operations):
-    walk = paged_walk.Walk(operations)
-    requests = list(fixed_requests())
-    for request in requests:
-        walk.step(*request)
-    return len(requests)
+def run_fixed(operations, kind) -> collections.Counter:
+    walk, outcomes = paged_walk.Walk(operations, kind), collections.Counter()
+    for request in fixed_requests():
+        outcomes[walk.step(*request)] += 1
+    return outcomes
 
 
-def test_the_fixed_walk_passes():
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_the_fixed_walk_passes(kind):
     """The walk that the planted faults below must break is itself in order."""
-    assert run_fixed(COMPILED) > 0
+    outcomes = run_fixed(COMPILED, kind)
+    assert outcomes["done"] > 100
+    assert outcomes["refused"] >= 6 and outcomes["out_of_pages"] >= 1
 
 
 def keep(change):
@@ -153,25 +165,49 @@ def late_write(kv, layer, *, positions, real=cache.write, **rows):
     return real(kv, layer, positions=positions + 1, **rows)
 
 
-FAULTS = {
-    "one page too few": keep(-1),
-    "stale table entry": ("truncate", give(stale_entry)),
-    "lost page": ("truncate", give(lost_page)),
-    "page freed twice": ("release", give(freed_twice)),
-    "page handed out twice": ("append", (allocator, "_take", shared_page)),
-    "bytes cleared": ("truncate", (allocator, "_give_back", clears_bytes)),
+def one_too_many(kv, slot, new_len, *, real=allocator.truncate):
+    return real(kv, slot, jnp.minimum(new_len + 1, kv.length[slot]))
+
+
+def clears_the_first_page(kv, slot, new_len, *, real=allocator.truncate):
+    kv = real(kv, slot, new_len)
+    return kv.replace(k=tuple(k.at[slot * WIDTH].set(0) for k in kv.k))
+
+
+MOVES_PAGES = static.StaticKV, "pages_change_hands", True
+ROWS_OF_EITHER = {
     "padding rows written to page -1": (
         "append",
         (cache, "write", paged_walk.wrapping_write),
     ),
     "position off by one": ("append", (cache, "write", late_write)),
+    "one position too many": ("truncate", (allocator, "truncate", one_too_many)),
+}
+FAULTS = {
+    "paged": ROWS_OF_EITHER
+    | {
+        "one page too few": keep(-1),
+        "stale table entry": ("truncate", give(stale_entry)),
+        "lost page": ("truncate", give(lost_page)),
+        "page freed twice": ("release", give(freed_twice)),
+        "page handed out twice": ("append", (allocator, "_take", shared_page)),
+        "bytes cleared": ("truncate", (allocator, "_give_back", clears_bytes)),
+    },
+    "static": ROWS_OF_EITHER
+    | {
+        "bytes cleared": ("truncate", (allocator, "truncate", clears_the_first_page)),
+        "pages given back": ("truncate", MOVES_PAGES),
+        "pages given back on release": ("release", MOVES_PAGES),
+    },
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(fault, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "fault"), [(kind, fault) for kind in FAULTS for fault in FAULTS[kind]]
+)
+def test_planted_faults_are_caught(kind, fault, monkeypatch):
     """Negative control: the walk fails where an operation is spoilt."""
-    name, (owner, attribute, spoilt) = FAULTS[fault]
+    name, (owner, attribute, spoilt) = FAULTS[kind][fault]
     rows = np.zeros(paged_walk.ROWS_SHAPE, np.float32)
     arguments = {
         "truncate": (np.int32(0), np.int32(0)),
@@ -180,7 +216,8 @@ def test_planted_faults_are_caught(fault, monkeypatch):
     }[name]
     with monkeypatch.context() as patch:
         patch.setattr(owner, attribute, spoilt)
-        planted = jax.jit(lambda *args: paged_walk.FUNCTIONS[name](*args))
-        planted = planted.lower(paged_walk.Walk(COMPILED).kv, *arguments).compile()
+        function = paged_walk.append if name == "append" else getattr(allocator, name)
+        planted = jax.jit(lambda *args: function(*args))
+        planted = planted.lower(paged_walk.Walk({}, kind).kv, *arguments).compile()
     with pytest.raises((AssertionError, ValueError)):
-        run_fixed({**COMPILED, name: planted})
+        run_fixed({**COMPILED, name: planted}, kind)

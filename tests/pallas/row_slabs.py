@@ -22,14 +22,14 @@ def numbers(slab) -> dict:
     return {"eps": 1e-6, "scale": slab.k_pages.shape[3] ** -0.5}
 
 
-def run(slab, live, *, config=SMALL, ancestors=None):
+def run(slab, live, *, config=SMALL, branch=None):
     """Attended heads, and both pools after the writes."""
     outputs = _attend(
         **slab.arguments(live),
         **numbers(slab),
         interpret=True,
         config=config,
-        ancestors=ancestors,
+        branch=branch,
     )
     return tuple(np.asarray(output) for output in outputs)
 

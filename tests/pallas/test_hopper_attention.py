@@ -37,7 +37,7 @@ def layers(
         "num_active": shape((), jnp.int32),
     }
     if branch:
-        inputs["ancestors"] = shape((R, branch), jnp.int32)
+        inputs["branch"] = shape((R, branch), jnp.int32)
 
     def attend(pools, inputs):
         written = []

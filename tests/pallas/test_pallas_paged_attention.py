@@ -134,16 +134,16 @@ def test_each_split_of_each_row_is_one_job(rng, branch):
         slots = rng.integers(-1, S + 1, R).astype(np.int32)
         positions = rng.integers(-1, M * 8 + 2, R).astype(np.int32)
         at = positions[:, None] + np.arange(1 - branch, 1, dtype=np.int32)
-        ancestors = {"ancestors": at} if branch else {}
-        jobs = make(table, slots, positions, np.int32(live), **ancestors)
+        branch = {"branch": at} if branch else {}
+        jobs = make(table, slots, positions, np.int32(live), **branch)
         lengths = np.asarray(jobs.lengths)
         lost = (slots < 0) | (slots >= S) | (positions < 0) | (positions >= M * 8)
         lost |= (slots == 0) & (positions >= 32)
-        dead = np.arange(R) >= live
-        expected = np.where(dead, 0, np.where(lost, row_jobs.LOST, positions + 1))
+        padding = np.arange(R) >= live
+        expected = np.where(padding, 0, np.where(lost, row_jobs.LOST, positions + 1))
         np.testing.assert_array_equal(lengths, expected)
         stored_at = table[slots % S, positions % 48 // 8] * 8 + positions % 8
-        stored_at = np.where(dead | lost, row_jobs.LOST, stored_at)
+        stored_at = np.where(padding | lost, row_jobs.LOST, stored_at)
         np.testing.assert_array_equal(jobs.stored_at, stored_at)
         done = []
         for rows, index, shared in walk(jobs, tile_rows):

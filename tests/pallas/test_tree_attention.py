@@ -23,7 +23,7 @@ class Tree:
     def positions(self) -> list[int]:
         return [61 + len(self.path(node)) for node in range(len(self.parents))]
 
-    def ancestors(self, width: int) -> np.ndarray:
+    def branch(self, width: int) -> np.ndarray:
         """Where the last `width` positions of each node's branch lie."""
         lies_at = []
         for node, position in enumerate(self.positions()):
@@ -51,7 +51,7 @@ def tree_slab(rng):
         slab, positions=positions, cos=slab.cos[first], sin=slab.sin[first]
     )
     chain = positions[nodes:, None] + np.arange(1 - BRANCH, 1, dtype=np.int32)
-    lies_at = np.concatenate([TREE.ancestors(BRANCH), chain])
+    lies_at = np.concatenate([TREE.branch(BRANCH), chain])
     assert slab.num_rows == 11
     return slab, lies_at
 
@@ -66,7 +66,7 @@ def attend_tree(slab, lies_at, order):
     """Rows of the tree, each with the branch that goes with it."""
     order = np.asarray(order)
     return slabs.run(
-        slabs.in_slab(slab, order), len(order), ancestors=padded(lies_at[order])
+        slabs.in_slab(slab, order), len(order), branch=padded(lies_at[order])
     )
 
 

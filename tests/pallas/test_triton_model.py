@@ -101,7 +101,7 @@ def written(kv, length, slot=0):
 
 
 def test_verifying_equals_decoding_one_by_one(model, filled):
-    """Fails if a row's bits depend on how many rows are live, or what the dead hold."""
+    """Fails if a row's bits depend on how many rows are active, or on padding."""
     decoded_kv, decoded = model.decode_one_by_one(filled, window(SLAB))
     assert np.isfinite(decoded.logits).all()
     for count in (1, 2, 3, 5, 8, SLAB - 1, SLAB):

@@ -73,26 +73,3 @@ def test_rows_that_do_not_draw_are_zero_and_unread(rng, chosen):
     poisoned = np.where(draws[:, None], logits, np.float32(np.nan))
     found = sample_each(poisoned, settings, positions=positions, draws=draws)
     np.testing.assert_array_equal(found, np.where(draws, every, 0))
-
-
-def test_the_order_of_rows_does_not_matter(rng):
-    logits, positions = make_rows(rng)
-    order = np.array([4, 2, 0, 5, 1, 3])
-    draws = np.ones(ROWS, bool)
-    expected = np.asarray(
-        sample_each(logits, stacked(), positions=positions, draws=draws)
-    )
-    found = sample_each(
-        logits[order], stacked(order), positions=positions[order], draws=draws
-    )
-    np.testing.assert_array_equal(found, expected[order])
-    assert (expected != expected[order]).any()
-
-
-def test_a_greedy_row_is_an_argmax(rng):
-    """Of the rows as they are, whatever the others draw."""
-    logits, positions = make_rows(rng)
-    found = sample_each(
-        logits, stacked(), positions=positions, draws=np.ones(ROWS, bool)
-    )
-    assert int(found[0]) == int(np.argmax(logits[0]))

@@ -1,0 +1,80 @@
+"""Trees of what followed before: every continuation of a match, weighed by its counts.
+
+Of a body of text some places are marked, those that follow a match with the end of the
+sequence. A token's weight is the sum over the marked places that hold it; the places of
+its children are the ones after these. `tree_search.grow` does the rest, with the
+logarithm of the weights in the place of a model's logits.
+
+The vocabulary of the search is the body's own places: token `i` is the one at place
+`i`, and equal tokens count at the first of them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int
+
+from spec_jax.drafters import suffix_match, tree_search
+from spec_jax.engine import protocols
+from spec_jax.typing import typed
+
+
+MATCH_WEIGHT = 8.0
+"""What a place counts for each token more that it matches: longer matches decide."""
+
+
+@typed
+def propose(
+    text: Int[Array, " size"],
+    matched: Int[Array, " size"],
+    *,
+    tree: tree_search.Tree,
+    gamma: Int[Array, ""],
+) -> protocols.Proposal:
+    """Returns the tree of the continuations of the places that matched.
+
+    Args:
+      text: a body; `suffix_match.NONE` where there is no token.
+      matched: how many tokens before each place match the end of the sequence; 0: the
+        place is not continued.
+      gamma: nodes, at most; fewer where less followed.
+    """
+    first = _first_of_equals(text)
+    is_token = text != suffix_match.NONE
+    weights = MATCH_WEIGHT ** (matched - jnp.max(matched)).astype(jnp.float32)
+    weights = jnp.where((matched > 0) & is_token, weights, 0.0)
+    places = (
+        jnp.zeros((tree.num_columns, text.shape[0]), jnp.float32).at[0].set(weights)
+    )
+
+    def votes(weights: Float32[Array, "K size"]) -> Float32[Array, "K size"]:
+        """Returns the logarithm of each token's share, at the first place of it."""
+        counts = jax.vmap(lambda row: jnp.zeros_like(row).at[first].add(row))(weights)
+        return jnp.log(counts)
+
+    def expand(places, tokens, parents, start, active):
+        """Marks the places after those that hold each frontier token."""
+        columns = start + jnp.arange(tree.top_k, dtype=jnp.int32)
+        above = places[parents[0][columns]]
+        holds = first[None, :] == tokens[0][:, None]
+        after = jnp.roll(jnp.where(holds, above, 0.0), 1, axis=1).at[:, 0].set(0.0)
+        after = jnp.where(is_token[None, :], after, 0.0)
+        places = jax.lax.dynamic_update_slice(places, after, (start, jnp.int32(0)))
+        return places, votes(after)[None], active
+
+    _, proposal = tree_search.grow(
+        expand,
+        votes(weights[None]),
+        places,
+        tree=tree,
+        wanted=jnp.where(jnp.any(weights > 0), gamma, 0)[None],
+    )
+    alone = jax.tree.map(lambda leaf: leaf[0], proposal)
+    return alone.replace(tokens=text[alone.tokens])
+
+
+def _first_of_equals(text: Int[Array, " size"]) -> Int[Array, " size"]:
+    """Returns the first place that holds the same token as each."""
+    _, first, groups = jnp.unique(
+        text, return_index=True, return_inverse=True, size=text.shape[0]
+    )
+    return first[groups].astype(jnp.int32)

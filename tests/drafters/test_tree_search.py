@@ -1,0 +1,191 @@
+"""Tree search: the nodes of EAGLE's published bookkeeping, and every prefix a tree."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.drafters import ngram, suffix, suffix_match, tree_search
+from spec_jax.engine import protocols
+
+
+VOCAB = 7
+
+
+def head_of(rng):
+    """Random log-probabilities after every path, made once."""
+    found = {}
+
+    def head(path):
+        if path not in found:
+            found[path] = np.log(rng.dirichlet(np.ones(VOCAB) * 0.5)).astype(np.float32)
+        return found[path]
+
+    return head
+
+
+def published(head, tree):
+    """The paths of SafeAILab's EAGLE-2 `topK_genrate`: its arrays and its order.
+
+    Cumulated scores by level, the best K of a level expanded, and the best nodes of
+    all sorted by where they were found.
+    """
+    K = tree.top_k
+    scores = head(())
+    top = np.argsort(-scores, kind="stable")[:K]
+    scores, found = scores[top], [scores[top]]
+    paths = [(int(token),) for token in top]
+    frontier = list(paths)
+    for _ in range(tree.depth - 1):
+        logps = np.stack([head(path) for path in frontier])
+        tokens = np.argsort(-logps, axis=1, kind="stable")[:, :K]
+        total = np.take_along_axis(logps, tokens, 1) + scores[:, None]
+        paths += [
+            (*frontier[i], int(tokens[i, j]))
+            for i, j in itertools.product(range(K), range(K))
+        ]
+        found.append(total.ravel())
+        best = np.argsort(-total.ravel(), kind="stable")[:K]
+        frontier = [(*frontier[b // K], int(tokens.ravel()[b])) for b in best]
+        scores = total.ravel()[best]
+    keep = np.argsort(-np.concatenate(found), kind="stable")[: tree.nodes]
+    return {paths[at] for at in keep}
+
+
+def grown(head, tree, wanted=None):
+    """The paths of `grow`, in the order of its nodes; the head is asked on the host."""
+    paths_of = {0: ()}
+
+    def expand(memory, tokens, parents, first, active):
+        def ask(tokens, parents, first):
+            rows = []
+            for k, token in enumerate(tokens[0]):
+                path = (*paths_of[int(parents[0, first + k])], int(token))
+                paths_of[int(first) + k] = path
+                rows.append(head(path))
+            return np.stack(rows)[None]
+
+        shape = jax.ShapeDtypeStruct((1, tree.top_k, VOCAB), jnp.float32)
+        rows = jax.pure_callback(ask, shape, tokens, parents, first)
+        return memory, rows, active
+
+    wanted = tree.nodes if wanted is None else wanted
+    _, proposal = tree_search.grow(
+        expand,
+        jnp.asarray(head(()))[None],
+        (),
+        tree=tree,
+        wanted=jnp.array([wanted], jnp.int32),
+    )
+    return paths(jax.tree.map(lambda leaf: leaf[0], proposal))
+
+
+def paths(proposal: protocols.Proposal) -> list[tuple[int, ...]]:
+    """The path of each real node; raises unless each has its parent before it."""
+    found = [()]
+    for token, parent in zip(
+        np.asarray(proposal.tokens)[: int(proposal.num_drafted)],
+        np.asarray(proposal.parents),
+        strict=False,
+    ):
+        assert parent < len(found)
+        found.append((*found[parent], int(token)))
+    return found[1:]
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_nodes_are_those_of_eagle(number):
+    """Fails if a child outranks its parent, or a frontier is another's."""
+    rng = np.random.default_rng(number)
+    top_k, depth = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    most = top_k + (depth - 1) * top_k**2
+    nodes = int(rng.integers(1, min(most, 20) + 1))
+    tree = tree_search.Tree(top_k=top_k, depth=depth, nodes=nodes, tau=1.0)
+    head = head_of(rng)
+    assert set(grown(head, tree)) == published(head, tree)
+
+
+def test_every_prefix_is_a_tree_of_its_own_budget():
+    """Fails if the budget is more than how many nodes are taken."""
+    head = head_of(np.random.default_rng(3))
+    tree = tree_search.Tree(top_k=3, depth=4, nodes=15, tau=0.5)
+    whole = grown(head, tree)
+    assert len(set(whole)) == 15
+    for wanted in (1, 2, 7, 15):
+        assert grown(head, tree, wanted) == whole[:wanted]
+
+
+def test_a_sharper_tau_goes_deeper():
+    """Fails if tau is not what divides the log weights."""
+    head = head_of(np.random.default_rng(5))
+    depths = []
+    for tau in (2.0, 1.0, 0.3):
+        tree = tree_search.Tree(top_k=3, depth=6, nodes=12, tau=tau)
+        depths.append(max(map(len, grown(head, tree))))
+    assert depths == sorted(depths) and depths[0] < depths[-1]
+
+
+def test_weights_that_are_none_are_not_drafted():
+    """Fails if NaN, or a row without any weight, is a draft."""
+    tree = tree_search.Tree(top_k=2, depth=3, nodes=6)
+
+    def none(path):
+        row = np.full(VOCAB, np.nan if path else -np.inf, np.float32)
+        if not path:
+            row[3] = 0.0
+        return row
+
+    assert grown(none, tree) == [(3,)]
+
+
+TEXT = [5, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 6, 1, 2]
+
+
+def looked_up(drafter, params=None, text=TEXT, gamma=None):
+    tokens = jnp.zeros((40,), jnp.int32).at[: len(text)].set(jnp.array(text))
+    _, proposal = drafter.propose(
+        params,
+        (),
+        tokens=tokens,
+        length=jnp.int32(len(text)),
+        gamma=jnp.int32(drafter.gamma_max if gamma is None else gamma),
+    )
+    return paths(proposal)
+
+
+TREE = tree_search.Tree(top_k=3, depth=3, nodes=6)
+WIDE = tree_search.Tree(top_k=3, depth=3, nodes=20)
+
+
+def test_lookup_drafts_every_continuation():
+    """After 1, 2 came 3 (twice, then 9 and 7) and 4 (once, then 8)."""
+    drafter = ngram.PromptLookup(gamma_max=4).for_tree(WIDE)
+    found = looked_up(drafter)
+    assert found[0] == (3,)
+    assert {(4,), (3, 9), (3, 7), (4, 8)} <= set(found)
+    assert looked_up(drafter, gamma=2) == found[:2]
+    assert looked_up(drafter, text=[1, 2, 3]) == []
+
+
+def test_longer_matches_decide():
+    """Fails if a match of one token counts as much as one of three."""
+    text = [1, 2, 3, 4, 9, 3, 5, 9, 3, 5, 9, 3, 5, 1, 2, 3]
+    drafter = ngram.PromptLookup(gamma_max=4).for_tree(TREE)
+    assert looked_up(drafter, text=text)[0] == (4,)
+
+
+def test_suffix_trees_know_the_corpus():
+    """Fails if the corpus, or a boundary within it, is continued as the text."""
+    corpus = suffix.remember(suffix.empty_corpus(20), [1, 2, 6, 6])
+    drafter = suffix.SuffixDecoding(gamma_max=4).for_tree(TREE)
+    found = set(looked_up(drafter, corpus, text=[1, 2, 3, 1, 2]))
+    assert {(3,), (6,), (6, 6)} <= found
+    assert not any(suffix_match.NONE in path for path in found)
+
+
+def test_trees_and_gamma_max_agree():
+    for make in (ngram.PromptLookup, suffix.SuffixDecoding):
+        with pytest.raises(ValueError, match="gamma_max=4 of a tree of 6 nodes"):
+            make(gamma_max=4, tree=TREE)

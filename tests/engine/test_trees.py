@@ -1,0 +1,371 @@
+"""Rounds of trees commit what decoding would have committed, whatever the tree.
+
+Trees that are right, wrong, and right in one branch alone; every budget; stop tokens,
+limits and full caches on the path. The negative controls plant faults and require that
+the same comparison fails.
+"""
+
+import dataclasses
+
+import chex
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import ALWAYS, PROMPT, SMALL, Ask, Status
+
+from spec_jax import testing, tree
+from spec_jax.analysis import trace
+from spec_jax.debug import recorder
+from spec_jax.drafters import tree_search
+from spec_jax.engine import baseline, protocols, round as round_lib, rows
+from spec_jax.engine.state import Origin
+from spec_jax.rules import acceptance
+
+
+# Drafts 0 .. 6, of columns 1 .. 7: the path 0, 3, 5 and its siblings.
+PARENTS = (0, 0, 1, 1, 2, 4, 4)
+DEPTHS = (1, 1, 2, 2, 2, 3, 3)
+WIDTH, DEPTH = len(PARENTS), max(DEPTHS)
+RIGHT = {
+    "first": (0, 2),  # the first child of every node on the path
+    "second": (1, 4),  # the second child of the root
+    "deep": (0, 3, 6),  # the last of all nodes
+    "equal": (0, 1, 2, 3, 4, 5, 6),  # all children alike
+    "none": (),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScriptedTree(decoding.Scripted):
+    """Proposes trees whose nodes `right` hold the script's tokens, and others none."""
+
+    right: tuple[int, ...]
+    gamma_max: int = WIDTH
+    depth_max: int = DEPTH
+
+    def propose(self, params, memory, *, tokens, length, gamma):
+        del params, tokens
+        at = length + jnp.array(DEPTHS, jnp.int32) - 1
+        drafts = memory.at[at].get(mode="fill", fill_value=acceptance.PAD)
+        wrong = [0 if i in self.right else 1 + i for i in range(WIDTH)]
+        return memory, protocols.Proposal(
+            tokens=(drafts + jnp.array(wrong, jnp.int32)) % 96,
+            num_drafted=gamma,
+            parents=jnp.array(PARENTS, jnp.int32),
+        )
+
+
+NEIGHBOURS = (
+    Ask(prompt=(9, 9), max_tokens=30, gamma=3, run=2),
+    Ask(prompt=tuple(range(30, 60)), max_tokens=18, gamma=6, run=1),
+)
+
+
+def run(asks, *, right="deep", setting=SMALL, **changes):
+    """All rounds of the sequences, drafted by trees."""
+    drafter = ScriptedTree(right=RIGHT[right])
+    scheduler = setting.scheduler(drafter, num_slots=len(asks), **changes)
+    return decoding.run(setting, asks, scheduler=scheduler)
+
+
+def asks_of(ask, num_slots):
+    return [ask, *NEIGHBOURS][:num_slots]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("right", RIGHT)
+@pytest.mark.parametrize(
+    ("impl", "cache", "num_slots"),
+    [
+        ("native", "paged", 1),
+        pytest.param("native", "static", 3, marks=SLOW),
+        pytest.param("xla", "paged", 1, marks=SLOW),
+        pytest.param("xla", "paged", 3, marks=SLOW),
+    ],
+)
+def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots, right):
+    """Fails if a cousin is kept, or the K/V of the path are left where they were."""
+    decoding.needs(impl)
+    target = dataclasses.replace(SMALL.target, impl=impl, cache=cache)
+    setting = dataclasses.replace(SMALL, target=target)
+    for gamma in range(WIDTH + 1):
+        for runs in (1, 2, ALWAYS):
+            asks = asks_of(Ask(gamma=gamma, run=runs), num_slots)
+            state = run(asks, right=right, setting=setting)
+            decoding.assert_as_decoded(setting, state, asks)
+            if right == "none" or gamma == 0:
+                assert decoding.slot_of(state).num_rounds == 40
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_counters_by_depth_and_rank(num_slots):
+    """Fails if a node is counted by its column, or a rank by its depth."""
+    asks = asks_of(Ask(gamma=WIDTH), num_slots)
+    state = run(asks, right="deep")
+    decoding.assert_as_decoded(SMALL, state, asks)
+    one = decoding.slot_of(state)
+    assert one.num_rounds == 10 and one.num_proposed == 10 * WIDTH
+    assert one.accepted_hist.tolist() == [0, 0, 0, 10]
+    assert one.proposed_at.tolist() == one.accepted_at.tolist() == [10] * DEPTH
+    ranks = [10 if node in RIGHT["deep"] else 0 for node in range(WIDTH)]
+    assert one.kept_by_rank.tolist() == ranks
+    origins = np.asarray(one.origins)[len(PROMPT) : int(one.length)]
+    assert np.bincount(origins).tolist() == [0, 30, 0, 10]
+    assert origins[DEPTH] == Origin.BONUS
+
+
+def test_a_rejection_is_a_correction():
+    """Fails if the target's token after a node with children is called a bonus."""
+    one = decoding.slot_of(run([Ask(gamma=WIDTH)], right="second"))
+    assert one.accepted_hist.tolist() == [1, 0, 13, 0]  # The last asks for nothing.
+    origins = np.asarray(one.origins)[len(PROMPT) : int(one.length)]
+    assert origins[:3].tolist() == [Origin.ACCEPTED, Origin.ACCEPTED, Origin.BONUS]
+    none = decoding.slot_of(run([Ask(gamma=WIDTH)], right="none"))
+    assert np.asarray(none.origins)[len(PROMPT)] == Origin.CORRECTION
+
+
+def test_stop_tokens_anywhere_on_the_path():
+    """Fails if a token after a stop token is kept."""
+    text = decoding.text(decoding.decoded(SMALL, Ask()))
+    for end in range(len(PROMPT), len(PROMPT) + 8):
+        asks = [Ask(gamma=WIDTH, stop_ids=(text[end],))]
+        state = run(asks)
+        decoding.assert_as_decoded(SMALL, state, asks)
+        assert decoding.slot_of(state).status == Status.STOP
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_max_tokens_is_met_exactly(num_slots):
+    """Fails if a path runs past the limit: its nodes may."""
+    for few in (1, 2, 3, 4, 5, 9):
+        asks = asks_of(Ask(gamma=WIDTH, max_tokens=few), num_slots)
+        decoding.assert_as_decoded(SMALL, run(asks), asks)
+
+
+@pytest.mark.parametrize("cache", ["paged", "static"])
+def test_a_full_cache(cache):
+    """Fails if nodes need places that decoding does not, and there are none."""
+    target = dataclasses.replace(SMALL.target, cache=cache)
+    for capacity in (16, 24):
+        setting = dataclasses.replace(SMALL, target=target, capacity=capacity)
+        asks = [Ask(gamma=WIDTH)]
+        state = run(asks, setting=setting)
+        decoding.assert_as_decoded(setting, state, asks)
+        assert decoding.slot_of(state).status == Status.CAPACITY
+
+
+def test_a_small_pool_is_shared():
+    """Fails if admission counts no pages for nodes: a slot would end without one."""
+    asks = [dataclasses.replace(ask, gamma=WIDTH) for ask in asks_of(Ask(), 3)]
+    scheduler = SMALL.scheduler(
+        ScriptedTree(right=RIGHT["deep"]), num_slots=3, num_pages=14
+    )
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    for finished in scheduler.run(requests):
+        expected = decoding.decoded(SMALL, asks[finished.number])
+        prompt = asks[finished.number].prompt
+        assert finished.tokens == decoding.text(expected)[len(prompt) :]
+
+
+@pytest.mark.parametrize("settings", [decoding.WARM, decoding.HOT])
+def test_a_seeded_stream_is_that_of_decoding(settings):
+    """Fails if a draw has the noise of a node's column, and not of its position."""
+    for right in ("deep", "equal"):
+        asks = asks_of(Ask(gamma=WIDTH, sampling=settings), 2)
+        decoding.assert_as_decoded(SMALL, run(asks, right=right), asks)
+
+
+def test_budgets_are_data():
+    """Fails if another budget, limit or prompt compiles again."""
+    scheduler = SMALL.scheduler(ScriptedTree(right=RIGHT["deep"]))
+    rounds = jax.jit(chex.assert_max_traces(round_lib.run_round, n=1))
+    for ask in (
+        Ask(gamma=WIDTH),
+        Ask(gamma=3, max_tokens=7),
+        Ask(gamma=0, prompt=(4,)),
+    ):
+        state = scheduler.begin(decoding.scripted(SMALL, ask))
+        rounds(scheduler.speculator, state)
+
+
+def of_own_row(real):
+    """A child is compared with its own row's token, not with its parent's."""
+
+    def follow(tokens, own, parents, *numbers, depth_max):
+        shifted = jnp.concatenate([own[1:], own[:1]])
+        return real(tokens, shifted, parents, *numbers, depth_max=depth_max)
+
+    return follow
+
+
+def first_child(real):
+    """The first child is kept, whatever it holds."""
+
+    def follow(tokens, own, parents, *numbers, depth_max):
+        of_first = tokens[jnp.array([0, 2, 4, 0, 5, 0, 0, 0])]
+        del own
+        return real(tokens, of_first, parents, *numbers, depth_max=depth_max)
+
+    return follow
+
+
+def nothing_moved(real):
+    del real
+    return lambda self, kv, path, num_kept, *, start: kv
+
+
+def off_by_one(real):
+    """The row before each is moved in its place."""
+
+    def keep_path(self, kv, path, num_kept, *, start):
+        return real(self, kv, path - 1, num_kept, start=start)
+
+    return keep_path
+
+
+FAULTS = {
+    "of its own row": (acceptance, "follow", of_own_row),
+    "the first child": (acceptance, "follow", first_child),
+    "not moved": (rows.SlotRows, "keep_path", nothing_moved),
+    "moved from the row before": (rows.SlotRows, "keep_path", off_by_one),
+    "chains": (
+        tree,
+        "layout",
+        lambda real: (
+            lambda parents, *, start, width: real(
+                jnp.asarray(tree.chain(parents.shape[0])), start=start, width=width
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault, monkeypatch):
+    """Negative control: what the tests above compare must differ."""
+    where, name, change = FAULTS[fault]
+    monkeypatch.setattr(where, name, change(getattr(where, name)))
+    jax.clear_caches()
+    asks = [Ask(gamma=WIDTH, run=ALWAYS)]
+    try:
+        with pytest.raises((AssertionError, RuntimeError, ValueError)):
+            decoding.assert_as_decoded(SMALL, run(asks, right="deep"), asks)
+    finally:
+        jax.clear_caches()
+
+
+def test_follow_is_accept_exact_on_a_chain(rng):
+    """As integers, over chains that are right by turns."""
+    chain = jnp.arange(5, dtype=jnp.int32)
+    follow = jax.jit(acceptance.follow, static_argnames="depth_max")
+    for _ in range(50):
+        drafts, own = rng.integers(0, 2, 5), rng.integers(0, 2, 6)
+        given = jnp.asarray(drafts, jnp.int32), jnp.asarray(own, jnp.int32)
+        number = jnp.int32(rng.integers(0, 6))
+        found = follow(*given, chain, number, jnp.int32(9), depth_max=5)
+        expected = acceptance.accept_exact(*given, number)
+        assert found.num_accepted == expected.num_accepted
+        kept = int(expected.num_accepted)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_array_equal(found.path[:kept], np.arange(1, kept + 1))
+
+
+def test_ancestors_and_layout():
+    parents = jnp.array([0, *PARENTS], jnp.int32)
+    above = tree.ancestors(parents, count=4)
+    assert above[6].tolist() == [6, 4, 1, 0] and above[5].tolist() == [5, 2, 0, 0]
+    positions, branch = tree.layout(parents, start=jnp.int32(20), width=4)
+    assert positions.tolist() == [20, *(20 + depth for depth in DEPTHS)]
+    assert branch[6].tolist() == [20, 21, 24, 26]
+    assert branch[0].tolist() == [17, 18, 19, 20]
+
+
+@pytest.mark.parametrize(
+    ("parents", "words"),
+    [
+        ([0, 1], "column 1 has parent 1"),
+        ([1], "column 0 has parent 1"),
+        ([0, 0, -1], "column 2 has parent -1"),
+        ([0, 0, 1, 2, 3], "4 deep"),
+        ([0.0, 0.0], "whole numbers"),
+        ([[0]], "shape"),
+    ],
+)
+def test_parents_that_are_none(parents, words):
+    with pytest.raises(ValueError, match=words):
+        tree.check(np.array(parents), depth_max=3)
+    tree.check(np.array([0, 0, 1, 2]), depth_max=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("4x12", "is no tree"),
+        ("4:12x15", "is no tree"),
+        ("4x12:fifteen", "is no tree"),
+        ("0x12:15", "top_k=0"),
+        ("2x2:7", "exceed the 6 candidates"),
+        ("8x8:64", "more than the 64 rows"),
+        ("4x12:15@0", "tau=0.0 must be above 0"),
+    ],
+)
+def test_trees_that_are_none(text, words):
+    with pytest.raises(ValueError, match=words):
+        tree_search.Tree.parse(text)
+    assert str(tree_search.Tree.parse("4x12:15@0.3")) == "4x12:15@0.3"
+
+
+def test_what_was_recorded_is_what_decoding_saw():
+    """Fails if entries stay at the places of nodes, or are moved from others."""
+    asks = asks_of(Ask(gamma=WIDTH, run=2), 3)
+    for right in ("deep", "second"):
+        drafter = ScriptedTree(right=RIGHT[right])
+        made = SMALL.scheduler(drafter, num_slots=3)
+        watched = recorder.Recorder(target=made.target, window=WIDTH + 1)
+        requests = [decoding.scripted(SMALL, ask) for ask in asks]
+        state = watched.attach(decoding.admit(made, requests))
+        watching = SMALL.scheduler(drafter, num_slots=3, target=watched)
+        state, found = watched.detach(decoding.generate(watching, state))
+        decoding.assert_as_decoded(SMALL, state, asks)
+        for slot, ask in enumerate(asks):
+            alone = recorder.Recorder(target=SMALL.target, window=WIDTH + 1)
+            plain = decoding.begin_plain(
+                ask.prompt,
+                max_tokens=ask.max_tokens,
+                target=SMALL.target,
+                params=SMALL.weights,
+            )
+            plain = baseline.generate(
+                alone, SMALL.weights, alone.attach(plain), max_steps=decoding.FOREVER
+            )
+            _, expected = alone.detach(plain)
+            at = slice(len(ask.prompt) - 1, len(ask.prompt) - 1 + ask.max_tokens)
+            for name in ("fed", "chosen", "log_prob", "logits_hash", "top_ids"):
+                testing.assert_same_bits(
+                    np.asarray(getattr(found, name))[slot, at],
+                    np.asarray(getattr(expected, name))[0, at],
+                    what=f"{name} of slot {slot}",
+                )
+
+
+def test_a_replay_has_the_counters_of_the_run():
+    """Without the target: as integers, of trees that are right by turns."""
+    for ask in (Ask(gamma=WIDTH, run=2), Ask(gamma=5), Ask(gamma=WIDTH, run=0)):
+        drafter = ScriptedTree(right=RIGHT["deep"])
+        live = decoding.slot_of(run([ask]))
+        text = decoding.text(decoding.decoded(SMALL, ask))
+        size = decoding.CAPACITY + 1
+        target = trace.TraceTarget(max_rows=WIDTH + 1, size=size)
+        made = SMALL.scheduler(drafter, target=target)
+        request = dataclasses.replace(
+            decoding.scripted(SMALL, ask),
+            target_params=trace.make_trace(text, size=size),
+        )
+        replayed = decoding.slot_of(decoding.generate(made, made.begin(request)))
+        for name in ("num_rounds", "num_proposed", "num_accepted", "kept_by_rank"):
+            np.testing.assert_array_equal(getattr(replayed, name), getattr(live, name))
+        np.testing.assert_array_equal(replayed.accepted_hist, live.accepted_hist)

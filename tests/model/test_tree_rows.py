@@ -1,0 +1,231 @@
+"""The row contract of trees: a node's bits are those of its path, row by row."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from test_rows import SLAB, make_cache, make_config, make_params
+
+from spec_jax import testing, tree
+from spec_jax.model import qwen3
+from spec_jax.ops import dispatch
+from spec_jax.paging import allocator, cache
+
+
+_reserve, _extend = jax.jit(allocator.reserve), jax.jit(allocator.extend)
+
+WIDTH = 6  # of a branch
+PREFIXES = (5, 31, 126, 133)  # around the blocks of keys: 32 and 128 positions
+PAGE_SIZES = (8, 256, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 64)))
+NAN = np.nan
+
+
+@functools.partial(jax.jit, static_argnames=("config", "impl"))
+def _forward(params, config, rows, kv, *, impl):
+    return qwen3.forward_rows(params, config, rows, kv, impl=impl, taps=(0, 1))
+
+
+@functools.partial(jax.jit, static_argnames=("width",))
+def _layout(parents, start, *, width=WIDTH):
+    return tree.layout(parents, start=start, width=width)
+
+
+class Oracle:
+    """Decodes paths, one row at a time, in a chain of its own."""
+
+    def __init__(self, model, impl, kv, prefix, text):
+        self.params, self.config, self.impl = *model, impl
+        self.kv, self.prefix = decode(self, kv, text[:prefix], 0)[0], prefix
+        self.found = {}
+
+    def row(self, path: tuple[int, ...]):
+        """What the last row of the prefix and these tokens gives, and its cache."""
+        if path not in self.found:
+            kv = self.kv if len(path) == 1 else self.row(path[:-1])[0]
+            at = self.prefix + len(path) - 1
+            self.found[path] = decode(self, kv, path[-1:], at)
+        return self.found[path]
+
+
+def decode(model, kv, tokens, start):
+    """Feeds tokens to slot 0, one a call; returns the last call's results."""
+    outputs = None
+    for position, token in enumerate(tokens, start):
+        kv = _reserve(kv, 0, position + 1)
+        kv, outputs = run(model, kv, [token], [position], np.full((1, WIDTH), 0), None)
+        kv = _extend(kv, 0, position + 1)
+    return kv, outputs
+
+
+def run(model, kv, tokens, positions, branch, order):
+    """Runs rows of slot 0 in one slab, padding poisoned; `branch` None for a chain."""
+    count = len(tokens)
+    order = np.arange(count) if order is None else order
+    pad = (dispatch.slab_rows(model.impl) or SLAB) - count
+
+    def padded(values, fill):
+        values = np.asarray(values, np.int32)[order]
+        return jnp.asarray(
+            np.pad(
+                values, [(0, pad)] + [(0, 0)] * (values.ndim - 1), constant_values=fill
+            )
+        )
+
+    is_chain = count == 1 and not np.any(branch)
+    rows = qwen3.Rows(
+        tokens=padded(tokens, 0),
+        slots=padded(np.zeros(count), 0),
+        positions=padded(positions, 900),
+        num_active=jnp.int32(count),
+        branch=None if is_chain else padded(branch, 900),
+    )
+    kv, outputs = _forward(model.params, model.config, rows, kv, impl=model.impl)
+    back = np.argsort(order)
+    return kv, jax.tree.map(lambda x: np.asarray(x[:count])[back], outputs)
+
+
+@functools.cache
+def oracle(impl, dtype, page_size, prefix):
+    config = make_config(dtype)
+    kv = make_cache(config, page_size=page_size, table_width=320 // page_size + 1)
+    text = np.random.default_rng(7).integers(1, 160, prefix)
+    return Oracle((make_params(config), config), impl, kv, prefix, text)
+
+
+def tree_rows(found, tokens, parents, *, order=None, layout=_layout):
+    """All columns of a tree after the oracle's prefix, in one call."""
+    start = found.prefix
+    # Of one shape: compiled once.
+    padded = np.pad(np.asarray(parents, np.int32), (0, SLAB - len(parents)))
+    positions, branch = (x[: len(tokens)] for x in layout(padded, jnp.int32(start)))
+    kv = _reserve(found.kv, 0, start + len(tokens))
+    return run(found, kv, tokens, np.asarray(positions), np.asarray(branch), order)
+
+
+def path_of(parents, column):
+    path = [column]
+    while path[0]:
+        path.insert(0, int(parents[path[0]]))
+    return path
+
+
+def assert_is_decoding(found, tokens, parents, **options):
+    """Compares each column's logits, features and K/V with its path's, as integers."""
+    kv, outputs = tree_rows(found, tokens, parents, **options)
+    for column in range(len(tokens)):
+        path = tuple(int(tokens[at]) for at in path_of(parents, column))
+        alone, expected = found.row(path)
+        what = f"column {column} of parents {list(parents)}"
+        testing.assert_same_bits(outputs.logits[column], expected.logits[0], what=what)
+        testing.assert_same_bits(
+            outputs.features[column], expected.features[0], what=what
+        )
+        at, position = found.prefix + column, found.prefix + len(path) - 1
+        for layer in range(found.config.num_layers):
+            for ours, theirs in zip(
+                cache.gather(kv, layer, 0, at + 1),
+                cache.gather(alone, layer, 0, position + 1),
+                strict=True,
+            ):
+                testing.assert_same_bits(ours[at], theirs[position], what=what)
+
+
+@st.composite
+def trees(draw):
+    """Parents and tokens of a tree that fits a slab and a branch."""
+    parents, depth = [0], [0]
+    for column in range(1, draw(st.integers(1, SLAB))):
+        open_ = [c for c in range(column) if depth[c] < WIDTH - 1]
+        parent = draw(st.sampled_from(open_))
+        parents.append(parent)
+        depth.append(depth[parent] + 1)
+    tokens = draw(
+        st.lists(st.integers(1, 9), min_size=len(parents), max_size=len(parents))
+    )
+    return np.array(parents, np.int32), tokens
+
+
+CHAIN = tree.chain(6)
+BUSHY = np.array([0, 0, 0, 1, 1, 2, 4, 4], np.int32)
+BUSHY_TOKENS = [3, 4, 5, 6, 7, 6, 8, 9]
+KERNELS = ("native", "xla")
+IMPLS = (*KERNELS, pytest.param("interpret", marks=pytest.mark.slow))  # bfloat16 alone
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [
+        *itertools.product(KERNELS, ["float32", "bfloat16"]),
+        pytest.param("interpret", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(drawn=trees(), prefix=st.sampled_from(PREFIXES))
+def test_nodes_are_their_paths(impl, dtype, drawn, prefix):
+    """Fails if a node sees a cousin, or its sums depend on where keys are stored."""
+    parents, tokens = drawn
+    assert_is_decoding(oracle(impl, dtype, 16, prefix), tokens, parents)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_pages_do_not_matter(impl, page_size):
+    found = oracle(impl, "bfloat16", page_size, 126)
+    assert_is_decoding(found, BUSHY_TOKENS, BUSHY)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_chain_is_a_tree(impl):
+    """A chain's branch changes no bit."""
+    assert_is_decoding(oracle(impl, "bfloat16", 16, 126), [3, 4, 5, 6, 7, 8], CHAIN)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_any_order_with_parents_first(impl):
+    order = np.array([0, 2, 5, 1, 4, 7, 6, 3])
+    found = oracle(impl, "bfloat16", 16, 126)
+    assert_is_decoding(found, BUSHY_TOKENS, BUSHY, order=order)
+
+
+def swapped(parents, start):
+    positions, branch = _layout(parents, start)
+    return positions, branch.at[:, -2].set(branch[:, -3]).at[:, -3].set(branch[:, -2])
+
+
+def by_storage(parents, start):
+    """Every place a position, as if each column followed the one before it."""
+    chain = tree.chain(len(parents))
+    return _layout(parents, start)[0], _layout(chain, start)[1]
+
+
+def rope_by_place(parents, start):
+    _, branch = _layout(parents, start)
+    return branch[:, -1], branch
+
+
+def too_narrow(parents, start):
+    return _layout(parents, start, width=2)
+
+
+@pytest.mark.parametrize("layout", [swapped, by_storage, rope_by_place, too_narrow])
+@pytest.mark.parametrize("impl", KERNELS)
+def test_a_wrong_layout_is_caught(impl, layout):
+    """Negative control: each fault must change a bit of some node."""
+    found = oracle(impl, "float32", 16, 31)
+    with pytest.raises(AssertionError, match="column"):
+        assert_is_decoding(found, BUSHY_TOKENS, BUSHY, layout=layout)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_cousin_of_nan_is_not_seen(impl):
+    """Fails if a NaN reaches a node that has its row not on the path."""
+    found = oracle(impl, "bfloat16", 16, 126)
+    tokens = list(BUSHY_TOKENS)
+    tokens[2] = 0  # NaN, with column 5 below it
+    _, outputs = tree_rows(found, tokens, BUSHY)
+    is_nan = np.isnan(outputs.logits).any(axis=1)
+    assert np.flatnonzero(is_nan).tolist() == [2, 5]
