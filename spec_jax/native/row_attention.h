@@ -243,12 +243,13 @@ struct Attention {
     Pages where = pages(own, layer);
     begin(layer, own, index, queries);
     queries.take(before, (r - span.first) * G);
-    const T *k = layer.k + index * layer.H, *v = layer.v + index * layer.H;
     for (; start < reach; start += kKeyBlock) {
       int64_t offsets[kKeyBlock], count = std::min<int64_t>(reach - start, kKeyBlock);
       for (int64_t t = 0; t < count; ++t) offsets[t] = where.at(rows.place(r, start + t));
       std::fill(offsets + count, offsets + kKeyBlock, offsets[count - 1]);
-      attend_block(queries, k, v, start, offsets, layer.scale);
+      Block<T> k{layer.k + index * layer.H, offsets, nullptr};
+      Block<T> v{layer.v + index * layer.H, offsets, nullptr};
+      attend_block(queries, k, v, start, layer.scale);
     }
     end(layer, own, index, queries);
   }
