@@ -125,34 +125,46 @@ def _xla(
     else:
         carry = jax.lax.fori_loop(0, page_table.shape[0], walk_slot, carry)
     if branch is not None:
-        leaders = _leaders(branch, slots, positions, live)
-
-        def walk_branch(leader, carry):
-            """Adds the keys of one branch, for all rows that lie on it."""
-            mine = live & (leaders == leader)
-            length = jnp.where(jnp.any(mine), positions[leader] + 1, 0)
-            of_slot = live & (slots == slots[leader])
-
-            def walk_block(block, carry):
-                key_positions = block * KEY_BLOCK + jnp.arange(
-                    KEY_BLOCK, dtype=jnp.int32
-                )
-                is_key = key_positions < length
-                places = _places(branch[leader], positions[leader], key_positions)
-                keys, values = (
-                    _read_places(pages, page_table[slots[leader]], places, is_key)
-                    for pages in (k_pages, v_pages)
-                )
-                visible = mine[:, None] & (key_positions[None, :] <= positions[:, None])
-                return _accumulate(carry, queries, keys, values, visible, G)
-
-            first = _shared_blocks(of_slot, positions, branch)
-            return jax.lax.fori_loop(first, _num_blocks(length), walk_block, carry)
-
-        carry = jax.lax.fori_loop(0, R, walk_branch, carry)
+        rows = slots, positions, branch, live
+        carry = _walk_branches(carry, queries, (k_pages, v_pages), page_table, rows)
     _, total, weighted = carry
     out = (weighted / total[..., None]).reshape(K, R, G, H)
     return out.transpose(1, 0, 2, 3).reshape(R, N, H).astype(q.dtype)
+
+
+def _walk_branches(carry, queries, pools, page_table, rows):
+    """Adds the keys after those that all rows of a slot find at their positions.
+
+    Branch by branch: the rows that lie on one share its reads.
+    """
+    slots, positions, branch, live = rows
+    R = slots.shape[0]
+    leaders = _leaders(branch, slots, positions, live)
+
+    def walk_branch(leader, carry):
+        """Adds the keys of one branch, for all rows that lie on it."""
+        mine = live & (leaders == leader)
+        length = jnp.where(jnp.any(mine), positions[leader] + 1, 0)
+        of_slot = live & (slots == slots[leader])
+
+        def walk_block(block, carry):
+            offsets = jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+            key_positions = block * KEY_BLOCK + offsets
+            is_key = key_positions < length
+            places = _places(branch[leader], positions[leader], key_positions)
+            keys, values = (
+                _read_places(pages, page_table[slots[leader]], places, is_key)
+                for pages in pools
+            )
+            visible = mine[:, None] & (key_positions[None, :] <= positions[:, None])
+            return _accumulate(
+                carry, queries, keys, values, visible, queries.shape[1] // R
+            )
+
+        first = _shared_blocks(of_slot, positions, branch)
+        return jax.lax.fori_loop(first, _num_blocks(length), walk_block, carry)
+
+    return jax.lax.fori_loop(0, R, walk_branch, carry)
 
 
 def _num_blocks(length):

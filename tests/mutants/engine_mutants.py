@@ -120,10 +120,75 @@ RECORDS = (
     Mutant(
         "a draft is recorded one position early",
         "debug.recorder:Recorder._record",
-        "recording.drafted.at[slot, position + 1]",
-        "recording.drafted.at[slot, position]",
+        "recording.drafted.at[slot, place + 1]",
+        "recording.drafted.at[slot, place]",
         "test_recorder.py::test_drafts_and_windows_are_those_of_the_last_round",
     ),
 )
 
-MUTANTS = (*ROUNDS, *SLOTS, *DRAFTERS, *RECORDS)
+_TREES = "engine/test_trees.py"
+_TREE_ROUNDS = (
+    f"{_TREES}::test_tokens_and_kv_are_those_of_decoding[native-paged-1-deep]"
+)
+_COUNTERS = f"{_TREES}::test_counters_by_depth_and_rank[1]"
+
+TREES = (
+    Mutant(
+        "a child of another node is kept",
+        "rules.acceptance:follow",
+        "is_real & (parents == at) & goes_on",
+        "is_real & goes_on",
+        _TREE_ROUNDS,
+    ),
+    Mutant(
+        "a path goes on past the limit",
+        "rules.acceptance:follow",
+        " & (depth < wanted)",
+        "",
+        f"{_TREES}::test_max_tokens_is_met_exactly[1]",
+    ),
+    Mutant(
+        "the K/V of a path are moved one position early",
+        "engine.rows:SlotRows.keep_path",
+        "start[:, None] + steps + 1",
+        "start[:, None] + steps",
+        _TREE_ROUNDS,
+    ),
+    Mutant(
+        "a slot's nodes have no pages of their own",
+        "engine.scheduler:Scheduler._pages",
+        "num_positions = max(num_positions, min(most, self.slot_capacity))",
+        "pass",
+        f"{_TREES}::test_a_small_pool_is_shared",
+    ),
+    Mutant(
+        "nodes are positions",
+        "tree:layout",
+        "return start + depth,",
+        "return start + above[:, 0],",
+        _TREE_ROUNDS,
+    ),
+    Mutant(
+        "ranks are counted by depth",
+        "engine.round:_count",
+        "info.outcome.path - 1",
+        "depths",
+        _COUNTERS,
+    ),
+    Mutant(
+        "a child's score is its own alone",
+        "drafters.tree_search:_expand_level",
+        "_at(search.score, search.frontier)[:, :, None] + own",
+        "own",
+        "drafters/test_tree_search.py::test_nodes_are_those_of_eagle[3]",
+    ),
+    Mutant(
+        "entries of a tree's rows are moved from the row before",
+        "debug.recorder:Recorder.keep_path",
+        "source = start[:, None] + path",
+        "source = start[:, None] + path - 1",
+        f"{_TREES}::test_what_was_recorded_is_what_decoding_saw",
+    ),
+)
+
+MUTANTS = (*ROUNDS, *SLOTS, *DRAFTERS, *RECORDS, *TREES)
