@@ -212,14 +212,16 @@ def test_a_fault_in_a_path_that_fuses_nothing_is_named():
     assert record(flash).moved == 0
 
 
-def test_a_path_with_other_numerics_differs_from_the_first_product_on():
+def test_a_path_with_other_numerics_differs_from_the_first_layer_on():
     one, other = (
         record(path("decode", dtype="float32")),
         record(path("flash", dtype="float32")),
     )
     found = compared(one, other, dtypes=("float32", "float32"))
     assert found.cells["embed"].differing == 0
-    assert found.first.layer == 0 and found.first.operation in ("input_norm", "q")
+    # Products that add in the order of k may have the same bits at these sizes.
+    assert found.first.layer == 0
+    assert found.first.operation in ("input_norm", "q", "q_norm")
     assert all(step.cell.differing for step in found.growth)
     assert all(0 < step.cell.relative < 1e-4 for step in found.growth)
 

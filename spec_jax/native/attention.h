@@ -116,29 +116,32 @@ struct Queries {
   }
 };
 
-// Asks memory for the keys and values of a block: rows of a head are short and far
-// apart, which no processor foresees.
+// A block of keys or values, and where memory is to be asked for the next one, of which
+// `next` is null if there is none: rows of a head are short and far apart, which no
+// processor foresees. Asked for between one piece of work and another, since memory takes
+// only so many questions at a time.
 template <typename T>
-void fetch_block(const T* k, const T* v, const int64_t (&offsets)[kKeyBlock], int64_t H) {
-  int64_t line = 64 / sizeof(T);
-  for (int64_t offset : offsets) {
-    for (int64_t h = 0; h < H; h += line) {
-      prefetch(k + offset + h, 0);
-      prefetch(v + offset + h, 0);
-    }
+struct Block {
+  const T* rows;
+  const int64_t (&offsets)[kKeyBlock];
+  const int64_t* next;
+
+  const T* row(int64_t t) const { return rows + offsets[t]; }
+  void fetch(int64_t t, int64_t h) const {
+    if (next != nullptr) prefetch(rows + next[t], h * int64_t{sizeof(T)});
   }
-}
+};
 
 // The keys of a block as panels.
 template <typename T>
-void turn_keys(const T* k, const int64_t (&offsets)[kKeyBlock], int64_t H, T* panels) {
+void turn_keys(const Block<T>& k, int64_t H, T* panels) {
   constexpr int64_t kFour = 4 * kWord<T>;  // elements of four words
   int64_t words = words_of<T>(H), whole = H / kFour * kFour;
   for (int64_t t = 0; t < kKeyBlock; t += kLanes) {
     T* to = panels + t / kPanel * words * kPanel * kWord<T> + t % kPanel * kWord<T>;
     const char* rows[kLanes];
     for (int i = 0; i < kLanes; ++i) {
-      rows[i] = reinterpret_cast<const char*>(k + offsets[t + i]);
+      rows[i] = reinterpret_cast<const char*>(k.row(t + i));
     }
     auto four_words = [&](int64_t at, int64_t count) {
       Vec columns[4];
@@ -149,11 +152,19 @@ void turn_keys(const T* k, const int64_t (&offsets)[kKeyBlock], int64_t H, T* pa
       }
       to += 4 * kPanel * kWord<T>;
     };
-    for (int64_t h = 0; h < whole; h += kFour) four_words(h * sizeof(T), 4);
+    constexpr int64_t kLine = 64 / sizeof(T), kParts = kLine / kFour;
+    for (int64_t h = 0; h < whole; h += kFour) {
+      four_words(h * sizeof(T), 4);
+      int64_t part = h / kFour % kParts, line = h / kLine * kLine;
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes / kParts; ++i) {
+        k.fetch(t + part * (kLanes / kParts) + i, line);
+      }
+    }
     if (whole < H) {  // Nothing past a head is read.
       T tails[kLanes][kFour] = {};
       for (int i = 0; i < kLanes; ++i) {
-        std::memcpy(static_cast<void*>(tails[i]), k + offsets[t + i] + whole,
+        std::memcpy(static_cast<void*>(tails[i]), k.row(t + i) + whole,
                     (H - whole) * sizeof(T));
         rows[i] = reinterpret_cast<const char*>(tails[i]);
       }
@@ -212,8 +223,9 @@ inline void load_words(const bf16* p, Vec* out) {
 // sums[r][j] += p[r][t] * value[t][j] for t in [t0, t1) in order: R queries from `i`,
 // W vectors of words from element `h`.
 template <int R, int W, typename T>
-inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const T* v,
-                       const int64_t* offsets, int64_t t0, int64_t t1) {
+inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const Block<T>& v,
+                       int64_t t0, int64_t t1) {
+  constexpr int64_t kLine = 64 / sizeof(T);
   constexpr int V = W * kWord<T>;
   constexpr int64_t kStep = kLanes * kWord<T>;
   Vec acc[R][V];
@@ -231,7 +243,7 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const T* v,
   int64_t left = queries.H - h;
   for (int64_t t = t0; t < t1; ++t) {
     Vec value[V];
-    const T* from = v + offsets[t] + h;
+    const T* from = v.row(t) + h;
     T end[kStep];
     if (W == 1 && left < kStep) {  // Nothing past a head is read.
       std::memset(static_cast<void*>(end), 0, sizeof end);
@@ -240,6 +252,9 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const T* v,
     }
 #pragma GCC unroll 16
     for (int j = 0; j < W; ++j) load_words(from + j * kStep, value + j * kWord<T>);
+    if (i == 0) {
+      for (int64_t at = 0; at < W * kStep; at += kLine) v.fetch(t, h + at);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       Vec weight = broadcast(probs[r * kKeyBlock + t]);
@@ -259,8 +274,7 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const T* v,
 // The values of a block for R queries from `i`; `seen[r]` of its keys are theirs. What
 // all see is added for all, and the rest for each.
 template <int R, typename T>
-void add_block(Queries<T>& queries, int64_t i, const int64_t* seen, const T* v,
-               const int64_t* offsets) {
+void add_block(Queries<T>& queries, int64_t i, const int64_t* seen, const Block<T>& v) {
   constexpr int W = (kLanes == 16 || R <= 2 ? 4 : 2) / kWord<T>;
   constexpr int64_t kStep = kLanes * kWord<T>;
   int64_t all = *std::min_element(seen, seen + R);
@@ -268,10 +282,10 @@ void add_block(Queries<T>& queries, int64_t i, const int64_t* seen, const T* v,
     constexpr int kCount = decltype(count)::value;
     int64_t h = 0;
     for (; h + W * kStep <= queries.H; h += W * kStep) {
-      add_values<kCount, W>(queries, first, h, v, offsets, t0, t1);
+      add_values<kCount, W>(queries, first, h, v, t0, t1);
     }
     for (; h < queries.H; h += kStep) {
-      add_values<kCount, 1>(queries, first, h, v, offsets, t0, t1);
+      add_values<kCount, 1>(queries, first, h, v, t0, t1);
     }
   };
   if (all > 0) run(std::integral_constant<int, R>(), i, 0, all);
@@ -280,11 +294,11 @@ void add_block(Queries<T>& queries, int64_t i, const int64_t* seen, const T* v,
   }
 }
 
-// One block of keys, from `start`, which lie at `offsets`.
+// One block of keys, from `start`, and their values.
 template <typename T>
-void attend_block(Queries<T>& queries, const T* k, const T* v, int64_t start,
-                  const int64_t (&offsets)[kKeyBlock], float scale) {
-  turn_keys(k, offsets, queries.H, queries.keys.data());
+void attend_block(Queries<T>& queries, const Block<T>& k, const Block<T>& v,
+                  int64_t start, float scale) {
+  turn_keys(k, queries.H, queries.keys.data());
   score_block(queries);
   auto run = [&](auto size, int64_t i) {
     constexpr int R = decltype(size)::value;
@@ -293,7 +307,7 @@ void attend_block(Queries<T>& queries, const T* k, const T* v, int64_t start,
       seen[r] = std::clamp<int64_t>(queries.ends[i + r] - start, 0, kKeyBlock);
       weigh_query(queries, i + r, seen[r], scale);
     }
-    add_block<R>(queries, i, seen, v, offsets);
+    add_block<R>(queries, i, seen, v);
   };
   // Five by four vectors of a value, or by two, are what the registers hold.
   for (int64_t i = 0; i < queries.count; i += 5) {

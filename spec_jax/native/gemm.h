@@ -39,7 +39,7 @@ constexpr int panels_beside(int R) { return R == 1 ? 4 : R == 2 ? 2 : 1; }
 #endif
 // How far ahead weights are asked for: where arithmetic takes as long as their way from
 // memory, a processor does not look far enough by itself.
-constexpr int64_t kAheadBytes = 2048;
+constexpr int64_t kAheadBytes = 4096;
 constexpr bool asks_ahead(int R) { return kLanes == 8 || R >= 5; }
 
 // Adds the products of one word of k: R rows, whose words lie side by side, by P panels.

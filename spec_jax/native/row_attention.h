@@ -219,9 +219,9 @@ struct Attention {
       std::copy_n(next, kKeyBlock, offsets);
       if (more) where.block(start + kKeyBlock, reach, next);
       for (int64_t i = first; i < last; ++i) {
-        const T *k = layer.k + i * H, *v = layer.v + i * H;
-        if (more) fetch_block(k, v, next, H);
-        attend_block(queries[i - first], k, v, start, offsets, layer.scale);
+        const int64_t* later = more ? next : nullptr;
+        Block<T> k{layer.k + i * H, offsets, later}, v{layer.v + i * H, offsets, later};
+        attend_block(queries[i - first], k, v, start, layer.scale);
       }
     }
     for (int64_t i = first; i < last; ++i) {
@@ -243,12 +243,13 @@ struct Attention {
     Pages where = pages(own, layer);
     begin(layer, own, index, queries);
     queries.take(before, (r - span.first) * G);
-    const T *k = layer.k + index * layer.H, *v = layer.v + index * layer.H;
     for (; start < reach; start += kKeyBlock) {
       int64_t offsets[kKeyBlock], count = std::min<int64_t>(reach - start, kKeyBlock);
       for (int64_t t = 0; t < count; ++t) offsets[t] = where.at(rows.place(r, start + t));
       std::fill(offsets + count, offsets + kKeyBlock, offsets[count - 1]);
-      attend_block(queries, k, v, start, offsets, layer.scale);
+      Block<T> k{layer.k + index * layer.H, offsets, nullptr};
+      Block<T> v{layer.v + index * layer.H, offsets, nullptr};
+      attend_block(queries, k, v, start, layer.scale);
     }
     end(layer, own, index, queries);
   }

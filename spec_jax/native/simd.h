@@ -150,7 +150,7 @@ inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(odd[0], odd[1]));
 }
 inline void prefetch_address(uintptr_t address) {
-  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
 }
 #if defined(SPEC_JAX_INTRINSICS)
 template <typename V>
@@ -238,7 +238,7 @@ inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(odd[0], odd[1]));
 }
 inline void prefetch_address(uintptr_t address) {
-  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
 }
 inline void keep_in_register(Vec& x) { asm("" : "+x"(x)); }
 
@@ -312,7 +312,8 @@ inline void store_words(T* p, Vec x) {
 }
 
 // A hint to fetch what lies `bytes` past `p`, which may be past the end of the array:
-// no pointer is formed to it.
+// no pointer is formed to it. As far as the second cache: the first has half as many
+// lines on their way, and they would be gone from it before their turn.
 inline void prefetch(const void* p, int64_t bytes) {
   prefetch_address(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
 }
