@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax import tree
 from spec_jax.drafters import each
 from spec_jax.engine import checks, protocols, rows
 from spec_jax.testing import bench as bench_lib, compare
@@ -143,12 +144,12 @@ def check_static(
         committed = jax.eval_shape(
             _OneSlot(drafter=drafter).commit, params, memory, number
         )
-        for name, tree in (
+        for name, made in (
             ("prefill", memory),
             ("propose", proposed),
             ("commit", committed),
         ):
-            shapes = _shapes(tree)
+            shapes = _shapes(made)
             why = f"{name} makes a memory of {shapes} from one of {expected}"
             _fail_if(shapes != expected, clause, why)
         drafts, count = proposal.tokens, proposal.num_drafted
@@ -156,11 +157,23 @@ def check_static(
         is_right &= drafts.dtype == count.dtype == jnp.int32
         why = f"{proposal} is not int32 tokens [{gamma_max}] and an int32 number"
         _fail_if(not is_right, clause, why)
+        _check_parents(drafter, proposal)
         if proposal.probs is not None:
             probs, rows = proposal.probs, (gamma_max, bench.target.config.vocab_size)
             is_right = probs.shape == rows and probs.dtype == jnp.float32
             why = f"probs {probs} are not float32 {list(rows)}"
             _fail_if(not is_right, clause, why)
+
+
+def _check_parents(drafter: protocols.Drafter, proposal: Any) -> None:
+    """A drafter that says how deep its trees are names parents, and no other does."""
+    clause, parents = "static shapes", proposal.parents
+    why = f"depth_max={getattr(drafter, 'depth_max', None)} and parents {parents}"
+    _fail_if((parents is None) == protocols.is_tree(drafter), clause, why)
+    if parents is not None:
+        is_right = parents.shape == (drafter.gamma_max,) and parents.dtype == jnp.int32
+        why = f"parents {parents} are not int32 [{drafter.gamma_max}]"
+        _fail_if(not is_right, clause, why)
 
 
 def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) -> None:
@@ -250,10 +263,22 @@ def check_proposals(
             why = f"{drafts} are not all in [0, {vocab_size})"
             _fail_if(not is_known, "vocabulary", why)
             _check_probs(proposal)
+            _check_tree(drafter, proposal)
             for behind in (1, vocab_size - 1):
                 changed = _drafts(after_text(gamma=gamma, behind=behind))
                 why = f"{behind} behind the text turns {drafts} into {changed}"
                 _fail_if(changed != drafts, "reads past the end", why)
+
+
+def _check_tree(drafter: protocols.Drafter, proposal: protocols.Proposal) -> None:
+    """Every draft has a parent before it, and none is too deep."""
+    if proposal.parents is None:
+        return
+    parents = np.asarray(proposal.parents)[: int(proposal.num_drafted)]
+    try:
+        tree.check(np.append(0, parents), depth_max=protocols.depth_max(drafter))
+    except ValueError as error:
+        raise AssertionError(f"tree: {error}") from None
 
 
 def _check_probs(proposal: protocols.Proposal) -> None:

@@ -2,11 +2,13 @@
 
 import itertools
 
+import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax import testing
 from spec_jax.drafters import ngram, suffix, suffix_match, tree_search
 from spec_jax.engine import protocols
 
@@ -156,6 +158,7 @@ def looked_up(drafter, params=None, text=TEXT, gamma=None):
 
 
 TREE = tree_search.Tree(top_k=3, depth=3, nodes=6)
+BENCH = decoding.quickest_bench(TREE.nodes)
 WIDE = tree_search.Tree(top_k=3, depth=3, nodes=20)
 
 
@@ -189,3 +192,36 @@ def test_trees_and_gamma_max_agree():
     for make in (ngram.PromptLookup, suffix.SuffixDecoding):
         with pytest.raises(ValueError, match="gamma_max=4 of a tree of 6 nodes"):
             make(gamma_max=4, tree=TREE)
+
+
+def test_lookup_trees_keep_the_contract():
+    testing.check_drafter(ngram.PromptLookup(gamma_max=4).for_tree(TREE), None, BENCH)
+
+
+class Orphans(ngram.PromptLookup):
+    """Names parents that come after their children."""
+
+    def propose(self, params, memory, **text):
+        memory, proposal = super().propose(params, memory, **text)
+        after = jnp.arange(1, self.gamma_max + 1, dtype=jnp.int32)
+        return memory, proposal.replace(parents=after)
+
+
+class Chains(ngram.PromptLookup):
+    """Says how deep its trees are, and proposes none."""
+
+    def propose(self, params, memory, **text):
+        memory, proposal = super().propose(params, memory, **text)
+        return memory, proposal.replace(parents=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "clause", "words"),
+    [
+        (Orphans, "proposals", "tree: column 1 has parent 1"),
+        (Chains, "static", "depth_max=3"),
+    ],
+)
+def test_the_kit_sees_trees_that_are_none(kind, clause, words):
+    with pytest.raises(AssertionError, match=words):
+        testing.CLAUSES[clause](kind(gamma_max=6, tree=TREE), None, BENCH)
