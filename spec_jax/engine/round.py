@@ -16,6 +16,10 @@ nor Qwen3. For a slot with committed tokens `x[0, n)`:
     4 commit    d_1 .. d_a and t_a, cut after the first stop token
     5 truncate  target to n'-1; the drafter forgets what was not committed
 
+A proposal may be a tree (`tree`): its rows are stored one after the other, and have the
+positions of their depths. Then 3 walks from the root to the children that hold t, and
+before 5 the K/V of the accepted path move to their positions.
+
 What concerns one sequence is written for one and mapped over the slots; only drafter
 and target see all of them. gamma is data: the same executable with gamma 0 is
 autoregressive decoding. Rules other than "coupled" keep the distribution alone.
@@ -92,8 +96,13 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     # and not because a drafter keeps its promise. Its tokens need no such bound: no
     # rule accepts one outside the vocabulary.
     num_drafted = jnp.clip(proposal.num_drafted, 0, gamma)
-    proposal = proposal.replace(num_drafted=num_drafted)
+    proposal = proposal.replace(num_drafted=num_drafted, parents=_parents(proposal))
     depth_max = protocols.depth_max(drafter)
+    if proposal.parents is None and protocols.is_tree(drafter):
+        raise ValueError(
+            f"{type(drafter).__name__} has depth_max={depth_max}, and proposes no "
+            "parents: name each draft's, or leave depth_max out"
+        )
     pending = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
     window = protocols.Window(
         tokens=jnp.concatenate([pending, proposal.tokens], axis=1),
@@ -134,15 +143,23 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     return state, info
 
 
+def _parents(proposal: protocols.Proposal) -> Int[Array, "B W"] | None:
+    """Returns each draft's parent, a column before its own whatever the drafter says.
+
+    Rows and acceptance read the same tree, and so what is kept is right for any.
+    """
+    if proposal.parents is None:
+        return None
+    columns = jnp.arange(proposal.parents.shape[1], dtype=jnp.int32)[None]
+    return jnp.clip(proposal.parents, 0, columns)
+
+
 def _tree_of(proposal: protocols.Proposal, depth_max: int) -> dict[str, Any]:
     """Returns what a window says of trees: nothing of chains."""
     if proposal.parents is None:
         return {}
-    # A parent that is none makes wrong rows, which accept nothing wrong: they must be
-    # columns all the same.
-    columns = jnp.arange(proposal.parents.shape[1], dtype=jnp.int32)[None]
-    parents = jnp.clip(proposal.parents, 0, columns)
-    return {"parents": jnp.pad(parents, ((0, 0), (1, 0))), "depth_max": depth_max}
+    parents = jnp.pad(proposal.parents, ((0, 0), (1, 0)))
+    return {"parents": parents, "depth_max": depth_max}
 
 
 def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:

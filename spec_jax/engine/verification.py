@@ -96,7 +96,16 @@ def decide(
       first_position: of each slot's first draft: it keys the noise of a round.
       depth_max: drafts on a path of a tree, at most.
       wanted: drafts that each slot may commit, at most. A chain has no more.
+
+    Raises:
+      NotImplementedError: a tree under a rule that draws uniforms.
     """
+    if rule != "coupled" and proposal.parents is not None:
+        raise NotImplementedError(
+            f"rule={rule!r} decides on chains alone: which nodes a tree has may depend "
+            "on the tokens drawn, which biases what it accepts; use the rule "
+            "'coupled', under which every tree is lossless"
+        )
     if rule == "coupled":
         own, is_finite = target_tokens(target, verified, sampling_settings)
         own = verified.by_column(own, fill=0)

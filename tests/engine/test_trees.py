@@ -369,3 +369,45 @@ def test_a_replay_has_the_counters_of_the_run():
         for name in ("num_rounds", "num_proposed", "num_accepted", "kept_by_rank"):
             np.testing.assert_array_equal(getattr(replayed, name), getattr(live, name))
         np.testing.assert_array_equal(replayed.accepted_hist, live.accepted_hist)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Liar(ScriptedTree):
+    """Names parents that are no columns before their children."""
+
+    parents: tuple[int, ...]
+
+    def propose(self, params, memory, **text):
+        memory, proposal = super().propose(params, memory, **text)
+        return memory, proposal.replace(parents=jnp.array(self.parents, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    "parents", [(7, 6, 5, 4, 3, 2, 1), (-1,) * 7, (3, 3, 3, 3, 3, 3, 3)]
+)
+def test_parents_that_are_none_commit_nothing_wrong(parents):
+    """Fails if rows and acceptance read different trees."""
+    for right in ("deep", "equal"):
+        drafter = Liar(right=RIGHT[right], parents=parents)
+        asks = [Ask(gamma=WIDTH)]
+        scheduler = SMALL.scheduler(drafter)
+        state = decoding.run(SMALL, asks, scheduler=scheduler)
+        decoding.assert_as_decoded(SMALL, state, asks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoTree(decoding.Scripted):
+    """Proposes chains, and says how deep its trees are."""
+
+    depth_max: int = 2
+
+
+def test_what_cannot_be_a_tree_is_refused():
+    request = decoding.scripted(SMALL, Ask())
+    made = SMALL.scheduler(NoTree())
+    with pytest.raises(ValueError, match="depth_max=2, and proposes no parents"):
+        decoding.generate(made, made.begin(request))
+    for rule in ("rejection", "block"):
+        made = SMALL.scheduler(ScriptedTree(right=()), rule=rule)
+        with pytest.raises(NotImplementedError, match=f"rule='{rule}'.*lossless"):
+            decoding.generate(made, made.begin(request))
