@@ -257,6 +257,7 @@ def count(
       IdentityError: rounds that cannot have generated these tokens.
     """
     accepted = sum(kept for _, kept in drafts)
+    accepted_at = tuple(sum(i < kept for _, kept in drafts) for i in range(gamma))
     counters = metrics.Counters(
         tokens=num_tokens,
         rounds=len(drafts),
@@ -270,7 +271,8 @@ def count(
             sum(i < proposed and i <= kept for proposed, kept in drafts)
             for i in range(gamma)
         ),
-        accepted_at=tuple(sum(i < kept for _, kept in drafts) for i in range(gamma)),
+        accepted_at=accepted_at,
+        kept_by_rank=accepted_at,  # A chain's drafts are kept in their order.
     )
     metrics.identities(counters)
     return counters

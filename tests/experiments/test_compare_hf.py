@@ -376,6 +376,7 @@ def test_counts_of_rounds():
         **{"tokens": 7, "rounds": 3, "proposed": 8, "accepted": 4, "cut": 0},
         **{"accepted_hist": (1, 1, 0, 1), "proposed_at": (3, 2, 1)},
         accepted_at=(2, 1, 1),
+        kept_by_rank=(2, 1, 1),
     )
     with pytest.raises(metrics.IdentityError):
         hf.count([(3, 3)], num_tokens=5, gamma=3)
