@@ -431,6 +431,7 @@ def one_slot(
         gamma=gamma,
         stop_ids=no_stop(),
         gamma_max=gamma_max,
+        depth_max=gamma_max,
         sampling=sampling,
         policy=None,
     )
