@@ -1,9 +1,9 @@
-"""How fast is decoding beside Hugging Face's, and are its tokens the same?
+"""How fast is decoding compared with Hugging Face's, and are its tokens the same?
 
-The same weights on both sides, in turns, in one process: plain decoding, drafts of the
-draft model, drafts looked up in the text. Exit status: 0 every token of plain decoding
-equals Hugging Face's greedy one in float32, and every drafted token plain decoding's;
-2 not; 1 the input was unusable.
+The same weights on both sides, in turns, in one process: autoregressive decoding,
+drafts of the draft model, drafts looked up in the text. Exit status: 0 every token of
+our decoding equals Hugging Face's greedy one in float32, and every drafted token that
+of decoding; 2 not; 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,10 +23,8 @@ from rich import console as rich_console
 
 from experiments.lib import (
     compare,
-    compare_tables,
     flags,
     hf,
-    length_classes,
     peak_memory,
     prompt_files,
     prompts as prompts_lib,
@@ -38,6 +36,7 @@ from experiments.lib import (
 from spec_jax import loading
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
+from spec_jax.typing import IMPLS
 
 
 IDENTICAL, NOT_IDENTICAL = 0, 2
@@ -47,87 +46,54 @@ COMPARED_DTYPE = "float32"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        conflict_handler="resolve",  # for a default of `--dtype` of its own
-    )
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     models = parser.add_argument_group("models")
-    flags.add_models(models)
+    flags.add_folders(models)
     subjects.add_presets(models)
-    models.add_argument(
-        "--no-hf", action="store_true", help="leave Hugging Face's side out"
+    cli.add(
+        models,
+        f"""
+        --impl IMPL=auto  kernels
+        --dtype TYPE={COMPARED_DTYPE}  dtype of all models while they are timed; in
+            bfloat16 the tokens are compared in float32 besides
+        --no-hf  leave Hugging Face's side out
+        """,
+        IMPL=IMPLS,
+        TYPE=("float32", "bfloat16"),
     )
-    models.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default=COMPARED_DTYPE,
-        help="dtype of all models while they are timed (default: %(default)s); in "
-        "bfloat16 the tokens are compared in float32 besides",
+    flags.add_isa(models)
+    runs = parser.add_argument_group("runs")
+    runs.add_argument(
+        "--lengths",
+        type=cli.positive,
+        nargs=len(prompts_lib.LENGTHS),
+        default=[32, 128, 512],
+        metavar=tuple(name.upper() for name in prompts_lib.LENGTHS),
+        help="tokens of the prompts of each class (default: 32 128 512)",
     )
-    _add_run_flags(parser.add_argument_group("runs"))
+    cli.add(
+        runs,
+        """
+        --gammas K,K,...=3,5,7,10  tokens drafted per round, K
+        --per-length N=2  prompts of each class
+        --ignore-stop  do not end at stop tokens, on either side
+        --no-memory  leave the peaks of memory out, which take a process for each side
+        """,
+    )
+    flags.add_raw(runs)
+    flags.add_page_size(runs)
+    flags.add_prompts(runs, default="50")
+    flags.add_gen_tokens(runs, default=32)
+    flags.add_repeats(runs, default=3)
     flags.add_device(parser)
-    flags.add_out(
-        parser,
-        rows="one per prompt as it finishes, one per way to generate, a summary",
-        is_committed=True,
-    )
-    parser.add_argument(
-        "--plot", type=cli.figure, metavar="FILE", help="the speeds, drawn"
-    )
+    rows = "one per prompt as it finishes, one per way to generate, a summary"
+    flags.add_out(parser, rows=rows)
+    cli.add(parser, "--plot FILE  the speeds, drawn", FILE=cli.figure)
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     subjects.check_presets(parser, args)
     return args
-
-
-def _add_run_flags(runs: argparse._ArgumentGroup) -> None:
-    runs.add_argument(
-        "--gammas",
-        type=cli.positives,
-        default=(3, 5, 7, 10),
-        metavar="K,K,...",
-        help="tokens drafted per round, K (default: 3,5,7,10)",
-    )
-    runs.add_argument(
-        "--lengths",
-        type=cli.positive,
-        nargs=len(length_classes.NAMES),
-        default=[32, 128, 512],
-        metavar=tuple(name.upper() for name in length_classes.NAMES),
-        help="tokens of the prompts of each class (default: 32 128 512)",
-    )
-    runs.add_argument(
-        "--per-length",
-        type=cli.positive,
-        default=2,
-        metavar="N",
-        help="prompts of each class (default: %(default)s)",
-    )
-    flags.add_prompts(runs, default="50")
-    flags.add_gen_tokens(runs, default=32)
-    flags.add_repeats(runs, default=3)
-    runs.add_argument(
-        "--page-size",
-        type=cli.positive,
-        default=16,
-        metavar="TOKENS",
-        help="positions per page of our cache (default: %(default)s)",
-    )
-    runs.add_argument(
-        "--ignore-stop",
-        action="store_true",
-        help="do not end at stop tokens, on either side",
-    )
-    runs.add_argument(
-        "--raw", action="store_true", help="do not apply the model's chat template"
-    )
-    runs.add_argument(
-        "--no-memory",
-        action="store_true",
-        help="leave the peaks of memory out, which take a process for each side",
-    )
 
 
 def load_sides(
@@ -154,26 +120,22 @@ def load_lm(args: argparse.Namespace, *, dtype: str) -> loading.LanguageModel:
 
 def make_prompts(
     args: argparse.Namespace, lm: loading.LanguageModel
-) -> list[length_classes.LengthPrompt]:
-    """The prompts of every class, checked.
-
-    Raises:
-      ValueError: prompts that cannot be made, or are too long for the model.
-    """
-    lengths = dict(zip(length_classes.NAMES, args.lengths, strict=True))
+) -> list[prompts_lib.LengthPrompt]:
+    """The prompts of every class, checked."""
+    lengths = dict(zip(prompts_lib.LENGTHS, args.lengths, strict=True))
     if args.preset:
-        rng = np.random.default_rng(0)
+        rng, vocab_size = np.random.default_rng(0), lm.target.config.vocab_size
         prompts = [
-            length_classes.LengthPrompt(
+            prompts_lib.LengthPrompt(
                 length=name,
                 id=f"random {number}",
-                tokens=rng.integers(lm.target.config.vocab_size, size=size).tolist(),
+                tokens=rng.integers(vocab_size, size=size).tolist(),
             )
             for name, size in lengths.items()
             for number in range(args.per_length)
         ]
     else:
-        prompts = length_classes.make(
+        prompts = prompts_lib.of_lengths(
             prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
             lm.tokenizer,
             lengths=lengths,
@@ -192,7 +154,7 @@ def make_prompts(
 def make_settings(
     args: argparse.Namespace,
     lm: loading.LanguageModel,
-    prompts: Sequence[length_classes.LengthPrompt],
+    prompts: Sequence[prompts_lib.LengthPrompt],
 ) -> runs_lib.Settings:
     """The settings of our runs, with a cache that fits the longest prompt."""
     longest = max(len(prompt.tokens) for prompt in prompts)
@@ -210,7 +172,7 @@ def memory_rows(
     args: argparse.Namespace,
     lm: loading.LanguageModel,
     settings: runs_lib.Settings,
-    prompts: Sequence[length_classes.LengthPrompt],
+    prompts: Sequence[prompts_lib.LengthPrompt],
 ) -> list[dict[str, Any]]:
     """Peaks of each side after the longest prompt, in a process of its own each."""
     target, draft = subjects.folders(args)
@@ -233,30 +195,12 @@ def memory_rows(
     ]
 
 
-def measure(
-    args: argparse.Namespace,
-    sides: compare.Sides,
-    prompts: Sequence[length_classes.LengthPrompt],
-) -> Iterator[compare.PromptRuns]:
-    """Every prompt through every way to generate."""
-    with terminal.progress() as progress:
-        task = progress.add_task("runs", total=len(prompts) * (args.repeats + 1))
-        for prompt in prompts:
-            yield compare.run_prompt(
-                sides,
-                prompt,
-                runs=compare.all_runs(sides, args.gammas),
-                repeats=args.repeats,
-                after_turn=lambda: progress.advance(task),
-            )
-
-
 def greedy_rows(
     args: argparse.Namespace,
     sides: compare.Sides,
     runs: Sequence[compare.PromptRuns],
 ) -> list[dict[str, Any]]:
-    """Our plain tokens beside Hugging Face's, in the dtype that is judged.
+    """Our tokens and Hugging Face's, in the dtype in which they are compared.
 
     What was timed in another one is generated again, unless the weights are random.
     """
@@ -292,21 +236,25 @@ def run_all(
     if not (args.no_memory or args.preset or args.no_hf):
         memory = memory_rows(args, lm, settings, prompts)
     sides = load_sides(args, lm, settings)
-    description = describe(args, sides)
+    out.common = describe(args, sides)
     loaded_s = time.perf_counter() - started
 
-    def write(rows: Sequence[dict[str, Any]]) -> None:
-        for row in rows:
-            out.write(row | description)
-
-    write(memory)
-    runs = []
-    for done in measure(args, sides, prompts):
-        runs.append(done)
-        write([compare.prompt_row(done)])
+    out.write_all(memory)
+    runs, total = [], len(prompts) * (args.repeats + 1)
+    with terminal.counted("runs", total=total) as advance:
+        for prompt in prompts:
+            done = compare.run_prompt(
+                sides,
+                prompt,
+                runs=compare.all_runs(sides, args.gammas),
+                repeats=args.repeats,
+                after_turn=advance,
+            )
+            runs.append(done)
+            out.write(compare.prompt_row(done))
     compared = compare.rows(runs)
     greedy = greedy_rows(args, sides, runs)
-    write([*compared, *greedy])
+    out.write_all([*compared, *greedy])
     same_drafts = [compare.same_drafts(done) for done in runs]
     summary = {
         "prompts": len(prompts),
@@ -320,12 +268,12 @@ def run_all(
         "warm_up_s": sum(row["warm_up_s"] for row in compared),
         "total_s": time.perf_counter() - started,
     }
-    write([{"kind": "summary"} | summary])
-    compare_tables.print_all(console, compared, greedy, memory, summary)
+    out.write({"kind": "summary"} | summary)
+    compare.print_all(console, compared, greedy, memory, summary)
     if args.plot:
         from experiments.lib import figures
 
-        rows = [row | description for row in compared]
+        rows = [row | out.common for row in compared]
         figures.save(figures.hugging_face(rows), args.plot, rows=rows)
     is_compared = summary["compared_dtype"] == COMPARED_DTYPE
     same = summary["greedy_identical"] == len(prompts) or not is_compared
@@ -355,15 +303,12 @@ def describe(args: argparse.Namespace, sides: compare.Sides) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    with records.open_rows(args.out, allow_dirty=args.allow_dirty) as out:
+    with records.open_out(args) as out:
         same = run_all(args, out, terminal.console())
     return IDENTICAL if same else NOT_IDENTICAL
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the exit status."""
-    return cli.run("compare_hf.py", lambda: parse_args(argv), run)
-
+main = cli.script("compare_hf.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -1,8 +1,8 @@
 """Are rounds exact: in tokens, log-probabilities, logits, and committed K/V pages?
 
 Runs prompts x cells (gamma and its policy, sampling, batch, page size, slab, dtype,
-implementation, cache, drafter, verify path, prefill), each beside decoding of the
-prompt alone, on other pages, and compares everything as integers. One row for each
+implementation, cache, drafter, verify path, prefill), and autoregressive decoding of
+each prompt alone, on other pages, and compares everything as integers. One row for each
 prompt and cell; a second run with the same settings and --out goes on where the first
 one ended. A certificate holds the hashes of every result, and --verify runs it again
 and says where it agrees. Exit status: 0 all equal, 2 not, or with logits that are not
@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 import argparse
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import console as rich_console
@@ -39,7 +39,6 @@ from experiments.lib import (
     terminal,
 )
 from spec_jax.debug import evidence
-from spec_jax.engine import verification
 from spec_jax.model import config as config_lib, row_model
 from spec_jax.native import build
 from spec_jax.typing import IMPLS
@@ -47,41 +46,23 @@ from spec_jax.typing import IMPLS
 
 EXACT, NOT_EXACT = 0, 2
 
-_DRAFTER = "what proposes tokens, or package.module:Name"
-
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     _add_input_flags(parser.add_argument_group("models and prompts"))
     _add_axis_flags(parser.add_argument_group("axes: lists, the base first"))
     flags.add_out(parser, rows="one per prompt and cell as it finishes, taken up again")
-    parser.add_argument(
-        "--certificate",
-        type=cli.output,
-        metavar="FILE",
-        help="JSON: versions, device, settings, and hashes of every result; of code "
-        "whose commit it can name",
-    )
-    parser.add_argument(
-        "--allow-dirty",
-        action="store_true",
-        help="with --certificate: of changed code too; the certificate says so",
-    )
-    parser.add_argument(
-        "--verify",
-        type=cli.source,
-        metavar="CERTIFICATE",
-        help="run a certificate's cells again, and say where they agree; axes and "
-        "lengths are those of the certificate",
-    )
-    parser.add_argument(
-        "--limit",
-        type=cli.positive,
-        metavar="N",
-        help="with --verify: the first N prompts only",
+    cli.add(
+        parser,
+        """
+        --certificate FILE  JSON: versions, device, settings, and hashes of every
+            result; of code whose commit it can name, or with --allow-dirty marked
+        --verify CERTIFICATE  run a certificate's cells again, and say where they agree;
+            axes and lengths are those of the certificate
+        --limit N  with --verify: the first N prompts only
+        """,
+        CERTIFICATE=cli.source,
     )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
@@ -92,8 +73,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     if args.limit and not args.verify:
         parser.error("--limit goes with --verify; --prompts N runs N prompts")
-    if args.allow_dirty and not args.certificate:
-        parser.error("--allow-dirty goes with --certificate: rows always say so")
     if args.verify and args.certificate:
         parser.error("--verify and --certificate: a certificate is of a run; give one")
     own = (*cells_lib.AXES, "gen_tokens", "full", "product", "stop", "raw")
@@ -102,50 +81,30 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _add_input_flags(group: argparse._ArgumentGroup) -> None:
-    for name in ("target", "draft"):
-        group.add_argument(
-            f"--{name}",
-            type=cli.source,
-            metavar="DIR",
-            help=f"Hugging Face Qwen3 folder of the {name} (default: the embedded one)",
-        )
-    group.add_argument(
-        "--prompts",
-        type=cli.text_source,
-        metavar="N|FILE[:N]",
-        help="the first N bundled prompts, and beginnings of them where N is more than "
-        "there are, or a file as in spec_round.py (default: "
-        f"{plans.BRIEF.prompts}; {plans.FULL.prompts} with --full)",
+def _add_input_flags(group: argparse._ActionsContainer) -> None:
+    brief, full = plans.BRIEF, plans.FULL
+    flags.add_folders(group)
+    cli.add(
+        group,
+        f"""
+        --prompts N|FILE[:N]  the first N bundled prompts, and beginnings of them where
+            N is more than there are, or a file as in spec_round.py (default:
+            {brief.prompts}; {full.prompts} with --full)
+        --gen-tokens TOKENS  tokens to generate per prompt (default:
+            {brief.gen_tokens}; {full.gen_tokens} with --full)
+        --stop  end at stop tokens (default: every prompt yields --gen-tokens)
+        --full  long texts, many prompts, and every axis but dtype, impl and slab: about
+            an hour on two idle cores with native kernels
+        --product  every combination of the axes' values
+        """,
+        **{"N|FILE[:N]": cli.text_source},
     )
-    group.add_argument(
-        "--gen-tokens",
-        type=cli.positive,
-        metavar="TOKENS",
-        help="tokens to generate per prompt (default: "
-        f"{plans.BRIEF.gen_tokens}; {plans.FULL.gen_tokens} with --full)",
-    )
-    group.add_argument(
-        "--stop",
-        action="store_true",
-        help="end at stop tokens (default: every prompt yields --gen-tokens)",
-    )
-    group.add_argument(
-        "--raw", action="store_true", help="do not apply the model's chat template"
-    )
+    flags.add_raw(group)
     flags.add_isa(group)
-    group.add_argument(
-        "--full",
-        action="store_true",
-        help="long texts, many prompts, and every axis but dtype, impl and slab: about "
-        "an hour on two idle cores with native kernels",
-    )
-    group.add_argument(
-        "--product", action="store_true", help="every combination of the axes' values"
-    )
 
 
-def _add_axis_flags(group: argparse._ArgumentGroup) -> None:
+def _add_axis_flags(group: argparse._ActionsContainer) -> None:
+    drafters = cell_runs.drafter_names()
     for axis, kinds, what in (
         ("dtype", config_lib.DTYPES, "of both models"),
         ("impl", IMPLS, "kernels"),
@@ -155,57 +114,20 @@ def _add_axis_flags(group: argparse._ArgumentGroup) -> None:
         ("prefill", cells_lib.PREFILLS, "how prompts enter the cache"),
         ("verify-path", paths.VERIFY, "what verifies a window"),
         ("draft-cache", cells_lib.DRAFT_CACHES, "life of the draft's K/V"),
-        ("drafter", cell_runs.drafter_names(), _DRAFTER),
+        ("drafter", drafters, "what proposes tokens, or package.module:Name"),
         ("gamma", None, "tokens drafted per round, or the most of them"),
         ("sampling", cells_lib.SAMPLINGS, "of tokens; how is in the certificate"),
         ("gamma-policy", policies.POLICIES, "what chooses each round's gamma"),
         ("batch", None, "prompts that share a forward"),
     ):
-        name = axis.replace("-", "_")
-        default = plans.default_text(name)
-        group.add_argument(
-            f"--{axis}",
-            type=_listed(kinds, can_import=name == "drafter"),
-            metavar="A,B,..",
-            help=f"{what}: {', '.join(kinds) if kinds else 'numbers'} "
-            f"(default: {default})",
-        )
-    group.add_argument(
-        "--rule",
-        choices=verification.RULES,
-        default="coupled",
-        help="how drafts are accepted; only coupled writes the stream of decoding, and "
-        "can be certified",
-    )
-
-
-def _listed(
-    kinds: Sequence[str] | None, *, can_import: bool = False
-) -> Callable[[str], tuple]:
-    """Returns the type of a flag that lists names of `kinds` or counts, in order.
-
-    Args:
-      can_import: package.module:Name is a name, too.
-    """
-
-    def parse(text: str) -> tuple:
-        values = dict.fromkeys(part.strip() for part in text.split(","))
-        if kinds is None:
-            try:
-                return tuple(cli.positive(value) for value in values)
-            except ValueError:
-                raise argparse.ArgumentTypeError(
-                    f"{text!r} is no list of whole numbers, such as 4,1,2"
-                ) from None
-        is_name = lambda value: value in kinds or (can_import and ":" in value)
-        unknown = [value for value in values if not is_name(value)]
-        if unknown:
-            raise argparse.ArgumentTypeError(
-                f"{unknown[0]!r} is not one of {', '.join(kinds)}"
-            )
-        return tuple(values)
-
-    return parse
+        default = plans.default_text(axis.replace("-", "_"))
+        listed = ", ".join(kinds) if kinds else "numbers"
+        kind = cli.positive
+        if kinds:
+            kind = cli.one_of(kinds, can_import=axis == "drafter")
+        text = f"--{axis} A,B,..  {what}: {listed} (default: {default})"
+        cli.add(group, text, **{"A,B,..": cli.names(kind)})
+    flags.add_rule(group)
 
 
 def act(args: argparse.Namespace) -> int:
@@ -219,7 +141,7 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
         certificates.check_writable(args.certificate)
         if not args.allow_dirty:
             records.check_clean(what="a certificate", allow="--allow-dirty")
-    with records.JsonLines(args.out) as out:
+    with records.open_out(args) as out:
         planned = plans.from_flags(args)
         kept, num_bytes = certificates.read_rows(args.out, planned.header)
         out.keep(num_bytes)
@@ -257,14 +179,13 @@ def _run_rows(
     """All rows: those that were there, and the others as they finish."""
     rows = list(kept)
     done = {suite.key(row) for row in suite.of_prompts(rows)}
-    total = len(plan.cells) * len(plan.prompts)
-    with terminal.progress() as progress:
-        task = progress.add_task("prompts", total=total, completed=len(done))
+    total = len(plan.cells) * len(plan.prompts) - len(done)
+    with terminal.counted("prompts", total=total) as advance:
         for row in suite.run(plan, done=done):
             out.write(row)
             rows.append(row)
             if row["kind"] == "prompt":
-                progress.advance(task)
+                advance()
     return rows
 
 
@@ -273,7 +194,7 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
     certificate = certificates.read(args.verify)
     if args.isa is None:
         _choose_isa_of(args.verify, certificate)
-    with records.JsonLines(args.out) as out:
+    with records.open_out(args) as out:
         planned = plans.from_certificate(args, certificate)
         plan = planned.plan
         tables.print_plan(plan, [], console)
@@ -313,10 +234,7 @@ def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
         ) from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs or verifies; returns the exit status."""
-    return cli.run("exactness.py", lambda: parse_args(argv), act)
-
+main = cli.script("exactness.py", parse_args, act)
 
 if __name__ == "__main__":
     cli.end(main)

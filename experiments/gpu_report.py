@@ -42,54 +42,25 @@ _GRACE_S = 6.0  # for the start of a process
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--sections",
-        type=_sections,
-        default=tuple(gpu_calls.SECTIONS),
-        metavar="LETTERS",
-        help="such as a,c (default: all)",
-    )
-    parser.add_argument(
-        "--only",
-        type=cli.pattern,
-        metavar="PATTERN",
-        help="the calls in whose names this regular expression is found, such as "
-        "'0.6b' or 'gamma 4'; --list names them (default: all)",
-    )
-    parser.add_argument(
-        "--budget",
-        type=cli.positive,
-        default=540,
-        metavar="SECONDS",
-        help="for all calls together (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer repeats, plans and contexts"
-    )
-    parser.add_argument(
-        "--impl",
-        choices=("triton", "mosaic", "xla"),
-        default="triton",
-        help="kernels of steps and rounds (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="say what would be called, and call nothing"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="run nothing, and need no GPU: trace and lower all programs",
-    )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        metavar="FOLDER",
-        help="rows of each call, what it printed, report.md and compiled programs "
-        "(default: experiments/results/gpu)",
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
+    cli.add(
+        parser,
+        f"""
+        --sections LETTERS={",".join(gpu_calls.SECTIONS)}  sections to run
+        --only PATTERN  the calls in whose names this regular expression is found, such
+            as '0.6b' or 'gamma 4'; --list names them (default: all)
+        --budget N=540  seconds for all calls together
+        --quick  fewer repeats, plans and contexts
+        --impl NAME=triton  kernels of steps and rounds
+        --list  say what would be called, and call nothing
+        --dry-run  run nothing, and need no GPU: trace and lower all programs
+        --out FOLDER  rows of each call, what it printed, report.md and compiled
+            programs (default: experiments/results/gpu)
+        """,
+        LETTERS=_sections,
+        NAME=("triton", "mosaic", "xla"),
+        FOLDER=pathlib.Path,
     )
     return parser.parse_args(argv)
 
@@ -134,9 +105,9 @@ def run_call(
     path.unlink(missing_ok=True)
     # Rows say whether there were changes; to be refused now would waste the machine.
     arguments = [word.replace("{out}", str(args.out)) for word in call.arguments]
-    arguments += ["--out", str(path)]
+    arguments += ["--out", str(path), "--allow-dirty"]
     if call.script in gpu_calls.ON_EITHER_DEVICE:
-        arguments += ["--device", gpu_calls.DEVICE, "--allow-dirty"]
+        arguments += ["--device", gpu_calls.DEVICE]
     module, output = f"experiments.{call.script}", path.with_suffix(".txt")
     if args.dry_run:
         outcome = processes.run_here(module, [*arguments, "--dry-run"], output=output)
@@ -278,16 +249,13 @@ def run(args: argparse.Namespace) -> int:
     return run_all(args)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the report; returns the exit status."""
-    return cli.run(
-        "gpu_report.py",
-        lambda: parse_args(argv),
-        run,
-        kept=lambda args: f"rows are in {args.out}" if args.out else "",
-        uses_jax=False,  # Each call does, in a process of its own.
-    )
-
+main = cli.script(
+    "gpu_report.py",
+    parse_args,
+    run,
+    kept=lambda args: f"rows are in {args.out}" if args.out else "",
+    uses_jax=False,  # Each call does, in a process of its own.
+)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -1,8 +1,8 @@
-"""How fast is each kernel, beside XLA's dot and a plain read of the same bytes?
+"""How fast is each kernel, compared with XLA's dot and a plain read of the same bytes?
 
 A decoding step reads weights and computes little, so a kernel is measured in bytes per
-second, and by what more rows cost beside one. All numbers of a shape are taken in
-turns, in one process, many calls to an executable. With --check the kernels are not
+second, and by what more rows cost than one. All numbers of a shape are taken in turns,
+in one process, many calls to an executable. With --check the kernels are not
 timed, but their bits compared: a row's result may depend on no other row.
 Exit status: 0 measured, 2 a kernel failed or a bit differs, 1 the input was unusable.
 """
@@ -37,80 +37,37 @@ MEASURED, FAILED = 0, 2
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     flags.add_device(parser)
-    parser.add_argument(
-        "--impls",
-        metavar="NAME,NAME,...",
-        help="implementations (default: native,xla; on a GPU triton,mosaic,xla)",
-    )
-    presets = ", ".join(sorted(subjects.PRESETS))
-    parser.add_argument(
-        "--shapes",
-        type=cli.text_source,
-        default=subjects.EMBEDDED,
-        metavar="NAME|DIR",
-        help=f"the model whose shapes are measured: {subjects.EMBEDDED} (the target of "
-        f"the embedded pair), {presets}, or a folder with a config.json (default: "
-        "%(default)s)",
-    )
     flags.add_dtype(parser)
     flags.add_isa(parser)
-    parser.add_argument(
-        "--rows",
-        type=cli.positives,
-        default=(1, 2, 4, 5, 8, 16),
-        metavar="N,N,...",
-        help="numbers of rows (default: 1,2,4,5,8,16)",
-    )
-    parser.add_argument(
-        "--contexts",
-        type=cli.positives,
-        metavar="N,N,...",
-        help="positions that attention reads (default: 256,1024,4096; on a GPU "
-        "128,1024,4096,16384,32768)",
-    )
-    parser.add_argument(
-        "--plans",
-        type=cli.positive,
-        default=1,
-        metavar="N",
-        help="plans of each GPU kernel that are tried, its own the first (default: 1)",
-    )
-    parser.add_argument(
-        "--only",
-        type=cli.pattern,
-        metavar="PATTERN",
-        help="kernels in whose names this regular expression is found, such as "
-        "'head|context 1024' (default: all)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=cli.positive,
-        default=20,
-        metavar="N",
-        help="timings of each number (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--check",
-        choices=("once", "rows"),
-        help="no times: call each of our kernels twice and hash the result (once), or "
-        "compare each row's bits among others, alone, at other places too (rows)",
+    cli.add(
+        parser,
+        f"""
+        --impls NAME,NAME,...  implementations (default: native,xla; on a GPU
+            triton,mosaic,xla)
+        --shapes NAME|DIR={subjects.EMBEDDED}  the model whose shapes are measured:
+            {subjects.EMBEDDED} (the target of the embedded pair),
+            {", ".join(sorted(subjects.PRESETS))}, or a folder with a config.json
+        --rows N,N,...=1,2,4,5,8,16  numbers of rows
+        --contexts N,N,...  positions that attention reads (default: 256,1024,4096; on a
+            GPU 128,1024,4096,16384,32768)
+        --plans N=1  plans of each GPU kernel that are tried, its own the first
+        --only PATTERN  kernels in whose names this regular expression is found, such as
+            'head|context 1024' (default: all)
+        --repeats N=20  timings of each number
+        --check HOW  no times: call each of our kernels twice and hash the result
+            (once), or compare each row's bits among others, alone, at other places too
+            (rows)
+        --resume  go on with --out where an earlier run with these flags ended
+        """,
+        HOW=("once", "rows"),
+        **{"NAME,NAME,...": str, "NAME|DIR": cli.text_source},
     )
     flags.add_dry_run(parser)
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with --out where an earlier run with these flags ended",
-    )
-    flags.add_out(
-        parser,
-        rows="one per shape, implementation and number of rows",
-        is_committed=True,
-    )
+    rows = "one per shape, implementation and number of rows"
+    flags.add_out(parser, rows=rows)
     args = parser.parse_args(argv)
     flags.check_isa(parser, args)
     return args
@@ -119,12 +76,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def make_subjects(
     args: argparse.Namespace, platform: str
 ) -> tuple[list[kernels.Subject], tuple[str, ...]]:
-    """The kernels that are asked for, and the implementations.
-
-    Raises:
-      ValueError: names that there are not, or rows that no context has.
-      NotImplementedError: an implementation that cannot run here, and why.
-    """
+    """The kernels that are asked for, and the implementations."""
     known = kernels.IMPLS[platform]
     impls = tuple(args.impls.split(",")) if args.impls else known
     if not set(impls) <= {*known, *(("interpret",) if platform == "cpu" else ())}:
@@ -190,11 +142,8 @@ def measure(
     subject: kernels.Subject, tried: Sequence[kernel_costs.Variant], repeats: int
 ) -> list[dict[str, Any]]:
     """The rows of a subject's variants."""
-    with terminal.progress() as progress:
-        task = progress.add_task(subject.name, total=repeats + 1)
-        return kernel_costs.measure(
-            subject, tried, repeats=repeats, after_turn=lambda: progress.advance(task)
-        )
+    with terminal.counted(subject.name, total=repeats + 1) as advance:
+        return kernel_costs.measure(subject, tried, repeats=repeats, after_turn=advance)
 
 
 def check(subject: kernels.Subject, impl: str, how: str) -> list[dict[str, Any]]:
@@ -214,7 +163,7 @@ def run_all(
     if args.dry_run and args.device == "gpu":
         platform = "gpu"
     chosen, impls = make_subjects(args, platform)
-    description = {
+    out.common = description = {
         "device": platform,
         "shapes": args.shapes,
         "dtype": subjects.read_config(args.shapes, dtype=args.dtype).dtype,
@@ -231,8 +180,7 @@ def run_all(
         if name in finished:
             continue
         rows = records.guarded(name, work)
-        for row in rows:
-            out.write(row | description)
+        out.write_all(rows)
         failed |= any(records.is_failure(row) for row in rows)
         if rows[0]["kind"] == "kernel":
             kernel_costs.print_subject(rows, console)
@@ -254,14 +202,11 @@ def _title(args: argparse.Namespace, description: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    with records.open_rows(args.out, allow_dirty=args.allow_dirty) as out:
+    with records.open_out(args) as out:
         return run_all(args, out, terminal.console())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the exit status."""
-    return cli.run("kernels.py", lambda: parse_args(argv), run)
-
+main = cli.script("kernels.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

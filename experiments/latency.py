@@ -1,8 +1,8 @@
-"""What does a step cost: of plain decoding, of a window, of the draft, of a round?
+"""What does a step cost: of decoding, of a window, of the draft, of a round?
 
 Steps are timed inside compiled calls, in turns, in one process, on the same weights;
 with --forced whole generations too, at an acceptance that is stated. (compare_hf.py
-times whole runs beside Hugging Face's.) Exit status: 0 measured, 2 something failed or
+compares whole runs with Hugging Face's.) Exit status: 0 measured, 2 something failed or
 tokens differ at forced acceptance, 1 the input was unusable.
 """
 
@@ -26,6 +26,7 @@ from experiments.lib import (
     records,
     steps,
     subjects,
+    tables,
     terminal,
     timing,
     trace,
@@ -38,40 +39,15 @@ MEASURED, FAILED = 0, 2
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     models = parser.add_argument_group("models")
     flags.add_models(models)
     subjects.add_presets(models)
-    models.add_argument(
-        "--slab",
-        type=cli.positive,
-        metavar="ROWS",
-        help="rows of every call of the target (default: gamma + 1)",
+    cli.add(
+        models, "--slab ROWS  rows of every call of the target (default: gamma + 1)"
     )
-    _add_steps(parser.add_argument_group("steps"))
-    flags.add_device(parser)
-    flags.add_dry_run(parser)
-    flags.add_out(parser, rows="one per step, then one summary", is_committed=True)
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    flags.check_sampling(parser, args)
-    subjects.check_presets(parser, args)
-    if args.forced and args.preset and not args.draft_preset:
-        parser.error("--forced needs a draft: name one with --draft-preset")
-    if args.dry_run and not args.preset:
-        parser.error("--dry-run needs a --preset: folders bring weights")
-    # Steps of a large model are slow, and few of them are enough.
-    args.steps = args.steps or (4 if args.preset else 20)
-    args.gammas = args.gammas or (args.gamma,)
-    args.gamma = max(args.gamma, *args.gammas)
-    args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
-    return args
-
-
-def _add_steps(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("steps")
     flags.add_rounds(group)
     group.add_argument(
         "--contexts",
@@ -82,53 +58,43 @@ def _add_steps(group: argparse._ArgumentGroup) -> None:
         help="context lengths of a plain step; everything else is measured at the "
         "first of them (default: 64 256 1024)",
     )
-    group.add_argument(
-        "--rows",
-        type=cli.positives,
-        metavar="N,N,...",
-        help="active rows of a window, the most of them at every context (default: 1 "
-        "to gamma + 1 where there is a draft, at the first context)",
-    )
-    group.add_argument(
-        "--prefill",
-        type=cli.positives,
-        default=(),
-        metavar="N,N,...",
-        help="prompt lengths to be prefilled (default: none)",
-    )
-    group.add_argument(
-        "--steps",
-        type=cli.positive,
-        metavar="N",
-        help="steps of one timed call (default: 20; with --preset 4)",
+    cli.add(
+        group,
+        """
+        --rows N,N,...  active rows of a window, the most of them at every context
+            (default: 1 to gamma + 1 where there is a draft, at the first context)
+        --prefill N,N,...  prompt lengths to be prefilled (default: none)
+        --steps N  steps of one timed call (default: 20; with --preset 4)
+        --no-steps  leave the costs of steps out
+        --trace FOLDER  a profiler's trace of a call of plain steps and, where there is
+            a draft, of rounds
+        --forced RATE,RATE,...  generate after the first context with so many of the
+            proposed tokens accepted, whatever the draft proposes (default: not)
+        --gammas K,K,...  tokens drafted a round at forced acceptance (default: that of
+            --gamma)
+        """,
+        **{"FOLDER": pathlib.Path, "RATE,RATE,...": _rates},
     )
     flags.add_repeats(group, default=20)
-    group.add_argument(
-        "--no-steps", action="store_true", help="leave the costs of steps out"
-    )
-    group.add_argument(
-        "--trace",
-        type=pathlib.Path,
-        metavar="FOLDER",
-        help="a profiler's trace of a call of plain steps and, where there is a draft, "
-        "of rounds",
-    )
-    group.add_argument(
-        "--forced",
-        type=_rates,
-        default=(),
-        metavar="RATE,RATE,...",
-        help="generate after the first context with so many of the proposed tokens "
-        "accepted, whatever the draft proposes (default: not)",
-    )
-    group.add_argument(
-        "--gammas",
-        type=cli.positives,
-        metavar="K,K,...",
-        help="tokens drafted a round at forced acceptance (default: that of --gamma)",
-    )
     flags.add_gen_tokens(group, default=64)
     flags.add_sampling(group)
+    flags.add_device(parser)
+    flags.add_dry_run(parser)
+    flags.add_out(parser, rows="one per step, then one summary")
+    args = parser.parse_args(argv)
+    flags.check_models(parser, args)
+    flags.check_sampling(parser, args)
+    subjects.check_presets(parser, args)
+    if args.forced and args.preset and not args.draft_preset:
+        parser.error("--forced needs a draft: name one with --draft-preset")
+    if args.dry_run and not args.preset:
+        parser.error("--dry-run needs a --preset: folders bring weights")
+    # Steps of a large model are slow, and few of them are enough.
+    args.steps = args.steps or (4 if args.preset else 20)
+    args.gammas, args.prefill = args.gammas or (args.gamma,), args.prefill or ()
+    args.gamma = max(args.gamma, *args.gammas)
+    args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
+    return args
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -157,23 +123,19 @@ def load(args: argparse.Namespace) -> loading.LanguageModel:
 class Report:
     """Rows as they are known, their tables, and whether anything failed."""
 
-    def __init__(
-        self,
-        out: records.JsonLines,
-        console: rich_console.Console,
-        description: dict[str, Any],
-    ):
+    def __init__(self, out: records.JsonLines, console: rich_console.Console):
         self._out, self._console = out, console
-        self._description, self.failed = description, False
+        self.failed = False
 
-    def write(self, rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> None:
+    def write(
+        self, rows: Sequence[dict[str, Any]], columns: dict[str, tables.Column]
+    ) -> None:
         """Writes rows, and prints those that have the columns as a table."""
-        for row in rows:
-            self._out.write(row | self._description)
-            self.failed |= records.is_failure(row)
+        self._out.write_all(rows)
+        self.failed |= any(map(records.is_failure, rows))
         shown = [row for row in rows if set(columns) <= set(row)]
         if shown:
-            terminal.print_rows(shown, columns, self._console)
+            tables.print_rows(shown, columns, self._console)
         for row in rows:
             if row not in shown:
                 line = records.line(row)
@@ -197,7 +159,8 @@ def run_all(
     )
     # What cannot be run is found before anything has been.
     groups = [] if args.no_steps else steps.all_costs(lm, plan)
-    shown = Report(out, console, describe(args, lm))
+    out.common = describe(args, lm)
+    shown = Report(out, console)
     if args.dry_run:
         works = [cost.work for group in groups for cost in group if cost.work]
         for name, work in {work.program: work for work in works}.items():
@@ -224,17 +187,16 @@ def measure_steps(
     group: Sequence[steps.Cost],
     shown: Report,
 ) -> None:
-    """Costs in turns; of the first group, beside plain reads, the bandwidth too.
+    """Costs in turns; of the first group, with plain reads, the bandwidth too.
 
     Backwards: reading a lot of memory empties the caches, and the steps that follow
     should not be the plain ones, which all others are compared with.
     """
-    with terminal.progress() as progress:
-        task = progress.add_task("steps", total=args.repeats + 1)
+    with terminal.counted("steps", total=args.repeats + 1) as advance:
         timings = timing.interleave(
             {cost.name: cost.thunk() for cost in reversed(group)},
             repeats=args.repeats,
-            after_turn=lambda: progress.advance(task),
+            after_turn=advance,
         )
     rows, is_first = steps.rows(group, timings), steps.READ in timings.seconds
     # Of other groups, the plain step is there to be compared with.
@@ -249,7 +211,7 @@ def measure_steps(
 def measure_forced(
     args: argparse.Namespace, lm: loading.LanguageModel, gamma: int
 ) -> list[dict[str, Any]]:
-    """Rounds at each forced acceptance, beside plain decoding."""
+    """Rounds at each forced acceptance, and autoregressive decoding."""
     sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
     runs = forced_rounds.make_runs(lm, start=args.contexts[0], **sizes)
     return forced_rounds.measure(runs, gamma, args.forced, repeats=args.repeats)
@@ -305,14 +267,11 @@ TRACE_COLUMNS = {"event": "", "calls": ",d", "us": ",.1f", "share": ".3f"}
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    with records.open_rows(args.out, allow_dirty=args.allow_dirty) as out:
+    with records.open_out(args) as out:
         return run_all(args, out, terminal.console())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the exit status."""
-    return cli.run("latency.py", lambda: parse_args(argv), run)
-
+main = cli.script("latency.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

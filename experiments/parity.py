@@ -1,8 +1,9 @@
 """Which operation is the first to differ between two ways to run the same window?
 
-Runs plain decoding and a verify path (or two implementations, slabs, dtypes) over one
-window of tokens after one text, records every operation of both, and compares bits.
-The K/V of that text is what plain decoding wrote, or (`--history own`) what windows of
+Runs autoregressive decoding and a verify path (or two implementations, slabs, dtypes)
+over one window of tokens after one text, records every operation of both, and compares
+bits.
+The K/V of that text is what decoding wrote, or (`--history own`) what windows of
 the second path wrote before this one: then it is compared first.
 Exit status: 0 no value differs, 2 one does, 1 the input was unusable. With `--inject`:
 0 if the first difference is where the fault was planted. With `--bundle`: 0 if every
@@ -56,89 +57,50 @@ _OF_RUNS = (
 )
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--target",
-        type=cli.source,
-        metavar="DIR",
-        help="Hugging Face Qwen3 folder (default: the embedded target)",
-    )
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
+    text = "--target DIR  Hugging Face Qwen3 folder (default: the embedded target)"
+    cli.add(parser, text)
     _add_text_flags(parser.add_argument_group("the window"))
     _add_run_flags(parser.add_argument_group("the two runs"))
-    _add_output_flags(parser.add_argument_group("results"))
+    group = parser.add_argument_group("results")
+    flags.add_out(group, rows="one, what was seen")
+    cli.add(
+        group,
+        f"""
+        --heatmap FIGURE  layers by operations, as a {" or ".join(cli.FIGURES)} file
+        --save-bundle FILE  a .npz file with all but the weights, for --bundle elsewhere
+        """,
+        FIGURE=cli.figure,
+    )
     args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     _check_together(parser, args)
     return args
 
 
-def _add_text_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--prompt", metavar="TEXT", help="a prompt")
-    group.add_argument(
-        "--prompts",
-        type=cli.text_source,
-        metavar="N|FILE[:N]",
-        help="prompts, as of spec_round.py, of which --index chooses one (default: "
-        "the bundled ones)",
+def _add_text_flags(group: argparse._ActionsContainer) -> None:
+    cli.add(
+        group,
+        f"""
+        --prompt TEXT  a prompt
+        --prompts N|FILE[:N]  prompts, as of spec_round.py, of which --index chooses one
+            (default: the bundled ones)
+        --index I  which of the prompts, from 0 (default: 0)
+        --cache-length I  positions before the window: the prompt is cut, or continued
+            by decoding (default: all of the prompt but its last token)
+        --draft-tokens T,T,...  the drafted tokens of the window
+        --gamma I  or how many of decoding's own to draft (default: {questions.GAMMA})
+        --wrong-draft N  make the N-th draft, from 1, another token
+        --mismatch FILE[:LINE]  a window that spec_round.py --dump-verify-mismatches
+            wrote, and how it was run; lines count from 1
+        --bundle FILE  run a saved bundle again, and say whether the outcome is the same
+        """,
+        **{"N|FILE[:N]": cli.text_source, "FILE[:LINE]": cli.text_source},
+        **{"T,T,...": _tokens, "FILE": cli.source},
     )
-    group.add_argument(
-        "--index",
-        type=_natural,
-        metavar="I",
-        help="which of the prompts, from 0 (default: 0)",
-    )
-    group.add_argument(
-        "--raw", action="store_true", help="do not apply the model's chat template"
-    )
-    group.add_argument(
-        "--cache-length",
-        type=_natural,
-        metavar="TOKENS",
-        help="positions before the window: the prompt is cut, or continued by plain "
-        "decoding (default: all of the prompt but its last token)",
-    )
-    group.add_argument(
-        "--draft-tokens",
-        type=_tokens,
-        metavar="T,T,...",
-        help="the drafted tokens of the window",
-    )
-    group.add_argument(
-        "--gamma",
-        type=_natural,
-        metavar="TOKENS",
-        help=f"or how many of decoding's own to draft (default: {questions.GAMMA})",
-    )
-    group.add_argument(
-        "--wrong-draft",
-        type=cli.positive,
-        metavar="I",
-        help="make the I-th draft, from 1, another token",
-    )
-    group.add_argument(
-        "--mismatch",
-        type=cli.text_source,
-        metavar="FILE[:LINE]",
-        help="a window that spec_round.py --dump-verify-mismatches wrote, and how it "
-        "was run; lines count from 1",
-    )
-    group.add_argument(
-        "--bundle",
-        type=cli.source,
-        metavar="FILE",
-        help="run a saved bundle again, and say whether the outcome is the same",
-    )
-
-
-def _natural(text: str) -> int:
-    """The type of a flag that may be 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 0")
-    return value
+    flags.add_raw(group)
 
 
 def _tokens(text: str) -> tuple[int, ...]:
@@ -150,78 +112,42 @@ def _tokens(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _add_run_flags(group: argparse._ArgumentGroup) -> None:
+def _add_run_flags(group: argparse._ActionsContainer) -> None:
     sides = (
         ("reference-path", "", "the first run", "decode"),
         ("verify-path", "verify-", "the second run", "paged-decode, or the mismatch's"),
     )
     for path, prefix, what, default in sides:
         same = "that of the first run" if prefix else "as in spec_round.py"
-        group.add_argument(
-            f"--{path}",
-            choices=paths.NAMES,
-            help=f"how {what} goes over the window (default: {default})",
+        cli.add(
+            group,
+            f"""
+            --{path} PATH  how {what} goes over the window (default: {default})
+            --{prefix}impl IMPL  kernels of {what} (default: {same})
+            --{prefix}dtype TYPE  dtype of {what} (default: {same})
+            --{prefix}slab ROWS  slab height of {what} (default: {same})
+            --{prefix}page-size TOKENS  positions per page of {what} (default: {same})
+            """,
+            PATH=paths.NAMES,
+            IMPL=IMPLS,
+            TYPE=config_lib.DTYPES,
         )
-        group.add_argument(
-            f"--{prefix}impl",
-            choices=IMPLS,
-            help=f"kernels of {what} (default: {same})",
-        )
-        group.add_argument(
-            f"--{prefix}dtype",
-            choices=config_lib.DTYPES,
-            help=f"dtype of {what} (default: {same})",
-        )
-        group.add_argument(
-            f"--{prefix}slab",
-            type=cli.positive,
-            metavar="ROWS",
-            help=f"slab height of {what} (default: {same})",
-        )
-        group.add_argument(
-            f"--{prefix}page-size",
-            type=cli.positive,
-            metavar="TOKENS",
-            help=f"positions per page of {what} (default: {same})",
-        )
-    group.add_argument(
-        "--prefill",
-        choices=exact_cells.PREFILLS,
-        help="how the prompt enters the caches that both runs start from (default: the "
-        "mismatch's, or the faster, as in spec_round.py)",
-    )
-    group.add_argument(
-        "--history",
-        choices=scenes.HISTORIES,
-        help="who wrote the K/V between the prompt and the window of the second run: "
-        "plain decoding, as that of the first, or windows of its own path, as in the "
-        "rounds (default: own for a mismatch of a path that is not by rows, where "
-        "verification decided tokens; otherwise decode)",
-    )
-    group.add_argument(
-        "--inject",
-        metavar="LAYER:OPERATION[:KIND]",
-        help="plant a fault in the second run, which must be named; kinds: "
-        f"{', '.join(faults.KINDS)} (default: ulp)",
-    )
-    group.add_argument(
-        "--layers", metavar="L,L-L,...", help="layers to look at (default: all)"
-    )
-
-
-def _add_output_flags(group: argparse._ArgumentGroup) -> None:
-    flags.add_out(group, rows="one, what was seen")
-    group.add_argument(
-        "--heatmap",
-        type=cli.figure,
-        metavar="FILE",
-        help=f"layers by operations, as a {' or '.join(cli.FIGURES)} file",
-    )
-    group.add_argument(
-        "--save-bundle",
-        type=cli.output,
-        metavar="FILE",
-        help="a .npz file with all but the weights, for --bundle elsewhere",
+    cli.add(
+        group,
+        f"""
+        --prefill HOW  how the prompt enters the caches that both runs start from
+            (default: the mismatch's, or the faster, as in spec_round.py)
+        --history WHO  who wrote the K/V between the prompt and the window of the second
+            run: decoding, as that of the first, or windows of its own path, as in the
+            rounds (default: own for a mismatch of a path that is not by rows, where
+            verification decided tokens; otherwise decode)
+        --inject LAYER:OPERATION[:KIND]  plant a fault in the second run, which must be
+            named; kinds: {", ".join(faults.KINDS)} (default: ulp)
+        --layers L,L-L,...  layers to look at (default: all)
+        """,
+        HOW=exact_cells.PREFILLS,
+        WHO=scenes.HISTORIES,
+        **{"LAYER:OPERATION[:KIND]": str, "L,L-L,...": str},
     )
 
 
@@ -259,20 +185,14 @@ def look(question: questions.Question) -> sight_lib.Sight:
         else:
             taken.append(record_lib.take_with_fault(path, params, scene, fault))
     first, second = question.sides
+    comparison = compare.compare(
+        *taken, dtypes=(first.dtype, second.dtype), layers=question.layers
+    )
     return sight_lib.Sight(
-        name=question.name,
-        scene=question.scenes[0],
-        history=question.history,
+        question=question,
         prefix=compare.compare_prefixes(*question.scenes),
-        sides=question.sides,
-        layers=question.layers,
-        fault=question.fault,
-        mismatch=question.mismatch,
         records=tuple(taken),
-        comparison=compare.compare(
-            *taken, dtypes=(first.dtype, second.dtype), layers=question.layers
-        ),
-        tokenizer=question.tokenizer,
+        comparison=comparison,
     )
 
 
@@ -323,10 +243,10 @@ def _agrees(
     return all(same)
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     console, bundle = terminal.console(), None
-    with records.JsonLines(args.out) as out:
+    with records.open_out(args) as out:
         if args.bundle is not None:
             bundle = bundles.load(args.bundle)
             question = questions.from_bundle(args, bundle)
@@ -335,7 +255,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         sight = look(question)
         provenance = records.provenance() | {
             "native_isa": dispatch.instruction_set(question.sides[0].impl),
-            "argv": list(argv),
+            "argv": args.argv,
         }
         row = sight_lib.to_row(sight) | {
             "target": str(args.target or "embedded"),
@@ -346,7 +266,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         bundles.save(args.save_bundle, _bundle_of(question, sight, provenance))
     if args.heatmap is not None:
         _draw(row | provenance, args.heatmap)
-    sight_lib.print_sight(sight, console)
+    sight_lib.print_sight(sight, row, console)
     expected = sight.is_equal
     if bundle is not None:
         expected = _agrees(bundle, sight, provenance, console)
@@ -355,15 +275,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return AS_EXPECTED if expected else NOT_AS_EXPECTED
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    return cli.run(
-        "parity.py",
-        lambda: parse(argv),
-        lambda args: run(args, argv),
-    )
-
+main = cli.script("parity.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -1,11 +1,11 @@
 """Which drafter and which gamma pay here, predicted from parts, and is that so?
 
 Measures what the parts of a round cost on this machine and how often drafts are kept,
-predicts the speed-up of every drafter and gamma by `spec_jax.theory`, says which pairs
-cannot win and why, then runs them all, in turn with plain decoding, and shows how far
-the predictions were off. Greedy; stop tokens are ignored, so that every text has the
-same length. Exit status: 0 measured and matched, 2 not matched, 1 the input was
-unusable.
+predicts the speed-up of every drafter and gamma by `spec_jax.gamma.theory`, says which
+pairs cannot win and why, then runs them all, in turn with autoregressive decoding, and
+shows how far the predictions were off. Greedy; stop tokens are ignored, so that every
+text has the same length. Exit status: 0 measured and matched, 2 not matched, 1 the
+input was unusable.
 """
 
 from experiments.lib import cli
@@ -31,21 +31,14 @@ from experiments.lib import (
     tables,
     terminal,
 )
-from spec_jax import loading
-from spec_jax.analysis import metrics
 
 
 MATCHED, NOT_MATCHED = 0, 2
 
-Models = dict[str, loading.LanguageModel]
-"""One target with several drafters, by their names."""
-
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     flags.add_models(parser.add_argument_group("models"))
     group = parser.add_argument_group("runs")
     flags.add_drafters(group, default="draft-model,ngram,suffix,hybrid")
@@ -54,55 +47,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_gen_tokens(group, default=64)
     flags.add_repeats(group, default=3)
     flags.add_cost_repeats(group)
-    flags.add_out(
-        parser, rows="costs, acceptance and recommendations, then one per run"
-    )
+    rows = "costs, acceptance and recommendations, then one per run"
+    flags.add_out(parser, rows=rows)
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     return args
-
-
-def measure_acceptance(
-    lms: Models, subject: models.Subject
-) -> dict[str, planning.Acceptance]:
-    """How often each drafter's tokens are kept, over all prompts."""
-    measured = {}
-    total = len(lms) * len(subject.ids)
-    with terminal.counted("acceptance", total=total) as advance:
-        for name, lm in lms.items():
-            windows, texts = [], []
-            for prompt_ids in subject.ids:
-                rounds, text = planning.record(lm, subject.settings, prompt_ids)
-                windows += rounds
-                texts.append(text)
-                advance()
-            measured[name] = planning.measure(
-                windows,
-                gamma_max=subject.settings.gamma,
-                repetition=metrics.mean_repetition(texts),
-            )
-    return measured
-
-
-def run_designs(
-    gammas: Sequence[int], lms: Models, subject: models.Subject, *, repeats: int
-) -> dict[tuple[str, int], list[results_lib.PromptResult]]:
-    """Every drafter and gamma on every prompt, by `(drafter, gamma)`."""
-    designs = {
-        (name, gamma): results_lib.Design(
-            lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
-        )
-        for name, lm in lms.items()
-        for gamma in gammas
-    }
-    found = {name: [] for name in designs}
-    with terminal.counted("runs", total=len(subject.prompts)) as advance:
-        for prompt, ids in zip(subject.prompts, subject.ids, strict=True):
-            done = results_lib.run_designs(designs, prompt, ids, repeats=repeats)
-            for name, result in done.items():
-                found[name].append(result)
-            advance()
-    return found
 
 
 def plan_rows(
@@ -132,50 +81,40 @@ def plan_rows(
     return mark_best(rows)
 
 
-def measure(
-    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> list[dict[str, Any]]:
-    """Measures, predicts, says who can win, runs; returns the rows of the runs."""
-    gamma_max = max(args.gamma)
-    costs_lib.check_gen_tokens(args.gen_tokens, gamma_max)
-    lms = models.load_drafters(args, args.drafter, gamma_max=gamma_max)
-    first = lms[args.drafter[0]]
-    subject = models.prepare(args, first, args.prompts)
-    description = (
-        models.describe(args, first)
-        | {"prompt_source": args.prompts, "cost_repeats": args.cost_repeats}
-        | records.provenance()
-    )
+def predict(
+    args: argparse.Namespace,
+    lms: models.Drafters,
+    subject: models.Subject,
+    out: records.JsonLines,
+    console: rich_console.Console,
+) -> dict[tuple[str, int], planning.Prediction]:
+    """Measures costs and acceptance; says what they lead one to expect, and who wins.
 
-    def write(rows: Sequence[dict[str, Any]]) -> None:
-        for row in rows:
-            out.write(row | description)
-
-    console.print(
-        f"{', '.join(lms)}; gamma {', '.join(map(str, args.gamma))}; "
-        f"{len(subject.prompts)} prompts x {args.gen_tokens} tokens, "
-        f"{description['dtype']}, impl {description['impl']}; compiling ..."
-    )
-    results_lib.warm_up(
-        [results_lib.Design(lm=lm, settings=subject.settings) for lm in lms.values()],
-        subject.ids,
-    )
+    Returns the predictions by `(drafter, gamma)`.
+    """
+    typical = models.typical(subject.ids)
     with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
-        costs, cost_rows = costs_lib.measure(
+        costs, rows = costs_lib.measure(
             lms,
             subject.settings,
-            models.typical(subject.ids),
+            typical,
             repeats=args.cost_repeats,
             after_turn=advance,
         )
-    write(cost_rows)
-    tables.print_rows(cost_rows, COSTS, console)
-    acceptance = measure_acceptance(lms, subject)
+    out.write_all(rows)
+    tables.print_rows(rows, COSTS, console)
+    acceptance = {}
+    total = len(lms) * len(subject.ids)
+    with terminal.counted("acceptance", total=total) as advance:
+        for name, lm in lms.items():
+            acceptance[name] = planning.measure_drafter(
+                lm, subject.settings, subject.ids, after_prompt=advance
+            )
     shares = [
         {"kind": "plan_acceptance", "drafter": name, **dataclasses.asdict(measured)}
         for name, measured in acceptance.items()
     ]
-    write(shares)
+    out.write_all(shares)
     console.print()
     tables.print_rows(shares, ACCEPTANCE, console)
     console.print()
@@ -184,28 +123,11 @@ def measure(
         curve = costs[name].curve()
         for prediction in planning.predict(measured, curve):
             predictions[name, prediction.gamma] = prediction
-        recommendation = planning.judge(measured, curve)
-        write([recommendation_row(name, recommendation)])
+        recommendation = planning.recommend(measured, curve)
+        out.write(recommendation.row(name))
         console.print(recommendation.words(name))
-    done = run_designs(args.gamma, lms, subject, repeats=args.repeats)
-    rows = plan_rows(done, predictions)
-    write(rows)
     console.print()
-    print_plan(rows, console)
-    return rows
-
-
-def recommendation_row(
-    drafter: str, recommendation: planning.Recommendation
-) -> dict[str, Any]:
-    """The row of a recommendation."""
-    return {
-        "kind": "plan_recommendation",
-        "drafter": drafter,
-        "can_win": recommendation.can_win,
-        "words": recommendation.words(drafter),
-        **dataclasses.asdict(recommendation),
-    }
+    return predictions
 
 
 def mark_best(rows: Sequence[tables.Row]) -> list[dict[str, Any]]:
@@ -233,30 +155,28 @@ def relative_error(predicted: float | None, measured: float | None) -> float | N
 
 
 COSTS = {
-    "cost": ("cost", ""),
-    "ms": ("ms", ".3f"),
+    "cost": "",
+    "ms": ".3f",
     "p10": ("ms_p10", ".3f"),
     "p90": ("ms_p90", ".3f"),
     "plain steps": ("ratio", ".2f"),
 }
 ACCEPTANCE = {
-    "drafter": ("drafter", ""),
-    "windows": ("windows", ",d"),
-    "repetition": ("repetition", ".3f"),
-    "drafted": ("drafted", ".2f"),
+    "drafter": "",
+    "windows": ",d",
+    "repetition": ".3f",
+    "drafted": ".2f",
     "kept, if all before were": ("kept", ".2f"),
 }
 PLAN = {
-    "drafter": ("drafter", ""),
-    "gamma": ("gamma", "d"),
+    "drafter": "",
+    "gamma": "d",
     "predicted": lambda row: _speedup(row, "predicted"),
     "measured": lambda row: _speedup(row, "measured"),
     "p10-p90": lambda row: _both(
         row["measured_speedup_p10"], row["measured_speedup_p90"], "-"
     ),
-    "error": lambda row: (
-        "-" if row["relative_error"] is None else f"{100 * row['relative_error']:+.0f}%"
-    ),
+    "error": lambda row: terminal.format_value(row["relative_error"], "+.0%"),
     "tokens": lambda row: _both(
         row["predicted_tokens_per_round"], row["mean_accepted_length"], "/"
     ),
@@ -264,7 +184,12 @@ PLAN = {
         str(row["matched"]).lower(), not row["matched"]
     ),
 }
-"""Columns of the tables that are shown, for `tables.print_rows`."""
+NOTE = (
+    "speed-up of decoding over autoregressive decoding, prefill excluded; * the best "
+    "gamma of its drafter; error: predicted / measured - 1; tokens: per round, "
+    "predicted/measured"
+)
+"""Of the tables that are shown, for `tables.print_rows`."""
 
 
 def _speedup(row: tables.Row, kind: str) -> str:
@@ -276,28 +201,47 @@ def _both(one: float | None, other: float | None, between: str) -> str:
     return between.join(terminal.format_value(value, ".2f") for value in (one, other))
 
 
-def print_plan(rows: Sequence[tables.Row], console: rich_console.Console) -> None:
-    """Predicted next to measured; the best gamma of a drafter has an asterisk."""
-    tables.print_rows(rows, PLAN, console)
-    console.print(
-        "speed-up of decoding over plain decoding, prefill excluded; * the best gamma "
-        "of its drafter; error: predicted / measured - 1; tokens: per round, predicted/"
-        "measured",
-        style="dim",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
-    """Runs everything and shows it; returns the exit status."""
-    with records.JsonLines(args.out) as out:
-        rows = measure(args, out, terminal.console())
+    """Predicts, runs every drafter and gamma, and compares; returns the exit status."""
+    console, gamma_max = terminal.console(), max(args.gamma)
+    with records.open_out(args) as out:
+        costs_lib.check_gen_tokens(args.gen_tokens, gamma_max)
+        lms = models.load_drafters(args, args.drafter, gamma_max=gamma_max)
+        first = lms[args.drafter[0]]
+        subject = models.prepare(args, first, args.prompts)
+        out.common = (
+            models.describe(args, first)
+            | {"prompt_source": args.prompts, "cost_repeats": args.cost_repeats}
+            | records.provenance()
+        )
+        gammas = ", ".join(map(str, args.gamma))
+        models.announce(args, subject, console, ", ".join(lms), f"gamma {gammas}")
+        results_lib.warm_up(
+            [
+                results_lib.Design(lm=lm, settings=subject.settings)
+                for lm in lms.values()
+            ],
+            subject.ids,
+        )
+        predictions = predict(args, lms, subject, out, console)
+        grid = {
+            (name, gamma): results_lib.Design(
+                lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
+            )
+            for name, lm in lms.items()
+            for gamma in args.gamma
+        }
+        found = results_lib.run_grid(
+            grid, subject.prompts, subject.ids, repeats=args.repeats
+        )
+        rows = plan_rows(found, predictions)
+        out.write_all(rows)
+    tables.print_rows(rows, PLAN, console)
+    tables.print_note(NOTE, console)
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Plans, runs and compares; returns the exit status."""
-    return cli.run("plan.py", lambda: parse_args(argv), run)
-
+main = cli.script("plan.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -1,8 +1,8 @@
 """Figures of results: SVG from the JSON rows that the other scripts write.
 
-Measures nothing. Which rows a figure is made of, their kind decides; --theory adds
-those of a formula. Exit status: 0 drawn, 1 the input was unusable; a figure whose rows
-are not there is not drawn, unless it was asked for by name.
+Measures nothing. The kind of a row decides which figure it is for; --theory adds rows
+of a formula. Exit status: 0 drawn, 1 the input was unusable; a figure whose rows are
+missing is not drawn, unless it was asked for by name.
 """
 
 from experiments.lib import cli
@@ -13,10 +13,8 @@ if __name__ == "__main__":
 
 import argparse
 import collections
-import dataclasses
 import importlib.util
 import itertools
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -28,8 +26,6 @@ from spec_jax.gamma import theory
 
 DRAWN = 0
 
-INSTALL = "pip install -e '.[plot]'"
-
 Row = dict[str, Any]
 
 THEORY = tuple((a, c) for c in (0.05, 0.3) for a in (0.9, 0.8, 0.6, 0.3))
@@ -39,42 +35,30 @@ GAMMA_MAX = 12
 """Where those curves end."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A figure that can be drawn, by the function of its name in `lib/figures.py`.
-
-    Attributes:
-      takes: whether a row belongs to it.
-      is_each: whether each row is a figure of its own.
-    """
-
-    takes: Callable[[Row], bool]
-    is_each: bool = False
-
-
 def _of_kind(kind: str) -> Callable[[Row], bool]:
     return lambda row: row.get("kind") == kind
 
 
-FIGURES = {
-    "speedup": Kind(takes=curves.is_round_summary),
-    "acceptance": Kind(takes=curves.is_round_summary),
-    "accepted_lengths": Kind(takes=curves.is_round_summary),
-    "step_cost": Kind(takes=curves.is_window_cost),
-    "hugging_face": Kind(takes=_of_kind("comparison")),
-    "divergence": Kind(takes=_of_kind("parity"), is_each=True),
-    "sweep_speedup": Kind(takes=curves.is_cell),
-    "sweep_categories": Kind(takes=curves.has_category),
-    "improvement": Kind(takes=_of_kind("theory")),
+FIGURES: dict[str, Callable[[Row], bool]] = {
+    "speedup": curves.is_round_summary,
+    "acceptance": curves.is_round_summary,
+    "accepted_lengths": curves.is_round_summary,
+    "step_cost": curves.is_window_cost,
+    "hugging_face": _of_kind("comparison"),
+    "divergence": _of_kind("parity"),
+    "sweep_speedup": curves.is_cell,
+    "sweep_categories": curves.has_category,
+    "improvement": _of_kind("theory"),
 }
-"""By the name of `--figure`, which is that of the file too."""
+"""Which rows belong to a figure, by the name of its function in `lib/figures.py`."""
+
+EACH = ("divergence",)
+"""Figures of one row each."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     parser.add_argument(
         "files",
         nargs="*",
@@ -137,32 +121,6 @@ def _condition(text: str) -> tuple[str, str]:
     return name, value
 
 
-def read(path: pathlib.Path) -> list[Row]:
-    """The rows of a file: one JSON object a line, or a single one over many lines.
-
-    Raises:
-      ValueError: no file, or no JSON objects in it; with the line.
-    """
-    try:
-        text = files.read(path).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot be read ({reason})") from None
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if path.suffix == ".json":
-        lines = [(1, text)]
-    rows = []
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: no JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: not a JSON object")
-        rows.append(row)
-    return rows
-
-
 def chosen(rows: Sequence[Row], conditions: Sequence[tuple[str, str]]) -> list[Row]:
     """The rows that have no other value under any of the names.
 
@@ -188,7 +146,7 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     from experiments.lib import figures
 
     function = getattr(figures, name)
-    if not FIGURES[name].is_each:
+    if name not in EACH:
         path = folder / f"{name}.svg"
         figures.save(function(rows), path, rows=rows)
         return [path]
@@ -200,63 +158,66 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     return paths
 
 
+def draw_rows(name: str, rows: Sequence[Row], folder: pathlib.Path) -> tuple[bool, str]:
+    """Draws a figure from those of the rows that belong to it, if there are any.
+
+    Returns:
+      Whether nothing went wrong; and the files, a line each, or what did.
+    """
+    of_figure = [row for row in rows if FIGURES[name](row)]
+    if not of_figure:
+        return True, ""
+    try:
+        return True, "\n".join(map(str, draw(name, of_figure, folder)))
+    except ValueError as error:
+        # One figure that cannot be drawn takes no other with it.
+        return False, f"{name} is not drawn: {error}"
+
+
 def check_folder(folder: pathlib.Path | None = None) -> None:
     """Raises `ValueError` where figures could not be drawn, or not into the folder."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"matplotlib is not installed; {INSTALL} brings it")
+        raise ValueError(f"matplotlib is not installed; {cli.PLOT} brings it")
     if folder is not None:
         files.check_folder(folder)
 
 
-def run_all(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Reads, draws, and says which files it wrote and which rows it left alone."""
     check_folder()
-    rows = [row for path in args.files for row in read(path)]
+    rows = [row for path in args.files for row in files.read_rows(path).values()]
     if args.theory is not None:
         pairs = list(itertools.chain.from_iterable(args.theory)) or THEORY
         rows += theory.improvement_rows(list(dict.fromkeys(pairs)), gamma_max=GAMMA_MAX)
     rows = chosen(rows, args.where)
     names = [args.figure] if args.figure else list(FIGURES)
-    taken = {name: [row for row in rows if FIGURES[name].takes(row)] for name in names}
-    if not any(taken.values()):
-        kinds = ", ".join(sorted({str(row.get("kind")) for row in rows})) or "none"
-        raise ValueError(
-            f"no rows for {' or '.join(names)}; the rows there are of kind {kinds}"
-        )
-    check_folder(args.out)
-    status = DRAWN
-    for name, of_figure in taken.items():
-        if not of_figure:
-            continue
-        try:
-            for path in draw(name, of_figure, args.out):
-                print(path)
-        except ValueError as error:
-            # One figure that cannot be drawn takes no other with it.
-            print(f"plot.py: error: {name}: {error}", file=sys.stderr)
-            status = cli.UNUSABLE
-    _report_unused(rows, names)
-    return status
-
-
-def _report_unused(rows: Sequence[Row], names: Sequence[str]) -> None:
-    """One line about the rows that are in no figure."""
+    kinds = collections.Counter(str(row.get("kind")) for row in rows)
     unused = collections.Counter(
         str(row.get("kind"))
         for row in rows
-        if not any(FIGURES[name].takes(row) for name in names)
+        if not any(FIGURES[name](row) for name in names)
     )
+    if unused == kinds:
+        found = ", ".join(sorted(kinds)) or "none"
+        raise ValueError(
+            f"no rows for {' or '.join(names)}; the rows there are of kind {found}"
+        )
+    check_folder(args.out)
+    status = DRAWN
+    for name in names:
+        is_fine, line = draw_rows(name, rows, args.out)
+        if not is_fine:
+            print(f"plot.py: error: {line}", file=sys.stderr)
+            status = cli.UNUSABLE
+        elif line:
+            print(line)
     if unused:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(unused.items()))
-        print(f"plot.py: rows in no figure, by kind: {kinds}", file=sys.stderr)
+        listed = ", ".join(f"{count} {kind}" for kind, count in sorted(unused.items()))
+        print(f"plot.py: rows in no figure, by kind: {listed}", file=sys.stderr)
+    return status
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draws the figures; returns the exit status."""
-    return cli.run(
-        "plot.py", lambda: parse_args(argv), run_all, kept=lambda _: "", uses_jax=False
-    )
-
+main = cli.script("plot.py", parse_args, run, kept=lambda _: "", uses_jax=False)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -1,10 +1,11 @@
 """How much slower is a policy of gamma than the best constant gamma in hindsight?
 
-Records the outcome of every draft along the texts of plain decoding, measures rounds
-cost on this machine, and simulates every policy and every constant gamma on easy, hard
-and mixed texts, and on adversarial ones, where no draft is ever right. With --live all
-of them run in real rounds too, in turn with plain decoding. Greedy; stop tokens are
-ignored. Exit status: 0 measured and matched, 2 not matched, 1 the input was unusable.
+Records the outcome of every draft along the texts of autoregressive decoding, measures
+what rounds cost on this machine, and simulates every policy and every constant gamma on
+easy, hard and mixed texts, and on adversarial ones, where no draft is ever right. With
+--live all of them run in real rounds too, in turn with autoregressive decoding. Greedy;
+stop tokens are ignored. Exit status: 0 measured and matched, 2 not matched, 1 the input
+was unusable.
 """
 
 from experiments.lib import cli
@@ -37,38 +38,26 @@ MATCHED, NOT_MATCHED = 0, 2
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     flags.add_models(parser.add_argument_group("models"))
     group = parser.add_argument_group("runs")
     flags.add_drafter(group)
-    group.add_argument(
-        "--policy",
-        type=flags.names(flags.one_of(regret.ADAPTIVE)),
-        default=",".join(regret.ADAPTIVE),
-        metavar="NAME,...",
-        help=f"of {', '.join(regret.ADAPTIVE)} (default: %(default)s)",
-    )
     flags.add_rounds(group)
     flags.add_prompts(group, default="12")
     flags.add_gen_tokens(group, default=128)
-    group.add_argument(
-        "--fresh",
-        action="store_true",
-        help="begin every text anew (default: a policy's state is handed on from text "
-        "to text)",
-    )
-    group.add_argument(
-        "--live", action="store_true", help="run every policy in real rounds as well"
-    )
-    group.add_argument(
-        "--confidence",
-        type=float,
-        metavar="P",
-        help="with --live, also the largest gamma with a draft model that ends its "
-        "draft before a token that it gives less than this probability",
+    names = ",".join(regret.ADAPTIVE)
+    cli.add(
+        group,
+        f"""
+        --policy NAME,...={names}  policies that adapt gamma
+        --fresh  begin every text anew (default: a policy's state is handed on from text
+            to text)
+        --live  run every policy in real rounds as well
+        --confidence P  with --live, also the largest gamma with a draft model that ends
+            its draft before a token that it gives less than this probability
+        """,
+        **{"NAME,...": cli.names(cli.one_of(regret.ADAPTIVE))},
     )
     flags.add_repeats(group, default=3)
     flags.add_cost_repeats(group)
@@ -128,51 +117,6 @@ def run_live(
     return rows
 
 
-def measure(
-    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> list[dict[str, Any]]:
-    """Records, measures, simulates, runs; returns the rows of the policies."""
-    costs_lib.check_gen_tokens(args.gen_tokens, args.gamma)
-    lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
-    confident = models.with_confidence(lm, args.confidence or 0.0)
-    subject = models.prepare(args, lm, args.prompts)
-    texts = record_texts(subject)
-    sets = outcomes.make_sets(texts)
-    settings, typical = subject.settings, models.typical(subject.ids)
-    description = describe(args, subject)
-
-    def write(rows: Sequence[dict[str, Any]]) -> None:
-        for row in rows:
-            out.write(row | description)
-
-    with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
-        costs, cost_rows = costs_lib.measure(
-            {args.drafter: lm},
-            settings,
-            typical,
-            repeats=args.cost_repeats,
-            catch_up=True,
-            after_turn=advance,
-        )
-    write(cost_rows)
-    candidates = regret.candidates(args.policy, lm, settings, typical)
-    rows = regret.simulated_rows(
-        candidates, sets, costs[args.drafter], hand_on=not args.fresh
-    )
-    write(rows)
-    console.print(describe_sets(sets, args.gamma))
-    print_regret(rows, console, title="simulated")
-    if args.live:
-        if args.confidence is not None:
-            stops = regret.confident(args.confidence, confident, settings)
-            candidates.append(stops)
-        live_rows = run_live(args, subject, sets, candidates)
-        write(live_rows)
-        print_regret(live_rows, console, title="in real rounds")
-        rows += live_rows
-    return rows
-
-
 def describe_sets(sets: Sets, gamma: int) -> str:
     """How many drafts the windows of each set keep, in a line."""
     words = [
@@ -197,32 +141,28 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict[str, Any
     }
 
 
+NOTE = (
+    "how much slower than the best constant gamma in hindsight, which is that of the "
+    "smallest regret; and the speed-up over autoregressive decoding, above 1 is faster"
+)
+
+
 def print_regret(
     rows: Sequence[tables.Row], console: rich_console.Console, *, title: str
 ) -> None:
-    """Regret against the best constant gamma, and speed-up over plain decoding.
+    """Regret against the best constant gamma, and speed-up, a line for each policy.
 
     Args:
       rows: of one kind, one for each policy and set.
     """
-    by_place = {(row["policy"], row["set"]): row for row in rows}
+    lines: dict[str, dict] = {}
+    for row in rows:
+        line = lines.setdefault(row["policy"], {"policy": row["policy"]})
+        line[row["set"]] = f"{_percent(row['regret'])} {row['speedup']:.2f}x"
     present = {row["set"] for row in rows}
-    sets = [name for name in outcomes.SETS if name in present]
-    columns = [column for name in sets for column in (name, "plain")]
-    table = tables.plain("policy", *columns, title=title)
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        cells = []
-        for name in sets:
-            row = by_place[policy, name]
-            cells += [_percent(row["regret"]), f"{row['speedup']:.2f}x"]
-        table.add_row(policy, *cells)
-    console.print(table)
-    console.print(
-        "regret: how much slower than the best constant gamma in hindsight, which is "
-        "that of the smallest regret; plain: speed-up over plain decoding, above 1 is "
-        "faster",
-        style="dim",
-    )
+    columns = {"policy": "", **{name: "s" for name in outcomes.SETS if name in present}}
+    tables.print_rows([*lines.values()], columns, console, title=title)
+    tables.print_note(NOTE, console)
 
 
 def _percent(share: float) -> str:
@@ -231,17 +171,46 @@ def _percent(share: float) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs everything and shows it; returns the exit status."""
-    with records.JsonLines(args.out) as out:
-        rows = measure(args, out, terminal.console())
-    matched = [row["matched"] for row in rows if row["kind"] == "regret_live"]
-    return MATCHED if all(matched) else NOT_MATCHED
+    """Records, measures, simulates and runs; returns the exit status."""
+    console = terminal.console()
+    with records.open_out(args) as out:
+        costs_lib.check_gen_tokens(args.gen_tokens, args.gamma)
+        lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
+        confident = models.with_confidence(lm, args.confidence or 0.0)
+        subject = models.prepare(args, lm, args.prompts)
+        sets = outcomes.make_sets(record_texts(subject))
+        settings, typical = subject.settings, models.typical(subject.ids)
+        out.common = describe(args, subject)
+        with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
+            costs, cost_rows = costs_lib.measure(
+                {args.drafter: lm},
+                settings,
+                typical,
+                repeats=args.cost_repeats,
+                catch_up=True,
+                after_turn=advance,
+            )
+        out.write_all(cost_rows)
+        candidates = regret.candidates(args.policy, lm, settings, typical)
+        rows = regret.simulated_rows(
+            candidates, sets, costs[args.drafter], hand_on=not args.fresh
+        )
+        out.write_all(rows)
+        console.print(describe_sets(sets, args.gamma))
+        print_regret(rows, console, title="simulated")
+        live = []
+        if args.live:
+            if args.confidence is not None:
+                candidates.append(
+                    regret.confident(args.confidence, confident, settings)
+                )
+            live = run_live(args, subject, sets, candidates)
+            out.write_all(live)
+            print_regret(live, console, title="in real rounds")
+    return MATCHED if all(row["matched"] for row in live) else NOT_MATCHED
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures regret; returns the exit status."""
-    return cli.run("regret.py", lambda: parse_args(argv), run)
-
+main = cli.script("regret.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

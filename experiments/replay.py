@@ -1,14 +1,14 @@
-"""Which drafter and which gamma pay, judged without running the target?
+"""Which drafter and which gamma pay, evaluated without running the target?
 
-A lossless round keeps the drafts that plain decoding would have written, and so what
-plain decoding wrote decides which. `--record` writes that down once; every drafter is
-then judged on these traces, in the very loop that runs live and in the time of its
-drafts alone. `--check` runs the target as well, and compares every counter.
+A lossless round keeps the drafts that autoregressive decoding would have written, so
+its text decides which. `--record` writes that text down once; every drafter is then
+evaluated on these traces, in the very loop that runs live and in the time of its drafts
+alone. `--check` runs the target as well, and compares every counter.
 
     python experiments/replay.py --record traces.jsonl --prompts 50
     python experiments/replay.py traces.jsonl --drafter ngram,suffix --gamma 2,4
 
-Exit status: 0 judged, and equal where checked; 2 a live run differs from its replay;
+Exit status: 0 evaluated, and equal where checked; 2 a live run differs from its replay;
 1 the input was unusable.
 """
 
@@ -22,14 +22,14 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console, table as rich_table, text as rich_text
+from rich import console as rich_console, text as rich_text
 
 from experiments.lib import (
     flags,
-    judge as judge_lib,
     policies,
-    recordings,
     records,
+    replays,
+    tables,
     terminal,
     traces,
 )
@@ -37,60 +37,67 @@ from spec_jax.drafters import registry
 from spec_jax.ops import dispatch
 
 
-JUDGED, DIFFERS = 0, 2
+DONE, DIFFERS = 0, 2
 
 RECORDED = (
     *("dtype", "impl", "prompts", "raw", "gen_tokens", "page_size"),
     *traces.SAMPLING,
 )
-"""Flags that decide what is recorded. Judging takes them from the traces: they may be
-given again, and must then agree."""
+"""Flags that decide what is recorded. Evaluation takes them from the traces: they may
+be given again, and must then agree."""
 
-JUDGING = (
+EVALUATING = (
     *("draft", "drafter", "gamma_policy", "confidence"),
     *("costs", "ignore_stop", "check", "out"),
 )
 """Flags that recording has no use for."""
 
-COLUMNS = (
-    ("drafter", "drafter", ""),
-    ("policy", "gamma_policy", ""),
-    ("gamma", "gamma", "d"),
-    ("acceptance", "acceptance_rate", ".3f"),
-    ("repetition", "repetition", ".3f"),
-    ("tokens a round", "mean_accepted_length", ".2f"),
-    ("rounds", "rounds", ",d"),
-    ("tokens a step", "tokens_per_target_step", ".2f"),
-    ("expected tokens/s", "expected_tok_s", ",.1f"),
-    ("expected speed-up", "expected_speedup", ".2f"),
-)
-"""Heading, name in the row, and format."""
+COLUMNS = {
+    "drafter": "",
+    "policy": ("gamma_policy", ""),
+    "gamma": "d",
+    "acceptance": ("acceptance_rate", ".3f"),
+    "repetition": ".3f",
+    "tokens a round": ("mean_accepted_length", ".2f"),
+    "rounds": ",d",
+    "tokens a step": ("tokens_per_target_step", ".2f"),
+    "expected tokens/s": ("expected_tok_s", ",.1f"),
+    "expected speed-up": ("expected_speedup", ".2f"),
+    "equal live": lambda row: tables.wrong(
+        f"{row['checked'] - len(row['differing'])}/{row['checked']}",
+        bool(row["differing"]),
+    ),
+}
+"""Of the table, for `tables.print_rows`."""
 
-DULL = {"gamma_policy": "fixed", "expected_tok_s": None, "expected_speedup": None}
+DULL = {
+    "policy": ("gamma_policy", "fixed"),
+    "expected tokens/s": ("expected_tok_s", None),
+    "expected speed-up": ("expected_speedup", None),
+    "equal live": ("checked", None),
+}
 """Columns that are left out where every row has this."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns all flags, and `given`: the names of those of `RECORDED` in `argv`.
-
-    `argparse` itself exits with status 1 on unusable ones.
-    """
+    """Returns all flags, and `given`: the names of those of `RECORDED` in `argv`."""
     parser = _parser()
     # Values that are there already are no defaults: None marks what was not given.
-    absent = argparse.Namespace(**dict.fromkeys((*RECORDED, *JUDGING)))
+    absent = argparse.Namespace(**dict.fromkeys((*RECORDED, *EVALUATING)))
     args = parser.parse_args(argv, namespace=absent)
     flags.check_isa(parser, args)
-    given = [name for name in (*RECORDED, *JUDGING) if getattr(args, name) is not None]
-    for name in {*RECORDED, *JUDGING} - set(given):
+    both = (*RECORDED, *EVALUATING)
+    given = [name for name in both if getattr(args, name) is not None]
+    for name in {*both} - {*given}:
         setattr(args, name, parser.get_default(name))
     args.given = [name for name in given if name in RECORDED]
     if (args.traces is None) == (args.record is None):
-        parser.error("name one file: FILE to judge drafters on, or --record FILE")
+        parser.error("name one file: FILE to evaluate drafters on, or --record FILE")
     if args.record is not None:
         for name in given:
-            if name in JUDGING:
+            if name in EVALUATING:
                 parser.error(
-                    f"{cli.flag_of(name)} judges traces: leave it out of --record"
+                    f"{cli.flag_of(name)} is of evaluation: leave it out of --record"
                 )
         flags.check_sampling(parser, args)
     elif not args.check and args.target is not None:
@@ -101,121 +108,53 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.Parser(__doc__)
     parser.add_argument(
         "traces",
         nargs="?",
         type=cli.source,
         metavar="FILE",
-        help="traces to judge drafters on, written by --record",
+        help="traces to evaluate drafters on, written by --record",
     )
     flags.add_models(parser.add_argument_group("models"))
     group = parser.add_argument_group("recording")
-    group.add_argument(
-        "--record",
-        type=cli.output,
-        metavar="FILE",
-        help="decode the prompts, once, and write their traces; the largest --gamma is "
-        "the largest that they can be checked with. An interrupted recording is taken "
-        "up",
+    cli.add(
+        group,
+        """
+        --record FILE  decode the prompts, once, and write their traces; the largest
+            --gamma is the largest that they can be checked with. An interrupted
+            recording is taken up
+        """,
     )
     flags.add_prompts(group, default="10")
     flags.add_gen_tokens(group, default=64)
-    group.add_argument(
-        "--page-size",
-        type=cli.positive,
-        default=16,
-        metavar="TOKENS",
-        help="positions per page of the cache (default: %(default)s)",
-    )
-    group.add_argument(
-        "--raw", action="store_true", help="do not apply the model's chat template"
-    )
+    flags.add_page_size(group)
+    flags.add_raw(group)
     flags.add_sampling(parser.add_argument_group("sampling of what is recorded"))
-    _add_judging(parser.add_argument_group("judging"))
-    return parser
-
-
-def _add_judging(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--drafter",
-        type=_names("drafter", registry.names()),
-        default=registry.names(),
-        metavar="NAMES",
-        help=f"drafters to judge, of {', '.join(registry.names())}, or "
-        "package.module:Name (default: all)",
+    group = parser.add_argument_group("evaluation")
+    flags.add_drafters(group, default=",".join(registry.names()))
+    cli.add(
+        group,
+        f"""
+        --gamma TOKENS,...=1,2,4,7  tokens drafted per round, at most: a row for each
+        --gamma-policy/--policy NAME,...=fixed  what chooses each round's gamma, up to
+            --gamma, of {", ".join(policies.POLICIES)}: a row for each
+        --costs FILE  step costs to expect speeds from: rows of latency.py
+            --out, or a JSON object with plain_s, verify_s by rows, and draft_s
+        --ignore-stop  all that was recorded: rounds do not end at stop tokens
+        --check  run the target live, too, and compare every counter
+        """,
+        **{"NAME,...": cli.names(cli.one_of(policies.POLICIES)), "FILE": cli.source},
     )
-    group.add_argument(
-        "--gamma",
-        type=cli.positives,
-        default=(1, 2, 4, 7),
-        metavar="LIST",
-        help="tokens drafted per round, at most: a row for each (default: 1,2,4,7)",
-    )
-    group.add_argument(
-        "--gamma-policy",
-        "--policy",
-        type=_names("gamma policy", policies.POLICIES),
-        default=("fixed",),
-        metavar="NAMES",
-        help=f"what chooses each round's gamma, up to --gamma, of "
-        f"{', '.join(policies.POLICIES)}: a row for each (default: fixed)",
-    )
-    group.add_argument(
-        "--confidence",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="a draft model ends its draft before a token that it gives less than "
-        "this probability (default: %(default)s, never)",
-    )
-    group.add_argument(
-        "--costs",
-        type=cli.source,
-        metavar="FILE",
-        help="expect speeds from these step costs: rows of latency.py --out, or a "
-        "JSON object with plain_s, verify_s by rows, and draft_s",
-    )
-    group.add_argument(
-        "--ignore-stop",
-        action="store_true",
-        help="judge all that was recorded: rounds do not end at stop tokens",
-    )
-    group.add_argument(
-        "--check",
-        action="store_true",
-        help="run the target live, too, and compare every counter",
-    )
+    policies.add_confidence(group)
     flags.add_out(group, rows="one per drafter and gamma, as the table shows them")
-
-
-def _names(what: str, known: Sequence[str]):
-    """Returns the type of a flag that lists names: in order, each of them once."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(text.split(",")))
-        for name in names:
-            if name not in known and not (what == "drafter" and ":" in name):
-                raise argparse.ArgumentTypeError(
-                    f"{name!r} is no {what}: name some of {','.join(known)}"
-                )
-        return names
-
-    return parse
+    return parser
 
 
 def record(args: argparse.Namespace, console: rich_console.Console) -> int:
     """Writes the traces of all prompts; returns the exit status."""
     flags.sampling_settings(args)  # Wrong values, by the names of their flags.
-    shared = ("target", "dtype", "impl", "prompts", "raw", "gen_tokens", "page_size")
-    header, num_known = recordings.record(
-        args.record,
-        gamma_max=max(args.gamma),
-        settings={name: getattr(args, name) for name in traces.SAMPLING},
-        **{name: getattr(args, name) for name in shared},
-    )
+    header, num_known = traces.record(args)
     taken_up = f", {num_known} of them taken up" if num_known else ""
     console.print(
         f"{header.num_prompts} prompts x {header.gen_tokens} tokens of decoding"
@@ -223,46 +162,37 @@ def record(args: argparse.Namespace, console: rich_console.Console) -> int:
         f"{header.slab - 1}: {args.record}",
         soft_wrap=True,
     )
-    return JUDGED
+    return DONE
 
 
-def judge(args: argparse.Namespace, console: rich_console.Console) -> int:
-    """Judges the drafters, and shows it; returns the exit status."""
+def evaluate(args: argparse.Namespace, console: rich_console.Console) -> int:
+    """Evaluates the drafters, and shows it; returns the exit status."""
     rows = []
-    shared = ("target", "draft", "costs", "ignore_stop", "check")
-    with records.JsonLines(args.out) as out:
-        judged = judge_lib.make_judge(
-            args.traces,
-            asked=_asked(args),
-            drafters=args.drafter,
-            gammas=args.gamma,
-            policies=args.gamma_policy,
-            min_confidence=args.confidence,
-            **{name: getattr(args, name) for name in shared},
-        )
-        header = judged.header
-        description = header.to_row() | {
-            "draft": str(args.draft or recordings.EMBEDDED),
+    with records.open_out(args) as out:
+        evaluation = replays.prepare(args, _asked(args))
+        header = evaluation.header
+        out.common = header.to_row() | {
+            "draft": str(args.draft or traces.EMBEDDED),
             "confidence": args.confidence,
             "ignore_stop": args.ignore_stop,
             "costs": None if args.costs is None else str(args.costs),
             **records.provenance(),
         }
         for name in ("kind", "format", "num_prompts"):
-            del description[name]
+            del out.common[name]
         console.print(
             f"{header.num_prompts} traces of {header.target}, {header.gen_tokens} "
             f"tokens each, {header.dtype}, impl {header.impl}, temperature "
             f"{header.temperature}"
         )
-        with terminal.progress() as progress:
-            task = progress.add_task("replays", total=judged.num_replays)
-            for row in judged.rows(lambda: progress.advance(task)):
+        total = evaluation.num_replays
+        with terminal.counted("replays", total=total) as advance:
+            for row in evaluation.rows(advance):
                 rows.append(row)
-                out.write(row | description)
+                out.write(row)
     console.print()
     print_rows(rows, console)
-    return DIFFERS if any(row["differing"] for row in rows) else JUDGED
+    return DIFFERS if any(row["differing"] for row in rows) else DONE
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
@@ -279,25 +209,13 @@ def print_rows(
     rows: Sequence[Mapping[str, Any]], console: rich_console.Console
 ) -> None:
     """Prints one line a row, and after them what differs live."""
-    columns = [
-        (heading, name, form)
-        for heading, name, form in COLUMNS
-        if name not in DULL or any(row[name] != DULL[name] for row in rows)
-    ]
-    is_checked = any(row["checked"] is not None for row in rows)
-    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
-    for heading, _, form in columns:
-        table.add_column(heading, justify="right" if form else "left")
-    if is_checked:
-        table.add_column("equal live", justify="right")
-    for row in rows:
-        cells = [terminal.format_value(row[name], form) for _, name, form in columns]
-        if is_checked:
-            equal = row["checked"] - len(row["differing"])
-            style = "bold red" if row["differing"] else ""
-            cells.append(rich_text.Text(f"{equal}/{row['checked']}", style=style))
-        table.add_row(*cells)
-    console.print(table)
+    dull = {
+        heading
+        for heading, (name, value) in DULL.items()
+        if all(row[name] == value for row in rows)
+    }
+    shown = {h: column for h, column in COLUMNS.items() if h not in dull}
+    tables.print_rows(rows, shown, console)
     for row in rows:
         for prompt in row["differing"]:
             line = (
@@ -309,9 +227,8 @@ def print_rows(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Records or judges; returns the exit status."""
-    console = terminal.console()
-    return (judge if args.record is None else record)(args, console)
+    """Records or evaluates; returns the exit status."""
+    return (evaluate if args.record is None else record)(args, terminal.console())
 
 
 def kept(args: argparse.Namespace) -> str:
@@ -321,10 +238,7 @@ def kept(args: argparse.Namespace) -> str:
     return cli.rows_in_out(args)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the exit status."""
-    return cli.run("replay.py", lambda: parse_args(argv), run, kept=kept)
-
+main = cli.script("replay.py", parse_args, run, kept=kept)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -1,11 +1,11 @@
 """Does speculative decoding commit the target's own tokens, and how fast is it?
 
-Runs every prompt plain and speculatively, interleaved in one process, and compares
-all tokens; then replays the committed text through plain decoding and counts the
-verified positions whose argmax differs. Without --temperature these runs are greedy,
-and the text that is shown is drawn apart (temperature 0.7, top-p 0.8, top-k 20). Exit
-status: 0 matched, 2 not matched, or with logits that are not finite, 1 the input was
-unusable.
+Runs every prompt by autoregressive decoding and speculatively, interleaved in one
+process, and compares all tokens; then replays the committed text through autoregressive
+decoding and counts the verified positions whose argmax differs. Without --temperature
+these runs are greedy, and the text that is shown is drawn separately (temperature 0.7,
+top-p 0.8, top-k 20). Exit status: 0 matched, 2 not matched, or with logits that are not
+finite, 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -37,10 +37,8 @@ MATCHED, NOT_MATCHED = 0, 2
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     flags.add_models(parser.add_argument_group("models"))
     runs = parser.add_argument_group("runs")
     flags.add_rounds(runs)
@@ -48,32 +46,30 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_rule(runs)
     flags.add_prompts(runs, default="10")
     flags.add_gen_tokens(runs, default=64)
-    runs.add_argument(
-        "--prefill",
-        choices=("batched", "rows"),
-        help="how prompts enter the cache; rows makes even their K/V bit-identical "
-        "to decoding (default: the faster, rows with native kernels, else batched)",
-    )
     flags.add_repeats(runs)
-    runs.add_argument(
-        "--batch",
-        type=cli.positive,
-        metavar="SLOTS",
-        help="run so many prompts at once, refilled as they end, against each one "
-        "plain and alone (default: one after the other)",
-    )
     flags.add_text(runs)
+    cli.add(
+        runs,
+        """
+        --prefill HOW  how prompts enter the cache; rows makes even their K/V
+            bit-identical to decoding (default: the faster, rows with native kernels,
+            else batched)
+        --batch N  run so many prompts at once, refilled as they end, and compare each
+            with autoregressive decoding alone (default: one after the other)
+        """,
+        HOW=("batched", "rows"),
+    )
     policies.add_policy(parser.add_argument_group("adaptive gamma"))
     flags.add_sampling(parser.add_argument_group("sampling"))
     parser.set_defaults(temperature=None)  # To tell 0 from no temperature at all.
     design = parser.add_argument_group("verification and caches")
     designs.add_flags(design)
-    design.add_argument(
-        "--dump-verify-mismatches",
-        type=cli.output,
-        metavar="FILE",
-        help="JSON lines: every verified position at which decoding chooses another "
-        "token, with both top 5 logits; experiments/parity.py takes one up",
+    cli.add(
+        design,
+        """
+        --dump-verify-mismatches FILE  JSON lines: every verified position at which
+            decoding chooses another token, with both top 5 logits; parity.py takes one
+        """,
     )
     flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
     args = parser.parse_args(argv)
@@ -81,29 +77,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.check_sampling(parser, args)
     args.draws_sample = args.temperature is None
     args.temperature = args.temperature or 0.0
-    _check(parser, args)
+    if args.dump_verify_mismatches and args.temperature:
+        parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
+    for name in ("verify_path", "acceptance", "dump_verify_mismatches"):
+        if args.batch and getattr(args, name) != parser.get_default(name):
+            parser.error(
+                f"--batch does not go together with {cli.flag_of(name)}: leave one out"
+            )
     return args
 
 
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with a usage error for flags that do not go together."""
-    if args.dump_verify_mismatches and args.temperature:
-        parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
-    if args.batch is not None:
-        for name in ("verify_path", "acceptance", "dump_verify_mismatches"):
-            if getattr(args, name) != parser.get_default(name):
-                parser.error(
-                    f"--batch does not go together with {cli.flag_of(name)}: leave "
-                    "one out"
-                )
-
-
 def load(args: argparse.Namespace) -> models.Subject:
-    """Models, prompts and the settings of all runs.
-
-    Raises:
-      ValueError: what cannot be used, or does not fit together.
-    """
+    """Loads models and prompts, and makes the settings of all runs."""
     sampling = flags.sampling_settings(args)
     lm = models.load(
         args,
@@ -114,14 +99,13 @@ def load(args: argparse.Namespace) -> models.Subject:
     )
     if args.draft_cache == "round":
         lm = dataclasses.replace(lm, drafter=round_local.of(lm.drafter))
+    by_rows = lm.target.prefills_by_rows
     subject = models.prepare(
         args,
         lm,
         args.prompts,
         stop_ids=() if args.ignore_stop else lm.stop_ids,
-        prefill_by_rows=(
-            args.prefill == "rows" if args.prefill else lm.target.prefills_by_rows
-        ),
+        prefill_by_rows=args.prefill == "rows" if args.prefill else by_rows,
         rule=args.rule,
         sampling=sampling,
     )
@@ -147,10 +131,7 @@ def measure(
     if args.batch is not None and args.batch > len(prompts):
         args.batch = len(prompts)
         console.print(f"--batch: {args.batch} slots, as many as there are prompts")
-    console.print(
-        f"{len(prompts)} prompts x {args.gen_tokens} tokens, gamma {args.gamma}, "
-        f"{lm.target.config.dtype}, impl {lm.target.impl}; compiling ..."
-    )
+    models.announce(args, subject, console, f"gamma {args.gamma}")
     design = results_lib.Design(lm=lm, settings=settings)
     compile_s = results_lib.warm_up([design], subject.ids)
     results = []
@@ -167,19 +148,16 @@ def measure(
             out.write(result.row())
             results.append(result)
     summary, by_category = summarise(args, results)
-    out.write(
-        {"kind": "summary", **summary, "compile_s": compile_s}
-        | {"by_category": by_category}
-        | describe(args, subject)
-        | records.provenance()
-    )
+    out.common = describe(args, subject) | records.provenance()
+    out.write({"kind": "summary", **summary, "by_category": by_category}
+              | {"compile_s": compile_s})  # fmt: skip
     return subject, results
 
 
 def summarise(
     args: argparse.Namespace, results: Sequence[results_lib.PromptResult]
 ) -> tuple[dict, dict[str, dict]]:
-    """The metrics of all prompts, and of each category, as rows."""
+    """Returns the metrics of all prompts, and of each category, as rows."""
     summary = results_lib.summarise(results)
     if args.batch is not None:
         summary = results_lib.without_decode_times(summary)
@@ -189,18 +167,16 @@ def summarise(
 
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
-    """What was run, for the summary line."""
+    """Returns what was run, for the summary line."""
     names = ("drafter", "verify_path", "acceptance", "cache", "draft_cache")
     names += ("gamma", "batch", "gamma_policy", "confidence")
-    return (
-        models.describe(args, subject.lm)
-        | {name: getattr(args, name) for name in names}
-        | {
-            "prompt_source": args.prompts,
-            "capacity": subject.settings.capacity,
-            "prefill": "rows" if subject.settings.prefill_by_rows else "batched",
-        }
-    )
+    return {
+        **models.describe(args, subject.lm),
+        **{name: getattr(args, name) for name in names},
+        "prompt_source": args.prompts,
+        "capacity": subject.settings.capacity,
+        "prefill": "rows" if subject.settings.prefill_by_rows else "batched",
+    }
 
 
 def dump_mismatches(
@@ -212,23 +188,21 @@ def dump_mismatches(
     """Runs the prompts that mismatched again, and writes a line for each mismatch."""
     from experiments.lib import mismatches
 
-    written = 0
+    counted, written = sum(result.mismatches for result in results), 0
+    design = {"verify_path": args.verify_path, "acceptance": args.acceptance}
     for result in results:
-        if not result.mismatches:
-            continue
-        for row in mismatches.find(
-            subject.lm,
-            subject.settings,
-            result.prompt_ids,
-            name=result.prompt.id,
-            verify_path=args.verify_path,
-            acceptance=args.acceptance,
-        ):
-            lines.write(row)
-            written += 1
-    counted = sum(result.mismatches for result in results)
+        if result.mismatches:
+            found = mismatches.find(
+                subject.lm,
+                subject.settings,
+                result.prompt_ids,
+                name=result.prompt.id,
+                **design,
+            )
+            lines.write_all(found)
+            written += len(found)
     return (
-        f"{written} of {counted} mismatches met again and written to "
+        f"{written} of {counted} mismatches reproduced and written to "
         f"{args.dump_verify_mismatches}"
     )
 
@@ -236,7 +210,7 @@ def dump_mismatches(
 def make_sample(
     args: argparse.Namespace, subject: models.Subject, first: results_lib.PromptResult
 ) -> samples.Sample:
-    """The text that is shown: of the settings that were asked for, or drawn apart."""
+    """Returns the text to show: that of the requested settings, or one drawn apart."""
     if args.draws_sample:
         return samples.draw(subject.lm, subject.settings, first, seed=args.seed)
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -246,13 +220,13 @@ def make_sample(
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = terminal.console()
+    console, dump = terminal.console(), args.dump_verify_mismatches
     with (
-        records.JsonLines(args.out) as out,
-        records.JsonLines(args.dump_verify_mismatches) as lines,
+        records.open_out(args) as out,
+        records.open_rows(dump, allow_dirty=args.allow_dirty) as lines,
     ):
         subject, results = measure(args, out, console)
-        if args.dump_verify_mismatches:
+        if dump:
             console.print(dump_mismatches(args, subject, results, lines))
     summary, by_category = summarise(args, results)
     try:
@@ -267,10 +241,7 @@ def run(args: argparse.Namespace) -> int:
     return NOT_MATCHED if is_wrong else MATCHED
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the exit status."""
-    return cli.run("spec_round.py", lambda: parse_args(argv), run)
-
+main = cli.script("spec_round.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

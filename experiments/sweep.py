@@ -1,11 +1,11 @@
 """Which drafter, gamma and policy is fastest on which prompts, at which temperature?
 
-Runs a grid of cells, each prompt plain and speculatively in turn, compares all tokens,
-and replays the committed text. A cell that the file of results holds already is not run
-again: the same command goes on where it was interrupted, and a larger grid adds to it.
-Ends with tables of the cells that were asked for, by category where prompts have one,
-and with figures. Exit status: 0 all matched, 2 not all matched, 1 the input was
-unusable.
+Runs a grid of cells, each prompt by autoregressive decoding and speculatively in turn,
+compares all tokens, and replays the committed text. A cell that the file of results
+holds already is not run again: the same command goes on where it was interrupted, and a
+larger grid adds to it. Ends with tables of the requested cells, by category where
+prompts have one, and with figures. Exit status: 0 all matched, 2 not all matched, 1 the
+input was unusable.
 """
 
 from experiments.lib import cli
@@ -53,17 +53,33 @@ Sets = dict[str, models.Subject]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unusable ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the flags; unusable ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     flags.add_models(parser.add_argument_group("models"))
     _add_grid(parser.add_argument_group("grid: a cell for each combination"))
-    _add_shared(parser.add_argument_group("the same in all cells"))
-    flags.add_noise(
-        parser.add_argument_group("sampling, where the temperature is above 0")
+    shared = parser.add_argument_group("the same in all cells")
+    flags.add_rule(shared)
+    flags.add_gen_tokens(shared, default=64)
+    flags.add_repeats(shared)
+    flags.add_text(shared)
+    cli.add(
+        shared,
+        """
+        --gamma-max N  the largest gamma that the models are built for; give it where
+            larger ones are to be added to the same file later (default: the largest
+            --gamma)
+        --figures FOLDER  folder of the figures that are drawn at the end; made if it is
+            not there
+        """,
+        FOLDER=pathlib.Path,
     )
+    noise = parser.add_argument_group("sampling, where the temperature is above 0")
+    flags.add_noise(noise)
+    rows = "one per finished cell; cells that are there already are not run again"
+    flags.add_out(parser, rows=rows)
     args = parser.parse_args(argv)
+    if args.out is None:
+        parser.error("--out is required: cells that it holds are not run again")
     flags.check_models(parser, args)
     args.gamma_max = args.gamma_max or max(args.gamma)
     if max(args.gamma) > args.gamma_max:
@@ -75,7 +91,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _add_grid(group: argparse._ArgumentGroup) -> None:
+def _add_grid(group: argparse._ActionsContainer) -> None:
     flags.add_drafters(group, default="draft-model,ngram,suffix,hybrid")
     flags.add_rounds(group, gammas="1,2,4")
     group.add_argument(
@@ -87,49 +103,18 @@ def _add_grid(group: argparse._ArgumentGroup) -> None:
         help="prompt sets: the first N bundled prompts, or files as spec_round.py "
         "takes them; where prompts have a category, each is a cell (default: 10)",
     )
-    group.add_argument(
-        "--temperature",
-        type=_temperatures,
-        default="0",
-        metavar="T,...",
-        help="divides the logits; 0 is greedy (default: %(default)s)",
+    cli.add(
+        group,
+        f"""
+        --temperature T,...=0  divides the logits; 0 is greedy
+        --gamma-policy NAME,...={cells_lib.FIXED}  of {", ".join(policies.POLICIES)};
+            for those that adapt, --gamma is the most that they may choose
+        """,
+        **{
+            "T,...": _temperatures,
+            "NAME,...": cli.names(cli.one_of(policies.POLICIES)),
+        },
     )
-    group.add_argument(
-        "--gamma-policy",
-        type=flags.names(flags.one_of(policies.POLICIES)),
-        default=cells_lib.FIXED,
-        metavar="NAME,...",
-        help=f"of {', '.join(policies.POLICIES)}; for those that adapt, --gamma is the "
-        "most that they may choose (default: %(default)s)",
-    )
-
-
-def _add_shared(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--out",
-        type=cli.output,
-        required=True,
-        metavar="FILE",
-        help="JSON lines, one per finished cell; cells that are there already are not "
-        "run again",
-    )
-    group.add_argument(
-        "--figures",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="folder of the figures that are drawn at the end; made if it is not there",
-    )
-    flags.add_rule(group)
-    flags.add_gen_tokens(group, default=64)
-    flags.add_repeats(group)
-    group.add_argument(
-        "--gamma-max",
-        type=cli.positive,
-        metavar="TOKENS",
-        help="the largest gamma that the models are built for; give it where larger "
-        "ones are to be added to the same file later (default: the largest --gamma)",
-    )
-    flags.add_text(group)
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -146,11 +131,7 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 
 def load_sets(args: argparse.Namespace, lm: loading.LanguageModel) -> Sets:
-    """The prompt sets; their answers are greedy, so that all cells have the same.
-
-    Raises:
-      ValueError: prompts that cannot be used.
-    """
+    """The prompt sets; their answers are greedy, so that all cells have the same."""
     stop_ids = () if args.ignore_stop else lm.stop_ids
     return {
         source: models.prepare(args, lm, source, stop_ids=stop_ids, rule=args.rule)
@@ -229,51 +210,14 @@ def unfinished(cells: Sequence[Cell], sets: Sets, rows: Sequence[dict]) -> list[
     return [cell for cell in cells if cell not in finished]
 
 
-def run_cells(
-    args: argparse.Namespace,
-    cells: Sequence[Cell],
-    sets: Sets,
-    lm: loading.LanguageModel,
-    console: rich_console.Console,
-):
-    """Runs the cells in turn.
-
-    Args:
-      lm: with any drafter; all cells share its target.
-
-    Yields:
-      The row of each cell when it is finished.
-    """
-    sizes = [len(of_category(sets[c.prompt_source], c.category)) for c in cells]
-    with terminal.progress() as progress:
-        # A line of another console would run into the bar.
-        console = console if progress.disable else progress.console
-        task = progress.add_task("prompts", total=sum(sizes))
-        for drafter, of_drafter in itertools.groupby(cells, lambda c: c.drafter):
-            lm = models.with_drafter(args, lm, drafter)
-            for cell in of_drafter:
-                results = []
-                for result in run_cell(args, cell, sets[cell.prompt_source], lm):
-                    results.append(result)
-                    progress.advance(task)
-                row = cells_lib.row_of(cell, results)
-                result = {True: "matched", False: "NOT MATCHED", None: "not compared"}
-                console.print(
-                    f"{cell}: {row['speedup_e2e']:.2f}x, {result[row['matched']]}",
-                    soft_wrap=True,
-                )
-                yield cell, row
-
-
 def run_cell(
     args: argparse.Namespace,
     cell: Cell,
     subject: models.Subject,
     lm: loading.LanguageModel,
-):
-    """Yields the result of every prompt of the cell, after what compiles."""
-    prompts = of_category(subject, cell.category)
-    ids = [prompt_ids for _, prompt_ids in prompts]
+) -> list[results_lib.PromptResult]:
+    """Runs every prompt of the cell, after a brief run that compiles."""
+    prompts, ids = zip(*of_category(subject, cell.category), strict=True)
     settings = dataclasses.replace(
         subject.settings,
         gamma=cell.gamma,
@@ -283,10 +227,8 @@ def run_cell(
     design = results_lib.Design(lm=lm, settings=settings)
     # What an earlier cell has compiled is not compiled again.
     results_lib.warm_up([design], ids)
-    for prompt, prompt_ids in prompts:
-        yield results_lib.run_designs(
-            {None: design}, prompt, prompt_ids, repeats=args.repeats
-        )[None]
+    grid = {None: design}
+    return results_lib.run_grid(grid, prompts, ids, repeats=args.repeats)[None]
 
 
 def print_sets(rows: Sequence[dict], console: rich_console.Console) -> None:
@@ -301,22 +243,7 @@ def print_sets(rows: Sequence[dict], console: rich_console.Console) -> None:
             by_category = sorted(of_set, key=lambda row: row["category"] or "")
             tables.print_cells(by_category, console, title=f"{source}, by category")
         tables.print_cells(cells_lib.totals(of_set), console, title=source)
-    tables.explain_cells(console)
-
-
-def draw_figures(
-    rows: Sequence[dict[str, Any]], folder: pathlib.Path, console: rich_console.Console
-) -> None:
-    """The figures that there are rows for; one that cannot be drawn says why."""
-    for name in FIGURES:
-        of_figure = [row for row in rows if plot.FIGURES[name].takes(row)]
-        if not of_figure:
-            continue
-        try:
-            for path in plot.draw(name, of_figure, folder):
-                console.print(str(path), soft_wrap=True)
-        except ValueError as error:
-            console.print(f"{name} is not drawn: {error}", soft_wrap=True)
+    tables.print_note(tables.CELLS_NOTE, console)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -329,38 +256,48 @@ def run(args: argparse.Namespace) -> int:
     lm = models.load(args, drafter=args.drafter[0], gamma_max=args.gamma_max)
     sets = load_sets(args, lm)
     cells, shared = grid(args, sets), shared_settings(args, lm)
-    with records.JsonLines(args.out) as out:
+    with records.open_out(args) as out:
         rows = records.resume(out, shared)
         missing = unfinished(cells, sets, rows)
         console.print(
             f"{len(cells)} cells, {len(cells) - len(missing)} of them in {args.out}",
             soft_wrap=True,
         )
-        for cell, row in run_cells(args, missing, sets, lm, console):
-            subject = sets[cell.prompt_source]
-            row |= shared | records.provenance()
-            row["prompts_sha256"] = prompts_sha256(subject, cell.category)
-            row["capacity"] = subject.settings.capacity
-            out.write(row)
-            rows.append(records.to_json(row, "row"))
+        out.common = shared | records.provenance()
+        for drafter, of_drafter in itertools.groupby(missing, lambda c: c.drafter):
+            lm = models.with_drafter(args, lm, drafter)
+            for cell in of_drafter:
+                subject = sets[cell.prompt_source]
+                row = cells_lib.row_of(cell, run_cell(args, cell, subject, lm))
+                row["prompts_sha256"] = prompts_sha256(subject, cell.category)
+                row["capacity"] = subject.settings.capacity
+                out.write(row)
+                rows.append(records.to_json(row | out.common, "row"))
+                matched = MATCHED_WORDS[row["matched"]]
+                line = f"{cell}: {row['speedup_e2e']:.2f}x, {matched}"
+                console.print(line, soft_wrap=True)
     asked = set(cells)
     rows = [row for row in rows if cells_lib.cell_of(row) in asked]
     console.print()
     print_sets(rows, console)
     if args.figures is not None:
-        draw_figures(rows, args.figures, console)
+        for name in FIGURES:
+            _, line = plot.draw_rows(name, rows, args.figures)
+            if line:
+                console.print(line, soft_wrap=True)
     return NOT_MATCHED if any(row["matched"] is False for row in rows) else MATCHED
 
 
-def kept(args: argparse.Namespace) -> str:
-    """What an interrupt leaves behind."""
-    return f"finished cells are in {args.out}, and the same command goes on from there"
+MATCHED_WORDS = {True: "matched", False: "NOT MATCHED", None: "not compared"}
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the sweep; returns the exit status."""
-    return cli.run("sweep.py", lambda: parse_args(argv), run, kept=kept)
-
+main = cli.script(
+    "sweep.py",
+    parse_args,
+    run,
+    kept=lambda args: (
+        f"finished cells are in {args.out}, and the same command goes on from there"
+    ),
+)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -1,8 +1,8 @@
-"""How many tokens a second do batches give, plain and speculative, and are they equal?
+"""How many tokens a second do batches give, with and without speculation?
 
-Runs the same prompts one by one, plain, and then in batches of several sizes, plain
-(gamma 0) and speculatively, in turn in one process. Every text is compared with that of
-its prompt alone. Times begin with the first prefill and end with the last token.
+Decodes the same prompts one by one, and then in batches of several sizes, without
+drafts (gamma 0) and speculatively, in turn in one process. Every text is compared with
+that of its prompt alone. Times are from the first prefill to the last token.
 
 Exit status: 0 all texts equal; 2 some differ; 1 the input was unusable.
 """
@@ -18,8 +18,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich import console as rich_console
-
 from experiments.lib import (
     flags,
     models,
@@ -34,9 +32,8 @@ from experiments.lib import (
 
 MATCHED, NOT_MATCHED = 0, 2
 
-
 Way = tuple[int | None, int]
-"""Sequences at once, None for one by one without rounds; and gamma, 0 for plain."""
+"""Sequences at once, None for one by one without rounds; and gamma, 0 for no drafts."""
 
 ALONE: Way = (None, 0)
 
@@ -53,28 +50,12 @@ class Result:
         return sum(a == b for a, b in zip(self.texts, other.texts, strict=True))
 
 
-def describe(way: Way) -> dict[str, Any]:
-    """The way, in a JSON row."""
-    batch, gamma = way
-    where = "one by one" if batch is None else f"batch {batch}"
-    kind = f"gamma {gamma}" if gamma else "plain"
-    return {"way": f"{kind}, {where}", "batch": batch, "gamma": gamma}
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     flags.add_models(parser.add_argument_group("models"))
     group = parser.add_argument_group("runs")
-    group.add_argument(
-        "--batch",
-        type=cli.positives,
-        default=(1, 2, 4, 8, 16),
-        metavar="B,..",
-        help="sequences at once (default: 1,2,4,8,16)",
-    )
+    cli.add(group, "--batch N,N,...=1,2,4,8,16  sequences at once")
     flags.add_rounds(group)
     flags.add_drafter(group)
     flags.add_rule(group)
@@ -90,49 +71,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(
-    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> tuple[list[dict[str, Any]], bool]:
-    """Loads, compiles, runs; a row for each way, and whether all texts are equal.
-
-    Writes a row for each run as it finishes, and those of the ways.
-    """
-    lm = models.load(
-        args, drafter=args.drafter, gamma_max=args.gamma, confidence=args.confidence
-    )
-    subject = models.prepare(
-        args,
-        lm,
-        args.prompts,
-        rule=args.rule,
-        sampling=flags.sampling_settings(args),
-    )
-    ids = subject.ids
-    settings = policies.with_policy(args.gamma_policy, lm, subject.settings, ids[0])
-    ways = [ALONE]
-    if max(args.batch) > len(ids):
-        console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
-    for batch in dict.fromkeys(min(each, len(ids)) for each in args.batch):
-        ways += [(batch, 0), (batch, args.gamma)]
-    console.print(f"{len(ids)} prompts x {args.gen_tokens} tokens; compiling ...")
-    description = (
-        {"drafter": args.drafter, "prompts": len(ids)}
-        | {"gamma_policy": args.gamma_policy}
-        | models.describe(args, lm)
-        | records.provenance()
-    )
-    results = {way: Result() for way in ways}
-    for row in run_ways(lm, settings, ids, results, repeats=args.repeats):
-        out.write(row | description)
-    rows = [
-        row_of(way, result, results[ALONE]) | description
-        for way, result in results.items()
-    ]
-    for row in rows:
-        out.write(row)
-    equal = [row["prompts_equal"] == len(ids) for row in rows]
-    # A rule that keeps the distribution alone has texts of its own.
-    return rows, all(equal) or not settings.is_exact
+def describe(way: Way) -> dict[str, Any]:
+    """The way, in a JSON row."""
+    batch, gamma = way
+    where = "one by one" if batch is None else f"batch {batch}"
+    kind = f"gamma {gamma}" if gamma else "plain"
+    return {"way": f"{kind}, {where}", "batch": batch, "gamma": gamma}
 
 
 def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
@@ -149,14 +93,8 @@ def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
     }
 
 
-def run_ways(
-    lm, settings, ids, results: dict[Way, Result], *, repeats: int
-) -> Iterator[dict[str, Any]]:
-    """Every way in turn, `repeats` times, after one brief run that compiles.
-
-    Yields:
-      A row of each run.
-    """
+def run_ways(lm, settings, ids, results, *, repeats: int) -> Iterator[dict[str, Any]]:
+    """Runs every way in turn, after one brief run that compiles; yields their rows."""
     total = (repeats + 1) * len(results)
     with terminal.counted("runs", total=total) as advance:
         for way in results:
@@ -186,7 +124,7 @@ def _once(lm, settings, ids, way: Way) -> tuple[list[list[int]], float]:
 
 
 COLUMNS = {
-    "way": ("way", ""),
+    "way": "",
     "tokens/s": ("tok_s", ",.0f"),
     "x plain alone": ("ratio", ".2f"),
     "p10-p90": lambda row: f"{row['ratio_p10']:.2f}-{row['ratio_p90']:.2f}",
@@ -196,18 +134,41 @@ COLUMNS = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs everything and shows it; returns the exit status."""
+    """Loads, runs and compares; returns the exit status."""
     console = terminal.console()
-    with records.JsonLines(args.out) as out:
-        rows, is_equal = measure(args, out, console)
-    tables.print_rows(rows, COLUMNS, console)
-    return MATCHED if is_equal else NOT_MATCHED
+    with records.open_out(args) as out:
+        lm = models.load(
+            args, drafter=args.drafter, gamma_max=args.gamma, confidence=args.confidence
+        )
+        sampling = flags.sampling_settings(args)
+        subject = models.prepare(
+            args, lm, args.prompts, rule=args.rule, sampling=sampling
+        )
+        ids = subject.ids
+        settings = policies.with_policy(args.gamma_policy, lm, subject.settings, ids[0])
+        ways = [ALONE]
+        if max(args.batch) > len(ids):
+            console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
+        for batch in dict.fromkeys(min(each, len(ids)) for each in args.batch):
+            ways += [(batch, 0), (batch, args.gamma)]
+        models.announce(args, subject, console)
+        out.common = (
+            {"drafter": args.drafter, "prompts": len(ids)}
+            | {"gamma_policy": args.gamma_policy}
+            | models.describe(args, lm)
+            | records.provenance()
+        )
+        results = {way: Result() for way in ways}
+        out.write_all(run_ways(lm, settings, ids, results, repeats=args.repeats))
+        rows = [row_of(way, results[way], results[ALONE]) for way in ways]
+        out.write_all(rows)
+    tables.print_rows([row | out.common for row in rows], COLUMNS, console)
+    is_equal = all(row["prompts_equal"] == len(ids) for row in rows)
+    # A rule that keeps the distribution alone has texts of its own.
+    return MATCHED if is_equal or not settings.is_exact else NOT_MATCHED
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiment; returns the exit status."""
-    return cli.run("throughput.py", lambda: parse_args(argv), run)
-
+main = cli.script("throughput.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -56,18 +56,13 @@ TARGET = config_lib.Qwen3Config(
     tie_word_embeddings=True,
     dtype="float32",
 )
-DRAFT = config_lib.Qwen3Config(
-    vocab_size=corpus.VOCAB_SIZE,
+DRAFT = dataclasses.replace(
+    TARGET,
     hidden_size=128,
     intermediate_size=384,
     num_layers=2,
     num_heads=2,
     num_kv_heads=1,
-    head_dim=64,
-    max_position_embeddings=8192,
-    rope_theta=10_000.0,
-    tie_word_embeddings=True,
-    dtype="float32",
 )
 
 
@@ -257,33 +252,23 @@ def _named_folder(text: str) -> tuple[str, pathlib.Path]:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; `argparse` itself exits with status 1 on unknown ones."""
-    parser = cli.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
     parser.add_argument(
         "--stage", choices=(*STAGES, "rollouts", "export"), required=True
     )
-    parser.add_argument(
-        "--work",
-        type=pathlib.Path,
-        default=pathlib.Path("pair"),
-        help="checkpoints, logs and tokenizer (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=cli.positive,
-        help="optimiser steps of 8192 tokens (default: by stage)",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--impl", choices=IMPLS, default="auto", help="kernels of the rollouts"
-    )
-    parser.add_argument(
-        "--assets",
-        type=pathlib.Path,
-        default=pathlib.Path("spec_jax/assets"),
-        help="where the export goes (default: %(default)s)",
+    cli.add(
+        parser,
+        """
+        --work FOLDER=pair  checkpoints, logs and tokenizer
+        --steps N  optimiser steps of 8192 tokens (default: by stage)
+        --seed SEED=0  of weights, batches and rollouts
+        --impl IMPL=auto  kernels of the rollouts
+        --assets FOLDER=spec_jax/assets  where the export goes
+        """,
+        FOLDER=pathlib.Path,
+        SEED=int,
+        IMPL=IMPLS,
     )
     parser.add_argument(
         "--before",
@@ -311,17 +296,12 @@ def run(args: argparse.Namespace) -> int:
     return DONE
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one stage; returns the exit status."""
-    return cli.run(
-        "train_pair.py",
-        lambda: parse_args(argv),
-        run,
-        kept=lambda args: (
-            f"the same command goes on from the checkpoints in {args.work}"
-        ),
-    )
-
+main = cli.script(
+    "train_pair.py",
+    parse_args,
+    run,
+    kept=lambda args: f"the same command goes on from the checkpoints in {args.work}",
+)
 
 if __name__ == "__main__":
     cli.end(main)

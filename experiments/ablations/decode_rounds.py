@@ -51,16 +51,12 @@ class Caches(pytree.Node):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeRounds(rows.SlotRows):
-    """A target of one slot whose tokens `model` decodes, whatever `path` computes.
-
-    Attributes:
-      width: columns of a window, `gamma_max + 1`.
-      sampling: of the run, for `new_cache`, which hands it on as data; None is greedy.
-    """
+    """A target of one slot whose tokens `model` decodes, whatever `path` computes."""
 
     num_slots: int = 1
     path: baseline.RowTarget
-    width: int
+    width: int  # columns of a window, `gamma_max + 1`
+    # Of the run, for `new_cache`, which hands it on as data; None is greedy
     sampling: sampling_lib.SamplingSettings | None = dataclasses.field(
         default=None, compare=False
     )

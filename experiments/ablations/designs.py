@@ -3,6 +3,7 @@
 import argparse
 
 from experiments.ablations import decode_rounds, verify_paths
+from experiments.lib import cli
 from spec_jax import loading
 from spec_jax.engine import protocols
 from spec_jax.model import row_model
@@ -26,11 +27,7 @@ def verifier(
     acceptance: str = "verify",
     sampling: sampling_lib.SamplingSettings | None = None,
 ) -> protocols.Target | None:
-    """Returns what verifies windows, for `runs.Settings`; None is the engine's own.
-
-    Raises:
-      ValueError: no path, or no acceptance, of that name.
-    """
+    """Returns what verifies windows, for `runs.Settings`; None is the engine's own."""
     if acceptance not in ACCEPTANCES:
         raise ValueError(f"{acceptance=} is not one of {', '.join(ACCEPTANCES)}")
     verify_path = verify_paths.make(path, lm.target)
@@ -48,31 +45,20 @@ def verifier(
 
 def add_flags(group: argparse._ActionsContainer) -> None:
     """`--verify-path`, `--acceptance`, `--cache`, `--draft-cache`."""
-    group.add_argument(
-        "--verify-path",
-        choices=PATHS,
-        default=OURS,
-        help="what verifies a window: rows, equal to decoding (paged-decode); the "
-        "same one by one (row-loop); the batched path of prefill (flash); rows "
-        "through the library's products (library-rows) (default: %(default)s)",
-    )
-    group.add_argument(
-        "--acceptance",
-        choices=ACCEPTANCES,
-        default="verify",
-        help="what decides tokens: verification, whose K/V is kept, or decoding on "
-        "caches of its own (default: %(default)s)",
-    )
-    group.add_argument(
-        "--cache",
-        choices=row_model.CACHE_KINDS,
-        default="paged",
-        help="pages, or one contiguous block per sequence (default: %(default)s)",
-    )
-    group.add_argument(
-        "--draft-cache",
-        choices=DRAFT_CACHES,
-        default="persistent",
-        help="the draft's K/V is kept over rounds, or built again in each "
-        "(default: %(default)s)",
+    cli.add(
+        group,
+        f"""
+        --verify-path PATH={OURS}  what verifies a window: rows, equal to decoding
+            (paged-decode); the same one by one (row-loop); the batched path of prefill
+            (flash); rows through the library's products (library-rows)
+        --acceptance WHAT=verify  what decides tokens: verification, whose K/V is kept,
+            or decoding on caches of its own
+        --cache KIND=paged  pages, or one contiguous block per sequence
+        --draft-cache LIFE=persistent  the draft's K/V is kept over rounds, or built
+            again in each
+        """,
+        PATH=PATHS,
+        WHAT=ACCEPTANCES,
+        KIND=row_model.CACHE_KINDS,
+        LIFE=DRAFT_CACHES,
     )

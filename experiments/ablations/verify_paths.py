@@ -1,4 +1,4 @@
-"""Ways to verify a window of drafted tokens, beside the rows of `RowModel`.
+"""Ways to verify a window of drafted tokens, besides the rows of `RowModel`.
 
     paged-decode    rows in a slab: equal to decoding by the row contract; `RowModel`
     row-loop        one row after the other: equal to decoding, one forward a row
@@ -17,12 +17,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from experiments.ablations import library_window
 from spec_jax.engine import baseline, protocols, rows
 from spec_jax.model import (
-    config as config_lib,
     observe as observe_lib,
     params as params_lib,
     row_model,
@@ -31,11 +30,7 @@ from spec_jax.paging import allocator, cache
 
 
 def make(name: str, model: row_model.RowModel):
-    """The `RowTarget` of a verify path, on the model's caches.
-
-    Raises:
-      ValueError: no verify path of that name.
-    """
+    """The `RowTarget` of a verify path, on the model's caches."""
     if name not in PATHS:
         raise ValueError(f"verify path {name!r} is not one of {', '.join(PATHS)}")
     return PATHS[name](model=model)
@@ -47,29 +42,11 @@ class _OnModel:
 
     model: row_model.RowModel
 
-    @property
-    def config(self) -> config_lib.Qwen3Config:
-        """That of the model."""
-        return self.model.config
-
-    @property
-    def slab(self) -> int:
-        """The most rows of a window."""
-        return self.model.slab
-
-    def choose(
-        self, logits: Float[Array, "R V"], num_active: Int[Array, ""]
-    ) -> Int[Array, " R"]:
-        """As the model does."""
-        return self.model.choose(logits, num_active)
-
-    def truncate(self, kv: cache.PagedKV, new_len: Int[Array, ""]) -> cache.PagedKV:
-        """As the model does."""
-        return self.model.truncate(kv, new_len)
-
-    def is_out_of_pages(self, kv: cache.PagedKV) -> Bool[Array, ""]:
-        """As the model does."""
-        return self.model.is_out_of_pages(kv)
+    def __getattr__(self, name: str) -> Any:
+        """What the model has."""
+        if name.startswith("_") or name == "model":
+            raise AttributeError(name)
+        return getattr(self.model, name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +138,7 @@ class Flash(_LibraryWindow):
 class LibraryRows(_LibraryWindow):
     """Rows without the contract: the library's products, the rows' attention.
 
-    A window of one row is plain decoding as this path would do it.
+    A window of one row is autoregressive decoding as this path would do it.
     """
 
     attention = "rows"
@@ -170,23 +147,6 @@ class LibraryRows(_LibraryWindow):
     def impl(self) -> str:
         """The name that results report."""
         return "library"
-
-    @property
-    def prefills_by_rows(self) -> bool:
-        """As the model does."""
-        return self.model.prefills_by_rows
-
-    def new_cache(self, *, capacity: int, page_size: int) -> cache.PagedKV:
-        """As the model does."""
-        return self.model.new_cache(capacity=capacity, page_size=page_size)
-
-    def prefill(
-        self, params, kv, tokens, length, *, by_rows=None, slot=row_model.SLOT
-    ) -> cache.PagedKV:
-        """As the model does."""
-        return self.model.prefill(
-            params, kv, tokens, length, by_rows=by_rows, slot=slot
-        )
 
 
 PATHS = {
@@ -204,25 +164,25 @@ class OneSlot(rows.SlotRows):
 
     Attributes:
       model: allocates and prefills.
-      path: runs the rows of a window, on the caches of `model`.
     """
 
     num_slots: int = 1
-    path: baseline.RowTarget
+    path: baseline.RowTarget  # runs the rows of a window, on the caches of `model`
 
     def verify(
         self, params: params_lib.Params, kv: cache.PagedKV, window: protocols.Window
     ) -> tuple[cache.PagedKV, protocols.Verified]:
         """Runs the active columns by the path; see `protocols.Target`."""
-        num_active = window.num_active[0]
         kv, logits = self.path.forward(
             params,
             kv,
             tokens=window.tokens[0],
             start=window.start[0],
-            num_active=num_active,
+            num_active=window.num_active[0],
         )
-        return kv, in_one_slot(logits, window)
+        failed = self.path.is_out_of_pages(kv)
+        num_active = jnp.where(failed, 0, window.num_active)
+        return kv, in_one_slot(logits, window.replace(num_active=num_active))
 
     def choose(
         self, logits: Float[Array, "P V"], num_active: Int[Array, ""]

@@ -28,28 +28,20 @@ _OWN = "own_"  # begins the names of the second side's keys and values
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What is run again.
+    """What is run again."""
 
-    Attributes:
-      scenes: what each side starts from: one and the same text and window, and the
-        same keys and values before it or others (`questions.Question`).
-      history: of `scenes.HISTORIES`.
-      sides: the two ways, with resolved implementations.
-      layers: those that were looked at.
-      config: of the model, as `config.to_dict`.
-      weights_sha256: of the weights in the dtype of each side.
-      digests: `digest_of` both records.
-      provenance: where the bundle comes from (`records.provenance`), and the flags.
-    """
-
+    # What each side starts from: one and the same text and window, and the same keys
+    # and values before it or others (`questions.Question`)
     scenes: tuple[scene_lib.Scene, scene_lib.Scene]
-    history: str
+    history: str  # of `scenes.HISTORIES`
+    # The two ways, with resolved implementations
     sides: tuple[scenes.Side, scenes.Side]
     fault: faults.Fault | None
-    layers: tuple[int, ...]
-    config: Mapping[str, Any]
-    weights_sha256: tuple[str, str]
-    digests: tuple[str, str]
+    layers: tuple[int, ...]  # those that were looked at
+    config: Mapping[str, Any]  # of the model, as `config.to_dict`
+    weights_sha256: tuple[str, str]  # of the weights in the dtype of each side
+    digests: tuple[str, str]  # `digest_of` both records
+    # Where the bundle comes from (`records.provenance`), and the flags
     provenance: Mapping[str, Any]
 
 
@@ -63,11 +55,7 @@ def digest_of(record: record_lib.Record) -> str:
 
 
 def save(path: pathlib.Path, bundle: Bundle) -> None:
-    """Writes a bundle, a `.npz` file.
-
-    Raises:
-      ValueError: the file cannot be written.
-    """
+    """Writes a bundle, a `.npz` file."""
     scene, own = bundle.scenes
     parts = {"": scene} if _have_same_bits(scene, own) else {"": scene, _OWN: own}
     meta = {

@@ -38,14 +38,11 @@ WITH_MODEL = ("draft-model", "hybrid")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all cells share.
-
-    Attributes:
-      longest: positions that the longest prompt and its text need; caches are of
-        whole pages above it.
-    """
+    """What all cells share."""
 
     gen_tokens: int
+    # Positions that the longest prompt and its text need; caches are of whole pages
+    # above it
     longest: int
     stop_ids: tuple[int, ...] = ()
 
@@ -90,10 +87,6 @@ def load_models(
     Args:
       target, draft: folders.
       weights: of this cell's dtype, in the place of those of the folders.
-
-    Raises:
-      ValueError: a folder that cannot be used, or models that do not fit together.
-      NotImplementedError: an implementation that cannot run here.
     """
     lm = loading.load(
         target,
@@ -112,11 +105,7 @@ def load_models(
 
 
 def with_drafter(lm: loading.LanguageModel, cell: cells.Cell) -> loading.LanguageModel:
-    """Returns what `load_models` made, with the cell's drafter.
-
-    Raises:
-      ValueError: a drafter that does not exist, or does not fit.
-    """
+    """Returns what `load_models` made, with the cell's drafter."""
     name = "oracle" if cell.drafter in FORCED else cell.drafter
     parts = registry.Parts(
         gamma_max=lm.gamma_max,
@@ -132,11 +121,7 @@ def with_drafter(lm: loading.LanguageModel, cell: cells.Cell) -> loading.Languag
 def run_plain(
     lm: loading.LanguageModel, cell: cells.Cell, settings: Settings, prompt: list[int]
 ) -> Plain:
-    """Decodes a prompt with the cell's target.
-
-    Raises:
-      ValueError: a prompt that cannot be used.
-    """
+    """Decodes a prompt with the cell's target."""
     watched = recorder.Recorder(target=lm.target, window=cell.slab)
     kv = lm.target.new_cache(**settings.cache_sizes(cell.page_size))
     state = baseline.begin(

@@ -12,10 +12,10 @@ import pathlib
 import re
 import signal
 import sys
+import textwrap
 import threading
-import traceback
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 from experiments.lib import files
 
@@ -24,6 +24,9 @@ UNUSABLE, INTERRUPTED = 1, 130
 
 FIGURES = (".png", ".svg")
 """What figures can be written as."""
+
+PLOT = "pip install -e '.[plot]'"
+"""What installs what draws them."""
 
 PIPE_CLOSED = 141
 """What a shell reports of a program that SIGPIPE ended, as in `script.py | head -1`."""
@@ -100,6 +103,20 @@ def run(
                 line = f"error: {line}"
             print(f"{name}: {line}", file=sys.stderr)
             return status
+
+
+def script(
+    name: str,
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    work: Callable[[argparse.Namespace], int],
+    **options: Any,
+) -> Callable[..., int]:
+    """Returns the `main(argv=None)` of a script; options and result as of `run`."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return run(name, lambda: parse(argv), work, **options)
+
+    return main
 
 
 def end(main: Callable[[], int]) -> NoReturn:
@@ -201,7 +218,7 @@ def _replaced_characters() -> Iterator[None]:
 def _line_of(error: BaseException) -> str | None:
     """The line for an error that is not a fault of the program; None for others."""
     if isinstance(error, MemoryError):
-        return _one_line(error) or _no_memory(error)
+        return _one_line(error) or "no memory left; ask for less, or free some"
     if isinstance(error, OSError):
         return _of_system(error)
     if isinstance(error, ValueError | NotImplementedError | FloatingPointError):
@@ -216,18 +233,6 @@ def _line_of(error: BaseException) -> str | None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-def _no_memory(error: BaseException) -> str:
-    """What was tried when memory ran out, by the innermost function of ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    root = str(pathlib.Path(__file__).parents[2])
-    ours = [frame for frame in frames if frame.filename.startswith(root)] or frames
-    place = f"{pathlib.Path(ours[-1].filename).name}, line {ours[-1].lineno}"
-    return (
-        f"no memory left for `{ours[-1].line}` in {ours[-1].name} ({place}); ask for "
-        "less, or give the process more"
-    )
 
 
 def _of_system(error: OSError) -> str:
@@ -247,6 +252,11 @@ class Parser(argparse.ArgumentParser):
     (`argparse` takes 2, which is "tokens differ" here.) So it does where a flag of
     type `output` or `figure` names a file that another flag reads or writes.
     """
+
+    def __init__(self, description: str):
+        """Takes the docstring of a script, printed as it is written."""
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=form)
 
     def parse_args(self, args=None, namespace=None):
         parsed = super().parse_args(args, namespace)
@@ -307,9 +317,7 @@ def figure(text: str) -> pathlib.Path:
     if pathlib.Path(text).suffix not in FIGURES:
         raise argparse.ArgumentTypeError(f"{text}: not a {' or '.join(FIGURES)} file")
     if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(
-            f"{text}: needs matplotlib; pip install -e '.[plot]'"
-        )
+        raise argparse.ArgumentTypeError(f"{text}: needs matplotlib; {PLOT}")
     return output(text)
 
 
@@ -344,6 +352,14 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def whole(text: str) -> int:
+    """The type of a flag that is a number from 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 0")
+    return value
+
+
 def positive(text: str) -> int:
     """The type of a flag that counts something."""
     value = int(text)
@@ -362,6 +378,34 @@ def positives(text: str) -> tuple[int, ...]:
         ) from None
 
 
+def one_of(choices: Collection[str], *, can_import: bool = False) -> Callable:
+    """The type of a flag that is a name, or where it can be imported module:Name."""
+
+    def parse(text: str) -> str:
+        if text not in choices and not (can_import and ":" in text):
+            more = ", nor written as package.module:Name" if can_import else ""
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not one of {', '.join(choices)}{more}"
+            )
+        return text
+
+    return parse
+
+
+def names(kind: Callable[[str], Any]) -> Callable[[str], tuple]:
+    """The type of a flag that lists values: in the order given, each of them once."""
+
+    def parse(text: str) -> tuple:
+        try:
+            return tuple(dict.fromkeys(kind(part.strip()) for part in text.split(",")))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no list, such as 4,1,2 ({error})"
+            ) from None
+
+    return parse
+
+
 def pattern(text: str) -> re.Pattern:
     """The type of a flag that chooses names: a regular expression found in them."""
     try:
@@ -370,6 +414,46 @@ def pattern(text: str) -> re.Pattern:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no regular expression: {error}"
         ) from None
+
+
+KINDS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("N", "TOKENS", "ROWS"), positive),
+    **dict.fromkeys(("N,N,...", "K,K,...", "TOKENS,..."), positives),
+    **dict.fromkeys(("P", "T"), float),
+    "FILE": output,
+    "DIR": source,
+    "I": whole,
+    "PATTERN": pattern,
+    "TEXT": str,
+}
+"""Types of flags by the names of their values."""
+
+_FLAG = re.compile(r"(--[\w/-]+)(?: ([^\s=]+))?(?:=(\S+))?\s+(.*)", re.DOTALL)
+
+
+def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
+    """Adds the flags that a text lists as their help does, one after the other.
+
+    Args:
+      text: `--name/--alias VALUE=default  help`, continued on indented lines; without
+        a VALUE the flag is a switch. The help gets the default.
+      kinds: the type of each VALUE, or the choices that there are; more than `KINDS`.
+    """
+    for entry in re.split(r"\n(?=--)", textwrap.dedent(text).strip()):
+        name, value, default, words = _FLAG.fullmatch(entry).groups()
+        words = " ".join(words.split())
+        if value is None:
+            group.add_argument(*name.split("/"), action="store_true", help=words)
+            continue
+        kind = (KINDS | kinds)[value]
+        if default is not None:
+            words += f" (default: {default})"
+        if callable(kind):
+            typed = {"type": kind, "metavar": value}
+            default = None if default is None else kind(default)
+        else:
+            typed = {"choices": kind}
+        group.add_argument(*name.split("/"), default=default, help=words, **typed)
 
 
 def _bundled() -> list[pathlib.Path]:

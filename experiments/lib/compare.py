@@ -11,8 +11,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from rich import console as rich_console
 
-from experiments.lib import hf, peak_memory, runs as runs_lib, timing
+from experiments.lib import (
+    hf,
+    peak_memory,
+    runs as runs_lib,
+    tables,
+    terminal,
+    timing,
+)
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import ngram
@@ -24,17 +32,11 @@ OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A way to generate.
+    """A way to generate."""
 
-    Attributes:
-      side: `OURS` or `THEIRS`.
-      method: `hf.PLAIN`, or where drafts come from.
-      gamma: tokens drafted a round; None for plain decoding.
-    """
-
-    side: str
-    method: str
-    gamma: int | None = None
+    side: str  # `OURS` or `THEIRS`
+    method: str  # `hf.PLAIN`, or where drafts come from
+    gamma: int | None = None  # tokens drafted a round; None for autoregressive decoding
 
 
 OUR_PLAIN = Run(side=OURS, method=hf.PLAIN)
@@ -110,21 +112,16 @@ def _with_prompt_lookup(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRuns:
-    """One prompt: times, tokens and counters of every run.
+    """One prompt: times, tokens and counters of every run."""
 
-    Attributes:
-      prompt: has `length`, `id` and `tokens`.
-      generated: of the last repeat.
-    """
-
-    prompt: Any
+    prompt: Any  # has `length`, `id` and `tokens`
     timings: timing.Timings
-    generated: Mapping[Run, hf.Generated]
+    generated: Mapping[Run, hf.Generated]  # of the last repeat
 
     def first_difference(self, run: Run) -> int | None:
         """Where the tokens of `run` first differ from Hugging Face's greedy ones.
 
-        Without Hugging Face, from those of our own plain decoding.
+        Without Hugging Face, from those of our own autoregressive decoding.
         """
         plain = THEIR_PLAIN if THEIR_PLAIN in self.generated else OUR_PLAIN
         theirs = self.generated[plain].tokens
@@ -211,8 +208,7 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
 
     `tok_s` is tokens over seconds of all prompts of a repeat: the median over the
     repeats, with percentiles. `vs_hf` is how many times faster than Hugging Face's
-    plain decoding in the same turn, per token; `vs_plain` than plain decoding of the
-    same side.
+    greedy decoding in the same turn, per token; `vs_plain` than that of the same side.
     """
     made = []
     for length in dict.fromkeys(prompt.prompt.length for prompt in prompts):
@@ -223,9 +219,9 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
 
 def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
     own = speeds(prompts, run)
-    beside = {"vs_plain": Run(side=run.side, method=hf.PLAIN), "vs_hf": THEIR_PLAIN}
+    bases = {"vs_plain": Run(side=run.side, method=hf.PLAIN), "vs_hf": THEIR_PLAIN}
     ratios = {}
-    for name, plain in beside.items():
+    for name, plain in bases.items():
         ratios |= dict.fromkeys((name, f"{name}_p10", f"{name}_p90"))
         if plain in prompts[0].generated:
             found = timing.ratios(own, speeds(prompts, plain))
@@ -271,7 +267,7 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 def greedy_row(
     sides: Sides, prompt: Any, ours: list[int], theirs: list[int]
 ) -> dict[str, Any]:
-    """Our plain tokens beside Hugging Face's greedy ones, and how near a difference is.
+    """Our greedy tokens and Hugging Face's, and how near a difference is.
 
     A margin is the logit of a side's own token less that of the other side's, in that
     side's logits after the text that both generated: near zero where it was a tie.
@@ -323,3 +319,76 @@ def next_logits(
         num_active=jnp.int32(1),
     )
     return np.asarray(logits[0], np.float32)
+
+
+COLUMNS = {
+    "run": lambda row: f"{row['side']} {row['method']}",
+    "K": ("gamma", "d"),
+    "tok/s": ("tok_s", ",.1f"),
+    "p10": ("tok_s_p10", ",.1f"),
+    "p90": ("tok_s_p90", ",.1f"),
+    "vs plain": ("vs_plain", ".2f"),
+    "vs HF": ("vs_hf", ".2f"),
+    "accepted": ("acceptance_rate", ".3f"),
+    "same": ("identical", "d"),
+}
+GREEDY = {
+    "length": "",
+    "prompt": ("id", ""),
+    "first at": ("first_difference", "d"),
+    "our token": ("our_token", "d"),
+    "theirs": ("their_token", "d"),
+    "our margin": ("our_margin", ".2e"),
+    "their margin": ("their_margin", ".2e"),
+}
+MEMORY = {
+    "side": "",
+    "stage": "",
+    "host_mib": lambda row: _mib(row["host_bytes"]),
+    "device_mib": lambda row: _mib(row["device_bytes"]),
+}
+"""Of the tables, for `tables.print_rows`."""
+
+
+def _mib(num_bytes: int | None) -> str:
+    return terminal.format_value(num_bytes and num_bytes / 2**20, ",.0f")
+
+
+def print_all(
+    console: rich_console.Console,
+    compared: Sequence[tables.Row],
+    greedy: Sequence[tables.Row],
+    memory: Sequence[tables.Row],
+    summary: tables.Row,
+) -> None:
+    """Prints everything: how fast, the same, how large."""
+    for length in dict.fromkeys(row["length"] for row in compared):
+        of_length = [row for row in compared if row["length"] == length]
+        tokens = " and ".join(map(str, sorted(set(of_length[0]["prompt_tokens"]))))
+        heading = f"{length}: {of_length[0]['prompts']} x {tokens} tokens"
+        console.print(heading, style="bold", highlight=False)
+        tables.print_rows(of_length, COLUMNS, console)
+        console.print()
+    different = [row for row in greedy if row["first_difference"] is not None]
+    if different:
+        console.print(
+            f"Other tokens than Hugging Face's in {summary['compared_dtype']}:",
+            style="bold red",
+        )
+        tables.print_rows(different, GREEDY, console)
+    if memory:
+        tables.print_rows(memory, MEMORY, console)
+    console.print(
+        "tok/s: prefill included, median and percentiles over the turns; vs plain, HF: "
+        "times autoregressive decoding of that side, and Hugging Face's; accepted: of "
+        "the proposed; same: prompts of which every token is that of Hugging Face's "
+        "greedy decoding in this dtype.\n"
+        f"{summary['compared_dtype']}: {summary['greedy_identical']} of "
+        f"{summary['prompts']} prompts as Hugging Face's greedy decoding; drafted as "
+        f"without drafts: {str(summary['matched']).lower()}; drafted and accepted as "
+        f"many tokens as Hugging Face in {summary['same_drafts']} of "
+        f"{summary['drafted_runs']} drafted runs; loading {summary['load_s']:.0f} s, "
+        f"compiling and warming up {summary['warm_up_s']:.0f} s, all "
+        f"{summary['total_s']:.0f} s.",
+        highlight=False,
+    )

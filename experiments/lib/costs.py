@@ -1,8 +1,8 @@
 """What the parts of a round cost: a plain step, windows, proposals of any drafter.
 
-Proposals are timed along a text that plain decoding wrote, one token further each, as
-if the target had kept none: what a drafter looks up depends on what stands there. The
-other parts are timed at lengths of the same text. Every thunk runs many steps in one
+Proposals are timed along a text that decoding wrote, one token further each, as if the
+target had kept none: what a drafter looks up depends on what stands there. The other
+parts are timed at lengths of the same text. Every thunk runs many steps in one
 compiled call, and returns the seconds of one.
 """
 
@@ -17,14 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from experiments.lib import runs, timing
+from experiments.lib import runs, steps as steps_lib, timing
 from spec_jax import loading
-from spec_jax.engine import (
-    baseline,
-    protocols,
-    round as round_lib,
-    rows as rows_lib,
-)
+from spec_jax.engine import baseline, protocols, round as round_lib
 from spec_jax.gamma import theory
 
 
@@ -35,21 +30,16 @@ STRIDE = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundCosts:
-    """Seconds of the parts of a round, of one drafter.
+    """Seconds of the parts of a round, of one drafter."""
 
-    Attributes:
-      plain_s: a step of plain decoding.
-      verify_s: the target's forward over `1 .. gamma_max + 1` active rows.
-      idle_s: a round that asks for no draft.
-      propose_s: a proposal of 0, of 1 and of `gamma_max` tokens.
-      catch_up_s: by which a token that the drafter sat out delays its next proposal,
-        as `gamma.simulation` takes it; None where it was not timed.
-    """
-
-    plain_s: float
+    plain_s: float  # a step of autoregressive decoding
+    # The target's forward over `1 .. gamma_max + 1` active rows.
     verify_s: tuple[float, ...]
-    idle_s: float
+    idle_s: float  # a round that asks for no draft
+    # A proposal of 0, of 1 and of `gamma_max` tokens
     propose_s: tuple[float, float, float]
+    # By which a token that the drafter sat out delays its next proposal, as
+    # `gamma.simulation` takes it; None where it was not timed
     catch_up_s: float | None = None
 
     @property
@@ -135,7 +125,7 @@ def thunks(
     middle = text[: len(prompt) + steps // 2]
     kv = _begin(first, settings, middle).cache
     for num_active in range(1, first.gamma_max + 2):
-        made[_window(num_active)] = _windows(first, kv, middle, num_active, steps)
+        made[_window(num_active)] = _windows(first, kv, num_active, steps)
     for name, lm in lms.items():
         walk = _Walk(lm, settings, text, num_prompt=len(prompt))
         made |= walk.thunks(name, catch_up=catch_up)
@@ -162,44 +152,20 @@ def _plain_steps(lm, settings, prompt, steps) -> timing.Thunk:
     )
 
 
-def _windows(lm, kv, text, num_active, steps) -> timing.Thunk:
+def _windows(lm, kv, num_active, steps) -> timing.Thunk:
     """Times the target's forward over a window after a text, and what undoes it."""
     run = functools.partial(
-        _repeat_window,
-        rows_lib.SlotRows(model=lm.target, num_slots=1),
+        steps_lib.repeat_forward,
+        lm.target,
         lm.params,
-        start=jnp.int32(len(text) - 1),
         num_active=jnp.int32(num_active),
-        steps=jnp.int32(steps),
-        width=lm.gamma_max + 1,
+        steps=steps,
     )
-    return _stopwatch(run, kv, calls=steps)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("target", "width"), donate_argnames=("cache",)
-)
-def _repeat_window(target, params, cache, *, start, num_active, steps, width):
-    """Verifies a window `steps` times at one place, and forgets it each time."""
-
-    def step(_, carry):
-        cache, tokens = carry
-        window = protocols.Window(
-            tokens=tokens, start=start[None], num_active=num_active[None]
-        )
-        cache, verified = target.verify(params, cache, window)
-        chosen = target.choose(verified.logits, verified.num_active)
-        cache = target.truncate(cache, start[None], asked=jnp.ones((1,), bool))
-        # Tokens of the step before it, as in decoding: with fixed ones XLA could move
-        # the first layer out of the loop.
-        return cache, verified.by_column(chosen, fill=0)
-
-    tokens = jnp.arange(width, dtype=jnp.int32)[None]
-    return jax.lax.fori_loop(0, steps, step, (cache, tokens))
+    return _stopwatch(lambda kv: run(kv=kv), kv, calls=steps)
 
 
 def costs_of(name: str, timings: timing.Timings, *, gamma_max: int) -> RoundCosts:
-    """The costs of the drafter `name`: medians over the turns, beside a plain step.
+    """The costs of the drafter `name`: medians of ratios to a plain step.
 
     A part is compared with the plain step of its own turn, so that what slowed both
     down is in neither. A taller window that seems to take less is noise, and takes
@@ -268,7 +234,7 @@ class _Walk:
     """A drafter, and a text along which it proposes.
 
     Args:
-      text: the prompt, and what plain decoding wrote behind it.
+      text: the prompt, and what autoregressive decoding wrote behind it.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ _SETTINGS = (
     *("page_size", "prefill", "acceptance", "verify_path", "cache", "draft_cache"),
     *("temperature", "rule", "gamma_policy", "confidence", "batch", "repeats"),
 )
-"""What sets one speculative run apart from another, beside gamma."""
+"""What sets one speculative run apart from another, besides gamma."""
 
 _LABELS = {
     "gen_tokens": "{} tokens",
@@ -38,15 +38,10 @@ _LABELS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Rows that share their settings.
+    """Rows that share their settings."""
 
-    Attributes:
-      label: the settings in which it differs from the other curves.
-      rows: in the order in which they are drawn.
-    """
-
-    label: str
-    rows: tuple[Row, ...]
+    label: str  # the settings in which it differs from the other curves
+    rows: tuple[Row, ...]  # in the order in which they are drawn
 
 
 def is_round_summary(row: Row) -> bool:
@@ -201,7 +196,7 @@ def cells_by_gamma(rows: Sequence[Row]) -> list[Curve]:
 
     Raises:
       ValueError: a cell that is there twice, more curves than can be told apart, or
-        no gamma beside another.
+        no two gammas.
     """
     _check_once(rows)
     totals = _shortened(cells.totals(rows))
@@ -215,11 +210,7 @@ def cells_by_gamma(rows: Sequence[Row]) -> list[Curve]:
 
 
 def cells_by_category(rows: Sequence[Row]) -> tuple[list[str], list[Curve]]:
-    """The names of the categories, and curves over them at the largest gamma.
-
-    Raises:
-      ValueError: as `cells_by_gamma`, but for the last.
-    """
+    """The names of the categories, and curves over them at the largest gamma."""
     _check_once(rows)
     largest = max(row["gamma"] for row in rows)
     chosen = _shortened([row for row in rows if row["gamma"] == largest])

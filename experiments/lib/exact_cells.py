@@ -1,6 +1,6 @@
 """Cells of the exactness suite: one way of running rounds, and lists of such ways.
 
-A cell says everything that may decide a bit, beside weights and prompts. What its names
+A cell says everything that may decide a bit, but weights and prompts. What its names
 stand for is here too, in stated numbers: none is measured, so that a run decides the
 same anywhere.
 """
@@ -35,36 +35,24 @@ DRAFT_CACHES = ("persistent", "round")
 class Cell:
     """One way of running rounds.
 
-    Attributes:
-      dtype: of both models.
-      impl: a resolved implementation.
-      slab: rows of every call of the target.
-      prefill: of `PREFILLS`.
-      verify_path: of `paths.VERIFY`.
-      draft_cache: of `DRAFT_CACHES`: whether the draft's K/V outlives its round.
-      drafter: a name of `cell_runs.drafter_names`, or package.module:Name.
-      gamma: tokens drafted a round, or the most where a policy chooses; data to an
-        executable, and so the cheapest axis.
-      sampling: of `SAMPLINGS`.
-      gamma_policy: of `policies.POLICIES`.
-      batch: slots that share a forward: prompts at once, each compared with decoding
-        alone.
-
     Certificates of before an axis was there lack it: it has a default.
     """
 
-    dtype: str
-    impl: str
-    slab: int
+    dtype: str  # of both models
+    impl: str  # a resolved implementation
+    slab: int  # rows of every call of the target
     page_size: int
     cache: str
-    prefill: str
-    verify_path: str
-    draft_cache: str
-    drafter: str
+    prefill: str  # of `PREFILLS`
+    verify_path: str  # of `paths.VERIFY`
+    draft_cache: str  # of `DRAFT_CACHES`: whether the draft's K/V outlives its round
+    drafter: str  # a name of `cell_runs.drafter_names`, or package.module:Name
+    # Tokens drafted a round, or the most where a policy chooses; data to an executable,
+    # and so the cheapest axis
     gamma: int
-    sampling: str = "greedy"
-    gamma_policy: str = "fixed"
+    sampling: str = "greedy"  # of `SAMPLINGS`
+    gamma_policy: str = "fixed"  # of `policies.POLICIES`
+    # Slots that share a forward: prompts at once, each compared with decoding alone
     batch: int = 1
 
     @property
@@ -130,11 +118,7 @@ def product(axes: Mapping[str, Sequence]) -> list[Cell]:
 
 
 def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """Returns each cell once; those that share weights, or decoding, stand together.
-
-    Raises:
-      ValueError: a window that does not fit its slab, or a batch of what runs alone.
-    """
+    """Returns each cell once; those that share weights, or decoding, stand together."""
     together: dict[str, dict[tuple, dict[Cell, None]]] = {}
     for choice in choices:
         if choice["gamma"] + 1 > choice["slab"]:

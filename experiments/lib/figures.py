@@ -35,9 +35,6 @@ def save(figure: Figure, path: pathlib.Path, *, rows: Sequence[Row]) -> None:
 
     Args:
       rows: those that the figure was drawn from.
-
-    Raises:
-      ValueError: a path that cannot be written, or an unknown suffix.
     """
     metadata = None
     if path.suffix == ".svg":
@@ -152,7 +149,7 @@ def accepted_lengths(summaries: Sequence[Row]) -> Figure:
 
 
 def step_cost(steps: Sequence[Row]) -> Figure:
-    """What a step costs with several active rows, in time and beside one row."""
+    """What a step costs with several active rows, in time and relative to one row."""
     found = curves.by_active_rows(steps)
     with parts.style():
         figure, (left, right) = parts.new(3.9, 1, 2)
@@ -163,7 +160,7 @@ def step_cost(steps: Sequence[Row]) -> Figure:
                 looks = parts.looks(place)
                 axes.errorbar(live, middle, errors, label=curve.label, **looks)
         left.set_ylabel("time of a step (ms)")
-        right.set_ylabel("beside one active row (times)")
+        right.set_ylabel("relative to one active row (times)")
         parts.legend_above(figure, left, "median, bars: 10th to 90th percentile")
         for axes in (left, right):
             axes.set_xlabel("active rows of the slab")
@@ -173,7 +170,7 @@ def step_cost(steps: Sequence[Row]) -> Figure:
 
 
 def hugging_face(rows: Sequence[Row]) -> Figure:
-    """Tokens a second over gamma, ours and Hugging Face's; plain decoding as a line."""
+    """Tokens a second over gamma, ours and Hugging Face's; without drafts as a line."""
     panels = curves.comparison(rows)
     with parts.style():
         figure, every = parts.new(4.2, 1, len(panels), sharey=True)
@@ -200,7 +197,7 @@ def hugging_face(rows: Sequence[Row]) -> Figure:
 def _draw_speed(
     axes: matplotlib.axes.Axes, curve: curves.Curve, looks: Mapping[str, Any]
 ) -> None:
-    """A curve with its spread; of plain decoding, a level with its own."""
+    """A curve with its spread; of autoregressive decoding, a level with its own."""
     middle, errors = parts.errors(curve.rows, "tok_s")
     if curve.rows[0]["gamma"] is not None:
         gammas = [row["gamma"] for row in curve.rows]
@@ -271,7 +268,7 @@ def improvement(rows: Sequence[Row]) -> Figure:
 
 
 def _level_one(axes: matplotlib.axes.Axes) -> None:
-    """Where speculation is as fast as plain decoding."""
+    """Where speculation is as fast as autoregressive decoding."""
     axes.axhline(1, color="#444444", linewidth=1, linestyle=":")
 
 

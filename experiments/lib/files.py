@@ -1,19 +1,25 @@
 """Files that scripts read and write; what cannot be used is refused in one line."""
 
+import dataclasses
 import errno
 import fcntl
 import io
+import json
 import os
 import pathlib
 import stat
 import sys
 import tempfile
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
+
+T = TypeVar("T")
 
 MAX_BYTES = 2**28
 """Of a file of prompts, rows or traces: 256 MiB."""
-
-_LOCKS = pathlib.Path("/proc/locks")
 
 
 def read(path: pathlib.Path, *, max_bytes: int = MAX_BYTES) -> bytes:
@@ -55,14 +61,76 @@ def read(path: pathlib.Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     return data
 
 
+def read_rows(path: pathlib.Path, *, hint: str = "") -> dict[int, dict[str, Any]]:
+    """Reads JSON objects, by the number of their line; blank lines are skipped.
+
+    A file that ends in `.json` holds one object over many lines.
+
+    Args:
+      hint: ends the message where there are none.
+
+    Raises:
+      ValueError: no file, or no JSON objects in it; with the line.
+    """
+    try:
+        text = read(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: cannot be read ({reason}){hint}") from None
+    rows = {}
+    lines = [text] if path.suffix == ".json" else text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows[number] = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: no JSON ({error}){hint}"
+            ) from None
+        if not isinstance(rows[number], dict):
+            kind = type(rows[number]).__name__
+            raise ValueError(f"{path}, line {number}: not a JSON object but a {kind}")
+    return rows
+
+
+def checked(row: Mapping[str, Any], kind: type[T], where: str) -> T:
+    """Makes a dataclass of a JSON row, whose other keys are left alone.
+
+    Args:
+      kind: its fields are of JSON's types, of None, or lists and tuples of integers.
+
+    Raises:
+      ValueError: a field that is missing, or of another type; `where` says whose.
+    """
+    values = {}
+    for field in dataclasses.fields(kind):
+        name, wanted = field.name, field.type
+        if name not in row:
+            raise ValueError(f"{where}: lacks {name!r}; write it again")
+        value = row[name]
+        if not _is_a(value, wanted):
+            named = getattr(wanted, "__name__", wanted)
+            shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:12]}..."
+            raise ValueError(f"{where}: {name}={shown} is no {named}; write it again")
+        values[name] = tuple(value) if typing.get_origin(wanted) is tuple else value
+    return kind(**values)
+
+
+def _is_a(value: Any, wanted: Any) -> bool:
+    """Whether a JSON value is of a field's type; a bool is no number."""
+    if typing.get_origin(wanted) in (list, tuple):
+        return isinstance(value, list) and all(type(entry) is int for entry in value)
+    if isinstance(wanted, types.UnionType):
+        return any(_is_a(value, one) for one in wanted.__args__)
+    return type(value) is wanted or (wanted is float and type(value) is int)
+
+
 def open_output(path: pathlib.Path) -> io.FileIO:
     """Opens for appending, without a buffer that could hold half a line.
 
     A regular file is locked until it is closed: a second process that writes to it is
     refused.
-
-    Raises:
-      ValueError: a path that cannot be written, or that another process writes to.
     """
     _check_name(path, "written")
     try:
@@ -102,11 +170,7 @@ def check_output(path: pathlib.Path) -> None:
 
 
 def check_folder(path: pathlib.Path) -> None:
-    """Makes the folder where it is not there, and finds whether it can be written to.
-
-    Raises:
-      ValueError: it cannot be made, or written to.
-    """
+    """Makes the folder if it is missing; raises `ValueError` if it is not writable."""
     _check_name(path, "written")
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -140,7 +204,7 @@ def _lock(file: io.FileIO, path: pathlib.Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
-            f"{path}: {_holder(status)} is writing to it; wait until that ends, or "
+            f"{path}: another process is writing to it; wait until that ends, or "
             "name another file"
         ) from None
     except OSError as error:
@@ -151,30 +215,3 @@ def _lock(file: io.FileIO, path: pathlib.Path) -> None:
             "process may write to it",
             file=sys.stderr,
         )
-
-
-def _holder(status: os.stat_result) -> str:
-    """The process that has locked the file of this status, as far as Linux says."""
-    try:
-        lines = _LOCKS.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        # "1: FLOCK  ADVISORY  WRITE 4711 08:01:1234 0 EOF"
-        words = line.split()
-        if len(words) < 6 or words[1] != "FLOCK" or not words[4].isdecimal():
-            continue
-        if words[5].rpartition(":")[2] == str(status.st_ino):
-            return f"process {words[4]}{_command(words[4])}"
-    return "another process"
-
-
-def _command(pid: str) -> str:
-    """The command line of a process, in brackets; empty where it is not known."""
-    try:
-        line = pathlib.Path("/proc", pid, "cmdline").read_bytes()
-    except OSError:
-        return ""
-    words = line.decode(errors="replace").split("\0")
-    shown = " ".join(words).strip()
-    return f" ({shown if len(shown) <= 80 else shown[:77] + '...'})" if shown else ""

@@ -23,7 +23,7 @@ class ForcedParams(pytree.Node):
     """What the forced drafter takes from a request, as its `draft_params`."""
 
     draft: Any  # parameters of the real drafter
-    trace: jax.Array  # [size] int32, the text that plain decoding writes
+    trace: jax.Array  # [size] int32, the text that autoregressive decoding writes
     kept: jax.Array  # [size] bool, where a draft is to be right
 
 

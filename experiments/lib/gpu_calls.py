@@ -18,7 +18,7 @@ SECTIONS = {
 DEVICE = "gpu"
 
 ON_EITHER_DEVICE = ("kernels", "latency", "compare_hf")
-"""Scripts that take `--device` and `--allow-dirty`."""
+"""Scripts that take `--device`."""
 
 ANEW = "anew"
 """A mark of a call that takes nothing that another one compiled."""
@@ -94,23 +94,15 @@ _QUICK = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """A script with its flags.
-
-    Attributes:
-      name: unique.
-      arguments: `{out}` in them is the folder of the report.
-      seconds: its share of the time, beside those of the calls after it.
-      xla_flags: besides those that are set.
-      marks: `ANEW` and `HALF`.
-    """
+    """A script with its flags."""
 
     section: str
-    name: str
+    name: str  # unique
     script: str
-    arguments: tuple[str, ...]
-    seconds: float
-    xla_flags: str = ""
-    marks: tuple[str, ...] = ()
+    arguments: tuple[str, ...]  # `{out}` in them is the folder of the report
+    seconds: float  # its share of the time, relative to those of the calls after it
+    xla_flags: str = ""  # besides those that are set
+    marks: tuple[str, ...] = ()  # `ANEW` and `HALF`
 
     @property
     def file(self) -> str:

@@ -35,30 +35,20 @@ _DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Models of Hugging Face, ready to generate.
+    """Models of Hugging Face, ready to generate."""
 
-    Attributes:
-      target: a causal language model.
-      draft: the assistant, where there is one.
-      description: versions and threads, for the rows of the results.
-    """
-
-    target: Any
-    draft: Any
-    description: dict[str, Any]
+    target: Any  # a causal language model
+    draft: Any  # the assistant, where there is one
+    description: dict[str, Any]  # versions and threads, for the rows of the results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
-    """What one generation produced, on either side.
+    """What one generation produced, on either side."""
 
-    Attributes:
-      tokens: generated, without the prompt; the stop token, if any, is the last.
-      counters: of the drafts; None for plain decoding.
-    """
-
+    # Generated, without the prompt; the stop token, if any, is the last
     tokens: list[int]
-    counters: metrics.Counters | None
+    counters: metrics.Counters | None  # of the drafts; None for autoregressive decoding
 
 
 def missing() -> list[str]:
@@ -85,9 +75,6 @@ def load(
 
     Args:
       backend: JAX's, "cpu" or "gpu": torch takes the same.
-
-    Raises:
-      ValueError: a folder that transformers does not take, or no such device.
     """
     wait_policy = _import()
     _check_device(backend)
@@ -121,9 +108,6 @@ def from_arrays(
     Args:
       target, draft: a config as `config.json` has it, with its dtype, and
         `spec_jax.model.params.Params`.
-
-    Raises:
-      ValueError: torch has no such device.
     """
     wait_policy = _import()
     _check_device(backend)
@@ -170,11 +154,7 @@ def _check_device(backend: str) -> None:
 
 
 def _baseline(target: Any, draft: Any, wait_policy: str | None) -> Baseline:
-    """The models, decoding greedily and drafting as much as they are told.
-
-    Raises:
-      ValueError: drafts of this transformers cannot be counted.
-    """
+    """The models, decoding greedily and drafting as much as they are told."""
     import torch
     import transformers
 

@@ -28,19 +28,15 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A kernel with its rows.
-
-    Attributes:
-      run: `(inputs, pages) -> rows, pages`, compiled; inputs as in `kernels`.
-      written: `(inputs, pages) -> ` what the rows wrote, pytree of `[R, ...]`.
-      others: what must not matter, by name: `(run, pages, written)` of each.
-    """
+    """A kernel with its rows."""
 
     name: str
-    run: Any
+    run: Any  # `(inputs, pages) -> rows, pages`, compiled; inputs as in `kernels`
     inputs: dict[str, Any]
     pages: Any
+    # `(inputs, pages) -> ` what the rows wrote, pytree of `[R, ...]`
     written: Any = lambda inputs, pages: ()
+    # What must not matter, by name: `(run, pages, written)` of each
     others: tuple[tuple[str, Any, Any, Any], ...] = ()
 
 

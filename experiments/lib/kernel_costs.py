@@ -1,4 +1,4 @@
-"""Kernel costs: variants of a kernel by number of rows, beside plain memory traffic.
+"""Kernel costs: variants of a kernel by number of rows, and plain memory traffic.
 
 Knows clocks, bytes and ratios; what is called stands in `kernels`.
 """
@@ -16,8 +16,8 @@ from experiments.lib import kernel_plans, kernels, lowering, records, timing
 
 LEGEND = (
     "GB/s: bytes that a call must read, by its time; median, quartiles. read: share of "
-    "the plain read's. time: beside the fewest rows. xla: XLA's product alone, of at "
-    "least two rows; for attention XLA's form of the whole operation."
+    "the plain read's. time: over that of the fewest rows. xla: XLA's product alone, "
+    "of at least two rows; for attention XLA's form of the whole operation."
 )
 
 
@@ -140,7 +140,7 @@ def measure(
     repeats: int,
     after_turn: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Times the variants beside a plain read, all of them in turns; returns rows."""
+    """Times the variants and a plain read, all of them in turns; returns rows."""
     bench, total = Bench(subject), subject.copies * subject.num_bytes
     if jax.default_backend() == "gpu":
         loops = {READ: timing.device_read(total), COPY: timing.device_copy(total)}
@@ -172,8 +172,8 @@ def rows(
 ) -> list[dict[str, Any]]:
     """A JSON row of each variant; every ratio is a median over the turns.
 
-    `read_share` is the bandwidth beside the plain read's and `copy_share` beside the
-    copy's, `time_ratio` the time beside that of the fewest rows.
+    `read_share` is the bandwidth relative to the plain read's and `copy_share` to the
+    copy's, `time_ratio` the time relative to that of the fewest rows.
     """
     made = []
     for variant, seconds in timings.seconds.items():
@@ -210,7 +210,7 @@ def rows(
 
 
 def _time_ratio(variant: Variant, timings: timing.Timings) -> dict[str, Any]:
-    """The time beside that of the same implementation's fewest rows and own plan."""
+    """The time over that of the same implementation's fewest rows and own plan."""
     if variant in (READ, COPY):
         names = ("time_ratio", "time_ratio_q1", "time_ratio_q3", "ratio_to_rows")
         return dict.fromkeys(names)

@@ -43,7 +43,7 @@ _MOSAIC = ((64, 128, 1, 6), (64, 128, 2, 8), (128, 128, 1, 5), (64, 64, 4, 8))
 def of_product(
     impl: str, num_columns: int, num_terms: int, *, parts: int, most: int
 ) -> Sequence[Any]:
-    """None, and plans of weights `[N, K]` beside the kernel's own: `most` in all."""
+    """None, and plans of weights `[N, K]` besides the kernel's own: `most` in all."""
     if impl not in dispatch.PALLAS:
         return (None,)
     if impl == "mosaic":

@@ -60,24 +60,16 @@ BY_ROW = ("x", "residual", "slots", "positions", "cos", "sin")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A kernel at one shape. Hashable: `repeat` is compiled for it.
+    """A kernel at one shape. Hashable: `repeat` is compiled for it."""
 
-    Attributes:
-      name: unique; as the tables show it.
-      kernel: which one: "project", "gate", "attend", "norm" or "argmax".
-      shape: of a call's weights `[N, K]`, keys `[T, K, H]` or rows.
-      dtype: of what is read.
-      copies: sets of `num_bytes` that the calls take in turn.
-      context: positions that the last row attends to, where that matters.
-      only: implementations that have this kernel; empty for all of them.
-    """
-
-    name: str
-    kernel: str
-    shape: tuple[int, ...]
-    dtype: str
-    copies: int = 1
+    name: str  # unique; as the tables show it
+    kernel: str  # which one: "project", "gate", "attend", "norm" or "argmax"
+    shape: tuple[int, ...]  # of a call's weights `[N, K]`, keys `[T, K, H]` or rows
+    dtype: str  # of what is read
+    copies: int = 1  # sets of `num_bytes` that the calls take in turn
+    # Positions that the last row attends to, where that matters
     context: int | None = None
+    # Implementations that have this kernel; empty for all of them
     only: tuple[str, ...] = ()
 
     @property
@@ -90,7 +82,7 @@ class Subject:
         return self
 
     def plans(self, impl: str, most: int) -> Sequence[Any]:
-        """Plans of the kernel to try beside its own, which is None and the first."""
+        """Plans of the kernel to try besides its own, which is None and the first."""
         return (None,)
 
     def allocate(self) -> tuple[Any, Any]:
@@ -208,15 +200,11 @@ class Attention(Subject):
     need not be arrays of their own. XLA has one slot: it converts all of the pool in
     every call, and would be charged for pages that are not its row's. On a GPU the
     list of jobs is made outside: a step makes it once for all its layers.
-
-    Attributes:
-      spread: how many times more pages there are than the slots own.
-      seed: of the order of the pages.
     """
 
     config: config_lib.Qwen3Config
-    spread: int = 1
-    seed: int = 0
+    spread: int = 1  # how many times more pages there are than the slots own
+    seed: int = 0  # of the order of the pages
 
     @property
     def num_bytes(self) -> int:

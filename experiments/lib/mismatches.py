@@ -8,7 +8,6 @@ line a mismatch, which `experiments/parity.py` takes up by `read`.
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import pathlib
 from collections.abc import Mapping
@@ -38,41 +37,30 @@ ACCEPTANCES = ("verify", "decode")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """Tokens before a window, and the window.
+    """Tokens before a window, and the window."""
 
-    Attributes:
-      prompt_len: of the text's first tokens, that are prefilled; the others were
-        decoded. The last one of the prompt is never prefilled.
-      prefix: the tokens of positions `[0, start)`.
-      window: the pending token, then the drafted ones.
-    """
-
+    # Of the text's first tokens, that are prefilled; the others were decoded. The last
+    # one of the prompt is never prefilled.
     prompt_len: int
-    prefix: tuple[int, ...]
-    window: tuple[int, ...]
+    prefix: tuple[int, ...]  # the tokens of positions `[0, start)`
+    window: tuple[int, ...]  # the pending token, then the drafted ones
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """A line of `find`, or of `exactness.py`: the text, and how it was run.
+    """A line of `find`, or of `exactness.py`: the text, and how it was run."""
 
-    Attributes:
-      starts: positions of the pending tokens of all windows up to this one.
-      window_rows: the height of the array that each of them came in.
-      position: of the row that differs.
-      verify_argmax, decode_argmax: what verification and decoding chose there.
-      acceptance: of `ACCEPTANCES`.
-      prefill: of `exact_cells.PREFILLS`.
-    """
-
-    text: Text
-    starts: tuple[int, ...]
-    window_rows: int
-    position: int
-    verify_argmax: int
-    decode_argmax: int
-    acceptance: str
-    prefill: str
+    prompt_ids: tuple[int, ...]
+    tokens: tuple[int, ...]  # generated before the window
+    start: int  # position of the window's first token
+    starts: tuple[int, ...]  # of all windows up to this one
+    window: tuple[int, ...]  # the pending token, then the drafted ones
+    window_rows: int  # the height of the array that each window came in
+    position: int  # of the row that differs
+    verify_argmax: int  # what verification chose there
+    decode_argmax: int  # what decoding chose there
+    acceptance: str  # of `ACCEPTANCES`
+    prefill: str  # of `exact_cells.PREFILLS`
     verify_path: str
     impl: str
     dtype: str
@@ -80,22 +68,14 @@ class Mismatch:
     page_size: int
     weights_sha256: str
 
-
-#
-# Reading
-#
-
-_NEW_KEYS = {"start": int, "starts": list, "window_rows": int}
-_NEW_KEYS |= {"acceptance": str, "prefill": str}
-"""What earlier versions did not write."""
-
-_KEYS = (
-    dict.fromkeys(("prompt_ids", "tokens", "window"), list)
-    | dict.fromkeys(("position", "verify_argmax", "decode_argmax"), int)
-    | dict.fromkeys(("slab", "page_size"), int)
-    | dict.fromkeys(("verify_path", "impl", "dtype", "weights_sha256"), str)
-)
-"""What a line must have, and of which type; `_NEW_KEYS` too."""
+    @property
+    def text(self) -> Text:
+        """The tokens before the window, and the window."""
+        return Text(
+            prompt_len=len(self.prompt_ids),
+            prefix=(*self.prompt_ids, *self.tokens)[: self.start],
+            window=self.window,
+        )
 
 
 def read(spec: str) -> Mismatch:
@@ -105,27 +85,28 @@ def read(spec: str) -> Mismatch:
       ValueError: no such file or line, or a line that is no mismatch.
     """
     path, number = _split_line(spec)
-    try:
-        lines = files.read(path).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot be read ({reason})") from None
-    if not 1 <= number <= len(lines):
+    rows = files.read_rows(path)
+    if number not in rows:
         raise ValueError(
-            f"{path}: there is no line {number}, the file has {len(lines)}"
+            f"{path}: there is no row on line {number}, the last is on line "
+            f"{max(rows, default=0)}"
         )
-    where = f"{path}, line {number}"
-    try:
-        row = json.loads(lines[number - 1])
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(row, dict) or row.get("kind") != "mismatch":
-        kind = row.get("kind") if isinstance(row, dict) else type(row).__name__
+    row, where = rows[number], f"{path}, line {number}"
+    if row.get("kind") != "mismatch":
         raise ValueError(
-            f"{where}: a line of kind {kind!r}, not 'mismatch'; spec_round.py writes "
-            "them with --dump-verify-mismatches, and exactness.py with --out"
+            f"{where}: a line of kind {row.get('kind')!r}, not 'mismatch'; "
+            "spec_round.py writes them with --dump-verify-mismatches, and exactness.py "
+            "with --out"
         )
-    return _mismatch_of(row, where)
+    made = files.checked(row, Mismatch, where)
+    choices = {"acceptance": ACCEPTANCES, "prefill": exact_cells.PREFILLS}
+    for key, allowed in choices.items():
+        if row[key] not in allowed:
+            raise ValueError(
+                f"{where}: {key}={row[key]!r} is not one of {', '.join(allowed)}"
+            )
+    _check_windows(row, where)
+    return made
 
 
 def _split_line(spec: str) -> tuple[pathlib.Path, int]:
@@ -134,46 +115,6 @@ def _split_line(spec: str) -> tuple[pathlib.Path, int]:
     if is_line and not pathlib.Path(spec).is_file():
         return pathlib.Path(path), int(number)
     return pathlib.Path(spec), 1
-
-
-def _mismatch_of(row: Mapping[str, Any], where: str) -> Mismatch:
-    _check_types(row, _KEYS, where)
-    missing = [key for key in _NEW_KEYS if key not in row]
-    if missing:
-        raise ValueError(
-            f"{where}: a line without {', '.join(missing)}, of an earlier version: "
-            "write it again with spec_round.py --dump-verify-mismatches or exactness.py"
-        )
-    _check_types(row, _NEW_KEYS, where)
-    choices = {"acceptance": ACCEPTANCES, "prefill": exact_cells.PREFILLS}
-    for key, allowed in choices.items():
-        if row[key] not in allowed:
-            raise ValueError(
-                f"{where}: {key}={row[key]!r} is not one of {', '.join(allowed)}"
-            )
-    _check_windows(row, where)
-    settings = {
-        field.name: row[field.name]
-        for field in dataclasses.fields(Mismatch)
-        if field.name not in ("text", "starts")
-    }
-    prompt = row["prompt_ids"]
-    text = Text(
-        prompt_len=len(prompt),
-        prefix=tuple([*prompt, *row["tokens"]][: row["start"]]),
-        window=tuple(row["window"]),
-    )
-    return Mismatch(text=text, starts=tuple(row["starts"]), **settings)
-
-
-def _check_types(row: Mapping[str, Any], types: Mapping[str, type], where: str) -> None:
-    """Raises `ValueError` unless the line has these keys; lists are of integers."""
-    for key, kind in types.items():
-        value = row.get(key)
-        if type(value) is not kind:
-            raise ValueError(f"{where}: {key}={value!r} is not of type {kind.__name__}")
-        if kind is list and not all(type(entry) is int for entry in value):
-            raise ValueError(f"{where}: {key} holds something that is no integer")
 
 
 def _check_windows(row: Mapping[str, Any], where: str) -> None:
@@ -206,11 +147,6 @@ def _check_windows(row: Mapping[str, Any], where: str) -> None:
             f"{where}: no row at position {row['position']} is in the window of "
             f"{len(window)} tokens from position {start}"
         )
-
-
-#
-# Finding
-#
 
 
 def find(

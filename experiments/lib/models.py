@@ -6,6 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from rich import console as rich_console
+
 from experiments.lib import prompt_files, prompts as prompts_lib, runs
 from spec_jax import loading
 from spec_jax.drafters import draft_model, hybrid, registry
@@ -20,11 +22,7 @@ def load(
     confidence: float = 0.0,
     cache: str = "paged",
 ) -> loading.LanguageModel:
-    """Loads what `flags.add_models` names, with a slab as high as a window.
-
-    Raises:
-      ValueError: as `loading.load`, or a confidence for a drafter without a model.
-    """
+    """Loads what `flags.add_models` names, with a slab as high as a window."""
     lm = loading.load(
         args.target,
         draft=args.draft,
@@ -58,9 +56,13 @@ def with_drafter(
     return lm.with_drafter(*registry.build(name, parts))
 
 
+Drafters = dict[str, loading.LanguageModel]
+"""One target with several drafters, by their names."""
+
+
 def load_drafters(
     args: argparse.Namespace, names: Sequence[str], *, gamma_max: int
-) -> dict[str, loading.LanguageModel]:
+) -> Drafters:
     """Loads one target with each of the drafters, by their names; raises as `load`."""
     first = load(args, drafter=names[0], gamma_max=gamma_max)
     others = {name: with_drafter(args, first, name) for name in names[1:]}
@@ -93,16 +95,12 @@ def with_confidence(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model, and prompts that are ready to run on it.
-
-    Attributes:
-      settings: of all runs, with the largest gamma.
-    """
+    """A model, and prompts that are ready to run on it."""
 
     lm: loading.LanguageModel
     prompts: list[prompt_files.Prompt]
     ids: list[list[int]]
-    settings: runs.Settings
+    settings: runs.Settings  # of all runs, with the largest gamma
 
 
 def prepare(
@@ -119,9 +117,6 @@ def prepare(
       prompts: the value of `--prompts`.
       settings: of `runs.Settings`, besides the sizes; what `args` lacks of it is as
         that has it.
-
-    Raises:
-      ValueError: prompts, or sizes, that cannot be used.
     """
     prepared = prompts_lib.prepare(
         lm,
@@ -144,6 +139,19 @@ def prepare(
             **settings,
         ),
     )
+
+
+def announce(
+    args: argparse.Namespace,
+    subject: Subject,
+    console: rich_console.Console,
+    *words: str,
+) -> None:
+    """Prints what is going to be run, before anything is compiled."""
+    target = subject.lm.target
+    sizes = f"{len(subject.prompts)} prompts x {args.gen_tokens} tokens"
+    how = (target.config.dtype, f"impl {target.impl}")
+    console.print(f"{', '.join((sizes, *words, *how))}; compiling ...")
 
 
 def typical(ids: Sequence[list[int]]) -> list[int]:

@@ -25,19 +25,15 @@ SETS = ("easy", "hard", "mixed", "adversarial")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """A prompt, what plain decoding writes after it, and the outcomes of drafts there.
-
-    Attributes:
-      tokens: generated.
-      is_kept: `[len(tokens), gamma_max]` bool, as `gamma.simulation` takes it: whether
-        draft `i` of a round is kept where it stands at a token, if those before were.
-      is_adversarial: whether drafts are made wrong, whatever the drafter says.
-    """
+    """A prompt, its autoregressive continuation, and the outcomes of drafts."""
 
     prompt: prompt_files.Prompt
     prompt_ids: list[int]
-    tokens: list[int]
+    tokens: list[int]  # generated
+    # `[len(tokens), gamma_max]` bool, as `gamma.simulation` takes it: whether draft `i`
+    # of a round is kept where it stands at a token, if those before were
     is_kept: np.ndarray
+    # Whether drafts are made wrong, whatever the drafter says
     is_adversarial: bool = False
 
     @property
@@ -52,12 +48,7 @@ def record(
     prompt: prompt_files.Prompt,
     prompt_ids: list[int],
 ) -> Text:
-    """Decodes the prompt, and asks the drafter after every token.
-
-    Raises:
-      ValueError: a prompt that cannot be used.
-      MemoryError: out of pages.
-    """
+    """Decodes the prompt, and asks the drafter after every token."""
     generated = runs.run_plain(lm, settings, prompt_ids).tokens
     text = [*prompt_ids, *generated]
     scheduler = runs.make_scheduler(lm, settings)

@@ -4,17 +4,10 @@ The names are those of the command line. `record_path` makes what the microscope
 at, `slot_target` what the engine runs.
 """
 
-import dataclasses
-from typing import Any
-
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
-
 from experiments.ablations import verify_paths
 from spec_jax.debug.microscope import record as record_lib
-from spec_jax.engine import protocols, rows
-from spec_jax.model import params as params_lib, row_model
-from spec_jax.paging import cache as paged
+from spec_jax.engine import rows
+from spec_jax.model import row_model
 
 
 DECODE = "decode"
@@ -46,11 +39,7 @@ def record_path(
     page_size: int,
     window_rows: int | None = None,
 ) -> record_lib.Path:
-    """Returns the path of that name, for the microscope.
-
-    Raises:
-      ValueError: no path of that name.
-    """
+    """Returns the path of that name, for the microscope."""
     check(name)
     is_models = name in (DECODE, ROWS)
     return record_lib.Path(
@@ -66,11 +55,7 @@ def record_path(
 def slot_target(
     name: str, model: row_model.RowModel, num_slots: int = 1
 ) -> rows.SlotRows:
-    """Returns the engine's target that verifies by the path of that name.
-
-    Raises:
-      ValueError: no verify path of that name, or one that runs one sequence alone.
-    """
+    """Returns the engine's target that verifies by the path of that name."""
     if name == ROWS:
         return rows.SlotRows(model=model, num_slots=num_slots)
     if num_slots > 1:
@@ -78,37 +63,4 @@ def slot_target(
             f"verify path {name!r} runs one sequence, and {num_slots} slots are asked "
             f"for: give one, or take {ROWS!r}"
         )
-    return _OneSlot(model=model, num_slots=1, path=verify_paths.make(name, model))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _OneSlot(rows.SlotRows):
-    """Verifies the windows of one slot by a `baseline.RowTarget`, `path`."""
-
-    path: Any
-
-    def verify(
-        self, params: params_lib.Params, kv: paged.PagedKV, window: protocols.Window
-    ) -> tuple[paged.PagedKV, protocols.Verified]:
-        """Runs the slot's active columns."""
-        start, num_active = window.start[0], window.num_active[0]
-        kv, logits = self.path.forward(
-            params, kv, tokens=window.tokens[0], start=start, num_active=num_active
-        )
-        num_active = jnp.where(self.path.is_out_of_pages(kv), 0, num_active)
-        height = logits.shape[0]
-        places = jnp.arange(height, dtype=jnp.int32)
-        columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)
-        return kv, protocols.Verified(
-            logits=logits,
-            slots=jnp.zeros((height,), jnp.int32),
-            positions=start + places,
-            num_active=num_active,
-            at=jnp.where(columns < num_active, columns, height)[None],
-        )
-
-    def choose(
-        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
-    ) -> Int[Array, " P"]:
-        """Chooses as the path does."""
-        return self.path.choose(logits, num_active)
+    return verify_paths.OneSlot(model=model, path=verify_paths.make(name, model))

@@ -7,7 +7,8 @@ texts: no round is cut at its end.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,35 +22,24 @@ from spec_jax.gamma import theory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Window:
-    """One round.
+    """One round."""
 
-    Attributes:
-      asked: tokens that the drafter was asked for: gamma, or less near the end.
-      drafted: tokens that it proposed; lookups often find fewer, or none.
-      accepted: those that were kept.
-    """
-
-    asked: int
-    drafted: int
-    accepted: int
+    asked: int  # tokens that the drafter was asked for: gamma, or less near the end
+    drafted: int  # tokens that it proposed; lookups often find fewer, or none
+    accepted: int  # those that were kept
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """What windows show of a drafter, by the position in the draft.
+    """What windows show of a drafter, by the position in the draft."""
 
-    Attributes:
-      kept: chance that a draft is there and kept, given that those before it were: a
-        window that ended before it counts as if it had been rejected. None where no
-        window reached the position.
-      drafted: share of the windows that had a draft at the position.
-      windows: rounds that were looked at.
-      repetition: of the texts that they wrote, see `metrics.repetition`.
-    """
-
+    # Chance that a draft is there and kept, given that those before it were: a window
+    # that ended before it counts as if it had been rejected. None where no window
+    # reached the position.
     kept: tuple[float | None, ...]
-    drafted: tuple[float, ...]
-    windows: int
+    drafted: tuple[float, ...]  # share of the windows that had a draft at the position
+    windows: int  # rounds that were looked at
+    # Of the texts that they wrote, see `metrics.repetition`
     repetition: float | None = None
 
     @property
@@ -62,12 +52,7 @@ class Acceptance:
 def record(
     lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
 ) -> tuple[list[Window], metrics.TextCounts]:
-    """Runs one prompt with `settings.gamma`: its rounds, and the text's counts.
-
-    Raises:
-      ValueError: a prompt that cannot be used.
-      MemoryError: out of pages.
-    """
+    """Runs one prompt with `settings.gamma`: its rounds, and the text's counts."""
     scheduler = runs.make_scheduler(lm, settings)
     state = scheduler.begin(runs.make_request(lm, settings, prompt))
     windows = []
@@ -88,6 +73,24 @@ def record(
         accepted=sum(window.accepted for window in windows),
     )
     return windows, counts
+
+
+def measure_drafter(
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
+    prompts: Sequence[list[int]],
+    *,
+    after_prompt: Callable[[], None] = lambda: None,
+) -> Acceptance:
+    """How often a drafter's tokens are kept, over all prompts."""
+    windows, texts = [], []
+    for prompt in prompts:
+        rounds, text = record(lm, settings, prompt)
+        windows += rounds
+        texts.append(text)
+        after_prompt()
+    repetition = metrics.mean_repetition(texts)
+    return measure(windows, gamma_max=settings.gamma, repetition=repetition)
 
 
 @functools.partial(jax.jit, donate_argnums=1)
@@ -133,44 +136,42 @@ def measure(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one gamma is expected to bring.
-
-    Attributes:
-      tokens_per_round: the target's own token counted.
-      round_s: seconds of a round, on average.
-      speedup: over plain decoding.
-    """
+    """What one gamma is expected to bring."""
 
     gamma: int
-    tokens_per_round: float
-    round_s: float
-    speedup: float
+    tokens_per_round: float  # the target's own token counted
+    round_s: float  # seconds of a round, on average
+    speedup: float  # over autoregressive decoding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """Whether a drafter can win, and what stands in its way.
+    """Whether a drafter can win, and what stands in its way."""
 
-    Attributes:
-      best: the prediction of the best gamma.
-      ceilings: the best speed-up if something cost nothing, by `theory.Free`; what a
-        round has beside drafts and rows stays.
-      acceptance: the chance that a first draft is kept.
-      cost: seconds that a draft adds, over those of a plain step: the paper's c.
-      break_even: seconds that the whole of a round with gamma 1 takes longer than a
-        plain step, over those of a plain step: what acceptance must exceed there.
-    """
-
-    best: Prediction
+    best: Prediction  # the prediction of the best gamma
+    # The best speed-up if something cost nothing, by `theory.Free`; what a round has
+    # besides drafts and rows stays
     ceilings: dict[theory.Free, float]
-    acceptance: float
-    cost: float
+    acceptance: float  # the chance that a first draft is kept
+    cost: float  # seconds that a draft adds, over those of a plain step: the paper's c
+    # Seconds that the whole of a round with gamma 1 takes longer than a plain step,
+    # over those of a plain step: what acceptance must exceed there
     break_even: float
 
     @property
     def can_win(self) -> bool:
-        """Whether any gamma is expected to be faster than plain decoding."""
+        """Whether any gamma is expected to be faster than autoregressive decoding."""
         return self.best.speedup > 1
+
+    def row(self, drafter: str) -> dict[str, Any]:
+        """The JSON row."""
+        return {
+            "kind": "plan_recommendation",
+            "drafter": drafter,
+            "can_win": self.can_win,
+            "words": self.words(drafter),
+            **dataclasses.asdict(self),
+        }
 
     def words(self, drafter: str) -> str:
         """The recommendation in words."""
@@ -217,7 +218,7 @@ def predict(acceptance: Acceptance, costs: theory.CostCurve) -> list[Prediction]
     ]
 
 
-def judge(acceptance: Acceptance, costs: theory.CostCurve) -> Recommendation:
+def recommend(acceptance: Acceptance, costs: theory.CostCurve) -> Recommendation:
     """The recommendation, over the gammas that acceptance is known for."""
     best = _best(predict(acceptance, costs))
     free = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from experiments.lib import costs, runs
+from experiments.lib import cli, costs, runs
 from spec_jax import loading
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
@@ -22,21 +22,26 @@ TURNS = 5  # of the measurement that goodput needs
 
 def add_policy(group: argparse._ActionsContainer) -> None:
     """`--gamma-policy` and `--confidence`."""
-    group.add_argument(
-        "--gamma-policy",
-        choices=POLICIES,
-        default="fixed",
-        help="what chooses each round's gamma, up to --gamma: nothing (fixed), the "
-        "share of drafts that were kept (threshold), or expected tokens per second by "
-        "step costs that are measured before (goodput) (default: %(default)s)",
+    cli.add(
+        group,
+        """
+        --gamma-policy NAME=fixed  what chooses each round's gamma, up to --gamma:
+            nothing (fixed), the share of drafts that were kept (threshold), or expected
+            tokens per second by step costs that are measured before (goodput)
+        """,
+        NAME=POLICIES,
     )
-    group.add_argument(
-        "--confidence",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="a draft model ends its draft before a token that it gives less than "
-        "this probability (default: %(default)s, never)",
+    add_confidence(group)
+
+
+def add_confidence(group: argparse._ActionsContainer) -> None:
+    """`--confidence`."""
+    cli.add(
+        group,
+        """
+        --confidence P=0.0  a draft model ends its draft before a token that it gives
+            less than this probability; 0 is never
+        """,
     )
 
 
@@ -60,9 +65,6 @@ def make(
     Args:
       round_s: seconds of a round by gamma, `0 .. gamma` at least; asked for where the
         policy needs them.
-
-    Raises:
-      ValueError: a name that is not in `POLICIES`.
     """
     # A lookup that finds nothing cost nothing, and is no evidence.
     asks_a_model = isinstance(drafter, draft_model.DraftModel | hybrid.Hybrid)
@@ -91,9 +93,6 @@ def with_policy(
     Args:
       prompt: a prompt of typical length, on which costs are measured where the policy
         needs them.
-
-    Raises:
-      ValueError: a name that is not in `POLICIES`.
     """
     chosen = make(
         name,

@@ -29,17 +29,13 @@ _END_S = 10.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a process ended.
+    """How a process ended."""
 
-    Attributes:
-      status: "done", "failed" (it says so), "died" (by a signal, or without a word)
-        or "ended" (its time was over).
-      seconds: that it ran.
-    """
-
+    # "done", "failed" (it says so), "died" (by a signal, or without a word) or "ended"
+    # (its time was over)
     status: str
     exit_status: int | None
-    seconds: float
+    seconds: float  # that it ran
 
 
 def environment(
@@ -67,7 +63,7 @@ def environment(
     }.items():
         variables.setdefault(name, str(value))
     variables["XLA_FLAGS"] = f"{variables.get('XLA_FLAGS', '')} {xla_flags}".strip()
-    # jaxlib refuses the older name beside the newer.
+    # jaxlib refuses the older name next to the newer.
     variables.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     variables["XLA_CLIENT_MEM_FRACTION"] = f"{memory_share:.2f}"
     return variables

@@ -1,7 +1,7 @@
 """Prompts: what the flag `--prompts` names, read and checked.
 
-Knows files, and which of their rows are asked for; `prompt_rows` knows the rows. Knows
-nothing of tokenizers, chat templates or models. docs/prompts.md is for the reader.
+Knows files, and the fields of common data sets. Knows nothing of tokenizers, chat
+templates or models. docs/prompts.md is for the reader.
 """
 
 import dataclasses
@@ -10,10 +10,10 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.lib import files, prompt_rows
+from experiments.lib import files
 from spec_jax.model import hub
 
 
@@ -24,26 +24,45 @@ DATA_SETS = "docs/prompts.md says where common data sets come from"
 _COUNT = r"(?P<limit>[0-9]+)(@(?P<seed>[0-9]+))?"
 _NUMBER = re.compile(r"(?P<sign>[+-]?)" + _COUNT)
 _LIMIT = re.compile(r"(?P<path>.+):" + _COUNT, re.DOTALL)
-_BLANK = re.compile(r"[ \t\r\n]*")
 
 BUNDLED = pathlib.Path(__file__).parents[1] / "prompts" / "python_50.jsonl"
 """Fifty beginnings of Python functions, classes and modules."""
 
-Prompt = prompt_rows.Prompt
+TEXT_KEYS = ("prompt", "question", "text", "turns")
+MESSAGES_KEY = "messages"
+ID_KEYS = ("id", "task_id", "question_id")
+CATEGORY_KEYS = ("category", "kind")
+ASSISTANT, USER = "assistant", "user"
+
+Message = Mapping[str, str]
+"""A `role` and a `content`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt, or the first turn of a conversation."""
+
+    id: str  # the row's own id, else its line number in the file
+    # What the model continues or answers; has a character that is not white space
+    text: str
+    category: str | None  # the row's `category` or `kind`, where it has one
+    history: tuple[Message, ...] = ()  # the messages before `text`
+    # What the user says after the answer to `text`, after the answer to that, and so on
+    next_turns: tuple[str, ...] = ()
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation up to and including `text`."""
+        return [*self.history, {"role": USER, "content": self.text}]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Source:
-    """What a spec names.
-
-    Attributes:
-      limit: prompts to take; None for all of them.
-      seed: of the sample that is taken; None for the first ones.
-    """
+    """What a spec names."""
 
     path: pathlib.Path
-    limit: int | None = None
-    seed: int | None = None
+    limit: int | None = None  # prompts to take; None for all of them
+    seed: int | None = None  # of the sample that is taken; None for the first ones
 
 
 def parse(spec: str, *, default_file: str | pathlib.Path) -> list[Prompt]:
@@ -158,23 +177,30 @@ def _take(
 def _prompts(path: pathlib.Path) -> Iterator[Prompt]:
     """The file's prompts in order; a faulty row raises when it is reached."""
     text = _read(path)
-    first = text[_BLANK.match(text).end() :][:1]
+    first = text.lstrip(" \t\r\n")[:1]
     is_json = path.suffix.lower() in JSON_SUFFIXES
     if str(path) == STANDARD_INPUT:
         is_json = first in ("{", "[")
     if is_json and first == "[":
-        rows = _array(text, path)
+        values = _loaded(text, str(path))
+        entries = [(f"entry {n}", n, value) for n, value in enumerate(values, start=1)]
     elif is_json:
-        rows = _json_lines(text, path)
+        # One by one: nothing is read beyond a limit.
+        entries = (
+            (f"line {n}", n, _loaded(line, f"{path}, line {n}"))
+            for n, line in _lines(text)
+        )
     else:
         for number, line in _lines(text):
-            yield prompt_rows.of_text(line, number=number)
+            yield Prompt(id=str(number), text=line, category=None)
         return
-    for number, row in rows:
+    for where, number, row in entries:
         try:
-            yield prompt_rows.of_row(row, number=number)
+            if first == "[" and isinstance(row, str):
+                row = {"prompt": row}
+            yield _of_row(row, number=number)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+            raise ValueError(f"{path}, {where}: {error}") from None
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -187,60 +213,19 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def _json_lines(text: str, path: pathlib.Path) -> Iterator[tuple[int, Any]]:
-    """The values of a file of JSON lines, with the numbers of their lines."""
-    for number, line in _lines(text):
-        value, end = _value(line, 0, path, number)
-        rest = line[end:].strip()
-        if rest:
-            raise ValueError(
-                f"{path}, line {number}: invalid JSON (extra text at column "
-                f"{end + 1}); write one JSON object a line"
-            )
-        yield number, value
-
-
-def _array(text: str, path: pathlib.Path) -> Iterator[tuple[int, Any]]:
-    """The entries of a JSON array, texts as rows, with the lines they begin on."""
-    at, seen, number = text.index("[") + 1, 0, 1
-    while True:
-        at = _BLANK.match(text, at).end()
-        number += text.count("\n", seen, at)
-        seen = at
-        if text[at : at + 1] == "]":
-            return
-        value, at = _value(text, at, path, number)
-        yield number, {"prompt": value} if isinstance(value, str) else value
-        at = _BLANK.match(text, at).end()
-        if text[at : at + 1] == ",":
-            at += 1
-        elif text[at : at + 1] != "]":
-            number += text.count("\n", seen, at)
-            raise ValueError(
-                f"{path}, line {number}: invalid JSON (a comma or the end of the array "
-                "is missing); write a JSON array, or one JSON object a line"
-            )
-
-
-def _value(text: str, at: int, path: pathlib.Path, number: int) -> tuple[Any, int]:
-    """The JSON value at a place on line `number`, and where it ends."""
-    at = _BLANK.match(text, at).end()
+def _loaded(text: str, where: str) -> Any:
+    """The JSON value of a text."""
+    advice = "write one JSON object a line, or one JSON array"
     try:
-        return _DECODER.raw_decode(text, at)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        line = number + text.count("\n", at, error.pos)
+        at = f"line {error.lineno}, column {error.colno}"
+        at = at.removeprefix("line 1, ")
         raise ValueError(
-            f"{path}, line {line}: invalid JSON ({error.msg} at column {error.colno}); "
-            "write one JSON object a line"
+            f"{where}: invalid JSON ({error.msg} at {at}); {advice}"
         ) from None
     except (ValueError, RecursionError) as error:  # Huge integers, deep nesting.
-        raise ValueError(
-            f"{path}, line {number}: unreadable JSON ({error}); write one JSON object "
-            "a line"
-        ) from None
-
-
-_DECODER = json.JSONDecoder()
+        raise ValueError(f"{where}: unreadable JSON ({error}); {advice}") from None
 
 
 def _read(path: pathlib.Path) -> str:
@@ -281,3 +266,117 @@ def _hint(path: pathlib.Path) -> str:
     if path.suffix.lower() in JSON_SUFFIXES:
         return DATA_SETS
     return hub.hint(path, kind="dataset") or DATA_SETS
+
+
+def _of_row(row: Any, *, number: int) -> Prompt:
+    """Reads a row.
+
+    Args:
+      row: a JSON value.
+      number: the id of a row that has none.
+
+    Raises:
+      ValueError: a row that holds no prompt; says what and how to mend it.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"a JSON {type(row).__name__}, not an object; "
+            'write one object a line, such as {"prompt": "..."}'
+        )
+    turns, history = _turns(row)
+    for turn, text in enumerate(turns, start=1):
+        _check_text(text, what="prompt" if len(turns) == 1 else f"turn {turn}")
+    return Prompt(
+        id=_id(row) or str(number),
+        text=turns[0],
+        category=next(
+            (row[key] for key in CATEGORY_KEYS if isinstance(row.get(key), str)), None
+        ),
+        history=history,
+        next_turns=tuple(turns[1:]),
+    )
+
+
+def _check_text(text: str, *, what: str = "prompt") -> None:
+    """Raises `ValueError` for a text that is empty, or that UTF-8 cannot hold."""
+    if not text.strip():
+        raise ValueError(f"the {what} is empty; remove the line or fill it")
+    _check_encodable(text, what)
+
+
+def _check_encodable(text: str, what: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start} of the {what} is half of a surrogate pair; "
+            "write the character itself, or both halves"
+        ) from None
+
+
+def _id(row: dict[str, Any]) -> str | None:
+    """The first id of the row that is a text or a whole number."""
+    for key in ID_KEYS:
+        value = row.get(key)
+        if isinstance(value, str | int) and not isinstance(value, bool):
+            return str(value)
+    return None
+
+
+def _turns(row: dict[str, Any]) -> tuple[list[str], tuple[Message, ...]]:
+    """What the user says, turn by turn, and the messages before that."""
+    for key in TEXT_KEYS:
+        value = row.get(key)
+        if isinstance(value, str) and key != "turns":
+            return [value], ()
+        if isinstance(value, list) and value:
+            if all(isinstance(turn, str) for turn in value):
+                return value, ()
+    if row.get(MESSAGES_KEY):
+        return _of_messages(row[MESSAGES_KEY])
+    found = ", ".join(row) or "none"
+    raise ValueError(
+        f"no usable text (keys found: {found}); give the text as 'prompt', "
+        "'question', 'text', 'turns' (a list of texts) or 'messages' (a list of "
+        "objects with 'role' and 'content')"
+    )
+
+
+def _of_messages(messages: Any) -> tuple[list[str], tuple[Message, ...]]:
+    """The last message of the user, and those before; an answer to it is left out."""
+    if not isinstance(messages, list):
+        raise ValueError(f"'messages' is a JSON {type(messages).__name__}, not a list")
+    read = [_message(message, i) for i, message in enumerate(messages, start=1)]
+    while read and read[-1]["role"] == ASSISTANT:
+        read.pop()
+    if not read or read[-1]["role"] != USER:
+        last = f"of {read[-1]['role']!r}" if read else "missing"
+        raise ValueError(
+            f"'messages': the last one to be answered is {last}; end with one of 'user'"
+        )
+    *history, last = read
+    return [last["content"]], tuple(history)
+
+
+def _message(message: Any, number: int) -> Message:
+    """A message with its content as one text."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} is no object with 'role' and 'content'")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _joined(content)
+    if not isinstance(content, str):
+        raise ValueError(
+            f"message {number} ({message['role']}): 'content' is no text, nor a list "
+            "of parts of type 'text'"
+        )
+    _check_encodable(content, f"message {number}")
+    return {"role": message["role"], "content": content}
+
+
+def _joined(parts: list) -> str | None:
+    """The text of a content in parts; None where a part is no text."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        return None
+    return "".join(texts)

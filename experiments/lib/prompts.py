@@ -1,12 +1,12 @@
 """Prompts on their way to tokens: conversations turn by turn, templates, lengths."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from experiments.lib import prompt_files, runs
 from spec_jax import loading
 from spec_jax.engine import checks
-from spec_jax.model import config as config_lib
+from spec_jax.model import config as config_lib, tokenizer as tokenizer_lib
 from spec_jax.paging import index
 from spec_jax.rules import sampling as sampling_lib
 
@@ -17,16 +17,11 @@ JOINT = "\n\n"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Prompts of one turn each, ready to run.
-
-    Attributes:
-      ids: the tokens of each.
-      capacity: positions of a cache that fits the longest: whole pages.
-    """
+    """Prompts of one turn each, ready to run."""
 
     prompts: list[prompt_files.Prompt]
-    ids: list[list[int]]
-    capacity: int
+    ids: list[list[int]]  # the tokens of each
+    capacity: int  # positions of a cache that fits the longest: whole pages
 
 
 def prepare(
@@ -41,16 +36,12 @@ def prepare(
     """Makes every turn of every conversation a prompt, and encodes them all.
 
     A turn's prompt holds the turns before it and their answers: what the target's
-    plain decoding writes here, before any clock runs, up to a stop token or
+    autoregressive decoding writes here, before any clock runs, up to a stop token or
     `gen_tokens`. So all that is run on these prompts answers the same text.
 
     Args:
       raw: leave out the chat template.
       sampling: of the answers; None is greedy.
-
-    Raises:
-      ValueError: a prompt that is empty, or too long for the model's positions.
-      MemoryError: out of pages.
     """
     sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
     stop_ids = lm.tokenizer.stop_ids
@@ -161,11 +152,7 @@ def capacity_for(
     gen_tokens: int,
     page_size: int,
 ) -> int:
-    """Positions of a cache that fits the longest prompt: whole pages.
-
-    Raises:
-      ValueError: as `check_lengths`.
-    """
+    """Positions of a cache that fits the longest prompt: whole pages."""
     names = [f"prompt {prompt.id!r}" for prompt in prompts]
     check_lengths(
         lm.target.config,
@@ -175,3 +162,78 @@ def capacity_for(
     )
     longest = max(len(prompt_ids) for prompt_ids in ids)
     return index.pages_for(longest + gen_tokens, page_size) * page_size
+
+
+LENGTHS = ("short", "medium", "long")
+"""Classes of prompts."""
+
+_SEPARATOR = "\n\n\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthPrompt:
+    """A prompt of one class of lengths."""
+
+    length: str  # the name of the class
+    id: str  # of the prompt of the file that stands last in it
+    tokens: list[int]  # as many as the class says, and a chat template's besides
+
+
+def of_lengths(
+    prompts: Sequence[prompt_files.Prompt],
+    tokenizer: tokenizer_lib.Tokenizer,
+    *,
+    lengths: Mapping[str, int],
+    per_length: int,
+    raw: bool,
+) -> list[LengthPrompt]:
+    """`per_length` prompts of each class, the same ends in each of them.
+
+    A prompt that is too long loses its beginning. One that is too short gets the
+    prompts before it in the file, the last ones before the first, so that it ends
+    where its text ends.
+
+    Args:
+      lengths: tokens of each class by its name.
+      raw: leave the model's chat template out, where it has one.
+
+    Raises:
+      ValueError: more prompts than there are, or more tokens than they have.
+    """
+    if per_length > len(prompts):
+        raise ValueError(
+            f"{per_length} prompts of each length asked for, but there are "
+            f"{len(prompts)} to make them of; ask for fewer or name a larger file"
+        )
+    # Evenly through the file, whose neighbours may be alike.
+    ends = [(i + 1) * len(prompts) // per_length - 1 for i in range(per_length)]
+    made = []
+    for name, num_tokens in lengths.items():
+        for end in ends:
+            tokens = _last_tokens(prompts, tokenizer, end, num_tokens)
+            if tokenizer.has_chat_template and not raw:
+                text = tokenizer.apply_chat(tokenizer.decode(tokens))
+                tokens = tokenizer.encode(text)
+            made.append(LengthPrompt(length=name, id=prompts[end].id, tokens=tokens))
+    return made
+
+
+def _last_tokens(
+    prompts: Sequence[prompt_files.Prompt],
+    tokenizer: tokenizer_lib.Tokenizer,
+    end: int,
+    num_tokens: int,
+) -> list[int]:
+    """The last tokens of as many prompts, up to `end`, as are needed."""
+    text = ""
+    tokens: list[int] = []
+    for back in range(len(prompts)):
+        part = prompts[end - back].text
+        text = part + _SEPARATOR + text if back else part
+        tokens = tokenizer.encode(text)
+        if len(tokens) >= num_tokens:
+            return tokens[-num_tokens:]
+    raise ValueError(
+        f"prompts of {num_tokens} tokens asked for, but all {len(prompts)} together "
+        f"have {len(tokens)}; ask for less or name a larger file"
+    )

@@ -37,25 +37,22 @@ class Question:
     """What is run.
 
     Attributes:
-      name: of the prompt, or of the file that the scene comes from.
       config, params: of the model, in the dtype of the first side.
-      scenes: what each side starts from: the same text and window, and the same keys
-        and values before it unless the second side has a history of its own.
-      history: of `scenes.HISTORIES`.
-      layers: those to look at.
-      mismatch: the line that the window comes from, if it does.
-      tokenizer: of the model; None where its folder has none.
     """
 
-    name: str
+    name: str  # of the prompt, or of the file that the scene comes from
     config: config_lib.Qwen3Config
     params: params_lib.Params
+    # What each side starts from: the same text and window, and the same keys and values
+    # before it unless the second side has a history of its own
     scenes: tuple[scene_lib.Scene, scene_lib.Scene]
-    history: str
+    history: str  # of `scenes.HISTORIES`
     sides: tuple[scenes.Side, scenes.Side]
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # those to look at
     fault: faults.Fault | None
+    # The line that the window comes from, if it does
     mismatch: mismatches.Mismatch | None
+    # Of the model; None where its folder has none
     tokenizer: tokenizer_lib.Tokenizer | None
 
     def params_of(self, side: scenes.Side) -> params_lib.Params:
@@ -73,11 +70,7 @@ class Question:
 
 
 def from_flags(args: argparse.Namespace) -> Question:
-    """Returns the question of a prompt or of a mismatch.
-
-    Raises:
-      ValueError: a model, a text or a setting that cannot be used.
-    """
+    """Returns the question of a prompt or of a mismatch."""
     line = None if args.mismatch is None else mismatches.read(args.mismatch)
     fault = None if args.inject is None else faults.parse(args.inject)
     folder = args.target or loading.EMBEDDED_TARGET
@@ -239,11 +232,7 @@ def _prompt(args, folder, model: row_model.RowModel, params) -> tuple[str, list[
 
 
 def _layers(text: str | None, num_layers: int) -> tuple[int, ...]:
-    """Reads `0,3,5-7`.
-
-    Raises:
-      ValueError: another form, or a layer that does not exist.
-    """
+    """Reads `0,3,5-7`."""
     if text is None:
         return tuple(range(num_layers))
     chosen = set()

@@ -3,6 +3,7 @@
 Knows JSON, files and this machine. Knows nothing of what the numbers mean.
 """
 
+import argparse
 import json
 import math
 import os
@@ -11,7 +12,8 @@ import platform
 import stat
 import subprocess
 import traceback
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -26,15 +28,15 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results"
 """Rows that are committed: those of a clean tree, unless they say otherwise."""
 
 
+def open_out(args: argparse.Namespace) -> "JsonLines":
+    """Opens what the flags of `flags.add_out` name; as `open_rows`."""
+    return open_rows(args.out, allow_dirty=args.allow_dirty)
+
+
 def open_rows(
     path: str | os.PathLike | None, *, allow_dirty: bool = False
 ) -> "JsonLines":
-    """Opens a file of rows; one below `RESULTS` is for code of a commit.
-
-    Raises:
-      ValueError: as `JsonLines`, or changes without a commit, unless they are allowed:
-        each row says whether there were any.
-    """
+    """Opens a file of rows; one below `RESULTS` is for code of a commit."""
     is_committed = path is not None and RESULTS in pathlib.Path(path).resolve().parents
     if is_committed and not allow_dirty:
         check_clean(what="a row of experiments/results", allow="--allow-dirty")
@@ -47,7 +49,7 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
     Half a line at the end, of a machine that stopped while it was written, is dropped.
 
     Args:
-      description: what each row of this run will say beside its numbers.
+      description: what each row of this run will say besides its numbers.
 
     Raises:
       ValueError: rows of something else, or measured otherwise; one line says how.
@@ -92,12 +94,11 @@ class JsonLines:
     none.
     """
 
-    def __init__(self, path: str | os.PathLike | None):
-        """Opens the file; without a path, rows go nowhere.
+    # What every row that follows has besides its own
+    common: Mapping[str, Any] = types.MappingProxyType({})
 
-        Raises:
-          ValueError: as `files.open_output`.
-        """
+    def __init__(self, path: str | os.PathLike | None):
+        """Opens the file; without a path, rows go nowhere."""
         self.path = None if path is None else pathlib.Path(path)
         self._is_first = True
         self._kept = 0
@@ -110,13 +111,15 @@ class JsonLines:
         self.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row; it is with the operating system on return.
+        """Appends one row, and `common`; it is with the operating system on return.
 
         Raises:
           ValueError: a value that JSON lacks (the file is left as it was), or a file
             that takes no more.
         """
-        line = json.dumps(to_json(row, "row"), allow_nan=False) + "\n"
+        line = (
+            json.dumps(to_json({**row, **self.common}, "row"), allow_nan=False) + "\n"
+        )
         if self.path is None:
             return
         if self._file is None:
@@ -128,6 +131,11 @@ class JsonLines:
                 f"{self.path}: cannot be written ({error.strerror}); the rows "
                 "before this one are kept"
             ) from None
+
+    def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Appends rows."""
+        for row in rows:
+            self.write(row)
 
     def keep(self, num_bytes: int) -> None:
         """Keeps so many bytes of what the file held, for a run that goes on.

@@ -1,7 +1,7 @@
 """Regret: constant gammas and policies on one set of texts, simulated and by the clock.
 
 A simulation takes recorded outcomes of drafts and a cost curve; live rounds run in turn
-with plain decoding.
+with autoregressive decoding.
 """
 
 import dataclasses
@@ -26,25 +26,21 @@ from spec_jax.gamma import policy, simulation
 PLAIN = "plain"
 
 ADAPTIVE = tuple(name for name in policies.POLICIES if name != "fixed")
-"""Policies that adapt; beside them stands every constant gamma."""
+"""Policies that adapt; they are compared with every constant gamma."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy, and the state that its first text begins with.
-
-    Attributes:
-      gamma: tokens that are drafted a round, at most.
-      is_fixed: whether it is a constant gamma, one of those that regret is against.
-      lm: with a drafter of its own, which ends drafts by itself; it cannot be
-        simulated. None: that of all others.
-    """
+    """A policy, and the state that its first text begins with."""
 
     name: str
-    gamma: int
+    gamma: int  # tokens that are drafted a round, at most
     gamma_policy: policy.GammaPolicy
     state: policy.State
+    # Whether it is a constant gamma, one of those that regret is against
     is_fixed: bool
+    # With a drafter of its own, which ends drafts by itself; it cannot be simulated.
+    # None: that of all others.
     lm: loading.LanguageModel | None = None
 
 
@@ -164,11 +160,11 @@ def row(
     seconds: Mapping[str, float],
     plain_s: float,
 ) -> dict[str, Any]:
-    """One policy on one set, beside the constant gammas and plain decoding.
+    """One policy on one set, and the constant gammas and autoregressive decoding.
 
     Args:
       seconds: of every candidate.
-      plain_s: seconds of plain decoding of the same texts.
+      plain_s: seconds of autoregressive decoding of the same texts.
     """
     fixed_s = [seconds[other.name] for other in candidates if other.is_fixed]
     regret = simulation.Regret(seconds=seconds[candidate.name], fixed_s=tuple(fixed_s))
@@ -187,14 +183,10 @@ def row(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveSet:
-    """Seconds of decoding a set of texts, without prefill, by candidate and repeat.
+    """Seconds of decoding a set of texts, without prefill, by candidate and repeat."""
 
-    Attributes:
-      seconds: by the candidate's name, or `PLAIN`.
-      matched: whether all tokens of the candidate are those of plain decoding.
-    """
-
-    seconds: Mapping[str, Sequence[float]]
+    seconds: Mapping[str, Sequence[float]]  # by the candidate's name, or `PLAIN`
+    # Whether all tokens of the candidate are those of autoregressive decoding
     matched: Mapping[str, bool]
 
 

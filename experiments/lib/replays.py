@@ -1,19 +1,26 @@
 """Drafters on traces: built without the target, and replayed prompt by prompt."""
 
+import argparse
 import dataclasses
+import functools
+import itertools
 import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import policies, recordings, runs, traces
+from experiments.lib import policies, runs, step_costs, traces
 from spec_jax import loading
 from spec_jax.analysis import metrics, trace as trace_lib
 from spec_jax.drafters import each, oracle, registry
 from spec_jax.engine import checks, round as round_lib, scheduler as scheduler_lib
+from spec_jax.gamma import theory
 from spec_jax.model import tokenizer
 from spec_jax.ops import dispatch
+from spec_jax.paging import index
 
 
 CONSTANT = policies.Chosen()
@@ -39,7 +46,6 @@ def build(
     Raises:
       ValueError: an unknown name, a folder that cannot be used, a draft of another
         vocabulary, or a confidence outside `[0, 1]`.
-      NotImplementedError: an implementation that cannot run here.
     """
 
     def load_draft():
@@ -70,18 +76,12 @@ def build(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replayer:
-    """A drafter on traces, one sequence at a time.
-
-    Attributes:
-      built: the drafter, and its parameters.
-      capacity: positions of all caches, whole pages.
-      stop_ids: at which the rounds end.
-    """
+    """A drafter on traces, one sequence at a time."""
 
     header: traces.Header
     built: registry.Built
-    capacity: int
-    stop_ids: tuple[int, ...]
+    capacity: int  # positions of all caches, whole pages
+    stop_ids: tuple[int, ...]  # at which the rounds end
 
     def run(
         self,
@@ -95,9 +95,6 @@ class Replayer:
         Returns:
           The counters, and verifications by their active rows `[slab + 1]`: what the
           target would have computed.
-
-        Raises:
-          ValueError: a prompt, a trace or a gamma that cannot be used.
         """
         drafter, params = self.built
         size, max_tokens = self.capacity + 1, len(prompt.generated_ids)
@@ -124,7 +121,7 @@ class Replayer:
             prompt=prompt.prompt_ids,
             max_tokens=max_tokens,
             gamma=gamma,
-            sampling=recordings.sampling_of(self.header),
+            sampling=self.header.settings,
             target_params=trace,
             draft_params=known,
         )
@@ -145,12 +142,7 @@ class Replayer:
         gamma: int,
         chosen: policies.Chosen = CONSTANT,
     ) -> runs.Speculative:
-        """Runs the rounds of a prompt with the target, and all else as `run` has it.
-
-        Raises:
-          ValueError: a prompt that cannot be used.
-          MemoryError: out of pages.
-        """
+        """Runs the rounds of a prompt with the target, and all else as `run` has it."""
         settings = runs.Settings(
             gamma=gamma,
             gen_tokens=self.header.gen_tokens,
@@ -158,7 +150,7 @@ class Replayer:
             page_size=self.header.page_size,
             stop_ids=self.stop_ids,
             prefill_by_rows=self.header.prefill == "rows",
-            sampling=recordings.sampling_of(self.header),
+            sampling=self.header.settings,
             gamma_policy=chosen.gamma_policy,
             policy_state=chosen.state,
         )
@@ -188,3 +180,153 @@ def differences(
             else f"token {at}: live {live.tokens[at]}, in the trace {written[at]}"
         )
     return found
+
+
+_NOT_REPLAYED = ("baseline_", "spec_", "speedup_", "matched", "verify_decode_")
+_NOT_REPLAYED += ("nonfinite_logits",)
+"""Numbers of `metrics.summarise`, by their beginnings, that a trace does not tell."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Drafters on the traces of one file: a row for each, gamma and policy."""
+
+    args: argparse.Namespace
+    header: traces.Header
+    prompts: list[traces.PromptTrace]
+    built: Mapping[str, registry.Built]  # drafters and their parameters, by name
+    curves: Mapping[str, theory.CostCurve]  # of step costs, by drafter, or none
+    target: loading.LanguageModel | None  # to be run live, for a check; None: no check
+
+    @property
+    def num_replays(self) -> int:
+        """Prompts replayed, over all rows."""
+        num_rows = len(self.args.gamma) * len(self.args.gamma_policy)
+        return len(self.built) * num_rows * len(self.prompts)
+
+    def rows(self, after_prompt: Callable[[], None]) -> Iterator[dict[str, Any]]:
+        """Yields each row as soon as it is known."""
+        header, args = self.header, self.args
+        longest = max(len(prompt.prompt_ids) for prompt in self.prompts)
+        pages = index.pages_for(longest + header.gen_tokens, header.page_size)
+        for name, built in self.built.items():
+            replayer = Replayer(
+                header=header,
+                built=built,
+                capacity=pages * header.page_size,
+                stop_ids=() if args.ignore_stop else header.stop_ids,
+            )
+            for gamma, policy in itertools.product(args.gamma, args.gamma_policy):
+                yield {
+                    "kind": "replay",
+                    "drafter": name,
+                    "gamma": gamma,
+                    "gamma_policy": policy,
+                    **self._row(name, replayer, gamma, policy, after_prompt),
+                }
+
+    def _row(self, name, replayer, gamma, policy, after_prompt) -> dict[str, Any]:
+        """Returns what one drafter does with one gamma and policy, over all prompts."""
+        curve = self.curves.get(name)
+        chosen = policies.make(
+            policy,
+            replayer.built[0],
+            gamma=gamma,
+            round_s=lambda: curve.round_s(gamma),
+        )
+        run = {"gamma": gamma, "chosen": chosen}
+        found, forwards, differing = [], [], []
+        for prompt in self.prompts:
+            counters, num_forwards = replayer.run(prompt, **run)
+            found.append(counters)
+            forwards.append(num_forwards)
+            if self.target is not None:
+                live = replayer.run_live(self.target, prompt, **run)
+                written = prompt.until_stop(replayer.stop_ids)
+                differs = differences(live, counters, written)
+                differing += [{"id": prompt.id, "differs": differs}] if differs else []
+            after_prompt()
+        counters, num_forwards = metrics.total(found), np.sum(forwards, axis=0)
+        texts = [prompt.until_stop(replayer.stop_ids) for prompt in self.prompts]
+        summary = metrics.summarise(
+            counters,
+            prompts=len(self.prompts),
+            texts=list(map(metrics.text_counts, texts, found)),
+            matched=None,
+            verify_decode_mismatches=None,
+        )
+        seconds = None
+        if curve is not None:
+            seconds = step_costs.expected_seconds(curve, num_forwards)
+        return {
+            **{k: v for k, v in summary.items() if not k.startswith(_NOT_REPLAYED)},
+            "cut": counters.cut,
+            "proposed_at": counters.proposed_at,
+            "accepted_at": counters.accepted_at,
+            "rounds_by_rows": num_forwards,
+            "expected_tok_s": seconds and counters.tokens / seconds,
+            "expected_speedup": seconds and counters.tokens * curve.plain_s / seconds,
+            "checked": None if self.target is None else len(self.prompts),
+            "differing": differing,
+        }
+
+
+def prepare(args: argparse.Namespace, asked: Mapping[str, Any]) -> Evaluation:
+    """Reads and checks everything that the flags name, before anything runs.
+
+    Args:
+      asked: fields of the traces' header, by name, that they must have.
+    """
+    path, gamma_max = args.traces, max(args.gamma)
+    if "goodput" in args.gamma_policy and args.costs is None:
+        raise ValueError(
+            "gamma policy goodput expects speeds from step costs: give --costs"
+        )
+    header, prompts = traces.read(path)
+    changes = header.changes(asked)
+    if changes:
+        raise ValueError(
+            f"{path}: what was recorded is not what is asked for "
+            f"({'; '.join(changes)}); leave these flags out, or record again"
+        )
+    if gamma_max + 1 > header.slab:
+        raise ValueError(
+            f"{path}: recorded for windows of at most {header.slab} rows, which is "
+            f"gamma {header.slab - 1}, and --gamma has {gamma_max}; record again with "
+            "it"
+        )
+    curves = {} if args.costs is None else step_costs.read(args.costs, args.drafter)
+    for curve in curves.values():
+        curve.round_s(gamma_max)  # Raises where its table is too short.
+    make = functools.partial(
+        build,
+        header=header,
+        draft=args.draft,
+        gamma_max=gamma_max,
+        min_confidence=args.confidence,
+    )
+    return Evaluation(
+        args=args,
+        header=header,
+        prompts=prompts,
+        built={name: make(name) for name in args.drafter},
+        curves=curves,
+        target=_live_target(args.target, header) if args.check else None,
+    )
+
+
+def _live_target(
+    folder: pathlib.Path | None, header: traces.Header
+) -> loading.LanguageModel:
+    """Loads the target of the traces; raises `ValueError` where it is another one."""
+    lm = traces.load_target(
+        folder, dtype=header.dtype, impl=header.impl, gamma_max=header.slab - 1
+    )
+    changes = header.changes(traces.facts(lm))
+    if changes:
+        raise ValueError(
+            f"{folder or traces.EMBEDDED}: not the target of the traces, or not as it "
+            f"ran for them ({'; '.join(changes)}); give the --target that they were "
+            f"recorded with, {header.target}, or record again"
+        )
+    return lm

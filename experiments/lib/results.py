@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from experiments.lib import prompt_files, runs as runs_lib
+from experiments.lib import prompt_files, runs as runs_lib, terminal
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.model import qwen3
@@ -16,20 +16,17 @@ Speculative = runs_lib.Speculative
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptResult:
-    """One prompt: what both runs produced, and `repeats` times of each.
-
-    Attributes:
-      mismatches: verified positions with another token than decoding's; None where
-        only the distribution is decoding's.
-      reference: the tokens to match where they are not those of `plain`: a design
-        that is timed against our decoding, and compared with a decoding of its own.
-    """
+    """One prompt: what both runs produced, and `repeats` times of each."""
 
     prompt: prompt_files.Prompt
     prompt_ids: list[int]
     plain: list[Plain]
     spec: list[Speculative]
+    # Verified positions with another token than decoding's; None where only the
+    # distribution is decoding's
     mismatches: int | None
+    # The tokens to match where they are not those of `plain`: a design that is timed
+    # against our decoding, and compared with a decoding of its own
     reference: list[int] | None = None
 
     @property
@@ -145,6 +142,30 @@ def run_designs(
             reference=reference,
         )
     return results
+
+
+def run_grid(
+    designs: Mapping[Hashable, Design],
+    prompts: Sequence[prompt_files.Prompt],
+    ids: Sequence[list[int]],
+    *,
+    repeats: int,
+    after_prompt: Callable[[Mapping], None] = lambda done: None,
+) -> dict[Hashable, list[PromptResult]]:
+    """Runs every design on every prompt, with a progress bar; results by design.
+
+    Args:
+      after_prompt: called with the prompt's results by design.
+    """
+    found: dict[Hashable, list[PromptResult]] = {name: [] for name in designs}
+    with terminal.counted("prompts", total=len(prompts)) as advance:
+        for prompt, prompt_ids in zip(prompts, ids, strict=True):
+            done = run_designs(designs, prompt, prompt_ids, repeats=repeats)
+            for name, result in done.items():
+                found[name].append(result)
+            after_prompt(done)
+            advance()
+    return found
 
 
 def run_prompts(

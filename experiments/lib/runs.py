@@ -36,12 +36,7 @@ from spec_jax.rules import sampling as sampling_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run does with a prompt, besides the models.
-
-    Attributes:
-      verifier: verifies windows in the place of the target's rows, for one slot: a
-        superseded design. It may count on the way, see `_recounted`.
-    """
+    """What a run does with a prompt, besides the models."""
 
     gamma: int
     gen_tokens: int
@@ -54,6 +49,8 @@ class Settings:
     policy_state: policy.State = None  # before each prompt's first round
     rule: verification.Rule = "coupled"
     num_slots: int = 1
+    # Verifies windows in the place of the target's rows, for one slot: a superseded
+    # design. It may count on the way, see `_recounted`.
     verifier: protocols.Target | None = None
 
     @property
@@ -73,31 +70,21 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculative:
-    """A speculative run.
-
-    Attributes:
-      mismatches: counted on the way, by designs that decode too; None where only a
-        replay can tell.
-      policy_state: of the gamma policy, after the last round.
-    """
+    """A speculative run."""
 
     tokens: list[int]
     origins: list[states.Origin]
     counters: metrics.Counters
     timing: metrics.Timing
+    # Counted on the way, by designs that decode too; None where only a replay can tell
     mismatches: int | None = None
-    policy_state: policy.State = None
+    policy_state: policy.State = None  # of the gamma policy, after the last round
 
 
 def run_plain(
     lm: loading.LanguageModel, settings: Settings, prompt: list[int]
 ) -> Plain:
-    """Decodes one prompt, one token a step.
-
-    Raises:
-      ValueError: a prompt that cannot be used.
-      MemoryError: out of pages.
-    """
+    """Decodes one prompt, one token a step."""
     kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
     max_steps = jnp.int32(settings.gen_tokens)
     jax.block_until_ready((kv, max_steps))
@@ -138,11 +125,7 @@ def _begin_plain(lm, settings, prompt, kv) -> baseline.DecodeState:
 def make_scheduler(
     lm: loading.LanguageModel, settings: Settings
 ) -> scheduler_lib.Scheduler:
-    """Returns the scheduler of `settings.num_slots` slots.
-
-    Raises:
-      ValueError, NotImplementedError: a drafter or a setting that does not fit.
-    """
+    """Returns the scheduler of `settings.num_slots` slots."""
     speculator = round_lib.Speculator(
         params=(lm.params, lm.drafter_params),
         target=settings.verifier

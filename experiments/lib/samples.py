@@ -21,27 +21,19 @@ greedy texts of small models repeat themselves."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One generated text.
-
-    Attributes:
-      how: the settings that drew it, in words.
-      run: the speculative run.
-      plain: tokens of plain decoding under the same settings.
-      is_measured: whether the metrics count this run.
-      is_exact: whether the text is to be that of plain decoding.
-    """
+    """One generated text."""
 
     prompt_id: str
     prompt_ids: list[int]
-    how: str
-    run: runs.Speculative
-    plain: list[int]
-    is_measured: bool
-    is_exact: bool = True
+    how: str  # the settings that drew it, in words
+    run: runs.Speculative  # the speculative run
+    plain: list[int]  # tokens of autoregressive decoding under the same settings
+    is_measured: bool  # whether the metrics count this run
+    is_exact: bool = True  # whether the text is to be that of autoregressive decoding
 
     @property
     def matched(self) -> bool | None:
-        """Whether the text is that of plain decoding; None where it need not be."""
+        """Whether the text is that of decoding alone; None where it need not be."""
         return self.run.tokens == self.plain if self.is_exact else None
 
 
@@ -108,14 +100,16 @@ def show(
     """Prints a heading, and the text, its tokens told apart by where they came from."""
     heading = rich_text.Text(f"Prompt {sample.prompt_id}: {sample.how}; ", style="bold")
     if sample.matched is None:
-        heading.append("of the distribution of plain decoding")
+        heading.append("of the distribution of autoregressive decoding")
     elif sample.matched:
-        heading.append("equal to plain decoding")
+        heading.append("equal to autoregressive decoding")
     else:
         pairs = enumerate(zip(sample.run.tokens, sample.plain, strict=False))
         shorter = min(len(sample.run.tokens), len(sample.plain))
         place = next((i for i, (ours, plain) in pairs if ours != plain), shorter)
-        heading.append(f"NOT EQUAL to plain decoding at token {place}", "bold red")
+        heading.append(
+            f"NOT EQUAL to autoregressive decoding at token {place}", "bold red"
+        )
     if not sample.is_measured:
         heading.append(" (the numbers below are of the measured, greedy runs)")
     console.print(heading, soft_wrap=True, highlight=False)
@@ -183,17 +177,11 @@ def _coloured(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Marks:
-    """Plain marks: what stands around corrections and bonus tokens.
+    """Plain marks: what stands around corrections and bonus tokens."""
 
-    Attributes:
-      start: stands where the prompt ends.
-      correction: before and after the token.
-      bonus: before and after the token.
-    """
-
-    start: str
-    correction: tuple[str, str]
-    bonus: tuple[str, str]
+    start: str  # stands where the prompt ends
+    correction: tuple[str, str]  # before and after the token
+    bonus: tuple[str, str]  # before and after the token
 
     def all(self) -> tuple[str, ...]:
         """Every mark."""

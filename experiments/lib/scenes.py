@@ -32,23 +32,14 @@ FOREVER = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two ways to run the window.
+    """One of the two ways to run the window."""
 
-    Attributes:
-      path: of `paths.NAMES`.
-      window_rows: see `record.Path`.
-
-    Raises:
-      ValueError: a path, an implementation or a dtype that does not exist, or a size
-        below one.
-    """
-
-    path: str
+    path: str  # of `paths.NAMES`
     impl: str
     dtype: str
     slab: int
     page_size: int
-    window_rows: int | None = None
+    window_rows: int | None = None  # see `record.Path`
 
     def __post_init__(self):
         paths.check(self.path)
@@ -96,9 +87,6 @@ def text_of_prompt(
       drafts: the drafted tokens; or how many, of decoding's own.
       wrong_draft: which of them, from 1, to replace by a token that differs.
       by_rows: see `RowModel.prefill`.
-
-    Raises:
-      ValueError: a prompt or a draft that cannot be used.
     """
     start = len(prompt) - 1 if cache_length is None else cache_length
     num_drafts = drafts if isinstance(drafts, int) else len(drafts)
@@ -179,9 +167,6 @@ def own(
     Args:
       starts: of the windows, see `history.write`; the last is that of `text.window`.
         None: windows as high as the slab tile the text.
-
-    Raises:
-      ValueError: as `decoded`, or windows that the path cannot run.
     """
     if starts is None:
         start = len(text.prefix)

@@ -3,18 +3,14 @@
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from rich import console as rich_console, table as rich_table, text as rich_text
 
-from experiments.lib import mismatches, scenes
-from spec_jax.debug.microscope import (
-    compare,
-    faults,
-    record as record_lib,
-    scene as scene_lib,
-)
-from spec_jax.model import observe, tokenizer as tokenizer_lib
+from experiments.lib import questions, tables, terminal
+from spec_jax.debug.microscope import compare, record as record_lib, scene as scene_lib
+from spec_jax.model import observe
 
 
 def _groups() -> dict[str, tuple[str, ...]]:
@@ -34,31 +30,17 @@ SAME = "·"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sight:
-    """One look through the microscope: what was run, and what came out.
+    """One look through the microscope: what was run, and what came out."""
 
-    Attributes:
-      name: of the prompt, or of the file that it comes from.
-      scene: of the first side; that of the second differs in the prefix's K/V alone.
-      history: of `scenes.HISTORIES`.
-      prefix: the K/V of both scenes, compared.
-      sides: the two ways to run the scene.
-      layers: those that were looked at.
-      fault: planted in the second side, if any.
-      mismatch: the line that the window comes from, if it does.
-      tokenizer: of the model; None where its folder has none.
-    """
-
-    name: str
-    scene: scene_lib.Scene
-    history: str
-    prefix: compare.Prefix
-    sides: tuple[scenes.Side, scenes.Side]
-    layers: tuple[int, ...]
-    fault: faults.Fault | None
-    mismatch: mismatches.Mismatch | None
+    question: questions.Question
+    prefix: compare.Prefix  # the K/V of both scenes, compared
     records: tuple[record_lib.Record, record_lib.Record]
     comparison: compare.Comparison
-    tokenizer: tokenizer_lib.Tokenizer | None
+
+    @property
+    def scene(self) -> scene_lib.Scene:
+        """That of the first side; that of the second has another prefix's K/V."""
+        return self.question.scenes[0]
 
     @property
     def is_equal(self) -> bool:
@@ -68,19 +50,15 @@ class Sight:
     @property
     def names_the_fault(self) -> bool:
         """Whether the first difference is where the fault was planted."""
-        first = self.comparison.first
-        return (
-            first is not None
-            and not self.prefix.differing
-            and self.fault is not None
-            and (first.layer, first.operation)
-            == (self.fault.layer, self.fault.operation)
-        )
+        first, fault = self.comparison.first, self.question.fault
+        if first is None or fault is None or self.prefix.differing:
+            return False
+        return (first.layer, first.operation) == (fault.layer, fault.operation)
 
     @property
     def choices_of_mismatch(self) -> tuple[int, int] | None:
         """What both sides choose where the line tells of two choices."""
-        line = self.mismatch
+        line = self.question.mismatch
         if line is None or line.verify_argmax == line.decode_argmax:
             return None
         one, other = self.comparison.choices[line.position - self.scene.start]
@@ -89,34 +67,35 @@ class Sight:
     @property
     def is_met_again(self) -> bool | None:
         """Whether both choices are those of the line; None where there is none."""
-        found = self.choices_of_mismatch
+        line, found = self.question.mismatch, self.choices_of_mismatch
         if found is None:
             return None
-        return found == (self.mismatch.decode_argmax, self.mismatch.verify_argmax)
+        return found == (line.decode_argmax, line.verify_argmax)
 
 
 def to_row(sight: Sight) -> dict[str, Any]:
     """The JSON row; `records.provenance` and the like come on top."""
-    comparison, scene = sight.comparison, sight.scene
-    reference, verify = sight.sides
+    comparison, question = sight.comparison, sight.question
+    scene, fault = question.scenes[0], question.fault
+    reference, verify = question.sides
     return {
         "kind": "parity",
-        "id": sight.name,
+        "id": question.name,
         "reference": dataclasses.asdict(reference),
         "verify": dataclasses.asdict(verify),
-        "fault": None if sight.fault is None else dataclasses.asdict(sight.fault),
+        "fault": None if fault is None else dataclasses.asdict(fault),
         "start": scene.start,
         "window": scene.window,
-        "history": sight.history,
+        "history": question.history,
         "prefix": _prefix_row(sight.prefix),
         "operations": observe.LAYER_OPERATIONS,
-        "layers": sight.layers,
+        "layers": question.layers,
         "cells": [
             [
                 _cell_row(comparison.cells[observe.key(layer, name)])
                 for name in observe.LAYER_OPERATIONS
             ]
-            for layer in sight.layers
+            for layer in question.layers
         ],
         "outside": {
             name: _cell_row(comparison.cells[name]) for name in observe.OUTSIDE
@@ -192,117 +171,146 @@ def _top_row(choice: compare.Choice) -> list[list]:
 
 def _texts(sight: Sight, choice: compare.Choice) -> list[str] | None:
     """The texts of the highest tokens; None where there is no tokenizer."""
-    if sight.tokenizer is None:
+    if sight.question.tokenizer is None:
         return None
-    return [sight.tokenizer.decode([token]) for token, _ in choice.top]
+    return [sight.question.tokenizer.decode([token]) for token, _ in choice.top]
 
 
-def print_sight(sight: Sight, console: rich_console.Console) -> None:
-    """Everything, the result first."""
-    reference, verify = (_describe(side) for side in sight.sides)
-    console.print(f"reference: {reference}\nverify:    {verify}", highlight=False)
-    if sight.fault is not None:
-        console.print(
-            f"planted: {sight.fault.key}, {sight.fault.kind}", highlight=False
-        )
-    for side, record in zip(sight.sides, sight.records, strict=True):
-        if record.moved:
+Row = Mapping[str, Any]
+
+
+def print_sight(sight: Sight, row: Row, console: rich_console.Console) -> None:
+    """Everything, the result first.
+
+    Args:
+      row: of `to_row`.
+    """
+    names = _describe(row["reference"]), _describe(row["verify"])
+    lines = [f"reference: {names[0]}", f"verify:    {names[1]}"]
+    if sight.question.fault is not None:
+        lines.append(f"planted: {sight.question.fault.key}, {row['fault']['kind']}")
+    console.print("\n".join(lines), highlight=False)
+    for place, side in enumerate(("reference", "verify")):
+        moved = row["moved_by_recording"][place]
+        if moved:
             console.print(
-                f"recording moved {record.moved:,d} elements of logits and K/V of "
-                f"{_describe(side)}: what follows is of another program than the one "
-                "that runs",
+                f"recording moved {moved:,d} elements of logits and K/V of "
+                f"{names[place]}: what follows is of another program than the one that "
+                "runs",
                 style="bold red",
             )
-        for name, count in record.unexplained.items():
+        for name, count in row["unexplained"][place].items():
             console.print(
-                f"{name} of {side.path}: {count:,d} elements do not follow from the "
-                "operations before it, as they were read; inside the whole program the "
-                "compiler rounds what it fuses in other places",
+                f"{name} of {row[side]['path']}: {count:,d} elements do not follow "
+                "from the operations before it, as they were read; inside the whole "
+                "program the compiler rounds what it fuses in other places",
                 highlight=False,
             )
-    lines = [prefix_line(sight), first_line(sight), _flips_line(sight)]
+    lines = [_prefix_line(row), _first_line(row), _flips_line(row)]
     if sight.is_met_again is not None:
         lines.append(_met_again_line(sight))
     for line in lines:
         console.print(line, style="bold", highlight=False)
-    if not sight.is_equal:
-        for title, names in _groups().items():
-            _print_cells(sight, title, names, console)
-        console.print(_outside_line(sight), highlight=False)
-        _print_growth(sight, console)
-    console.print(_choices_table(sight))
+    if not row["equal"]:
+        for title, operations in _groups().items():
+            _print_cells(row, title, operations, console)
+        outside = (
+            f"{name}: {cell['differing']:,d} of {cell['elements']:,d}"
+            + (f", at most {cell['max_ulp']:,d} ulp" if cell["differing"] else "")
+            for name, cell in row["outside"].items()
+        )
+        console.print("; ".join(outside), highlight=False)
+        _print_growth(row, console)
+    _print_choices(row, console)
 
 
-def _describe(side: scenes.Side) -> str:
+def _describe(side: Row) -> str:
     text = (
-        f"{side.path}, impl {side.impl}, {side.dtype}, slab {side.slab}, "
-        f"pages of {side.page_size}"
+        f"{side['path']}, impl {side['impl']}, {side['dtype']}, slab {side['slab']}, "
+        f"pages of {side['page_size']}"
     )
-    if side.window_rows is None:
+    if side["window_rows"] is None:
         return text
-    return f"{text}, windows of {side.window_rows} rows"
+    return f"{text}, windows of {side['window_rows']} rows"
 
 
-def prefix_line(sight: Sight) -> str:
+def _where(first: Row, *names: str) -> str:
+    """Where a first difference is, and how much differs there."""
+    layer = "" if first["layer"] is None else f"layer {first['layer']}, "
+    place = ", ".join(str(first[name]) for name in names)
+    return (
+        f"first: {layer}{place}, position {first['position']}: "
+        f"{first['differing']:,d} of {first['elements']:,d} elements, at most "
+        f"{first['max_ulp']:,d} ulp"
+    )
+
+
+def _prefix_line(row: Row) -> str:
     """Who wrote the K/V before the window, and where it differs first."""
-    prefix, first = sight.prefix, sight.prefix.first
-    what = "prefix K/V, written by plain decoding for both runs"
-    if sight.history == "own":
+    prefix, first = row["prefix"], row["prefix"]["first"]
+    what = "prefix K/V, written by autoregressive decoding for both runs"
+    if row["history"] == "own":
         what = "prefix K/V, the second run's written by windows of its own path"
     if first is None:
-        return f"{what}: no difference in {prefix.elements:,d} values"
-    return (
-        f"{what}: first: layer {first.layer}, {first.part}, position "
-        f"{first.position}: {first.cell.differing:,d} of {first.cell.elements:,d} "
-        f"elements, at most {first.cell.max_ulp:,d} ulp; in all {prefix.differing:,d} "
-        f"of {prefix.elements:,d}"
-    )
+        return f"{what}: no difference in {prefix['elements']:,d} values"
+    total = f"in all {prefix['differing']:,d} of {prefix['elements']:,d}"
+    return f"{what}: {_where(first, 'part')}; {total}"
 
 
-def first_line(sight: Sight) -> str:
+def _first_line(row: Row) -> str:
     """The first difference in one line, or that there is none."""
-    first = sight.comparison.first
-    if first is None:
-        return f"no difference in {sight.comparison.num_values:,d} values"
-    layer = "" if first.layer is None else f"layer {first.layer}, "
+    if row["first"] is None:
+        return f"no difference in {row['num_values']:,d} values"
+    return _where(row["first"], "operation")
+
+
+def _flips_line(row: Row) -> str:
+    flips = [
+        f"position {one['position']}: {one['reference_argmax']} becomes "
+        f"{one['verify_argmax']}"
+        for one in row["rows"]
+        if one["reference_argmax"] != one["verify_argmax"]
+    ]
+    return f"argmax flips: {'yes, ' + '; '.join(flips) if flips else 'no'}"
+
+
+def _met_again_line(sight: Sight) -> str:
+    line, found = sight.question.mismatch, sight.choices_of_mismatch
+    if sight.is_met_again:
+        return f"the mismatch is met again: {found[0]} against {found[1]}"
     return (
-        f"first: {layer}{first.operation}, position {sight.scene.start + first.row}: "
-        f"{first.cell.differing:,d} of {first.cell.elements:,d} elements, at most "
-        f"{first.cell.max_ulp:,d} ulp"
+        f"the mismatch is NOT met again: {found[0]} against {found[1]}, and in the "
+        f"run {line.decode_argmax} against {line.verify_argmax}"
     )
 
 
 def _print_cells(
-    sight: Sight, title: str, names: tuple[str, ...], console: rich_console.Console
+    row: Row, title: str, names: tuple[str, ...], console: rich_console.Console
 ) -> None:
     """Layers by operations: elements that differ, and the largest distance."""
-    rows = {
-        layer: [sight.comparison.cells[observe.key(layer, name)] for name in names]
-        for layer in sight.layers
-    }
-    if not any(cell.differing for cells in rows.values() for cell in cells):
+    places = [row["operations"].index(name) for name in names]
+    lines = [
+        {"layer": layer}
+        | {name: cells[at] for name, at in zip(names, places, strict=True)}
+        for layer, cells in zip(row["layers"], row["cells"], strict=True)
+    ]
+    if not any(line[name]["differing"] for line in lines for name in names):
         console.print(f"{title}: no difference in any layer", highlight=False)
         return
-    table = rich_table.Table(
-        title=f"{title}: elements that differ / at most so many ulp",
-        title_justify="left",
-    )
-    table.add_column("layer", justify="right")
+    # Words apart, so that a narrow terminal breaks the heading and no number.
+    columns: dict[str, tables.Column] = {"layer": "d"}
     for name in names:
-        # Words apart, so that a narrow terminal breaks the heading and no number.
-        table.add_column(name.replace("_", " "), justify="right")
-    for layer, cells in rows.items():
-        table.add_row(str(layer), *map(_cell_text, cells))
-    console.print(table)
+        columns[name.replace("_", " ")] = lambda line, name=name: _cell_text(line[name])
+    title = f"{title}: elements that differ / at most so many ulp"
+    tables.print_rows(lines, columns, console, title=title)
 
 
-def _cell_text(cell: compare.Cell) -> rich_text.Text:
-    if not cell.differing:
+def _cell_text(cell: Row) -> rich_text.Text:
+    if not cell["differing"]:
         return rich_text.Text(SAME, style="dim")
-    shade = "yellow" if cell.max_ulp <= 1 else "red"
-    return rich_text.Text(
-        f"{_short(cell.differing)}/{_short(cell.max_ulp)}", style=shade, no_wrap=True
-    )
+    shade = "yellow" if cell["max_ulp"] <= 1 else "red"
+    words = f"{_short(cell['differing'])}/{_short(cell['max_ulp'])}"
+    return rich_text.Text(words, style=shade, no_wrap=True)
 
 
 def _short(count: int) -> str:
@@ -310,39 +318,28 @@ def _short(count: int) -> str:
     return str(count) if count < 10_000 else f"{count:.0e}".replace("e+0", "e")
 
 
-def _outside_line(sight: Sight) -> str:
-    cells = sight.comparison.cells
-    return "; ".join(
-        f"{name}: {cells[name].differing:,d} of {cells[name].elements:,d}"
-        + (f", at most {cells[name].max_ulp:,d} ulp" if cells[name].differing else "")
-        for name in observe.OUTSIDE
-    )
+GROWTH = {
+    "layer": "d",
+    "elements that differ": lambda row: (
+        f"{row['differing']:,d} of {row['elements']:,d}"
+    ),
+    "at most ulp": ("max_ulp", ",d"),
+    "relative": ".1e",
+}
 
 
-def _print_growth(sight: Sight, console: rich_console.Console) -> None:
+def _print_growth(row: Row, console: rich_console.Console) -> None:
     """How far the residual has parted, from the first layer where it has."""
-    parted = [step for step in sight.comparison.growth if step.cell.differing]
+    parted = [step["layer"] for step in row["growth"] if step["differing"]]
     if not parted:
         console.print("growth: the residual that leaves each layer is the same")
         return
-    table = rich_table.Table(title="growth: the residual that leaves a layer")
-    for name in ("layer", "elements that differ", "at most ulp", "relative"):
-        table.add_column(name, justify="right")
-    for step in sight.comparison.growth:
-        if step.layer < parted[0].layer:
-            continue
-        share = step.cell.relative
-        relative = "" if share is None else f"{share:.1e}"
-        table.add_row(
-            str(step.layer),
-            f"{step.cell.differing:,d} of {step.cell.elements:,d}",
-            f"{step.cell.max_ulp:,d}",
-            relative,
-        )
-    console.print(table)
+    steps = [step for step in row["growth"] if step["layer"] >= parted[0]]
+    title = "growth: the residual that leaves a layer"
+    tables.print_rows(steps, GROWTH, console, title=title)
 
 
-def _choices_table(sight: Sight) -> rich_table.Table:
+def _print_choices(row: Row, console: rich_console.Console) -> None:
     """The highest logits of both, row by row."""
     table = rich_table.Table(
         title="highest logits (token, its text: logit), margin in ulp"
@@ -350,49 +347,25 @@ def _choices_table(sight: Sight) -> rich_table.Table:
     for name in ("position", "reference", "margin", "verify", "margin"):
         is_top = name in ("reference", "verify")
         table.add_column(name, justify="left" if is_top else "right")
-    for row, (one, other) in enumerate(sight.comparison.choices):
-        table.add_row(
-            str(sight.scene.start + row),
-            _top_text(sight, one),
-            _margin_text(one),
-            _top_text(sight, other),
-            _margin_text(other),
-            style="bold red" if one.token != other.token else None,
-        )
-    return table
+    for one in row["rows"]:
+        cells = []
+        for side in ("reference", "verify"):
+            margin = terminal.format_value(one[f"{side}_margin_ulp"], ".3g")
+            texts = one[f"{side}_texts"]
+            cells += [_top_text(one[f"{side}_top"], texts), margin]
+        flips = one["reference_argmax"] != one["verify_argmax"]
+        style = "bold red" if flips else None
+        table.add_row(str(one["position"]), *cells, style=style)
+    console.print(table)
 
 
-def _top_text(sight: Sight, choice: compare.Choice) -> rich_text.Text:
+def _top_text(top: list[list], texts: list[str] | None) -> rich_text.Text:
     """One line a token; quoted, so that white space is seen."""
-    texts = _texts(sight, choice)
-    quoted = [""] * len(choice.top)
+    quoted = [""] * len(top)
     if texts is not None:
         quoted = [f" {json.dumps(text, ensure_ascii=False)}" for text in texts]
     lines = (
-        f"{token}{text}: {logit:.4g}"
-        for text, (token, logit) in zip(quoted, choice.top, strict=True)
+        f"{token}{text}: {'not finite' if logit is None else f'{logit:.4g}'}"
+        for text, (token, logit) in zip(quoted, top, strict=True)
     )
     return rich_text.Text("\n".join(lines))
-
-
-def _margin_text(choice: compare.Choice) -> str:
-    return "" if choice.margin_ulp is None else f"{choice.margin_ulp:.3g}"
-
-
-def _flips_line(sight: Sight) -> str:
-    flips = [
-        f"position {sight.scene.start + row}: {one.token} becomes {other.token}"
-        for row, (one, other) in enumerate(sight.comparison.choices)
-        if one.token != other.token
-    ]
-    return f"argmax flips: {'yes, ' + '; '.join(flips) if flips else 'no'}"
-
-
-def _met_again_line(sight: Sight) -> str:
-    line, found = sight.mismatch, sight.choices_of_mismatch
-    if sight.is_met_again:
-        return f"the mismatch is met again: {found[0]} against {found[1]}"
-    return (
-        f"the mismatch is NOT met again: {found[0]} against {found[1]}, and in the "
-        f"run {line.decode_argmax} against {line.verify_argmax}"
-    )

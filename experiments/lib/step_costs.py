@@ -2,7 +2,7 @@
 
 Either the JSON lines that `latency.py --out` writes, or one JSON object:
 
-    {"plain_s": 0.00117,                       a step of plain decoding
+    {"plain_s": 0.00117,                       a step of autoregressive decoding
      "verify_s": {"1": 0.00107, "5": 0.00191}, a forward by its active rows
      "draft_s": {"draft-model": 0.000126},     a drafted token, by drafter; 0 if not
                                                named; or one number for all
@@ -32,14 +32,11 @@ charged one for every token, also for those that it looked up."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The contents of a file of costs.
-
-    Attributes:
-      draft_s: by name of the drafter, 0 of those not named; or one number for all.
-    """
+    """The contents of a file of costs."""
 
     plain_s: float
     verify_s: Mapping[int, float]
+    # By name of the drafter, 0 of those not named; or one number for all
     draft_s: Mapping[str, float] | float
     overhead_s: float = 0.0
 
@@ -74,11 +71,7 @@ def expected_seconds(curve: theory.CostCurve, num_forwards: Sequence[int]) -> fl
 
 
 def read(path: pathlib.Path, drafters: Sequence[str]) -> dict[str, theory.CostCurve]:
-    """The curve of each drafter.
-
-    Raises:
-      ValueError: a file that cannot be read, or lacks a time; one line says which.
-    """
+    """The curve of each drafter."""
     try:
         text = files.read(path).decode()
     except (OSError, UnicodeDecodeError) as error:

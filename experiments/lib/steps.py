@@ -44,87 +44,51 @@ NEW_CACHE = "new cache"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes that all thunks share, so that contexts share executables.
+    """Sizes that all thunks share, so that contexts share executables."""
 
-    Attributes:
-      capacity: positions of each cache.
-      steps: steps of one call.
-    """
-
-    capacity: int
+    capacity: int  # positions of each cache
     page_size: int
-    steps: int
-
-
-class Box:
-    """Caches whose buffers are handed on from call to call.
-
-    Attributes:
-      caches: a pytree; whoever donates it puts its successor here.
-    """
-
-    def __init__(self, caches: Any):
-        self.caches = caches
+    steps: int  # steps of one call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """A compiled call, in two parts that can be traced without running.
+    """A compiled call, in two parts that can be traced without running."""
 
-    Attributes:
-      program: what is compiled; contexts, rows and gammas are data, and share it.
-      params: first argument of `run`.
-      prepare: `caches -> state`; not timed. Both donate what they take.
-      run: `(params, state) -> caches, outputs`.
-      calls: how often `run` does what is to be timed.
-    """
-
-    program: str
-    params: Any
-    box: Box
-    prepare: Callable[[Any], Any]
-    run: Callable[[Any, Any], tuple[Any, Any]]
-    calls: int
+    program: str  # what is compiled; contexts, rows and gammas are data, and share it
+    params: Any  # first argument of `run`
+    caches: Any  # or their shapes; they stay as they are
+    prepare: Callable[[Any], Any]  # `caches -> state`, of copies; not timed
+    run: Callable[[Any, Any], Any]  # `(params, state) -> outputs`; donates the state
+    calls: int  # how often `run` does what is to be timed
 
     def thunk(self) -> timing.Thunk:
         """Seconds of one."""
-
-        def run(state: Any) -> Any:
-            self.box.caches, outputs = self.run(self.params, state)
-            return self.box.caches, outputs
-
-        prepare = lambda: self.prepare(self.box.caches)
-        return timing.stopwatch(run, prepare, calls=self.calls)
+        return timing.stopwatch(
+            lambda state: self.run(self.params, state),
+            lambda: self.prepare(self.caches),
+            calls=self.calls,
+        )
 
     def trace(self) -> jax.stages.Traced:
         """The timed call as a program; arrays may be shapes."""
-        state = jax.eval_shape(self.prepare, self.box.caches)
+        state = jax.eval_shape(self.prepare, self.caches)
         return jax.jit(self.run, donate_argnums=1).trace(self.params, state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Something whose cost is measured.
+    """Something whose cost is measured."""
 
-    Attributes:
-      name: unique; as the table shows it.
-      work: a compiled call, or
-      timed: a thunk, where it is something else.
-      ratio_to: name of the cost that it is compared with.
-      context: positions that the first step attends to, where that matters.
-      num_active: active rows, where that matters.
-      gamma: tokens drafted, where that matters.
-      num_bytes: that one must read, where that is known.
-    """
-
-    name: str
-    ratio_to: str
-    work: Work | None = None
-    timed: timing.Thunk | None = None
+    name: str  # unique; as the table shows it
+    ratio_to: str  # name of the cost that it is compared with
+    work: Work | None = None  # a compiled call, or
+    timed: timing.Thunk | None = None  # a thunk, where it is something else
+    # Positions that the first step attends to, where that matters
     context: int | None = None
-    num_active: int | None = None
-    gamma: int | None = None
-    num_bytes: int | None = None
+    num_active: int | None = None  # active rows, where that matters
+    gamma: int | None = None  # tokens drafted, where that matters
+    num_bytes: int | None = None  # that one must read, where that is known
 
     def thunk(self) -> timing.Thunk:
         return self.timed or self.work.thunk()
@@ -132,24 +96,19 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured of a target and its draft.
+    """What is measured of a target and its draft."""
 
-    Attributes:
-      contexts: of a plain step; everything else is measured at the first of them.
-      rows: active rows at the first context; the most of them at all others too. None:
-        up to the drafter's longest window, at the first context only.
-      prefills: prompt lengths to be prefilled.
-      sampling: of plain steps and rounds; None is greedy.
-      as_shapes: caches are shapes, to be traced and not run.
-    """
-
+    # Of a plain step; everything else is measured at the first of them
     contexts: Sequence[int]
     page_size: int
     steps: int
+    # Active rows at the first context; the most of them at all others too. None: up to
+    # the drafter's longest window, at the first context only.
     rows: Sequence[int] | None = None
-    prefills: Sequence[int] = ()
+    prefills: Sequence[int] = ()  # prompt lengths to be prefilled
+    # Of plain steps and rounds; None is greedy
     sampling: sampling_lib.SamplingSettings | None = None
-    as_shapes: bool = False
+    as_shapes: bool = False  # caches are shapes, to be traced and not run
 
 
 def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
@@ -172,14 +131,14 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
             f"positions, the model has {positions}"
         )
     sizes = Sizes(capacity=capacity, page_size=plan.page_size, steps=plan.steps)
-    box = Box(_caches((lm.target,), sizes, plan.as_shapes))
+    cache = _cache(lm.target, sizes, plan.as_shapes)
     shared = lm.target, lm.params, sizes
     first = plan.contexts[0]
 
     def plain(context: int) -> Cost:
         return Cost(
             name=PLAIN if context == first else f"{PLAIN} at {context}",
-            work=_plain(*shared, context, box=box, settings=plan.sampling),
+            work=_plain(*shared, context, cache=cache, settings=plan.sampling),
             ratio_to=PLAIN,
             context=context,
             num_bytes=_bytes(*shared[:2], context),
@@ -189,7 +148,7 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
         suffix = "" if context == first else f" at {context}"
         return Cost(
             name=(ONE_ROW if n == 1 else f"{n} active rows") + suffix,
-            work=_window(*shared, context, num_active=n, box=box),
+            work=_window(*shared, context, num_active=n, cache=cache),
             ratio_to=(ONE_ROW if ones else PLAIN) if not suffix else PLAIN,
             context=context,
             num_active=n,
@@ -200,7 +159,7 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
     ones = 1 in rows
     group = [plain(first), *(window(n, first) for n in rows)]
     if lm.drafter is not None:
-        group += _drafter_costs(lm, sizes, first, box, plan)
+        group += _drafter_costs(lm, sizes, first, cache, plan)
     group += [_prefill(*shared, n) for n in plan.prefills if not plan.as_shapes]
     if not plan.as_shapes:
         group += _traffic(lm, sizes)
@@ -227,24 +186,24 @@ def _traffic(lm: loading.LanguageModel, sizes: Sizes) -> list[Cost]:
 
 
 def _drafter_costs(
-    lm: loading.LanguageModel, sizes: Sizes, context: int, box: Box, plan: Plan
+    lm: loading.LanguageModel, sizes: Sizes, context: int, cache: Any, plan: Plan
 ) -> list[Cost]:
     """A draft step, and rounds of each gamma."""
     draft, params = lm.drafter.model, lm.drafter_params
-    own = Box(_caches((draft,), sizes, plan.as_shapes))
+    own = _cache(draft, sizes, plan.as_shapes)
     made = [
         Cost(
             name="draft step",
-            work=_plain(draft, params, sizes, context, box=own, program="draft"),
+            work=_plain(draft, params, sizes, context, cache=own, program="draft"),
             ratio_to=PLAIN,
             context=context,
             num_active=1,
             num_bytes=_bytes(draft, params, context),
         )
     ]
-    both = _Both(box, own)
+    both = cache, own
     for gamma in range(1, lm.gamma_max + 1):
-        work = _round(lm, sizes, context, gamma, box=both, settings=plan.sampling)
+        work = _round(lm, sizes, context, gamma, caches=both, settings=plan.sampling)
         made.append(
             Cost(
                 name=f"round, gamma {gamma}",
@@ -257,50 +216,8 @@ def _drafter_costs(
     return made
 
 
-class _Both(Box):
-    """Two boxes as one."""
-
-    def __init__(self, *boxes: Box):
-        self._boxes = boxes
-
-    @property
-    def caches(self) -> Any:
-        return tuple(box.caches for box in self._boxes)
-
-    @caches.setter
-    def caches(self, caches: Any) -> None:
-        for box, cache in zip(self._boxes, caches, strict=True):
-            box.caches = cache
-
-
-def plain_step(
-    model: row_model.RowModel,
-    params: params_lib.Params,
-    sizes: Sizes,
-    context: int,
-) -> timing.Thunk:
-    """One token of plain decoding; of the draft model, one draft step."""
-    box = Box(_caches((model,), sizes, False))
-    return _plain(model, params, sizes, context, box=box).thunk()
-
-
-def live_rows(
-    model: row_model.RowModel,
-    params: params_lib.Params,
-    sizes: Sizes,
-    context: int,
-    *,
-    num_active: int,
-) -> timing.Thunk:
-    """One verification of `num_active` rows, with argmax and truncation."""
-    box = Box(_caches((model,), sizes, False))
-    return _window(
-        model, params, sizes, context, num_active=num_active, box=box
-    ).thunk()
-
-
 def _plain(
-    model, params, sizes, context, *, box, settings=None, program="target"
+    model, params, sizes, context, *, cache, settings=None, program="target"
 ) -> Work:
     most = jnp.int32(sizes.steps)
 
@@ -315,20 +232,19 @@ def _plain(
         )
 
     def run(params, state):
-        state = baseline.generate(model, params, state, max_steps=most)
-        return state.cache, (state.tokens, state.num_steps)
+        return baseline.generate(model, params, state, max_steps=most)
 
     return Work(
         program=f"{program}: plain steps",
         params=params,
-        box=box,
+        caches=cache,
         prepare=prepare,
         run=run,
         calls=sizes.steps,
     )
 
 
-def _window(model, params, sizes, context, *, num_active, box) -> Work:
+def _window(model, params, sizes, context, *, num_active, cache) -> Work:
     live = jnp.int32(num_active)
 
     def prepare(kv: paged.PagedKV) -> paged.PagedKV:
@@ -340,7 +256,7 @@ def _window(model, params, sizes, context, *, num_active, box) -> Work:
     return Work(
         program="target: windows",
         params=params,
-        box=box,
+        caches=cache,
         prepare=prepare,
         run=run,
         calls=sizes.steps,
@@ -370,7 +286,7 @@ def repeat_forward(model, params, kv, *, num_active, steps):
     return jax.lax.scan(step, (kv, tokens), None, length=steps)[0]
 
 
-def _round(lm, sizes, context, gamma, *, box, settings=None) -> Work:
+def _round(lm, sizes, context, gamma, *, caches, settings=None) -> Work:
     """`gamma` drafts, verification, commit, truncation of both caches."""
     target = rows_lib.SlotRows(model=lm.target, num_slots=1)
     drafter, most = each.lift(lm.drafter, 1), jnp.int32(sizes.steps)
@@ -390,14 +306,12 @@ def _round(lm, sizes, context, gamma, *, box, settings=None) -> Work:
 
     def run(params, state):
         speculator = round_lib.Speculator(params=params, target=target, drafter=drafter)
-        state = round_lib.generate(speculator, state, max_rounds=most)
-        outputs = state.slots.tokens, state.slots.num_rounds
-        return (state.cache, state.memory), outputs
+        return round_lib.generate(speculator, state, max_rounds=most)
 
     return Work(
         program="rounds",
         params=(lm.params, lm.drafter_params),
-        box=box,
+        caches=caches,
         prepare=prepare,
         run=run,
         calls=sizes.steps,
@@ -453,16 +367,11 @@ def _text(model: row_model.RowModel, sizes: Sizes) -> jax.Array:
     return noise.tokens(sizes.capacity + 1, model.config.vocab_size, seed=3)
 
 
-def _caches(models: Sequence[Any], sizes: Sizes, as_shapes: bool) -> Any:
-    """A cache of noise for each model; that of one model is no tuple."""
-    make = functools.partial(
-        noisy_cache, capacity=sizes.capacity, page_size=sizes.page_size
-    )
-    made = tuple(
-        jax.eval_shape(functools.partial(make, model)) if as_shapes else make(model)
-        for model in models
-    )
-    return made[0] if len(made) == 1 else made
+def _cache(model: row_model.RowModel, sizes: Sizes, as_shapes: bool) -> Any:
+    """A cache of noise, or its shape."""
+    sizes = {"capacity": sizes.capacity, "page_size": sizes.page_size}
+    make = functools.partial(noisy_cache, model, **sizes)
+    return jax.eval_shape(make) if as_shapes else make()
 
 
 def noisy_cache(
@@ -481,9 +390,9 @@ def noisy_cache(
     return kv.replace(k=k, v=v)
 
 
-@functools.partial(jax.jit, donate_argnames=("kv",))
+@jax.jit
 def at_length(kv: paged.PagedKV, length: int) -> paged.PagedKV:
-    """The cache with `[0, length)` valid, and as many pages as that takes."""
+    """A copy of the cache with `[0, length)` valid, and as many pages as that takes."""
     slot = row_model.SLOT
     kv = allocator.truncate(kv, slot, jnp.minimum(length, kv.length[slot]))
     kv = allocator.reserve(kv, slot, length)

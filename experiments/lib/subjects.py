@@ -12,7 +12,7 @@ import pathlib
 import jax
 import psutil
 
-from experiments.lib import hf, noise
+from experiments.lib import cli, hf, noise
 from spec_jax import loading
 from spec_jax.drafters import draft_model
 from spec_jax.model import config as config_lib, params as params_lib, row_model
@@ -21,35 +21,26 @@ from spec_jax.ops import dispatch, weights
 
 EMBEDDED = "embedded"
 
+_SMALL = config_lib.Qwen3Config(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+_LARGE = {"hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36}
+_LARGE |= {"num_heads": 32, "tie_word_embeddings": False}
+
 PRESETS = {
-    "qwen3-0.6b": config_lib.Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_layers=28,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    ),
-    "qwen3-8b": config_lib.Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    ),
+    "qwen3-0.6b": _SMALL,
+    "qwen3-8b": dataclasses.replace(_SMALL, **_LARGE),
 }
 """Configs of released models by the name of their preset."""
 
@@ -105,12 +96,8 @@ def check_device(device: str) -> str:
 def add_presets(group: argparse._ActionsContainer) -> None:
     """`--preset` and `--draft-preset`, for `load` and `check_presets`."""
     for name, what in (("--preset", "target"), ("--draft-preset", "draft")):
-        group.add_argument(
-            name,
-            choices=sorted(PRESETS),
-            help=f"a {what} of random weights in the shape of a released model, in the "
-            "place of a folder",
-        )
+        words = f"a {what} of random weights in the shape of a released model"
+        cli.add(group, f"{name} NAME  {words}", NAME=sorted(PRESETS))
 
 
 def check_presets(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -129,13 +116,7 @@ def load(
     dtype: str | None,
     as_shapes: bool = False,
 ) -> loading.LanguageModel:
-    """The models that `flags.add_models` and `add_presets` name.
-
-    Raises:
-      MemoryError: weights of presets do not fit; nothing has been created.
-      ValueError: folders that cannot be used, or a slab with more rows than `impl` has.
-      NotImplementedError: an implementation that cannot run here.
-    """
+    """The models that `flags.add_models` and `add_presets` name."""
     sizes = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype, "impl": args.impl}
     if args.preset:
         names = (args.preset, args.draft_preset)

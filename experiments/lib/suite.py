@@ -20,15 +20,14 @@ class Plan:
 
     Attributes:
       target, draft: folders.
-      cells: as `exact_cells.star` and `exact_cells.product` put them in order.
-      prompts: `(id, token ids)`.
-      weights: fingerprints of "target" and "draft" of each dtype.
     """
 
     target: Any
     draft: Any
+    # As `exact_cells.star` and `exact_cells.product` put them in order
     cells: Sequence[cells_lib.Cell]
-    prompts: Sequence[tuple[str, list[int]]]
+    prompts: Sequence[tuple[str, list[int]]]  # `(id, token ids)`
+    # Fingerprints of "target" and "draft" of each dtype
     weights: Mapping[str, Mapping[str, str]]
     settings: cell_runs.Settings
 
@@ -182,25 +181,20 @@ def of_prompts(rows: Sequence[Row]) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CellSummary:
-    """One cell, over all its prompts.
-
-    Attributes:
-      texts: how many different ones were generated: prompts that a model continues
-        in the same way are one witness.
-      nonfinite_logits: tokens that were chosen from logits that are not finite.
-      constant_logits: tokens that were chosen from logits that are all equal.
-      equal: prompts in which each of `evidence.WHATS` is that of decoding.
-    """
+    """One cell, over all its prompts."""
 
     cell: cells_lib.Cell
     prompts: int
+    # How many different ones were generated: prompts that a model continues in the same
+    # way are one witness
     texts: int
     tokens: int
     rounds: int
     proposed: int
     accepted: int
-    nonfinite_logits: int
-    constant_logits: int
+    nonfinite_logits: int  # tokens that were chosen from logits that are not finite
+    constant_logits: int  # tokens that were chosen from logits that are all equal
+    # Prompts in which each of `evidence.WHATS` is that of decoding
     equal: Mapping[str, int]
 
     @property

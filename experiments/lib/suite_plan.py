@@ -92,23 +92,15 @@ def default_text(axis: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan, and what its rows and its certificate say about it.
-
-    Attributes:
-      header: JSON values only: settings, environment, weights, prompts.
-    """
+    """A plan, and what its rows and its certificate say about it."""
 
     plan: suite.Plan
+    # JSON values only: settings, environment, weights, prompts
     header: Mapping[str, Any]
 
 
 def from_flags(args: argparse.Namespace) -> Planned:
-    """The plan of a run.
-
-    Raises:
-      ValueError: prompts, folders or cells that cannot be used.
-      NotImplementedError: an implementation that cannot run here.
-    """
+    """The plan of a run."""
     defaults = FULL if args.full else BRIEF
     axes = {axis: getattr(args, axis) or defaults.axes[axis] for axis in cells_lib.AXES}
     axes["impl"] = tuple(dict.fromkeys(map(dispatch.resolve, axes["impl"])))
@@ -134,13 +126,7 @@ def from_flags(args: argparse.Namespace) -> Planned:
 def from_certificate(
     args: argparse.Namespace, certificate: Mapping[str, Any]
 ) -> Planned:
-    """The plan that runs a certificate again, of its first `args.limit` prompts.
-
-    Raises:
-      ValueError: models, prompts or constants that are not those of the certificate,
-        or that it cannot find.
-      NotImplementedError: an implementation that cannot run here.
-    """
+    """The plan that runs a certificate again, of its first `args.limit` prompts."""
     settings = certificate["settings"]
     if settings["target"] != EMBEDDED and args.target is None:
         raise ValueError(

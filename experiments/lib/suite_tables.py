@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console, table as rich_table, text as rich_text
+from rich import console as rich_console
 
-from experiments.lib import exact_cells as cells_lib, suite
+from experiments.lib import exact_cells as cells_lib, suite, tables
 from spec_jax.debug import evidence
 
 
@@ -34,18 +34,19 @@ def print_plan(
 def print_cells(
     summaries: Sequence[suite.CellSummary], console: rich_console.Console
 ) -> None:
-    """One row for each cell: counts, and prompts that equal plain decoding."""
-    table = _table("cell", "prompts", "texts", "accepted", *_what_names())
-    for summary in summaries:
-        rate = summary.accepted / max(summary.proposed, 1)
-        table.add_row(
-            cells_lib.label(summary.cell, summaries[0].cell),
-            f"{summary.prompts:,}",
-            f"{summary.texts:,}",
-            f"{rate:.3f}",
-            *_equal(summary.equal, summary.prompts),
-        )
-    console.print(table)
+    """One row for each cell: counts, and prompts that equal autoregressive decoding."""
+    rows = [
+        {
+            "cell": cells_lib.label(one.cell, summaries[0].cell),
+            "prompts": one.prompts,
+            "texts": one.texts,
+            "accepted": one.accepted / max(one.proposed, 1),
+            **one.equal,
+        }
+        for one in summaries
+    ]
+    columns = {"cell": "", "prompts": ",d", "texts": ",d", "accepted": ".3f"}
+    tables.print_rows(rows, columns | EQUAL, console)
     print_warnings(suite.warnings(summaries), console)
 
 
@@ -62,15 +63,14 @@ def print_agreement(
     Args:
       is_dirty: the certificate's code was not that of its commit.
     """
-    table = _table("cell", "prompts", *_what_names())
-    for cell in plan.cells:
-        table.add_row(
-            cells_lib.label(cell, plan.cells[0]),
-            f"{len(plan.prompts):,}",
-            *_equal(agreement[cell.name], len(plan.prompts)),
-        )
-    console.print(table)
-    _explain_dashes(agreement.values(), console)
+    rows = [
+        {"cell": cells_lib.label(cell, plan.cells[0]), "prompts": len(plan.prompts)}
+        | agreement[cell.name]
+        for cell in plan.cells
+    ]
+    tables.print_rows(rows, {"cell": "", "prompts": ",d"} | EQUAL, console)
+    if any(evidence.NOT_COMPARED in cell.values() for cell in agreement.values()):
+        console.print("-: not in the certificate, made before batches were recorded")
     if is_dirty:
         console.print("made of changed code: its commit does not say which code it was")
     if not changes:
@@ -85,36 +85,19 @@ def print_warnings(warnings: Iterable[str], console: rich_console.Console) -> No
         console.print(warning, style="bold red", soft_wrap=True, highlight=False)
 
 
-def _explain_dashes(
-    counts: Iterable[Mapping[str, int | str]], console: rich_console.Console
-) -> None:
-    if any(evidence.NOT_COMPARED in cell.values() for cell in counts):
-        console.print("-: not in the certificate, made before batches were recorded")
-
-
-def _what_names() -> list[str]:
-    return [WHAT_NAMES.get(what, what) for what in evidence.WHATS]
-
-
-def _table(first: str, *others: str) -> rich_table.Table:
-    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, min_width=20)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
-
-
-def _equal(counts: Mapping[str, int | str], prompts: int) -> list[rich_text.Text]:
+def _equal(row: tables.Row, what: str) -> tables.Cell:
     """How many are equal; red where not all are, a dash where nothing was compared."""
-    return [_equal_cell(counts[what], prompts) for what in evidence.WHATS]
+    if row[what] == evidence.NOT_COMPARED:
+        return "-"
+    different = row["prompts"] - row[what]
+    return tables.wrong(f"{different} differ" if different else "equal", different > 0)
 
 
-def _equal_cell(count: int | str, prompts: int) -> rich_text.Text:
-    if count == evidence.NOT_COMPARED:
-        return rich_text.Text("-", style="dim")
-    if count == prompts:
-        return rich_text.Text("equal")
-    return rich_text.Text(f"{prompts - count} differ", style="bold red")
+EQUAL: dict[str, tables.Column] = {
+    WHAT_NAMES.get(what, what): lambda row, what=what: _equal(row, what)
+    for what in evidence.WHATS
+}
+"""Columns of what was compared."""
 
 
 def print_differences(
@@ -154,7 +137,6 @@ def print_across(
     for bits, count in across:
         where = ", ".join(f"{axis} {value}" for axis, value in bits.items())
         console.print(
-            f"{count} prompts of plain decoding ({where}) have other bits on other "
-            "pages",
+            f"{count} prompts of decoding ({where}) have other bits on other pages",
             style="bold red",
         )

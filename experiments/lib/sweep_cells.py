@@ -24,19 +24,14 @@ FIXED = "fixed"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
 class Cell:
-    """A place in the grid.
-
-    Attributes:
-      category: of the prompts; None of those that have none.
-      gamma: tokens drafted a round; with an adaptive policy at most.
-    """
+    """A place in the grid."""
 
     drafter: str
     temperature: float
     prompt_source: str
     gamma_policy: str
-    gamma: int
-    category: str | None
+    gamma: int  # tokens drafted a round; with an adaptive policy at most
+    category: str | None  # of the prompts; None of those that have none
 
     def __str__(self) -> str:
         """The cell in a few words."""

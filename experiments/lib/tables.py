@@ -20,30 +20,19 @@ from experiments.lib import records, terminal
 Row = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Field:
-    """How one number is shown.
+    """How one number is shown."""
 
-    Attributes:
-      name: as in the metric dictionary and in the JSON row.
-      group: the heading it stands under.
-      form: format specification; of each entry, if the value is a list.
-      unit: what one of it is; empty for pure numbers.
-      meaning: one line for the reader.
-    """
-
-    name: str
-    group: str
-    form: str
-    unit: str
-    meaning: str
+    name: str  # as in the metric dictionary and in the JSON row
+    group: str  # the heading it stands under
+    form: str  # format specification; of each entry, if the value is a list
+    unit: str  # what one of it is; empty for pure numbers
+    meaning: str  # one line for the reader
 
 
 def _group(group: str, *rows: tuple[str, str, str, str]) -> tuple[Field, ...]:
-    return tuple(
-        Field(group=group, name=name, form=form, unit=unit, meaning=meaning)
-        for name, form, unit, meaning in rows
-    )
+    return tuple(Field(name, group, *others) for name, *others in rows)
 
 
 FIELDS: tuple[Field, ...] = (
@@ -74,12 +63,12 @@ FIELDS: tuple[Field, ...] = (
     ),
     *_group(
         "losslessness",
-        ("matched", "", "", "every token equals plain decoding"),
+        ("matched", "", "", "every token equals autoregressive decoding"),
         ("verify_decode_mismatches", ",d", "positions", "with another argmax"),
         ("nonfinite_logits", ",d", "tokens", "chosen from NaN or infinity"),
     ),
     *_group(
-        "plain decoding",
+        "autoregressive decoding",
         ("baseline_e2e_tpot_ms", ".3f", "ms/token", "prefill included"),
         ("baseline_e2e_tok_s", ",.1f", "tokens/s", "prefill included"),
         ("baseline_decode_tpot_ms", ".3f", "ms/token", "prefill excluded"),
@@ -94,10 +83,10 @@ FIELDS: tuple[Field, ...] = (
     ),
     *_group(
         "speed-up",
-        ("speedup_e2e", ".2f", "x", "plain / speculative, prefill included"),
+        ("speedup_e2e", ".2f", "x", "autoregressive / speculative, with prefill"),
         ("speedup_e2e_p10", ".2f", "x", "10th percentile"),
         ("speedup_e2e_p90", ".2f", "x", "90th percentile"),
-        ("speedup_decode", ".2f", "x", "plain / speculative, prefill excluded"),
+        ("speedup_decode", ".2f", "x", "autoregressive / speculative, decoding alone"),
         ("speedup_decode_p10", ".2f", "x", "10th percentile"),
         ("speedup_decode_p90", ".2f", "x", "90th percentile"),
     ),
@@ -129,19 +118,20 @@ def print_table(
 ) -> None:
     """Prints the metrics in groups, with units; what was not measured shows as `-`.
 
-    Where the console is narrow, meanings are left out, and then units stand below the
-    values; no value is cut.
-
-    Raises:
-      ValueError: a name that `fields` lacks.
+    On a narrow console meanings are left out, and units follow the values; no value is
+    cut.
     """
     row = to_row(metrics, fields=fields)
     shown = [field for field in fields if field.name in row]
-    texts = {
-        field.name: terminal.format_value(row[field.name], field.form)
-        for field in shown
-    }
-    table, columns = _table_that_fits(shown, texts, console.width)
+    texts = {f.name: terminal.format_value(row[f.name], f.form) for f in shown}
+    is_wide = console.width >= _WIDE
+    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("metric", overflow="fold")
+    longest = max((len(word) for t in texts.values() for word in t.split()), default=0)
+    table.add_column("value", justify="right", min_width=longest)
+    if is_wide:
+        table.add_column("unit", no_wrap=True)
+        table.add_column("meaning", style="dim")
     group = None
     for field in shown:
         if field.group != group:
@@ -149,54 +139,23 @@ def print_table(
                 table.add_row()
             group = field.group
             table.add_row(rich_text.Text(group, style="bold"))
-        text, unit = texts[field.name], field.unit
-        if "unit" not in columns:
-            text = f"{text} {unit}".rstrip()
-        cells = {
-            "metric": rich_text.Text("  " + field.name),
-            "value": rich_text.Text(text, style=_value_style(field, row[field.name])),
-            "unit": unit,
-            "meaning": field.meaning,
-        }
-        table.add_row(*(cells[column] for column in columns))
+        text = texts[field.name]
+        cells = [field.unit, field.meaning]
+        if not is_wide:
+            text, cells = f"{text} {field.unit}".rstrip(), []
+        is_wrong = _is_wrong(field.name, row[field.name])
+        table.add_row(f"  {field.name}", wrong(text, is_wrong), *cells)
     console.print(table)
 
 
-_MEANING_WIDTH = 16
-"""The least in which a meaning can be read."""
+_WIDE = 72
+"""Characters of a console on which meanings can be read."""
 
 
-def _table_that_fits(
-    fields: Sequence[Field], texts: Mapping[str, str], width: int
-) -> tuple[rich_table.Table, tuple[str, ...]]:
-    """An empty table of metrics, and the names of its columns."""
-    words = ["value", *(word for text in texts.values() for word in text.split())]
-    name = 2 + max((len(field.name) for field in fields), default=0)
-    unit = max((len(field.unit) for field in fields), default=0)
-    value, gap = max(map(len, words)), 2
-    columns = ("metric", "value")
-    if width >= name + gap + value + gap + unit:
-        columns += ("unit",)
-    if width >= name + gap + value + gap + unit + gap + _MEANING_WIDTH:
-        columns += ("meaning",)
-    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("metric", no_wrap=width >= name + gap + value, overflow="fold")
-    table.add_column("value", justify="right", min_width=value)
-    if "unit" in columns:
-        table.add_column("unit", no_wrap=True)
-    if "meaning" in columns:
-        table.add_column("meaning", style="dim")
-    return table, columns
-
-
-def _value_style(field: Field, value: Any) -> str:
-    """Red for what may not happen."""
-    wrong = {
-        "matched": value is False,
-        "verify_decode_mismatches": bool(value),
-        "nonfinite_logits": bool(value),
-    }
-    return "bold red" if wrong.get(field.name) else ""
+def _is_wrong(name: str, value: Any) -> bool:
+    if name == "matched":
+        return value is False
+    return name in ("verify_decode_mismatches", "nonfinite_logits") and bool(value)
 
 
 def _check_names(metrics: Mapping[str, Any], fields: Sequence[Field]) -> None:
@@ -205,49 +164,53 @@ def _check_names(metrics: Mapping[str, Any], fields: Sequence[Field]) -> None:
         raise ValueError(f"no field says how to show {', '.join(unknown)}")
 
 
-def plain(*names: str, title: str | None = None) -> rich_table.Table:
-    """Returns an empty table, whose first column is text and whose others are not."""
-    table = rich_table.Table(
-        box=None,
-        # As narrow as it gets: a terminal has eighty columns.
-        padding=(0, 1, 0, 0),
-        header_style="bold",
-        title=title,
-        title_justify="left",
-    )
-    for i, name in enumerate(names):
-        table.add_column(name, justify="right" if i else "left", no_wrap=not i)
-    return table
-
-
-Column = tuple[str, str] | Callable[[Row], str | rich_text.Text]
-"""A name of a row and the format of its value, or what makes the cell of a row."""
+Cell = str | rich_text.Text
+Column = str | tuple[str, str] | Callable[[Row], Cell]
+"""The format of what a row has under the heading; or its name and format; or what makes
+the cell of a row. An empty format is that of a text."""
 
 
 def print_rows(
-    rows: Sequence[Row], columns: Mapping[str, Column], console: rich_console.Console
+    rows: Sequence[Row],
+    columns: Mapping[str, Column],
+    console: rich_console.Console,
+    *,
+    title: str | None = None,
 ) -> None:
-    """Prints one line a row, of which nothing is cut.
+    """Prints one line a row, of which nothing is cut; texts left, all else right.
 
     Args:
-      columns: by their headings; the first is text.
+      columns: by their headings.
     """
-    table = plain(*columns)
+    # As narrow as it gets: a terminal has eighty columns.
+    table = rich_table.Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for i, (heading, column) in enumerate(columns.items()):
+        form = column[1] if isinstance(column, tuple) else column
+        is_text = not i or form == ""
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not i)
     for row in rows:
-        table.add_row(*(_cell(row, column) for column in columns.values()))
+        table.add_row(*(_cell(row, *both) for both in columns.items()))
+    if title is not None:
+        console.print(title, style="italic", highlight=False)
     terminal.print_whole(table, console)
 
 
-def _cell(row: Row, column: Column) -> str | rich_text.Text:
+def _cell(row: Row, heading: str, column: Column) -> Cell:
     if callable(column):
         return column(row)
-    name, form = column
-    return terminal.format_value(row[name], form)
+    name, form = (heading, column) if isinstance(column, str) else column
+    # `Text`: ids are no markup.
+    return rich_text.Text(terminal.format_value(row[name], form))
 
 
 def wrong(text: str, is_wrong: bool) -> rich_text.Text:
     """Returns a cell, red where it may not be."""
     return rich_text.Text(text, style="bold red" if is_wrong else "")
+
+
+def print_note(text: str, console: rich_console.Console) -> None:
+    """Prints what the columns of a table are."""
+    console.print(text, style="dim")
 
 
 AXES = {
@@ -276,48 +239,33 @@ def print_cells(
     rows: Sequence[Row], console: rich_console.Console, *, title: str
 ) -> None:
     """Prints one line a cell: of a sweep, or of a category."""
-    axes = [
-        name
-        for name in AXES
-        if any(name in row for row in rows)
-        and (name in ("drafter", "gamma") or len({row[name] for row in rows}) > 1)
-    ]
-    headings = [heading for heading, _ in NUMBERS.values()]
-    table = plain(*(AXES[name] for name in axes), *headings, "match", title=title)
-    for column in table.columns[: len(axes)]:
-        column.justify, column.no_wrap = "left", True
-    for row in rows:
-        numbers = (
-            terminal.format_value(row.get(n), form) for n, (_, form) in NUMBERS.items()
-        )
-        table.add_row(
-            *("-" if row[name] is None else str(row[name]) for name in axes),
-            *numbers,
-            _match(row),
-        )
-    console.print(table)
+    columns: dict[str, Column] = {}
+    for name, heading in AXES.items():
+        values = {row[name] for row in rows if name in row}
+        if values and (name in ("drafter", "gamma") or len(values) > 1):
+            columns[heading] = (name, "")
+    rows = [dict.fromkeys(NUMBERS) | row for row in rows]
+    numbers = {heading: (name, form) for name, (heading, form) in NUMBERS.items()}
+    print_rows(rows, columns | numbers | {"match": _match}, console, title=title)
     console.print()
 
 
-def _match(row: Row) -> rich_text.Text:
+def _match(row: Row) -> Cell:
     if row["matched"] is None:
-        return rich_text.Text("-")
+        return "-"
     is_wrong = not row["matched"] or bool(row["verify_decode_mismatches"])
-    return wrong(
-        f"no, {row['verify_decode_mismatches']}" if is_wrong else "yes", is_wrong
-    )
+    words = f"no, {row['verify_decode_mismatches']}" if is_wrong else "yes"
+    return wrong(words, is_wrong)
 
 
-def explain_cells(console: rich_console.Console) -> None:
-    """Prints what the columns of `print_cells` are."""
-    console.print(
-        "n: prompts; kept: of proposed drafts; rep: repeated 4-grams in the texts; "
-        "len: tokens a round, the target's own counted; "
-        "e2e: speed-up over plain decoding, prefill included, with p10 and p90 over "
-        "repeats, or with one repeat over prompts; decode: of decoding alone; match: "
-        "all tokens are those of plain decoding, else how many choices differ",
-        style="dim",
-    )
+CELLS_NOTE = (
+    "n: prompts; kept: of proposed drafts; rep: repeated 4-grams in the texts; len: "
+    "tokens a round, the target's own counted; e2e: speed-up over autoregressive "
+    "decoding, prefill included, with p10 and p90 over repeats, or with one repeat "
+    "over prompts; decode: of decoding alone; match: all tokens are those of "
+    "autoregressive decoding, else how many choices differ"
+)
+"""What the columns of `print_cells` are."""
 
 
 def print_categories(
@@ -329,4 +277,4 @@ def print_categories(
     console.print()
     rows = [{"category": name, **row} for name, row in summaries.items()]
     print_cells(rows, console, title="by category")
-    explain_cells(console)
+    print_note(CELLS_NOTE, console)

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich import (
@@ -47,24 +47,6 @@ def print_whole(table: rich_table.Table, console: rich_console.Console) -> None:
 
 _WIDE = 1000
 """More than any table takes."""
-
-
-def print_rows(
-    rows: Sequence[Mapping[str, Any]],
-    columns: Mapping[str, str],
-    console: rich_console.Console,
-) -> None:
-    """Prints one line a row; texts to the left, numbers to the right.
-
-    Args:
-      columns: the format of each column by its name in the rows; empty for a text.
-    """
-    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
-    for name, form in columns.items():
-        table.add_column(name, justify="right" if form else "left")
-    for row in rows:
-        table.add_row(*(format_value(row[name], columns[name]) for name in columns))
-    print_whole(table, console)
 
 
 def format_value(value: Any, form: str) -> str:

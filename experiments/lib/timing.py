@@ -65,15 +65,12 @@ class Quartiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Seconds by name.
+    """Seconds by name."""
 
-    Attributes:
-      warm_up: of the whole first call, with preparation and compilation.
-      seconds: of the `repeats` calls after it; entries at the same place were
-        taken in the same turn.
-    """
-
+    # Of the whole first call, with preparation and compilation
     warm_up: Mapping[Hashable, float]
+    # Of the `repeats` calls after it; entries at the same place were taken in the same
+    # turn
     seconds: Mapping[Hashable, Sequence[float]]
 
 
@@ -155,16 +152,11 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """An executable with `calls` calls in it, and what one call must move.
+    """An executable with `calls` calls in it, and what one call must move."""
 
-    Attributes:
-      run: dispatches it once, and returns arrays to wait for.
-      num_bytes: that one call must read, and write where that counts.
-    """
-
-    run: Callable[[], Any]
+    run: Callable[[], Any]  # dispatches it once, and returns arrays to wait for
     calls: int
-    num_bytes: int
+    num_bytes: int  # that one call must read, and write where that counts
 
 
 def passes_for(num_bytes: int, platform: str | None = None) -> int:

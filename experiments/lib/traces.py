@@ -1,17 +1,28 @@
-"""Traces: what plain decoding wrote for each prompt, in a file, with what decided it.
+"""Traces: what autoregressive decoding wrote for each prompt, in a file.
 
 JSON lines. The first, the header, says what was run (`Header`, and the provenance of
-the numbers); each other line is one prompt (`PromptTrace`). Knows files and numbers;
-runs nothing.
+the numbers); each other line is one prompt (`PromptTrace`). `record` writes such a
+file, and takes up one that was interrupted; `read` checks and reads one.
 """
 
+import argparse
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.lib import files
+from experiments.lib import (
+    files,
+    flags,
+    prompt_files,
+    prompts as prompts_lib,
+    records,
+    runs,
+    terminal,
+)
+from spec_jax import loading
+from spec_jax.model import fingerprint, load, row_model, tokenizer
+from spec_jax.ops import dispatch
 from spec_jax.rules import sampling
 
 
@@ -21,47 +32,34 @@ FORMAT = 1
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 """Fields of the header that say how the target drew, as `sampling.make_settings`."""
 
+EMBEDDED = "embedded"
+"""The name of the target that comes with the package."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Header:
-    """Everything that decides the tokens of the traces.
+    """Everything that decides the tokens of the traces."""
 
-    Attributes:
-      target: the folder, or "embedded".
-      fingerprint: of the target's weights in `dtype` (`fingerprint.of_params`).
-      vocabulary: fingerprint of the tokenizer.
-      vocab_size: of the target's config.
-      impl: a resolved implementation.
-      native_isa: instruction set of native kernels.
-      slab: rows of every call, which bounds the gammas that live rounds can have.
-      prefill: "rows" or "batched".
-      stop_ids: at which live rounds end; the traces go on behind them.
-      gen_tokens: of every trace.
-      page_size: positions per page of live caches.
-      prompt_source, raw: what `--prompts` and `--raw` said.
-      num_prompts: lines that follow.
-    """
-
-    target: str
-    fingerprint: str
-    vocabulary: str
-    vocab_size: int
+    target: str  # the folder, or "embedded"
+    fingerprint: str  # of the target's weights in `dtype` (`fingerprint.of_params`)
+    vocabulary: str  # fingerprint of the tokenizer
+    vocab_size: int  # of the target's config
     dtype: str
-    impl: str
-    native_isa: str | None
-    slab: int
-    prefill: str
+    impl: str  # a resolved implementation
+    native_isa: str | None  # instruction set of native kernels
+    slab: int  # rows of every call, which bounds the gammas that live rounds can have
+    prefill: str  # "rows" or "batched"
     temperature: float
     top_k: int | None
     top_p: float
     min_p: float
     seed: int
-    stop_ids: tuple[int, ...]
-    gen_tokens: int
-    page_size: int
-    prompt_source: str
-    raw: bool
-    num_prompts: int
+    stop_ids: tuple[int, ...]  # at which live rounds end; the traces go on after them
+    gen_tokens: int  # of every trace
+    page_size: int  # positions per page of live caches
+    prompt_source: str  # what `--prompts` said
+    raw: bool  # what `--raw` said
+    num_prompts: int  # lines that follow
 
     def to_row(self) -> dict[str, Any]:
         """The first line, without provenance."""
@@ -75,10 +73,18 @@ class Header:
             if getattr(self, name) != value
         ]
 
+    @property
+    def settings(self) -> sampling.SamplingSettings | None:
+        """How the target drew; None is greedy."""
+        made = sampling.make_settings(
+            **{name: getattr(self, name) for name in SAMPLING}
+        )
+        return None if self.temperature == 0 else made
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptTrace:
-    """One prompt, and what plain decoding wrote behind it, past stop tokens."""
+    """One prompt, and what decoding wrote after it, past stop tokens."""
 
     id: str
     category: str | None
@@ -102,6 +108,109 @@ class PromptTrace:
         return {"kind": "trace", **dataclasses.asdict(self)}
 
 
+def load_target(
+    folder: pathlib.Path | None, *, dtype: str | None, impl: str, gamma_max: int
+) -> loading.LanguageModel:
+    """Returns the target, without a drafter, for windows of `gamma_max`."""
+    folder, impl = folder or loading.EMBEDDED_TARGET, dispatch.resolve(impl)
+    slab = row_model.slab_for(impl, gamma_max + 1)
+    words = tokenizer.load(folder)
+    config, params = load.load(folder, dtype=dtype, impl=impl)
+    return loading.LanguageModel(
+        target=row_model.RowModel(config=config, impl=impl, slab=slab),
+        params=params,
+        drafter=None,
+        drafter_params=None,
+        tokenizer=words,
+    )
+
+
+def facts(lm: loading.LanguageModel) -> dict[str, Any]:
+    """Returns the fields of a header that the target decides."""
+    return {
+        "fingerprint": fingerprint.of_params(lm.params),
+        "vocabulary": lm.tokenizer.fingerprint,
+        "vocab_size": lm.target.config.vocab_size,
+        "native_isa": dispatch.instruction_set(lm.target.impl),
+    }
+
+
+def record(args: argparse.Namespace) -> tuple[Header, int]:
+    """Decodes the prompts that `args.record` does not hold yet, and writes traces.
+
+    Returns:
+      The header, and how many prompts the file held before.
+
+    Raises:
+      ValueError: input that cannot be used, or a file that holds something else.
+    """
+    gamma_max, settings = max(args.gamma), flags.sampling_settings(args)
+    named = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
+    lm = load_target(args.target, dtype=args.dtype, impl=args.impl, gamma_max=gamma_max)
+    sizes = {"gen_tokens": args.gen_tokens, "page_size": args.page_size}
+    prepared = prompts_lib.prepare(lm, named, raw=args.raw, sampling=settings, **sizes)
+    header = Header(
+        target=str(args.target or EMBEDDED),
+        dtype=lm.target.config.dtype,
+        impl=lm.target.impl,
+        slab=lm.target.slab,
+        prefill="rows" if lm.target.prefills_by_rows else "batched",
+        stop_ids=tuple(lm.stop_ids),
+        prompt_source=args.prompts,
+        raw=args.raw,
+        num_prompts=len(prepared.prompts),
+        **facts(lm),
+        **sizes,
+        **{name: getattr(args, name) for name in SAMPLING},
+    )
+    run = runs.Settings(
+        gamma=gamma_max,
+        capacity=prepared.capacity,
+        # Live rounds verify drafts after a stop token, too, before it cuts.
+        stop_ids=(),
+        prefill_by_rows=lm.target.prefills_by_rows,
+        sampling=settings,
+        **sizes,
+    )
+    known = _taken_up(args.record, header, prepared)
+    path, missing = args.record, header.num_prompts - len(known)
+    with (
+        records.open_rows(path, allow_dirty=args.allow_dirty) as out,
+        terminal.counted("prompts", total=missing) as advance,
+    ):
+        out.write(header.to_row() | records.provenance())
+        out.write_all(one.to_row() for one in known)
+        for number in range(len(known), header.num_prompts):
+            prompt, ids = prepared.prompts[number], prepared.ids[number]
+            one = PromptTrace(
+                id=prompt.id,
+                category=prompt.category,
+                prompt_ids=ids,
+                generated_ids=runs.run_plain(lm, run, ids).tokens,
+            )
+            out.write(one.to_row())
+            advance()
+    return header, len(known)
+
+
+def _taken_up(path, header, prepared) -> list[PromptTrace]:
+    """Returns the traces that an interrupted recording of the same left behind."""
+    if not path.is_file() or not path.stat().st_size:
+        return []
+    theirs, known = read(path, is_complete=False)
+    changes = theirs.changes(dataclasses.asdict(header))
+    pairs = zip(prepared.prompts, prepared.ids, strict=True)
+    named = [(prompt.id, ids) for prompt, ids in pairs]
+    if not changes and [(k.id, k.prompt_ids) for k in known] != named[: len(known)]:
+        changes = ["prompts of another file"]
+    if changes:
+        raise ValueError(
+            f"{path}: holds traces of another recording ({'; '.join(changes)}); name "
+            "another file, or remove this one"
+        )
+    return known
+
+
 _LEAST = {"slab": 2, "gen_tokens": 1, "page_size": 1, "num_prompts": 1}
 """Of fields that count something."""
 
@@ -118,13 +227,14 @@ def read(
       ValueError: a file that cannot be read, is empty, damaged, of another format or
         of something else; one line says where, and how to mend it.
     """
-    rows = _rows(path)
+    again = "; write traces with replay.py --record"
+    rows = files.read_rows(path, hint=again)
     if not rows:
-        raise ValueError(f"{path}: is empty; write traces with replay.py --record")
-    header = _header(path, rows[0])
+        raise ValueError(f"{path}: is empty{again}")
+    first, *others = rows.items()
+    header = _header(path, *first)
     traces = [
-        _prompt_trace(f"{path}, line {number}", row, header)
-        for number, row in enumerate(rows[1:], start=2)
+        _prompt_trace(f"{path}, line {number}", row, header) for number, row in others
     ]
     if len(traces) > header.num_prompts or (
         is_complete and len(traces) < header.num_prompts
@@ -137,28 +247,8 @@ def read(
     return header, traces
 
 
-def _rows(path: pathlib.Path) -> list[Any]:
-    try:
-        lines = files.read(path).splitlines()
-    except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be read ({error.strerror}); write traces with "
-            "replay.py --record"
-        ) from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path}, line {number}: no JSON ({error}); remove the damaged line "
-                "and run replay.py --record again"
-            ) from None
-    return rows
-
-
-def _header(path: pathlib.Path, row: Any) -> Header:
-    if not isinstance(row, Mapping) or row.get("kind") != "traces":
+def _header(path: pathlib.Path, number: int, row: Mapping[str, Any]) -> Header:
+    if row.get("kind") != "traces":
         raise ValueError(
             f"{path}: does not begin with a header of traces; name a file that "
             "replay.py --record wrote"
@@ -168,32 +258,25 @@ def _header(path: pathlib.Path, row: Any) -> Header:
             f"{path}: traces of format {row.get('format')!r}, and this is {FORMAT}; "
             "record them again"
         )
-    fields = {
-        field.name: _checked(f"{path}, line 1", row, field.name, field.type)
-        for field in dataclasses.fields(Header)
-    }
+    where = f"{path}, line {number}"
+    header = files.checked(row, Header, where)
     for name, least in _LEAST.items():
-        if fields[name] < least:
+        if getattr(header, name) < least:
             raise ValueError(
-                f"{path}, line 1: {name}={fields[name]} must be at least {least}; "
+                f"{where}: {name}={getattr(header, name)} must be at least {least}; "
                 "record again"
             )
     try:
-        sampling.make_settings(**{name: fields[name] for name in SAMPLING})
+        header.settings  # noqa: B018
     except ValueError as error:
-        raise ValueError(f"{path}, line 1: {error}; record again") from None
-    return Header(**fields | {"stop_ids": tuple(fields["stop_ids"])})
+        raise ValueError(f"{where}: {error}; record again") from None
+    return header
 
 
-def _prompt_trace(where: str, row: Any, header: Header) -> PromptTrace:
-    if not isinstance(row, Mapping) or row.get("kind") != "trace":
+def _prompt_trace(where: str, row: Mapping[str, Any], header: Header) -> PromptTrace:
+    if row.get("kind") != "trace":
         raise ValueError(f"{where}: is no trace; remove the line, or record again")
-    trace = PromptTrace(
-        **{
-            field.name: _checked(where, row, field.name, field.type)
-            for field in dataclasses.fields(PromptTrace)
-        }
-    )
+    trace = files.checked(row, PromptTrace, where)
     if not trace.prompt_ids:
         raise ValueError(f"{where}: the prompt is empty; record again")
     if len(trace.generated_ids) != header.gen_tokens:
@@ -208,34 +291,6 @@ def _prompt_trace(where: str, row: Any, header: Header) -> PromptTrace:
             f"{header.vocab_size}); record again"
         )
     return trace
-
-
-_IS_A = {
-    str: lambda value: isinstance(value, str),
-    str | None: lambda value: value is None or isinstance(value, str),
-    bool: lambda value: isinstance(value, bool),
-    int: lambda value: type(value) is int,
-    int | None: lambda value: value is None or type(value) is int,
-    float: lambda value: type(value) in (int, float),
-    list[int]: lambda value: _is_list_of_ints(value),
-    tuple[int, ...]: lambda value: _is_list_of_ints(value),
-}
-"""Whether a JSON value is one of a field's type."""
-
-
-def _is_list_of_ints(value: Any) -> bool:
-    return isinstance(value, list) and all(type(entry) is int for entry in value)
-
-
-def _checked(where: str, row: Mapping[str, Any], name: str, kind: Any) -> Any:
-    if name not in row:
-        raise ValueError(f"{where}: lacks {name!r}; record again")
-    if not _IS_A[kind](row[name]):
-        named = getattr(kind, "__name__", kind)
-        raise ValueError(
-            f"{where}: {name}={_shown(row[name])} is no {named}; record again"
-        )
-    return row[name]
 
 
 def _shown(value: Any) -> str:

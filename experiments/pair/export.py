@@ -15,18 +15,13 @@ from spec_jax.model import config as config_lib, load, params as params_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """One trained model, and what its card says.
-
-    Attributes:
-      held_out_loss: nats per token on held-out text, in float32.
-      stages: training tokens seen by each stage.
-    """
+    """One trained model, and what its card says."""
 
     name: str
     config: config_lib.Qwen3Config
     params: params_lib.Params
-    held_out_loss: float
-    stages: Mapping[str, int]
+    held_out_loss: float  # nats per token on held-out text, in float32
+    stages: Mapping[str, int]  # training tokens seen by each stage
 
     @property
     def num_params(self) -> int:

@@ -1,6 +1,6 @@
 """How good the text of a target is: does it repeat itself, and is it Python?
 
-Texts are continued by plain decoding of the shipped bfloat16 weights, greedily and
+Texts are continued by decoding of the shipped bfloat16 weights, greedily and
 drawn, so that the measures do not depend on a drafter.
 """
 
@@ -20,18 +20,15 @@ NUM_TOKENS, PAGE_SIZE, SEED = 64, 16, 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quality:
-    """Measures of the texts that continue the bundled prompts.
-
-    Attributes:
-      repetition: share of repeated 4-grams, see `metrics.repetition`; the mean over
-        the texts, weighted by tokens.
-      parses: share of texts, prompt included, whose longest prefix of whole lines
-        passes `ast.parse`.
-    """
+    """Measures of the texts that continue the bundled prompts."""
 
     num_prompts: int
     num_tokens: int
+    # Share of repeated 4-grams, see `metrics.repetition`; the mean over the texts,
+    # weighted by tokens
     repetition: float
+    # Share of texts, prompt included, whose longest prefix of whole lines passes
+    # `ast.parse`
     parses: float
 
 

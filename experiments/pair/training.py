@@ -29,7 +29,7 @@ Loss = Callable[[params_lib.Params, jax.Array, params_lib.Params | None], jax.Ar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides a training run beside its data."""
+    """Everything that decides a training run except its data."""
 
     steps: int
     batch_size: int = 16

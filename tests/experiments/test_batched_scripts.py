@@ -3,16 +3,10 @@
 import dataclasses
 
 import pytest
-import tiny_pair
 from script_runs import models_of, rows_of
 
 from experiments import spec_round, throughput
 from experiments.lib import runs, timing
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
 def command(folders, *more: str) -> list[str]:
@@ -25,7 +19,6 @@ def command(folders, *more: str) -> list[str]:
     [
         ("--gamma-policy", "threshold", "--confidence", "0.1"),
         ("--drafter", "hybrid", "--draft-cache", "round"),
-        ("--drafter", "oracle"),
     ],
 )
 def test_a_batch_of_any_drafter(folders, tmp_path, more):

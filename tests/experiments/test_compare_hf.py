@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import subprocess
 import sys
 
@@ -10,16 +9,16 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
+from script_runs import assert_fails_with, rows_of
 
 from experiments import compare_hf
 from experiments.lib import (
-    cli,
     compare,
     hf,
-    length_classes,
     noise,
     peak_memory,
     prompt_files,
+    prompts as prompts_lib,
     runs,
     subjects,
 )
@@ -62,11 +61,6 @@ def command(folders, *more: str) -> list[str]:
     ]
 
 
-def rows_of(path: pathlib.Path, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
-
-
 @pytest.fixture(scope="module")
 def oracle():
     """torch and transformers; on one thread, as these models are tiny."""
@@ -104,8 +98,8 @@ def test_rows_of_runs(measured):
     rows = rows_of(measured, "comparison")
     prompts = rows_of(measured, "prompt")
     every = 2 * (1 + 2 * len(GAMMAS))
-    assert len(rows) == every * len(length_classes.NAMES)
-    assert [row["length"] for row in rows[::every]] == list(length_classes.NAMES)
+    assert len(rows) == every * len(prompts_lib.LENGTHS)
+    assert [row["length"] for row in rows[::every]] == list(prompts_lib.LENGTHS)
     for row in rows:
         of_length = [p for p in prompts if p["length"] == row["length"]]
         names = ("side", "method", "gamma")
@@ -140,7 +134,7 @@ def test_both_sides_accept_the_same_drafts(measured, method):
         if row["method"] == method
     }
     assert sum(row["accepted"] for row in rows.values()) > 0
-    for length in length_classes.NAMES:
+    for length in prompts_lib.LENGTHS:
         for gamma in GAMMAS:
             ours = rows[length, "spec_jax", gamma]
             theirs = rows[length, "transformers", gamma]
@@ -255,7 +249,7 @@ def test_bfloat16_is_judged_in_float32(oracle, folders, tmp_path):
 @pytest.mark.oracle
 def test_the_margin_is_that_of_the_logits(sides):
     """A tie would be near zero; and our logits are those of Hugging Face."""
-    prompt = length_classes.LengthPrompt(length="short", id="1", tokens=[5, 6, 7])
+    prompt = prompts_lib.LengthPrompt(length="short", id="1", tokens=[5, 6, 7])
     _, done = sides.generate(compare.OUR_PLAIN, prompt.tokens)
     other = [*done.tokens[:2], (done.tokens[2] + 1) % 200, *done.tokens[3:]]
     row = compare.greedy_row(sides, prompt, done.tokens, other)
@@ -402,7 +396,7 @@ def test_prompts_of_stated_lengths(folders):
         for i, text in enumerate(["abcd", "efgh", "ijkl", "mnop"])
     ]
     lengths = {"short": 3, "long": 9}
-    made = length_classes.make(
+    made = prompts_lib.of_lengths(
         prompts, tokenizer, lengths=lengths, per_length=2, raw=False
     )
     texts = [(p.length, p.id, tokenizer.decode(p.tokens)) for p in made]
@@ -413,9 +407,11 @@ def test_prompts_of_stated_lengths(folders):
         ("long", "3", "kl\n\n\nmnop"),
     ]
     with pytest.raises(ValueError, match="5 prompts .* there are 4"):
-        length_classes.make(prompts, tokenizer, lengths=lengths, per_length=5, raw=True)
+        prompts_lib.of_lengths(
+            prompts, tokenizer, lengths=lengths, per_length=5, raw=True
+        )
     with pytest.raises(ValueError, match="99 tokens .* have 25"):
-        length_classes.make(
+        prompts_lib.of_lengths(
             prompts, tokenizer, lengths={"long": 99}, per_length=1, raw=True
         )
 
@@ -426,23 +422,10 @@ def test_a_chat_template_is_applied_once_for_both_sides(folders):
     chat = dataclasses.replace(plain, chat_template=template)
     prompts = [prompt_files.Prompt(id="1", text="abcdef", category=None)]
     for raw, text in ((False, "<def>"), (True, "def")):
-        (made,) = length_classes.make(
+        (made,) = prompts_lib.of_lengths(
             prompts, chat, lengths={"short": 3}, per_length=1, raw=raw
         )
         assert plain.decode(made.tokens) == text
-
-
-def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
-    try:
-        status = compare_hf.main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    assert status == cli.UNUSABLE == 1
-    assert "error: " in error.splitlines()[-1] and "Traceback" not in error
-    for word in words:
-        assert word in error.splitlines()[-1], error
 
 
 @pytest.mark.oracle
@@ -463,17 +446,17 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     ],
 )
 def test_bad_input(oracle, folders, capsys, more, words):
-    assert_fails_with(capsys, command(folders, *more), *words)
+    assert_fails_with(compare_hf.main, capsys, command(folders, *more), *words)
 
 
 def test_one_folder_alone(folders, capsys):
-    assert_fails_with(capsys, ["--target", str(folders[0])], "--draft")
+    assert_fails_with(compare_hf.main, capsys, ["--target", str(folders[0])], "--draft")
 
 
 def test_without_the_oracle_one_line_says_how_to_get_it(folders, monkeypatch, capsys):
     monkeypatch.setattr(hf, "missing", lambda: ["torch", "transformers"])
     words = ("torch and transformers", hf.INSTALL)
-    assert_fails_with(capsys, command(folders), *words)
+    assert_fails_with(compare_hf.main, capsys, command(folders), *words)
 
 
 def test_a_transformers_without_the_hook_is_refused():

@@ -598,7 +598,6 @@ def test_a_slot_is_refilled_while_others_run(folders, tmp_path, monkeypatch):
         (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
         (("--certificate", "/nowhere/c.json"), ("/nowhere",)),
         (("--certificate", "."), ("directory",)),
-        (("--allow-dirty",), ("--allow-dirty", "--certificate")),
         (("--isa", "sse"), ("--isa", "sse", "portable")),
         (("--limit", "1"), ("--limit", "--verify")),
         (("--verify", "c.json"), ("--verify", "certificate alone")),

@@ -4,11 +4,11 @@ import importlib
 import itertools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
+from script_runs import rows_of
 
 from experiments import gpu_report
 from experiments.lib import cli, gpu_calls, processes
@@ -41,10 +41,6 @@ def calls_are(monkeypatch, *calls: gpu_calls.Call) -> None:
     monkeypatch.setattr(gpu_calls, "all_calls", lambda **unused: list(calls))
 
 
-def rows_of(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     ("impl", "quick"), list(itertools.product(("triton", "xla"), (False, True)))
 )
@@ -55,8 +51,9 @@ def test_every_call_can_be_parsed(impl, quick, tmp_path, monkeypatch):
     for each in calls:
         arguments = [word.replace("{out}", str(tmp_path)) for word in each.arguments]
         assert not any("{" in word for word in arguments), arguments
+        arguments.append("--allow-dirty")
         if each.script in gpu_calls.ON_EITHER_DEVICE:
-            arguments += ["--device", "gpu", "--allow-dirty"]
+            arguments += ["--device", "gpu"]
         arguments += ["--out", f"{each.file}.jsonl"]
         importlib.import_module(f"experiments.{each.script}").parse_args(arguments)
     for names in ([each.name for each in calls], [each.file for each in calls]):

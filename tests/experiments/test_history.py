@@ -1,17 +1,10 @@
 """The ladder of designs from its command line: rows, exit status, what it judges by."""
 
-import pytest
-import tiny_pair
 from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import history
 from experiments.ablations import verify_paths
 from experiments.lib import cli, results, runs
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
 def command(folders, *more: str) -> list[str]:
@@ -55,7 +48,8 @@ def test_an_interrupted_ladder_leaves_the_prompts_before(
     folders, tmp_path, monkeypatch, capsys
 ):
     """Fails if rows are written at the end only."""
-    real = results.run_designs
+    real, ladder = results.run_designs, history.LADDER[-1:]
+    monkeypatch.setattr(history, "LADDER", ladder)
 
     def interrupted(designs, prompt, ids, **keywords):
         if prompt.id == "py-02":

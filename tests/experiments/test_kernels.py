@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
+from script_runs import assert_fails_with, rows_of
 
 from experiments import kernels as script
 from experiments.lib import (
@@ -53,10 +54,6 @@ def command(folder, *more: str) -> list[str]:
     rows = ",".join(map(str, ROWS))
     shared = ["--rows", rows, "--repeats", str(REPEATS), "--contexts", "8"]
     return ["--shapes", str(folder), *shared, *more]
-
-
-def rows_of(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def all_subjects(**changes) -> dict[str, kernels.Subject]:
@@ -382,30 +379,19 @@ ENTRY %main (s: f32[4]) -> f32[4] {
 )
 def test_unusable_flags(folder, tmp_path, monkeypatch, capsys, more, words):
     monkeypatch.chdir(tmp_path)
-    assert_fails_with(capsys, command(folder, *more), *words)
-
-
-def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
-    try:
-        status = script.main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    last = error.splitlines()[-1]
-    assert status == cli.UNUSABLE == 1
-    assert "error: " in last and "Traceback" not in error
-    assert all(word in last for word in words), last
+    assert_fails_with(script.main, capsys, command(folder, *more), *words)
 
 
 def test_what_cannot_be_run_is_refused_before_anything_is(folder, capsys, monkeypatch):
     """Weights that do not fit, with both numbers; kernels that cannot be built."""
     huge = tiny_pair.config(vocab_size=2**40)
     monkeypatch.setitem(subjects.PRESETS, "qwen3-0.6b", huge)
-    assert_fails_with(capsys, ["--shapes", "qwen3-0.6b", "--rows", "1"], "GiB", "free")
+    assert_fails_with(
+        script.main, capsys, ["--shapes", "qwen3-0.6b", "--rows", "1"], "GiB", "free"
+    )
 
     def fail(isa=None):
         raise build.BuildError("no C++ compiler found: looked for g++")
 
     monkeypatch.setattr(build, "load", fail)
-    assert_fails_with(capsys, command(folder), "no C++ compiler found")
+    assert_fails_with(script.main, capsys, command(folder), "no C++ compiler found")

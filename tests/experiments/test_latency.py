@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
+from script_runs import assert_fails_with, rows_of
 
 from experiments import latency
 from experiments.lib import (
@@ -28,11 +28,6 @@ from spec_jax.model import params as params_lib, row_model
 
 # Such that all tests here share their executables.
 GAMMA, CONTEXTS, STEPS, PAGE_SIZE = 2, (8, 20), 2, 16
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +51,6 @@ def command(folders, *more: str) -> list[str]:
         *("--page-size", str(PAGE_SIZE), "--gamma", str(GAMMA)),
         *more,
     ]
-
-
-def rows_of(path, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
 
 
 def test_a_run(folders, tmp_path, capsys):
@@ -282,27 +272,16 @@ def test_noise_is_the_same_in_every_process():
     ],
 )
 def test_bad_input(folders, capsys, more, words):
-    assert_fails_with(capsys, command(folders, *more), *words)
-
-
-def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
-    try:
-        status = latency.main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    last = error.splitlines()[-1]
-    assert status == cli.UNUSABLE == 1
-    assert "error: " in last and "Traceback" not in error
-    assert all(word in last for word in words), last
+    assert_fails_with(latency.main, capsys, command(folders, *more), *words)
 
 
 def test_a_preset_that_does_not_fit(monkeypatch, capsys):
     """Refused before anything is created, with both numbers."""
     huge = tiny_pair.config(vocab_size=2**40)
     monkeypatch.setitem(subjects.PRESETS, "qwen3-0.6b", huge)
-    assert_fails_with(capsys, command((), "--preset", "qwen3-0.6b"), "GiB", "free")
+    assert_fails_with(
+        latency.main, capsys, command((), "--preset", "qwen3-0.6b"), "GiB", "free"
+    )
 
 
 def test_an_interrupted_run_leaves_whole_rows(folders, tmp_path, monkeypatch, capsys):

@@ -6,7 +6,6 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_pair
 import wrong_targets
 
 from experiments import parity
@@ -17,11 +16,6 @@ from spec_jax.engine import round as round_lib, rows
 
 
 GAMMA = 2
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
 def load(folders, *, dtype="float32", impl="native") -> loading.LanguageModel:

@@ -68,7 +68,7 @@ def test_the_rows_of_a_plan(planned):
         assert found[f"{drafter}: round, gamma 0"]["n"] == 2
         assert found[f"{drafter}: proposal, gamma 2"]["ms"] > 0
     shares = rows_of(planned, "plan_acceptance")
-    # Both drafters commit the texts of plain decoding.
+    # Both drafters commit the texts of autoregressive decoding.
     assert {row["repetition"] for row in (*shares, *rows)} == {rows[0]["repetition"]}
 
 
@@ -108,7 +108,7 @@ def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, cap
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "run_designs", interrupted)
+    monkeypatch.setattr(results, "run_grid", interrupted)
     out = tmp_path / "out.jsonl"
     assert plan.main(command(folders, *more, "--out", str(out))) == cli.INTERRUPTED
     assert len(rows_of(out, "plan_recommendation")) == 1
@@ -322,18 +322,18 @@ def test_windows_that_end_early_cost_less():
 def test_a_pair_that_cannot_win_is_told_so():
     """By numbers: what free verification would bring, and the condition of Leviathan
     et al., which fails, or holds where verification is what costs."""
-    dear = planning.judge(full_windows(0.2, 0.1), curve(0.3, 1, 1.2, 1.4))
+    dear = planning.recommend(full_windows(0.2, 0.1), curve(0.3, 1, 1.2, 1.4))
     assert not dear.can_win
     words = dear.words("draft-model")
     assert "draft-model: cannot win, 0.80x with gamma 1" in words
     assert "free verification at most 0.92x" in words and "with both 1.22x" in words
     assert "a = 0.200" in words and "not above" in words and "c = 0.300" in words
-    rows_cost = planning.judge(full_windows(0.4), curve(0.1, 1, 1.9))
+    rows_cost = planning.recommend(full_windows(0.4), curve(0.1, 1, 1.9))
     words = rows_cost.words("suffix")
     assert f"free verification at most {1.4 / 1.1:.2f}x" in words
     assert "which is above" in words and "1.000 plain steps longer" in words
     # Negative control: the same drafts, kept more often.
-    wins = planning.judge(full_windows(0.95), curve(0.1, 1, 1.5))
+    wins = planning.recommend(full_windows(0.95), curve(0.1, 1, 1.5))
     assert wins.can_win and "can win" in wins.words("suffix")
 
 

@@ -296,7 +296,9 @@ def test_a_row_of_parity_is_a_figure_of_its_own(tmp_path):
 def test_one_figure_that_fails_takes_no_other_with_it(tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", [summary(4)])
     assert plot.main([str(rows), "--out", str(tmp_path)]) == cli.UNUSABLE == 1
-    assert "speedup: no settings were run with two" in capsys.readouterr().err
+    assert (
+        "speedup is not drawn: no settings were run with two" in capsys.readouterr().err
+    )
     assert (tmp_path / "acceptance.svg").exists()
 
 

@@ -110,7 +110,7 @@ def test_arrays(tmp_path):
         named = [(p.text, p.category, p.next_turns) for p in parse(array)]
         assert named == [(p.text, p.category, p.next_turns) for p in parse(path)]
     array.write_text('["one", "tw\\no"]')
-    assert [(p.id, p.text) for p in parse(array)] == [("1", "one"), ("1", "tw\no")]
+    assert [(p.id, p.text) for p in parse(array)] == [("1", "one"), ("2", "tw\no")]
     assert [p.text for p in parse(f"{array}:1")] == ["one"]
     array.write_text("[]")
     assert "no prompts" in one_line_error(array)
@@ -119,18 +119,17 @@ def test_arrays(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ('[{"prompt": "x"},\n\n {"answer": 1}]', "line 3: no usable text"),
-        ('[\n"x",\n3]', "line 3: a JSON int"),
-        ('[\n"x"\n"y"]', "line 3: invalid JSON (a comma"),
-        ('[\n{"prompt":\n}]', "line 3: invalid JSON"),
-        ('["x",\n', "line 2: invalid JSON"),
-        ('["x"', "line 1: invalid JSON (a comma"),
+        ('[{"prompt": "x"},\n\n {"answer": 1}]', "entry 2: no usable text"),
+        ('[\n"x",\n3]', "entry 2: a JSON int"),
+        ('[\n"x"\n"y"]', "invalid JSON (Expecting ',' delimiter at line 3, column 1)"),
+        ('["x"', "invalid JSON (Expecting ',' delimiter at column 5)"),
     ],
 )
-def test_a_faulty_entry_is_named_with_its_line(tmp_path, fault, said):
+def test_a_faulty_entry_is_named(tmp_path, fault, said):
     path = tmp_path / "a.json"
     path.write_text(fault)
-    assert f"{path}, {said}" in one_line_error(path)
+    message = one_line_error(path)
+    assert message.startswith(str(path)) and said in message
 
 
 @pytest.mark.parametrize(
@@ -311,7 +310,7 @@ def test_nothing_is_read_beyond_the_limit(tmp_path):
         ('{"prompt": "\\ud800"}', "surrogate"),
         ('{"turns": ["x", " "]}', "turn 2 is empty"),
         ('{"turns": ["x", 3]}', "keys found: turns"),
-        ('{"prompt": "x"} {}', "extra text at column 16"),
+        ('{"prompt": "x"} {}', "Extra data at column 17"),
         ('{"messages": "x"}', "str, not a list"),
         ('{"messages": ["x"]}', "message 1 is no object"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "is missing"),

@@ -238,7 +238,7 @@ def test_rows_of_live_runs():
     adaptive = rows[-1]
     assert adaptive["best_gamma"] == [1, 0, 1]
     assert adaptive["regret"] == pytest.approx(0.5)
-    # Above 1 would be faster than plain decoding; these took half as long again.
+    # Above 1 would be faster than decoding alone; these took half as long again.
     assert adaptive["speedup"] == pytest.approx(1 / 1.5)
     assert adaptive["speedup_p10"] == pytest.approx(
         1 / 1.65 + 0.2 * (1 / 1.5 - 1 / 1.65)
@@ -270,7 +270,7 @@ def test_the_rows_of_a_run(folders, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "simulated" in printed and "in real rounds" in printed
     assert "adversarial" in printed and "threshold" in printed
-    assert "speed-up over plain decoding" in " ".join(printed.split())
+    assert "speed-up over autoregressive decoding" in " ".join(printed.split())
 
 
 def test_the_table_of_regret_fits_a_terminal():

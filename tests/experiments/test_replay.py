@@ -6,13 +6,12 @@ import pathlib
 
 import pytest
 import tiny_pair
+from script_runs import rows_of
 
 from experiments import replay
 from experiments.lib import (
     cli,
-    judge as judge_lib,
     policies,
-    recordings,
     replays,
     runs,
     step_costs,
@@ -27,12 +26,6 @@ SAMPLED = ("--temperature", "0.7", "--top-k", "20", "--top-p", "0.8", "--seed", 
 COSTS = {"plain_s": 1.0, "verify_s": {"1": 1.0, "5": 2.0}, "draft_s": {"oracle": 0.5}}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The draft is the target, a little changed: it is right and wrong by turns."""
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
-
-
 def record(folders, path, *more: str) -> int:
     return replay.main(
         [
@@ -45,7 +38,7 @@ def record(folders, path, *more: str) -> int:
 @pytest.fixture(scope="module")
 def greedy(folders, tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("greedy") / "traces.jsonl"
-    assert record(folders, path) == replay.JUDGED == 0
+    assert record(folders, path) == replay.DONE == 0
     return path
 
 
@@ -54,10 +47,6 @@ def sampled(folders, tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("sampled") / "traces.jsonl"
     assert record(folders, path, *SAMPLED) == 0
     return path
-
-
-def rows_of(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def rewritten(source: pathlib.Path, folder: pathlib.Path, change) -> pathlib.Path:
@@ -101,9 +90,7 @@ class Subject:
             capacity=16 * (longest // 16 + 1),
             stop_ids=header.stop_ids,
         )
-        self.target = recordings.load_target(
-            target, dtype=None, impl="native", gamma_max=4
-        )
+        self.target = traces.load_target(target, dtype=None, impl="native", gamma_max=4)
 
     def assert_equal(self, **run) -> metrics.Counters:
         """Asserts that every counter of every prompt is the same; their sum."""
@@ -198,7 +185,7 @@ def test_drafters_are_judged_without_the_target(
     """Fails if the target is read, or a row is missing or is another's."""
     monkeypatch.setattr(runs, "run_plain", None)
     monkeypatch.setattr(runs, "run_speculative", None)
-    monkeypatch.setattr(recordings, "load_target", None)
+    monkeypatch.setattr(traces, "load_target", None)
     gone = rewritten(greedy, tmp_path, header_with(target="/nowhere"))
     out = tmp_path / "out.jsonl"
     outside = "test_exactness:FromOutside"
@@ -209,7 +196,7 @@ def test_drafters_are_judged_without_the_target(
         str(folders[1]),
     )
     more = (*drafters, "--ignore-stop", "--out", str(out))
-    assert judge(gone, *more) == replay.JUDGED
+    assert judge(gone, *more) == replay.DONE
     rows = rows_of(out)
     assert [(row["drafter"], row["gamma"]) for row in rows] == [
         *(("oracle", 1), ("oracle", 4), (outside, 1), (outside, 4)),
@@ -318,11 +305,11 @@ def assert_fails_with(capsys, run, *words: str) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--drafter", "medusa"), ("'medusa' is no drafter", "oracle")),
-        (("--drafter", ""), ("'' is no drafter",)),
+        (("--drafter", "medusa"), ("'medusa' is not one of", "oracle")),
+        (("--drafter", ""), ("'' is not one of",)),
         (("--gamma", "0"), ("--gamma",)),
         (("--gamma", "1,5"), ("5 rows", "gamma 4", "--gamma has 5", "record again")),
-        (("--gamma-policy", "mood"), ("'mood' is no gamma policy", "threshold")),
+        (("--gamma-policy", "mood"), ("'mood' is not one of", "threshold")),
         (("--policy", "goodput"), ("goodput", "give --costs")),
         (("--confidence", "2", "--drafter", "draft-model"), ("min_confidence=2.0",)),
         (("--temperature", "0.7"), ("temperature 0.0 and 0.7", "record again")),
@@ -366,7 +353,7 @@ def test_flags_that_repeat_the_recording(sampled, capsys):
     [
         (lambda rows: [], ("is empty", "--record")),
         (lambda rows: rows[1:], ("header",)),
-        (lambda rows: [[1], *rows], ("header",)),
+        (lambda rows: [[1], *rows], ("line 1", "list")),
         (header_with(format=2), ("format 2", "this is 1")),
         (header_with(slab="5"), ("line 1", "slab='5' is no int")),
         (header_with(slab=1), ("line 1", "slab=1 must be at least 2")),
@@ -414,7 +401,7 @@ def test_traces_of_another_model(greedy, folders, tmp_path, capsys, monkeypatch)
     other = tiny_pair.write_model(
         tmp_path / "other", tiny_pair.config(num_layers=2), seed=9
     )
-    monkeypatch.setattr(judge_lib.Judge, "rows", None)
+    monkeypatch.setattr(replays.Evaluation, "rows", None)
     run = lambda: check(greedy, (other, folders[1]))
     assert_fails_with(capsys, run, "not the target", "fingerprint '", "record again")
 
@@ -432,9 +419,9 @@ def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--drafter", "ngram"), ("--drafter judges traces",)),
-        (("--check",), ("--check judges traces",)),
-        (("--draft", "x"), ("--draft judges traces",)),
+        (("--drafter", "ngram"), ("--drafter is of evaluation",)),
+        (("--check",), ("--check is of evaluation",)),
+        (("--draft", "x"), ("--draft is of evaluation",)),
         (("--temperature", "-1"), ("--temperature -1.0 is negative",)),
         (("--top-p", "0"), ("--top-p",)),
         (("--target", "nowhere"), ("nowhere",)),

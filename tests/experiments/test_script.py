@@ -17,7 +17,6 @@ import time
 
 import jax
 import pytest
-import tiny_pair
 
 from experiments.lib import cli, files, terminal
 
@@ -25,10 +24,11 @@ from experiments.lib import cli, files, terminal
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "experiments").glob("[!_]*.py"))
 WITHOUT_JAX = {"plot", "gpu_report"}
-"""One needs no device, and one leaves it to its sections."""
+"""One needs no device, and one leaves it to its calls."""
 
 REQUIRED = {
     "plot": ("--out", "figures", "--theory"),
+    "reproduce": ("--list",),
     "replay": ("--record", "traces.jsonl"),
     "sweep": ("--out", "sweep.jsonl"),
     "train_pair": ("--stage", "export"),
@@ -69,7 +69,7 @@ def jax_out_of_memory():
         (raising(NotImplementedError("not here")), "not here"),
         (raising(RuntimeError("it failed")), "it failed"),
         (raising(MemoryError("for x")), "for x"),
-        (out_of_memory, "no memory left for `return bytearray(2**62)` in out_of"),
+        (out_of_memory, "no memory left; ask for less"),
         (jax_out_of_memory, "Ask for shorter texts, or fewer prompts at once"),
         (raising(PermissionError(13, "Denied", "a.txt")), "a.txt: Denied"),
         (lambda: pathlib.Path("/proc/x").mkdir(), "/proc/x: No such file"),
@@ -198,12 +198,7 @@ def test_every_script_begins_and_ends_alike(name):
     is_main = "if __name__ == '__main__':\n    cli."
     assert ast.unparse(second) == is_main + "start()"
     assert ast.unparse(last) == is_main + "end(main)"
-    assert source.count("cli.run(") == 1 and "sys.exit" not in source
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
+    assert source.count("cli.script(") == 1 and "sys.exit" not in source
 
 
 def spec_round(folders, out) -> subprocess.Popen:

@@ -95,8 +95,8 @@ KERNELS = (
     Mutant(
         "native rows are written one position late",
         "native.calls:attend",
-        "positions,\n        num_active,\n        k_pages",
-        "positions + 1,\n        num_active,\n        k_pages",
+        "positions,\n        num_active,\n        _branch(branch, R)",
+        "positions + 1,\n        num_active,\n        _branch(branch, R)",
         "native/test_native_attend.py::test_the_reference_form_agrees[float32]",
     ),
     Mutant(

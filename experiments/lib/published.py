@@ -1,0 +1,219 @@
+"""Tables of README and docs, generated from the rows of `experiments/results`.
+
+A page has a table between `<!-- rows: NAME -->` and `<!-- end of rows -->`; what stands
+there is replaced by what the function of that name makes of the rows.
+"""
+
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from experiments.lib import files
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results"
+PAGES = ("README.md", "docs/measurements.md", "docs/batch_invariance.md")
+"""Pages with such tables, below `ROOT`."""
+
+Row = Mapping[str, Any]
+Lines = Iterator[Sequence[str]]
+"""The cells of each line, the heading first."""
+
+_PLACE = re.compile(
+    r"(<!-- rows: (?P<name>\w+) -->\n\n).*?(\n<!-- end of rows -->)", re.DOTALL
+)
+
+
+def rows_of(pattern: str, kind: str) -> list[Row]:
+    """The rows of a kind, of the files of results of that name, in order."""
+    return [
+        row
+        for path in sorted(RESULTS.glob(pattern))
+        for row in files.read_rows(path).values()
+        if row.get("kind") == kind
+    ]
+
+
+def rounds() -> Lines:
+    """Speculative rounds of the embedded pair at gamma 4, with XLA and native."""
+    yield (
+        "`python experiments/spec_round.py --prompts 50 --repeats 3`",
+        *("acceptance", "tokens per target step", "plain", "speculative"),
+        *("speed-up (p10 to p90)", "without prefill"),
+    )
+    names = {
+        "xla": "with `--impl xla --repeats 2`",
+        "native": "native kernels, the default",
+    }
+    found = {
+        row["impl"]: row
+        for row in rows_of("spec_round*.jsonl", "summary")
+        if row["gamma"] == 4
+    }
+    for impl, name in names.items():
+        row = found[impl]
+        low, high = row["speedup_e2e_p10"], row["speedup_e2e_p90"]
+        yield (
+            name,
+            f"{row['acceptance_rate']:.3f}",
+            f"{row['tokens_per_target_step']:.2f}",
+            f"{row['baseline_e2e_tpot_ms']:.2f} ms/token",
+            f"{row['spec_e2e_tpot_ms']:.2f} ms/token",
+            f"{row['speedup_e2e']:.2f} ({low:.2f} to {high:.2f})",
+            f"{row['speedup_decode']:.2f}",
+        )
+
+
+def hugging_face() -> Lines:
+    """Speeds over Hugging Face's greedy decoding, by length of the prompts."""
+    speeds = {
+        (row["side"], row["method"], row["gamma"], row["length"]): row["vs_hf"]
+        for row in rows_of("compare_hf.jsonl", "comparison")
+    }
+    command = "`python experiments/compare_hf.py`"
+    yield command, "32 prompt tokens", "128", "512"
+    for method, gamma in (("plain", None), ("draft model", 5), ("prompt lookup", 5)):
+        cells = []
+        for place, length in enumerate(("short", "medium", "long")):
+            ours = f"{speeds['spec_jax', method, gamma, length]:.1f}x"
+            if gamma:
+                theirs = f"{speeds['transformers', method, gamma, length]:.2f}x"
+                ours += f" ({'' if place else 'theirs: '}{theirs})"
+            cells.append(ours)
+        yield f"{method}, K = {gamma}" if gamma else method, *cells
+
+
+def kernels() -> Lines:
+    """Products at the shapes of Qwen3-0.6B: bandwidth, and the time of more rows."""
+    yield (
+        "`python experiments/kernels.py --shapes qwen3-0.6b`",
+        *("native, 1 row", "5 rows", "8 rows", "XLA's product, 1 row"),
+    )
+    found = {
+        (row["subject"], row["impl"], row["rows"]): row
+        for row in rows_of("kernels_qwen3_0.6b.jsonl", "kernel")
+        if row.get("plan") is None
+    }
+    for name in ("qkv", "attention out", "gate and up", "down", "head"):
+        native = [found[name, "native", count] for count in (1, 5, 8)]
+        shape = " x ".join(f"{size:,}" for size in native[0]["shape"])
+        yield (
+            f"{name}, {shape}",
+            f"{native[0]['read_share']:.0%}",
+            *(f"{row['time_ratio']:.2f}x" for row in native[1:]),
+            f"{found[name, 'xla', 1]['read_share']:.0%}",
+        )
+
+
+def designs() -> Lines:
+    """The designs that came before, and what was published of them."""
+    yield (
+        "`python experiments/history.py --prompts 20`",
+        *("matched", "mismatches", "tokens per target forward", "speed-up"),
+        "published, 8B + 0.6B on an RTX 5090",
+    )
+    names = {
+        "decoding decides": "decoding decides, the batched path is compared",
+        "flash decides": "the batched path decides",
+        "row loop": "rows, one at a time",
+        "library rows": "rows together, library products",
+        "row contract": "rows together, batch-invariant",
+    }
+    for row in rows_of("history.jsonl", "history"):
+        words = row["published"].replace("x,", ",").replace("unmatched", "not matched")
+        yield (
+            names[row["rung"]],
+            f"{row['matched_prompts']}/{row['prompts']}",
+            str(row["verify_decode_mismatches"]),
+            f"{row['tokens_per_target_step']:.2f}",
+            f"{row['speedup_e2e']:.2f}",
+            words.removeprefix("-"),
+        )
+
+
+def certificates() -> Lines:
+    """Exactness certificates: what was run, and whether all was equal."""
+    yield "certificate", "cells", "prompts x tokens", "equal"
+    commands = {
+        "default": "python experiments/exactness.py --certificate FILE",
+        "drafters_native_bfloat16": "... --product --drafter "
+        "ngram,suffix,hybrid,draft-model,oracle --gamma-policy "
+        "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled",
+        "full_native_bfloat16": "... --full",
+        "gsm8k_native_bfloat16": "... --prompts gsm8k/test.jsonl:50 --gen-tokens 64",
+    }
+    for name, command in commands.items():
+        path = RESULTS / "certificates" / f"{name}.json"
+        found = json.loads(files.read(path))
+        sizes = f"{found['prompts']['count']} x {found['settings']['gen_tokens']}"
+        cells, equal = len(found["cells"]), "all" if found["exact"] else "not all"
+        yield f"`{command}` (`{name}.json`)", str(cells), sizes, equal
+
+
+def batches() -> Lines:
+    """Tokens a second in batches, over one prompt after the other."""
+    sizes = (1, 2, 4, 8, 16)
+    command = "`python experiments/throughput.py --repeats 5`"
+    yield command, *map(str, sizes)
+    rows = rows_of("throughput.jsonl", "throughput")
+    ratios = {(row["batch"], bool(row["gamma"])): row["ratio"] for row in rows}
+    for name, is_drafted in (("plain", False), ("draft model, gamma 4", True)):
+        yield name, *(f"{ratios[size, is_drafted]:.2f}x" for size in sizes)
+
+
+def regret() -> Lines:
+    """Regret of policies of gamma, and adversarial prompts in real rounds."""
+    sets = ("easy", "hard", "mixed", "adversarial")
+    yield (
+        "`python experiments/regret.py --prompts 6 --gen-tokens 96 --live --repeats 2`",
+        *sets,
+        "adversarial, real rounds, speed-up",
+    )
+    found = {
+        # Rows of an earlier version call that set hostile.
+        (kind, row["policy"], row["set"].replace("hostile", "adversarial")): row
+        for kind in ("regret", "regret_live")
+        for row in rows_of("regret.jsonl", kind)
+    }
+    for policy in ("threshold", "goodput", "fixed 4", "fixed 0"):
+        live = found["regret_live", policy, "adversarial"]
+        speedup = live["plain_s"] / live["seconds"]
+        shares = [100 * found["regret", policy, name]["regret"] for name in sets]
+        yield (
+            policy.replace("fixed", "always"),
+            *(f"{share:.1f}%" if share else "0%" for share in shares),
+            f"{speedup:.2f}x",
+        )
+
+
+TABLES: Mapping[str, Callable[[], Lines]] = {
+    made.__name__: made
+    for made in (rounds, hugging_face, kernels, designs, certificates, batches, regret)
+}
+
+
+def table(name: str) -> str:
+    """The table of that name, Markdown."""
+    heading, *lines = (f"| {' | '.join(cells)} |" for cells in TABLES[name]())
+    rule = "|" + " --- |" * (heading.count(" | ") + 1)
+    return "\n".join([heading, rule, *lines]).replace("|  |", "| |") + "\n"
+
+
+def update(text: str) -> str:
+    """The page with its tables made of the rows."""
+    return _PLACE.sub(lambda m: m[1] + table(m["name"]) + m[3], text)
+
+
+def update_pages() -> list[pathlib.Path]:
+    """Writes the tables of all pages; returns the pages that changed."""
+    changed = []
+    for path in (ROOT / name for name in PAGES):
+        text = path.read_text(encoding="utf-8")
+        new = update(text)
+        if new != text:
+            path.write_text(new, encoding="utf-8")
+            changed.append(path)
+    return changed

@@ -1,0 +1,10 @@
+"""What the tests of scripts share: one tiny pair, whose programs are compiled once."""
+
+import pytest
+import tiny_pair
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Folders of a target and a draft; what writes to them makes its own."""
+    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
