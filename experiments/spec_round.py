@@ -42,6 +42,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_models(parser.add_argument_group("models"))
     runs = parser.add_argument_group("runs")
     flags.add_rounds(runs)
+    flags.add_tree(runs)
     flags.add_drafter(runs)
     flags.add_rule(runs)
     flags.add_prompts(runs, default="10")
@@ -79,6 +80,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.temperature = args.temperature or 0.0
     if args.dump_verify_mismatches and args.temperature:
         parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
+    for name in ("verify_path", "acceptance", "draft_cache", "dump_verify_mismatches"):
+        if args.tree and getattr(args, name) != parser.get_default(name):
+            parser.error(
+                f"--tree does not go together with {cli.flag_of(name)}, which is of "
+                "chains: leave one out"
+            )
     for name in ("verify_path", "acceptance", "dump_verify_mismatches"):
         if args.batch and getattr(args, name) != parser.get_default(name):
             parser.error(
@@ -131,7 +138,8 @@ def measure(
     if args.batch is not None and args.batch > len(prompts):
         args.batch = len(prompts)
         console.print(f"--batch: {args.batch} slots, as many as there are prompts")
-    models.announce(args, subject, console, f"gamma {args.gamma}")
+    drafted = f"tree {args.tree}" if args.tree else f"gamma {args.gamma}"
+    models.announce(args, subject, console, drafted)
     design = results_lib.Design(lm=lm, settings=settings)
     compile_s = results_lib.warm_up([design], subject.ids)
     results = []
@@ -173,6 +181,7 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     return {
         **models.describe(args, subject.lm),
         **{name: getattr(args, name) for name in names},
+        "tree": args.tree and str(args.tree),
         "prompt_source": args.prompts,
         "capacity": subject.settings.capacity,
         "prefill": "rows" if subject.settings.prefill_by_rows else "batched",

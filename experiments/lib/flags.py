@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 
 from experiments.lib import cli
-from spec_jax.drafters import registry
+from spec_jax.drafters import registry, tree_search
 from spec_jax.engine import verification
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
@@ -145,6 +145,26 @@ def add_rounds(group: argparse._ActionsContainer, *, gammas: str | None = None) 
     value = f"TOKENS,...={gammas}" if gammas else "TOKENS=4"
     cli.add(group, f"--gamma {value}  tokens drafted per round, at most")
     add_page_size(group)
+
+
+def tree(text: str) -> tree_search.Tree:
+    """The type of a flag that describes a tree."""
+    try:
+        return tree_search.Tree.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_tree(group: argparse._ActionsContainer) -> None:
+    """`--tree`, for `models.load`."""
+    cli.add(
+        group,
+        """
+        --tree KxD:W  draft trees in place of chains: K children of a node, D drafts on
+            a path, W in all, as in 4x12:15; 4x12:15@0.3 scores with tau 0.3
+        """,
+        **{"KxD:W": tree},
+    )
 
 
 def add_page_size(group: argparse._ActionsContainer) -> None:

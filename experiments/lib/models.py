@@ -22,7 +22,10 @@ def load(
     confidence: float = 0.0,
     cache: str = "paged",
 ) -> loading.LanguageModel:
-    """Loads what `flags.add_models` names, with a slab as high as a window."""
+    """Loads what `flags.add_models` and `flags.add_tree` name.
+
+    The slab is as high as a window of a chain.
+    """
     lm = loading.load(
         args.target,
         draft=args.draft,
@@ -33,7 +36,9 @@ def load(
         impl=args.impl,
         cache=cache,
     )
-    return with_confidence(lm, confidence)
+    lm = with_confidence(lm, confidence)
+    tree = getattr(args, "tree", None)
+    return lm if tree is None else lm.with_tree(tree)
 
 
 def with_drafter(

@@ -56,6 +56,8 @@ FIELDS: tuple[Field, ...] = (
         ("mean_accepted_length", ".3f", "tokens/round", "with the target's own token"),
         ("tokens_per_target_step", ".3f", "tokens", "after stop tokens cut"),
         ("accepted_hist", "d", "rounds", "that kept 0, 1, 2, ... drafted tokens"),
+        ("rows_per_round", ".2f", "rows", "of a target forward"),
+        ("kept_by_rank", "d", "rounds", "that kept their 1st, 2nd, ... draft"),
         ("repetition", ".3f", "", "share of repeated 4-grams in the texts"),
         ("tercile_prompts", "d", "prompts", "thirds of them, least repetition first"),
         ("tercile_repetition", ".3f", "", "of each third"),

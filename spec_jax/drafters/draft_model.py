@@ -131,9 +131,7 @@ class DraftModel:
         if model.slab < tree.top_k and model.impl != "native":
             slab = row_model.slab_for(model.impl, tree.top_k)
             model = dataclasses.replace(model, slab=slab)
-        return dataclasses.replace(
-            self, model=model, tree=tree, gamma_max=tree.nodes, min_confidence=0.0
-        )
+        return dataclasses.replace(self, model=model, tree=tree, gamma_max=tree.nodes)
 
     def for_slots(self, num_slots: int) -> "SlotDraftModel":
         """Returns the draft model for `num_slots` sequences."""

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from spec_jax import pytree
-from spec_jax.engine import protocols, rows
+from spec_jax.engine import protocols
 from spec_jax.typing import typed
 
 
@@ -62,10 +62,10 @@ class Tree:
                 f"nodes={self.nodes} exceed the {self.num_candidates} candidates "
                 f"of top_k={self.top_k} and depth={self.depth}: search wider or deeper"
             )
-        if self.nodes >= rows.MAX_TREE_ROWS:
+        if self.nodes >= protocols.MAX_TREE_ROWS:
             raise ValueError(
                 f"nodes={self.nodes} and the root are more than the "
-                f"{rows.MAX_TREE_ROWS} rows of a window: ask for fewer"
+                f"{protocols.MAX_TREE_ROWS} rows of a window: ask for fewer"
             )
         if not self.tau > 0:
             raise ValueError(f"tau={self.tau} must be above 0")

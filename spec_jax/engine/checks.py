@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from spec_jax.engine import state as state_lib
+from spec_jax.engine import protocols, state as state_lib
 from spec_jax.paging import cache as paged
 
 
@@ -95,10 +95,12 @@ def check_pair(target: Any, drafter: Any) -> None:
         )
     if drafter.gamma_max < 1:
         raise ValueError(f"gamma_max={drafter.gamma_max} must be at least 1")
-    if drafter.gamma_max + 1 > target.max_rows:
+    is_tree = protocols.is_tree(drafter)
+    most = protocols.MAX_TREE_ROWS if is_tree else target.max_rows
+    if drafter.gamma_max + 1 > most:
         raise ValueError(
             f"gamma_max={drafter.gamma_max} needs {drafter.gamma_max + 1} rows a "
-            f"window, the target has {target.max_rows}"
+            f"window, the target has {most}"
         )
 
 

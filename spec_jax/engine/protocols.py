@@ -15,6 +15,9 @@ from spec_jax import pytree, tree
 from spec_jax.rules import sampling
 
 
+MAX_TREE_ROWS = 64
+"""Columns of a window of a tree: the root and 63 drafts, in as many slabs as needed."""
+
 Params = Any
 Memory = Any
 Cache = Any
@@ -103,7 +106,7 @@ class Target(Protocol):
 
     @property
     def max_rows(self) -> int:
-        """The most columns of a window."""
+        """The most columns of a window of a chain."""
         ...
 
     def verify(

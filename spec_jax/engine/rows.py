@@ -32,9 +32,6 @@ from spec_jax.paging import allocator, cache as paged, index
 # the weights, and still lie in the second cache.
 NATIVE_TILE = 80
 
-MAX_TREE_ROWS = 64
-"""Columns of a window that any target takes: the root of a tree and 63 drafts."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotRows:
@@ -62,8 +59,8 @@ class SlotRows:
 
     @property
     def max_rows(self) -> int:
-        """The most columns of a window; more than a slab of them take more tiles."""
-        return max(self.model.slab, MAX_TREE_ROWS)
+        """The most columns of a window of a chain."""
+        return self.model.slab
 
     def new_cache(
         self, *, capacity: int, page_size: int, num_pages: int | None = None

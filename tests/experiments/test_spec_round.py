@@ -174,6 +174,20 @@ def test_designs_and_settings_that_change_no_token(folders, tmp_path):
     assert spec_round.main(command(folders, *more, "--prompts", "1")) == 0
 
 
+def test_trees_change_no_token(folders, tmp_path):
+    """Of a draft model and of lookup, one prompt after the other and in slots."""
+    out = tmp_path / "out.jsonl"
+    for more in (
+        ("--tree", "2x3:5@0.5"),
+        ("--tree", "2x3:5", "--drafter", "ngram", "--batch", "2"),
+    ):
+        assert spec_round.main(command(folders, *more, "--out", str(out))) == 0
+        row = rows_of(out)[-1]
+        assert row["matched"] and row["tree"].startswith("2x3:5@")
+        assert len(row["accepted_hist"]) == 4 and len(row["kept_by_rank"]) == 5
+        assert 1 < row["rows_per_round"] <= 6
+
+
 @pytest.mark.parametrize("more", [("--batch", "2"), ("--acceptance", "decode")])
 def test_logits_that_are_not_finite_match_nothing(tmp_path, capsys, more):
     """Finite weights that overflow at run time: equal tokens, and exit status 2."""
@@ -301,6 +315,16 @@ def test_wide_defaults_change_nothing(folders, tmp_path):
         (("--confidence", "nan"), ("is no probability",)),
         (("--confidence", "0.5", "--drafter", "ngram"), ("PromptLookup has none",)),
         (("--draft-cache", "round", "--drafter", "ngram"), ("no draft cache",)),
+        (("--tree", "4x12"), ("--tree", "'4x12' is no tree", "4x12:15")),
+        (("--tree", "2x2:7"), ("--tree", "nodes=7 exceed the 6 candidates")),
+        (("--tree", "2x2:4", "--drafter", "hybrid"), ("Hybrid drafts chains alone",)),
+        (("--tree", "2x2:4", "--verify-path", "flash"), ("together", "--verify-path")),
+        (("--tree", "2x2:4", "--gamma-policy", "goodput"), ("Goodput", "chain")),
+        (("--tree", "2x2:4", "--confidence", "0.5"), ("min_confidence=0.5",)),
+        (
+            ("--tree", "2x2:4", "--rule", "block", "--temperature", "1"),
+            ("rule='block'", "lossless"),
+        ),
     ],
 )
 def test_unusable_flags(folders, capsys, more, words):
