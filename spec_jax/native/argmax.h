@@ -12,7 +12,7 @@
 
 namespace spec_jax {
 
-constexpr int64_t kArgmaxPiece = 16384;  // values that one thread takes at a time
+constexpr int64_t kArgmaxPiece = 32768;  // values that one thread takes at a time
 constexpr int64_t kArgmaxBlock = 512;    // values whose maximum is kept in registers
 
 struct Largest {
@@ -36,25 +36,44 @@ inline Largest largest_of(const float* x, int64_t begin, int64_t end) {
 // The largest of a block, without its index; NaN where a value is NaN or infinite, and
 // must be looked at.
 inline float block_maximum(const float* x) {
-  Vec most = load(x), spoilt = mul(load(x), zero());
-  for (int64_t i = kLanes; i < kArgmaxBlock; i += kLanes) {
-    most = maximum(most, load(x + i));
-    spoilt = fma(load(x + i), zero(), spoilt);
+  constexpr int kBeside = 4;  // that do not wait for each other
+  Vec most[kBeside], spoilt[kBeside];
+  for (int j = 0; j < kBeside; ++j) {
+    most[j] = load(x + j * kLanes);
+    spoilt[j] = mul(most[j], zero());
+  }
+  for (int64_t i = kBeside * kLanes; i < kArgmaxBlock; i += kBeside * kLanes) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kBeside; ++j) {
+      Vec value = load(x + i + j * kLanes);
+      most[j] = maximum(most[j], value);
+      spoilt[j] = fma(value, zero(), spoilt[j]);
+    }
+  }
+  for (int j = 1; j < kBeside; ++j) {
+    most[0] = maximum(most[0], most[j]);
+    spoilt[0] = add(spoilt[0], spoilt[j]);
   }
   float lane[kLanes];
-  store(lane, most);
-  return *std::max_element(lane, lane + kLanes) + sum(spoilt);
+  store(lane, most[0]);
+  return *std::max_element(lane, lane + kLanes) + sum(spoilt[0]);
 }
 
-// Of x [begin, end), a block at a time: a block that has nothing larger is passed over.
+// Of x [begin, end), a block at a time. Where it is a number, its place within its block
+// is looked for in the end: of all blocks that were the largest so far, in one.
 inline Largest largest_of_piece(const float* x, int64_t begin, int64_t end) {
   Largest best{x[begin], begin};
   for (int64_t start = begin; start < end; start += kArgmaxBlock) {
     int64_t stop = std::min(start + kArgmaxBlock, end);
-    bool whole = stop - start == kArgmaxBlock;
-    if (whole && !best.yields_to(block_maximum(x + start))) continue;
-    Largest next = largest_of(x, start, stop);
+    Largest next{0.0f, start};
+    if (stop - start == kArgmaxBlock) next.value = block_maximum(x + start);
+    if (stop - start < kArgmaxBlock || next.value != next.value) {
+      next = largest_of(x, start, stop);
+    }
     if (best.yields_to(next.value)) best = next;
+  }
+  if (best.value == best.value) {
+    while (x[best.index] != best.value) ++best.index;
   }
   return best;
 }
@@ -64,8 +83,9 @@ template <typename Pool>
 void argmax(Pool& pool, const float* x, int32_t* out, int64_t rows, int64_t live,
             int64_t N) {
   int64_t pieces = (N + kArgmaxPiece - 1) / kArgmaxPiece;
+  int64_t grain = std::max<int64_t>(kArgmaxPiece / N, 1);
   std::vector<Largest> found(live * pieces);
-  Team<Pool>(pool).run(live * pieces, 1, [&](int64_t i, int64_t end, int64_t) {
+  Team<Pool>(pool).run(live * pieces, grain, [&](int64_t i, int64_t end, int64_t) {
     for (; i < end; ++i) {
       int64_t begin = i % pieces * kArgmaxPiece;
       found[i] = largest_of_piece(x + i / pieces * N, begin,

@@ -190,12 +190,15 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
         queries.ends[first + r] = position + 1;
       }
     });
-    const T *keys = k.data() + kv_head * H, *values = v.data() + kv_head * H;
+    int64_t at = kv_head * H;
     for (int64_t start = 0; start <= position; start += kKeyBlock) {
-      int64_t offsets[kKeyBlock];
+      int64_t offsets[kKeyBlock], next[kKeyBlock];
       pages.block(start, position + 1, offsets);
-      fetch_block(keys, values, offsets, H);
-      attend_block(queries, keys, values, start, offsets, scale);
+      bool more = start + kKeyBlock <= position;
+      if (more) pages.block(start + kKeyBlock, position + 1, next);
+      Block<T> keys{k.data() + at, offsets, more ? next : nullptr};
+      Block<T> values{v.data() + at, offsets, more ? next : nullptr};
+      attend_block(queries, keys, values, start, scale);
     }
     for (int64_t g = 0; g < G; ++g) {
       queries.finish(g, out.data() + g * H);
