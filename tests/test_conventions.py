@@ -96,7 +96,7 @@ def test_hugging_face_by_hand():
     assert conventions.hugging_face_matches(HAND) == 4  # the cut took one of five
     rounds = [(3, 3), (3, 0), (3, 1), (1, 1)]
     whole = conventions.from_hugging_face(rounds, gamma_max=3)
-    assert whole == dataclasses.replace(HAND, tokens=9, cut=0)
+    assert whole == dataclasses.replace(HAND, tokens=9, cut=0, kept_by_rank=())
     # With the cut round as the library reports it, the kept draft behind it is lost.
     cut = conventions.from_hugging_face([*rounds[:3], (1, 0)], gamma_max=3)
     assert (cut.tokens, cut.accepted, cut.cut) == (8, 4, 0)
