@@ -411,3 +411,5 @@ def test_what_cannot_be_a_tree_is_refused():
         made = SMALL.scheduler(ScriptedTree(right=()), rule=rule)
         with pytest.raises(NotImplementedError, match=f"rule='{rule}'.*lossless"):
             decoding.generate(made, made.begin(request))
+    with pytest.raises(ValueError, match="object chooses the length of a chain"):
+        SMALL.scheduler(ScriptedTree(right=()), gamma_policy=object(), policy_state=())

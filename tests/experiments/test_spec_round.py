@@ -319,7 +319,7 @@ def test_wide_defaults_change_nothing(folders, tmp_path):
         (("--tree", "2x2:7"), ("--tree", "nodes=7 exceed the 6 candidates")),
         (("--tree", "2x2:4", "--drafter", "hybrid"), ("Hybrid drafts chains alone",)),
         (("--tree", "2x2:4", "--verify-path", "flash"), ("together", "--verify-path")),
-        (("--tree", "2x2:4", "--gamma-policy", "goodput"), ("Goodput", "chain")),
+        (("--tree", "2x2:4", "--gamma-policy", "goodput"), ("together", "chains")),
         (("--tree", "2x2:4", "--confidence", "0.5"), ("min_confidence=0.5",)),
         (
             ("--tree", "2x2:4", "--rule", "block", "--temperature", "1"),
