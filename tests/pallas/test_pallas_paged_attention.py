@@ -115,8 +115,8 @@ def walk(jobs, tile_rows):
             yield [row], full[row] + step - led[row], False
 
 
-@pytest.mark.parametrize("branch", [0, 5])
-def test_each_split_of_each_row_is_one_job(rng, branch):
+@pytest.mark.parametrize("width", [0, 5])
+def test_each_split_of_each_row_is_one_job(rng, width):
     """Fails if a split is missed, done twice, or shared by a row that sees part."""
     S, M, P, split, tile_rows = 3, 6, 40, 16, 4
     make = jax.jit(
@@ -133,8 +133,8 @@ def test_each_split_of_each_row_is_one_job(rng, branch):
     for live in (0, 1, 7, R, R):
         slots = rng.integers(-1, S + 1, R).astype(np.int32)
         positions = rng.integers(-1, M * 8 + 2, R).astype(np.int32)
-        at = positions[:, None] + np.arange(1 - branch, 1, dtype=np.int32)
-        branch = {"branch": at} if branch else {}
+        at = positions[:, None] + np.arange(1 - width, 1, dtype=np.int32)
+        branch = {"branch": at} if width else {}
         jobs = make(table, slots, positions, np.int32(live), **branch)
         lengths = np.asarray(jobs.lengths)
         lost = (slots < 0) | (slots >= S) | (positions < 0) | (positions >= M * 8)
@@ -149,7 +149,7 @@ def test_each_split_of_each_row_is_one_job(rng, branch):
         for rows, index, shared in walk(jobs, tile_rows):
             done += [(int(row), int(index)) for row in rows]
             if shared:
-                assert ((index + 1) * split <= lengths[rows] - branch).all()
+                assert ((index + 1) * split <= lengths[rows] - width).all()
         due = [(row, i) for row in range(R) for i in range(-(-lengths[row] // split))]
         assert sorted(done) == sorted(due)
 
