@@ -385,6 +385,7 @@ class SlotDraftTree(SlotDraftModel):
             sampling = None
 
         def expand(kv, tokens, parents, first, active):
+            """Runs the rows of a level; see `tree_search.Expand`."""
             window = protocols.Window(
                 tokens=tokens,
                 start=length - 1,
@@ -412,6 +413,7 @@ class SlotDraftTree(SlotDraftModel):
         is_each = jnp.arange(self.num_slots, dtype=jnp.int32)
 
         def step(carry):
+            """Takes in a slab of rows of every slot that is behind."""
             kv, logits, wanted = carry
             num_active = jnp.where(wanted, jnp.minimum(length - kv.length, slab), 0)
             window = protocols.Window(

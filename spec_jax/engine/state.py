@@ -48,7 +48,7 @@ class Slots(pytree.Node):
     tokens: jax.Array  # [B, max_len] int32, committed tokens, then PAD
     length: jax.Array  # [B] int32, number of committed tokens, n
     status: jax.Array  # [B] int32, `Status`
-    policy: policy_lib.State  # what a gamma policy has learnt; None without one
+    policy: policy_lib.State  # what a gamma policy has counted; None without one
     #
     # Of the request
     #

@@ -149,6 +149,7 @@ def _by_uniforms(verified, proposal, sampling_settings, first_position, rule):
         )
 
     def one(slot):
+        """Decides one slot's chain."""
         proposal, settings, position, at = slot
         draft_probs = proposal.probs
         if draft_probs is None:

@@ -16,7 +16,7 @@ class GoodputState(pytree.Node):
     """The state of `Goodput`."""
 
     gamma: jax.Array  # [] int32, the best by what is known; 0 is off
-    reached: jax.Array  # [gamma_max] float32, discounted rounds that judged draft i
+    reached: jax.Array  # [gamma_max] float32, discounted rounds that verified draft i
     kept: jax.Array  # [gamma_max] float32, discounted rounds that kept draft i
     round_s: jax.Array  # [gamma_max + 1] float32, seconds of a round; data
     probe: policy.ProbeState
@@ -40,7 +40,7 @@ class Goodput:
     therefore forgotten.
 
     Attributes:
-      decay: factor of old counts per judged round; `1 / (1 - decay)` rounds count.
+      decay: factor of old counts per verified round; `1 / (1 - decay)` rounds count.
       prior: the first draft's chance before anything is known.
       prior_weight: how many rounds a prior is worth.
 
@@ -117,7 +117,7 @@ class Goodput:
         num_drafted: Int[Array, ""],
         num_accepted: Int[Array, ""],
     ) -> GoodputState:
-        """Counts the drafts that were judged, and finds the best gamma again."""
+        """Counts the drafts that were verified, and finds the best gamma again."""
         is_off = state.gamma == 0
         num_verified = self.probing.count_verified(gamma, num_drafted)
         is_verified = num_verified > 0
@@ -127,7 +127,7 @@ class Goodput:
         kept = drafts < num_accepted
         fade = jnp.where(is_verified, self.decay, 1.0)
         fade = jnp.where(is_kept_probe, 0.0, fade)
-        learnt = state.replace(
+        updated = state.replace(
             reached=fade * state.reached + reached.astype(jnp.float32),
             kept=fade * state.kept + kept.astype(jnp.float32),
             probe=self.probing.update(
@@ -139,4 +139,5 @@ class Goodput:
         )
         # Off stays off until a probe is kept, also where faded counts hope for more.
         decides = is_verified & (~is_off | is_kept_probe)
-        return learnt.replace(gamma=jnp.where(decides, self._best(learnt), state.gamma))
+        best = jnp.where(decides, self._best(updated), state.gamma)
+        return updated.replace(gamma=best)

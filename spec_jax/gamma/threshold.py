@@ -113,7 +113,7 @@ class Threshold:
         average = jnp.where(is_verified & ~is_off, average, state.average)
         climbs = jnp.where(is_off, num_accepted > 0, average > self.upper) & is_verified
         # Off, and after every change, the average is undecided: it falls by what was
-        # judged since, and by nothing else.
+        # verified since, and by nothing else.
         descends = average < self.lower
         level = state.level + climbs.astype(jnp.int32) - descends.astype(jnp.int32)
         level = jnp.minimum(level, len(self.ladder) - 1)

@@ -148,6 +148,7 @@ def _walk_branches(carry, queries, pools, page_table, rows):
         of_slot = live & (slots == slots[leader])
 
         def walk_block(block, carry):
+            """Adds a block of them."""
             offsets = jnp.arange(KEY_BLOCK, dtype=jnp.int32)
             key_positions = block * KEY_BLOCK + offsets
             is_key = key_positions < length

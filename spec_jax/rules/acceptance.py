@@ -238,7 +238,7 @@ def accept_block(
     uniforms: Float32[Array, " gamma"],
     noise: Float32[Array, " V"],
 ) -> Outcome:
-    """Keeps a prefix of the draft, judged as one block, with the target's distribution.
+    """Keeps a prefix of the draft, verified as a block, in the target's distribution.
 
     Block verification, algorithm 2 of Sun et al. (2024),
     https://arxiv.org/abs/2403.10444. The paper's `M_b` is `target_probs`, its `M_s` is
