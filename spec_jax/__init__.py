@@ -17,6 +17,7 @@ __version__ = "0.2.0"
 # costs nothing, and a script's help does not wait for jax.
 _NAMES = {
     "Drafter": "spec_jax.engine.protocols",
+    "FixedTree": "spec_jax.drafters.tree_shapes",
     "Generation": "spec_jax.generation",
     "LanguageModel": "spec_jax.loading",
     "Origin": "spec_jax.engine.state",
@@ -24,7 +25,7 @@ _NAMES = {
     "Proposal": "spec_jax.engine.protocols",
     "Sampling": "spec_jax.generation",
     "Status": "spec_jax.engine.state",
-    "Tree": "spec_jax.drafters.tree_search",
+    "Tree": "spec_jax.drafters.tree_shapes",
     "check_lossless": "spec_jax.lossless",
     "decode": "spec_jax.generation",
     "generate": "spec_jax.generation",
@@ -35,6 +36,7 @@ _MODULES = ("drafters", "gamma", "testing")
 
 __all__ = [
     "Drafter",
+    "FixedTree",
     "Generation",
     "LanguageModel",
     "Origin",
@@ -56,7 +58,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from spec_jax import drafters, gamma, testing
-    from spec_jax.drafters.tree_search import Tree
+    from spec_jax.drafters.tree_shapes import FixedTree, Tree
     from spec_jax.engine.protocols import Drafter, Proposal
     from spec_jax.engine.state import Origin, Status
     from spec_jax.generation import (

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.analysis import metrics as metrics_lib
-from spec_jax.drafters import each, tree_search
+from spec_jax.drafters import each, tree_shapes
 from spec_jax.engine import (
     baseline,
     checks,
@@ -148,7 +148,7 @@ def generate(
     prompt: Prompt | Sequence[Prompt],
     *,
     max_tokens: int = 64,
-    gamma: int | policy_lib.GammaPolicy | tree_search.Tree | None = None,
+    gamma: int | policy_lib.GammaPolicy | tree_shapes.AnyTree | None = None,
     policy_state: policy_lib.State = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop: Sequence[int | str] | None = None,
@@ -351,7 +351,7 @@ class Run:
         prompts: list[list[int]],
         *,
         max_tokens: int = 64,
-        gamma: int | policy_lib.GammaPolicy | tree_search.Tree | None = None,
+        gamma: int | policy_lib.GammaPolicy | tree_shapes.AnyTree | None = None,
         policy_state: policy_lib.State = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Sequence[int | str] | None = None,
@@ -362,7 +362,7 @@ class Run:
         """Checks everything, and raises before anything is allocated."""
         verification.check_rule(rule)
         checks.check_max_tokens(max_tokens)
-        if isinstance(gamma, tree_search.Tree):
+        if isinstance(gamma, tree_shapes.AnyTree):
             lm, gamma = lm.with_tree(gamma), gamma.nodes
         policy: Any = gamma if _is_policy(gamma) else None
         number = None if _is_policy(gamma) else cast(int | None, gamma)

@@ -5,7 +5,7 @@ import functools
 import pathlib
 from typing import Any
 
-from spec_jax.drafters import draft_model, registry, tree_search
+from spec_jax.drafters import draft_model, registry, tree_shapes
 from spec_jax.engine import checks, protocols, rows
 from spec_jax.model import load as load_lib, params as params_lib, row_model, tokenizer
 from spec_jax.ops import dispatch
@@ -60,17 +60,17 @@ class LanguageModel:
         checks.check_pair(rows.SlotRows(model=self.target, num_slots=1), drafter)
         return dataclasses.replace(self, drafter=drafter, drafter_params=params)
 
-    def with_tree(self, tree: tree_search.Tree | str) -> "LanguageModel":
+    def with_tree(self, tree: tree_shapes.AnyTree | str) -> "LanguageModel":
         """Returns the same pair with a drafter of trees.
 
         Args:
-          tree: what is drafted, or its text: `tree_search.Tree.parse`.
+          tree: what is drafted, or its text: `tree_shapes.parse`.
 
         Raises:
           ValueError: no such tree, or a drafter that drafts chains alone.
         """
         if isinstance(tree, str):
-            tree = tree_search.Tree.parse(tree)
+            tree = tree_shapes.parse(tree)
         for_tree = getattr(self.drafter, "for_tree", None)
         if for_tree is None:
             raise ValueError(
@@ -86,7 +86,7 @@ def load(
     draft: str | pathlib.Path | None = None,
     drafter: str | protocols.Drafter = "draft-model",
     gamma_max: int = 7,
-    tree: tree_search.Tree | str | None = None,
+    tree: tree_shapes.AnyTree | str | None = None,
     dtype: str | None = None,
     impl: Impl = "auto",
     cache: row_model.CacheKind = "paged",

@@ -8,7 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from spec_jax.drafters import draft_model, hybrid
+from spec_jax.drafters import draft_model, draft_slots, hybrid
 from spec_jax.engine import protocols
 from spec_jax.model import params as params_lib
 from spec_jax.paging import cache as paged
@@ -22,7 +22,7 @@ class RoundLocal(draft_model.DraftModel):
         return SlotRoundLocal(drafter=self, num_slots=num_slots)
 
 
-class SlotRoundLocal(draft_model.SlotDraftModel):
+class SlotRoundLocal(draft_slots.SlotDraftModel):
     """A `RoundLocal` for `num_slots` sequences."""
 
     def commit(

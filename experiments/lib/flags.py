@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 
 from experiments.lib import cli
-from spec_jax.drafters import registry, tree_search
+from spec_jax.drafters import registry, tree_shapes
 from spec_jax.engine import verification
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
@@ -147,10 +147,10 @@ def add_rounds(group: argparse._ActionsContainer, *, gammas: str | None = None) 
     add_page_size(group)
 
 
-def tree(text: str) -> tree_search.Tree:
+def tree(text: str) -> tree_shapes.AnyTree:
     """The type of a flag that describes a tree."""
     try:
-        return tree_search.Tree.parse(text)
+        return tree_shapes.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

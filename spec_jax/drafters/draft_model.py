@@ -1,35 +1,18 @@
 """A small model of the same family drafts, one token after the other.
 
-Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. For a slot with committed
-tokens `x[0, n)` and draft K/V of `[0, m)`:
-
-    propose   rows m .. n-1 (catch-up), then each drafted token but the last;
-              afterwards the draft K/V covers [0, n+g-1)
-    commit    the draft K/V is cut to [0, min(m', n'-1))
+Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. `draft_slots` runs it, and
+`draft_trees` its trees.
 
 Drafts are the tokens of highest probability, or are drawn: coupled, with the noise of
 the target's own draws, so that both mostly draw the same token where their
 distributions are close; or independently, as the rules that draw uniforms need it.
-
-The rows of all slots share the model's forwards. What is kept over a commit is caught
-up in one or two rows. Rounds that ask for nothing are caught up in the next one that
-asks for something.
 """
 
 import dataclasses
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
-
-from spec_jax import pytree
-from spec_jax.drafters import tree_search
-from spec_jax.engine import protocols, rows as rows_lib
-from spec_jax.gamma import confidence
-from spec_jax.model import params as params_lib, row_model
-from spec_jax.paging import cache as paged
-from spec_jax.rules import sampling as sampling_lib
+from spec_jax.drafters import draft_slots, draft_trees, tree_shapes
+from spec_jax.model import row_model
 
 
 Draws = Literal["greedy", "coupled", "independent"]
@@ -37,17 +20,6 @@ Draws = Literal["greedy", "coupled", "independent"]
 draw for that position, where the target draws; or one with noise of the round's own."""
 
 DRAWS: tuple[str, ...] = get_args(Draws)
-
-
-def goal_of(
-    kv: paged.PagedKV, length: Int[Array, " B"], gamma: Int[Array, " B"]
-) -> Int[Array, " B"]:
-    """Returns the length of the text after drafting, as far as a slot can go.
-
-    The last draft needs no room, as it has no K/V yet. A text that no slot holds is
-    not caught up on either: it would fail in every round.
-    """
-    return jnp.maximum(length, jnp.minimum(length + gamma, kv.slot_capacity + 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +51,7 @@ class DraftModel:
     draws: Draws = "coupled"
     catch_up_rows: int = 0
     min_confidence: float = 0.0
-    tree: tree_search.Tree | None = None
+    tree: tree_shapes.AnyTree | None = None
 
     def __post_init__(self) -> None:
         if self.draws not in DRAWS:
@@ -91,7 +63,13 @@ class DraftModel:
                 f"min_confidence={self.min_confidence} is no probability: give 0, "
                 "which never ends a draft, to 1"
             )
-        tree_search.check_nodes(self.tree, self.gamma_max)
+        tree_shapes.check_nodes(self.tree, self.gamma_max)
+        if isinstance(self.tree, tree_shapes.Tree) and self.draws == "independent":
+            raise ValueError(
+                f"draws='independent' of a search {self.tree}: its nodes depend on the "
+                "tokens drawn, and have no distribution; draw them 'coupled' or "
+                "'greedy', or give a fixed tree such as '4-2-1'"
+            )
         if self.tree is not None and self.min_confidence:
             raise ValueError(
                 f"min_confidence={self.min_confidence} ends chains: a tree weighs its "
@@ -112,355 +90,39 @@ class DraftModel:
         """Returns the draft model whose draws a rule of acceptance keeps most of.
 
         Rules that draw uniforms need independent draws, and the probabilities of them.
+
+        Raises:
+          NotImplementedError: trees that the rule would be biased by.
         """
         if rule == "coupled":
             return self
-        if self.tree is not None:
+        if self.tree is not None and rule == "block":
             raise NotImplementedError(
-                f"trees under rule={rule!r}: which nodes a search keeps depends on the "
-                "tokens drawn, and that biases what this rule accepts; use the rule "
-                "'coupled', under which every tree is lossless"
+                "trees under rule='block': block verification has no form for trees; "
+                "use the rule 'coupled' or 'rejection'"
+            )
+        is_searched = isinstance(self.tree, tree_shapes.Tree)
+        if is_searched and self.draws != "greedy":
+            raise NotImplementedError(
+                f"trees of a search under rule={rule!r}: which nodes it keeps depends "
+                "on the tokens drawn, and that biases what this rule accepts; use the "
+                "rule 'coupled', under which every tree is lossless, a tree of a fixed "
+                "shape such as '4-2-1', or draws='greedy'"
             )
         if self.draws != "coupled":
             return self
         return dataclasses.replace(self, draws="independent")
 
-    def for_tree(self, tree: tree_search.Tree) -> "DraftModel":
+    def for_tree(self, tree: tree_shapes.AnyTree) -> "DraftModel":
         """Returns the draft model that drafts such trees, as many rows a forward."""
         model = self.model
-        if model.slab < tree.top_k and model.impl != "native":
-            slab = row_model.slab_for(model.impl, tree.top_k)
+        if model.slab < tree.width and model.impl != "native":
+            slab = row_model.slab_for(model.impl, tree.width)
             model = dataclasses.replace(model, slab=slab)
         return dataclasses.replace(self, model=model, tree=tree, gamma_max=tree.nodes)
 
-    def for_slots(self, num_slots: int) -> "SlotDraftModel":
+    def for_slots(self, num_slots: int) -> draft_slots.SlotDraftModel:
         """Returns the draft model for `num_slots` sequences."""
-        kind = SlotDraftModel if self.tree is None else SlotDraftTree
+        chains, trees = draft_slots.SlotDraftModel, draft_trees.SlotDraftTree
+        kind = chains if self.tree is None else trees
         return kind(drafter=self, num_slots=num_slots)
-
-
-class _Drafting(pytree.Node):
-    """What the loop of one proposal carries."""
-
-    kv: paged.PagedKV
-    text: jax.Array  # [B, padded] int32, committed tokens and drafts
-    known: jax.Array  # [B] int32, their number
-    goes_on: jax.Array  # [B] bool: the cache has room, and the draft is confident
-    probs: jax.Array | None  # [B, gamma_max, V] float32, of independent draws
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotDraftModel:
-    """A `DraftModel` for `num_slots` sequences. The memory is one cache.
-
-    Each forward takes in what slots are behind by, up to `model.slab` rows of each, and
-    drafts one token in each slot that is caught up and has not drafted enough. Before
-    these, slots that are behind by more are caught up `catch_up_rows` at a time.
-
-    """
-
-    drafter: DraftModel
-    num_slots: int
-
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.drafter.gamma_max
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return self.drafter.depth_max
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the draft's vocabulary."""
-        return self.drafter.vocab_size
-
-    @property
-    def _rows(self) -> rows_lib.SlotRows:
-        return rows_lib.SlotRows(model=self.drafter.model, num_slots=self.num_slots)
-
-    def init(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> paged.PagedKV:
-        """Allocates an empty cache; raises as `SlotRows.new_cache`."""
-        if self.drafter.model.cache == "static":
-            num_pages = None
-        return self._rows.new_cache(
-            capacity=capacity, page_size=page_size, num_pages=num_pages
-        )
-
-    def prefill(
-        self,
-        params: params_lib.Params,
-        memory: paged.PagedKV,
-        prompt: list[int],
-        *,
-        slot: int,
-    ) -> paged.PagedKV:
-        """Writes the K/V of the prompt but for its last token. Donates `memory`."""
-        return self._rows.prefill(params, memory, prompt, slot=slot)
-
-    def propose(
-        self,
-        params: params_lib.Params,
-        memory: paged.PagedKV,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-    ) -> tuple[paged.PagedKV, protocols.Proposal]:
-        """Drafts `gamma[b]` tokens; fewer where the cache has no room, or where the
-        draft is not confident. None in a slot whose sequence the cache cannot hold."""
-        slab, gamma_max = self.drafter.model.slab, self.gamma_max
-        width = max(slab, self.drafter.catch_up_rows) + gamma_max
-        # What an earlier round found says nothing of this one.
-        memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
-        text = jnp.pad(tokens, ((0, 0), (0, width)))
-        goal = goal_of(memory, length, gamma)
-        memory = self._catch_up(params, memory, text, length, asked=goal > length)
-        probs = None
-        if self.drafter.draws == "independent":
-            shape = (self.num_slots, gamma_max, self.vocab_size)
-            probs = jnp.zeros(shape, jnp.float32)
-            if sampling is None:
-                sampling = _greedy(self.num_slots)
-        drafting = _Drafting(
-            kv=memory,
-            text=text,
-            known=length,
-            goes_on=jnp.ones((self.num_slots,), bool),
-            probs=probs,
-        )
-        drafting = jax.lax.while_loop(
-            lambda carry: jnp.any((carry.known < goal) & carry.goes_on),
-            lambda carry: self._step(params, carry, length, goal, sampling),
-            drafting,
-        )
-        return drafting.kv, protocols.Proposal(
-            tokens=_windows(drafting.text, length, gamma_max),
-            num_drafted=drafting.known - length,
-            probs=drafting.probs,
-        )
-
-    def _step(self, params, carry, length, goal, sampling) -> _Drafting:
-        """One forward of every slot that wants one.
-
-        It catches up by at most a slab of rows; at the end of the text, it drafts.
-        """
-        slab = self.drafter.model.slab
-        starts, is_each = carry.kv.length, jnp.arange(self.num_slots, dtype=jnp.int32)
-        wanted = (carry.known < goal) & carry.goes_on
-        num_active = jnp.where(wanted, jnp.minimum(carry.known - starts, slab), 0)
-        window = protocols.Window(
-            tokens=_windows(carry.text, starts, slab),
-            start=starts,
-            num_active=num_active,
-        )
-        kv, verified = self._rows.verify(params, carry.kv, window)
-        has_room = ~(wanted & self._rows.out_of_pages(kv))
-        drafts = wanted & has_room & (starts + num_active == carry.known)
-        last = verified.at[is_each, jnp.maximum(num_active - 1, 0)]
-        goes_on = carry.goes_on & has_room
-        if self.drafter.min_confidence:
-            confident = confidence.confident(
-                verified.logits.at[last].get(mode="fill", fill_value=0),
-                threshold=jnp.float32(self.drafter.min_confidence),
-            )
-            goes_on &= ~drafts | confident
-            drafts &= confident
-        token, probs = self._draw(verified, last, drafts, carry, length, sampling)
-        at = jnp.where(drafts, carry.known, carry.text.shape[1])
-        return _Drafting(
-            kv=kv,
-            text=carry.text.at[is_each, at].set(token, mode="drop"),
-            known=carry.known + drafts.astype(jnp.int32),
-            goes_on=goes_on,
-            probs=probs,
-        )
-
-    def _draw(self, verified, last, drafts, carry, length, sampling):
-        """Returns the token that follows each slot's last row, and `carry.probs` with
-        what it was drawn from."""
-        draws = self.drafter.draws
-        if draws != "independent":
-            highest = self._rows.choose(verified.logits, verified.num_active)
-            token = highest.at[last].get(mode="fill", fill_value=0)
-            if draws == "greedy" or sampling is None:
-                return token, carry.probs
-        logits = verified.logits.at[last].get(mode="fill", fill_value=0)
-        if draws == "coupled":
-            samples = drafts & (sampling.temperature != 0)
-            drawn = sampling_lib.sample_each(
-                logits, sampling, positions=carry.known, draws=samples
-            )
-            return jnp.where(samples, drawn, token), carry.probs
-
-        def draw(slot):
-            logits, settings, position, offset = slot
-            stream = sampling_lib.Stream.DRAFT
-            token = sampling_lib.sample(
-                logits, settings, position, stream=stream, offset=offset
-            )
-            return token, sampling_lib.distribution(logits, settings)
-
-        offset = carry.known - length
-        token, rows = jax.lax.map(draw, (logits, sampling, length, offset))
-        at = jnp.where(drafts, offset, self.gamma_max)
-        slots = jnp.arange(self.num_slots, dtype=jnp.int32)
-        return token, carry.probs.at[slots, at].set(rows, mode="drop")
-
-    def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:
-        """Takes in, of the slots that are asked, what is left by more than a slab of
-        rows, but not all: the last of the rows is the one that drafts."""
-        rows_ahead, slab = self.drafter.catch_up_rows, self.drafter.model.slab
-        if not rows_ahead:
-            return memory
-
-        def is_behind(carry) -> Bool[Array, " B"]:
-            kv, has_room = carry
-            return asked & has_room & (length - kv.length > slab)
-
-        def step(carry):
-            kv, has_room = carry
-            wanted = is_behind(carry)
-            missing = length - 1 - kv.length
-            window = protocols.Window(
-                tokens=_windows(text, kv.length, rows_ahead),
-                start=kv.length,
-                num_active=jnp.where(wanted, jnp.minimum(missing, rows_ahead), 0),
-            )
-            kv = self._rows.advance(params, kv, window)
-            return kv, has_room & ~(wanted & self._rows.out_of_pages(kv))
-
-        has_room = jnp.ones((self.num_slots,), bool)
-        memory, _ = jax.lax.while_loop(
-            lambda carry: jnp.any(is_behind(carry)), step, (memory, has_room)
-        )
-        return memory
-
-    def commit(
-        self,
-        params: params_lib.Params,
-        memory: paged.PagedKV,
-        length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-    ) -> paged.PagedKV:
-        """Forgets drafts that were not committed."""
-        kept = jnp.minimum(memory.length, length - 1)
-        return self._rows.truncate(memory, kept, asked=asked)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotDraftTree(SlotDraftModel):
-    """A `DraftModel` with a tree, for `num_slots` sequences.
-
-    The rows of a search are stored after the text, and forgotten at its end: what is
-    kept of them is caught up in the next round, in one forward.
-    """
-
-    def propose(
-        self,
-        params: params_lib.Params,
-        memory: paged.PagedKV,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-    ) -> tuple[paged.PagedKV, protocols.Proposal]:
-        """Drafts trees of `gamma[b]` nodes; less deep where the cache has no room."""
-        tree, slab = cast(tree_search.Tree, self.drafter.tree), self.drafter.model.slab
-        width = max(slab, self.drafter.catch_up_rows)
-        memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
-        text = jnp.pad(tokens, ((0, 0), (0, width)))
-        asked = (gamma > 0) & (length <= memory.slot_capacity)
-        memory = self._catch_up(params, memory, text, length, asked=asked)
-        memory, logits = self._root(params, memory, text, length, asked)
-        asked &= memory.length == length
-        if self.drafter.draws == "greedy":
-            sampling = None
-
-        def expand(kv, tokens, parents, first, active):
-            """Runs the rows of a level; see `tree_search.Expand`."""
-            window = protocols.Window(
-                tokens=tokens,
-                start=length - 1,
-                num_active=jnp.where(active, tree.top_k, 0),
-                parents=parents,
-                first=first,
-                depth_max=tree.depth - 1,
-            )
-            kv, verified = self._rows.verify(params, kv, window)
-            level = 1 + (first - 1) // tree.top_k
-            rows = verified.by_column(verified.logits, fill=0.0)
-            weights = _noisy(rows, sampling, length + level)
-            return kv, weights, active & ~self._rows.out_of_pages(kv)
-
-        root = _noisy(logits[:, None], sampling, length)[:, 0]
-        wanted = jnp.where(asked, gamma, 0)
-        memory, proposal = tree_search.grow(
-            expand, root, memory, tree=tree, wanted=wanted
-        )
-        return self._rows.truncate(memory, length, asked=asked), proposal
-
-    def _root(self, params, memory, text, length, asked):
-        """Returns the memory of the whole text, and the logits `[B, V]` after it."""
-        slab = self.drafter.model.slab
-        is_each = jnp.arange(self.num_slots, dtype=jnp.int32)
-
-        def step(carry):
-            """Takes in a slab of rows of every slot that is behind."""
-            kv, logits, wanted = carry
-            num_active = jnp.where(wanted, jnp.minimum(length - kv.length, slab), 0)
-            window = protocols.Window(
-                tokens=_windows(text, kv.length, slab),
-                start=kv.length,
-                num_active=num_active,
-            )
-            kv, verified = self._rows.verify(params, kv, window)
-            wanted &= ~self._rows.out_of_pages(kv)
-            last = verified.at[is_each, jnp.maximum(num_active - 1, 0)]
-            found = verified.logits.at[last].get(mode="fill", fill_value=0)
-            logits = jnp.where((num_active > 0)[:, None], found, logits)
-            return kv, logits, wanted & (kv.length < length)
-
-        logits = jnp.zeros((self.num_slots, self.vocab_size), jnp.float32)
-        carry = memory, logits, asked & (memory.length < length)
-        memory, logits, _ = jax.lax.while_loop(
-            lambda carry: jnp.any(carry[2]), step, carry
-        )
-        return memory, logits
-
-
-def _noisy(
-    logits: Float[Array, "B K V"],
-    sampling: protocols.Sampling,
-    position: Int[Array, " B"],
-) -> Float[Array, "B K V"]:
-    """Returns the logits, or what the target draws the token of `position` by."""
-    if sampling is None:
-        return logits
-
-    def one(slot):
-        rows, settings, position = slot
-        noisy = lambda row: sampling_lib.noisy_weights(row, settings, position)
-        return jax.lax.map(noisy, rows)
-
-    return jax.lax.map(one, (logits, sampling, position))
-
-
-def _greedy(num_slots: int) -> sampling_lib.SamplingSettings:
-    greedy = sampling_lib.make_settings(temperature=0.0)
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), greedy)
-
-
-def _windows(
-    text: Int[Array, "B max_len"], starts: Int[Array, " B"], size: int
-) -> Int[Array, "B size"]:
-    """Returns `size` tokens of each text, from its start on."""
-    cut = lambda row, start: jax.lax.dynamic_slice(row, (start,), (size,))
-    return jax.vmap(cut)(text, starts)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_model, suffix
+from spec_jax.drafters import draft_model, draft_slots, suffix
 from spec_jax.engine import protocols
 from spec_jax.model import params as params_lib
 from spec_jax.paging import cache as paged
@@ -92,7 +92,7 @@ class SlotHybrid:
         return self.drafter.vocab_size
 
     @property
-    def _draft(self) -> draft_model.SlotDraftModel:
+    def _draft(self) -> draft_slots.SlotDraftModel:
         return self.drafter.draft.for_slots(self.num_slots)
 
     def init(

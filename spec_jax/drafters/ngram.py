@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax.drafters import suffix_match, text_tree, tree_search
+from spec_jax.drafters import suffix_match, text_tree, tree_shapes
 from spec_jax.engine import protocols
 
 
@@ -54,10 +54,10 @@ class PromptLookup:
     n_min: int = 1
     match: Match = "last"
     stop_ids: tuple[int, ...] = ()
-    tree: tree_search.Tree | None = None
+    tree: tree_shapes.AnyTree | None = None
 
     def __post_init__(self):
-        tree_search.check_nodes(self.tree, self.gamma_max)
+        tree_shapes.check_nodes(self.tree, self.gamma_max)
         if not 1 <= self.n_min <= self.n_max:
             raise ValueError(
                 f"n_min={self.n_min} and n_max={self.n_max} are not "
@@ -71,7 +71,7 @@ class PromptLookup:
         """The most drafts on a path of a tree; None: chains."""
         return None if self.tree is None else self.tree.depth_max
 
-    def for_tree(self, tree: tree_search.Tree) -> "PromptLookup":
+    def for_tree(self, tree: tree_shapes.AnyTree) -> "PromptLookup":
         """Returns the lookup that drafts such trees."""
         return dataclasses.replace(self, tree=tree, gamma_max=tree.nodes)
 

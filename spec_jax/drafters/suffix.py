@@ -32,7 +32,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import suffix_match, text_tree, tree_search
+from spec_jax.drafters import suffix_match, text_tree, tree_shapes
 from spec_jax.engine import protocols
 
 
@@ -105,10 +105,10 @@ class SuffixDecoding:
     match_max: int = 8
     max_factor: float = 1.0
     min_probability: float = 0.1
-    tree: tree_search.Tree | None = None
+    tree: tree_shapes.AnyTree | None = None
 
     def __post_init__(self):
-        tree_search.check_nodes(self.tree, self.gamma_max)
+        tree_shapes.check_nodes(self.tree, self.gamma_max)
         if self.match_max < 1:
             raise ValueError(f"match_max={self.match_max} must be at least 1")
         if not self.match_max * self.max_factor >= 1:
@@ -126,7 +126,7 @@ class SuffixDecoding:
         """The most drafts on a path of a tree; None: chains."""
         return None if self.tree is None else self.tree.depth_max
 
-    def for_tree(self, tree: tree_search.Tree) -> "SuffixDecoding":
+    def for_tree(self, tree: tree_shapes.AnyTree) -> "SuffixDecoding":
         """Returns the suffix decoder that drafts such trees."""
         return dataclasses.replace(self, tree=tree, gamma_max=tree.nodes)
 

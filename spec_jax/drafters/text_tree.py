@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from spec_jax.drafters import suffix_match, tree_search
+from spec_jax.drafters import suffix_match, tree_search, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.typing import typed
 
@@ -27,7 +27,7 @@ def propose(
     text: Int[Array, " size"],
     matched: Int[Array, " size"],
     *,
-    tree: tree_search.Tree,
+    tree: tree_shapes.AnyTree,
     gamma: Int[Array, ""],
 ) -> protocols.Proposal:
     """Returns the tree of the continuations of the places that matched.
@@ -51,15 +51,15 @@ def propose(
         counts = jax.vmap(lambda row: jnp.zeros_like(row).at[first].add(row))(weights)
         return jnp.log(counts)
 
-    def expand(places, tokens, parents, start, active):
+    def expand(places, tokens, parents, start, num_rows):
         """Marks the places after those that hold each frontier token."""
-        columns = start + jnp.arange(tree.top_k, dtype=jnp.int32)
+        columns = start + jnp.arange(tree.width, dtype=jnp.int32)
         above = places[parents[0][columns]]
         holds = first[None, :] == tokens[0][:, None]
         after = jnp.roll(jnp.where(holds, above, 0.0), 1, axis=1).at[:, 0].set(0.0)
         after = jnp.where(is_token[None, :], after, 0.0)
         places = jax.lax.dynamic_update_slice(places, after, (start, jnp.int32(0)))
-        return places, votes(after)[None], active
+        return places, votes(after)[None], num_rows > 0
 
     _, proposal = tree_search.grow(
         expand,

@@ -34,8 +34,11 @@ class Proposal(pytree.Node):
     # [gamma_max] int32, the column of each draft's parent: 0 is the pending token, and
     # `i + 1` draft `i`, so draft `i` has one in `0 .. i`. None: a chain.
     parents: jax.Array | None = None
-    # [gamma_max, V] float32: the distribution that each token was drawn from, filters
-    # included; None for tokens that were certain. Rule "coupled" needs none.
+    # [gamma_max, V] float32: row `c` is the distribution, filters included, that the
+    # token after column `c` was drawn from; in a tree column `c`'s children, one after
+    # the other and none twice. None for tokens that were certain, whose tree may have
+    # any shape: with `probs` it must not depend on the tokens drawn. Rule "coupled"
+    # needs none.
     probs: jax.Array | None = None
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.engine import protocols, state as state_lib
-from spec_jax.rules import acceptance, sampling
+from spec_jax.rules import acceptance, sampling, tree_acceptance
 
 
 Rule = Literal["coupled", "rejection", "block"]
@@ -98,13 +98,13 @@ def decide(
       wanted: drafts that each slot may commit, at most. A chain has no more.
 
     Raises:
-      NotImplementedError: a tree under a rule that draws uniforms.
+      NotImplementedError: a tree under the rule "block".
     """
-    if rule != "coupled" and proposal.parents is not None:
+    if rule == "block" and proposal.parents is not None:
         raise NotImplementedError(
-            f"rule={rule!r} decides on chains alone: which nodes a tree has may depend "
-            "on the tokens drawn, which biases what it accepts; use the rule "
-            "'coupled', under which every tree is lossless"
+            "rule='block' decides on chains alone: block verification has no form for "
+            "trees; use the rule 'coupled', under which every tree is lossless, or "
+            "'rejection'"
         )
     if rule == "coupled":
         own, is_finite = target_tokens(target, verified, sampling_settings)
@@ -113,8 +113,15 @@ def decide(
     else:
         highest = target.choose(verified.logits, verified.num_active)
         is_finite = finite_rows(verified.logits, highest)
+        by_rule = {
+            "rejection": acceptance.accept_rejection,
+            "block": acceptance.accept_block,
+        }
+        decide_one = functools.partial(_chain_by_uniforms, by_rule[rule])
+        if proposal.parents is not None:
+            decide_one = functools.partial(_tree_by_uniforms, depth_max)
         outcome = _by_uniforms(
-            verified, proposal, sampling_settings, first_position, rule
+            decide_one, verified, proposal, sampling_settings, first_position, wanted
         )
     return outcome, verified.by_column(is_finite, fill=True)
 
@@ -125,7 +132,7 @@ def _by_own_tokens(proposal, own, depth_max, wanted):
         accept = acceptance.accept_exact
         return state_lib.map_slots(accept, proposal.tokens, own, proposal.num_drafted)
     return state_lib.map_slots(
-        functools.partial(acceptance.follow, depth_max=depth_max),
+        functools.partial(tree_acceptance.follow, depth_max=depth_max),
         proposal.tokens,
         own,
         proposal.parents,
@@ -134,12 +141,10 @@ def _by_own_tokens(proposal, own, depth_max, wanted):
     )
 
 
-def _by_uniforms(verified, proposal, sampling_settings, first_position, rule):
+def _by_uniforms(
+    decide_one, verified, proposal, sampling_settings, first_position, wanted
+):
     """Decides slot by slot, in a loop: of one slot at a time all logits are copied."""
-    accept = {
-        "rejection": acceptance.accept_rejection,
-        "block": acceptance.accept_block,
-    }[rule]
     num_slots, gamma_max = proposal.tokens.shape
     vocab_size = verified.logits.shape[-1]
     if sampling_settings is None:
@@ -149,17 +154,13 @@ def _by_uniforms(verified, proposal, sampling_settings, first_position, rule):
         )
 
     def one(slot):
-        """Decides one slot's chain."""
-        proposal, settings, position, at = slot
-        draft_probs = proposal.probs
-        if draft_probs is None:
-            draft_probs = jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
+        """Decides one slot's proposal."""
+        proposal, settings, position, at, wanted = slot
         logits = verified.logits.at[at].get(mode="fill", fill_value=0)
-        return accept(
-            proposal.tokens,
-            draft_probs,
+        return decide_one(
+            proposal,
             sampling.distribution(logits, settings),
-            proposal.num_drafted,
+            wanted,
             uniforms=sampling.uniforms(settings.seed, position, gamma=gamma_max),
             noise=sampling.noise(
                 settings.seed,
@@ -169,4 +170,31 @@ def _by_uniforms(verified, proposal, sampling_settings, first_position, rule):
             ),
         )
 
-    return jax.lax.map(one, (proposal, sampling_settings, first_position, verified.at))
+    return jax.lax.map(
+        one, (proposal, sampling_settings, first_position, verified.at, wanted)
+    )
+
+
+def _chain_by_uniforms(accept, proposal, target_probs, wanted, **noise):
+    """Decides on a chain, which has no more drafts than are wanted."""
+    draft_probs = proposal.probs
+    if draft_probs is None:
+        vocab_size = target_probs.shape[-1]
+        draft_probs = jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
+    return accept(
+        proposal.tokens, draft_probs, target_probs, proposal.num_drafted, **noise
+    )
+
+
+def _tree_by_uniforms(depth_max, proposal, target_probs, wanted, **noise):
+    """Decides on a tree."""
+    return tree_acceptance.accept_tree(
+        proposal.tokens,
+        proposal.parents,
+        proposal.probs,
+        target_probs,
+        proposal.num_drafted,
+        wanted,
+        depth_max=depth_max,
+        **noise,
+    )

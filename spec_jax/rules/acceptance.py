@@ -1,7 +1,7 @@
 """Acceptance: which drafted tokens stay.
 
 Functions here take ONE sequence and know arrays only: no batches, pages or models. What
-is random is handed in, so they are pure functions of it. Three rules, for a chain:
+is random is handed in, so they are pure functions of it. Three rules:
 
     sample path   `accept_exact` on the target's own draws (`sampling.sample_rows`; at
                   temperature 0 their argmax). The committed tokens are those of plain
@@ -9,6 +9,8 @@ is random is handed in, so they are pure functions of it. Three rules, for a cha
                   drafter that draws with the same noise is kept more often.
     rejection     `accept_rejection`: the target's distribution, in another stream.
     block         `accept_block`: the same, and on average more drafts are kept.
+
+Trees are in `tree_acceptance`.
 
 The last two take the probabilities that each draft was drawn from, in float32, after
 the same filters as the target's: a drafter that draws from others biases the output.
@@ -79,63 +81,16 @@ def accept_exact(
     )
 
 
-@typed
-def follow(
-    draft_tokens: Int[Array, " W"],
-    target_tokens: Int[Array, " W+1"],
-    parents: Int[Array, " W"],
-    num_drafted: Int[Array, ""],
-    wanted: Int[Array, ""],
-    *,
-    depth_max: int,
-) -> Outcome:
-    """Walks a tree from its root to the children that hold the target's own tokens.
-
-    As `accept_exact`, which it is on a chain. All children of a node stand for one
-    position of the text, which has one target token: of those that hold it the first
-    is kept, so that the committed tokens do not depend on the tree.
-
-    Args:
-      target_tokens: after each column: the root, then the drafts.
-      parents: the column of each draft's parent, at most its own index.
-      num_drafted: how many drafts are real, in `0 .. W`.
-      wanted: drafts to keep, at most.
-      depth_max: drafts on a path, at most; deeper ones are not reached.
-    """
-    columns = jnp.arange(1, draft_tokens.shape[0] + 1, dtype=jnp.int32)
-    is_real = columns <= num_drafted
-
-    def descend(carry, depth):
-        at, goes_on = carry
-        own = target_tokens[at]
-        is_child = is_real & (parents == at) & goes_on & (depth < wanted)
-        found = is_child & (draft_tokens == own)
-        step = jnp.where(goes_on, own, PAD), jnp.any(is_child)
-        goes_on = jnp.any(found)
-        at = jnp.where(goes_on, columns[jnp.argmax(found)], at)
-        return (at, goes_on), (*step, at, goes_on)
-
-    start = jnp.int32(0), jnp.bool_(True)
-    depths = jnp.arange(depth_max, dtype=jnp.int32)
-    (at, goes_on), steps = jax.lax.scan(descend, start, depths)
-    tokens, reached, path, kept = steps
-    last = jnp.where(goes_on, target_tokens[at], PAD)
-    return Outcome(
-        num_accepted=jnp.sum(kept, dtype=jnp.int32),
-        tokens=jnp.append(tokens, last),
-        path=path,
-        reached=reached,
-    )
-
-
 class AcceptanceProbabilities(pytree.Node):
-    """What a rule makes of one chain, before any uniform is drawn.
+    """What a rule makes of one chain or tree, before any uniform is drawn.
 
     Rows past the number drafted are not used.
     """
 
-    keep: jax.Array  # [gamma] float32, uniform `i` succeeds where it is less than this
-    own: jax.Array  # [gamma + 1, V] float32, weights of the own token after `i` drafts
+    # [gamma] float32: uniform `i` succeeds where it is less. In a tree: given that the
+    # draft's parent was kept, and no sibling before it.
+    keep: jax.Array
+    own: jax.Array  # [gamma + 1, V] float32, weights of the own token after column `i`
 
 
 @typed
@@ -150,10 +105,10 @@ def rejection_probabilities(
     As `accept_rejection`, which decides by them.
     """
     draft_probs = _without_padding(draft_probs, num_drafted)
-    keep = _ratio(
+    keep = ratio(
         _of_drafts(target_probs, draft_tokens), _of_drafts(draft_probs, draft_tokens)
     )
-    return AcceptanceProbabilities(keep=keep, own=_residual(target_probs, draft_probs))
+    return AcceptanceProbabilities(keep=keep, own=residual(target_probs, draft_probs))
 
 
 @typed
@@ -171,7 +126,7 @@ def block_probabilities(
 
     def extend(joint, step):
         at_target, at_draft = step
-        joint = _ratio(joint * at_target, at_draft)
+        joint = ratio(joint * at_target, at_draft)
         return joint, joint
 
     start = jnp.ones((), jnp.float32)
@@ -181,11 +136,11 @@ def block_probabilities(
     )
     _, joint = jax.lax.scan(extend, start, steps)
     joint = jnp.concatenate([start[None], joint])
-    own = _residual(joint[:, None] * target_probs, draft_probs)
+    own = residual(joint[:, None] * target_probs, draft_probs)
     # Nothing was drafted after the last draft: its residual weighs `joint`, and so do
     # its probabilities, which is the algorithm's other case.
     lacking = jnp.sum(own, axis=-1)
-    keep = _ratio(lacking, lacking + (1 - joint))
+    keep = ratio(lacking, lacking + (1 - joint))
     return AcceptanceProbabilities(keep=keep[1:], own=own)
 
 
@@ -280,15 +235,24 @@ def _of_drafts(probs: jax.Array, draft_tokens: jax.Array) -> jax.Array:
     ].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
-def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
+def ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
     """`min(1, part / whole)`; 0 where either is 0, negative or NaN."""
     is_ratio = (part > 0) & (whole > 0)
     return jnp.where(is_ratio, part / jnp.maximum(part, whole), 0.0)
 
 
-def _residual(target: jax.Array, draft: jax.Array) -> jax.Array:
+def residual(target: jax.Array, draft: jax.Array) -> jax.Array:
     """What of `target` the `draft` leaves; all of it where that is no probability."""
     return jnp.where(draft > 0, jnp.maximum(target - draft, 0.0), target)
+
+
+def or_else(weights: jax.Array, row: jax.Array) -> jax.Array:
+    """Returns the weights; the row where all of them are 0.
+
+    A draft that equals the target to rounding may be rejected, once in millions, with
+    nothing left to draw from. The target's row is then the residual, to rounding.
+    """
+    return jnp.where(jnp.any(weights > 0), weights, row)
 
 
 def _outcome(
@@ -299,10 +263,7 @@ def _outcome(
     noise: jax.Array,
 ) -> Outcome:
     """The accepted drafts and one own token, by Gumbel argmax of its weights."""
-    weights = probabilities.own[num_accepted]
-    # A draft that equals the target to rounding may be rejected, once in millions, with
-    # nothing left to draw from. The target's row is then the residual, to rounding.
-    weights = jnp.where(jnp.any(weights > 0), weights, target_probs[num_accepted])
+    weights = or_else(probabilities.own[num_accepted], target_probs[num_accepted])
     own = jnp.argmax(jnp.log(weights) + noise).astype(draft_tokens.dtype)
     offsets = jnp.arange(draft_tokens.shape[0] + 1, dtype=jnp.int32)
     tokens = jnp.where(offsets < num_accepted, jnp.append(draft_tokens, PAD), PAD)

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import GAMMA_MAX, MIXED, SMALL, Ask
+from decoding import GAMMA_MAX, MIXED, PROMPT, SMALL, Ask
 
 from spec_jax import testing
-from spec_jax.drafters import draft_model, each
+from spec_jax.drafters import draft_model, draft_slots, each, tree_shapes
 from spec_jax.model import prompt as prompt_lib
+from spec_jax.rules import sampling
 from spec_jax.testing import bench
 
 
@@ -40,7 +41,7 @@ def test_a_draft_model_keeps_the_contract(kind):
     assert testing.check_drafter(drafter, params, BENCH) == tuple(testing.CLAUSES)
 
 
-class Hoarder(draft_model.SlotDraftModel):
+class Hoarder(draft_slots.SlotDraftModel):
     """Keeps the keys of drafts that were not committed."""
 
     def commit(self, params, memory, length, *, asked):
@@ -333,6 +334,60 @@ def test_a_cache_that_was_full_drafts_again(catch_up_rows):
     assert drafts == []
     _, drafts = drafts_after(memory.replace(**free), 14)
     assert drafts == drafts_after(prefilled(14), 14)[1]
+
+
+FIXED = tree_shapes.parse("3-2")
+
+
+def drawn(drafter, text, *, seed=5):
+    """The proposal after one text, of a drafter whose target draws."""
+    slots = each.lift(drafter, 1)
+    memory = slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
+    settings = sampling.make_settings(temperature=0.8, top_k=20, seed=seed)
+    _, proposal = slots.propose(
+        NEARLY,
+        memory,
+        tokens=jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text)),
+        length=jnp.array([len(text)]),
+        gamma=jnp.array([drafter.gamma_max]),
+        sampling=jax.tree.map(lambda leaf: leaf[None], settings),
+    )
+    return jax.tree.map(lambda leaf: np.asarray(leaf[0]), proposal)
+
+
+def test_what_the_children_of_a_tree_were_drawn_from():
+    """Fails if a node's row is another node's, or a child is drawn twice."""
+    independent = as_drafter(draws="independent")
+    proposal = drawn(independent.for_tree(FIXED), PROMPT)
+    probs, inner = proposal.probs, sorted(set(FIXED.parents))
+    np.testing.assert_allclose(probs[inner].sum(axis=-1), 1, rtol=1e-5)
+    assert not np.delete(probs, inner, axis=0).any()
+    children: dict[int, list[int]] = {}
+    for token, parent in zip(proposal.tokens, FIXED.parents, strict=True):
+        assert probs[parent, token] > 0
+        children.setdefault(int(parent), []).append(int(token))
+    assert all(len(set(found)) == len(found) for found in children.values())
+    # The row of a node's children is the draft's after the path to it.
+    for column in inner:
+        path = [int(proposal.tokens[column - 1])] if column else []
+        alone = drawn(independent, [*PROMPT, *path])
+        np.testing.assert_allclose(probs[column], alone.probs[0], rtol=1e-4, atol=1e-7)
+    assert (
+        drawn(independent.for_tree(FIXED), PROMPT, seed=6).tokens != proposal.tokens
+    ).any()
+
+
+def test_trees_and_rules():
+    searched, fixed = tree_shapes.Tree(top_k=2, depth=2, nodes=4), FIXED
+    with pytest.raises(ValueError, match="draws='independent' of a search 2x2:4"):
+        as_drafter(draws="independent").for_tree(searched)
+    with pytest.raises(NotImplementedError, match="fixed shape such as '4-2-1'"):
+        as_drafter().for_tree(searched).for_rule("rejection")
+    with pytest.raises(NotImplementedError, match="no form for trees"):
+        as_drafter().for_tree(fixed).for_rule("block")
+    greedy = as_drafter(draws="greedy").for_tree(searched)
+    assert greedy.for_rule("rejection") == greedy
+    assert as_drafter().for_tree(fixed).for_rule("rejection").draws == "independent"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import ngram, suffix, suffix_match, tree_search
+from spec_jax.drafters import ngram, suffix, suffix_match, tree_search, tree_shapes
 from spec_jax.engine import protocols
 
 
@@ -60,7 +60,7 @@ def grown(head, tree, wanted=None):
     """The paths of `grow`, in the order of its nodes; the head is asked on the host."""
     paths_of = {0: ()}
 
-    def expand(memory, tokens, parents, first, active):
+    def expand(memory, tokens, parents, first, num_rows):
         def ask(tokens, parents, first):
             rows = []
             for k, token in enumerate(tokens[0]):
@@ -69,9 +69,9 @@ def grown(head, tree, wanted=None):
                 rows.append(head(path))
             return np.stack(rows)[None]
 
-        shape = jax.ShapeDtypeStruct((1, tree.top_k, VOCAB), jnp.float32)
+        shape = jax.ShapeDtypeStruct((1, tree.width, VOCAB), jnp.float32)
         rows = jax.pure_callback(ask, shape, tokens, parents, first)
-        return memory, rows, active
+        return memory, rows, num_rows > 0
 
     wanted = tree.nodes if wanted is None else wanted
     _, proposal = tree_search.grow(
@@ -104,7 +104,7 @@ def test_nodes_are_those_of_eagle(number):
     top_k, depth = int(rng.integers(1, 5)), int(rng.integers(1, 5))
     most = top_k + (depth - 1) * top_k**2
     nodes = int(rng.integers(1, min(most, 20) + 1))
-    tree = tree_search.Tree(top_k=top_k, depth=depth, nodes=nodes, tau=1.0)
+    tree = tree_shapes.Tree(top_k=top_k, depth=depth, nodes=nodes, tau=1.0)
     head = head_of(rng)
     assert set(grown(head, tree)) == published(head, tree)
 
@@ -112,7 +112,7 @@ def test_nodes_are_those_of_eagle(number):
 def test_every_prefix_is_a_tree_of_its_own_budget():
     """Fails if the budget is more than how many nodes are taken."""
     head = head_of(np.random.default_rng(3))
-    tree = tree_search.Tree(top_k=3, depth=4, nodes=15, tau=0.5)
+    tree = tree_shapes.Tree(top_k=3, depth=4, nodes=15, tau=0.5)
     whole = grown(head, tree)
     assert len(set(whole)) == 15
     for wanted in (1, 2, 7, 15):
@@ -124,14 +124,14 @@ def test_a_sharper_tau_goes_deeper():
     head = head_of(np.random.default_rng(5))
     depths = []
     for tau in (2.0, 1.0, 0.3):
-        tree = tree_search.Tree(top_k=3, depth=6, nodes=12, tau=tau)
+        tree = tree_shapes.Tree(top_k=3, depth=6, nodes=12, tau=tau)
         depths.append(max(map(len, grown(head, tree))))
     assert depths == sorted(depths) and depths[0] < depths[-1]
 
 
 def test_weights_that_are_none_are_not_drafted():
     """Fails if NaN, or a row without any weight, is a draft."""
-    tree = tree_search.Tree(top_k=2, depth=3, nodes=6)
+    tree = tree_shapes.Tree(top_k=2, depth=3, nodes=6)
 
     def none(path):
         row = np.full(VOCAB, np.nan if path else -np.inf, np.float32)
@@ -140,6 +140,82 @@ def test_weights_that_are_none_are_not_drafted():
         return row
 
     assert grown(none, tree) == [(3,)]
+
+
+MEDUSA = ((0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 1, 0), (1, 0, 0))
+FIXED = {
+    "medusa": tree_shapes.FixedTree(paths=MEDUSA),
+    "branching": tree_shapes.parse("3-2-1"),
+    "flat": tree_shapes.parse("5"),
+    "chain": tree_shapes.parse("1-1-1-1"),
+    "one wide level": tree_shapes.parse("[[0],[1],[0,0],[1,2],[1,2,0],[0,0,1]]"),
+}
+
+
+def ranked(head, path):
+    """The tokens of a path of ranks."""
+    tokens = ()
+    for rank in path:
+        tokens += (int(np.argsort(-head(tokens), kind="stable")[rank]),)
+    return tokens
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_tree_has_the_same_shape_whatever_the_scores(name):
+    """Fails if a node is another's child, a level is left out, or a score decides."""
+    tree, head = FIXED[name], head_of(np.random.default_rng(11))
+    expected = [ranked(head, path) for path in tree.paths]
+    assert grown(head, tree) == expected
+    for wanted in range(1, tree.nodes):
+        assert grown(head, tree, wanted) == expected[:wanted]
+
+
+def test_what_a_fixed_tree_is():
+    tree = FIXED["medusa"]
+    assert tree.paths[:4] == ((0,), (1,), (2,), (0, 0)) and tree.nodes == 9
+    assert (tree.depth, tree.top_k, tree.width) == (3, 3, 3)
+    assert tree_shapes.parse(str(tree)) == tree
+    assert tree == tree_shapes.FixedTree(paths=MEDUSA[::-1])
+    assert tree_shapes.parse("2-2").paths == (
+        (0,),
+        (1,),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    )
+    # The row of a node's children, by column; 7 rows are the root's and two levels'.
+    assert tree.columns.tolist() == [0, 1, 2, 7, 4, 5, 6, 7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "at least one"),
+        ("[[0],[0]]", "each node's path once"),
+        ("[[0],[1,0]]", r"path \[1, 0\] has no parent among the paths: add \[1\]"),
+        ("[[]]", "leave the root out"),
+        ("[[-1]]", "whole numbers from 0 on"),
+        ("[[0.5]]", "whole numbers from 0 on"),
+        ("[0, 1]", "a list of paths"),
+        ("[[0]", "is no JSON"),
+        ("8-8", "more than the 64 rows"),
+        ("64", "more than the 64 rows"),
+        ("3-0-1", "children from 1 on"),
+        ("none.json", "none.json: No such file"),
+        ("-", "is no tree"),
+        ("", "is no tree"),
+    ],
+)
+def test_fixed_trees_that_are_none(text, words):
+    with pytest.raises(ValueError, match=words):
+        tree_shapes.parse(text)
+
+
+def test_a_file_of_paths(tmp_path):
+    path = tmp_path / "medusa.json"
+    path.write_text("[[0], [0, 0], [1]]")
+    assert tree_shapes.parse(str(path)).paths == ((0,), (1,), (0, 0))
 
 
 TEXT = [5, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 6, 1, 2]
@@ -157,9 +233,9 @@ def looked_up(drafter, params=None, text=TEXT, gamma=None):
     return paths(proposal)
 
 
-TREE = tree_search.Tree(top_k=3, depth=3, nodes=6)
+TREE = tree_shapes.Tree(top_k=3, depth=3, nodes=6)
 BENCH = decoding.quickest_bench(TREE.nodes)
-WIDE = tree_search.Tree(top_k=3, depth=3, nodes=20)
+WIDE = tree_shapes.Tree(top_k=3, depth=3, nodes=20)
 
 
 def test_lookup_drafts_every_continuation():

@@ -111,7 +111,7 @@ def first_tokens(lm, prompt, *, rule, num_slots=1, accept=None):
     )
     scheduler = scheduler_lib.Scheduler(speculator=speculator, **SIZES)
     request = scheduler_lib.Request(
-        prompt=prompt, max_tokens=8, gamma=GAMMA, sampling=SETTINGS
+        prompt=prompt, max_tokens=8, gamma=lm.gamma_max, sampling=SETTINGS
     )
     state = scheduler.empty(draws=True)
     for slot in range(num_slots):
@@ -135,6 +135,19 @@ def first_tokens(lm, prompt, *, rule, num_slots=1, accept=None):
     # Both ways through a round were taken.
     assert 0.02 < np.mean(np.asarray(accepted) > 0) < 0.98
     return np.asarray(tokens).ravel()
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree"),
+    [
+        ("rejection", "3-2"),
+        ("rejection", "[[0],[1],[0,0],[0,0,0]]"),
+        ("coupled", "3-2"),
+    ],
+)
+def test_trees_draw_from_the_targets_law(lm, prompt, rule, tree):
+    tokens = first_tokens(lm.with_tree(tree), prompt, rule=rule)
+    assert_law(tokens, laws(lm, prompt)[0])
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from decoding import ALWAYS, PROMPT, SMALL, Ask, Status
 from spec_jax import testing, tree
 from spec_jax.analysis import trace
 from spec_jax.debug import recorder
-from spec_jax.drafters import tree_search
+from spec_jax.drafters import tree_shapes
 from spec_jax.engine import baseline, protocols, round as round_lib, rows
 from spec_jax.engine.state import Origin
-from spec_jax.rules import acceptance
+from spec_jax.rules import acceptance, tree_acceptance
 
 
 # Drafts 0 .. 6, of columns 1 .. 7: the path 0, 3, 5 and its siblings.
@@ -228,8 +228,8 @@ def off_by_one(real):
 
 
 FAULTS = {
-    "of its own row": (acceptance, "follow", of_own_row),
-    "the first child": (acceptance, "follow", first_child),
+    "of its own row": (tree_acceptance, "follow", of_own_row),
+    "the first child": (tree_acceptance, "follow", first_child),
     "not moved": (rows.SlotRows, "keep_path", nothing_moved),
     "moved from the row before": (rows.SlotRows, "keep_path", off_by_one),
     "chains": (
@@ -261,7 +261,7 @@ def test_planted_faults_are_caught(fault, monkeypatch):
 def test_follow_is_accept_exact_on_a_chain(rng):
     """As integers, over chains that are right by turns."""
     chain = jnp.arange(5, dtype=jnp.int32)
-    follow = jax.jit(acceptance.follow, static_argnames="depth_max")
+    follow = jax.jit(tree_acceptance.follow, static_argnames="depth_max")
     for _ in range(50):
         drafts, own = rng.integers(0, 2, 5), rng.integers(0, 2, 6)
         given = jnp.asarray(drafts, jnp.int32), jnp.asarray(own, jnp.int32)
@@ -315,8 +315,8 @@ def test_parents_that_are_none(parents, words):
 )
 def test_trees_that_are_none(text, words):
     with pytest.raises(ValueError, match=words):
-        tree_search.Tree.parse(text)
-    assert str(tree_search.Tree.parse("4x12:15@0.3")) == "4x12:15@0.3"
+        tree_shapes.parse(text)
+    assert str(tree_shapes.parse("4x12:15@0.3")) == "4x12:15@0.3"
 
 
 def test_what_was_recorded_is_what_decoding_saw():
@@ -395,6 +395,17 @@ def test_parents_that_are_none_commit_nothing_wrong(parents):
         decoding.assert_as_decoded(SMALL, state, asks)
 
 
+@pytest.mark.parametrize("right", ("second", "none"))
+def test_rejection_is_greedy_at_temperature_zero(right):
+    """Drafts that were certain: the output is that of decoding, limits included."""
+    asks = [Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)]
+    made = SMALL.scheduler(
+        ScriptedTree(right=RIGHT[right]), num_slots=2, rule="rejection"
+    )
+    state = decoding.admit(made, [decoding.scripted(SMALL, ask) for ask in asks])
+    decoding.assert_as_decoded(SMALL, decoding.generate(made, state), asks)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoTree(decoding.Scripted):
     """Proposes chains, and says how deep its trees are."""
@@ -407,9 +418,8 @@ def test_what_cannot_be_a_tree_is_refused():
     made = SMALL.scheduler(NoTree())
     with pytest.raises(ValueError, match="depth_max=2, and proposes no parents"):
         decoding.generate(made, made.begin(request))
-    for rule in ("rejection", "block"):
-        made = SMALL.scheduler(ScriptedTree(right=()), rule=rule)
-        with pytest.raises(NotImplementedError, match=f"rule='{rule}'.*lossless"):
-            decoding.generate(made, made.begin(request))
+    made = SMALL.scheduler(ScriptedTree(right=()), rule="block")
+    with pytest.raises(NotImplementedError, match="rule='block'.*lossless"):
+        decoding.generate(made, made.begin(request))
     with pytest.raises(ValueError, match="object chooses the length of a chain"):
         SMALL.scheduler(ScriptedTree(right=()), gamma_policy=object(), policy_state=())

@@ -180,10 +180,11 @@ def test_trees_change_no_token(folders, tmp_path):
     for more in (
         ("--tree", "2x3:5@0.5"),
         ("--tree", "2x3:5", "--drafter", "ngram", "--batch", "2"),
+        ("--tree", "[[0],[1],[0,0],[0,1],[0,0,0]]"),
     ):
         assert spec_round.main(command(folders, *more, "--out", str(out))) == 0
         row = rows_of(out)[-1]
-        assert row["matched"] and row["tree"].startswith("2x3:5@")
+        assert row["matched"] and row["tree"].startswith(("2x3:5@", "[[0],[1]"))
         assert len(row["accepted_hist"]) == 4 and len(row["kept_by_rank"]) == 5
         assert 1 < row["rows_per_round"] <= 6
 

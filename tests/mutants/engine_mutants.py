@@ -87,7 +87,7 @@ SLOTS = (
 DRAFTERS = (
     Mutant(
         "rejected drafts stay in a slot's draft cache",
-        "drafters.draft_model:SlotDraftModel.commit",
+        "drafters.draft_slots:SlotDraftModel.commit",
         "jnp.minimum(memory.length, length - 1)",
         "memory.length",
         "drafters/test_draft_model.py::test_a_commit_of_length_one_forgets_a_slot",
@@ -135,14 +135,14 @@ _COUNTERS = f"{_TREES}::test_counters_by_depth_and_rank[1]"
 TREES = (
     Mutant(
         "a child of another node is kept",
-        "rules.acceptance:follow",
+        "rules.tree_acceptance:_walk",
         "is_real & (parents == at) & goes_on",
         "is_real & goes_on",
         _TREE_ROUNDS,
     ),
     Mutant(
         "a path goes on past the limit",
-        "rules.acceptance:follow",
+        "rules.tree_acceptance:_walk",
         " & (depth < wanted)",
         "",
         f"{_TREES}::test_max_tokens_is_met_exactly[1]",

@@ -1,0 +1,222 @@
+"""Acceptance of trees: which path of drafts stays.
+
+As `acceptance`, for proposals that branch: functions of ONE sequence, of arrays alone.
+
+    sample path   `follow`, on the target's own draws: any tree is lossless.
+    rejection     `accept_tree`: siblings are tried in turn. The drafts of a random tree
+                  must not have decided its shape.
+
+Block verification has no form for trees.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int
+
+from spec_jax import pytree
+from spec_jax.rules import acceptance
+from spec_jax.typing import typed
+
+
+@typed
+def follow(
+    draft_tokens: Int[Array, " W"],
+    target_tokens: Int[Array, " W+1"],
+    parents: Int[Array, " W"],
+    num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
+    *,
+    depth_max: int,
+) -> acceptance.Outcome:
+    """Walks a tree from its root to the children that hold the target's own tokens.
+
+    As `accept_exact`, which it is on a chain. All children of a node stand for one
+    position of the text, which has one target token: of those that hold it the first
+    is kept, so that the committed tokens do not depend on the tree.
+
+    Args:
+      target_tokens: after each column: the root, then the drafts.
+      parents: the column of each draft's parent, at most its own index.
+      num_drafted: how many drafts are real, in `0 .. W`.
+      wanted: drafts to keep, at most.
+      depth_max: drafts on a path, at most; deeper ones are not reached.
+    """
+    stays = draft_tokens == target_tokens[parents]
+    walk = _walk(stays, parents, num_drafted, wanted, depth_max=depth_max)
+    return walk.outcome(draft_tokens, target_tokens[walk.last])
+
+
+@typed
+def tree_probabilities(
+    draft_tokens: Int[Array, " W"],
+    parents: Int[Array, " W"],
+    draft_probs: Float32[Array, "W V"] | None,
+    target_probs: Float32[Array, "W+1 V"],
+    num_drafted: Int[Array, ""],
+) -> acceptance.AcceptanceProbabilities:
+    """Siblings are tried in turn, each against what those before it have left.
+
+    As `accept_tree`, which decides by them. A node's rows begin as the target's and the
+    draft's; a child that is not kept takes the draft's row away from the target's, and
+    itself away from the draft's, and both are normalised.
+    """
+    num_drafts, vocab_size = target_probs.shape[0] - 1, target_probs.shape[1]
+    target, draft = _Left.of(target_probs), None
+    if draft_probs is not None:
+        draft_probs = jnp.pad(draft_probs, ((0, 1), (0, 0)))
+        draft = _Left.of(jnp.where(draft_probs > 0, draft_probs, 0.0))
+
+    def try_child(carry, child):
+        target, draft = carry
+        token, parent, is_real = child
+        target_row = target.row(parent)
+        if draft is None:  # The draft was certain.
+            draft_row = jax.nn.one_hot(token, vocab_size, dtype=jnp.float32)
+        else:
+            draft_row = draft.row(parent)
+        at = lambda row: row.at[token].get(
+            mode="fill", fill_value=0, wrap_negative_indices=False
+        )
+        keep = acceptance.ratio(at(target_row), at(draft_row))
+        rest = acceptance.residual(target_row, draft_row)
+        target = target.put(parent, acceptance.or_else(rest, target_row), is_real)
+        if draft is not None:
+            others = draft_row.at[token].set(
+                0.0, mode="drop", wrap_negative_indices=False
+            )
+            draft = draft.put(parent, others, is_real)
+        return (target, draft), keep
+
+    is_real = jnp.arange(num_drafts, dtype=jnp.int32) < num_drafted
+    (target, _), keep = jax.lax.scan(
+        try_child, (target, draft), (draft_tokens, parents, is_real)
+    )
+    return acceptance.AcceptanceProbabilities(keep=keep, own=target.weights)
+
+
+class _Left(pytree.Node):
+    """What the children tried so far have left of each column's row."""
+
+    weights: jax.Array  # [W + 1, V] float32
+    totals: jax.Array  # [W + 1] float32; 1 before a child is tried, to keep the bits
+
+    @classmethod
+    def of(cls, rows: jax.Array) -> "_Left":
+        """Returns all of the rows."""
+        return cls(weights=rows, totals=jnp.ones(rows.shape[:1], jnp.float32))
+
+    def row(self, column: jax.Array) -> jax.Array:
+        """Returns a column's probabilities."""
+        return self.weights[column] / self.totals[column]
+
+    def put(self, column: jax.Array, weights: jax.Array, is_real: jax.Array) -> "_Left":
+        """Returns this with other weights of a column, if the child is real."""
+        total = jnp.sum(weights)
+        # Nothing is left to draw where a row had fewer tokens than children.
+        total = jnp.where(total > 0, total, 1.0)
+        column = jnp.where(is_real, column, self.totals.shape[0])
+        return self.replace(
+            weights=self.weights.at[column].set(weights, mode="drop"),
+            totals=self.totals.at[column].set(total, mode="drop"),
+        )
+
+
+@typed
+def accept_tree(
+    draft_tokens: Int[Array, " W"],
+    parents: Int[Array, " W"],
+    draft_probs: Float32[Array, "W V"] | None,
+    target_probs: Float32[Array, "W+1 V"],
+    num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
+    *,
+    uniforms: Float32[Array, " W"],
+    noise: Float32[Array, " V"],
+    depth_max: int,
+) -> acceptance.Outcome:
+    """Keeps a path of a tree so that the output has the target's distribution.
+
+    Recursive rejection sampling without replacement: Miao et al. (2023), SpecInfer,
+    https://arxiv.org/abs/2305.09781, algorithm 2, with draws without replacement as in
+    Jeon et al. (2024), https://arxiv.org/abs/2402.14160. From the root on, the children
+    of a node are tried in the order of their columns; the first that stays is gone to.
+    Where none does, the own token is drawn from what they left of the target's row. On
+    a chain it is `accept_rejection`.
+
+    The output is biased where the drafts' own tokens decide how many children are
+    tried: random drafts need a tree whose shape is given beforehand. With
+    `draft_probs=None`, drafts that were certain, any tree will do.
+
+    Args:
+      parents: the column of each draft's parent, at most its own index.
+      draft_probs: row `c` is what the first child of column `c` was drawn from, and the
+        others without replacement, in the order of their columns. Rows sum to one.
+      target_probs: after each column: the root, then the drafts; rows sum to one.
+      num_drafted: how many drafts are real, in `0 .. W`.
+      wanted: drafts to keep, at most.
+      uniforms, noise: as in `accept_rejection`.
+      depth_max: drafts on a path, at most; deeper ones are not reached.
+    """
+    probabilities = tree_probabilities(
+        draft_tokens, parents, draft_probs, target_probs, num_drafted
+    )
+    stays = uniforms < probabilities.keep
+    walk = _walk(stays, parents, num_drafted, wanted, depth_max=depth_max)
+    # Where no more drafts were wanted no child was tried.
+    weights = jnp.where(
+        walk.is_cut, target_probs[walk.last], probabilities.own[walk.last]
+    )
+    own = jnp.argmax(jnp.log(weights) + noise).astype(draft_tokens.dtype)
+    return walk.outcome(draft_tokens, own)
+
+
+class _Walk(pytree.Node):
+    """Where a walk from the root of a tree went."""
+
+    path: jax.Array  # [D] int32, columns; past the end the last one again
+    is_kept: jax.Array  # [D] bool, leading ones
+    reached: jax.Array  # [D] bool
+    last: jax.Array  # [] int32, the column where it ended
+    is_cut: jax.Array  # [] bool: at its last column no draft was wanted any more
+
+    def outcome(self, draft_tokens: jax.Array, own: jax.Array) -> acceptance.Outcome:
+        """Returns the drafts of the path, and the target's `own` token after them."""
+        depths = jnp.arange(self.path.shape[0] + 1, dtype=jnp.int32)
+        num_accepted = jnp.sum(self.is_kept, dtype=jnp.int32)
+        drafts = jnp.where(self.is_kept, draft_tokens[self.path - 1], acceptance.PAD)
+        tokens = jnp.where(
+            depths == num_accepted, own, jnp.append(drafts, acceptance.PAD)
+        )
+        return acceptance.Outcome(
+            num_accepted=num_accepted,
+            tokens=tokens,
+            path=self.path,
+            reached=self.reached,
+        )
+
+
+def _walk(
+    stays: Bool[Array, " W"],
+    parents: Int[Array, " W"],
+    num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
+    *,
+    depth_max: int,
+) -> _Walk:
+    """Descends to the first child that stays, until none does or `wanted` are kept."""
+    columns = jnp.arange(1, stays.shape[0] + 1, dtype=jnp.int32)
+    is_real = columns <= num_drafted
+
+    def descend(carry, depth):
+        at, goes_on = carry
+        is_child = is_real & (parents == at) & goes_on & (depth < wanted)
+        found = is_child & stays
+        goes_on = jnp.any(found)
+        at = jnp.where(goes_on, columns[jnp.argmax(found)], at)
+        return (at, goes_on), (at, goes_on, jnp.any(is_child))
+
+    start = jnp.int32(0), jnp.bool_(True)
+    depths = jnp.arange(depth_max, dtype=jnp.int32)
+    (last, _), (path, is_kept, reached) = jax.lax.scan(descend, start, depths)
+    is_cut = jnp.sum(is_kept, dtype=jnp.int32) >= wanted
+    return _Walk(path=path, is_kept=is_kept, reached=reached, last=last, is_cut=is_cut)
