@@ -60,16 +60,33 @@ LONGEST = (
 """Files that one process would be left with at the end, while the other waits."""
 
 
+@pytest.hookimpl(tryfirst=True)  # Before `-m` looks at the markers.
 def pytest_collection_modifyitems(items) -> None:
     """Puts the longest files first; fails where a required oracle is not installed.
 
     `SPEC_JAX_REQUIRE_ORACLE=1` is set in CI, so that the comparisons with Hugging
     Face are never skipped there without anyone noticing.
     """
+    _leave_few(items)
     items.sort(key=lambda item: item.path.name not in LONGEST)
     if os.environ.get("SPEC_JAX_REQUIRE_ORACLE") == "1":
         import torch  # noqa: F401
         import transformers  # noqa: F401
+
+
+def _leave_few(items) -> None:
+    """Makes all cases of a test slow but as many as its marker `few` says."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            name, _, _ = item.nodeid.partition("[")
+            cases.setdefault(name, []).append(item)
+    for found in cases.values():
+        (count,) = found[0].get_closest_marker("few").args
+        kept = {len(found) * i // count for i in range(count)}
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 MAX_MAPPINGS = 25_000

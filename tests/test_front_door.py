@@ -51,6 +51,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_of_any_kind(lm, kind):
     """Fails if one kind of prompt is another, or a list of one is not a list."""
@@ -123,6 +124,7 @@ def test_stop_as_ids_and_as_text(cycle):
         assert out.status is sj.Status.LENGTH and len(out.tokens) == 25
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("max_tokens", [20, 22])
 @pytest.mark.parametrize("gamma", [0, 1, 3])
 def test_streamed_pieces_are_whole_characters(cycle, max_tokens, gamma):

@@ -36,6 +36,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.few(6)
 @ADAPTIVE
 @pytest.mark.parametrize("text", TEXTS)
 def test_regret_is_bounded(name, text):

@@ -84,6 +84,7 @@ def compared(one, other, dtypes=("bfloat16", "bfloat16"), layers=LAYERS):
 #
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "other",
     [
@@ -131,6 +132,7 @@ def test_a_recording_that_moves_bits_says_so(monkeypatch):
     assert record_lib.take(unseen, PARAMS, scene()).moved > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("spoiled", "caught"),
     [
@@ -180,6 +182,7 @@ def sites() -> list[faults.Fault]:
     return planted + [faults.Fault(layer=None, operation=n) for n in observe.OUTSIDE]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("fault", sites(), ids=lambda fault: fault.key)
 def test_every_planted_fault_is_named(fault):
     """Fails if any operation of a layer is not seen, or is taken for another."""
@@ -191,6 +194,7 @@ def test_every_planted_fault_is_named(fault):
         assert first.row == len(WINDOW) - 1 and first.cell.differing == 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "spec",
     ["1:swiglu:stale", "0:q_rope:swap-rows"]

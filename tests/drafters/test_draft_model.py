@@ -130,6 +130,7 @@ def test_the_target_as_its_own_draft_is_always_right(num_slots):
         assert (slots.num_accepted == slots.num_proposed).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draws", draft_model.DRAWS)
 def test_how_drafts_are_drawn(draws):
     """The stream does not depend on it; the target's noise makes more of them right.

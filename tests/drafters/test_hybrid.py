@@ -51,6 +51,7 @@ def after(drafter, params, texts):
     return propose(slots, params, memory, jnp.asarray(tokens), length)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("texts", [[SURE], [UNSURE], [SURE, UNSURE, SURE]])
 def test_the_draft_model_is_asked_only_where_statistics_are_not_sure(texts):
     """Fails if both are paid for, the wrong one is heard, or slots decide together."""

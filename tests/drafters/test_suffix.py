@@ -105,6 +105,7 @@ def test_counts_are_those_of_a_suffix_tree(text, earlier, gamma, behind):
     assert drafts == tokens
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("text", "earlier", "score", "drafts"),
     [

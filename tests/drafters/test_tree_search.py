@@ -97,6 +97,7 @@ def paths(proposal: protocols.Proposal) -> list[tuple[int, ...]]:
     return found[1:]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("number", range(12))
 def test_nodes_are_those_of_eagle(number):
     """Fails if a child outranks its parent, or a frontier is another's."""

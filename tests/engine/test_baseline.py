@@ -100,6 +100,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_and_stop_tokens_of_any_kind(kind):
     """Fails if a row of whole numbers is refused, or its type reaches the text."""

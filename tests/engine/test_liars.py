@@ -152,6 +152,7 @@ TRUSTED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", TRUSTED)
 def test_trust_in_a_drafter_is_caught(fault, monkeypatch):
     """Negative control: without either bound the checks tell what was committed."""

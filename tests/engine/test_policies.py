@@ -47,6 +47,7 @@ CASES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(1)
 @CASES
 def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name, num_slots):
     """Fails if a policy is updated by another slot's rounds.

@@ -37,6 +37,7 @@ def beside(ask: Ask, num_slots: int) -> list[Ask]:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("impl", "cache", "num_slots"),
     [

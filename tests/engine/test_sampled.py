@@ -74,6 +74,7 @@ def test_noise_of_another_seed_is_caught(num_slots):
         decoding.assert_as_decoded(SMALL, state, asks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rule", "num_slots", "draws"),
     [

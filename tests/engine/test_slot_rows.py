@@ -173,6 +173,7 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
     return most
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "num_slots"),
     [
@@ -223,6 +224,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault, rng, monkeypatch):
     """Negative control: rows at another's position, in another's slot, and so on."""

@@ -77,6 +77,7 @@ def asks_of(ask, num_slots):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("right", RIGHT)
 @pytest.mark.parametrize(
     ("impl", "cache", "num_slots"),
@@ -244,6 +245,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault, monkeypatch):
     """Negative control: what the tests above compare must differ."""
@@ -382,6 +384,7 @@ class Liar(ScriptedTree):
         return memory, proposal.replace(parents=jnp.array(self.parents, jnp.int32))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "parents", [(7, 6, 5, 4, 3, 2, 1), (-1,) * 7, (3, 3, 3, 3, 3, 3, 3)]
 )

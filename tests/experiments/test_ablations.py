@@ -91,6 +91,7 @@ def test_flash_has_other_bits_than_decoding():
     assert (testing.bits(rows) != testing.bits(flash)).any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["row-loop", "flash", "library-rows"])
 def test_no_room_is_flagged_and_forgotten(name):
     """A window that does not fit commits nothing; one that fits then runs."""
@@ -197,6 +198,7 @@ def test_mismatches_are_committed_rows_that_verification_saw_otherwise():
     assert int(kv.mismatches) == one.length - len(PROMPT)
 
 
+@pytest.mark.slow
 def test_a_draft_cache_that_is_built_anew_drafts_the_same():
     """Fails if it keeps K/V over rounds, or drafts otherwise than with all of it."""
     drafter = decoding.draft_drafter(impl=SMALL.target.impl)

@@ -76,6 +76,7 @@ def test_no_more_slots_than_prompts(folders, tmp_path, capsys, monkeypatch):
     assert set(slots) == {1}
 
 
+@pytest.mark.slow
 def test_throughput_of_a_batch_that_differs(folders, monkeypatch):
     """Exit status 2: a planted token in the last prompt's text."""
     real = runs.run_batch

@@ -1,5 +1,6 @@
 """The ladder of designs from its command line: rows, exit status, what it judges by."""
 
+import pytest
 from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import history
@@ -44,6 +45,7 @@ def test_every_rung_is_run_and_written(folders, tmp_path, capsys, monkeypatch):
     assert status == (0 if history.story_holds(rows) else history.DOES_NOT_HOLD)
 
 
+@pytest.mark.slow
 def test_an_interrupted_ladder_leaves_the_prompts_before(
     folders, tmp_path, monkeypatch, capsys
 ):

@@ -151,6 +151,7 @@ def test_shapes_are_those_of_the_model(monkeypatch):
     assert all(hash(subject) for subject in found)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("impl", kernels.IMPLS["cpu"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loop_makes_every_call_and_copies_no_weights(name, impl):
@@ -244,6 +245,7 @@ def depends_on(what: str):
     return run
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("what", "caught"),
     [

@@ -101,6 +101,7 @@ def latest(lines) -> dict:
     return max(lines, key=lambda line: len(line["starts"]))
 
 
+@pytest.mark.slow
 def test_a_real_mismatch_is_met_again(folders, latest, tmp_path, capsys):
     """Fails if the second run does not start from what its own windows wrote."""
     path, out = tmp_path / "lines.jsonl", tmp_path / "out.jsonl"

@@ -127,6 +127,7 @@ def write(path: pathlib.Path, rows: list[dict]) -> pathlib.Path:
     return path
 
 
+@pytest.mark.few(2)
 @needs_matplotlib
 @pytest.mark.parametrize("name", plot.FIGURES)
 def test_the_same_rows_give_the_same_bytes(name, tmp_path):
@@ -237,6 +238,7 @@ def test_differences_near_zero_do_not_drown_the_others(tmp_path):
         plot.draw("divergence", [old], tmp_path)
 
 
+@pytest.mark.few(3)
 @needs_matplotlib
 @pytest.mark.parametrize("name", plot.FIGURES)
 def test_another_number_gives_another_figure(name, tmp_path):

@@ -48,6 +48,7 @@ def test_no_trailing_spaces_and_no_tabs():
         assert all(x == x.rstrip() for x in prompt.text.split("\n")), prompt.id
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.id)
 def test_prompt_is_valid_python_so_far(prompt):
     assert _is_a_beginning(prompt.text)

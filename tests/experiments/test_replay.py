@@ -115,6 +115,7 @@ RUNS = [("greedy", name) for name in registry.BUILDERS] + [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "name"), RUNS)
 def test_replayed_counters_are_live_counters(kind, name, folders, request):
     """Fails if a drafter sees anything else, or draws with other noise, than live."""

@@ -78,6 +78,7 @@ def test_text_of_other_prefixes_is_refused(tmp_path):
         generate(kept, length=LENGTH - 1)
 
 
+@pytest.mark.slow
 def test_the_text_is_greedy(tmp_path):
     """Against whole sequences, where the first choice leads by more than rounding."""
     text = generate(tmp_path / "kept")

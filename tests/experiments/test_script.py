@@ -217,6 +217,7 @@ def spec_round(folders, out) -> subprocess.Popen:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_rows", [None, 0, 1])
 def test_an_interrupt_ends_a_run_and_keeps_its_rows(folders, tmp_path, num_rows):
     """In compilation, as soon as the file is there, and between prompts.

@@ -261,6 +261,7 @@ def test_prompts_of_real_benchmarks(folders, file):
     assert spec_round.main(command(folders, "--prompts", f"{DATA / file}:1")) == 0
 
 
+@pytest.mark.slow
 def test_wide_defaults_change_nothing(folders, tmp_path):
     """Fails if `JAX_ENABLE_X64` stops a script, or moves a token."""
     narrow, wide = tmp_path / "0.jsonl", tmp_path / "1.jsonl"

@@ -232,6 +232,7 @@ def test_shapes_cover_what_they_should():
     }
 
 
+@pytest.mark.few(2)
 def test_logits(case):
     """A hundred positions; fails on every fault of `faults`, by a wide margin."""
     assert f32_error(our_logits(case), case.logits) <= 1
@@ -293,6 +294,7 @@ def oracle_greedy(case: Case) -> tuple[np.ndarray, float]:
     return torch.cat(chosen, dim=1).numpy(), gap
 
 
+@pytest.mark.few(2)
 def test_greedy_tokens(case):
     """By induction: ours after the oracle's first n tokens is its next, for every n.
 

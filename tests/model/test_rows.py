@@ -254,6 +254,7 @@ def test_rows_do_not_depend_on_their_place_or_neighbours(model):
         )
 
 
+@pytest.mark.few(1)
 def test_an_active_row_of_nan_spoils_only_itself_and_later_rows(model):
     """Fails if masked keys are multiplied by zero: 0 * NaN is NaN."""
     kv = model.fill(make_cache(model.config))
@@ -332,6 +333,7 @@ def test_padding_rows_write_nowhere(model):
         testing.assert_same_bits(run(1), before)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("impl", ["xla", "native"])
 @pytest.mark.parametrize(
     "head_dim, num_heads, num_kv_heads", [(64, 2, 2), (80, 7, 1), (128, 4, 2)]

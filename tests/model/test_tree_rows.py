@@ -156,6 +156,7 @@ KERNELS = ("native", "xla")
 IMPLS = (*KERNELS, pytest.param("interpret", marks=pytest.mark.slow))  # bfloat16 alone
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("impl", "dtype"),
     [
@@ -163,7 +164,7 @@ IMPLS = (*KERNELS, pytest.param("interpret", marks=pytest.mark.slow))  # bfloat1
         pytest.param("interpret", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=trees(), prefix=st.sampled_from(PREFIXES))
 def test_nodes_are_their_paths(impl, dtype, drawn, prefix):
     """Fails if a node sees a cousin, or its sums depend on where keys are stored."""
@@ -211,6 +212,7 @@ def too_narrow(parents, start):
     return _layout(parents, start, width=2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layout", [swapped, by_storage, rope_by_place, too_narrow])
 @pytest.mark.parametrize("impl", KERNELS)
 def test_a_wrong_layout_is_caught(impl, layout):

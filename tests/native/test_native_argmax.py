@@ -20,6 +20,7 @@ def run(isa, x, live=None):
     return np.asarray(_argmax(jnp.asarray(x), num_active=jnp.int32(live), isa=isa))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("size", SIZES)
 def test_it_is_the_references(rng, isa, size):
     """Fails if a piece, a block or a tail is missed, a later tie wins, or a NaN is

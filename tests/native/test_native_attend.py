@@ -63,6 +63,7 @@ def window(*spans):
     return sorted(rows, key=lambda row: (row[1], row[0]))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "page_size"), list(zip(HEADS, PAGE_SIZES, strict=True))
@@ -100,6 +101,7 @@ def test_a_row_is_that_row_alone_and_float64s(rng, isa, dtype, heads, page_size)
     assert np.isnan(k_pages[~written].astype(np.float32)).all()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("position", [0, 7, 8, 9, 31, 32, 33, 70])
 def test_every_reach_and_page_size(rng, isa, position):
     """Fails if a key is missed or seen twice at an edge of a page or of a block."""
@@ -228,6 +230,7 @@ UNMAPPED = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("fault", UNMAPPED)
 def test_rows_without_a_page(rng, isa, fault):
     """Fails if such a row is written anywhere, reads anything, or passes for one."""

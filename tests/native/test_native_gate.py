@@ -29,6 +29,7 @@ def run(isa, x, w, norm, live=None, eps=1e-6):
     return np.asarray(_gate(x, w, norm=norm, num_active=live, eps=eps, isa=isa))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("K", "F"), SHAPES)
 def test_a_row_is_that_row_alone(rng, isa, dtype, K, F):

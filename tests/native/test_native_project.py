@@ -63,6 +63,7 @@ def assert_rows_alone(isa, x, residual, weights, *, project=_project):
         testing.assert_same_bits(rolled, np.roll(alone, shift, axis=0), what="rolled")
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("K", "N"), SHAPES)
 def test_a_row_is_that_row_alone(rng, isa, dtype, K, N):
@@ -100,6 +101,7 @@ def close(actual, expected, **near):
     testing.assert_rows_close(actual, expected, **near)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("K", "N"), SHAPES)
 def test_products_are_those_of_float64(rng, isa, dtype, K, N):

@@ -53,6 +53,7 @@ def run(config, params, live, *, observe=None, with_logits=True):
     return jax.tree.map(np.asarray, (found, kv.k, kv.v))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("live", [1, 6, 9])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_is_its_operations(dtype, live):

@@ -237,6 +237,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault):
     """Negative control of both walks."""

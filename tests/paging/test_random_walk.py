@@ -202,6 +202,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("kind", "fault"), [(kind, fault) for kind in FAULTS for fault in FAULTS[kind]]
 )

@@ -120,6 +120,7 @@ def assert_rows_alone(run, inputs):
         testing.assert_same_bits(rolled, np.roll(alone, shift, axis=0), what="rolled")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["logits", "norm", "chains", "transposed", "gate split"]
 )
@@ -139,6 +140,7 @@ def test_empty_sums_are_refused():
         )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_products_are_those_of_float64(rng, name):
     """Fails if a ragged end is lost, or read past: interpret mode has NaN there."""
@@ -154,6 +156,7 @@ def test_products_are_those_of_float64(rng, name):
         testing.assert_rows_close(oracle.wide(y) * 1.02, expected, **near)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["norm", "chains", "split", "gate", "gate split"])
 def test_roundings_are_where_the_op_says(rng, name):
     """Fails if a rounding is left out: of the norm, the sum, the gate or its silu."""

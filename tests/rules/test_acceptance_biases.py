@@ -86,6 +86,7 @@ BIASED_RULES = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("planted", BIASED_RULES)
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_enumeration_catches_a_biased_rule(rule, planted, rng):
@@ -127,6 +128,7 @@ def one_sided_case(planted, rng):
     return dataclasses.replace(case, draft=[cases.probs(x, bare) for x in others])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "planted",
     (

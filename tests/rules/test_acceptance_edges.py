@@ -113,6 +113,7 @@ def test_rows_past_the_drafts_may_hold_anything(rule, rng):
     chex.assert_trees_all_equal(clean, poisoned)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("token", [4, 2**30, -1, -4])
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_a_draft_outside_the_vocabulary_is_never_kept(rule, token, rng):

@@ -12,6 +12,7 @@ import pytest
 SIZES = ((2, 3), (3, 2), (5, 3))
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("vocab_size, gamma", SIZES)
 @pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("rule", enumeration.RULES)
