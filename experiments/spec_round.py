@@ -80,8 +80,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.temperature = args.temperature or 0.0
     if args.dump_verify_mismatches and args.temperature:
         parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
-    of_chains = ("verify_path", "acceptance", "draft_cache", "gamma_policy")
-    for name in (*of_chains, "dump_verify_mismatches"):
+    of_chains = ("verify_path", "acceptance", "draft_cache", "dump_verify_mismatches")
+    if args.gamma_policy == "threshold":
+        of_chains += ("gamma_policy",)
+    for name in of_chains:
         if args.tree and getattr(args, name) != parser.get_default(name):
             parser.error(
                 f"--tree does not go together with {cli.flag_of(name)}, which is of "

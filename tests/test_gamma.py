@@ -235,7 +235,7 @@ def chances_by_hand(made, rounds_):
     return np.array(chances)
 
 
-conditional = jax.jit(PLAYED["goodput"].policy.conditional)
+conditional = jax.jit(PLAYED["goodput"].policy.chances)
 
 
 def play_goodput(game, history, *, fault=lambda numbers: numbers):
@@ -372,3 +372,37 @@ def test_confident_is_a_bound_on_the_largest_probability():
 def test_bad_input_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def play_ranks(read, *, rounds=300):
+    """Rounds in which each rank is kept by a chance of its own; the tokens per second
+    of the budget in the end, over those of the best one.
+
+    Args:
+      read: what the policy is told of the ranks that were kept.
+    """
+    chances = np.array([0.6, 0.05, 0.5, 0.4, 0.02, 0.01, 0.01, 0.01])
+    round_s = 1.0 + 0.08 * np.arange(len(chances) + 1)
+    made = goodput.RankGoodput(gamma_max=len(chances))
+    state = made.init(round_s)
+    choose, update = jax.jit(made.choose), jax.jit(made.update)
+    rng = np.random.default_rng(7)
+    for _ in range(rounds):
+        budget = int(choose(state))
+        kept = (rng.random(len(chances)) < chances) & (np.arange(len(chances)) < budget)
+        state = update(
+            state,
+            gamma=jnp.int32(budget),
+            num_drafted=jnp.int32(budget),
+            num_accepted=jnp.int32(kept.sum()),
+            kept=jnp.asarray(read(kept)),
+        )
+    speeds = np.cumsum([1.0, *chances]) / round_s
+    return speeds[int(state.gamma)] / speeds.max()
+
+
+def test_rank_goodput_finds_the_budget_of_a_tree():
+    """Fails if nodes are counted by depth: rank 1 is hardly ever kept, 2 and 3 are."""
+    assert play_ranks(lambda kept: kept) > 0.97
+    by_depth = lambda kept: np.arange(len(kept)) < kept.sum()
+    assert play_ranks(by_depth) < 0.97

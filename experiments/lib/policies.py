@@ -27,7 +27,8 @@ def add_policy(group: argparse._ActionsContainer) -> None:
         """
         --gamma-policy NAME=fixed  what chooses each round's gamma, up to --gamma:
             nothing (fixed), the share of drafts that were kept (threshold), or expected
-            tokens per second by step costs that are measured before (goodput)
+            tokens per second by step costs that are measured before (goodput); of a
+            tree goodput chooses the number of nodes
         """,
         NAME=POLICIES,
     )
@@ -76,7 +77,9 @@ def make(
         chosen = threshold.Threshold(ladder=(*levels, gamma), probing=probing)
         return Chosen(gamma_policy=chosen, state=chosen.init())
     if name == "goodput":
-        chosen = goodput.Goodput(gamma_max=gamma, probing=probing)
+        is_tree = protocols.is_tree(drafter)
+        kind = goodput.RankGoodput if is_tree else goodput.Goodput
+        chosen = kind(gamma_max=gamma, probing=probing)
         state = chosen.init(round_s()[: gamma + 1])
         return Chosen(gamma_policy=chosen, state=state)
     raise ValueError(f"gamma policy {name!r} is not one of {', '.join(POLICIES)}")

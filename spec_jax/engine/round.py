@@ -251,10 +251,24 @@ def _update_policy(
     """Updates the policy by a round, or by zeros, which teach it nothing."""
     numbers = info.gamma, info.proposal.num_drafted, info.outcome.num_accepted
     gamma, drafted, accepted = (jnp.where(counts, number, 0) for number in numbers)
+    more = {}
+    if policy_lib.reads_ranks(gamma_policy):
+        ranks = _kept_ranks(slot, info)
+        is_kept = jnp.zeros(slot.kept_by_rank.shape, bool)
+        more["kept"] = is_kept.at[ranks].set(counts, mode="drop")
     policy = gamma_policy.update(
-        slot.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted
+        slot.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted, **more
     )
     return slot.replace(policy=policy)
+
+
+def _kept_ranks(slot: Slots, info: RoundInfo) -> Int[Array, " D"]:
+    """Returns the ranks of the drafts that were accepted; past them no rank."""
+    outcome = info.outcome
+    depths = jnp.arange(slot.accepted_at.shape[0], dtype=jnp.int32)
+    ranks = depths if outcome.path is None else outcome.path - 1
+    is_kept = depths < outcome.num_accepted
+    return jnp.where(is_kept, ranks, slot.kept_by_rank.shape[0])
 
 
 def _reached(info: RoundInfo) -> Bool[Array, " D"]:
@@ -286,8 +300,7 @@ def _count(
     a, g = info.outcome.num_accepted, info.proposal.num_drafted
     depths = jnp.arange(slot.accepted_at.shape[0], dtype=jnp.int32)
     is_kept = depths < a
-    path = depths if info.outcome.path is None else info.outcome.path - 1
-    path = jnp.where(is_kept, path, slot.kept_by_rank.shape[0])
+    ranks = _kept_ranks(slot, info)
     return slot.replace(
         num_rounds=slot.num_rounds + rounds,
         num_proposed=slot.num_proposed + rounds * g,
@@ -296,7 +309,7 @@ def _count(
         accepted_hist=slot.accepted_hist.at[a].add(rounds),
         proposed_at=slot.proposed_at + rounds * _reached(info).astype(jnp.int32),
         accepted_at=slot.accepted_at + rounds * is_kept.astype(jnp.int32),
-        kept_by_rank=slot.kept_by_rank.at[path].add(rounds, mode="drop"),
+        kept_by_rank=slot.kept_by_rank.at[ranks].add(rounds, mode="drop"),
     )
 
 

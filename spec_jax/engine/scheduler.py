@@ -136,11 +136,13 @@ class Scheduler:
                 "give both the same"
             )
         checks.check_pair(target, drafter)
-        if self.speculator.gamma_policy is not None and protocols.is_tree(drafter):
+        policy = self.speculator.gamma_policy
+        is_for_chains = policy is not None and not policy_lib.reads_ranks(policy)
+        if is_for_chains and protocols.is_tree(drafter):
             raise ValueError(
-                f"{type(self.speculator.gamma_policy).__name__} chooses the length of "
-                "a chain from how many of its drafts stay, which says nothing of a "
-                "tree's nodes: give gamma as a number of nodes, or draft chains"
+                f"{type(policy).__name__} chooses the length of a chain from how many "
+                "of its drafts stay, which says nothing of a tree's nodes: give gamma "
+                "as a number of nodes, take gamma.goodput.RankGoodput, or draft chains"
             )
         if (self.speculator.gamma_policy is None) != (self.policy_state is None):
             raise ValueError("a gamma policy and its first state go together")

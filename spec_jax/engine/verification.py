@@ -106,13 +106,21 @@ def decide(
             "trees; use the rule 'coupled', under which every tree is lossless, or "
             "'rejection'"
         )
-    if rule == "coupled":
+    if rule == "coupled" and proposal.parents is None:
         own, is_finite = target_tokens(target, verified, sampling_settings)
         own = verified.by_column(own, fill=0)
-        outcome = _by_own_tokens(proposal, own, depth_max, wanted)
+        accept = acceptance.accept_exact
+        outcome = state_lib.map_slots(
+            accept, proposal.tokens, own, proposal.num_drafted
+        )
+        return outcome, verified.by_column(is_finite, fill=True)
+    highest = target.choose(verified.logits, verified.num_active)
+    is_finite = finite_rows(verified.logits, highest)
+    if rule == "coupled":
+        outcome = _along_own_tokens(
+            target, verified, proposal, sampling_settings, highest, depth_max, wanted
+        )
     else:
-        highest = target.choose(verified.logits, verified.num_active)
-        is_finite = finite_rows(verified.logits, highest)
         by_rule = {
             "rejection": acceptance.accept_rejection,
             "block": acceptance.accept_block,
@@ -126,19 +134,40 @@ def decide(
     return outcome, verified.by_column(is_finite, fill=True)
 
 
-def _by_own_tokens(proposal, own, depth_max, wanted):
-    """Decides by the target's tokens after each column, `own [B, R]`."""
-    if proposal.parents is None:
-        accept = acceptance.accept_exact
-        return state_lib.map_slots(accept, proposal.tokens, own, proposal.num_drafted)
-    return state_lib.map_slots(
-        functools.partial(tree_acceptance.follow, depth_max=depth_max),
-        proposal.tokens,
-        own,
-        proposal.parents,
-        proposal.num_drafted,
-        wanted,
-    )
+def _along_own_tokens(
+    target, verified, proposal, sampling_settings, highest, depth_max, wanted
+):
+    """Follows trees by the target's own tokens, drawn along the path alone."""
+    highest = verified.by_column(highest, fill=0)
+    is_greedy = sampling_settings is None or getattr(target, "is_drawn", False)
+
+    def one(slot):
+        """Follows one slot's tree."""
+        proposal, highest, wanted, at, settings = slot
+
+        def draw(column):
+            """Draws as `target_tokens` does, of one row."""
+            row, each = at[column][None], jax.tree.map(lambda x: x[None], settings)
+            logits = verified.logits.at[row].get(mode="clip")
+            positions = verified.positions.at[row].get(mode="clip") + 1
+            draws = each.temperature != 0
+            drawn = sampling.sample_each(logits, each, positions=positions, draws=draws)
+            return jnp.where(draws, drawn, highest[column])[0]
+
+        return tree_acceptance.follow(
+            proposal.tokens,
+            (lambda column: highest[column]) if is_greedy else draw,
+            proposal.parents,
+            proposal.num_drafted,
+            wanted,
+            depth_max=depth_max,
+        )
+
+    slots = (proposal, highest, wanted, verified.at)
+    if is_greedy:
+        return state_lib.map_slots(lambda *slot: one((*slot, None)), *slots)
+    # In a loop: mapped over slots, all rows would be drawn.
+    return jax.lax.map(one, (*slots, sampling_settings))
 
 
 def _by_uniforms(

@@ -1,4 +1,7 @@
-"""Gamma by expected tokens per second, from measured times and running acceptance."""
+"""Gamma by expected tokens per second, from measured times and running acceptance.
+
+Of chains (`Goodput`), and of trees, whose gamma is a number of nodes (`RankGoodput`).
+"""
 
 import dataclasses
 import math
@@ -6,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
 from spec_jax.gamma import policy, theory
@@ -88,7 +91,7 @@ class Goodput:
         )
         return state.replace(gamma=self._best(state))
 
-    def conditional(self, state: GoodputState) -> Float[Array, " gamma_max"]:
+    def chances(self, state: GoodputState) -> Float[Array, " gamma_max"]:
         """The chance that draft `i` is kept, given that those before it were."""
 
         def step(before, counts):
@@ -101,9 +104,22 @@ class Goodput:
         )
         return chances
 
+    def _goodput(self, state: GoodputState) -> Float[theory.AnyArray, " gamma_max+1"]:
+        return theory.goodput(self.chances(state), state.round_s)
+
     def _best(self, state: GoodputState) -> jax.Array:
-        goodput = theory.goodput(self.conditional(state), state.round_s)
-        return jnp.argmax(goodput).astype(jnp.int32)
+        return jnp.argmax(self._goodput(state)).astype(jnp.int32)
+
+    def _counts(
+        self,
+        num_verified: Int[Array, ""],
+        num_accepted: Int[Array, ""],
+        kept: Bool[Array, " gamma_max"] | None,
+    ) -> tuple[Bool[Array, " gamma_max"], Bool[Array, " gamma_max"]]:
+        """Returns which drafts were reached in a round, and which were kept."""
+        drafts = jnp.arange(self.gamma_max, dtype=jnp.int32)
+        is_reached = (drafts < num_verified) & (drafts <= num_accepted)
+        return is_reached, drafts < num_accepted
 
     def choose(self, state: GoodputState) -> Int[Array, ""]:
         """The best gamma; where that is 0, 1 if a probe is due."""
@@ -116,15 +132,14 @@ class Goodput:
         gamma: Int[Array, ""],
         num_drafted: Int[Array, ""],
         num_accepted: Int[Array, ""],
+        kept: Bool[Array, " gamma_max"] | None = None,
     ) -> GoodputState:
         """Counts the drafts that were verified, and finds the best gamma again."""
         is_off = state.gamma == 0
         num_verified = self.probing.count_verified(gamma, num_drafted)
         is_verified = num_verified > 0
         is_kept_probe = is_off & is_verified & (num_accepted > 0)
-        drafts = jnp.arange(self.gamma_max, dtype=jnp.int32)
-        reached = (drafts < num_verified) & (drafts <= num_accepted)
-        kept = drafts < num_accepted
+        reached, kept = self._counts(num_verified, num_accepted, kept)
         fade = jnp.where(is_verified, self.decay, 1.0)
         fade = jnp.where(is_kept_probe, 0.0, fade)
         updated = state.replace(
@@ -141,3 +156,26 @@ class Goodput:
         decides = is_verified & (~is_off | is_kept_probe)
         best = jnp.where(decides, self._best(updated), state.gamma)
         return updated.replace(gamma=best)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankGoodput(Goodput):
+    """Chooses how many nodes of a tree to verify: of most expected tokens per second.
+
+    Nodes come best first, and any leading ones are a tree. The chance that the `i`-th
+    is on the path that is kept is counted by its rank in every round that verified it,
+    as `Goodput` counts a position's; so `w` nodes commit `1 + chance[0] + .. +
+    chance[w-1]` tokens. A smaller budget also looks less deep: the search ends where no
+    deeper node can be among the best. Of a chain the ranks are positions.
+    """
+
+    reads_ranks = True
+    """`update` is told which nodes were kept, as `kept`."""
+
+    def _goodput(self, state: GoodputState) -> Float[theory.AnyArray, " gamma_max+1"]:
+        kept = jnp.pad(self.chances(state), (1, 0), constant_values=1.0)
+        return jnp.cumsum(kept) / state.round_s
+
+    def _counts(self, num_verified, num_accepted, kept):
+        drafts = jnp.arange(self.gamma_max, dtype=jnp.int32)
+        return drafts < num_verified, kept

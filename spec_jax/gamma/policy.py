@@ -31,6 +31,10 @@ class GammaPolicy(Protocol):
     buffer. Each policy makes its first one by its own `init`, on the host, from what
     it takes as data: a gamma, nothing, measured times. It may be handed on from one
     text to the next.
+
+    A policy for trees has `reads_ranks = True`: its gamma is a number of nodes, and
+    `update` has one keyword more, `kept [gamma_max] bool`: which nodes were on the path
+    that was kept.
     """
 
     @property
@@ -85,6 +89,11 @@ class Fixed:
     def update(self, state: jax.Array, **_: jax.Array) -> jax.Array:
         """The state, unchanged."""
         return state
+
+
+def reads_ranks(policy: Any) -> bool:
+    """Returns whether a policy is for trees too."""
+    return getattr(policy, "reads_ranks", False)
 
 
 class ProbeState(pytree.Node):

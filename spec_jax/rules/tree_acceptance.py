@@ -9,6 +9,8 @@ As `acceptance`, for proposals that branch: functions of ONE sequence, of arrays
 Block verification has no form for trees.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int
@@ -21,7 +23,7 @@ from spec_jax.typing import typed
 @typed
 def follow(
     draft_tokens: Int[Array, " W"],
-    target_tokens: Int[Array, " W+1"],
+    own_token: Callable[[jax.Array], jax.Array],
     parents: Int[Array, " W"],
     num_drafted: Int[Array, ""],
     wanted: Int[Array, ""],
@@ -35,15 +37,20 @@ def follow(
     is kept, so that the committed tokens do not depend on the tree.
 
     Args:
-      target_tokens: after each column: the root, then the drafts.
+      own_token: the target's token after a column: 0 is the root, `i + 1` draft `i`.
+        Asked once a level, of the columns on the path alone.
       parents: the column of each draft's parent, at most its own index.
       num_drafted: how many drafts are real, in `0 .. W`.
       wanted: drafts to keep, at most.
       depth_max: drafts on a path, at most; deeper ones are not reached.
     """
-    stays = draft_tokens == target_tokens[parents]
-    walk = _walk(stays, parents, num_drafted, wanted, depth_max=depth_max)
-    return walk.outcome(draft_tokens, target_tokens[walk.last])
+
+    def try_children(column):
+        own = own_token(column)
+        return own, draft_tokens == own
+
+    walk = _walk(try_children, parents, num_drafted, wanted, depth_max=depth_max)
+    return walk.outcome(draft_tokens, walk.own)
 
 
 @typed
@@ -161,7 +168,13 @@ def accept_tree(
         draft_tokens, parents, draft_probs, target_probs, num_drafted
     )
     stays = uniforms < probabilities.keep
-    walk = _walk(stays, parents, num_drafted, wanted, depth_max=depth_max)
+    walk = _walk(
+        lambda _: (jnp.int32(0), stays),
+        parents,
+        num_drafted,
+        wanted,
+        depth_max=depth_max,
+    )
     # Where no more drafts were wanted no child was tried.
     weights = jnp.where(
         walk.is_cut, target_probs[walk.last], probabilities.own[walk.last]
@@ -177,16 +190,16 @@ class _Walk(pytree.Node):
     is_kept: jax.Array  # [D] bool, leading ones
     reached: jax.Array  # [D] bool
     last: jax.Array  # [] int32, the column where it ended
+    own: jax.Array  # [] int32, what `try_children` said there
     is_cut: jax.Array  # [] bool: at its last column no draft was wanted any more
 
     def outcome(self, draft_tokens: jax.Array, own: jax.Array) -> acceptance.Outcome:
         """Returns the drafts of the path, and the target's `own` token after them."""
         depths = jnp.arange(self.path.shape[0] + 1, dtype=jnp.int32)
         num_accepted = jnp.sum(self.is_kept, dtype=jnp.int32)
-        drafts = jnp.where(self.is_kept, draft_tokens[self.path - 1], acceptance.PAD)
-        tokens = jnp.where(
-            depths == num_accepted, own, jnp.append(drafts, acceptance.PAD)
-        )
+        pad = acceptance.PAD
+        drafts = jnp.where(self.is_kept, draft_tokens[self.path - 1], pad)
+        tokens = jnp.where(depths == num_accepted, own, jnp.append(drafts, pad))
         return acceptance.Outcome(
             num_accepted=num_accepted,
             tokens=tokens,
@@ -196,27 +209,40 @@ class _Walk(pytree.Node):
 
 
 def _walk(
-    stays: Bool[Array, " W"],
+    try_children: Callable[[jax.Array], tuple[jax.Array, Bool[Array, " W"]]],
     parents: Int[Array, " W"],
     num_drafted: Int[Array, ""],
     wanted: Int[Array, ""],
     *,
     depth_max: int,
 ) -> _Walk:
-    """Descends to the first child that stays, until none does or `wanted` are kept."""
-    columns = jnp.arange(1, stays.shape[0] + 1, dtype=jnp.int32)
+    """Descends to the first child that stays, until none does or `wanted` are kept.
+
+    Args:
+      try_children: after a column, the target's token and which drafts stay if they
+        are its children.
+    """
+    columns = jnp.arange(1, parents.shape[0] + 1, dtype=jnp.int32)
     is_real = columns <= num_drafted
+    most = jnp.minimum(wanted, depth_max)
 
     def descend(carry, depth):
-        at, goes_on = carry
-        is_child = is_real & (parents == at) & goes_on & (depth < wanted)
+        at, own, goes_on = carry
+        own, stays = jax.lax.cond(
+            goes_on, try_children, lambda _: (own, jnp.zeros_like(is_real)), at
+        )
+        is_child = is_real & (parents == at) & goes_on & (depth < most)
         found = is_child & stays
         goes_on = jnp.any(found)
         at = jnp.where(goes_on, columns[jnp.argmax(found)], at)
-        return (at, goes_on), (at, goes_on, jnp.any(is_child))
+        return (at, own, goes_on), (at, goes_on, jnp.any(is_child))
 
-    start = jnp.int32(0), jnp.bool_(True)
-    depths = jnp.arange(depth_max, dtype=jnp.int32)
-    (last, _), (path, is_kept, reached) = jax.lax.scan(descend, start, depths)
+    # A step more than there are depths: the last node's own token.
+    start = jnp.int32(0), jnp.int32(0), jnp.bool_(True)
+    depths = jnp.arange(depth_max + 1, dtype=jnp.int32)
+    (last, own, _), steps = jax.lax.scan(descend, start, depths)
+    path, is_kept, reached = (step[:depth_max] for step in steps)
     is_cut = jnp.sum(is_kept, dtype=jnp.int32) >= wanted
-    return _Walk(path=path, is_kept=is_kept, reached=reached, last=last, is_cut=is_cut)
+    return _Walk(
+        path=path, is_kept=is_kept, reached=reached, last=last, own=own, is_cut=is_cut
+    )

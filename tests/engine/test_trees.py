@@ -197,7 +197,7 @@ def of_own_row(real):
     """A child is compared with its own row's token, not with its parent's."""
 
     def follow(tokens, own, parents, *numbers, depth_max):
-        shifted = jnp.concatenate([own[1:], own[:1]])
+        shifted = lambda column: own((column + 1) % (WIDTH + 1))
         return real(tokens, shifted, parents, *numbers, depth_max=depth_max)
 
     return follow
@@ -209,7 +209,8 @@ def first_child(real):
     def follow(tokens, own, parents, *numbers, depth_max):
         of_first = tokens[jnp.array([0, 2, 4, 0, 5, 0, 0, 0])]
         del own
-        return real(tokens, of_first, parents, *numbers, depth_max=depth_max)
+        token = lambda column: of_first[column]
+        return real(tokens, token, parents, *numbers, depth_max=depth_max)
 
     return follow
 
@@ -263,12 +264,19 @@ def test_planted_faults_are_caught(fault, monkeypatch):
 def test_follow_is_accept_exact_on_a_chain(rng):
     """As integers, over chains that are right by turns."""
     chain = jnp.arange(5, dtype=jnp.int32)
-    follow = jax.jit(tree_acceptance.follow, static_argnames="depth_max")
+
+    @jax.jit
+    def follow(drafts, own, number):
+        token = lambda column: own[column]
+        return tree_acceptance.follow(
+            drafts, token, chain, number, jnp.int32(9), depth_max=5
+        )
+
     for _ in range(50):
         drafts, own = rng.integers(0, 2, 5), rng.integers(0, 2, 6)
         given = jnp.asarray(drafts, jnp.int32), jnp.asarray(own, jnp.int32)
         number = jnp.int32(rng.integers(0, 6))
-        found = follow(*given, chain, number, jnp.int32(9), depth_max=5)
+        found = follow(*given, number)
         expected = acceptance.accept_exact(*given, number)
         assert found.num_accepted == expected.num_accepted
         kept = int(expected.num_accepted)

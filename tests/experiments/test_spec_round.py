@@ -181,6 +181,7 @@ def test_trees_change_no_token(folders, tmp_path):
         ("--tree", "2x3:5@0.5"),
         ("--tree", "2x3:5", "--drafter", "ngram", "--batch", "2"),
         ("--tree", "[[0],[1],[0,0],[0,1],[0,0,0]]"),
+        ("--tree", "2x3:5", "--gamma-policy", "goodput"),
     ):
         assert spec_round.main(command(folders, *more, "--out", str(out))) == 0
         row = rows_of(out)[-1]
@@ -321,7 +322,7 @@ def test_wide_defaults_change_nothing(folders, tmp_path):
         (("--tree", "2x2:7"), ("--tree", "nodes=7 exceed the 6 candidates")),
         (("--tree", "2x2:4", "--drafter", "hybrid"), ("Hybrid drafts chains alone",)),
         (("--tree", "2x2:4", "--verify-path", "flash"), ("together", "--verify-path")),
-        (("--tree", "2x2:4", "--gamma-policy", "goodput"), ("together", "chains")),
+        (("--tree", "2x2:4", "--gamma-policy", "threshold"), ("together", "chains")),
         (("--tree", "2x2:4", "--confidence", "0.5"), ("min_confidence=0.5",)),
         (
             ("--tree", "2x2:4", "--rule", "block", "--temperature", "1"),

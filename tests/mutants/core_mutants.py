@@ -195,7 +195,7 @@ RULES = (
     ),
     Mutant(
         "the residual is not subtracted",
-        "rules.acceptance:_residual",
+        "rules.acceptance:residual",
         "target - draft",
         "target",
         "rules/test_acceptance_rules.py::test_the_law_is_the_targets[rejection-random-3-2]",
