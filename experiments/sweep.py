@@ -19,7 +19,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -111,23 +110,10 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
             for those that adapt, --gamma is the most that they may choose
         """,
         **{
-            "T,...": _temperatures,
+            "T,...": flags.temperatures,
             "NAME,...": cli.names(cli.one_of(policies.POLICIES)),
         },
     )
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    """The type of a flag that lists temperatures: in order, each of them once."""
-    try:
-        values = tuple(sorted({float(part) for part in text.split(",")}))
-    except ValueError:
-        values = ()
-    if not values or not all(math.isfinite(value) for value in values):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of finite numbers, such as 0,0.7"
-        )
-    return values
 
 
 def load_sets(args: argparse.Namespace, lm: loading.LanguageModel) -> Sets:

@@ -81,6 +81,7 @@ def test_messages_go_through_the_chat_template(lm):
 SAMPLING = [sj.Sampling(temperature=0.0), sj.Sampling(seed=4, top_k=50), sj.Sampling()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_many_prompts_are_what_each_is_alone(lm, num_slots):
     """In the order of the list, whatever slots there are; each with its sampling."""

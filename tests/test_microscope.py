@@ -103,6 +103,7 @@ def test_equal_runs_have_no_difference(other):
     assert record(other).moved == 0 and record(other).unexplained == {}
 
 
+@pytest.mark.slow
 def test_equal_runs_of_xla_have_no_difference():
     """One layer is enough, and compiled in a third of the time."""
     params = params_lib.cast(PARAMS.replace(layers=PARAMS.layers[:1]), "float32")

@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import decoding
+import pytest
 import x64_texts
 
 
 HERE = pathlib.Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_wide_defaults_change_nothing():
     """Fails if a counter, an index or a sum takes its dtype from JAX's defaults.
 

@@ -1,6 +1,7 @@
 """Flags that several scripts share: models, sampling, prompts, outputs."""
 
 import argparse
+import math
 from collections.abc import Iterable
 
 from experiments.lib import cli
@@ -161,10 +162,24 @@ def add_tree(group: argparse._ActionsContainer) -> None:
         group,
         """
         --tree KxD:W  draft trees in place of chains: K children of a node, D drafts on
-            a path, W in all, as in 4x12:15; 4x12:15@0.3 scores with tau 0.3
+            a path, W in all, as in 4x12:15; 4x12:15@0.3 scores with tau 0.3. Or of a
+            fixed shape: children by depth, 4-2-1, or a JSON list of paths, or its file
         """,
         **{"KxD:W": tree},
     )
+
+
+def temperatures(text: str) -> tuple[float, ...]:
+    """The type of a flag that lists temperatures: in order, each of them once."""
+    try:
+        values = tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        values = ()
+    if not values or not all(math.isfinite(value) for value in values):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of finite numbers, such as 0,0.7"
+        )
+    return values
 
 
 def add_page_size(group: argparse._ActionsContainer) -> None:

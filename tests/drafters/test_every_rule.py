@@ -62,6 +62,7 @@ def request_of(name: str, ask: Ask):
     return ask.request(draft_params=oracle.make_trace(text, rate=0.75))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("rule", "name", "num_slots"), PRODUCT)
 def test_every_rule_runs_with_every_drafter(rule, name, num_slots):
     """Fails if a pair has no form for slots, or its tokens are others."""

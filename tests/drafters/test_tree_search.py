@@ -161,6 +161,7 @@ def ranked(head, path):
     return tokens
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FIXED)
 def test_a_fixed_tree_has_the_same_shape_whatever_the_scores(name):
     """Fails if a node is another's child, a level is left out, or a score decides."""

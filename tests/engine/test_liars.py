@@ -106,6 +106,7 @@ def request_of(ask: Ask, what: dict):
     return ask.request(draft_params=lie(text, **what))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rule", "has_probs", "num_slots"),
     [

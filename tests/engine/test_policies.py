@@ -93,6 +93,7 @@ def assert_same_policy(found, expected) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, expected)
 
 
+@pytest.mark.few(1)
 @CASES
 def test_a_policy_is_told_of_every_round_of_its_slot(name, num_slots):
     """Round by round, in calls of one: the state is that of the counts.

@@ -384,6 +384,7 @@ def _with_faults(scheduler: scheduler_lib.Scheduler, monkeypatch):
     return jax.jit(loop)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_slots", [pytest.param(1, marks=SLOW), 3])
 def test_planted_faults_of_a_round_are_caught(num_slots, monkeypatch):
     """Negative control of every comparison above: each acceptance and cut of cache."""

@@ -24,6 +24,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("impl", "num_slots"), [("native", 1), ("native", 3), ("xla", 3)]
 )

@@ -316,6 +316,7 @@ def run_windows(model, params, page_size, *, by_rows, spoil=lambda kv: kv):
     return outputs, decoding.held(kv, kept)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("impl", "dtype", "page_size", "by_rows"),
     [

@@ -102,6 +102,7 @@ def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots, right):
                 assert decoding.slot_of(state).num_rounds == 40
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_counters_by_depth_and_rank(num_slots):
     """Fails if a node is counted by its column, or a rank by its depth."""
@@ -147,6 +148,7 @@ def test_max_tokens_is_met_exactly(num_slots):
         decoding.assert_as_decoded(SMALL, run(asks), asks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", ["paged", "static"])
 def test_a_full_cache(cache):
     """Fails if nodes need places that decoding does not, and there are none."""
@@ -406,6 +408,7 @@ def test_parents_that_are_none_commit_nothing_wrong(parents):
         decoding.assert_as_decoded(SMALL, state, asks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("right", ("second", "none"))
 def test_rejection_is_greedy_at_temperature_zero(right):
     """Drafts that were certain: the output is that of decoding, limits included."""

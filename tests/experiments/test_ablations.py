@@ -54,6 +54,7 @@ def verify(path, params=PARAMS, *, num_active=5, poison=False, window=()):
     return np.asarray(logits)[:num_active], held
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_active", [1, 3, 5])
 def test_the_row_loop_has_the_bits_of_rows(num_active):
     """Fails if decoding row by row is other arithmetic than a window of rows."""
@@ -163,6 +164,7 @@ def decide(path, ask: Ask):
     return decoding.slot_of(state), state.cache
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", [FLASH, Wrong(inner=FLASH)], ids=["flash", "wrong"])
 def test_tokens_and_both_caches_are_those_of_decoding(path):
     """Fails if a bit of verification gets into what is committed; and the counters,

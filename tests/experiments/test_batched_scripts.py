@@ -14,6 +14,7 @@ def command(folders, *more: str) -> list[str]:
     return [*models_of(folders), *sizes, *more]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "more",
     [
@@ -55,6 +56,7 @@ def test_throughput(folders, tmp_path, capsys):
     assert "gamma 2, batch 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_no_more_slots_than_prompts(folders, tmp_path, capsys, monkeypatch):
     """Fails if a thousand slots are compiled for one prompt."""
     slots, real = [], runs.make_scheduler

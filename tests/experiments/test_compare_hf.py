@@ -318,6 +318,7 @@ def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     assert settings.eos_token_id == expected[2]
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 def test_each_side_is_measured_alone(oracle, folders):
     """Fails if a peak is that of this process, or one side loads the other."""

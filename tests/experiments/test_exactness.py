@@ -638,6 +638,7 @@ class FromOutside:
         return memory
 
 
+@pytest.mark.slow
 def test_every_kind_of_drafter_has_batches(folders, tmp_path):
     """One from outside, and a draft cache of one round; what came before, alone."""
     outside = f"{__name__}:FromOutside"
@@ -647,6 +648,7 @@ def test_every_kind_of_drafter_has_batches(folders, tmp_path):
     assert sum(row["proposed"] for row in rows[:NUM_PROMPTS]) > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", ["row-loop", "library-rows"])
 def test_verify_paths(folders, tmp_path, path):
     """By rows bits are equal; negative control: the library's rows are not."""

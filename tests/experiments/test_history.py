@@ -13,6 +13,7 @@ def command(folders, *more: str) -> list[str]:
     return [*models_of(folders), *sizes, *more]
 
 
+@pytest.mark.slow
 def test_every_rung_is_run_and_written(folders, tmp_path, capsys, monkeypatch):
     """Fails if a rung runs another design than its own, or is compared with another."""
     decoded, real = [], runs.run_plain

@@ -280,6 +280,7 @@ def test_bits_are_compared_as_integers():
     assert compare(actual, expected, at=[1, 2, 3, 0], live=4) == (3, 12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("impl", "only", "grids"),
     [("interpret", "attention out", 4), ("native", "context", 6)],

@@ -206,6 +206,7 @@ def test_tokens_and_keys_that_differ_are_told(lm):
     assert row["matched"] and not row["equal"]
 
 
+@pytest.mark.slow
 def test_presets(monkeypatch, tmp_path):
     """A target alone, and with a draft; sampling too."""
     config = tiny_pair.config()
@@ -226,6 +227,7 @@ def test_presets(monkeypatch, tmp_path):
     assert "round, gamma 2" in [row["step"] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_the_real_shapes(tmp_path):
     """No weights are made, and every layer has the kernels of the first."""
     out = tmp_path / "out.jsonl"

@@ -256,6 +256,7 @@ def command(folders, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_run(folders, tmp_path, capsys):
     """A row for each policy and set, simulated and live."""
     out = tmp_path / "out.jsonl"

@@ -258,6 +258,7 @@ def test_costs_as_latency_writes_them(tmp_path):
     assert step_costs.expected_seconds(curve, [0, 0, 0]) == 0.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_check_finds_one_changed_token(kind, folders, tmp_path, request, capsys):
     """Negative control: exit status 2, one prompt is named, the others are equal."""

@@ -41,6 +41,7 @@ def generate(kept, given=None, length=LENGTH) -> np.ndarray:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_after_its_last_whole_slab(tmp_path, monkeypatch):
     """Fails if slabs are lost, made twice, or the one cut short is kept."""
     whole = generate(tmp_path / "whole")

@@ -25,8 +25,10 @@ from spec_jax.ops import dispatch
 DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
 
 
-def command(folders, *more: str) -> list[str]:
-    sizes = ("--gen-tokens", "6", "--gamma", "2", "--prompts", "2")
+def command(folders, *more: str, draws: bool = False) -> list[str]:
+    """A short run; `draws` a text beside it, which takes programs of its own."""
+    sizes = ["--gen-tokens", "6", "--gamma", "2", "--prompts", "2"]
+    sizes += [] if draws else ["--temperature", "0"]
     return [*models_of(folders), *sizes, *more]
 
 
@@ -58,7 +60,7 @@ def test_the_sample_is_drawn_beside_greedy_runs(folders, tmp_path, capsys):
     """Fails if the text is greedy, its settings are unsaid, or it enters a number."""
     out = tmp_path / "out.jsonl"
     more = ("--gen-tokens", "24", "--ignore-stop", "--out", str(out))
-    assert spec_round.main(command(folders, *more)) == 0
+    assert spec_round.main(command(folders, *more, draws=True)) == 0
     heading, text = sample_of(capsys)
     assert heading == (
         "Prompt py-01: temperature 0.7, top-p 0.8, top-k 20, seed 0; equal to "
@@ -70,7 +72,7 @@ def test_the_sample_is_drawn_beside_greedy_runs(folders, tmp_path, capsys):
     greedy = "".join(map(samples._without_controls, pieces))
     assert text.endswith(greedy) is False
     # Named, even as 0, a temperature is that of the measured runs and of the text.
-    assert spec_round.main(command(folders, "--temperature", "0", *more)) == 0
+    assert spec_round.main(command(folders, *more)) == 0
     heading, text = sample_of(capsys)
     assert heading == "Prompt py-01: greedy; equal to autoregressive decoding"
     assert text.endswith(greedy)
@@ -116,7 +118,7 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
 def test_a_sample_that_differs_is_said(folders, monkeypatch, capsys):
     """Exit status 2, though every measured run matched."""
     corrupt(monkeypatch, only_drawn=True)
-    assert spec_round.main(command(folders, "--ignore-stop")) == 2
+    assert spec_round.main(command(folders, "--ignore-stop", draws=True)) == 2
     printed = capsys.readouterr().out
     assert "NOT EQUAL to autoregressive decoding at token 5 (the" in printed
     assert re.search(r"matched +true", printed)
@@ -138,15 +140,14 @@ def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(
 
 
 def test_a_drafter_from_outside(folders, tmp_path, monkeypatch):
-    """By its module, alone and in a batch."""
+    """By its module, in a batch."""
     (tmp_path / "outside.py").write_text(
         "from spec_jax.drafters import ngram\n"
         "class Mine(ngram.PromptLookup):\n    pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    for batch in ((), ("--batch", "2")):
-        more = ("--drafter", "outside:Mine", *batch)
-        assert spec_round.main(command(folders, *more)) == 0
+    more = ("--drafter", "outside:Mine", "--batch", "2")
+    assert spec_round.main(command(folders, *more)) == 0
 
 
 def test_designs_and_settings_that_change_no_token(folders, tmp_path):
@@ -178,7 +179,6 @@ def test_trees_change_no_token(folders, tmp_path):
     """Of a draft model and of lookup, one prompt after the other and in slots."""
     out = tmp_path / "out.jsonl"
     for more in (
-        ("--tree", "2x3:5@0.5"),
         ("--tree", "2x3:5", "--drafter", "ngram", "--batch", "2"),
         ("--tree", "[[0],[1],[0,0],[0,1],[0,0,0]]"),
         ("--tree", "2x3:5", "--gamma-policy", "goodput"),
@@ -190,6 +190,7 @@ def test_trees_change_no_token(folders, tmp_path):
         assert 1 < row["rows_per_round"] <= 6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [("--batch", "2"), ("--acceptance", "decode")])
 def test_logits_that_are_not_finite_match_nothing(tmp_path, capsys, more):
     """Finite weights that overflow at run time: equal tokens, and exit status 2."""
@@ -214,7 +215,7 @@ def test_interrupts_leave_what_is_finished(folders, tmp_path, monkeypatch, capsy
 
     with monkeypatch.context() as patch:
         patch.setattr(samples, "draw", interrupted)
-        assert spec_round.main(command(folders)) == cli.INTERRUPTED == 130
+        assert spec_round.main(command(folders, draws=True)) == cli.INTERRUPTED == 130
         assert "acceptance_rate" in capsys.readouterr().out
     real, seen = results.run_designs, []
 
@@ -255,6 +256,7 @@ def test_conversations_and_categories(folders, tmp_path, capsys):
     assert re.search(r"chat +2 ", table) and re.search(r"math +1 ", table)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("file", ["gsm8k/test.jsonl", "spec_bench/question.jsonl"])
 def test_prompts_of_real_benchmarks(folders, file):
     if not (DATA / file).exists():
@@ -326,7 +328,7 @@ def test_wide_defaults_change_nothing(folders, tmp_path):
         (("--tree", "2x2:4", "--confidence", "0.5"), ("min_confidence=0.5",)),
         (
             ("--tree", "2x2:4", "--rule", "block", "--temperature", "1"),
-            ("rule='block'", "lossless"),
+            ("rule='block'", "no form for trees"),
         ),
     ],
 )
@@ -396,6 +398,7 @@ def test_tokens_are_compared_and_not_assumed():
     assert results.all_matched([None, False]) is False
 
 
+@pytest.mark.few(1)
 def test_policies_by_name(folders):
     """The costs that goodput goes by are measured, one for each gamma."""
     lm = loading.load(folders[0], drafter="ngram", gamma_max=2)

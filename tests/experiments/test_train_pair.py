@@ -55,6 +55,7 @@ def losses(folder) -> list[tuple[int, float]]:
 
 
 # Orbax leaves its event loops to the garbage collector.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_killed_run_resumes_with_the_same_losses(tmp_path):
@@ -81,6 +82,7 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path):
         training.restore(RECIPE, init(), tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_distillation_is_least_where_draft_and_teacher_agree():
     """Fails if teacher and student change places, or positions are shifted."""
     loss = functools.partial(training.distillation_loss, CONFIG, CONFIG)

@@ -85,6 +85,7 @@ def test_a_batch_in_parts_has_the_gradients_of_the_whole(dtype, part_size=2):
     assert distance(fewer, expected) > 10 * TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 def test_a_distillation_in_parts_has_the_gradients_of_the_whole():
     loss = functools.partial(training.distillation_loss, CONFIG, CONFIG)
     expected = jax.jit(jax.value_and_grad(loss))(init(), tokens(), init(1))
@@ -122,6 +123,7 @@ def test_the_norm_has_the_gradient_of_rms_norm(dtype, tolerance):
     assert distance(other, expected) > 10 * tolerance
 
 
+@pytest.mark.slow
 def test_the_optimiser_is_optax_with_narrow_products():
     """Fails if momentum, scale, schedule or the states' tree differ from optax's."""
     recipe = training.Recipe(steps=8, warmup_steps=1)

@@ -102,6 +102,7 @@ def sharded(tmp_path) -> pathlib.Path:
     return tmp_path
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("tied", "dtype", "max_shard_bytes"),
     [
@@ -241,6 +242,7 @@ def test_save_refuses_params_of_another_config(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("source", "target", "block_bytes"),
     [
@@ -454,6 +456,7 @@ def test_memory_refusal_gives_both_numbers(folder):
         load_lib._check_memory(folder, config, 3 * 2**29)
 
 
+@pytest.mark.slow
 def test_host_buffers_stay_within_the_stated_bound(tmp_path, monkeypatch):
     """NumPy's buffers are traced, XLA's are not: only the former are temporary.
 

@@ -77,6 +77,7 @@ def test_the_hook_sees_all_that_leaves_a_kernel_and_moves_no_bit():
     assert {key: seen[key] for key in widths} == widths
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("key", "written_differs"),
     [("embed", True), ("0:v", True), ("1:k_cache", True), ("1:swiglu", False)],

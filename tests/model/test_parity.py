@@ -265,6 +265,7 @@ def test_rope_positions(tmp_path, monkeypatch):
     assert len(shifts) == 8 * case.config.num_layers
 
 
+@pytest.mark.few(2)
 def test_features(case):
     """Index k is Hugging Face's index k; the last is the stream before the norm."""
     L = case.config.num_layers
@@ -365,6 +366,7 @@ def bf16_tolerance(num_layers: int) -> float:
     return math.sqrt(2 * roundings / 3) * 2.0**-8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ratio2-h80", "ratio3-h128"])
 def test_bfloat16(name, tmp_path):
     """Within the noise of bfloat16, which planted faults exceed many times.

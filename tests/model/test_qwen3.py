@@ -74,6 +74,7 @@ def instructions(hlo: str) -> list[str]:
     return sorted(" ".join(words) for words in found)
 
 
+@pytest.mark.slow
 def test_the_compiled_program_is_that_of_unrolled_layers(monkeypatch):
     """Fails if the function around a layer changes an operation, or copies a pool."""
     programs = [lower("xla", num_layers=2)]

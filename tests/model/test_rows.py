@@ -182,6 +182,7 @@ def model(request):
 PAGE_SIZES = {"xla": (16,), "native": (16, 8, 256)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "model",
     ["float32-xla", "bfloat16-xla", "float32-native", "bfloat16-native"],
@@ -229,6 +230,7 @@ def test_native_rows_need_no_slab(dtype):
     testing.assert_same_bits(alone, jax.tree.map(lambda x: x[:1], reference))
 
 
+@pytest.mark.few(1)
 def test_rows_do_not_depend_on_their_place_or_neighbours(model):
     """Fails if a row of one slot is touched by the rows of another."""
     kv = make_cache(model.config, num_slots=2)
@@ -290,6 +292,7 @@ def test_a_neighbours_fault_is_caught(impl, monkeypatch):
         testing.assert_same_bits(leaked, alone)
 
 
+@pytest.mark.few(1)
 def test_pages_and_table_width_do_not_matter(model):
     """Fails if bits depend on which pages hold the prefix, or on their number."""
     reference = None
@@ -375,6 +378,7 @@ def test_implementations_agree_but_for_rounding(dtype, tolerance):
     assert np.abs(logits[0] - logits[2]).max() > tolerance * scale
 
 
+@pytest.mark.few(1)
 def test_prefill_by_rows_is_decoding(model):
     """The prompt's K/V equals that of one-row decoding; batched prefill's is near."""
     by_rows = model.fill(make_cache(model.config), length=40)
@@ -405,6 +409,7 @@ def test_prefill_by_rows_is_decoding(model):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("impl", ["xla", "native"])
 def test_the_prefill_of_a_row_model(impl):
     """Fails if the taller slab of a native prefill has other bits than decoding.

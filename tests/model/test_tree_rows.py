@@ -172,6 +172,7 @@ def test_nodes_are_their_paths(impl, dtype, drawn, prefix):
     assert_is_decoding(oracle(impl, dtype, 16, prefix), tokens, parents)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_pages_do_not_matter(impl, page_size):
@@ -179,6 +180,7 @@ def test_pages_do_not_matter(impl, page_size):
     assert_is_decoding(found, BUSHY_TOKENS, BUSHY)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_chain_is_a_tree(impl):
     """A chain's branch changes no bit."""

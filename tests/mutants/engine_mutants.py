@@ -143,8 +143,8 @@ TREES = (
     Mutant(
         "a path goes on past the limit",
         "rules.tree_acceptance:_walk",
-        " & (depth < wanted)",
-        "",
+        "jnp.minimum(wanted, depth_max)",
+        "jnp.int32(depth_max)",
         f"{_TREES}::test_max_tokens_is_met_exactly[1]",
     ),
     Mutant(

@@ -133,6 +133,7 @@ def compile_kernels(instructions: str, *more: str) -> str:
     return result.stderr
 
 
+@pytest.mark.slow
 def test_pairs_compile_to_their_instruction(tmp_path):
     """Fails if the compiler's own intrinsics are used wrongly, or not at all."""
     assembly = tmp_path / "kernels.s"

@@ -46,6 +46,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("instructions", build.available_isas())
 def test_kernels_stay_in_bounds(tmp_path, instructions):
     """Fails if a kernel reads or writes outside an array, overflows, or is wrong.
@@ -62,6 +63,7 @@ def test_kernels_stay_in_bounds(tmp_path, instructions):
         assert result.returncode != 0 and message in result.stderr, fault
 
 
+@pytest.mark.slow
 def test_threads_do_not_race(tmp_path):
     """Fails if threads share what one of them writes, or a loop ends too early."""
     program = compile_program(tmp_path, "sanitize_threads.cc", *THREADS)

@@ -40,6 +40,7 @@ def reports() -> dict[int, dict]:
     return printed
 
 
+@pytest.mark.slow
 def test_pools_have_the_sizes_asked_for(reports):
     """Fails if the comparison is between pools of one size."""
     assert {n: report["threads"] for n, report in reports.items()} == {1: 1, 2: 2, 4: 4}

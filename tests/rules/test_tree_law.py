@@ -166,6 +166,7 @@ def bias(case: Case, wanted: int = 9) -> float:
     return 0.5 * np.abs(gap).sum()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("is_certain", (False, True), ids=("drawn", "certain"))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_output_has_the_targets_distribution(shape, is_certain, rng):
