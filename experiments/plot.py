@@ -49,10 +49,11 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "sweep_speedup": curves.is_cell,
     "sweep_categories": curves.has_category,
     "improvement": _of_kind("theory"),
+    "tree": _of_kind("tree"),
 }
 """Which rows belong to a figure, by the name of its function in `lib/figures.py`."""
 
-EACH = ("divergence",)
+EACH = ("divergence", "tree")
 """Figures of one row each."""
 
 

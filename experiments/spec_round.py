@@ -30,6 +30,7 @@ from experiments.lib import (
     samples,
     tables,
     terminal,
+    tree_rounds,
 )
 
 
@@ -135,7 +136,10 @@ def load(args: argparse.Namespace) -> models.Subject:
 def measure(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
 ) -> tuple[models.Subject, list[results_lib.PromptResult]]:
-    """Loads, runs every prompt, and writes its line, and the summary's."""
+    """Loads, runs every prompt, and writes its line, and the summary's.
+
+    Of trees it draws the one of a round, whose line comes before the summary's.
+    """
     subject = load(args)
     lm, settings, prompts = subject.lm, subject.settings, subject.prompts
     if args.batch is not None and args.batch > len(prompts):
@@ -160,6 +164,8 @@ def measure(
             results.append(result)
     summary, by_category = summarise(args, results)
     out.common = describe(args, subject) | records.provenance()
+    if args.tree:
+        show_tree(subject, results[0], out, console)
     out.write({"kind": "summary", **summary, "by_category": by_category}
               | {"compile_s": compile_s})  # fmt: skip
     return subject, results
@@ -228,6 +234,20 @@ def make_sample(
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     how = samples.describe(**{name: getattr(args, name) for name in names})
     return samples.of_measured(first, how=how)
+
+
+def show_tree(
+    subject: models.Subject,
+    first: results_lib.PromptResult,
+    out: records.JsonLines,
+    console: rich_console.Console,
+) -> None:
+    """Draws the tree of one round of the first prompt, and writes its row."""
+    settings, name = subject.settings, first.prompt.id
+    row = tree_rounds.find(subject.lm, settings, first.prompt_ids, name=name)
+    out.write(row)
+    console.print()
+    tree_rounds.show(row, console)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ Every function takes the rows of one figure and returns it; `save` writes it. Th
 draw what they are given and measure nothing. Needs matplotlib, an extra.
 """
 
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -265,6 +266,61 @@ def improvement(rows: Sequence[Row]) -> Figure:
         title = "a: chance that a draft is kept; c: its cost; ring: best gamma"
         figure.legend(handles, labels, title=title, **place)
     return figure
+
+
+def tree(row: Row) -> Figure:
+    """The drafts of a round by depth; the path that the target kept is drawn bold."""
+    parents, kept = row["parents"], {0, *row["kept"]}
+    depth, place = _tree_layout(parents)
+    with parts.style():
+        figure, (axes,) = parts.new(max(2.4, 0.36 * (max(place) + 1)), 1, 1)
+        for column, parent in enumerate(parents):
+            is_kept = column in kept
+            looks = {"color": "#009E73" if is_kept else "#7F7F7F", "zorder": 1}
+            if column:
+                ends = [depth[parent], depth[column]], [place[parent], place[column]]
+                axes.plot(*ends, linewidth=2.4 if is_kept else 0.8, **looks)
+            weight = "bold" if is_kept else "normal"
+            _token(axes, depth[column], place[column], row["pieces"][column], weight)
+        last = row["kept"][-1] if row["kept"] else 0
+        at = depth[last] + 1, place[last] + 0.45
+        axes.plot([depth[last], at[0]], [place[last], at[1]], ":", color="#0072B2")
+        _token(axes, *at, row["own_piece"], "bold", color="#0072B2")
+        axes.set_xlim(-0.4, max(max(depth), at[0]) + 0.6)
+        axes.set_ylim(max(*place, at[1]) + 0.6, -0.6)  # From top to bottom.
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.grid(visible=False)
+        axes.set_xlabel("depth (drafts from the pending token)")
+        axes.set_title("green: kept; blue: the target's own token", fontsize=11)
+        parts.whole_numbers(axes.xaxis)
+    return figure
+
+
+def _tree_layout(parents: Sequence[int]) -> tuple[list[int], list[float]]:
+    """The depth of each column, and its place among the leaves, from top to bottom."""
+    children: dict[int, list[int]] = {}
+    depth = [0] * len(parents)
+    for column, parent in enumerate(parents[1:], 1):
+        children.setdefault(parent, []).append(column)
+        depth[column] = depth[parent] + 1
+    place, leaves = [0.0] * len(parents), itertools.count()
+
+    def settle(column: int) -> float:
+        below = [settle(child) for child in children.get(column, ())]
+        place[column] = sum(below) / len(below) if below else float(next(leaves))
+        return place[column]
+
+    settle(0)
+    return depth, place
+
+
+def _token(axes, x: float, y: float, piece: str, weight: str, **looks: str) -> None:
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+    words = {"ha": "center", "va": "center", "fontsize": 9, "family": "monospace"}
+    # "$" would begin a formula.
+    text = ascii(piece)[1:-1].replace("$", r"\$") or " "
+    axes.text(x, y, text, bbox=box, fontweight=weight, zorder=2, **words, **looks)
 
 
 def _level_one(axes: matplotlib.axes.Axes) -> None:

@@ -108,6 +108,14 @@ def cells() -> list[dict]:
     ]
 
 
+def tree() -> dict:
+    return {
+        **{"kind": "tree", "id": "py-01", "round": 2, "target": "embedded"},
+        **{"tokens": [5, 6, 7, 8], "parents": [0, 0, 0, 2], "kept": [2, 3], "own": 9},
+        **{"pieces": ["def", "a$", "\n", "<b>"], "own_piece": "c"},
+    }
+
+
 ROWS = {
     "speedup": [summary(1), summary(4), summary(2), summary(2, impl="native")]
     + [summary(4, impl="native", speedup_e2e_p10=None)],
@@ -119,6 +127,7 @@ ROWS = {
     "sweep_speedup": cells(),
     "sweep_categories": cells(),
     "improvement": theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX),
+    "tree": [tree()],
 }
 
 
@@ -156,6 +165,7 @@ def test_the_same_rows_give_the_same_bytes(name, tmp_path):
         "sweep_speedup": ("(times)", "tokens a round", "hybrid, goodput"),
         "sweep_categories": ("accepted / proposed", "category_12", "gamma 7"),
         "improvement": ("expected speed-up (times)", "a = 0.3", "c = 0.05"),
+        "tree": ("depth (drafts", "def", "a$", "\\n", "<b>", "target's own token"),
     }
     for unit in units[name]:
         assert unit in texts, unit
@@ -188,7 +198,8 @@ def test_every_figure_says_what_it_is_of(name, tmp_path):
     said = ["model: target Qwen3-8B, draft Qwen3-0.6B, bfloat16, native"]
     said += ["machine: Some CPU, instruction set avx2, jax 0.10.2"]
     total = 13 if is_sweep else 25
-    said += [f"prompts: gsm8k/test.jsonl:50, {total} prompts, 64 tokens each"]
+    number = f"{total} prompts" + ", prompt py-01" * (name == "tree")
+    said += [f"prompts: gsm8k/test.jsonl:50, {number}, 64 tokens each"]
     if name == "improvement":
         said = ["computed by a formula"]
     for words in said:
@@ -254,6 +265,7 @@ def test_another_number_gives_another_figure(name, tmp_path):
         "sweep_speedup": {"plain_timings": [[[0.1, 1.9, 3]]]},
         "sweep_categories": {},
         "improvement": {"improvement": 1.1},
+        "tree": {"kept": [1]},
     }
     if name == "divergence":
         row["cells"][5][3]["max_ulp"] = 1

@@ -175,7 +175,7 @@ def test_designs_and_settings_that_change_no_token(folders, tmp_path):
     assert spec_round.main(command(folders, *more, "--prompts", "1")) == 0
 
 
-def test_trees_change_no_token(folders, tmp_path):
+def test_trees_change_no_token(folders, tmp_path, capsys):
     """Of a draft model and of lookup, one prompt after the other and in slots."""
     out = tmp_path / "out.jsonl"
     for more in (
@@ -188,6 +188,15 @@ def test_trees_change_no_token(folders, tmp_path):
         assert row["matched"] and row["tree"].startswith(("2x3:5@", "[[0],[1]"))
         assert len(row["accepted_hist"]) == 4 and len(row["kept_by_rank"]) == 5
         assert 1 < row["rows_per_round"] <= 6
+        drawn = rows_of(out)[-2]
+        assert drawn["kind"] == "tree" and drawn["parents"][0] == 0
+        path, column = [], drawn["kept"][-1] if drawn["kept"] else 0
+        while column:
+            path.insert(0, column)
+            column = drawn["parents"][column]
+        assert path == drawn["kept"]
+        words = f"{len(drawn['tokens']) - 1} drafts, {len(path)} kept"
+        assert words in capsys.readouterr().out
 
 
 @pytest.mark.few(1)

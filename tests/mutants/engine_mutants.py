@@ -170,8 +170,8 @@ TREES = (
     ),
     Mutant(
         "ranks are counted by depth",
-        "engine.round:_count",
-        "info.outcome.path - 1",
+        "engine.round:_kept_ranks",
+        "outcome.path - 1",
         "depths",
         _COUNTERS,
     ),
