@@ -171,6 +171,8 @@ def move(
     def moved(pool: jax.Array) -> jax.Array:
         elements = bits.to_bits(pool)
         read = elements.at[page, offset].get(mode="fill", fill_value=0)
+        # A GPU would read in the kernel that writes, and copy the pool for it.
+        read = jax.lax.optimization_barrier(read)
         elements = elements.at[to_page, to_offset].set(read, mode="drop")
         return bits.from_bits(elements, pool.dtype)
 

@@ -131,6 +131,32 @@ def verify_step(name: str, **options) -> hopper.Program:
     return hopper.Program(fn=verify, args=args, donate=(1,))
 
 
+def verify_tree(name: str, **options) -> hopper.Program:
+    """A window of a tree of as many rows as there can be, whose best path is kept."""
+    target = rows.SlotRows(model=model(name, **options), num_slots=1)
+    size, depth_max = protocols.MAX_TREE_ROWS, 15
+    window = protocols.Window(
+        tokens=_ints(1, size),
+        start=_ints(1),
+        num_active=_ints(1),
+        parents=_ints(1, size),
+        depth_max=depth_max,
+    )
+
+    def verify(params, kv, window, path, num_kept):
+        kv, verified = target.verify(params, kv, window)
+        chosen = target.choose(verified.logits, verified.num_active)
+        kv = target.keep_path(kv, path, num_kept, start=window.start)
+        new_len = window.start + 1 + num_kept
+        kv = target.truncate(kv, new_len, asked=jnp.ones((1,), bool))
+        return kv, verified.by_column(chosen, fill=0)
+
+    params = params_lib.shapes(target.config)
+    path = _ints(1, depth_max), _ints(1)
+    args = (params, _cache(target.model), window, *path)
+    return hopper.Program(fn=verify, args=args, donate=(1,))
+
+
 def spec_round(name: str, *, draft_layers: int | None = None, **options):
     """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
     target = rows.SlotRows(model=model(name, **options), num_slots=1)

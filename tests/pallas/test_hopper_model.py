@@ -15,6 +15,8 @@ import hopper_models as models
 import pytest
 import xla_fusions
 
+from spec_jax.engine import protocols
+
 
 pytestmark = [pytest.mark.slow, pytest.mark.h100]
 
@@ -158,6 +160,18 @@ def test_a_verification(compiled, name):
     whole = fixed + len(LAYER) * DEPTH[name]
     print(f"{name}: {whole} launches of a verification, {fixed} of them in no layer")
     assert fixed <= 28
+
+
+@pytest.mark.parametrize("name", DEPTH)
+def test_a_verification_of_a_tree(compiled, name):
+    """Fails if 64 rows in slabs spill, copy a pool, or take other kernels."""
+    report = compiled(models.verify_tree, name, layers=2)
+    report.assert_fits()
+    slabs = protocols.MAX_TREE_ROWS // models.model(name).slab
+    # The logits of all rows, and those of a slab.
+    assert_in_place(report, models.model(name, layers=2), copies=2 * slabs + 1)
+    assert set(ours(report.launches)) == {*LAYER, *END}
+    print(f"{name}: {launches(report, slabs)} launches of a tree of {slabs} slabs")
 
 
 @pytest.mark.parametrize("name", DEPTH)
