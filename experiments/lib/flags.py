@@ -12,6 +12,9 @@ from spec_jax.rules import sampling
 from spec_jax.typing import IMPLS
 
 
+NO_TREE = "none"
+"""In a list of trees: chains."""
+
 NOISE = ("top_k", "top_p", "min_p")
 """Flags that change nothing at temperature 0."""
 
@@ -164,6 +167,32 @@ def add_tree(group: argparse._ActionsContainer) -> None:
             a path, W in all, as in 4x12:15; 4x12:15@0.3 scores with tau 0.3
         """,
         **{"KxD:W": tree},
+    )
+
+
+def tree_or_none(text: str) -> str:
+    """The type of a tree in a list of them: its text, or `NO_TREE`."""
+    if text == NO_TREE:
+        return text
+    if "[" in text or "]" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a part of a tree's paths, which have commas as the list has: "
+            "write the paths to a file and give its name, NAME.json"
+        )
+    return str(tree(text))
+
+
+def add_trees(group: argparse._ActionsContainer, *, default: str | None) -> None:
+    """`--tree`, a list of texts, and `NO_TREE`."""
+    shown = "" if default is None else f"={default}"
+    cli.add(
+        group,
+        f"""
+        --tree A,B,..{shown}  trees that are drafted in place of chains, with all their
+            nodes: children x depth : nodes, as in 4x6:15 or 4x6:15@0.3; children by
+            depth, as in 4-2-1; files of paths, NAME.json; none for chains
+        """,
+        **{"A,B,..": cli.names(tree_or_none)},
     )
 
 
