@@ -196,6 +196,22 @@ def add_trees(group: argparse._ActionsContainer, *, default: str | None) -> None
     )
 
 
+def check_tree(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str
+) -> None:
+    """Exits with a usage error where a flag of `names`, of chains, goes with trees."""
+    trees = args.tree if isinstance(args.tree, tuple) else (args.tree,)
+    if not set(trees) - {None, NO_TREE}:
+        return
+    for name in names:
+        value, default = getattr(args, name), parser.get_default(name)
+        if value != default:
+            parser.error(
+                f"--tree does not go together with {cli.flag_of(name)}, which is of "
+                "chains: leave one out, or run them apart"
+            )
+
+
 def add_page_size(group: argparse._ActionsContainer) -> None:
     """`--page-size`."""
     cli.add(group, "--page-size TOKENS=16  positions per page of the cache")
