@@ -171,9 +171,12 @@ def add_tree(group: argparse._ActionsContainer) -> None:
 
 
 def tree_or_none(text: str) -> str:
-    """The type of a tree in a list of them: its text, or `NO_TREE`."""
-    if text == NO_TREE:
-        return text
+    """The type of a tree in a list of them, or `NO_TREE`."""
+    return text if text == NO_TREE else tree_text(text)
+
+
+def tree_text(text: str) -> str:
+    """The type of a tree in a list of them: its text, which has no file."""
     if "[" in text or "]" in text:
         raise argparse.ArgumentTypeError(
             f"{text!r} is a part of a tree's paths, which have commas as the list has: "
