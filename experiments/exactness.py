@@ -1,12 +1,12 @@
 """Are rounds exact: in tokens, log-probabilities, logits, and committed K/V pages?
 
-Runs prompts x cells (gamma and its policy, sampling, batch, page size, slab, dtype,
-implementation, cache, drafter, verify path, prefill), and autoregressive decoding of
-each prompt alone, on other pages, and compares everything as integers. One row for each
-prompt and cell; a second run with the same settings and --out goes on where the first
-one ended. A certificate holds the hashes of every result, and --verify runs it again
-and says where it agrees. Exit status: 0 all equal, 2 not, or with logits that are not
-finite, 1 the input was unusable.
+Runs prompts x cells (gamma and its policy, tree, sampling, batch, page size, slab,
+dtype, implementation, cache, drafter, verify path, prefill), and autoregressive
+decoding of each prompt alone, on other pages, and compares everything as integers. One
+row for each prompt and cell; a second run with the same settings and --out goes on
+where the first one ended. A certificate holds the hashes of every result, and --verify
+runs it again and says where it agrees. Exit status: 0 all equal, 2 not, or with logits
+that are not finite, 1 the input was unusable.
 
 By default the first value of every axis is the base, and each other value is run with
 the rest of the base; --product runs every combination.
@@ -127,6 +127,7 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
             kind = cli.one_of(kinds, can_import=axis == "drafter")
         text = f"--{axis} A,B,..  {what}: {listed} (default: {default})"
         cli.add(group, text, **{"A,B,..": cli.names(kind)})
+    flags.add_trees(group, default=None)
     flags.add_rule(group)
 
 

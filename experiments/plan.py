@@ -28,12 +28,21 @@ from experiments.lib import (
     planning,
     records,
     results as results_lib,
+    runs,
     tables,
     terminal,
 )
+from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.drafters import tree_shapes
 
 
 MATCHED, NOT_MATCHED = 0, 2
+
+Drafted = tuple[str, int | str]
+"""A drafter, and its gamma or the text of its tree."""
+
+Trees = dict[tuple[str, str], loading.LanguageModel]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -43,6 +52,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("runs")
     flags.add_drafters(group, default="draft-model,ngram,suffix,hybrid")
     flags.add_rounds(group, gammas="1,2,4")
+    cli.add(
+        group,
+        """
+        --tree A,B,..  trees to be planned next to the chains, by each drafter that has
+            trees: 4x12:15, 4x12:15@0.3, 4-2-1 or NAME.json
+        """,
+        **{"A,B,..": cli.names(flags.tree_text)},
+    )
     flags.add_prompts(group, default="5")
     flags.add_gen_tokens(group, default=64)
     flags.add_repeats(group, default=3)
@@ -55,21 +72,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def plan_rows(
-    results: dict[tuple[str, int], list[results_lib.PromptResult]],
-    predictions: dict[tuple[str, int], planning.Prediction],
+    results: dict[Drafted, list[results_lib.PromptResult]],
+    predictions: dict[Drafted, Any],
 ) -> list[dict[str, Any]]:
-    """A row of each drafter and gamma: predicted, measured, and the error."""
+    """A row of each drafter and gamma or tree: predicted, measured, and the error."""
     rows = []
-    for (drafter, gamma), prompts in results.items():
+    for (drafter, drafted), prompts in results.items():
         summary = tables.to_row(results_lib.summarise(prompts))
-        predicted = predictions.get((drafter, gamma))
+        predicted = predictions.get((drafter, drafted))
         speedup = None if predicted is None else predicted.speedup
         tokens = None if predicted is None else predicted.tokens_per_round
         measured = summary["speedup_decode"]
         row = {
             "kind": "plan",
             "drafter": drafter,
-            "gamma": gamma,
+            **_drafted_of(drafted),
             "predicted_speedup": speedup,
             "measured_speedup": measured,
             "measured_speedup_p10": summary["speedup_decode_p10"],
@@ -81,13 +98,81 @@ def plan_rows(
     return mark_best(rows)
 
 
+def _drafted_of(drafted: int | str) -> dict[str, Any]:
+    if isinstance(drafted, int):
+        return {"gamma": drafted}
+    return {"gamma": tree_shapes.parse(drafted).nodes, "tree": drafted}
+
+
+def load_trees(args: argparse.Namespace, lms: models.Drafters) -> Trees:
+    """Returns the pairs with each tree, of the drafters that have trees.
+
+    Raises:
+      ValueError: trees for drafters of chains alone, or of more nodes than a text has
+        tokens.
+    """
+    trees = args.tree or ()
+    drafters = {n: lm for n, lm in lms.items() if hasattr(lm.drafter, "for_tree")}
+    if trees and not drafters:
+        raise ValueError(
+            f"--tree: {', '.join(lms)} drafts chains alone; add a drafter that has "
+            "trees, such as draft-model"
+        )
+    made = {(n, t): lm.with_tree(t) for n, lm in drafters.items() for t in trees}
+    for (_, tree), lm in made.items():
+        if args.gen_tokens <= lm.gamma_max:
+            raise ValueError(
+                f"--gen-tokens {args.gen_tokens}: proposals of tree {tree} are timed "
+                f"along the text; generate more tokens than its {lm.gamma_max} nodes"
+            )
+    return made
+
+
+def predict_trees(
+    args: argparse.Namespace,
+    trees: Trees,
+    subject: models.Subject,
+    out: records.JsonLines,
+    console: rich_console.Console,
+) -> dict[Drafted, planning.TreePrediction]:
+    """Measures costs and kept nodes; says from how many nodes on rows cost too much."""
+    typical, found = models.typical(subject.ids), {}
+    for (drafter, tree), lm in trees.items():
+        name = f"{drafter}, tree {tree}"
+        settings = dataclasses.replace(subject.settings, gamma=lm.gamma_max)
+        with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
+            costs, rows = costs_lib.measure_tree(
+                name,
+                lm,
+                settings,
+                typical,
+                repeats=args.cost_repeats,
+                after_turn=advance,
+            )
+        out.write_all(rows)
+        done = [runs.run_speculative(lm, settings, ids) for ids in subject.ids]
+        counters = metrics.total(run.counters for run in done)
+        predictions = planning.predict_tree(counters, costs)
+        rows = [
+            {"kind": "plan_tree", "drafter": drafter, "tree": tree}
+            | dataclasses.asdict(prediction)
+            for prediction in predictions
+        ]
+        out.write_all(rows)
+        tables.print_rows(rows, CURVE, console, title=name)
+        console.print(planning.words_of_tree(name, predictions))
+        console.print()
+        found[drafter, tree] = predictions[-1]
+    return found
+
+
 def predict(
     args: argparse.Namespace,
     lms: models.Drafters,
     subject: models.Subject,
     out: records.JsonLines,
     console: rich_console.Console,
-) -> dict[tuple[str, int], planning.Prediction]:
+) -> dict[Drafted, Any]:
     """Measures costs and acceptance; says what they lead one to expect, and who wins.
 
     Returns the predictions by `(drafter, gamma)`.
@@ -161,6 +246,13 @@ COSTS = {
     "p90": ("ms_p90", ".3f"),
     "plain steps": ("ratio", ".2f"),
 }
+CURVE = {
+    "nodes": "d",
+    "rows": ("rows_per_round", ".1f"),
+    "round, plain steps": ("plain_steps", ".2f"),
+    "tokens": ("tokens_per_round", ".2f"),
+    "predicted": lambda row: f"{row['speedup']:.2f}x",
+}
 ACCEPTANCE = {
     "drafter": "",
     "windows": ",d",
@@ -170,7 +262,7 @@ ACCEPTANCE = {
 }
 PLAN = {
     "drafter": "",
-    "gamma": "d",
+    "gamma": lambda row: row.get("tree", str(row["gamma"])),
     "predicted": lambda row: _speedup(row, "predicted"),
     "measured": lambda row: _speedup(row, "measured"),
     "p10-p90": lambda row: _both(
@@ -186,7 +278,7 @@ PLAN = {
 }
 NOTE = (
     "speed-up of decoding over autoregressive decoding, prefill excluded; * the best "
-    "gamma of its drafter; error: predicted / measured - 1; tokens: per round, "
+    "gamma or tree of its drafter; error: predicted / measured - 1; tokens: per round, "
     "predicted/measured"
 )
 """Of the tables that are shown, for `tables.print_rows`."""
@@ -207,6 +299,7 @@ def run(args: argparse.Namespace) -> int:
     with records.open_out(args) as out:
         costs_lib.check_gen_tokens(args.gen_tokens, gamma_max)
         lms = models.load_drafters(args, args.drafter, gamma_max=gamma_max)
+        trees = load_trees(args, lms)
         first = lms[args.drafter[0]]
         subject = models.prepare(args, first, args.prompts)
         out.common = (
@@ -216,21 +309,27 @@ def run(args: argparse.Namespace) -> int:
         )
         gammas = ", ".join(map(str, args.gamma))
         models.announce(args, subject, console, ", ".join(lms), f"gamma {gammas}")
-        results_lib.warm_up(
-            [
-                results_lib.Design(lm=lm, settings=subject.settings)
-                for lm in lms.values()
-            ],
-            subject.ids,
-        )
+        of_tree = {
+            at: results_lib.Design(
+                lm=lm,
+                settings=dataclasses.replace(subject.settings, gamma=lm.gamma_max),
+            )
+            for at, lm in trees.items()
+        }
+        of_chain = [
+            results_lib.Design(lm=lm, settings=subject.settings) for lm in lms.values()
+        ]
+        results_lib.warm_up([*of_chain, *of_tree.values()], subject.ids)
         predictions = predict(args, lms, subject, out, console)
-        grid = {
+        predictions |= predict_trees(args, trees, subject, out, console)
+        grid: dict[Drafted, results_lib.Design] = {
             (name, gamma): results_lib.Design(
                 lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
             )
             for name, lm in lms.items()
             for gamma in args.gamma
         }
+        grid |= {at: of_tree[at] for at in trees}
         found = results_lib.run_grid(
             grid, subject.prompts, subject.ids, repeats=args.repeats
         )

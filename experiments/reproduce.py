@@ -76,6 +76,13 @@ _DRAFTERS = (
     "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled --prompts 8 "
     "--gen-tokens 64"
 )
+_TREES = (
+    "--product --tree 2x4:7,4x6:15,4x16:31,4x16:63 --sampling greedy,sampled --batch "
+    "1,4 --drafter draft-model --gamma-policy fixed --impl native --dtype bfloat16 "
+    "--page-size 16 --cache paged --prompts 8 --gen-tokens 64"
+)
+_GREEDY_TREES = ("4x8:7@0.5", "4x12:15@0.3", "4x16:31@0.3", "4x6:15@1")
+_SAMPLED_TREES = ("4x6:15@0.6", "4-2-1")
 _FLASH = "--verify-path flash --prompts 20 --gen-tokens 256"
 
 
@@ -118,8 +125,17 @@ def _speeds() -> Iterator[Step]:
     yield Step(file="kernels_qwen3_0.6b.jsonl", runs=(command,))
 
 
+def _trees() -> Step:
+    """Rounds of trees: greedy, and drawn."""
+    command = "spec_round --impl native --prompts 50 --tree"
+    runs = [f"{command} {tree}" for tree in _GREEDY_TREES]
+    runs += [f"{command} {tree} --temperature 1" for tree in _SAMPLED_TREES]
+    return Step(file="trees_native.jsonl", runs=tuple(runs), keep="summary")
+
+
 def _comparisons() -> Iterator[Step]:
-    """Designs, batches, policies, traces, and a verify path that mismatches."""
+    """Trees, designs, batches, policies, traces, and a path that mismatches."""
+    yield _trees()
     command = "history --prompts 20"
     yield Step(file="history.jsonl", runs=(command,), keep="history")
     command = "throughput --repeats 5"
@@ -155,6 +171,7 @@ def _certificates() -> Iterator[Step]:
     for name, more in {
         "default": "",
         "drafters_native_bfloat16": f" {_DRAFTERS}",
+        "trees_native_bfloat16": f" {_TREES}",
         "full_native_bfloat16": " --full",
         "gsm8k_native_bfloat16": f" {gsm8k} --impl native --dtype bfloat16",
     }.items():

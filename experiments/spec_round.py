@@ -82,14 +82,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.dump_verify_mismatches and args.temperature:
         parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
     of_chains = ("verify_path", "acceptance", "draft_cache", "dump_verify_mismatches")
-    if args.gamma_policy == "threshold":
+    if args.gamma_policy != "goodput":  # Which counts the ranks of a tree's nodes.
         of_chains += ("gamma_policy",)
-    for name in of_chains:
-        if args.tree and getattr(args, name) != parser.get_default(name):
-            parser.error(
-                f"--tree does not go together with {cli.flag_of(name)}, which is of "
-                "chains: leave one out"
-            )
+    flags.check_tree(parser, args, *of_chains)
     for name in ("verify_path", "acceptance", "dump_verify_mismatches"):
         if args.batch and getattr(args, name) != parser.get_default(name):
             parser.error(

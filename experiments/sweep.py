@@ -38,6 +38,7 @@ from experiments.lib import (
     terminal,
 )
 from spec_jax import loading
+from spec_jax.drafters import tree_shapes
 from spec_jax.model import fingerprint
 
 
@@ -87,12 +88,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             "the latter, or leave it out"
         )
     flags.check_sampling(parser, args)
+    flags.check_tree(parser, args, "gamma_policy")
     return args
 
 
 def _add_grid(group: argparse._ActionsContainer) -> None:
     flags.add_drafters(group, default="draft-model,ngram,suffix,hybrid")
     flags.add_rounds(group, gammas="1,2,4")
+    flags.add_trees(group, default=flags.NO_TREE)
     group.add_argument(
         "--prompts",
         type=cli.text_source,
@@ -162,7 +165,7 @@ def shared_settings(
 
 def grid(args: argparse.Namespace, sets: Sets) -> list[Cell]:
     """Every cell that was asked for; those that share models follow each other."""
-    axes = (args.drafter, args.temperature, sets, args.gamma_policy, args.gamma)
+    axes = (args.drafter, args.temperature, sets, args.gamma_policy, _drafts(args))
     return [
         Cell(
             drafter=drafter,
@@ -171,10 +174,32 @@ def grid(args: argparse.Namespace, sets: Sets) -> list[Cell]:
             gamma_policy=policy,
             gamma=gamma,
             category=category,
+            tree=tree,
         )
-        for drafter, temperature, source, policy, gamma in itertools.product(*axes)
+        for drafter, temperature, source, policy, (tree, gamma) in itertools.product(
+            *axes
+        )
         for category in dict.fromkeys(p.category for p in sets[source].prompts)
     ]
+
+
+def _drafts(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Trees and gammas: chains of each gamma, and each tree with all its nodes."""
+    of_tree = {tree: (tree_shapes.parse(tree).nodes,) for tree in _trees(args)}
+    of_tree[flags.NO_TREE] = args.gamma
+    return [(tree, gamma) for tree in args.tree for gamma in of_tree[tree]]
+
+
+def _trees(args: argparse.Namespace) -> list[str]:
+    return [tree for tree in args.tree if tree != flags.NO_TREE]
+
+
+def check_trees(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
+    """Raises, before any cell is run, where a drafter or the rule has no trees."""
+    for name in args.drafter if _trees(args) else ():
+        lm = models.with_drafter(args, lm, name)
+        for tree in _trees(args):
+            models.with_tree(args, lm, tree)
 
 
 def unfinished(cells: Sequence[Cell], sets: Sets, rows: Sequence[dict]) -> list[Cell]:
@@ -209,6 +234,8 @@ def run_cell(
         gamma=cell.gamma,
         sampling=flags.sampling_settings(args, cell.temperature),
     )
+    if cell.tree != flags.NO_TREE:
+        lm = models.with_tree(args, lm, cell.tree)
     settings = policies.with_policy(cell.gamma_policy, lm, settings, ids[0])
     design = results_lib.Design(lm=lm, settings=settings)
     # What an earlier cell has compiled is not compiled again.
@@ -240,6 +267,7 @@ def run(args: argparse.Namespace) -> int:
     for temperature in args.temperature:
         flags.sampling_settings(args, temperature)  # Before any cell is run.
     lm = models.load(args, drafter=args.drafter[0], gamma_max=args.gamma_max)
+    check_trees(args, lm)
     sets = load_sets(args, lm)
     cells, shared = grid(args, sets), shared_settings(args, lm)
     with records.open_out(args) as out:

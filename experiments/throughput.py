@@ -32,10 +32,26 @@ from experiments.lib import (
 
 MATCHED, NOT_MATCHED = 0, 2
 
-Way = tuple[int | None, int]
-"""Sequences at once, None for one by one without rounds; and gamma, 0 for no drafts."""
 
-ALONE: Way = (None, 0)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way of running all prompts."""
+
+    batch: int | None = None  # sequences at once; None: one by one, without rounds
+    gamma: int = 0  # drafts of a round; 0: none
+    tree: str | None = None  # of which they are; None: a chain
+
+    def to_row(self) -> dict[str, Any]:
+        """Returns the way, in a JSON row."""
+        where = "one by one" if self.batch is None else f"batch {self.batch}"
+        kind = f"gamma {self.gamma}" if self.gamma else "plain"
+        row = {"batch": self.batch, "gamma": self.gamma}
+        if self.tree is not None:
+            kind, row["tree"] = f"tree {self.tree}", self.tree
+        return {"way": f"{kind}, {where}", **row}
+
+
+ALONE = Way()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,6 +73,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("runs")
     cli.add(group, "--batch N,N,...=1,2,4,8,16  sequences at once")
     flags.add_rounds(group)
+    flags.add_tree(group)
     flags.add_drafter(group)
     flags.add_rule(group)
     flags.add_prompts(group, default="32")
@@ -68,15 +85,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
+    flags.check_tree(parser, args, "gamma_policy")
     return args
-
-
-def describe(way: Way) -> dict[str, Any]:
-    """The way, in a JSON row."""
-    batch, gamma = way
-    where = "one by one" if batch is None else f"batch {batch}"
-    kind = f"gamma {gamma}" if gamma else "plain"
-    return {"way": f"{kind}, {where}", "batch": batch, "gamma": gamma}
 
 
 def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
@@ -84,7 +94,7 @@ def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
     num_tokens = sum(map(len, result.texts))
     return {
         "kind": "throughput",
-        **describe(way),
+        **way.to_row(),
         "prompts_equal": result.num_equal(alone),
         "tokens": num_tokens,
         **timing.spread_fields("tok_s", [num_tokens / s for s in result.seconds]),
@@ -105,7 +115,7 @@ def run_ways(lm, settings, ids, results, *, repeats: int) -> Iterator[dict[str, 
                 result.texts, seconds = _once(lm, settings, ids, way)
                 result.seconds.append(seconds)
                 yield {
-                    **{"kind": "throughput_run", **describe(way), "repeat": repeat},
+                    **{"kind": "throughput_run", **way.to_row(), "repeat": repeat},
                     "prompts_equal": result.num_equal(results[ALONE]),
                     "seconds": seconds,
                 }
@@ -114,11 +124,10 @@ def run_ways(lm, settings, ids, results, *, repeats: int) -> Iterator[dict[str, 
 
 def _once(lm, settings, ids, way: Way) -> tuple[list[list[int]], float]:
     """One way over all prompts: their texts, and the seconds of it."""
-    batch, gamma = way
-    if batch is None:
+    if way.batch is None:
         done = [runs.run_plain(lm, settings, prompt) for prompt in ids]
     else:
-        settings = dataclasses.replace(settings, gamma=gamma, num_slots=batch)
+        settings = dataclasses.replace(settings, gamma=way.gamma, num_slots=way.batch)
         done = runs.run_batch(lm, settings, ids)
     return [run.tokens for run in done], sum(run.timing.e2e_s for run in done)
 
@@ -146,11 +155,13 @@ def run(args: argparse.Namespace) -> int:
         )
         ids = subject.ids
         settings = policies.with_policy(args.gamma_policy, lm, subject.settings, ids[0])
-        ways = [ALONE]
+        ways: list[Way] = [ALONE]
+        drafted = {"gamma": settings.gamma, "tree": args.tree and str(args.tree)}
         if max(args.batch) > len(ids):
             console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
         for batch in dict.fromkeys(min(each, len(ids)) for each in args.batch):
-            ways += [(batch, 0), (batch, args.gamma)]
+            ways.append(Way(batch=batch))
+            ways.append(Way(batch=batch, **drafted))
         models.announce(args, subject, console)
         out.common = (
             {"drafter": args.drafter, "prompts": len(ids)}

@@ -47,6 +47,14 @@ class StaleValues(Around):
         return cache.replace(v=(*cache.v[:-1], stale)), verified
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForgetsPaths(Around):
+    """The K/V of a tree's path stay at the places of its nodes."""
+
+    def keep_path(self, cache, path, num_kept, *, start):
+        return cache
+
+
 class Spoilt(pytree.Node):
     """The parameters of `SpoiltLogits`: the target's, and what is wrong where."""
 

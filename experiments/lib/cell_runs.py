@@ -115,7 +115,8 @@ def with_drafter(lm: loading.LanguageModel, cell: cells.Cell) -> loading.Languag
     drafter, params = registry.build(name, parts)
     if cell.draft_cache == "round" and name in WITH_MODEL:
         drafter = round_local.of(drafter)
-    return lm.with_drafter(drafter, params)
+    lm = lm.with_drafter(drafter, params)
+    return lm if cell.tree == cells.NO_TREE else lm.with_tree(cell.tree)
 
 
 def run_plain(
@@ -184,7 +185,9 @@ class Slots:
             prefill_by_rows=cell.prefill == "rows",
             policy_state=policy.state,
         )
-        self._watched = recorder.Recorder(target=speculator.target, window=cell.slab)
+        # A tree may be taller than a slab.
+        window = max(cell.slab, lm.gamma_max + 1)
+        self._watched = recorder.Recorder(target=speculator.target, window=window)
         self._state = self._scheduler.empty(draws=cell.settings is not None)
 
     def run(self, prompts: Sequence[list[int]], plain: Sequence[Plain]) -> list[Rounds]:

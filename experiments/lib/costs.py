@@ -9,7 +9,7 @@ compiled call, and returns the seconds of one.
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +74,55 @@ class RoundCosts:
         return round_s
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeCosts:
+    """Seconds of the parts of a round of trees, by the nodes that are asked for."""
+
+    plain_s: float  # a step of autoregressive decoding
+    idle_s: float  # a round that asks for no node
+    nodes: tuple[int, ...]  # from 0 on; what follows is of these
+    verify_s: tuple[float, ...]  # the target's forward over the root and as many nodes
+    propose_s: tuple[float, ...]
+
+    def round_s(self, nodes: int, *, drafted: float) -> float:
+        """Seconds of a round that asks for `nodes`, and verifies `drafted` of them."""
+        at = self.nodes.index(nodes)
+        proposal_s = max(0.0, self.propose_s[at] - self.propose_s[0])
+        rows_s = float(np.interp(drafted, self.nodes, self.verify_s))
+        return max(0.0, self.idle_s - self.verify_s[0]) + proposal_s + rows_s
+
+
+def measure_tree(
+    name: str,
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
+    prompt: list[int],
+    *,
+    repeats: int,
+    after_turn: Callable[[], None] = lambda: None,
+) -> tuple[TreeCosts, list[dict[str, Any]]]:
+    """Times all parts in turn, as `measure` does, of a drafter of trees."""
+    made = thunks({name: lm}, settings, prompt)
+    timings = timing.interleave(made, repeats=repeats, after_turn=after_turn)
+    seconds = functools.partial(_seconds, timings)
+    nodes = (0, *_sizes(lm))
+    windows = [seconds(_window(1 + n)) for n in nodes]
+    found = TreeCosts(
+        plain_s=statistics.median(timings.seconds[PLAIN]),
+        idle_s=seconds(_idle(name)),
+        nodes=nodes,
+        verify_s=tuple(np.maximum.accumulate(windows).tolist()),
+        propose_s=tuple(seconds(_proposal(name, n)) for n in nodes),
+    )
+    return found, rows(timings)
+
+
+def _sizes(lm: loading.LanguageModel) -> list[int]:
+    """Numbers of a tree's nodes that are timed: 1, 3, 7 and so on, and all of them."""
+    most = lm.gamma_max
+    return sorted({2**n - 1 for n in range(1, most.bit_length())} | {most})
+
+
 def check_gen_tokens(gen_tokens: int, gamma_max: int) -> None:
     """Raises `ValueError` where a text is too short for one window of `gamma_max`."""
     if gen_tokens <= gamma_max:
@@ -112,7 +161,8 @@ def thunks(
     """Returns everything that `costs_of` needs, by name.
 
     Args:
-      lms: one target with several drafters, by their names; all of one `gamma_max`.
+      lms: one target with several drafters, by their names; all of one `gamma_max`,
+        and all of chains or all of trees.
       settings: of one slot; `settings.gen_tokens` are walked, more than `gamma_max`.
       prompt: a prompt of typical length.
       catch_up: whether to time what tokens cost that a drafter sat out.
@@ -124,11 +174,13 @@ def thunks(
     made = {PLAIN: _plain_steps(first, settings, prompt, steps)}
     middle = text[: len(prompt) + steps // 2]
     kv = _begin(first, settings, middle).cache
-    for num_active in range(1, first.gamma_max + 2):
-        made[_window(num_active)] = _windows(first, kv, num_active, steps)
+    is_tree = protocols.is_tree(first.drafter)
+    for drafts in (0, *_sizes(first)) if is_tree else range(first.gamma_max + 1):
+        made[_window(1 + drafts)] = _windows(first, kv, 1 + drafts, steps)
     for name, lm in lms.items():
         walk = _Walk(lm, settings, text, num_prompt=len(prompt))
-        made |= walk.thunks(name, catch_up=catch_up)
+        gammas = (0, *_sizes(lm)) if is_tree else sorted({0, 1, lm.gamma_max})
+        made |= walk.thunks(name, gammas, catch_up=catch_up)
     return made
 
 
@@ -160,6 +212,7 @@ def _windows(lm, kv, num_active, steps) -> timing.Thunk:
         lm.params,
         num_active=jnp.int32(num_active),
         steps=steps,
+        tree_rows=lm.gamma_max + 1 if protocols.is_tree(lm.drafter) else None,
     )
     return _stopwatch(lambda kv: run(kv=kv), kv, calls=steps)
 
@@ -171,25 +224,25 @@ def costs_of(name: str, timings: timing.Timings, *, gamma_max: int) -> RoundCost
     down is in neither. A taller window that seems to take less is noise, and takes
     what the one before it does.
     """
-    plain = timings.seconds[PLAIN]
-    plain_s = statistics.median(plain)
-
-    def seconds(thunk: str) -> float:
-        ratios = timing.ratios(timings.seconds[thunk], plain)
-        return plain_s * statistics.median(ratios)
-
+    seconds = functools.partial(_seconds, timings)
     catch_up_s = None
     if _late(name) in timings.seconds:
         delay_s = seconds(_late(name)) - seconds(_prompt(name))
         catch_up_s = max(0.0, delay_s) / (STRIDE - 1)
     windows = [seconds(_window(n)) for n in range(1, gamma_max + 2)]
     return RoundCosts(
-        plain_s=plain_s,
+        plain_s=statistics.median(timings.seconds[PLAIN]),
         verify_s=tuple(np.maximum.accumulate(windows).tolist()),
         idle_s=seconds(_idle(name)),
         propose_s=tuple(seconds(_proposal(name, g)) for g in (0, 1, gamma_max)),
         catch_up_s=catch_up_s,
     )
+
+
+def _seconds(timings: timing.Timings, thunk: str) -> float:
+    plain = timings.seconds[PLAIN]
+    ratios = timing.ratios(timings.seconds[thunk], plain)
+    return statistics.median(plain) * statistics.median(ratios)
 
 
 def rows(timings: timing.Timings) -> list[dict[str, Any]]:
@@ -256,7 +309,9 @@ class _Walk:
         tokens[0, : len(text)] = text
         self._tokens = jnp.asarray(tokens)
 
-    def thunks(self, name: str, *, catch_up: bool) -> dict[str, timing.Thunk]:
+    def thunks(
+        self, name: str, gammas: Sequence[int], *, catch_up: bool
+    ) -> dict[str, timing.Thunk]:
         """Returns a round without drafts, and proposals along the text."""
         gamma_max = self._speculator.drafter.gamma_max
         steps, most = self._gen_tokens - gamma_max, jnp.int32(self._gen_tokens)
@@ -267,7 +322,7 @@ class _Walk:
                 calls=self._gen_tokens,
             )
         }
-        for gamma in sorted({0, 1, gamma_max}):
+        for gamma in gammas:
             made[_proposal(name, gamma)] = self._proposals(gamma, steps=steps)
         if catch_up:
             # Equally many proposals a call, so that the call itself costs the same.

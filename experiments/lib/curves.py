@@ -182,8 +182,8 @@ _CELL_AXES = ("prompt_source", "temperature", "drafter", "gamma_policy")
 
 
 def is_cell(row: Row) -> bool:
-    """Whether the row is a finished cell of `sweep.py`."""
-    return row.get("kind") == "sweep"
+    """Whether the row is a finished cell of `sweep.py`, of chains."""
+    return row.get("kind") == "sweep" and "tree" not in row
 
 
 def has_category(row: Row) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import paths, policies
+from experiments.lib import flags, paths, policies
+from spec_jax.drafters import tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import row_model
 from spec_jax.rules import sampling as sampling_lib
@@ -27,6 +28,7 @@ CONSTANTS: Mapping[str, Mapping[str, float]] = {
 """Part of what a certificate says."""
 
 SAMPLINGS = ("greedy", "sampled")
+NO_TREE = flags.NO_TREE
 PREFILLS = ("rows", "batched")
 DRAFT_CACHES = ("persistent", "round")
 
@@ -54,6 +56,9 @@ class Cell:
     gamma_policy: str = "fixed"  # of `policies.POLICIES`
     # Slots that share a forward: prompts at once, each compared with decoding alone
     batch: int = 1
+    # `NO_TREE`, or the text of a tree that is drafted in place of chains; `gamma` is
+    # then the number of its nodes
+    tree: str = NO_TREE
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -68,12 +73,20 @@ class Cell:
     @property
     def name(self) -> str:
         """All of it, on one line."""
-        return (
+        name = (
             f"{self.dtype} {self.impl} slab {self.slab} pages of {self.page_size} "
             f"{self.cache} prefill {self.prefill} {self.sampling} | "
             f"{self.verify_path} {self.drafter} {self.draft_cache} "
             f"gamma {self.gamma} {self.gamma_policy} batch {self.batch}"
         )
+        return name if self.tree == NO_TREE else f"{name} tree {self.tree}"
+
+    def to_row(self) -> dict[str, Any]:
+        """Returns the JSON form: of chains as it was before there were trees."""
+        row = dataclasses.asdict(self)
+        if self.tree == NO_TREE:
+            del row["tree"]
+        return row
 
     @property
     def settings(self) -> sampling_lib.SamplingSettings | None:
@@ -120,8 +133,9 @@ def product(axes: Mapping[str, Sequence]) -> list[Cell]:
 def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
     """Returns each cell once; those that share weights, or decoding, stand together."""
     together: dict[str, dict[tuple, dict[Cell, None]]] = {}
-    for choice in choices:
-        if choice["gamma"] + 1 > choice["slab"]:
+    for choice in map(_of_tree, choices):
+        is_chain = choice["tree"] == NO_TREE
+        if is_chain and choice["gamma"] + 1 > choice["slab"]:
             raise ValueError(
                 f"gamma={choice['gamma']} needs a slab of {choice['gamma'] + 1} rows, "
                 f"and one of {choice['slab']} is among those to run; leave one of "
@@ -139,6 +153,32 @@ def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
         of_weights.setdefault(tuple(cell.plain.values()), {})[cell] = None
     groups = [group for groups in together.values() for group in groups.values()]
     return [cell for group in groups for cell in group]
+
+
+OF_CHAINS = {
+    "verify_path": paths.ROWS,
+    "draft_cache": "persistent",
+    "gamma_policy": "fixed",
+}
+"""Axes of which trees have one value alone."""
+
+
+def _of_tree(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the choice with as many drafts as its tree has nodes, if it has one.
+
+    Raises:
+      ValueError: a tree, and a value that is of chains alone.
+    """
+    if choice["tree"] == NO_TREE:
+        return choice
+    for axis, only in OF_CHAINS.items():
+        if choice[axis] != only:
+            raise ValueError(
+                f"tree={choice['tree']} and {axis}={choice[axis]} do not go together, "
+                "for that is of chains, and both are among those to run; leave one of "
+                "them out, or run them apart"
+            )
+    return {**choice, "gamma": tree_shapes.parse(choice["tree"]).nodes}
 
 
 def by_plain(cells: Sequence[Cell]) -> list[list[Cell]]:

@@ -13,6 +13,9 @@ from spec_jax.rules import sampling
 from spec_jax.typing import IMPLS
 
 
+NO_TREE = "none"
+"""In a list of trees: chains."""
+
 NOISE = ("top_k", "top_p", "min_p")
 """Flags that change nothing at temperature 0."""
 
@@ -180,6 +183,51 @@ def temperatures(text: str) -> tuple[float, ...]:
             f"{text!r} is no list of finite numbers, such as 0,0.7"
         )
     return values
+
+
+def tree_or_none(text: str) -> str:
+    """The type of a tree in a list of them, or `NO_TREE`."""
+    return text if text == NO_TREE else tree_text(text)
+
+
+def tree_text(text: str) -> str:
+    """The type of a tree in a list of them: its text, which has no file."""
+    if "[" in text or "]" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a part of a tree's paths, which have commas as the list has: "
+            "write the paths to a file and give its name, NAME.json"
+        )
+    return str(tree(text))
+
+
+def add_trees(group: argparse._ActionsContainer, *, default: str | None) -> None:
+    """`--tree`, a list of texts, and `NO_TREE`."""
+    shown = "" if default is None else f"={default}"
+    cli.add(
+        group,
+        f"""
+        --tree A,B,..{shown}  trees that are drafted in place of chains, with all their
+            nodes: children x depth : nodes, as in 4x6:15 or 4x6:15@0.3; children by
+            depth, as in 4-2-1; files of paths, NAME.json; none for chains
+        """,
+        **{"A,B,..": cli.names(tree_or_none)},
+    )
+
+
+def check_tree(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str
+) -> None:
+    """Exits with a usage error where a flag of `names`, of chains, goes with trees."""
+    trees = args.tree if isinstance(args.tree, tuple) else (args.tree,)
+    if not set(trees) - {None, NO_TREE}:
+        return
+    for name in names:
+        value, default = getattr(args, name), parser.get_default(name)
+        if value != default:
+            parser.error(
+                f"--tree does not go together with {cli.flag_of(name)}, which is of "
+                "chains: leave one out, or run them apart"
+            )
 
 
 def add_page_size(group: argparse._ActionsContainer) -> None:

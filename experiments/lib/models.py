@@ -10,7 +10,7 @@ from rich import console as rich_console
 
 from experiments.lib import prompt_files, prompts as prompts_lib, runs
 from spec_jax import loading
-from spec_jax.drafters import draft_model, hybrid, registry
+from spec_jax.drafters import draft_model, each, hybrid, registry, tree_shapes
 from spec_jax.ops import dispatch
 
 
@@ -38,7 +38,28 @@ def load(
     )
     lm = with_confidence(lm, confidence)
     tree = getattr(args, "tree", None)
-    return lm if tree is None else lm.with_tree(tree)
+    is_one = isinstance(tree, tree_shapes.AnyTree)
+    return with_tree(args, lm, tree) if is_one else lm
+
+
+def with_tree(
+    args: argparse.Namespace, lm: loading.LanguageModel, tree: tree_shapes.AnyTree | str
+) -> loading.LanguageModel:
+    """Returns the same pair with a drafter of trees.
+
+    Raises:
+      ValueError: a drafter that drafts chains alone, or a rule that decides on them.
+      NotImplementedError: a tree that the rule would be biased by.
+    """
+    rule = getattr(args, "rule", "coupled")
+    lm = lm.with_tree(tree)
+    if rule == "block":
+        raise ValueError(
+            f"rule='block' decides on chains alone: leave --tree {tree} out, or take "
+            "--rule coupled, under which every tree is lossless"
+        )
+    each.lift(lm.drafter, 1, rule=rule)  # Says now what it lacks for the rule.
+    return lm
 
 
 def with_drafter(

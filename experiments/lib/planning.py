@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.lib import runs
+from experiments.lib import costs as costs_lib, runs
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.engine import checks, round as round_lib, scheduler as scheduler_lib
@@ -142,6 +142,59 @@ class Prediction:
     tokens_per_round: float  # the target's own token counted
     round_s: float  # seconds of a round, on average
     speedup: float  # over autoregressive decoding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreePrediction:
+    """What some of a tree's nodes, the best, are expected to bring."""
+
+    nodes: int
+    rows_per_round: float  # of the target's forward, the root's counted
+    tokens_per_round: float
+    # Of a round: the tokens that it must commit to be as fast as decoding
+    plain_steps: float
+    speedup: float  # over autoregressive decoding
+
+
+def predict_tree(
+    counters: metrics.Counters, costs: costs_lib.TreeCosts
+) -> list[TreePrediction]:
+    """Returns a prediction for each number of nodes that was timed, from 1 on.
+
+    A path that leaves the best `n` nodes does not come back to them, so that rounds of
+    `n` keep what rounds of all nodes keep among these.
+
+    Args:
+      counters: of rounds that asked for all nodes.
+    """
+    drafted = counters.proposed / counters.rounds
+    made = []
+    for nodes in costs.nodes[1:]:
+        tokens = 1 + sum(counters.kept_by_rank[:nodes]) / counters.rounds
+        num_rows = min(drafted, nodes)
+        steps = costs.round_s(nodes, drafted=num_rows) / costs.plain_s
+        made.append(
+            TreePrediction(
+                nodes=nodes,
+                rows_per_round=1 + num_rows,
+                tokens_per_round=tokens,
+                plain_steps=steps,
+                speedup=tokens / steps,
+            )
+        )
+    return made
+
+
+def words_of_tree(name: str, predictions: Sequence[TreePrediction]) -> str:
+    """Returns where a tree pays, in words."""
+    best = max(predictions, key=lambda prediction: prediction.speedup)
+    faster = [str(one.nodes) for one in predictions if one.speedup > 1]
+    pays = f"pays with {', '.join(faster)} nodes" if faster else "does not pay"
+    return (
+        f"{name}: {pays}; {best.speedup:.2f}x with {best.nodes} nodes expected to be "
+        f"the best, {best.tokens_per_round:.2f} tokens in rounds of "
+        f"{best.plain_steps:.2f} plain steps"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

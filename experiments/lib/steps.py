@@ -263,10 +263,23 @@ def _window(model, params, sizes, context, *, num_active, cache) -> Work:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames=("kv",))
-def repeat_forward(model, params, kv, *, num_active, steps):
-    """Verifies rows at the same positions `steps` times, and forgets them each time."""
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "steps", "tree_rows"),
+    donate_argnames=("kv",),
+)
+def repeat_forward(model, params, kv, *, num_active, steps, tree_rows=None):
+    """Verifies rows at the same positions `steps` times, and forgets them each time.
+
+    Args:
+      tree_rows: columns of a tree in which each node has two children, in place of the
+        chain of a slab.
+    """
     target = rows_lib.SlotRows(model=model, num_slots=1)
+    width, shape = tree_rows or model.slab, {}
+    if tree_rows:
+        above = jnp.maximum(jnp.arange(width, dtype=jnp.int32) - 1, 0) // 2
+        shape = {"parents": above[None], "depth_max": width.bit_length()}
     start, asked = kv.length, jnp.ones((1,), bool)
 
     def step(carry, _):
@@ -274,15 +287,17 @@ def repeat_forward(model, params, kv, *, num_active, steps):
         kv, verified = target.verify(
             params,
             kv,
-            protocols.Window(tokens=tokens, start=start, num_active=num_active[None]),
+            protocols.Window(
+                tokens=tokens, start=start, num_active=num_active[None], **shape
+            ),
         )
         chosen = target.choose(verified.logits, verified.num_active)
         # Each step's tokens come from the step before it, as in decoding. With fixed
         # ones XLA could move the first layer out of the loop.
-        tokens = chosen[None, : model.slab]
+        tokens = chosen[None, :width]
         return (target.truncate(kv, start, asked=asked), tokens), None
 
-    tokens = jnp.arange(model.slab, dtype=jnp.int32)[None]
+    tokens = jnp.arange(width, dtype=jnp.int32)[None]
     return jax.lax.scan(step, (kv, tokens), None, length=steps)[0]
 
 

@@ -154,7 +154,8 @@ def _rows(
         "plain_sha256": plain.evidence.hashes(),
         "spec_sha256": spec.evidence.hashes(),
     }
-    if not differences:
+    # The microscope runs windows of chains.
+    if not differences or cell.tree != cells_lib.NO_TREE:
         return
     window = evidence.window_row(plain.evidence, spec.evidence, differences)
     if window is not None:
@@ -210,7 +211,7 @@ class CellSummary:
         values = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
-        return values | {"cell": dataclasses.asdict(self.cell), "exact": self.is_exact}
+        return values | {"cell": self.cell.to_row(), "exact": self.is_exact}
 
 
 def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> CellSummary:

@@ -61,6 +61,7 @@ _EVERY = {
     "sampling": cells_lib.SAMPLINGS,
     "gamma_policy": policies.POLICIES,
     "batch": (1, 4),
+    "tree": (cells_lib.NO_TREE,),
 }
 BRIEF = Defaults(
     prompts="4",
@@ -183,8 +184,10 @@ def _plan(
             "target": fingerprint.of_params(lm.params),
             "draft": fingerprint.of_params(lm.drafter_params),
         }
-    for cell in {(cell.slab, cell.drafter): cell for cell in cells}.values():
-        if cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.
+    kinds = {(cell.slab, cell.drafter, cell.tree): cell for cell in cells}
+    for cell in kinds.values():
+        is_tree = cell.tree != cells_lib.NO_TREE
+        if is_tree or cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.
             cell_runs.with_drafter(lm, cell)
     prompts = _prompts(lm, source, raw=settings["raw"])
     gen_tokens = settings["gen_tokens"]
@@ -211,7 +214,7 @@ def _plan(
             "sha256": certificates.sha256_of([ids for _, ids in prompts]),
         },
         "constants": cells_lib.constants_of(cells),
-        "cells": [dataclasses.asdict(cell) for cell in cells],
+        "cells": [cell.to_row() for cell in cells],
     }
     return Planned(plan=plan, header=header)
 

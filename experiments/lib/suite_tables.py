@@ -118,7 +118,9 @@ def print_differences(
         row, following = rows[number], rows[number + 1 : number + 2]
         lines = [f"{row['cell']}, prompt {row['id']!r}:"]
         lines += [f"  {evidence.describe(found)}" for found in row["differences"]]
-        if not following or following[0]["kind"] != "mismatch":
+        if " tree " in row["cell"]:
+            lines.append("  the window was a tree: parity.py looks into chains alone")
+        elif not following or following[0]["kind"] != "mismatch":
             lines.append("  the prompt's own K/V differ: look at the prefill")
         elif out is None:
             lines.append("  look closer: give --out, and its line to parity.py")

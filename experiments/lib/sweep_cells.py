@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments.lib import results as results_lib, tables
+from experiments.lib import flags, results as results_lib, tables
 from spec_jax.analysis import conventions, metrics
 
 
@@ -17,6 +17,8 @@ Row = Mapping[str, Any]
 
 ALL = "all"
 """The category of a total."""
+
+NO_TREE = flags.NO_TREE
 
 FIXED = "fixed"
 """The gamma policy that asks for the same gamma in each round."""
@@ -32,10 +34,22 @@ class Cell:
     gamma_policy: str
     gamma: int  # tokens drafted a round; with an adaptive policy at most
     category: str | None  # of the prompts; None of those that have none
+    # `NO_TREE`, or what is drafted in place of chains; `gamma` is the number of nodes
+    tree: str = NO_TREE
+
+    def to_row(self) -> dict[str, Any]:
+        """Returns the fields, in a JSON row: of chains as before there were trees."""
+        row = dataclasses.asdict(self)
+        if self.tree == NO_TREE:
+            del row["tree"]
+        return row
 
     def __str__(self) -> str:
         """The cell in a few words."""
-        words = [self.prompt_source, self.category, self.drafter, f"gamma {self.gamma}"]
+        drafted = f"gamma {self.gamma}"
+        if self.tree != NO_TREE:
+            drafted = f"tree {self.tree}"
+        words = [self.prompt_source, self.category, self.drafter, drafted]
         if self.gamma_policy != FIXED:
             words.append(self.gamma_policy)
         if self.temperature:
@@ -52,6 +66,7 @@ def cell_of(row: Row) -> Cell:
     Raises:
       ValueError: a row that is no cell of a sweep.
     """
+    row = {"tree": NO_TREE, **row}
     missing = [name for name in KEYS if name not in row]
     if missing:
         raise ValueError(f"a row lacks {', '.join(missing)}: it is no cell of a sweep")
@@ -63,7 +78,7 @@ def row_of(cell: Cell, results: Sequence[results_lib.PromptResult]) -> dict[str,
     counters = metrics.total(result.spec[0].counters for result in results)
     return {
         "kind": "sweep",
-        **dataclasses.asdict(cell),
+        **cell.to_row(),
         **tables.to_row(results_lib.summarise(results)),
         "conventions": by_convention(counters),
         "counters": dataclasses.asdict(counters),
@@ -96,7 +111,7 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     )
     return {
         "kind": "sweep",
-        **dataclasses.asdict(cells.pop()),
+        **cells.pop().to_row(),
         **tables.to_row(summary),
         "conventions": by_convention(counters),
     }

@@ -220,10 +220,11 @@ AXES = {
     "temperature": "T",
     "drafter": "drafter",
     "gamma_policy": "policy",
+    "tree": "tree",
     "gamma": "gamma",
 }
 """Columns that tell the cells of a prompt set apart; an axis of one value is left out,
-but for the drafter and its gamma."""
+but for the drafter, its tree and its gamma."""
 
 NUMBERS = {
     "prompts": ("n", "d"),
@@ -243,10 +244,11 @@ def print_cells(
     """Prints one line a cell: of a sweep, or of a category."""
     columns: dict[str, Column] = {}
     for name, heading in AXES.items():
-        values = {row[name] for row in rows if name in row}
-        if values and (name in ("drafter", "gamma") or len(values) > 1):
+        values = {row.get(name) for row in rows}
+        is_shown = name in ("drafter", "tree", "gamma") or len(values) > 1
+        if values != {None} and is_shown:
             columns[heading] = (name, "")
-    rows = [dict.fromkeys(NUMBERS) | row for row in rows]
+    rows = [dict.fromkeys((*AXES, *NUMBERS)) | row for row in rows]
     numbers = {heading: (name, form) for name, (heading, form) in NUMBERS.items()}
     print_rows(rows, columns | numbers | {"match": _match}, console, title=title)
     console.print()

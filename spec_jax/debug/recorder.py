@@ -30,7 +30,7 @@ class Recording(pytree.Node):
     Entry `[b, p]` is of slot `b`'s row that was fed at position `p` and so decides the
     token of `p + 1`; entries of positions that were never run are zero, or `NONE`. A
     tree's rows are recorded by their places, and those of its accepted path are moved
-    to their positions, as their K/V are.
+    to their positions, as their K/V are; `row` is then the depth.
     """
 
     cache: protocols.Cache  # the wrapped target's
@@ -187,8 +187,11 @@ class Recorder:
         by_row = {
             field.name: moved(getattr(cache, field.name))
             for field in dataclasses.fields(cache)
-            if field.name not in ("cache", "drafted", "windows")
+            if field.name not in ("cache", "row", "drafted", "windows")
         }
+        # A row's window begins as many positions before it as it is deep.
+        depth = jnp.broadcast_to(steps + 1, target.shape)
+        by_row["row"] = cache.row.at[slots, target].set(depth, mode="drop")
         drafted = moved(cache.drafted, ahead=1)
         return cache.replace(cache=inner, drafted=drafted, **by_row)
 

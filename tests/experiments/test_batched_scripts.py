@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from script_runs import models_of, rows_of
+from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import spec_round, throughput
 from experiments.lib import runs, timing
@@ -54,6 +54,30 @@ def test_throughput(folders, tmp_path, capsys):
         assert row["n"] == 2 and row["tok_s"] > 0
     assert rows[0]["ratio"] == 1
     assert "gamma 2, batch 2" in capsys.readouterr().out
+
+
+def test_throughput_of_a_tree(folders, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    more = ("--batch", "2", "--repeats", "1", "--tree", "2x3:5", "--out", str(out))
+    assert throughput.main(command(folders, *more)) == throughput.MATCHED
+    plain, slots, tree = rows_of(out, "throughput")
+    assert (tree["tree"], tree["gamma"], tree["batch"]) == ("2x3:5@0.4", 5, 2)
+    assert tree["prompts_equal"] == 3 and "tree" not in {*plain, *slots}
+    assert "tree 2x3:5@0.4, batch 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--tree", "4x12"), ("--tree", "'4x12' is no tree")),
+        (("--tree", "2-1", "--gamma-policy", "goodput"), ("--gamma-policy", "chains")),
+        (("--tree", "2-1", "--rule", "block"), ("rule='block'", "lossless")),
+        (("--tree", "2x2:4", "--drafter", "hybrid"), ("Hybrid drafts chains alone",)),
+        (("--tree", "2x2:4", "--confidence", "0.5"), ("min_confidence=0.5",)),
+    ],
+)
+def test_trees_that_cannot_run(folders, capsys, more, words):
+    assert_fails_with(throughput.main, capsys, command(folders, *more), *words)
 
 
 @pytest.mark.slow

@@ -568,6 +568,83 @@ def test_a_slot_is_refilled_while_others_run(folders, tmp_path, monkeypatch):
 
 
 #
+# Trees
+#
+
+
+@pytest.fixture(scope="module")
+def of_trees(folders, tmp_path_factory):
+    """Chains, a search taller than the slab, and a fixed tree of a file, certified."""
+    folder = tmp_path_factory.mktemp("trees")
+    (folder / "fixed.json").write_text("[[0],[1],[0,0]]")
+    out, certificate = folder / "rows.jsonl", folder / "run.json"
+    trees = f"none,2x4:7,{folder / 'fixed.json'}"
+    more = ("--drafter", "draft-model", "--tree", trees, "--batch", "2")
+    more += ("--sampling", "sampled", "--out", str(out))
+    pair = (folders[0], folders[0])  # All that is drafted can be kept.
+    arguments = commands.one_cell(pair, *more, *commands.certifying(certificate))
+    assert exactness.main(arguments) == exactness.EXACT
+    (folder / "fixed.json").unlink()
+    return Finished(out=out, certificate=certificate)
+
+
+def test_trees_are_exact(folders, of_trees, capsys):
+    """In tokens, log-probabilities, logits and K/V; chains keep the keys they had."""
+    chain, search, fixed = commands.of_kind(of_trees.out, "cell")
+    assert "tree" not in chain["cell"]
+    assert (search["cell"]["tree"], search["cell"]["gamma"]) == ("2x4:7@0.4", 7)
+    assert (fixed["cell"]["tree"], fixed["cell"]["gamma"]) == ("[[0],[1],[0,0]]", 3)
+    for summary in (chain, search, fixed):
+        assert summary["exact"]
+        assert set(summary["equal"].values()) == {NUM_PROMPTS}
+    assert search["proposed"] > 4 * search["rounds"]  # More rows than a slab has.
+    assert search["accepted"] > search["rounds"]
+    assert " tree " not in commands.of_kind(of_trees.out, "prompt")[0]["cell"]
+    # The file of the tree is gone: the certificate has its paths.
+    more = ("--limit", "2")
+    pair = (folders[0], folders[0])
+    assert commands.verify(pair, of_trees.certificate, *more) == exactness.EXACT
+    found = line_of(capsys.readouterr().out, "gamma 7, tree 2x4:7@0.4")
+    assert found == ["2", *["equal"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("axes", "trees"),
+    [
+        ((), ["none", "2x4:7@0.4"]),
+        (("--gamma", "2,1,3", "--product"), ["none"] * 3 + ["2x4:7@0.4"]),
+    ],
+)
+def test_a_tree_has_its_own_gamma(folders, axes, trees):
+    """Fails if one tree is run once for each gamma of the chains."""
+    more = ("--drafter", "draft-model", "--tree", "none,2x4:7,2x4:7@0.4", *axes)
+    args = exactness.parse_args(commands.one_cell(folders, *more))
+    cells = plans.from_flags(args).plan.cells
+    assert sorted((cell.tree for cell in cells), reverse=True) == trees
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [(wrong_targets.OneUlpOff, "logits"), (wrong_targets.ForgetsPaths, "kv")],
+)
+def test_a_fault_of_trees_is_caught(
+    folders, tmp_path, monkeypatch, capsys, wrong, what
+):
+    """By the depth of the row; no window is offered that was none."""
+    around_the_target(monkeypatch, wrong)
+    pair = (folders[0], folders[0])  # All that is drafted can be kept.
+    more = ("--drafter", "draft-model", "--tree", "2x4:7")
+    status, found = run_one_cell(pair, tmp_path, *more)
+    assert status == exactness.NOT_EXACT
+    for row in found:
+        differences = {d["what"]: d for d in row["differences"]}
+        assert what in differences
+        assert differences[what]["row"] == (1 if what == "logits" else None)
+    assert not commands.of_kind(tmp_path / "wrong.jsonl", "mismatch")
+    assert "parity.py looks into chains alone" in capsys.readouterr().out
+
+
+#
 # Flags
 #
 
@@ -600,6 +677,19 @@ def test_a_slot_is_refilled_while_others_run(folders, tmp_path, monkeypatch):
         (("--certificate", "/nowhere/c.json"), ("/nowhere",)),
         (("--certificate", "."), ("directory",)),
         (("--isa", "sse"), ("--isa", "sse", "portable")),
+        (("--tree", "4x12"), ("--tree", "'4x12' is no tree", "4x12:15")),
+        (("--tree", "[[0],[0,0]]"), ("--tree", "commas", "NAME.json")),
+        (("--tree", "nowhere.json"), ("nowhere.json", "No such file")),
+        (("--tree", "2x2:4"), ("2x2:4", "gamma_policy=threshold", "run them apart")),
+        (
+            ("--tree", "2x2:4", "--gamma-policy", "fixed", "--drafter", "oracle"),
+            ("Oracle drafts chains alone",),
+        ),
+        (
+            ("--tree", "2-1", "--verify-path", "row-loop", "--batch", "1"),
+            ("verify_path=row-loop", "of chains"),
+        ),
+        (("--tree", "2-1", "--draft-cache", "round"), ("draft_cache=round",)),
         (("--limit", "1"), ("--limit", "--verify")),
         (("--verify", "c.json"), ("--verify", "certificate alone")),
     ],

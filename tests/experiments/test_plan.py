@@ -124,10 +124,66 @@ def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, cap
         (["--gen-tokens", "2"], ["--gen-tokens 2", "up to 3 tokens"]),
         (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
         (["--cost-repeats", "0"], ["--cost-repeats", "at least 1"]),
+        (["--tree", "4x12"], ["--tree", "'4x12' is no tree"]),
+        (["--tree", "none"], ["--tree", "'none' is no tree"]),
+        (["--tree", "4x12:15"], ["--gen-tokens 8", "4x12:15@0.4", "its 15 nodes"]),
+        (["--tree", "2-1", "--drafter", "hybrid"], ["hybrid drafts chains alone"]),
     ],
 )
 def test_bad_input(folders, capsys, more, words):
     assert_fails_with(plan.main, capsys, command(folders, *more), *words)
+
+
+def test_trees_are_planned_next_to_chains(folders, tmp_path, capsys):
+    """By the drafters that have them: rows say enough to compute them again."""
+    out, tree = tmp_path / "out.jsonl", "2x3:5@0.4"
+    more = ("--tree", tree, "--drafter", "draft-model,hybrid", "--gamma", "2")
+    assert plan.main(command(folders, *more, "--out", str(out))) == plan.MATCHED
+    chain, hybrid, measured = rows_of(out, "plan")
+    assert "tree" not in {*chain, *hybrid}
+    assert (measured["tree"], measured["gamma"]) == (tree, 5) and measured["matched"]
+    curve = rows_of(out, "plan_tree")
+    assert [row["nodes"] for row in curve] == [1, 3, 5]
+    assert measured["predicted_speedup"] == curve[-1]["speedup"]
+    for row in curve:
+        assert row["drafter"] == "draft-model" and row["tree"] == tree
+        ratio = row["tokens_per_round"] / row["plain_steps"]
+        assert row["speedup"] == pytest.approx(ratio)
+    found = measured["kept_by_rank"]
+    rounds = measured["rounds"]
+    assert curve[1]["tokens_per_round"] == pytest.approx(1 + sum(found[:3]) / rounds)
+    names = {row["cost"] for row in rows_of(out, "plan_cost")}
+    name = f"draft-model, tree {tree}"
+    assert {f"{name}: proposal, gamma {n}" for n in (0, 1, 3, 5)} <= names
+    assert "6 active rows" in names
+    assert f"{name}: " in capsys.readouterr().out
+
+
+def test_where_a_tree_pays():
+    """A round's proposal, its rows and what else it costs, over the tokens it keeps."""
+    parts = costs.TreeCosts(
+        plain_s=10.0,
+        idle_s=11.0,
+        nodes=(0, 1, 3),
+        verify_s=(10.0, 12.0, 20.0),
+        propose_s=(0.5, 1.5, 2.5),
+    )
+    assert parts.round_s(1, drafted=1) == 1 + 1 + 12
+    # Between measured windows on a line: lookups may find fewer than they are asked.
+    assert parts.round_s(3, drafted=2) == 1 + 2 + 16
+    counters = metrics.Counters(
+        tokens=20, rounds=10, proposed=20, kept_by_rank=(6, 2, 2)
+    )
+    one, three = planning.predict_tree(counters, parts)
+    assert (one.tokens_per_round, three.tokens_per_round) == (1.6, 2.0)
+    assert (one.rows_per_round, three.rows_per_round) == (2, 3)
+    assert one.speedup == pytest.approx(1.6 / 1.4)
+    words = planning.words_of_tree("d", [one, three])
+    assert "d: pays with 1, 3 nodes; 1.14x with 1 nodes" in words
+    # Negative control: dear rows.
+    dear = dataclasses.replace(parts, verify_s=(10.0, 30.0, 40.0))
+    found = planning.predict_tree(counters, dear)
+    assert "does not pay" in planning.words_of_tree("d", found)
 
 
 COSTS = costs.RoundCosts(

@@ -13,6 +13,7 @@ from script_runs import assert_fails_with, models_of, rows_of
 from experiments import sweep
 from experiments.lib import (
     cli,
+    curves,
     flags,
     results,
     runs,
@@ -172,6 +173,28 @@ def test_a_larger_grid_adds_to_the_file(folders, copied, monkeypatch):
     assert [name for name in ran if name != "warm-up"] == ["1", "3", "2"] * 3
 
 
+def test_trees_add_to_the_file(folders, copied, monkeypatch, capsys):
+    """Each tree is one cell, and cells of chains are those of before."""
+    before = copied.read_bytes()
+    more = ("--tree", "none,2x3:5,2-1")
+    assert sweep.main(command(folders, copied, *more)) == 0
+    assert copied.read_bytes().startswith(before) and b'"tree"' not in before
+    new = rows_of(copied)[4:]
+    places = [(row["tree"], row["gamma"], row["category"]) for row in new]
+    trees = (("2x3:5@0.4", 5), ("[[0],[1],[0,0],[1,0]]", 4))
+    assert places == [(*tree, kind) for tree in trees for kind in ("code", "prose")]
+    for row in new:
+        assert row["matched"] and row["rows_per_round"] <= row["gamma"] + 1
+        assert len(row["counters"]["kept_by_rank"]) == row["gamma"]
+    printed = capsys.readouterr().out
+    assert "tree 2x3:5@0.4" in printed
+    # Figures are over the gammas of chains.
+    assert [curves.is_cell(row) for row in rows_of(copied)] == [True] * 4 + [False] * 4
+    monkeypatch.setattr(sweep, "run_cell", must_not_run)
+    assert sweep.main(command(folders, copied, *more)) == 0
+    assert "8 cells, 8 of them in" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_interrupted_sweep_goes_on(folders, tmp_path, monkeypatch, capsys):
     """Ctrl-C keeps what is finished; the same command runs the rest."""
     real = results.run_designs
@@ -300,6 +323,21 @@ def test_foreign_and_broken_files_are_refused(
         (["--temperature", "0,nan"], ["nan"]),
         (["--temperature=-1"], ["negative"]),
         (["--temperature", "0,1", "--top-p", "0"], ["--top-p 0.0 is outside"]),
+        (["--tree", "none,4x12"], ["--tree", "'4x12' is no tree"]),
+        (["--tree", "[[0],[1]]"], ["--tree", "commas", "NAME.json"]),
+        (
+            ["--tree", "none,2x2:4", "--drafter", "ngram,hybrid"],
+            ["Hybrid drafts chains alone"],
+        ),
+        (
+            ["--tree", "none,2x2:4", "--gamma-policy", "fixed,threshold"],
+            ["--tree", "--gamma-policy", "run them apart"],
+        ),
+        (["--tree", "2x2:4", "--rule", "block"], ["rule='block'", "lossless"]),
+        (
+            ["--tree", "2x2:4", "--rule", "rejection", "--drafter", "draft-model"],
+            ["rule='rejection'", "biases"],
+        ),
         (["--prompts", "0"], ["--prompts"]),
         (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
         (["--out", "/"], ["directory"]),
