@@ -75,10 +75,14 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 def _leave_few(items) -> None:
-    """Makes all cases of a test slow but as many as its marker `few` says."""
+    """Makes all cases of a test slow but as many as its marker `few` says.
+
+    They are marked `rest` too: of what CI compiles for a GPU all is slow.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+        is_run = not item.get_closest_marker("slow") or item.get_closest_marker("h100")
+        if is_run and item.get_closest_marker("few"):
             name, _, _ = item.nodeid.partition("[")
             cases.setdefault(name, []).append(item)
     for found in cases.values():
@@ -87,6 +91,7 @@ def _leave_few(items) -> None:
         for number, item in enumerate(found):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.rest)
 
 
 MAX_MAPPINGS = 25_000

@@ -109,6 +109,7 @@ def assert_in_graphs(report) -> None:
     assert len(alone) <= 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "depth"),
     [
@@ -148,6 +149,7 @@ def test_the_function_of_a_layer_is_compiled_away(compiled):
     assert reports[0].temp_bytes == reports[1].temp_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DEPTH)
 def test_a_verification(compiled, name):
     """Fails if verification has other kernels than plain decoding, or copies."""
@@ -162,6 +164,7 @@ def test_a_verification(compiled, name):
     assert fixed <= 28
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DEPTH)
 def test_a_verification_of_a_tree(compiled, name):
     """Fails if 64 rows in slabs spill, copy a pool, or take other kernels."""
@@ -174,6 +177,7 @@ def test_a_verification_of_a_tree(compiled, name):
     print(f"{name}: {launches(report, slabs)} launches of a tree of {slabs} slabs")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DEPTH)
 def test_a_round(compiled, name):
     """Fails if a round is not `gamma` draft steps and one verification."""
@@ -207,6 +211,7 @@ def flat(tree):
         yield from flat(inside)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DEPTH)
 def test_what_xla_computes_is_one_code(compiled, name):
     """Fails if floats outside our kernels depend on who is calling.
