@@ -271,8 +271,13 @@ class FixedTree:
         return rows * self.top_k + np.array([p[-1] for p in self.paths], np.int32)
 
     def rows(self, level: Int[Array, ""]) -> Int[Array, ""]:
-        """Returns how many rows of a level are run: its nodes with children."""
-        return jnp.array([0, *map(len, self.levels)], jnp.int32)[level]
+        """Returns how many rows of a level are run.
+
+        The K/V of a level are stored after those of a full one before it: only the last
+        level is cut to its nodes with children.
+        """
+        full = [self.width] * (self.depth - 2)
+        return jnp.array([0, *full, *map(len, self.levels[-1:])], jnp.int32)[level]
 
     def frontier(
         self, scores: Float32[Array, "B n"], level: Int[Array, ""]

@@ -572,11 +572,17 @@ def test_a_slot_is_refilled_while_others_run(folders, tmp_path, monkeypatch):
 #
 
 
+FIXED = "[[0],[0,0],[0,1],[0,0,0],[0,1,0]]"
+
+
 @pytest.fixture(scope="module")
 def of_trees(folders, tmp_path_factory):
-    """Chains, a search taller than the slab, and a fixed tree of a file, certified."""
+    """Chains, a search taller than the slab, and a fixed tree of a file: certified.
+
+    Of the fixed one more nodes have children at depth 2 than at depth 1.
+    """
     folder = tmp_path_factory.mktemp("trees")
-    (folder / "fixed.json").write_text("[[0],[1],[0,0]]")
+    (folder / "fixed.json").write_text(FIXED)
     out, certificate = folder / "rows.jsonl", folder / "run.json"
     trees = f"none,2x4:7,{folder / 'fixed.json'}"
     more = ("--drafter", "draft-model", "--tree", trees, "--batch", "2")
@@ -593,7 +599,7 @@ def test_trees_are_exact(folders, of_trees, capsys):
     chain, search, fixed = commands.of_kind(of_trees.out, "cell")
     assert "tree" not in chain["cell"]
     assert (search["cell"]["tree"], search["cell"]["gamma"]) == ("2x4:7@0.4", 7)
-    assert (fixed["cell"]["tree"], fixed["cell"]["gamma"]) == ("[[0],[1],[0,0]]", 3)
+    assert (fixed["cell"]["tree"], fixed["cell"]["gamma"]) == (FIXED, 5)
     for summary in (chain, search, fixed):
         assert summary["exact"]
         assert set(summary["equal"].values()) == {NUM_PROMPTS}
