@@ -83,6 +83,13 @@ _TREES = (
 )
 _GREEDY_TREES = ("4x8:7@0.5", "4x12:15@0.3", "4x16:31@0.3", "4x6:15@1")
 _SAMPLED_TREES = ("4x6:15@0.6", "4-2-1")
+_MATCHED_TREES = (
+    *("50", "50 --temperature 0.7", "50 --temperature 1", "50 --batch 4"),
+    *("50 --batch 4 --temperature 1", f"{DATA}/gsm8k/test.jsonl:50"),
+    f"{DATA}/gsm8k/test.jsonl:50 --temperature 1 --batch 4",
+)
+_HELD = ("humaneval/HumanEval.jsonl", "mbpp/mbpp.jsonl", "mt_bench/question.jsonl")
+"""Data sets on which nothing was ever chosen."""
 _FLASH = "--verify-path flash --prompts 20 --gen-tokens 256"
 
 
@@ -125,17 +132,25 @@ def _speeds() -> Iterator[Step]:
     yield Step(file="kernels_qwen3_0.6b.jsonl", runs=(command,))
 
 
-def _trees() -> Step:
-    """Rounds of trees: greedy, and drawn."""
+def _trees() -> Iterator[Step]:
+    """Rounds of trees: greedy, and drawn; and that they match, everywhere."""
     command = "spec_round --impl native --prompts 50 --tree"
     runs = [f"{command} {tree}" for tree in _GREEDY_TREES]
     runs += [f"{command} {tree} --temperature 1" for tree in _SAMPLED_TREES]
-    return Step(file="trees_native.jsonl", runs=tuple(runs), keep="summary")
+    runs += ["spec_round --impl native --prompts 50 --gamma 7 --temperature 1"]
+    yield Step(file="trees_native.jsonl", runs=tuple(runs), keep="summary")
+    for impl, sets in {
+        "native": (*_MATCHED_TREES, *(f"{DATA}/{name}:50" for name in _HELD)),
+        "xla": _MATCHED_TREES,
+    }.items():
+        command = f"spec_round --impl {impl} --tree 4x12:15@0.3 --prompts"
+        runs = [f"{command} {prompts}" for prompts in sets]
+        yield Step(file=f"matched_trees_{impl}.jsonl", runs=tuple(runs), keep="summary")
 
 
 def _comparisons() -> Iterator[Step]:
     """Trees, designs, batches, policies, traces, and a path that mismatches."""
-    yield _trees()
+    yield from _trees()
     command = "history --prompts 20"
     yield Step(file="history.jsonl", runs=(command,), keep="history")
     command = "throughput --repeats 5"

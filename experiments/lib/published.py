@@ -15,7 +15,10 @@ from experiments.lib import files
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
-PAGES = ("README.md", "docs/measurements.md", "docs/batch_invariance.md")
+PAGES = (
+    *("README.md", "docs/measurements.md", "docs/batch_invariance.md"),
+    "docs/trees.md",
+)
 """Pages with such tables, below `ROOT`."""
 
 Row = Mapping[str, Any]
@@ -142,6 +145,8 @@ def certificates() -> Lines:
         "drafters_native_bfloat16": "... --product --drafter "
         "ngram,suffix,hybrid,draft-model,oracle --gamma-policy "
         "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled",
+        "trees_native_bfloat16": "... --product --tree 2x4:7,4x6:15,4x16:31,4x16:63 "
+        "--sampling greedy,sampled --batch 1,4",
         "full_native_bfloat16": "... --full",
         "gsm8k_native_bfloat16": "... --prompts gsm8k/test.jsonl:50 --gen-tokens 64",
     }
@@ -162,6 +167,28 @@ def batches() -> Lines:
     ratios = {(row["batch"], bool(row["gamma"])): row["ratio"] for row in rows}
     for name, is_drafted in (("plain", False), ("draft model, gamma 4", True)):
         yield name, *(f"{ratios[size, is_drafted]:.2f}x" for size in sizes)
+
+
+def trees() -> Lines:
+    """Chains and trees of the embedded pair: tokens, rows and speed."""
+    yield (
+        "`python experiments/spec_round.py --prompts 50`",
+        *("tokens a round", "rows of the target a round", "speed-up"),
+    )
+    rows = [
+        row
+        for row in rows_of("spec_round_native_gamma*.jsonl", "summary")
+        if row["gamma"] in (4, 7)
+    ]
+    for row in (*rows, *rows_of("trees_native.jsonl", "summary")):
+        flags = f"--tree {row['tree']}" if row["tree"] else f"--gamma {row['gamma']}"
+        drawn = f" --temperature {row['temperature']:g}" if row["temperature"] else ""
+        yield (
+            f"`{flags}{drawn}`",
+            f"{row['mean_accepted_length']:.2f}",
+            f"{row['rows_per_round']:.1f}",
+            f"{row['speedup_e2e']:.2f}",
+        )
 
 
 def regret() -> Lines:
@@ -191,7 +218,10 @@ def regret() -> Lines:
 
 TABLES: Mapping[str, Callable[[], Lines]] = {
     made.__name__: made
-    for made in (rounds, hugging_face, kernels, designs, certificates, batches, regret)
+    for made in (
+        *(rounds, hugging_face, kernels, designs, certificates, batches, trees),
+        regret,
+    )
 }
 
 
