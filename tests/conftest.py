@@ -47,6 +47,8 @@ def pytest_configure(config) -> None:
         os.environ[name.upper()] = str(value)  # For processes that tests start.
 
 
+TESTS = pathlib.Path(__file__).parent
+
 LONGEST = (
     "test_hopper_model.py",
     "test_triton_model.py",
@@ -60,6 +62,16 @@ LONGEST = (
 """Files that one process would be left with at the end, while the other waits."""
 
 
+BITS = (
+    *("model/", "ops/", "paging/test_pool_copies.py", "test_front_door.py"),
+    *("engine/test_round.py", "engine/test_trees.py", "engine/test_memory.py"),
+    *("experiments/test_embedded_pair.py", "test_examples.py", "test_readme.py"),
+    *("test_microscope.py", "experiments/test_parity_script.py"),
+)
+"""Files and folders whose tests compare bits of compiled programs, or look at these:
+they are marked `bits`, and CI compiles them as users do."""
+
+
 @pytest.hookimpl(tryfirst=True)  # Before `-m` looks at the markers.
 def pytest_collection_modifyitems(items) -> None:
     """Puts the longest files first; fails where a required oracle is not installed.
@@ -68,6 +80,9 @@ def pytest_collection_modifyitems(items) -> None:
     Face are never skipped there without anyone noticing.
     """
     _leave_few(items)
+    for item in items:
+        if item.path.relative_to(TESTS).as_posix().startswith(BITS):
+            item.add_marker(pytest.mark.bits)
     items.sort(key=lambda item: item.path.name not in LONGEST)
     if os.environ.get("SPEC_JAX_REQUIRE_ORACLE") == "1":
         import torch  # noqa: F401

@@ -84,12 +84,24 @@ class TreeCosts:
     verify_s: tuple[float, ...]  # the target's forward over the root and as many nodes
     propose_s: tuple[float, ...]
 
-    def round_s(self, nodes: int, *, drafted: float) -> float:
-        """Seconds of a round that asks for `nodes`, and verifies `drafted` of them."""
-        at = self.nodes.index(nodes)
-        proposal_s = max(0.0, self.propose_s[at] - self.propose_s[0])
+    @property
+    def gamma_max(self) -> int:
+        """The most nodes that were timed."""
+        return self.nodes[-1]
+
+    def seconds(self, nodes: int, *, drafted: float) -> float:
+        """Seconds of a round that asks for `nodes`, and verifies `drafted` of them.
+
+        Between numbers that were timed, along a line.
+        """
+        proposal_s = float(np.interp(nodes, self.nodes, self.propose_s))
         rows_s = float(np.interp(drafted, self.nodes, self.verify_s))
-        return max(0.0, self.idle_s - self.verify_s[0]) + proposal_s + rows_s
+        beyond_rows = max(0.0, self.idle_s - self.verify_s[0])
+        return beyond_rows + max(0.0, proposal_s - self.propose_s[0]) + rows_s
+
+    def round_s(self) -> np.ndarray:
+        """Seconds of a round by its nodes, `[gamma_max + 1]`."""
+        return np.array([self.seconds(n, drafted=n) for n in range(self.gamma_max + 1)])
 
 
 def measure_tree(

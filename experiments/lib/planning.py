@@ -172,7 +172,7 @@ def predict_tree(
     for nodes in costs.nodes[1:]:
         tokens = 1 + sum(counters.kept_by_rank[:nodes]) / counters.rounds
         num_rows = min(drafted, nodes)
-        steps = costs.round_s(nodes, drafted=num_rows) / costs.plain_s
+        steps = costs.seconds(nodes, drafted=num_rows) / costs.plain_s
         made.append(
             TreePrediction(
                 nodes=nodes,

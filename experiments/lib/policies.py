@@ -110,10 +110,10 @@ def with_policy(
 
 def measure_costs(
     lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
-) -> costs.RoundCosts:
+) -> costs.RoundCosts | costs.TreeCosts:
     """What rounds of each gamma cost here, with the drafter.
 
-    The costs are those of gammas up to the drafter's `gamma_max`.
+    The costs are those of gammas up to the drafter's `gamma_max`; of trees, by nodes.
     """
     # Long enough for a window of every height, several times.
     missing = max(0, 4 * (lm.drafter.gamma_max + 1) - settings.gen_tokens)
@@ -123,5 +123,7 @@ def measure_costs(
         gen_tokens=settings.gen_tokens + missing,
         capacity=settings.capacity + missing,
     )
+    if protocols.is_tree(lm.drafter):
+        return costs.measure_tree("drafter", lm, longer, prompt, repeats=TURNS)[0]
     found, _ = costs.measure({"drafter": lm}, longer, prompt, repeats=TURNS)
     return found["drafter"]

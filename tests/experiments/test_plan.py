@@ -168,9 +168,9 @@ def test_where_a_tree_pays():
         verify_s=(10.0, 12.0, 20.0),
         propose_s=(0.5, 1.5, 2.5),
     )
-    assert parts.round_s(1, drafted=1) == 1 + 1 + 12
+    assert parts.seconds(1, drafted=1) == 1 + 1 + 12
     # Between measured windows on a line: lookups may find fewer than they are asked.
-    assert parts.round_s(3, drafted=2) == 1 + 2 + 16
+    assert parts.seconds(3, drafted=2) == 1 + 2 + 16
     counters = metrics.Counters(
         tokens=20, rounds=10, proposed=20, kept_by_rank=(6, 2, 2)
     )

@@ -337,7 +337,7 @@ def test_wide_defaults_change_nothing(folders, tmp_path):
         (("--tree", "2x2:4", "--confidence", "0.5"), ("min_confidence=0.5",)),
         (
             ("--tree", "2x2:4", "--rule", "block", "--temperature", "1"),
-            ("rule='block'", "no form for trees"),
+            ("rule='block'", "chains alone"),
         ),
     ],
 )
