@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import files
+from spec_jax.drafters import tree_shapes
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -181,7 +182,9 @@ def trees() -> Lines:
         if row["gamma"] in (4, 7)
     ]
     for row in (*rows, *rows_of("trees_native.jsonl", "summary")):
-        flags = f"--tree {row['tree']}" if row["tree"] else f"--gamma {row['gamma']}"
+        flags = f"--gamma {row['gamma']}"
+        if row["tree"]:
+            flags = f"--tree {tree_shapes.parse(row['tree'])}"
         drawn = f" --temperature {row['temperature']:g}" if row["temperature"] else ""
         yield (
             f"`{flags}{drawn}`",

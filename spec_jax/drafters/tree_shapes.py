@@ -8,6 +8,7 @@ same in every round, as Medusa's tables and SpecInfer's expansions are.
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -311,6 +312,13 @@ class FixedTree:
         return table(self.candidates), table(self.parents), num_real
 
     def __str__(self) -> str:
+        """Its branching, where that says all of it; otherwise its paths as JSON."""
+        counts = [
+            1 + max(path[-1] for path in self.paths if len(path) == depth)
+            for depth in range(1, self.depth + 1)
+        ]
+        if math.prod(counts) <= self.nodes and self == FixedTree.of_branching(counts):
+            return "-".join(map(str, counts))
         return json.dumps([list(path) for path in self.paths], separators=(",", ":"))
 
 

@@ -176,7 +176,9 @@ def test_what_a_fixed_tree_is():
     tree = FIXED["medusa"]
     assert tree.paths[:4] == ((0,), (1,), (2,), (0, 0)) and tree.nodes == 9
     assert (tree.depth, tree.top_k, tree.width) == (3, 3, 3)
-    assert tree_shapes.parse(str(tree)) == tree
+    for each in FIXED.values():
+        assert tree_shapes.parse(str(each)) == each
+    assert str(FIXED["branching"]) == "3-2-1" and str(tree).startswith("[[0],[1],")
     assert tree == tree_shapes.FixedTree(paths=MEDUSA[::-1])
     assert tree_shapes.parse("2-2").paths == (
         (0,),

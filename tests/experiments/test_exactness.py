@@ -572,7 +572,7 @@ def test_a_slot_is_refilled_while_others_run(folders, tmp_path, monkeypatch):
 #
 
 
-FIXED = "[[0],[0,0],[0,1],[0,0,0],[0,1,0]]"
+FIXED = "[[0],[0,0],[0,1],[0,0,0],[0,1,0],[0,1,1]]"
 
 
 @pytest.fixture(scope="module")
@@ -599,7 +599,7 @@ def test_trees_are_exact(folders, of_trees, capsys):
     chain, search, fixed = commands.of_kind(of_trees.out, "cell")
     assert "tree" not in chain["cell"]
     assert (search["cell"]["tree"], search["cell"]["gamma"]) == ("2x4:7@0.4", 7)
-    assert (fixed["cell"]["tree"], fixed["cell"]["gamma"]) == (FIXED, 5)
+    assert (fixed["cell"]["tree"], fixed["cell"]["gamma"]) == (FIXED, 6)
     for summary in (chain, search, fixed):
         assert summary["exact"]
         assert set(summary["equal"].values()) == {NUM_PROMPTS}
