@@ -181,7 +181,7 @@ def test_trees_add_to_the_file(folders, copied, monkeypatch, capsys):
     assert copied.read_bytes().startswith(before) and b'"tree"' not in before
     new = rows_of(copied)[4:]
     places = [(row["tree"], row["gamma"], row["category"]) for row in new]
-    trees = (("2x3:5@0.4", 5), ("[[0],[1],[0,0],[1,0]]", 4))
+    trees = (("2x3:5@0.4", 5), ("2-1", 4))
     assert places == [(*tree, kind) for tree in trees for kind in ("code", "prose")]
     for row in new:
         assert row["matched"] and row["rows_per_round"] <= row["gamma"] + 1
