@@ -157,14 +157,15 @@ def _comparisons() -> Iterator[Step]:
     yield Step(file="throughput.jsonl", runs=(command,), keep="throughput")
     command = "regret --prompts 6 --gen-tokens 96 --live --repeats 2"
     yield Step(file="regret.jsonl", runs=(command,))
-    record = "replay --record {scratch} --prompts 50 --gamma 7"
-    sampled = f"{record} --temperature 0.7 --top-k 20 --top-p 0.8"
+    # Recordings of other settings do not go into one file.
+    record = "replay --record {{scratch}}_{} --prompts 50 --gamma 7{}"
+    sampled = " --temperature 0.7 --top-k 20 --top-p 0.8"
     yield Step(
         file="replay_check.jsonl",
         runs=tuple(
             run
-            for first in (record, sampled)
-            for run in (first, "replay {scratch} --check")
+            for name, more in (("greedy", ""), ("drawn", sampled))
+            for run in (record.format(name, more), f"replay {{scratch}}_{name} --check")
         ),
         keep="replay",
     )

@@ -50,13 +50,10 @@ def test_every_table_is_on_a_page():
 
 @needs_matplotlib
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: pathlib.Path(path).stem)
-def test_figures_are_of_these_rows(path, request):
+def test_figures_are_of_these_rows(path):
     """Fails if rows were measured again and the figure was not drawn again."""
     from experiments.lib import figures
 
-    if "divergence" in path or "step_cost" in path:
-        # Rows older than relative differences; rows whose steps were renamed since.
-        request.applymarker(pytest.mark.xfail(strict=True, reason="to be run again"))
     drawn = figures.read_source(ROOT / path)
     assert drawn, "names no rows"
     paths = published.RESULTS.glob("*.jsonl")
@@ -66,7 +63,6 @@ def test_figures_are_of_these_rows(path, request):
 
 
 @needs_matplotlib
-@pytest.mark.xfail(strict=True, reason="the rows of the table have one gamma so far")
 def test_the_table_of_rounds_is_in_the_figure():
     """Fails if both show other runs of the same thing."""
     from experiments.lib import figures
@@ -77,7 +73,6 @@ def test_the_table_of_rounds_is_in_the_figure():
     assert set(figure_source.digests(rows)) <= drawn
 
 
-@pytest.mark.xfail(strict=True, reason="some rows are of changed code, to be run again")
 def test_rows_are_of_commits():
     paths = published.RESULTS.glob("*.jsonl")
     rows = [row for path in paths for row in files.read_rows(path).values()]
@@ -106,8 +101,8 @@ def test_every_step_can_be_parsed(tmp_path):
     # And what the tables and the certificates of today are made of is among them.
     files_of_today = {p for p in published.RESULTS.glob("certificates/*.json")}
     files_of_today |= set(published.RESULTS.glob("[c-t]*.jsonl"))
-    old = {"spec_round_native.jsonl", "spec_round_xla.jsonl", reproduce.LOG}
-    assert {p for p in files_of_today if p.name not in old} <= made
+    files_of_today -= {published.RESULTS / reproduce.LOG}
+    assert files_of_today <= made
 
 
 @pytest.fixture
