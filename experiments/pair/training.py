@@ -43,33 +43,37 @@ class Recipe:
     seed: int = 0
 
 
-@functools.cache  # A static argument of the step: one object, one compilation.
-def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Muon for the layers' matrices, Adam for the rest.
+def learning_rate(recipe: Recipe, peak: float) -> optax.Schedule:
+    """Returns the learning rate by step: it rises, stays at `peak`, and falls.
 
-    The learning rates rise, stay, and fall linearly to nothing over the last
-    `decay_share` of the steps. Until then a run does not depend on `steps`, so that
-    it can be made longer.
+    It falls linearly to nothing over the last `decay_share` of the steps. Until then a
+    run does not depend on `steps`, so that it can be made longer.
     """
     warmup = min(recipe.warmup_steps, recipe.steps // 2)
     decay = round(recipe.decay_share * recipe.steps)
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, warmup),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, 0.0, decay),
+        ],
+        [warmup, recipe.steps - decay],
+    )
 
-    def schedule(peak: float) -> optax.Schedule:
-        return optax.join_schedules(
-            [
-                optax.linear_schedule(0.0, peak, warmup),
-                optax.linear_schedule(peak, 0.0, decay),
-            ],
-            [warmup, recipe.steps - decay],
-        )
 
+@functools.cache  # A static argument of the step: one object, one compilation.
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Muon for the layers' matrices, Adam for the rest, both by `learning_rate`."""
     adam = optax.adamw(
-        schedule(recipe.adam_learning_rate),
+        learning_rate(recipe, recipe.adam_learning_rate),
         b2=0.98,
         weight_decay=0.0,
         nesterov=True,
     )
-    transforms = {"adam": adam, "muon": muon.muon(schedule(recipe.learning_rate))}
+    transforms = {
+        "adam": adam,
+        "muon": muon.muon(learning_rate(recipe, recipe.learning_rate)),
+    }
     return optax.chain(
         optax.clip_by_global_norm(1.0), optax.partition(transforms, labels)
     )

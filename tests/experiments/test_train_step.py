@@ -123,6 +123,17 @@ def test_the_norm_has_the_gradient_of_rms_norm(dtype, tolerance):
     assert distance(other, expected) > 10 * tolerance
 
 
+def test_the_learning_rate_rises_stays_and_falls():
+    recipe = training.Recipe(steps=100, warmup_steps=10, decay_share=0.3)
+    rate = training.learning_rate(recipe, 0.02)
+    rates = [float(rate(step)) for step in (0, 5, 10, 40, 70, 85, 100)]
+    np.testing.assert_allclose(rates, [0, 0.01, 0.02, 0.02, 0.02, 0.01, 0], atol=1e-9)
+    # Until it falls, the length of the run is not in it.
+    longer = training.learning_rate(dataclasses.replace(recipe, steps=1000), 0.02)
+    assert [float(longer(step)) for step in (5, 40)] == rates[1:4:2]
+    assert float(longer(85)) != rates[5]
+
+
 @pytest.mark.slow
 def test_the_optimiser_is_optax_with_narrow_products():
     """Fails if momentum, scale, schedule or the states' tree differ from optax's."""
@@ -149,16 +160,6 @@ def test_the_optimiser_is_optax_with_narrow_products():
 def optax_muon(recipe):
     """The recipe's optimiser, of optax's parts alone."""
 
-    def schedule(peak):
-        warmup, decay = recipe.warmup_steps, round(recipe.decay_share * recipe.steps)
-        return optax.join_schedules(
-            [
-                optax.linear_schedule(0.0, peak, warmup),
-                optax.linear_schedule(peak, 0.0, decay),
-            ],
-            [warmup, recipe.steps - decay],
-        )
-
     def matrices(params):
         matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
         labels = training.labels(params)
@@ -167,8 +168,10 @@ def optax_muon(recipe):
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
-            schedule(recipe.learning_rate),
-            adam_learning_rate=schedule(recipe.adam_learning_rate),
+            training.learning_rate(recipe, recipe.learning_rate),
+            adam_learning_rate=training.learning_rate(
+                recipe, recipe.adam_learning_rate
+            ),
             adam_b2=0.98,
             muon_weight_dimension_numbers=matrices,
         ),
