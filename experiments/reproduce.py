@@ -76,6 +76,7 @@ _DRAFTERS = (
     "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled --prompts 8 "
     "--gen-tokens 64"
 )
+_FULL = "--full --prompts 50 --gen-tokens 256"
 _TREES = (
     "--product --tree 2x4:7,4x6:15,4x16:31,4x16:63 --sampling greedy,sampled --batch "
     "1,4 --drafter draft-model --gamma-policy fixed --impl native --dtype bfloat16 "
@@ -188,7 +189,7 @@ def _certificates() -> Iterator[Step]:
         "default": "",
         "drafters_native_bfloat16": f" {_DRAFTERS}",
         "trees_native_bfloat16": f" {_TREES}",
-        "full_native_bfloat16": " --full",
+        "full_native_bfloat16": f" {_FULL}",
         "gsm8k_native_bfloat16": f" {gsm8k} --impl native --dtype bfloat16",
     }.items():
         yield Step(
