@@ -5,7 +5,7 @@ Stages, in this order, each resumable after a kill with the same loss curve:
     target    about 10 M parameters, on text
     draft     about 1 M parameters, on the same text
     distill   the draft again, towards the target's distributions
-    rollouts  the target continues 12,288 pieces of the text greedily
+    rollouts  the target continues pieces of the text greedily
     align     the draft again, towards the target's distributions on its own text
     export    bf16 weights, tokenizer and model card, as Hugging Face folders
 
@@ -41,7 +41,7 @@ DONE = 0
 
 WINDOW = 512
 HELD_OUT_WINDOWS = 32
-ROLLOUTS, ROLLOUT_PREFIX, ROLLOUT_LENGTH, ROLLOUT_BATCH = 12_288, 48, 177, 46
+ROLLOUT_PREFIX, ROLLOUT_LENGTH, ROLLOUT_BATCH = 48, 177, 46
 
 TARGET = config_lib.Qwen3Config(
     vocab_size=corpus.VOCAB_SIZE,
@@ -188,15 +188,15 @@ def train(args: argparse.Namespace) -> float:
 
 
 def roll_out(args: argparse.Namespace) -> None:
-    """Writes `rollouts.npy [ROLLOUTS, ROLLOUT_LENGTH]` of the shipped target.
+    """Writes `rollouts.npy [--rollouts, ROLLOUT_LENGTH]` of the shipped target.
 
     A killed run goes on from `rollouts_STEP.part`, which is of that step's target.
     """
     windows, _, _ = prepare(args.work)
     params, step = restore(args.work, "target", args.seed)
     random = np.random.default_rng(args.seed)
-    chosen = windows[random.choice(len(windows), ROLLOUTS)]
-    starts = random.integers(0, WINDOW - ROLLOUT_PREFIX, ROLLOUTS)
+    chosen = windows[random.choice(len(windows), args.rollouts)]
+    starts = random.integers(0, WINDOW - ROLLOUT_PREFIX, args.rollouts)
     columns = starts[:, None] + np.arange(ROLLOUT_PREFIX)
     text = rollouts.generate(
         params_lib.cast(params, "bfloat16"),
@@ -263,6 +263,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --work FOLDER=pair  checkpoints, logs and tokenizer
         --steps N  optimiser steps of 8192 tokens (default: by stage)
         --seed SEED=0  of weights, batches and rollouts
+        --rollouts N=12288  how many pieces of the text the target continues
         --impl IMPL=auto  kernels of the rollouts
         --assets FOLDER=spec_jax/assets  where the export goes
         """,

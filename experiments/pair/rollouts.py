@@ -37,8 +37,13 @@ def generate(
         it goes on after its last whole slab; it stays behind.
 
     Raises:
-      ValueError: `kept` is of other prefixes.
+      ValueError: `kept` is of other prefixes, or a slab would be left incomplete.
     """
+    if len(prefixes) % SLOTS:
+        raise ValueError(
+            f"{len(prefixes)} rollouts are not of whole slabs of {SLOTS}; choose a "
+            "multiple as --rollouts"
+        )
     done = _whole_slabs(kept, prefixes, length)
     with kept.open("ab") as file:
         file.truncate(done.nbytes)  # The slab that a kill cut short.

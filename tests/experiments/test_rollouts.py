@@ -77,6 +77,8 @@ def test_text_of_other_prefixes_is_refused(tmp_path):
         generate(kept, prefixes(1))
     with pytest.raises(ValueError, match="another length; delete it"):
         generate(kept, length=LENGTH - 1)
+    with pytest.raises(ValueError, match=r"40 rollouts are not of whole slabs of 16"):
+        generate(kept, prefixes()[:40])
 
 
 @pytest.mark.slow
