@@ -1,4 +1,4 @@
-"""Features that rounds hand to a drafter are those of decoding, row by row, as integers.
+"""Features that rounds hand to a drafter are those of decoding, as integers.
 
 Drafters here write down what they are handed, by position. The negative controls hand
 out other rows, and require that the same comparison fails.
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import PROMPT, SMALL, Ask
+from decoding import SMALL, Ask
 from test_trees import RIGHT, ScriptedTree
 
 from spec_jax import testing
