@@ -45,7 +45,7 @@ def of(drafter: protocols.Drafter) -> protocols.Drafter:
     """
     if isinstance(drafter, hybrid.Hybrid):
         return dataclasses.replace(drafter, draft=of(drafter.draft))
-    if not isinstance(drafter, draft_model.DraftModel):
+    if type(drafter) is not draft_model.DraftModel:  # Not of a kind with features.
         raise ValueError(
             f"{type(drafter).__name__} has no draft model, and so no draft cache to "
             "build again in each round: leave --draft-cache out"

@@ -120,10 +120,14 @@ class Recorder:
         return state.replace(cache=state.cache.cache), state.cache
 
     def verify(
-        self, params: protocols.Params, cache: Recording, window: protocols.Window
+        self,
+        params: protocols.Params,
+        cache: Recording,
+        window: protocols.Window,
+        **taps: tuple[int, ...],
     ) -> tuple[Recording, protocols.Verified]:
         """Verifies as the target does, and records all rows that were run."""
-        inner, verified = self.target.verify(params, cache.cache, window)
+        inner, verified = self.target.verify(params, cache.cache, window, **taps)
         chosen = self.target.choose(verified.logits, verified.num_active)
         recording = self._record(cache.replace(cache=inner), window, verified, chosen)
         return recording, verified

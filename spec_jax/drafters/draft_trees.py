@@ -42,7 +42,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         memory = self._catch_up(params, memory, text, length, asked=asked)
         memory, logits = self._root(params, memory, text, length, asked)
         asked &= memory.length == length
-        draw = _Draw.of(self.drafter.draws, sampling, length, num_slots=self.num_slots)
+        draw = Draw.of(self.drafter.draws, sampling, length, num_slots=self.num_slots)
 
         def expand(carry, tokens, parents, first, num_rows):
             """Runs the rows of a level; see `tree_search.Expand`."""
@@ -109,7 +109,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         return memory, logits
 
 
-class _Draw(pytree.Node):
+class Draw(pytree.Node):
     """By which weights the children of a tree's nodes are chosen.
 
     Attributes:
@@ -124,7 +124,7 @@ class _Draw(pytree.Node):
     has_probs: bool = pytree.static()
 
     @classmethod
-    def of(cls, draws, sampling, length, *, num_slots: int) -> "_Draw":
+    def of(cls, draws, sampling, length, *, num_slots: int) -> "Draw":
         """Returns how `DraftModel.draws` says it."""
         if draws == "independent" and sampling is None:
             sampling = draft_slots.greedy(num_slots)

@@ -62,6 +62,16 @@ class Each:
         return getattr(self.drafter, "depth_max", None)
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's features that the drafter reads."""
+        return protocols.taps_of(self.drafter)
+
+    @property
+    def feature_size(self) -> int:
+        """The width of a feature. No attribute where the drafter takes any."""
+        return self.drafter.feature_size  # type: ignore[attr-defined]
+
+    @property
     def vocab_size(self) -> int:
         """Entries of the drafter's vocabulary. No attribute where it has none."""
         return self.drafter.vocab_size  # type: ignore[attr-defined]
@@ -92,11 +102,12 @@ class Each:
         prompt: list[int],
         *,
         slot: int,
+        **features: Array,
     ) -> EachMemory:
         """Takes a prompt into a memory as new, and puts that into the slot."""
         # A copy: the drafter may donate what it is given.
         fresh = jax.tree.map(jnp.copy, memory.fresh)
-        one = self.drafter.prefill(params, fresh, prompt)
+        one = self.drafter.prefill(params, fresh, prompt, **features)
         return memory.replace(slots=_put(memory.slots, one, jnp.int32(slot)))
 
     def propose(
@@ -130,16 +141,18 @@ class Each:
         length: Int[Array, " B"],
         *,
         asked: Bool[Array, " B"],
+        **features: Array,
     ) -> EachMemory:
         """Commits in the slots that are asked; the others stay as they are."""
 
-        def one(memory, length, asked):
-            committed = self.drafter.commit(params, memory, length)
+        def one(memory, length, asked, features):
+            committed = self.drafter.commit(params, memory, length, **features)
             return jax.tree.map(
                 lambda new, old: jnp.where(asked, new, old), committed, memory
             )
 
-        return memory.replace(slots=states.map_slots(one, memory.slots, length, asked))
+        slots = states.map_slots(one, memory.slots, length, asked, features)
+        return memory.replace(slots=slots)
 
 
 def _is_cache(part: Any) -> bool:

@@ -102,6 +102,28 @@ def check_pair(target: Any, drafter: Any) -> None:
             f"gamma_max={drafter.gamma_max} needs {drafter.gamma_max + 1} rows a "
             f"window, the target has {most}"
         )
+    _check_taps(target, drafter)
+
+
+def _check_taps(target: Any, drafter: Any) -> None:
+    """Raises `ValueError` unless the target has the features that a drafter reads."""
+    taps, config = protocols.taps_of(drafter), getattr(target, "config", None)
+    if not taps or config is None:
+        return
+    name, most = type(drafter).__name__, config.num_layers - 1
+    for tap in taps:
+        if not isinstance(tap, numbers.Integral) or not 0 <= tap <= most:
+            raise ValueError(
+                f"{name} has taps={taps}, and {tap!r} is not in 0 .. {most}: features "
+                "are hidden_states of the target, 0 the embedding and k the output of "
+                f"layer k - 1; the last, {most + 1}, is none, as others norm it"
+            )
+    size = getattr(drafter, "feature_size", config.hidden_size)
+    if size != config.hidden_size:
+        raise ValueError(
+            f"{name} reads features of width {size}, and those of the target have "
+            f"{config.hidden_size}: take the drafter that was trained for this target"
+        )
 
 
 def stop_array(stop_ids: Tokens | int, *, size: int | None = None) -> np.ndarray:

@@ -83,6 +83,7 @@ class Verified(pytree.Node):
     positions: jax.Array  # [P] int32, of the token that was fed: its depth decides
     num_active: jax.Array  # [] int32
     at: jax.Array  # [B, R] int32, the row of each column; P where it was not run
+    features: jax.Array | None = None  # [P, taps, D]; None where none were asked for
 
     def by_column(self, rows: jax.Array, *, fill: Any) -> jax.Array:
         """Returns `rows [P, ..]` by column, `[B, R, ..]`; `fill` where none was run."""
@@ -113,12 +114,21 @@ class Target(Protocol):
         ...
 
     def verify(
-        self, params: Params, cache: Cache, window: Window
+        self,
+        params: Params,
+        cache: Cache,
+        window: Window,
+        *,
+        taps: tuple[int, ...] = (),
     ) -> tuple[Cache, Verified]:
         """Runs each slot's active columns, and keeps their K/V.
 
         A slot that sits out is not touched. Where a slot finds no page nothing of it is
         run, and `out_of_pages` says so; the others go on.
+
+        Args:
+          taps: of the features that a drafter asks for, see `taps_of`. Without them
+            the argument is left out, and the program holds nothing of features.
         """
         ...
 
@@ -164,6 +174,15 @@ def depth_max(drafter: Any) -> int:
     return drafter.depth_max if is_tree(drafter) else drafter.gamma_max
 
 
+def taps_of(drafter: Any) -> tuple[int, ...]:
+    """Returns which of the target's features a drafter reads; () for none.
+
+    Features are residual streams, un-normed, by Hugging Face's `hidden_states` index: 0
+    is the embedding, `k` the output of layer `k - 1`. The last layer's is not one.
+    """
+    return tuple(getattr(drafter, "taps", ()))
+
+
 class Drafter(Protocol):
     """Proposes continuations, by functions of a memory that the loop carries.
 
@@ -179,6 +198,10 @@ class Drafter(Protocol):
     A drafter with a vocabulary of its own says so by an attribute `vocab_size`, which
     `checks.check_pair` compares with the target's. `testing.check_drafter` checks
     what is promised here.
+
+    A drafter that reads the target has an attribute `taps` (`taps_of`) and, in
+    `prefill` and `commit`, a keyword `features`: see `SlotDrafter`, there without the
+    axis of slots. One that takes them at one width says it by `feature_size`.
     """
 
     @property
@@ -264,6 +287,9 @@ class SlotDrafter(Protocol):
         """Takes a prompt into a slot that is empty or was released. Donates `memory`.
 
         A slot is released by a `commit` of length 1, which forgets all of it.
+
+        A drafter with `taps` has a keyword more, `features [T, taps, D]`: those of the
+        prompt but for its last token, which was not run yet. The rest is padding.
         """
         ...
 
@@ -295,5 +321,12 @@ class SlotDrafter(Protocol):
         *,
         asked: Bool[Array, " B"],
     ) -> Memory:
-        """Keeps `length[b]` tokens and nothing after them, in the slots asked."""
+        """Keeps `length[b]` tokens and nothing after them, in the slots asked.
+
+        A drafter with `taps` has a keyword more, `features`: None where a slot is
+        released, otherwise `[B, A, taps, D]`, with `A` one more than the drafts on a
+        path. Of a slot that commits `k` tokens after `x[0, n)` the first `k` are those
+        of positions `n - 1 .. n + k - 2`, in order: bit for bit what decoding computes
+        there. The others are zero.
+        """
         ...

@@ -26,11 +26,11 @@ autoregressive decoding. Rules other than "coupled" keep the distribution alone.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
 from spec_jax.engine import loop, protocols, state as state_lib, verification
@@ -110,7 +110,10 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
         num_active=jnp.where(running, num_drafted + 1, 0),
         **_tree_of(proposal, depth_max),
     )
-    cache, verified = target.verify(target_params, state.cache, window)
+    taps = protocols.taps_of(drafter)
+    # Not passed where none are asked for: most targets and drafters know no features.
+    asked = {"taps": taps} if taps else {}
+    cache, verified = target.verify(target_params, state.cache, window, **asked)
     outcome, is_finite = verification.decide(
         target,
         verified,
@@ -135,12 +138,35 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
         # The target's own token, the last that is committed, has no K/V yet.
         num_kept = slots.length - state.slots.length - 1
         cache = target.keep_path(cache, outcome.path, num_kept, start=window.start)
+    features = {}
+    if taps:
+        num_kept = slots.length - state.slots.length
+        features["features"] = _features(verified, outcome, num_kept, depth_max)
     state = State(
         slots=slots,
         cache=target.truncate(cache, slots.length - 1, asked=running),
-        memory=drafter.commit(draft_params, memory, slots.length, asked=running),
+        memory=drafter.commit(
+            draft_params, memory, slots.length, asked=running, **features
+        ),
     )
     return state, info
+
+
+def _features(
+    verified: protocols.Verified,
+    outcome: acceptance.Outcome,
+    num_kept: Int[Array, " B"],
+    depth_max: int,
+) -> Float[Array, "B A taps D"]:
+    """Returns the features of the rows that decided on the tokens kept, in order."""
+    at = verified.at[:, : depth_max + 1]
+    if outcome.path is not None:
+        columns = jnp.pad(outcome.path, ((0, 0), (1, 0)))
+        at = jnp.take_along_axis(verified.at, columns, axis=1)
+    steps = jnp.arange(at.shape[1], dtype=jnp.int32)[None]
+    # Past the end, and so zero.
+    at = jnp.where(steps < num_kept[:, None], at, verified.logits.shape[0])
+    return cast(jax.Array, verified.features).at[at].get(mode="fill", fill_value=0)
 
 
 def _parents(proposal: protocols.Proposal) -> Int[Array, "B W"] | None:

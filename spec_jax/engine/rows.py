@@ -10,7 +10,8 @@ each slot gets the logits and the K/V that it would get alone.
 
 import dataclasses
 import functools
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -101,83 +102,75 @@ class SlotRows:
             self.model, params, kv, prompt[:-1], by_rows=by_rows, slot=slot
         )
 
+    def prefill_features(
+        self,
+        params: params_lib.Params,
+        kv: paged.PagedKV,
+        prompt: list[int],
+        *,
+        slot: int,
+        taps: tuple[int, ...],
+        by_rows: bool | None = None,
+    ) -> tuple[paged.PagedKV, Float[Array, "T taps D"]]:
+        """As `prefill`, and the features of these tokens; see `protocols.Target`."""
+        return prompt_lib.prefill_features(
+            self.model, params, kv, prompt[:-1], taps=taps, by_rows=by_rows, slot=slot
+        )
+
     def verify(
         self,
         params: params_lib.Params,
         kv: paged.PagedKV,
         window: protocols.Window,
+        *,
+        taps: tuple[int, ...] = (),
     ) -> tuple[paged.PagedKV, protocols.Verified]:
         """Runs each slot's active columns; see `protocols.Target`."""
-
-        def keep(logits, part, start):
-            return jax.lax.dynamic_update_slice(logits, part, (start, jnp.int32(0)))
-
-        rows, at, kv, logits = self._run(params, kv, window, keep)
+        rows, at, kv, (logits, features) = self._run(params, kv, window, taps=taps)
         return kv, protocols.Verified(
             logits=logits,
             slots=rows.slots,
             positions=rows.positions,
             num_active=rows.num_active,
             at=at,
+            features=features,
         )
 
     def advance(
         self, params: params_lib.Params, kv: paged.PagedKV, window: protocols.Window
     ) -> paged.PagedKV:
         """Runs each slot's active columns for their K/V; computes no logits."""
-        return self._run(params, kv, window, keep=None)[2]
+        return self._run(params, kv, window, with_logits=False)[2]
 
-    def _run(self, params, kv, window, keep):
-        """Reserves pages, runs all tiles with active rows, and extends the slots.
+    def _run(self, params, kv, window, *, taps=(), with_logits=True):
+        """Runs the columns as `run_window` does, whose outputs are logits and features,
+        each None where it is not asked for."""
 
-        Returns:
-          The rows, where each column went among them, the cache, and the logits of all
-          rows `[P, V]`, which `keep` collects tile by tile; None without it.
-        """
-        asked = window.num_active > 0
-        start = window.start
-        if window.first is not None:
-            start = start + window.first
-        follows = (start == kv.length) | ~asked
-        kv = kv.replace(refused=kv.refused | ~follows)
-        kv = allocator.reserve_each(kv, start + window.num_active, asked=asked)
-        num_active = jnp.where(self.out_of_pages(kv), 0, window.num_active)
-        tile = self._tile(window.tokens.size)
-        rows, at = _pack(window.replace(num_active=num_active), tile=tile)
-        (height,) = rows.tokens.shape
-
-        def run(kv, part):
+        def forward(kv, rows, inputs):
+            del inputs
             kv, outputs = qwen3.forward_rows(
                 params,
                 self.config,
-                part,
+                rows,
                 kv,
                 impl=self.model.impl,
-                with_logits=keep is not None,
+                taps=taps,
+                with_logits=with_logits,
             )
-            return kv, outputs.logits
+            logits = outputs.logits if with_logits else None
+            return kv, (logits, outputs.features if taps else None)
 
-        def step(number, carry):
-            kv, logits = carry
-            start = number * tile
-            kv, part = run(kv, _tile_of(rows, start, tile))
-            return kv, keep(logits, part, start) if keep else None
-
-        if height == tile:
-            kv, logits = run(kv, rows)
-        else:
-            logits = None
-            if keep:
+        def empty(height):
+            logits = features = None
+            if with_logits:
                 logits = jnp.zeros((height, self.config.vocab_size), jnp.float32)
-            num_tiles = -(-rows.num_active // tile)
-            kv, logits = jax.lax.fori_loop(0, num_tiles, step, (kv, logits))
-        kv = allocator.extend_each(kv, start + num_active, asked=num_active > 0)
-        return rows, at, kv, logits if keep else None
+            if taps:
+                shape = height, len(taps), self.config.hidden_size
+                features = jnp.zeros(shape, self.config.dtype)
+            return logits, features
 
-    def _tile(self, num_rows: int) -> int:
-        if self.model.impl == "native":
-            return min(num_rows, NATIVE_TILE)
-        return self.model.slab
+        tile = tile_of(self.model.impl, self.model.slab, window.tokens.size)
+        return run_window(forward, kv, window, tile=tile, empty=empty)
 
     def choose(
         self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
@@ -220,10 +213,75 @@ class SlotRows:
         return max(1, index.pages_for(num_positions, page_size))
 
 
+def tile_of(impl: str, slab: int, num_rows: int) -> int:
+    """Returns how many of `num_rows` rows a model of such slabs runs at once."""
+    return min(num_rows, NATIVE_TILE) if impl == "native" else slab
+
+
+Forward = Callable[[paged.PagedKV, qwen3.Rows, Any], tuple[paged.PagedKV, Any]]
+"""`forward(kv, rows, inputs) -> (kv, outputs)`: runs a tile, and writes its K/V. Inputs
+and outputs are of any structure, with the tile's rows as their leading axis."""
+
+
+def run_window(
+    forward: Forward,
+    kv: paged.PagedKV,
+    window: protocols.Window,
+    *,
+    tile: int,
+    empty: Callable[[int], Any],
+    inputs: Any = None,
+) -> tuple[qwen3.Rows, Int[Array, "B R"], paged.PagedKV, Any]:
+    """Reserves pages, runs all tiles with active rows, and extends the slots.
+
+    Args:
+      tile: rows of a forward.
+      empty: makes the outputs of so many rows, which those of tiles are put into.
+      inputs: of the columns, leaves `[B, R, ..]`; `forward` gets those of its rows.
+
+    Returns:
+      The rows, where each column went among them, the cache, and the outputs of all
+      rows, leaves `[P, ..]`.
+    """
+    asked = window.num_active > 0
+    start = window.start
+    if window.first is not None:
+        start = start + window.first
+    follows = (start == kv.length) | ~asked
+    kv = kv.replace(refused=kv.refused | ~follows)
+    kv = allocator.reserve_each(kv, start + window.num_active, asked=asked)
+    num_active = jnp.where(kv.out_of_pages, 0, window.num_active)
+    rows, at, inputs = _pack(
+        window.replace(num_active=num_active), tile=tile, inputs=inputs
+    )
+    (height,) = rows.tokens.shape
+
+    def step(number, carry):
+        kv, outputs = carry
+        start = number * tile
+        cut = lambda values: jax.lax.dynamic_slice_in_dim(values, start, tile)
+        kv, parts = forward(kv, _tile_of(rows, start, tile), jax.tree.map(cut, inputs))
+
+        def keep(all_, part):
+            at = (start, *(jnp.int32(0) for _ in part.shape[1:]))
+            return jax.lax.dynamic_update_slice(all_, part, at)
+
+        return kv, jax.tree.map(keep, outputs, parts)
+
+    if height == tile:
+        kv, outputs = forward(kv, rows, inputs)
+    else:
+        outputs = empty(height)
+        num_tiles = -(-rows.num_active // tile)
+        kv, outputs = jax.lax.fori_loop(0, num_tiles, step, (kv, outputs))
+    kv = allocator.extend_each(kv, start + num_active, asked=num_active > 0)
+    return rows, at, kv, outputs
+
+
 def _pack(
-    window: protocols.Window, *, tile: int
-) -> tuple[qwen3.Rows, Int[Array, "B R"]]:
-    """Returns all active columns, slot after slot, and where each of them went.
+    window: protocols.Window, *, tile: int, inputs: Any = None
+) -> tuple[qwen3.Rows, Int[Array, "B R"], Any]:
+    """Returns all active columns, slot after slot, where each went, and their inputs.
 
     Whole tiles, a tree's parents before their children; a column that is not run goes
     past the end.
@@ -239,7 +297,7 @@ def _pack(
         values = jnp.broadcast_to(values, (B, R, *values.shape[2:]))
         if B == 1:  # They are packed already: a pad, and no scatter to compile.
             return jnp.pad(values[0], [(0, height - R)] + [(0, 0)] * (values.ndim - 2))
-        packed = jnp.zeros((height, *values.shape[2:]), jnp.int32)
+        packed = jnp.zeros((height, *values.shape[2:]), values.dtype)
         return packed.at[at].set(values, mode="drop")
 
     positions, branch = _layout(window, num_rows=R)
@@ -250,7 +308,7 @@ def _pack(
         num_active=ends[-1],
         branch=None if branch is None else pack(branch),
     )
-    return rows, at
+    return rows, at, jax.tree.map(pack, inputs)
 
 
 def _layout(

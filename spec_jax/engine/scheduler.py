@@ -283,16 +283,17 @@ class Scheduler:
             target_params = request.target_params
         if request.draft_params is not None:
             draft_params = request.draft_params
-        return state.replace(
-            cache=self.target.prefill(
-                target_params,
-                state.cache,
-                prompt,
-                slot=slot,
-                by_rows=self.prefill_by_rows,
-            ),
-            memory=self.drafter.prefill(draft_params, state.memory, prompt, slot=slot),
-        )
+        taps = protocols.taps_of(self.drafter)
+        to_target: dict[str, Any] = {"slot": slot, "by_rows": self.prefill_by_rows}
+        to_drafter: dict[str, Any] = {"slot": slot}
+        if taps:
+            cache, to_drafter["features"] = self.target.prefill_features(
+                target_params, state.cache, prompt, taps=taps, **to_target
+            )
+        else:
+            cache = self.target.prefill(target_params, state.cache, prompt, **to_target)
+        memory = self.drafter.prefill(draft_params, state.memory, prompt, **to_drafter)
+        return state.replace(cache=cache, memory=memory)
 
     def begin(self, request: Request) -> states.State:
         """Returns the state of one request in the first slot, the others empty.

@@ -35,7 +35,14 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WHOLE_DTYPES = {
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+"""Of tables of numbers, which are no weights."""
+_DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
 _AGAIN = "download it again"
 
 
@@ -74,10 +81,15 @@ class Pending:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def find(folder: pathlib.Path) -> dict[str, Entry]:
+def find(
+    folder: pathlib.Path, *, dtypes: Mapping[str, np.dtype] = DTYPES
+) -> dict[str, Entry]:
     """The tensors of a folder, by name, from one file or from an index and its shards.
 
     Reads every header and no tensor.
+
+    Args:
+      dtypes: what tensors may be, by the names of the format.
 
     Raises:
       CheckpointError: nothing or two things to read, a missing shard, a malformed
@@ -90,7 +102,7 @@ def find(folder: pathlib.Path) -> dict[str, Entry]:
             f"{folder}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove one of them"
         )
     if has_single:
-        return read_header(single)
+        return read_header(single, dtypes=dtypes)
     if not has_index:
         raise CheckpointError(
             f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; {_AGAIN}"
@@ -101,7 +113,7 @@ def find(folder: pathlib.Path) -> dict[str, Entry]:
         path = folder / file_name
         if not _exists(path):
             raise CheckpointError(f"{path}: no such shard; {_AGAIN}")
-        for name, entry in read_header(path).items():
+        for name, entry in read_header(path, dtypes=dtypes).items():
             if weight_map.get(name) != file_name:
                 raise CheckpointError(
                     f"{path}: holds {name}, which {INDEX_FILE} places in "
@@ -150,7 +162,9 @@ def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
     return weight_map
 
 
-def read_header(path: pathlib.Path) -> dict[str, Entry]:
+def read_header(
+    path: pathlib.Path, *, dtypes: Mapping[str, np.dtype] = DTYPES
+) -> dict[str, Entry]:
     """The tensors of one file, by name; checks that they fill it exactly."""
     try:
         with path.open("rb") as file:
@@ -172,12 +186,20 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
         raise CheckpointError(f"{path}: malformed header (not an object); {_AGAIN}")
     raw.pop("__metadata__", None)
     start = 8 + length
-    entries = {name: _entry(path, name, item, start) for name, item in raw.items()}
+    entries = {
+        name: _entry(path, name, item, start, dtypes) for name, item in raw.items()
+    }
     _check_layout(path, entries.values(), start, size)
     return entries
 
 
-def _entry(path: pathlib.Path, name: str, raw: Any, start: int) -> Entry:
+def _entry(
+    path: pathlib.Path,
+    name: str,
+    raw: Any,
+    start: int,
+    dtypes: Mapping[str, np.dtype],
+) -> Entry:
     """One item of a header, with its types and its size checked."""
     try:
         dtype_name, shape, (begin, end) = (
@@ -192,15 +214,15 @@ def _entry(path: pathlib.Path, name: str, raw: Any, start: int) -> Entry:
         well_formed = False
     if not well_formed:
         raise CheckpointError(f"{path}: malformed header at {name}; {_AGAIN}")
-    if dtype_name not in DTYPES:
+    if dtype_name not in dtypes:
         raise CheckpointError(
-            f"{path}: {name} is {dtype_name}, not one of {', '.join(DTYPES)} "
+            f"{path}: {name} is {dtype_name}, not one of {', '.join(dtypes)} "
             "(quantised checkpoints are not supported)"
         )
     entry = Entry(
         name=name,
         path=path,
-        dtype=DTYPES[dtype_name],
+        dtype=dtypes[dtype_name],
         shape=tuple(shape),
         offset=start + begin,
     )

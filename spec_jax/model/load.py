@@ -41,8 +41,8 @@ class InsufficientMemoryError(CheckpointError, MemoryError):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parts:
-    """The tensors that make up one array of `Params`, stacked by rows."""
+class Parts:
+    """The tensors that make up one array of a model, stacked by rows."""
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]  # (name, shape)
 
@@ -93,14 +93,8 @@ def load(
     # A table that is not the head, too, is looked up only.
     table: Any = None if names.lm_head is None else names.embed
 
-    def read(leaf: jax.ShapeDtypeStruct, sources: _Parts) -> weights.Weight:
-        buffer = np.empty(leaf.shape, leaf.dtype)
-        start = 0
-        for name, shape in sources.parts:
-            part = buffer[start : start + shape[0]]
-            files.read_into(entries[name], part)
-            _check_finite(entries[name], part)
-            start += shape[0]
+    def read(leaf: jax.ShapeDtypeStruct, sources: Parts) -> weights.Weight:
+        buffer = assemble(leaf, sources, entries)
         # A copy, and waited for, so that the buffer is free before the next is taken.
         weight: weights.Weight
         if impl == "native" and len(leaf.shape) == 2 and sources is not table:
@@ -110,6 +104,24 @@ def load(
         return jax.block_until_ready(weight)
 
     return config, jax.tree.map(read, params_lib.shapes(config), names)
+
+
+def assemble(
+    leaf: jax.ShapeDtypeStruct, sources: Parts, entries: Mapping[str, files.Entry]
+) -> np.ndarray:
+    """Reads one array of the shape and dtype of `leaf`, with its values checked.
+
+    Raises:
+      CheckpointError: a tensor cannot be read, or holds a value that is not finite.
+    """
+    buffer = np.empty(leaf.shape, leaf.dtype)
+    start = 0
+    for name, shape in sources.parts:
+        part = buffer[start : start + shape[0]]
+        files.read_into(entries[name], part)
+        _check_finite(entries[name], part)
+        start += shape[0]
+    return buffer
 
 
 def save(
@@ -138,7 +150,7 @@ def save(
     _check_params(config, params)
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ValueError(f"{max_shard_bytes=} must be positive")
-    tensors = _pending(config, params)
+    tensors = pending(params, _names(config))
     shards = _shards(tensors, max_shard_bytes)
     texts = {"config.json": config_lib.to_dict(config)}
     if max_shard_bytes is not None:
@@ -150,6 +162,21 @@ def save(
                 for tensor in shard
             },
         }
+    write_folder(folder, shards, texts, metadata=metadata)
+
+
+def write_folder(
+    folder: pathlib.Path,
+    shards: Mapping[str, list[files.Pending]],
+    texts: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes files of tensors and of JSON, and replaces an older checkpoint by them.
+
+    Raises:
+      CheckpointError: the files cannot be written.
+    """
     details = {"format": "pt"} | dict(metadata or {})  # Hugging Face asks for "pt".
     new = {*shards, *texts}
     try:
@@ -176,10 +203,10 @@ def required_bytes(config: config_lib.Qwen3Config) -> tuple[int, int]:
 
 
 def _names(config: config_lib.Qwen3Config) -> params_lib.Params:
-    """A tree like `Params` that holds `_Parts`: what each array is made of."""
+    """A tree like `Params` that holds `Parts`: what each array is made of."""
 
     def made_of(*parts: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place
-        return _Parts(parts)
+        return Parts(parts)
 
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
     N, K = config.num_heads, config.num_kv_heads
@@ -315,15 +342,17 @@ def _shape_of(leaf: weights.Weight) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def _pending(
-    config: config_lib.Qwen3Config, params: params_lib.Params
-) -> list[files.Pending]:
-    """The tensors to write, in the order of `Params`; no weight is copied yet."""
+def pending(params: Any, names: Any) -> list[files.Pending]:
+    """The tensors to write, in the order of `params`; no weight is copied yet.
+
+    Args:
+      names: a tree like `params` that holds `Parts`.
+    """
     tensors = []
     leaves = jax.tree.leaves(
         params, is_leaf=lambda leaf: isinstance(leaf, weights.Panels)
     )
-    for leaf, sources in zip(leaves, jax.tree.leaves(_names(config)), strict=True):
+    for leaf, sources in zip(leaves, jax.tree.leaves(names), strict=True):
         start = 0
         for name, shape in sources.parts:
             stop = start + shape[0]

@@ -23,13 +23,35 @@ def prefill(
     """
     if not tokens:
         return kv
+    padded, length = _padded(tokens)
+    return model.prefill(params, kv, padded, length, by_rows=by_rows, slot=slot)
+
+
+def prefill_features(
+    model: row_model.RowModel,
+    params: params_lib.Params,
+    kv: paged.PagedKV,
+    tokens: list[int],
+    *,
+    taps: tuple[int, ...],
+    by_rows: bool | None = None,
+    slot: int = row_model.SLOT,
+) -> tuple[paged.PagedKV, jax.Array]:
+    """As `prefill`, and the features `[T, taps, D]`; past the tokens they mean nothing.
+
+    `T` is a `qwen3.bucket`, for no tokens that of one.
+    """
+    if not tokens:
+        shape = qwen3.bucket(1), len(taps), model.config.hidden_size
+        return kv, jnp.zeros(shape, model.config.dtype)
+    padded, length = _padded(tokens)
+    return model.prefill_features(
+        params, kv, padded, length, taps=taps, by_rows=by_rows, slot=slot
+    )
+
+
+def _padded(tokens: list[int]) -> tuple[jax.Array, jax.Array]:
+    """Returns the tokens in a bucket, and their number."""
     padded = np.zeros((qwen3.bucket(len(tokens)),), np.int32)
     padded[: len(tokens)] = tokens
-    return model.prefill(
-        params,
-        kv,
-        jax.device_put(padded),
-        jnp.int32(len(tokens)),
-        by_rows=by_rows,
-        slot=slot,
-    )
+    return jax.device_put(padded), jnp.int32(len(tokens))

@@ -294,12 +294,22 @@ def prefill_rows(
     slot: Int[Array, ""],
     slab: int,
     impl: str,
-) -> cache.PagedKV:
-    """As `prefill`, through `forward_rows`: the prompt's K/V is that of decoding."""
+    taps: tuple[int, ...] = (),
+) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
+    """As `prefill`, through `forward_rows`: K/V and features are those of decoding.
+
+    Returns:
+      The cache, and the features of the prompt; None without `taps`.
+    """
     padded = jnp.pad(tokens, (0, slab))
     params = params_lib.prepare(params, impl)
+    features = None
+    if taps:
+        shape = padded.shape[0], len(taps), config.hidden_size
+        features = jnp.zeros(shape, config.dtype)
 
-    def tile(number, kv):
+    def tile(number, carry):
+        kv, features = carry
         start = number * slab
         rows = Rows(
             tokens=jax.lax.dynamic_slice_in_dim(padded, start, slab),
@@ -307,8 +317,16 @@ def prefill_rows(
             positions=start + jnp.arange(slab, dtype=jnp.int32),
             num_active=jnp.minimum(length - start, slab),
         )
-        kv, _ = forward_rows(params, config, rows, kv, impl=impl, with_logits=False)
-        return kv
+        kv, outputs = forward_rows(
+            params, config, rows, kv, impl=impl, taps=taps, with_logits=False
+        )
+        if features is not None:
+            features = jax.lax.dynamic_update_slice_in_dim(
+                features, outputs.features, start, axis=0
+            )
+        return kv, features
 
-    kv = jax.lax.fori_loop(0, (length + slab - 1) // slab, tile, kv)
-    return allocator.extend(kv, slot, length)
+    num_tiles = (length + slab - 1) // slab
+    kv, features = jax.lax.fori_loop(0, num_tiles, tile, (kv, features))
+    kv = allocator.extend(kv, slot, length)
+    return kv, None if features is None else features[: tokens.shape[0]]

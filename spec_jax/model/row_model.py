@@ -154,8 +154,34 @@ class RowModel:
         """
         if by_rows is None:
             by_rows = self.prefills_by_rows
-        return _prefill(
+        kv, _ = _prefill(
             self, params, kv, tokens, length, jnp.int32(slot), by_rows=by_rows
+        )
+        return kv
+
+    def prefill_features(
+        self,
+        params: params_lib.Params,
+        kv: paged.PagedKV,
+        tokens: Int[Array, " T"],
+        length: Int[Array, ""],
+        *,
+        taps: tuple[int, ...],
+        by_rows: bool | None = None,
+        slot: int = SLOT,
+    ) -> tuple[paged.PagedKV, Float[Array, "T taps D"]]:
+        """As `prefill`, and returns the features of the tokens too."""
+        if by_rows is None:
+            by_rows = self.prefills_by_rows
+        return _prefill(
+            self,
+            params,
+            kv,
+            tokens,
+            length,
+            jnp.int32(slot),
+            by_rows=by_rows,
+            taps=taps,
         )
 
     @property
@@ -236,15 +262,15 @@ def _new_slots(kind, *, num_pages, **sizes):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "by_rows"), donate_argnames=("kv",)
+    jax.jit, static_argnames=("model", "by_rows", "taps"), donate_argnames=("kv",)
 )
-def _prefill(model, params, kv, tokens, length, slot, *, by_rows):
+def _prefill(model, params, kv, tokens, length, slot, *, by_rows, taps=()):
     kv = allocator.reserve(kv, slot, length)
     if not by_rows:
-        kv, _ = qwen3.prefill(
-            params, model.config, kv, tokens=tokens, length=length, slot=slot
+        kv, features = qwen3.prefill(
+            params, model.config, kv, tokens=tokens, length=length, slot=slot, taps=taps
         )
-        return kv
+        return kv, features if taps else None
     return qwen3.prefill_rows(
         params,
         model.config,
@@ -254,4 +280,5 @@ def _prefill(model, params, kv, tokens, length, slot, *, by_rows):
         slot=slot,
         slab=NATIVE_PREFILL_SLAB if model.impl == "native" else model.slab,
         impl=model.impl,
+        taps=taps,
     )

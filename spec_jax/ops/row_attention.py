@@ -1,9 +1,10 @@
 """The attention of a layer on the row path: norm, rotate, write, attend.
 
-From the fused projection of a slab of rows: queries and keys are normed per head and
-rotated by their positions; keys and values of the active rows are written to their
-pages; each active row attends to positions `0 .. positions[r]` of its slot, its own
-included. One op, because all of it belongs to one key/value head and no other.
+From the fused projection of a slab of rows: queries and keys are normed per head,
+where the model has such norms, and rotated by their positions; keys and values of the
+active rows are written to their pages; each active row attends to positions
+`0 .. positions[r]` of its slot, its own included. One op, because all of it belongs to
+one key/value head and no other.
 """
 
 from typing import Any
@@ -19,8 +20,8 @@ from spec_jax.typing import typed
 @typed
 def row_attention(
     heads: Float[Array, "R qkv"],
-    q_norm: Float[Array, " H"],
-    k_norm: Float[Array, " H"],
+    q_norm: Float[Array, " H"] | None,
+    k_norm: Float[Array, " H"] | None,
     k_pages: Float[Array, "P C K H"],
     v_pages: Float[Array, "P C K H"],
     *,
@@ -43,6 +44,7 @@ def row_attention(
 
     Args:
       heads: queries, keys and values of each row, `(N + 2K) * H`.
+      q_norm, k_norm: both, or None: heads are rotated as they are.
       cos, sin: of each row's angles, in the dtype of `heads` (`rope.angles`).
       branch: of rows of trees, see `paged_attention`: the last entry is the place where
         the row itself is written.
@@ -51,6 +53,8 @@ def row_attention(
       The attended heads `[R, N * H]` and the pages with the active rows written.
     """
     K, H = k_pages.shape[2:]
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm: queries and keys are normed, or neither")
     where: dict[str, Any] = {
         "page_table": page_table,
         "slots": slots,
@@ -72,8 +76,10 @@ def row_attention(
         )  # fmt: skip
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)
-    q = rope.rotate(rms_norm.rms_norm(q, q_norm, eps=eps), cos, sin)
-    k = rope.rotate(rms_norm.rms_norm(k, k_norm, eps=eps), cos, sin)
+    if q_norm is not None and k_norm is not None:
+        q = rms_norm.rms_norm(q, q_norm, eps=eps)
+        k = rms_norm.rms_norm(k, k_norm, eps=eps)
+    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     at = where if branch is None else where | {"positions": branch[:, -1]}
     k_pages = page_write.page_write(k_pages, k, **at)
     v_pages = page_write.page_write(v_pages, v, **at)

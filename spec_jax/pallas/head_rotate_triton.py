@@ -22,8 +22,8 @@ from spec_jax.pallas import attention_plan as plan, row_jobs
 
 def rotate_and_write(
     heads: jax.Array,  # [R, N + 2K, H]
-    q_norm: jax.Array,  # [H]
-    k_norm: jax.Array,  # [H]
+    q_norm: jax.Array | None,  # [H]
+    k_norm: jax.Array | None,  # [H]
     k_pages: jax.Array,  # [P, C, K, H]
     v_pages: jax.Array,  # [P, C, K, H]
     cos: jax.Array,  # [R, H / 2]
@@ -44,12 +44,15 @@ def rotate_and_write(
     """
     (P, C, K, H), R = k_pages.shape, heads.shape[0]
     pools = [pool.reshape(P * C, K, H) for pool in (k_pages, v_pages)]
-    inputs = [heads, q_norm, k_norm, cos, sin, jobs.lengths, jobs.stored_at, *pools]
+    # Heads without norms: the kernel does not read the arrays in their place.
+    norms = [heads[0, 0] if norm is None else norm for norm in (q_norm, k_norm)]
+    inputs = [heads, *norms, cos, sin, jobs.lengths, jobs.stored_at, *pools]
     outputs = [
         jax.ShapeDtypeStruct((K, lay.rows, lay.heads, lay.width), heads.dtype),
         *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
     ]
-    kernel = functools.partial(_kernel, lay=lay, num_kv=K, eps=eps)
+    normed = q_norm is not None
+    kernel = functools.partial(_kernel, lay=lay, num_kv=K, eps=eps, normed=normed)
     queries, *pools = pl.pallas_call(
         kernel,
         grid=(K, R),
@@ -82,6 +85,7 @@ def _kernel(
     lay,
     num_kv,
     eps,
+    normed,
 ):
     group, head_dim, width = lay.group, lay.head_dim, lay.width
     kv_head, row = pl.program_id(0), pl.program_id(1)
@@ -104,8 +108,10 @@ def _kernel(
     @pl.when(lengths_ref[row] != 0)
     def _():
         source = jnp.where(is_query, kv_head * group + head, queries + kv_head)
-        pairs = zip(load(q_norm_ref), load(k_norm_ref), strict=True)
-        norms = [jnp.where(is_query, *pair) for pair in pairs]
+        norms = None
+        if normed:
+            pairs = zip(load(q_norm_ref), load(k_norm_ref), strict=True)
+            norms = [jnp.where(is_query, *pair) for pair in pairs]
         turn = [
             plt.load(ref.at[row, lane], mask=inside, other=0.0).astype(jnp.float32)
             for ref in (cos_ref, sin_ref)
@@ -135,14 +141,19 @@ def _kernel(
 
 
 def _norm_and_rotate(x, weights, turn, head_dim, eps, dtype):
-    """Halves of heads, normed and rotated, in `dtype`; all that comes in is float32."""
+    """Halves of heads, normed and rotated, in `dtype`; all that comes in is float32.
+
+    Without `weights` they are rotated only.
+    """
     rounded = lambda value: value.astype(dtype).astype(jnp.float32)
-    squares = sum(jnp.sum(half * half, axis=1, keepdims=True) for half in x)
-    scale = jax.lax.rsqrt(squares / head_dim + eps)
-    first, second = (
-        rounded(rounded(half * scale) * weight)
-        for half, weight in zip(x, weights, strict=True)
-    )
+    first, second = x
+    if weights is not None:
+        squares = sum(jnp.sum(half * half, axis=1, keepdims=True) for half in x)
+        scale = jax.lax.rsqrt(squares / head_dim + eps)
+        first, second = (
+            rounded(rounded(half * scale) * weight)
+            for half, weight in zip(x, weights, strict=True)
+        )
     cos, sin = turn
     return (
         (rounded(first * cos) - rounded(second * sin)).astype(dtype),

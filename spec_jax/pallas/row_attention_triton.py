@@ -18,8 +18,8 @@ from spec_jax.pallas import (
 
 def attend(
     heads: jax.Array,  # [R, (N + 2K) * H]
-    q_norm: jax.Array,  # [H]
-    k_norm: jax.Array,  # [H]
+    q_norm: jax.Array | None,  # [H]
+    k_norm: jax.Array | None,  # [H]
     k_pages: jax.Array,  # [P, C, K, H]
     v_pages: jax.Array,  # [P, C, K, H]
     cos: jax.Array,  # [R, H / 2]
@@ -105,11 +105,12 @@ def _check_shapes(heads, k_pages, q_norm, k_norm, cos, sin, slots, positions) ->
         raise ValueError(f"{N} query heads for {K} key/value heads")
     slab.check_shapes(
         heads=(heads, (R, (N + 2 * K) * H)),
-        q_norm=(q_norm, (H,)),
-        k_norm=(k_norm, (H,)),
         cos=(cos, (R, H // 2)),
         sin=(sin, (R, H // 2)),
         slots=(slots, (R,)),
         positions=(positions, (R,)),
     )
+    for norm in (q_norm, k_norm):
+        if norm is not None:
+            slab.check_shapes(norm=(norm, (H,)))
     return N

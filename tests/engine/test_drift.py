@@ -31,10 +31,10 @@ def test_catch_up_rows_count_in_slots(num_slots, monkeypatch):
     memory, widths = slots.init(capacity=96, page_size=8), []
     real = rows_lib.SlotRows._run
 
-    def counted(self, params, kv, window, keep):
+    def counted(self, params, kv, window, **asked):
         note = lambda most: widths.append((window.tokens.shape[1], int(most)))
         jax.debug.callback(note, window.num_active.max(), ordered=True)
-        return real(self, params, kv, window, keep)
+        return real(self, params, kv, window, **asked)
 
     monkeypatch.setattr(rows_lib.SlotRows, "_run", counted)
     tokens = jnp.arange(num_slots * 97, dtype=jnp.int32).reshape(num_slots, 97) % 96

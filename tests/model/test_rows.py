@@ -136,7 +136,7 @@ class Model:
 
     def fill(self, kv, *, slot=0, length=PREFIX):
         """The prefix of a slot, written by rows."""
-        return _prefill_rows(
+        kv, _ = _prefill_rows(
             self.params,
             self.config,
             allocator.reserve(kv, slot, length),
@@ -146,6 +146,7 @@ class Model:
             slab=SLAB,
             impl=self.impl,
         )
+        return kv
 
     def decode_one_by_one(self, kv, *, slot=0):
         """The oracle: outputs of each row of the window, decoded alone in row 0."""

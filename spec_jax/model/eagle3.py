@@ -1,0 +1,250 @@
+"""The EAGLE-3 head (Li et al. 2025, https://arxiv.org/abs/2503.01840): one layer that
+drafts from the target's features.
+
+Pair `i` is the feature of position `i` and the token at `i + 1`; it predicts the token
+at `i + 2`, and its RoPE position and its place in the head's own cache are `i`:
+
+    g = fc(features)                          or the `hidden` of the pair before it
+    x = [rms_norm(embed(token)), rms_norm(g)]
+    h = g + attention(x);  hidden = h + mlp(h);  logits = lm_head(rms_norm(hidden))
+
+`forward_rows` runs on pages, with the operations of the target's rows;
+`forward_sequence` over whole sequences, for training. Neither knows speculation.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spec_jax import pytree
+from spec_jax.model import eagle3_params, qwen3, rotary, sequence
+from spec_jax.ops import (
+    causal_attention,
+    embedding,
+    gated_projection,
+    projection,
+    rms_norm,
+    rope,
+    row_attention,
+    swiglu,
+    weights,
+)
+from spec_jax.paging import cache
+from spec_jax.typing import typed
+
+
+@typed
+def forward_rows(
+    params: eagle3_params.Eagle3Params,
+    config: eagle3_params.Eagle3Config,
+    rows: qwen3.Rows,
+    features: Float[Array, "R features"],
+    kv: cache.PagedKV,
+    *,
+    impl: str,
+) -> tuple[cache.PagedKV, Float[Array, "R D"], Float[Array, "R Vd"]]:
+    """Runs a slab of pairs through the head, writing their keys and values.
+
+    A row's results depend, bit for bit, on its own token, position and feature and on
+    the K/V it sees, for a fixed number of rows. The pages must have been reserved.
+
+    Args:
+      rows: `tokens` are the pairs' tokens, `positions` the pairs' numbers.
+      features: of all taps, in their order, to be fused by `fc`; or, of width `D`, the
+        `hidden` of the pair before.
+
+    Returns:
+      The cache; `hidden`, the next pair's feature; and float32 logits, of draft tokens.
+
+    Raises:
+      ValueError: features of another width.
+    """
+    _check_width(config, features)
+    params = eagle3_params.prepare(params, impl)
+    layer = config.layer
+    dtype = params.final_norm.dtype
+    shared: dict[str, Any] = {
+        "num_active": rows.num_active,
+        "eps": layer.rms_norm_eps,
+        "impl": impl,
+    }
+    token = embedding.embed(
+        params.embed, rows.tokens, num_active=rows.num_active, impl=impl
+    )
+    g = features.astype(dtype)
+    if config.features_size == features.shape[1]:
+        g = _norm_features(params, config, g, norm=_row_norm)
+        g = projection.project(g, params.fc, **shared)
+    eps = layer.rms_norm_eps
+    normed = _row_norm(g, params.hidden_norm, eps)
+    x = [_row_norm(token.astype(dtype), params.input_norm, eps), normed]
+    heads = projection.project(jnp.concatenate(x, axis=1), params.qkv, **shared)
+    cos, sin = qwen3.row_angles(layer, rows.positions, dtype=dtype)
+    attended, k, v = row_attention.row_attention(
+        heads,
+        params.q_norm,
+        params.k_norm,
+        kv.k[0],
+        kv.v[0],
+        page_table=kv.page_table,
+        slots=rows.slots,
+        positions=rows.positions,
+        cos=cos,
+        sin=sin,
+        scale=layer.head_dim**-0.5,
+        branch=rows.branch,
+        **shared,
+    )
+    residual = normed if config.norm_before_residual else g
+    h = projection.project(attended, params.attention_out, residual=residual, **shared)
+    inner = gated_projection.gated_projection(
+        h, params.gate_up, norm=params.mlp_norm, **shared
+    )
+    hidden = projection.project(inner, params.down, residual=h, **shared)
+    logits = projection.project(
+        jax.lax.optimization_barrier(hidden),
+        params.lm_head,
+        norm=params.final_norm,
+        out_dtype="float32",
+        **shared,
+    )
+    if config.norm_output:
+        hidden = _row_norm(hidden, params.final_norm, eps)
+    return cache.replace_layer(kv, 0, k=k, v=v), hidden, logits
+
+
+def _row_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Returns `rms_norm(x, weight)`, compiled for itself: see `qwen3.forward_rows`."""
+    normed = rms_norm.rms_norm(jax.lax.optimization_barrier(x), weight, eps=eps)
+    return jax.lax.optimization_barrier(normed)
+
+
+def _norm_features(params, config, features, *, norm):
+    """Returns what `fc` reads, of features `[..., taps * Dt]`."""
+    eps = config.layer.rms_norm_eps
+    if config.fc_norm:
+        parts = jnp.split(features, len(config.taps), axis=-1)
+        parts = [
+            norm(part, weight, eps)
+            for part, weight in zip(parts, params.fc_norms, strict=True)
+        ]
+        features = jnp.concatenate(parts, axis=-1)
+    if config.norm_before_fc:
+        features = norm(features, params.features_norm, eps)
+    return features
+
+
+def _check_width(config: eagle3_params.Eagle3Config, features: jax.Array) -> None:
+    widths = config.features_size, config.hidden_size
+    if features.shape[-1] not in widths:
+        raise ValueError(
+            f"features of width {features.shape[-1]}: the head reads {widths[0]} "
+            f"(taps={config.taps} of the target), or {widths[1]} (its own hidden state)"
+        )
+
+
+class StepOutputs(pytree.Node):
+    """What a step of `forward_sequence` leaves behind."""
+
+    hidden: jax.Array  # [B, T, D], the features of the next step
+    logits: jax.Array  # [B, T, Vd] float32
+    k: jax.Array  # [B, T, K, H], rotated
+    v: jax.Array  # [B, T, K, H]
+
+
+@typed
+def forward_sequence(
+    params: eagle3_params.Eagle3Params,
+    config: eagle3_params.Eagle3Config,
+    tokens: Int[Array, "B T"],
+    features: Float[Array, "B T features"],
+    *,
+    earlier: Sequence[StepOutputs] = (),
+) -> StepOutputs:
+    """Runs whole sequences of pairs through the head; differentiable, without a cache.
+
+    Without `earlier`, column `i` is pair `i` with its target's feature. With the
+    outputs of steps 0 to `j - 1`, it is what drafting makes of pair `i + j` after pair
+    `i`: it sees the pairs `0 .. i` of step 0, and of each later step its own column.
+
+    Args:
+      tokens: of the pairs: those of step 0, shifted left by `j`.
+      features: as of `forward_rows`; of step `j`, the `hidden` of step `j - 1`.
+
+    Raises:
+      ValueError: features of another width.
+    """
+    _check_width(config, features)
+    layer = config.layer
+    (B, T), eps = tokens.shape, layer.rms_norm_eps
+    dtype = params.final_norm.dtype
+    # The embedding is the target's, and not trained.
+    token = jax.lax.stop_gradient(weights.take_rows(params.embed, tokens))
+    g = features.astype(dtype)
+    if config.features_size == features.shape[-1]:
+        g = _norm_features(params, config, g, norm=sequence.norm)
+        g = sequence.matmul(g, params.fc)
+    normed = sequence.norm(g, params.hidden_norm, eps)
+    x = [sequence.norm(token.astype(dtype), params.input_norm, eps), normed]
+    positions = jnp.arange(T, dtype=jnp.int32) + len(earlier)
+    q, k, v = _heads(
+        params, config, jnp.concatenate(x, axis=-1), jnp.broadcast_to(positions, (B, T))
+    )
+    scale = layer.head_dim**-0.5
+    if earlier:
+        keys = [step.k for step in earlier] + [k]
+        values = [step.v for step in earlier] + [v]
+        attended = _attend_lineage(q, keys, values, scale)
+    else:
+        attended = causal_attention.causal_attention(q, k, v, scale=scale)
+    residual = normed if config.norm_before_residual else g
+    h = residual + sequence.matmul(attended.reshape(B, T, -1), params.attention_out)
+    inner = sequence.matmul(sequence.norm(h, params.mlp_norm, eps), params.gate_up)
+    hidden = h + sequence.matmul(swiglu.swiglu(inner), params.down)
+    normed = sequence.norm(hidden, params.final_norm, eps)
+    return StepOutputs(
+        hidden=normed if config.norm_output else hidden,
+        logits=sequence.product(normed, weights.matrix(params.lm_head)),
+        k=k,
+        v=v,
+    )
+
+
+def _heads(params, config, x, positions):
+    """Returns rotated queries `[B, T, N, H]` and keys, and values `[B, T, K, H]`."""
+    layer = config.layer
+    N, K, H = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    heads = sequence.matmul(x, params.qkv).reshape(*x.shape[:-1], N + 2 * K, H)
+    q, k, v = jnp.split(heads, (N, N + K), axis=-2)
+    if config.has_head_norms:
+        q = sequence.norm(q, params.q_norm, layer.rms_norm_eps)
+        k = sequence.norm(k, params.k_norm, layer.rms_norm_eps)
+    table, scale = rotary.rope_table(layer)
+    frequencies = jnp.asarray(table)
+    q, k = (rope.rope(x, positions, frequencies, scale=scale) for x in (q, k))
+    return q, k, v
+
+
+def _attend_lineage(q, keys, values, scale):
+    """Attends causally to the first of `keys`, and to the own column of all others."""
+    (B, T, N, H), K = q.shape, keys[0].shape[2]
+    queries = q.reshape(B, T, K, N // K, H)
+    own_keys, own_values = (jnp.stack(x[1:], axis=2) for x in (keys, values))
+
+    def product(subscripts, a, b):
+        return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+    columns = jnp.arange(T, dtype=jnp.int32)
+    causal = product("btkgh,bskh->bkgts", queries, keys[0]) * scale
+    visible = columns[None, :] <= columns[:, None]
+    causal = jnp.where(jnp.broadcast_to(visible, causal.shape), causal, -math.inf)
+    own = product("btkgh,btjkh->bkgtj", queries, own_keys) * scale
+    probs = jax.nn.softmax(jnp.concatenate([causal, own], axis=-1), axis=-1)
+    probs = probs.astype(q.dtype)
+    out = product("bkgts,bskh->btkgh", probs[..., :T], values[0])
+    out += product("bkgtj,btjkh->btkgh", probs[..., T:], own_values)
+    return out.reshape(B, T, N, H).astype(q.dtype)

@@ -1,0 +1,203 @@
+"""An EAGLE-3 head's config and weights: shapes, checks, random initialisation.
+
+What the weights compute is `eagle3`'s matter, and the files are `eagle3_files`'.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax import pytree
+from spec_jax.model import config as config_lib
+from spec_jax.ops import weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Sizes and constants of a head.
+
+    `layer` says what a decoder layer of the head has in common with a Qwen3 model of
+    one layer: caches are made of it, as those of a draft model are.
+    """
+
+    layer: config_lib.Qwen3Config  # vocab_size is the target's
+    draft_vocab_size: int  # Vd
+    target_hidden_size: int  # Dt
+    # `hidden_states` indices of the features that `fc` reads, in its order.
+    taps: tuple[int, ...]
+    has_head_norms: bool = False  # of queries and keys
+    norm_before_fc: bool = False  # of all features as one vector
+    fc_norm: bool = False  # of each feature
+    norm_before_residual: bool = False  # the residual is the normed g
+    norm_output: bool = False  # `hidden` is what the final norm gives
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the head, D."""
+        return self.layer.hidden_size
+
+    @property
+    def features_size(self) -> int:
+        """Width of the features of a position, of all taps."""
+        return len(self.taps) * self.target_hidden_size
+
+    def validate(self) -> "Eagle3Config":
+        """Returns the config itself.
+
+        Raises:
+          ValueError: a value with which no head can be run.
+        """
+        self.layer.validate()
+        if self.layer.num_layers != 1:
+            raise ValueError(
+                f"num_hidden_layers={self.layer.num_layers}: only EAGLE-3 heads of one "
+                "layer are supported"
+            )
+        if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} must be from 1 to "
+                f"vocab_size={self.layer.vocab_size}"
+            )
+        taps = self.taps
+        if len(set(taps)) != len(taps) or min(taps, default=-1) < 0:
+            raise ValueError(f"{taps=} must be different hidden_states indices")
+        if self.features_size == self.hidden_size:
+            raise ValueError(
+                f"{taps=} are {self.features_size} values, as many as the head's own "
+                "hidden state: features and hidden state could not be told apart"
+            )
+        return self
+
+    def check_target(self, target: config_lib.Qwen3Config) -> None:
+        """Passes if the head can read this target's features.
+
+        Raises:
+          ValueError: another width or vocabulary, or taps that the target lacks.
+        """
+        ours = self.target_hidden_size, self.layer.vocab_size
+        theirs = target.hidden_size, target.vocab_size
+        if ours != theirs:
+            raise ValueError(
+                f"the head reads features of width {ours[0]} and a vocabulary of "
+                f"{ours[1]}, the target has {theirs[0]} and {theirs[1]}: it is a head "
+                "for another target"
+            )
+        # hidden_states[L] is normed in Hugging Face, and not in our features.
+        if not all(tap < target.num_layers for tap in self.taps):
+            raise ValueError(
+                f"taps={self.taps} of a target with {target.num_layers} layers: each "
+                f"must be below {target.num_layers}; it is a head for another target"
+            )
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """Returns the features that heads read unless their config says otherwise."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class Eagle3Params(pytree.Node):
+    """A head, and the target's embedding that it reads."""
+
+    fc: weights.Weight  # [D, taps * Dt]
+    features_norm: jax.Array | None  # [taps * Dt], with `norm_before_fc`
+    fc_norms: tuple[jax.Array, ...] | None  # taps times [Dt], with `fc_norm`
+    input_norm: jax.Array  # [D], of the embedding
+    hidden_norm: jax.Array  # [D], of g
+    qkv: weights.Weight  # [(N + 2K) * H, 2D], the embedding's columns first
+    q_norm: jax.Array | None  # [H], with `has_head_norms`
+    k_norm: jax.Array | None  # [H]
+    attention_out: weights.Weight  # [D, N * H]
+    mlp_norm: jax.Array  # [D]
+    gate_up: weights.Weight  # [2F, D], gate first
+    down: weights.Weight  # [D, F]
+    final_norm: jax.Array  # [D]
+    lm_head: weights.Weight  # [Vd, D]
+    # [Vd] int32, the target's token of each draft token; None: the same.
+    hot: jax.Array | None
+    embed: weights.Weight  # [V, D]; the target's array, unless the head has its own
+
+
+def shapes(config: Eagle3Config) -> Eagle3Params:
+    """Returns the `Eagle3Params` of `config` as `jax.ShapeDtypeStruct`s."""
+    layer = config.layer
+    dtype = jnp.dtype(layer.dtype)
+    D, F, H, V = (
+        layer.hidden_size,
+        layer.intermediate_size,
+        layer.head_dim,
+        layer.vocab_size,
+    )
+    Dt, Vd = config.target_hidden_size, config.draft_vocab_size
+
+    def leaf(*shape: int, dtype=dtype) -> Any:  # in the place of an array
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return Eagle3Params(
+        fc=leaf(D, config.features_size),
+        features_norm=leaf(config.features_size) if config.norm_before_fc else None,
+        fc_norms=(leaf(Dt),) * len(config.taps) if config.fc_norm else None,
+        input_norm=leaf(D),
+        hidden_norm=leaf(D),
+        qkv=leaf(layer.qkv_size, 2 * D),
+        q_norm=leaf(H) if config.has_head_norms else None,
+        k_norm=leaf(H) if config.has_head_norms else None,
+        attention_out=leaf(D, layer.attention_size),
+        mlp_norm=leaf(D),
+        gate_up=leaf(2 * F, D),
+        down=leaf(D, F),
+        final_norm=leaf(D),
+        lm_head=leaf(Vd, D),
+        hot=leaf(Vd, dtype=jnp.dtype(jnp.int32)) if Vd < V else None,
+        embed=leaf(V, D),
+    )
+
+
+def init(
+    key: jax.Array,
+    config: Eagle3Config,
+    *,
+    embed: weights.Weight,
+    hot: jax.Array | None = None,
+    stddev: float = 0.02,
+) -> Eagle3Params:
+    """Returns random weights, normal with `stddev`; norm weights are one.
+
+    Args:
+      key: consumed.
+      embed: the target's embedding.
+      hot: the target's token of each draft token, ascending; None: the first ones.
+    """
+    config.validate()
+    whole = shapes(config)
+    if whole.hot is not None and hot is None:
+        hot = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
+    leaves, structure = jax.tree.flatten(whole.replace(embed=None, hot=None))
+    keys = jax.random.split(key, len(leaves))
+
+    def draw(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if len(leaf.shape) == 1:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        noise = jax.random.normal(key, leaf.shape, jnp.float32) * stddev
+        return noise.astype(leaf.dtype)
+
+    drawn = [draw(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn).replace(embed=embed, hot=hot)
+
+
+def prepare(params: Eagle3Params, impl: str) -> Eagle3Params:
+    """Returns the weights as the kernels of a resolved `impl` read them.
+
+    To be done once, where they are loaded: within a step it is done at every step.
+    """
+
+    def one(leaf: Any) -> Any:
+        return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
+
+    prepared = jax.tree.map(
+        one,
+        params.replace(embed=None),
+        is_leaf=lambda leaf: isinstance(leaf, weights.Panels),
+    )
+    return prepared.replace(embed=params.embed)

@@ -1,0 +1,212 @@
+"""Features that rounds hand to a drafter are those of decoding, as integers.
+
+Drafters here write down what they are handed, by position. The negative controls hand
+out other rows, and require that the same comparison fails.
+"""
+
+import dataclasses
+import functools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import SMALL, Ask
+from test_trees import RIGHT, ScriptedTree
+
+from spec_jax import testing
+from spec_jax.drafters import each
+from spec_jax.engine import checks, protocols, round as round_lib, rows
+from spec_jax.model import prompt as prompt_lib, qwen3
+from spec_jax.paging import allocator
+
+
+TAPS = (1, 0)  # of two layers, the last of which has none; not in order
+
+
+class Noted:
+    """What a drafter was handed, beside the memory of the script."""
+
+    def init(self, *, capacity, page_size):
+        script = super().init(capacity=capacity, page_size=page_size)
+        table = jnp.full((script.shape[0], len(self.taps), 48), jnp.nan)
+        return {"script": script, "table": table, "end": jnp.int32(0)}
+
+    def prefill(self, params, memory, prompt, features):
+        script = super().prefill(params, memory["script"], prompt)
+        end = len(prompt) - 1
+        table = memory["table"].at[:end].set(features[:end])
+        return {"script": script, "table": table, "end": jnp.int32(end)}
+
+    def propose(self, params, memory, **asked):
+        _, proposal = super().propose(params, memory["script"], **asked)
+        return memory, proposal
+
+    def commit(self, params, memory, length, features=None):
+        if features is None:  # released
+            return memory | {"end": length - 1}
+        steps = jnp.arange(features.shape[0])
+        at = memory["end"] + steps
+        at = jnp.where(at < length - 1, at, memory["table"].shape[0])
+        table = memory["table"].at[at].set(features, mode="drop")
+        return memory | {"table": table, "end": length - 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NotedChain(Noted, decoding.Scripted):
+    """Proposes the script."""
+
+    taps: tuple[int, ...] = TAPS
+    fault: str = ""  # Another drafter, and so another program.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NotedTree(Noted, ScriptedTree):
+    """Proposes trees, right in some branches."""
+
+    taps: tuple[int, ...] = TAPS
+    fault: str = ""
+
+
+CHAIN, TREE = NotedChain(), NotedTree(right=RIGHT["deep"])
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _step(model, params, kv, token, position):
+    kv = allocator.reserve(kv, 0, position + 1)
+    one = jnp.zeros((model.slab,), jnp.int32)
+    row = qwen3.Rows(
+        tokens=one.at[0].set(token),
+        slots=one,
+        positions=one.at[0].set(position),
+        num_active=jnp.int32(1),
+    )
+    return qwen3.forward_rows(
+        params, model.config, row, kv, impl=model.impl, taps=TAPS, with_logits=False
+    )
+
+
+def of_decoding(setting, ask) -> np.ndarray:
+    """The features of a text but for its last token, decoded one row at a time."""
+    model, text = setting.target, decoding.text(decoding.decoded(setting, ask))
+    kv = model.new_cache(**setting.sizes)
+    kv, features = prompt_lib.prefill_features(
+        model, setting.weights, kv, list(ask.prompt[:-1]), taps=TAPS
+    )
+    found = [np.asarray(features)[: len(ask.prompt) - 1]]
+    for position in range(len(ask.prompt) - 1, len(text) - 1):
+        kv, outputs = _step(
+            model, setting.weights, kv, text[position], jnp.int32(position)
+        )
+        found.append(np.asarray(outputs.features)[:1])
+    return np.concatenate(found)
+
+
+def setting_of(impl):
+    decoding.needs(impl)
+    target = dataclasses.replace(SMALL.target, impl=impl)
+    return dataclasses.replace(SMALL, target=target)
+
+
+ASKS = (
+    Ask(max_tokens=24, run=2),
+    Ask(prompt=(9,), max_tokens=20, gamma=3, run=1),
+    Ask(prompt=tuple(range(30, 50)), max_tokens=18, run=3),
+    Ask(prompt=(7, 3, 90), max_tokens=9, gamma=0),
+)
+
+
+def check(setting, drafter, asks):
+    """Raises unless every slot was handed the features of decoding, and no others."""
+    scheduler = setting.scheduler(drafter, num_slots=len(asks))
+    state = decoding.run(setting, asks, scheduler=scheduler)
+    decoding.assert_as_decoded(setting, state, asks)
+    for slot, ask in enumerate(asks):
+        table = np.asarray(state.memory.slots["table"][slot])
+        expected = of_decoding(setting, ask)
+        end = len(expected)
+        testing.assert_same_bits(table[:end], expected)
+        assert np.isnan(table[end:]).all()
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("drafter", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("num_asks", [pytest.param(1, marks=SLOW), 4])
+@pytest.mark.parametrize("impl", ["native", pytest.param("xla", marks=SLOW)])
+def test_features_are_those_of_decoding(impl, num_asks, drafter):
+    """Fails if a rejected row's are handed out, or a cousin's, or one too many."""
+    check(setting_of(impl), drafter, ASKS[:num_asks])
+
+
+def _late(real):
+    """Of the row before."""
+    return lambda verified, *rest: real(
+        verified.replace(at=jnp.roll(verified.at, 1, axis=1)), *rest
+    )
+
+
+def _rejected(real):
+    """Of the first columns, whichever path was kept."""
+
+    def features(verified, outcome, num_kept, depth_max):
+        columns = jnp.broadcast_to(
+            1 + jnp.arange(depth_max), (verified.at.shape[0], depth_max)
+        )
+        return real(verified, outcome.replace(path=columns), num_kept, depth_max)
+
+    return features
+
+
+def _one_more(real):
+    return lambda verified, outcome, num_kept, *rest: jnp.roll(
+        real(verified, outcome, num_kept + 1, *rest), -1, axis=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("plant", "drafter"),
+    [(_late, CHAIN), (_one_more, CHAIN), (_late, TREE), (_rejected, TREE)],
+)
+def test_planted_faults_are_caught(plant, drafter, monkeypatch):
+    """Negative control: a position early or late, and rows of another branch."""
+    monkeypatch.setattr(round_lib, "_features", plant(round_lib._features))
+    drafter = dataclasses.replace(drafter, fault=plant.__name__)
+    with pytest.raises(AssertionError):
+        check(SMALL, drafter, ASKS[:1])
+
+
+def test_without_taps_nothing_of_features_is_traced():
+    """Fails if a drafter that reads no features pays for them."""
+
+    def program(drafter, **asked):
+        scheduler = SMALL.scheduler(drafter, num_slots=2)
+        state = scheduler.empty(draws=False)
+        run = lambda state: round_lib.run_round(scheduler.speculator, state)
+        window = protocols.Window(
+            tokens=jnp.zeros((2, 3), jnp.int32),
+            start=jnp.zeros((2,), jnp.int32),
+            num_active=jnp.full((2,), 3, jnp.int32),
+        )
+        verify = lambda kv: scheduler.target.verify(SMALL.weights, kv, window, **asked)
+        return str(jax.make_jaxpr(run)(state)), str(jax.make_jaxpr(verify)(state.cache))
+
+    whole, verified = program(decoding.Scripted())
+    silent = type("Silent", (decoding.Scripted,), {"taps": ()})
+    assert (whole, verified) == program(silent(), taps=())
+    read, with_features = program(CHAIN, taps=TAPS)
+    assert verified != with_features and len(read) > len(whole)
+
+
+@pytest.mark.parametrize("taps", [(2,), (-1,), (0, 2), (0.5,)])
+def test_taps_that_the_target_has_not(taps):
+    drafter = dataclasses.replace(CHAIN, taps=taps)
+    target = rows.SlotRows(model=SMALL.target, num_slots=1)
+    for one in (drafter, each.lift(drafter, 1)):
+        with pytest.raises(ValueError, match="is not in 0 .. 1"):
+            checks.check_pair(target, one)
+    wide = type("Wide", (NotedChain,), {"feature_size": 64})
+    with pytest.raises(ValueError, match="width 64, and those of the target have 48"):
+        checks.check_pair(target, wide())

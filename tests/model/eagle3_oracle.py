@@ -1,0 +1,109 @@
+"""A float64 EAGLE-3 head in NumPy, from the published description of its formats.
+
+Works on the tensors of a file, by their published names, and on `config.json`: it
+shares no code, no names and no fused weights with `spec_jax.model.eagle3`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """A dialect's `config.json` and tensors, and what it takes from the target."""
+
+    config: Mapping  # as in the file
+    tensors: Mapping[str, np.ndarray]
+    embed: np.ndarray  # [V, D], of the target
+
+    @property
+    def layer(self) -> Mapping:
+        return self.config.get("transformer_layer_config", self.config)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.asarray(self.tensors[f"{name}.weight"], np.float64)
+
+    def of_layer(self, name: str) -> np.ndarray:
+        prefix = "midlayer" if "midlayer.hidden_norm.weight" in self.tensors else None
+        return self[f"{prefix or 'layers.0'}.{name}"]
+
+    def norm(self, x, weight):
+        variance = np.mean(x**2, axis=-1, keepdims=True)
+        return x / np.sqrt(variance + self.layer["rms_norm_eps"]) * weight
+
+
+def rotate(x, position, theta):
+    """Rotates the halves of one head by its position."""
+    half = x.shape[-1] // 2
+    angles = position * theta ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def fuse(head: Head, features):
+    """Steps 1: what the features of one position are to the layer."""
+    n = sum(name.startswith("fc_norm.") for name in head.tensors)
+    if n:
+        parts = np.split(features, n)
+        parts = [head.norm(p, head[f"fc_norm.{i}"]) for i, p in enumerate(parts)]
+        features = np.concatenate(parts)
+    if head.config.get("norm_before_fc"):
+        features = head.norm(features, head["input_norm"])
+    return head["fc"] @ features
+
+
+def step(head: Head, g, token: int, position: int, keys: list, values: list):
+    """One pair after those whose rotated keys and values are given, which grow by it.
+
+    Returns the feature of the next step and the logits.
+    """
+    layer, H = head.layer, head.layer["head_dim"]
+    N, K = layer["num_attention_heads"], layer["num_key_value_heads"]
+    e = np.asarray(head.tensors.get("embed_tokens.weight", head.embed)[token], float)
+    b = head.norm(g, head.of_layer("hidden_norm"))
+    x = np.concatenate([head.norm(e, head.of_layer("input_layernorm")), b])
+    residual = b if head.config.get("norm_before_residual") else g
+    q, k, v = (head.of_layer(f"self_attn.{n}_proj") @ x for n in "qkv")
+    q, k, v = q.reshape(N, H), k.reshape(K, H), v.reshape(K, H)
+    if layer["model_type"] == "qwen3":
+        q = head.norm(q, head.of_layer("self_attn.q_norm"))
+        k = head.norm(k, head.of_layer("self_attn.k_norm"))
+    theta = layer["rope_theta"]
+    keys.append(rotate(k, position, theta))
+    values.append(v)
+    q = rotate(q, position, theta)
+    out = []
+    for n in range(N):
+        scores = np.array([key[n * K // N] @ q[n] for key in keys]) / np.sqrt(H)
+        probs = np.exp(scores - scores.max())
+        probs /= probs.sum()
+        out.append(sum(p * v[n * K // N] for p, v in zip(probs, values, strict=True)))
+    h = residual + head.of_layer("self_attn.o_proj") @ np.concatenate(out)
+    normed = head.norm(h, head.of_layer("post_attention_layernorm"))
+    gate = head.of_layer("mlp.gate_proj") @ normed
+    inner = gate / (1 + np.exp(-gate)) * (head.of_layer("mlp.up_proj") @ normed)
+    out = h + head.of_layer("mlp.down_proj") @ inner
+    final = head.norm(out, head["norm"])
+    feature = final if head.config.get("norm_output") else out
+    return feature, head["lm_head"] @ final
+
+
+def run(head: Head, features, tokens, *, num_own: int = 0):
+    """Features `[T, taps * Dt]` and tokens `[T + num_own]` of a chain of pairs.
+
+    The last `num_own` pairs have the head's own hidden state for a feature.
+
+    Returns:
+      Features of the next step `[T + num_own, D]`, logits, keys and values.
+    """
+    keys, values, hidden, logits = [], [], [], []
+    for i, token in enumerate(tokens):
+        g = fuse(head, features[i]) if i < len(features) else hidden[-1]
+        made = step(head, g, token, i, keys, values)
+        hidden.append(made[0])
+        logits.append(made[1])
+    assert len(tokens) == len(features) + num_own
+    return tuple(np.stack(part) for part in (hidden, logits, keys, values))

@@ -1,0 +1,258 @@
+"""The EAGLE-3 head: rows on pages, whole sequences, and the two against each other."""
+
+import dataclasses
+import functools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing, tree
+from spec_jax.model import eagle3, eagle3_params, qwen3, row_model
+from spec_jax.paging import allocator, cache
+
+
+SLAB, WIDTH = 8, 4
+TARGET = decoding.make_config(num_layers=8)
+LAYER = decoding.make_config(
+    num_layers=1,
+    num_heads=6,  # N * H is not D
+    tie_word_embeddings=False,
+)
+HEAD = eagle3_params.Eagle3Config(
+    layer=LAYER,
+    draft_vocab_size=32,
+    target_hidden_size=48,
+    taps=eagle3_params.default_taps(8),
+).validate()
+VARIANTS = {
+    "plain": HEAD,
+    "published variants": dataclasses.replace(
+        HEAD,
+        draft_vocab_size=96,
+        has_head_norms=True,
+        norm_before_fc=True,
+        fc_norm=True,
+        norm_before_residual=True,
+        norm_output=True,
+    ),
+}
+KERNELS = ("xla", "native")
+IMPLS = (*KERNELS, pytest.param("interpret", marks=pytest.mark.slow))  # bfloat16
+
+_forward = jax.jit(eagle3.forward_rows, static_argnames=("config", "impl"))
+_sequence = jax.jit(eagle3.forward_sequence, static_argnames=("config",))
+
+
+def make_params(config, dtype="float32"):
+    """Random weights, norms too, so that one that is left out or swapped shows."""
+    embed = jax.random.normal(jax.random.key(5), (96, 48), jnp.float32)
+    made = eagle3_params.init(jax.random.key(0), config, embed=embed, stddev=0.3)
+    keys = iter(jax.random.split(jax.random.key(1), 40))
+
+    def moved(leaf):
+        if leaf.ndim == 1 and leaf.dtype != jnp.int32:
+            leaf *= 1 + 0.3 * jax.random.normal(next(keys), leaf.shape, leaf.dtype)
+        return leaf if leaf.dtype == jnp.int32 else leaf.astype(dtype)
+
+    return jax.tree.map(moved, made)
+
+
+def with_dtype(config, dtype):
+    layer = dataclasses.replace(config.layer, dtype=dtype)
+    return dataclasses.replace(config, layer=layer)
+
+
+def inputs(config, num_pairs: int):
+    """Features of a target and tokens of the pairs."""
+    rng = np.random.default_rng(3)
+    features = rng.normal(size=(num_pairs, config.features_size)).astype(np.float32)
+    return features, rng.integers(0, 96, num_pairs).astype(np.int32)
+
+
+class Pairs:
+    """One slot of a head's cache, to which slabs of pairs are added."""
+
+    def __init__(self, params, config, impl, *, rows=SLAB):
+        self.params, self.config, self.impl = params, config, impl
+        self.slab = row_model.slab_for(impl, rows)
+        model = row_model.RowModel(config=config.layer, impl=impl, slab=self.slab)
+        self.kv = model.new_cache(capacity=32, page_size=8)
+
+    def add(self, tokens, features, *, start, branch=None, parents_at=None):
+        """Runs pairs from `start` on, padding poisoned; returns hidden and logits."""
+        count = len(tokens)
+        pad = self.slab - count
+        positions = start + np.arange(count) if parents_at is None else parents_at
+        kv = allocator.reserve(self.kv, 0, start + count)
+        if branch is not None:
+            branch = jnp.asarray(np.pad(branch, ((0, pad), (0, 0))))
+        rows = qwen3.Rows(
+            tokens=jnp.asarray(np.pad(tokens, (0, pad))),
+            slots=jnp.zeros((self.slab,), jnp.int32),
+            positions=jnp.asarray(np.pad(positions, (0, pad)), jnp.int32),
+            num_active=jnp.int32(count),
+            branch=branch,
+        )
+        features = np.pad(
+            np.asarray(features, np.float32),
+            ((0, pad), (0, 0)),
+            constant_values=np.nan,
+        )
+        kv, hidden, logits = _forward(
+            self.params, self.config, rows, jnp.asarray(features), kv, impl=self.impl
+        )
+        self.kv = allocator.extend(kv, 0, start + count)
+        return np.asarray(hidden[:count]), np.asarray(logits[:count])
+
+
+def chain_by_rows(params, config, impl, features, tokens, *, num_own):
+    """Two slabs of pairs with features, then one pair at a time with its own."""
+    pairs = Pairs(params, config, impl)
+    cut, known = 5, len(features)
+    made = [pairs.add(tokens[:cut], features[:cut], start=0)]
+    made.append(pairs.add(tokens[cut:known], features[cut:], start=cut))
+    for own in range(num_own):
+        at = known + own
+        hidden = made[-1][0][-1:].astype(np.float32)
+        made.append(pairs.add(tokens[at : at + 1], hidden, start=at))
+    hidden, logits = (np.concatenate(part) for part in zip(*made, strict=True))
+    keys, values = cache.gather(pairs.kv, 0, 0, len(tokens))
+    return hidden, logits, keys, values
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("impl", KERNELS)
+def test_rows_are_the_sequence(impl, variant):
+    """Fails if rows and training compute different heads."""
+    decoding.needs(impl)
+    config = VARIANTS[variant]
+    params = make_params(config)
+    features, tokens = inputs(config, 9)
+    rows = chain_by_rows(params, config, impl, features[:7], tokens, num_own=2)
+    steps = []
+    read = features[None, :7]
+    for j in range(3):
+        made = _sequence(
+            params, config, tokens[None, j : j + 7], read, earlier=tuple(steps)
+        )
+        steps.append(made)
+        read = made.hidden
+    for part, name in zip(rows[:2], ("hidden", "logits"), strict=True):
+        first = np.asarray(getattr(steps[0], name)[0])
+        own = [np.asarray(getattr(step, name)[0, -1]) for step in steps[1:]]
+        expected = np.concatenate([first, own])
+        testing.assert_rows_close(part, expected, dtype="float32", reduction=200)
+    near = {"dtype": "float32", "reduction": 200}
+    testing.assert_rows_close(rows[2][:7], steps[0].k[0], **near)
+    # Negative control: one pair late is far.
+    with pytest.raises(AssertionError, match="are off"):
+        testing.assert_rows_close(rows[1][1:8], steps[0].logits[0], **near)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_row_contract(impl):
+    """Fails if a pair's bits depend on its slab, its neighbours or a tree's order."""
+    decoding.needs(impl)
+    dtype = "bfloat16"
+    config = with_dtype(HEAD, dtype)
+    params = make_params(config, dtype)
+    features, tokens = inputs(config, 8)
+    together = Pairs(params, config, impl).add(tokens[:6], features[:6], start=0)
+    alone = Pairs(params, config, impl)
+    for i in range(6):
+        made = alone.add(tokens[i : i + 1], features[i : i + 1], start=i)
+        for ours, theirs in zip(made, together, strict=True):
+            testing.assert_same_bits(ours[0], theirs[i], what=f"pair {i}")
+    # Two branches behind pair 5: the second does not see the first.
+    parents = np.array([0, 0, 0], np.int32)
+    positions, branch = tree.layout(
+        jnp.asarray(parents), start=jnp.int32(5), width=WIDTH
+    )
+    own = np.repeat(together[0][5:6], 2, axis=0)
+    made = alone.add(
+        np.array([7, 9], np.int32), own, start=6,
+        branch=np.asarray(branch[1:]), parents_at=np.asarray(positions[1:]),
+    )  # fmt: skip
+    fresh = Pairs(params, config, impl)
+    fresh.add(tokens[:6], features[:6], start=0)
+    expected = fresh.add(np.array([9], np.int32), own[:1], start=6)
+    for ours, theirs in zip(made, expected, strict=True):
+        testing.assert_same_bits(ours[1], theirs[0], what="second branch")
+
+
+def test_the_loss_of_a_later_step_reaches_every_weight():
+    """Fails if a gradient is cut between steps, or a weight is not used."""
+    config = VARIANTS["published variants"]
+    params = make_params(config)
+    features, tokens = map(jnp.asarray, inputs(config, 8))
+
+    def loss(trained):
+        whole = trained.replace(embed=params.embed)
+        first = eagle3.forward_sequence(
+            whole, config, tokens[None, :7], features[None, :7]
+        )
+        second = eagle3.forward_sequence(
+            whole, config, tokens[None, 1:], first.hidden, earlier=(first,)
+        )
+        return jnp.mean(jax.nn.logsumexp(second.logits, axis=-1))
+
+    grads = jax.jit(jax.grad(loss))(params.replace(embed=None))
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))
+
+
+FAULTS = {
+    "other width": ({"hidden_size": 64}, {}, "for another target"),
+    "other vocabulary": ({"vocab_size": 95}, {}, "for another target"),
+    "too few layers": ({"num_layers": 5}, {}, "each must be below 5"),
+    "last layer": ({}, {"taps": (2, 3, 8)}, "each must be below 8"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_another_target_is_refused(fault):
+    target, head, message = FAULTS[fault]
+    HEAD.check_target(TARGET)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(HEAD, **head).check_target(
+            dataclasses.replace(TARGET, **target)
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"taps": (2, 2, 3)}, "must be different"),
+        ({"taps": ()}, "must be different"),
+        ({"taps": (2,)}, "could not be told apart"),
+        ({"draft_vocab_size": 97}, "draft_vocab_size=97 must be from 1"),
+        ({"layer": TARGET}, "num_hidden_layers=8: only"),
+    ],
+)
+def test_configs_of_no_head_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(HEAD, **changes).validate()
+
+
+def test_features_of_another_width_are_refused():
+    pairs = Pairs(make_params(HEAD), HEAD, "xla")
+    features, tokens = inputs(HEAD, 2)
+    with pytest.raises(ValueError, match="features of width 143: the head reads 144"):
+        pairs.add(tokens, features[:, 1:], start=0)
+
+
+def test_unprepared_weights_are_prepared_within():
+    """Fails if `prepare` changes what is computed."""
+    decoding.needs("native")
+    params = make_params(HEAD)
+    features, tokens = inputs(HEAD, 3)
+    run = functools.partial(Pairs.add, tokens=tokens, features=features, start=0)
+    prepared = eagle3_params.prepare(params, "native")
+    for ours, theirs in zip(
+        run(Pairs(params, HEAD, "native")),
+        run(Pairs(prepared, HEAD, "native")),
+        strict=True,
+    ):
+        testing.assert_same_bits(ours, theirs)

@@ -1,0 +1,404 @@
+"""Published EAGLE-3 heads: read, written, refused, and run against float64."""
+
+import dataclasses
+import json
+import pathlib
+import pickle
+import zipfile
+
+import eagle3_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import test_eagle3 as heads
+
+from spec_jax import testing
+from spec_jax.model import (
+    checkpoint_files as files,
+    config as config_lib,
+    eagle3_dialects as dialects,
+    eagle3_files,
+    eagle3_params,
+    params as params_lib,
+    torch_file,
+)
+
+
+TARGET = heads.TARGET
+CONFIGS = pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "configs"
+SMALL = heads.HEAD
+WHOLE = dataclasses.replace(
+    SMALL, draft_vocab_size=96, has_head_norms=True, taps=(1, 2, 4, 5, 7)
+)
+CASES = {
+    "midlayer": ("midlayer", SMALL),
+    "midlayer 3.1": (
+        "midlayer",
+        dataclasses.replace(SMALL, fc_norm=True, norm_output=True),
+    ),
+    "speculators": (
+        "speculators",
+        dataclasses.replace(SMALL, norm_before_residual=True, norm_before_fc=True),
+    ),
+    "speculators of Qwen3": (
+        "speculators",
+        dataclasses.replace(SMALL, has_head_norms=True),
+    ),
+    "deepspec": ("deepspec", WHOLE),
+}
+
+
+@pytest.fixture(scope="module")
+def target_params():
+    return params_lib.init(jax.random.key(9), TARGET, stddev=0.3)
+
+
+def make_head(config, target_params, *, dtype="float32"):
+    """Random weights on the target's embedding; draft tokens here and there."""
+    params = heads.make_params(config, dtype).replace(embed=target_params.embed)
+    if params.hot is None:
+        return params
+    hot = np.random.default_rng(4).permutation(96)[: config.draft_vocab_size]
+    return params.replace(hot=jnp.asarray(np.sort(hot), jnp.int32))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
+    dialect, config = CASES[case]
+    params = make_head(config, target_params)
+    eagle3_files.save(tmp_path, config, params, dialect=dialect)
+    loaded = eagle3_files.load(tmp_path, TARGET, target_params)
+    assert loaded[0] == config
+    testing.assert_same_bits(loaded[1], params)
+    assert loaded[1].embed is target_params.embed
+
+
+@pytest.mark.parametrize("impl", ["xla", "native"])
+@pytest.mark.parametrize("case", CASES)
+def test_parity_with_float64(tmp_path, target_params, case, impl):
+    """Fails if a tensor is taken for another, or a step is left out."""
+    heads.decoding.needs(impl)
+    dialect, config = CASES[case]
+    params = make_head(config, target_params)
+    eagle3_files.save(tmp_path, config, params, dialect=dialect)
+    head = oracle.Head(
+        config=json.loads((tmp_path / "config.json").read_text()),
+        tensors=safetensors.numpy.load_file(tmp_path / files.SINGLE_FILE),
+        embed=np.asarray(target_params.embed),
+    )
+    features, tokens = heads.inputs(config, 9)
+    expected = oracle.run(head, features[:7].astype(float), tokens, num_own=2)
+    params = eagle3_files.load(tmp_path, TARGET, target_params, impl=impl)[1]
+    ours = heads.chain_by_rows(params, config, impl, features[:7], tokens, num_own=2)
+    for part, wide in zip(ours, expected, strict=True):
+        testing.assert_rows_close(part, wide, dtype="float32", reduction=300)
+    if impl == "xla":  # The sequence is that of rows, see `test_eagle3`.
+        sequence = heads._sequence(params, config, tokens[None, :7], features[None, :7])
+        testing.assert_rows_close(
+            sequence.logits[0], expected[1][:7], dtype="float32", reduction=300
+        )
+    with pytest.raises(AssertionError, match="are off"):
+        testing.assert_rows_close(
+            ours[1][1:], expected[1][:-1], dtype="float32", reduction=300
+        )
+
+
+def test_an_embedding_of_its_own_is_kept(tmp_path, target_params):
+    params = make_head(SMALL, target_params)
+    own = params.replace(embed=params.embed + 1)
+    eagle3_files.save(tmp_path, SMALL, own, dialect="speculators")
+    loaded = eagle3_files.load(tmp_path, TARGET, target_params)[1]
+    testing.assert_same_bits(loaded.embed, own.embed)
+    # DeepSpec's are copies, and so tell of another target.
+    params = make_head(WHOLE, target_params)
+    own = params.replace(embed=params.embed + 1)
+    eagle3_files.save(tmp_path, WHOLE, own, dialect="deepspec")
+    with pytest.raises(files.CheckpointError, match="for another target"):
+        eagle3_files.load(tmp_path, TARGET, target_params)
+
+
+def test_copies_of_the_targets_head_are_dropped(tmp_path, target_params):
+    params = make_head(WHOLE, target_params).replace(lm_head=target_params.head)
+    eagle3_files.save(tmp_path, WHOLE, params, dialect="deepspec")
+    loaded = eagle3_files.load(tmp_path, TARGET, target_params)[1]
+    assert loaded.lm_head is target_params.head
+
+
+def test_pytorch_files_are_read(tmp_path, target_params):
+    torch = pytest.importorskip("torch")
+    config = heads.with_dtype(SMALL, "bfloat16")
+    params = make_head(config, target_params, dtype="bfloat16")
+    eagle3_files.save(tmp_path, config, params, dialect="midlayer")
+    path = tmp_path / files.SINGLE_FILE
+    held = {
+        name: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype.itemsize == 2
+        else torch.from_numpy(array)
+        for name, array in safetensors.numpy.load_file(path).items()
+    }
+    path.unlink()
+    torch.save(held, tmp_path / torch_file.FILE)
+    loaded = eagle3_files.load(tmp_path, TARGET, target_params, dtype="bfloat16")
+    testing.assert_same_bits(loaded[1].replace(embed=None), params.replace(embed=None))
+
+
+class Evil:
+    """Reduces to a call."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def write_bin(path, data: bytes, *, storages=(("0", bytes(16)),)):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        for name, content in storages:
+            archive.writestr(f"archive/data/{name}", content)
+
+
+def pickled_tensor(*, key="0", dtype="FloatStorage", shape=(4,), strides=(1,), at=0):
+    """The pickle of `{"x": tensor}`, by its opcodes: no PyTorch is needed."""
+    push = lambda value: pickle.dumps(value, protocol=2)[2:-1]
+    storage = (
+        pickle.MARK + push("storage") + f"ctorch\n{dtype}\n".encode() + push(key)
+        + push("cpu") + push(4) + pickle.TUPLE + pickle.BINPERSID
+    )  # fmt: skip
+    call = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n" + pickle.MARK + storage + push(at)
+        + push(shape) + push(strides) + pickle.NEWFALSE + pickle.NONE + pickle.TUPLE
+        + pickle.REDUCE
+    )  # fmt: skip
+    return b"\x80\x02" + pickle.EMPTY_DICT + push("x") + call + pickle.SETITEM + b"."
+
+
+def test_a_pickle_by_hand_is_read(tmp_path):
+    """What the malformed ones below differ from."""
+    path, values = tmp_path / "x.bin", np.arange(4, dtype=np.float32)
+    write_bin(path, pickled_tensor(), storages=[("0", values.tobytes())])
+    entry = torch_file.read_header(path)["x"]
+    out = np.empty(4, np.float32)
+    files.read_into(entry, out)
+    np.testing.assert_array_equal(out, values)
+
+
+BAD_PICKLES = {
+    "a call of the system": (
+        pickle.dumps({"x": Evil(print, "executed")}),
+        r"asks for (builtins|__builtin__)\.print, which is no part of a tensor",
+    ),
+    "a call by a dotted name": (
+        b"\x80\x04\x8c\x0bcollections\x8c\x18OrderedDict.__init__.__x\x93.",
+        "asks for collections.OrderedDict.__init__",
+    ),
+    "a storage that is called": (
+        b"\x80\x02ctorch\nFloatStorage\n)R.",
+        "not callable",
+    ),
+    "a number": (pickle.dumps(3), "holds no tensors by name"),
+    "a number by name": (pickle.dumps({"x": 3}), "not a tensor by name"),
+    "no pickle": (b"nonsense", "refused"),
+    "a missing storage": (pickled_tensor(key="1"), "data/1 is missing"),
+    "a storage out of bounds": (pickled_tensor(at=1), "takes 16 bytes from 4 on"),
+    "negative sizes": (pickled_tensor(shape=(-4,)), "not a tensor's sizes"),
+    "a transposed tensor": (
+        pickled_tensor(shape=(2, 2), strides=(1, 2)),
+        "not contiguous",
+    ),
+    "complex numbers": (pickled_tensor(dtype="ComplexFloatStorage"), "asks for torch"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_PICKLES)
+def test_bad_pickles_are_refused(tmp_path, capsys, fault):
+    """Fails if anything that a file names is called."""
+    data, message = BAD_PICKLES[fault]
+    path = tmp_path / torch_file.FILE
+    write_bin(path, data)
+    with pytest.raises(files.CheckpointError, match=message) as raised:
+        torch_file.read_header(path)
+    assert str(path) in str(raised.value)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_bad_zip_files_are_refused(tmp_path):
+    path = tmp_path / torch_file.FILE
+    write_bin(path, pickled_tensor())
+    whole = path.read_bytes()
+    for content in (whole[:-30], pickle.dumps({}), b""):
+        path.write_bytes(content)
+        with pytest.raises(files.CheckpointError, match="truncated, or not of PyTorch"):
+            torch_file.read_header(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/other", b"")
+    with pytest.raises(files.CheckpointError, match="holds no data.pkl"):
+        torch_file.read_header(path)
+
+
+@pytest.fixture
+def folder(tmp_path, target_params):
+    """A good head, to be broken."""
+    params = make_head(SMALL, target_params)
+    eagle3_files.save(tmp_path, SMALL, params, dialect="midlayer")
+    return tmp_path
+
+
+def changed(tensors, **changes):
+    """Tensors with some replaced, or left out where the change is None."""
+    merged = tensors | {name.replace("__", "."): x for name, x in changes.items()}
+    return {name: x for name, x in merged.items() if x is not None}
+
+
+def moved(table, at, by):
+    table = table.copy()
+    table[at] += by
+    return table
+
+
+BAD_TENSORS = {
+    "missing": (lambda t: changed(t, fc__weight=None), "missing tensors: fc.weight"),
+    "no d2t": (lambda t: changed(t, d2t=None), "missing tensors: d2t"),
+    "bias": (
+        lambda t: changed(t, fc__bias=np.zeros(48, np.float32)),
+        "fc.bias: heads with biases are not supported",
+    ),
+    "unknown": (
+        lambda t: changed(t, other=np.zeros(3, np.float32)),
+        "unexpected tensors: other",
+    ),
+    "shape": (
+        lambda t: changed(t, fc__weight=np.zeros((48, 96), np.float32)),
+        r"fc.weight has shape \[48, 96\], config.json and the target ask for \[48, 144",
+    ),
+    "whole numbers": (
+        lambda t: changed(t, norm__weight=np.ones(48, np.int64)),
+        "norm.weight is int64",
+    ),
+    "not finite": (
+        lambda t: changed(t, norm__weight=np.full(48, np.nan, np.float32)),
+        "norm.weight.* is nan",
+    ),
+    "d2t too large": (
+        lambda t: changed(t, d2t=moved(t["d2t"], 31, 90)),
+        r"d2t\[31\]=\d+ makes draft token 31 the token \d+, of a vocabulary of 96",
+    ),
+    "d2t below zero": (
+        lambda t: changed(t, d2t=moved(t["d2t"], 0, -90)),
+        r"d2t\[0\]=-\d+ makes draft token 0 the token -\d+",
+    ),
+    "a token twice": (
+        lambda t: changed(t, d2t=moved(t["d2t"], 1, t["d2t"][0] - t["d2t"][1] - 1)),
+        "has a token twice",
+    ),
+    "t2d of others": (
+        lambda t: changed(t, t2d=~t["t2d"]),
+        "t2d marks 64 tokens, d2t names 32",
+    ),
+    "t2d shifted": (
+        lambda t: changed(t, t2d=np.roll(t["t2d"], 1)),
+        "t2d marks 32 tokens, d2t names 32, and they are not the same",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_TENSORS)
+def test_bad_tensors_are_refused(folder, target_params, fault):
+    change, message = BAD_TENSORS[fault]
+    path = folder / files.SINGLE_FILE
+    tensors = safetensors.numpy.load_file(path)
+    safetensors.numpy.save_file(change(tensors), path)
+    with pytest.raises(files.CheckpointError, match=message):
+        eagle3_files.load(folder, TARGET, target_params)
+
+
+def test_truncated_files_are_refused(folder, target_params):
+    path = folder / files.SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(files.CheckpointError, match="truncated"):
+        eagle3_files.load(folder, TARGET, target_params)
+
+
+BAD_CONFIGS = {
+    "another architecture": (
+        {"architectures": ["PEagleDraftModel"]},
+        r"PEagleDraftModel.* no dialect of .*LlamaForCausalLMEagle3.*Qwen3Eagle3",
+    ),
+    "bias": ({"bias": True}, "bias is true: heads with biases"),
+    "layers": ({"num_hidden_layers": 2}, "num_hidden_layers=2: only"),
+    "flag": ({"fc_norm": "yes"}, "fc_norm='yes' must be true or false"),
+    "taps": ({"eagle_aux_hidden_state_layer_ids": "2"}, "must be a list of layers"),
+    "last tap": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]},
+        r"taps=\(2, 4, 8\) of a target with 8 layers",
+    ),
+    "vocabulary": ({"vocab_size": 97}, "a head for another target"),
+    "width": ({"target_hidden_size": 50}, "a head for another target"),
+    "draft vocabulary": ({"draft_vocab_size": 97}, "draft_vocab_size=97"),
+    "head_dim": (
+        {"head_dim": None, "num_attention_heads": 7},
+        "no head_dim, and hidden_size=48 is no multiple of num_attention_heads=7",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_CONFIGS)
+def test_bad_configs_are_refused(folder, fault):
+    change, message = BAD_CONFIGS[fault]
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(files.CheckpointError, match=message):
+        dialects.read_config(path, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "changes", "message"),
+    [
+        ("other", {}, "dialect='other' is not one of midlayer, speculators, deepspec"),
+        ("midlayer", {"has_head_norms": True}, "not of midlayer"),
+        ("deepspec", {}, "deepspec has norms of queries and keys"),
+        ("deepspec", {"has_head_norms": True}, "deepspec has the whole vocabulary"),
+    ],
+)
+def test_a_dialect_without_words_for_a_head(tmp_path, dialect, changes, message):
+    config = dataclasses.replace(SMALL, **changes)
+    with pytest.raises(ValueError, match=message):
+        eagle3_files.save(tmp_path, config, heads.make_params(SMALL), dialect=dialect)
+
+
+PUBLISHED = [
+    ("angelslim/qwen3-0.6b-eagle3.json", "0.6B", None),
+    ("angelslim/qwen3-1.7b-eagle3.json", "1.7B", 274_102_656),
+    ("angelslim/qwen3-4b-eagle3.json", "4B", 436_898_176),
+    ("angelslim/qwen3-8b-eagle3.json", "8B", 799_455_616),
+    ("released/Qwen3-8B_eagle3.config.json", "8B", 799_455_616),
+    ("specforge/qwen3-4b-eagle3.json", "4B", 436_898_176),
+    ("specforge/qwen3-8b-eagle3.json", "8B", 799_455_616),
+    ("derived_deepspec/eagle3_qwen3_4b_ttt7.derived.json", "4B", None),
+    ("derived_deepspec/eagle3_qwen3_8b_ttt7.derived.json", "8B", None),
+]
+
+
+@pytest.mark.skipif(not CONFIGS.exists(), reason="no published configs here")
+@pytest.mark.parametrize(("name", "size", "num_bytes"), PUBLISHED)
+def test_published_configs(name, size, num_bytes):
+    """The bytes are those of the published files: fails on any wrong shape."""
+    target = config_lib.read(CONFIGS / "qwen3" / f"Qwen3-{size}.config.json")
+    dialect, config = dialects.read_config(CONFIGS / name, target)
+    L = target.num_layers
+    shapes = eagle3_params.shapes(config)
+    if dialect == "midlayer":
+        assert config.taps == (2, L // 2, L - 3)
+        own = params_lib.num_bytes(shapes.replace(embed=None, hot=None))
+        tables = 8 * config.draft_vocab_size + target.vocab_size
+        assert num_bytes in (None, own + tables)
+    else:
+        assert config.taps == (2, 10, 18, 26, 34) and config.has_head_norms
+        assert shapes.hot is None and shapes.lm_head.shape == (
+            151_936,
+            config.hidden_size,
+        )
+    assert shapes.qkv.shape == (target.qkv_size, 2 * target.hidden_size)
