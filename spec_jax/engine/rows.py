@@ -20,6 +20,7 @@ from spec_jax import tree
 from spec_jax.engine import protocols
 from spec_jax.model import (
     config as config_lib,
+    families,
     params as params_lib,
     prompt as prompt_lib,
     qwen3,
@@ -53,7 +54,7 @@ class SlotRows:
             raise ValueError(f"num_slots={self.num_slots} must be at least 1")
 
     @property
-    def config(self) -> config_lib.Qwen3Config:
+    def config(self) -> config_lib.ModelConfig:
         """The model's config."""
         return self.model.config
 
@@ -147,7 +148,7 @@ class SlotRows:
         (height,) = rows.tokens.shape
 
         def run(kv, part):
-            kv, outputs = qwen3.forward_rows(
+            kv, outputs = families.of(self.config).forward_rows(
                 params,
                 self.config,
                 part,

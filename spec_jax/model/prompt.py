@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.model import params as params_lib, qwen3, row_model
+from spec_jax.model import decoder, params as params_lib, row_model
 from spec_jax.paging import cache as paged
 
 
@@ -23,7 +23,7 @@ def prefill(
     """
     if not tokens:
         return kv
-    padded = np.zeros((qwen3.bucket(len(tokens)),), np.int32)
+    padded = np.zeros((decoder.bucket(len(tokens)),), np.int32)
     padded[: len(tokens)] = tokens
     return model.prefill(
         params,
