@@ -37,6 +37,10 @@ class Family(Protocol):
     IGNORED: str
     """A regular expression of tensors that old checkpoints hold and nothing reads."""
 
+    KEEPS_PADDING: bool
+    """Whether entries without a token are loaded where both models of a pair have as
+    many. They are not, if not stated otherwise: they could be drawn."""
+
     def read_config(
         self, raw: Mapping[str, Any], *, dtype: str | None
     ) -> "config_lib.ModelConfig":

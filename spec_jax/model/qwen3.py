@@ -16,6 +16,7 @@ from spec_jax.model import (
     decoder,
     observe as observe_lib,
     params as params_lib,
+    rotary,
     sequence,
 )
 from spec_jax.ops import (
@@ -34,6 +35,7 @@ from spec_jax.typing import IMPLS as ALL_IMPLS, typed
 IMPLS = ALL_IMPLS[1:]  # All but "auto".
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = r"(?!)"  # Nothing.
+KEEPS_PADDING = True
 
 Rows = decoder.Rows
 RowOutputs = decoder.RowOutputs
@@ -89,7 +91,7 @@ def write_config(config: config_lib.Qwen3Config) -> dict[str, Any]:
     }
 
 
-def shapes(config: config_lib.Qwen3Config) -> params_lib.Params:
+def shapes(config: config_lib.ModelConfig) -> params_lib.Params:
     """See `families.Family`."""
     dtype = jnp.dtype(config.dtype)
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
@@ -116,7 +118,7 @@ def shapes(config: config_lib.Qwen3Config) -> params_lib.Params:
     )
 
 
-def tensors(config: config_lib.Qwen3Config) -> params_lib.Params:
+def tensors(config: config_lib.ModelConfig) -> params_lib.Params:
     """See `families.Family`."""
 
     def made_of(*parts: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place
@@ -218,7 +220,7 @@ def forward_rows(
         taps=taps,
         with_logits=with_logits,
         observe=observe,
-        run_layer=_run_layer,
+        run_layer=run_layer,
         run_head=run_head,
     )
 
@@ -267,7 +269,7 @@ def run_head(params, x, rows, *, config, impl):
     )
 
 
-def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
+def run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
     """One decoder layer: five operations, each of which reads its weights once.
 
     Args:
@@ -337,10 +339,11 @@ def _attention_inputs(layer, config, x, positions):
     normed = sequence.norm(x, layer.input_norm, config.rms_norm_eps)
     heads = sequence.matmul(normed, layer.qkv).reshape(*x.shape[:-1], N + 2 * K, H)
     q, k, v = jnp.split(heads, (N, N + K), axis=-2)
-    table, scale = rope_table(config)
+    table, scale = rotary.rope_table(config)
     frequencies = jnp.asarray(table)
-    q = sequence.norm(q, layer.q_norm, config.rms_norm_eps)
-    k = sequence.norm(k, layer.k_norm, config.rms_norm_eps)
+    if layer.q_norm is not None:
+        q = sequence.norm(q, layer.q_norm, config.rms_norm_eps)
+        k = sequence.norm(k, layer.k_norm, config.rms_norm_eps)
     q = rope.rope(q, positions, frequencies, scale=scale)
     k = rope.rope(k, positions, frequencies, scale=scale)
     return q, k, v

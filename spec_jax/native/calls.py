@@ -127,8 +127,8 @@ def gate(
 
 def attend(
     heads: jax.Array,  # [R, (N + 2K) * H]
-    q_norm: jax.Array,  # [H]
-    k_norm: jax.Array,  # [H]
+    q_norm: jax.Array | None,  # [H]
+    k_norm: jax.Array | None,  # [H]
     k_pages: jax.Array,  # [P, C, K, H]
     v_pages: jax.Array,  # [P, C, K, H]
     cos: jax.Array,  # [R, H / 2]
@@ -154,11 +154,13 @@ def attend(
         raise NotImplementedError(f"head size {H} is odd, or above {MAX_HEAD}")
     if N < 1 or N % K:
         raise ValueError(f"{N} query heads for {K} key/value heads")
+    if q_norm is None or k_norm is None:  # For the kernel empty, as in `project`.
+        q_norm = k_norm = jnp.zeros((0,), heads.dtype)
+    else:
+        _shapes(q_norm=(q_norm, (H,)), k_norm=(k_norm, (H,)))
     _same(heads, q_norm, k_norm, k_pages, v_pages)
     _shapes(
         heads=(heads, (R, (N + 2 * K) * H)),
-        q_norm=(q_norm, (H,)),
-        k_norm=(k_norm, (H,)),
         v_pages=(v_pages, k_pages.shape),
         cos=(cos, (R, H // 2)),
         sin=(sin, (R, H // 2)),

@@ -19,8 +19,8 @@ from spec_jax.typing import typed
 @typed
 def row_attention(
     heads: Float[Array, "R qkv"],
-    q_norm: Float[Array, " H"],
-    k_norm: Float[Array, " H"],
+    q_norm: Float[Array, " H"] | None,
+    k_norm: Float[Array, " H"] | None,
     k_pages: Float[Array, "P C K H"],
     v_pages: Float[Array, "P C K H"],
     *,
@@ -43,6 +43,7 @@ def row_attention(
 
     Args:
       heads: queries, keys and values of each row, `(N + 2K) * H`.
+      q_norm, k_norm: weights of RMSNorms with `eps`; None: heads are not normed.
       cos, sin: of each row's angles, in the dtype of `heads` (`rope.angles`).
       branch: of rows of trees, see `paged_attention`: the last entry is the place where
         the row itself is written.
@@ -63,6 +64,10 @@ def row_attention(
             **where, branch=branch, eps=eps, scale=scale,
         )  # fmt: skip
     if impl in dispatch.PALLAS:
+        if q_norm is None or k_norm is None:
+            raise NotImplementedError(
+                f"impl={impl!r} norms queries and keys; take 'xla' or 'native'"
+            )
         from spec_jax.pallas import row_attention_triton
 
         return row_attention_triton.attend(
@@ -72,8 +77,10 @@ def row_attention(
         )  # fmt: skip
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)
-    q = rope.rotate(rms_norm.rms_norm(q, q_norm, eps=eps), cos, sin)
-    k = rope.rotate(rms_norm.rms_norm(k, k_norm, eps=eps), cos, sin)
+    if q_norm is not None and k_norm is not None:
+        q = rms_norm.rms_norm(q, q_norm, eps=eps)
+        k = rms_norm.rms_norm(k, k_norm, eps=eps)
+    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     at = where if branch is None else where | {"positions": branch[:, -1]}
     k_pages = page_write.page_write(k_pages, k, **at)
     v_pages = page_write.page_write(v_pages, v, **at)
