@@ -3,11 +3,19 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from spec_jax.drafters import draft_model, registry, tree_shapes
 from spec_jax.engine import checks, protocols, rows
-from spec_jax.model import load as load_lib, params as params_lib, row_model, tokenizer
+from spec_jax.model import (
+    config as config_lib,
+    families,
+    load as load_lib,
+    params as params_lib,
+    row_model,
+    tokenizer,
+)
 from spec_jax.ops import dispatch
 from spec_jax.typing import Impl
 
@@ -101,8 +109,10 @@ def load(
       (8, 7)
 
     Args:
-      target: a Hugging Face Qwen3 folder; None: the embedded pair's target.
-      draft: a folder of the same vocabulary, for drafters with a draft model; None: the
+      target: a Hugging Face folder of one of `model.families`; None: the embedded
+        pair's target.
+      draft: a folder of the same tokenizer, for drafters with a draft model: where the
+        models pad its vocabulary differently, neither loads the padding; None: the
         embedded pair's draft, where the target is the embedded one too.
       drafter: a name (`drafters.registry.names`), `package.module:Name`, or an object
         that keeps `protocols.Drafter` and has no parameters.
@@ -127,7 +137,20 @@ def load(
     target = pathlib.Path(target)
     resolved = dispatch.resolve(impl)
     target_tokenizer = tokenizer.load(target)
-    config, params = load_lib.load(target, dtype=dtype, impl=resolved)
+    folders = [target] if draft is None else [target, pathlib.Path(draft)]
+    # A drafter may need no draft model: what it has is read when it is loaded.
+    configs = [
+        config_lib.read(folder / "config.json", dtype=dtype) for folder in folders
+    ]
+    impls = [
+        families.runnable(config, resolved, is_named=impl != "auto")
+        for config in configs
+    ]
+    entries = _entries(target_tokenizer, configs)
+    resolved = impls[0]
+    config, params = load_lib.load(
+        target, dtype=dtype, impl=resolved, vocab_size=entries
+    )
     model = row_model.RowModel(
         config=config,
         impl=resolved,
@@ -143,8 +166,9 @@ def load(
             target_tokenizer,
             gamma_max=gamma_max,
             dtype=dtype,
-            impl=resolved,
+            impl=impls[-1],
             cache=cache,
+            vocab_size=entries,
         ),
     )
     chosen, drafter_params = registry.build(drafter, parts)
@@ -159,6 +183,19 @@ def load(
     return lm if tree is None else lm.with_tree(tree)
 
 
+def _entries(
+    common: tokenizer.Tokenizer, configs: Sequence[config_lib.ModelConfig]
+) -> int | None:
+    """The entries that are loaded of a pair's vocabularies; None: all of both.
+
+    Those that have a token, where the models have different padding, or would draw it.
+    """
+    is_kept = all(families.of(config).KEEPS_PADDING for config in configs)
+    if is_kept and len({config.vocab_size for config in configs}) == 1:
+        return None
+    return common.num_ids
+
+
 def load_draft(
     folder: str | pathlib.Path | None,
     target_tokenizer: tokenizer.Tokenizer,
@@ -167,12 +204,14 @@ def load_draft(
     dtype: str | None,
     impl: str,
     cache: row_model.CacheKind = "paged",
+    vocab_size: int | None = None,
 ) -> tuple[draft_model.DraftModel, params_lib.Params]:
     """Reads a draft model, which drafts as its target samples; raises as `load`.
 
     Args:
       target_tokenizer: whose vocabulary it must share.
       impl: a resolved implementation.
+      vocab_size: entries that are loaded, see `model.load.load`.
     """
     if folder is None:
         raise ValueError(
@@ -181,7 +220,9 @@ def load_draft(
         )
     folder = pathlib.Path(folder)
     tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(folder))
-    config, params = load_lib.load(folder, dtype=dtype, impl=impl)
+    config, params = load_lib.load(
+        folder, dtype=dtype, impl=impl, vocab_size=vocab_size
+    )
     drafter = draft_model.DraftModel(
         model=row_model.RowModel(
             config=config,

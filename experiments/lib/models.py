@@ -77,6 +77,7 @@ def with_drafter(
             dtype=args.dtype,
             impl=lm.target.impl,
             cache=lm.target.cache,
+            vocab_size=lm.target.config.vocab_size,
         ),
     )
     return lm.with_drafter(*registry.build(name, parts))

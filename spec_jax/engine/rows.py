@@ -21,9 +21,10 @@ from spec_jax import tree
 from spec_jax.engine import protocols
 from spec_jax.model import (
     config as config_lib,
+    decoder,
+    families,
     params as params_lib,
     prompt as prompt_lib,
-    qwen3,
     row_model,
 )
 from spec_jax.paging import allocator, cache as paged, index
@@ -54,7 +55,7 @@ class SlotRows:
             raise ValueError(f"num_slots={self.num_slots} must be at least 1")
 
     @property
-    def config(self) -> config_lib.Qwen3Config:
+    def config(self) -> config_lib.ModelConfig:
         """The model's config."""
         return self.model.config
 
@@ -148,7 +149,7 @@ class SlotRows:
 
         def forward(kv, rows, inputs):
             del inputs
-            kv, outputs = qwen3.forward_rows(
+            kv, outputs = families.of(self.config).forward_rows(
                 params,
                 self.config,
                 rows,
@@ -218,7 +219,7 @@ def tile_of(impl: str, slab: int, num_rows: int) -> int:
     return min(num_rows, NATIVE_TILE) if impl == "native" else slab
 
 
-Forward = Callable[[paged.PagedKV, qwen3.Rows, Any], tuple[paged.PagedKV, Any]]
+Forward = Callable[[paged.PagedKV, decoder.Rows, Any], tuple[paged.PagedKV, Any]]
 """`forward(kv, rows, inputs) -> (kv, outputs)`: runs a tile, and writes its K/V. Inputs
 and outputs are of any structure, with the tile's rows as their leading axis."""
 
@@ -231,7 +232,7 @@ def run_window(
     tile: int,
     empty: Callable[[int], Any],
     inputs: Any = None,
-) -> tuple[qwen3.Rows, Int[Array, "B R"], paged.PagedKV, Any]:
+) -> tuple[decoder.Rows, Int[Array, "B R"], paged.PagedKV, Any]:
     """Reserves pages, runs all tiles with active rows, and extends the slots.
 
     Args:
@@ -280,7 +281,7 @@ def run_window(
 
 def _pack(
     window: protocols.Window, *, tile: int, inputs: Any = None
-) -> tuple[qwen3.Rows, Int[Array, "B R"], Any]:
+) -> tuple[decoder.Rows, Int[Array, "B R"], Any]:
     """Returns all active columns, slot after slot, where each went, and their inputs.
 
     Whole tiles, a tree's parents before their children; a column that is not run goes
@@ -301,7 +302,7 @@ def _pack(
         return packed.at[at].set(values, mode="drop")
 
     positions, branch = _layout(window, num_rows=R)
-    rows = qwen3.Rows(
+    rows = decoder.Rows(
         tokens=pack(window.tokens),
         slots=pack(jnp.arange(B, dtype=jnp.int32)[:, None]),
         positions=pack(positions),
@@ -330,11 +331,11 @@ def _layout(
     return cut(laid_out[0]), cut(laid_out[1])
 
 
-def _tile_of(rows: qwen3.Rows, start: jax.Array, height: int) -> qwen3.Rows:
+def _tile_of(rows: decoder.Rows, start: jax.Array, height: int) -> decoder.Rows:
     def cut(values):
         return jax.lax.dynamic_slice_in_dim(values, start, height)
 
-    return qwen3.Rows(
+    return decoder.Rows(
         tokens=cut(rows.tokens),
         slots=cut(rows.slots),
         positions=cut(rows.positions),

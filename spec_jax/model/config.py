@@ -1,8 +1,9 @@
-"""Qwen3 configuration: what `config.json` says, checked, frozen and hashable.
+"""Configuration: what `config.json` says, checked, frozen and hashable.
 
 Knows the two spellings that Hugging Face has used for RoPE (`rope_theta` and
 `rope_scaling`, or `rope_parameters`) and for the dtype (`torch_dtype`, or `dtype`).
-Knows nothing of weights.
+Knows nothing of weights; what only one family states is in that
+family's module, but for Qwen3's fields, which are here.
 """
 
 import dataclasses
@@ -10,14 +11,13 @@ import json
 import pathlib
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from spec_jax.model import hub
+from spec_jax.model import families, hub
 
 
-ARCHITECTURE = "Qwen3ForCausalLM"
 DTYPES = ("float32", "bfloat16")
 
 # Positions and token ids are int32.
@@ -44,12 +44,13 @@ class YarnScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3Config:
-    """Sizes and constants of a dense Qwen3 model.
+class ModelConfig:
+    """Sizes and constants that a model of any family has.
 
-    `head_dim` is stated, never derived: `num_heads * head_dim` differs from
-    `hidden_size` in Qwen3-0.6B, 4B and 32B.
+    `model_type` is the family's key in `families.MODULES`.
     """
+
+    model_type: ClassVar[str]
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -59,9 +60,7 @@ class Qwen3Config:
     num_kv_heads: int  # K
     head_dim: int  # H
     max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
-    yarn: YarnScaling | None = None
+    rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
 
@@ -75,15 +74,15 @@ class Qwen3Config:
         """Width of the concatenated heads, `N * H`."""
         return self.num_heads * self.head_dim
 
-    def validate(self) -> "Qwen3Config":
+    def validate(self) -> Self:
         """Returns the config itself.
 
         Raises:
           ValueError: a value with which no model can be run; with its key in
             `config.json`, and the value.
         """
-        for key, name in _SIZES.items():
-            _check_size(key, getattr(self, name))
+        for key, name in SIZES.items():
+            check_size(key, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} must be a multiple of "
@@ -94,19 +93,35 @@ class Qwen3Config:
         if self.dtype not in DTYPES:
             shown = reprlib.repr(self.dtype)
             raise ValueError(f"dtype={shown} is not one of {', '.join(DTYPES)}")
-        if type(self.tie_word_embeddings) is not bool:
-            shown = reprlib.repr(self.tie_word_embeddings)
-            raise ValueError(
-                f"tie_word_embeddings={shown} must be true or false; {_REMEDY}"
-            )
-        positive("rms_norm_eps", self.rms_norm_eps)
+        check_flag("tie_word_embeddings", self.tie_word_embeddings)
         positive("rope_theta", self.rope_theta)
+        return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Config(ModelConfig):
+    """A dense Qwen3 model.
+
+    `head_dim` is stated, never derived: `num_heads * head_dim` differs from
+    `hidden_size` in Qwen3-0.6B, 4B and 32B.
+    """
+
+    model_type = "qwen3"
+
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    yarn: YarnScaling | None = None
+
+    def validate(self) -> Self:
+        """See `ModelConfig.validate`."""
+        super().validate()
+        positive("rms_norm_eps", self.rms_norm_eps)
         if self.yarn is not None:
             _check_yarn(self.yarn, self.rope_theta)
         return self
 
 
-_SIZES = {
+SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -148,11 +163,20 @@ def check_token_ids(key: str, value: Any, vocab_size: int) -> None:
         )
 
 
-def _check_size(key: str, value: Any) -> None:
+def check_size(key: str, value: Any) -> None:
+    """Raises `ValueError` unless `value` is a size: of an array, or a count."""
     if type(value) is not int or not 1 <= value <= MAX_SIZE:
         raise ValueError(
             f"{key}={reprlib.repr(value)} must be a positive integer, at most "
             f"{MAX_SIZE}; {_REMEDY}"
+        )
+
+
+def check_flag(key: str, value: Any) -> None:
+    """Raises `ValueError` unless `value` is true or false."""
+    if type(value) is not bool:
+        raise ValueError(
+            f"{key}={reprlib.repr(value)} must be true or false; {_REMEDY}"
         )
 
 
@@ -164,70 +188,75 @@ def _check_yarn(yarn: YarnScaling, theta: float) -> None:
         if getattr(yarn, name) is not None:
             positive(f"yarn {name}", getattr(yarn, name))
     name = "original_max_position_embeddings"
-    _check_size(f"yarn {name}", getattr(yarn, name))
-    if type(yarn.truncate) is not bool:
-        shown = reprlib.repr(yarn.truncate)
-        raise ValueError(f"yarn truncate={shown} must be true or false; {_REMEDY}")
+    check_size(f"yarn {name}", getattr(yarn, name))
+    check_flag("yarn truncate", yarn.truncate)
     if theta <= 1:
         raise ValueError(f"rope_theta={theta!r} must be above 1 with yarn; {_REMEDY}")
 
 
-def from_dict(raw: Mapping[str, Any], *, dtype: str | None = None) -> Qwen3Config:
+def from_dict(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelConfig:
     """Reads the contents of a `config.json`; `dtype` takes the place of its own.
 
     Raises:
-      ValueError: another architecture, a missing key, a feature that dense Qwen3
-        models do not use (sliding window, attention bias, another activation), a
-        quantised model, or a value with which no model can be run.
+      ValueError: another family, a missing key, a feature that the models of the family
+        do not use (such as a sliding window), a quantised model, or a value with which
+        no model can be run.
     """
-    _check_supported(raw)
-    missing = [key for key in _SIZES if key not in raw]
-    if missing:
-        raise ValueError(f"missing keys: {', '.join(missing)}; {_REMEDY}")
-    theta, yarn = _read_rope(raw)
-    config = Qwen3Config(
-        **{name: raw[key] for key, name in _SIZES.items()},
-        rms_norm_eps=positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        yarn=yarn,
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        dtype=dtype or raw.get("dtype") or raw.get("torch_dtype") or "float32",
-    ).validate()
-    check_token_ids("eos_token_id", raw.get("eos_token_id"), config.vocab_size)
-    return config
-
-
-def _check_supported(raw: Mapping[str, Any]) -> None:
-    """Refuses another architecture, and features that would be left out."""
-    architectures = raw.get("architectures") or []
-    if architectures != [ARCHITECTURE] or raw.get("model_type", "qwen3") != "qwen3":
-        raise ValueError(
-            f"architectures={reprlib.repr(architectures)}, "
-            f"model_type={reprlib.repr(raw.get('model_type'))}: only dense "
-            f"{ARCHITECTURE} models are supported"
-        )
+    family = families.named(raw)
     quantization = raw.get("quantization_config")
     if quantization is not None:
         raise ValueError(
             f"quantization_config={reprlib.repr(quantization)}: quantised weights are "
             "not supported; take the model's float32, bfloat16 or float16 checkpoint"
         )
-    unsupported = {
-        "attention_bias": (False, None),
-        "use_sliding_window": (False, None),
-        "hidden_act": ("silu",),
-        "partial_rotary_factor": (1, None),
-    }
-    for key, allowed in unsupported.items():
-        if key in raw and raw[key] not in allowed:
+    config = family.read_config(raw, dtype=dtype).validate()
+    check_token_ids("eos_token_id", raw.get("eos_token_id"), config.vocab_size)
+    return config
+
+
+def to_dict(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` that `from_dict` reads back, in the older (4.51) spelling."""
+    architecture, _ = families.MODULES[config.model_type]
+    names = {"architectures": [architecture], "model_type": config.model_type}
+    return names | families.of(config).write_config(config)
+
+
+def read_sizes(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """The values of `keys`, by the names of `ModelConfig`'s fields.
+
+    Raises:
+      ValueError: keys that are missing.
+    """
+    missing = [key for key in keys if key not in raw]
+    if missing:
+        raise ValueError(f"missing keys: {', '.join(missing)}; {_REMEDY}")
+    return {name: raw[key] for key, name in keys.items()}
+
+
+def read_dtype(raw: Mapping[str, Any], dtype: str | None) -> Any:
+    """`dtype`, else what either spelling of the key says, else float32."""
+    return dtype or raw.get("dtype") or raw.get("torch_dtype") or "float32"
+
+
+def check_features(raw: Mapping[str, Any], allowed: Mapping[str, tuple]) -> None:
+    """Raises `ValueError` where a key that is there has no value that is allowed."""
+    for key, values in allowed.items():
+        if key in raw and raw[key] not in values:
             raise ValueError(
-                f"{key}={reprlib.repr(raw[key])} is not supported (need {allowed[0]})"
+                f"{key}={reprlib.repr(raw[key])} is not supported (need {values[0]})"
             )
 
 
-def _read_rope(raw: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
-    """Both spellings of RoPE. As in Hugging Face 5, `rope_scaling` wins where it is
-    stated, and then the base of `rope_parameters` is not used either.
+def read_rope(
+    raw: Mapping[str, Any], *, kinds: tuple[str, ...], default_theta: float = 10_000.0
+) -> tuple[float, str, dict[str, Any]]:
+    """The base, the type and what else both spellings of RoPE state.
+
+    As in Hugging Face 5, `rope_scaling` wins where it is stated, and then the base of
+    `rope_parameters` is not used either.
+
+    Raises:
+      ValueError: no object, one for each type of layer, or a type not of `kinds`.
     """
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     stated = raw.get(key) or {}
@@ -238,18 +267,16 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
     if nested:
         raise ValueError(
             f"{key} has parameters for each type of layer ({', '.join(nested)}), which "
-            f"is not supported: every layer of a dense {ARCHITECTURE} has the same; "
+            f"is not supported: every layer of a dense model has the same; "
             f"state them in {key} itself"
         )
-    theta = stated.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    theta = stated.get("rope_theta", raw.get("rope_theta", default_theta))
     theta = positive("rope_theta", theta)
     kind = stated.get("rope_type", stated.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "yarn":
+    if kind not in kinds:
         raise ValueError(
-            f"{key}: rope type {reprlib.repr(kind)} is not supported (need default or "
-            "yarn)"
+            f"{key}: rope type {reprlib.repr(kind)} is not supported (need "
+            f"{' or '.join(kinds)})"
         )
     scaling = {
         name: value
@@ -257,45 +284,36 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
         if name not in ("rope_type", "type", "rope_theta")
         and (value is not None or name == "truncate")
     }
+    return theta, kind, scaling
+
+
+def read_scaling(
+    raw: Mapping[str, Any], kind: str, scaling: dict[str, Any], fields: type
+) -> dict[str, Any]:
+    """What `fields`, the dataclass of one type of RoPE, is made of.
+
+    Raises:
+      ValueError: a key that is no field, or none where a field needs one.
+    """
     # The model's own statement wins, as in Hugging Face.
     length = "original_max_position_embeddings"
     if raw.get(length) is not None:
         scaling[length] = raw[length]
     scaling.setdefault(length, raw["max_position_embeddings"])
-    names = {field.name for field in dataclasses.fields(YarnScaling)}
-    unknown = sorted(set(scaling) - names)
-    if unknown or "factor" not in scaling:
-        what = f"has {', '.join(unknown)}" if unknown else "has no factor"
+    names = {field.name: field.default for field in dataclasses.fields(fields)}
+    unknown = sorted(set(scaling) - set(names))
+    needed = [name for name in names if names[name] is dataclasses.MISSING]
+    missing = [name for name in needed if name not in scaling]
+    if unknown or missing:
+        key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+        what = "has " + ", ".join(unknown) if unknown else f"has no {missing[0]}"
         raise ValueError(
-            f"{key} {what}: yarn needs a factor and only {', '.join(sorted(names))}"
+            f"{key} {what}: {kind} needs a factor and only {', '.join(sorted(names))}"
         )
-    return theta, YarnScaling(**scaling)
+    return scaling
 
 
-def to_dict(config: Qwen3Config) -> dict[str, Any]:
-    """The `config.json` that `from_dict` reads back, in the older (4.51) spelling."""
-    scaling = None
-    if config.yarn is not None:
-        stated = dataclasses.asdict(config.yarn)
-        scaling = {"rope_type": "yarn"} | {
-            key: value for key, value in stated.items() if value is not None
-        }
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
-        **{key: getattr(config, name) for key, name in _SIZES.items()},
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "torch_dtype": config.dtype,
-        "use_sliding_window": False,
-    }
-
-
-def read(path: pathlib.Path, *, dtype: str | None = None) -> Qwen3Config:
+def read(path: pathlib.Path, *, dtype: str | None = None) -> ModelConfig:
     """Reads a `config.json`, as `from_dict` does; every error names the file.
 
     Raises:

@@ -73,7 +73,7 @@ def load(
     nothing = dict.fromkeys([*given, "hot"])
     shapes = eagle3_params.shapes(config).replace(**nothing)
 
-    def read(leaf: jax.ShapeDtypeStruct, sources: load_lib.Parts) -> jax.Array:
+    def read(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
         return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
 
     params = jax.tree.map(read, shapes, names.replace(**nothing))
@@ -130,11 +130,13 @@ def _find(folder: pathlib.Path) -> dict[str, files.Entry]:
 def _names(
     config: eagle3_params.Eagle3Config, dialect: dialects.Dialect, *, has_embed: bool
 ) -> eagle3_params.Eagle3Params:
-    """A tree like `Eagle3Params` that holds `load.Parts`: what arrays are made of."""
+    """A tree like `Eagle3Params` that holds `params.Parts`: what arrays are made of."""
     prefix = "midlayer." if dialect == "midlayer" else "layers.0."
 
     def parts(*found: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place
-        return load_lib.Parts(tuple((f"{name}.weight", shape) for name, shape in found))
+        return params_lib.Parts(
+            tuple((f"{name}.weight", shape) for name, shape in found)
+        )
 
     def of_layer(*found: tuple[str, tuple[int, ...]]) -> Any:
         return parts(*((prefix + name, shape) for name, shape in found))

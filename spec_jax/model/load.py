@@ -1,9 +1,9 @@
-"""Qwen3 weights in Hugging Face's layout: folders in, folders out.
+"""Weights in Hugging Face's layout: folders in, folders out.
 
-Knows the names of the tensors and how they are fused; `checkpoint_files` knows the
-files. Files hold `[out, in]`, and so do weights unless they are loaded for kernels
-that read them in another order: what is saved and loaded again is the same, bit for
-bit.
+A family knows the names of its tensors and how they are fused (`params.Parts`);
+`checkpoint_files` knows the files. Files hold `[out, in]`, and so do weights unless
+they are loaded for kernels that read them in another order: what is saved and loaded
+again is the same, bit for bit.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import psutil
 from spec_jax.model import (
     checkpoint_files as files,
     config as config_lib,
+    families,
     params as params_lib,
 )
 from spec_jax.ops import dispatch, weights
@@ -29,9 +30,7 @@ from spec_jax.ops import dispatch, weights
 
 CheckpointError = files.CheckpointError
 
-_EMBED = "model.embed_tokens.weight"
-_LM_HEAD = "lm_head.weight"
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER_NAME = re.compile(r"\w+\.layers\.(\d+)\.")
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _GIB = 2**30
 
@@ -40,20 +39,14 @@ class InsufficientMemoryError(CheckpointError, MemoryError):
     """The weights do not fit; nothing has been read."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """The tensors that make up one array of a model, stacked by rows."""
-
-    parts: tuple[tuple[str, tuple[int, ...]], ...]  # (name, shape)
-
-
 def load(
     folder: str | pathlib.Path,
     *,
     dtype: str | None = None,
     impl: str | None = None,
     available_bytes: int | None = None,
-) -> tuple[config_lib.Qwen3Config, params_lib.Params]:
+    vocab_size: int | None = None,
+) -> tuple[config_lib.ModelConfig, params_lib.Params]:
     """Reads a folder with `config.json` and safetensors, one file or sharded.
 
     All names, shapes, sizes and the free memory are checked before any weight is
@@ -65,35 +58,41 @@ def load(
       impl: a resolved implementation, for whose kernels the weights are prepared as
         by `params.prepare`; arrays if None.
       available_bytes: free memory of the host; asked of the system if None.
+      vocab_size: entries of the embedding and of the head that are loaded, the first
+        ones: without the rest, which pads them, it can be neither drawn nor drafted.
+        All if None.
 
     Returns:
-      The config, with the dtype that the weights have, and the weights.
+      The config, with the dtype and the entries that the weights have, and the weights.
 
     Raises:
       CheckpointError: a file is missing, truncated or malformed; a tensor is missing,
         unknown, of another shape or not finite; a tied model whose `lm_head` is not
         its embedding.
       InsufficientMemoryError: the weights need more memory than is free.
-      ValueError: `config.json` cannot be used, or jax cannot start.
+      ValueError: `config.json` cannot be used, or jax cannot start; or there are fewer
+        entries than `vocab_size`.
     """
     folder = pathlib.Path(folder)
     config = config_lib.read(folder / "config.json", dtype=dtype)
-    entries = files.find(folder)
+    family = families.of(config)
+    found = files.find(folder).items()
+    ignored = re.compile(family.IGNORED)
+    entries = {name: entry for name, entry in found if not ignored.search(name)}
     _check_num_layers(folder, config, entries)
-    names = _names(config)
+    names = family.tensors(config)
     _check_entries(folder, config, entries, names)
+    if config.tie_word_embeddings:
+        _check_tied(folder, entries, names, family.LM_HEAD)
+    if vocab_size is not None:
+        config = _with_entries(folder, config, vocab_size)
+        names = family.tensors(config)
     _check_memory(folder, config, available_bytes)
-    if config.tie_word_embeddings and _LM_HEAD in entries:
-        if not files.same_values(entries[_LM_HEAD], entries[_EMBED]):
-            raise CheckpointError(
-                f"{folder}: tie_word_embeddings is true, but {_LM_HEAD} differs from "
-                f"{_EMBED}; set it to false in config.json, or remove the tensor"
-            )
 
     # A table that is not the head, too, is looked up only.
     table: Any = None if names.lm_head is None else names.embed
 
-    def read(leaf: jax.ShapeDtypeStruct, sources: Parts) -> weights.Weight:
+    def read(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> weights.Weight:
         buffer = assemble(leaf, sources, entries)
         # A copy, and waited for, so that the buffer is free before the next is taken.
         weight: weights.Weight
@@ -107,7 +106,9 @@ def load(
 
 
 def assemble(
-    leaf: jax.ShapeDtypeStruct, sources: Parts, entries: Mapping[str, files.Entry]
+    leaf: jax.ShapeDtypeStruct,
+    sources: params_lib.Parts,
+    entries: Mapping[str, files.Entry],
 ) -> np.ndarray:
     """Reads one array of the shape and dtype of `leaf`, with its values checked.
 
@@ -118,15 +119,16 @@ def assemble(
     start = 0
     for name, shape in sources.parts:
         part = buffer[start : start + shape[0]]
-        files.read_into(entries[name], part)
+        # Of a vocabulary that is cut, the first rows.
+        files.read_into(dataclasses.replace(entries[name], shape=shape), part)
         _check_finite(entries[name], part)
         start += shape[0]
-    return buffer
+    return buffer if sources.order is None else buffer[sources.order]
 
 
 def save(
     folder: str | pathlib.Path,
-    config: config_lib.Qwen3Config,
+    config: config_lib.ModelConfig,
     params: params_lib.Params,
     *,
     max_shard_bytes: int | None = None,
@@ -150,7 +152,7 @@ def save(
     _check_params(config, params)
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ValueError(f"{max_shard_bytes=} must be positive")
-    tensors = pending(params, _names(config))
+    tensors = pending(params, families.of(config).tensors(config))
     shards = _shards(tensors, max_shard_bytes)
     texts = {"config.json": config_lib.to_dict(config)}
     if max_shard_bytes is not None:
@@ -195,56 +197,56 @@ def write_folder(
                 _partial(folder / file_name).unlink(missing_ok=True)
 
 
-def required_bytes(config: config_lib.Qwen3Config) -> tuple[int, int]:
+def required_bytes(config: config_lib.ModelConfig) -> tuple[int, int]:
     """Bytes of the weights, and most that loading them takes besides."""
     shapes = params_lib.shapes(config)
-    largest = max(params_lib.num_bytes(leaf) for leaf in jax.tree.leaves(shapes))
+
+    def needs(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> int:
+        copies = 1 if sources.order is None else 2  # As stored, and in order.
+        return copies * params_lib.num_bytes(leaf)
+
+    each = jax.tree.map(needs, shapes, families.of(config).tensors(config))
+    largest = max(jax.tree.leaves(each))
     return params_lib.num_bytes(shapes), largest + 2 * files.BLOCK_BYTES
 
 
-def _names(config: config_lib.Qwen3Config) -> params_lib.Params:
-    """A tree like `Params` that holds `Parts`: what each array is made of."""
+def _with_entries(
+    folder: pathlib.Path, config: config_lib.ModelConfig, vocab_size: int
+) -> config_lib.ModelConfig:
+    """The config of the first `vocab_size` entries."""
+    if vocab_size > config.vocab_size:
+        raise ValueError(
+            f"{folder}: vocab_size={config.vocab_size} in config.json, but its "
+            f"tokenizer has ids up to {vocab_size - 1}; correct it, or take the "
+            "tokenizer of this model"
+        )
+    return dataclasses.replace(config, vocab_size=vocab_size)
 
-    def made_of(*parts: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place
-        return Parts(parts)
 
-    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
-    N, K = config.num_heads, config.num_kv_heads
-
-    def layer(index: int) -> params_lib.LayerParams:
-        """Names and shapes of one decoder layer."""
-
-        def one(name: str, *shape: int) -> tuple[str, tuple[int, ...]]:
-            return f"model.layers.{index}.{name}.weight", shape
-
-        return params_lib.LayerParams(
-            input_norm=made_of(one("input_layernorm", D)),
-            qkv=made_of(
-                one("self_attn.q_proj", N * H, D),
-                one("self_attn.k_proj", K * H, D),
-                one("self_attn.v_proj", K * H, D),
-            ),
-            q_norm=made_of(one("self_attn.q_norm", H)),
-            k_norm=made_of(one("self_attn.k_norm", H)),
-            attention_out=made_of(one("self_attn.o_proj", D, N * H)),
-            mlp_norm=made_of(one("post_attention_layernorm", D)),
-            gate_up=made_of(one("mlp.gate_proj", F, D), one("mlp.up_proj", F, D)),
-            down=made_of(one("mlp.down_proj", D, F)),
+def _check_tied(
+    folder: pathlib.Path,
+    entries: Mapping[str, files.Entry],
+    names: params_lib.Params,
+    lm_head: str,
+) -> None:
+    """Refuses a head of its own beside the embedding that it is said to be."""
+    embed = _embedding(names)
+    if lm_head in entries and not files.same_values(entries[lm_head], entries[embed]):
+        raise CheckpointError(
+            f"{folder}: tie_word_embeddings is true, but {lm_head} differs from "
+            f"{embed}; set it to false in config.json, or remove the tensor"
         )
 
-    V = config.vocab_size
-    lm_head = None if config.tie_word_embeddings else made_of((_LM_HEAD, (V, D)))
-    return params_lib.Params(
-        embed=made_of((_EMBED, (V, D))),
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=made_of(("model.norm.weight", (D,))),
-        lm_head=lm_head,
-    )
+
+def _embedding(names: Any) -> str:
+    """The embedding's tensor."""
+    ((name, _),) = names.embed.parts
+    return name
 
 
 def _check_num_layers(
     folder: pathlib.Path,
-    config: config_lib.Qwen3Config,
+    config: config_lib.ModelConfig,
     entries: Mapping[str, files.Entry],
 ) -> None:
     """Refuses layers that no tensor names, before anything is built for each."""
@@ -270,7 +272,7 @@ def _check_finite(entry: files.Entry, weights: np.ndarray) -> None:
 
 def _check_entries(
     folder: pathlib.Path,
-    config: config_lib.Qwen3Config,
+    config: config_lib.ModelConfig,
     entries: Mapping[str, files.Entry],
     names: params_lib.Params,
 ) -> None:
@@ -283,7 +285,8 @@ def _check_entries(
             "correct config.json"
         )
     if config.tie_word_embeddings:
-        expected[_LM_HEAD] = expected[_EMBED]  # May be there, as a copy.
+        # May be there, as a copy.
+        expected[families.of(config).LM_HEAD] = expected[_embedding(names)]
     unexpected = sorted(set(entries) - set(expected))
     if unexpected:
         raise CheckpointError(f"{folder}: unexpected tensors: {files.some(unexpected)}")
@@ -296,7 +299,7 @@ def _check_entries(
 
 
 def _check_memory(
-    folder: pathlib.Path, config: config_lib.Qwen3Config, available_bytes: int | None
+    folder: pathlib.Path, config: config_lib.ModelConfig, available_bytes: int | None
 ) -> None:
     """Refuses weights that do not fit, with both numbers."""
     weights, temporary = required_bytes(config)
@@ -318,7 +321,7 @@ def _check_memory(
             )
 
 
-def _check_params(config: config_lib.Qwen3Config, params: params_lib.Params) -> None:
+def _check_params(config: config_lib.ModelConfig, params: params_lib.Params) -> None:
     """Refuses to write weights that the config beside them would not describe."""
     shapes = params_lib.shapes(config)
     params = params_lib.map_matrices(_shape_of, params)
@@ -346,7 +349,7 @@ def pending(params: Any, names: Any) -> list[files.Pending]:
     """The tensors to write, in the order of `params`; no weight is copied yet.
 
     Args:
-      names: a tree like `params` that holds `Parts`.
+      names: a tree like `params` that holds `params.Parts`.
     """
     tensors = []
     leaves = jax.tree.leaves(
@@ -354,15 +357,15 @@ def pending(params: Any, names: Any) -> list[files.Pending]:
     )
     for leaf, sources in zip(leaves, jax.tree.leaves(names), strict=True):
         start = 0
+        back = None if sources.order is None else np.argsort(sources.order)
         for name, shape in sources.parts:
             stop = start + shape[0]
+            rows = slice(start, stop) if back is None else back[start:stop]
 
-            def fetch(leaf=leaf, start=start, stop=stop) -> np.ndarray:
+            def fetch(leaf=leaf, rows=rows) -> np.ndarray:
                 # A copy, because an array keeps the host value that was asked of it:
                 # the whole model would be held twice in the end.
-                return np.asarray(
-                    jnp.array(weights.matrix(leaf)[start:stop], copy=True)
-                )
+                return np.asarray(jnp.array(weights.matrix(leaf)[rows], copy=True))
 
             dtype = np.dtype(leaf.dtype)
             tensors.append(

@@ -1,29 +1,31 @@
-"""The weights of a Qwen3 model as a pytree: shapes, sizes, random initialisation.
+"""The weights of a model as a pytree: shapes, sizes, random initialisation.
 
 Every projection is `[out, in]`, as in the checkpoints. Query, key and value are fused
 by rows, and so are gate and up. A projection is an array, or what the kernels of an
 implementation read instead (`ops.weights`): `prepare` makes the one into the other.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax import pytree
-from spec_jax.model import config as config_lib
+from spec_jax.model import config as config_lib, families
 from spec_jax.ops import weights
 
 
 class LayerParams(pytree.Node):
-    """One decoder layer."""
+    """A decoder layer with a gated MLP, as Qwen3 has."""
 
     input_norm: jax.Array  # [D]
     qkv: weights.Weight  # [(N + 2K) * H, D]
-    q_norm: jax.Array  # [H]
-    k_norm: jax.Array  # [H]
+    q_norm: Any  # [H]; None: queries and keys are not normed
+    k_norm: Any  # [H]
     attention_out: weights.Weight  # [D, N * H]
     mlp_norm: jax.Array  # [D]
     gate_up: weights.Weight  # [2F, D], gate first
@@ -34,8 +36,8 @@ class Params(pytree.Node):
     """A whole model. `lm_head` is None where the embedding is tied to it."""
 
     embed: weights.Weight  # [V, D]; an array unless it is the head, too
-    layers: tuple[LayerParams, ...]
-    final_norm: jax.Array  # [D]
+    layers: tuple[Any, ...]  # each a `LayerParams`, or what a family has instead
+    final_norm: Any  # [D], or what a family's norm has
     lm_head: weights.Weight | None  # [V, D]
 
     @property
@@ -44,31 +46,22 @@ class Params(pytree.Node):
         return self.embed if self.lm_head is None else self.lm_head
 
 
-def shapes(config: config_lib.Qwen3Config) -> Params:
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The tensors of a checkpoint that make up one array of `Params`.
+
+    Attributes:
+      parts: names and shapes, stacked by rows.
+      order: the stacked row that each row of the array is; None: as they are stacked.
+    """
+
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    order: np.ndarray | None = None
+
+
+def shapes(config: config_lib.ModelConfig) -> Params:
     """The `Params` of `config` as `jax.ShapeDtypeStruct`s: no memory is taken."""
-    dtype = jnp.dtype(config.dtype)
-    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
-
-    def leaf(*shape: int) -> Any:  # in the place of an array
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    layer = LayerParams(
-        input_norm=leaf(D),
-        qkv=leaf(config.qkv_size, D),
-        q_norm=leaf(H),
-        k_norm=leaf(H),
-        attention_out=leaf(D, config.attention_size),
-        mlp_norm=leaf(D),
-        gate_up=leaf(2 * F, D),
-        down=leaf(D, F),
-    )
-    embed = leaf(config.vocab_size, D)
-    return Params(
-        embed=embed,
-        layers=(layer,) * config.num_layers,
-        final_norm=leaf(D),
-        lm_head=None if config.tie_word_embeddings else embed,
-    )
+    return families.of(config).shapes(config)
 
 
 def num_bytes(tree) -> int:
@@ -78,19 +71,22 @@ def num_bytes(tree) -> int:
 
 
 def init(
-    key: jax.Array, config: config_lib.Qwen3Config, *, stddev: float = 0.02
+    key: jax.Array, config: config_lib.ModelConfig, *, stddev: float = 0.02
 ) -> Params:
-    """Random weights, normal with `stddev`; norm weights are one. Consumes `key`."""
-    leaves, structure = jax.tree.flatten(shapes(config))
+    """Random weights, normal with `stddev`; norm weights are one, biases of a field
+    named so are zero. Consumes `key`."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes(config))
     keys = jax.random.split(key, len(leaves))
 
-    def draw(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def draw(key: jax.Array, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if jax.tree_util.keystr(path).endswith("bias"):
+            return jnp.zeros(leaf.shape, leaf.dtype)
         if len(leaf.shape) == 1:
             return jnp.ones(leaf.shape, leaf.dtype)
         noise = jax.random.normal(key, leaf.shape, jnp.float32) * stddev
         return noise.astype(leaf.dtype)
 
-    drawn = [draw(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]
+    drawn = [draw(key, *leaf) for key, leaf in zip(keys, leaves, strict=True)]
     return jax.tree.unflatten(structure, drawn)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.model import params as params_lib, qwen3, row_model
+from spec_jax.model import decoder, params as params_lib, row_model
 from spec_jax.paging import cache as paged
 
 
@@ -39,10 +39,10 @@ def prefill_features(
 ) -> tuple[paged.PagedKV, jax.Array]:
     """As `prefill`, and the features `[T, taps, D]`; past the tokens they mean nothing.
 
-    `T` is a `qwen3.bucket`, for no tokens that of one.
+    `T` is a `decoder.bucket`, for no tokens that of one.
     """
     if not tokens:
-        shape = qwen3.bucket(1), len(taps), model.config.hidden_size
+        shape = decoder.bucket(1), len(taps), model.config.hidden_size
         return kv, jnp.zeros(shape, model.config.dtype)
     padded, length = _padded(tokens)
     return model.prefill_features(
@@ -52,6 +52,6 @@ def prefill_features(
 
 def _padded(tokens: list[int]) -> tuple[jax.Array, jax.Array]:
     """Returns the tokens in a bucket, and their number."""
-    padded = np.zeros((qwen3.bucket(len(tokens)),), np.int32)
+    padded = np.zeros((decoder.bucket(len(tokens)),), np.int32)
     padded[: len(tokens)] = tokens
     return jax.device_put(padded), jnp.int32(len(tokens))

@@ -1,73 +1,197 @@
-"""Qwen3 on pages: `forward_rows` for everything that decodes, `prefill` for prompts.
+"""Qwen3: its config, its weights, its layer.
 
-Functions here know Qwen3 and pages; they do not know speculation.
+The names of slabs and prompts that all families share (`decoder`) are here too.
 """
 
-import functools
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
 
-from spec_jax import pytree
 from spec_jax.model import (
     config as config_lib,
+    decoder,
     observe as observe_lib,
     params as params_lib,
     rotary,
     sequence,
 )
 from spec_jax.ops import (
-    bits,
-    embedding,
+    causal_attention,
     gated_projection,
-    page_write,
     projection,
     rope,
     row_attention,
     step,
+    swiglu,
 )
-from spec_jax.paging import allocator, cache, index
-from spec_jax.typing import typed
+from spec_jax.paging import cache
+from spec_jax.typing import IMPLS as ALL_IMPLS, typed
 
 
-MIN_BUCKET = 64
+IMPLS = ALL_IMPLS[1:]  # All but "auto".
+EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+IGNORED = r"(?!)"  # Nothing.
+KEEPS_PADDING = True
+
+Rows = decoder.Rows
+RowOutputs = decoder.RowOutputs
+bucket, row_angles = decoder.bucket, decoder.row_angles
+prefill, prefill_rows = decoder.prefill, decoder.prefill_rows
 
 
-class Rows(pytree.Node):
-    """A slab of rows. The first `num_active` are real; what the others hold is ignored.
+def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> config_lib.Qwen3Config:
+    """See `families.Family`."""
+    config_lib.check_features(
+        raw,
+        {
+            "attention_bias": (False, None),
+            "use_sliding_window": (False, None),
+            "hidden_act": ("silu",),
+            "partial_rotary_factor": (1, None),
+        },
+    )
+    sizes = config_lib.read_sizes(raw, config_lib.SIZES)
+    theta, kind, scaling = config_lib.read_rope(raw, kinds=("default", "yarn"))
+    yarn = None
+    if kind == "yarn":
+        fields = config_lib.YarnScaling
+        yarn = fields(**config_lib.read_scaling(raw, kind, scaling, fields))
+    return config_lib.Qwen3Config(
+        **sizes,
+        rms_norm_eps=config_lib.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        yarn=yarn,
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        dtype=config_lib.read_dtype(raw, dtype),
+    )
 
-    A row comes after the rows of the slab whose keys it sees.
-    """
 
-    tokens: jax.Array  # [R] int32
-    slots: jax.Array  # [R] int32
-    positions: jax.Array  # [R] int32
-    num_active: jax.Array  # [] int32
-    # [R, A] int32, of rows of trees: places of the row's last A keys, its own last
-    # (`tree.layout`); None: every key is stored at its position.
-    branch: jax.Array | None = None
+def write_config(config: config_lib.Qwen3Config) -> dict[str, Any]:
+    """See `families.Family`."""
+    scaling = None
+    if config.yarn is not None:
+        stated = dataclasses.asdict(config.yarn)
+        scaling = {"rope_type": "yarn"} | {
+            key: value for key, value in stated.items() if value is not None
+        }
+    return {
+        **{key: getattr(config, name) for key, name in config_lib.SIZES.items()},
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "torch_dtype": config.dtype,
+        "use_sliding_window": False,
+    }
 
 
-class RowOutputs(pytree.Node):
-    """What a row leaves behind, beside its keys and values."""
+def shapes(config: config_lib.ModelConfig) -> params_lib.Params:
+    """See `families.Family`."""
+    dtype = jnp.dtype(config.dtype)
+    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
 
-    logits: jax.Array  # [R, V] float32; [0, V] where they are not asked for
-    features: jax.Array  # [R, taps, D]
+    def leaf(*shape: int) -> Any:  # in the place of an array
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    layer = params_lib.LayerParams(
+        input_norm=leaf(D),
+        qkv=leaf(config.qkv_size, D),
+        q_norm=leaf(H),
+        k_norm=leaf(H),
+        attention_out=leaf(D, config.attention_size),
+        mlp_norm=leaf(D),
+        gate_up=leaf(2 * F, D),
+        down=leaf(D, F),
+    )
+    embed = leaf(config.vocab_size, D)
+    return params_lib.Params(
+        embed=embed,
+        layers=(layer,) * config.num_layers,
+        final_norm=leaf(D),
+        lm_head=None if config.tie_word_embeddings else embed,
+    )
+
+
+def tensors(config: config_lib.ModelConfig) -> params_lib.Params:
+    """See `families.Family`."""
+
+    def made_of(*parts: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place
+        return params_lib.Parts(parts)
+
+    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
+    N, K = config.num_heads, config.num_kv_heads
+
+    def layer(index: int) -> params_lib.LayerParams:
+        """Names and shapes of one decoder layer."""
+
+        def one(name: str, *shape: int) -> tuple[str, tuple[int, ...]]:
+            return f"model.layers.{index}.{name}.weight", shape
+
+        return params_lib.LayerParams(
+            input_norm=made_of(one("input_layernorm", D)),
+            qkv=made_of(
+                one("self_attn.q_proj", N * H, D),
+                one("self_attn.k_proj", K * H, D),
+                one("self_attn.v_proj", K * H, D),
+            ),
+            q_norm=made_of(one("self_attn.q_norm", H)),
+            k_norm=made_of(one("self_attn.k_norm", H)),
+            attention_out=made_of(one("self_attn.o_proj", D, N * H)),
+            mlp_norm=made_of(one("post_attention_layernorm", D)),
+            gate_up=made_of(one("mlp.gate_proj", F, D), one("mlp.up_proj", F, D)),
+            down=made_of(one("mlp.down_proj", D, F)),
+        )
+
+    V = config.vocab_size
+    lm_head = None if config.tie_word_embeddings else made_of((LM_HEAD, (V, D)))
+    return params_lib.Params(
+        embed=made_of((EMBED, (V, D))),
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=made_of(("model.norm.weight", (D,))),
+        lm_head=lm_head,
+    )
+
+
+def rope_table(config: config_lib.Qwen3Config) -> tuple[np.ndarray, float]:
+    """See `families.Family`."""
+    if config.yarn is None:
+        return rope.inverse_frequencies(config.head_dim, config.rope_theta), 1.0
+    yarn = config.yarn
+    frequencies = rope.yarn_inverse_frequencies(
+        config.head_dim,
+        config.rope_theta,
+        factor=yarn.factor,
+        original_length=yarn.original_max_position_embeddings,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
+        truncate=yarn.truncate,
+    )
+    scale = yarn.attention_factor
+    if scale is None:
+        scale = rope.yarn_attention_factor(
+            yarn.factor, yarn.mscale, yarn.mscale_all_dim
+        )
+    return frequencies, scale
 
 
 @typed
 def forward_rows(
     params: params_lib.Params,
     config: config_lib.Qwen3Config,
-    rows: Rows,
+    rows: decoder.Rows,
     kv: cache.PagedKV,
     *,
     impl: str,
     taps: tuple[int, ...] = (),
     with_logits: bool = True,
     observe: observe_lib.Observe | None = None,
-) -> tuple[cache.PagedKV, RowOutputs]:
+) -> tuple[cache.PagedKV, decoder.RowOutputs]:
     """Runs a slab of rows through the model, writing their keys and values.
 
     The row contract: with weights, config, `impl` and slab height fixed, the logits,
@@ -87,42 +211,18 @@ def forward_rows(
     params = params_lib.prepare(params, impl)
     if step.is_fused(impl) and observe is None:
         return _fused_step(params, config, rows, kv, taps, with_logits)
-    see = observe or observe_lib.pass_on
-    x = embedding.embed(
-        params.embed, rows.tokens, num_active=rows.num_active, impl=impl
+    return decoder.run_rows(
+        params,
+        config,
+        rows,
+        kv,
+        impl=impl,
+        taps=taps,
+        with_logits=with_logits,
+        observe=observe,
+        run_layer=run_layer,
+        run_head=run_head,
     )
-    x = see(None, "embed", x)
-    angles = row_angles(config, rows.positions, dtype=x.dtype)
-    run = functools.partial(_run_layer, config=config, impl=impl)
-    # Layers differ in their arrays alone: one is traced and lowered for all. A hook
-    # is told the number of the layer, and so each is traced.
-    run_layer = jax.jit(run) if observe is None else run
-    boundaries = [x]
-    for number, layer in enumerate(params.layers):
-        hook = {"observe": functools.partial(observe, number)} if observe else {}
-        # XLA may fuse and round differently in another surrounding program: each
-        # layer is compiled for itself.
-        x = jax.lax.optimization_barrier(x)
-        pages = kv.k[number], kv.v[number], kv.page_table
-        x, k, v = run_layer(layer, x, rows, pages, angles, **hook)
-        kv = cache.replace_layer(kv, number, k=k, v=v)
-        boundaries.append(x)
-    logits = jnp.zeros((0, config.vocab_size), jnp.float32)
-    if with_logits:
-        logits = projection.project(
-            jax.lax.optimization_barrier(x),
-            params.head,
-            num_active=rows.num_active,
-            norm=params.final_norm,
-            eps=config.rms_norm_eps,
-            out_dtype="float32",
-            impl=impl,
-        )
-        logits = see(None, "logits", jax.lax.optimization_barrier(logits))
-    features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
-    if taps:
-        features = jnp.stack([boundaries[tap] for tap in taps], axis=1)
-    return kv, RowOutputs(logits=logits, features=features)
 
 
 def _fused_step(params, config, rows, kv, taps, with_logits):
@@ -137,7 +237,9 @@ def _fused_step(params, config, rows, kv, taps, with_logits):
         params.final_norm,
         params.lm_head,
         list(zip(kv.k, kv.v, strict=True)),
-        angles=row_angles(config, rows.positions, dtype=params.final_norm.dtype),
+        angles=decoder.row_angles(
+            config, rows.positions, dtype=params.final_norm.dtype
+        ),
         page_table=kv.page_table,
         slots=rows.slots,
         positions=rows.positions,
@@ -151,29 +253,28 @@ def _fused_step(params, config, rows, kv, taps, with_logits):
     )
     for number, (k, v) in enumerate(pages):
         kv = cache.replace_layer(kv, number, k=k, v=v)
-    return kv, RowOutputs(logits=logits, features=features)
+    return kv, decoder.RowOutputs(logits=logits, features=features)
 
 
-def row_angles(
-    config: config_lib.Qwen3Config, positions: jax.Array, *, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[R, H/2]` of the rows at `positions`, see `rope.angles`."""
-    frequencies, scale = rotary.rope_table(config)
-    return rope.angles(
-        # The angles are compiled for themselves too, however positions are made.
-        jax.lax.optimization_barrier(positions),
-        jnp.asarray(frequencies),
-        scale=scale,
-        dtype=dtype,
+def run_head(params, x, rows, *, config, impl):
+    """Logits `[R, V]` of the residual after the last layer."""
+    return projection.project(
+        x,
+        params.head,
+        num_active=rows.num_active,
+        norm=params.final_norm,
+        eps=config.rms_norm_eps,
+        out_dtype="float32",
+        impl=impl,
     )
 
 
-def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
+def run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
     """One decoder layer: five operations, each of which reads its weights once.
 
     Args:
       pages: keys and values of the layer `[P, C, K, H]`, and the page table.
-      angles: cosines and sines, see `row_angles`.
+      angles: cosines and sines, see `decoder.row_angles`.
       observe: the hook of `forward_rows`, for this layer.
 
     Returns:
@@ -185,7 +286,7 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
     shared = {"num_active": rows.num_active, "eps": config.rms_norm_eps, "impl": impl}
     heads = projection.project(x, layer.qkv, norm=layer.input_norm, **shared)
     if observe is not None:
-        heads = _observe_heads(heads, config, observe)
+        heads = decoder.observe_heads(heads, config, observe)
     attended, k, v = row_attention.row_attention(
         heads,
         layer.q_norm,
@@ -204,8 +305,8 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
     if observe is not None:
         where = {"page_table": page_table, "num_active": rows.num_active}
         where |= {"slots": rows.slots, "positions": rows.positions}
-        k = _observe_written(k, "k_cache", observe, **where)
-        v = _observe_written(v, "v_cache", observe, **where)
+        k = decoder.observe_written(k, "k_cache", observe, **where)
+        v = decoder.observe_written(v, "v_cache", observe, **where)
     attended = see("attention", attended)
     x = projection.project(attended, layer.attention_out, residual=x, **shared)
     x = see("attention_residual", x)
@@ -217,116 +318,32 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
     return see("mlp_residual", x), k, v
 
 
-def _observe_heads(heads, config, observe):
-    """The fused projection, after the hook saw queries, keys and values apart."""
+def sequence_layer(layer, config, x, positions):
+    """See `families.Family`."""
+    q, k, v = _attention_inputs(layer, config, x, positions)
+    attended = causal_attention.causal_attention(q, k, v, scale=config.head_dim**-0.5)
+    x = x + sequence.matmul(attended.reshape(*x.shape[:2], -1), layer.attention_out)
+    normed = sequence.norm(x, layer.mlp_norm, config.rms_norm_eps)
+    hidden = swiglu.swiglu(sequence.matmul(normed, layer.gate_up))
+    return x + sequence.matmul(hidden, layer.down), k, v
+
+
+def sequence_norm(params, config, x):
+    """See `families.Family`."""
+    return sequence.norm(x, params.final_norm, config.rms_norm_eps)
+
+
+def _attention_inputs(layer, config, x, positions):
+    """Queries `[B, T, N, H]`, keys and values `[B, T, K, H]`, normed and rotated."""
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-    parts = jnp.split(heads, (N * H, (N + K) * H), axis=1)
-    seen = [observe(name, part) for name, part in zip("qkv", parts, strict=True)]
-    return jnp.concatenate(seen, axis=1)
-
-
-def _observe_written(pool, name, observe, *, page_table, slots, positions, num_active):
-    """The pages, after the hook saw what they hold at the rows' positions."""
-    pages, offsets = index.locate(page_table, pool.shape[1], slots, positions)
-    read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
-    return page_write.page_write(
-        pool,
-        observe(name, bits.from_bits(read, pool.dtype)),
-        page_table=page_table,
-        slots=slots,
-        positions=positions,
-        num_active=num_active,
-    )
-
-
-def bucket(length: int) -> int:
-    """The padded length of a prompt of `length` tokens: the next power of two.
-
-    Prompts of different lengths in one bucket share one executable.
-    """
-    return max(MIN_BUCKET, 1 << (length - 1).bit_length())
-
-
-@typed
-def prefill(
-    params: params_lib.Params,
-    config: config_lib.Qwen3Config,
-    kv: cache.PagedKV,
-    *,
-    tokens: Int[Array, " T"],
-    length: Int[Array, ""],
-    slot: Int[Array, ""],
-    taps: tuple[int, ...] = (),
-) -> tuple[cache.PagedKV, Float[Array, "T taps D"]]:
-    """Writes the K/V of `tokens[:length]` at positions `[0, length)` of a slot.
-
-    `T` is a `bucket`; tokens past `length` are padding and write nowhere. Uses the
-    library's batched products: other numerics than rows, shared by plain and
-    speculative decoding. The slot must be registered and have the pages reserved.
-
-    Returns:
-      The cache, of length `length`, and the features `[T, taps, D]`.
-    """
-    outputs = sequence.forward(params, config, tokens[None], taps=taps)
-    T = tokens.shape[0]
-    positions = jnp.arange(T, dtype=jnp.int32)
-    for number in range(config.num_layers):
-        kv = cache.write(
-            kv,
-            number,
-            slots=jnp.full((T,), slot, jnp.int32),
-            positions=positions,
-            num_active=length,
-            k=outputs.k[number][0],
-            v=outputs.v[number][0],
-        )
-    return allocator.extend(kv, slot, length), outputs.features[0]
-
-
-@typed
-def prefill_rows(
-    params: params_lib.Params,
-    config: config_lib.Qwen3Config,
-    kv: cache.PagedKV,
-    *,
-    tokens: Int[Array, " T"],
-    length: Int[Array, ""],
-    slot: Int[Array, ""],
-    slab: int,
-    impl: str,
-    taps: tuple[int, ...] = (),
-) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
-    """As `prefill`, through `forward_rows`: K/V and features are those of decoding.
-
-    Returns:
-      The cache, and the features of the prompt; None without `taps`.
-    """
-    padded = jnp.pad(tokens, (0, slab))
-    params = params_lib.prepare(params, impl)
-    features = None
-    if taps:
-        shape = padded.shape[0], len(taps), config.hidden_size
-        features = jnp.zeros(shape, config.dtype)
-
-    def tile(number, carry):
-        kv, features = carry
-        start = number * slab
-        rows = Rows(
-            tokens=jax.lax.dynamic_slice_in_dim(padded, start, slab),
-            slots=jnp.full((slab,), slot, jnp.int32),
-            positions=start + jnp.arange(slab, dtype=jnp.int32),
-            num_active=jnp.minimum(length - start, slab),
-        )
-        kv, outputs = forward_rows(
-            params, config, rows, kv, impl=impl, taps=taps, with_logits=False
-        )
-        if features is not None:
-            features = jax.lax.dynamic_update_slice_in_dim(
-                features, outputs.features, start, axis=0
-            )
-        return kv, features
-
-    num_tiles = (length + slab - 1) // slab
-    kv, features = jax.lax.fori_loop(0, num_tiles, tile, (kv, features))
-    kv = allocator.extend(kv, slot, length)
-    return kv, None if features is None else features[: tokens.shape[0]]
+    normed = sequence.norm(x, layer.input_norm, config.rms_norm_eps)
+    heads = sequence.matmul(normed, layer.qkv).reshape(*x.shape[:-1], N + 2 * K, H)
+    q, k, v = jnp.split(heads, (N, N + K), axis=-2)
+    table, scale = rotary.rope_table(config)
+    frequencies = jnp.asarray(table)
+    if layer.q_norm is not None:
+        q = sequence.norm(q, layer.q_norm, config.rms_norm_eps)
+        k = sequence.norm(k, layer.k_norm, config.rms_norm_eps)
+    q = rope.rope(q, positions, frequencies, scale=scale)
+    k = rope.rope(k, positions, frequencies, scale=scale)
+    return q, k, v

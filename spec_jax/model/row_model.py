@@ -1,4 +1,4 @@
-"""One sequence of a Qwen3 model on pages: the `Target` that rounds and drafters use.
+"""One sequence of a model on pages: the `Target` that rounds and drafters use.
 
 Static and hashable; parameters and cache are handed in. Holds what must not change
 between plain and speculative decoding for their bits to be equal: config,
@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax.model import config as config_lib, params as params_lib, qwen3
+from spec_jax.model import (
+    config as config_lib,
+    decoder,
+    families,
+    params as params_lib,
+)
 from spec_jax.ops import argmax, dispatch
 from spec_jax.paging import allocator, cache as paged, index, static
 from spec_jax.typing import IMPLS
@@ -57,7 +62,7 @@ def _resolved(impl: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowModel:
-    """A Qwen3 model that runs slabs of `slab` rows of one sequence.
+    """A model that runs slabs of `slab` rows of one sequence.
 
     Attributes:
       impl: an implementation, see `ops.dispatch`; "auto" is resolved at once, and the
@@ -70,9 +75,10 @@ class RowModel:
     Raises:
       ValueError: no such implementation, a slab that it does not take, or an unknown
         kind of cache.
+      NotImplementedError: an implementation without kernels for the model's family.
     """
 
-    config: config_lib.Qwen3Config
+    config: config_lib.ModelConfig
     impl: str
     slab: int
     cache: CacheKind = "paged"
@@ -82,7 +88,9 @@ class RowModel:
             raise ValueError(
                 f"cache={self.cache!r} is not one of {', '.join(CACHE_KINDS)}"
             )
-        object.__setattr__(self, "impl", _resolved(self.impl))
+        is_named = self.impl != "auto"
+        impl = families.runnable(self.config, _resolved(self.impl), is_named=is_named)
+        object.__setattr__(self, "impl", impl)
         height = dispatch.slab_rows(self.impl)
         if height not in (None, self.slab):
             raise ValueError(
@@ -146,7 +154,7 @@ class RowModel:
         by_rows: bool | None = None,
         slot: int = SLOT,
     ) -> paged.PagedKV:
-        """Writes the K/V of `tokens[:length]`; `T` is a `qwen3.bucket`. Donates `kv`.
+        """Writes the K/V of `tokens[:length]`; `T` is a `decoder.bucket`. Donates `kv`.
 
         With `by_rows` the prompt goes through `forward_rows`, so that its K/V is
         that of decoding; otherwise through the library's batched products. None is
@@ -211,13 +219,15 @@ class RowModel:
         kv = kv.replace(refused=kv.refused.at[SLOT].set(kv.refused[SLOT] | ~follows))
         kv = allocator.reserve(kv, SLOT, start + num_active)
         num_active = jnp.where(self.is_out_of_pages(kv), 0, num_active)
-        rows = qwen3.Rows(
+        rows = decoder.Rows(
             tokens=jnp.pad(tokens, (0, self.slab - window)),
             slots=jnp.full((self.slab,), SLOT, jnp.int32),
             positions=start + jnp.arange(self.slab, dtype=jnp.int32),
             num_active=num_active,
         )
-        kv, outputs = qwen3.forward_rows(params, self.config, rows, kv, impl=self.impl)
+        kv, outputs = families.of(self.config).forward_rows(
+            params, self.config, rows, kv, impl=self.impl
+        )
         return allocator.extend(kv, SLOT, start + num_active), outputs.logits
 
     def choose(
@@ -267,11 +277,11 @@ def _new_slots(kind, *, num_pages, **sizes):
 def _prefill(model, params, kv, tokens, length, slot, *, by_rows, taps=()):
     kv = allocator.reserve(kv, slot, length)
     if not by_rows:
-        kv, features = qwen3.prefill(
+        kv, features = decoder.prefill(
             params, model.config, kv, tokens=tokens, length=length, slot=slot, taps=taps
         )
         return kv, features if taps else None
-    return qwen3.prefill_rows(
+    return decoder.prefill_rows(
         params,
         model.config,
         kv,

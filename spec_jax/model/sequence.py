@@ -1,4 +1,4 @@
-"""Whole sequences through a Qwen3 model, without a cache: training and parity.
+"""Whole sequences through a model, without a cache: training and parity.
 
 Prefill uses it too. It is *not* the row path: its matrix products and its attention
 are those of the library, with numerics of their own.
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.model import config as config_lib, params as params_lib, rotary
-from spec_jax.ops import bits, causal_attention, rms_norm, rope, swiglu, weights
+from spec_jax.model import config as config_lib, families, params as params_lib
+from spec_jax.ops import bits, rms_norm, weights
 from spec_jax.typing import typed
 
 
@@ -95,7 +95,7 @@ norm.defvjp(_norm_forward, _norm_backward)
 @typed
 def forward(
     params: params_lib.Params,
-    config: config_lib.Qwen3Config,
+    config: config_lib.ModelConfig,
     tokens: Int[Array, "B T"],
     *,
     taps: tuple[int, ...] = (),
@@ -108,48 +108,27 @@ def forward(
         The last layer's output is `L`; unlike Hugging Face's it is not normed.
     """
     B, T = tokens.shape
+    family = families.of(config)
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     x = weights.matrix(params.embed)[tokens]
     keys, values, boundaries = [], [], [x]
     for layer in params.layers:
-        q, k, v = _attention_inputs(layer, config, x, positions)
-        attended = causal_attention.causal_attention(
-            q, k, v, scale=config.head_dim**-0.5
-        )
-        x = x + matmul(attended.reshape(B, T, -1), layer.attention_out)
-        normed = norm(x, layer.mlp_norm, config.rms_norm_eps)
-        hidden = swiglu.swiglu(matmul(normed, layer.gate_up))
-        x = x + matmul(hidden, layer.down)
+        x, k, v = family.sequence_layer(layer, config, x, positions)
         keys.append(k)
         values.append(v)
         boundaries.append(x)
     features = jnp.zeros((B, T, 0, config.hidden_size), x.dtype)
     if taps:
         features = jnp.stack([boundaries[tap] for tap in taps], axis=2)
-    hidden = norm(x, params.final_norm, config.rms_norm_eps)
+    hidden = family.sequence_norm(params, config, x)
     return SequenceOutputs(
         hidden=hidden, k=tuple(keys), v=tuple(values), features=features
     )
 
 
-def _attention_inputs(layer, config, x, positions):
-    """Queries `[B, T, N, H]`, keys and values `[B, T, K, H]`, normed and rotated."""
-    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-    normed = norm(x, layer.input_norm, config.rms_norm_eps)
-    heads = matmul(normed, layer.qkv).reshape(*x.shape[:-1], N + 2 * K, H)
-    q, k, v = jnp.split(heads, (N, N + K), axis=-2)
-    table, scale = rotary.rope_table(config)
-    frequencies = jnp.asarray(table)
-    q = norm(q, layer.q_norm, config.rms_norm_eps)
-    k = norm(k, layer.k_norm, config.rms_norm_eps)
-    q = rope.rope(q, positions, frequencies, scale=scale)
-    k = rope.rope(k, positions, frequencies, scale=scale)
-    return q, k, v
-
-
 @typed
 def logits(
-    params: params_lib.Params, config: config_lib.Qwen3Config, tokens: Int[Array, "B T"]
+    params: params_lib.Params, config: config_lib.ModelConfig, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
     """Float32 logits of every position."""
     hidden = forward(params, config, tokens).hidden

@@ -86,6 +86,11 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @functools.cached_property
+    def num_ids(self) -> int:
+        """One more than the largest id; ids may have gaps."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the vocabulary: the sorted (token, id) pairs as JSON."""
         pairs = sorted(self.backend.get_vocab(with_added_tokens=True).items())
@@ -220,7 +225,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     if target.fingerprint == draft.fingerprint:
         return
     differences = []
-    for token_id in range(max(_num_ids(target), _num_ids(draft))):
+    for token_id in range(max(target.num_ids, draft.num_ids)):
         theirs = (
             target.backend.id_to_token(token_id),
             draft.backend.id_to_token(token_id),
@@ -233,11 +238,6 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
         f"target {target.path} ({target.vocab_size} entries) and draft {draft.path} "
         f"({draft.vocab_size} entries) differ: {'; '.join(differences)}"
     )
-
-
-def _num_ids(tokenizer: Tokenizer) -> int:
-    """One more than the largest id; ids may have gaps."""
-    return 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
 
 
 @functools.cache

@@ -154,12 +154,11 @@ def attend(
         raise NotImplementedError(f"head size {H} is odd, or above {MAX_HEAD}")
     if N < 1 or N % K:
         raise ValueError(f"{N} query heads for {K} key/value heads")
-    norms = []
-    for norm in (q_norm, k_norm):
-        norms.append(jnp.zeros((0,), heads.dtype) if norm is None else norm)
-        if norm is not None:
-            _shapes(norm=(norm, (H,)))
-    _same(heads, *norms, k_pages, v_pages)
+    if q_norm is None or k_norm is None:  # For the kernel empty, as in `project`.
+        q_norm = k_norm = jnp.zeros((0,), heads.dtype)
+    else:
+        _shapes(q_norm=(q_norm, (H,)), k_norm=(k_norm, (H,)))
+    _same(heads, q_norm, k_norm, k_pages, v_pages)
     _shapes(
         heads=(heads, (R, (N + 2 * K) * H)),
         v_pages=(v_pages, k_pages.shape),

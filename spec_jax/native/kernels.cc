@@ -136,7 +136,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Float
       branch);
   return by_dtype(heads.element_type(), [&](auto tag) {
     using T = decltype(tag);
-    Layer<T> layer{data<T>(heads), data_or_null<T>(q_norm), data_or_null<T>(k_norm),
+    Layer<T> layer{data<T>(heads),   data_or_null<T>(q_norm), data_or_null<T>(k_norm),
                    cos.typed_data(), sin.typed_data(), data<T>(k),
                    data<T>(v),       data<T>(out),     N,
                    K,                H,                scale,

@@ -73,8 +73,8 @@ struct Rows {
 template <typename T>
 struct Layer {
   const T* heads;  // [R, (N + 2K) * H]: queries, keys, values
-  const T* q_norm;  // [H], or null: queries are not normed
-  const T* k_norm;  // [H], or null: keys are not normed
+  const T* q_norm;  // [H]; null: queries and keys are not normed
+  const T* k_norm;  // [H]
   const float* cos;  // [R, H / 2]
   const float* sin;  // [R, H / 2]
   T* k;  // [P, C, K, H]
@@ -112,21 +112,20 @@ inline std::vector<Span> spans(const Rows& rows) {
   return out;
 }
 
-// Norm, unless `norm` is null, and rotation of one head: out [H]. `cos` and `sin` are rounded to T by the caller,
+// Norm, unless it is null, and rotation of one head: out [H]. `cos` and `sin` are rounded to T by the caller,
 // and every product and sum is rounded, as the reference does.
 template <typename T>
 void rotate(const T* head, const T* norm, const float* cos, const float* sin, int64_t H,
             float eps, T* out) {
   // Loads of a whole vector from the last element of the first half stay inside.
   alignas(64) float x[kMaxHead + kLanes] = {};
-  if (norm == nullptr) {
-    for (int64_t h = 0; h < H; h += kLanes) store(x + h, load_lanes(head + h, H - h));
-  } else {
-    Vec scale = broadcast(inverse_rms(head, H, eps));
-    for (int64_t h = 0; h < H; h += kLanes) {
-      Vec value = load_lanes(head + h, H - h), weight = load_lanes(norm + h, H - h);
-      store(x + h, norm_lanes<T>(value, scale, weight));
+  Vec scale = norm == nullptr ? zero() : broadcast(inverse_rms(head, H, eps));
+  for (int64_t h = 0; h < H; h += kLanes) {
+    Vec value = load_lanes(head + h, H - h);
+    if (norm != nullptr) {
+      value = norm_lanes<T>(value, scale, load_lanes(norm + h, H - h));
     }
+    store(x + h, value);
   }
   int64_t half = H / 2;
   for (int64_t h = 0; h < half; h += kLanes) {

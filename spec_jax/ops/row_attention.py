@@ -44,7 +44,7 @@ def row_attention(
 
     Args:
       heads: queries, keys and values of each row, `(N + 2K) * H`.
-      q_norm, k_norm: both, or None: heads are rotated as they are.
+      q_norm, k_norm: weights of RMSNorms with `eps`; None: heads are not normed.
       cos, sin: of each row's angles, in the dtype of `heads` (`rope.angles`).
       branch: of rows of trees, see `paged_attention`: the last entry is the place where
         the row itself is written.
@@ -67,6 +67,10 @@ def row_attention(
             **where, branch=branch, eps=eps, scale=scale,
         )  # fmt: skip
     if impl in dispatch.PALLAS:
+        if q_norm is None or k_norm is None:
+            raise NotImplementedError(
+                f"impl={impl!r} norms queries and keys; take 'xla' or 'native'"
+            )
         from spec_jax.pallas import row_attention_triton
 
         return row_attention_triton.attend(

@@ -8,14 +8,11 @@ import dataclasses
 import decoding
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from decoding import SMALL, Ask
 
-from spec_jax import testing
-from spec_jax.drafters import draft_model, eagle3 as drafting, each, tree_shapes
-from spec_jax.engine import rows
-from spec_jax.model import eagle3, eagle3_params, prompt as prompt_lib, row_model
+from spec_jax.drafters import eagle3 as drafting, tree_shapes
+from spec_jax.model import eagle3_params, row_model
 
 
 HOT = jnp.arange(0, 96, 2, dtype=jnp.int32)

@@ -84,7 +84,7 @@ def parse(text: str) -> Fault:
 
 
 def check(
-    fault: Fault, config: config_lib.Qwen3Config, *, is_fused: bool, num_rows: int
+    fault: Fault, config: config_lib.ModelConfig, *, is_fused: bool, num_rows: int
 ) -> None:
     """Raises `ValueError` where the fault cannot be planted.
 
@@ -147,7 +147,7 @@ def of_angles(
 
 
 def of_params(
-    params: params_lib.Params, config: config_lib.Qwen3Config, fault: Fault
+    params: params_lib.Params, config: config_lib.ModelConfig, fault: Fault
 ) -> params_lib.Params:
     """The parameters with the fault in the weight of a fused operation.
 

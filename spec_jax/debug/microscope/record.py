@@ -39,6 +39,7 @@ class Path:
 
     Raises:
       ValueError: neither rows nor a target to observe.
+      NotImplementedError: a model of another family than Qwen3.
     """
 
     model: row_model.RowModel
@@ -49,6 +50,11 @@ class Path:
     is_rows: bool = True
 
     def __post_init__(self):
+        if self.model.config.model_type != "qwen3":
+            raise NotImplementedError(
+                f"the microscope knows the operations of qwen3 models, and this is a "
+                f"{self.model.config.model_type} model"
+            )
         if self.target is None and not self.is_rows:
             raise ValueError(
                 "a path that is not of rows needs a target, whose `forward` takes "

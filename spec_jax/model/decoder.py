@@ -1,0 +1,231 @@
+"""What all families share on pages: slabs of rows, and prompts.
+
+Functions here know pages and the order of a decoder, embeddings, layers, head; what a
+layer computes is in its family's module. They do not know speculation.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spec_jax import pytree
+from spec_jax.model import (
+    config as config_lib,
+    families,
+    observe as observe_lib,
+    params as params_lib,
+    rotary,
+    sequence,
+)
+from spec_jax.ops import bits, embedding, page_write, rope
+from spec_jax.paging import allocator, cache, index
+from spec_jax.typing import typed
+
+
+MIN_BUCKET = 64
+
+
+class Rows(pytree.Node):
+    """A slab of rows. The first `num_active` are real; what the others hold is ignored.
+
+    A row comes after the rows of the slab whose keys it sees.
+    """
+
+    tokens: jax.Array  # [R] int32
+    slots: jax.Array  # [R] int32
+    positions: jax.Array  # [R] int32
+    num_active: jax.Array  # [] int32
+    # [R, A] int32, of rows of trees: places of the row's last A keys, its own last
+    # (`tree.layout`); None: every key is stored at its position.
+    branch: jax.Array | None = None
+
+
+class RowOutputs(pytree.Node):
+    """What a row leaves behind, beside its keys and values."""
+
+    logits: jax.Array  # [R, V] float32; [0, V] where they are not asked for
+    features: jax.Array  # [R, taps, D]
+
+
+def run_rows(
+    params: params_lib.Params,
+    config: config_lib.ModelConfig,
+    rows: Rows,
+    kv: cache.PagedKV,
+    *,
+    impl: str,
+    taps: tuple[int, ...],
+    with_logits: bool,
+    observe: observe_lib.Observe | None,
+    run_layer: Callable,
+    run_head: Callable,
+) -> tuple[cache.PagedKV, RowOutputs]:
+    """Runs a slab of rows operation by operation; see `qwen3.forward_rows`.
+
+    Args:
+      params: as `params.prepare` makes them.
+      run_layer: of the family: takes a layer's weights, the residual, the rows, the
+        layer's pages and the angles; returns the residual and the pages.
+      run_head: of the family: takes the weights and the residual; returns logits.
+    """
+    see = observe or observe_lib.pass_on
+    x = embedding.embed(
+        params.embed, rows.tokens, num_active=rows.num_active, impl=impl
+    )
+    x = see(None, "embed", x)
+    angles = row_angles(config, rows.positions, dtype=x.dtype)
+    run = functools.partial(run_layer, config=config, impl=impl)
+    # Layers differ in their arrays alone: one is traced and lowered for all. A hook
+    # is told the number of the layer, and so each is traced.
+    run_layer = jax.jit(run) if observe is None else run
+    boundaries = [x]
+    for number, layer in enumerate(params.layers):
+        hook = {"observe": functools.partial(observe, number)} if observe else {}
+        # XLA may fuse and round differently in another surrounding program: each
+        # layer is compiled for itself.
+        x = jax.lax.optimization_barrier(x)
+        pages = kv.k[number], kv.v[number], kv.page_table
+        x, k, v = run_layer(layer, x, rows, pages, angles, **hook)
+        kv = cache.replace_layer(kv, number, k=k, v=v)
+        boundaries.append(x)
+    logits = jnp.zeros((0, config.vocab_size), jnp.float32)
+    if with_logits:
+        x = jax.lax.optimization_barrier(x)
+        logits = run_head(params, x, rows, config=config, impl=impl)
+        logits = see(None, "logits", jax.lax.optimization_barrier(logits))
+    features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
+    if taps:
+        features = jnp.stack([boundaries[tap] for tap in taps], axis=1)
+    return kv, RowOutputs(logits=logits, features=features)
+
+
+def row_angles(
+    config: config_lib.ModelConfig, positions: jax.Array, *, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[R, H/2]` of the rows at `positions`, see `rope.angles`."""
+    frequencies, scale = rotary.rope_table(config)
+    return rope.angles(
+        # The angles are compiled for themselves too, however positions are made.
+        jax.lax.optimization_barrier(positions),
+        jnp.asarray(frequencies),
+        scale=scale,
+        dtype=dtype,
+    )
+
+
+def observe_heads(heads, config, observe):
+    """The fused projection, after the hook saw queries, keys and values apart."""
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    parts = jnp.split(heads, (N * H, (N + K) * H), axis=1)
+    seen = [observe(name, part) for name, part in zip("qkv", parts, strict=True)]
+    return jnp.concatenate(seen, axis=1)
+
+
+def observe_written(pool, name, observe, *, page_table, slots, positions, num_active):
+    """The pages, after the hook saw what they hold at the rows' positions."""
+    pages, offsets = index.locate(page_table, pool.shape[1], slots, positions)
+    read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
+    return page_write.page_write(
+        pool,
+        observe(name, bits.from_bits(read, pool.dtype)),
+        page_table=page_table,
+        slots=slots,
+        positions=positions,
+        num_active=num_active,
+    )
+
+
+def bucket(length: int) -> int:
+    """The padded length of a prompt of `length` tokens: the next power of two.
+
+    Prompts of different lengths in one bucket share one executable.
+    """
+    return max(MIN_BUCKET, 1 << (length - 1).bit_length())
+
+
+@typed
+def prefill(
+    params: params_lib.Params,
+    config: config_lib.ModelConfig,
+    kv: cache.PagedKV,
+    *,
+    tokens: Int[Array, " T"],
+    length: Int[Array, ""],
+    slot: Int[Array, ""],
+    taps: tuple[int, ...] = (),
+) -> tuple[cache.PagedKV, Float[Array, "T taps D"]]:
+    """Writes the K/V of `tokens[:length]` at positions `[0, length)` of a slot.
+
+    `T` is a `bucket`; tokens past `length` are padding and write nowhere. Uses the
+    library's batched products: other numerics than rows, shared by plain and
+    speculative decoding. The slot must be registered and have the pages reserved.
+
+    Returns:
+      The cache, of length `length`, and the features `[T, taps, D]`.
+    """
+    outputs = sequence.forward(params, config, tokens[None], taps=taps)
+    T = tokens.shape[0]
+    positions = jnp.arange(T, dtype=jnp.int32)
+    for number in range(config.num_layers):
+        kv = cache.write(
+            kv,
+            number,
+            slots=jnp.full((T,), slot, jnp.int32),
+            positions=positions,
+            num_active=length,
+            k=outputs.k[number][0],
+            v=outputs.v[number][0],
+        )
+    return allocator.extend(kv, slot, length), outputs.features[0]
+
+
+@typed
+def prefill_rows(
+    params: params_lib.Params,
+    config: config_lib.ModelConfig,
+    kv: cache.PagedKV,
+    *,
+    tokens: Int[Array, " T"],
+    length: Int[Array, ""],
+    slot: Int[Array, ""],
+    slab: int,
+    impl: str,
+    taps: tuple[int, ...] = (),
+) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
+    """As `prefill`, through `forward_rows`: K/V and features are those of decoding.
+
+    Returns:
+      The cache, and the features of the prompt; None without `taps`.
+    """
+    padded = jnp.pad(tokens, (0, slab))
+    params = params_lib.prepare(params, impl)
+    features = None
+    if taps:
+        shape = padded.shape[0], len(taps), config.hidden_size
+        features = jnp.zeros(shape, config.dtype)
+
+    def tile(number, carry):
+        kv, features = carry
+        start = number * slab
+        rows = Rows(
+            tokens=jax.lax.dynamic_slice_in_dim(padded, start, slab),
+            slots=jnp.full((slab,), slot, jnp.int32),
+            positions=start + jnp.arange(slab, dtype=jnp.int32),
+            num_active=jnp.minimum(length - start, slab),
+        )
+        kv, outputs = families.of(config).forward_rows(
+            params, config, rows, kv, impl=impl, taps=taps, with_logits=False
+        )
+        if features is not None:
+            features = jax.lax.dynamic_update_slice_in_dim(
+                features, outputs.features, start, axis=0
+            )
+        return kv, features
+
+    num_tiles = (length + slab - 1) // slab
+    kv, features = jax.lax.fori_loop(0, num_tiles, tile, (kv, features))
+    kv = allocator.extend(kv, slot, length)
+    return kv, None if features is None else features[: tokens.shape[0]]

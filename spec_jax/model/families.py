@@ -1,0 +1,123 @@
+"""The families of models that can be loaded: ONE table, and what a family must have.
+
+All families share slabs of rows, prompts and caches (`decoder`), whole sequences
+(`sequence`), files (`load`) and everything above them. What differs is in a module
+each, which is imported when a model of the family is asked for.
+"""
+
+import importlib
+import reprlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+
+if TYPE_CHECKING:  # They look families up.
+    import jax
+
+    from spec_jax.model import config as config_lib, params as params_lib
+
+
+MODULES: Mapping[str, tuple[str, str]] = {
+    "gpt_neox": ("GPTNeoXForCausalLM", "spec_jax.model.gpt_neox"),
+    "llama": ("LlamaForCausalLM", "spec_jax.model.llama"),
+    "qwen3": ("Qwen3ForCausalLM", "spec_jax.model.qwen3"),
+}
+"""By the `model_type` of `config.json`: its entry in `architectures`, and a module."""
+
+
+class Family(Protocol):
+    """What a module of `MODULES` has."""
+
+    IMPLS: tuple[str, ...]
+    """Implementations that run it (`ops.dispatch`), other than "auto"."""
+
+    LM_HEAD: str
+    """The tensor of the head."""
+
+    IGNORED: str
+    """A regular expression of tensors that old checkpoints hold and nothing reads."""
+
+    KEEPS_PADDING: bool
+    """Whether entries without a token are loaded where both models of a pair have as
+    many. They are not, if not stated otherwise: they could be drawn."""
+
+    def read_config(
+        self, raw: Mapping[str, Any], *, dtype: str | None
+    ) -> "config_lib.ModelConfig":
+        """Reads `config.json`; `dtype` takes the place of its own."""
+
+    def write_config(self, config: Any) -> dict[str, Any]:
+        """Returns what `read_config` reads back, without the family's names."""
+
+    def shapes(self, config: Any) -> "params_lib.Params":
+        """Returns the weights as `jax.ShapeDtypeStruct`s."""
+
+    def tensors(self, config: Any) -> "params_lib.Params":
+        """Returns a tree like `shapes` of `params.Parts`: what a checkpoint holds."""
+
+    def rope_table(self, config: Any) -> tuple[Any, float]:
+        """Returns inverse frequencies `[H/2]` and the scale of cos and sin."""
+
+    def forward_rows(self, params: Any, config: Any, rows: Any, kv: Any, **how: Any):
+        """Runs a slab of rows: `decoder.run_rows` of the family's layer and head."""
+
+    def sequence_layer(
+        self, layer: Any, config: Any, x: "jax.Array", positions: "jax.Array"
+    ) -> "tuple[jax.Array, jax.Array, jax.Array]":
+        """Returns the residual `[B, T, D]` after a layer, its keys and its values."""
+
+    def sequence_norm(
+        self, params: "params_lib.Params", config: Any, x: "jax.Array"
+    ) -> "jax.Array":
+        """Returns the residual after the final norm."""
+
+
+def of(config: "config_lib.ModelConfig") -> Family:
+    """Returns the module of a config's family."""
+    return _module(config.model_type)
+
+
+def named(raw: Mapping[str, Any]) -> Family:
+    """Returns the module of the family that a `config.json` names.
+
+    Raises:
+      ValueError: a family that is not in the table, or two that contradict each other.
+    """
+    architectures = raw.get("architectures") or []
+    for model_type, (architecture, _) in MODULES.items():
+        is_named = raw.get("model_type", model_type) == model_type
+        if architectures == [architecture] and is_named:
+            return _module(model_type)
+    known = (f"{name} ({kind})" for kind, (name, _) in MODULES.items())
+    raise ValueError(
+        f"architectures={reprlib.repr(architectures)}, "
+        f"model_type={reprlib.repr(raw.get('model_type'))}: the supported families are "
+        f"{', '.join(known)}; take a dense model of one of them"
+    )
+
+
+def runnable(
+    config: "config_lib.ModelConfig", resolved: str, *, is_named: bool = True
+) -> str:
+    """Returns a resolved implementation that runs a model.
+
+    Args:
+      resolved: by `ops.dispatch.resolve`.
+      is_named: whether it was asked for by name; otherwise the family decides.
+
+    Raises:
+      NotImplementedError: a named implementation without kernels for the family.
+    """
+    known = of(config).IMPLS
+    if resolved in known:
+        return resolved
+    if not is_named:
+        return "xla"
+    raise NotImplementedError(
+        f"impl={resolved!r} has no kernels for {config.model_type} models; take "
+        f"{' or '.join(repr(name) for name in known)}, or 'auto', which chooses"
+    )
+
+
+def _module(model_type: str) -> Family:
+    return cast(Family, importlib.import_module(MODULES[model_type][1]))

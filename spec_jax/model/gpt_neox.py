@@ -1,0 +1,354 @@
+"""GPT-NeoX, of which Pythia is: its config, its weights, its layer.
+
+Black et al. (2022), https://arxiv.org/abs/2204.06745. Only the first dimensions of a
+head are rotated (`rotary_pct`). The others are turned by an angle of zero, and the rows
+of queries and keys are put in such an order where they are loaded that the two
+dimensions of a pair are half a head apart, as everywhere here: attention and caches are
+those of other families, and scores are the same sums in another order.
+"""
+
+import dataclasses
+import reprlib
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import pytree
+from spec_jax.model import (
+    config as config_lib,
+    decoder,
+    params as params_lib,
+    sequence,
+)
+from spec_jax.ops import (
+    causal_attention,
+    gelu,
+    layer_norm,
+    projection,
+    rope,
+    row_attention,
+    weights,
+)
+
+
+IMPLS = ("xla",)
+LM_HEAD = "embed_out.weight"
+IGNORED = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
+KEEPS_PADDING = False
+
+_SIZES = {
+    key: name
+    for key, name in config_lib.SIZES.items()
+    if key not in ("num_key_value_heads", "head_dim")
+}
+_APPROXIMATE = {
+    "gelu": False,
+    "gelu_new": True,
+    "gelu_fast": True,
+    "gelu_pytorch_tanh": True,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTNeoXConfig(config_lib.ModelConfig):
+    """A GPT-NeoX model.
+
+    Attributes:
+      rotary_size: dimensions of a head that are rotated, the first ones.
+      has_parallel_residual: attention and MLP read the same residual, and both are
+        added to it; otherwise the MLP reads what attention was added to.
+      hidden_act: a GELU, by Hugging Face's name.
+    """
+
+    model_type = "gpt_neox"
+
+    layer_norm_eps: float = 1e-5
+    rotary_size: int
+    has_parallel_residual: bool = True
+    hidden_act: str = "gelu"
+
+    def validate(self) -> Self:
+        """See `ModelConfig.validate`."""
+        super().validate()
+        config_lib.positive("layer_norm_eps", self.layer_norm_eps)
+        config_lib.check_flag("use_parallel_residual", self.has_parallel_residual)
+        if self.hidden_act not in _APPROXIMATE:
+            raise ValueError(
+                f"hidden_act={reprlib.repr(self.hidden_act)} is not supported (need "
+                f"{', '.join(_APPROXIMATE)})"
+            )
+        if not 0 < self.rotary_size <= self.head_dim or self.rotary_size % 2:
+            raise ValueError(
+                f"rotary_pct rotates {self.rotary_size} of the {self.head_dim} "
+                "dimensions of a head: it must be an even number, from 2 to all of "
+                "them; correct rotary_pct"
+            )
+        return self
+
+
+class Norm(pytree.Node):
+    """Of a LayerNorm."""
+
+    weight: jax.Array  # [D]
+    bias: jax.Array  # [D]
+
+
+class Linear(pytree.Node):
+    """A projection with a bias."""
+
+    weight: weights.Weight  # [N, K]
+    bias: jax.Array  # [N]
+
+
+class Layer(pytree.Node):
+    """A decoder layer."""
+
+    input_norm: Norm
+    qkv: Linear  # [3 * N * H, D]: queries, keys, values
+    attention_out: Linear  # [D, N * H]
+    mlp_norm: Norm
+    up: Linear  # [F, D]
+    down: Linear  # [D, F]
+
+
+def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> GPTNeoXConfig:
+    """See `families.Family`. Float16 is read as float32, which holds its values."""
+    allowed = {"attention_bias": (True, None), "is_decoder": (False, True, None)}
+    config_lib.check_features(raw, allowed)
+    sizes = config_lib.read_sizes(raw, _SIZES)
+    for key in ("hidden_size", "num_attention_heads"):
+        config_lib.check_size(key, raw[key])
+    width, heads = raw["hidden_size"], raw["num_attention_heads"]
+    if width % heads:
+        raise ValueError(
+            f"hidden_size={width} must be a multiple of num_attention_heads={heads}"
+        )
+    theta, _, stated = config_lib.read_rope(
+        raw, kinds=("default",), default_theta=raw.get("rotary_emb_base", 10_000.0)
+    )
+    share = raw.get("partial_rotary_factor", raw.get("rotary_pct", 0.25))
+    share = stated.get("partial_rotary_factor", share)
+    own = config_lib.read_dtype(raw, dtype)
+    return GPTNeoXConfig(
+        **sizes,
+        num_kv_heads=heads,
+        head_dim=width // heads,
+        rope_theta=theta,
+        # Rounded down, as in Hugging Face.
+        rotary_size=int(width // heads * config_lib.positive("rotary_pct", share)),
+        layer_norm_eps=config_lib.positive(
+            "layer_norm_eps", raw.get("layer_norm_eps", 1e-5)
+        ),
+        has_parallel_residual=raw.get("use_parallel_residual", True),
+        hidden_act=raw.get("hidden_act", "gelu"),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        dtype="float32" if own == "float16" else own,
+    )
+
+
+def write_config(config: GPTNeoXConfig) -> dict[str, Any]:
+    """See `families.Family`."""
+    return {
+        **{key: getattr(config, name) for key, name in _SIZES.items()},
+        "attention_bias": True,
+        "hidden_act": config.hidden_act,
+        "layer_norm_eps": config.layer_norm_eps,
+        "rotary_emb_base": config.rope_theta,
+        "rotary_pct": config.rotary_size / config.head_dim,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "torch_dtype": config.dtype,
+        "use_parallel_residual": config.has_parallel_residual,
+    }
+
+
+def shapes(config: GPTNeoXConfig) -> params_lib.Params:
+    """See `families.Family`."""
+    dtype = jnp.dtype(config.dtype)
+
+    def made(sources: params_lib.Parts) -> Any:
+        rows = sum(shape[0] for _, shape in sources.parts)
+        return jax.ShapeDtypeStruct((rows, *sources.parts[0][1][1:]), dtype)
+
+    return jax.tree.map(made, tensors(config))
+
+
+def tensors(config: GPTNeoXConfig) -> params_lib.Params:
+    """See `families.Family`."""
+    D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    order = _qkv_order(config)
+
+    def part(name: str, *shape: int, order: np.ndarray | None = None) -> Any:
+        return params_lib.Parts(((name, shape),), order)
+
+    def norm(name: str) -> Norm:
+        name = f"gpt_neox.{name}"
+        return Norm(weight=part(f"{name}.weight", D), bias=part(f"{name}.bias", D))
+
+    def layer(number: int) -> Layer:
+        def linear(name: str, N: int, K: int, order=None) -> Linear:
+            name = f"gpt_neox.layers.{number}.{name}"
+            return Linear(
+                weight=part(f"{name}.weight", N, K, order=order),
+                bias=part(f"{name}.bias", N, order=order),
+            )
+
+        return Layer(
+            input_norm=norm(f"layers.{number}.input_layernorm"),
+            qkv=linear("attention.query_key_value", 3 * D, D, order),
+            attention_out=linear("attention.dense", D, D),
+            mlp_norm=norm(f"layers.{number}.post_attention_layernorm"),
+            up=linear("mlp.dense_h_to_4h", F, D),
+            down=linear("mlp.dense_4h_to_h", D, F),
+        )
+
+    return params_lib.Params(
+        embed=part("gpt_neox.embed_in.weight", V, D),
+        layers=tuple(layer(number) for number in range(config.num_layers)),
+        final_norm=norm("final_layer_norm"),
+        lm_head=None if config.tie_word_embeddings else part(LM_HEAD, V, D),
+    )
+
+
+def _qkv_order(config: GPTNeoXConfig) -> np.ndarray:
+    """The row of a checkpoint's fused projection that each of our rows is.
+
+    There queries, keys and values alternate from head to head.
+    """
+    N, H = config.num_heads, config.head_dim
+    turned, rest = np.split(np.arange(H), [config.rotary_size])
+    pairs = (np.split(half, 2) for half in (turned, rest))
+    paired = np.concatenate([np.concatenate(half) for half in zip(*pairs, strict=True)])
+    stored = np.arange(3 * N * H).reshape(N, 3, H)
+    kinds = stored[:, 0, paired], stored[:, 1, paired], stored[:, 2]
+    return np.concatenate([kind.reshape(-1) for kind in kinds])
+
+
+def rope_table(config: GPTNeoXConfig) -> tuple[np.ndarray, float]:
+    """See `families.Family`. Pairs that are not rotated have frequency zero."""
+    table = np.zeros((config.head_dim // 2,), np.float32)
+    turned = rope.inverse_frequencies(config.rotary_size, config.rope_theta)
+    table[: len(turned)] = turned
+    return table, 1.0
+
+
+def forward_rows(
+    params, config, rows, kv, *, impl, taps=(), with_logits=True, observe=None
+):
+    """Runs a slab of rows through the model, as `qwen3.forward_rows` does.
+
+    Raises:
+      NotImplementedError: a hook, which knows the operations of Qwen3.
+    """
+    if observe is not None:
+        raise NotImplementedError(
+            "observe knows the operations of Qwen3 (model.observe), and a gpt_neox "
+            "model has others; leave it out"
+        )
+    return decoder.run_rows(
+        params_lib.prepare(params, impl),
+        config,
+        rows,
+        kv,
+        impl=impl,
+        taps=taps,
+        with_logits=with_logits,
+        observe=None,
+        run_layer=_run_layer,
+        run_head=_run_head,
+    )
+
+
+def _run_layer(layer, x, rows, pages, angles, *, config, impl):
+    """One decoder layer; see `decoder.run_rows`. Returns residual, keys and values."""
+    k, v, page_table = pages
+    cos, sin = angles
+    shared = {"num_active": rows.num_active, "impl": impl}
+
+    def linear(x, linear):
+        return projection.project(x, linear.weight, bias=linear.bias, **shared)
+
+    attended, k, v = row_attention.row_attention(
+        linear(_norm(x, layer.input_norm, config), layer.qkv),
+        None,
+        None,
+        k,
+        v,
+        page_table=page_table,
+        slots=rows.slots,
+        positions=rows.positions,
+        cos=cos,
+        sin=sin,
+        eps=0.0,
+        scale=config.head_dim**-0.5,
+        branch=rows.branch,
+        **shared,
+    )
+    attended = linear(attended, layer.attention_out)
+    if not config.has_parallel_residual:
+        x = _add(attended, x)
+    hidden = linear(_norm(x, layer.mlp_norm, config), layer.up)
+    down = linear(_act(hidden, config), layer.down)
+    if config.has_parallel_residual:
+        down = _add(down, attended)
+    return _add(down, x), k, v
+
+
+def _run_head(params, x, rows, *, config, impl):
+    return projection.project(
+        _norm(x, params.final_norm, config),
+        params.head,
+        num_active=rows.num_active,
+        out_dtype="float32",
+        impl=impl,
+    )
+
+
+# XLA may round otherwise, or not at all, where it fuses these with what comes next.
+
+
+def _norm(x, norm, config):
+    normed = layer_norm.layer_norm(x, norm.weight, norm.bias, eps=config.layer_norm_eps)
+    return jax.lax.optimization_barrier(normed)
+
+
+def _act(x, config):
+    hidden = gelu.gelu(x, approximate=_APPROXIMATE[config.hidden_act])
+    return jax.lax.optimization_barrier(hidden)
+
+
+def _add(x, y):
+    return jax.lax.optimization_barrier(x + y)
+
+
+def sequence_layer(layer, config, x, positions):
+    """See `families.Family`."""
+    N, H = config.num_heads, config.head_dim
+
+    def linear(x, linear):
+        product = sequence.product(x, weights.matrix(linear.weight))
+        bias = jnp.broadcast_to(linear.bias.astype(jnp.float32), product.shape)
+        return (product + bias).astype(x.dtype)
+
+    heads = linear(_norm(x, layer.input_norm, config), layer.qkv)
+    q, k, v = jnp.split(heads.reshape(*x.shape[:-1], 3 * N, H), 3, axis=-2)
+    table, scale = rope_table(config)
+    q, k = (
+        rope.rope(each, positions, jnp.asarray(table), scale=scale) for each in (q, k)
+    )
+    attended = causal_attention.causal_attention(q, k, v, scale=H**-0.5)
+    attended = linear(attended.reshape(x.shape), layer.attention_out)
+    if not config.has_parallel_residual:
+        x = attended + x
+    hidden = linear(_norm(x, layer.mlp_norm, config), layer.up)
+    down = linear(_act(hidden, config), layer.down)
+    if config.has_parallel_residual:
+        down = down + attended
+    return down + x, k, v
+
+
+def sequence_norm(params, config, x):
+    """See `families.Family`."""
+    return _norm(x, params.final_norm, config)

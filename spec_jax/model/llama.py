@@ -1,0 +1,148 @@
+"""Llama: Qwen3 without the norms of queries and keys, and with its own RoPE scaling.
+
+Touvron et al. (2023), https://arxiv.org/abs/2302.13971.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from spec_jax.model import config as config_lib, decoder, params as params_lib, qwen3
+from spec_jax.ops import rope
+
+
+IMPLS = ("native", "xla")
+LM_HEAD = qwen3.LM_HEAD
+IGNORED = r"\.rotary_emb\.inv_freq$"
+KEEPS_PADDING = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's context extension, static: low frequencies are slowed down."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig(config_lib.ModelConfig):
+    """A dense Llama model."""
+
+    model_type = "llama"
+
+    rms_norm_eps: float = 1e-6
+    scaling: Llama3Scaling | None = None
+
+    def validate(self) -> Self:
+        """See `ModelConfig.validate`."""
+        super().validate()
+        config_lib.positive("rms_norm_eps", self.rms_norm_eps)
+        if self.scaling is None:
+            return self
+        for key, value in dataclasses.asdict(self.scaling).items():
+            config_lib.positive(f"llama3 {key}", value)
+        low, high = self.scaling.low_freq_factor, self.scaling.high_freq_factor
+        if low >= high:
+            raise ValueError(
+                f"llama3 low_freq_factor={low} must be below high_freq_factor={high}"
+            )
+        return self
+
+
+def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> LlamaConfig:
+    """See `families.Family`. Old configs leave the two sizes of heads out."""
+    config_lib.check_features(
+        raw,
+        {
+            "attention_bias": (False, None),
+            "mlp_bias": (False, None),
+            "hidden_act": ("silu",),
+            "partial_rotary_factor": (1, None),
+        },
+    )
+    raw = dict(raw)
+    for key in ("hidden_size", "num_attention_heads"):
+        config_lib.check_size(key, raw.get(key))
+    heads = raw["num_attention_heads"]
+    if raw.get("head_dim") is None:
+        raw["head_dim"] = raw["hidden_size"] // heads
+    if raw.get("num_key_value_heads") is None:
+        raw["num_key_value_heads"] = heads
+    sizes = config_lib.read_sizes(raw, config_lib.SIZES)
+    theta, kind, stated = config_lib.read_rope(raw, kinds=("default", "llama3"))
+    scaling = None
+    if kind == "llama3":
+        stated = config_lib.read_scaling(raw, kind, stated, Llama3Scaling)
+        scaling = Llama3Scaling(**stated)
+    return LlamaConfig(
+        **sizes,
+        rms_norm_eps=config_lib.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        scaling=scaling,
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        dtype=config_lib.read_dtype(raw, dtype),
+    )
+
+
+def write_config(config: LlamaConfig) -> dict[str, Any]:
+    """See `families.Family`."""
+    scaling = None
+    if config.scaling is not None:
+        scaling = {"rope_type": "llama3"} | dataclasses.asdict(config.scaling)
+    return {
+        **{key: getattr(config, name) for key, name in config_lib.SIZES.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "torch_dtype": config.dtype,
+    }
+
+
+def _without_norms(params: params_lib.Params) -> params_lib.Params:
+    layers = (layer.replace(q_norm=None, k_norm=None) for layer in params.layers)
+    return params.replace(layers=tuple(layers))
+
+
+def shapes(config: LlamaConfig) -> params_lib.Params:
+    """See `families.Family`."""
+    return _without_norms(qwen3.shapes(config))
+
+
+def tensors(config: LlamaConfig) -> params_lib.Params:
+    """See `families.Family`."""
+    return _without_norms(qwen3.tensors(config))
+
+
+def rope_table(config: LlamaConfig) -> tuple[np.ndarray, float]:
+    """See `families.Family`. Between the two wavelengths a linear ramp joins them."""
+    table = rope.inverse_frequencies(config.head_dim, config.rope_theta)
+    if config.scaling is None:
+        return table, 1.0
+    low, high = config.scaling.low_freq_factor, config.scaling.high_freq_factor
+    turns = config.scaling.original_max_position_embeddings * table / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    scaled = (1 - kept) * table / config.scaling.factor + kept * table
+    return scaled.astype(np.float32), 1.0
+
+
+def forward_rows(
+    params, config, rows, kv, *, impl, taps=(), with_logits=True, observe=None
+):
+    """Runs a slab of rows through the model, as `qwen3.forward_rows` does."""
+    return decoder.run_rows(
+        params_lib.prepare(params, impl), config, rows, kv,
+        impl=impl, taps=taps, with_logits=with_logits, observe=observe,
+        run_layer=qwen3.run_layer, run_head=qwen3.run_head,
+    )  # fmt: skip
+
+
+sequence_layer = qwen3.sequence_layer
+sequence_norm = qwen3.sequence_norm
