@@ -142,7 +142,7 @@ class SlotRows:
         kv = kv.replace(refused=kv.refused | ~follows)
         kv = allocator.reserve_each(kv, start + window.num_active, asked=asked)
         num_active = jnp.where(self.out_of_pages(kv), 0, window.num_active)
-        tile = self._tile(window.tokens.size)
+        tile = self.tile_rows(window.tokens.size)
         rows, at = _pack(window.replace(num_active=num_active), tile=tile)
         (height,) = rows.tokens.shape
 
@@ -174,7 +174,8 @@ class SlotRows:
         kv = allocator.extend_each(kv, start + num_active, asked=num_active > 0)
         return rows, at, kv, logits if keep else None
 
-    def _tile(self, num_rows: int) -> int:
+    def tile_rows(self, num_rows: int) -> int:
+        """Returns the rows of each forward of so many, active or not."""
         if self.model.impl == "native":
             return min(num_rows, NATIVE_TILE)
         return self.model.slab

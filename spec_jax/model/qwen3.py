@@ -203,7 +203,8 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
     )
     if observe is not None:
         where = {"page_table": page_table, "num_active": rows.num_active}
-        where |= {"slots": rows.slots, "positions": rows.positions}
+        places = rows.positions if rows.branch is None else rows.branch[:, -1]
+        where |= {"slots": rows.slots, "positions": places}
         k = _observe_written(k, "k_cache", observe, **where)
         v = _observe_written(v, "v_cache", observe, **where)
     attended = see("attention", attended)
@@ -226,7 +227,7 @@ def _observe_heads(heads, config, observe):
 
 
 def _observe_written(pool, name, observe, *, page_table, slots, positions, num_active):
-    """The pages, after the hook saw what they hold at the rows' positions."""
+    """The pages, after the hook saw what they hold where the rows are stored."""
     pages, offsets = index.locate(page_table, pool.shape[1], slots, positions)
     read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
     return page_write.page_write(
