@@ -32,6 +32,7 @@ from experiments.lib import (
     trace,
 )
 from spec_jax import loading
+from spec_jax.engine import protocols
 from spec_jax.ops import dispatch
 
 
@@ -63,6 +64,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """
         --rows N,N,...  active rows of a window, the most of them at every context
             (default: 1 to gamma + 1 where there is a draft, at the first context)
+        --tree-rows N,N,...  rows of trees, two children a node, compared with chains of
+            as many; one row alone in a slab as tall, compared with one in the slab of
+            --rows; and moving the path that is kept, compared with a plain step
+            (default: none)
         --prefill N,N,...  prompt lengths to be prefilled (default: none)
         --steps N  steps of one timed call (default: 20; with --preset 4)
         --no-steps  leave the costs of steps out
@@ -92,7 +97,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     # Steps of a large model are slow, and few of them are enough.
     args.steps = args.steps or (4 if args.preset else 20)
     args.gammas, args.prefill = args.gammas or (args.gamma,), args.prefill or ()
-    args.gamma = max(args.gamma, *args.gammas)
+    args.gamma, args.tree_rows = max(args.gamma, *args.gammas), args.tree_rows or ()
+    for rows in args.tree_rows:
+        if not 2 <= rows <= protocols.MAX_TREE_ROWS:
+            parser.error(
+                f"--tree-rows {rows}: a window of a tree has 2 to "
+                f"{protocols.MAX_TREE_ROWS} rows"
+            )
     args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
     return args
 
@@ -154,6 +165,7 @@ def run_all(
         steps=args.steps,
         rows=args.rows,
         prefills=args.prefill,
+        tree_rows=args.tree_rows,
         sampling=flags.sampling_settings(args),
         as_shapes=args.dry_run,
     )

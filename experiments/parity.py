@@ -37,6 +37,7 @@ from experiments.lib import (
     terminal,
 )
 from spec_jax.debug.microscope import compare, faults, record as record_lib
+from spec_jax.drafters import tree_shapes
 from spec_jax.model import config as config_lib
 from spec_jax.ops import dispatch
 from spec_jax.typing import IMPLS
@@ -53,7 +54,7 @@ _OF_TEXT = (
 _OF_RUNS = (
     *("prefill", "reference_path", "impl", "dtype", "slab", "page_size"),
     *("verify_path", "verify_impl", "verify_dtype", "verify_slab", "verify_page_size"),
-    *("history", "inject", "layers"),
+    *("history", "inject", "layers", "tree"),
 )
 
 
@@ -112,6 +113,20 @@ def _tokens(text: str) -> tuple[int, ...]:
         ) from None
 
 
+def _parents(text: str) -> tuple[int, ...]:
+    """The type of `--tree`: the parents of its columns."""
+    try:
+        tree = tree_shapes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not isinstance(tree, tree_shapes.FixedTree):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a search, whose nodes depend on what is drafted: give a "
+            "fixed tree, such as 4-2-1"
+        )
+    return (0, *tree.parents.tolist())
+
+
 def _add_run_flags(group: argparse._ActionsContainer) -> None:
     sides = (
         ("reference-path", "", "the first run", "decode"),
@@ -141,13 +156,17 @@ def _add_run_flags(group: argparse._ActionsContainer) -> None:
             run: decoding, as that of the first, or windows of its own path, as in the
             rounds (default: own for a mismatch of a path that is not by rows, where
             verification decided tokens; otherwise decode)
+        --tree SHAPE  the second run verifies the window as a path of a tree, the one to
+            its last node, among other tokens: a fixed tree, as 4-2-1 or NAME.json; as
+            many drafts as that path has (default: a chain)
         --inject LAYER:OPERATION[:KIND]  plant a fault in the second run, which must be
-            named; kinds: {", ".join(faults.KINDS)} (default: ulp)
+            named; kinds: {", ".join(faults.KINDS)} (default: ulp); the last
+            {len(faults.OF_TREES)} are of trees
         --layers L,L-L,...  layers to look at (default: all)
         """,
         HOW=exact_cells.PREFILLS,
         WHO=scenes.HISTORIES,
-        **{"LAYER:OPERATION[:KIND]": str, "L,L-L,...": str},
+        **{"LAYER:OPERATION[:KIND]": str, "L,L-L,...": str, "SHAPE": _parents},
     )
 
 

@@ -134,7 +134,10 @@ def _speeds() -> Iterator[Step]:
 
 
 def _trees() -> Iterator[Step]:
-    """Rounds of trees: greedy, and drawn; and that they match, everywhere."""
+    """Rounds of trees: greedy, and drawn; what their rows cost; and that they match,
+    everywhere."""
+    command = "latency --impl native --tree-rows 8,16,32,64 --repeats 20"
+    yield Step(file="latency_trees_native.jsonl", runs=(command,))
     command = "spec_round --impl native --prompts 50 --tree"
     runs = [f"{command} {tree}" for tree in _GREEDY_TREES]
     runs += [f"{command} {tree} --temperature 1" for tree in _SAMPLED_TREES]

@@ -11,6 +11,8 @@ Functions here take ONE tree and know arrays only.
                its own last, its parent's before that, and before the root the text's
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -58,6 +60,14 @@ def layout(
     before_root = steps - depth[:, None]
     places = start + jnp.where(before_root > 0, -before_root, above)
     return start + depth, places[:, ::-1]
+
+
+def path_to(parents: Sequence[int], column: int) -> tuple[int, ...]:
+    """Returns the columns from the root to `column`, on the host."""
+    path = [column]
+    while path[-1]:
+        path.append(int(parents[path[-1]]))
+    return tuple(reversed(path))
 
 
 def check(parents: np.ndarray, *, depth_max: int) -> None:

@@ -36,6 +36,7 @@ WINDOW = (decoding.PROMPT[-1], 4, 9, 33)
 CONFIG = decoding.make_config(num_layers=3, dtype="bfloat16")
 PARAMS = params_lib.init(jax.random.key(0), CONFIG, stddev=0.3)
 LAYERS = tuple(range(CONFIG.num_layers))
+TREE = (0, 0, 0, 2, 2, 3, 4)  # the window is its columns 0, 2, 4, 6
 
 
 @functools.cache
@@ -53,10 +54,13 @@ def path(
     slab=5,
     page_size=8,
     window_rows=None,
+    tree=None,
 ):
     config = dataclasses.replace(CONFIG, dtype=dtype)
     model = row_model.RowModel(config=config, impl="native", slab=slab)
-    return paths.record_path(name, model, page_size=page_size, window_rows=window_rows)
+    return paths.record_path(
+        name, model, page_size=page_size, window_rows=window_rows, tree=tree
+    )
 
 
 def params_of(path) -> params_lib.Params:
@@ -91,6 +95,7 @@ def compared(one, other, dtypes=("bfloat16", "bfloat16"), layers=LAYERS):
         path(),
         path("row-loop", page_size=16),
         path("decode", slab=8),  # Rows of our own kernels know no slab.
+        path(tree=TREE),
     ],
 )
 def test_equal_runs_have_no_difference(other):
@@ -105,18 +110,25 @@ def test_equal_runs_have_no_difference(other):
 
 @pytest.mark.slow
 def test_equal_runs_of_xla_have_no_difference():
-    """One layer is enough, and compiled in a third of the time."""
+    """One layer is enough, and compiled in a third of the time; a tree in two slabs."""
     params = params_lib.cast(PARAMS.replace(layers=PARAMS.layers[:1]), "float32")
     alone = dataclasses.replace(scene(), k=scene().k[:1], v=scene().v[:1])
     config = dataclasses.replace(CONFIG, num_layers=1, dtype="float32")
     model = row_model.RowModel(config=config, impl="xla", slab=5)
-    one, other = (
-        record_lib.take(paths.record_path(name, model, page_size=8), params, alone)
-        for name in ("decode", "paged-decode")
+    one, *others = (
+        record_lib.take(
+            paths.record_path(name, model, page_size=8, tree=tree), params, alone
+        )
+        for name, tree in (
+            ("decode", None),
+            ("paged-decode", None),
+            ("paged-decode", TREE),
+        )
     )
-    assert compared(one, other, layers=(0,)).first is None
-    assert one.moved == other.moved == 0
-    assert one.unexplained == other.unexplained == {}
+    for other in others:
+        assert compared(one, other, layers=(0,)).first is None
+        assert one.moved == other.moved == 0
+        assert one.unexplained == other.unexplained == {}
 
 
 def test_a_recording_that_moves_bits_says_so(monkeypatch):
@@ -209,6 +221,21 @@ def test_other_kinds_of_faults_are_named(spec):
     assert (first.layer, first.operation) == (fault.layer, fault.operation)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    ["1:q_rope:by-place", "0:k_rope:by-place", "1:attention:parent"]
+    + ["0:attention:swapped-keys", "2:v", "1:k:swap-rows"],
+)
+def test_faults_of_trees_are_named(spec):
+    """Fails if what a row sees of its tree is not seen, or taken for another fault."""
+    fault = faults.parse(spec)
+    of_tree, window = path(dtype="float32", tree=TREE), len(WINDOW)
+    wrong = record_lib.take_with_fault(of_tree, params_of(of_tree), scene(), fault)
+    found = compared(record(path("decode", dtype="float32")), wrong)
+    assert (found.first.layer, found.first.operation) == (fault.layer, fault.operation)
+    assert found.first.row == window - 1, "its siblings are decoys"
+
+
 def test_a_fault_in_a_path_that_fuses_nothing_is_named():
     """Fails if a path of the library is read by the tricks of the rows."""
     flash = path("flash", dtype="float32")
@@ -269,11 +296,17 @@ def test_faults_that_do_not_exist(text, message):
         ("3:v", "paged-decode", "no layer 3 .* layers 0 to 2"),
         ("1:gate:stale", "paged-decode", "only its weight"),
         ("1:v:stale", "decode", "needs two active rows"),
+        ("1:q_rope:by-place", "paged-decode", "these are a chain: give the path a"),
+        ("1:v:parent", TREE, "a fault of attention, not of v"),
+        ("1:attention:swapped-keys", (0, 0, 0), "row of depth 2, and the last one"),
+        ("1:attention:parent", (0, 0, 0), "window of 4 tokens, and the path .* has 2"),
+        ("1:v", (0, 0, 2), "column 2 has parent 2"),
     ],
 )
 def test_faults_that_cannot_be_planted(spec, name, message):
+    where = path(name) if isinstance(name, str) else path(tree=name)
     with pytest.raises(ValueError, match=message):
-        record_lib.take_with_fault(path(name), PARAMS, scene(), faults.parse(spec))
+        record_lib.take_with_fault(where, PARAMS, scene(), faults.parse(spec))
 
 
 def test_scenes_and_paths_that_cannot_be_used():
@@ -281,6 +314,8 @@ def test_scenes_and_paths_that_cannot_be_used():
         path("sideways")
     with pytest.raises(ValueError, match="not of rows needs a target"):
         record_lib.Path(model=path().model, page_size=8, is_rows=False)
+    with pytest.raises(ValueError, match="leave one_by_one and target out"):
+        path("decode", tree=TREE)
     with pytest.raises(ValueError, match="4 rows does not fit a slab of 3"):
         record_lib.take(path(slab=3), PARAMS, scene())
     with pytest.raises(ValueError, match="6 rows does not fit a slab of 5"):

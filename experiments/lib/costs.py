@@ -218,13 +218,15 @@ def _plain_steps(lm, settings, prompt, steps) -> timing.Thunk:
 
 def _windows(lm, kv, num_active, steps) -> timing.Thunk:
     """Times the target's forward over a window after a text, and what undoes it."""
+    is_tree = protocols.is_tree(lm.drafter)
     run = functools.partial(
         steps_lib.repeat_forward,
         lm.target,
         lm.params,
         num_active=jnp.int32(num_active),
         steps=steps,
-        tree_rows=lm.gamma_max + 1 if protocols.is_tree(lm.drafter) else None,
+        num_columns=lm.gamma_max + 1 if is_tree else None,
+        is_tree=is_tree,
     )
     return _stopwatch(lambda kv: run(kv=kv), kv, calls=steps)
 

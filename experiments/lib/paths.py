@@ -38,8 +38,9 @@ def record_path(
     *,
     page_size: int,
     window_rows: int | None = None,
+    tree: tuple[int, ...] | None = None,
 ) -> record_lib.Path:
-    """Returns the path of that name, for the microscope."""
+    """Returns the path of that name, for the microscope; `tree` see `record.Path`."""
     check(name)
     is_models = name in (DECODE, ROWS)
     return record_lib.Path(
@@ -49,6 +50,7 @@ def record_path(
         one_by_one=name in ONE_BY_ONE,
         target=None if is_models else verify_paths.make(name, model),
         is_rows=name in OF_ROWS,
+        tree=tree,
     )
 
 

@@ -17,7 +17,7 @@ from experiments.lib import (
     scenes,
 )
 from spec_jax import loading
-from spec_jax.debug.microscope import faults, scene as scene_lib
+from spec_jax.debug.microscope import faults, scene as scene_lib, trees
 from spec_jax.model import (
     config as config_lib,
     fingerprint,
@@ -84,6 +84,7 @@ def from_flags(args: argparse.Namespace) -> Question:
             config,
             is_fused=fault.operation in second.fused,
             num_rows=second.rows_of_a_call(_window_len(args, line)),
+            depth=None if args.tree is None else len(trees.columns(args.tree)) - 1,
         )
         if fault.layer is not None and fault.layer not in layers:
             raise ValueError(
@@ -196,6 +197,8 @@ def _load(folder, args, line: mismatches.Mismatch | None):
 def _drafts(args: argparse.Namespace) -> tuple[int, ...] | int:
     if args.draft_tokens is not None:
         return args.draft_tokens
+    if args.gamma is None and args.tree is not None:
+        return len(trees.columns(args.tree)) - 1
     return GAMMA if args.gamma is None else args.gamma
 
 
@@ -256,6 +259,12 @@ def _sides(args, line, config, history: str) -> tuple[scenes.Side, scenes.Side]:
     def stated(name: str, default):
         return default if line is None else getattr(line, name)
 
+    if args.tree is not None and history == "own":
+        raise ValueError(
+            "--tree with --history own: windows of a history are chains; leave out "
+            "--history, as rows of trees write what decoding writes"
+        )
+
     def window_rows(path: str, slab: int) -> int | None:
         # With `history` the window is one more of those that tile the text.
         tiles = slab if history == "own" else None
@@ -278,6 +287,7 @@ def _sides(args, line, config, history: str) -> tuple[scenes.Side, scenes.Side]:
         dtype=args.verify_dtype or first.dtype,
         slab=args.verify_slab or own_slab,
         page_size=args.verify_page_size or first.page_size,
+        tree=args.tree,
     )
     return tuple(
         dataclasses.replace(side, window_rows=window_rows(side.path, side.slab))

@@ -40,8 +40,11 @@ class Side:
     slab: int
     page_size: int
     window_rows: int | None = None  # see `record.Path`
+    tree: tuple[int, ...] | None = None  # see `record.Path`
 
     def __post_init__(self):
+        if self.tree is not None:  # A list, where it comes from a bundle.
+            object.__setattr__(self, "tree", tuple(self.tree))
         paths.check(self.path)
         for name, allowed in (("impl", IMPLS), ("dtype", config_lib.DTYPES)):
             if getattr(self, name) not in allowed:
@@ -65,6 +68,7 @@ class Side:
             model,
             page_size=self.page_size,
             window_rows=self.window_rows,
+            tree=self.tree,
         )
 
 

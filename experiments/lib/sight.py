@@ -229,6 +229,8 @@ def _describe(side: Row) -> str:
         f"{side['path']}, impl {side['impl']}, {side['dtype']}, slab {side['slab']}, "
         f"pages of {side['page_size']}"
     )
+    if side["tree"] is not None:
+        text += f", a path of a tree of {len(side['tree'])} rows"
     if side["window_rows"] is None:
         return text
     return f"{text}, windows of {side['window_rows']} rows"

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.lib import noise, subjects, timing
-from spec_jax import loading
+from spec_jax import loading, tree as tree_lib
 from spec_jax.drafters import each
 from spec_jax.engine import (
     baseline,
@@ -106,6 +107,7 @@ class Plan:
     # the drafter's longest window, at the first context only.
     rows: Sequence[int] | None = None
     prefills: Sequence[int] = ()  # prompt lengths to be prefilled
+    tree_rows: Sequence[int] = ()  # rows of trees, each compared with a chain's
     # Of plain steps and rounds; None is greedy
     sampling: sampling_lib.SamplingSettings | None = None
     as_shapes: bool = False  # caches are shapes, to be traced and not run
@@ -122,7 +124,8 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
     gamma_max = 0 if lm.drafter is None else lm.gamma_max
     longest = max((*plan.contexts, *plan.prefills))
     # As far as `steps` rounds can lead, and a window more.
-    capacity = longest + (plan.steps + 1) * (gamma_max + 1)
+    rows_ahead = (plan.steps + 1) * (gamma_max + 1)
+    capacity = longest + max(rows_ahead, *plan.tree_rows, 0)
     capacity = index.pages_for(capacity, plan.page_size) * plan.page_size
     positions = lm.target.config.max_position_embeddings
     if capacity > positions:
@@ -156,8 +159,12 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
         )
 
     rows = plan.rows or (range(1, gamma_max + 2) if gamma_max else ())
+    if plan.tree_rows and 1 not in rows:  # What a tall slab is compared with.
+        rows = (1, *rows)
     ones = 1 in rows
     group = [plain(first), *(window(n, first) for n in rows)]
+    for n in plan.tree_rows:
+        group += _tree_costs(*shared, first, num_rows=n, cache=cache)
     if lm.drafter is not None:
         group += _drafter_costs(lm, sizes, first, cache, plan)
     group += [_prefill(*shared, n) for n in plan.prefills if not plan.as_shapes]
@@ -244,17 +251,91 @@ def _plain(
     )
 
 
-def _window(model, params, sizes, context, *, num_active, cache) -> Work:
+def _tree_costs(model, params, sizes, context, *, num_rows, cache) -> list[Cost]:
+    """What trees of so many rows cost: all rows, one of them, and the kept path."""
+    window = functools.partial(
+        _window, model, params, sizes, context, cache=cache, num_columns=num_rows
+    )
+    chain, path = f"{num_rows} chain rows", num_rows.bit_length() - 1
+    parts = {
+        chain: (window(num_active=num_rows), PLAIN),
+        f"{num_rows} tree rows": (window(num_active=num_rows, is_tree=True), chain),
+        f"1 of {num_rows} tree rows": (window(num_active=1, is_tree=True), ONE_ROW),
+        f"moving {path} of {num_rows} tree rows": (
+            _move(model, params, sizes, context, num_rows=num_rows, cache=cache),
+            PLAIN,
+        ),
+    }
+    return [
+        Cost(name=name, work=work, ratio_to=ratio_to, context=context)
+        for name, (work, ratio_to) in parts.items()
+    ]
+
+
+def _move(model, params, sizes, context, *, num_rows, cache) -> Work:
+    """Moves the path to the last column of a tree, again and again."""
+    target = rows_lib.SlotRows(model=model, num_slots=1)
+    path = tree_lib.path_to(_two_children(num_rows), num_rows - 1)[1:]
+    columns, start = jnp.asarray(path, jnp.int32)[None], context - 1
+
+    def prepare(kv: paged.PagedKV) -> paged.PagedKV:
+        return at_length(kv, start + num_rows)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(params, kv):
+        del params
+
+        def step(_, kv):
+            kept = jnp.full((1,), len(path), jnp.int32)
+            return target.keep_path(kv, columns, kept, start=jnp.full((1,), start))
+
+        return jax.lax.fori_loop(0, sizes.steps, step, kv)
+
+    return Work(
+        program=f"target: moves of {num_rows}",
+        params=params,
+        caches=cache,
+        prepare=prepare,
+        run=run,
+        calls=sizes.steps,
+    )
+
+
+def _two_children(num_rows: int) -> np.ndarray:
+    """The parents of a tree in which each node has two children, level by level."""
+    return np.maximum(np.arange(num_rows, dtype=np.int32) - 1, 0) // 2
+
+
+def _window(
+    model,
+    params,
+    sizes,
+    context,
+    *,
+    num_active,
+    cache,
+    num_columns=None,
+    is_tree=False,
+) -> Work:
     live = jnp.int32(num_active)
 
     def prepare(kv: paged.PagedKV) -> paged.PagedKV:
         return at_length(kv, context - 1)
 
     def run(params, kv):
-        return repeat_forward(model, params, kv, num_active=live, steps=sizes.steps)
+        return repeat_forward(
+            model,
+            params,
+            kv,
+            num_active=live,
+            steps=sizes.steps,
+            num_columns=num_columns,
+            is_tree=is_tree,
+        )
 
+    kind = f" of {num_columns} {'tree' if is_tree else 'chain'} rows"
     return Work(
-        program="target: windows",
+        program="target: windows" + (kind if num_columns else ""),
         params=params,
         caches=cache,
         prepare=prepare,
@@ -265,20 +346,22 @@ def _window(model, params, sizes, context, *, num_active, cache) -> Work:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "steps", "tree_rows"),
+    static_argnames=("model", "steps", "num_columns", "is_tree"),
     donate_argnames=("kv",),
 )
-def repeat_forward(model, params, kv, *, num_active, steps, tree_rows=None):
+def repeat_forward(
+    model, params, kv, *, num_active, steps, num_columns=None, is_tree=False
+):
     """Verifies rows at the same positions `steps` times, and forgets them each time.
 
     Args:
-      tree_rows: columns of a tree in which each node has two children, in place of the
-        chain of a slab.
+      num_columns: of the window, active or not; None: those of a slab.
+      is_tree: whether each node has two children; otherwise the window is a chain.
     """
     target = rows_lib.SlotRows(model=model, num_slots=1)
-    width, shape = tree_rows or model.slab, {}
-    if tree_rows:
-        above = jnp.maximum(jnp.arange(width, dtype=jnp.int32) - 1, 0) // 2
+    width, shape = num_columns or model.slab, {}
+    if is_tree:
+        above = jnp.asarray(_two_children(width))
         shape = {"parents": above[None], "depth_max": width.bit_length()}
     start, asked = kv.length, jnp.ones((1,), bool)
 

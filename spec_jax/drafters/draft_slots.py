@@ -89,7 +89,7 @@ class SlotDraftModel:
 
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> paged.PagedKV:
+    ) -> protocols.Memory:
         """Allocates an empty cache; raises as `SlotRows.new_cache`."""
         if self.drafter.model.cache == "static":
             num_pages = None
@@ -100,24 +100,24 @@ class SlotDraftModel:
     def prefill(
         self,
         params: params_lib.Params,
-        memory: paged.PagedKV,
+        memory: protocols.Memory,
         prompt: list[int],
         *,
         slot: int,
-    ) -> paged.PagedKV:
+    ) -> protocols.Memory:
         """Writes the K/V of the prompt but for its last token. Donates `memory`."""
         return self._rows.prefill(params, memory, prompt, slot=slot)
 
     def propose(
         self,
         params: params_lib.Params,
-        memory: paged.PagedKV,
+        memory: protocols.Memory,
         *,
         tokens: Int[Array, "B max_len"],
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
-    ) -> tuple[paged.PagedKV, protocols.Proposal]:
+    ) -> tuple[protocols.Memory, protocols.Proposal]:
         """Drafts `gamma[b]` tokens; fewer where the cache has no room, or where the
         draft is not confident. None in a slot whose sequence the cache cannot hold."""
         slab, gamma_max = self._slab, self.gamma_max
@@ -250,11 +250,11 @@ class SlotDraftModel:
     def commit(
         self,
         params: params_lib.Params,
-        memory: paged.PagedKV,
+        memory: protocols.Memory,
         length: Int[Array, " B"],
         *,
         asked: Bool[Array, " B"],
-    ) -> paged.PagedKV:
+    ) -> protocols.Memory:
         """Forgets drafts that were not committed."""
         kept = jnp.minimum(memory.length, length - 1)
         return self._rows.truncate(memory, kept, asked=asked)

@@ -1,11 +1,12 @@
 """Trees that a draft model proposes: the rows of a level are one forward."""
 
 import dataclasses
+import functools
 from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import draft_slots, tree_search, tree_shapes
@@ -15,38 +16,127 @@ from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
 
 
+class Memory(pytree.Node):
+    """The draft's cache, and whose rows are stored in it after the text.
+
+    Column 0 is the last token of the text that a tree was drafted after, at place
+    `start`; the other columns are the rows that drafted its nodes' children.
+    """
+
+    kv: paged.PagedKV
+    start: jax.Array  # [B] int32
+    tokens: jax.Array  # [B, num_columns] int32
+    parents: jax.Array  # [B, num_columns] int32
+    is_run: jax.Array  # [B, num_columns] bool: whose K/V are stored; never column 0's
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotDraftTree(draft_slots.SlotDraftModel):
     """A `DraftModel` with a tree, for `num_slots` sequences.
 
-    The rows of a tree are stored after the text, and forgotten when it is grown: what
-    is kept of them is caught up in the next round, in one forward.
+    The rows of a tree are stored after the text. Of those that were committed the K/V
+    is moved to their positions when the next tree is drafted, as the target's is: only
+    what the draft has not seen is caught up, in one forward. All others are forgotten
+    then, or before that where a prompt needs their pages.
     """
+
+    @property
+    def _tree(self) -> tree_shapes.AnyTree:
+        return cast(tree_shapes.AnyTree, self.drafter.tree)
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> Memory:
+        """Allocates an empty cache; raises as `SlotRows.new_cache`."""
+        kv = super().init(capacity=capacity, page_size=page_size, num_pages=num_pages)
+        shape = self.num_slots, self._tree.num_columns
+        return Memory(
+            kv=kv,
+            start=jnp.zeros(shape[:1], jnp.int32),
+            tokens=jnp.zeros(shape, jnp.int32),
+            parents=jnp.zeros(shape, jnp.int32),
+            is_run=jnp.zeros(shape, bool),
+        )
+
+    def prefill(
+        self, params: params_lib.Params, memory: Memory, prompt: list[int], *, slot: int
+    ) -> Memory:
+        """Writes the K/V of the prompt but for its last token. Donates `memory`."""
+        if bool(memory.is_run.any()):
+            memory = self._forget(memory)
+        kv = super().prefill(params, memory.kv, prompt, slot=slot)
+        return memory.replace(kv=kv)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def _forget(self, memory: Memory) -> Memory:
+        """Forgets all rows that are stored after a text."""
+        has_rows = jnp.any(memory.is_run, axis=1)
+        kv = self._rows.truncate(memory.kv, memory.start + 1, asked=has_rows)
+        return memory.replace(kv=kv, is_run=jnp.zeros_like(memory.is_run))
+
+    def _keep_committed(
+        self, memory: Memory, text: Int[Array, "B padded"], length: Int[Array, " B"]
+    ) -> paged.PagedKV:
+        """Returns the cache with the K/V of rows that were committed, and of no others.
+
+        At most of `[0, length - 1)`: the row of the last token drafts.
+        """
+        depth_max = self._tree.depth - 1
+        start, is_run = memory.start, memory.is_run
+        committed = draft_slots.windows(text, start + 1, depth_max)
+        most = jnp.maximum(length - 2 - start, 0)
+        path, num_kept = jax.vmap(_follow)(
+            memory.tokens, memory.parents, is_run, committed, most
+        )
+        kv = self._rows.keep_path(memory.kv, path, num_kept, start=start)
+        new_len = jnp.minimum(start + 1 + num_kept, length - 1)
+        return self._rows.truncate(kv, new_len, asked=jnp.any(is_run, axis=1))
+
+    def commit(
+        self,
+        params: params_lib.Params,
+        memory: Memory,
+        length: Int[Array, " B"],
+        *,
+        asked: Bool[Array, " B"],
+    ) -> Memory:
+        """Forgets what was not committed; of a tree the next `propose` does that."""
+        goes_on = jnp.any(memory.is_run, axis=1) & (length > memory.start + 1)
+        held = memory.kv.length
+        kept = jnp.where(goes_on, held, jnp.minimum(held, length - 1))
+        return memory.replace(
+            kv=self._rows.truncate(memory.kv, kept, asked=asked),
+            is_run=memory.is_run & (goes_on | ~asked)[:, None],
+        )
 
     def propose(
         self,
         params: params_lib.Params,
-        memory: paged.PagedKV,
+        memory: Memory,
         *,
         tokens: Int[Array, "B max_len"],
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
-    ) -> tuple[paged.PagedKV, protocols.Proposal]:
+    ) -> tuple[Memory, protocols.Proposal]:
         """Drafts trees of `gamma[b]` nodes; less deep where the cache has no room."""
-        tree, slab = cast(tree_shapes.AnyTree, self.drafter.tree), self._slab
-        width = max(slab, self.drafter.catch_up_rows)
-        memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
+        tree = self._tree
+        width = max(self._slab, self.drafter.catch_up_rows, tree.depth)
         text = jnp.pad(tokens, ((0, 0), (0, width)))
-        asked = (gamma > 0) & (length <= memory.slot_capacity)
-        memory = self._catch_up(params, memory, text, length, asked=asked)
-        memory, logits = self._root(params, memory, text, length, asked)
-        asked &= memory.length == length
+        kv = self._keep_committed(memory, text, length)
+        kv = kv.replace(out_of_pages=jnp.zeros_like(kv.out_of_pages))
+        asked = (gamma > 0) & (length <= kv.slot_capacity)
+        kv = self._catch_up(params, kv, text, length, asked=asked)
+        kv, logits = self._root(params, kv, text, length, asked)
+        asked &= kv.length == length
+        memory = memory.replace(
+            kv=kv, start=length - 1, is_run=jnp.zeros_like(memory.is_run)
+        )
         draw = Draw.of(self.drafter.draws, sampling, length, num_slots=self.num_slots)
 
         def expand(carry, tokens, parents, first, num_rows):
             """Runs the rows of a level; see `tree_search.Expand`."""
-            kv, probs = carry
+            memory, probs = carry
             window = protocols.Window(
                 tokens=tokens,
                 start=length - 1,
@@ -55,12 +145,15 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
                 first=first,
                 depth_max=tree.depth - 1,
             )
-            kv, verified = self._rows.verify(params, kv, window)
-            level = 1 + (first - 1) // tree.width
+            kv, verified = self._rows.verify(params, memory.kv, window)
+            has_run = (num_rows > 0) & ~self._rows.out_of_pages(kv)
+            num_rows = jnp.where(has_run, num_rows, 0)
+            memory = _remember(memory, kv, window, first, num_rows)
+            level = tree_search.level_of(tree, first)
             rows = verified.by_column(verified.logits, fill=0.0)
             probs = draw.put(probs, rows, first)
-            weights = draw.weights(rows, level=level, first=first)
-            return (kv, probs), weights, (num_rows > 0) & ~self._rows.out_of_pages(kv)
+            weights = draw.weights(rows, level=level, width=tree.width)
+            return (memory, probs), weights, has_run
 
         first, root = jnp.int32(0), logits[:, None]
         probs = None
@@ -70,7 +163,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             probs = draw.put(jnp.zeros(shape, jnp.float32), root, first)
         (memory, probs), proposal = tree_search.grow(
             expand,
-            draw.weights(root, level=first, first=first)[:, 0],
+            draw.weights(root, level=first, width=tree.width)[:, 0],
             (memory, probs),
             tree=tree,
             wanted=jnp.where(asked, gamma, 0),
@@ -78,7 +171,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         if probs is not None:
             columns = cast(tree_shapes.FixedTree, tree).columns
             proposal = proposal.replace(probs=probs[:, columns[:-1]])
-        return self._rows.truncate(memory, length, asked=asked), proposal
+        return memory, proposal
 
     def _root(self, params, memory, text, length, asked):
         """Returns the memory of the whole text, and the logits `[B, V]` after it."""
@@ -109,6 +202,45 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         return memory, logits
 
 
+def _remember(memory, kv, window, first, num_rows) -> Memory:
+    """The memory with the rows of a level that were run, from column `first` on."""
+    columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)[None]
+    put = lambda all_, new: jax.lax.dynamic_update_slice(
+        all_, new, (jnp.int32(0), first)
+    )
+    return memory.replace(
+        kv=kv,
+        tokens=put(memory.tokens, window.tokens),
+        parents=window.parents,
+        is_run=put(memory.is_run, columns < num_rows[:, None]),
+    )
+
+
+def _follow(
+    tokens: Int[Array, " C"],
+    parents: Int[Array, " C"],
+    is_run: Bool[Array, " C"],
+    committed: Int[Array, " D"],
+    most: Int[Array, ""],
+) -> tuple[Int[Array, " D"], Int[Array, ""]]:
+    """Returns the columns that hold what was committed after column 0, and how many.
+
+    Any of equal siblings will do: they have the same K/V.
+    """
+
+    def step(carry, token):
+        column, num_kept = carry
+        holds = is_run & (parents == column) & (tokens == token)
+        # The path ends where no column holds the token.
+        goes_on = (column >= 0) & jnp.any(holds) & (num_kept < most)
+        column = jnp.where(goes_on, jnp.argmax(holds), -1).astype(jnp.int32)
+        return (column, num_kept + goes_on.astype(jnp.int32)), jnp.maximum(column, 0)
+
+    begin = jnp.int32(0), jnp.int32(0)
+    (_, num_kept), path = jax.lax.scan(step, begin, committed)
+    return path, num_kept
+
+
 class Draw(pytree.Node):
     """By which weights the children of a tree's nodes are chosen.
 
@@ -133,16 +265,18 @@ class Draw(pytree.Node):
         return cls(sampling=sampling, length=length, has_probs=draws == "independent")
 
     def weights(
-        self, logits: Float[Array, "B K V"], *, level: jax.Array, first: jax.Array
+        self, logits: Float[Array, "B K V"], *, level: jax.Array, width: int
     ) -> Float[Array, "B K V"]:
         """Returns what the best children of a level's rows have the highest of.
 
         Args:
           level: of the rows; that of the root is 0.
-          first: the first row's column.
+          width: rows of a level, at most.
         """
         if self.sampling is None:
             return logits
+        # By a row's level and its place there: however many rows other levels have.
+        first = jnp.maximum(1 + (level - 1) * width, 0)
         columns = first + jnp.arange(logits.shape[1], dtype=jnp.int32)
 
         def one(slot):

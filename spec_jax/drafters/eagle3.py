@@ -318,10 +318,10 @@ class SlotEagle3:
             hidden = jax.lax.dynamic_update_slice_in_dim(
                 hidden, by_column(new), first, axis=1
             )
-            level = 1 + (first - 1) // tree.width
+            level = tree_search.level_of(tree, first)
             logits = widen(by_column(logits))
             probs = draw.put(probs, logits, first)
-            weights = draw.weights(logits, level=level, first=first)
+            weights = draw.weights(logits, level=level, width=tree.width)
             return (kv, hidden, probs), weights, (num_rows > 0) & ~kv.out_of_pages
 
         states, logits = root
@@ -335,7 +335,7 @@ class SlotEagle3:
             probs = draw.put(jnp.zeros(shape, jnp.float32), logits, first)
         (kv, _, probs), proposal = tree_search.grow(
             expand,
-            draw.weights(logits, level=first, first=first)[:, 0],
+            draw.weights(logits, level=first, width=tree.width)[:, 0],
             (memory.kv, hidden, probs),
             tree=tree,
             wanted=wanted,

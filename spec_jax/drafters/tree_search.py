@@ -38,8 +38,15 @@ Expand = Callable[
 ]
 """`expand(memory, tokens [B, K], parents [B, num_columns], first, num_rows [B])` runs
 the frontier of a level. Its rows are the columns from `first` on of the tree whose
-parents are given. Returns the memory, each row's log weights `[B, K, V]`, and which
-slots were run; the others grow no further."""
+parents are given; what is found of rows from `num_rows` on is not used, and the next
+level may have their columns. Returns the memory, each row's log weights `[B, K, V]`,
+and which slots were run; the others grow no further."""
+
+
+def level_of(tree: tree_shapes.AnyTree, first: Int[Array, ""]) -> Int[Array, ""]:
+    """Returns the level whose rows are the columns from `first` on; 0 is the root."""
+    levels = jnp.arange(1, tree.depth, dtype=jnp.int32)
+    return jnp.sum(tree.first(levels) <= first, dtype=jnp.int32)
 
 
 class _Search(pytree.Node):
@@ -126,7 +133,7 @@ def _expand_level(
     """Runs the frontier, and adds its children to the candidates."""
     num_slots, K = search.frontier.shape[0], tree.top_k
     level = search.level
-    first = 1 + (level - 1) * tree.width
+    first = tree.first(level)
     memory, log_weights, has_run = expand(
         search.memory,
         _at(search.token, search.frontier),
@@ -152,7 +159,7 @@ def _expand_level(
         parent=put(search.parent, jnp.repeat(search.frontier, K, axis=1)),
         frontier=first * K + chosen,
         columns=jax.lax.dynamic_update_slice(
-            search.columns, of_next, (jnp.int32(0), first + tree.width)
+            search.columns, of_next, (jnp.int32(0), tree.first(level + 1))
         ),
         active=search.active & has_run,
     )

@@ -78,6 +78,10 @@ class Tree:
         """Rows of a slot that a search runs: the root and all frontiers."""
         return 1 + (self.depth - 1) * self.width
 
+    def first(self, level: Int[Array, "*levels"]) -> Int[Array, "*levels"]:
+        """Returns the column of a level's first row; the root is level 0."""
+        return jnp.maximum(1 + (level - 1) * self.width, 0)
+
     def rows(self, level: Int[Array, ""]) -> Int[Array, ""]:
         """Returns how many rows of a level are run."""
         return jnp.int32(self.width)
@@ -239,12 +243,20 @@ class FixedTree:
     @property
     def num_candidates(self) -> int:
         """Nodes that are scored."""
-        return self.top_k * (1 + (self.depth - 1) * self.width)
+        return self.top_k * self.num_columns
+
+    @functools.cached_property
+    def _firsts(self) -> tuple[int, ...]:
+        """The column of each level's first row, from level 1 on, and the end."""
+        sizes = [1, *map(len, self.levels)]
+        return tuple(np.cumsum(sizes).tolist())
 
     @property
     def num_columns(self) -> int:
-        """Rows of a slot that are run: the root, and all levels as wide as `width`."""
-        return 1 + (self.depth - 1) * self.width
+        """Rows of a slot: the root, all levels' nodes with children, and as many more
+        as the last level is narrower than the widest one."""
+        last = len(self.levels[-1]) if self.levels else self.width
+        return self._firsts[-1] + self.width - last
 
     @functools.cached_property
     def columns(self) -> np.ndarray:
@@ -254,9 +266,9 @@ class FixedTree:
         """
         found = np.full(self.nodes + 1, self.num_columns, np.int32)
         found[0] = 0
-        for depth, level in enumerate(self.levels):
+        for first, level in zip(self._firsts, self.levels, strict=False):
             for place, node in enumerate(level):
-                found[node + 1] = 1 + depth * self.width + place
+                found[node + 1] = first + place
         return found
 
     @functools.cached_property
@@ -271,14 +283,13 @@ class FixedTree:
         rows = self.columns[self.parents]
         return rows * self.top_k + np.array([p[-1] for p in self.paths], np.int32)
 
-    def rows(self, level: Int[Array, ""]) -> Int[Array, ""]:
-        """Returns how many rows of a level are run.
+    def first(self, level: Int[Array, "*levels"]) -> Int[Array, "*levels"]:
+        """Returns the column of a level's first row; the root is level 0."""
+        return jnp.array([0, *self._firsts], jnp.int32)[level]
 
-        The K/V of a level are stored after those of a full one before it: only the last
-        level is cut to its nodes with children.
-        """
-        full = [self.width] * (self.depth - 2)
-        return jnp.array([0, *full, *map(len, self.levels[-1:])], jnp.int32)[level]
+    def rows(self, level: Int[Array, ""]) -> Int[Array, ""]:
+        """Returns how many rows of a level are run: its nodes with children."""
+        return jnp.array([0, *map(len, self.levels)], jnp.int32)[level]
 
     def frontier(
         self, scores: Float32[Array, "B n"], level: Int[Array, ""]
@@ -286,7 +297,7 @@ class FixedTree:
         """Returns which of a level's candidates the next level expands."""
         table = np.zeros((self.depth + 1, self.width), np.int32)
         for depth, nodes in enumerate(self.levels, 1):
-            first_row = 0 if depth == 1 else 1 + (depth - 2) * self.width
+            first_row = 0 if depth == 1 else self._firsts[depth - 2]
             found = self.candidates[list(nodes)] - first_row * self.top_k
             table[depth, : len(nodes)] = found
         chosen = jnp.asarray(table)[level]

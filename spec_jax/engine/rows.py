@@ -170,8 +170,12 @@ class SlotRows:
                 features = jnp.zeros(shape, self.config.dtype)
             return logits, features
 
-        tile = tile_of(self.model.impl, self.model.slab, window.tokens.size)
+        tile = self.tile_rows(window.tokens.size)
         return run_window(forward, kv, window, tile=tile, empty=empty)
+
+    def tile_rows(self, num_rows: int) -> int:
+        """Returns the rows of each forward of so many, active or not."""
+        return tile_of(self.model.impl, self.model.slab, num_rows)
 
     def choose(
         self, logits: Float[Array, "P V"], num_active: Int[Array, ""]

@@ -10,7 +10,7 @@ import json
 import pathlib
 import reprlib
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from spec_jax.model import (
     checkpoint_files as files,
@@ -121,7 +121,7 @@ def _layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Conf
     state it too.
     """
     raw = dict(stated) | {
-        "architectures": [config_lib.ARCHITECTURE],
+        "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "tie_word_embeddings": False,
     }
@@ -133,7 +133,7 @@ def _layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Conf
                 f"num_attention_heads={reprlib.repr(heads)}; state head_dim"
             )
         raw["head_dim"] = width // heads
-    return config_lib.from_dict(raw, dtype=dtype)
+    return cast(config_lib.Qwen3Config, config_lib.from_dict(raw, dtype=dtype))
 
 
 def _taps(

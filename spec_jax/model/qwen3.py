@@ -304,7 +304,8 @@ def run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
     )
     if observe is not None:
         where = {"page_table": page_table, "num_active": rows.num_active}
-        where |= {"slots": rows.slots, "positions": rows.positions}
+        places = rows.positions if rows.branch is None else rows.branch[:, -1]
+        where |= {"slots": rows.slots, "positions": places}
         k = decoder.observe_written(k, "k_cache", observe, **where)
         v = decoder.observe_written(v, "v_cache", observe, **where)
     attended = see("attention", attended)

@@ -11,7 +11,14 @@ import pytest
 from decoding import GAMMA_MAX, MIXED, PROMPT, SMALL, Ask
 
 from spec_jax import testing
-from spec_jax.drafters import draft_model, draft_slots, each, tree_shapes
+from spec_jax.drafters import (
+    draft_model,
+    draft_slots,
+    draft_trees,
+    each,
+    tree_shapes,
+)
+from spec_jax.engine import rows as rows_lib
 from spec_jax.model import prompt as prompt_lib
 from spec_jax.rules import sampling
 from spec_jax.testing import bench
@@ -376,6 +383,137 @@ def test_what_the_children_of_a_tree_were_drawn_from():
     assert (
         drawn(independent.for_tree(FIXED), PROMPT, seed=6).tokens != proposal.tokens
     ).any()
+
+
+UNEVEN = tree_shapes.parse("[[0],[1],[2],[0,0],[1,0],[2,0],[2,1],[2,1,0]]")
+
+
+class Immovable(draft_trees.SlotDraftTree):
+    """Keeps as many rows as were committed, but moves none of their K/V."""
+
+    @property
+    def _rows(self):
+        return _Still(model=self.drafter.model, num_slots=self.num_slots)
+
+
+class _Still(rows_lib.SlotRows):
+    def keep_path(self, kv, path, num_kept, *, start):
+        return kv
+
+
+class Careless(draft_trees.SlotDraftTree):
+    """Keeps what is in the tree, whatever was committed."""
+
+    def _keep_committed(self, memory, text, length):
+        path = jnp.array([[3, 5]], jnp.int32)
+        kept = jnp.full((1,), 2, jnp.int32)
+        kv = self._rows.keep_path(memory.kv, path, kept, start=memory.start)
+        asked = jnp.ones((1,), bool)
+        return self._rows.truncate(kv, memory.start + 3, asked=asked)
+
+
+def continued(kind, drafter, path):
+    """What the draft holds after a round that committed a path of its tree and one
+    token more, and what it proposes then: with what it kept, and from anew.
+
+    Args:
+      path: nodes that are committed, by their indices; -1: a token of no node.
+    """
+    slots, args = kind(drafter=drafter, num_slots=1), {}
+    settings = sampling.make_settings(temperature=0.8, top_k=20, seed=5)
+    args["sampling"] = jax.tree.map(lambda leaf: leaf[None], settings)
+    args["gamma"] = jnp.array([drafter.gamma_max])
+
+    def propose(memory, text):
+        tokens = jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text))
+        length = jnp.array([len(text)])
+        return slots.propose(NEARLY, memory, tokens=tokens, length=length, **args)
+
+    begun = lambda text: slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
+    memory, proposal = propose(begun(PROMPT), PROMPT)
+    drafts = np.asarray(proposal.tokens[0])
+    # One that no child of its parent is, where it is none of the nodes.
+    chosen = [int(drafts[node]) if node >= 0 else 95 for node in path]
+    text = [*PROMPT, *chosen, 94]
+    asked = jnp.ones((1,), bool)
+    memory = slots.commit(NEARLY, memory, jnp.array([len(text)]), asked=asked)
+    padded = jnp.zeros((1, 80), jnp.int32).at[0, : len(text)].set(jnp.array(text))
+    kv = slots._keep_committed(memory, padded, jnp.array([len(text)]))
+    decoding.check_cache(kv)
+    held = int(kv.length[0])
+    fresh = prompt_lib.prefill(
+        drafter.model,
+        NEARLY,
+        drafter.model.new_cache(**SMALL.sizes),
+        text,
+        by_rows=True,
+    )
+    both = decoding.held(kv, held), decoding.held(fresh, held)
+    again = propose(memory, text)[1], propose(begun(text), text)[1]
+    return held, both, again
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("path", "rows_kept"),
+    [
+        ([2, 6, 7], 2),  # The last one is a leaf: it was not run.
+        ([1, 4], 1),
+        ([0], 1),
+        ([2, -1], 1),
+        ([-1], 0),
+        ([], 0),
+    ],
+)
+def test_of_a_tree_the_committed_rows_are_kept(path, rows_kept):
+    """Fails if a row is fed twice, if its K/V is not what decoding would have written,
+    or if the next proposal is another than that of a memory that never saw the tree."""
+    decoding.needs("native")  # Its K/V is the same however rows are grouped.
+    drafter = as_drafter(draws="independent").for_tree(UNEVEN)
+    kind = draft_trees.SlotDraftTree
+    held, both, again = continued(kind, drafter, path)
+    assert held == len(PROMPT) + rows_kept
+    testing.assert_same_bits(*both)
+    # Tokens, and the very probabilities that they were drawn from.
+    testing.assert_same_bits(*again)
+
+
+@pytest.mark.parametrize("kind", [Immovable, Careless])
+def test_rows_that_are_wrongly_kept_are_caught(kind):
+    """Negative controls: K/V where it was, and K/V of what was not committed."""
+    drafter = as_drafter(draws="independent").for_tree(UNEVEN)
+    path = [2, 6] if kind is Immovable else [1, 4]
+    _, both, again = continued(kind, drafter, path)
+    for pair in (both, again):
+        with pytest.raises(AssertionError):
+            testing.assert_same_bits(*pair)
+
+
+def test_a_prompt_takes_the_pages_of_rows_that_nothing_was_committed_of():
+    """Fails if a tree's rows outlive the admission of another sequence."""
+    drafter = as_drafter().for_tree(UNEVEN)
+    slots = each.lift(drafter, 2)
+    memory = slots.prefill(NEARLY, slots.init(**SMALL.sizes), PROMPT, slot=0)
+    memory, _ = slots.propose(
+        NEARLY,
+        memory,
+        tokens=jnp.zeros((2, 64), jnp.int32)
+        .at[0, : len(PROMPT)]
+        .set(jnp.array(PROMPT)),
+        length=jnp.array([len(PROMPT), 1]),
+        gamma=jnp.array([drafter.gamma_max, 0]),
+        sampling=None,
+    )
+    asked = jnp.array([True, False])
+    length = jnp.array([len(PROMPT) + 2, 1])
+    memory = slots.commit(NEARLY, memory, length, asked=asked)
+    assert int(memory.kv.length[0]) > len(PROMPT)
+    memory = slots.prefill(NEARLY, memory, PROMPT[:5], slot=1)
+    assert memory.kv.length.tolist() == [len(PROMPT), 4]
+    decoding.check_cache(memory.kv)
+    # A slot that is released keeps nothing.
+    memory = slots.commit(NEARLY, memory, length * 0 + 1, asked=asked | True)
+    assert memory.kv.length.tolist() == [0, 0] and not memory.is_run.any()
 
 
 def test_trees_and_rules():

@@ -188,8 +188,8 @@ def test_what_a_fixed_tree_is():
         (1, 0),
         (1, 1),
     )
-    # The row of a node's children, by column; 7 rows are the root's and two levels'.
-    assert tree.columns.tolist() == [0, 1, 2, 7, 4, 5, 6, 7, 7, 7]
+    # The row of a node's children, by column; 6 rows: the root's, then 2, then 3.
+    assert tree.columns.tolist() == [0, 1, 2, 6, 3, 4, 5, 6, 6, 6]
 
 
 @pytest.mark.parametrize(

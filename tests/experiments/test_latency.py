@@ -22,6 +22,7 @@ from experiments.lib import (
     timing,
 )
 from spec_jax import loading
+from spec_jax.debug import evidence
 from spec_jax.engine import baseline, round as round_lib, scheduler, state as states
 from spec_jax.model import params as params_lib, row_model
 
@@ -51,6 +52,35 @@ def command(folders, *more: str) -> list[str]:
         *("--page-size", str(PAGE_SIZE), "--gamma", str(GAMMA)),
         *more,
     ]
+
+
+def test_rows_of_trees(folders, tmp_path):
+    """Fails if a tree is compared with a slab of another height than it says."""
+    out = tmp_path / "out.jsonl"
+    more = ("--tree-rows", "6", "--rows", "3", "--contexts", "8", "--out", str(out))
+    assert latency.main(command(folders, *more)) == 0
+    rows = {row["step"]: row["ratio_to"] for row in rows_of(out, "step")}
+    assert list(rows)[:7] == [
+        *("plain step", "1 active row", "3 active rows", "6 chain rows"),
+        *("6 tree rows", "1 of 6 tree rows", "moving 2 of 6 tree rows"),
+    ]
+    assert rows["6 tree rows"] == "6 chain rows"
+    assert rows["1 of 6 tree rows"] == "1 active row"
+    assert rows["moving 2 of 6 tree rows"] == rows["6 chain rows"] == "plain step"
+
+
+def test_a_path_is_moved(lm):
+    """Fails if what is timed moves nothing."""
+    sizes = steps.Sizes(capacity=32, page_size=PAGE_SIZE, steps=1)
+    kv = steps.noisy_cache(lm.target, capacity=32, page_size=PAGE_SIZE)
+    work = steps._move(lm.target, lm.params, sizes, 8, num_rows=7, cache=kv)
+    before = evidence.committed_kv(work.prepare(kv), 14)
+    after = evidence.committed_kv(work.run(lm.params, work.prepare(kv)), 14)
+    for was, now in zip(before, after, strict=True):
+        # Columns 2 and 6 of a tree from place 7 on.
+        np.testing.assert_array_equal(now[:, 8:10], was[:, [9, 13]])
+        np.testing.assert_array_equal(now[:, :8], was[:, :8])
+        assert (was[:, 8:10] != was[:, [9, 13]]).any()
 
 
 def test_a_run(folders, tmp_path, capsys):

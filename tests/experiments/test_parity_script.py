@@ -59,6 +59,22 @@ def test_an_equal_run(folder, tmp_path, capsys):
     assert f"no difference in {row['num_values']:,d} values" in capsys.readouterr().out
 
 
+def test_a_path_of_a_tree(folder, tmp_path, capsys):
+    """Fails if siblings are not run, or if a bundle forgets the tree."""
+    out, bundle = tmp_path / "out.jsonl", tmp_path / "tree.npz"
+    text = ("--prompt", PROMPT, *NATIVE, "--tree", "2-2")
+    more = ("--out", str(out), "--save-bundle", str(bundle))
+    assert run(folder, *text, *more, prompt=False) == 0
+    row = row_of(out)
+    assert row["equal"] and row["verify"]["tree"] == [0, 0, 0, 1, 1, 2, 2]
+    assert row["reference"]["tree"] is None and len(row["window"]) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "a path of a tree of 7 rows" in printed
+    assert run(folder, "--bundle", str(bundle), prompt=False) == 0
+    inject = ("--inject", "1:attention:parent")
+    assert run(folder, *text, *inject, prompt=False) == 0
+
+
 def test_a_planted_fault_is_named_and_drawn(folder, tmp_path, capsys):
     out, drawn = tmp_path / "out.jsonl", tmp_path / "map.svg"
     pytest.importorskip("matplotlib")

@@ -16,7 +16,10 @@ from spec_jax.ops import row_attention
 from spec_jax.paging import cache
 
 
-KINDS = ("ulp", "zero-head", "swap-rows", "stale")
+OF_TREES = ("by-place", "parent", "swapped-keys")
+"""Faults of a tree's rows alone; `KINDS` says what they are."""
+
+KINDS = ("ulp", "zero-head", "swap-rows", "stale", *OF_TREES)
 """What can be wrong, in the last active row:
 
     ulp         one element is a unit in the last place too large; of a weight or of
@@ -24,7 +27,16 @@ KINDS = ("ulp", "zero-head", "swap-rows", "stale")
     zero-head   the first `H` elements are zero; of a weight, its first `H` rows
     swap-rows   it is exchanged with the row before
     stale       it holds what the row before holds
+    by-place    it is rotated by the place where it is stored, not by its position
+    parent      it attends to the column before its parent in its parent's place
+    swapped-keys  it attends to its parent's key before that of the parent's parent
 """
+
+_TREE_OPERATIONS = {
+    "by-place": ("q_rope", "k_rope"),
+    "parent": ("attention",),
+    "swapped-keys": ("attention",),
+}
 
 OF_WEIGHTS = KINDS[:2]
 """Faults that a weight can have, which knows no rows."""
@@ -84,14 +96,22 @@ def parse(text: str) -> Fault:
 
 
 def check(
-    fault: Fault, config: config_lib.ModelConfig, *, is_fused: bool, num_rows: int
+    fault: Fault,
+    config: config_lib.ModelConfig,
+    *,
+    is_fused: bool,
+    num_rows: int,
+    depth: int | None = None,
 ) -> None:
     """Raises `ValueError` where the fault cannot be planted.
 
     Args:
       is_fused: whether the operation's value never leaves its kernel.
       num_rows: active rows of a call.
+      depth: of the last row, where rows are a tree; None: they are a chain.
     """
+    if fault.kind in OF_TREES:
+        _check_of_tree(fault, depth)
     if fault.layer is not None and fault.layer >= config.num_layers:
         raise ValueError(
             f"there is no layer {fault.layer} to plant a fault in: the model has "
@@ -102,10 +122,30 @@ def check(
             f"{fault.operation} is inside a fused kernel, where only its weight can "
             f"be wrong: {fault.kind!r} is not one of {', '.join(OF_WEIGHTS)}"
         )
-    if fault.kind not in OF_WEIGHTS and num_rows < 2:
+    needs_two = fault.kind not in (*OF_WEIGHTS, *OF_TREES)
+    if needs_two and num_rows < 2:
         raise ValueError(
             f"{fault.kind!r} needs two active rows in a call, and there is {num_rows}: "
             "draft a token, or run a path that takes the window at once"
+        )
+
+
+def _check_of_tree(fault: Fault, depth: int | None) -> None:
+    operations = _TREE_OPERATIONS[fault.kind]
+    if depth is None:
+        raise ValueError(
+            f"{fault.kind!r} is a fault of a tree's rows, and these are a chain: give "
+            "the path a tree"
+        )
+    if fault.operation not in operations:
+        raise ValueError(
+            f"{fault.kind!r} is a fault of {' or '.join(operations)}, not of "
+            f"{fault.operation}"
+        )
+    if fault.kind == "swapped-keys" and depth < 2:
+        raise ValueError(
+            f"{fault.kind!r} needs a row of depth 2, and the last one has {depth}: "
+            "give a deeper tree"
         )
 
 
@@ -131,11 +171,33 @@ def of_rows(value: jax.Array, kind: str, *, num_active: jax.Array, H: int) -> ja
     return wrong.reshape(value.shape)
 
 
-def of_angles(
-    angles: fused.Angles, kind: str, *, num_active: jax.Array
-) -> fused.Angles:
-    """Cosines and sines with the fault in the last active row."""
+def of_branch(branch: jax.Array, kind: str, *, num_active: jax.Array) -> jax.Array:
+    """Branches `[R, A]` with the fault in the last active row."""
     last = num_active - 1
+    if kind == "parent":
+        return branch.at[last, -2].add(-1)
+    return branch.at[last, -3:-1].set(branch[last, -3:-1][::-1])
+
+
+def of_angles(
+    angles: fused.Angles,
+    kind: str,
+    *,
+    num_active: jax.Array,
+    by_place: fused.Angles,
+) -> fused.Angles:
+    """Cosines and sines with the fault in the last active row.
+
+    Args:
+      by_place: angles of the places where the rows are stored.
+    """
+    last = num_active - 1
+    if kind == "by-place":
+        cos, sin = (
+            x.at[last].set(wrong[last])
+            for x, wrong in zip(angles, by_place, strict=True)
+        )
+        return cos, sin
 
     def spoil(x: jax.Array) -> jax.Array:
         if kind == "ulp":
@@ -185,6 +247,8 @@ class Rotation:
       kv: the cache as it is before the forward pass, with pages reserved.
       angles: of the rows, as they should be.
       positions: of the rows `[R]`; all are of `slot`.
+      branch: of the rows of a tree, `[R, A]`; None: a chain.
+      by_place: as `angles`, of the places where the rows are stored.
     """
 
     params: params_lib.Params
@@ -192,8 +256,10 @@ class Rotation:
     impl: str
     kv: cache.PagedKV
     positions: jax.Array
+    branch: jax.Array | None
     slot: int
     angles: fused.Angles
+    by_place: fused.Angles
 
 
 class Injector:
@@ -202,9 +268,9 @@ class Injector:
     Args:
       then: sees the values with the fault in them; `observe.pass_on` if nobody does.
       rotation: for paths whose rotations are fused, None for others. Then of two runs
-        of the attention, a good one and one with wrong angles, a fault in `q_rope`
-        takes what is attended from the wrong one, and a fault in `k_rope` takes the
-        keys that are stored.
+        of the attention, a good one and one with wrong angles or a wrong branch, a
+        fault in `q_rope` or of a branch takes what is attended from the wrong one, and
+        a fault in `k_rope` takes the keys that are stored.
     """
 
     def __init__(
@@ -224,7 +290,8 @@ class Injector:
         self, layer: int | None, operation: str, value: jax.Array
     ) -> jax.Array:
         fault, H = self._fault, self._config.head_dim
-        if (layer, operation) == (fault.layer, fault.operation):
+        is_of_branch = fault.kind in OF_TREES
+        if (layer, operation) == (fault.layer, fault.operation) and not is_of_branch:
             value = of_rows(value, fault.kind, num_active=self._num_active, H=H)
         elif layer == fault.layer and self._rotation is not None:
             value = self._rotate(operation, value)
@@ -236,6 +303,10 @@ class Injector:
             self._heads[operation] = value
         if (operation, self._fault.operation) == ("attention", "q_rope"):
             return self._attend_wrongly()
+        if (operation, self._fault.operation) == ("attention", "attention"):
+            # Of that row alone: jobs of kernels are shared along branches.
+            last = self._num_active - 1
+            return value.at[last].set(self._attend_wrongly()[last])
         if (operation, self._fault.operation) == ("k_cache", "k_rope"):
             return self._rotate_wrongly().reshape(value.shape)
         return value
@@ -251,16 +322,27 @@ class Injector:
         known, number = self._known()
         # Behind a barrier, as the taps have them: nothing is fused with their making.
         angles = jax.lax.optimization_barrier(
-            of_angles(known.angles, self._fault.kind, num_active=self._num_active)
+            of_angles(
+                known.angles,
+                self._fault.kind,
+                num_active=self._num_active,
+                by_place=known.by_place,
+            )
+            if self._fault.operation in ("q_rope", "k_rope")
+            else known.angles
         )
         eps = known.config.rms_norm_eps
         shared = {"num_active": self._num_active, "eps": eps, "impl": known.impl}
         return known.params.layers[number], angles, shared
 
     def _attend_wrongly(self):
-        """What the layer's heads attend to, `[R, N * H]`, with wrong angles."""
+        """What the layer's heads attend to, `[R, N * H]`, with a fault."""
         known, number = self._known()
         layer, (cos, sin), shared = self._shared()
+        branch = known.branch
+        if branch is not None and self._fault.operation == "attention":
+            kind = self._fault.kind
+            branch = of_branch(branch, kind, num_active=self._num_active)
         attended, _, _ = row_attention.row_attention(
             jnp.concatenate([self._heads[name] for name in "qkv"], axis=1),
             layer.q_norm,
@@ -273,6 +355,7 @@ class Injector:
             cos=cos,
             sin=sin,
             scale=known.config.head_dim**-0.5,
+            branch=branch,
             **shared,
         )
         return attended

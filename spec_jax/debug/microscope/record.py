@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from spec_jax import testing
-from spec_jax.debug.microscope import faults, fused, scene as scene_lib
+from spec_jax.debug.microscope import faults, fused, scene as scene_lib, trees
 from spec_jax.model import observe, params as params_lib, qwen3, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import allocator, cache
@@ -36,9 +36,12 @@ class Path:
       is_rows: it is a run of `qwen3.forward_rows`, which is what is recorded then, and
         its kernels fuse operations. Otherwise `target.forward` fuses none, and takes
         `observe`, see `model.observe`.
+      tree: parents of the columns of the tree in which the window is verified, see
+        `trees`; None: the window is a chain.
 
     Raises:
-      ValueError: neither rows nor a target to observe.
+      ValueError: neither rows nor a target to observe; or a tree for what is not one
+        forward of the model's rows.
       NotImplementedError: a model of another family than Qwen3.
     """
 
@@ -48,6 +51,7 @@ class Path:
     one_by_one: bool = False
     target: Any = None
     is_rows: bool = True
+    tree: tuple[int, ...] | None = None
 
     def __post_init__(self):
         if self.model.config.model_type != "qwen3":
@@ -60,6 +64,19 @@ class Path:
                 "a path that is not of rows needs a target, whose `forward` takes "
                 "`observe`: give it one, or is_rows=True"
             )
+        is_model = self.target is None and not self.one_by_one
+        if self.tree is not None and not is_model:
+            raise ValueError(
+                "a tree is verified by the model's rows, all of them at once: leave "
+                "one_by_one and target out"
+            )
+
+    @property
+    def height(self) -> int:
+        """Rows of each call of the model, active or not."""
+        if self.tree is None:
+            return self.model.slab
+        return trees.target(self.model).tile_rows(len(self.tree))
 
     @property
     def runner(self) -> Any:
@@ -76,7 +93,12 @@ class Path:
         )
 
     def rows_of_a_call(self, window: int) -> int:
-        """Returns the active rows of each forward pass over a window of that many."""
+        """Returns the active rows of each forward pass over a window of that many.
+
+        Of a tree in several passes, those of the last one.
+        """
+        if self.tree is not None:
+            return (len(self.tree) - 1) % self.height + 1
         return 1 if self.one_by_one else window
 
 
@@ -108,15 +130,12 @@ def take(path: Path, params: params_lib.Params, scene: scene_lib.Scene) -> Recor
     """Runs a scene on a path, uninstrumented and recorded.
 
     Raises:
-      ValueError: a window that does not fit the slab.
+      ValueError: a window that does not fit the slab, or is not as long as the tree's
+        path.
     """
-    real_kv = scene_lib.fill(scene, path.model, page_size=path.page_size)
-    real_logits = []
-    for where in calls(path, scene.window, scene.start):
-        real_kv, logits = run(path, params, real_kv, **where)
-        real_logits.append(np.asarray(logits)[: int(where["num_active"])])
+    real_kv, logits = _run_unseen(path, params, scene)
     kv, values, wrong = _record(path, params, scene, fault=None)
-    moved = _count(values["logits"], np.concatenate(real_logits))
+    moved = _count(values["logits"], logits)
     return Record(
         values=values, moved=moved + _count_kv(kv, real_kv), unexplained=wrong
     )
@@ -132,7 +151,13 @@ def take_with_fault(
     """
     is_fused = fault.operation in path.fused
     num_rows = path.rows_of_a_call(len(scene.window))
-    faults.check(fault, path.model.config, is_fused=is_fused, num_rows=num_rows)
+    faults.check(
+        fault,
+        path.model.config,
+        is_fused=is_fused,
+        num_rows=num_rows,
+        depth=None if path.tree is None else len(trees.columns(path.tree)) - 1,
+    )
     good = take(path, params, scene)
     if is_fused:
         params = faults.of_params(params, path.model.config, fault)
@@ -167,15 +192,37 @@ def calls(
         }
 
 
+def _run_unseen(path, params, scene):
+    """The cache and the logits of the window's rows, uninstrumented."""
+    kv, found = _filled(path, scene), []
+    if path.tree is not None:
+        kv, logits = trees.verify(path.model, params, kv, scene, path.tree)
+        return kv, np.asarray(logits)
+    for where in calls(path, scene.window, scene.start):
+        kv, logits = run(path, params, kv, **where)
+        found.append(np.asarray(logits)[: int(where["num_active"])])
+    return kv, np.concatenate(found)
+
+
+def _filled(path: Path, scene: scene_lib.Scene) -> cache.PagedKV:
+    num_rows = len(scene.window if path.tree is None else path.tree)
+    return scene_lib.fill(
+        scene, path.model, page_size=path.page_size, num_rows=num_rows
+    )
+
+
 def _record(path, params, scene, *, fault):
     """The cache after the window, all values by key, and those not explained."""
-    kv = scene_lib.fill(scene, path.model, page_size=path.page_size)
+    kv = _filled(path, scene)
     # One that is inside a kernel is in the weights; the program is as without it.
     is_weight = fault is not None and fault.operation in faults.WEIGHTS
     planted = None if is_weight and path.fused else fault
     records: list[dict[str, np.ndarray]] = []
     wrong: collections.Counter[str] = collections.Counter()
-    for where in calls(path, scene.window, scene.start):
+    passes = calls(path, scene.window, scene.start)
+    if path.tree is not None:
+        passes = trees.calls(scene, path.tree, path.model, height=path.height)
+    for where in passes:
         num_rows = int(where["num_active"])
         kv, values = _run_seen(path, params, kv, fault=planted, **where)
         if path.fused:
@@ -187,6 +234,10 @@ def _record(path, params, scene, *, fault):
         name: np.concatenate([record[name] for record in records])
         for name in observe.keys(path.model.config.num_layers)
     }
+    if path.tree is not None:
+        columns = list(trees.columns(path.tree))
+        values = {name: x[columns] for name, x in values.items()}
+        kv = trees.keep(path.model, kv, scene, path.tree)
     return kv, values, {name: count for name, count in wrong.items() if count}
 
 
@@ -207,8 +258,12 @@ def run(
 
 
 @functools.partial(jax.jit, static_argnames=("path", "fault"))
-def _run_seen(path, params, kv, *, tokens, start, num_active, fault):
-    """The cache, and the values that leave the kernels, `[R, width]` by key."""
+def _run_seen(path, params, kv, *, tokens, start, num_active, fault, layout=None):
+    """The cache, and the values that leave the kernels, `[R, width]` by key.
+
+    Args:
+      layout: positions and branches of a tree's rows, which are stored from `start` on.
+    """
     where = {"tokens": tokens, "start": start, "num_active": num_active}
     values = {}
 
@@ -220,22 +275,31 @@ def _run_seen(path, params, kv, *, tokens, start, num_active, fault):
 
     hook = record
     if fault is not None:
-        hook = _injector(path, params, kv, fault, record, start, num_active)
-    kv = _forward(path, params, kv, hook, **where)
+        hook = _injector(path, params, kv, fault, record, start, num_active, layout)
+    kv = _forward(path, params, kv, hook, layout=layout, **where)
     return kv, values
 
 
-def _forward(path, params, kv, hook, *, tokens, start, num_active):
+def _layout(path, start, layout):
+    """Positions and branches of a call's rows; of chains the latter is None."""
+    if layout is not None:
+        return layout
+    return start + jnp.arange(path.height, dtype=jnp.int32), None
+
+
+def _forward(path, params, kv, hook, *, tokens, start, num_active, layout):
     """The cache after the path's forward pass with a hook in it."""
     if not path.is_rows:
         where = {"tokens": tokens, "start": start, "num_active": num_active}
         return path.target.forward(params, kv, observe=hook, **where)[0]
-    slab, slot = path.model.slab, row_model.SLOT
+    height, slot = path.height, row_model.SLOT
+    positions, branch = _layout(path, start, layout)
     rows = qwen3.Rows(
-        tokens=jnp.pad(tokens, (0, slab - tokens.shape[0])),
-        slots=jnp.full((slab,), slot, jnp.int32),
-        positions=start + jnp.arange(slab, dtype=jnp.int32),
+        tokens=jnp.pad(tokens, (0, height - tokens.shape[0])),
+        slots=jnp.full((height,), slot, jnp.int32),
+        positions=positions,
         num_active=num_active,
+        branch=branch,
     )
     kv, _ = qwen3.forward_rows(
         params, path.model.config, rows, kv, impl=path.model.impl, observe=hook
@@ -243,37 +307,40 @@ def _forward(path, params, kv, hook, *, tokens, start, num_active):
     return allocator.extend(kv, slot, start + num_active)
 
 
-def _injector(path, params, kv, fault, then, start, num_active):
+def _injector(path, params, kv, fault, then, start, num_active, layout):
     """The hook that plants a fault in a value that leaves its kernel, or a rotation."""
     config, rotation = path.model.config, None
     if path.fused:
-        positions = start + jnp.arange(path.model.slab, dtype=jnp.int32)
+        positions, branch = _layout(path, start, layout)
+        angles, by_place = _all_angles(config, positions, branch)
         rotation = faults.Rotation(
             params=params,
             config=config,
             impl=path.model.impl,
             kv=kv,
             positions=positions,
+            branch=branch,
             slot=row_model.SLOT,
-            angles=qwen3.row_angles(config, positions, dtype=params.embed.dtype),
+            angles=angles,
+            by_place=by_place,
         )
     return faults.Injector(
         fault, config=config, num_active=num_active, then=then, rotation=rotation
     )
 
 
-def _read_fused(path, params, values, *, tokens, start, num_active, fault):
+def _read_fused(path, params, values, *, tokens, start, num_active, fault, layout=None):
     """The values that the kernels of a pass kept to themselves, by key."""
     del tokens
     model = path.model
-    good = _angles(path, start)
+    good, by_place = _angles(path, start, layout)
     read: dict[str, jax.Array] = {}
     x = values["embed"]
     for number, layer in enumerate(params.layers):
         angles = {"q_rope": good, "k_rope": good}
         if fault is not None and fault.layer == number and fault.operation in angles:
             angles[fault.operation] = faults.of_angles(
-                good, fault.kind, num_active=num_active
+                good, fault.kind, num_active=num_active, by_place=by_place
             )
         seen = {
             name: values[observe.key(number, name)]
@@ -310,10 +377,17 @@ _project = jax.jit(projection.project, static_argnames=("out_dtype", "impl"))
 
 
 @functools.partial(jax.jit, static_argnames=("path",))
-def _angles(path, start):
-    positions = start + jnp.arange(path.model.slab, dtype=jnp.int32)
-    config = path.model.config
-    return qwen3.row_angles(config, positions, dtype=jnp.dtype(config.dtype))
+def _angles(path, start, layout):
+    return _all_angles(path.model.config, *_layout(path, start, layout))
+
+
+def _all_angles(config, positions, branch):
+    """The rows' angles, and those of trees if places were positions."""
+    dtype = jnp.dtype(config.dtype)
+    places = positions if branch is None else branch[:, -1]
+    return tuple(
+        qwen3.row_angles(config, where, dtype=dtype) for where in (positions, places)
+    )
 
 
 def _unexplained(path, params, values, num_rows) -> dict[str, int]:

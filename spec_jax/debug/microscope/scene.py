@@ -63,12 +63,14 @@ def _places(kv: cache.PagedKV, length: int) -> tuple[np.ndarray, np.ndarray]:
     return table[positions // kv.page_size], positions % kv.page_size
 
 
-def fill(scene: Scene, model: row_model.RowModel, *, page_size: int) -> cache.PagedKV:
-    """A cache of the model with the prefix on it, and pages for the window.
+def fill(
+    scene: Scene, model: row_model.RowModel, *, page_size: int, num_rows: int
+) -> cache.PagedKV:
+    """A cache of the model with the prefix on it, and pages for `num_rows` rows more.
 
     The values are cast if the model has another dtype.
     """
-    stop = scene.start + len(scene.window)
+    stop = scene.start + num_rows
     # Scenes of about one length share their executables.
     kv = model.new_cache(capacity=qwen3.bucket(stop), page_size=page_size)
     kv = allocator.reserve(kv, row_model.SLOT, stop)
