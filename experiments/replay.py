@@ -132,7 +132,8 @@ def _parser() -> cli.Parser:
     flags.add_raw(group)
     flags.add_sampling(parser.add_argument_group("sampling of what is recorded"))
     group = parser.add_argument_group("evaluation")
-    flags.add_drafters(group, default=",".join(registry.names()))
+    replayed = [n for n in registry.names() if n not in registry.NEED_TARGET]
+    flags.add_drafters(group, default=",".join(replayed))
     cli.add(
         group,
         f"""

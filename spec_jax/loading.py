@@ -113,9 +113,11 @@ def load(
         pair's target.
       draft: a folder of the same tokenizer, for drafters with a draft model: where the
         models pad its vocabulary differently, neither loads the padding; None: the
-        embedded pair's draft, where the target is the embedded one too.
-      drafter: a name (`drafters.registry.names`), `package.module:Name`, or an object
-        that keeps `protocols.Drafter` and has no parameters.
+        embedded pair's draft, where the target is the embedded one too. For the drafter
+        "eagle3" the folder of its head.
+      drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
+        a head that was trained for the target, or an object that keeps
+        `protocols.Drafter` and has no parameters.
       gamma_max: the most tokens that are drafted in a round; the rows of a call of the
         target are derived from it.
       tree: of drafts, in place of chains of `gamma_max`: such as "4x12:15", for 4
@@ -132,6 +134,7 @@ def load(
         not fit together.
       NotImplementedError: an implementation that cannot run here.
     """
+    named = draft
     if target is None:
         target, draft = EMBEDDED_TARGET, EMBEDDED_DRAFT if draft is None else draft
     target = pathlib.Path(target)
@@ -170,6 +173,10 @@ def load(
             cache=cache,
             vocab_size=entries,
         ),
+        target=model,
+        target_params=params,
+        draft=None if named is None else pathlib.Path(named),
+        dtype=dtype,
     )
     chosen, drafter_params = registry.build(drafter, parts)
     checks.check_pair(rows.SlotRows(model=model, num_slots=1), chosen)

@@ -111,6 +111,8 @@ def with_drafter(lm: loading.LanguageModel, cell: cells.Cell) -> loading.Languag
         gamma_max=lm.gamma_max,
         vocab_size=lm.target.config.vocab_size,
         load_draft=lambda: (lm.drafter, lm.drafter_params),
+        target=lm.target,
+        target_params=lm.params,
     )
     drafter, params = registry.build(name, parts)
     if cell.draft_cache == "round" and name in WITH_MODEL:

@@ -60,7 +60,12 @@ def add_dtype(group: argparse._ActionsContainer) -> None:
 
 def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exits with a usage error if one of target and draft is missing; `check_isa`."""
-    if (args.target is None) != (args.draft is None):
+    chosen = getattr(args, "drafter", None)
+    # A head needs no draft model, and may be one for the embedded target.
+    has_head = isinstance(chosen, str) and (
+        chosen in registry.NEED_TARGET or registry.is_folder(chosen)
+    )
+    if (args.target is None) != (args.draft is None) and not has_head:
         parser.error("--target and --draft go together: give both, or neither")
     check_isa(parser, args)
 
@@ -75,7 +80,10 @@ def check_isa(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
 
 
 def drafter(text: str) -> str:
-    """The type of a flag that names a drafter: ours, or one of another package."""
+    """The type of a flag that names a drafter: ours, one of another package, or the
+    folder of a head."""
+    if registry.is_folder(text):
+        return text
     return cli.one_of(registry.names(), can_import=True)(text)
 
 
@@ -86,8 +94,9 @@ def add_drafter(group: argparse._ActionsContainer) -> None:
         """
         --drafter NAME=draft-model  what proposes tokens: a draft model (draft-model);
             prompt lookup (ngram); what mostly followed in the text (suffix); that where
-            its score is high, otherwise the draft model (hybrid); the text of
-            autoregressive decoding, for a ceiling (oracle); one that a package
+            its score is high, otherwise the draft model (hybrid); a head that reads the
+            target's features, whose folder is --draft (eagle3), or that folder; the
+            text of autoregressive decoding, for a ceiling (oracle); one that a package
             registers, or package.module:Name
         """,
         NAME=drafter,

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +80,10 @@ def with_drafter(
             cache=lm.target.cache,
             vocab_size=lm.target.config.vocab_size,
         ),
+        target=lm.target,
+        target_params=lm.params,
+        draft=None if args.draft is None else pathlib.Path(args.draft),
+        dtype=args.dtype,
     )
     return lm.with_drafter(*registry.build(name, parts))
 

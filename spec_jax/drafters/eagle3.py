@@ -15,11 +15,13 @@ What is proposed, chain or tree, is grown by `tree_search`.
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
@@ -32,7 +34,13 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.engine import protocols, rows as rows_lib
-from spec_jax.model import eagle3, eagle3_params
+from spec_jax.model import (
+    eagle3,
+    eagle3_files,
+    eagle3_params,
+    params as params_lib,
+    row_model,
+)
 from spec_jax.paging import allocator, cache as paged
 
 
@@ -46,7 +54,7 @@ class Eagle3(draft_model.DraftModel):
 
     Attributes:
       head: whose `layer` is the config of `model`.
-      catch_up_rows: rows that a slot takes in at once, at least.
+      catch_up_rows: pairs of a prompt that are taken in at once, at least.
 
     Raises:
       ValueError: as a draft model; another `model`, or a confidence.
@@ -77,6 +85,34 @@ class Eagle3(draft_model.DraftModel):
     def for_slots(self, num_slots: int) -> "SlotEagle3":  # type: ignore[override]
         """Returns the head for `num_slots` sequences."""
         return SlotEagle3(drafter=self, num_slots=num_slots)
+
+
+def load(
+    folder: str | pathlib.Path,
+    target: row_model.RowModel,
+    target_params: params_lib.Params,
+    *,
+    gamma_max: int,
+    dtype: str | None = None,
+) -> tuple[Eagle3, eagle3_params.Eagle3Params]:
+    """Reads a head, which drafts for this target with kernels as the target's.
+
+    Raises:
+      ValueError: a folder that is none of a head for this target.
+    """
+    head, params = eagle3_files.load(
+        folder, target.config, target_params, dtype=dtype, impl=target.impl
+    )
+    model = row_model.RowModel(
+        config=head.layer,
+        impl=target.impl,
+        slab=row_model.slab_for(target.impl, gamma_max + 1),
+        cache=target.cache,
+    )
+    # Rows of a prompt at one read of the weights, where their number costs nothing.
+    rows = row_model.NATIVE_PREFILL_SLAB if target.impl == "native" else 0
+    drafter = Eagle3(head=head, model=model, gamma_max=gamma_max, catch_up_rows=rows)
+    return drafter, params
 
 
 class Eagle3Memory(pytree.Node):
@@ -170,10 +206,12 @@ class SlotEagle3:
         features: Float[Array, "T taps D"],
     ) -> Eagle3Memory:
         """Takes in all pairs of the prompt but the last, which drafts."""
-        tokens = jnp.zeros((features.shape[0] + 1,), jnp.int32)
-        tokens = tokens.at[: len(prompt)].set(jnp.asarray(prompt, jnp.int32))
-        end = jnp.int32(len(prompt) - 1)
-        return _prefill(self, params, memory, tokens, features, end, jnp.int32(slot))
+        tokens = np.zeros((features.shape[0] + 1,), np.int32)
+        tokens[: len(prompt)] = prompt
+        end, slot_ = jnp.int32(len(prompt) - 1), jnp.int32(slot)
+        return _prefill(
+            self, params, memory, jax.device_put(tokens), features, end, slot_
+        )
 
     def propose(
         self,
@@ -196,9 +234,13 @@ class SlotEagle3:
         asked = is_whole & (gamma > 0) & (ring.end == length - 1)
         is_full = features_lib.overflows(ring, most=self._rows_most)
         spared = jnp.where(is_whole & is_full, ring.end - 1, ring.first)
-        read = functools.partial(features_lib.read, ring, count=self._take_in_rows)
         memory, hidden, logits = self._take_in(
-            params, memory, tokens, read, goal=jnp.where(asked, ring.end, spared)
+            params,
+            memory,
+            tokens,
+            functools.partial(features_lib.read, ring, count=self._rows_most),
+            goal=jnp.where(asked, ring.end, spared),
+            num_rows=self._rows_most,
         )
         asked &= memory.ring.first == memory.ring.end
         memory, proposal = self._grow(
@@ -231,11 +273,6 @@ class SlotEagle3:
         kv = allocator.truncate_each(memory.kv, ring.first, asked=asked)
         return memory.replace(kv=kv, ring=ring)
 
-    @property
-    def _take_in_rows(self) -> int:
-        """Pairs that a slot takes in with a forward: of most rounds, all of them."""
-        return max(self.drafter.catch_up_rows, self._rows_most)
-
     def _take_in(
         self,
         params: eagle3_params.Eagle3Params,
@@ -244,16 +281,18 @@ class SlotEagle3:
         read: Callable[[Int[Array, " B"]], Float[Array, "B R width"]],
         *,
         goal: Int[Array, " B"],
+        num_rows: int,
     ) -> tuple[Eagle3Memory, Float[Array, "B D"], Float[Array, "B Vd"]]:
         """Takes in pairs up to `goal`, as far as there is room for them.
 
         Args:
-          read: returns the features of each slot from a position on.
+          read: returns `num_rows` features of each slot from a position on.
+          num_rows: pairs that a slot takes in with a forward.
 
         Returns:
           The memory, and the hidden state and the logits of the last pair.
         """
-        head, num_rows = self.drafter.head, self._take_in_rows
+        head = self.drafter.head
         text = jnp.pad(tokens, ((0, 0), (0, num_rows + 1)))
         is_each = jnp.arange(self.num_slots, dtype=jnp.int32)
 
@@ -397,7 +436,8 @@ def _widened(
 def _prefill(slots, params, memory, tokens, features, end, slot):
     """Takes the pairs `[0, end - 1)` of a prompt into a slot, and the last feature into
     its ring."""
-    num_rows, num_slots = slots._take_in_rows, slots.num_slots
+    num_rows = max(slots.drafter.catch_up_rows, slots._rows_most)
+    num_slots = slots.num_slots
     flat = features.reshape(features.shape[0], -1)
     padded = jnp.pad(flat, ((0, num_rows), (0, 0)))
 
@@ -414,6 +454,7 @@ def _prefill(slots, params, memory, tokens, features, end, slot):
         jnp.broadcast_to(tokens, (num_slots, *tokens.shape)),
         read,
         goal=jnp.where(is_slot, first, before.first),
+        num_rows=num_rows,
     )
     ring, last = memory.ring, flat[first].astype(before.features.dtype)
     return memory.replace(

@@ -10,13 +10,15 @@ only parameter is `parts`.
 import dataclasses
 import importlib
 import inspect
+import json
+import pathlib
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
-from spec_jax.drafters import draft_model, hybrid, ngram, oracle, suffix
+from spec_jax.drafters import draft_model, eagle3, hybrid, ngram, oracle, suffix
 from spec_jax.engine import protocols
-from spec_jax.model import params as params_lib
+from spec_jax.model import eagle3_dialects, params as params_lib, row_model
 
 
 ENTRY_POINTS = "spec_jax.drafters"
@@ -34,11 +36,19 @@ class Parts:
       gamma_max: the most tokens of a proposal.
       vocab_size: of the target.
       load_draft: reads the draft model and its weights, when it is called.
+      target, target_params: of a drafter that reads the target's features; None where
+        there is no target, as in a replay.
+      draft: the folder that was named for the drafter's weights, if one was.
+      dtype: that was asked for; None: the one of each folder.
     """
 
     gamma_max: int
     vocab_size: int
     load_draft: Callable[[], tuple[draft_model.DraftModel, params_lib.Params]]
+    target: row_model.RowModel | None = None
+    target_params: params_lib.Params | None = None
+    draft: pathlib.Path | None = None
+    dtype: str | None = None
 
 
 def _ngram(parts: Parts) -> Built:
@@ -63,14 +73,49 @@ def _oracle(parts: Parts) -> Built:
     return oracle.Oracle(gamma_max=parts.gamma_max, vocab_size=parts.vocab_size), None
 
 
+def _eagle3(parts: Parts) -> Built:
+    if parts.target is None or parts.target_params is None:
+        raise ValueError(
+            "drafter 'eagle3' reads the features of a target, and none runs here: take "
+            "a drafter that reads tokens alone, such as 'draft-model'"
+        )
+    if parts.draft is None:
+        raise ValueError(
+            "drafter 'eagle3' needs a head, and none is given: name its folder as "
+            "`draft`, or in place of the drafter"
+        )
+    return eagle3.load(
+        parts.draft,
+        parts.target,
+        parts.target_params,
+        gamma_max=parts.gamma_max,
+        dtype=parts.dtype,
+    )
+
+
 BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
     "draft-model": lambda parts: parts.load_draft(),  # a small model of the same family
     "ngram": _ngram,  # prompt lookup; no parameters
     "suffix": _suffix,  # suffix statistics, and an empty corpus
     "hybrid": _hybrid,  # suffix where its score is high, otherwise the draft model
+    "eagle3": _eagle3,  # a head that reads the target's features
     "oracle": _oracle,  # what decoding writes, as a ceiling; a trace a request
 }
 """How each drafter that comes along is built."""
+
+
+NEED_TARGET = ("eagle3",)
+"""Drafters that read a target while it runs, and cannot be replayed without it."""
+
+ARCHITECTURES: Mapping[str, str] = dict.fromkeys(
+    eagle3_dialects.ARCHITECTURES, "eagle3"
+)
+"""The drafter that a folder is of, by the `architectures` of its `config.json`."""
+
+
+def is_folder(name: str) -> bool:
+    """Returns whether a drafter is named by a folder of its weights."""
+    return (pathlib.Path(name) / "config.json").is_file()
 
 
 def names() -> tuple[str, ...]:
@@ -83,7 +128,8 @@ def build(drafter: str | protocols.Drafter, parts: Parts) -> Built:
     """Returns a drafter and its parameters.
 
     Args:
-      drafter: one of `names()`, `package.module:Name`, or a drafter without parameters.
+      drafter: one of `names()`, `package.module:Name`, a folder with the weights of a
+        head, or a drafter without parameters.
 
     Raises:
       ValueError: an unknown name, or what it names is not a drafter.
@@ -92,7 +138,25 @@ def build(drafter: str | protocols.Drafter, parts: Parts) -> Built:
         return _check(drafter, type(drafter).__name__), None
     if drafter in BUILDERS:
         return BUILDERS[drafter](parts)
+    if is_folder(drafter):
+        parts = dataclasses.replace(parts, draft=pathlib.Path(drafter))
+        return BUILDERS[_kind_of(drafter)](parts)
     return _from_outside(drafter, _find(drafter), parts)
+
+
+def _kind_of(folder: str) -> str:
+    """Returns the drafter whose weights a folder has; raises `ValueError`."""
+    path = pathlib.Path(folder) / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("architectures")
+        return ARCHITECTURES[found[0]]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is no config of a drafter: {error}") from None
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(
+            f"{path}: architectures={found!r} is no head that drafts, of which these "
+            f"are known: {', '.join(ARCHITECTURES)}; a draft model is named as `draft`"
+        ) from None
 
 
 def _find(name: str) -> Any:
@@ -104,7 +168,7 @@ def _find(name: str) -> Any:
     if not (colon and module and attribute):
         raise ValueError(
             f"drafter {name!r} is not one of {', '.join(names())}, nor written as "
-            "package.module:Name"
+            "package.module:Name, nor a folder with a config.json"
         )
     return _load(name, lambda: getattr(importlib.import_module(module), attribute))
 

@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.engine import baseline, protocols, round as round_lib, rows, scheduler
-from spec_jax.model import config as config_lib, params as params_lib, row_model
+from spec_jax.model import (
+    config as config_lib,
+    params as params_lib,
+    prompt as prompt_lib,
+    row_model,
+)
 
 
 TINY = config_lib.Qwen3Config(
@@ -99,6 +104,21 @@ class Bench:
             self.target, self.params, state, max_steps=jnp.int32(max_tokens)
         )
         return baseline.committed(state, vocab_size=self.target.config.vocab_size)
+
+    def features(self, text: Sequence[int], taps: tuple[int, ...]) -> jax.Array:
+        """Returns the features `[T, taps, D]` that decoding computes of a text.
+
+        Those of its positions, in a bucket of a prefill by rows.
+        """
+        _, features = prompt_lib.prefill_features(
+            self.target,
+            self.params,
+            self.target.new_cache(**self.sizes),
+            list(text),
+            taps=taps,
+            by_rows=True,
+        )
+        return features
 
     def rounds(
         self,

@@ -77,10 +77,15 @@ class _OneSlot:
         return (self._slots or self.drafter).init(**bench.sizes)
 
     def begin(self, params, bench, text) -> protocols.Memory:
+        taps = protocols.taps_of(self.drafter)
+        extra = {"features": bench.features(text[:-1], taps)} if taps else {}
+        return self.prefill(params, bench, text, extra)
+
+    def prefill(self, params, bench, text, extra) -> protocols.Memory:
         slots, memory = self._slots, self.init(bench)
         if slots is None:
-            return self.drafter.prefill(params, memory, list(text))
-        return slots.prefill(params, memory, list(text), slot=0)
+            return self.drafter.prefill(params, memory, list(text), **extra)
+        return slots.prefill(params, memory, list(text), slot=0, **extra)
 
     def propose(self, params, memory, tokens, length, gamma):
         slots = self._slots
@@ -100,16 +105,32 @@ class _OneSlot:
         )
         return memory, jax.tree.map(lambda leaf: leaf[0], proposal)
 
-    def commit(self, params, memory, length) -> protocols.Memory:
+    def commit(self, params, memory, length, extra) -> protocols.Memory:
         slots = self._slots
         if slots is None:
-            return self.drafter.commit(params, memory, length)
-        asked = jnp.ones((1,), bool)
-        return slots.commit(params, memory, length[None], asked=asked)
+            return self.drafter.commit(params, memory, length, **extra)
+        asked, extra = jnp.ones((1,), bool), jax.tree.map(lambda x: x[None], extra)
+        return slots.commit(params, memory, length[None], asked=asked, **extra)
 
 
 def _begin(drafter, params, bench, text) -> protocols.Memory:
     return _OneSlot(drafter=drafter).begin(params, bench, text)
+
+
+def _committed(drafter, table, start: int = 0, end: int = 0, rest=0) -> dict:
+    """What `commit` is handed beside the length: of a drafter that reads the target the
+    features of positions `[start, end)`, which `table` has, and `rest` after them."""
+    if table is None:
+        return {}
+    most = 1 + protocols.depth_max(drafter)
+    handed = np.full((most, *table.shape[1:]), rest, table.dtype)
+    handed[: end - start] = table[start:end]
+    return {"features": jnp.asarray(handed)}
+
+
+def _table(drafter, bench, text) -> np.ndarray | None:
+    taps = protocols.taps_of(drafter)
+    return np.asarray(bench.features(text[:-1], taps)) if taps else None
 
 
 def _buffer(bench: bench_lib.Bench, text: list[int], *, behind: int = 0) -> jax.Array:
@@ -141,8 +162,9 @@ def check_static(
         proposed, proposal = jax.eval_shape(
             _OneSlot(drafter=drafter).propose, params, memory, tokens, number, number
         )
+        handed = _committed(drafter, _table(drafter, bench, prompt))
         committed = jax.eval_shape(
-            _OneSlot(drafter=drafter).commit, params, memory, number
+            _OneSlot(drafter=drafter).commit, params, memory, number, handed
         )
         for name, made in (
             ("prefill", memory),
@@ -190,7 +212,13 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) 
             number,
             number,
         ),
-        "commit": (one.commit, params, memory, number),
+        "commit": (
+            one.commit,
+            params,
+            memory,
+            number,
+            _committed(drafter, _table(drafter, bench, bench.prompts[0])),
+        ),
     }
     for name, (function, *arguments) in traced.items():
         # A new function each time, as a trace of the same one would be found again.
@@ -328,6 +356,7 @@ def check_truncation(
     for prompt in bench.prompts:
         text, length = bench.plain(prompt), len(prompt)
         memory = _begin(drafter, params, bench, prompt)
+        table = _table(drafter, bench, text)
         for number in range(len(text)):
             tokens, n = _buffer(bench, text[:length]), jnp.int32(length)
             gamma = _gamma(bench, text[:length], drafter.gamma_max)
@@ -340,10 +369,74 @@ def check_truncation(
             agrees = [d == t for d, t in zip(drafts, text[length:], strict=False)]
             accepted = [*agrees, False].index(False)
             # Now and then fewer are committed than the target would have kept.
+            before = length
             length += 1 + min(accepted, number % (drafter.gamma_max + 1))
             if length >= len(text):
                 break
-            memory = commit(params, memory, jnp.int32(length))
+            handed = _committed(drafter, table, before - 1, length - 1)
+            memory = commit(params, memory, jnp.int32(length), handed)
+
+
+def check_features(
+    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
+) -> None:
+    """Drafts depend on the features of committed rows, each at its position, alone.
+
+    Those of one position early or late, and those of rows that were rejected, must make
+    a difference somewhere: a drafter on which they make none reads no features, or
+    others than it is handed.
+    """
+    taps = protocols.taps_of(drafter)
+    if not taps:
+        return
+    texts = [bench.plain(prompt) for prompt in bench.prompts]
+    tables = [np.asarray(bench.features(text[:-1], taps)) for text in texts]
+    size = bench.target.config.vocab_size
+    rejected = [
+        np.asarray(bench.features([(token + 1) % size for token in text[:-1]], taps))
+        for text in texts
+    ]
+    drafts = functools.partial(_drafts_by_features, drafter, params, bench, texts)
+    right = drafts(tables)
+    why = "what is after the features of committed rows changes drafts"
+    _fail_if(drafts(tables, rest=np.nan) != right, "features", why)
+    fresh = drafts(tables, anew=True)
+    why = f"{right} in rounds, {fresh} from fresh memories"
+    _fail_if(right != fresh, "features", why)
+    wrong = {
+        "one position early": [np.roll(table, -1, axis=0) for table in tables],
+        "one position late": [np.roll(table, 1, axis=0) for table in tables],
+        "of rejected rows": rejected,
+    }
+    for name, others in wrong.items():
+        why = f"features {name} change no draft"
+        _fail_if(drafts(others) == right, "features", why)
+
+
+def _drafts_by_features(drafter, params, bench, texts, tables, *, rest=0, anew=False):
+    """Returns what is drafted in rounds of 1, 2, .. tokens, when it is handed these:
+    by prefill `anew` in each round, or by commits."""
+    one, found = _OneSlot(drafter=drafter), []
+    commit = jax.jit(one.commit)
+    for prompt, text, table in zip(bench.prompts, texts, tables, strict=True):
+        prefill = {"features": jnp.asarray(table)}
+        memory = one.prefill(params, bench, prompt, prefill)
+        length, number = len(prompt), 0
+        while length < len(text):
+            tokens, n = _buffer(bench, text[:length]), jnp.int32(length)
+            gamma = _gamma(bench, text[:length], drafter.gamma_max)
+            memory, proposal = _jitted(drafter, params, memory, tokens, n, gamma)
+            found.append(_drafts(proposal))
+            before, number = length, number + 1
+            length += 1 + number % (1 + protocols.depth_max(drafter))
+            if length >= len(text):
+                break
+            if anew:
+                memory = one.prefill(params, bench, text[:length], prefill)
+                continue
+            handed = _committed(drafter, table, before - 1, length - 1, rest)
+            memory = commit(params, memory, jnp.int32(length), handed)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -361,18 +454,22 @@ class _Watched:
     def num_slots(self) -> int:
         return self.inner.num_slots
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return protocols.taps_of(self.inner)
+
     def init(self, **sizes):
         return self.inner.init(**sizes)
 
-    def prefill(self, params, memory, prompt, *, slot):
-        return self.inner.prefill(params, memory, prompt, slot=slot)
+    def prefill(self, params, memory, prompt, **handed):
+        return self.inner.prefill(params, memory, prompt, **handed)
 
     def propose(self, params, memory, **arguments):
         self.traces.append(tuple(arguments))
         return self.inner.propose(params, memory, **arguments)
 
-    def commit(self, params, memory, length, *, asked):
-        return self.inner.commit(params, memory, length, asked=asked)
+    def commit(self, params, memory, length, **handed):
+        return self.inner.commit(params, memory, length, **handed)
 
 
 def check_lossless(
@@ -447,6 +544,7 @@ CLAUSES: dict[str, Callable[[protocols.Drafter, Any, bench_lib.Bench], None]] = 
     "proposals": check_proposals,
     "memory": check_memory,
     "truncation": check_truncation,
+    "features": check_features,
     "lossless": check_lossless,
     "slots": check_slots,
 }

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import pytest
 from decoding import SMALL, Ask
 
-from spec_jax.drafters import eagle3 as drafting, tree_shapes
-from spec_jax.model import eagle3_params, row_model
+import spec_jax as sj
+from spec_jax import loading, testing
+from spec_jax.drafters import each, eagle3 as drafting, registry, tree_shapes
+from spec_jax.model import eagle3, eagle3_files, eagle3_params, row_model
 
 
 HOT = jnp.arange(0, 96, 2, dtype=jnp.int32)
@@ -90,3 +92,171 @@ def test_tokens_are_those_of_decoding(impl, num_asks, drafter, sampling):
     decoding.assert_as_decoded(setting, state, asks)
     assert int(state.slots.num_proposed[0]) > 0
     decoding.check_cache(state.memory.kv)
+
+
+BENCH = testing.Bench(
+    target=dataclasses.replace(SMALL.target, slab=5),
+    params=decoding.TARGET_PARAMS,
+    prompts=((7, 3, 90, 7, 3, 41, 7, 3), (5,)),
+    max_tokens=16,
+)
+
+
+@pytest.mark.parametrize("drafter", [CHAIN, pytest.param(TREE, marks=SLOW)])
+def test_contract(drafter):
+    checked = testing.check_drafter(drafter, PARAMS, BENCH)
+    assert checked == tuple(testing.CLAUSES)
+
+
+TEXT = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77, 30, 9, 51, 62, 11, 40, 3, 17, 80]
+
+
+_sequence = jax.jit(eagle3.forward_sequence, static_argnames=("config",))
+
+
+def of_sequences(text, features, gamma) -> list[int]:
+    """What the head drafts greedily, by whole sequences and without a cache.
+
+    What is right of the last pair is padding, as the head is causal.
+    """
+    last, size = len(text) - 2, len(TEXT) - 1
+    pairs = jnp.asarray(features[:size].reshape(1, size, -1))
+    tokens, earlier, drafts = np.zeros((1, size), np.int32), [], []
+    tokens[0, : last + 1] = text[1:]
+    for _ in range(gamma):
+        step = _sequence(PARAMS, HEAD, jnp.asarray(tokens), pairs, earlier=earlier)
+        drafts.append(int(HOT[jnp.argmax(step.logits[0, last])]))
+        tokens = np.roll(tokens, -1, axis=1)
+        tokens[0, last] = drafts[-1]
+        pairs = step.hidden
+        earlier.append(step)
+    return drafts
+
+
+def rounds_of(drafter, features, lengths, *, gammas=None, num_slots=2, slot=1):
+    """Yields what a slot is proposed after prefixes of `TEXT`; the others sit out."""
+    slots = each.lift(drafter, num_slots)
+    memory = slots.init(capacity=32, page_size=8)
+    memory = slots.prefill(
+        PARAMS, memory, TEXT[: lengths[0]], slot=slot, features=features
+    )
+    propose = jax.jit(lambda memory, asked: slots.propose(PARAMS, memory, **asked))
+    commit = jax.jit(lambda *args, **asked: slots.commit(PARAMS, *args, **asked))
+    is_slot = jnp.arange(num_slots) == slot
+    tokens = jnp.zeros((num_slots, 33), jnp.int32).at[:, : len(TEXT)].set(TEXT)
+    most = 1 + slots.gamma_max
+    for number, length in enumerate(lengths):
+        gamma = slots.gamma_max if gammas is None else gammas[number]
+        asked = {
+            "tokens": tokens,
+            "length": jnp.where(is_slot, length, 1),
+            "gamma": jnp.where(is_slot, gamma, 0),
+            "sampling": None,
+        }
+        memory, proposal = propose(memory, asked)
+        yield length, jax.tree.map(lambda leaf: np.asarray(leaf[slot]), proposal)
+        if number + 1 < len(lengths):
+            after = lengths[number + 1]
+            handed = np.zeros((num_slots, most, *features.shape[1:]), np.float32)
+            handed[slot, : after - length] = features[length - 1 : after - 1]
+            memory = commit(
+                memory,
+                jnp.where(is_slot, after, 1),
+                asked=is_slot,
+                features=jnp.asarray(handed),
+            )
+
+
+def test_drafts_are_those_of_whole_sequences():
+    """Fails if a pair is at another place, or a feature one position early or late."""
+    features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
+    right, wrong = [], []
+    for length, proposal in rounds_of(CHAIN, features, (3, 4, 7, 12, 13)):
+        found = proposal.tokens[: proposal.num_drafted].tolist()
+        assert found == of_sequences(TEXT[:length], features, CHAIN.gamma_max)
+        late = np.roll(features, 1, axis=0)
+        wrong.append(of_sequences(TEXT[:length], late, CHAIN.gamma_max))
+        right.append(found)
+    assert right != wrong
+
+
+def test_a_tree_of_one_branch_is_the_chain():
+    """Fails if a branch points elsewhere, or a row gets a cousin's hidden state."""
+    features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
+    branch = CHAIN.for_tree(tree_shapes.parse("1-1-1-1"))
+    wide = CHAIN.for_tree(tree_shapes.parse("2-2-2"))
+    lengths = (3, 6, 11)
+    chains = rounds_of(CHAIN, features, lengths)
+    alone, among = (rounds_of(d, features, lengths) for d in (branch, wide))
+    for (_, chain), (_, tree), (_, more) in zip(chains, alone, among, strict=True):
+        assert tree.tokens.tolist() == chain.tokens.tolist()
+        # The first children: of the root, of node 0, and of node 2.
+        assert more.tokens[[0, 2, 6]].tolist() == chain.tokens[:3].tolist()
+
+
+def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(monkeypatch):
+    """Fails if features are lost, or are taken in by every round."""
+    monkeypatch.setattr(drafting, "RING_ROWS", 4)  # and 5 of a round
+    features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
+    lengths = (3, 4, 7, 9, 10, 14, 15, 17)
+    gammas = (0, 0, 0, 0, 0, 0, 0, 4)
+    *_, (length, proposal) = rounds_of(CHAIN, features, lengths, gammas=gammas)
+    found = proposal.tokens[: proposal.num_drafted].tolist()
+    assert found == of_sequences(TEXT[:length], features, 4)
+
+
+def test_one_token_has_no_features_and_no_drafts():
+    features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
+    (_, first), (_, second) = rounds_of(CHAIN, features, (1, 2))
+    assert first.num_drafted == 0 and second.num_drafted == 4
+    assert second.tokens.tolist() == of_sequences(TEXT[:2], features, 4)
+
+
+@pytest.mark.parametrize("drafter", [CHAIN, pytest.param(FIXED, marks=SLOW)])
+def test_rejection_draws_from_what_it_says(drafter):
+    """Fails if a draft has no probability, or one that is never drafted has."""
+    ask = Ask(max_tokens=12, sampling=PLAIN)
+    state = run(SMALL, drafter, [ask], rule="rejection")
+    assert int(state.slots.num_proposed[0]) > 0
+    independent = each.lift(drafter, 1, rule="rejection")
+    assert independent.drafter.draws == "independent"
+    if drafter.tree is None:
+        testing.CLAUSES["proposals"](independent.drafter, PARAMS, BENCH)
+
+
+def test_loads_by_name_and_by_folder(tmp_path):
+    """Fails if a head is not found by its folder, or reads what is not its target's."""
+    lm = sj.load(gamma_max=3)
+    target = lm.target.config
+    layer = dataclasses.replace(target, num_layers=1, intermediate_size=64)
+    head = eagle3_params.Eagle3Config(
+        layer=dataclasses.replace(layer, tie_word_embeddings=False),
+        draft_vocab_size=64,
+        target_hidden_size=target.hidden_size,
+        taps=eagle3_params.default_taps(target.num_layers),
+    )
+    params = eagle3_params.init(jax.random.key(0), head, embed=lm.params.embed)
+    eagle3_files.save(tmp_path, head, params, dialect="midlayer")
+    by_folder = sj.load(drafter=str(tmp_path), gamma_max=3)
+    by_name = sj.load(drafter="eagle3", draft=tmp_path, gamma_max=3)
+    assert by_folder.drafter == by_name.drafter
+    assert by_folder.drafter.taps == head.taps
+    out = sj.generate(by_folder, "import os", max_tokens=6, gamma=3)
+    assert out.tokens == sj.decode(lm, "import os", max_tokens=6).tokens
+    assert out.metrics["proposed"] > 0
+    with pytest.raises(ValueError, match="needs a head, and none is given"):
+        sj.load(drafter="eagle3")
+    with pytest.raises(ValueError, match="is no dialect of EAGLE-3"):
+        sj.load(drafter="eagle3", draft=loading.EMBEDDED_DRAFT)
+    with pytest.raises(ValueError, match="is no head that drafts"):
+        sj.load(drafter=str(loading.EMBEDDED_DRAFT))
+    parts = registry.Parts(gamma_max=3, vocab_size=96, load_draft=lambda: None)
+    with pytest.raises(ValueError, match="reads the features of a target"):
+        registry.build(str(tmp_path), parts)
+
+
+def test_settings_that_no_head_has():
+    with pytest.raises(ValueError, match="no rule that ends a draft early"):
+        make(min_confidence=0.5)
+    with pytest.raises(ValueError, match="not that of the head's layer"):
+        make(model=SMALL.target)

@@ -334,3 +334,65 @@ def test_a_drafter_that_does_not_fit_is_refused():
 def test_impossible_benches_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(BENCH, **changes)
+
+
+class Reading(pytree.Node):
+    """The last feature that was handed out, and where the next are."""
+
+    feature: jax.Array  # [D]
+    end: jax.Array  # [] int32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Drafts a token that is a hash of the newest feature, or of another by a fault."""
+
+    fault: str = ""
+    gamma_max: int = GAMMA_MAX
+    taps: tuple[int, ...] = (0,)
+
+    def init(self, *, capacity, page_size):
+        del capacity, page_size
+        return Reading(feature=jnp.zeros((32,)), end=jnp.zeros((), jnp.int32))
+
+    def prefill(self, params, memory, prompt, features):
+        del params
+        end = len(prompt) - 1
+        feature = features[max(end - 1, 0), 0] if end else memory.feature
+        return memory.replace(feature=jnp.array(feature), end=jnp.array(end, jnp.int32))
+
+    def propose(self, params, memory, *, tokens, length, gamma):
+        del params, tokens, length
+        bits = jax.lax.bitcast_convert_type(memory.feature, jnp.uint32)
+        token = (jnp.sum(bits % 9973) // 7 % 96).astype(jnp.int32)
+        token = 0 if self.fault == "reads none" else token
+        drafts = jnp.full((self.gamma_max,), token, jnp.int32)
+        return memory, protocols.Proposal(tokens=drafts, num_drafted=gamma)
+
+    def commit(self, params, memory, length, features=None):
+        del params
+        if features is None:
+            return memory.replace(end=length - 1)
+        newest = length - 1 - memory.end - 1
+        newest -= int(self.fault == "late")
+        feature = features[-1 if self.fault == "past the end" else newest, 0]
+        feature = jnp.where(newest < 0, memory.feature, feature)
+        return memory.replace(feature=feature, end=length - 1)
+
+
+def test_a_drafter_that_reads_the_target():
+    checked = testing.check_drafter(Reader(), None, BENCH)
+    assert "features" in checked
+
+
+@pytest.mark.parametrize(
+    ("fault", "clause", "why"),
+    [
+        ("reads none", "features", "change no draft"),
+        ("past the end", "features", "after the features of committed rows"),
+        ("late", "features", "from fresh memories"),
+    ],
+)
+def test_features_that_are_read_wrongly(fault, clause, why):
+    with pytest.raises(AssertionError, match=f"{clause}: .*{why}"):
+        testing.CLAUSES[clause](Reader(fault=fault), None, BENCH)

@@ -102,13 +102,14 @@ def test_a_drafter_by_its_module_and_name(folders, installed):
 
 UNKNOWN = {
     "medusa": "drafter 'medusa' is not one of draft-model, ngram, suffix, hybrid, "
-    "oracle, bigram, broken, nor written as package.module:Name",
+    "eagle3, oracle, bigram, broken, nor written as package.module:Name",
     "broken": "drafter 'broken': No module named 'otherdrafters.nowhere'",
     "nosuchpackage.it:X": "drafter 'nosuchpackage.it:X': No module named 'nosuch",
     "otherdrafters.bigram:Trigram": "has no attribute 'Trigram'",
     "otherdrafters.bigram:": "nor written as package.module:Name",
-    "otherdrafters.bigram:NeedsMore": "needs depth, which is not one of gamma_max, "
-    "load_draft, vocab_size: give it a default, or name a function of `parts`",
+    "otherdrafters.bigram:NeedsMore": "needs depth, which is not one of draft, "
+    "dtype, gamma_max, load_draft, target, target_params, vocab_size: give it a "
+    "default, or name a function of `parts`",
     "otherdrafters.bigram:nothing": "is no drafter: it has no gamma_max, init, prefill",
     "otherdrafters.bigram:__name__": "is no drafter: it has no gamma_max, init",
 }
