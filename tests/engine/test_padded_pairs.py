@@ -40,8 +40,8 @@ def write_model(folder, *, seed: int, **changes):
 def pair(tmp_path_factory):
     """Folders of a target and of a draft whose vocabularies are padded differently."""
     folder = tmp_path_factory.mktemp("pair")
-    target = write_model(folder / "target", seed=0, vocab_size=272)
-    return target, write_model(folder / "draft", seed=0, vocab_size=264, num_layers=1)
+    target = write_model(folder / "target", seed=0, num_layers=2)
+    return target, write_model(folder / "draft", seed=0, vocab_size=264)
 
 
 DRAFTERS = {
