@@ -37,7 +37,7 @@ _AUX = "eagle_aux_hidden_state_layer_ids"
 
 def read_config(
     path: pathlib.Path,
-    target: config_lib.Qwen3Config,
+    target: config_lib.ModelConfig,
     *,
     dtype: str | None = None,
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
@@ -67,7 +67,7 @@ def read_config(
 
 
 def _from_dict(
-    raw: Any, target: config_lib.Qwen3Config, dtype: str
+    raw: Any, target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
     """`read_config` of what the file holds."""
     if not isinstance(raw, dict):
@@ -137,7 +137,7 @@ def _layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Conf
 
 
 def _taps(
-    raw: Mapping[str, Any], dialect: Dialect, target: config_lib.Qwen3Config
+    raw: Mapping[str, Any], dialect: Dialect, target: config_lib.ModelConfig
 ) -> tuple[int, ...]:
     """The `hidden_states` indices that a config names, in any of its spellings."""
     if dialect == "deepspec":

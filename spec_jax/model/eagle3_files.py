@@ -34,7 +34,7 @@ _TO_TARGET, _IS_KEPT = "d2t", "t2d"
 
 def load(
     folder: str | pathlib.Path,
-    target: config_lib.Qwen3Config,
+    target: config_lib.ModelConfig,
     target_params: params_lib.Params,
     *,
     dtype: str | None = None,

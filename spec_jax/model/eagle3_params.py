@@ -70,7 +70,7 @@ class Eagle3Config:
             )
         return self
 
-    def check_target(self, target: config_lib.Qwen3Config) -> None:
+    def check_target(self, target: config_lib.ModelConfig) -> None:
         """Passes if the head can read this target's features.
 
         Raises:

@@ -8,6 +8,7 @@ import dataclasses
 import decoding
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from decoding import SMALL, Ask
 

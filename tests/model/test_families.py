@@ -5,6 +5,7 @@ Each comparison has a negative control, as in `test_parity` and `test_rows`.
 
 import dataclasses
 
+import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,18 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.model import (
+    config as config_lib,
+    decoder,
+    families,
+    gpt_neox,
+    llama,
     load as load_lib,
+    params as params_lib,
+    row_model,
     sequence,
 )
+from spec_jax.ops import layer_norm
+from spec_jax.paging import allocator
 
 
 PROMPT, STEPS = 24, 64
@@ -43,16 +53,21 @@ LLAMA3 = {
 CASES = {
     "parallel": ("GPTNeoX", NEOX),
     "sequential": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
-    "tanh": ("GPTNeoX", NEOX | {"hidden_act": "gelu_new", "num_attention_heads": 3}),
+    "sequential-tanh": (
+        "GPTNeoX",
+        NEOX
+        | {"hidden_act": "gelu_new", "num_attention_heads": 3}
+        | {"use_parallel_residual": False},
+    ),
     "all-rotated": (
         "GPTNeoX",
         NEOX
         | {"hidden_size": 80, "num_attention_heads": 1, "num_hidden_layers": 1}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-        | {"rotary_pct": 1.0, "use_parallel_residual": False},
+        | {"rotary_pct": 1.0, "hidden_act": "gelu_pytorch_tanh"},
     ),
-    "llama": ("Llama", LLAMA),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3}),
+    "llama": ("Llama", LLAMA),
 }
 
 
@@ -87,9 +102,11 @@ def case(request, tmp_path_factory):
     rng = np.random.default_rng(3)
     ids = torch.tensor(rng.integers(1, 256, (2, PROMPT)))
     with torch.no_grad():
+        last, cache = ids, None
         for _ in range(STEPS):
-            best = oracle(ids).logits[:, -1:].argmax(-1)
-            ids = torch.cat([ids, best], dim=1)
+            outputs = oracle(last, past_key_values=cache, use_cache=True)
+            last, cache = outputs.logits[:, -1:].argmax(-1), outputs.past_key_values
+            ids = torch.cat([ids, last], dim=1)
         logits = oracle(ids).logits.float().numpy()
     assert len(np.unique(ids[:, PROMPT:])) > 10
     return folder, ids.numpy().astype(np.int32), logits
@@ -105,6 +122,7 @@ def error(params, config, tokens, theirs) -> float:
 
 
 @pytest.mark.oracle
+@pytest.mark.few(3)
 def test_logits_and_greedy_tokens_are_hugging_faces(case):
     """Fails on another residual, GELU, order of the fused projection, or rotation."""
     folder, tokens, theirs = case
@@ -127,6 +145,7 @@ def test_logits_and_greedy_tokens_are_hugging_faces(case):
 
 
 @pytest.mark.oracle
+@pytest.mark.few(3)
 def test_what_is_saved_is_hugging_faces(case, tmp_path):
     """Fails if the order of rows is not undone, or a constant is not written."""
     import safetensors.numpy
@@ -144,3 +163,178 @@ def test_what_is_saved_is_hugging_faces(case, tmp_path):
     again, reread = load_lib.load(tmp_path)
     assert again == config
     testing.assert_same_bits(reread, params)
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_layers": 2,
+    "num_heads": 3,
+    "num_kv_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+PREFIX, WINDOW, SLAB = 21, 4, 8
+
+
+def make_config(family: str, dtype: str, **changes) -> config_lib.ModelConfig:
+    if family == "llama":
+        return llama.LlamaConfig(**SIZES | {"dtype": dtype} | changes)
+    sizes = SIZES | {"rotary_size": 4, "dtype": dtype} | changes
+    return gpt_neox.GPTNeoXConfig(**sizes)
+
+
+def make_params(config: config_lib.ModelConfig) -> params_lib.Params:
+    """Random biases too; the embedding of token 0 is NaN."""
+    params = params_lib.init(jax.random.key(0), config, stddev=0.2)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [
+        leaf + (0.1 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    params = jax.tree.unflatten(structure, noisy)
+    return params.replace(embed=params.embed.at[0].set(jnp.nan))
+
+
+def rows_of(slot: int, count: int = WINDOW) -> list[tuple[int, int, int]]:
+    """Rows `(token, slot, position)` after the prefix; each slot has its own."""
+    tokens = np.random.default_rng(slot).integers(1, 64, count)
+    return [(int(token), slot, PREFIX + i) for i, token in enumerate(tokens)]
+
+
+class Rows:
+    """Runs rows of two slots whose prefixes are written, in pages full of NaN."""
+
+    def __init__(self, config, impl: str):
+        self.config, self.params = config, make_params(config)
+        self.family = families.of(config)
+        model = row_model.RowModel(config=config, impl=impl, slab=SLAB)
+        kv = model.new_slots(2, capacity=64, page_size=16)
+        poison = lambda pools: tuple(jnp.full_like(pool, jnp.nan) for pool in pools)
+        kv = kv.replace(k=poison(kv.k), v=poison(kv.v))
+
+        def run(params, rows, kv):
+            return self.family.forward_rows(
+                params, config, rows, kv, impl=impl, taps=(0, 2)
+            )
+
+        self._run = jax.jit(run)
+        for slot in range(2):
+            tokens = np.random.default_rng(9 + slot).integers(1, 64, 64)
+            tokens = jnp.asarray(tokens, jnp.int32)
+            kv = model.prefill(
+                self.params, kv, tokens, jnp.int32(PREFIX), by_rows=True, slot=slot
+            )
+            kv = allocator.reserve(kv, slot, PREFIX + WINDOW)
+        self.kv = kv
+
+    def __call__(self, rows, kv=None):
+        """Outputs of the rows, and the cache after them; padding rows are NaN."""
+        padding = [(0, 0, PREFIX + 30)] * (SLAB - len(rows))
+        tokens, slots, positions = np.asarray(rows + padding, np.int32).T
+        slab = decoder.Rows(
+            tokens=tokens, slots=slots, positions=positions, num_active=len(rows)
+        )
+        kv, outputs = self._run(self.params, slab, self.kv if kv is None else kv)
+        return jax.tree.map(lambda x: np.asarray(x[: len(rows)]), outputs), kv
+
+    def one_by_one(self, slot: int):
+        """The oracle: each row decoded alone."""
+        kv, outputs = self.kv, []
+        for row in rows_of(slot):
+            one, kv = self([row], kv)
+            outputs.append(one)
+        return jax.tree.map(lambda *rows: np.concatenate(rows), *outputs), kv
+
+
+CONTRACT = [
+    ("gpt_neox", "float32", "xla"),
+    ("gpt_neox", "bfloat16", "xla"),
+    ("llama", "bfloat16", "native"),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "impl"), CONTRACT)
+def test_rows_are_what_each_is_alone(family, dtype, impl):
+    """Fails if a row's bits depend on its place, its neighbours or padding rows."""
+    run = Rows(make_config(family, dtype), impl)
+    alone, alone_kv = run.one_by_one(1)
+    assert np.isfinite(alone.logits).all()
+    mine, other = rows_of(1), rows_of(0)
+    for packed in (mine, other + mine, mine[:1] + other[:3] + mine[1:]):
+        outputs, kv = run(packed)
+        at = np.array([row[1] == 1 for row in packed])
+        testing.assert_same_bits(jax.tree.map(lambda x, at=at: x[at], outputs), alone)
+        length = PREFIX + WINDOW
+        testing.assert_same_bits(
+            decoding.held(kv, length, slot=1), decoding.held(alone_kv, length, slot=1)
+        )
+
+
+def test_a_norm_over_neighbours_is_caught(monkeypatch):
+    """Negative control: the mean of a LayerNorm is that of the slab."""
+    real = layer_norm.layer_norm
+
+    def leaky(x, *weights, eps):
+        spread = jnp.broadcast_to(jnp.nanmean(x, axis=0, keepdims=True), x.shape)
+        return real(x + 1e-3 * spread, *weights, eps=eps)
+
+    monkeypatch.setattr(layer_norm, "layer_norm", leaky)
+    run = Rows(make_config("gpt_neox", "float32"), "xla")
+    alone, _ = run.one_by_one(1)
+    outputs, _ = run(rows_of(1))
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(outputs, alone)
+
+
+RAW = NEOX | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+REFUSED = [
+    ({"model_type": "gptj"}, r"the supported families are GPTNeoXForCausalLM \(gpt_ne"),
+    ({"architectures": ["LlamaForCausalLM"]}, "model_type='gpt_neox': the supported"),
+    ({"rotary_pct": 0.125}, "rotary_pct rotates 3 of the 24 dimensions"),
+    ({"rotary_pct": 0}, "rotary_pct=0 must be a positive number"),
+    ({"rotary_pct": 1.5}, "rotary_pct rotates 36 of the 24 dimensions"),
+    ({"rotary_pct": "all"}, "rotary_pct='all' must be a positive number"),
+    ({"hidden_size": 97}, "hidden_size=97 must be a multiple of num_attention_heads=4"),
+    ({"num_attention_heads": 0}, "num_attention_heads=0 must be a positive integer"),
+    ({"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
+    ({"attention_bias": False}, "attention_bias=False is not supported"),
+    ({"use_parallel_residual": 1}, "use_parallel_residual=1 must be true or false"),
+    ({"layer_norm_eps": -1.0}, "layer_norm_eps=-1.0 must be a positive number"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not"),
+    ({"intermediate_size": None}, "intermediate_size=None must be a positive integer"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_configs_that_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_lib.from_dict(RAW | change)
+
+
+def test_old_and_new_spellings_agree():
+    """Float16, as Pythia is published, is read as float32."""
+    old = RAW | {"rotary_pct": 0.5, "rotary_emb_base": 500, "torch_dtype": "float16"}
+    new = {"rope_theta": 500, "partial_rotary_factor": 0.5, "rope_type": "default"}
+    config = config_lib.from_dict(old)
+    assert config == config_lib.from_dict(RAW | {"rope_parameters": new})
+    assert (config.rotary_size, config.rope_theta) == (12, 500.0)
+    assert config_lib.from_dict(config_lib.to_dict(config)) == config
+
+
+def test_a_missing_bias_is_named(tmp_path):
+    import safetensors.numpy
+
+    config = make_config("gpt_neox", "float32")
+    load_lib.save(tmp_path, config, make_params(config))
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    name = "gpt_neox.layers.1.attention.dense.bias"
+    del tensors[name]
+    # Old checkpoints hold masks, which nothing reads.
+    tensors["gpt_neox.layers.0.attention.masked_bias"] = np.zeros((), np.float32)
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(load_lib.CheckpointError, match=f"missing tensors: {name}"):
+        load_lib.load(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.model import (
+    decoder,
     observe,
     params as params_lib,
     prompt as prompt_lib,
@@ -135,10 +136,10 @@ def test_without_a_hook_nothing_of_it_is_traced(monkeypatch):
 
     plain = trace(None)
     assert len(trace(observe.pass_on)) > len(plain)
-    for name in ("_observe_heads", "_observe_written"):
-        monkeypatch.delattr(qwen3, name)
+    for name in ("observe_heads", "observe_written"):
+        monkeypatch.delattr(decoder, name)
     assert trace(None) == plain
-    with pytest.raises(NameError, match="_observe_heads"):
+    with pytest.raises(AttributeError, match="observe_heads"):
         trace(observe.pass_on)
 
 

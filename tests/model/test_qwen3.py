@@ -43,8 +43,8 @@ def test_a_layer_is_traced_and_lowered_once(monkeypatch):
     monkeypatch.setattr(row_attention, "row_attention", counted)
     few, many = (lower("xla", num_layers=n).as_text() for n in (2, 9))
     assert len(traced) == 2
-    assert few.count("call @_run_layer") == 2
-    assert many.count("call @_run_layer") == 9
+    assert few.count("call @run_layer") == 2
+    assert many.count("call @run_layer") == 9
 
 
 @pytest.mark.parametrize("num_layers", [2, 9])
@@ -81,7 +81,7 @@ def test_the_compiled_program_is_that_of_unrolled_layers(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(jax, "jit", functools.partial(jax.jit, inline=True))
         programs.append(lower("xla", num_layers=2))
-    calls = ["call @_run_layer" in program.as_text() for program in programs]
+    calls = ["call @run_layer" in program.as_text() for program in programs]
     assert calls == [True, False]
     called, unrolled = (program.compile() for program in programs)
     expected = instructions(unrolled.as_text())

@@ -65,14 +65,14 @@ KERNELS = (
     ),
     Mutant(
         "rows are turned by their neighbours' positions",
-        "model.qwen3:row_angles",
+        "model.decoder:row_angles",
         "jax.lax.optimization_barrier(positions)",
         "jax.lax.optimization_barrier(jnp.roll(positions, 1))",
         f"{_CONTRACT}[float32-native]",
     ),
     Mutant(
         "every tile of a prompt is at its beginning",
-        "model.qwen3:prefill_rows",
+        "model.decoder:prefill_rows",
         "positions=start + jnp.arange",
         "positions=jnp.arange",
         f"{_CONTRACT}[float32-native]",

@@ -1,0 +1,96 @@
+"""Pairs of a family beside Qwen3, whose vocabularies are padded differently."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny_pair
+
+import spec_jax as sj
+from spec_jax.model import gpt_neox, load as load_lib, params as params_lib
+
+
+def write_model(folder, *, seed: int, **changes):
+    """A folder of random weights with the byte tokenizer of 257 entries."""
+    sizes = {
+        "vocab_size": 272,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "rotary_size": 4,
+        "max_position_embeddings": 256,
+        "dtype": "float32",
+    }
+    config = gpt_neox.GPTNeoXConfig(**sizes | changes)
+    params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
+    # Whatever comes after the entries with a token would always be drawn.
+    padding = jnp.arange(config.vocab_size)[:, None] >= 257
+    params = params.replace(
+        final_norm=params.final_norm.replace(bias=params.final_norm.bias + 1.0),
+        lm_head=jnp.where(padding, 10.0, params.lm_head),
+    )
+    load_lib.save(folder, config, params)
+    tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of a target and of a draft whose vocabularies are padded differently."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = write_model(folder / "target", seed=0, num_layers=2)
+    return target, write_model(folder / "draft", seed=0, vocab_size=264)
+
+
+DRAFTERS = {
+    "draft-model": {"cache": "static"},
+    "ngram": {},
+    "suffix": {},
+    "hybrid": {},
+    "tree": {"tree": "2x3:5"},
+}
+SAMPLINGS = [sj.Sampling(temperature=0.0), sj.Sampling(temperature=0.7, seed=3)]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_change_no_token(pair, drafter):
+    """Greedy and drawn; fails too if an entry without a token is drawn or drafted."""
+    target, draft = pair
+    name = "draft-model" if drafter == "tree" else drafter
+    lm = sj.load(target, draft=draft, drafter=name, gamma_max=4, **DRAFTERS[drafter])
+    assert (lm.target.impl, lm.target.config.vocab_size) == ("xla", 257)
+    settings = {"max_tokens": 24, "sampling": SAMPLINGS, "stop": ()}
+    outs = sj.generate(lm, ["abcabcab", "def f(x):"], **settings)
+    plain = sj.decode(lm, ["abcabcab", "def f(x):"], **settings)
+    assert [out.tokens for out in outs] == [out.tokens for out in plain]
+    assert max(max(out.tokens) for out in plain) < 257
+    if name == "draft-model":
+        assert sum(out.metrics["accepted"] for out in outs) > 0
+
+
+def test_qwen3_pairs_of_different_padding(tmp_path):
+    """Fails if what one model pads is refused, or can be drawn."""
+    folders = [
+        tiny_pair.write_model(
+            tmp_path / str(size), tiny_pair.config(vocab_size=size), seed=0
+        )
+        for size in (264, 272)
+    ]
+    lm = sj.load(folders[0], draft=folders[1], gamma_max=3)
+    assert lm.target.config.vocab_size == lm.drafter.vocab_size == 257
+    alike = sj.load(folders[0], draft=folders[0], gamma_max=3)
+    assert alike.target.config.vocab_size == 264  # As it always was.
+
+
+def test_entries_that_a_tokenizer_asks_for_and_a_model_lacks(tmp_path):
+    folder = write_model(tmp_path, seed=0, vocab_size=250)
+    with pytest.raises(ValueError, match="vocab_size=250 .* has ids up to 256"):
+        sj.load(folder, drafter="ngram")
+
+
+def test_an_implementation_without_kernels_is_refused(pair):
+    with pytest.raises(NotImplementedError, match="'interpret' has no kernels for gpt"):
+        sj.load(pair[0], drafter="ngram", impl="interpret")
