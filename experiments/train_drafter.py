@@ -195,6 +195,11 @@ def _init(args: argparse.Namespace, job: Job) -> eagle3_params.Eagle3Params:
     )
 
 
+@functools.cache  # A static argument of the step: one object, one compilation.
+def _loss(config: eagle3_params.Eagle3Config, steps: int) -> loop.Loss:
+    return functools.partial(eagle3.loss, config, steps=steps)
+
+
 def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     """Trains the head, or goes on with it; returns the last held-out numbers."""
     job = prepare(args)
@@ -212,7 +217,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         args.family,
         _recipe(args),
         _init(args, job),
-        functools.partial(eagle3.loss, job.config, steps=args.ttt_steps),
+        _loss(job.config, args.ttt_steps),
         _Part(data=data, first=0, count=first),
         _Part(data=data, first=first, count=held_out),
         args.work,

@@ -1,5 +1,6 @@
-"""Training of drafters: texts, targets, loss, a killed run, and the head that is left."""
+"""Training of drafters: texts, targets, loss, a killed run, and its head."""
 
+import functools
 import json
 
 import jax
@@ -16,10 +17,10 @@ from spec_jax.model import checkpoint_files as files, eagle3_files, load, sequen
 from spec_jax.training import eagle3, targets
 
 
-STEPS = 3  # of drafting
+STEPS = 3  # of drafting, where the loss is looked at
 TARGET = tiny_pair.config(num_layers=3)
 FLAGS = [
-    *("--family", "eagle3", "--taps", "0,1,2", "--ttt-steps", str(STEPS)),
+    *("--family", "eagle3", "--taps", "0,1,2", "--ttt-steps", "2"),
     *("--prompts", "10", "--prefix", "9", "--length", "16", "--draft-vocab", "40"),
     *("--batch", "4", "--steps", "4", "--save-every", "2", "--eval-every", "2"),
     *("--impl", "xla", "--mlp", "24"),
@@ -109,16 +110,20 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
                 row_agrees.append(bool(hot[draft.argmax()] == best))
             if len(found) == STEPS and batch["mask"][b, first + 1]:
                 agrees.append(row_agrees)
-    loss = eagle3.loss(job.config, params, batch, teacher, steps=STEPS)
+    loss_of, measure = (
+        jax.jit(functools.partial(function, job.config, steps=STEPS))
+        for function in (eagle3.loss, eagle3.measure)
+    )
+    loss = loss_of(params, batch, teacher)
     np.testing.assert_allclose(float(loss), np.sum(expected) / 30, rtol=1e-4)
-    found = eagle3.measure(job.config, params, batch, teacher, steps=STEPS)
+    found = measure(params, batch, teacher)
     leading = np.cumprod(np.array(agrees, float), axis=1)
     np.testing.assert_allclose(
         float(found["accepted_length"]), 1 + leading.sum() / len(agrees), rtol=1e-5
     )
     # Negative control: features of the next position are another loss.
     moved = batch | {"features": np.roll(batch["features"], -1, axis=1)}
-    other = eagle3.loss(job.config, params, moved, teacher, steps=STEPS)
+    other = loss_of(params, moved, teacher)
     assert abs(float(other) - float(loss)) > 1e-3
 
 
