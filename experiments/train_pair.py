@@ -31,9 +31,10 @@ import numpy as np
 import tokenizers
 
 from experiments.lib import files
-from experiments.pair import corpus, export, quality, rollouts, training
+from experiments.pair import corpus, export, quality, rollouts
 from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.ops import dispatch
+from spec_jax.training import loop, losses
 from spec_jax.typing import IMPLS
 
 
@@ -77,9 +78,9 @@ class Stage:
     batch_size: int = 16
     learning_rate: float = 0.02
 
-    def recipe(self, steps: int | None, seed: int) -> training.Recipe:
+    def recipe(self, steps: int | None, seed: int) -> loop.Recipe:
         """The recipe; both arguments come from the flags."""
-        return training.Recipe(
+        return loop.Recipe(
             steps=steps or self.steps,
             seed=self.seed + seed,
             batch_size=self.batch_size,
@@ -145,9 +146,7 @@ def _in_bfloat16(config: config_lib.Qwen3Config) -> config_lib.Qwen3Config:
 def restore(work: pathlib.Path, name: str, seed: int) -> tuple[params_lib.Params, int]:
     """The parameters of a stage's newest checkpoint, and its step."""
     stage = STAGES[name]
-    return training.restore(
-        stage.recipe(None, seed), stage.init(seed), work / stage.folder
-    )
+    return loop.restore(stage.recipe(None, seed), stage.init(seed), work / stage.folder)
 
 
 def train(args: argparse.Namespace) -> float:
@@ -168,13 +167,13 @@ def train(args: argparse.Namespace) -> float:
         teacher, _ = restore(args.work, "target", args.seed)
         init, _ = restore(args.work, before, args.seed)
         loss = functools.partial(
-            training.distillation_loss, _in_bfloat16(DRAFT), _in_bfloat16(TARGET)
+            losses.distillation_loss, _in_bfloat16(DRAFT), _in_bfloat16(TARGET)
         )
     else:
         init = stage.init(args.seed)
-        loss = functools.partial(training.text_loss, _in_bfloat16(stage.config))
+        loss = functools.partial(losses.text_loss, _in_bfloat16(stage.config))
     folder = args.work / stage.folder
-    training.run(
+    loop.run(
         args.stage,
         stage.recipe(args.steps, args.seed),
         init,
@@ -184,7 +183,7 @@ def train(args: argparse.Namespace) -> float:
         folder,
         teacher=teacher,
     )
-    return training.last_held_out_loss(folder)
+    return loop.last_held_out_loss(folder)
 
 
 def roll_out(args: argparse.Namespace) -> None:
@@ -219,17 +218,15 @@ def export_pair(args: argparse.Namespace) -> None:
     for name, stage_names in (("target", ("target",)), ("draft", draft_stages)):
         stage = STAGES[stage_names[-1]]
         params, _ = restore(args.work, stage_names[-1], args.seed)
-        loss = jax.jit(functools.partial(training.text_loss, stage.config))
+        loss = jax.jit(functools.partial(losses.text_loss, stage.config))
         models.append(
             export.Model(
                 name=name,
                 config=stage.config,
                 params=params,
-                held_out_loss=training.held_out_loss(
-                    loss, params, held_out, batch_size=8
-                ),
+                held_out_loss=loop.held_out_loss(loss, params, held_out, batch_size=8),
                 stages={
-                    key: training.tokens_seen(args.work / STAGES[key].folder)
+                    key: loop.tokens_seen(args.work / STAGES[key].folder)
                     for key in stage_names
                 },
             )

@@ -22,6 +22,7 @@ LAYERS = (
     {"ops"},
     {"paging"},
     {"model"},
+    {"training"},
     {"rules", "gamma"},
     {"engine"},
     {"drafters"},

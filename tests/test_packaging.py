@@ -13,6 +13,7 @@ import spec_jax
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TRAINING = ROOT / "spec_jax/training"
 WITH_JAX = {"jaxlib"}
 """Comes with jax, in the very version that jax needs."""
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
@@ -46,16 +47,18 @@ def imported(tree: ast.AST) -> set[str]:
     return found
 
 
-def third_parties(root: pathlib.Path) -> set[str]:
+def third_parties(root: pathlib.Path, *, without: str = "") -> set[str]:
     """Top-level names of what the sources below `root` import from elsewhere."""
     found = set()
     for path in root.rglob("*.py"):
-        found |= {name.split(".")[0] for name in imported(ast.parse(path.read_text()))}
+        if not without or without not in path.relative_to(root).parts:
+            names = imported(ast.parse(path.read_text()))
+            found |= {name.split(".")[0] for name in names}
     return found - sys.stdlib_module_names - {"spec_jax"} - WITH_JAX
 
 
 def needed_to_start(script: pathlib.Path) -> set[str]:
-    """Third parties that a script and the modules of `experiments` below it import.
+    """Third parties that a script imports, and those that need an extra below it.
 
     What a function imports when it is called does not count.
     """
@@ -71,7 +74,7 @@ def needed_to_start(script: pathlib.Path) -> set[str]:
         ]
         for name in imported(tree):
             parts = name.split(".")
-            if parts[0] == "experiments":
+            if parts[0] == "experiments" or parts[:2] == ["spec_jax", "training"]:
                 file = ROOT.joinpath(*parts).with_suffix(".py")
                 waiting += [file] if file.exists() else []
             else:
@@ -81,7 +84,17 @@ def needed_to_start(script: pathlib.Path) -> set[str]:
 
 def test_the_library_depends_on_what_it_imports_and_on_nothing_else():
     """Fails if a dependency is missing, or is only needed by scripts or tests."""
-    assert third_parties(ROOT / "spec_jax") == declared()
+    assert third_parties(ROOT / "spec_jax", without="training") == declared()
+
+
+def test_training_depends_on_its_extra():
+    """Fails if the extra lacks a dependency, or the library imports the folder."""
+    found = {DISTRIBUTIONS.get(name, name) for name in third_parties(TRAINING)}
+    assert found - declared() == declared("train") - declared()
+    for path in (ROOT / "spec_jax").rglob("*.py"):
+        if TRAINING not in path.parents:
+            names = imported(ast.parse(path.read_text()))
+            assert not any(name.startswith("spec_jax.training") for name in names)
 
 
 def test_an_undeclared_import_is_seen(tmp_path):

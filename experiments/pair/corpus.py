@@ -108,16 +108,3 @@ def windows(stream: np.ndarray, length: int) -> np.ndarray:
     num_windows = (len(stream) - 1) // length
     starts = np.arange(num_windows)[:, None] * length
     return stream[starts + np.arange(length + 1)].astype(np.int32)
-
-
-def batch(data: np.ndarray, *, size: int, step: int, seed: int) -> np.ndarray:
-    """The windows of optimiser step `step`: every window once an epoch.
-
-    A pure function of its arguments, so that a resumed run sees the same batches.
-    """
-    per_epoch = len(data) // size
-    if per_epoch == 0:
-        raise ValueError(f"batch size {size} exceeds the {len(data)} windows of data")
-    epoch, index = divmod(step, per_epoch)
-    order = np.random.default_rng((seed, epoch)).permutation(len(data))
-    return data[order[index * size : (index + 1) * size]]

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from experiments.pair import corpus, export, quality, training
+from experiments.pair import corpus, export, quality
 from spec_jax import testing
 from spec_jax.model import config as config_lib, load, params as params_lib, tokenizer
+from spec_jax.training import loop, losses
 
 
 CONFIG = config_lib.Qwen3Config(
@@ -26,10 +27,8 @@ CONFIG = config_lib.Qwen3Config(
     tie_word_embeddings=True,
     dtype="float32",
 )
-RECIPE = training.Recipe(
-    steps=6, batch_size=2, warmup_steps=2, eval_every=3, save_every=2
-)
-LOSS = functools.partial(training.text_loss, CONFIG)
+RECIPE = loop.Recipe(steps=6, batch_size=2, warmup_steps=2, eval_every=3, save_every=2)
+LOSS = functools.partial(losses.text_loss, CONFIG)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +48,7 @@ def init():
     return params_lib.init(jax.random.key(0), CONFIG)
 
 
-def losses(folder) -> list[tuple[int, float]]:
+def logged(folder) -> list[tuple[int, float]]:
     rows = [json.loads(line) for line in (folder / "log.jsonl").open()]
     return [(row["step"], row["loss"]) for row in rows]
 
@@ -60,32 +59,32 @@ def losses(folder) -> list[tuple[int, float]]:
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_killed_run_resumes_with_the_same_losses(tmp_path):
     """Fails if the batch order, the schedule or the moments start anew."""
-    whole = training.run("a", RECIPE, init(), LOSS, data(), data(), tmp_path / "whole")
+    whole = loop.run("a", RECIPE, init(), LOSS, data(), data(), tmp_path / "whole")
     killed = tmp_path / "killed"
-    training.run("b", RECIPE, init(), LOSS, data(), data(), killed, stop_after=5)
+    loop.run("b", RECIPE, init(), LOSS, data(), data(), killed, stop_after=5)
     # The kill came after a step that no checkpoint holds, and cut a line in half.
     with (killed / "log.jsonl").open("a") as log:
         log.write('{"step": 5, "lo')
-    resumed = training.run("b", RECIPE, init(), LOSS, data(), data(), killed)
-    assert losses(killed) == losses(tmp_path / "whole")
-    assert [step for step, _ in losses(killed)] == list(range(6))
+    resumed = loop.run("b", RECIPE, init(), LOSS, data(), data(), killed)
+    assert logged(killed) == logged(tmp_path / "whole")
+    assert [step for step, _ in logged(killed)] == list(range(6))
     testing.assert_same_bits(resumed, whole)
-    assert losses(killed)[-1][1] < losses(killed)[0][1]
-    assert training.last_held_out_loss(killed) > 0
-    assert training.tokens_seen(killed) == 6 * 2 * 12
+    assert logged(killed)[-1][1] < logged(killed)[0][1]
+    assert loop.last_held_out_loss(killed) > 0
+    assert loop.tokens_seen(killed) == 6 * 2 * 12
     # Negative control: another seed is another curve.
     other = tmp_path / "other"
     recipe = dataclasses.replace(RECIPE, seed=1)
-    training.run("c", recipe, init(), LOSS, data(), data(), other)
-    assert losses(other) != losses(killed)
+    loop.run("c", recipe, init(), LOSS, data(), data(), other)
+    assert logged(other) != logged(killed)
     with pytest.raises(ValueError, match="no checkpoint"):
-        training.restore(RECIPE, init(), tmp_path / "nothing")
+        loop.restore(RECIPE, init(), tmp_path / "nothing")
 
 
 @pytest.mark.slow
 def test_distillation_is_least_where_draft_and_teacher_agree():
     """Fails if teacher and student change places, or positions are shifted."""
-    loss = functools.partial(training.distillation_loss, CONFIG, CONFIG)
+    loss = functools.partial(losses.distillation_loss, CONFIG, CONFIG)
     teacher, other = init(), params_lib.init(jax.random.key(1), CONFIG, stddev=0.3)
     tokens = jax.numpy.asarray(data()[:2])
     assert float(loss(teacher, tokens, teacher)) < float(loss(other, tokens, teacher))
@@ -102,14 +101,14 @@ def test_windows_overlap_by_the_label():
 def test_every_window_comes_once_an_epoch():
     windows = np.arange(6)[:, None]
     epochs = [
-        [corpus.batch(windows, size=2, step=3 * epoch + i, seed=0) for i in range(3)]
+        [loop.batch(windows, size=2, step=3 * epoch + i, seed=0) for i in range(3)]
         for epoch in range(2)
     ]
     for epoch in epochs:
         assert sorted(np.concatenate(epoch).ravel().tolist()) == list(range(6))
     assert not np.array_equal(epochs[0], epochs[1])
     with pytest.raises(ValueError, match="batch size 7 exceeds the 6 windows"):
-        corpus.batch(windows, size=7, step=0, seed=0)
+        loop.batch(windows, size=7, step=0, seed=0)
 
 
 def test_the_tokenizer_keeps_every_byte():

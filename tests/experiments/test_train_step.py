@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.pair import muon, training
 from spec_jax.model import config as config_lib, params as params_lib, sequence
 from spec_jax.ops import rms_norm
+from spec_jax.training import loop, losses, muon
 
 
 CONFIG = config_lib.Qwen3Config(
@@ -73,10 +73,10 @@ def distance(actual, expected) -> float:
 def test_a_batch_in_parts_has_the_gradients_of_the_whole(dtype, part_size=2):
     """Fails if a part is lost or weighs another share."""
     config = dataclasses.replace(CONFIG, dtype=dtype)
-    loss = functools.partial(training.text_loss, config)
+    loss = functools.partial(losses.text_loss, config)
     expected = jax.jit(jax.value_and_grad(loss))(init(), tokens())
     inputs = functools.partial(
-        jax.jit(training.value_and_grad, static_argnames=("loss", "part_size")), loss
+        jax.jit(loop.value_and_grad, static_argnames=("loss", "part_size")), loss
     )
     actual = inputs(init(), tokens(), None, part_size=part_size)
     assert distance(actual, expected) < TOLERANCE[dtype]
@@ -87,17 +87,17 @@ def test_a_batch_in_parts_has_the_gradients_of_the_whole(dtype, part_size=2):
 
 @pytest.mark.slow
 def test_a_distillation_in_parts_has_the_gradients_of_the_whole():
-    loss = functools.partial(training.distillation_loss, CONFIG, CONFIG)
+    loss = functools.partial(losses.distillation_loss, CONFIG, CONFIG)
     expected = jax.jit(jax.value_and_grad(loss))(init(), tokens(), init(1))
-    inputs = functools.partial(training.value_and_grad, loss, part_size=4)
+    inputs = functools.partial(loop.value_and_grad, loss, part_size=4)
     actual = jax.jit(inputs)(init(), tokens(), init(1))
     assert distance(actual, expected) < TOLERANCE["float32"]
 
 
 def test_a_batch_is_of_whole_parts():
-    loss = functools.partial(training.text_loss, CONFIG)
+    loss = functools.partial(losses.text_loss, CONFIG)
     with pytest.raises(ValueError, match="8 sequences is not of whole parts of 3"):
-        training.value_and_grad(loss, init(), tokens(), None, part_size=3)
+        loop.value_and_grad(loss, init(), tokens(), None, part_size=3)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_the_learning_rate_rises_stays_and_falls():
 @pytest.mark.slow
 def test_the_optimiser_is_optax_with_narrow_products():
     """Fails if momentum, scale, schedule or the states' tree differ from optax's."""
-    recipe = training.Recipe(steps=8, warmup_steps=1)
-    ours, theirs = training.optimizer(recipe), optax_muon(recipe)
+    recipe = loop.Recipe(steps=8, warmup_steps=1)
+    ours, theirs = loop.optimizer(recipe), optax_muon(recipe)
     params = init()
     states, update = (ours.init(params), theirs.init(params)), jax.jit(ours.update)
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
@@ -162,7 +162,7 @@ def optax_muon(recipe):
 
     def matrices(params):
         matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
-        labels = training.labels(params)
+        labels = loop.labels(params)
         return jax.tree.map(lambda label: matrix if label == "muon" else None, labels)
 
     return optax.chain(

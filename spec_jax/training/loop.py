@@ -1,6 +1,7 @@
-"""The optimiser loop of the embedded pair: resumable, with a log that survives kills.
+"""The optimiser loop: resumable, with a log that survives kills.
 
-A run is a pure function of its `Recipe` and its data: batches depend on the step
+Needs the extra `train`: the package imports this folder nowhere. A run is a pure
+function of its `Recipe` and its data: batches depend on the step
 alone, and a checkpoint holds everything else, so a killed and resumed run writes the
 same losses as an undisturbed one.
 """
@@ -11,20 +12,36 @@ import json
 import pathlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax import sharding
 from rich import progress
 
-from experiments.pair import corpus, muon
-from spec_jax.model import config as config_lib, params as params_lib, sequence
+from spec_jax.training import muon
 
 
-Loss = Callable[[params_lib.Params, jax.Array, params_lib.Params | None], jax.Array]
-"""`(params, tokens [B, T + 1], teacher) -> mean loss per token, nats`."""
+Params = Any
+"""A pytree of float32 arrays, all of which are trained."""
+
+Batch = Any
+"""A pytree of arrays `[B, ..]`; where it is one array, tokens `[B, T + 1]`."""
+
+Data = Any
+"""What has a length and gives a `Batch` for an array of indices, such as an array."""
+
+Loss = Callable[[Params, Batch, Any], jax.Array]
+"""`(params, batch, teacher) -> mean loss, nats`."""
+
+Measure = Callable[[Params, Batch, Any], dict[str, jax.Array]]
+"""`(params, batch, teacher) -> numbers of a held-out batch`, by their names."""
+
+DATA_AXIS = "data"
+"""The axis of a mesh over which the sequences of a batch are spread."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,112 +96,88 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-def labels(params: params_lib.Params) -> params_lib.Params:
-    """Which optimiser a leaf is for: the matrices of the layers are Muon's."""
-    layer = params_lib.LayerParams(
-        input_norm="adam",
-        qkv="muon",
-        q_norm="adam",
-        k_norm="adam",
-        attention_out="muon",
-        mlp_norm="adam",
-        gate_up="muon",
-        down="muon",
-    )
-    return params_lib.Params(
-        embed="adam",
-        layers=(layer,) * len(params.layers),
-        final_norm="adam",
-        lm_head=None if params.lm_head is None else "adam",
-    )
+def labels(params: Params) -> Params:
+    """Which optimiser a leaf is for: Muon's are matrices, but not of vocabularies."""
+
+    def label(path, leaf) -> str:
+        is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in ("embed", "lm_head")
+        return "adam" if is_table or leaf.ndim < 2 else "muon"
+
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
-def text_loss(
-    config: config_lib.Qwen3Config,
-    params: params_lib.Params,
-    tokens: jax.Array,
-    teacher: None = None,
-) -> jax.Array:
-    """Returns the mean cross-entropy of the next token, nats. There is no teacher.
+def batch(data: Data, *, size: int, step: int, seed: int) -> Batch:
+    """The sequences of optimiser step `step`: every sequence once an epoch.
 
-    `config.dtype` is the dtype of the forward pass: with "bfloat16" the float32
-    parameters are rounded before they are used, and their gradients are float32.
+    A pure function of its arguments, so that a resumed run sees the same batches.
     """
-    del teacher
-    labels = tokens[:, 1:, None]
-    logits = _logits(config, params, tokens)
-    # A comparison and a sum: the gradient of a gather is a serial scatter on a CPU.
-    is_label = jnp.arange(logits.shape[-1], dtype=labels.dtype) == labels
-    at_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_label)
-
-
-def distillation_loss(
-    config: config_lib.Qwen3Config,
-    teacher_config: config_lib.Qwen3Config,
-    params: params_lib.Params,
-    tokens: jax.Array,
-    teacher: params_lib.Params,
-) -> jax.Array:
-    """Returns the draft's cross-entropy against the target's distribution, nats.
-
-    Up to the target's entropy, a constant, this is the forward KL divergence.
-    """
-    targets = jax.nn.softmax(_logits(teacher_config, teacher, tokens))
-    logits = _logits(config, params, tokens)
-    # Both in one sum: `mean(logsumexp(logits) - sum(targets * logits))`.
-    return jnp.mean(
-        jax.nn.logsumexp(logits, axis=-1) - jnp.sum(targets * logits, axis=-1)
-    )
-
-
-def _logits(config, params, tokens):
-    """Float32 logits of all but the last of `tokens [B, T + 1]`."""
-    return sequence.logits(
-        params_lib.cast(params, config.dtype), config, tokens[:, :-1]
-    )
+    per_epoch = len(data) // size
+    if per_epoch == 0:
+        raise ValueError(f"batch size {size} exceeds the {len(data)} windows of data")
+    epoch, index = divmod(step, per_epoch)
+    order = np.random.default_rng((seed, epoch)).permutation(len(data))
+    return data[order[index * size : (index + 1) * size]]
 
 
 def held_out_loss(
-    loss: Loss,
-    params: params_lib.Params,
-    data: np.ndarray,
-    *,
-    batch_size: int,
-    teacher: params_lib.Params | None = None,
+    loss: Loss, params: Params, data: Data, *, batch_size: int, teacher: Any = None
 ) -> float:
-    """Mean loss over `data [windows, T + 1]`, whole batches only."""
-    num_batches = len(data) // batch_size
-    parts = [
-        loss(params, data[i * batch_size : (i + 1) * batch_size], teacher)
-        for i in range(num_batches)
+    """Mean loss over `data`, whole batches only."""
+    measure = lambda *inputs: {"loss": loss(*inputs)}
+    return held_out(measure, params, data, batch_size=batch_size, teacher=teacher)[
+        "loss"
     ]
-    return float(np.mean([float(part) for part in parts]))
+
+
+def held_out(
+    measure: Measure, params: Params, data: Data, *, batch_size: int, teacher: Any
+) -> dict[str, float]:
+    """Mean of each number over the whole batches of `data`, on the host."""
+    parts = [
+        measure(params, data[np.arange(start, start + batch_size)], teacher)
+        for start in range(0, len(data) - batch_size + 1, batch_size)
+    ]
+    return {
+        name: float(np.mean([float(part[name]) for part in parts])) for name in parts[0]
+    }
 
 
 def value_and_grad(
     loss: Loss,
-    params: params_lib.Params,
-    tokens: jax.Array,
-    teacher: params_lib.Params | None,
+    params: Params,
+    batch: Batch,
+    teacher: Any,
     *,
     part_size: int,
-) -> tuple[jax.Array, params_lib.Params]:
+    mesh: sharding.Mesh | None = None,
+) -> tuple[jax.Array, Params]:
     """Loss and gradients of a batch, the means of those of its parts.
 
-    A part is `part_size` sequences. On a CPU with 32 MiB of cache, gradients of two at
-    a time take a third less than those of sixteen at once: what a layer leaves for the
-    backward pass is still there, and less memory is asked of the system anew.
+    A part is `part_size` sequences, of each device of a mesh. On a CPU with 32 MiB of
+    cache, gradients of two at a time take a third less than those of sixteen at once:
+    what a layer leaves for the backward pass is still there, and less memory is asked
+    of the system anew.
 
     Raises:
       ValueError: the batch is not of whole parts.
     """
-    if len(tokens) % part_size:
+    size = len(jax.tree.leaves(batch)[0])
+    devices = 1 if mesh is None else mesh.size
+    if size % (part_size * devices):
         raise ValueError(
-            f"a batch of {len(tokens)} sequences is not of whole parts of {part_size}; "
-            "choose a divisor as part_size"
+            f"a batch of {size} sequences is not of whole parts of {part_size}"
+            + (f" on each of {devices} devices" if mesh else "")
+            + "; choose a divisor as part_size"
         )
-    parts = tokens.reshape(-1, part_size, tokens.shape[-1])
+
+    def split(leaf: jax.Array) -> jax.Array:
+        parts = leaf.reshape(-1, part_size * devices, *leaf.shape[1:])
+        if mesh is None:
+            return parts
+        spread = sharding.NamedSharding(mesh, sharding.PartitionSpec(None, DATA_AXIS))
+        return jax.lax.with_sharding_constraint(parts, spread)
+
+    parts = jax.tree.map(split, batch)
 
     def add(total, part):
         return jax.tree.map(
@@ -193,15 +186,18 @@ def value_and_grad(
 
     nothing = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
     total, _ = jax.lax.scan(add, nothing, parts)
-    return jax.tree.map(lambda x: x / len(parts), total)
+    count = size // (part_size * devices)
+    return jax.tree.map(lambda x: x / count, total)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("loss", "transform", "part_size"), donate_argnums=(0,)
+    jax.jit,
+    static_argnames=("loss", "transform", "part_size", "mesh"),
+    donate_argnums=(0,),
 )
-def _step(state, tokens, teacher, *, loss, transform, part_size):
+def _step(state, tokens, teacher, *, loss, transform, part_size, mesh=None):
     value, grads = value_and_grad(
-        loss, state["params"], tokens, teacher, part_size=part_size
+        loss, state["params"], tokens, teacher, part_size=part_size, mesh=mesh
     )
     updates, opt_state = transform.update(grads, state["opt_state"], state["params"])
     return {
@@ -214,30 +210,39 @@ def _step(state, tokens, teacher, *, loss, transform, part_size):
 def run(
     name: str,
     recipe: Recipe,
-    init: params_lib.Params,
+    init: Params,
     loss: Loss,
-    data: np.ndarray,
-    held_out: np.ndarray,
+    data: Data,
+    held_out_data: Data,
     folder: pathlib.Path,
     *,
-    teacher: params_lib.Params | None = None,
+    teacher: Any = None,
+    measure: Measure | None = None,
+    mesh: sharding.Mesh | None = None,
     stop_after: int | None = None,
-) -> params_lib.Params:
+) -> Params:
     """Trains from `init`, or from the newest checkpoint in `folder`.
 
     Writes `folder/log.jsonl`, one line a step (`step`, `loss`, and every
-    `eval_every` steps `held_out_loss`).
+    `eval_every` steps `held_out_loss` and what `measure` gives, as `held_out_NAME`).
 
     Args:
       init: donated.
       loss: hashable by identity; traced once.
-      teacher: handed to the loss.
+      teacher: handed to the loss, and not trained.
+      measure: as `loss`, of held-out batches.
+      mesh: of one axis, `DATA_AXIS`: sequences are spread over its devices, and
+        parameters are on each.
       stop_after: stops after this step, as if killed (tests resumption).
 
     Returns:
       The parameters after the last step that was run.
     """
     state = _start(recipe, init)
+    evaluated: Measure = lambda *inputs: {
+        "loss": loss(*inputs),
+        **(measure(*inputs) if measure else {}),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     with ocp.CheckpointManager(
@@ -248,11 +253,14 @@ def run(
                 manager.latest_step(), args=ocp.args.StandardRestore(_abstract(state))
             )
         first = int(state["step"])
-        transform, evaluate = optimizer(recipe), jax.jit(loss)
+        if mesh is not None:
+            everywhere = sharding.NamedSharding(mesh, sharding.PartitionSpec())
+            state, teacher = jax.device_put((state, teacher), everywhere)
+        transform, evaluate = optimizer(recipe), jax.jit(evaluated)
         with _open_log(folder / "log.jsonl", first) as log, _progress(name) as bar:
             task = bar.add_task("", total=recipe.steps, completed=first)
             for step in range(first, recipe.steps):
-                tokens = corpus.batch(
+                tokens = batch(
                     data, size=recipe.batch_size, step=step, seed=recipe.seed
                 )
                 started = time.perf_counter()
@@ -263,20 +271,22 @@ def run(
                     loss=loss,
                     transform=transform,
                     part_size=recipe.part_size,
+                    mesh=mesh,
                 )
                 row = {"step": step, "loss": float(value)}
-                row["tokens"] = tokens[:, 1:].size
+                row["tokens"] = _num_tokens(tokens)
                 seconds = time.perf_counter() - started
-                row["tokens_per_s"] = round(tokens[:, 1:].size / seconds)
+                row["tokens_per_s"] = round(row["tokens"] / seconds)
                 done = step + 1
                 if done == recipe.steps or done % recipe.eval_every == 0:
-                    row["held_out_loss"] = held_out_loss(
+                    found = held_out(
                         evaluate,
                         state["params"],
-                        held_out,
+                        held_out_data,
                         batch_size=recipe.batch_size,
                         teacher=teacher,
                     )
+                    row |= {f"held_out_{name}": x for name, x in found.items()}
                 log.write(json.dumps(row) + "\n")
                 log.flush()
                 bar.update(task, advance=1, description=f"loss {row['loss']:.3f}")
@@ -285,6 +295,11 @@ def run(
                 if done == stop_after:
                     break
     return state["params"]
+
+
+def _num_tokens(batch: Batch) -> int:
+    tokens = batch["tokens"] if isinstance(batch, dict) else batch
+    return tokens[:, 1:].size
 
 
 def _progress(name: str) -> progress.Progress:
@@ -297,7 +312,7 @@ def _progress(name: str) -> progress.Progress:
     )
 
 
-def restore(recipe: Recipe, init: params_lib.Params, folder: pathlib.Path):
+def restore(recipe: Recipe, init: Params, folder: pathlib.Path):
     """The parameters of the newest checkpoint in `folder`, and its step.
 
     Raises:
@@ -313,7 +328,7 @@ def restore(recipe: Recipe, init: params_lib.Params, folder: pathlib.Path):
     return state["params"], step
 
 
-def _start(recipe: Recipe, init: params_lib.Params) -> dict:
+def _start(recipe: Recipe, init: Params) -> dict:
     return {
         "params": init,
         "opt_state": optimizer(recipe).init(init),

@@ -1,0 +1,329 @@
+"""How is a drafter that reads its target trained? Trains an EAGLE-3 head, anew or on.
+
+Stages, in this order, each resumable after a kill with the same results:
+
+    rollouts  the target continues the prompts: what the head will meet
+    cache     the target's features of these texts, on disk (for --targets cache)
+    train     the head, towards the target's distributions, several drafts deep
+    export    the newest checkpoint, as a folder in a published format
+
+Everything but the export goes to `--work`. The log there has the held-out agreement of
+each drafting step with the target, and the accepted length that follows from it.
+"""
+
+from experiments.lib import cli
+
+
+if __name__ == "__main__":
+    cli.start()  # Before the imports, which take seconds.
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.lib import files, prompt_files
+from experiments.pair import rollouts
+from spec_jax.model import (
+    config as config_lib,
+    eagle3_dialects,
+    eagle3_files,
+    eagle3_params,
+    load as load_lib,
+    params as params_lib,
+    tokenizer as tokenizer_lib,
+)
+from spec_jax.ops import dispatch
+from spec_jax.training import eagle3, loop, targets
+from spec_jax.typing import IMPLS
+
+
+DONE = 0
+FAMILIES = ("eagle3",)
+TARGETS = ("online", "cache")
+HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch of them.
+
+
+def roll_out(args: argparse.Namespace) -> None:
+    """Writes `texts.npz`: what the target makes of each prompt, greedily and drawn."""
+    impl = dispatch.resolve(args.impl)
+    config, params = load_lib.load(args.target, impl=impl)
+    tokenizer = tokenizer_lib.load(args.target)
+    prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
+    ids = [tokenizer.encode(_text(tokenizer, prompt, args.raw)) for prompt in prompts]
+    # The end of a longer prompt: its continuation has the more to go on.
+    ids = [prompt[-args.prefix :] for prompt in ids] * args.samples
+    count = -(-len(ids) // rollouts.SLOTS) * rollouts.SLOTS
+    # Every second sample of a prompt is greedy; what fills the last slab is not kept.
+    numbers = np.arange(count) // len(prompts)
+    seeds = np.where(numbers % 2 == 0, -1, args.seed * count + np.arange(count))
+    filled = [ids[i % len(ids)] for i in range(count)]
+    lengths = np.array([len(prompt) for prompt in filled])
+    prefixes = np.zeros((count, lengths.max()), np.int32)
+    for row, prompt in zip(prefixes, filled, strict=True):
+        row[: len(prompt)] = prompt
+    tokens = rollouts.generate(
+        params,
+        config,
+        prefixes,
+        length=args.length,
+        impl=impl,
+        kept=args.work / "texts.part",
+        lengths=lengths,
+        seeds=seeds,
+    )[: len(ids)]
+    mask = np.arange(args.length) >= lengths[: len(ids), None] - 1
+    # In another order than the prompts', so that the held-out ones are of all kinds.
+    order = np.random.default_rng(args.seed).permutation(len(ids))
+    whole = args.work / "texts_whole.npz"
+    np.savez(whole, tokens=tokens[order], mask=mask[order])
+    whole.replace(_texts_path(args))  # Which is never half a file.
+
+
+def _text(tokenizer, prompt, raw: bool) -> str:
+    if tokenizer.has_chat_template and not raw:
+        return tokenizer.apply_chat(prompt.messages)
+    return "\n\n".join(message["content"] for message in prompt.messages)
+
+
+def _texts_path(args: argparse.Namespace) -> pathlib.Path:
+    return args.work / "texts.npz"
+
+
+def _texts(args: argparse.Namespace) -> targets.Texts:
+    path = _texts_path(args)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; run the stage rollouts first")
+    with np.load(path) as held:
+        return targets.Texts(tokens=held["tokens"], mask=held["mask"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the stages after the rollouts share."""
+
+    target: config_lib.Qwen3Config
+    params: params_lib.Params
+    config: eagle3_params.Eagle3Config
+    hot: jax.Array | None
+    online: targets.Online
+
+
+def prepare(args: argparse.Namespace) -> Job:
+    """Reads target and texts, and describes the head that is trained.
+
+    Raises:
+      ValueError: no texts, texts too short, or a head that this target cannot have.
+    """
+    texts = _texts(args)
+    if texts.tokens.shape[1] < args.ttt_steps + 2:
+        raise ValueError(
+            f"texts of {texts.tokens.shape[1]} tokens are too short for "
+            f"--ttt-steps {args.ttt_steps}: make rollouts of --length "
+            f"{args.ttt_steps + 2} or more"
+        )
+    target, params = load_lib.load(args.target)
+    taps = args.taps or eagle3_params.default_taps(target.num_layers)
+    size = min(args.draft_vocab, target.vocab_size)
+    hot = targets.draft_vocabulary(texts, size=size, vocab_size=target.vocab_size)
+    layer = dataclasses.replace(
+        target,
+        num_layers=1,
+        intermediate_size=args.mlp or target.intermediate_size,
+        tie_word_embeddings=False,
+    )
+    config = eagle3_params.Eagle3Config(
+        layer=layer,
+        draft_vocab_size=size,
+        target_hidden_size=target.hidden_size,
+        taps=taps,
+        has_head_norms=args.dialect == "deepspec",
+    )
+    eagle3_dialects.check_config(config, args.dialect)
+    config.check_target(target)
+    return Job(
+        target=target,
+        params=params,
+        config=config,
+        hot=None if hot is None else jnp.asarray(hot),
+        online=targets.Online(texts=texts, params=params, config=target, taps=taps),
+    )
+
+
+def cache(args: argparse.Namespace) -> None:
+    """Writes the target's features of all texts to `--work`/cache."""
+    targets.write(args.work / "cache", prepare(args).online)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Rows `first ..` of some data."""
+
+    data: loop.Data
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, rows: np.ndarray) -> loop.Batch:
+        return self.data[np.asarray(rows) + self.first]
+
+
+def _recipe(args: argparse.Namespace) -> loop.Recipe:
+    return loop.Recipe(
+        steps=args.steps,
+        batch_size=args.batch,
+        part_size=args.part,
+        learning_rate=args.learning_rate,
+        adam_learning_rate=0.15 * args.learning_rate,
+        eval_every=args.eval_every,
+        save_every=args.save_every,
+        seed=args.seed,
+    )
+
+
+def _init(args: argparse.Namespace, job: Job) -> eagle3_params.Eagle3Params:
+    return eagle3.init(
+        jax.random.key(args.seed), job.config, job.target, job.params, job.hot
+    )
+
+
+@functools.cache  # A static argument of the step: one object, one compilation.
+def _loss(config: eagle3_params.Eagle3Config, steps: int) -> loop.Loss:
+    return functools.partial(eagle3.loss, config, steps=steps)
+
+
+def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
+    """Trains the head, or goes on with it; returns the last held-out numbers."""
+    job = prepare(args)
+    data: loop.Data = job.online
+    if args.targets == "cache":
+        data = targets.Cached(args.work / "cache", job.online)
+    held_out = max(args.batch, len(data) // HELD_OUT_SHARE)
+    if len(data) < held_out + args.batch:
+        raise ValueError(
+            f"{len(data)} texts are too few for batches of {args.batch}, of which one "
+            "is held out; name more --prompts or --samples, or a smaller --batch"
+        )
+    first = len(data) - held_out
+    loop.run(
+        args.family,
+        _recipe(args),
+        _init(args, job),
+        _loss(job.config, args.ttt_steps),
+        _Part(data=data, first=0, count=first),
+        _Part(data=data, first=first, count=held_out),
+        args.work,
+        teacher=eagle3.teacher_of(job.params, job.hot),
+        measure=functools.partial(eagle3.measure, job.config, steps=args.ttt_steps),
+        stop_after=stop_after,
+    )
+    rows = map(json.loads, (args.work / "log.jsonl").open(encoding="utf-8"))
+    return [row for row in rows if "held_out_loss" in row][-1]
+
+
+def export(args: argparse.Namespace) -> None:
+    """Writes the newest checkpoint to `--out`, in the target's dtype."""
+    job = prepare(args)
+    trained, step = loop.restore(_recipe(args), _init(args, job), args.work)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(job.target.dtype), trained)
+    eagle3_files.save(
+        args.out,
+        job.config,
+        narrow.replace(embed=job.params.embed, hot=job.hot),
+        dialect=args.dialect,
+        metadata={"step": str(step)},
+    )
+
+
+def _taps(text: str) -> tuple[int, ...]:
+    """Splits `2,4,5`."""
+    return tuple(int(number) for number in text.split(","))
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--family", choices=FAMILIES, required=True)
+    parser.add_argument("--stage", choices=tuple(STAGES), required=True)
+    parser.add_argument("--raw", action="store_true", help="leave out a chat template")
+    parser.add_argument(
+        "--taps",
+        type=_taps,
+        metavar="K,K,..",
+        help="hidden_states of the target to read (default: 2, half of its layers L, "
+        "and L - 3)",
+    )
+    cli.add(
+        parser,
+        """
+        --target FOLDER=spec_jax/assets/target  a Qwen3 model in Hugging Face's layout
+        --prompts FILE=50  texts to continue: a file, or so many of the bundled ones
+        --work FOLDER=drafter  rollouts, cache, checkpoints and log
+        --out FOLDER=drafter/export  where the export goes
+        --dialect DIALECT=midlayer  published format of the export
+        --samples N=2  rollouts of each prompt; every second one is drawn
+        --prefix N=48  most tokens of a prompt: its last ones
+        --length N=177  tokens of a rollout, its prompt included
+        --draft-vocab N=32000  draft tokens: the most frequent of the rollouts
+        --mlp N  width of the head's MLP (default: the target's)
+        --targets WHERE=online  the target's features: computed in each step, or read
+        --steps N=1000  optimiser steps
+        --ttt-steps N=7  drafting steps that are trained
+        --batch N=16  sequences of an optimiser step
+        --part N=2  of them, how many have their gradients at a time
+        --learning-rate RATE=0.02  of the matrices, by Muon; all others have 0.15 of it
+        --eval-every N=50  steps between measurements of the held-out texts
+        --save-every N=25  steps between checkpoints
+        --seed SEED=0  of weights, batches and drawn rollouts
+        --impl IMPL=auto  kernels of the rollouts
+        """,
+        FOLDER=pathlib.Path,
+        FILE=str,
+        SEED=int,
+        RATE=float,
+        IMPL=IMPLS,
+        WHERE=TARGETS,
+        DIALECT=eagle3_dialects.DIALECTS,
+    )
+    return parser.parse_args(argv)
+
+
+STAGES = {"rollouts": roll_out, "cache": cache, "train": train, "export": export}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one stage; returns the exit status."""
+    files.check_folder(args.work)
+    if args.stage == "export":
+        files.check_folder(args.out)
+    if args.length <= args.prefix:
+        raise ValueError(
+            f"--length {args.length} leaves nothing to write after --prefix "
+            f"{args.prefix}"
+        )
+    found = STAGES[args.stage](args)
+    if found:
+        print(
+            f"held-out loss {found['held_out_loss']:.4f} nats, accepted length "
+            f"{found['held_out_accepted_length']:.2f}"
+        )
+    return DONE
+
+
+main = cli.script(
+    "train_drafter.py",
+    parse_args,
+    run,
+    kept=lambda args: f"the same command goes on from what is in {args.work}",
+)
+
+if __name__ == "__main__":
+    cli.end(main)

@@ -1,0 +1,161 @@
+"""The loss of EAGLE-3: drafting is trained as it is done, several steps deep.
+
+"Training-time test" of Li et al. 2025, https://arxiv.org/abs/2503.01840: step 0 reads
+the target's features, each later step what the step before it made of them. A step is
+taught the target's distribution on the draft vocabulary, by cross-entropy, and counts
+`decay` times as much as the one before.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax import pytree
+from spec_jax.model import (
+    config as config_lib,
+    eagle3,
+    eagle3_params,
+    params as params_lib,
+    sequence,
+)
+from spec_jax.ops import weights
+
+
+STEPS, DECAY = 7, 0.8
+
+
+class Teacher(pytree.Node):
+    """What the loss needs of the target besides `targets.Targets`; not trained."""
+
+    embed: jax.Array  # [V, D]
+    head: jax.Array  # [V, D]
+    hot: jax.Array | None  # [Vd] int32, the target's token of each draft token
+
+
+def teacher_of(params: params_lib.Params, hot: jax.Array | None) -> Teacher:
+    """Returns the parts of a target that its head is trained with."""
+    return Teacher(
+        embed=weights.matrix(params.embed), head=weights.matrix(params.head), hot=hot
+    )
+
+
+def init(
+    key: jax.Array,
+    config: eagle3_params.Eagle3Config,
+    target: config_lib.Qwen3Config,
+    params: params_lib.Params,
+    hot: jax.Array | None,
+) -> eagle3_params.Eagle3Params:
+    """Returns what is trained: float32 weights, without the embedding and the ids.
+
+    The output projection begins as the target's rows of the draft vocabulary, and the
+    norm before it as the target's. Consumes `key`.
+    """
+    config.check_target(target)
+    made = eagle3_params.init(key, config, embed=params.embed, hot=hot)
+    made = made.replace(embed=None, hot=None)
+    if config.hidden_size == target.hidden_size:
+        head = weights.matrix(params.head)
+        made = made.replace(
+            # Copies: the optimiser's step donates what it is given.
+            lm_head=jnp.array(head if hot is None else head[hot], copy=True),
+            final_norm=jnp.array(params.final_norm, copy=True),
+        )
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), made)
+
+
+def loss(
+    config: eagle3_params.Eagle3Config,
+    params: eagle3_params.Eagle3Params,
+    batch: dict[str, jax.Array],
+    teacher: Teacher,
+    *,
+    steps: int = STEPS,
+    decay: float = DECAY,
+) -> jax.Array:
+    """Returns `sum_j decay^j loss_j`, each step's the mean over all columns, nats.
+
+    Positions whose most likely token the draft vocabulary lacks count 0, and so do
+    those that `batch["mask"]` leaves out: the mean of a batch's parts is the batch's.
+    """
+    logits, best = _teacher_rows(batch, teacher)
+    counted = _counted(batch) & _is_kept(teacher, logits.shape[-1])[best]
+    if teacher.hot is not None:
+        logits = logits[..., teacher.hot]
+    targets = jax.nn.softmax(logits, axis=-1)
+    total = jnp.float32(0)
+    for j, made in enumerate(_unroll(config, params, batch, teacher, steps)):
+        products = jnp.sum(_shift(targets, j) * made.logits, axis=-1)
+        nats = jax.nn.logsumexp(made.logits, axis=-1) - products
+        total += decay**j * jnp.mean(jnp.where(_shift(counted, j), nats, 0.0))
+    return total
+
+
+def measure(
+    config: eagle3_params.Eagle3Config,
+    params: eagle3_params.Eagle3Params,
+    batch: dict[str, jax.Array],
+    teacher: Teacher,
+    *,
+    steps: int = STEPS,
+) -> dict[str, jax.Array]:
+    """Returns how often each step's draft is the target's most likely token.
+
+    `agreement_J` is that of step `J` after the text's own tokens. `accepted_length`
+    is one and the mean number of leading steps that agree: on text that the target
+    wrote greedily, the tokens that a round of `steps` drafts commits.
+    """
+    _, best = _teacher_rows(batch, teacher)
+    # Columns of which every step has a counted row of the teacher.
+    whole = _counted(batch) & _shift(_counted(batch), steps - 1)
+    agrees = []
+    for j, made in enumerate(_unroll(config, params, batch, teacher, steps)):
+        drafts = jnp.argmax(made.logits, axis=-1)
+        drafts = drafts if teacher.hot is None else teacher.hot[drafts]
+        agrees.append((drafts == _shift(best, j)) & whole)
+    count = jnp.sum(whole, dtype=jnp.float32)
+    leading = jnp.cumprod(jnp.stack(agrees).astype(jnp.float32), axis=0)
+    found = {
+        f"agreement_{j}": jnp.sum(x, dtype=jnp.float32) / count
+        for j, x in enumerate(agrees)
+    }
+    return found | {"accepted_length": 1 + jnp.sum(leading) / count}
+
+
+def _unroll(config, params, batch, teacher, steps):
+    """The steps' outputs; column `i` of step `j` is pair `i + j`."""
+    dtype = config.layer.dtype
+    whole = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    whole = whole.replace(embed=teacher.embed)
+    pairs = batch["tokens"][:, 1:]
+    made: list[eagle3.StepOutputs] = []
+    for j in range(steps):
+        read = made[-1].hidden if made else batch["features"][:, :-1]
+        made.append(
+            eagle3.forward_sequence(
+                whole, config, _shift(pairs, j), read, earlier=tuple(made)
+            )
+        )
+    return made
+
+
+def _teacher_rows(batch, teacher):
+    """The target's logits after each pair `[B, T - 1, V]`, and their argmax."""
+    logits = sequence.product(batch["final"][:, 1:], teacher.head)
+    return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _counted(batch):
+    """Pairs whose teacher's row counts, `[B, T - 1]`."""
+    return batch["mask"][:, 1:]
+
+
+def _is_kept(teacher, vocab_size):
+    if teacher.hot is None:
+        return jnp.ones((vocab_size,), bool)
+    return jnp.zeros((vocab_size,), bool).at[teacher.hot].set(True)
+
+
+def _shift(x: jax.Array, steps: int) -> jax.Array:
+    """Moves columns left; those that come in are zero, or false."""
+    widths = [(0, 0), (0, steps)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x[:, steps:], widths)

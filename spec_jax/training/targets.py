@@ -1,0 +1,187 @@
+"""What the target says of its texts, for training drafters: made as needed, or cached.
+
+Both are data of `loop.run`: `data[rows]` is a batch of `tokens`, `mask`, `features` and
+`final`. One program makes them, for one sequence at a time, so that a cache holds the
+bits of what would be made.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+
+import jax
+import numpy as np
+
+from spec_jax.model import (
+    checkpoint_files as files,
+    config as config_lib,
+    fingerprint,
+    params as params_lib,
+    sequence,
+)
+
+
+SHARD = 512  # sequences
+_INDEX = "cache.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Token ids `[n, T] int32`, and which rows of the target count, `[n, T] bool`."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def part(self, rows: slice) -> "Texts":
+        """Returns some of the texts."""
+        return Texts(tokens=self.tokens[rows], mask=self.mask[rows])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Online:
+    """Texts whose features the target computes when they are asked for."""
+
+    texts: Texts
+    params: params_lib.Params
+    config: config_lib.Qwen3Config
+    taps: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        tokens = self.texts.tokens[rows]
+        made = [
+            jax.tree.map(np.asarray, _one(self.params, x[None], self.config, self.taps))
+            for x in tokens
+        ]
+        features, final = (np.concatenate(part) for part in zip(*made, strict=True))
+        mask = self.texts.mask[rows]
+        return {"tokens": tokens, "mask": mask, "features": features, "final": final}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "taps"))
+def _one(params, tokens, config, taps):
+    """Features `[1, T, taps * D]` and final hidden states of one sequence."""
+    made = sequence.forward(params, config, tokens, taps=taps)
+    return made.features.reshape(*tokens.shape, -1), made.hidden
+
+
+def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray | None:
+    """Returns the most frequent tokens that the target wrote, ascending, int32.
+
+    None where the draft vocabulary is the whole one.
+
+    Raises:
+      ValueError: more tokens than there are.
+    """
+    if not 1 <= size <= vocab_size:
+        raise ValueError(
+            f"a draft vocabulary of {size}, of a vocabulary of {vocab_size}: it must "
+            f"be from 1 to {vocab_size}"
+        )
+    if size == vocab_size:
+        return None
+    written = texts.tokens[:, 1:][texts.mask[:, :-1]]
+    counts = np.bincount(written, minlength=vocab_size)
+    # Of equally frequent ones the smaller id: the same on every machine.
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def write(folder: pathlib.Path, online: Online) -> None:
+    """Caches all that `online` gives; a killed run goes on after its last whole shard.
+
+    Raises:
+      ValueError: `folder` holds another target's, or of other texts.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    index, described = folder / _INDEX, _describe(online)
+    if index.exists():
+        _check(index, described)
+    index.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    for number, start in enumerate(range(0, len(online), SHARD)):
+        path = folder / _shard(number)
+        if path.exists():
+            continue
+        batch = online[np.arange(start, min(start + SHARD, len(online)))]
+        pending = [
+            files.Pending(
+                name=name,
+                dtype=array.dtype,
+                shape=array.shape,
+                fetch=functools.partial(np.asarray, array),
+            )
+            for name, array in batch.items()
+        ]
+        partial = path.with_name(path.name + ".partial")
+        files.write(partial, pending, metadata={"taps": str(list(online.taps))})
+        partial.replace(path)  # Which is never half a file.
+
+
+class Cached:
+    """The batches of an `Online` from files that `write` made, by memory map."""
+
+    def __init__(self, folder: pathlib.Path, online: Online):
+        """Opens a cache.
+
+        Raises:
+          ValueError: none is there, or another target's, or of other texts.
+        """
+        if not (folder / _INDEX).exists():
+            raise ValueError(f"{folder}: holds no cache; run the stage cache first")
+        _check(folder / _INDEX, _describe(online))
+        self._length = len(online)
+        self._shards = [
+            _open(folder / _shard(number)) for number in range(-(-len(online) // SHARD))
+        ]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        places = [divmod(int(row), SHARD) for row in np.asarray(rows)]
+        return {
+            name: np.stack([self._shards[shard][name][at] for shard, at in places])
+            for name in self._shards[0]
+        }
+
+
+def _shard(number: int) -> str:
+    return f"targets-{number:05}.safetensors"
+
+
+def _open(path: pathlib.Path) -> dict[str, np.ndarray]:
+    entries = files.read_header(path, dtypes=files.DTYPES | files.WHOLE_DTYPES)
+    return {
+        name: np.memmap(
+            path, dtype=entry.dtype, mode="r", offset=entry.offset, shape=entry.shape
+        )
+        for name, entry in entries.items()
+    }
+
+
+def _describe(online: Online) -> dict:
+    """What decides every bit of a cache."""
+    digest = hashlib.sha256(np.ascontiguousarray(online.texts.tokens).tobytes())
+    digest.update(np.ascontiguousarray(online.texts.mask).tobytes())
+    return {
+        "target_sha256": fingerprint.of_params(online.params),
+        "texts_sha256": digest.hexdigest(),
+        "taps": list(online.taps),
+        "sequences": len(online),
+    }
+
+
+def _check(index: pathlib.Path, described: dict) -> None:
+    held = json.loads(index.read_text(encoding="utf-8"))
+    differing = [key for key, value in described.items() if held.get(key) != value]
+    if differing:
+        raise ValueError(
+            f"{index}: of another {', '.join(differing)}; delete the folder, or name "
+            "another"
+        )

@@ -1,0 +1,211 @@
+"""Training of drafters: texts, targets, loss, a killed run, and its head."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny_pair
+from model import eagle3_oracle as oracle
+
+from experiments import train_drafter
+from spec_jax import testing
+from spec_jax.model import checkpoint_files as files, eagle3_files, load, sequence
+from spec_jax.training import eagle3, targets
+
+
+STEPS = 3  # of drafting, where the loss is looked at
+TARGET = tiny_pair.config(num_layers=3)
+FLAGS = [
+    *("--family", "eagle3", "--taps", "0,1,2", "--ttt-steps", "2"),
+    *("--prompts", "10", "--prefix", "9", "--length", "16", "--draft-vocab", "40"),
+    *("--batch", "4", "--steps", "4", "--save-every", "2", "--eval-every", "2"),
+    *("--impl", "xla", "--mlp", "24"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes():
+    """Optax is not written for the strict modes of the other tests."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafter") / "target"
+    return tiny_pair.write_model(folder, TARGET, seed=0)
+
+
+@pytest.fixture(scope="module")
+def work(target, tmp_path_factory):
+    """Rollouts and a cache."""
+    folder = tmp_path_factory.mktemp("work")
+    for stage in ("rollouts", "cache"):
+        assert train_drafter.main(command(target, folder, stage)) == 0
+    return folder
+
+
+def command(target, work, stage, *more) -> list[str]:
+    places = ["--target", str(target), "--work", str(work), "--stage", stage]
+    return [*FLAGS, *places, *more]
+
+
+def job_of(target, work, *more):
+    return train_drafter.prepare(
+        train_drafter.parse_args(command(target, work, "train", *more))
+    )
+
+
+def test_rollouts_are_half_greedy(target, work):
+    """Against whole sequences, where the first choice leads by more than rounding."""
+    texts = job_of(target, work).online.texts
+    assert texts.tokens.shape == (20, 16)
+    config, params = load.load(target)
+    logits = np.asarray(sequence.logits(params, config, jnp.asarray(texts.tokens)))
+    is_first = logits[:, :-1].argmax(axis=-1) == texts.tokens[:, 1:]
+    written = texts.mask[:, :-1]
+    shares = [row[mask].mean() for row, mask in zip(is_first, written, strict=True)]
+    assert sum(share == 1 for share in shares) == 10
+    assert sum(share < 0.9 for share in shares) >= 8
+
+
+def test_a_cache_has_the_bits_of_the_target(target, work):
+    job = job_of(target, work)
+    cached = targets.Cached(work / "cache", job.online)
+    rows = np.array([7, 0, 19])
+    for name, array in job.online[rows].items():
+        testing.assert_same_bits(cached[rows][name], array, what=name)
+    with pytest.raises(ValueError, match="cache.json: of another taps; delete"):
+        targets.Cached(work / "cache", job_of(target, work, "--taps", "0,2,1").online)
+    with pytest.raises(ValueError, match="holds no cache; run the stage cache first"):
+        targets.Cached(work / "nothing", job.online)
+
+
+def test_the_loss_is_that_of_drafting(target, work, tmp_path):
+    """Against pairs one by one, as they are drafted: fails on a shift of any kind."""
+    job = job_of(target, work)
+    batch = job.online[np.arange(2)]
+    teacher = eagle3.teacher_of(job.params, job.hot)
+    params = eagle3.init(jax.random.key(3), job.config, job.target, job.params, job.hot)
+    head, hot = reference(tmp_path, job, params), np.asarray(job.hot)
+    expected, agrees = [], []
+    for b in range(2):
+        logits = target_logits(job, batch["tokens"][b])
+        for first in range(15):
+            found = drafted(head, batch, b, first)
+            row_agrees = []
+            for j, draft in enumerate(found):
+                row = logits[first + j + 1]
+                is_counted = batch["mask"][b, first + j + 1]
+                best = int(row.argmax())
+                p = np.exp(row[hot] - row[hot].max())
+                p /= p.sum()
+                q = draft - np.log(np.sum(np.exp(draft)))
+                is_kept = is_counted and best in hot
+                expected.append(0.8**j * (-np.sum(p * q) if is_kept else 0.0))
+                row_agrees.append(bool(hot[draft.argmax()] == best))
+            if len(found) == STEPS and batch["mask"][b, first + 1]:
+                agrees.append(row_agrees)
+    loss_of, measure = (
+        jax.jit(functools.partial(function, job.config, steps=STEPS))
+        for function in (eagle3.loss, eagle3.measure)
+    )
+    loss = loss_of(params, batch, teacher)
+    np.testing.assert_allclose(float(loss), np.sum(expected) / 30, rtol=1e-4)
+    found = measure(params, batch, teacher)
+    leading = np.cumprod(np.array(agrees, float), axis=1)
+    np.testing.assert_allclose(
+        float(found["accepted_length"]), 1 + leading.sum() / len(agrees), rtol=1e-5
+    )
+    # Negative control: features of the next position are another loss.
+    moved = batch | {"features": np.roll(batch["features"], -1, axis=1)}
+    other = loss_of(params, moved, teacher)
+    assert abs(float(other) - float(loss)) > 1e-3
+
+
+def target_logits(job, tokens):
+    tokens = jnp.asarray(tokens)[None]
+    return np.asarray(sequence.logits(job.params, job.target, tokens)[0], float)
+
+
+def drafted(head, batch, b, first):
+    """Logits of the drafts after pair `first`, in float64, pair by pair."""
+    tokens = np.asarray(batch["tokens"][b])
+    own = min(STEPS - 1, 14 - first)
+    features = np.asarray(batch["features"][b, : first + 1], float)
+    made = oracle.run(head, features, tokens[1 : first + 2 + own], num_own=own)
+    return made[1][first:]
+
+
+def reference(folder, job, params):
+    """The float64 head of these weights, by the file that is written of them."""
+    whole = params.replace(embed=job.params.embed, hot=job.hot)
+    eagle3_files.save(folder, job.config, whole, dialect="midlayer")
+    return oracle.Head(
+        config=json.loads((folder / "config.json").read_text()),
+        tensors=safetensors.numpy.load_file(folder / files.SINGLE_FILE),
+        embed=np.asarray(job.params.embed),
+    )
+
+
+def losses(folder) -> list:
+    rows = map(json.loads, (folder / "log.jsonl").open())
+    return [(row["step"], row["loss"], row.get("held_out_agreement_0")) for row in rows]
+
+
+# Orbax leaves its event loops to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, capsys):
+    """Fails if resuming, or reading what was cached, changes a bit of the head."""
+    online = tmp_path / "online"
+    online.mkdir()
+    texts = (work / "texts.npz").read_bytes()
+    (online / "texts.npz").write_bytes(texts)
+    assert train_drafter.main(command(target, online, "train")) == 0
+    assert "accepted length" in capsys.readouterr().out
+    args = command(target, work, "train", "--targets", "cache")
+    train_drafter.train(train_drafter.parse_args(args), stop_after=3)
+    assert train_drafter.main(args) == 0
+    assert losses(work) == losses(online)
+    assert [step for step, *_ in losses(work)] == [0, 1, 2, 3]
+    assert losses(work)[-1][1] < losses(work)[0][1]
+    made = []
+    for folder in (work, online):
+        out = tmp_path / folder.name / "export"
+        more = ("--out", str(out))
+        assert train_drafter.main(command(target, folder, "export", *more)) == 0
+        made.append(eagle3_files.load(out, *load.load(target)))
+    assert made[0][0] == job_of(target, work).config
+    testing.assert_same_bits(made[0][1], made[1][1])
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "message"),
+    [
+        ("train", ["--batch", "16"], "20 texts are too few for batches of 16"),
+        ("train", ["--ttt-steps", "15"], "--length 17 or more"),
+        ("train", ["--taps", "0,1,3"], "each must be below 3"),
+        ("train", ["--dialect", "deepspec"], "deepspec has the whole vocabulary"),
+        ("rollouts", ["--prefix", "16"], "leaves nothing to write after --prefix 16"),
+    ],
+)
+def test_bad_flags_are_refused(target, work, capsys, stage, flags, message):
+    assert train_drafter.main(command(target, work, stage, *flags)) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_of_what_was_written():
+    tokens = np.array([[9, 4, 4, 7], [9, 9, 2, 2]], np.int32)
+    mask = np.array([[True] * 4, [False, True, True, False]])
+    texts = targets.Texts(tokens=tokens, mask=mask)
+    found = lambda size: targets.draft_vocabulary(texts, size=size, vocab_size=12)
+    np.testing.assert_array_equal(found(2), [2, 4])  # 9 was given, and 7 came once
+    np.testing.assert_array_equal(found(3), [2, 4, 7])
+    assert found(12) is None
+    with pytest.raises(ValueError, match="it must be from 1 to 12"):
+        found(13)
