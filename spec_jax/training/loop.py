@@ -54,7 +54,7 @@ class Recipe:
     learning_rate: float = 0.02  # Muon, for the matrices of the layers
     adam_learning_rate: float = 0.003  # embedding and norms
     warmup_steps: int = 50
-    decay_share: float = 0.3  # of the steps, at the end
+    decay_share: float = 0.5  # of the steps, at the end
     eval_every: int = 50
     save_every: int = 25
     seed: int = 0

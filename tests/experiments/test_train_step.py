@@ -124,12 +124,12 @@ def test_the_norm_has_the_gradient_of_rms_norm(dtype, tolerance):
 
 
 def test_the_learning_rate_rises_stays_and_falls():
-    recipe = training.Recipe(steps=100, warmup_steps=10, decay_share=0.3)
-    rate = training.learning_rate(recipe, 0.02)
+    recipe = loop.Recipe(steps=100, warmup_steps=10, decay_share=0.3)
+    rate = loop.learning_rate(recipe, 0.02)
     rates = [float(rate(step)) for step in (0, 5, 10, 40, 70, 85, 100)]
     np.testing.assert_allclose(rates, [0, 0.01, 0.02, 0.02, 0.02, 0.01, 0], atol=1e-9)
     # Until it falls, the length of the run is not in it.
-    longer = training.learning_rate(dataclasses.replace(recipe, steps=1000), 0.02)
+    longer = loop.learning_rate(dataclasses.replace(recipe, steps=1000), 0.02)
     assert [float(longer(step)) for step in (5, 40)] == rates[1:4:2]
     assert float(longer(85)) != rates[5]
 
@@ -168,10 +168,8 @@ def optax_muon(recipe):
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
-            training.learning_rate(recipe, recipe.learning_rate),
-            adam_learning_rate=training.learning_rate(
-                recipe, recipe.adam_learning_rate
-            ),
+            loop.learning_rate(recipe, recipe.learning_rate),
+            adam_learning_rate=loop.learning_rate(recipe, recipe.adam_learning_rate),
             adam_b2=0.98,
             muon_weight_dimension_numbers=matrices,
         ),
