@@ -252,6 +252,7 @@ CURVE = {
     "round, plain steps": ("plain_steps", ".2f"),
     "tokens": ("tokens_per_round", ".2f"),
     "predicted": lambda row: f"{row['speedup']:.2f}x",
+    "rows free": lambda row: f"{row['free_rows_speedup']:.2f}x",
 }
 ACCEPTANCE = {
     "drafter": "",
@@ -337,6 +338,9 @@ def run(args: argparse.Namespace) -> int:
         out.write_all(rows)
     tables.print_rows(rows, PLAN, console)
     tables.print_note(NOTE, console)
+    errors = [row["relative_error"] for row in rows if "tree" in row]
+    if words := planning.words_of_errors(errors):
+        console.print(words, highlight=False)
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 
 

@@ -83,7 +83,8 @@ _TREES = (
     "--page-size 16 --cache paged --prompts 8 --gen-tokens 64"
 )
 _GREEDY_TREES = ("4x8:7@0.5", "4x12:15@0.3", "4x16:31@0.3", "4x6:15@1")
-_SAMPLED_TREES = ("4x6:15@0.6", "4-2-1")
+# The second is EAGLE-2's: scored by probability, the most probable children.
+_SAMPLED_TREES = ("4x6:15@0.6", "4x6:15@1/greedy", "4-2-1")
 _MATCHED_TREES = (
     *("50", "50 --temperature 0.7", "50 --temperature 1", "50 --batch 4"),
     *("50 --batch 4 --temperature 1", f"{DATA}/gsm8k/test.jsonl:50"),

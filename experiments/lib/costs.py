@@ -99,6 +99,12 @@ class TreeCosts:
         beyond_rows = max(0.0, self.idle_s - self.verify_s[0])
         return beyond_rows + max(0.0, proposal_s - self.propose_s[0]) + rows_s
 
+    def with_free_rows(self) -> "TreeCosts":
+        """Returns the costs where a forward takes as long as with one row, of any
+        number: as on a GPU, whose rows share one read of the weights."""
+        flat = (self.verify_s[0],) * len(self.verify_s)
+        return dataclasses.replace(self, verify_s=flat)
+
     def round_s(self) -> np.ndarray:
         """Seconds of a round by its nodes, `[gamma_max + 1]`."""
         return np.array([self.seconds(n, drafted=n) for n in range(self.gamma_max + 1)])

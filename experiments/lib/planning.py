@@ -154,6 +154,8 @@ class TreePrediction:
     # Of a round: the tokens that it must commit to be as fast as decoding
     plain_steps: float
     speedup: float  # over autoregressive decoding
+    # And where rows cost nothing (`TreeCosts.with_free_rows`); drafting costs the same
+    free_rows_speedup: float
 
 
 def predict_tree(
@@ -168,11 +170,14 @@ def predict_tree(
       counters: of rounds that asked for all nodes.
     """
     drafted = counters.proposed / counters.rounds
-    made = []
+    made, free = [], costs.with_free_rows()
     for nodes in costs.nodes[1:]:
         tokens = 1 + sum(counters.kept_by_rank[:nodes]) / counters.rounds
         num_rows = min(drafted, nodes)
-        steps = costs.seconds(nodes, drafted=num_rows) / costs.plain_s
+        steps, flat = (
+            each.seconds(nodes, drafted=num_rows) / costs.plain_s
+            for each in (costs, free)
+        )
         made.append(
             TreePrediction(
                 nodes=nodes,
@@ -180,20 +185,48 @@ def predict_tree(
                 tokens_per_round=tokens,
                 plain_steps=steps,
                 speedup=tokens / steps,
+                free_rows_speedup=tokens / flat,
             )
         )
     return made
 
 
 def words_of_tree(name: str, predictions: Sequence[TreePrediction]) -> str:
-    """Returns where a tree pays, in words."""
+    """Returns where a tree pays, in words: here, and where rows cost nothing."""
     best = max(predictions, key=lambda prediction: prediction.speedup)
-    faster = [str(one.nodes) for one in predictions if one.speedup > 1]
-    pays = f"pays with {', '.join(faster)} nodes" if faster else "does not pay"
+    free = max(predictions, key=lambda prediction: prediction.free_rows_speedup)
     return (
-        f"{name}: {pays}; {best.speedup:.2f}x with {best.nodes} nodes expected to be "
+        f"{name}: {_pays([(one.nodes, one.speedup) for one in predictions])}; "
+        f"{best.speedup:.2f}x with {best.nodes} nodes expected to be "
         f"the best, {best.tokens_per_round:.2f} tokens in rounds of "
-        f"{best.plain_steps:.2f} plain steps"
+        f"{best.plain_steps:.2f} plain steps. If rows cost nothing, as on a GPU, it "
+        f"{_pays([(one.nodes, one.free_rows_speedup) for one in predictions])}; "
+        f"{free.free_rows_speedup:.2f}x with {free.nodes}"
+    )
+
+
+def _pays(speedups: Sequence[tuple[int, float]]) -> str:
+    faster = [str(nodes) for nodes, speedup in speedups if speedup > 1]
+    return f"pays with {', '.join(faster)} nodes" if faster else "does not pay"
+
+
+TREE_BAR = 0.15
+"""Share by which a tree's measured speed-up may miss the predicted one."""
+
+
+def words_of_errors(errors: Sequence[float | None]) -> str | None:
+    """Returns how far the predictions of trees were off, in words; None of none.
+
+    Args:
+      errors: predicted over measured less 1; None where nothing was measured.
+    """
+    known = [abs(error) for error in errors if error is not None]
+    if not known:
+        return None
+    within = sum(error <= TREE_BAR for error in known)
+    return (
+        f"trees: {within} of {len(known)} predicted within {TREE_BAR:.0%} of what was "
+        f"measured, off by {max(known):.0%} at most"
     )
 
 

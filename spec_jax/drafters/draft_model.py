@@ -70,6 +70,12 @@ class DraftModel:
                 "tokens drawn, and have no distribution; draw them 'coupled' or "
                 "'greedy', or give a fixed tree such as '4-2-1'"
             )
+        is_greedy = isinstance(self.tree, tree_shapes.Tree) and self.tree.greedy
+        if is_greedy and self.draws != "greedy":
+            raise ValueError(
+                f"draws={self.draws!r} of a tree {self.tree}, whose children are never "
+                "drawn: give draws='greedy', or make it by `for_tree`"
+            )
         if self.tree is not None and self.min_confidence:
             raise ValueError(
                 f"min_confidence={self.min_confidence} ends chains: a tree weighs its "
@@ -114,12 +120,19 @@ class DraftModel:
         return dataclasses.replace(self, draws="independent")
 
     def for_tree(self, tree: tree_shapes.AnyTree) -> "DraftModel":
-        """Returns the draft model that drafts such trees, as many rows a forward."""
-        model = self.model
+        """Returns the draft model that drafts such trees, as many rows a forward.
+
+        Of a `Tree` that is `greedy`, by draws="greedy".
+        """
+        model, draws = self.model, self.draws
+        if isinstance(tree, tree_shapes.Tree) and tree.greedy:
+            draws = "greedy"
         if model.slab < tree.width and model.impl != "native":
             slab = row_model.slab_for(model.impl, tree.width)
             model = dataclasses.replace(model, slab=slab)
-        return dataclasses.replace(self, model=model, tree=tree, gamma_max=tree.nodes)
+        return dataclasses.replace(
+            self, model=model, tree=tree, gamma_max=tree.nodes, draws=draws
+        )
 
     def for_slots(self, num_slots: int) -> draft_slots.SlotDraftModel:
         """Returns the draft model for `num_slots` sequences."""

@@ -25,6 +25,10 @@ TAU = 0.4
 target's token is the draft's most probable one more often than its probability says."""
 
 
+GREEDY = "greedy"
+"""In the text of a tree, after a slash: `Tree.greedy`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree:
     """How far a search looks, and how many nodes it returns.
@@ -34,6 +38,9 @@ class Tree:
       depth: drafts on a path, at most; `D`.
       nodes: drafts of a proposal, at most; `W`.
       tau: divides log weights; 1 scores by probability, as EAGLE-2 does.
+      greedy: whether children are a draft model's most probable tokens also where the
+        target samples, as EAGLE-2's are, rather than those that the target is most
+        likely to draw. Lossless under the rule "coupled", as any tree is.
 
     Raises:
       ValueError: a size below one, more nodes than candidates or than a target's
@@ -44,6 +51,7 @@ class Tree:
     depth: int
     nodes: int
     tau: float = TAU
+    greedy: bool = False
 
     def __post_init__(self) -> None:
         for name in ("top_k", "depth", "nodes"):
@@ -124,22 +132,32 @@ class Tree:
 
     @classmethod
     def parse(cls, text: str) -> "Tree":
-        """Reads `KxD:W` or `KxD:W@tau`; raises `ValueError` as `parse` does."""
-        sizes, _, tau = text.partition("@")
+        """Reads `KxD:W`, with `@tau` and `/greedy`; raises as `parse` does."""
+        shape, slash, how = text.partition("/")
+        sizes, _, tau = shape.partition("@")
         try:
+            if slash and how != GREEDY:
+                raise ValueError(how)
             search, nodes = sizes.split(":")
             top_k, depth = search.split("x")
             numbers = int(top_k), int(depth), int(nodes), float(tau or TAU)
         except ValueError:
             raise ValueError(
                 f"{text!r} is no tree: give children x depth : nodes and, after @, a "
-                "tau, as in 4x12:15 or 4x12:15@0.3, or a fixed tree's children by "
-                "depth, as in 4-2-1"
+                "tau, as in 4x12:15 or 4x12:15@0.3, and /greedy for children that are "
+                "never drawn; or a fixed tree's children by depth, as in 4-2-1"
             ) from None
-        return cls(top_k=numbers[0], depth=numbers[1], nodes=numbers[2], tau=numbers[3])
+        return cls(
+            top_k=numbers[0],
+            depth=numbers[1],
+            nodes=numbers[2],
+            tau=numbers[3],
+            greedy=bool(slash),
+        )
 
     def __str__(self) -> str:
-        return f"{self.top_k}x{self.depth}:{self.nodes}@{self.tau:g}"
+        how = f"/{GREEDY}" if self.greedy else ""
+        return f"{self.top_k}x{self.depth}:{self.nodes}@{self.tau:g}{how}"
 
 
 Path = tuple[int, ...]
@@ -339,7 +357,8 @@ AnyTree = Tree | FixedTree
 def parse(text: str) -> AnyTree:
     """Reads a tree.
 
-    `KxD:W` and `KxD:W@tau` are searches, such as `4x12:15` and `4x12:15@0.3`. Fixed
+    `KxD:W` and `KxD:W@tau` are searches, such as `4x12:15` and `4x12:15@0.3`; with
+    `/greedy` children are never drawn, as in EAGLE-2's `4x6:15@1/greedy`. Fixed
     trees are given by their branching, `4-2-1`; by their paths as JSON,
     `[[0],[1],[0,0]]`; or by the name of a file of that, `medusa.json`.
 

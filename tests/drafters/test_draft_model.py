@@ -385,6 +385,21 @@ def test_what_the_children_of_a_tree_were_drawn_from():
     ).any()
 
 
+def test_greedy_children_where_the_target_samples():
+    """Fails if EAGLE-2's way draws its children; control: ours depend on the seed."""
+    texts = ("2x3:6@1/greedy", "2x3:6@1")
+    trees = [as_drafter().for_tree(tree_shapes.parse(text)) for text in texts]
+    eagle, ours = ([drawn(d, PROMPT, seed=s).tokens for s in (5, 6)] for d in trees)
+    testing.assert_same_bits(*eagle)
+    assert (ours[0] != ours[1]).any()
+    drafter = trees[0]
+    scheduler = scheduler_of(NEARLY, num_slots=1, drafter=drafter)
+    (ask,) = [ask for ask in MIXED if ask.request().sampling is not None][:1]
+    state = decoding.admit(scheduler, [ask.request()], draws=True)
+    state = decoding.generate(scheduler, state)
+    decoding.assert_as_decoded(SMALL, state, [ask])
+
+
 UNEVEN = tree_shapes.parse("[[0],[1],[2],[0,0],[1,0],[2,0],[2,1],[2,1,0]]")
 
 
@@ -524,6 +539,14 @@ def test_trees_and_rules():
         as_drafter().for_tree(searched).for_rule("rejection")
     with pytest.raises(NotImplementedError, match="no form for trees"):
         as_drafter().for_tree(fixed).for_rule("block")
+    eagle = tree_shapes.parse("2x2:4@1/greedy")
+    assert eagle.greedy and tree_shapes.parse(str(eagle)) == eagle != searched
+    assert as_drafter().for_tree(eagle).draws == "greedy"
+    with pytest.raises(ValueError, match="draws='coupled' of a tree 2x2:4@1/greedy"):
+        dataclasses.replace(as_drafter(), tree=eagle, gamma_max=4)
+    for wrong in ("2x2:4/likely", "2x2:4/", "4-2-1/greedy"):
+        with pytest.raises(ValueError, match="and /greedy for children"):
+            tree_shapes.parse(wrong)
     greedy = as_drafter(draws="greedy").for_tree(searched)
     assert greedy.for_rule("rejection") == greedy
     assert as_drafter().for_tree(fixed).for_rule("rejection").draws == "independent"

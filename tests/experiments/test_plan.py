@@ -156,7 +156,8 @@ def test_trees_are_planned_next_to_chains(folders, tmp_path, capsys):
     name = f"draft-model, tree {tree}"
     assert {f"{name}: proposal, gamma {n}" for n in (0, 1, 3, 5)} <= names
     assert "6 active rows" in names
-    assert f"{name}: " in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{name}: " in printed and "of 1 predicted within 15% of" in printed
 
 
 def test_where_a_tree_pays():
@@ -180,10 +181,24 @@ def test_where_a_tree_pays():
     assert one.speedup == pytest.approx(1.6 / 1.4)
     words = planning.words_of_tree("d", [one, three])
     assert "d: pays with 1, 3 nodes; 1.14x with 1 nodes" in words
+    # Rows that cost nothing: more nodes pay, as far as their drafting lets them.
+    assert one.free_rows_speedup == pytest.approx(1.6 / 1.2)
+    assert three.free_rows_speedup == pytest.approx(2.0 / 1.3)
+    assert "rows cost nothing, as on a GPU, it pays with 1, 3 nodes; 1.54x" in words
     # Negative control: dear rows.
     dear = dataclasses.replace(parts, verify_s=(10.0, 30.0, 40.0))
     found = planning.predict_tree(counters, dear)
-    assert "does not pay" in planning.words_of_tree("d", found)
+    words = planning.words_of_tree("d", found)
+    assert "d: does not pay" in words and "it pays with 1, 3 nodes; 1.54x" in words
+
+
+def test_errors_of_trees_are_held_against_their_bar():
+    """Fails if a prediction that is too low counts as good."""
+    words = planning.words_of_errors([0.1, None, -0.2, 0.15])
+    assert words == (
+        "trees: 2 of 3 predicted within 15% of what was measured, off by 20% at most"
+    )
+    assert planning.words_of_errors([]) is planning.words_of_errors([None]) is None
 
 
 COSTS = costs.RoundCosts(
