@@ -15,6 +15,7 @@ The rules that draw uniforms commit texts of their own, which no trace foretells
 """
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -23,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
 from spec_jax import pytree
-from spec_jax.engine import checks, protocols
+from spec_jax.engine import checks, protocols, rows
 from spec_jax.rules import acceptance
 
 
@@ -36,6 +37,8 @@ class Trace(pytree.Node):
 
     tokens: jax.Array  # [size] int32, prompt and output, then PAD
     length: jax.Array  # [] int32, how many of them are the text
+    # [size, taps, D], for drafters that read the target: see `record_features`.
+    features: jax.Array | None = None
 
 
 class TraceCache(pytree.Node):
@@ -46,14 +49,18 @@ class TraceCache(pytree.Node):
     capacity: jax.Array  # [] int32, positions that a slot holds
     out_of_pages: jax.Array  # [B] bool, the last window found no room, or no text
     num_forwards: jax.Array  # [max_rows + 1] int32, windows by their active rows
+    features: jax.Array | None = None  # [B, size, taps, D]
 
 
-def make_trace(text: list[int], *, size: int | None = None) -> Trace:
+def make_trace(
+    text: list[int], *, size: int | None = None, features: np.ndarray | None = None
+) -> Trace:
     """Returns the trace of a text: traces of one size share their executables.
 
     Args:
       text: prompt and output.
       size: of the array; that of the text if None.
+      features: what `record_features` returned of the text.
 
     Raises:
       ValueError: no text, one that is longer than `size`, or a token that no
@@ -67,7 +74,49 @@ def make_trace(text: list[int], *, size: int | None = None) -> Trace:
         raise ValueError(f"the text has token {worst}, outside [0, {MAX_VOCAB_SIZE})")
     tokens = np.full((size,), acceptance.PAD, np.int32)
     tokens[: len(text)] = text
-    return Trace(tokens=jnp.asarray(tokens), length=jnp.int32(len(text)))
+    padded = None
+    if features is not None:
+        missing = size - len(features)
+        padded = jnp.pad(jnp.asarray(features), ((0, missing), (0, 0), (0, 0)))
+    return Trace(
+        tokens=jnp.asarray(tokens), length=jnp.int32(len(text)), features=padded
+    )
+
+
+def record_features(
+    target: rows.SlotRows,
+    params: protocols.Params,
+    text: list[int],
+    *,
+    num_prompt: int,
+    taps: tuple[int, ...],
+) -> np.ndarray:
+    """Returns the features of a text but for its last token, `[T - 1, taps, D]`.
+
+    Bit for bit those of live rounds: of the prompt by its prefill, of the rest by rows.
+
+    Args:
+      num_prompt: tokens of the text that are the prompt.
+    """
+    kv = target.new_cache(capacity=len(text), page_size=16)
+    kv, features = target.prefill_features(
+        params, kv, text[:num_prompt], slot=0, taps=taps
+    )
+    found = [np.asarray(features)[: num_prompt - 1]]
+    verify = jax.jit(functools.partial(target.verify, taps=taps))
+    width, num_slots = target.max_rows, target.num_slots
+    for start in range(num_prompt - 1, len(text) - 1, width):
+        part = text[start : min(start + width, len(text) - 1)]
+        window = protocols.Window(
+            tokens=jnp.zeros((num_slots, width), jnp.int32)
+            .at[0]
+            .set(jnp.asarray(np.pad(part, (0, width - len(part))), jnp.int32)),
+            start=jnp.zeros((num_slots,), jnp.int32).at[0].set(start),
+            num_active=jnp.zeros((num_slots,), jnp.int32).at[0].set(len(part)),
+        )
+        kv, verified = verify(params, kv, window)
+        found.append(np.asarray(verified.features)[: len(part)])
+    return np.concatenate(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +130,9 @@ class TraceTarget:
     Attributes:
       max_rows: of the widest window.
       size: of the traces.
+      taps: of the features that traces have, for drafters that read them.
+      feature_size: the width of these.
+      feature_dtype: their dtype.
       is_drawn: its choices are the target's tokens, whatever a request samples by.
 
     Raises:
@@ -90,6 +142,9 @@ class TraceTarget:
     max_rows: int
     size: int
     num_slots: int = 1
+    taps: tuple[int, ...] = ()
+    feature_size: int = 0
+    feature_dtype: str = "float32"
 
     is_drawn: ClassVar[bool] = True
 
@@ -104,7 +159,12 @@ class TraceTarget:
         """Allocates the cache of `capacity` positions a slot, in whole pages."""
         del num_pages
         capacity = -(-capacity // page_size) * page_size
+        features = None
+        if self.taps:
+            shape = self.num_slots, self.size, len(self.taps), self.feature_size
+            features = jnp.zeros(shape, self.feature_dtype)
         return TraceCache(
+            features=features,
             tokens=jnp.zeros((self.num_slots, self.size), jnp.int32),
             length=jnp.zeros((self.num_slots,), jnp.int32),
             capacity=jnp.int32(capacity),
@@ -136,13 +196,46 @@ class TraceTarget:
             raise ValueError(
                 "the trace does not begin with the prompt: it is another's"
             )
+        features = cache.features
+        if features is not None:
+            if params.features is None or params.features.shape != features.shape[1:]:
+                raise ValueError(
+                    f"a trace target with taps={self.taps} takes traces with features "
+                    f"{list(features.shape[1:])}: record them, see record_features"
+                )
+            features = features.at[slot].set(params.features)
         return cache.replace(
             tokens=cache.tokens.at[slot].set(params.tokens),
             length=cache.length.at[slot].set(params.length),
+            features=features,
         )
 
+    def prefill_features(
+        self,
+        params: Trace,
+        cache: TraceCache,
+        prompt: list[int],
+        *,
+        slot: int,
+        taps: tuple[int, ...],
+        by_rows: bool | None = None,
+    ) -> tuple[TraceCache, jax.Array | None]:
+        """As `prefill`, and the recorded features; those past the prompt are padding.
+
+        Raises:
+          ValueError: as `prefill`.
+        """
+        del taps  # `checks.check_pair`: those of the target.
+        cache = self.prefill(params, cache, prompt, slot=slot, by_rows=by_rows)
+        return cache, params.features
+
     def verify(
-        self, params: protocols.Params, cache: TraceCache, window: protocols.Window
+        self,
+        params: protocols.Params,
+        cache: TraceCache,
+        window: protocols.Window,
+        *,
+        taps: tuple[int, ...] = (),
     ) -> tuple[TraceCache, protocols.Verified]:
         """Returns the trace's token after each position, as the only entry of "logits".
 
@@ -168,6 +261,10 @@ class TraceTarget:
         own = cache.tokens.at[slots, positions + 1].get(
             mode="fill", fill_value=acceptance.PAD
         )
+        features = None
+        if taps and cache.features is not None:
+            features = cache.features.at[slots, positions].get(mode="clip")
+            features = features.reshape(-1, *features.shape[2:])
         num_active = jnp.where(failed, 0, window.num_active)
         total = jnp.sum(num_active, dtype=jnp.int32)
         # A batch's windows may have more rows together: the last entry counts those.
@@ -183,6 +280,7 @@ class TraceTarget:
             positions=positions.reshape(-1),
             num_active=jnp.int32(num_slots * width),
             at=jnp.where(columns < num_active[:, None], at, num_slots * width),
+            features=features,
         )
 
     def choose(

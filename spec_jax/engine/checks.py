@@ -108,9 +108,19 @@ def check_pair(target: Any, drafter: Any) -> None:
 def _check_taps(target: Any, drafter: Any) -> None:
     """Raises `ValueError` unless the target has the features that a drafter reads."""
     taps, config = protocols.taps_of(drafter), getattr(target, "config", None)
-    if not taps or config is None:
+    name = type(drafter).__name__
+    if not taps:
         return
-    name, most = type(drafter).__name__, config.num_layers - 1
+    if config is None:
+        # A trace has the features that were recorded with it.
+        if (recorded := getattr(target, "taps", taps)) != taps:
+            raise ValueError(
+                f"{name} reads the target's features at taps={taps}, and the traces "
+                f"have taps={recorded}: record features with them, or take a drafter "
+                "that reads tokens alone"
+            )
+        return
+    most = config.num_layers - 1
     for tap in taps:
         if not isinstance(tap, numbers.Integral) or not 0 <= tap <= most:
             raise ValueError(

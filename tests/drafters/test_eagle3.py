@@ -14,7 +14,15 @@ from decoding import SMALL, Ask
 
 import spec_jax as sj
 from spec_jax import loading, testing
-from spec_jax.drafters import each, eagle3 as drafting, registry, tree_shapes
+from spec_jax.analysis import trace
+from spec_jax.drafters import (
+    each,
+    eagle3 as drafting,
+    eagle3_slots,
+    registry,
+    tree_shapes,
+)
+from spec_jax.engine import rows
 from spec_jax.model import eagle3, eagle3_files, eagle3_params, row_model
 
 
@@ -197,7 +205,7 @@ def test_a_tree_of_one_branch_is_the_chain():
 
 def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(monkeypatch):
     """Fails if features are lost, or are taken in by every round."""
-    monkeypatch.setattr(drafting, "RING_ROWS", 4)  # and 5 of a round
+    monkeypatch.setattr(eagle3_slots, "RING_ROWS", 4)  # and 5 of a round
     features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
     lengths = (3, 4, 7, 9, 10, 14, 15, 17)
     gammas = (0, 0, 0, 0, 0, 0, 0, 4)
@@ -261,3 +269,28 @@ def test_settings_that_no_head_has():
         make(min_confidence=0.5)
     with pytest.raises(ValueError, match="not that of the head's layer"):
         make(model=SMALL.target)
+
+
+def test_replay_without_the_target():
+    """Fails if recorded features are not those of live rounds, bit for bit."""
+    ask = Ask(max_tokens=20)
+    live = run(SMALL, CHAIN, [ask])
+    text, size = decoding.text(live), decoding.CAPACITY + 1
+    target = rows.SlotRows(model=SMALL.target, num_slots=1)
+    features = trace.record_features(
+        target, SMALL.weights, text, num_prompt=len(ask.prompt), taps=HEAD.taps
+    )
+    replayed = trace.TraceTarget(max_rows=5, size=size, taps=(1, 0), feature_size=48)
+    scheduler = SMALL.scheduler(CHAIN, target=replayed, draft_params=PARAMS)
+    one = trace.make_trace(text, size=size, features=features)
+    state = decoding.admit(scheduler, [ask.request(target_params=one)])
+    state = decoding.generate(scheduler, state)
+    testing.assert_same_bits(state.memory.ring, live.memory.ring)
+    assert decoding.text(state) == text
+    assert state.slots.num_rounds.tolist() == live.slots.num_rounds.tolist()
+    assert state.slots.kept_by_rank.tolist() == live.slots.kept_by_rank.tolist()
+    with pytest.raises(ValueError, match="takes traces with features"):
+        scheduler.begin(ask.request(target_params=trace.make_trace(text, size=size)))
+    silent = trace.TraceTarget(max_rows=5, size=size)
+    with pytest.raises(ValueError, match=r"and the traces have taps=\(\)"):
+        SMALL.scheduler(CHAIN, target=silent, draft_params=PARAMS)

@@ -1,0 +1,393 @@
+"""An EAGLE-3 head for several sequences.
+
+For a slot with committed tokens `x[0, n)`, pair `i` is the feature of position `i` and
+token `x[i + 1]`; it is at place `i` of the head's own cache, and predicts `x[i + 2]`:
+
+    propose   takes in the pairs of the ring, up to n - 2, whose last row drafts;
+              then the rows of drafts, level by level: token and the hidden state of the
+              row before it. They are stored after the pairs, and forgotten at the end
+    commit    puts the features of what was committed into the ring
+
+The first round of a text of one token drafts nothing, as no position has features yet.
+What is proposed, chain or tree, is grown by `tree_search`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax import pytree
+from spec_jax.drafters import (
+    draft_slots,
+    draft_trees,
+    features as features_lib,
+    tree_search,
+    tree_shapes,
+)
+from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.model import eagle3, eagle3_params
+from spec_jax.paging import allocator, cache as paged
+
+
+if TYPE_CHECKING:
+    from spec_jax.drafters import eagle3 as eagle3_lib
+
+
+RING_ROWS = 64
+"""Features that a slot keeps while it drafts nothing, at least."""
+
+
+class Eagle3Memory(pytree.Node):
+    """The head's K/V `[0, m)` of each slot, and the features from `m` on."""
+
+    kv: paged.PagedKV
+    ring: features_lib.FeatureRing
+
+
+class _Chain(tree_shapes.FixedTree):
+    """A tree without branches, that grows no deeper than is asked."""
+
+    def may_grow(
+        self,
+        score: Float[Array, "B C"],
+        frontier: Int[Array, "B K"],
+        wanted: Int[Array, " B"],
+    ) -> Bool[Array, " B"]:
+        """Returns where the frontier's node, which is also its number, has a child."""
+        return frontier[:, 0] + 1 < wanted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotEagle3:
+    """An `Eagle3` for `num_slots` sequences: the rows of a level are one forward."""
+
+    drafter: "eagle3_lib.Eagle3"
+    num_slots: int
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        return self.drafter.gamma_max
+
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return self.drafter.depth_max
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the target's vocabulary."""
+        return self.drafter.vocab_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's features that the head reads."""
+        return self.drafter.taps
+
+    @property
+    def feature_size(self) -> int:
+        """The width of a feature."""
+        return self.drafter.feature_size
+
+    @property
+    def _tree(self) -> tree_shapes.AnyTree:
+        chain = _Chain.of_branching((1,) * self.gamma_max)
+        return self.drafter.tree or chain
+
+    @property
+    def _rows_most(self) -> int:
+        """Features that a round brings, at most."""
+        return 1 + protocols.depth_max(self)
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> Eagle3Memory:
+        """Allocates an empty cache of one layer, and empty rings."""
+        drafter, head = self.drafter, self.drafter.head
+        slots = rows_lib.SlotRows(model=drafter.model, num_slots=self.num_slots)
+        ring = features_lib.empty(
+            self.num_slots,
+            size=RING_ROWS + self._rows_most,
+            width=head.features_size,
+            dtype=head.layer.dtype,
+        )
+        if drafter.model.cache == "static":
+            num_pages = None
+        kv = slots.new_cache(
+            capacity=capacity, page_size=page_size, num_pages=num_pages
+        )
+        return Eagle3Memory(kv=kv, ring=ring)
+
+    def prefill(
+        self,
+        params: eagle3_params.Eagle3Params,
+        memory: Eagle3Memory,
+        prompt: list[int],
+        *,
+        slot: int,
+        features: Float[Array, "T taps D"],
+    ) -> Eagle3Memory:
+        """Takes in all pairs of the prompt but the last, which drafts."""
+        tokens = np.zeros((features.shape[0] + 1,), np.int32)
+        tokens[: len(prompt)] = prompt
+        end, slot_ = jnp.int32(len(prompt) - 1), jnp.int32(slot)
+        return _prefill(
+            self, params, memory, jax.device_put(tokens), features, end, slot_
+        )
+
+    def propose(
+        self,
+        params: eagle3_params.Eagle3Params,
+        memory: Eagle3Memory,
+        *,
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
+    ) -> tuple[Eagle3Memory, protocols.Proposal]:
+        """Drafts `gamma[b]` tokens; fewer where the cache has no room."""
+        memory = memory.replace(
+            kv=memory.kv.replace(out_of_pages=jnp.zeros((self.num_slots,), bool))
+        )
+        ring = memory.ring
+        num_waiting = ring.end - ring.first
+        # A ring that overflowed, for want of pages, has lost pairs: it stays silent.
+        is_whole = (num_waiting > 0) & (num_waiting <= ring.size)
+        asked = is_whole & (gamma > 0) & (ring.end == length - 1)
+        is_full = features_lib.overflows(ring, most=self._rows_most)
+        spared = jnp.where(is_whole & is_full, ring.end - 1, ring.first)
+        memory, hidden, logits = self._take_in(
+            params,
+            memory,
+            tokens,
+            functools.partial(features_lib.read, ring, count=self._rows_most),
+            goal=jnp.where(asked, ring.end, spared),
+            num_rows=self._rows_most,
+        )
+        asked &= memory.ring.first == memory.ring.end
+        memory, proposal = self._grow(
+            params,
+            memory,
+            (hidden, logits),
+            length=length,
+            wanted=jnp.where(asked, gamma, 0),
+            sampling=sampling,
+        )
+        kv = allocator.truncate_each(memory.kv, memory.ring.first, asked=asked)
+        return memory.replace(kv=kv), proposal
+
+    def commit(
+        self,
+        params: eagle3_params.Eagle3Params,
+        memory: Eagle3Memory,
+        length: Int[Array, " B"],
+        *,
+        asked: Bool[Array, " B"],
+        features: Float[Array, "B A taps D"] | None = None,
+    ) -> Eagle3Memory:
+        """Keeps the features of what was committed, or forgets what was not."""
+        del params
+        ring = memory.ring
+        if features is not None:
+            flat = features.reshape(*features.shape[:2], -1)
+            ring = features_lib.append(ring, flat, length - 1, asked=asked)
+        ring = features_lib.truncate(ring, length - 1, asked=asked)
+        kv = allocator.truncate_each(memory.kv, ring.first, asked=asked)
+        return memory.replace(kv=kv, ring=ring)
+
+    def _take_in(
+        self,
+        params: eagle3_params.Eagle3Params,
+        memory: Eagle3Memory,
+        tokens: Int[Array, "B max_len"],
+        read: Callable[[Int[Array, " B"]], Float[Array, "B R width"]],
+        *,
+        goal: Int[Array, " B"],
+        num_rows: int,
+    ) -> tuple[Eagle3Memory, Float[Array, "B D"], Float[Array, "B Vd"]]:
+        """Takes in pairs up to `goal`, as far as there is room for them.
+
+        Args:
+          read: returns `num_rows` features of each slot from a position on.
+          num_rows: pairs that a slot takes in with a forward.
+
+        Returns:
+          The memory, and the hidden state and the logits of the last pair.
+        """
+        head = self.drafter.head
+        text = jnp.pad(tokens, ((0, 0), (0, num_rows + 1)))
+        is_each = jnp.arange(self.num_slots, dtype=jnp.int32)
+
+        def step(carry):
+            kv, (hidden, logits), wanted = carry
+            num_active = jnp.where(wanted, jnp.minimum(goal - kv.length, num_rows), 0)
+            window = protocols.Window(
+                tokens=draft_slots.windows(text, kv.length + 1, num_rows),
+                start=kv.length,
+                num_active=num_active,
+            )
+            at, kv, found = self._run(params, kv, window, read(kv.length))
+            wanted &= ~kv.out_of_pages
+            last = at[is_each, jnp.maximum(num_active - 1, 0)]
+
+            def keep(new, old):
+                new = new.at[last].get(mode="fill", fill_value=0)
+                return jnp.where((num_active > 0)[:, None], new, old)
+
+            kept = jax.tree.map(keep, found, (hidden, logits))
+            return kv, kept, wanted & (kv.length < goal)
+
+        outputs = (
+            jnp.zeros((self.num_slots, head.hidden_size), head.layer.dtype),
+            jnp.zeros((self.num_slots, head.draft_vocab_size), jnp.float32),
+        )
+        kv, (hidden, logits), _ = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[2]),
+            step,
+            (memory.kv, outputs, memory.kv.length < goal),
+        )
+        ring = memory.ring.replace(first=kv.length)
+        return memory.replace(kv=kv, ring=ring), hidden, logits
+
+    def _grow(self, params, memory, root, *, length, wanted, sampling):
+        """Returns the memory with the rows of drafts, and the proposal after `root`:
+        hidden state `[B, D]` and logits `[B, Vd]` of the last pair."""
+        tree, drafter = self._tree, self.drafter
+        is_chain = drafter.tree is None
+        widen = _widened(params, self.vocab_size)
+        draw = draft_trees.Draw.of(
+            drafter.draws, sampling, length, num_slots=self.num_slots
+        )
+
+        def expand(carry, tokens, parents, first, num_rows):
+            """Runs the rows of a level; see `tree_search.Expand`."""
+            kv, hidden, probs = carry
+            # Column 0 is the last pair.
+            window = protocols.Window(
+                tokens=tokens, start=length - 2, num_active=num_rows
+            )
+            above = jax.lax.dynamic_slice_in_dim(parents, first, tree.width, axis=1)
+            if is_chain:
+                window = window.replace(start=length - 2 + first)
+            else:
+                window = window.replace(
+                    parents=parents, first=first, depth_max=tree.depth - 1
+                )
+            states = jnp.take_along_axis(hidden, above[:, :, None], axis=1)
+            at, kv, (new, logits) = self._run(params, kv, window, states)
+            by_column = lambda rows: rows.at[at].get(mode="fill", fill_value=0)
+            hidden = jax.lax.dynamic_update_slice_in_dim(
+                hidden, by_column(new), first, axis=1
+            )
+            level = tree_search.level_of(tree, first)
+            logits = widen(by_column(logits))
+            probs = draw.put(probs, logits, first)
+            weights = draw.weights(logits, level=level, width=tree.width)
+            return (kv, hidden, probs), weights, (num_rows > 0) & ~kv.out_of_pages
+
+        states, logits = root
+        first, logits = jnp.int32(0), widen(logits)[:, None]
+        hidden = jnp.zeros((self.num_slots, tree.num_columns, states.shape[1]))
+        hidden = hidden.astype(states.dtype).at[:, 0].set(states)
+        probs = None
+        if draw.has_probs:
+            # One row more, which is no node's: that of leaves.
+            shape = self.num_slots, tree.num_columns + 1, self.vocab_size
+            probs = draw.put(jnp.zeros(shape, jnp.float32), logits, first)
+        (kv, _, probs), proposal = tree_search.grow(
+            expand,
+            draw.weights(logits, level=first, width=tree.width)[:, 0],
+            (memory.kv, hidden, probs),
+            tree=tree,
+            wanted=wanted,
+        )
+        if probs is not None:
+            columns = cast(tree_shapes.FixedTree, tree).columns
+            proposal = proposal.replace(probs=probs[:, columns[:-1]])
+        if is_chain:
+            # Without room the chain ends where the last row was run.
+            num_run = jnp.maximum(kv.length - memory.kv.length + 1, 0)
+            num_drafted = jnp.minimum(proposal.num_drafted, num_run)
+            proposal = proposal.replace(parents=None, num_drafted=num_drafted)
+        return memory.replace(kv=kv), proposal
+
+    def _run(self, params, kv, window, features):
+        """Runs a window with features `[B, R, width]`; see `rows.run_window`.
+
+        Returns:
+          Where each column went, the cache, and hidden states and logits by row.
+        """
+        head, model = self.drafter.head, self.drafter.model
+
+        def forward(kv, rows, features):
+            kv, *outputs = eagle3.forward_rows(
+                params, head, rows, features, kv, impl=model.impl
+            )
+            return kv, tuple(outputs)
+
+        def empty(height):
+            return (
+                jnp.zeros((height, head.hidden_size), head.layer.dtype),
+                jnp.zeros((height, head.draft_vocab_size), jnp.float32),
+            )
+
+        tile = rows_lib.tile_of(model.impl, model.slab, window.tokens.size)
+        _, at, kv, outputs = rows_lib.run_window(
+            forward, kv, window, tile=tile, empty=empty, inputs=features
+        )
+        return at, kv, outputs
+
+
+def _widened(
+    params: eagle3_params.Eagle3Params, vocab_size: int
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns what makes logits `[.., V]` of logits of draft tokens `[.., Vd]`.
+
+    Tokens that are never drafted have -inf. In the target's vocabulary, since its noise
+    is by token.
+    """
+    if params.hot is None:
+        return lambda logits: logits
+    (size,) = params.hot.shape
+    draft_of = jnp.full((vocab_size,), size, jnp.int32)
+    draft_of = draft_of.at[params.hot].set(jnp.arange(size, dtype=jnp.int32))
+    return lambda logits: logits.at[..., draft_of].get(mode="fill", fill_value=-jnp.inf)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _prefill(slots, params, memory, tokens, features, end, slot):
+    """Takes the pairs `[0, end - 1)` of a prompt into a slot, and the last feature into
+    its ring."""
+    num_rows = max(slots.drafter.catch_up_rows, slots._rows_most)
+    num_slots = slots.num_slots
+    flat = features.reshape(features.shape[0], -1)
+    padded = jnp.pad(flat, ((0, num_rows), (0, 0)))
+
+    def read(start):
+        rows = jax.lax.dynamic_slice_in_dim(padded, start[slot], num_rows)
+        return jnp.broadcast_to(rows, (num_slots, *rows.shape))
+
+    is_slot = jnp.arange(num_slots, dtype=jnp.int32) == slot
+    first = jnp.maximum(end - 1, 0)
+    before = memory.ring
+    memory, _, _ = slots._take_in(
+        params,
+        memory,
+        jnp.broadcast_to(tokens, (num_slots, *tokens.shape)),
+        read,
+        goal=jnp.where(is_slot, first, before.first),
+        num_rows=num_rows,
+    )
+    ring, last = memory.ring, flat[first].astype(before.features.dtype)
+    return memory.replace(
+        ring=ring.replace(
+            features=ring.features.at[slot, first % ring.size].set(last),
+            end=ring.end.at[slot].set(end),
+        )
+    )
