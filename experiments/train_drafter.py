@@ -223,6 +223,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         args.work,
         teacher=eagle3.teacher_of(job.params, job.hot),
         measure=functools.partial(eagle3.measure, job.config, steps=args.ttt_steps),
+        mesh=loop.data_mesh(args.devices),
         stop_after=stop_after,
     )
     rows = map(json.loads, (args.work / "log.jsonl").open(encoding="utf-8"))
@@ -279,6 +280,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --ttt-steps N=7  drafting steps that are trained
         --batch N=16  sequences of an optimiser step
         --part N=2  of them, how many have their gradients at a time
+        --devices N=1  over which a batch is spread, --part sequences of it on each
         --learning-rate RATE=0.02  of the matrices, by Muon; all others have 0.15 of it
         --eval-every N=50  steps between measurements of the held-out texts
         --save-every N=25  steps between checkpoints

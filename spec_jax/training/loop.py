@@ -44,6 +44,20 @@ DATA_AXIS = "data"
 """The axis of a mesh over which the sequences of a batch are spread."""
 
 
+def data_mesh(num_devices: int) -> sharding.Mesh | None:
+    """Returns the mesh of `run` of the first devices; None for one.
+
+    Raises:
+      ValueError: more devices than there are.
+    """
+    devices = jax.devices()
+    if not 1 <= num_devices <= len(devices):
+        raise ValueError(f"{num_devices} devices: jax has {len(devices)} here")
+    if num_devices == 1:
+        return None
+    return sharding.Mesh(np.array(devices[:num_devices]), (DATA_AXIS,))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a training run except its data."""

@@ -31,6 +31,7 @@ REQUIRED = {
     "reproduce": ("--list",),
     "replay": ("--record", "traces.jsonl"),
     "sweep": ("--out", "sweep.jsonl"),
+    "train_drafter": ("--family", "eagle3", "--stage", "export"),
     "train_pair": ("--stage", "export"),
 }
 """The least that a command line must have."""
