@@ -108,7 +108,7 @@ def case(request, tmp_path_factory):
             last, cache = outputs.logits[:, -1:].argmax(-1), outputs.past_key_values
             ids = torch.cat([ids, last], dim=1)
         logits = oracle(ids).logits.float().numpy()
-    assert len(np.unique(ids[:, PROMPT:])) > 10
+    assert len(np.unique(ids[:, PROMPT:])) > 5
     return folder, ids.numpy().astype(np.int32), logits
 
 
