@@ -52,9 +52,9 @@ def test_a_killed_run_goes_on_after_its_last_whole_slab(tmp_path, monkeypatch):
     calls = []
     inner = rollouts._continue
 
-    def counted(params, batch, **options):
+    def counted(params, batch, *more, **options):
         calls.append(np.asarray(batch))
-        return inner(params, batch, **options)
+        return inner(params, batch, *more, **options)
 
     monkeypatch.setattr(rollouts, "_continue", counted)
     np.testing.assert_array_equal(generate(killed), whole)
