@@ -1,5 +1,7 @@
 """Pairs of a family beside Qwen3, whose vocabularies are padded differently."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -94,3 +96,16 @@ def test_entries_that_a_tokenizer_asks_for_and_a_model_lacks(tmp_path):
 def test_an_implementation_without_kernels_is_refused(pair):
     with pytest.raises(NotImplementedError, match="'interpret' has no kernels for gpt"):
         sj.load(pair[0], drafter="ngram", impl="interpret")
+
+
+@pytest.mark.slow
+def test_a_thousand_rounds_keep_nothing(pair):
+    """Fails if an array is kept of a generation; `test_memory` plants such leaks."""
+    lm = sj.load(pair[0], draft=pair[1], gamma_max=4)
+    rounds, held = 0, []
+    while rounds < 1000:
+        out = sj.generate(lm, "abcabcab", max_tokens=200, stop=())
+        rounds += out.metrics["rounds"]
+        gc.collect()
+        held.append(sum(array.nbytes for array in jax.live_arrays()))
+    assert len(held) > 3 and len(set(held[1:])) == 1
