@@ -385,6 +385,19 @@ def test_what_the_children_of_a_tree_were_drawn_from():
     ).any()
 
 
+def test_trees_of_slots_that_are_admitted_one_after_the_other():
+    """Fails if a slot keeps what another committed, or is admitted onto its rows."""
+    drafter = as_drafter().for_tree(tree_shapes.parse("2x3:6"))
+    scheduler = scheduler_of(NEARLY, num_slots=2, drafter=drafter)
+    state = decoding.admit(scheduler, [MIXED[1].request()], draws=True)
+    state = decoding.generate(scheduler, state, max_rounds=2)
+    assert state.memory.is_run.any()
+    state = scheduler.admit(state, 1, MIXED[6].request())
+    state = decoding.generate(scheduler, state)
+    decoding.check_cache(state.memory.kv)
+    decoding.assert_as_decoded(SMALL, state, [MIXED[1], MIXED[6]])
+
+
 def test_greedy_children_where_the_target_samples():
     """Fails if EAGLE-2's way draws its children; control: ours depend on the seed."""
     texts = ("2x3:6@1/greedy", "2x3:6@1")
