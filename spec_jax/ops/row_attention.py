@@ -77,10 +77,12 @@ def row_attention(
         )  # fmt: skip
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)
-    if q_norm is not None and k_norm is not None:
-        q = rms_norm.rms_norm(q, q_norm, eps=eps)
-        k = rms_norm.rms_norm(k, k_norm, eps=eps)
-    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+
+    def turned(x, norm):
+        normed = x if norm is None else rms_norm.rms_norm(x, norm, eps=eps)
+        return rope.rotate(normed, cos, sin)
+
+    q, k = turned(q, q_norm), turned(k, k_norm)
     at = where if branch is None else where | {"positions": branch[:, -1]}
     k_pages = page_write.page_write(k_pages, k, **at)
     v_pages = page_write.page_write(v_pages, v, **at)
