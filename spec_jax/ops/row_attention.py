@@ -1,10 +1,9 @@
 """The attention of a layer on the row path: norm, rotate, write, attend.
 
-From the fused projection of a slab of rows: queries and keys are normed per head,
-where the model has such norms, and rotated by their positions; keys and values of the
-active rows are written to their pages; each active row attends to positions
-`0 .. positions[r]` of its slot, its own included. One op, because all of it belongs to
-one key/value head and no other.
+From the fused projection of a slab of rows: queries and keys are normed per head and
+rotated by their positions; keys and values of the active rows are written to their
+pages; each active row attends to positions `0 .. positions[r]` of its slot, its own
+included. One op, because all of it belongs to one key/value head and no other.
 """
 
 from typing import Any
@@ -53,8 +52,6 @@ def row_attention(
       The attended heads `[R, N * H]` and the pages with the active rows written.
     """
     K, H = k_pages.shape[2:]
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm: queries and keys are normed, or neither")
     where: dict[str, Any] = {
         "page_table": page_table,
         "slots": slots,
@@ -80,12 +77,12 @@ def row_attention(
         )  # fmt: skip
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)
-    if q_norm is not None:
-        q = rms_norm.rms_norm(q, q_norm, eps=eps)
-    q = rope.rotate(q, cos, sin)
-    if k_norm is not None:
-        k = rms_norm.rms_norm(k, k_norm, eps=eps)
-    k = rope.rotate(k, cos, sin)
+
+    def turned(x, norm):
+        normed = x if norm is None else rms_norm.rms_norm(x, norm, eps=eps)
+        return rope.rotate(normed, cos, sin)
+
+    q, k = turned(q, q_norm), turned(k, k_norm)
     at = where if branch is None else where | {"positions": branch[:, -1]}
     k_pages = page_write.page_write(k_pages, k, **at)
     v_pages = page_write.page_write(v_pages, v, **at)
