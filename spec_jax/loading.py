@@ -140,8 +140,10 @@ def load(
     target = pathlib.Path(target)
     resolved = dispatch.resolve(impl)
     target_tokenizer = tokenizer.load(target)
-    folders = [target] if draft is None else [target, pathlib.Path(draft)]
     # A drafter may need no draft model: what it has is read when it is loaded.
+    folders = [target]
+    if draft is not None and drafter not in registry.NEED_TARGET:
+        folders.append(pathlib.Path(draft))
     configs = [
         config_lib.read(folder / "config.json", dtype=dtype) for folder in folders
     ]

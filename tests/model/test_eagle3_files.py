@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import test_eagle3 as heads
+import test_eagle3_head as heads
 
 from spec_jax import testing
 from spec_jax.model import (
@@ -94,7 +94,7 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
     ours = heads.chain_by_rows(params, config, impl, features[:7], tokens, num_own=2)
     for part, wide in zip(ours, expected, strict=True):
         testing.assert_rows_close(part, wide, dtype="float32", reduction=300)
-    if impl == "xla":  # The sequence is that of rows, see `test_eagle3`.
+    if impl == "xla":  # The sequence is that of rows, see `test_eagle3_head`.
         sequence = heads._sequence(params, config, tokens[None, :7], features[None, :7])
         testing.assert_rows_close(
             sequence.logits[0], expected[1][:7], dtype="float32", reduction=300
