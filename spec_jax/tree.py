@@ -63,10 +63,19 @@ def layout(
 
 
 def path_to(parents: Sequence[int], column: int) -> tuple[int, ...]:
-    """Returns the columns from the root to `column`, on the host."""
+    """Returns the columns from the root to `column`, on the host.
+
+    Raises:
+      ValueError: a parent on the way does not come before its child.
+    """
     path = [column]
     while path[-1]:
-        path.append(int(parents[path[-1]]))
+        parent = int(parents[path[-1]])
+        if not 0 <= parent < path[-1]:
+            raise ValueError(
+                f"column {path[-1]} has parent {parent}: a parent is an earlier column"
+            )
+        path.append(parent)
     return tuple(reversed(path))
 
 
