@@ -71,16 +71,17 @@ _MATCHED = (
     *("--page-size 64 --dtype float32", "--gen-tokens 256", "--prefill batched"),
     "--prefill rows",
 )
+_ONE_KIND = "--impl native --dtype bfloat16 --page-size 16 --cache paged"
 _DRAFTERS = (
     "--product --drafter ngram,suffix,hybrid,draft-model,oracle --gamma-policy "
-    "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled --prompts 8 "
-    "--gen-tokens 64"
+    "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled --gamma 4 "
+    f"{_ONE_KIND} --prompts 8 --gen-tokens 64"
 )
 _FULL = "--full --prompts 50 --gen-tokens 256"
 _TREES = (
     "--product --tree 2x4:7,4x6:15,4x16:31,4x16:63 --sampling greedy,sampled --batch "
-    "1,4 --drafter draft-model --gamma-policy fixed --impl native --dtype bfloat16 "
-    "--page-size 16 --cache paged --prompts 8 --gen-tokens 64"
+    f"1,4 --drafter draft-model --gamma-policy fixed {_ONE_KIND} --prompts 8 "
+    "--gen-tokens 64"
 )
 _GREEDY_TREES = ("4x8:7@0.5", "4x12:15@0.3", "4x16:31@0.3", "4x6:15@1")
 # The second is EAGLE-2's: scored by probability, the most probable children.
