@@ -77,7 +77,7 @@ _DRAFTERS = (
     "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled --gamma 4 "
     f"{_ONE_KIND} --prompts 8 --gen-tokens 64"
 )
-_FULL = "--full --prompts 50 --gen-tokens 256"
+_FULL = "--full --prompts 12 --gen-tokens 256"
 _TREES = (
     "--product --tree 2x4:7,4x6:15,4x16:31,4x16:63 --sampling greedy,sampled --batch "
     f"1,4 --drafter draft-model --gamma-policy fixed {_ONE_KIND} --prompts 8 "
