@@ -25,6 +25,7 @@ from experiments.lib import (
     flags,
     models,
     policies,
+    prompt_files,
     records,
     results as results_lib,
     samples,
@@ -186,7 +187,7 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
         **models.describe(args, subject.lm),
         **{name: getattr(args, name) for name in names},
         "tree": args.tree and str(args.tree),
-        "prompt_source": args.prompts,
+        "prompt_source": prompt_files.without_folders(args.prompts),
         "capacity": subject.settings.capacity,
         "prefill": "rows" if subject.settings.prefill_by_rows else "batched",
     }

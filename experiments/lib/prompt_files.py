@@ -380,3 +380,8 @@ def _joined(parts: list) -> str | None:
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         return None
     return "".join(texts)
+
+
+def without_folders(source: str) -> str:
+    """Returns a prompt source as file and folder, without where that folder lies."""
+    return "/".join(pathlib.PurePath(source).parts[-2:])

@@ -109,7 +109,7 @@ def from_flags(args: argparse.Namespace) -> Planned:
     settings = {
         "target": _folder_name(args.target),
         "draft": _folder_name(args.draft),
-        "prompt_source": _without_folders(args.prompts or defaults.prompts),
+        "prompt_source": prompt_files.without_folders(args.prompts or defaults.prompts),
         "gen_tokens": args.gen_tokens or defaults.gen_tokens,
         "stop": args.stop,
         "raw": args.raw,
@@ -259,8 +259,3 @@ def _environment(cells: Sequence[cells_lib.Cell]) -> dict[str, Any]:
 
 def _folder_name(folder: pathlib.Path | None) -> str:
     return EMBEDDED if folder is None else folder.resolve().name
-
-
-def _without_folders(source: str) -> str:
-    """A prompt source by file and the folder around it: not by where that lies."""
-    return "/".join(pathlib.PurePath(source).parts[-2:])

@@ -2,8 +2,8 @@
 
 "Training-time test" of Li et al. 2025, https://arxiv.org/abs/2503.01840: step 0 reads
 the target's features, each later step what the step before it made of them. A step is
-taught the target's distribution on the draft vocabulary, by cross-entropy, and counts
-`decay` times as much as the one before.
+trained towards the target's distribution on the draft vocabulary, by cross-entropy, and
+counts `decay` times as much as the one before.
 """
 
 import jax

@@ -375,3 +375,10 @@ def test_data_sets(name, size, first_id):
     assert len(prompts) == size
     assert prompts[0].id == first_id
     assert parse(f"{path}:50") == prompts[:50]
+
+
+def test_a_source_is_named_without_where_it_lies():
+    """Fails if rows tell the folders of the machine that made them."""
+    named = prompt_files.without_folders("/somewhere/data/gsm8k/test.jsonl:50")
+    assert named == "gsm8k/test.jsonl:50"
+    assert prompt_files.without_folders("50") == "50"
