@@ -201,6 +201,7 @@ class SlotRows:
             sources=(start[:, None] + path).reshape(-1),
             targets=(start[:, None] + steps + 1).reshape(-1),
             moves=(steps < num_kept[:, None]).reshape(-1),
+            impl=self.model.impl,
         )
 
     def truncate(

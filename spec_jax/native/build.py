@@ -33,6 +33,7 @@ SOURCES = (
     "attention.h",
     "gemm.h",
     "kernels.cc",
+    "move.h",
     "panels.h",
     "projection.h",
     "row_attention.h",
@@ -49,6 +50,7 @@ TARGETS = (
     "spec_jax_attend",
     "spec_jax_argmax",
     "spec_jax_take_rows",
+    "spec_jax_move",
     "spec_jax_step",
 )
 

@@ -243,6 +243,30 @@ def take_rows(
     )
 
 
+def move(
+    pools: Sequence[jax.Array],  # each [P, C, K, H]
+    *,
+    page_table: jax.Array,  # [S, M] int32
+    slots: jax.Array,  # [Q] int32
+    sources: jax.Array,  # [Q] int32
+    targets: jax.Array,  # [Q] int32
+    moves: jax.Array,  # [Q] bool
+    isa: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """See `ops.page_move.page_move`. The pools are updated in place."""
+    shape = (slots.shape[0],)
+    _shapes(sources=(sources, shape), targets=(targets, shape), moves=(moves, shape))
+    for pool in pools:
+        _shapes(pool=(pool, pools[0].shape))
+    _same(*pools)
+    first = page_table, slots, sources, targets, moves
+    outputs = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools]
+    aliases = {len(first) + i: i for i in range(len(pools))}
+    return tuple(
+        _call("spec_jax_move", outputs, *first, *pools, isa=isa, aliases=aliases)
+    )
+
+
 class LayerWeights(typing.NamedTuple):
     """A layer of `step`, in the order of the kernel's arrays; matrices as panels."""
 

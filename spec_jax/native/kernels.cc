@@ -8,6 +8,7 @@
 #include <new>
 
 #include "argmax.h"
+#include "move.h"
 #include "projection.h"
 #include "row_attention.h"
 #include "step.h"
@@ -173,6 +174,34 @@ ffi::Error TakeRows(Any table, Ints index, Scalar num_active, Result y, int64_t 
   });
 }
 
+// In one piece and on this thread, as above.
+ffi::Error Move(Ints table, Ints slots, Ints sources, Ints targets,
+                ffi::Buffer<ffi::PRED> moves, ffi::RemainingArgs pools_in,
+                ffi::RemainingRets pools_out) {
+  for (size_t i = 0; i < pools_in.size(); ++i) {
+    if (pools_in.get<Any>(i)->untyped_data() !=
+        (*pools_out.get<Any>(i))->untyped_data()) {
+      return ffi::Error::Internal("the pages must be updated in place");
+    }
+  }
+  Any first = *pools_in.get<Any>(0);
+  auto shape = first.dimensions();
+  Moves which{table.typed_data(),    slots.typed_data(),
+              sources.typed_data(),  targets.typed_data(),
+              moves.typed_data(),    static_cast<int64_t>(slots.element_count()),
+              table.dimensions()[0], table.dimensions()[1],
+              shape[0],              shape[1]};
+  return by_dtype(first.element_type(), [&](auto tag) {
+    using T = decltype(tag);
+    std::vector<T*> pools;
+    for (size_t i = 0; i < pools_in.size(); ++i) {
+      pools.push_back(static_cast<T*>(pools_in.get<Any>(i)->untyped_data()));
+    }
+    move_rows(which, pools, shape[2] * shape[3]);
+    return ffi::Error::Success();
+  });
+}
+
 ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_active,
                   ffi::Result<Ints> out) {
   int64_t rows = x.dimensions()[0], N = x.dimensions()[1];
@@ -310,6 +339,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_take_rows, spec_jax::TakeRows,
                                   .Arg<spec_jax::Scalar>()  // num_active
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("entries"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_move, spec_jax::Move,
+                              ffi::Ffi::Bind()
+                                  .Arg<spec_jax::Ints>()  // page_table
+                                  .Arg<spec_jax::Ints>()  // slots
+                                  .Arg<spec_jax::Ints>()  // sources
+                                  .Arg<spec_jax::Ints>()  // targets
+                                  .Arg<ffi::Buffer<ffi::PRED>>()  // moves
+                                  .RemainingArgs()  // pools
+                                  .RemainingRets());  // pools
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
                               ffi::Ffi::Bind()

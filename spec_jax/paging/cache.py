@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
-from spec_jax.ops import bits, page_write
+from spec_jax.ops import page_move, page_write
 from spec_jax.paging import index
 from spec_jax.typing import typed
 
@@ -154,29 +154,22 @@ def move(
     sources: Int[Array, " Q"],
     targets: Int[Array, " Q"],
     moves: Bool[Array, " Q"],
+    impl: str = "xla",
 ) -> PagedKV:
     """Copies the K/V of places to other places of their slots, in all layers.
 
-    All are read before any is written. Lengths do not change; nothing is computed with
-    the elements, and so NaN keeps its payload. Targets of one slot are distinct.
-
-    Args:
-      moves: which of the copies are made; the others read and write nothing.
+    Lengths do not change. See `ops.page_move`.
     """
-    page, offset = index.locate(kv.page_table, kv.page_size, slots, sources)
-    to_page, to_offset = index.locate(kv.page_table, kv.page_size, slots, targets)
-    # Positive and out of range, and so dropped.
-    to_page = jnp.where(moves & (sources != targets), to_page, kv.num_pages)
-
-    def moved(pool: jax.Array) -> jax.Array:
-        elements = bits.to_bits(pool)
-        read = elements.at[page, offset].get(mode="fill", fill_value=0)
-        # A GPU would read in the kernel that writes, and copy the pool for it.
-        read = jax.lax.optimization_barrier(read)
-        elements = elements.at[to_page, to_offset].set(read, mode="drop")
-        return bits.from_bits(elements, pool.dtype)
-
-    return kv.replace(k=tuple(map(moved, kv.k)), v=tuple(map(moved, kv.v)))
+    pools = page_move.page_move(
+        (*kv.k, *kv.v),
+        page_table=kv.page_table,
+        slots=slots,
+        sources=sources,
+        targets=targets,
+        moves=moves,
+        impl=impl,
+    )
+    return kv.replace(k=pools[: len(kv.k)], v=pools[len(kv.k) :])
 
 
 def replace_layer(kv: PagedKV, layer: int, *, k: jax.Array, v: jax.Array) -> PagedKV:

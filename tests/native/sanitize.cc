@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "move.h"
 #include "projection.h"
 #include "row_attention.h"
 #include "step.h"
@@ -256,6 +257,35 @@ void check_take_rows(int64_t D, bool is_packed) {
   }
 }
 
+// Moves within a pool, from its ends, and from and to places that do not exist.
+template <typename T>
+void check_move(int64_t width) {
+  constexpr int64_t kPages = 2, kPageSize = 3;
+  int64_t size = kPages * kPageSize * width;
+  Array<T> before = normal<T>(size), pool(size);
+  for (int64_t i = 0; i < size; ++i) pool[i] = before[i];
+  Array<int32_t> table(2), slots(4), sources(4), targets(4);
+  Array<bool> moves(4);
+  int32_t pages[] = {1, kPages}, from[] = {2, -1, 0, 1}, to[] = {0, 1, 3, 1 << 30};
+  std::memcpy(table.data(), pages, sizeof pages);
+  std::memcpy(sources.data(), from, sizeof from);
+  std::memcpy(targets.data(), to, sizeof to);
+  for (int64_t q = 0; q < 4; ++q) {
+    slots[q] = 0;
+    moves[q] = true;
+  }
+  Moves which{table.data(), slots.data(), sources.data(), targets.data(), moves.data(),
+              4,            1,            2,              kPages,         kPageSize};
+  move_rows<T>(which, {pool.data()}, width);
+  for (int64_t i = 0; i < size; ++i) {
+    int64_t row = i / width;
+    float expected = row == 3   ? to_float(before[5 * width + i % width])
+                     : row == 4 ? 0
+                                : to_float(before[i]);
+    expect(to_float(pool[i]) == expected, shape<T>("move", {width, i}));
+  }
+}
+
 // A model of two layers, the last active row without a page: in bounds, and what is
 // written is finite or NaN as it should be.
 template <typename T>
@@ -327,6 +357,7 @@ void check_grid() {
   for (int64_t D : {1, 7, 64}) {
     for (bool is_packed : {false, true}) check_take_rows<T>(D, is_packed);
   }
+  for (int64_t width : {1, 24}) check_move<T>(width);
   check_step<T>(10, 7);
   check_step<T>(32, 48);
   check_project<T>(3, 0, 7, 5);

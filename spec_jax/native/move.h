@@ -1,0 +1,63 @@
+// Keys and values that are copied to other places of their slots, in all layers.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace spec_jax {
+
+// Which copies are made.
+struct Moves {
+  const int32_t* table;  // [S, M]
+  const int32_t* slots;  // [Q]
+  const int32_t* sources;  // [Q]
+  const int32_t* targets;  // [Q]
+  const bool* moves;  // [Q]
+  int64_t count, num_slots, table_width, num_pages, page_size;
+
+  // The row of a pool that holds a place of a slot; -1 if there is none.
+  int64_t row(int64_t slot, int64_t place) const {
+    if (slot < 0 || slot >= num_slots || place < 0) return -1;
+    if (place / page_size >= table_width) return -1;
+    int64_t page = table[slot * table_width + place / page_size];
+    if (page < 0 || page >= num_pages) return -1;
+    return page * page_size + place % page_size;
+  }
+};
+
+// In every pool [P * C, width]. All are read before any is written; a source that does
+// not exist reads as 0, a target that does not exist is not written.
+template <typename T>
+void move_rows(const Moves& m, const std::vector<T*>& pools, int64_t width) {
+  struct Copy {
+    int64_t from, to;
+  };
+  std::vector<Copy> copies;
+  for (int64_t q = 0; q < m.count; ++q) {
+    if (!m.moves[q] || m.sources[q] == m.targets[q]) continue;
+    int64_t to = m.row(m.slots[q], m.targets[q]);
+    if (to >= 0) copies.push_back({m.row(m.slots[q], m.sources[q]), to});
+  }
+  std::vector<T> read(copies.size() * width);
+  size_t bytes = width * sizeof(T);
+  for (T* pool : pools) {
+    T* at = read.data();
+    for (const Copy& copy : copies) {
+      if (copy.from >= 0) {
+        std::memcpy(static_cast<void*>(at), pool + copy.from * width, bytes);
+      } else {
+        std::memset(static_cast<void*>(at), 0, bytes);
+      }
+      at += width;
+    }
+    at = read.data();
+    for (const Copy& copy : copies) {
+      std::memcpy(static_cast<void*>(pool + copy.to * width), at, bytes);
+      at += width;
+    }
+  }
+}
+
+}  // namespace spec_jax
