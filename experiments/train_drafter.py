@@ -161,21 +161,6 @@ def cache(args: argparse.Namespace) -> None:
     targets.write(args.work / "cache", prepare(args).online)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Part:
-    """Rows `first ..` of some data."""
-
-    data: loop.Data
-    first: int
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, rows: np.ndarray) -> loop.Batch:
-        return self.data[np.asarray(rows) + self.first]
-
-
 def _recipe(args: argparse.Namespace) -> loop.Recipe:
     return loop.Recipe(
         steps=args.steps,
@@ -218,8 +203,8 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         _recipe(args),
         _init(args, job),
         _loss(job.config, args.ttt_steps),
-        _Part(data=data, first=0, count=first),
-        _Part(data=data, first=first, count=held_out),
+        targets.Part(data=data, first=0, count=first),
+        targets.Part(data=data, first=first, count=held_out),
         args.work,
         teacher=eagle3.teacher_of(job.params, job.hot),
         measure=functools.partial(eagle3.measure, job.config, steps=args.ttt_steps),

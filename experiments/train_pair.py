@@ -34,7 +34,7 @@ from experiments.lib import files
 from experiments.pair import corpus, export, quality, rollouts
 from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.ops import dispatch
-from spec_jax.training import loop, losses
+from spec_jax.training import loop, losses, targets
 from spec_jax.typing import IMPLS
 
 
@@ -154,24 +154,18 @@ def train(args: argparse.Namespace) -> float:
     stage = STAGES[args.stage]
     windows, held_out, description = prepare(args.work)
     print(f"{description['corpus']}: {description['train_tokens']:,} training tokens")
-    if args.stage == "align":
-        path = args.work / "rollouts.npy"
-        if not path.exists():
-            raise ValueError(f"{path}: no such file; run the stage rollouts first")
-        # The last batches are held out: what counts here is the target's own text.
-        own = np.load(path)
-        windows, held_out = own[: -4 * ROLLOUT_BATCH], own[-4 * ROLLOUT_BATCH :]
-    teacher = None
+    init, teacher = stage.init(args.seed), None
+    loss = functools.partial(losses.text_loss, _in_bfloat16(stage.config))
     if args.stage in ("distill", "align"):
         before = {"distill": "draft", "align": "distill"}[args.stage]
-        teacher, _ = restore(args.work, "target", args.seed)
         init, _ = restore(args.work, before, args.seed)
-        loss = functools.partial(
-            losses.distillation_loss, _in_bfloat16(DRAFT), _in_bfloat16(TARGET)
-        )
-    else:
-        init = stage.init(args.seed)
-        loss = functools.partial(losses.text_loss, _in_bfloat16(stage.config))
+        loss = functools.partial(losses.distillation_loss, _in_bfloat16(DRAFT))
+        target, _ = restore(args.work, "target", args.seed)
+        teacher = jax.numpy.array(target.embed, copy=True)  # Which is its head.
+        if args.stage == "distill":
+            windows, held_out = (_taught(x, target) for x in (windows, held_out))
+        else:
+            windows, held_out = _own_texts(args.work, target)
     folder = args.work / stage.folder
     loop.run(
         args.stage,
@@ -184,6 +178,39 @@ def train(args: argparse.Namespace) -> float:
         teacher=teacher,
     )
     return loop.last_held_out_loss(folder)
+
+
+def _taught(tokens: np.ndarray, target: params_lib.Params) -> targets.Online:
+    """Returns texts with what the target says of each position."""
+    config = _in_bfloat16(TARGET)
+    return targets.Online(
+        texts=targets.Texts(tokens=tokens, mask=np.ones(tokens.shape, bool)),
+        params=params_lib.cast(target, config.dtype),
+        config=config,
+        taps=(),
+    )
+
+
+def _own_texts(
+    work: pathlib.Path, target: params_lib.Params
+) -> tuple[targets.Part, targets.Part]:
+    """Returns the target's own texts, and the held-out ones, which are the last.
+
+    They are seen many times, and the target's part of a step takes twice as long as
+    the draft's: what it says of them is kept in `taught`.
+    """
+    path = work / "rollouts.npy"
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; run the stage rollouts first")
+    online = _taught(np.load(path), target)
+    targets.write(work / "taught", online)
+    data = targets.Cached(work / "taught", online)
+    count = 4 * ROLLOUT_BATCH
+    first = len(data) - count
+    return (
+        targets.Part(data=data, first=0, count=first),
+        targets.Part(data=data, first=first, count=count),
+    )
 
 
 def roll_out(args: argparse.Namespace) -> None:

@@ -28,17 +28,22 @@ def text_loss(
 
 def distillation_loss(
     config: config_lib.Qwen3Config,
-    teacher_config: config_lib.Qwen3Config,
     params: params_lib.Params,
-    tokens: jax.Array,
-    teacher: params_lib.Params,
+    batch: dict[str, jax.Array],
+    head: jax.Array,
 ) -> jax.Array:
     """Returns the draft's cross-entropy against the target's distribution, nats.
 
     Up to the target's entropy, a constant, this is the forward KL divergence.
+
+    Args:
+      batch: `tokens [B, T + 1]`, and as `final [B, T + 1, D]` the target's last hidden
+        states; see `training.targets`.
+      head: the target's `[V, D]`.
     """
-    targets = jax.nn.softmax(_logits(teacher_config, teacher, tokens))
-    logits = _logits(config, params, tokens)
+    final = batch["final"][:, :-1]
+    targets = jax.nn.softmax(sequence.product(final, head.astype(final.dtype)))
+    logits = _logits(config, params, batch["tokens"])
     # Both in one sum: `mean(logsumexp(logits) - sum(targets * logits))`.
     return jnp.mean(
         jax.nn.logsumexp(logits, axis=-1) - jnp.sum(targets * logits, axis=-1)

@@ -1,8 +1,8 @@
 """What the target says of its texts, for training drafters: made as needed, or cached.
 
-Both are data of `loop.run`: `data[rows]` is a batch of `tokens`, `mask`, `features` and
-`final`. One program makes them, for one sequence at a time, so that a cache holds the
-bits of what would be made.
+Both are data of `loop.run`: `data[rows]` is a batch of `tokens`, `mask`, `final` and,
+where there are taps, `features`. One program makes them, for one sequence at a time, so
+that a cache holds the bits of what would be made.
 """
 
 import dataclasses
@@ -61,15 +61,31 @@ class Online:
             for x in tokens
         ]
         features, final = (np.concatenate(part) for part in zip(*made, strict=True))
-        mask = self.texts.mask[rows]
-        return {"tokens": tokens, "mask": mask, "features": features, "final": final}
+        batch = {"tokens": tokens, "mask": self.texts.mask[rows], "final": final}
+        return batch | ({"features": features} if self.taps else {})
 
 
 @functools.partial(jax.jit, static_argnames=("config", "taps"))
 def _one(params, tokens, config, taps):
     """Features `[1, T, taps * D]` and final hidden states of one sequence."""
     made = sequence.forward(params, config, tokens, taps=taps)
-    return made.features.reshape(*tokens.shape, -1), made.hidden
+    width = len(taps) * config.hidden_size
+    return made.features.reshape(*tokens.shape, width), made.hidden
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Rows `first ..` of some data, such as those that are held out."""
+
+    data: "Online | Cached"
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        return self.data[np.asarray(rows) + self.first]
 
 
 def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray | None:

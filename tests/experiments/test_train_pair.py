@@ -12,7 +12,7 @@ import tiny_pair
 from experiments.pair import corpus, export, quality
 from spec_jax import testing
 from spec_jax.model import config as config_lib, load, params as params_lib, tokenizer
-from spec_jax.training import loop, losses
+from spec_jax.training import loop, losses, targets
 
 
 CONFIG = config_lib.Qwen3Config(
@@ -84,11 +84,15 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path):
 @pytest.mark.slow
 def test_distillation_is_least_where_draft_and_teacher_agree():
     """Fails if teacher and student change places, or positions are shifted."""
-    loss = functools.partial(losses.distillation_loss, CONFIG, CONFIG)
+    loss = functools.partial(losses.distillation_loss, CONFIG)
     teacher, other = init(), params_lib.init(jax.random.key(1), CONFIG, stddev=0.3)
-    tokens = jax.numpy.asarray(data()[:2])
-    assert float(loss(teacher, tokens, teacher)) < float(loss(other, tokens, teacher))
-    grads = jax.grad(loss)(teacher, tokens, teacher)
+    tokens = data()[:2]
+    texts = targets.Texts(tokens=tokens, mask=np.ones(tokens.shape, bool))
+    taught = targets.Online(texts=texts, params=teacher, config=CONFIG, taps=())
+    batch = jax.tree.map(jax.numpy.asarray, taught[np.arange(2)])
+    head = teacher.head
+    assert float(loss(teacher, batch, head)) < float(loss(other, batch, head))
+    grads = jax.grad(loss)(teacher, batch, head)
     largest = max(float(abs(leaf).max()) for leaf in jax.tree.leaves(grads))
     assert largest < 1e-5
 

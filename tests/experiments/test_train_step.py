@@ -87,10 +87,12 @@ def test_a_batch_in_parts_has_the_gradients_of_the_whole(dtype, part_size=2):
 
 @pytest.mark.slow
 def test_a_distillation_in_parts_has_the_gradients_of_the_whole():
-    loss = functools.partial(losses.distillation_loss, CONFIG, CONFIG)
-    expected = jax.jit(jax.value_and_grad(loss))(init(), tokens(), init(1))
+    loss = functools.partial(losses.distillation_loss, CONFIG)
+    final = jax.random.normal(jax.random.key(2), (*tokens().shape, CONFIG.hidden_size))
+    batch, head = {"tokens": tokens(), "final": final}, init(1).head
+    expected = jax.jit(jax.value_and_grad(loss))(init(), batch, head)
     inputs = functools.partial(loop.value_and_grad, loss, part_size=4)
-    actual = jax.jit(inputs)(init(), tokens(), init(1))
+    actual = jax.jit(inputs)(init(), batch, head)
     assert distance(actual, expected) < TOLERANCE["float32"]
 
 
