@@ -127,6 +127,16 @@ class SlotDraftModel:
         text = jnp.pad(tokens, ((0, 0), (0, width)))
         goal = goal_of(memory, length, gamma)
         memory = self._catch_up(params, memory, text, length, asked=goal > length)
+        if self._is_one_call(sampling):
+            memory, drafts, num_drafted = self._rows.run_chains(
+                params,
+                memory,
+                tokens=windows(text, memory.length, slab),
+                pending=length - memory.length,
+                counts=goal - length,
+                most=gamma_max,
+            )
+            return memory, protocols.Proposal(tokens=drafts, num_drafted=num_drafted)
         probs = None
         if self.drafter.draws == "independent":
             shape = (self.num_slots, gamma_max, self.vocab_size)
@@ -150,6 +160,19 @@ class SlotDraftModel:
             num_drafted=drafting.known - length,
             probs=drafting.probs,
         )
+
+    def _is_one_call(self, sampling: protocols.Sampling) -> bool:
+        """Whether all drafts of a proposal are one call of the model.
+
+        The tokens of highest logit, as many as are asked for, after what `_catch_up`
+        leaves.
+        """
+        drafter = self.drafter
+        is_greedy = drafter.draws != "independent" and (
+            sampling is None or drafter.draws == "greedy"
+        )
+        all_wanted = not drafter.min_confidence and drafter.catch_up_rows > 0
+        return is_greedy and all_wanted and self._rows.runs_chains
 
     def _step(self, params, carry, length, goal, sampling) -> _Drafting:
         """One forward of every slot that wants one.

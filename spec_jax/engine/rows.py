@@ -143,6 +143,54 @@ class SlotRows:
         """Runs each slot's active columns for their K/V; computes no logits."""
         return self._run(params, kv, window, with_logits=False)[2]
 
+    @property
+    def runs_chains(self) -> bool:
+        """Whether the model has `run_chains`."""
+        return self.model.impl in families.of(self.config).CHAIN_IMPLS
+
+    def run_chains(
+        self,
+        params: params_lib.Params,
+        kv: paged.PagedKV,
+        *,
+        tokens: Int[Array, "B W"],
+        pending: Int[Array, " B"],
+        counts: Int[Array, " B"],
+        most: int,
+    ) -> tuple[paged.PagedKV, Int[Array, "B most"], Int[Array, " B"]]:
+        """Continues each slot's text greedily, all in one call; only if `runs_chains`.
+
+        Args:
+          tokens: the tokens after those whose K/V is stored.
+          pending: how many they are; a slot with none, or with more than `W`, sits
+            out.
+          counts: tokens to draft, `most` at most.
+
+        Returns:
+          The cache, in which all but the last draft of a slot have K/V; drafts; and how
+          many each slot has, fewer than `counts` where it finds too few pages.
+        """
+        wanted = (counts > 0) & (pending > 0) & (pending <= tokens.shape[1])
+        starts = kv.length
+        length = starts + pending
+        kv = allocator.reserve_each(kv, length + counts - 1, asked=wanted)
+        # A slot that finds too few pages goes as far as its own do.
+        room = kv.num_owned * kv.page_size + 1 - length
+        counts = jnp.where(wanted, jnp.clip(counts, 0, room), 0)
+        kv, drafts = families.of(self.config).run_chains(
+            params,
+            self.config,
+            kv,
+            tokens=tokens,
+            starts=starts,
+            pending=pending,
+            counts=counts,
+            most=most,
+            impl=self.model.impl,
+        )
+        kv = allocator.extend_each(kv, length + counts - 1, asked=counts > 0)
+        return kv, drafts, counts
+
     def _run(self, params, kv, window, *, taps=(), with_logits=True):
         """Runs the columns as `run_window` does, whose outputs are logits and features,
         each None where it is not asked for."""

@@ -41,6 +41,9 @@ class Family(Protocol):
     """Whether entries without a token are loaded where both models of a pair have as
     many. They are not, if not stated otherwise: they could be drawn."""
 
+    CHAIN_IMPLS: tuple[str, ...]
+    """Those of `IMPLS` that have `run_chains`."""
+
     def read_config(
         self, raw: Mapping[str, Any], *, dtype: str | None
     ) -> "config_lib.ModelConfig":
@@ -60,6 +63,9 @@ class Family(Protocol):
 
     def forward_rows(self, params: Any, config: Any, rows: Any, kv: Any, **how: Any):
         """Runs a slab of rows: `decoder.run_rows` of the family's layer and head."""
+
+    def run_chains(self, params: Any, config: Any, kv: Any, **how: Any):
+        """Continues texts greedily in one call, as `qwen3.run_chains`."""
 
     def sequence_layer(
         self, layer: Any, config: Any, x: "jax.Array", positions: "jax.Array"

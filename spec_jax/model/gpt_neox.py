@@ -35,6 +35,7 @@ from spec_jax.ops import (
 
 
 IMPLS = ("xla",)
+CHAIN_IMPLS: tuple[str, ...] = ()
 LM_HEAD = "embed_out.weight"
 IGNORED = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
 KEEPS_PADDING = False

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from spec_jax.model import (
     config as config_lib,
@@ -33,6 +34,7 @@ from spec_jax.typing import IMPLS as ALL_IMPLS, typed
 
 
 IMPLS = ALL_IMPLS[1:]  # All but "auto".
+CHAIN_IMPLS: tuple[str, ...] = ("native",)
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = r"(?!)"  # Nothing.
 KEEPS_PADDING = True
@@ -229,14 +231,7 @@ def _fused_step(params, config, rows, kv, taps, with_logits):
     """`forward_rows` in one call of native kernels."""
     logits, features, pages = step.step(
         rows.tokens,
-        params.embed,
-        [
-            step.Layer(**{name: getattr(layer, name) for name in step.Layer._fields})
-            for layer in params.layers
-        ],
-        params.final_norm,
-        params.lm_head,
-        list(zip(kv.k, kv.v, strict=True)),
+        _model(params, config, kv),
         angles=decoder.row_angles(
             config, rows.positions, dtype=params.final_norm.dtype
         ),
@@ -247,13 +242,63 @@ def _fused_step(params, config, rows, kv, taps, with_logits):
         branch=rows.branch,
         taps=taps,
         with_logits=with_logits,
-        eps=config.rms_norm_eps,
-        scale=config.head_dim**-0.5,
         impl="native",
     )
-    for number, (k, v) in enumerate(pages):
-        kv = cache.replace_layer(kv, number, k=k, v=v)
-    return kv, decoder.RowOutputs(logits=logits, features=features)
+    outputs = decoder.RowOutputs(logits=logits, features=features)
+    return cache.with_pages(kv, pages), outputs
+
+
+def run_chains(
+    params: params_lib.Params,
+    config: config_lib.Qwen3Config,
+    kv: cache.PagedKV,
+    *,
+    tokens: Int[Array, "S W"],
+    starts: Int[Array, " S"],
+    pending: Int[Array, " S"],
+    counts: Int[Array, " S"],
+    most: int,
+    impl: str,
+) -> tuple[cache.PagedKV, Int[Array, "S most"]]:
+    """Continues texts greedily, in one call; see `ops.step.chains`.
+
+    The same tokens and K/V as by `forward_rows`, a row after the other. The pages must
+    have been reserved; lengths do not change.
+    """
+    params = params_lib.prepare(params, impl)
+    places = tokens.shape[1] + most - 1
+    positions = starts[:, None] + jnp.arange(places, dtype=jnp.int32)[None, :]
+    cos, sin = decoder.row_angles(
+        config, positions.reshape(-1), dtype=params.final_norm.dtype
+    )
+    drafts, pages = step.chains(
+        tokens,
+        _model(params, config, kv),
+        angles=(cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1)),
+        page_table=kv.page_table,
+        starts=starts,
+        pending=pending,
+        counts=counts,
+        most=most,
+        impl=impl,
+    )
+    return cache.with_pages(kv, pages), drafts
+
+
+def _model(params, config, kv) -> step.Model:
+    names = step.Layer._fields
+    return step.Model(
+        embed=params.embed,
+        layers=[
+            step.Layer(**{name: getattr(layer, name) for name in names})
+            for layer in params.layers
+        ],
+        final_norm=params.final_norm,
+        head=params.lm_head,
+        pages=list(zip(kv.k, kv.v, strict=True)),
+        eps=config.rms_norm_eps,
+        scale=config.head_dim**-0.5,
+    )
 
 
 def run_head(params, x, rows, *, config, impl):

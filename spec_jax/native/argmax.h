@@ -80,12 +80,12 @@ inline Largest largest_of_piece(const float* x, int64_t begin, int64_t end) {
 
 // out [rows] of x [rows, N], N at least 1; 0 for rows from `live` on.
 template <typename Pool>
-void argmax(Pool& pool, const float* x, int32_t* out, int64_t rows, int64_t live,
+void argmax(Team<Pool>& team, const float* x, int32_t* out, int64_t rows, int64_t live,
             int64_t N) {
   int64_t pieces = (N + kArgmaxPiece - 1) / kArgmaxPiece;
   int64_t grain = std::max<int64_t>(kArgmaxPiece / N, 1);
   std::vector<Largest> found(live * pieces);
-  Team<Pool>(pool).run(live * pieces, grain, [&](int64_t i, int64_t end, int64_t) {
+  team.run(live * pieces, grain, [&](int64_t i, int64_t end, int64_t) {
     for (; i < end; ++i) {
       int64_t begin = i % pieces * kArgmaxPiece;
       found[i] = largest_of_piece(x + i / pieces * N, begin,

@@ -52,6 +52,7 @@ TARGETS = (
     "spec_jax_take_rows",
     "spec_jax_move",
     "spec_jax_step",
+    "spec_jax_chains",
 )
 
 # Contraction off: a product and a sum are one rounding only where the source says so.

@@ -206,7 +206,8 @@ ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_active,
                   ffi::Result<Ints> out) {
   int64_t rows = x.dimensions()[0], N = x.dimensions()[1];
   return by_dtype(ffi::DataType::F32, [&](auto) {
-    argmax(pool, x.typed_data(), out->typed_data(), rows, live_rows(num_active, rows), N);
+    Team<ffi::ThreadPool> team(pool);
+    argmax(team, x.typed_data(), out->typed_data(), rows, live_rows(num_active, rows), N);
     return ffi::Error::Success();
   });
 }
@@ -235,48 +236,94 @@ StepLayer<T> step_layer(ffi::RemainingArgs& rest, int64_t number, int64_t D, int
           pages(kValues)};
 }
 
-ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions,
-                   Scalar num_active, Ints table, Ints branch, Floats cos, Floats sin,
-                   Any embed,
-                   Any final_norm, Any head, ffi::RemainingArgs rest,
-                   ffi::Result<Floats> logits, Result features, ffi::RemainingRets pages,
-                   int64_t num_heads, int64_t mlp_size, ffi::Span<const int64_t> taps,
-                   float scale, float eps) {
-  int64_t num_layers = rest.size() / kLayerBuffers;
-  for (int64_t i = 0; i < num_layers; ++i) {
-    for (int j : {0, 1}) {
-      auto in = *rest.get<Any>(i * kLayerBuffers + kKeys + j);
-      auto out = *pages.get<Any>(2 * i + j);
-      if (in.untyped_data() != out->untyped_data()) {
-        return ffi::Error::Internal("the pages must be updated in place");
+// What a step is made of, but for its rows.
+struct Model {
+  Ints table;
+  Floats cos, sin;
+  Any embed, final_norm, head;
+  ffi::RemainingArgs& rest;
+  int64_t entries, num_heads, mlp_size;
+  float scale, eps;
+
+  auto page_shape() const { return (*rest.get<Any>(kKeys)).dimensions(); }
+
+  ffi::Error check(ffi::RemainingRets& pages) const {
+    int64_t num_layers = rest.size() / kLayerBuffers;
+    for (int64_t i = 0; i < num_layers; ++i) {
+      for (int j : {0, 1}) {
+        auto in = *rest.get<Any>(i * kLayerBuffers + kKeys + j);
+        auto out = *pages.get<Any>(2 * i + j);
+        if (in.untyped_data() != out->untyped_data()) {
+          return ffi::Error::Internal("the pages must be updated in place");
+        }
       }
     }
+    return check_head_size(page_shape()[3]);
   }
-  auto shape = (*rest.get<Any>(kKeys)).dimensions();
-  int64_t K = shape[2], H = shape[3], D = final_norm.element_count();
-  int64_t V = logits->dimensions()[1], num_rows = tokens.element_count();
-  if (ffi::Error error = check_head_size(H); error.failure()) return error;
-  return by_dtype(final_norm.element_type(), [&](auto tag) {
-    using T = decltype(tag);
-    Step<T> step{
-        tokens.typed_data(),
-        table_of<T>(embed, V, D),
-        {},
-        data<T>(final_norm),
-        panels<T>(head.element_count() > 0 ? head : embed, V, D),
-        with_branch({table.typed_data(), slots.typed_data(), positions.typed_data(),
-                     table.dimensions()[0], table.dimensions()[1], shape[0], shape[1],
-                     live_rows(num_active, num_rows)},
-                    branch),
-        cos.typed_data(), sin.typed_data(), num_heads, K, H, scale, eps,
-        std::vector<int64_t>(taps.begin(), taps.end()),
-        logits->element_count() > 0 ? logits->typed_data() : nullptr,
-        data<T>(features)};
-    for (int64_t i = 0; i < num_layers; ++i) {
+
+  template <typename T>
+  Step<T> step(const int32_t* slots, const int32_t* positions, int64_t live) const {
+    auto shape = page_shape();
+    int64_t K = shape[2], H = shape[3], D = final_norm.element_count();
+    Step<T> step{};
+    step.embed = table_of<T>(embed, entries, D);
+    step.final_norm = data<T>(final_norm);
+    step.head = panels<T>(head.element_count() > 0 ? head : embed, entries, D);
+    step.rows = {table.typed_data(),    slots,    positions, table.dimensions()[0],
+                 table.dimensions()[1], shape[0], shape[1],  live};
+    step.cos = cos.typed_data();
+    step.sin = sin.typed_data();
+    step.N = num_heads;
+    step.K = K;
+    step.H = H;
+    step.scale = scale;
+    step.eps = eps;
+    for (size_t i = 0; i < rest.size() / kLayerBuffers; ++i) {
       step.layers.push_back(step_layer<T>(rest, i, D, mlp_size, num_heads * H,
                                           (num_heads + 2 * K) * H));
     }
-    run_step(pool, step);
+    return step;
+  }
+};
+
+ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions,
+                   Scalar num_active, Ints branch, Ints table, Floats cos, Floats sin,
+                   Any embed, Any final_norm, Any head, ffi::RemainingArgs rest,
+                   ffi::Result<Floats> logits, Result features, ffi::RemainingRets pages,
+                   int64_t entries, int64_t num_heads, int64_t mlp_size, float scale,
+                   float eps, ffi::Span<const int64_t> taps) {
+  Model model{table, cos,     sin,       embed,    final_norm, head,
+              rest,  entries, num_heads, mlp_size, scale,      eps};
+  if (ffi::Error error = model.check(pages); error.failure()) return error;
+  int64_t live = live_rows(num_active, tokens.element_count());
+  return by_dtype(final_norm.element_type(), [&](auto tag) {
+    using T = decltype(tag);
+    Step<T> step = model.step<T>(slots.typed_data(), positions.typed_data(), live);
+    step.tokens = tokens.typed_data();
+    step.rows = with_branch(step.rows, branch);
+    step.taps.assign(taps.begin(), taps.end());
+    step.logits = logits->element_count() > 0 ? logits->typed_data() : nullptr;
+    step.features = data<T>(features);
+    Team<ffi::ThreadPool> team(pool);
+    run_step(team, step);
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error RunChains(ffi::ThreadPool pool, Ints tokens, Ints starts, Ints pending,
+                     Ints counts, Ints table, Floats cos, Floats sin, Any embed,
+                     Any final_norm, Any head, ffi::RemainingArgs rest,
+                     ffi::Result<Ints> drafts, ffi::RemainingRets pages, int64_t entries,
+                     int64_t num_heads, int64_t mlp_size, float scale, float eps) {
+  Model model{table, cos,     sin,       embed,    final_norm, head,
+              rest,  entries, num_heads, mlp_size, scale,      eps};
+  if (ffi::Error error = model.check(pages); error.failure()) return error;
+  Chains chains{tokens.typed_data(),     starts.typed_data(),     pending.typed_data(),
+                counts.typed_data(),     tokens.dimensions()[0],  tokens.dimensions()[1],
+                drafts->dimensions()[1], drafts->typed_data()};
+  return by_dtype(final_norm.element_type(), [&](auto tag) {
+    using T = decltype(tag);
+    run_chains(pool, model.step<T>(nullptr, nullptr, 0), chains);
     return ffi::Error::Success();
   });
 }
@@ -364,8 +411,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
                                   .Arg<spec_jax::Ints>()  // slots
                                   .Arg<spec_jax::Ints>()  // positions
                                   .Arg<spec_jax::Scalar>()  // num_active
-                                  .Arg<spec_jax::Ints>()  // page_table
                                   .Arg<spec_jax::Ints>()  // branch
+                                  .Arg<spec_jax::Ints>()  // page_table
                                   .Arg<spec_jax::Floats>()  // cos
                                   .Arg<spec_jax::Floats>()  // sin
                                   .Arg<ffi::AnyBuffer>()  // embed
@@ -375,8 +422,31 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
                                   .Ret<spec_jax::Floats>()  // logits
                                   .Ret<ffi::AnyBuffer>()  // features
                                   .RemainingRets()  // keys and values of each layer
+                                  .Attr<int64_t>("entries")
                                   .Attr<int64_t>("num_heads")
                                   .Attr<int64_t>("mlp_size")
-                                  .Attr<ffi::Span<const int64_t>>("taps")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("eps")
+                                  .Attr<ffi::Span<const int64_t>>("taps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_chains, spec_jax::RunChains,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<spec_jax::Ints>()  // tokens
+                                  .Arg<spec_jax::Ints>()  // starts
+                                  .Arg<spec_jax::Ints>()  // pending
+                                  .Arg<spec_jax::Ints>()  // counts
+                                  .Arg<spec_jax::Ints>()  // page_table
+                                  .Arg<spec_jax::Floats>()  // cos
+                                  .Arg<spec_jax::Floats>()  // sin
+                                  .Arg<ffi::AnyBuffer>()  // embed
+                                  .Arg<ffi::AnyBuffer>()  // final_norm
+                                  .Arg<ffi::AnyBuffer>()  // head
+                                  .RemainingArgs()  // of each layer, see StepBuffer
+                                  .Ret<spec_jax::Ints>()  // drafts
+                                  .RemainingRets()  // keys and values of each layer
+                                  .Attr<int64_t>("entries")
+                                  .Attr<int64_t>("num_heads")
+                                  .Attr<int64_t>("mlp_size")
                                   .Attr<float>("scale")
                                   .Attr<float>("eps"));

@@ -1,4 +1,5 @@
-// A whole step of a model: the active rows through all layers, in one call.
+// A whole step of a model, the active rows through all layers, in one call; and chains of
+// such steps, each of which takes in what the one before it chose.
 //
 // What the five operations of a layer do when they are called one by one, on one team
 // of threads, and with the residual in one place.
@@ -10,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "argmax.h"
 #include "projection.h"
 #include "row_attention.h"
 #include "simd.h"
@@ -55,7 +57,7 @@ void tap_features(const Step<T>& step, int64_t boundary, const T* x) {
 }
 
 template <typename Pool, typename T>
-void run_step(Pool& pool, const Step<T>& step) {
+void run_step(Team<Pool>& team, const Step<T>& step) {
   int64_t live = step.rows.live, D = step.embed.panels.K;
   if (live == 0) return;
   int64_t attended_size = step.N * step.H, heads_size = (step.N + 2 * step.K) * step.H;
@@ -65,7 +67,6 @@ void run_step(Pool& pool, const Step<T>& step) {
   }
   std::vector<T> x(live * D), heads(live * heads_size), attended(live * attended_size),
       hidden(live * hidden_size);
-  Team<Pool> team(pool);
   Workers<Pool, T> workers(team, live, std::max({D, attended_size, hidden_size}));
   Attention<Pool, T> attention(team, step.rows, step.K, step.N / step.K, step.H);
   auto input = [&](const std::vector<T>& rows, const T* norm) {
@@ -87,6 +88,83 @@ void run_step(Pool& pool, const Step<T>& step) {
   }
   if (step.logits == nullptr) return;
   project(workers, input(x, step.final_norm), step.head, none, step.logits);
+}
+
+// Texts that are continued greedily.
+struct Chains {
+  const int32_t* tokens;   // [S, width]: of each slot's text, what no K/V is stored of
+  const int32_t* starts;   // [S] the position of the first of them
+  const int32_t* pending;  // [S] how many they are
+  const int32_t* counts;   // [S] tokens to draft; 0: the slot sits out
+  int64_t num_slots, width, most;
+  int32_t* drafts;  // [S, most]
+
+  int64_t num_places() const { return width + most - 1; }
+};
+
+// The rows of one step of chains, and which of them choose.
+struct ChainRows {
+  std::vector<int32_t> tokens, slots, positions;
+  std::vector<float> cos, sin;
+  std::vector<int64_t> slot_ends;  // [S] the row after the slot's last; 0: none
+
+  // Of the slots that have not drafted enough: first all that is pending, then each draft.
+  void take(const Chains& chains, const std::vector<int64_t>& drafted, const float* all_cos,
+            const float* all_sin, int64_t half) {
+    for (auto* values : {&tokens, &slots, &positions}) values->clear();
+    for (auto* values : {&cos, &sin}) values->clear();
+    slot_ends.assign(chains.num_slots, 0);
+    for (int64_t s = 0; s < chains.num_slots; ++s) {
+      if (drafted[s] >= chains.counts[s]) continue;
+      bool begins = drafted[s] == 0;
+      int64_t first = begins ? 0 : chains.pending[s] + drafted[s] - 1;
+      const int32_t* from = begins ? chains.tokens + s * chains.width
+                                   : chains.drafts + s * chains.most + drafted[s] - 1;
+      for (int64_t i = 0; i < (begins ? chains.pending[s] : 1); ++i) {
+        tokens.push_back(from[i]);
+        slots.push_back(static_cast<int32_t>(s));
+        positions.push_back(static_cast<int32_t>(chains.starts[s] + first + i));
+        int64_t at = (s * chains.num_places() + first + i) * half;
+        cos.insert(cos.end(), all_cos + at, all_cos + at + half);
+        sin.insert(sin.end(), all_sin + at, all_sin + at + half);
+      }
+      slot_ends[s] = tokens.size();
+    }
+  }
+};
+
+// Drafts. `step` has the angles of all places of chains, [S, num_places, H / 2], and
+// neither tokens, rows nor results.
+template <typename Pool, typename T>
+void run_chains(Pool& pool, Step<T> step, const Chains& chains) {
+  const float *cos = step.cos, *sin = step.sin;
+  int64_t V = step.head.N;
+  std::vector<int64_t> drafted(chains.num_slots);
+  std::vector<float> logits;
+  std::vector<int32_t> chosen;
+  ChainRows rows;
+  Team<Pool> team(pool);
+  std::fill(chains.drafts, chains.drafts + chains.num_slots * chains.most, 0);
+  for (;;) {
+    rows.take(chains, drafted, cos, sin, step.H / 2);
+    int64_t live = rows.tokens.size();
+    if (live == 0) return;
+    logits.resize(live * V);
+    chosen.resize(live);
+    step.tokens = rows.tokens.data();
+    step.rows.slots = rows.slots.data();
+    step.rows.positions = rows.positions.data();
+    step.rows.live = live;
+    step.cos = rows.cos.data();
+    step.sin = rows.sin.data();
+    step.logits = logits.data();
+    run_step(team, step);
+    argmax(team, logits.data(), chosen.data(), live, live, V);
+    for (int64_t s = 0; s < chains.num_slots; ++s) {
+      if (rows.slot_ends[s] == 0) continue;
+      chains.drafts[s * chains.most + drafted[s]++] = chosen[rows.slot_ends[s] - 1];
+    }
+  }
 }
 
 }  // namespace spec_jax

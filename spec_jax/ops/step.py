@@ -1,18 +1,19 @@
-"""A whole step of a model in one call, where an implementation has that.
+"""Whole steps of a model in one call, where an implementation has that.
 
 The same bits as the operations one by one (`embedding`, `projection`,
 `row_attention`, `gated_projection`): what is left out is the time between them.
 """
 
-from collections.abc import Sequence
-
 import jax
 
-from spec_jax.native import calls
-from spec_jax.ops import weights
+from spec_jax.native import steps
 
 
-Layer = calls.LayerWeights
+Layer = steps.LayerWeights
+Model = steps.Model
+"""What is read and updated: weights as `weights.prepare` makes them, and the pages."""
+
+Pages = list[tuple[jax.Array, jax.Array]]
 
 
 def is_fused(impl: str) -> bool:
@@ -22,11 +23,7 @@ def is_fused(impl: str) -> bool:
 
 def step(
     tokens: jax.Array,  # [R] int32
-    embed: weights.Weight,  # [V, D]
-    layers: Sequence[Layer],
-    final_norm: jax.Array,  # [D]
-    head: weights.Weight | None,  # [V, D]; None: `embed`
-    pages: Sequence[tuple[jax.Array, jax.Array]],  # keys and values [P, C, K, H]
+    model: Model,
     *,
     angles: tuple[jax.Array, jax.Array],  # cosines and sines [R, H / 2]
     page_table: jax.Array,  # [S, M] int32
@@ -36,14 +33,11 @@ def step(
     branch: jax.Array | None = None,  # [R, A] int32, of rows of trees
     taps: tuple[int, ...],
     with_logits: bool,
-    eps: float,
-    scale: float,
     impl: str,
-) -> tuple[jax.Array, jax.Array, list[tuple[jax.Array, jax.Array]]]:
+) -> tuple[jax.Array, jax.Array, Pages]:
     """Runs the active rows through all layers; padding rows are unspecified.
 
     Args:
-      layers: weights as `weights.prepare` makes them.
       taps: boundaries of layers, 0 being the embeddings.
       with_logits: without them the head is not read.
 
@@ -51,11 +45,48 @@ def step(
       Logits `[R, V]` float32, or `[0, V]` without them; features `[R, taps, D]`; and
       the pages with the active rows written.
     """
+    _check(impl)
+    cos, sin = angles
+    return steps.step(
+        tokens, model, cos, sin,
+        page_table=page_table, slots=slots, positions=positions, num_active=num_active,
+        branch=branch, taps=taps, with_logits=with_logits,
+    )  # fmt: skip
+
+
+def chains(
+    tokens: jax.Array,  # [S, W] int32
+    model: Model,
+    *,
+    angles: tuple[jax.Array, jax.Array],  # cosines and sines [S, W + most - 1, H / 2]
+    page_table: jax.Array,  # [S, M] int32
+    starts: jax.Array,  # [S] int32
+    pending: jax.Array,  # [S] int32
+    counts: jax.Array,  # [S] int32
+    most: int,
+    impl: str,
+) -> tuple[jax.Array, Pages]:
+    """Continues texts greedily: as many steps as the longest of them takes.
+
+    Args:
+      tokens: the last tokens of each slot's text, whose K/V is not stored yet.
+      angles: of the positions from `starts` on.
+      starts: the position of each slot's first token.
+      pending: how many of the tokens there are, at least one.
+      counts: tokens to draft, `most` at most; 0: the slot sits out.
+
+    Returns:
+      Drafts `[S, most]`, 0 from `counts` on; and the pages, in which all but the last
+      draft of each slot are written.
+    """
+    _check(impl)
+    cos, sin = angles
+    return steps.chains(
+        tokens, model, cos, sin,
+        page_table=page_table, starts=starts, pending=pending, counts=counts, most=most,
+    )  # fmt: skip
+
+
+def _check(impl: str) -> None:
     if not is_fused(impl):
         raise NotImplementedError(f"impl={impl!r} runs a step operation by operation")
-    cos, sin = angles
-    return calls.step(
-        tokens, embed, layers, final_norm, head, pages, cos, sin,
-        page_table=page_table, slots=slots, positions=positions, num_active=num_active,
-        branch=branch, taps=taps, with_logits=with_logits, eps=eps, scale=scale,
-    )  # fmt: skip

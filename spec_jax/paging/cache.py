@@ -172,6 +172,12 @@ def move(
     return kv.replace(k=pools[: len(kv.k)], v=pools[len(kv.k) :])
 
 
+def with_pages(kv: PagedKV, pages: list[tuple[jax.Array, jax.Array]]) -> PagedKV:
+    """The cache with other pages: keys and values of every layer."""
+    k, v = zip(*pages, strict=True)
+    return kv.replace(k=k, v=v)
+
+
 def replace_layer(kv: PagedKV, layer: int, *, k: jax.Array, v: jax.Array) -> PagedKV:
     """The cache with other pages for one layer."""
 

@@ -95,22 +95,22 @@ KERNELS = (
     Mutant(
         "native rows are written one position late",
         "native.calls:attend",
-        "positions,\n        num_active,\n        _branch(branch, R)",
-        "positions + 1,\n        num_active,\n        _branch(branch, R)",
+        "positions,\n        num_active,\n        branch_of(branch, R)",
+        "positions + 1,\n        num_active,\n        branch_of(branch, R)",
         "native/test_native_attend.py::test_the_reference_form_agrees[float32]",
     ),
     Mutant(
         "a native step takes values for keys",
-        "native.calls:step",
+        "native.steps:Model.call",
         "for pool in pools:",
         "for pool in reversed(pools):",
         "native/test_native_step.py::test_a_step_is_its_operations[float32-6]",
     ),
     Mutant(
         "a native step writes its rows one position late",
-        "native.calls:step",
-        "positions,\n        num_active,\n        page_table",
-        "positions + 1,\n        num_active,\n        page_table",
+        "native.steps:step",
+        "slots, positions, num_active",
+        "slots, positions + 1, num_active",
         "native/test_native_step.py::test_a_step_is_its_operations[float32-6]",
     ),
     Mutant(

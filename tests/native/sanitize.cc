@@ -312,7 +312,8 @@ void check_step(int64_t D, int64_t F) {
                angles.data(), N, K, H, 0.4f, 1e-6f, {L, 0}, logits.data(),
                features.data()};
   LatePool pool;
-  run_step(pool, step);
+  Team<LatePool> team(pool);
+  run_step(team, step);
   for (int64_t i = 0; i < R * V; ++i) {
     int64_t r = i / V;
     bool fine = r < 2    ? std::isfinite(logits[i])

@@ -105,7 +105,8 @@ bool steps_are_alike() {
                      Rows{table, slots, positions, 1, P, P, C, R}, angles.data(),
                      angles.data(), N, K, H, 0.25f, 1e-6f, {}, logits.data(), nullptr};
     Threads threads;
-    run_step(threads, step);
+    Team<Threads> team(threads);
+    run_step(team, step);
     if (round == 0) first = logits;
     fine = fine && logits == first;
   }

@@ -1,4 +1,4 @@
-"""`calls.step`: one call has the bits of the operations one by one."""
+"""`steps.step`: one call has the bits of the operations one by one."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.model import params as params_lib, qwen3, row_model
-from spec_jax.native import calls
+from spec_jax.native import steps
 from spec_jax.paging import allocator
 
 
@@ -99,19 +99,23 @@ def test_refusals():
     """Fails if the kernel is let loose on weights of another shape or form."""
     config, params = make("float32")
     layers = [
-        calls.LayerWeights(**{n: getattr(layer, n) for n in calls.LayerWeights._fields})
+        steps.LayerWeights(**{n: getattr(layer, n) for n in steps.LayerWeights._fields})
         for layer in params.layers
     ]
     pool = jnp.zeros((3, 8, config.num_kv_heads, config.head_dim))
     number = jnp.zeros((2,), jnp.int32)
     angle = jnp.zeros((2, config.head_dim // 2))
-    arguments = {
-        "tokens": number,
+    model = {
         "embed": params.embed,
         "layers": layers,
         "final_norm": params.final_norm,
         "head": None,
         "pages": [(pool, pool)] * 2,
+        "eps": 1e-6,
+        "scale": 1.0,
+    }
+    arguments = {
+        "tokens": number,
         "cos": angle,
         "sin": angle,
         "page_table": number[None],
@@ -120,8 +124,6 @@ def test_refusals():
         "num_active": jnp.int32(1),
         "taps": (),
         "with_logits": True,
-        "eps": 1e-6,
-        "scale": 1.0,
     }
     bad = layers[0]._replace(down=layers[0].gate_up)
     for change, error, message in (
@@ -132,4 +134,6 @@ def test_refusals():
         ({"embed": jnp.zeros(params.embed.shape)}, ValueError, "of panels"),
     ):
         with pytest.raises(error, match=message):
-            calls.step(**(arguments | change))
+            weights = {key: change.get(key, value) for key, value in model.items()}
+            rows = {key: change.get(key, value) for key, value in arguments.items()}
+            steps.step(model=steps.Model(**weights), **rows)

@@ -1,0 +1,149 @@
+"""`steps.chains`: drafting in one call has the bits of steps one after the other."""
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.model import params as params_lib, row_model
+from spec_jax.paging import allocator
+
+
+WIDTH, MOST, PAGE_SIZE = 2, 5, 4
+TEXTS = ((3, 1, 4, 1, 5), (9, 2), (6, 5, 3, 5, 8, 9, 7))
+PENDING, COUNTS = (2, 1, 1), (4, 5, 0)
+
+
+def make(dtype="bfloat16", **changes):
+    config = decoding.make_config(dtype=dtype, num_layers=2, **changes)
+    params = params_lib.init(jax.random.key(3), config, stddev=0.3)
+    model = row_model.RowModel(config=config, impl="native", slab=WIDTH)
+    target = rows_lib.SlotRows(model=model, num_slots=len(TEXTS))
+    return target, params_lib.prepare(params, "native")
+
+
+def filled(target, params, *, num_pages=None):
+    """A cache with each text but its pending tokens."""
+    kv = target.new_cache(capacity=16, page_size=PAGE_SIZE, num_pages=num_pages)
+    for slot, (text, pending) in enumerate(zip(TEXTS, PENDING, strict=True)):
+        # `prefill` leaves the last token out.
+        kept = list(text[: len(text) - pending + 1])
+        kv = target.prefill(params, kv, kept, slot=slot, by_rows=True)
+    return kv
+
+
+def step_by_step(target, params, kv, counts):
+    """Every draft as a window of its own."""
+    verify = jax.jit(target.verify)
+    texts, drafts = [list(text) for text in TEXTS], [[] for _ in TEXTS]
+    while any(len(made) < count for made, count in zip(drafts, counts, strict=True)):
+        goes_on = [
+            len(made) < count for made, count in zip(drafts, counts, strict=True)
+        ]
+        starts = np.asarray(kv.length)
+        rest = [text[start:] for text, start in zip(texts, starts, strict=True)]
+        window = protocols.Window(
+            tokens=jnp.asarray([(row + [0, 0])[:WIDTH] for row in rest], jnp.int32),
+            start=kv.length,
+            num_active=jnp.asarray(
+                [len(row) * go for row, go in zip(rest, goes_on, strict=True)],
+                jnp.int32,
+            ),
+        )
+        kv, verified = verify(params, kv, window)
+        for slot, go in enumerate(goes_on):
+            if go:
+                last = verified.logits[verified.at[slot, len(rest[slot]) - 1]]
+                texts[slot].append(int(np.argmax(last)))
+                drafts[slot].append(texts[slot][-1])
+    return kv, drafts
+
+
+def chains(target, params, kv, counts, *, pending=PENDING):
+    tokens = [
+        (list(text[len(text) - count :]) + [0, 0])[:WIDTH]
+        for text, count in zip(TEXTS, PENDING, strict=True)
+    ]
+    return jax.jit(target.run_chains, static_argnames="most")(
+        params,
+        kv,
+        tokens=jnp.asarray(tokens, jnp.int32),
+        pending=jnp.asarray(pending, jnp.int32),
+        counts=jnp.asarray(counts, jnp.int32),
+        most=MOST,
+    )
+
+
+def committed(kv):
+    """The K/V of each slot, as integers."""
+    lengths = np.asarray(kv.length)
+    return [
+        [testing.bits(read_slot(kv, layer, slot, part)[:length]) for layer in (0, 1)]
+        for slot, length in enumerate(lengths)
+        for part in ("k", "v")
+    ]
+
+
+def read_slot(kv, layer, slot, part):
+    pages = np.asarray(kv.page_table)[slot]
+    pool = np.asarray(getattr(kv, part)[layer])
+    return pool[pages[pages < len(pool)]].reshape(-1, *pool.shape[2:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_are_those_of_single_steps(dtype):
+    """Fails if a chain takes another row, place or token than steps would."""
+    target, params = make(dtype)
+    expected_kv, expected = step_by_step(target, params, filled(target, params), COUNTS)
+    kv, drafts, made = chains(target, params, filled(target, params), COUNTS)
+    assert [row[:n].tolist() for row, n in zip(drafts, made, strict=True)] == expected
+    assert made.tolist() == list(COUNTS) and (np.asarray(drafts)[2] == 0).all()
+    np.testing.assert_array_equal(kv.length, expected_kv.length)
+    for ours, theirs in zip(committed(kv), committed(expected_kv), strict=True):
+        testing.assert_same_bits(ours, theirs)
+    assert not np.asarray(kv.refused).any()
+    # Negative control: tokens of another start are other drafts.
+    late = filled(target, params)
+    late = allocator.truncate(late, 0, jnp.int32(2))
+    other = chains(target, params, late, COUNTS)[1]
+    assert other[0].tolist() != drafts[0].tolist()
+
+
+def test_a_head_of_its_own():
+    """Fails if the embedding is taken for the head."""
+    target, params = make(tie_word_embeddings=False)
+    _, expected = step_by_step(target, params, filled(target, params), COUNTS)
+    _, drafts, made = chains(target, params, filled(target, params), COUNTS)
+    assert [row[:n].tolist() for row, n in zip(drafts, made, strict=True)] == expected
+
+
+def test_without_pages_a_slot_goes_as_far_as_it_can():
+    """Fails if drafts are made, or written, without a page."""
+    target, params = make()
+    # Two, one and two pages are held, none is free.
+    kv = filled(target, params, num_pages=5)
+    assert int(kv.num_free) == 1
+    after, drafts, made = chains(target, params, kv, (5, 5, 5))
+    held = np.asarray(after.num_owned) * PAGE_SIZE
+    expected = [min(5, held[slot] + 1 - len(text)) for slot, text in enumerate(TEXTS)]
+    assert made.tolist() == expected and min(expected) < 5
+    whole = filled(target, params)
+    _, all_drafts, _ = chains(target, params, whole, (5, 5, 5))
+    for row, other, count in zip(drafts, all_drafts, expected, strict=True):
+        assert row[:count].tolist() == other[:count].tolist()
+        assert (np.asarray(row)[count:] == 0).all()
+
+
+@pytest.mark.parametrize("pending", [0, -1, WIDTH + 1])
+def test_a_text_that_is_stored_or_far_ahead_sits_out(pending):
+    """Fails if the kernel reads beyond the tokens that it is given."""
+    target, params = make()
+    kv, drafts, made = chains(
+        target, params, filled(target, params), COUNTS, pending=(pending, 1, 1)
+    )
+    assert made.tolist() == [0, 5, 0]
+    assert int(kv.length[0]) == len(TEXTS[0]) - PENDING[0]
+    assert (np.asarray(drafts)[0] == 0).all()
