@@ -286,6 +286,29 @@ void check_move(int64_t width) {
   }
 }
 
+// Three slots: two that draft, the second beyond its pages, and one that sits out.
+template <typename T>
+void check_chains(const Step<T>& step) {
+  constexpr int64_t S = 3, width = 2, most = 3;
+  int32_t tokens[] = {3, 1, 2, 1 << 30, -1, -1}, starts[] = {0, 1, 1 << 30};
+  int32_t pending[] = {2, 1, 9}, counts[] = {3, 2, 0}, table[] = {2, 0, 1, 3, -7, 99};
+  Array<int32_t> drafts(S * most);
+  auto angles = normal<float>(S * (width + most - 1) * (step.H / 2));
+  Chains chains{tokens, starts, pending, counts, S, width, most, drafts.data()};
+  Step<T> model = step;
+  model.rows = {table, nullptr, nullptr, S, 2, step.rows.num_pages,
+                step.rows.page_size, 0};
+  model.cos = model.sin = angles.data();
+  model.taps.clear();
+  LatePool pool;
+  run_chains(pool, model, chains);
+  for (int64_t i = 0; i < S * most; ++i) {
+    bool is_made = i % most < counts[i / most];
+    bool fine = is_made ? drafts[i] >= 0 && drafts[i] < step.head.N : drafts[i] == 0;
+    expect(fine, shape<T>("chains", {i}));
+  }
+}
+
 // A model of two layers, the last active row without a page: in bounds, and what is
 // written is finite or NaN as it should be.
 template <typename T>
@@ -326,6 +349,7 @@ void check_step(int64_t D, int64_t F) {
                                                              kWord<T> + d % kWord<T>]);
     expect(entry == word, shape<T>("features", {D, F, d}));
   }
+  check_chains(step);
 }
 
 // Distance to the truth in units of the last place.
