@@ -64,36 +64,10 @@ class _Chain(tree_shapes.FixedTree):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotEagle3:
+class SlotEagle3(draft_slots.OfSlots):
     """An `Eagle3` for `num_slots` sequences: the rows of a level are one forward."""
 
     drafter: "eagle3_lib.Eagle3"
-    num_slots: int
-
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.drafter.gamma_max
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return self.drafter.depth_max
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the target's vocabulary."""
-        return self.drafter.vocab_size
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's features that the head reads."""
-        return self.drafter.taps
-
-    @property
-    def feature_size(self) -> int:
-        """The width of a feature."""
-        return self.drafter.feature_size
 
     @property
     def _tree(self) -> tree_shapes.AnyTree:
@@ -117,10 +91,8 @@ class SlotEagle3:
             width=head.features_size,
             dtype=head.layer.dtype,
         )
-        if drafter.model.cache == "static":
-            num_pages = None
-        kv = slots.new_cache(
-            capacity=capacity, page_size=page_size, num_pages=num_pages
+        kv = draft_slots.new_cache(
+            slots, capacity=capacity, page_size=page_size, num_pages=num_pages
         )
         return Eagle3Memory(kv=kv, ring=ring)
 

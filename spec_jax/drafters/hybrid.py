@@ -75,21 +75,10 @@ class Hybrid:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotHybrid:
+class SlotHybrid(draft_slots.OfSlots):
     """A `Hybrid` for `num_slots` sequences. The memory is the draft model's."""
 
     drafter: Hybrid
-    num_slots: int
-
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.drafter.gamma_max
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the draft model's vocabulary."""
-        return self.drafter.vocab_size
 
     @property
     def _draft(self) -> draft_slots.SlotDraftModel:
