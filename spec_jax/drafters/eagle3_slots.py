@@ -232,10 +232,13 @@ class SlotEagle3(draft_slots.OfSlots):
         hidden state `[B, D]` and logits `[B, Vd]` of the last pair."""
         tree, drafter = self._tree, self.drafter
         is_chain = drafter.tree is None
-        widen = _widened(params, self.vocab_size)
         draw = draft_trees.Draw.of(
             drafter.draws, sampling, length, num_slots=self.num_slots
         )
+        # Noise is by token of the target; without it the few draft tokens will do.
+        hot, widen = params.hot, lambda logits: logits
+        if hot is not None and (draw.sampling is not None or tree.top_k > hot.size):
+            hot, widen = None, _widened(hot, self.vocab_size)
 
         def expand(carry, tokens, parents, first, num_rows):
             """Runs the rows of a level; see `tree_search.Expand`."""
@@ -278,6 +281,7 @@ class SlotEagle3(draft_slots.OfSlots):
             (memory.kv, hidden, probs),
             tree=tree,
             wanted=wanted,
+            hot=hot,
         )
         if probs is not None:
             columns = cast(tree_shapes.FixedTree, tree).columns
@@ -317,18 +321,15 @@ class SlotEagle3(draft_slots.OfSlots):
 
 
 def _widened(
-    params: eagle3_params.Eagle3Params, vocab_size: int
+    hot: Int[Array, " Vd"], vocab_size: int
 ) -> Callable[[jax.Array], jax.Array]:
     """Returns what makes logits `[.., V]` of logits of draft tokens `[.., Vd]`.
 
-    Tokens that are never drafted have -inf. In the target's vocabulary, since its noise
-    is by token.
+    Tokens that are never drafted have -inf.
     """
-    if params.hot is None:
-        return lambda logits: logits
-    (size,) = params.hot.shape
+    (size,) = hot.shape
     draft_of = jnp.full((vocab_size,), size, jnp.int32)
-    draft_of = draft_of.at[params.hot].set(jnp.arange(size, dtype=jnp.int32))
+    draft_of = draft_of.at[hot].set(jnp.arange(size, dtype=jnp.int32))
     return lambda logits: logits.at[..., draft_of].get(mode="fill", fill_value=-jnp.inf)
 
 
