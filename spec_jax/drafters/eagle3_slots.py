@@ -238,7 +238,7 @@ class SlotEagle3(draft_slots.OfSlots):
         # Noise is by token of the target; without it the few draft tokens will do.
         hot, widen = params.hot, lambda logits: logits
         if hot is not None and (draw.sampling is not None or tree.top_k > hot.size):
-            hot, widen = None, _widened(hot, self.vocab_size)
+            widen, hot = _widened(hot, self.vocab_size), None
 
         def expand(carry, tokens, parents, first, num_rows):
             """Runs the rows of a level; see `tree_search.Expand`."""
