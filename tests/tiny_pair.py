@@ -83,7 +83,9 @@ def write(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     return target, draft
 
 
-def write_head(folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+def write_head(
+    folder: pathlib.Path, target: pathlib.Path, *, seed: int = 2
+) -> pathlib.Path:
     """An EAGLE-3 head of random weights for that target of two layers."""
     layer, params = load.load(target)
     head = eagle3_params.Eagle3Config(
@@ -93,7 +95,7 @@ def write_head(folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
         taps=(1, 0),
     )
     hot = jnp.arange(64, dtype=jnp.int32) * 4
-    key = jax.random.key(2)
+    key = jax.random.key(seed)
     made = eagle3_params.init(key, head, embed=params.embed, hot=hot, stddev=0.3)
     eagle3_files.save(folder, head, made, dialect="midlayer")
     return folder
