@@ -39,6 +39,7 @@ from experiments.lib import (
     terminal,
 )
 from spec_jax.debug import evidence
+from spec_jax.drafters import registry
 from spec_jax.model import config as config_lib, row_model
 from spec_jax.native import build
 from spec_jax.typing import IMPLS
@@ -66,6 +67,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    _name_heads(parser, args)
     if args.rule != "coupled":
         parser.error(
             f"--rule {args.rule} keeps the distribution of decoding, not its stream: "
@@ -81,12 +83,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _name_heads(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Names a head's folder as `--head`, and its drafter as certificates do."""
+    heads = [name for name in args.drafter or () if registry.is_folder(name)]
+    found = {*map(pathlib.Path, heads), *([args.head] if args.head else [])}
+    if len(found) > 1:
+        parser.error(f"{len(found)} heads are named: give one, and run others apart")
+    if found:
+        (args.head,) = found
+        named = [plans.HEAD if n in heads else n for n in args.drafter or ()]
+        args.drafter = tuple(dict.fromkeys(named)) or None
+        if not args.verify and plans.HEAD not in named:
+            parser.error(f"--head is the drafter {plans.HEAD}'s: add that to --drafter")
+
+
 def _add_input_flags(group: argparse._ActionsContainer) -> None:
     brief, full = plans.BRIEF, plans.FULL
     flags.add_folders(group)
     cli.add(
         group,
         f"""
+        --head DIR  folder of the head that the drafter {plans.HEAD} is
         --prompts N|FILE[:N]  the first N bundled prompts, and beginnings of them where
             N is more than there are, or a file as in spec_round.py (default:
             {brief.prompts}; {full.prompts} with --full)
@@ -103,6 +120,13 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
     flags.add_isa(group)
 
 
+def _drafter(text: str) -> str:
+    """The type of `--drafter`: as in other scripts, and those that know the text."""
+    if registry.is_folder(text):
+        return text
+    return cli.one_of(cell_runs.drafter_names(), can_import=True)(text)
+
+
 def _add_axis_flags(group: argparse._ActionsContainer) -> None:
     drafters = cell_runs.drafter_names()
     for axis, kinds, what in (
@@ -114,7 +138,7 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
         ("prefill", cells_lib.PREFILLS, "how prompts enter the cache"),
         ("verify-path", paths.VERIFY, "what verifies a window"),
         ("draft-cache", cells_lib.DRAFT_CACHES, "life of the draft's K/V"),
-        ("drafter", drafters, "what proposes tokens, or package.module:Name"),
+        ("drafter", drafters, "what proposes tokens, a head, or package.module:Name"),
         ("gamma", None, "tokens drafted per round, or the most of them"),
         ("sampling", cells_lib.SAMPLINGS, "of tokens; how is in the certificate"),
         ("gamma-policy", policies.POLICIES, "what chooses each round's gamma"),
@@ -123,8 +147,10 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
         default = plans.default_text(axis.replace("-", "_"))
         listed = ", ".join(kinds) if kinds else "numbers"
         kind = cli.positive
-        if kinds:
-            kind = cli.one_of(kinds, can_import=axis == "drafter")
+        if axis == "drafter":
+            kind = _drafter
+        elif kinds:
+            kind = cli.one_of(kinds)
         text = f"--{axis} A,B,..  {what}: {listed} (default: {default})"
         cli.add(group, text, **{"A,B,..": cli.names(kind)})
     flags.add_trees(group, default=None)

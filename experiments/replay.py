@@ -3,7 +3,8 @@
 A lossless round keeps the drafts that autoregressive decoding would have written, so
 its text decides which. `--record` writes that text down once; every drafter is then
 evaluated on these traces, in the very loop that runs live and in the time of its drafts
-alone. `--check` runs the target as well, and compares every counter.
+alone. `--check` runs the target as well, and compares every counter. For a head that
+reads the target's features, the target runs once over each text.
 
     python experiments/replay.py --record traces.jsonl --prompts 50
     python experiments/replay.py traces.jsonl --drafter ngram,suffix --gamma 2,4
@@ -101,7 +102,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                 )
         flags.check_sampling(parser, args)
     elif not args.check and args.target is not None:
-        parser.error("--target is run by --record and --check alone: leave it out")
+        if not any(registry.reads_target(n, args.draft) for n in args.drafter):
+            parser.error(
+                "--target is run by --record, --check and drafters that read its "
+                "features alone: leave it out"
+            )
     elif args.check:
         flags.check_models(parser, args)
     return args

@@ -114,7 +114,7 @@ def load(
       draft: a folder of the same tokenizer, for drafters with a draft model: where the
         models pad its vocabulary differently, neither loads the padding; None: the
         embedded pair's draft, where the target is the embedded one too. For the drafter
-        "eagle3" the folder of its head.
+        "eagle3" the folder of its head, which "hybrid" takes, too.
       drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
         a head that was trained for the target, or an object that keeps
         `protocols.Drafter` and has no parameters.
@@ -142,7 +142,8 @@ def load(
     target_tokenizer = tokenizer.load(target)
     # A drafter may need no draft model: what it has is read when it is loaded.
     folders = [target]
-    if draft is not None and drafter not in registry.NEED_TARGET:
+    has_head = isinstance(drafter, str) and registry.reads_target(drafter, draft)
+    if draft is not None and not has_head:
         folders.append(pathlib.Path(draft))
     configs = [
         config_lib.read(folder / "config.json", dtype=dtype) for folder in folders

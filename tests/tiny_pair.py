@@ -1,5 +1,6 @@
 """Hugging Face folders of a tiny random target and draft, for tests of scripts."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -7,7 +8,13 @@ import jax.numpy as jnp
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from spec_jax.model import config as config_lib, load, params as params_lib
+from spec_jax.model import (
+    config as config_lib,
+    eagle3_files,
+    eagle3_params,
+    load,
+    params as params_lib,
+)
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -74,6 +81,24 @@ def write(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     target = write_model(folder / "target", config(num_layers=2), seed=0)
     draft = write_model(folder / "draft", config(), seed=1)
     return target, draft
+
+
+def write_head(
+    folder: pathlib.Path, target: pathlib.Path, *, seed: int = 2
+) -> pathlib.Path:
+    """An EAGLE-3 head of random weights for that target of two layers."""
+    layer, params = load.load(target)
+    head = eagle3_params.Eagle3Config(
+        layer=dataclasses.replace(layer, num_layers=1, tie_word_embeddings=False),
+        draft_vocab_size=64,
+        target_hidden_size=layer.hidden_size,
+        taps=(1, 0),
+    )
+    hot = jnp.arange(64, dtype=jnp.int32) * 4
+    key = jax.random.key(seed)
+    made = eagle3_params.init(key, head, embed=params.embed, hot=hot, stddev=0.3)
+    eagle3_files.save(folder, head, made, dialect="midlayer")
+    return folder
 
 
 TEMPLATE = (

@@ -8,6 +8,7 @@ prompt finds the pages of those before it.
 import collections
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,8 +105,14 @@ def load_models(
     return dataclasses.replace(lm, params=params, drafter_params=draft_params)
 
 
-def with_drafter(lm: loading.LanguageModel, cell: cells.Cell) -> loading.LanguageModel:
-    """Returns what `load_models` made, with the cell's drafter."""
+def with_drafter(
+    lm: loading.LanguageModel, cell: cells.Cell, *, head: pathlib.Path | None = None
+) -> loading.LanguageModel:
+    """Returns what `load_models` made, with the cell's drafter.
+
+    Args:
+      head: folder of the head that the cell's drafter is, if it is one.
+    """
     name = "oracle" if cell.drafter in FORCED else cell.drafter
     parts = registry.Parts(
         gamma_max=lm.gamma_max,
@@ -113,6 +120,8 @@ def with_drafter(lm: loading.LanguageModel, cell: cells.Cell) -> loading.Languag
         load_draft=lambda: (lm.drafter, lm.drafter_params),
         target=lm.target,
         target_params=lm.params,
+        draft=head if name in registry.NEED_TARGET else None,
+        dtype=cell.dtype,
     )
     drafter, params = registry.build(name, parts)
     if cell.draft_cache == "round" and name in WITH_MODEL:

@@ -15,11 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
 from experiments.lib import runs, steps as steps_lib, timing
 from spec_jax import loading
-from spec_jax.engine import baseline, protocols, round as round_lib
+from spec_jax.analysis import trace
+from spec_jax.engine import (
+    baseline,
+    protocols,
+    round as round_lib,
+    rows as rows_lib,
+)
 from spec_jax.gamma import theory
 
 
@@ -328,6 +333,15 @@ class _Walk:
         tokens = np.zeros(self._state.slots.tokens.shape, np.int32)
         tokens[0, : len(text)] = text
         self._tokens = jnp.asarray(tokens)
+        taps, self._features = protocols.taps_of(lm.drafter), None
+        if taps:
+            self._features = trace.record_features(
+                rows_lib.SlotRows(model=lm.target, num_slots=1),
+                lm.params,
+                text,
+                num_prompt=num_prompt,
+                taps=taps,
+            )
 
     def thunks(
         self, name: str, gammas: Sequence[int], *, catch_up: bool
@@ -353,10 +367,11 @@ class _Walk:
 
     def _proposals(self, gamma: int, *, steps: int, stride: int = 1) -> timing.Thunk:
         run = functools.partial(
-            _propose_along,
+            steps_lib.propose_along,
             self._speculator.drafter,
             self._speculator.params[1],
             tokens=self._tokens,
+            features=self._features,
             sampling=self._state.slots.sampling,
             start=jnp.int32(self._num_prompt),
             gamma=jnp.int32(gamma),
@@ -364,42 +379,6 @@ class _Walk:
             stride=jnp.int32(stride),
         )
         return _stopwatch(run, self._state.memory, calls=steps)
-
-
-@functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
-def _propose_along(
-    drafter: protocols.SlotDrafter,
-    params: protocols.Params,
-    memory: protocols.Memory,
-    *,
-    tokens: Int[Array, "1 max_len"],
-    sampling: protocols.Sampling,
-    start: Int[Array, ""],
-    gamma: Int[Array, ""],
-    steps: Int[Array, ""],
-    stride: Int[Array, ""],
-) -> tuple[protocols.Memory, Int[Array, ""]]:
-    """Proposes `steps` times, each time `stride` committed tokens further."""
-
-    def step(i, carry):
-        """One proposal, none of which is kept."""
-        memory, seen = carry
-        length = (start + i * stride)[None]
-        memory, proposal = drafter.propose(
-            params,
-            memory,
-            tokens=tokens,
-            length=length,
-            gamma=gamma[None],
-            sampling=sampling,
-        )
-        memory = drafter.commit(
-            params, memory, length + stride, asked=jnp.ones((1,), bool)
-        )
-        # A proposal that nobody looks at would not be computed.
-        return memory, seen + jnp.sum(proposal.tokens) + proposal.num_drafted[0]
-
-    return jax.lax.fori_loop(0, steps, step, (memory, jnp.int32(0)))
 
 
 def _stopwatch(run: Callable[[Any], Any], state: Any, *, calls: int) -> timing.Thunk:

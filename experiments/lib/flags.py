@@ -62,9 +62,9 @@ def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     """Exits with a usage error if one of target and draft is missing; `check_isa`."""
     chosen = getattr(args, "drafter", None)
     # A head needs no draft model, and may be one for the embedded target.
-    has_head = isinstance(chosen, str) and (
-        chosen in registry.NEED_TARGET or registry.is_folder(chosen)
-    )
+    names = (chosen,) if isinstance(chosen, str) else chosen or ()
+    has_head = any(registry.reads_target(name, args.draft) for name in names)
+    has_head |= args.draft is not None and registry.is_head(args.draft)
     if (args.target is None) != (args.draft is None) and not has_head:
         parser.error("--target and --draft go together: give both, or neither")
     check_isa(parser, args)

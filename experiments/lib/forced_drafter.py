@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import each, oracle
+from spec_jax.drafters import draft_slots, each, oracle
 from spec_jax.engine import protocols
 
 
@@ -51,29 +51,31 @@ class ForcedDrafter:
         """The most tokens of a proposal."""
         return self.inner.gamma_max
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's features that the real drafter reads."""
+        return protocols.taps_of(self.inner)
+
+    @property
+    def feature_size(self) -> int:
+        """The width of a feature. No attribute where the real drafter takes any."""
+        return self.inner.feature_size  # type: ignore[attr-defined]
+
     def for_slots(self, num_slots: int) -> "SlotForced":
         """Returns the drafter for `num_slots` sequences."""
-        return SlotForced(
-            inner=each.lift(self.inner, num_slots), vocab_size=self.vocab_size
-        )
+        return SlotForced(drafter=self, num_slots=num_slots)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotForced:
+class SlotForced(draft_slots.OfSlots):
     """A `ForcedDrafter` for several sequences."""
 
-    inner: protocols.SlotDrafter
-    vocab_size: int
+    drafter: ForcedDrafter
 
     @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.inner.gamma_max
-
-    @property
-    def num_slots(self) -> int:
-        """Sequences at once."""
-        return self.inner.num_slots
+    def inner(self) -> protocols.SlotDrafter:
+        """The real drafter."""
+        return each.lift(self.drafter.inner, self.num_slots)
 
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
@@ -89,12 +91,20 @@ class SlotForced:
         )
 
     def prefill(
-        self, params: ForcedParams, memory: ForcedMemory, prompt: list[int], *, slot
+        self,
+        params: ForcedParams,
+        memory: ForcedMemory,
+        prompt: list[int],
+        *,
+        slot: int,
+        **features: Array,
     ) -> ForcedMemory:
         """Takes in the prompt, and what is known of the request. Donates `memory`."""
         size = params.trace.shape[0]
         return memory.replace(
-            inner=self.inner.prefill(params.draft, memory.inner, prompt, slot=slot),
+            inner=self.inner.prefill(
+                params.draft, memory.inner, prompt, slot=slot, **features
+            ),
             trace=memory.trace.at[slot, :size].set(params.trace),
             kept=memory.kept.at[slot, :size].set(params.kept),
         )
@@ -135,9 +145,10 @@ class SlotForced:
         length: Int[Array, " B"],
         *,
         asked: Bool[Array, " B"],
+        **features: Array,
     ) -> ForcedMemory:
         """Commits to the real drafter's memory."""
-        inner = self.inner.commit(params, memory.inner, length, asked=asked)
+        inner = self.inner.commit(params, memory.inner, length, asked=asked, **features)
         return memory.replace(inner=inner)
 
 

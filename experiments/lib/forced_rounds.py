@@ -38,7 +38,7 @@ class Runs:
 
     Attributes:
       start, limit: lengths before and after a generation.
-      target_kv, draft_kv: caches of noise, of which runs take copies.
+      target_kv, draft_memory: caches of noise, of which runs take copies.
     """
 
     lm: loading.LanguageModel
@@ -46,7 +46,7 @@ class Runs:
     limit: int
     tokens: jax.Array  # `[max_len]`, a random text of which `start` tokens count
     target_kv: Any
-    draft_kv: Any
+    draft_memory: Any
 
     def run_plain(self, kv: Any) -> baseline.DecodeState:
         """Decodes the text; `kv` holds what is before it, and is donated."""
@@ -95,7 +95,7 @@ class Runs:
         return steps.at_length(self.target_kv, self.start - 1)
 
     def both_caches(self) -> Any:
-        return self.target_cache(), steps.at_length(self.draft_kv, self.start - 1)
+        return self.target_cache(), steps.memory_at(self.draft_memory, self.start)
 
     def written(self, kv: Any) -> Any:
         """Keys and values of what was generated, `[L, T, K, H]` each.
@@ -127,7 +127,7 @@ def make_runs(
         limit=limit,
         tokens=noise.tokens(capacity + 1, lm.target.config.vocab_size, seed=3),
         target_kv=steps.noisy_cache(lm.target, **sizes),
-        draft_kv=steps.noisy_cache(lm.drafter.model, **sizes),
+        draft_memory=steps.noisy_memory(lm.drafter, **sizes),
     )
 
 

@@ -16,7 +16,13 @@ from experiments.lib import policies, runs, step_costs, traces
 from spec_jax import loading
 from spec_jax.analysis import metrics, trace as trace_lib
 from spec_jax.drafters import each, oracle, registry
-from spec_jax.engine import checks, round as round_lib, scheduler as scheduler_lib
+from spec_jax.engine import (
+    checks,
+    protocols,
+    round as round_lib,
+    rows as rows_lib,
+    scheduler as scheduler_lib,
+)
 from spec_jax.gamma import theory
 from spec_jax.model import tokenizer
 from spec_jax.ops import dispatch
@@ -34,6 +40,7 @@ def build(
     *,
     gamma_max: int,
     min_confidence: float = 0.0,
+    target: loading.LanguageModel | None = None,
 ) -> registry.Built:
     """Returns the drafter of that name for these traces, as a live run has it.
 
@@ -42,6 +49,7 @@ def build(
     Args:
       draft: Hugging Face folder of the draft model; the embedded one if None.
       min_confidence: of the draft model, see `draft_model.DraftModel`.
+      target: of a drafter that reads its features.
 
     Raises:
       ValueError: an unknown name, a folder that cannot be used, a draft of another
@@ -69,7 +77,13 @@ def build(
         return dataclasses.replace(drafter, min_confidence=min_confidence), params
 
     parts = registry.Parts(
-        gamma_max=gamma_max, vocab_size=header.vocab_size, load_draft=load_draft
+        gamma_max=gamma_max,
+        vocab_size=header.vocab_size,
+        load_draft=load_draft,
+        target=None if target is None else target.target,
+        target_params=None if target is None else target.params,
+        draft=draft,
+        dtype=header.dtype,
     )
     return registry.build(name, parts)
 
@@ -89,8 +103,12 @@ class Replayer:
         *,
         gamma: int,
         chosen: policies.Chosen = CONSTANT,
+        features: np.ndarray | None = None,
     ) -> tuple[metrics.Counters, np.ndarray]:
         """Replays one prompt, with a policy that chooses gammas up to `gamma`.
+
+        Args:
+          features: that `record_features` returned, for a drafter that reads them.
 
         Returns:
           The counters, and verifications by their active rows `[slab + 1]`: what the
@@ -100,7 +118,9 @@ class Replayer:
         size, max_tokens = self.capacity + 1, len(prompt.generated_ids)
         speculator = round_lib.Speculator(
             params=(None, params),
-            target=trace_lib.TraceTarget(max_rows=self.header.slab, size=size),
+            target=trace_lib.TraceTarget(
+                max_rows=self.header.slab, size=size, **_features_of(drafter, features)
+            ),
             drafter=each.lift(drafter, 1),
             gamma_policy=chosen.gamma_policy,
         )
@@ -111,7 +131,8 @@ class Replayer:
             stop_ids=self.stop_ids,
             policy_state=chosen.state,
         )
-        trace, known = trace_lib.make_trace(prompt.text, size=size), None
+        known = None
+        trace = trace_lib.make_trace(prompt.text, size=size, features=features)
         trace_lib.check_request(trace, prompt.prompt_ids, max_tokens)
         if isinstance(drafter, oracle.Oracle):
             # What a live oracle is told: the text of decoding, to its stop token.
@@ -158,6 +179,30 @@ class Replayer:
         return runs.run_speculative(lm, settings, prompt.prompt_ids)
 
 
+def _features_of(drafter: Any, features: np.ndarray | None) -> dict[str, Any]:
+    """Returns what a target of traces says of them."""
+    if features is None:
+        return {}
+    return {
+        "taps": protocols.taps_of(drafter),
+        "feature_size": features.shape[2],
+        "feature_dtype": features.dtype.name,
+    }
+
+
+def record_features(
+    lm: loading.LanguageModel, prompt: traces.PromptTrace, taps: tuple[int, ...]
+) -> np.ndarray:
+    """Runs the target over a text for its features, as live rounds do."""
+    return trace_lib.record_features(
+        rows_lib.SlotRows(model=lm.target, num_slots=1),
+        lm.params,
+        prompt.text,
+        num_prompt=len(prompt.prompt_ids),
+        taps=taps,
+    )
+
+
 def differences(
     live: runs.Speculative, replayed: metrics.Counters, written: list[int]
 ) -> list[str]:
@@ -196,7 +241,8 @@ class Evaluation:
     prompts: list[traces.PromptTrace]
     built: Mapping[str, registry.Built]  # drafters and their parameters, by name
     curves: Mapping[str, theory.CostCurve]  # of step costs, by drafter, or none
-    target: loading.LanguageModel | None  # to be run live, for a check; None: no check
+    # To be run live, for a check, or over the texts, for features; None: neither
+    target: loading.LanguageModel | None
 
     @property
     def num_replays(self) -> int:
@@ -209,7 +255,15 @@ class Evaluation:
         header, args = self.header, self.args
         longest = max(len(prompt.prompt_ids) for prompt in self.prompts)
         pages = index.pages_for(longest + header.gen_tokens, header.page_size)
+        recorded: dict[tuple[int, ...], list] = {(): [None] * len(self.prompts)}
         for name, built in self.built.items():
+            taps = protocols.taps_of(built[0])
+            if taps not in recorded:
+                assert self.target is not None  # The drafter was built with it.
+                recorded[taps] = [
+                    record_features(self.target, prompt, taps)
+                    for prompt in self.prompts
+                ]
             replayer = Replayer(
                 header=header,
                 built=built,
@@ -222,10 +276,14 @@ class Evaluation:
                     "drafter": name,
                     "gamma": gamma,
                     "gamma_policy": policy,
-                    **self._row(name, replayer, gamma, policy, after_prompt),
+                    **self._row(
+                        name, replayer, gamma, policy, recorded[taps], after_prompt
+                    ),
                 }
 
-    def _row(self, name, replayer, gamma, policy, after_prompt) -> dict[str, Any]:
+    def _row(
+        self, name, replayer, gamma, policy, features, after_prompt
+    ) -> dict[str, Any]:
         """Returns what one drafter does with one gamma and policy, over all prompts."""
         curve = self.curves.get(name)
         chosen = policies.make(
@@ -236,11 +294,12 @@ class Evaluation:
         )
         run = {"gamma": gamma, "chosen": chosen}
         found, forwards, differing = [], [], []
-        for prompt in self.prompts:
-            counters, num_forwards = replayer.run(prompt, **run)
+        for prompt, of_prompt in zip(self.prompts, features, strict=True):
+            counters, num_forwards = replayer.run(prompt, features=of_prompt, **run)
             found.append(counters)
             forwards.append(num_forwards)
-            if self.target is not None:
+            if self.args.check:
+                assert self.target is not None
                 live = replayer.run_live(self.target, prompt, **run)
                 written = prompt.until_stop(replayer.stop_ids)
                 differs = differences(live, counters, written)
@@ -266,7 +325,7 @@ class Evaluation:
             "rounds_by_rows": num_forwards,
             "expected_tok_s": seconds and counters.tokens / seconds,
             "expected_speedup": seconds and counters.tokens * curve.plain_s / seconds,
-            "checked": None if self.target is None else len(self.prompts),
+            "checked": len(self.prompts) if self.args.check else None,
             "differing": differing,
         }
 
@@ -298,8 +357,13 @@ def prepare(args: argparse.Namespace, asked: Mapping[str, Any]) -> Evaluation:
     curves = {} if args.costs is None else step_costs.read(args.costs, args.drafter)
     for curve in curves.values():
         curve.round_s(gamma_max)  # Raises where its table is too short.
+    reads_target = any(registry.reads_target(n, args.draft) for n in args.drafter)
+    target = None
+    if args.check or reads_target:
+        target = _live_target(args.target, header)
     make = functools.partial(
         build,
+        target=target,
         header=header,
         draft=args.draft,
         gamma_max=gamma_max,
@@ -311,7 +375,7 @@ def prepare(args: argparse.Namespace, asked: Mapping[str, Any]) -> Evaluation:
         prompts=prompts,
         built={name: make(name) for name in args.drafter},
         curves=curves,
-        target=_live_target(args.target, header) if args.check else None,
+        target=target,
     )
 
 

@@ -22,10 +22,12 @@ from typing import Any
 import numpy as np
 
 from experiments.lib import files
+from spec_jax.drafters import registry
 from spec_jax.gamma import theory
 
 
-WITH_DRAFT_STEPS = ("draft-model", "hybrid")
+HEAD = "eagle3"
+WITH_DRAFT_STEPS = ("draft-model", "hybrid", HEAD)
 """Drafters that pay for the draft steps that `latency.py` measures. The hybrid is
 charged one for every token, also for those that it looked up."""
 
@@ -48,6 +50,8 @@ class Costs:
         """
         rows, draft_s = sorted(self.verify_s), self.draft_s
         if isinstance(draft_s, Mapping):
+            # A head that is named by its folder.
+            drafter = HEAD if registry.is_folder(drafter) else drafter
             draft_s = draft_s.get(drafter, 0.0)
         return theory.CostCurve(
             plain_s=self.plain_s,

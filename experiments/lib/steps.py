@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from experiments.lib import noise, subjects, timing
 from spec_jax import loading, tree as tree_lib
@@ -197,11 +198,18 @@ def _drafter_costs(
 ) -> list[Cost]:
     """A draft step, and rounds of each gamma."""
     draft, params = lm.drafter.model, lm.drafter_params
-    own = _cache(draft, sizes, plan.as_shapes)
+    make = functools.partial(
+        noisy_memory, lm.drafter, capacity=sizes.capacity, page_size=sizes.page_size
+    )
+    own = jax.eval_shape(make) if plan.as_shapes else make()
+    if protocols.taps_of(lm.drafter):
+        work = _proposals(lm, sizes, context, memory=own)
+    else:
+        work = _plain(draft, params, sizes, context, cache=own, program="draft")
     made = [
         Cost(
             name="draft step",
-            work=_plain(draft, params, sizes, context, cache=own, program="draft"),
+            work=work,
             ratio_to=PLAIN,
             context=context,
             num_active=1,
@@ -221,6 +229,38 @@ def _drafter_costs(
             )
         )
     return made
+
+
+def _proposals(lm, sizes, context, *, memory) -> Work:
+    """Proposals of a head, each a token further: of `gamma_max` drafts, of which the
+    first comes of the pair that it takes in."""
+    drafter, gamma = each.lift(lm.drafter, 1), lm.gamma_max
+    config = lm.target.config
+    shape = sizes.capacity, len(drafter.taps), config.hidden_size
+    text, dtype = _text(lm.target, sizes), config.dtype
+
+    def run(params, memory):
+        return propose_along(
+            drafter,
+            params,
+            memory,
+            tokens=text[None],
+            features=jnp.ones(shape, dtype),
+            sampling=None,
+            start=jnp.int32(context),
+            gamma=jnp.int32(gamma),
+            steps=jnp.int32(sizes.steps),
+            stride=jnp.int32(1),
+        )
+
+    return Work(
+        program="head: proposals",
+        params=lm.drafter_params,
+        caches=memory,
+        prepare=lambda memory: memory_at(memory, context),
+        run=run,
+        calls=sizes.steps * gamma,
+    )
 
 
 def _plain(
@@ -384,13 +424,69 @@ def repeat_forward(
     return jax.lax.scan(step, (kv, tokens), None, length=steps)[0]
 
 
+@functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
+def propose_along(
+    drafter: protocols.SlotDrafter,
+    params: protocols.Params,
+    memory: protocols.Memory,
+    *,
+    tokens: Int[Array, "1 max_len"],
+    features: Float[Array, "T taps D"] | None,
+    sampling: protocols.Sampling,
+    start: Int[Array, ""],
+    gamma: Int[Array, ""],
+    steps: Int[Array, ""],
+    stride: Int[Array, ""],
+) -> tuple[protocols.Memory, Int[Array, ""]]:
+    """Proposes `steps` times, each time `stride` committed tokens further.
+
+    Args:
+      features: of the text, for a drafter that reads the target.
+    """
+    asked = jnp.ones((1,), bool)
+
+    def commit(memory, length):
+        """Commits `stride` tokens; with features one after the other, as rounds that
+        draft nothing do."""
+        if features is None:
+            return drafter.commit(params, memory, length + stride, asked=asked)
+        shape = 1, 1 + protocols.depth_max(drafter), *features.shape[1:]
+
+        def one(j, memory):
+            row = features[length[0] + j - 1]
+            handed = jnp.zeros(shape, features.dtype).at[0, 0].set(row)
+            new_len = length + j + 1
+            return drafter.commit(params, memory, new_len, asked=asked, features=handed)
+
+        return jax.lax.fori_loop(0, stride, one, memory)
+
+    def step(i, carry):
+        """One proposal, none of which is kept."""
+        memory, seen = carry
+        length = (start + i * stride)[None]
+        memory, proposal = drafter.propose(
+            params,
+            memory,
+            tokens=tokens,
+            length=length,
+            gamma=gamma[None],
+            sampling=sampling,
+        )
+        # A proposal that nobody looks at would not be computed.
+        seen += jnp.sum(proposal.tokens) + proposal.num_drafted[0]
+        return commit(memory, length), seen
+
+    return jax.lax.fori_loop(0, steps, step, (memory, jnp.int32(0)))
+
+
 def _round(lm, sizes, context, gamma, *, caches, settings=None) -> Work:
     """`gamma` drafts, verification, commit, truncation of both caches."""
     target = rows_lib.SlotRows(model=lm.target, num_slots=1)
     drafter, most = each.lift(lm.drafter, 1), jnp.int32(sizes.steps)
 
     def prepare(caches) -> states.State:
-        kv, memory = (at_length(kv, context - 1) for kv in caches)
+        kv = at_length(caches[0], context - 1)
+        memory = memory_at(caches[1], context)
         slots = one_slot(
             _text(lm.target, sizes),
             length=jnp.int32(context),
@@ -486,6 +582,30 @@ def noisy_cache(
         leaves[number] = noise.normal(number, shape, dtype)
     k, v = jax.tree.unflatten(structure, leaves)
     return kv.replace(k=k, v=v)
+
+
+def noisy_memory(drafter: Any, *, capacity: int, page_size: int) -> Any:
+    """The memory of a draft model or a head, whose cache is as `noisy_cache` has it."""
+    sizes = {"capacity": capacity, "page_size": page_size}
+    kv = noisy_cache(drafter.model, **sizes)
+    if not protocols.taps_of(drafter):
+        return kv
+    return each.lift(drafter, 1).init(**sizes).replace(kv=kv)
+
+
+def memory_at(memory: Any, length: int) -> Any:
+    """A copy of such a memory as a round finds it after `length` tokens.
+
+    Of a head the last pair was not taken in: its feature waits.
+    """
+    if isinstance(memory, paged.PagedKV):
+        return at_length(memory, length - 1)
+    ring = jax.tree.map(jnp.copy, memory.ring)
+    ring = ring.replace(
+        first=jnp.full((1,), length - 2, jnp.int32),
+        end=jnp.full((1,), length - 1, jnp.int32),
+    )
+    return memory.replace(kv=at_length(memory.kv, length - 2), ring=ring)
 
 
 @jax.jit

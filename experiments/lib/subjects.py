@@ -14,8 +14,13 @@ import psutil
 
 from experiments.lib import cli, hf, noise
 from spec_jax import loading
-from spec_jax.drafters import draft_model
-from spec_jax.model import config as config_lib, params as params_lib, row_model
+from spec_jax.drafters import draft_model, registry
+from spec_jax.model import (
+    config as config_lib,
+    eagle3_params,
+    params as params_lib,
+    row_model,
+)
 from spec_jax.ops import dispatch, weights
 
 
@@ -65,11 +70,13 @@ def read_config(shapes: str, *, dtype: str | None) -> config_lib.Qwen3Config:
     return config_lib.read(folder / "config.json", dtype=dtype)
 
 
-def step_bytes(params: params_lib.Params) -> int:
+def step_bytes(params: params_lib.Params | eagle3_params.Eagle3Params) -> int:
     """Bytes of weights that one step reads.
 
     An embedding that is not tied to the head is left out: a step reads a row of it.
     """
+    if isinstance(params, eagle3_params.Eagle3Params):
+        return params_lib.num_bytes(params.replace(embed=None, hot=None))
     return params_lib.num_bytes((params.layers, params.final_norm, params.head))
 
 
@@ -121,7 +128,9 @@ def load(
     if args.preset:
         names = (args.preset, args.draft_preset)
         return preset_lm(*names, as_shapes=as_shapes, **sizes)
-    return loading.load(args.target, draft=args.draft, **sizes)
+    is_head = args.draft is not None and registry.is_head(args.draft)
+    drafter = "eagle3" if is_head else "draft-model"
+    return loading.load(args.target, draft=args.draft, drafter=drafter, **sizes)
 
 
 def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:

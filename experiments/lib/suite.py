@@ -20,6 +20,7 @@ class Plan:
 
     Attributes:
       target, draft: folders.
+      head: folder of the head of cells that have one.
     """
 
     target: Any
@@ -27,9 +28,10 @@ class Plan:
     # As `exact_cells.star` and `exact_cells.product` put them in order
     cells: Sequence[cells_lib.Cell]
     prompts: Sequence[tuple[str, list[int]]]  # `(id, token ids)`
-    # Fingerprints of "target" and "draft" of each dtype
+    # Fingerprints of "target", "draft" and, where there is one, "head" of each dtype
     weights: Mapping[str, Mapping[str, str]]
     settings: cell_runs.Settings
+    head: Any = None
 
 
 def run(plan: Plan, *, done: Collection[tuple[str, int]]) -> Iterator[dict[str, Any]]:
@@ -113,7 +115,9 @@ class _Group:
 
     def _slots_of(self, cell: cells_lib.Cell) -> cell_runs.Slots:
         if cell not in self._slots:
-            lm = cell_runs.with_drafter(self._models_of(cell), cell)
+            lm = cell_runs.with_drafter(
+                self._models_of(cell), cell, head=self._plan.head
+            )
             self._slots[cell] = cell_runs.Slots(lm, cell, self._plan.settings)
         return self._slots[cell]
 

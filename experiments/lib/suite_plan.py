@@ -63,6 +63,8 @@ _EVERY = {
     "batch": (1, 4),
     "tree": (cells_lib.NO_TREE,),
 }
+HEAD = "eagle3"
+"""The drafter of cells with a head; its folder is `--head`."""
 BRIEF = Defaults(
     prompts="4",
     gen_tokens=48,
@@ -114,6 +116,8 @@ def from_flags(args: argparse.Namespace) -> Planned:
         "stop": args.stop,
         "raw": args.raw,
     }
+    if args.head is not None:
+        settings["head"] = _folder_name(args.head)
     planned = _plan(args, cells, settings, source=args.prompts or defaults.prompts)
     count, slots = len(planned.plan.prompts), max(cell.batch for cell in cells)
     if count < slots:
@@ -133,6 +137,11 @@ def from_certificate(
         raise ValueError(
             f"{args.verify}: a certificate of target {settings['target']} and draft "
             f"{settings['draft']}; give their folders with --target and --draft"
+        )
+    if settings.get("head") and args.head is None:
+        raise ValueError(
+            f"{args.verify}: a certificate of head {settings['head']}; give its folder "
+            "with --head"
         )
     cells = certificates.cells_of(certificate)
     for impl in {cell.impl for cell in cells}:
@@ -184,16 +193,22 @@ def _plan(
             "target": fingerprint.of_params(lm.params),
             "draft": fingerprint.of_params(lm.drafter_params),
         }
+        if args.head is not None:
+            named = dataclasses.replace(cell, drafter=HEAD, tree=cells_lib.NO_TREE)
+            with_head = cell_runs.with_drafter(lm, named, head=args.head)
+            found = fingerprint.of_params(with_head.drafter_params)
+            weights[cell.dtype]["head"] = found
     kinds = {(cell.slab, cell.drafter, cell.tree): cell for cell in cells}
     for cell in kinds.values():
         is_tree = cell.tree != cells_lib.NO_TREE
         if is_tree or cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.
-            cell_runs.with_drafter(lm, cell)
+            cell_runs.with_drafter(lm, cell, head=args.head)
     prompts = _prompts(lm, source, raw=settings["raw"])
     gen_tokens = settings["gen_tokens"]
     longest = max(len(ids) for _, ids in prompts) + gen_tokens
     plan = suite.Plan(
         **folders,
+        head=args.head,
         cells=cells,
         prompts=prompts,
         weights=weights,

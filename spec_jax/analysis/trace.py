@@ -90,6 +90,7 @@ def record_features(
     *,
     num_prompt: int,
     taps: tuple[int, ...],
+    capacity: int | None = None,
 ) -> np.ndarray:
     """Returns the features of a text but for its last token, `[T - 1, taps, D]`.
 
@@ -97,13 +98,13 @@ def record_features(
 
     Args:
       num_prompt: tokens of the text that are the prompt.
+      capacity: positions of the cache; texts with the same share executables.
     """
-    kv = target.new_cache(capacity=len(text), page_size=16)
+    kv = target.new_cache(capacity=capacity or len(text), page_size=16)
     kv, features = target.prefill_features(
         params, kv, text[:num_prompt], slot=0, taps=taps
     )
     found = [np.asarray(features)[: num_prompt - 1]]
-    verify = jax.jit(functools.partial(target.verify, taps=taps))
     width, num_slots = target.max_rows, target.num_slots
     for start in range(num_prompt - 1, len(text) - 1, width):
         part = text[start : min(start + width, len(text) - 1)]
@@ -114,9 +115,14 @@ def record_features(
             start=jnp.zeros((num_slots,), jnp.int32).at[0].set(start),
             num_active=jnp.zeros((num_slots,), jnp.int32).at[0].set(len(part)),
         )
-        kv, verified = verify(params, kv, window)
+        kv, verified = _verify(target, params, kv, window, taps)
         found.append(np.asarray(verified.features)[: len(part)])
     return np.concatenate(found)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
+def _verify(target, params, kv, window, taps):
+    return target.verify(params, kv, window, taps=taps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

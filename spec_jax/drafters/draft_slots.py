@@ -13,7 +13,7 @@ asks for something.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,51 @@ def goal_of(
     return jnp.maximum(length, jnp.minimum(length + gamma, kv.slot_capacity + 1))
 
 
+def new_cache(
+    slots: rows_lib.SlotRows, *, capacity: int, page_size: int, num_pages: int | None
+) -> paged.PagedKV:
+    """Returns a drafter's own empty cache; raises as `SlotRows.new_cache`."""
+    if slots.model.cache == "static":
+        num_pages = None  # The number of the target's pages, which this one lacks.
+    return slots.new_cache(capacity=capacity, page_size=page_size, num_pages=num_pages)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfSlots:
+    """What `drafter` says of itself, for `num_slots` sequences of it.
+
+    A drafter for slots is one of these, and drafts.
+    """
+
+    drafter: Any
+    num_slots: int
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        return self.drafter.gamma_max
+
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return getattr(self.drafter, "depth_max", None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the drafter's vocabulary. No attribute where it has none."""
+        return self.drafter.vocab_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's features that the drafter reads."""
+        return protocols.taps_of(self.drafter)
+
+    @property
+    def feature_size(self) -> int:
+        """The width of a feature. No attribute where the drafter takes any."""
+        return self.drafter.feature_size
+
+
 class _Drafting(pytree.Node):
     """What the loop of one proposal carries."""
 
@@ -53,7 +98,7 @@ class _Drafting(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotDraftModel:
+class SlotDraftModel(OfSlots):
     """A `DraftModel` for `num_slots` sequences. The memory is one cache.
 
     Each forward takes in what slots are behind by, up to `model.slab` rows of each, and
@@ -62,22 +107,6 @@ class SlotDraftModel:
     """
 
     drafter: "draft_model.DraftModel"
-    num_slots: int
-
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.drafter.gamma_max
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return self.drafter.depth_max
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the draft's vocabulary."""
-        return self.drafter.vocab_size
 
     @property
     def _slab(self) -> int:
@@ -91,10 +120,8 @@ class SlotDraftModel:
         self, *, capacity: int, page_size: int, num_pages: int | None = None
     ) -> protocols.Memory:
         """Allocates an empty cache; raises as `SlotRows.new_cache`."""
-        if self.drafter.model.cache == "static":
-            num_pages = None
-        return self._rows.new_cache(
-            capacity=capacity, page_size=page_size, num_pages=num_pages
+        return new_cache(
+            self._rows, capacity=capacity, page_size=page_size, num_pages=num_pages
         )
 
     def prefill(

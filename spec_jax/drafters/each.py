@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
+from spec_jax.drafters import draft_slots
 from spec_jax.engine import protocols, state as states
 from spec_jax.paging import cache as paged
 
@@ -45,36 +46,10 @@ class EachMemory(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Each:
+class Each(draft_slots.OfSlots):
     """Maps a drafter over slots. One slot costs what the drafter alone costs."""
 
     drafter: protocols.Drafter
-    num_slots: int
-
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.drafter.gamma_max
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return getattr(self.drafter, "depth_max", None)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's features that the drafter reads."""
-        return protocols.taps_of(self.drafter)
-
-    @property
-    def feature_size(self) -> int:
-        """The width of a feature. No attribute where the drafter takes any."""
-        return self.drafter.feature_size  # type: ignore[attr-defined]
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the drafter's vocabulary. No attribute where it has none."""
-        return self.drafter.vocab_size  # type: ignore[attr-defined]
 
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None

@@ -64,36 +64,10 @@ class _Chain(tree_shapes.FixedTree):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotEagle3:
+class SlotEagle3(draft_slots.OfSlots):
     """An `Eagle3` for `num_slots` sequences: the rows of a level are one forward."""
 
     drafter: "eagle3_lib.Eagle3"
-    num_slots: int
-
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.drafter.gamma_max
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return self.drafter.depth_max
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the target's vocabulary."""
-        return self.drafter.vocab_size
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's features that the head reads."""
-        return self.drafter.taps
-
-    @property
-    def feature_size(self) -> int:
-        """The width of a feature."""
-        return self.drafter.feature_size
 
     @property
     def _tree(self) -> tree_shapes.AnyTree:
@@ -117,10 +91,8 @@ class SlotEagle3:
             width=head.features_size,
             dtype=head.layer.dtype,
         )
-        if drafter.model.cache == "static":
-            num_pages = None
-        kv = slots.new_cache(
-            capacity=capacity, page_size=page_size, num_pages=num_pages
+        kv = draft_slots.new_cache(
+            slots, capacity=capacity, page_size=page_size, num_pages=num_pages
         )
         return Eagle3Memory(kv=kv, ring=ring)
 
@@ -260,10 +232,13 @@ class SlotEagle3:
         hidden state `[B, D]` and logits `[B, Vd]` of the last pair."""
         tree, drafter = self._tree, self.drafter
         is_chain = drafter.tree is None
-        widen = _widened(params, self.vocab_size)
         draw = draft_trees.Draw.of(
             drafter.draws, sampling, length, num_slots=self.num_slots
         )
+        # Noise is by token of the target; without it the few draft tokens will do.
+        hot, widen = params.hot, lambda logits: logits
+        if hot is not None and (draw.sampling is not None or tree.top_k > hot.size):
+            widen, hot = _widened(hot, self.vocab_size), None
 
         def expand(carry, tokens, parents, first, num_rows):
             """Runs the rows of a level; see `tree_search.Expand`."""
@@ -306,6 +281,7 @@ class SlotEagle3:
             (memory.kv, hidden, probs),
             tree=tree,
             wanted=wanted,
+            hot=hot,
         )
         if probs is not None:
             columns = cast(tree_shapes.FixedTree, tree).columns
@@ -345,18 +321,15 @@ class SlotEagle3:
 
 
 def _widened(
-    params: eagle3_params.Eagle3Params, vocab_size: int
+    hot: Int[Array, " Vd"], vocab_size: int
 ) -> Callable[[jax.Array], jax.Array]:
     """Returns what makes logits `[.., V]` of logits of draft tokens `[.., Vd]`.
 
-    Tokens that are never drafted have -inf. In the target's vocabulary, since its noise
-    is by token.
+    Tokens that are never drafted have -inf.
     """
-    if params.hot is None:
-        return lambda logits: logits
-    (size,) = params.hot.shape
+    (size,) = hot.shape
     draft_of = jnp.full((vocab_size,), size, jnp.int32)
-    draft_of = draft_of.at[params.hot].set(jnp.arange(size, dtype=jnp.int32))
+    draft_of = draft_of.at[hot].set(jnp.arange(size, dtype=jnp.int32))
     return lambda logits: logits.at[..., draft_of].get(mode="fill", fill_value=-jnp.inf)
 
 

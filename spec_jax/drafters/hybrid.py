@@ -1,11 +1,13 @@
-"""Suffix lookup when its score passes a threshold, otherwise the draft model.
+"""Suffix lookup when its score passes a threshold, otherwise a model that drafts.
 
 As the hybrid of SuffixDecoding (Oliaro et al., 2024,
 https://arxiv.org/abs/2411.04975): a round takes the draft of `suffix` if its score, the
 tokens expected to be kept, is high enough, and pays for the draft model only if not.
+A head that reads the target (`eagle3`) stands in a draft model's place as one.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,12 @@ from jaxtyping import Array, Bool, Int
 from spec_jax import pytree
 from spec_jax.drafters import draft_model, draft_slots, suffix
 from spec_jax.engine import protocols
-from spec_jax.model import params as params_lib
-from spec_jax.paging import cache as paged
 
 
 class HybridParams(pytree.Node):
     """The parameters of both."""
 
-    draft: params_lib.Params
+    draft: Any
     corpus: suffix.Corpus
 
 
@@ -65,6 +65,16 @@ class Hybrid:
         """Entries of the draft model's vocabulary."""
         return self.draft.vocab_size
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's features that a head reads; () of a draft model."""
+        return protocols.taps_of(self.draft)
+
+    @property
+    def feature_size(self) -> int:
+        """The width of a feature. No attribute of a draft model."""
+        return self.draft.feature_size  # type: ignore[attr-defined]
+
     def for_rule(self, rule: str) -> "Hybrid":
         """Returns the hybrid with the draft model for that rule of acceptance."""
         return dataclasses.replace(self, draft=self.draft.for_rule(rule))
@@ -75,29 +85,18 @@ class Hybrid:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotHybrid:
+class SlotHybrid(draft_slots.OfSlots):
     """A `Hybrid` for `num_slots` sequences. The memory is the draft model's."""
 
     drafter: Hybrid
-    num_slots: int
 
     @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.drafter.gamma_max
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the draft model's vocabulary."""
-        return self.drafter.vocab_size
-
-    @property
-    def _draft(self) -> draft_slots.SlotDraftModel:
+    def _draft(self) -> Any:
         return self.drafter.draft.for_slots(self.num_slots)
 
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> paged.PagedKV:
+    ) -> protocols.Memory:
         """Allocates the draft model's empty cache."""
         return self._draft.init(
             capacity=capacity, page_size=page_size, num_pages=num_pages
@@ -106,24 +105,25 @@ class SlotHybrid:
     def prefill(
         self,
         params: HybridParams,
-        memory: paged.PagedKV,
+        memory: protocols.Memory,
         prompt: list[int],
         *,
         slot: int,
-    ) -> paged.PagedKV:
+        **features: Array,
+    ) -> protocols.Memory:
         """Takes the prompt into the draft model's cache. Donates `memory`."""
-        return self._draft.prefill(params.draft, memory, prompt, slot=slot)
+        return self._draft.prefill(params.draft, memory, prompt, slot=slot, **features)
 
     def propose(
         self,
         params: HybridParams,
-        memory: paged.PagedKV,
+        memory: protocols.Memory,
         *,
         tokens: Int[Array, "B max_len"],
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
-    ) -> tuple[paged.PagedKV, protocols.Proposal]:
+    ) -> tuple[protocols.Memory, protocols.Proposal]:
         """Drafts what one of the two drafts, slot by slot."""
 
         def look_up(tokens, length, gamma):
@@ -154,13 +154,14 @@ class SlotHybrid:
     def commit(
         self,
         params: HybridParams,
-        memory: paged.PagedKV,
+        memory: protocols.Memory,
         length: Int[Array, " B"],
         *,
         asked: Bool[Array, " B"],
-    ) -> paged.PagedKV:
+        **features: Array,
+    ) -> protocols.Memory:
         """Forgets the draft model's drafts that were not committed."""
-        return self._draft.commit(params.draft, memory, length, asked=asked)
+        return self._draft.commit(params.draft, memory, length, asked=asked, **features)
 
 
 def _probs(drafted, found, is_sure):

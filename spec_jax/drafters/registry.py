@@ -61,7 +61,8 @@ def _suffix(parts: Parts) -> Built:
 
 
 def _hybrid(parts: Parts) -> Built:
-    draft, draft_params = parts.load_draft()
+    has_head = parts.draft is not None and is_head(parts.draft)
+    draft, draft_params = _eagle3(parts) if has_head else parts.load_draft()
     statistics = suffix.SuffixDecoding(gamma_max=parts.gamma_max)
     drafter = hybrid.Hybrid(suffix=statistics, draft=draft)
     params = hybrid.HybridParams(draft=draft_params, corpus=suffix.empty_corpus(1))
@@ -97,7 +98,7 @@ BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
     "draft-model": lambda parts: parts.load_draft(),  # a small model of the same family
     "ngram": _ngram,  # prompt lookup; no parameters
     "suffix": _suffix,  # suffix statistics, and an empty corpus
-    "hybrid": _hybrid,  # suffix where its score is high, otherwise the draft model
+    "hybrid": _hybrid,  # suffix where its score is high, otherwise a model or a head
     "eagle3": _eagle3,  # a head that reads the target's features
     "oracle": _oracle,  # what decoding writes, as a ceiling; a trace a request
 }
@@ -116,6 +117,21 @@ ARCHITECTURES: Mapping[str, str] = dict.fromkeys(
 def is_folder(name: str) -> bool:
     """Returns whether a drafter is named by a folder of its weights."""
     return (pathlib.Path(name) / "config.json").is_file()
+
+
+def is_head(folder: str | pathlib.Path) -> bool:
+    """Returns whether a folder has a head that reads the target."""
+    try:
+        return _kind_of(folder) in NEED_TARGET
+    except ValueError:
+        return False
+
+
+def reads_target(drafter: str, draft: str | pathlib.Path | None) -> bool:
+    """Returns whether a drafter of this name, with this draft, reads a target."""
+    if drafter == "hybrid":
+        return draft is not None and is_head(draft)
+    return drafter in NEED_TARGET or is_folder(drafter)
 
 
 def names() -> tuple[str, ...]:
@@ -144,7 +160,7 @@ def build(drafter: str | protocols.Drafter, parts: Parts) -> Built:
     return _from_outside(drafter, _find(drafter), parts)
 
 
-def _kind_of(folder: str) -> str:
+def _kind_of(folder: str | pathlib.Path) -> str:
     """Returns the drafter whose weights a folder has; raises `ValueError`."""
     path = pathlib.Path(folder) / "config.json"
     try:

@@ -70,6 +70,7 @@ def grow(
     *,
     tree: tree_shapes.AnyTree,
     wanted: Int[Array, " B"],
+    hot: Int[Array, " V"] | None = None,
 ) -> tuple[Any, protocols.Proposal]:
     """Returns the memory, and the best `wanted` nodes below the root of each slot.
 
@@ -78,8 +79,10 @@ def grow(
     Args:
       root: log weights of the token after the pending one; not normalised.
       wanted: nodes, at most `tree.nodes`; 0: the slot sits out.
+      hot: token of each entry of the log weights, if these are of a vocabulary of the
+        drafter's own: the best are found there, and named afterwards.
     """
-    scores, tokens = _children(root, tree)
+    scores, tokens = _children(root, tree, hot)
     shape = root.shape[0], tree.num_candidates
 
     def pad(values, fill):
@@ -101,7 +104,7 @@ def grow(
         return search.active & tree.may_grow(search.score, search.frontier, wanted)
 
     def step(search):
-        return _expand_level(expand, search, may_grow(search), tree)
+        return _expand_level(expand, search, may_grow(search), tree, hot)
 
     if tree.depth > 1:
         search = jax.lax.while_loop(
@@ -118,17 +121,20 @@ def grow(
 
 
 def _children(
-    log_weights: Float[Array, "*rows V"], tree: tree_shapes.AnyTree
+    log_weights: Float[Array, "*rows V"],
+    tree: tree_shapes.AnyTree,
+    hot: Int[Array, " V"] | None,
 ) -> tuple[Float32[Array, "*rows K"], Int[Array, "*rows K"]]:
     """Returns the scores and tokens of the best children."""
     scores = jax.nn.log_softmax(log_weights.astype(jnp.float32) / tree.tau)
     # NaN where no token has a weight, or a weight is NaN: no draft.
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
-    return jax.lax.top_k(scores, tree.top_k)
+    scores, tokens = jax.lax.top_k(scores, tree.top_k)
+    return scores, tokens if hot is None else hot[tokens]
 
 
 def _expand_level(
-    expand: Expand, search: _Search, active: Bool[Array, " B"], tree
+    expand: Expand, search: _Search, active: Bool[Array, " B"], tree, hot
 ) -> _Search:
     """Runs the frontier, and adds its children to the candidates."""
     num_slots, K = search.frontier.shape[0], tree.top_k
@@ -141,7 +147,7 @@ def _expand_level(
         first,
         jnp.where(active, tree.rows(level), 0),
     )
-    own, tokens = _children(log_weights, tree)
+    own, tokens = _children(log_weights, tree, hot)
     scores = _at(search.score, search.frontier)[:, :, None] + own
     scores = jnp.where(has_run[:, None, None], scores, -jnp.inf).reshape(num_slots, -1)
     put = lambda all_, new: jax.lax.dynamic_update_slice(

@@ -384,6 +384,37 @@ def write(
             file.write(array.reshape(-1).view(np.uint8).data)
 
 
+def check_names(
+    folder: pathlib.Path,
+    entries: Mapping[str, Entry],
+    *,
+    required: Iterable[str],
+    known: Mapping[str, tuple[int, ...]],
+    source: str = "config.json",
+) -> None:
+    """Raises unless all that is required is there, as it is known, and no other.
+
+    Args:
+      known: shapes of all tensors that may be there.
+      source: of these, for the message.
+    """
+    missing = [name for name in required if name not in entries]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: missing tensors: {some(missing)}; {_AGAIN}, or correct "
+            "config.json"
+        )
+    unexpected = sorted(set(entries) - set(known))
+    if unexpected:
+        raise CheckpointError(f"{folder}: unexpected tensors: {some(unexpected)}")
+    for name, entry in entries.items():
+        if entry.shape != known[name]:
+            raise CheckpointError(
+                f"{entry.path}: {name} has shape {list(entry.shape)}, {source} asks "
+                f"for {list(known[name])}"
+            )
+
+
 def some(names: Iterable[str]) -> str:
     """The first few of many names, and how many there are."""
     names = list(names)

@@ -183,27 +183,19 @@ def _check_entries(folder, config, entries, names) -> None:
     required = list(expected)
     if config.draft_vocab_size < config.layer.vocab_size:
         required += tables
-    missing = [name for name in required if name not in entries]
-    if missing:
-        raise CheckpointError(
-            f"{folder}: missing tensors: {files.some(missing)}; download it again, or "
-            "correct config.json"
-        )
-    expected |= tables
     biases = sorted(name for name in entries if name.endswith(".bias"))
     if biases:
         raise CheckpointError(
             f"{folder}: {files.some(biases)}: heads with biases are not supported"
         )
-    unexpected = sorted(set(entries) - set(expected))
-    if unexpected:
-        raise CheckpointError(f"{folder}: unexpected tensors: {files.some(unexpected)}")
+    files.check_names(
+        folder,
+        entries,
+        required=required,
+        known=expected | tables,
+        source="config.json for this target",
+    )
     for name, entry in entries.items():
-        if entry.shape != expected[name]:
-            raise CheckpointError(
-                f"{entry.path}: {name} has shape {list(entry.shape)}, config.json and "
-                f"the target ask for {list(expected[name])}"
-            )
         is_table = entry.dtype in files.WHOLE_DTYPES.values()
         if is_table != (name in tables):
             raise CheckpointError(f"{entry.path}: {name} is {entry.dtype}")

@@ -278,24 +278,11 @@ def _check_entries(
 ) -> None:
     """Every tensor of the model is there, in its shape, and no other."""
     expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
-    missing = [name for name in expected if name not in entries]
-    if missing:
-        raise CheckpointError(
-            f"{folder}: missing tensors: {files.some(missing)}; download it again, or "
-            "correct config.json"
-        )
+    required = list(expected)
     if config.tie_word_embeddings:
         # May be there, as a copy.
         expected[families.of(config).LM_HEAD] = expected[_embedding(names)]
-    unexpected = sorted(set(entries) - set(expected))
-    if unexpected:
-        raise CheckpointError(f"{folder}: unexpected tensors: {files.some(unexpected)}")
-    for name, entry in entries.items():
-        if entry.shape != expected[name]:
-            raise CheckpointError(
-                f"{entry.path}: {name} has shape {list(entry.shape)}, config.json "
-                f"asks for {list(expected[name])}"
-            )
+    files.check_names(folder, entries, required=required, known=expected)
 
 
 def _check_memory(

@@ -64,10 +64,6 @@ def row_attention(
             **where, branch=branch, eps=eps, scale=scale,
         )  # fmt: skip
     if impl in dispatch.PALLAS:
-        if q_norm is None or k_norm is None:
-            raise NotImplementedError(
-                f"impl={impl!r} norms queries and keys; take 'xla' or 'native'"
-            )
         from spec_jax.pallas import row_attention_triton
 
         return row_attention_triton.attend(

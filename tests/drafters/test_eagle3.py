@@ -19,7 +19,9 @@ from spec_jax.drafters import (
     each,
     eagle3 as drafting,
     eagle3_slots,
+    hybrid,
     registry,
+    suffix,
     tree_shapes,
 )
 from spec_jax.engine import rows
@@ -111,9 +113,17 @@ BENCH = testing.Bench(
 )
 
 
-@pytest.mark.parametrize("drafter", [CHAIN, pytest.param(TREE, marks=SLOW)])
+HYBRID = hybrid.Hybrid(
+    suffix=suffix.SuffixDecoding(gamma_max=4), draft=CHAIN, threshold=2.0
+)
+BOTH = hybrid.HybridParams(draft=PARAMS, corpus=suffix.empty_corpus(8))
+
+
+@pytest.mark.parametrize("drafter", [CHAIN, pytest.param(TREE, marks=SLOW), HYBRID])
 def test_contract(drafter):
-    checked = testing.check_drafter(drafter, PARAMS, BENCH)
+    """Fails too if a head that sat out, as the hybrid was sure, misses features."""
+    params = BOTH if drafter is HYBRID else PARAMS
+    checked = testing.check_drafter(drafter, params, BENCH)
     assert checked == tuple(testing.CLAUSES)
 
 
@@ -250,6 +260,8 @@ def test_loads_by_name_and_by_folder(tmp_path):
     by_name = sj.load(drafter="eagle3", draft=tmp_path, gamma_max=3)
     assert by_folder.drafter == by_name.drafter
     assert by_folder.drafter.taps == head.taps
+    mixed = sj.load(drafter="hybrid", draft=tmp_path, gamma_max=3)
+    assert mixed.drafter.draft == by_name.drafter and mixed.drafter.taps == head.taps
     out = sj.generate(by_folder, "import os", max_tokens=6, gamma=3)
     assert out.tokens == sj.decode(lm, "import os", max_tokens=6).tokens
     assert out.metrics["proposed"] > 0

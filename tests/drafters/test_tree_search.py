@@ -56,7 +56,7 @@ def published(head, tree):
     return {paths[at] for at in keep}
 
 
-def grown(head, tree, wanted=None):
+def grown(head, tree, wanted=None, *, size=VOCAB, **how):
     """The paths of `grow`, in the order of its nodes; the head is asked on the host."""
     paths_of = {0: ()}
 
@@ -69,7 +69,7 @@ def grown(head, tree, wanted=None):
                 rows.append(head(path))
             return np.stack(rows)[None]
 
-        shape = jax.ShapeDtypeStruct((1, tree.width, VOCAB), jnp.float32)
+        shape = jax.ShapeDtypeStruct((1, tree.width, size), jnp.float32)
         rows = jax.pure_callback(ask, shape, tokens, parents, first)
         return memory, rows, num_rows > 0
 
@@ -80,6 +80,7 @@ def grown(head, tree, wanted=None):
         (),
         tree=tree,
         wanted=jnp.array([wanted], jnp.int32),
+        **how,
     )
     return paths(jax.tree.map(lambda leaf: leaf[0], proposal))
 
@@ -108,6 +109,23 @@ def test_nodes_are_those_of_eagle(number):
     tree = tree_shapes.Tree(top_k=top_k, depth=depth, nodes=nodes, tau=1.0)
     head = head_of(rng)
     assert set(grown(head, tree)) == published(head, tree)
+
+
+@pytest.mark.parametrize("text", ["3x4:15@0.5", "1-1-1-1", "3-2-1"])
+def test_a_vocabulary_of_its_own_drafts_the_same(text):
+    """Fails if an entry's number is taken for its token, or mapped twice."""
+    hot, tree = np.array([1, 2, 4, 5, 9, 10, 12]), tree_shapes.parse(text)
+    inner = head_of(np.random.default_rng(13))
+
+    def wide(path):
+        row = np.full(14, -np.inf, np.float32)
+        row[hot] = inner(path)
+        return row
+
+    mapped = jnp.asarray(hot, jnp.int32)
+    narrow = grown(inner, tree, hot=mapped)
+    assert narrow == grown(wide, tree, size=14)
+    assert narrow != grown(inner, tree)
 
 
 def test_every_prefix_is_a_tree_of_its_own_budget():

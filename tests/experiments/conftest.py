@@ -8,3 +8,9 @@ import tiny_pair
 def folders(tmp_path_factory):
     """Folders of a target and a draft; what writes to them makes its own."""
     return tiny_pair.write(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def head(folders, tmp_path_factory):
+    """The folder of a head for the target."""
+    return tiny_pair.write_head(tmp_path_factory.mktemp("pair") / "head", folders[0])

@@ -614,6 +614,31 @@ def test_trees_are_exact(folders, of_trees, capsys):
     assert found == ["2", *["equal"] * 4]
 
 
+def test_a_head_is_exact(folders, tmp_path, capsys):
+    """Chains and a tree of a head, which a certificate names and knows again."""
+    head = tiny_pair.write_head(tmp_path / "head", folders[0])
+    out, certificate = tmp_path / "rows.jsonl", tmp_path / "run.json"
+    more = ("--drafter", str(head), "--tree", "none,2x3:5", "--batch", "2")
+    more += ("--sampling", "sampled", "--out", str(out))
+    arguments = commands.one_cell(folders, *more, *commands.certifying(certificate))
+    assert exactness.main(arguments) == exactness.EXACT
+    chain, tree = commands.of_kind(out, "cell")
+    for summary in (chain, tree):
+        assert summary["cell"]["drafter"] == "eagle3" and summary["proposed"] > 0
+        assert set(summary["equal"].values()) == {NUM_PROMPTS}
+    assert str(head) not in certificate.read_text()
+    assert certificates.read(certificate)["settings"]["head"] == "head"
+    again = ("--limit", "2", "--head", str(head))
+    assert commands.verify(folders, certificate, *again) == exactness.EXACT
+    other = tiny_pair.write_head(tmp_path / "other", folders[0], seed=3)
+    for words, named in (
+        ("a certificate of head head; give its folder with --head", ()),
+        ("was written with other weights", ("--head", str(other))),
+    ):
+        arguments = [*commands.models(folders), "--verify", str(certificate), *named]
+        commands.assert_fails_with(capsys, arguments, words)
+
+
 @pytest.mark.parametrize(
     ("axes", "trees"),
     [
@@ -696,6 +721,8 @@ def test_a_fault_of_trees_is_caught(
             ("verify_path=row-loop", "of chains"),
         ),
         (("--tree", "2-1", "--draft-cache", "round"), ("draft_cache=round",)),
+        (("--drafter", "eagle3"), ("needs a head", "none is given")),
+        (("--head", "."), ("--head is the drafter eagle3's",)),
         (("--limit", "1"), ("--limit", "--verify")),
         (("--verify", "c.json"), ("--verify", "certificate alone")),
     ],

@@ -17,6 +17,7 @@ from experiments.lib import (
     forced_drafter,
     forced_rounds,
     noise,
+    step_costs,
     steps,
     subjects,
     timing,
@@ -119,6 +120,23 @@ def test_a_run(folders, tmp_path, capsys):
     assert forced["acceptance_rate"] == 0.5
     printed = capsys.readouterr().out
     assert "round, gamma 2" in printed and "forced_rate" in printed
+
+
+def test_a_head(head, folders, tmp_path):
+    """Fails if a head's step, or its rounds, are not timed or not exact."""
+    out = tmp_path / "out.jsonl"
+    more = ("--contexts", "8", "--forced", "0.5", "--gen-tokens", "6")
+    both = folders[0], head
+    assert latency.main(command(both, *more, "--out", str(out))) == 0
+    rows = {row["step"]: row for row in rows_of(out, "step")}
+    assert {"draft step", "round, gamma 1", "round, gamma 2"} <= set(rows)
+    costs = step_costs.read(out, [str(head), "eagle3", "ngram"])
+    draft_s = rows["draft step"]["ms"] / 1e3
+    assert costs[str(head)].draft_s == costs["eagle3"].draft_s == draft_s > 0
+    assert costs["ngram"].draft_s == 0
+    (forced,) = rows_of(out, "rounds")
+    assert forced["matched"] and forced["differing_kv"] == 0
+    assert forced["acceptance_rate"] == 0.5
 
 
 def test_large_weights_are_not_read_twice(lm, monkeypatch):

@@ -9,7 +9,16 @@ import tiny_pair
 from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import plan
-from experiments.lib import cli, costs, planning, prompt_files, results, runs, timing
+from experiments.lib import (
+    cli,
+    costs,
+    planning,
+    prompt_files,
+    results,
+    runs,
+    steps,
+    timing,
+)
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import each
@@ -27,6 +36,12 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     (folder / "prompts.txt").write_text("".join(line + "\n" for line in PROMPTS))
     return tiny_pair.write(folder)
+
+
+@pytest.fixture(scope="module")
+def head(folders, tmp_path_factory):
+    """The folder of a head for the target."""
+    return tiny_pair.write_head(tmp_path_factory.mktemp("head"), folders[0])
 
 
 def command(folders, *more: str) -> list[str]:
@@ -270,11 +285,12 @@ class Listing:
 def test_proposals_are_made_along_the_text(stride):
     """Fails if a proposal is left out, or the text is not committed between two."""
     drafter = each.lift(Listing(), 1)
-    memory, seen = costs._propose_along(
+    memory, seen = steps.propose_along(
         drafter,
         None,
         drafter.init(capacity=12, page_size=1),
         tokens=jnp.zeros((1, 12), jnp.int32),
+        features=None,
         sampling=None,
         start=jnp.int32(2),
         gamma=jnp.int32(2),
@@ -286,6 +302,42 @@ def test_proposals_are_made_along_the_text(stride):
     assert np.flatnonzero(asked[0]).tolist() == places
     assert np.flatnonzero(committed[0]).tolist() == [n + stride for n in places]
     assert int(seen) == 3 * (2 * 5 + 2)  # every draft was looked at
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_a_head_proposes_along_the_text(head, folders, stride):
+    """Fails if features do not come with what is committed: it would draft nothing."""
+    lm = loading.load(folders[0], drafter=str(head), gamma_max=GAMMA)
+    memory = steps.noisy_memory(lm.drafter, capacity=16, page_size=16)
+    memory, seen = steps.propose_along(
+        each.lift(lm.drafter, 1),
+        lm.drafter_params,
+        steps.memory_at(memory, 4),
+        tokens=jnp.ones((1, 17), jnp.int32),
+        features=jnp.ones((16, 2, 32)),
+        sampling=None,
+        start=jnp.int32(4),
+        gamma=jnp.int32(GAMMA),
+        steps=jnp.int32(3),
+        stride=jnp.int32(stride),
+    )
+    last = 4 + 2 * stride
+    assert int(memory.ring.first[0]) == last - 1  # The last proposal took all in.
+    assert int(memory.ring.end[0]) == last + stride - 1
+    assert int(seen) >= 3 * GAMMA
+
+
+def test_a_head_is_planned_for(head, folders, tmp_path):
+    """Fails if its proposals are not timed, or its acceptance is not measured."""
+    out = tmp_path / "out.jsonl"
+    more = ("--drafter", f"{head},hybrid", "--gamma", str(GAMMA), "--out", str(out))
+    assert plan.main(command((folders[0], head), *more)) == plan.MATCHED
+    names = {row["cost"] for row in rows_of(out, "plan_cost")}
+    for name in (str(head), "hybrid"):
+        assert {f"{name}: proposal, gamma {n}" for n in (0, 1, GAMMA)} <= names
+    shares = {row["drafter"]: row for row in rows_of(out, "plan_acceptance")}
+    assert shares[str(head)]["drafted"] == [1.0] * GAMMA
+    assert [row["matched"] for row in rows_of(out, "plan")] == [True, True]
 
 
 def windows(*numbers: tuple[int, int, int]) -> list[planning.Window]:

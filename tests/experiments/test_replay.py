@@ -108,10 +108,11 @@ class Subject:
 
 # Every drafter and both settings: what is drawn are a draft model's drafts and the
 # target's tokens, of which lookups see no more than the text. The rest is slow.
-RUNS = [("greedy", name) for name in registry.BUILDERS] + [
+REPLAYED = [name for name in registry.BUILDERS if name not in registry.NEED_TARGET]
+RUNS = [("greedy", name) for name in REPLAYED] + [
     pytest.param(*("sampled", name), marks=() if name == "draft-model" else slow)
     for slow in [pytest.mark.slow]
-    for name in registry.BUILDERS
+    for name in REPLAYED
 ]
 
 
@@ -210,6 +211,19 @@ def test_drafters_are_judged_without_the_target(
     assert best["checked"] is None and best["expected_tok_s"] is None
     assert {row["kind"] for row in rows} == {"replay"} and best["gen_tokens"] == 12
     assert "oracle" in capsys.readouterr().out
+
+
+def test_a_head_on_recorded_features(greedy, folders, head, tmp_path, capsys):
+    """Fails if features of a trace are not those of live rounds."""
+    out, target = tmp_path / "out.jsonl", ("--target", str(folders[0]))
+    more = ("--drafter", f"ngram,{head}", "--gamma", "4", "--out", str(out))
+    assert judge(greedy, *more, *target, "--check") == replay.DONE
+    lookups, row = rows_of(out)
+    assert row["differing"] == [] and row["checked"] == lookups["checked"] == 3
+    assert row["proposed"] > 0
+    # Without --target, of another target.
+    assert judge(greedy, "--drafter", str(head)) == cli.UNUSABLE
+    assert "not the target of the traces" in capsys.readouterr().err
 
 
 def test_expected_speed_is_that_of_the_windows(greedy, tmp_path):

@@ -272,7 +272,7 @@ BAD_TENSORS = {
     ),
     "shape": (
         lambda t: changed(t, fc__weight=np.zeros((48, 96), np.float32)),
-        r"fc.weight has shape \[48, 96\], config.json and the target ask for \[48, 144",
+        r"fc.weight has shape \[48, 96\], config.json for this target asks for \[48, 1",
     ),
     "whole numbers": (
         lambda t: changed(t, norm__weight=np.ones(48, np.int64)),

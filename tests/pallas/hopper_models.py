@@ -8,7 +8,7 @@ import hopper
 import jax
 import jax.numpy as jnp
 
-from spec_jax.drafters import draft_model, each
+from spec_jax.drafters import draft_model, each, eagle3 as eagle3_lib, tree_shapes
 from spec_jax.engine import (
     baseline,
     protocols,
@@ -16,12 +16,20 @@ from spec_jax.engine import (
     rows,
     scheduler,
 )
-from spec_jax.model import config as config_lib, params as params_lib, row_model
+from spec_jax.model import (
+    config as config_lib,
+    decoder,
+    eagle3,
+    eagle3_params,
+    params as params_lib,
+    row_model,
+)
 from spec_jax.ops import dispatch
 
 
 CAPACITY, PAGE_SIZE = 4096, 16
 GAMMA_MAX = 4
+TREE = "4x8:31"  # 32 rows with the root
 DRAFT = "qwen3-0.6b"
 
 SMALL = config_lib.Qwen3Config(
@@ -157,6 +165,52 @@ def verify_tree(name: str, **options) -> hopper.Program:
     return hopper.Program(fn=verify, args=args, donate=(1,))
 
 
+def head(name: str) -> eagle3_lib.Eagle3:
+    """A published head of dialect A, at the shapes of the target `name`."""
+    config = eagle3_params.Eagle3Config(
+        layer=dataclasses.replace(
+            CONFIGS[name], num_layers=1, tie_word_embeddings=False
+        ),
+        draft_vocab_size=32_000,
+        target_hidden_size=CONFIGS[name].hidden_size,
+        # Of a target of four layers, which is compiled.
+        taps=(1, 2, 3),
+    )
+    drafts = dataclasses.replace(model(name), config=config.layer)
+    return eagle3_lib.Eagle3(head=config, model=drafts, gamma_max=GAMMA_MAX)
+
+
+def head_step(name: str) -> hopper.Program:
+    """A slab of drafted rows of a head, each with the hidden state of another."""
+    drafter = head(name)
+    slab, config = drafter.model.slab, drafter.head
+    rows = decoder.Rows(
+        tokens=_ints(slab),
+        slots=_ints(slab),
+        positions=_ints(slab),
+        num_active=_ints(),
+        branch=_ints(slab, tree_shapes.parse(TREE).depth),
+    )
+    shape = slab, config.hidden_size
+    hidden = jax.ShapeDtypeStruct(shape, config.layer.dtype)
+
+    def step(params, kv, rows, hidden):
+        return eagle3.forward_rows(
+            params, config, rows, hidden, kv, impl=drafter.model.impl
+        )
+
+    args = (eagle3_params.shapes(config), _cache(drafter.model), rows, hidden)
+    return hopper.Program(fn=step, args=args, donate=(1,))
+
+
+def head_round(name: str, *, layers: int) -> hopper.Program:
+    """`round.run_round` of one slot, with a tree of a head."""
+    target = rows.SlotRows(model=model(name, layers=layers), num_slots=1)
+    drafter = head(name).for_tree(tree_shapes.parse(TREE))
+    params = params_lib.shapes(target.config), eagle3_params.shapes(drafter.head)
+    return _round(target, drafter, params)
+
+
 def spec_round(name: str, *, draft_layers: int | None = None, **options):
     """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
     target = rows.SlotRows(model=model(name, **options), num_slots=1)
@@ -165,8 +219,12 @@ def spec_round(name: str, *, draft_layers: int | None = None, **options):
         gamma_max=GAMMA_MAX,
     )
     configs = target.config, drafter.model.config
+    return _round(target, drafter, tuple(map(params_lib.shapes, configs)))
+
+
+def _round(target, drafter, params) -> hopper.Program:
     speculator = round_lib.Speculator(
-        params=tuple(map(params_lib.shapes, configs)),
+        params=params,
         target=target,
         drafter=each.lift(drafter, 1),
     )

@@ -15,6 +15,7 @@ import hopper_models as models
 import pytest
 import xla_fusions
 
+from spec_jax.drafters import tree_shapes
 from spec_jax.engine import protocols
 
 
@@ -203,6 +204,44 @@ def test_a_round(compiled, name):
     )
     assert drafting - len(LAYER) * draft_depth <= 28
     assert without - len(LAYER) * depth <= 64
+
+
+HEAD = (*LAYER[1:], *END[:2])
+"""The kernels of a row of a head, whose input XLA norms; of its features, one more."""
+
+
+def test_a_head_step(compiled):
+    """Fails if a head at 8B's shapes spills, copies its pool, or has more launches."""
+    report = compiled(models.head_step, "qwen3-8b")
+    report.assert_fits()
+    assert_in_place(report, models.head("qwen3-8b").model)
+    assert_in_graphs(report)
+    assert ours(report.launches) == [*HEAD]
+    total = launches(report)
+    print(f"{total} launches of a head's step")
+    assert abs(total - 22) <= 5
+
+
+def test_a_round_with_a_head(compiled):
+    """Fails if a tree of 32 rows of an EAGLE-3 head of 8B copies a pool."""
+    report = compiled(models.head_round, "qwen3-8b", layers=4)
+    report.assert_fits()
+    target, drafts = models.model("qwen3-8b", layers=4), models.head("qwen3-8b").model
+    # The logits of all rows, those of a slab, and what the search keeps of a level.
+    assert_in_place(report, target, drafts, copies=2 * 2 + 1)
+    tree = nested(report.thunks)
+    loops = [ours(flat([each])) for each in tree if each[0].kind == "kWhile"]
+    # Pairs are taken in, levels are grown, slabs are verified, and the path is walked.
+    assert loops == [["skinny_gemm", *HEAD], [*HEAD], [*LAYER * 4, *END[:2]], []]
+    none = launches(report, 0, 0, 0, 0)
+    each = [
+        launches(report, *(int(at == loop) for loop in range(4))) - none
+        for at in range(4)
+    ]
+    depth = tree_shapes.parse(models.TREE).depth
+    turns = 1, depth - 1, 2, depth
+    total = launches(report, *turns)
+    print(f"{total} launches of a round of 32 rows: {turns} * {each} + {none}")
 
 
 def flat(tree):

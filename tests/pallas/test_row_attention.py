@@ -73,6 +73,22 @@ def test_a_row_is_that_row_alone_and_float64s(rng, heads, page_size, dtype):
         oracle.assert_rounded_alike(k_pages[new], expected_k[new])
 
 
+def test_heads_without_norms(rng):
+    """Fails if heads are normed by what stands in the place of weights."""
+    slab = slabs.in_slab(slabs.small_slab(rng, "float32"), range(8))
+    given = slab.arguments(8) | slabs.numbers(slab)
+    norms = {"q_norm": None, "k_norm": None}
+    normed, *found = (
+        [np.asarray(x) for x in _op(**given | changes, impl=impl)]
+        for impl, changes in (("interpret", {}), ("interpret", norms), ("xla", norms))
+    )
+    (out, k_pages, _), (expected, expected_k, _) = found
+    near = {"dtype": "float32", "reduction": 80}
+    testing.assert_rows_close(out[:8], expected[:8], **near)
+    np.testing.assert_array_equal(k_pages, expected_k)
+    assert (out[:8] != normed[0][:8]).any(axis=1).all()
+
+
 def test_default_plan_with_several_splits():
     """Fails if what is shared between rows is not what each would do alone."""
     rng = np.random.default_rng(5)
