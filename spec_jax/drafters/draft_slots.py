@@ -13,7 +13,8 @@ asks for something.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -53,15 +54,10 @@ class _Drafting(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotDraftModel:
-    """A `DraftModel` for `num_slots` sequences. The memory is one cache.
+class SlotsOf:
+    """A drafter for `num_slots` sequences, and what it says of itself."""
 
-    Each forward takes in what slots are behind by, up to `model.slab` rows of each, and
-    drafts one token in each slot that is caught up and has not drafted enough. Before
-    these, slots that are behind by more are caught up `catch_up_rows` at a time.
-    """
-
-    drafter: "draft_model.DraftModel"
+    drafter: Any
     num_slots: int
 
     @property
@@ -76,8 +72,20 @@ class SlotDraftModel:
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the draft's vocabulary."""
+        """Entries of the target's vocabulary."""
         return self.drafter.vocab_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotDraftModel(SlotsOf):
+    """A `DraftModel` for `num_slots` sequences. The memory is one cache.
+
+    Each forward takes in what slots are behind by, up to `model.slab` rows of each, and
+    drafts one token in each slot that is caught up and has not drafted enough. Before
+    these, slots that are behind by more are caught up `catch_up_rows` at a time.
+    """
+
+    drafter: "draft_model.DraftModel"
 
     @property
     def _slab(self) -> int:
@@ -272,3 +280,22 @@ def windows(
     """Returns `size` tokens of each text, from its start on."""
     cut = lambda row, start: jax.lax.dynamic_slice(row, (start,), (size,))
     return jax.vmap(cut)(text, starts)
+
+
+def widened(
+    hot: Int[Array, " Vd"] | None, vocab_size: int
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns what makes logits `[.., V]` of logits of draft tokens `[.., Vd]`.
+
+    Tokens that are never drafted have -inf. In the target's vocabulary, since its noise
+    is by token.
+
+    Args:
+      hot: the target's token of each draft token; None: the same.
+    """
+    if hot is None:
+        return lambda logits: logits
+    (size,) = hot.shape
+    draft_of = jnp.full((vocab_size,), size, jnp.int32)
+    draft_of = draft_of.at[hot].set(jnp.arange(size, dtype=jnp.int32))
+    return lambda logits: logits.at[..., draft_of].get(mode="fill", fill_value=-jnp.inf)

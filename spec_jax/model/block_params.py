@@ -52,6 +52,8 @@ class BlockConfig:
     markov_rank: int = 0  # r, of a head
     has_confidence: bool = False
     confidence_with_markov: bool = False  # it reads the token before, too
+    # By which the logits of confidences are divided, slot by slot; empty: by 1.
+    confidence_temperatures: tuple[float, ...] = ()
 
     @property
     def hidden_size(self) -> int:
@@ -116,6 +118,12 @@ class BlockConfig:
             )
         if self.confidence_with_markov and not self.has_confidence:
             raise ValueError("confidence_with_markov, but there is no confidence head")
+        scales = self.confidence_temperatures
+        if scales and (len(scales) != self.num_drafts or not min(scales) > 0):
+            raise ValueError(
+                f"confidence_temperatures={scales} must be {self.num_drafts} numbers "
+                "above 0, one for each draft of a block"
+            )
         return self
 
     def check_target(self, target: config_lib.ModelConfig) -> None:

@@ -18,7 +18,7 @@ from spec_jax.analysis import trace
 from spec_jax.drafters import (
     each,
     eagle3 as drafting,
-    eagle3_slots,
+    features as features_lib,
     registry,
     tree_shapes,
 )
@@ -205,7 +205,7 @@ def test_a_tree_of_one_branch_is_the_chain():
 
 def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(monkeypatch):
     """Fails if features are lost, or are taken in by every round."""
-    monkeypatch.setattr(eagle3_slots, "RING_ROWS", 4)  # and 5 of a round
+    monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 of a round
     features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
     lengths = (3, 4, 7, 9, 10, 14, 15, 17)
     gammas = (0, 0, 0, 0, 0, 0, 0, 4)
