@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, Int
 from spec_jax.drafters import draft_slots, draft_trees, features as features_lib
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.model import block_draft, block_params
-from spec_jax.ops import projection
 from spec_jax.paging import allocator, index
 
 
@@ -218,9 +217,7 @@ class SlotBlock(features_lib.SlotReader):
             block_draft.correct,
             params,
             head,
-            product=lambda x, w: projection.project(
-                x, w, num_active=jnp.int32(x.shape[0]), out_dtype="float32", impl=impl
-            ),
+            product=block_draft.row_product(impl),
         )
         state = block_draft.first_state(head, (self.num_slots,))
         if head.first_slot:  # Predicts nothing, but a recurrent state passes through.

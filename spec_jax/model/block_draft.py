@@ -24,12 +24,14 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax.model import block_params, decoder
 from spec_jax.ops import (
+    dispatch,
     embedding,
     gated_projection,
     projection,
     rms_norm,
     rope,
     row_attention,
+    skinny_gemm,
     weights,
 )
 from spec_jax.paging import cache
@@ -147,6 +149,24 @@ def forward_block(
 
 Product = Callable[[jax.Array, weights.Weight], jax.Array]
 """`product(x, w)`: `x w^T` in float32."""
+
+
+def row_product(impl: str) -> Product:
+    """Returns the product of the row path, of a resolved `impl`, for a few rows."""
+
+    def product(x: jax.Array, w: weights.Weight) -> jax.Array:
+        count = x.shape[0]
+        height = dispatch.slab_rows(impl) or max(count, skinny_gemm.MIN_ROWS)
+        y = projection.project(
+            jnp.pad(x, ((0, height - count), (0, 0))),
+            w,
+            num_active=jnp.int32(count),
+            out_dtype="float32",
+            impl=impl,
+        )
+        return y[:count]
+
+    return product
 
 
 def first_state(
