@@ -142,15 +142,27 @@ def of_sequences(text, features, gamma) -> list[int]:
     return drafts
 
 
-def rounds_of(drafter, features, lengths, *, gammas=None, num_slots=2, slot=1):
+def rounds_of(
+    drafter,
+    features,
+    lengths,
+    *,
+    params=PARAMS,
+    gammas=None,
+    num_slots=2,
+    slot=1,
+    sampling=None,
+):
     """Yields what a slot is proposed after prefixes of `TEXT`; the others sit out."""
     slots = each.lift(drafter, num_slots)
     memory = slots.init(capacity=32, page_size=8)
     memory = slots.prefill(
-        PARAMS, memory, TEXT[: lengths[0]], slot=slot, features=features
+        params, memory, TEXT[: lengths[0]], slot=slot, features=features
     )
-    propose = jax.jit(lambda memory, asked: slots.propose(PARAMS, memory, **asked))
-    commit = jax.jit(lambda *args, **asked: slots.commit(PARAMS, *args, **asked))
+    propose = jax.jit(
+        lambda params, memory, asked: slots.propose(params, memory, **asked)
+    )
+    commit = jax.jit(slots.commit)
     is_slot = jnp.arange(num_slots) == slot
     tokens = jnp.zeros((num_slots, 33), jnp.int32).at[:, : len(TEXT)].set(TEXT)
     most = 1 + slots.gamma_max
@@ -160,15 +172,16 @@ def rounds_of(drafter, features, lengths, *, gammas=None, num_slots=2, slot=1):
             "tokens": tokens,
             "length": jnp.where(is_slot, length, 1),
             "gamma": jnp.where(is_slot, gamma, 0),
-            "sampling": None,
+            "sampling": sampling,
         }
-        memory, proposal = propose(memory, asked)
+        memory, proposal = propose(params, memory, asked)
         yield length, jax.tree.map(lambda leaf: np.asarray(leaf[slot]), proposal)
         if number + 1 < len(lengths):
             after = lengths[number + 1]
             handed = np.zeros((num_slots, most, *features.shape[1:]), np.float32)
             handed[slot, : after - length] = features[length - 1 : after - 1]
             memory = commit(
+                params,
                 memory,
                 jnp.where(is_slot, after, 1),
                 asked=is_slot,

@@ -106,8 +106,11 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def draft(head: Head, features, anchor: int):
-    """What is drafted greedily: tokens, corrected logits `[W, Vd]` and survival."""
+def draft(head: Head, features, anchor: int, drawn=None):
+    """What is drafted greedily: tokens, corrected logits `[W, Vd]` and survival.
+
+    With `drawn`, each slot is given these tokens before it.
+    """
     h, U = backbone(head, features, anchor)
     rank, kind = head.said("markov_rank", 0), head.said("markov_head_type")
     state, before, survival = np.zeros(rank), anchor, 1.0
@@ -141,7 +144,7 @@ def draft(head: Head, features, anchor: int):
         choice = int(np.argmax(logits[-1]))
         if "d2t" in head.tensors:
             choice += int(head.tensors["d2t"][choice])
-        before = choice
+        before = choice if drawn is None else int(drawn[len(tokens)])
         tokens.append(choice)
         chances.append(survival)
     return tokens, np.stack(logits), np.array(chances)

@@ -221,6 +221,7 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
         testing.assert_rows_close(rows[1:], expected[1][:-1], **near)
 
 
+@pytest.mark.slow
 def test_pallas_rows_see_their_block():
     """By the interpreter: the branches that say it are those of its kernels, too."""
     config = dataclasses.replace(
@@ -230,12 +231,16 @@ def test_pallas_rows_see_their_block():
         jax.random.key(9), dataclasses.replace(TARGET, dtype="bfloat16"), stddev=0.3
     )
     params = make_params(config, target)
-    made = []
-    for impl in ("xla", "interpret"):
+
+    def hidden(impl):
         slots = Slots(params, config, impl)
         slots.append(inputs(config, 7))
-        made.append(np.asarray(slots.block(17)[0], np.float32))
-    testing.assert_rows_close(made[1], made[0], dtype="bfloat16", reduction=1000)
+        return np.asarray(slots.block(17)[0], np.float32)
+
+    ours, theirs = hidden("interpret"), hidden("xla")
+    size = np.linalg.norm(theirs, axis=1)
+    assert (np.linalg.norm(ours - theirs, axis=1) < 0.02 * size).all()
+    assert (np.linalg.norm(ours[1:] - theirs[:-1], axis=1) > 0.2 * size[1:]).all()
 
 
 def test_features_of_another_width_are_refused(target_params):
