@@ -291,6 +291,25 @@ def test_loads_by_name_and_by_folder(tmp_path):
         sj.load(drafter=str(tmp_path / "dspark"))
 
 
+def test_a_proposal_copies_no_pool():
+    slots = make(DSPARK).for_slots(2)
+    memory = slots.init(capacity=20_000, page_size=8)
+    number = jnp.full((2,), 3, jnp.int32)
+
+    def propose(memory):
+        return slots.propose(
+            PARAMS["dspark"],
+            memory,
+            tokens=jnp.zeros((2, 64), jnp.int32),
+            length=number,
+            gamma=number,
+            sampling=None,
+        )
+
+    compiled = jax.jit(propose, donate_argnums=0).lower(memory).compile()
+    decoding.assert_in_place(compiled, memory.kv)
+
+
 def test_settings_that_no_drafter_has():
     with pytest.raises(ValueError, match="gamma_max=4 of a drafter whose block of 4"):
         make(DFLASH, gamma_max=4)
