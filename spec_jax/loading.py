@@ -113,8 +113,8 @@ def load(
         pair's target.
       draft: a folder of the same tokenizer, for drafters with a draft model: where the
         models pad its vocabulary differently, neither loads the padding; None: the
-        embedded pair's draft, where the target is the embedded one too. For the drafter
-        "eagle3" the folder of its head, which "hybrid" takes, too.
+        embedded pair's draft, where the target is the embedded one too. For "eagle3",
+        "dflash" and "dspark" the folder of the head, which "hybrid" takes, too.
       drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
         a head that was trained for the target, or an object that keeps
         `protocols.Drafter` and has no parameters.

@@ -13,6 +13,7 @@ asks for something.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -322,3 +323,22 @@ def windows(
     """Returns `size` tokens of each text, from its start on."""
     cut = lambda row, start: jax.lax.dynamic_slice(row, (start,), (size,))
     return jax.vmap(cut)(text, starts)
+
+
+def widened(
+    hot: Int[Array, " Vd"] | None, vocab_size: int
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns what makes logits `[.., V]` of logits of draft tokens `[.., Vd]`.
+
+    Tokens that are never drafted have -inf. In the target's vocabulary, since its noise
+    is by token.
+
+    Args:
+      hot: the target's token of each draft token; None: the same.
+    """
+    if hot is None:
+        return lambda logits: logits
+    (size,) = hot.shape
+    draft_of = jnp.full((vocab_size,), size, jnp.int32)
+    draft_of = draft_of.at[hot].set(jnp.arange(size, dtype=jnp.int32))
+    return lambda logits: logits.at[..., draft_of].get(mode="fill", fill_value=-jnp.inf)

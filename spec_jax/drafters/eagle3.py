@@ -5,16 +5,15 @@ https://arxiv.org/abs/2503.01840). `eagle3_slots` runs it.
 import dataclasses
 import pathlib
 
-from spec_jax.drafters import draft_model, eagle3_slots
+from spec_jax.drafters import eagle3_slots, features
 from spec_jax.model import eagle3_files, eagle3_params, params as params_lib, row_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3(draft_model.DraftModel):
+class Eagle3(features.FeatureDrafter):
     """An EAGLE-3 head; its parameters are an `Eagle3Params`. `for_slots` drafts.
 
     Attributes:
-      head: whose `layer` is the config of `model`.
       catch_up_rows: pairs of a prompt that are taken in at once, at least.
 
     Raises:
@@ -25,18 +24,11 @@ class Eagle3(draft_model.DraftModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model.config != self.head.layer:
-            raise ValueError("the model's config is not that of the head's layer")
         if self.min_confidence:
             raise ValueError(
                 f"min_confidence={self.min_confidence}: an EAGLE-3 head has no rule "
                 "that ends a draft early, leave it out"
             )
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's features that the head reads."""
-        return self.head.taps
 
     @property
     def feature_size(self) -> int:

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import pytree
 from spec_jax.drafters import (
     draft_slots,
     draft_trees,
@@ -32,22 +31,11 @@ from spec_jax.drafters import (
 )
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.model import eagle3, eagle3_params
-from spec_jax.paging import allocator, cache as paged
+from spec_jax.paging import allocator
 
 
 if TYPE_CHECKING:
     from spec_jax.drafters import eagle3 as eagle3_lib
-
-
-RING_ROWS = 64
-"""Features that a slot keeps while it drafts nothing, at least."""
-
-
-class Eagle3Memory(pytree.Node):
-    """The head's K/V `[0, m)` of each slot, and the features from `m` on."""
-
-    kv: paged.PagedKV
-    ring: features_lib.FeatureRing
 
 
 class _Chain(tree_shapes.FixedTree):
@@ -64,7 +52,7 @@ class _Chain(tree_shapes.FixedTree):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotEagle3(draft_slots.OfSlots):
+class SlotEagle3(features_lib.SlotReader):
     """An `Eagle3` for `num_slots` sequences: the rows of a level are one forward."""
 
     drafter: "eagle3_lib.Eagle3"
@@ -74,37 +62,15 @@ class SlotEagle3(draft_slots.OfSlots):
         chain = _Chain.of_branching((1,) * self.gamma_max)
         return self.drafter.tree or chain
 
-    @property
-    def _rows_most(self) -> int:
-        """Features that a round brings, at most."""
-        return 1 + protocols.depth_max(self)
-
-    def init(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> Eagle3Memory:
-        """Allocates an empty cache of one layer, and empty rings."""
-        drafter, head = self.drafter, self.drafter.head
-        slots = rows_lib.SlotRows(model=drafter.model, num_slots=self.num_slots)
-        ring = features_lib.empty(
-            self.num_slots,
-            size=RING_ROWS + self._rows_most,
-            width=head.features_size,
-            dtype=head.layer.dtype,
-        )
-        kv = draft_slots.new_cache(
-            slots, capacity=capacity, page_size=page_size, num_pages=num_pages
-        )
-        return Eagle3Memory(kv=kv, ring=ring)
-
     def prefill(
         self,
         params: eagle3_params.Eagle3Params,
-        memory: Eagle3Memory,
+        memory: features_lib.ReaderMemory,
         prompt: list[int],
         *,
         slot: int,
         features: Float[Array, "T taps D"],
-    ) -> Eagle3Memory:
+    ) -> features_lib.ReaderMemory:
         """Takes in all pairs of the prompt but the last, which drafts."""
         tokens = np.zeros((features.shape[0] + 1,), np.int32)
         tokens[: len(prompt)] = prompt
@@ -116,24 +82,18 @@ class SlotEagle3(draft_slots.OfSlots):
     def propose(
         self,
         params: eagle3_params.Eagle3Params,
-        memory: Eagle3Memory,
+        memory: features_lib.ReaderMemory,
         *,
         tokens: Int[Array, "B max_len"],
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
-    ) -> tuple[Eagle3Memory, protocols.Proposal]:
+    ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
         """Drafts `gamma[b]` tokens; fewer where the cache has no room."""
-        memory = memory.replace(
-            kv=memory.kv.replace(out_of_pages=jnp.zeros((self.num_slots,), bool))
-        )
+        memory, asked, is_full = self._begin(memory, length, gamma)
         ring = memory.ring
-        num_waiting = ring.end - ring.first
-        # A ring that overflowed, for want of pages, has lost pairs: it stays silent.
-        is_whole = (num_waiting > 0) & (num_waiting <= ring.size)
-        asked = is_whole & (gamma > 0) & (ring.end == length - 1)
-        is_full = features_lib.overflows(ring, most=self._rows_most)
-        spared = jnp.where(is_whole & is_full, ring.end - 1, ring.first)
+        asked &= ring.end > ring.first
+        spared = jnp.where(is_full, ring.end - 1, ring.first)
         memory, hidden, logits = self._take_in(
             params,
             memory,
@@ -154,35 +114,16 @@ class SlotEagle3(draft_slots.OfSlots):
         kv = allocator.truncate_each(memory.kv, memory.ring.first, asked=asked)
         return memory.replace(kv=kv), proposal
 
-    def commit(
-        self,
-        params: eagle3_params.Eagle3Params,
-        memory: Eagle3Memory,
-        length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-        features: Float[Array, "B A taps D"] | None = None,
-    ) -> Eagle3Memory:
-        """Keeps the features of what was committed, or forgets what was not."""
-        del params
-        ring = memory.ring
-        if features is not None:
-            flat = features.reshape(*features.shape[:2], -1)
-            ring = features_lib.append(ring, flat, length - 1, asked=asked)
-        ring = features_lib.truncate(ring, length - 1, asked=asked)
-        kv = allocator.truncate_each(memory.kv, ring.first, asked=asked)
-        return memory.replace(kv=kv, ring=ring)
-
     def _take_in(
         self,
         params: eagle3_params.Eagle3Params,
-        memory: Eagle3Memory,
+        memory: features_lib.ReaderMemory,
         tokens: Int[Array, "B max_len"],
         read: Callable[[Int[Array, " B"]], Float[Array, "B R width"]],
         *,
         goal: Int[Array, " B"],
         num_rows: int,
-    ) -> tuple[Eagle3Memory, Float[Array, "B D"], Float[Array, "B Vd"]]:
+    ) -> tuple[features_lib.ReaderMemory, Float[Array, "B D"], Float[Array, "B Vd"]]:
         """Takes in pairs up to `goal`, as far as there is room for them.
 
         Args:
@@ -238,7 +179,7 @@ class SlotEagle3(draft_slots.OfSlots):
         # Noise is by token of the target; without it the few draft tokens will do.
         hot, widen = params.hot, lambda logits: logits
         if hot is not None and (draw.sampling is not None or tree.top_k > hot.size):
-            widen, hot = _widened(hot, self.vocab_size), None
+            widen, hot = draft_slots.widened(hot, self.vocab_size), None
 
         def expand(carry, tokens, parents, first, num_rows):
             """Runs the rows of a level; see `tree_search.Expand`."""
@@ -318,19 +259,6 @@ class SlotEagle3(draft_slots.OfSlots):
             forward, kv, window, tile=tile, empty=empty, inputs=features
         )
         return at, kv, outputs
-
-
-def _widened(
-    hot: Int[Array, " Vd"], vocab_size: int
-) -> Callable[[jax.Array], jax.Array]:
-    """Returns what makes logits `[.., V]` of logits of draft tokens `[.., Vd]`.
-
-    Tokens that are never drafted have -inf.
-    """
-    (size,) = hot.shape
-    draft_of = jnp.full((vocab_size,), size, jnp.int32)
-    draft_of = draft_of.at[hot].set(jnp.arange(size, dtype=jnp.int32))
-    return lambda logits: logits.at[..., draft_of].get(mode="fill", fill_value=-jnp.inf)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

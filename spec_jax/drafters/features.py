@@ -9,11 +9,21 @@ A commit adds a few rows, at the cost of a copy; a proposal takes all of them in
 that drafts nothing waits until the ring would overflow.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
+from spec_jax.drafters import draft_model, draft_slots
+from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.paging import allocator, cache as paged
+
+
+RING_ROWS = 64
+"""Features that a slot keeps while it drafts nothing, at least."""
 
 
 class FeatureRing(pytree.Node):
@@ -79,3 +89,97 @@ def truncate(
 def overflows(ring: FeatureRing, *, most: int) -> Bool[Array, " B"]:
     """Returns where there is no room for `most` more features."""
     return ring.end - ring.first + most > ring.size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureDrafter(draft_model.DraftModel):
+    """A drafter with a head that reads the target's features.
+
+    Attributes:
+      head: whose `layer` is the config of `model`.
+      catch_up_rows: features of a prompt that are taken in at once, at least.
+
+    Raises:
+      ValueError: as a draft model; another `model`.
+    """
+
+    head: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.config != self.head.layer:
+            raise ValueError("the model's config is not that of the head's layer")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's features that the head reads."""
+        return self.head.taps
+
+
+class ReaderMemory(pytree.Node):
+    """A drafter's K/V `[0, m)` of each slot, and the features from `m` on."""
+
+    kv: paged.PagedKV
+    ring: FeatureRing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotReader(draft_slots.OfSlots):
+    """A drafter of features for `num_slots` sequences: its memory, and its commit.
+
+    Its `head` says `features_size` and has a `layer`, whose config is `model`'s.
+    """
+
+    @property
+    def _rows_most(self) -> int:
+        """Features that a round brings, at most."""
+        return 1 + protocols.depth_max(self)
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> ReaderMemory:
+        """Allocates an empty cache, and empty rings."""
+        drafter, head = self.drafter, self.drafter.head
+        slots = rows_lib.SlotRows(model=drafter.model, num_slots=self.num_slots)
+        ring = empty(
+            self.num_slots,
+            size=RING_ROWS + self._rows_most,
+            width=head.features_size,
+            dtype=head.layer.dtype,
+        )
+        kv = draft_slots.new_cache(
+            slots, capacity=capacity, page_size=page_size, num_pages=num_pages
+        )
+        return ReaderMemory(kv=kv, ring=ring)
+
+    def commit(
+        self,
+        params: protocols.Params,
+        memory: ReaderMemory,
+        length: Int[Array, " B"],
+        *,
+        asked: Bool[Array, " B"],
+        features: Float[Array, "B A taps D"] | None = None,
+    ) -> ReaderMemory:
+        """Keeps the features of what was committed, or forgets what was not."""
+        del params
+        ring = memory.ring
+        if features is not None:
+            flat = features.reshape(*features.shape[:2], -1)
+            ring = append(ring, flat, length - 1, asked=asked)
+        ring = truncate(ring, length - 1, asked=asked)
+        kv = allocator.truncate_each(memory.kv, ring.first, asked=asked)
+        return memory.replace(kv=kv, ring=ring)
+
+    def _begin(
+        self, memory: ReaderMemory, length: Int[Array, " B"], gamma: Int[Array, " B"]
+    ) -> tuple[ReaderMemory, Bool[Array, " B"], Bool[Array, " B"]]:
+        """Returns the memory of a new round, which slots draft in it, and which of all
+        must take in what waits, so that the next round's features find room."""
+        kv, ring = memory.kv, memory.ring
+        kv = kv.replace(out_of_pages=jnp.zeros((self.num_slots,), bool))
+        # A ring that overflowed, for want of pages, has lost rows: it stays silent.
+        is_whole = ring.end - ring.first <= ring.size
+        asked = is_whole & (gamma > 0) & (ring.end == length - 1)
+        is_full = is_whole & overflows(ring, most=self._rows_most)
+        return memory.replace(kv=kv), asked, is_full

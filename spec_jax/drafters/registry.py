@@ -10,15 +10,19 @@ only parameter is `parts`.
 import dataclasses
 import importlib
 import inspect
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
-from spec_jax.drafters import draft_model, eagle3, hybrid, ngram, oracle, suffix
+from spec_jax.drafters import block, draft_model, eagle3, hybrid, ngram, oracle, suffix
 from spec_jax.engine import protocols
-from spec_jax.model import eagle3_dialects, params as params_lib, row_model
+from spec_jax.model import (
+    block_dialects,
+    eagle3_dialects,
+    params as params_lib,
+    row_model,
+)
 
 
 ENTRY_POINTS = "spec_jax.drafters"
@@ -61,8 +65,10 @@ def _suffix(parts: Parts) -> Built:
 
 
 def _hybrid(parts: Parts) -> Built:
-    has_head = parts.draft is not None and is_head(parts.draft)
-    draft, draft_params = _eagle3(parts) if has_head else parts.load_draft()
+    kind = "draft-model"
+    if parts.draft is not None and is_head(parts.draft):
+        kind = _kind_of(parts.draft)
+    draft, draft_params = BUILDERS[kind](parts)
     statistics = suffix.SuffixDecoding(gamma_max=parts.gamma_max)
     drafter = hybrid.Hybrid(suffix=statistics, draft=draft)
     params = hybrid.HybridParams(draft=draft_params, corpus=suffix.empty_corpus(1))
@@ -74,18 +80,19 @@ def _oracle(parts: Parts) -> Built:
     return oracle.Oracle(gamma_max=parts.gamma_max, vocab_size=parts.vocab_size), None
 
 
-def _eagle3(parts: Parts) -> Built:
+def _reader(name: str, load: Callable[..., Built], parts: Parts) -> Built:
+    """Of a folder, with the target whose features it reads."""
     if parts.target is None or parts.target_params is None:
         raise ValueError(
-            "drafter 'eagle3' reads the features of a target, and none runs here: take "
-            "a drafter that reads tokens alone, such as 'draft-model'"
+            f"drafter {name!r} reads the features of a target, and none runs here: "
+            "take a drafter that reads tokens alone, such as 'draft-model'"
         )
     if parts.draft is None:
         raise ValueError(
-            "drafter 'eagle3' needs a head, and none is given: name its folder as "
+            f"drafter {name!r} needs a head, and none is given: name its folder as "
             "`draft`, or in place of the drafter"
         )
-    return eagle3.load(
+    return load(
         parts.draft,
         parts.target,
         parts.target_params,
@@ -94,24 +101,34 @@ def _eagle3(parts: Parts) -> Built:
     )
 
 
+def _block(name: block.Kind, parts: Parts) -> Built:
+    drafter, params = _reader(name, block.load, parts)
+    if drafter.kind != name:
+        raise ValueError(
+            f"drafter {name!r}, but {parts.draft} is of {drafter.kind!r}: name that one"
+        )
+    return drafter, params
+
+
 BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
     "draft-model": lambda parts: parts.load_draft(),  # a small model of the same family
     "ngram": _ngram,  # prompt lookup; no parameters
     "suffix": _suffix,  # suffix statistics, and an empty corpus
     "hybrid": _hybrid,  # suffix where its score is high, otherwise a model or a head
-    "eagle3": _eagle3,  # a head that reads the target's features
+    # Heads that read the target's features.
+    "eagle3": lambda parts: _reader("eagle3", eagle3.load, parts),
+    "dflash": lambda parts: _block("dflash", parts),
+    "dspark": lambda parts: _block("dspark", parts),
     "oracle": _oracle,  # what decoding writes, as a ceiling; a trace a request
 }
 """How each drafter that comes along is built."""
 
 
-NEED_TARGET = ("eagle3",)
+NEED_TARGET = ("eagle3", "dflash", "dspark")
 """Drafters that read a target while it runs, and cannot be replayed without it."""
 
-ARCHITECTURES: Mapping[str, str] = dict.fromkeys(
-    eagle3_dialects.ARCHITECTURES, "eagle3"
-)
-"""The drafter that a folder is of, by the `architectures` of its `config.json`."""
+ARCHITECTURES = (*eagle3_dialects.ARCHITECTURES, *block_dialects.ARCHITECTURES)
+"""What folders of drafters state as `architectures` in their `config.json`."""
 
 
 def is_folder(name: str) -> bool:
@@ -163,16 +180,18 @@ def build(drafter: str | protocols.Drafter, parts: Parts) -> Built:
 def _kind_of(folder: str | pathlib.Path) -> str:
     """Returns the drafter whose weights a folder has; raises `ValueError`."""
     path = pathlib.Path(folder) / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("architectures")
-        return ARCHITECTURES[found[0]]
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no config of a drafter: {error}") from None
-    except (KeyError, IndexError, TypeError):
-        raise ValueError(
-            f"{path}: architectures={found!r} is no head that drafts, of which these "
-            f"are known: {', '.join(ARCHITECTURES)}; a draft model is named as `draft`"
-        ) from None
+    raw = eagle3_dialects.read_object(path)
+    match raw.get("architectures"):
+        case [str(name)] if name in eagle3_dialects.ARCHITECTURES:
+            return "eagle3"
+        case [str(name)] if name in block_dialects.ARCHITECTURES:
+            return block_dialects.kind_of(raw)
+        case found:
+            raise ValueError(
+                f"{path}: architectures={found!r} is no head that drafts, of which "
+                f"these are known: {', '.join(ARCHITECTURES)}; a draft model is named "
+                "as `draft`"
+            )
 
 
 def _find(name: str) -> Any:

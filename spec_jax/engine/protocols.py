@@ -40,6 +40,9 @@ class Proposal(pytree.Node):
     # any shape: with `probs` it must not depend on the tokens drawn. Rule "coupled"
     # needs none.
     probs: jax.Array | None = None
+    # [gamma_max] float32: the chance that draft `i` and all before it are kept, as far
+    # as it was known before draft `i` was drawn. None where the drafter has no idea.
+    survival: jax.Array | None = None
 
 
 class Window(pytree.Node):

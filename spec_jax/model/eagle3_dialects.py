@@ -31,7 +31,7 @@ ARCHITECTURES: dict[str, Dialect] = {
 }
 
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-_BIASES = ("bias", "qkv_bias", "attention_bias", "mlp_bias")
+BIASES = ("bias", "qkv_bias", "attention_bias", "mlp_bias")
 _AUX = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -52,12 +52,7 @@ def read_config(
       CheckpointError: the file cannot be read, is of an unknown dialect, asks for what
         is not supported, or is of a head for another target.
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise files.CheckpointError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise files.CheckpointError(f"{path}: not valid JSON: {error}") from None
+    raw = read_object(path)
     try:
         dialect, config = _from_dict(raw, target, dtype or target.dtype)
         config.validate().check_target(target)
@@ -66,12 +61,23 @@ def read_config(
     return dialect, config
 
 
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the JSON object that a file holds; raises `CheckpointError`."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise files.CheckpointError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise files.CheckpointError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise files.CheckpointError(f"{path}: not a JSON object")
+    return raw
+
+
 def _from_dict(
-    raw: Any, target: config_lib.ModelConfig, dtype: str
+    raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
     """`read_config` of what the file holds."""
-    if not isinstance(raw, dict):
-        raise ValueError("not a JSON object")
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -83,10 +89,10 @@ def _from_dict(
     stated = raw.get("transformer_layer_config") if dialect == "speculators" else raw
     if not isinstance(stated, dict):
         raise ValueError("transformer_layer_config is not an object")
-    for key in _BIASES:
+    for key in BIASES:
         if raw.get(key) or stated.get(key):
             raise ValueError(f"{key} is true: heads with biases are not supported")
-    layer = _layer_config(stated, dtype)
+    layer = layer_config(stated, dtype)
     has_head_norms = dialect == "deepspec"
     if dialect == "speculators":
         has_head_norms = stated.get("model_type") == "qwen3"
@@ -114,8 +120,8 @@ def _from_dict(
     )
 
 
-def _layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Config:
-    """What the layer of a head has in common with a Qwen3 model.
+def layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Config:
+    """Returns what the layers of a head have in common with a Qwen3 model.
 
     `tie_word_embeddings` is not used: heads with an output projection of their own
     state it too.
@@ -148,6 +154,15 @@ def _taps(
         key, ids, shift = _AUX, raw.get(_AUX) or nested.get(_AUX), 0
         if ids is None:
             return eagle3_params.default_taps(target.num_layers)
+    return layer_ids(key, ids, shift=shift)
+
+
+def layer_ids(key: str, ids: Any, *, shift: int) -> tuple[int, ...]:
+    """Returns `hidden_states` indices, of numbers that are `shift` below them.
+
+    Raises:
+      ValueError: no list of whole numbers.
+    """
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
         raise ValueError(f"{key}={reprlib.repr(ids)} must be a list of layers")
     return tuple(number + shift for number in ids)

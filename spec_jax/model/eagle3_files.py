@@ -1,11 +1,9 @@
 """EAGLE-3 heads as they are published: folders in, folders out.
 
-Knows the names of the tensors and the tables of a draft vocabulary; the three dialects
-of `config.json` are `eagle3_dialects`'. Tensors are read from safetensors, or from
-`pytorch_model.bin`, and are `[out, in]`, as in `load`, whose parts this module uses.
+Knows the names of the tensors; the three dialects of `config.json` are
+`eagle3_dialects`'. Tensors are `[out, in]`, as in `load`, whose parts this module uses.
 """
 
-import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -19,17 +17,15 @@ from spec_jax.model import (
     config as config_lib,
     eagle3_dialects as dialects,
     eagle3_params,
+    head_files,
     load as load_lib,
     params as params_lib,
-    torch_file,
 )
-from spec_jax.ops import weights
 
 
 CheckpointError = files.CheckpointError
 
-_EMBED, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-_TO_TARGET, _IS_KEPT = "d2t", "t2d"
+_EMBED, _LM_HEAD = head_files.EMBED, head_files.LM_HEAD
 
 
 def load(
@@ -55,21 +51,30 @@ def load(
     """
     folder = pathlib.Path(folder)
     dialect, config = dialects.read_config(folder / "config.json", target, dtype=dtype)
-    entries = _find(folder)
+    entries = head_files.find(folder)
     has_own = config.hidden_size != target.hidden_size  # needs an embedding of its own
     names = _names(config, dialect, has_embed=has_own or _EMBED in entries)
-    _check_entries(folder, config, entries, names)
+    head_files.check_entries(
+        folder,
+        entries,
+        names,
+        vocab_sizes=(config.layer.vocab_size, config.draft_vocab_size),
+    )
     given: dict[str, Any] = {}
-    if _EMBED not in entries or _is_copy(entries[_EMBED], target_params.embed):
+    if _EMBED not in entries or head_files.is_copy(
+        entries[_EMBED], target_params.embed
+    ):
         given["embed"] = target_params.embed
     elif dialect == "deepspec":
         raise CheckpointError(
             f"{folder}: {_EMBED} is not the target's: it is a head for another target"
         )
     if config.layer.dtype == target.dtype:
-        if _is_copy(entries[_LM_HEAD], target_params.head):
+        if head_files.is_copy(entries[_LM_HEAD], target_params.head):
             given["lm_head"] = target_params.head
-    hot = _read_hot(folder, config, entries)
+    hot = head_files.read_hot(
+        folder, entries, vocab_sizes=(config.layer.vocab_size, config.draft_vocab_size)
+    )
     nothing = dict.fromkeys([*given, "hot"])
     shapes = eagle3_params.shapes(config).replace(**nothing)
 
@@ -107,24 +112,15 @@ def save(
     written = params.replace(hot=None, embed=params.embed if with_embed else None)
     tensors = load_lib.pending(written, names)
     if params.hot is not None:
-        tensors += _pending_hot(config, np.asarray(params.hot))
+        tensors += head_files.pending_hot(
+            np.asarray(params.hot), config.layer.vocab_size
+        )
     load_lib.write_folder(
         pathlib.Path(folder),
         {files.SINGLE_FILE: tensors},
         {"config.json": dialects.to_dict(config, dialect)},
         metadata=metadata,
     )
-
-
-def _find(folder: pathlib.Path) -> dict[str, files.Entry]:
-    """The tensors of a folder, of whichever file it has."""
-    dtypes = files.DTYPES | files.WHOLE_DTYPES
-    has_safetensors = any(
-        (folder / name).exists() for name in (files.SINGLE_FILE, files.INDEX_FILE)
-    )
-    if not has_safetensors and (folder / torch_file.FILE).exists():
-        return torch_file.read_header(folder / torch_file.FILE)
-    return files.find(folder, dtypes=dtypes)
 
 
 def _names(
@@ -171,91 +167,3 @@ def _names(
         # As no array: a head mostly has the target's.
         embed=parts(("embed_tokens", (layer.vocab_size, D))) if has_embed else None,  # type: ignore[arg-type]
     )
-
-
-def _check_entries(folder, config, entries, names) -> None:
-    """Every tensor of the head is there, in its shape and kind, and no other."""
-    expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
-    tables = {
-        _TO_TARGET: (config.draft_vocab_size,),
-        _IS_KEPT: (config.layer.vocab_size,),
-    }
-    required = list(expected)
-    if config.draft_vocab_size < config.layer.vocab_size:
-        required += tables
-    biases = sorted(name for name in entries if name.endswith(".bias"))
-    if biases:
-        raise CheckpointError(
-            f"{folder}: {files.some(biases)}: heads with biases are not supported"
-        )
-    files.check_names(
-        folder,
-        entries,
-        required=required,
-        known=expected | tables,
-        source="config.json for this target",
-    )
-    for name, entry in entries.items():
-        is_table = entry.dtype in files.WHOLE_DTYPES.values()
-        if is_table != (name in tables):
-            raise CheckpointError(f"{entry.path}: {name} is {entry.dtype}")
-
-
-def _read_hot(folder, config, entries) -> jax.Array | None:
-    """The target's token of each draft token, from the offsets that files hold."""
-    if _TO_TARGET not in entries:
-        return None
-    V, Vd = config.layer.vocab_size, config.draft_vocab_size
-    offsets = np.empty((Vd,), entries[_TO_TARGET].dtype)
-    files.read_into(entries[_TO_TARGET], offsets)
-    hot = np.arange(Vd) + offsets.astype(np.int64)
-    where = f"{entries[_TO_TARGET].path}: {_TO_TARGET}"
-    outside = np.flatnonzero((hot < 0) | (hot >= V))
-    if outside.size:
-        draft = int(outside[0])
-        raise CheckpointError(
-            f"{where}[{draft}]={int(offsets[draft])} makes draft token {draft} the "
-            f"token {int(hot[draft])}, of a vocabulary of {V}; download it again"
-        )
-    if len(np.unique(hot)) < Vd:
-        raise CheckpointError(f"{where} has a token twice; download it again")
-    if _IS_KEPT in entries:
-        is_kept = np.empty((V,), entries[_IS_KEPT].dtype)
-        files.read_into(entries[_IS_KEPT], is_kept)
-        if np.count_nonzero(is_kept) != Vd or not is_kept[hot].all():
-            raise CheckpointError(
-                f"{folder}: {_IS_KEPT} marks {np.count_nonzero(is_kept)} tokens, "
-                f"{_TO_TARGET} names {Vd}, and they are not the same; download it again"
-            )
-    if Vd == V and (hot == np.arange(V)).all():
-        return None
-    return jnp.asarray(hot, jnp.int32)
-
-
-def _pending_hot(
-    config: eagle3_params.Eagle3Config, hot: np.ndarray
-) -> list[files.Pending]:
-    """The two tables of a draft vocabulary."""
-    is_kept = np.zeros((config.layer.vocab_size,), np.bool_)
-    is_kept[hot] = True
-    offsets = hot.astype(np.int64) - np.arange(len(hot))
-    return [
-        files.Pending(
-            name=name,
-            dtype=table.dtype,
-            shape=table.shape,
-            fetch=functools.partial(np.asarray, table),
-        )
-        for name, table in ((_TO_TARGET, offsets), (_IS_KEPT, is_kept))
-    ]
-
-
-def _is_copy(entry: files.Entry, ours: weights.Weight) -> bool:
-    """Whether a tensor is one of the target's, in the target's dtype."""
-    if entry.shape != tuple(ours.shape):
-        return False
-    buffer = np.empty(entry.shape, ours.dtype)
-    files.read_into(entry, buffer)
-    bits = f"u{buffer.dtype.itemsize}"
-    known = np.asarray(weights.matrix(ours))
-    return np.array_equal(buffer.view(bits), known.view(bits))

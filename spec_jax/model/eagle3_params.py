@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import pytree
-from spec_jax.model import config as config_lib
+from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.ops import weights
 
 
@@ -76,20 +76,39 @@ class Eagle3Config:
         Raises:
           ValueError: another width or vocabulary, or taps that the target lacks.
         """
-        ours = self.target_hidden_size, self.layer.vocab_size
-        theirs = target.hidden_size, target.vocab_size
-        if ours != theirs:
-            raise ValueError(
-                f"the head reads features of width {ours[0]} and a vocabulary of "
-                f"{ours[1]}, the target has {theirs[0]} and {theirs[1]}: it is a head "
-                "for another target"
-            )
-        # hidden_states[L] is normed in Hugging Face, and not in our features.
-        if not all(tap < target.num_layers for tap in self.taps):
-            raise ValueError(
-                f"taps={self.taps} of a target with {target.num_layers} layers: each "
-                f"must be below {target.num_layers}; it is a head for another target"
-            )
+        check_target(
+            target,
+            width=self.target_hidden_size,
+            vocab_size=self.layer.vocab_size,
+            taps=self.taps,
+        )
+
+
+def check_target(
+    target: config_lib.ModelConfig,
+    *,
+    width: int,
+    vocab_size: int,
+    taps: tuple[int, ...],
+) -> None:
+    """Passes if a head of such features is this target's.
+
+    Raises:
+      ValueError: another width or vocabulary, or taps that the target lacks.
+    """
+    theirs = target.hidden_size, target.vocab_size
+    if (width, vocab_size) != theirs:
+        raise ValueError(
+            f"the head reads features of width {width} and a vocabulary of "
+            f"{vocab_size}, the target has {theirs[0]} and {theirs[1]}: it is a head "
+            "for another target"
+        )
+    # hidden_states[L] is normed in Hugging Face, and not in our features.
+    if not all(tap < target.num_layers for tap in taps):
+        raise ValueError(
+            f"{taps=} of a target with {target.num_layers} layers: each must be below "
+            f"{target.num_layers}; it is a head for another target"
+        )
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
@@ -173,17 +192,9 @@ def init(
     whole = shapes(config)
     if whole.hot is not None and hot is None:
         hot = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
-    leaves, structure = jax.tree.flatten(whole.replace(embed=None, hot=None))
-    keys = jax.random.split(key, len(leaves))
-
-    def draw(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if len(leaf.shape) == 1:
-            return jnp.ones(leaf.shape, leaf.dtype)
-        noise = jax.random.normal(key, leaf.shape, jnp.float32) * stddev
-        return noise.astype(leaf.dtype)
-
-    drawn = [draw(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(structure, drawn).replace(embed=embed, hot=hot)
+    own = whole.replace(embed=None, hot=None)
+    drawn = params_lib.draw(key, own, stddev=stddev)
+    return drawn.replace(embed=embed, hot=hot)
 
 
 def prepare(params: Eagle3Params, impl: str) -> Eagle3Params:
@@ -195,9 +206,5 @@ def prepare(params: Eagle3Params, impl: str) -> Eagle3Params:
     def one(leaf: Any) -> Any:
         return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
 
-    prepared = jax.tree.map(
-        one,
-        params.replace(embed=None),
-        is_leaf=lambda leaf: isinstance(leaf, weights.Panels),
-    )
+    prepared = params_lib.map_matrices(one, params.replace(embed=None))
     return prepared.replace(embed=params.embed)

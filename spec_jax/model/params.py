@@ -73,12 +73,17 @@ def num_bytes(tree) -> int:
 def init(
     key: jax.Array, config: config_lib.ModelConfig, *, stddev: float = 0.02
 ) -> Params:
-    """Random weights, normal with `stddev`; norm weights are one, biases of a field
-    named so are zero. Consumes `key`."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes(config))
+    """Random weights, see `draw`. Consumes `key`."""
+    return draw(key, shapes(config), stddev=stddev)
+
+
+def draw(key: jax.Array, tree: Any, *, stddev: float) -> Any:
+    """Random arrays of the shapes of a tree, normal with `stddev`; norm weights are
+    one, biases of a field named so are zero. Consumes `key`."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     keys = jax.random.split(key, len(leaves))
 
-    def draw(key: jax.Array, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def one(key: jax.Array, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jax.tree_util.keystr(path).endswith("bias"):
             return jnp.zeros(leaf.shape, leaf.dtype)
         if len(leaf.shape) == 1:
@@ -86,7 +91,7 @@ def init(
         noise = jax.random.normal(key, leaf.shape, jnp.float32) * stddev
         return noise.astype(leaf.dtype)
 
-    drawn = [draw(key, *leaf) for key, leaf in zip(keys, leaves, strict=True)]
+    drawn = [one(key, *leaf) for key, leaf in zip(keys, leaves, strict=True)]
     return jax.tree.unflatten(structure, drawn)
 
 
@@ -95,8 +100,8 @@ def cast(params: Params, dtype: str) -> Params:
     return map_matrices(lambda leaf: weights.matrix(leaf).astype(dtype), params)
 
 
-def map_matrices(function: Callable, params: Params) -> Params:
-    """Applies `function` to every weight of `params`, in whichever form it is."""
+def map_matrices(function: Callable, params: Any) -> Any:
+    """Applies `function` to every weight of a pytree, in whichever form it is."""
     return jax.tree.map(
         function, params, is_leaf=lambda leaf: isinstance(leaf, weights.Panels)
     )

@@ -34,6 +34,7 @@ def row_attention(
     scale: float,
     impl: str,
     branch: Int[Array, "R A"] | None = None,
+    block: int | None = None,
 ) -> tuple[
     Float[Array, "R attention"],
     Float[Array, "P C K H"],
@@ -47,11 +48,16 @@ def row_attention(
       cos, sin: of each row's angles, in the dtype of `heads` (`rope.angles`).
       branch: of rows of trees, see `paged_attention`: the last entry is the place where
         the row itself is written.
+      block: rows come in runs of so many, at following positions of one slot, and each
+        sees its whole run: the positions to the run's last, not to its own.
 
     Returns:
       The attended heads `[R, N * H]` and the pages with the active rows written.
     """
     K, H = k_pages.shape[2:]
+    places = positions if branch is None else branch[:, -1]
+    if block is not None:
+        positions, branch = _whole_runs(positions, block)
     where: dict[str, Any] = {
         "page_table": page_table,
         "slots": slots,
@@ -79,10 +85,27 @@ def row_attention(
         return rope.rotate(normed, cos, sin)
 
     q, k = turned(q, q_norm), turned(k, k_norm)
-    at = where if branch is None else where | {"positions": branch[:, -1]}
+    at = where | {"positions": places}
     k_pages = page_write.page_write(k_pages, k, **at)
     v_pages = page_write.page_write(v_pages, v, **at)
+    if block is not None:
+        branch = None  # All keys of a run lie at their positions: one walk for all.
     out = paged_attention.paged_attention(
         q, k_pages, v_pages, **where, scale=scale, impl=impl, branch=branch
     )
     return out.reshape(out.shape[0], -1), k_pages, v_pages
+
+
+def _whole_runs(
+    positions: Int[Array, " R"], block: int
+) -> tuple[Int[Array, " R"], Int[Array, "R {block}"]]:
+    """Returns how far the rows of runs see, and branches that say where they lie.
+
+    A softmax does not depend on the order of its keys: a row's own comes last, where
+    kernels look for the place to write it to.
+    """
+    own = jnp.arange(positions.shape[0], dtype=jnp.int32) % block
+    first = (positions - own)[:, None]
+    columns = jnp.arange(1, block + 1, dtype=jnp.int32)
+    branch = first + (own[:, None] + columns[None]) % block
+    return first[:, 0] + block - 1, branch

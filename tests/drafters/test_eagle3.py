@@ -18,7 +18,7 @@ from spec_jax.analysis import trace
 from spec_jax.drafters import (
     each,
     eagle3 as drafting,
-    eagle3_slots,
+    features as features_lib,
     hybrid,
     registry,
     suffix,
@@ -152,15 +152,27 @@ def of_sequences(text, features, gamma) -> list[int]:
     return drafts
 
 
-def rounds_of(drafter, features, lengths, *, gammas=None, num_slots=2, slot=1):
+def rounds_of(
+    drafter,
+    features,
+    lengths,
+    *,
+    params=PARAMS,
+    gammas=None,
+    num_slots=2,
+    slot=1,
+    sampling=None,
+):
     """Yields what a slot is proposed after prefixes of `TEXT`; the others sit out."""
     slots = each.lift(drafter, num_slots)
     memory = slots.init(capacity=32, page_size=8)
     memory = slots.prefill(
-        PARAMS, memory, TEXT[: lengths[0]], slot=slot, features=features
+        params, memory, TEXT[: lengths[0]], slot=slot, features=features
     )
-    propose = jax.jit(lambda memory, asked: slots.propose(PARAMS, memory, **asked))
-    commit = jax.jit(lambda *args, **asked: slots.commit(PARAMS, *args, **asked))
+    propose = jax.jit(
+        lambda params, memory, asked: slots.propose(params, memory, **asked)
+    )
+    commit = jax.jit(slots.commit)
     is_slot = jnp.arange(num_slots) == slot
     tokens = jnp.zeros((num_slots, 33), jnp.int32).at[:, : len(TEXT)].set(TEXT)
     most = 1 + slots.gamma_max
@@ -170,15 +182,16 @@ def rounds_of(drafter, features, lengths, *, gammas=None, num_slots=2, slot=1):
             "tokens": tokens,
             "length": jnp.where(is_slot, length, 1),
             "gamma": jnp.where(is_slot, gamma, 0),
-            "sampling": None,
+            "sampling": sampling,
         }
-        memory, proposal = propose(memory, asked)
+        memory, proposal = propose(params, memory, asked)
         yield length, jax.tree.map(lambda leaf: np.asarray(leaf[slot]), proposal)
         if number + 1 < len(lengths):
             after = lengths[number + 1]
             handed = np.zeros((num_slots, most, *features.shape[1:]), np.float32)
             handed[slot, : after - length] = features[length - 1 : after - 1]
             memory = commit(
+                params,
                 memory,
                 jnp.where(is_slot, after, 1),
                 asked=is_slot,
@@ -215,7 +228,7 @@ def test_a_tree_of_one_branch_is_the_chain():
 
 def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(monkeypatch):
     """Fails if features are lost, or are taken in by every round."""
-    monkeypatch.setattr(eagle3_slots, "RING_ROWS", 4)  # and 5 of a round
+    monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 of a round
     features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
     lengths = (3, 4, 7, 9, 10, 14, 15, 17)
     gammas = (0, 0, 0, 0, 0, 0, 0, 4)

@@ -102,7 +102,8 @@ def test_a_drafter_by_its_module_and_name(folders, installed):
 
 UNKNOWN = {
     "medusa": "drafter 'medusa' is not one of draft-model, ngram, suffix, hybrid, "
-    "eagle3, oracle, bigram, broken, nor written as package.module:Name",
+    "eagle3, dflash, dspark, oracle, bigram, broken, nor written as "
+    "package.module:Name",
     "broken": "drafter 'broken': No module named 'otherdrafters.nowhere'",
     "nosuchpackage.it:X": "drafter 'nosuchpackage.it:X': No module named 'nosuch",
     "otherdrafters.bigram:Trigram": "has no attribute 'Trigram'",

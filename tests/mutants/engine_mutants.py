@@ -116,6 +116,54 @@ DRAFTERS = (
     ),
 )
 
+_ORACLE = "drafters/test_block.py::test_drafts_are_the_oracles"
+
+BLOCKS = (
+    Mutant(
+        "context goes through the norm of a block's rows",
+        "model.block_draft:append_context",
+        "norm=params.hidden_norm",
+        "norm=weight.input_norm",
+        "model/test_block_files.py::test_parity_with_float64[z-lab-xla]",
+    ),
+    Mutant(
+        "rows of a block do not see those after them",
+        "model.block_draft:forward_block",
+        "block=config.block_size",
+        "block=None",
+        _ORACLE + "[dspark]",
+    ),
+    Mutant(
+        "slots are read by the other convention",
+        "drafters.block_slots:SlotBlock._draw",
+        "slice(head.first_slot,",
+        "slice(0,",
+        _ORACLE + "[dflash]",
+    ),
+    Mutant(
+        "a confidence knows the token itself",
+        "drafters.block_slots:SlotBlock._draw",
+        "probs), (token, confidence)",
+        "probs), (token, correct(state, token, hidden)[2])",
+        _ORACLE + "[dspark]",
+    ),
+    Mutant(
+        "a token is drawn from other probabilities than are stated",
+        "drafters.block_slots:SlotBlock._draw",
+        "draw.put(probs, row, number)",
+        "draw.put(probs, logits[:, None] * 0.9, number)",
+        "drafters/test_block.py::"
+        "test_independent_draws_are_from_the_probabilities_they_state",
+    ),
+    Mutant(
+        "the context of a prompt is one position late",
+        "drafters.block_slots:_prefill",
+        "start[slot]",
+        "start[slot] + 1",
+        _ORACLE + "[dspark]",
+    ),
+)
+
 RECORDS = (
     Mutant(
         "a draft is recorded one position early",
@@ -191,4 +239,4 @@ TREES = (
     ),
 )
 
-MUTANTS = (*ROUNDS, *SLOTS, *DRAFTERS, *RECORDS, *TREES)
+MUTANTS = (*ROUNDS, *SLOTS, *DRAFTERS, *BLOCKS, *RECORDS, *TREES)

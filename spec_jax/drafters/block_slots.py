@@ -1,0 +1,282 @@
+"""A block drafter for several sequences.
+
+For a slot with committed tokens `x[0, n)` the context is the features of `[0, n - 1)`;
+its keys and values are at these places of the drafter's own cache:
+
+    propose   takes in what the ring holds, then runs the block of the anchor `x[n - 1]`
+              and its masks from place n - 1 on, which is forgotten; the sequential head
+              goes over its slots, and each slot's token is drawn
+    commit    puts the features of what was committed into the ring
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax.drafters import draft_slots, draft_trees, features as features_lib
+from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.model import block_draft, block_params
+from spec_jax.paging import allocator, index
+
+
+if TYPE_CHECKING:
+    from spec_jax.drafters import block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotBlock(features_lib.SlotReader):
+    """A `BlockDrafter` for `num_slots` sequences: their blocks are one forward.
+
+    Raises:
+      NotImplementedError: more blocks than one slab of the implementation has room for.
+    """
+
+    drafter: "block.BlockDrafter"
+
+    def __post_init__(self) -> None:
+        size, model = self.drafter.head.block_size, self.drafter.model
+        if model.impl not in ("xla", "native") and size * self.num_slots > model.slab:
+            raise NotImplementedError(
+                f"{self.num_slots} slots with blocks of {size} rows do not fit the "
+                f"{model.slab} rows of a slab of impl={model.impl!r}: take fewer "
+                "slots, or 'xla' or 'native'"
+            )
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> features_lib.ReaderMemory:
+        """Allocates an empty cache with room for a block after each text, and rings."""
+        size = self.drafter.head.block_size
+        if num_pages is not None:
+            num_pages += self.num_slots * index.pages_for(size, page_size)
+        return super().init(
+            capacity=capacity + size, page_size=page_size, num_pages=num_pages
+        )
+
+    def prefill(
+        self,
+        params: block_params.BlockParams,
+        memory: features_lib.ReaderMemory,
+        prompt: list[int],
+        *,
+        slot: int,
+        features: Float[Array, "T taps D"],
+    ) -> features_lib.ReaderMemory:
+        """Takes in the features of the prompt, but for its last token."""
+        end, slot_ = jnp.int32(len(prompt) - 1), jnp.int32(slot)
+        return _prefill(self, params, memory, features, end, slot_)
+
+    def propose(
+        self,
+        params: block_params.BlockParams,
+        memory: features_lib.ReaderMemory,
+        *,
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
+    ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
+        """Drafts `gamma[b]` tokens, or none where the cache has no room for a block."""
+        memory, asked, is_full = self._begin(memory, length, gamma)
+        ring = memory.ring
+        memory = self._take_in(
+            params,
+            memory,
+            functools.partial(features_lib.read, ring, count=self._rows_most),
+            goal=jnp.where(asked | is_full, ring.end, ring.first),
+            num_rows=self._rows_most,
+        )
+        asked &= memory.ring.first == memory.ring.end
+        anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
+        kv, asked, hidden, logits = self._run_block(
+            params, memory.kv, anchor, length - 1, asked
+        )
+        kv = allocator.truncate_each(kv, memory.ring.first, asked=asked)
+        proposal = self._draw(
+            params, anchor[:, 0], hidden, logits, length=length, sampling=sampling
+        )
+        most = jnp.minimum(gamma, self.gamma_max)
+        if self.drafter.min_confidence:
+            most = jnp.minimum(most, proposal.num_drafted)
+        num_drafted = jnp.where(asked, most, 0)
+        return memory.replace(kv=kv), proposal.replace(num_drafted=num_drafted)
+
+    def _take_in(
+        self,
+        params: block_params.BlockParams,
+        memory: features_lib.ReaderMemory,
+        read: Callable[[Int[Array, " B"]], Float[Array, "B R width"]],
+        *,
+        goal: Int[Array, " B"],
+        num_rows: int,
+    ) -> features_lib.ReaderMemory:
+        """Takes in the context up to `goal`, as far as there is room for it.
+
+        Args:
+          read: returns `num_rows` features of each slot from a position on.
+          num_rows: that a slot takes in with a forward.
+        """
+        head, model = self.drafter.head, self.drafter.model
+        tokens = jnp.zeros((self.num_slots, num_rows), jnp.int32)  # Not read.
+
+        def forward(kv, rows, features):
+            kv = block_draft.append_context(
+                params, head, rows, features, kv, impl=model.impl
+            )
+            return kv, ()
+
+        def step(carry):
+            kv, wanted = carry
+            left = jnp.minimum(goal - kv.length, num_rows)
+            window = protocols.Window(
+                tokens=tokens,
+                start=kv.length,
+                num_active=jnp.where(wanted, left, 0),
+            )
+            tile = rows_lib.tile_of(model.impl, model.slab, tokens.size)
+            inputs = read(kv.length)
+            *_, kv, _ = rows_lib.run_window(
+                forward, kv, window, tile=tile, empty=lambda height: (), inputs=inputs
+            )
+            wanted &= ~kv.out_of_pages
+            return kv, wanted & (kv.length < goal)
+
+        kv, _ = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[1]), step, (memory.kv, memory.kv.length < goal)
+        )
+        return memory.replace(kv=kv, ring=memory.ring.replace(first=kv.length))
+
+    def _run_block(self, params, kv, anchor, start, asked):
+        """Runs the blocks of the slots that are asked.
+
+        Returns:
+          The cache, the slots whose block was run, and hidden states `[B, block, D]`
+          and logits `[B, block, Vd]` of these.
+        """
+        head, model, slots = self.drafter.head, self.drafter.model, self.num_slots
+        size = head.block_size
+        masks = jnp.full((slots, size - 1), head.mask_token_id, jnp.int32)
+        window = protocols.Window(
+            tokens=jnp.concatenate([anchor, masks], axis=1),
+            start=start,
+            num_active=jnp.where(asked, size, 0),
+        )
+        # Whole blocks: the rows of one see each other.
+        tile = slots * size
+        if model.impl == "native":
+            most = max(rows_lib.NATIVE_TILE // size, 1) * size
+            tile = min(tile, most)
+        elif model.impl != "xla":
+            tile = model.slab
+
+        def forward(kv, rows, inputs):
+            del inputs
+            kv, *outputs = block_draft.forward_block(
+                params, head, rows, kv, impl=model.impl
+            )
+            return kv, tuple(outputs)
+
+        def empty(height):
+            return (
+                jnp.zeros((height, head.hidden_size), head.layer.dtype),
+                jnp.zeros((height, head.draft_vocab_size), jnp.float32),
+            )
+
+        def run(carry):
+            kv, _, _ = carry
+            _, at, kv, outputs = rows_lib.run_window(
+                forward, kv, window, tile=tile, empty=empty
+            )
+            by_column = lambda rows: rows.at[at].get(mode="fill", fill_value=0)
+            return kv, jax.tree.map(by_column, outputs), jnp.bool_(False)
+
+        outputs = jax.tree.map(
+            lambda rows: rows.reshape(slots, size, -1), empty(slots * size)
+        )
+        # One turn, or none where no slot is asked.
+        kv, (hidden, logits), _ = jax.lax.while_loop(
+            lambda carry: carry[2], run, (kv, outputs, jnp.any(asked))
+        )
+        return kv, asked & ~kv.out_of_pages, hidden, logits
+
+    def _draw(self, params, anchor, hidden, logits, *, length, sampling):
+        """Returns the proposal of whole blocks, slot after slot."""
+        drafter, head = self.drafter, self.drafter.head
+        impl, count = drafter.model.impl, self.gamma_max
+        draw = draft_trees.Draw.of(
+            drafter.draws, sampling, length, num_slots=self.num_slots
+        )
+        widen = draft_slots.widened(params.hot, self.vocab_size)
+        params = block_params.prepare(params, impl)
+        correct = functools.partial(
+            block_draft.correct,
+            params,
+            head,
+            product=block_draft.row_product(impl),
+        )
+        state = block_draft.first_state(head, (self.num_slots,))
+        if head.first_slot:  # Predicts nothing, but a recurrent state passes through.
+            state, _, _ = correct(state, anchor, hidden[:, 0])
+
+        def step(carry, slot):
+            state, before, probs = carry
+            number, hidden, logits = slot
+            state, bias, confidence = correct(state, before, hidden)
+            if bias is not None:
+                logits += bias
+            row = widen(logits)[:, None]
+            scores = draw.weights(row, level=number, width=1)[:, 0]
+            token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+            probs = draw.put(probs, row, number)
+            return (state, token, probs), (token, confidence)
+
+        probs = None
+        if draw.has_probs:
+            shape = self.num_slots, count, self.vocab_size
+            probs = jnp.zeros(shape, jnp.float32)
+        used = slice(head.first_slot, head.first_slot + count)
+        by_slot = lambda rows: jnp.moveaxis(rows[:, used], 1, 0)
+        numbers = jnp.arange(count, dtype=jnp.int32)
+        (_, _, probs), (tokens, confidence) = jax.lax.scan(
+            step, (state, anchor, probs), (numbers, by_slot(hidden), by_slot(logits))
+        )
+        survival, num_drafted = None, jnp.full((self.num_slots,), count, jnp.int32)
+        if confidence is not None:
+            survival = block_draft.survival(head, confidence.T)
+            if drafter.min_confidence:
+                num_drafted = _until(survival, drafter.min_confidence)
+        return protocols.Proposal(
+            tokens=tokens.T, num_drafted=num_drafted, probs=probs, survival=survival
+        )
+
+
+def _until(survival: Float[Array, "B W"], threshold: float) -> Int[Array, " B"]:
+    """Returns the leading drafts of which each is expected to be kept, if those before
+    it are, with a chance of at least `threshold`."""
+    before = jnp.pad(survival[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
+    goes_on: Bool[Array, "B W"] = survival >= threshold * before
+    return jnp.sum(jnp.cumprod(goes_on.astype(jnp.int32), axis=1), axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _prefill(slots, params, memory, features, end, slot):
+    """Takes the features `[0, end)` of a prompt into a slot."""
+    num_rows = max(slots.drafter.catch_up_rows, slots._rows_most)
+    flat = features.reshape(features.shape[0], -1)
+    padded = jnp.pad(flat, ((0, num_rows), (0, 0)))
+
+    def read(start):
+        rows = jax.lax.dynamic_slice_in_dim(padded, start[slot], num_rows)
+        return jnp.broadcast_to(rows, (slots.num_slots, *rows.shape))
+
+    is_slot = jnp.arange(slots.num_slots, dtype=jnp.int32) == slot
+    goal = jnp.where(is_slot, end, memory.ring.first)
+    memory = slots._take_in(params, memory, read, goal=goal, num_rows=num_rows)
+    return memory.replace(
+        ring=memory.ring.replace(end=memory.ring.end.at[slot].set(end))
+    )

@@ -1,0 +1,355 @@
+"""The `config.json` of published block drafters, in four layouts.
+
+z-lab         DFlash: what is its own is under `dflash_config`; no embedding
+deepspec      DeepSeek's DSpark, and its DFlash of rank 0: a flat config, and copies of
+              the target's embedding and output projection
+specforge     DSpark, under `dflash_config`
+speculators   vLLM and Red Hat, DFlash and DSpark: the layers' config is nested
+
+Which token a slot predicts is never guessed: it follows from the layout, and where that
+has both kinds, from `sample_from_anchor`.
+"""
+
+import pathlib
+import reprlib
+from collections.abc import Mapping
+from typing import Any, Literal, cast, get_args
+
+from spec_jax.model import (
+    block_params,
+    checkpoint_files as files,
+    config as config_lib,
+    eagle3_dialects,
+)
+
+
+Dialect = Literal["z-lab", "deepspec", "specforge", "speculators"]
+DIALECTS: tuple[str, ...] = get_args(Dialect)
+
+ARCHITECTURES: dict[str, Dialect] = {
+    "DFlashDraftModel": "z-lab",
+    "Qwen3DSparkModel": "deepspec",
+    "DSparkDraftModel": "specforge",
+    "DFlashSpeculator": "speculators",
+    "DSparkSpeculator": "speculators",
+}
+_TYPE = "speculators_model_type"
+_TYPES = ("dflash", "dspark")
+
+_SLOTS: dict[Dialect, block_params.Slots] = {
+    "z-lab": "fill-in",
+    "deepspec": "anchor-first",
+    "specforge": "anchor-first",
+}
+_ANCHOR_FLAGS = ("sample_from_anchor", "query_zero_predicts_next")
+_TEMPERATURES = "confidence_temperatures"
+_OWN = (
+    *_ANCHOR_FLAGS,
+    _TEMPERATURES,
+    "block_size",
+    "confidence_head_with_markov",
+    "enable_confidence_head",
+    "markov_head_type",
+    "markov_rank",
+    "mask_token_id",
+    "projector_type",
+    "target_layer_ids",
+)
+# Of training alone, or what every drafter has.
+_IGNORED = (
+    "num_anchors",
+    "loss_decay_gamma",
+    "ce_loss_alpha",
+    "l1_loss_alpha",
+    "confidence_head_alpha",
+)
+_KNOWN = {"attention_mode": "gqa", "rope_is_neox_style": True}
+# Of a drafter that computes something else. Under `dflash_config` all that is not known
+# is refused.
+_OTHERS = (
+    "causal",
+    "is_causal",
+    "use_swa",
+    "final_logit_softcapping",
+    "output_multiplier",
+    "input_embedding_scale",
+    "attention_value_scale",
+    "shift_label",
+    "conv_kernel_size",
+)
+
+
+def read_config(
+    path: pathlib.Path,
+    target: config_lib.ModelConfig,
+    *,
+    dtype: str | None = None,
+) -> tuple[Dialect, block_params.BlockConfig]:
+    """Reads a block drafter's `config.json`.
+
+    Args:
+      target: the model that the drafter is for.
+      dtype: of the weights; the target's if None.
+
+    Raises:
+      CheckpointError: the file cannot be read, is of an unknown layout, asks for what
+        is not supported, or is of a drafter for another target.
+    """
+    raw = eagle3_dialects.read_object(path)
+    try:
+        dialect, config = _from_dict(raw, target, dtype or target.dtype)
+        config.validate().check_target(target)
+    except ValueError as error:
+        raise files.CheckpointError(f"{path}: {error}") from None
+    return dialect, config
+
+
+def kind_of(raw: Mapping[str, Any]) -> str:
+    """Returns "dspark" of a config with a sequential or a confidence head, or "dflash".
+
+    Raises:
+      ValueError: as `read_config`.
+    """
+    said = _own_keys(raw, _dialect_of(raw))
+    return "dspark" if _head(said)[0] != "none" or _has_confidence(said) else "dflash"
+
+
+def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
+    """The layout of a config."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ValueError(
+            f"architectures={reprlib.repr(names)} is no layout of DFlash or DSpark "
+            f"that is known: {', '.join(ARCHITECTURES)}"
+        )
+    kind = raw.get(_TYPE)
+    if kind is None and ARCHITECTURES[name] != "speculators":
+        return ARCHITECTURES[name]
+    if kind not in _TYPES or not name.lower().startswith(kind):
+        raise ValueError(
+            f"{_TYPE}={reprlib.repr(kind)} with architectures={names}: known are "
+            f"{', '.join(_TYPES)}, each with its own architecture"
+        )
+    return "speculators"
+
+
+def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """What a config says of the drafter itself, wherever the layout has it."""
+    said = {key: raw[key] for key in _OWN if raw.get(key) is not None}
+    stated = {key: raw[key] for key in _OTHERS if key in raw}
+    if dialect in ("z-lab", "specforge"):
+        nested = raw.get("dflash_config")
+        if not isinstance(nested, dict):
+            raise ValueError("dflash_config is missing, or not an object")
+        for key in said.keys() & nested.keys():
+            if said[key] != nested[key]:
+                raise ValueError(
+                    f"{key}={said[key]!r}, and in dflash_config {nested[key]!r}: "
+                    "remove the wrong one"
+                )
+        said |= {key: nested[key] for key in _OWN if nested.get(key) is not None}
+        stated |= {k: x for k, x in nested.items() if k not in (*_OWN, *_IGNORED)}
+    stated |= {key: raw[key] for key in _KNOWN if key in raw}
+    for key, value in stated.items():
+        if value not in (None, False, _KNOWN.get(key)):
+            raise ValueError(f"{key}={reprlib.repr(value)} is not supported")
+    projector = said.get("projector_type", "dflash")
+    allowed = ("dspark",) if dialect == "specforge" else ("dflash",)
+    if projector not in (*allowed, "dflash"):
+        raise ValueError(
+            f"projector_type={reprlib.repr(projector)} is not supported: "
+            f"{' or '.join(allowed)}"
+        )
+    return said
+
+
+def _from_dict(
+    raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
+) -> tuple[Dialect, block_params.BlockConfig]:
+    """`read_config` of what the file holds."""
+    dialect = _dialect_of(raw)
+    said = _own_keys(raw, dialect)
+    stated = raw.get("transformer_layer_config") if dialect == "speculators" else raw
+    if not isinstance(stated, dict):
+        raise ValueError("transformer_layer_config is not an object")
+    for key in eagle3_dialects.BIASES:
+        if raw.get(key) or stated.get(key):
+            raise ValueError(f"{key} is true: heads with biases are not supported")
+    kinds = stated.get("layer_types") or ["full_attention"]
+    if set(kinds) != {"full_attention"}:
+        raise ValueError(f"layer_types={reprlib.repr(kinds)}: only full_attention")
+    if stated.get("model_type") not in ("qwen3", "dspark"):
+        raise ValueError(
+            f"model_type={reprlib.repr(stated.get('model_type'))}: layers are Qwen3's"
+        )
+    layers = raw.get("num_target_layers")
+    if layers not in (None, target.num_layers):
+        raise ValueError(
+            f"num_target_layers={reprlib.repr(layers)}, the target has "
+            f"{target.num_layers}: it is a drafter for another target"
+        )
+    layer = eagle3_dialects.layer_config(stated, dtype)
+    width = raw.get("target_hidden_size")
+    if width not in (None, layer.hidden_size):
+        raise ValueError(
+            f"target_hidden_size={reprlib.repr(width)} is not the drafter's "
+            f"hidden_size={layer.hidden_size}, and it has the target's embedding"
+        )
+    draft_vocab_size = layer.vocab_size
+    if dialect == "speculators" and raw.get("draft_vocab_size") is not None:
+        draft_vocab_size = _whole("draft_vocab_size", raw["draft_vocab_size"])
+    head, rank = _head(said)
+    has_confidence = _has_confidence(said)
+    with_markov = _flag(said, "confidence_head_with_markov", default=rank > 0)
+    scales = said.get(_TEMPERATURES, [])
+    if not isinstance(scales, list) or not all(type(t) in (int, float) for t in scales):
+        raise ValueError(f"{_TEMPERATURES}={reprlib.repr(scales)} must be numbers")
+    config = block_params.BlockConfig(
+        layer=layer,
+        draft_vocab_size=draft_vocab_size,
+        taps=_taps(raw, said, dialect, target, layer.num_layers),
+        block_size=_whole("block_size", said.get("block_size")),
+        slots=_slots(raw, said, dialect),
+        mask_token_id=_whole("mask_token_id", said.get("mask_token_id")),
+        head=head,
+        markov_rank=rank,
+        has_confidence=has_confidence,
+        confidence_with_markov=has_confidence and with_markov,
+        confidence_temperatures=tuple(float(t) for t in scales),
+    )
+    check_config(config, dialect)
+    return dialect, config
+
+
+def _whole(key: str, value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{key}={reprlib.repr(value)} must be a whole number")
+    return value
+
+
+def _flag(said: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    value = said.get(key, default)
+    if type(value) is not bool:
+        raise ValueError(f"{key}={reprlib.repr(value)} must be true or false")
+    return value
+
+
+def _head(said: Mapping[str, Any]) -> tuple[block_params.Head, int]:
+    """The sequential head, and its rank."""
+    rank = _whole("markov_rank", said.get("markov_rank", 0))
+    head = said.get("markov_head_type", "vanilla") if rank else "none"
+    if rank and head not in block_params.HEADS[1:]:
+        raise ValueError(
+            f"markov_head_type={reprlib.repr(head)} is not one of "
+            f"{', '.join(block_params.HEADS[1:])}"
+        )
+    return cast(block_params.Head, head), rank
+
+
+def _has_confidence(said: Mapping[str, Any]) -> bool:
+    return _flag(said, "enable_confidence_head")
+
+
+def _slots(
+    raw: Mapping[str, Any], said: Mapping[str, Any], dialect: Dialect
+) -> block_params.Slots:
+    """What the slots predict, by a flag or by the layout."""
+    flags = {_flag(said, key) for key in _ANCHOR_FLAGS if key in said}
+    if len(flags) > 1:
+        raise ValueError(f"{' and '.join(_ANCHOR_FLAGS)} contradict each other")
+    if flags:
+        return "anchor-first" if flags.pop() else "fill-in"
+    if dialect != "speculators":
+        return _SLOTS[dialect]
+    if raw[_TYPE] == "dspark":
+        raise ValueError(
+            "no sample_from_anchor, and both kinds of DSpark are published so: state "
+            "true where slot 0 predicts the token after the anchor"
+        )
+    return "fill-in"  # DFlash was published so before it had the flag.
+
+
+def _taps(raw, said, dialect, target, num_layers: int) -> tuple[int, ...]:
+    """The `hidden_states` indices that a config names."""
+    if dialect == "speculators":
+        key = "aux_hidden_state_layer_ids"
+        return eagle3_dialects.layer_ids(key, raw.get(key), shift=0)
+    key = "target_layer_ids"  # Whose outputs are the features.
+    ids = said.get(key)
+    if ids is None and dialect == "z-lab":
+        ids = default_layer_ids(target.num_layers, num_layers)
+    return eagle3_dialects.layer_ids(key, ids, shift=1)
+
+
+def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
+    """Returns the layers whose outputs a drafter reads unless its config says so."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    step = (num_target_layers - 4) / (num_layers - 1)
+    return [round(1 + i * step) for i in range(num_layers)]
+
+
+def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
+    """Passes if a layout can describe the drafter.
+
+    Raises:
+      ValueError: no such layout, or a drafter that it has no words for.
+    """
+    if dialect not in DIALECTS:
+        raise ValueError(f"{dialect=} is not one of {', '.join(DIALECTS)}")
+    config.validate()
+    has_heads = config.head != "none" or config.has_confidence
+    if dialect == "z-lab" and has_heads:
+        raise ValueError("z-lab's layout is of DFlash, which has no heads")
+    if dialect == "deepspec" and config.slots != "anchor-first":
+        raise ValueError("deepspec's slots are anchor-first, and have no flag")
+    is_whole = config.draft_vocab_size == config.layer.vocab_size
+    if dialect != "speculators" and not is_whole:
+        raise ValueError(f"{dialect} has the whole vocabulary; choose speculators")
+
+
+def to_dict(config: block_params.BlockConfig, dialect: Dialect) -> dict[str, Any]:
+    """Returns the `config.json` that `read_config` reads back."""
+    layer = config_lib.to_dict(config.layer)
+    layer["layer_types"] = ["full_attention"] * config.layer.num_layers
+    is_first = config.slots == "anchor-first"
+    scales = list(config.confidence_temperatures)
+    own: dict[str, Any] = {"block_size": config.block_size}
+    own |= {_TEMPERATURES: scales} if scales else {}
+    inner: dict[str, Any] = {"mask_token_id": config.mask_token_id}
+    heads = {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla" if config.head == "none" else config.head,
+        "enable_confidence_head": config.has_confidence,
+        "confidence_head_with_markov": config.confidence_with_markov,
+    }
+    if dialect == "speculators":
+        is_dspark = config.head != "none" or config.has_confidence
+        return (
+            own
+            | inner
+            | (heads if is_dspark else {})
+            | {
+                "architectures": [
+                    "DSparkSpeculator" if is_dspark else "DFlashSpeculator"
+                ],
+                _TYPE: "dspark" if is_dspark else "dflash",
+                "transformer_layer_config": layer,
+                "draft_vocab_size": config.draft_vocab_size,
+                "aux_hidden_state_layer_ids": list(config.taps),
+                "sample_from_anchor": is_first,
+                "torch_dtype": config.layer.dtype,
+            }
+        )
+    inner["target_layer_ids"] = [tap - 1 for tap in config.taps]
+    if dialect == "deepspec":
+        own |= inner | heads
+    else:
+        if config.slots != _SLOTS[dialect]:
+            inner["sample_from_anchor"] = is_first
+        if dialect == "specforge":
+            inner |= heads | {"projector_type": "dspark"}
+        own["dflash_config"] = inner
+    name = next(name for name, known in ARCHITECTURES.items() if known == dialect)
+    return layer | own | {"architectures": [name], "tie_word_embeddings": False}

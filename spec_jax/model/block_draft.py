@@ -1,0 +1,250 @@
+"""DFlash (https://arxiv.org/abs/2602.06036) and DSpark (https://arxiv.org/abs/2607.05147):
+a block of tokens from one pass over the target's features.
+
+Context, whose features are known, is keys and values alone; the rows of a block, an
+anchor and masks, see all of it and the whole block:
+
+    c = rms_norm(fc(features))                       of position j < start
+    k, v = rope(k_norm(c Wk)), c Wv                  at place j of the drafter's cache
+    x = embed([anchor, MASK, ..])                    at start, start + 1, ..
+    x += attention(input_norm(x)); x += mlp(x)       per layer
+    h = rms_norm(x);  U = lm_head(h)
+
+DSpark's heads correct the logits `U_k` of a slot by the token before it, one slot after
+the other, and say how sure they are before its token is drawn. Nothing here knows
+speculation.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spec_jax.model import block_params, decoder
+from spec_jax.ops import (
+    dispatch,
+    embedding,
+    gated_projection,
+    projection,
+    rms_norm,
+    rope,
+    row_attention,
+    skinny_gemm,
+    weights,
+)
+from spec_jax.paging import cache
+from spec_jax.typing import typed
+
+
+@typed
+def append_context(
+    params: block_params.BlockParams,
+    config: block_params.BlockConfig,
+    rows: decoder.Rows,
+    features: Float[Array, "R features"],
+    kv: cache.PagedKV,
+    *,
+    impl: str,
+) -> cache.PagedKV:
+    """Writes the keys and values of positions whose features are known.
+
+    The pages must have been reserved.
+
+    Args:
+      rows: whose tokens are not read.
+      features: of all taps, in their order.
+
+    Raises:
+      ValueError: features of another width.
+    """
+    if features.shape[1] != config.features_size:
+        raise ValueError(
+            f"features of width {features.shape[1]}: the drafter reads "
+            f"{config.features_size} (taps={config.taps} of the target)"
+        )
+    params = block_params.prepare(params, impl)
+    layer = config.layer
+    K, H, eps = layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps
+    dtype = params.final_norm.dtype
+    shared: dict[str, Any] = {"num_active": rows.num_active, "eps": eps, "impl": impl}
+    fused = projection.project(features.astype(dtype), params.fc, **shared)
+    cos, sin = decoder.row_angles(layer, rows.positions, dtype=dtype)
+    for number, weight in enumerate(params.layers):
+        made = projection.project(fused, weight.kv, norm=params.hidden_norm, **shared)
+        k, v = jnp.split(made.reshape(-1, 2 * K, H), 2, axis=1)
+        k = rope.rotate(rms_norm.rms_norm(k, weight.k_norm, eps=eps), cos, sin)
+        kv = cache.write(
+            kv,
+            number,
+            slots=rows.slots,
+            positions=rows.positions,
+            num_active=rows.num_active,
+            k=k,
+            v=v,
+        )
+    return kv
+
+
+@typed
+def forward_block(
+    params: block_params.BlockParams,
+    config: block_params.BlockConfig,
+    rows: decoder.Rows,
+    kv: cache.PagedKV,
+    *,
+    impl: str,
+) -> tuple[cache.PagedKV, Float[Array, "R D"], Float[Array, "R Vd"]]:
+    """Runs whole blocks of rows, which see their slots' context and their own block.
+
+    Their keys and values are written after the context, for which the pages must have
+    been reserved, and are of no use afterwards.
+
+    Args:
+      rows: block after block, each of `block_size` rows of one slot.
+
+    Returns:
+      The cache; the rows' hidden states, after the final norm; and float32 logits, of
+      draft tokens.
+    """
+    params = block_params.prepare(params, impl)
+    layer = config.layer
+    dtype, eps = params.final_norm.dtype, layer.rms_norm_eps
+    shared: dict[str, Any] = {"num_active": rows.num_active, "eps": eps, "impl": impl}
+    x = embedding.embed(
+        params.embed, rows.tokens, num_active=rows.num_active, impl=impl
+    ).astype(dtype)
+    cos, sin = decoder.row_angles(layer, rows.positions, dtype=dtype)
+    for number, weight in enumerate(params.layers):
+        heads = [
+            projection.project(x, w, norm=weight.input_norm, **shared)
+            for w in (weight.q, weight.kv)
+        ]
+        attended, k, v = row_attention.row_attention(
+            jnp.concatenate(heads, axis=1),
+            weight.q_norm,
+            weight.k_norm,
+            kv.k[number],
+            kv.v[number],
+            page_table=kv.page_table,
+            slots=rows.slots,
+            positions=rows.positions,
+            cos=cos,
+            sin=sin,
+            scale=layer.head_dim**-0.5,
+            block=config.block_size,
+            **shared,
+        )
+        kv = cache.replace_layer(kv, number, k=k, v=v)
+        x = projection.project(attended, weight.attention_out, residual=x, **shared)
+        inner = gated_projection.gated_projection(
+            x, weight.gate_up, norm=weight.mlp_norm, **shared
+        )
+        x = projection.project(inner, weight.down, residual=x, **shared)
+    hidden = rms_norm.rms_norm(x, params.final_norm, eps=eps)
+    logits = projection.project(hidden, params.lm_head, out_dtype="float32", **shared)
+    return kv, hidden, logits
+
+
+Product = Callable[[jax.Array, weights.Weight], jax.Array]
+"""`product(x, w)`: `x w^T` in float32."""
+
+
+def row_product(impl: str) -> Product:
+    """Returns the product of the row path, of a resolved `impl`, for a few rows."""
+
+    def product(x: jax.Array, w: weights.Weight) -> jax.Array:
+        count = x.shape[0]
+        height = dispatch.slab_rows(impl) or max(count, skinny_gemm.MIN_ROWS)
+        y = projection.project(
+            jnp.pad(x, ((0, height - count), (0, 0))),
+            w,
+            num_active=jnp.int32(count),
+            out_dtype="float32",
+            impl=impl,
+        )
+        return y[:count]
+
+    return product
+
+
+def first_state(
+    config: block_params.BlockConfig, shape: tuple[int, ...]
+) -> Float[Array, "*shape r"]:
+    """Returns what a sequential head carries into the first slot of blocks."""
+    return jnp.zeros((*shape, config.markov_rank), jnp.float32)
+
+
+@typed
+def correct(
+    params: block_params.BlockParams,
+    config: block_params.BlockConfig,
+    state: Float[Array, "*S r"],
+    token: Int[Array, "*S"],
+    hidden: Float[Array, "*S D"],
+    *,
+    product: Product,
+) -> tuple[
+    Float[Array, "*S r"],
+    Float[Array, "*S Vd"] | None,
+    Float[Array, "*S"] | None,
+]:
+    """Runs the sequential and the confidence head on a slot of each block.
+
+    Args:
+      state: of the slot before, or `first_state`.
+      token: before the one that the slot predicts.
+      product: of the path that runs it.
+
+    Returns:
+      The state; what is added to the slot's logits, float32, of draft tokens; and the
+      logit of the confidence, that the slot's token is kept if all before it are. Each
+      None where the drafter has no such head.
+    """
+    markov = params.markov
+    known, bias = [hidden], None
+    if markov is not None:
+        before = weights.take_rows(markov.embed, token).astype(hidden.dtype)
+        state, mixed = _mix(config, markov, state, before, hidden, product)
+        bias = product(mixed.astype(hidden.dtype), markov.out)
+        if config.confidence_with_markov:
+            known.append(before)
+    if params.confidence is None or params.confidence_bias is None:
+        return state, bias, None
+    read = jnp.concatenate(known, axis=-1).astype(jnp.float32)
+    row = params.confidence[0].astype(jnp.float32)
+    offset = params.confidence_bias[0].astype(jnp.float32)
+    return state, bias, jnp.einsum("...d,d->...", read, row) + offset
+
+
+def _mix(config, markov, state, before, hidden, product):
+    """Returns the state, and what the second product of a head reads."""
+    if config.head == "vanilla":
+        return state, before
+    if config.head == "gated":
+        read = [hidden, before]
+    else:
+        read = [state.astype(hidden.dtype), before, hidden]
+    mixed = product(jnp.concatenate(read, axis=-1), markov.mix)
+    mixed += jnp.broadcast_to(markov.mix_bias.astype(jnp.float32), mixed.shape)
+    if config.head == "gated":
+        return state, jax.nn.sigmoid(mixed) * before.astype(jnp.float32)
+    kept, new, out = jnp.split(mixed, 3, axis=-1)
+    kept = jax.nn.sigmoid(kept)
+    return kept * state + (1 - kept) * jnp.tanh(new), jnp.tanh(out)
+
+
+@typed
+def survival(
+    config: block_params.BlockConfig, confidence: Float[Array, "*S W"]
+) -> Float[Array, "*S W"]:
+    """Returns the chance that each draft is kept, of logits of confidences.
+
+    That of draft `i` is known before its token is drawn. Calibrated, where the config
+    has temperatures.
+    """
+    count = confidence.shape[-1]
+    scale = jnp.asarray(config.confidence_temperatures[:count] or 1.0, jnp.float32)
+    scale = jnp.broadcast_to(scale, confidence.shape)
+    return jnp.cumprod(jax.nn.sigmoid(confidence / scale), axis=-1)

@@ -1,0 +1,197 @@
+"""DFlash and DSpark as they are published: folders in, folders out.
+
+Knows the names of the tensors; the four layouts of `config.json` are `block_dialects`'.
+Tensors are `[out, in]`, as in `load`, whose parts this module uses.
+"""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.model import (
+    block_dialects as dialects,
+    block_params,
+    checkpoint_files as files,
+    config as config_lib,
+    head_files,
+    load as load_lib,
+    params as params_lib,
+)
+
+
+CheckpointError = files.CheckpointError
+
+_PREFIX = "logit_head."  # Of heads, in early files of SpecForge.
+_BIAS = "confidence_head.proj.bias"
+
+
+def load(
+    folder: str | pathlib.Path,
+    target: config_lib.ModelConfig,
+    target_params: params_lib.Params,
+    *,
+    dtype: str | None = None,
+    impl: str | None = None,
+) -> tuple[block_params.BlockConfig, block_params.BlockParams]:
+    """Reads a block drafter and checks that it is this target's.
+
+    Args:
+      target_params: of which the drafter gets the embedding and, unless its vocabulary
+        is its own, the output projection: the very arrays.
+      dtype: of the weights, which must be the target's; None: that one.
+      impl: a resolved implementation, for whose kernels the weights are prepared.
+
+    Raises:
+      CheckpointError: as `block_dialects.read_config`; a tensor that is missing,
+        unknown, of another shape or not finite; copies that are not the target's.
+      ValueError: another dtype than the target's.
+    """
+    folder = pathlib.Path(folder)
+    if dtype not in (None, target.dtype):
+        raise ValueError(
+            f"{dtype=}, but the drafter shares matrices with a target of "
+            f"{target.dtype}: leave it out"
+        )
+    dialect, config = dialects.read_config(folder / "config.json", target)
+    entries = head_files.find(folder)
+    if dialect == "specforge":
+        entries = {name.removeprefix(_PREFIX): entry for name, entry in entries.items()}
+    V, D = config.layer.vocab_size, config.hidden_size
+    is_whole = config.draft_vocab_size == V
+    names = _names(config, with_embed=False, with_lm_head=not is_whole)
+    if _BIAS not in entries:  # Some files have none.
+        names = names.replace(confidence_bias=None)
+    copies = {head_files.EMBED: target_params.embed}
+    copies |= {head_files.LM_HEAD: target_params.head} if is_whole else {}
+    vocab_sizes = V, config.draft_vocab_size
+    head_files.check_entries(
+        folder,
+        entries,
+        names,
+        vocab_sizes=vocab_sizes,
+        optional=dict.fromkeys(copies, (V, D)),
+    )
+    for name, ours in copies.items():
+        if name in entries and not head_files.is_copy(entries[name], ours):
+            raise CheckpointError(
+                f"{folder}: {name} is not the target's: it is a drafter for another "
+                "target"
+            )
+    shared: dict[str, Any] = {"embed": target_params.embed}
+    shared |= {"lm_head": target_params.head} if is_whole else {}
+    shared["hot"] = head_files.read_hot(folder, entries, vocab_sizes=vocab_sizes)
+    shapes = block_params.shapes(config)
+    if config.has_confidence and names.confidence_bias is None:
+        shared["confidence_bias"] = jnp.zeros((1,), config.layer.dtype)
+    nothing = dict.fromkeys(shared)
+
+    def read(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
+        return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
+
+    params = jax.tree.map(read, shapes.replace(**nothing), names.replace(**nothing))
+    params = params.replace(**shared)
+    return config, params if impl is None else block_params.prepare(params, impl)
+
+
+def save(
+    folder: str | pathlib.Path,
+    config: block_params.BlockConfig,
+    params: block_params.BlockParams,
+    *,
+    dialect: dialects.Dialect,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes what `load` reads back bit for bit, in one of the published layouts.
+
+    Args:
+      metadata: further entries of the file's `__metadata__`.
+
+    Raises:
+      ValueError: no such layout, or a drafter that it cannot describe.
+      CheckpointError: the files cannot be written.
+    """
+    dialects.check_config(config, dialect)
+    has_copies = dialect == "deepspec"
+    has_own = config.draft_vocab_size < config.layer.vocab_size
+    written = params.replace(
+        hot=None,
+        embed=params.embed if has_copies else None,
+        lm_head=params.lm_head if has_copies or has_own else None,
+    )
+    names = _names(config, with_embed=has_copies, with_lm_head=has_copies or has_own)
+    tensors = load_lib.pending(written, names)
+    if params.hot is not None:
+        tensors += head_files.pending_hot(
+            np.asarray(params.hot), config.layer.vocab_size
+        )
+    load_lib.write_folder(
+        pathlib.Path(folder),
+        {files.SINGLE_FILE: tensors},
+        {"config.json": dialects.to_dict(config, dialect)},
+        metadata=metadata,
+    )
+
+
+def _names(
+    config: block_params.BlockConfig, *, with_embed: bool, with_lm_head: bool
+) -> block_params.BlockParams:
+    """A tree like `BlockParams` that holds `params.Parts`: what arrays are made of."""
+    layer, r = config.layer, config.markov_rank
+    D, F, H = layer.hidden_size, layer.intermediate_size, layer.head_dim
+    N, K, V = layer.num_heads, layer.num_kv_heads, layer.vocab_size
+
+    def parts(*found: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place
+        return params_lib.Parts(found)
+
+    def one(name: str, *shape: int) -> Any:
+        return parts((f"{name}.weight", shape))
+
+    def of_layer(number: int) -> block_params.BlockLayer:
+        def part(name: str, *shape: int) -> tuple[str, tuple[int, ...]]:
+            return f"layers.{number}.{name}.weight", shape
+
+        return block_params.BlockLayer(
+            input_norm=parts(part("input_layernorm", D)),
+            q=parts(part("self_attn.q_proj", N * H, D)),
+            kv=parts(
+                part("self_attn.k_proj", K * H, D), part("self_attn.v_proj", K * H, D)
+            ),
+            q_norm=parts(part("self_attn.q_norm", H)),
+            k_norm=parts(part("self_attn.k_norm", H)),
+            attention_out=parts(part("self_attn.o_proj", D, N * H)),
+            mlp_norm=parts(part("post_attention_layernorm", D)),
+            gate_up=parts(part("mlp.gate_proj", F, D), part("mlp.up_proj", F, D)),
+            down=parts(part("mlp.down_proj", D, F)),
+        )
+
+    markov = None
+    if config.head != "none":
+        mixes = {
+            "gated": ("gate_proj", r, D + r),
+            "rnn": ("joint_proj", 3 * r, 2 * r + D),
+        }
+        name, *shape = mixes.get(config.head, (None,))
+        markov = block_params.Markov(
+            embed=one("markov_head.markov_w1", V, r),
+            out=one("markov_head.markov_w2", config.draft_vocab_size, r),
+            mix=one(f"markov_head.{name}", *shape) if name else None,
+            mix_bias=parts((f"markov_head.{name}.bias", (shape[0],))) if name else None,
+        )
+    has_confidence, width = config.has_confidence, D + r * config.confidence_with_markov
+    return block_params.BlockParams(
+        fc=one("fc", D, config.features_size),
+        hidden_norm=one("hidden_norm", D),
+        layers=tuple(of_layer(number) for number in range(layer.num_layers)),
+        final_norm=one("norm", D),
+        markov=markov,
+        confidence=one("confidence_head.proj", 1, width) if has_confidence else None,
+        confidence_bias=parts((_BIAS, (1,))) if has_confidence else None,
+        hot=None,
+        # As no arrays: a drafter mostly has the target's.
+        lm_head=one("lm_head", config.draft_vocab_size, D) if with_lm_head else None,  # type: ignore[arg-type]
+        embed=one("embed_tokens", V, D) if with_embed else None,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,273 @@
+"""A block drafter's config and weights: shapes, checks, random initialisation.
+
+DFlash and DSpark are one drafter: a backbone that runs a block of rows, and on it no
+sequential head (DFlash) or one of three (DSpark). What the weights compute is
+`block_draft`'s matter, and the files are `block_files`'.
+"""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax import pytree
+from spec_jax.model import (
+    config as config_lib,
+    eagle3_params,
+    params as params_lib,
+)
+from spec_jax.ops import weights
+
+
+Slots = Literal["fill-in", "anchor-first"]
+"""What slot `k` of a block predicts: the token of its own position, so that slot 0,
+which holds the anchor, predicts nothing; or the token of the next position."""
+
+SLOTS: tuple[str, ...] = get_args(Slots)
+
+Head = Literal["none", "vanilla", "gated", "rnn"]
+"""What corrects the logits of a slot by the token before: nothing, a product of low
+rank, the same behind a gate, or a recurrent state."""
+
+HEADS: tuple[str, ...] = get_args(Head)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """Sizes and constants of a block drafter.
+
+    `layer` says what its layers have in common with those of a Qwen3 model: caches are
+    made of it. Its vocabulary and its width are the target's.
+    """
+
+    layer: config_lib.Qwen3Config
+    draft_vocab_size: int  # Vd
+    # `hidden_states` indices of the features that `fc` reads, in its order.
+    taps: tuple[int, ...]
+    block_size: int  # rows of a block, the anchor's included
+    slots: Slots
+    mask_token_id: int  # fed to all rows but the anchor's
+    head: Head = "none"
+    markov_rank: int = 0  # r, of a head
+    has_confidence: bool = False
+    confidence_with_markov: bool = False  # it reads the token before, too
+    # By which the logits of confidences are divided, slot by slot; empty: by 1.
+    confidence_temperatures: tuple[float, ...] = ()
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the drafter and of its target, D."""
+        return self.layer.hidden_size
+
+    @property
+    def features_size(self) -> int:
+        """Width of the features of a position, of all taps."""
+        return len(self.taps) * self.hidden_size
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that predicts a token to be drafted."""
+        return int(self.slots == "fill-in")
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that a block drafts."""
+        return self.block_size - self.first_slot
+
+    def validate(self) -> "BlockConfig":
+        """Returns the config itself.
+
+        Raises:
+          ValueError: a value with which no drafter can be run.
+        """
+        self.layer.validate()
+        V, taps = self.layer.vocab_size, self.taps
+        for name, value, known in (
+            ("slots", self.slots, SLOTS),
+            ("head", self.head, HEADS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+        if self.num_drafts < 1:
+            raise ValueError(
+                f"block_size={self.block_size} with slots={self.slots!r} drafts no "
+                "token: give at least one row, and with 'fill-in' two"
+            )
+        if not 1 <= self.draft_vocab_size <= V:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} must be from 1 to "
+                f"vocab_size={V}"
+            )
+        if not 0 <= self.mask_token_id < V:
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id} is outside the target's "
+                f"embedding of {V} rows"
+            )
+        if not taps or len(set(taps)) != len(taps) or min(taps) < 0:
+            raise ValueError(f"{taps=} must be different hidden_states indices")
+        if (self.markov_rank > 0) != (self.head != "none"):
+            raise ValueError(
+                f"head={self.head!r} with markov_rank={self.markov_rank}: a head has a "
+                "rank of at least 1, and 'none' has rank 0"
+            )
+        if self.confidence_with_markov and self.head == "none":
+            raise ValueError(
+                "confidence_with_markov, but the drafter has no head that embeds the "
+                "token before"
+            )
+        if self.confidence_with_markov and not self.has_confidence:
+            raise ValueError("confidence_with_markov, but there is no confidence head")
+        scales = self.confidence_temperatures
+        if scales and (len(scales) != self.num_drafts or not min(scales) > 0):
+            raise ValueError(
+                f"confidence_temperatures={scales} must be {self.num_drafts} numbers "
+                "above 0, one for each draft of a block"
+            )
+        return self
+
+    def check_target(self, target: config_lib.ModelConfig) -> None:
+        """Passes if the drafter can read this target's features.
+
+        Raises:
+          ValueError: another width or vocabulary, or taps that the target lacks.
+        """
+        eagle3_params.check_target(
+            target,
+            width=self.hidden_size,
+            vocab_size=self.layer.vocab_size,
+            taps=self.taps,
+        )
+
+
+class BlockLayer(pytree.Node):
+    """A layer. Context has keys and values alone, so queries are a weight apart."""
+
+    input_norm: jax.Array  # [D], of the block's rows; the context is not normed by it
+    q: weights.Weight  # [N * H, D]
+    kv: weights.Weight  # [2K * H, D], keys first
+    q_norm: jax.Array  # [H]
+    k_norm: jax.Array  # [H]
+    attention_out: weights.Weight  # [D, N * H]
+    mlp_norm: jax.Array  # [D]
+    gate_up: weights.Weight  # [2F, D], gate first
+    down: weights.Weight  # [D, F]
+
+
+class Markov(pytree.Node):
+    """A sequential head: W1, W2, and what a gated or recurrent one has besides."""
+
+    embed: jax.Array  # [V, r], of the token before
+    out: weights.Weight  # [Vd, r]
+    # Gated [r, D + r], of hidden state and embedding; rnn [3r, 2r + D], of state,
+    # embedding and hidden state.
+    mix: weights.Weight | None
+    mix_bias: jax.Array | None  # [r] or [3r]
+
+
+class BlockParams(pytree.Node):
+    """A block drafter, and the target's embedding and output projection."""
+
+    fc: weights.Weight  # [D, taps * D]
+    hidden_norm: jax.Array  # [D], of fused features
+    layers: tuple[BlockLayer, ...]
+    final_norm: jax.Array  # [D]
+    markov: Markov | None
+    confidence: jax.Array | None  # [1, D] or [1, D + r], the hidden state's first
+    confidence_bias: jax.Array | None  # [1]
+    # [Vd] int32, the target's token of each draft token; None: the same.
+    hot: jax.Array | None
+    lm_head: weights.Weight  # [Vd, D]; the target's array unless `hot`
+    embed: weights.Weight  # [V, D]; the target's array
+
+
+def shapes(config: BlockConfig) -> BlockParams:
+    """Returns the `BlockParams` of `config` as `jax.ShapeDtypeStruct`s."""
+    layer = config.layer
+    dtype = jnp.dtype(layer.dtype)
+    D, F, H = layer.hidden_size, layer.intermediate_size, layer.head_dim
+    V, Vd, r = layer.vocab_size, config.draft_vocab_size, config.markov_rank
+
+    def leaf(*shape: int, dtype=dtype) -> Any:  # in the place of an array
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    block_layer = BlockLayer(
+        input_norm=leaf(D),
+        q=leaf(layer.attention_size, D),
+        kv=leaf(layer.qkv_size - layer.attention_size, D),
+        q_norm=leaf(H),
+        k_norm=leaf(H),
+        attention_out=leaf(D, layer.attention_size),
+        mlp_norm=leaf(D),
+        gate_up=leaf(2 * F, D),
+        down=leaf(D, F),
+    )
+    mixes = {"gated": (r, D + r), "rnn": (3 * r, 2 * r + D)}
+    mix = mixes.get(config.head)
+    markov = Markov(
+        embed=leaf(V, r),
+        out=leaf(Vd, r),
+        mix=leaf(*mix) if mix else None,
+        mix_bias=leaf(mix[0]) if mix else None,
+    )
+    width = D + r * config.confidence_with_markov
+    return BlockParams(
+        fc=leaf(D, config.features_size),
+        hidden_norm=leaf(D),
+        layers=(block_layer,) * layer.num_layers,
+        final_norm=leaf(D),
+        markov=markov if config.head != "none" else None,
+        confidence=leaf(1, width) if config.has_confidence else None,
+        confidence_bias=leaf(1) if config.has_confidence else None,
+        hot=leaf(Vd, dtype=jnp.dtype(jnp.int32)) if Vd < V else None,
+        lm_head=leaf(Vd, D),
+        embed=leaf(V, D),
+    )
+
+
+def init(
+    key: jax.Array,
+    config: BlockConfig,
+    *,
+    embed: weights.Weight,
+    lm_head: weights.Weight,
+    hot: jax.Array | None = None,
+    stddev: float = 0.02,
+) -> BlockParams:
+    """Returns random weights, normal with `stddev`; norms are one, biases are zero.
+
+    Args:
+      key: consumed.
+      embed, lm_head: the target's.
+      hot: the target's token of each draft token, ascending; None: the first ones.
+    """
+    config.validate()
+    whole = shapes(config)
+    if whole.hot is not None:
+        if hot is None:
+            hot = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
+        lm_head = weights.matrix(lm_head)[hot]
+    own = whole.replace(embed=None, lm_head=None, hot=None)
+    drawn = params_lib.draw(key, own, stddev=stddev)
+    return drawn.replace(embed=embed, lm_head=lm_head, hot=hot)
+
+
+def prepare(params: BlockParams, impl: str) -> BlockParams:
+    """Returns the weights as the kernels of a resolved `impl` read them.
+
+    To be done once, where they are loaded: within a step it is done at every step.
+    """
+
+    def one(leaf: Any) -> Any:
+        return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
+
+    # Tables whose rows are looked up, and a single row, are no products of kernels.
+    markov = params.markov
+    if markov is not None:
+        markov = params_lib.map_matrices(one, markov.replace(embed=None)).replace(
+            embed=markov.embed
+        )
+    others = params.replace(embed=None, markov=None, confidence=None)
+    return params_lib.map_matrices(one, others).replace(
+        embed=params.embed, markov=markov, confidence=params.confidence
+    )

@@ -1,0 +1,148 @@
+"""What the files of all heads that read a target's features have in common.
+
+Their tensors are found in safetensors or in `pytorch_model.bin`; they may have copies
+of the target's embedding and output projection, and tables of a draft vocabulary.
+"""
+
+import functools
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.model import checkpoint_files as files, torch_file
+from spec_jax.ops import weights
+
+
+CheckpointError = files.CheckpointError
+
+EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+_TO_TARGET, _IS_KEPT = "d2t", "t2d"
+
+
+def find(folder: pathlib.Path) -> dict[str, files.Entry]:
+    """Returns the tensors of a folder, of whichever file it has."""
+    dtypes = files.DTYPES | files.WHOLE_DTYPES
+    has_safetensors = any(
+        (folder / name).exists() for name in (files.SINGLE_FILE, files.INDEX_FILE)
+    )
+    if not has_safetensors and (folder / torch_file.FILE).exists():
+        return torch_file.read_header(folder / torch_file.FILE)
+    return files.find(folder, dtypes=dtypes)
+
+
+def check_entries(
+    folder: pathlib.Path,
+    entries: Mapping[str, files.Entry],
+    names: Any,
+    *,
+    vocab_sizes: tuple[int, int],
+    optional: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Passes if every tensor of a head is there, in its shape and kind, and no other.
+
+    Args:
+      names: a tree of `params.Parts`.
+      vocab_sizes: of the target, and of drafts.
+      optional: tensors that may be missing, and their shapes.
+
+    Raises:
+      CheckpointError: otherwise.
+    """
+    expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
+    V, Vd = vocab_sizes
+    tables = {_TO_TARGET: (Vd,), _IS_KEPT: (V,)}
+    required = [*expected, *(tables if Vd < V else ())]
+    known = expected | dict(optional or {}) | tables
+    biases = sorted(set(entries) - set(known))
+    biases = [name for name in biases if name.endswith(".bias")]
+    if biases:
+        raise CheckpointError(
+            f"{folder}: {files.some(biases)}: heads with biases are not supported"
+        )
+    files.check_names(
+        folder,
+        entries,
+        required=required,
+        known=known,
+        source="config.json for this target",
+    )
+    for name, entry in entries.items():
+        is_table = entry.dtype in files.WHOLE_DTYPES.values()
+        if is_table != (name in tables):
+            raise CheckpointError(f"{entry.path}: {name} is {entry.dtype}")
+
+
+def read_hot(
+    folder: pathlib.Path,
+    entries: Mapping[str, files.Entry],
+    *,
+    vocab_sizes: tuple[int, int],
+) -> jax.Array | None:
+    """Returns the target's token of each draft token, from the offsets that files hold.
+
+    None where they are the same.
+
+    Args:
+      vocab_sizes: of the target, and of drafts.
+
+    Raises:
+      CheckpointError: tables that contradict themselves.
+    """
+    if _TO_TARGET not in entries:
+        return None
+    V, Vd = vocab_sizes
+    offsets = np.empty((Vd,), entries[_TO_TARGET].dtype)
+    files.read_into(entries[_TO_TARGET], offsets)
+    hot = np.arange(Vd) + offsets.astype(np.int64)
+    where = f"{entries[_TO_TARGET].path}: {_TO_TARGET}"
+    outside = np.flatnonzero((hot < 0) | (hot >= V))
+    if outside.size:
+        draft = int(outside[0])
+        raise CheckpointError(
+            f"{where}[{draft}]={int(offsets[draft])} makes draft token {draft} the "
+            f"token {int(hot[draft])}, of a vocabulary of {V}; download it again"
+        )
+    if len(np.unique(hot)) < Vd:
+        raise CheckpointError(f"{where} has a token twice; download it again")
+    if _IS_KEPT in entries:
+        is_kept = np.empty((V,), entries[_IS_KEPT].dtype)
+        files.read_into(entries[_IS_KEPT], is_kept)
+        if np.count_nonzero(is_kept) != Vd or not is_kept[hot].all():
+            raise CheckpointError(
+                f"{folder}: {_IS_KEPT} marks {np.count_nonzero(is_kept)} tokens, "
+                f"{_TO_TARGET} names {Vd}, and they are not the same; download it again"
+            )
+    if Vd == V and (hot == np.arange(V)).all():
+        return None
+    return jnp.asarray(hot, jnp.int32)
+
+
+def pending_hot(hot: np.ndarray, vocab_size: int) -> list[files.Pending]:
+    """Returns the two tables of a draft vocabulary, to be written."""
+    is_kept = np.zeros((vocab_size,), np.bool_)
+    is_kept[hot] = True
+    offsets = hot.astype(np.int64) - np.arange(len(hot))
+    return [
+        files.Pending(
+            name=name,
+            dtype=table.dtype,
+            shape=table.shape,
+            fetch=functools.partial(np.asarray, table),
+        )
+        for name, table in ((_TO_TARGET, offsets), (_IS_KEPT, is_kept))
+    ]
+
+
+def is_copy(entry: files.Entry, ours: weights.Weight) -> bool:
+    """Returns whether a tensor is one of the target's, in the target's dtype."""
+    if entry.shape != tuple(ours.shape):
+        return False
+    buffer = np.empty(entry.shape, ours.dtype)
+    files.read_into(entry, buffer)
+    bits = f"u{buffer.dtype.itemsize}"
+    known = np.asarray(weights.matrix(ours))
+    return np.array_equal(buffer.view(bits), known.view(bits))

@@ -1,0 +1,324 @@
+"""DFlash and DSpark of random weights: lossless, and their proposals an oracle's.
+
+The oracle is float64 NumPy, `block_oracle`, on the files of the same drafter.
+"""
+
+import dataclasses
+import itertools
+import json
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import test_eagle3 as eagle
+from decoding import SMALL
+from model import block_oracle as oracle
+
+import spec_jax as sj
+from spec_jax import loading, testing
+from spec_jax.drafters import block, each, features as features_lib, tree_shapes
+from spec_jax.model import block_files, block_params, row_model
+from spec_jax.rules import sampling as sampling_lib
+
+
+LAYER = decoding.make_config(num_layers=1, tie_word_embeddings=False)
+DFLASH = block_params.BlockConfig(
+    layer=LAYER,
+    draft_vocab_size=96,
+    taps=(1, 0),  # of two layers
+    block_size=4,
+    slots="fill-in",
+    mask_token_id=95,
+).validate()
+DSPARK = dataclasses.replace(
+    DFLASH,
+    slots="anchor-first",
+    head="vanilla",
+    markov_rank=8,
+    has_confidence=True,
+    confidence_with_markov=True,
+).validate()
+RNN = dataclasses.replace(DSPARK, slots="fill-in", head="rnn", draft_vocab_size=64)
+TARGET = decoding.TARGET_PARAMS
+
+
+def params_of(head) -> block_params.BlockParams:
+    made = block_params.init(
+        jax.random.key(3), head, embed=TARGET.embed, lm_head=TARGET.head, stddev=0.3
+    )
+    bias = made.confidence_bias
+    return made.replace(confidence_bias=None if bias is None else bias + 0.5)
+
+
+def make(head, impl=SMALL.target.impl, **changes) -> block.BlockDrafter:
+    model = row_model.RowModel(config=head.layer, impl=impl, slab=head.block_size)
+    own = {"head": head, "model": model, "gamma_max": head.num_drafts}
+    return block.BlockDrafter(**own | changes)
+
+
+HEADS = {"dflash": DFLASH, "dspark": DSPARK, "rnn": RNN}
+PARAMS = {name: params_of(head) for name, head in HEADS.items()}
+
+
+def oracle_of(folder, name) -> oracle.Head:
+    dialect = "z-lab" if name == "dflash" else "speculators"
+    block_files.save(folder, HEADS[name], PARAMS[name], dialect=dialect)
+    return oracle.Head(
+        config=json.loads((folder / "config.json").read_text()),
+        tensors=safetensors.numpy.load_file(folder / "model.safetensors"),
+        embed=np.asarray(TARGET.embed),
+        lm_head=np.asarray(TARGET.head),
+    )
+
+
+def of_oracle(head, features, length, **drawn):
+    flat = features.reshape(len(features), -1)[: length - 1]
+    return oracle.draft(head, flat, eagle.TEXT[length - 1], **drawn)
+
+
+QUICK = (
+    ("native", 1, "dflash", eagle.PLAIN, "coupled"),
+    ("native", 4, "dspark", eagle.PLAIN, "coupled"),
+    ("native", 4, "dspark", eagle.PLAIN, "rejection"),
+    ("xla", 4, "dspark", (), "coupled"),
+)
+CASES = itertools.product(
+    ("native", "xla"),
+    (1, 4),
+    ("dflash", "dspark", "rnn"),
+    ((), eagle.WARM, eagle.PLAIN),
+    ("coupled", "rejection"),
+)
+REST = [pytest.param(*x, marks=eagle.SLOW) for x in CASES if x not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("impl", "num_asks", "name", "sampling", "rule"), [*QUICK, *REST]
+)
+def test_tokens_are_those_of_decoding(impl, num_asks, name, sampling, rule):
+    """Fails if a drafter can change a token, or the K/V of the target.
+
+    Rejection draws others at a temperature: it runs to its end, with pages in order.
+    """
+    setting = eagle.setting_of(impl)
+    drafter = make(HEADS[name], impl)
+    asks = eagle.drawn(sampling)[:num_asks] if sampling else eagle.ASKS[:num_asks]
+    asks = [dataclasses.replace(ask, gamma=min(ask.gamma, 3)) for ask in asks]
+    state = eagle.run(setting, drafter, asks, params=PARAMS[name], rule=rule)
+    if rule == "coupled" or not sampling:
+        decoding.assert_as_decoded(setting, state, asks)
+    assert int(state.slots.num_proposed[0]) > 0
+    decoding.check_cache(state.memory.kv)
+
+
+@pytest.mark.parametrize("name", ["dspark", pytest.param("dflash", marks=eagle.SLOW)])
+def test_contract(name):
+    checked = testing.check_drafter(make(HEADS[name]), PARAMS[name], eagle.BENCH)
+    assert checked == tuple(testing.CLAUSES)
+
+
+def features_of(taps=DFLASH.taps) -> np.ndarray:
+    return np.asarray(eagle.BENCH.features(eagle.TEXT[:-1], taps))
+
+
+def drafts_of(head, params, features, lengths, **asked):
+    """What a drafter proposes after prefixes of a text."""
+    rounds = eagle.rounds_of(make(head), features, lengths, params=params, **asked)
+    return [proposal for _, proposal in rounds]
+
+
+LENGTHS = (1, 3, 4, 7, 11, 12)  # One token has no context, and drafts all the same.
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_drafts_are_the_oracles(tmp_path, name):
+    """Fails if context is at another place, or a slot predicts another token."""
+    head, features = oracle_of(tmp_path, name), features_of()
+    for length, proposal in zip(
+        LENGTHS, drafts_of(HEADS[name], PARAMS[name], features, LENGTHS), strict=True
+    ):
+        tokens, _, survival = of_oracle(head, features, length)
+        assert proposal.num_drafted == len(tokens) == HEADS[name].num_drafts
+        assert proposal.tokens.tolist() == tokens
+        if HEADS[name].has_confidence:
+            np.testing.assert_allclose(proposal.survival, survival, rtol=1e-3)
+        else:
+            assert proposal.survival is None
+
+
+def swapped(config):
+    slots = "fill-in" if config.slots == "anchor-first" else "anchor-first"
+    return dataclasses.replace(config, slots=slots)
+
+
+def with_norms(params, **changes):
+    layers = tuple(layer.replace(**changes) for layer in params.layers)
+    return params.replace(layers=layers)
+
+
+SHIFTS = {
+    "slot convention": lambda head, params, x: (swapped(head), params, x),
+    "layer index": lambda head, params, x: (head, params, features_of((2, 1))),
+    "order of layers": lambda head, params, x: (head, params, x[:, ::-1]),
+    "position": lambda head, params, x: (head, params, np.roll(x, 1, axis=0)),
+    "mask": lambda head, params, x: (
+        dataclasses.replace(head, mask_token_id=94),
+        params,
+        x,
+    ),
+    "norm of features": lambda head, params, x: (
+        head,
+        params.replace(hidden_norm=params.hidden_norm * 3),
+        x,
+    ),
+    "norm of keys": lambda head, params, x: (
+        head,
+        with_norms(params, k_norm=params.layers[0].k_norm * 3),
+        x,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def right():
+    features = features_of()
+    made = drafts_of(DSPARK, PARAMS["dspark"], features, LENGTHS[2:])
+    return [proposal.tokens[:3].tolist() for proposal in made]
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_a_planted_shift_changes_the_drafts(right, shift):
+    """What alarms have to notice: each shift drafts something else."""
+    head, params, features = SHIFTS[shift](DSPARK, PARAMS["dspark"], features_of())
+    made = drafts_of(head, params, features, LENGTHS[2:])
+    assert [proposal.tokens[:3].tolist() for proposal in made] != right
+
+
+def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(tmp_path, monkeypatch):
+    """Fails if features are lost, or are taken in by every round."""
+    monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 of a round
+    features, lengths = features_of(), (3, 4, 7, 9, 10, 14, 15, 17)
+    *_, last = drafts_of(
+        DSPARK, PARAMS["dspark"], features, lengths, gammas=(0,) * 7 + (2,)
+    )
+    expected = of_oracle(oracle_of(tmp_path, "dspark"), features, 17)[0]
+    assert last.num_drafted == 2
+    assert last.tokens[:2].tolist() == expected[:2]
+
+
+def test_independent_draws_are_from_the_probabilities_they_state(tmp_path):
+    """Fails if a token is drawn from another array than the rule judges it by."""
+    drafter = each.lift(make(DSPARK), 2, rule="rejection").drafter
+    testing.CLAUSES["proposals"](drafter, PARAMS["dspark"], eagle.BENCH)
+    head, features, seed = oracle_of(tmp_path, "dspark"), features_of(), 5
+    one = sampling_lib.make_settings(temperature=1.5, seed=seed)
+    settings = jax.tree.map(lambda x: jnp.broadcast_to(x, (2,)), one)
+    rounds = eagle.rounds_of(
+        drafter, features, LENGTHS, params=PARAMS["dspark"], sampling=settings
+    )
+    greedy = []
+    for length, proposal in rounds:
+        for i, (probs, token) in enumerate(
+            zip(proposal.probs, proposal.tokens, strict=True)
+        ):
+            noise = sampling_lib.noise(
+                jnp.uint32(seed),
+                jnp.int32(length),
+                vocab_size=96,
+                stream=sampling_lib.Stream.DRAFT,
+                offset=i,
+            )
+            assert token == np.argmax(np.log(probs) + noise)
+        _, logits, survival = of_oracle(head, features, length, drawn=proposal.tokens)
+        expected = np.exp((logits - logits.max(axis=1, keepdims=True)) / 1.5)
+        expected /= expected.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(proposal.probs, expected, atol=1e-4)
+        np.testing.assert_allclose(proposal.survival, survival, rtol=1e-3)
+        greedy.append(of_oracle(head, features, length)[0] == proposal.tokens.tolist())
+    assert not all(greedy)  # They were drawn.
+
+
+def test_a_draft_ends_before_a_token_without_confidence(tmp_path):
+    head, features, threshold = oracle_of(tmp_path, "dspark"), features_of(), 0.6
+    drafter = make(DSPARK, min_confidence=threshold)
+    rounds = eagle.rounds_of(drafter, features, LENGTHS, params=PARAMS["dspark"])
+    counts = set()
+    for length, proposal in rounds:
+        survival = of_oracle(head, features, length)[2]
+        each_ = survival / np.concatenate([[1.0], survival[:-1]])
+        expected = int(np.cumprod(each_ >= threshold).sum())
+        assert proposal.num_drafted == expected
+        counts.add(expected)
+    assert len(counts) > 1
+
+
+def test_loads_by_name_and_by_folder(tmp_path):
+    """Fails if a drafter is not found by its folder, or runs under another's name."""
+    lm = sj.load(gamma_max=3)
+    config = dataclasses.replace(
+        lm.target.config, num_layers=1, intermediate_size=64, tie_word_embeddings=False
+    )
+    entries = config.vocab_size
+    changes = {"layer": config, "draft_vocab_size": entries, "taps": (2, 5)}
+    for name, dialect in (("dflash", "deepspec"), ("dspark", "specforge")):
+        head = dataclasses.replace(HEADS[name], slots="anchor-first", **changes)
+        params = block_params.init(
+            jax.random.key(0), head, embed=lm.params.embed, lm_head=lm.params.head
+        )
+        block_files.save(tmp_path / name, head, params, dialect=dialect)
+        by_folder = sj.load(drafter=str(tmp_path / name))
+        by_name = sj.load(drafter=name, draft=tmp_path / name)
+        assert by_folder.drafter == by_name.drafter
+        assert by_folder.drafter.kind == name
+        assert by_folder.gamma_max == 4  # of 7 that `load` allows
+        assert by_folder.drafter_params.embed is by_folder.params.embed
+    out = sj.generate(by_folder, "import os", max_tokens=6)
+    assert out.tokens == sj.decode(lm, "import os", max_tokens=6).tokens
+    assert out.metrics["proposed"] > 0
+    with pytest.raises(ValueError, match="is of 'dspark': name that one"):
+        sj.load(drafter="dflash", draft=tmp_path / "dspark")
+    with pytest.raises(ValueError, match="needs a head, and none is given"):
+        sj.load(drafter="dspark")
+    with pytest.raises(ValueError, match="no layout of DFlash or DSpark"):
+        sj.load(drafter="dspark", draft=loading.EMBEDDED_DRAFT)
+    path = tmp_path / "dspark" / "config.json"
+    raw = json.loads(path.read_text()) | {"architectures": ["MedusaModel"]}
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"MedusaModel.*DFlashDraftModel, Qwen3DSpark"):
+        sj.load(drafter=str(tmp_path / "dspark"))
+
+
+def test_a_proposal_copies_no_pool():
+    slots = make(DSPARK).for_slots(2)
+    memory = slots.init(capacity=20_000, page_size=8)
+    number = jnp.full((2,), 3, jnp.int32)
+
+    def propose(memory):
+        return slots.propose(
+            PARAMS["dspark"],
+            memory,
+            tokens=jnp.zeros((2, 64), jnp.int32),
+            length=number,
+            gamma=number,
+            sampling=None,
+        )
+
+    compiled = jax.jit(propose, donate_argnums=0).lower(memory).compile()
+    decoding.assert_in_place(compiled, memory.kv)
+
+
+def test_settings_that_no_drafter_has():
+    with pytest.raises(ValueError, match="gamma_max=4 of a drafter whose block of 4"):
+        make(DFLASH, gamma_max=4)
+    with pytest.raises(ValueError, match="without a confidence head"):
+        make(DFLASH, min_confidence=0.5)
+    with pytest.raises(ValueError, match="a block is a chain"):
+        make(DSPARK).for_tree(tree_shapes.parse("2-1"))
+    with pytest.raises(ValueError, match="not that of the head's layer"):
+        make(DSPARK, model=SMALL.target)
+    model = row_model.RowModel(config=LAYER, impl="interpret", slab=16)
+    with pytest.raises(NotImplementedError, match="5 slots with blocks of 4 rows"):
+        make(DSPARK, model=model).for_slots(5)
