@@ -35,6 +35,8 @@ class GammaPolicy(Protocol):
     A policy for trees has `reads_ranks = True`: its gamma is a number of nodes, and
     `update` has one keyword more, `kept [gamma_max] bool`: which nodes were on the path
     that was kept.
+
+    A policy that has `schedules = True` decides after drafting, too: see `schedule`.
     """
 
     @property
@@ -94,6 +96,11 @@ class Fixed:
 def reads_ranks(policy: Any) -> bool:
     """Returns whether a policy is for trees too."""
     return getattr(policy, "reads_ranks", False)
+
+
+def schedules(policy: Any) -> bool:
+    """Returns whether a policy decides how many of the drafts are verified."""
+    return getattr(policy, "schedules", False)
 
 
 class ProbeState(pytree.Node):
