@@ -220,10 +220,11 @@ def _scheduled(
 ) -> Int[Array, " B"]:
     """Returns how many of its drafts each slot verifies, by a schedule of them all."""
     if proposal.survival is None:
+        drafter = getattr(speculator.drafter, "drafter", speculator.drafter)
         raise ValueError(
-            f"{type(speculator.drafter).__name__} gives no `Proposal.survival`, the "
-            "chances that a schedule goes by: take a drafter that does, such as "
-            "'draft-model', or another policy of gamma"
+            f"{type(drafter).__name__} gives no `Proposal.survival`, the chances that "
+            "a schedule goes by: take a drafter that does, such as 'draft-model', or "
+            "another policy of gamma"
         )
     schedule = cast(Any, speculator.gamma_policy)
     return schedule.trim(

@@ -161,24 +161,24 @@ class Schedule:
           ValueError: as `times`; or temperatures that are not one above 0 for each
             draft.
         """
-        found = None
-        if temperatures is not None:
-            found = np.asarray(temperatures, np.float32)
-            is_fine = found.shape == (self.gamma_max,) and np.isfinite(found).all()
-            if not is_fine or (found <= 0).any():
-                raise ValueError(
-                    f"temperatures={found} of gamma_max={self.gamma_max}: give one for "
-                    "each draft, finite and above 0"
-                )
-            found = jnp.array(found)
-        return ScheduleState(step_s=jnp.array(times(step_s)), temperatures=found)
+        state = ScheduleState(step_s=jnp.array(times(step_s)), temperatures=None)
+        if temperatures is None:
+            return state
+        found = np.asarray(temperatures, np.float32)
+        is_fine = found.shape == (self.gamma_max,) and np.isfinite(found).all()
+        if not is_fine or (found <= 0).any():
+            raise ValueError(
+                f"temperatures={found} of gamma_max={self.gamma_max}: give one for each "
+                "draft, finite and above 0"
+            )
+        return state.replace(temperatures=jnp.array(found))
 
     def check(self, state: ScheduleState, *, num_slots: int, rule: str) -> None:
         """Raises `ValueError` unless so many slots can be scheduled under the rule."""
         if rule != "coupled" and not self.stops_early:
             raise ValueError(
-                f"a schedule by the global maximum under rule={rule!r} would be biased: "
-                "whether a draft is verified may then depend on its own token; give "
+                f"a schedule by the global maximum is biased under rule={rule!r}: "
+                "whether a draft is verified may depend on its own token; give "
                 "stops_early=True, or the rule 'coupled', whose stream no schedule can "
                 "change"
             )
