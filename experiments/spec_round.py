@@ -86,6 +86,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.gamma_policy != "goodput":  # Which counts the ranks of a tree's nodes.
         of_chains += ("gamma_policy",)
     flags.check_tree(parser, args, *of_chains)
+    policies.check_schedule(parser, args)
     for name in ("verify_path", "acceptance", "dump_verify_mismatches"):
         if args.batch and getattr(args, name) != parser.get_default(name):
             parser.error(
@@ -116,12 +117,14 @@ def load(args: argparse.Namespace) -> models.Subject:
         rule=args.rule,
         sampling=sampling,
     )
-    settings = policies.with_policy(
-        args.gamma_policy, lm, subject.settings, subject.ids[0]
-    )
+    num_slots = min(args.batch or 1, len(subject.prompts))
+    settings = dataclasses.replace(subject.settings, num_slots=num_slots)
+    if args.schedule:
+        settings = policies.scheduled(args, subject, settings)
+    else:
+        settings = policies.with_policy(args.gamma_policy, lm, settings, subject.ids[0])
     settings = dataclasses.replace(
         settings,
-        num_slots=min(args.batch or 1, len(subject.prompts)),
         verifier=designs.verifier(
             lm, path=args.verify_path, acceptance=args.acceptance, sampling=sampling
         ),
@@ -183,9 +186,12 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     """Returns what was run, for the summary line."""
     names = ("drafter", "verify_path", "acceptance", "cache", "draft_cache")
     names += ("gamma", "batch", "gamma_policy", "confidence")
+    chosen = {name: getattr(args, name) for name in names}
+    if args.schedule:
+        chosen["gamma_policy"] = policies.SCHEDULE
     return {
         **models.describe(args, subject.lm),
-        **{name: getattr(args, name) for name in names},
+        **chosen,
         "tree": args.tree and str(args.tree),
         "prompt_source": prompt_files.without_folders(args.prompts),
         "capacity": subject.settings.capacity,

@@ -2,26 +2,30 @@
 
 import argparse
 import dataclasses
+import statistics
 from collections.abc import Callable
 
 import numpy as np
 
-from experiments.lib import cli, costs, runs
+from experiments.lib import cli, costs, models, profiles, runs
 from spec_jax import loading
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
-from spec_jax.gamma import goodput, policy, threshold
+from spec_jax.gamma import goodput, policy, schedule, threshold
 
 
 POLICIES = ("fixed", "threshold", "goodput")
 """Always the same gamma; by the share of kept drafts; by expected tokens per second,
 from times that are measured first."""
 
+SCHEDULE = "schedule"
+"""What rows call the policy of `--schedule`."""
+
 TURNS = 5  # of the measurement that goodput needs
 
 
 def add_policy(group: argparse._ActionsContainer) -> None:
-    """`--gamma-policy` and `--confidence`."""
+    """`--gamma-policy`, `--schedule` and `--confidence`."""
     cli.add(
         group,
         """
@@ -29,8 +33,13 @@ def add_policy(group: argparse._ActionsContainer) -> None:
             nothing (fixed), the share of drafts that were kept (threshold), or expected
             tokens per second by step costs that are measured before (goodput); of a
             tree goodput chooses the number of nodes
+        --schedule PROFILE  draft --gamma tokens a round, and verify those of the whole
+            batch that pay, by the chance that each is kept and the step times of this
+            file of profile_steps.py; rows of fit_scores.py --gamma in it calibrate the
+            chances
         """,
         NAME=POLICIES,
+        PROFILE=cli.source,
     )
     add_confidence(group)
 
@@ -44,6 +53,41 @@ def add_confidence(group: argparse._ActionsContainer) -> None:
             less than this probability; 0 is never
         """,
     )
+
+
+def check_schedule(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits with a usage error where something else chooses what is verified."""
+    if args.schedule is None:
+        return
+    for name in ("gamma_policy", "tree"):
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(
+                f"--schedule does not go together with {cli.flag_of(name)}: leave one "
+                "out"
+            )
+
+
+def scheduled(
+    args: argparse.Namespace, subject: models.Subject, settings: runs.Settings
+) -> runs.Settings:
+    """Returns settings of so many slots, whose drafts `--schedule` chooses from.
+
+    Raises:
+      ValueError: as `profiles.read`, and as `schedule.Schedule.check`.
+    """
+    lengths = statistics.median(map(len, subject.ids))
+    profile = profiles.read(
+        args.schedule,
+        models.describe(args, subject.lm) | {"drafter": args.drafter},
+        num_slots=settings.num_slots,
+        gamma=settings.gamma,
+        context=int(lengths) + settings.gen_tokens // 2,
+        temperature=args.temperature or 0.0,
+    )
+    stops_early = settings.rule != "coupled"
+    made = schedule.Schedule(gamma_max=settings.gamma, stops_early=stops_early)
+    state = made.init(profile.step_s, temperatures=profile.temperatures)
+    return dataclasses.replace(settings, gamma_policy=made, policy_state=state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

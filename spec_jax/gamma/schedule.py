@@ -168,8 +168,8 @@ class Schedule:
         is_fine = found.shape == (self.gamma_max,) and np.isfinite(found).all()
         if not is_fine or (found <= 0).any():
             raise ValueError(
-                f"temperatures={found} of gamma_max={self.gamma_max}: give one for each "
-                "draft, finite and above 0"
+                f"temperatures={found} of gamma_max={self.gamma_max}: give one for "
+                "each draft, finite and above 0"
             )
         return state.replace(temperatures=jnp.array(found))
 
@@ -186,8 +186,9 @@ class Schedule:
         if rows < needed:
             raise ValueError(
                 f"the profile has times of 1 .. {rows} rows, and {num_slots} slots of "
-                f"{self.gamma_max} drafts verify up to {needed} together: measure it "
-                "with as many (profile_steps.py --rows), or take fewer slots or drafts"
+                f"{self.gamma_max} drafts verify up to {needed} together: measure as "
+                f"many, profile_steps.py --batch {num_slots} --gamma {self.gamma_max}, "
+                "or take fewer slots or drafts"
             )
 
     def choose(self, state: ScheduleState) -> Int[Array, ""]:
