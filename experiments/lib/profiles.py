@@ -164,7 +164,9 @@ def read(
     ]
     found = [row for row in of_run if row.get("kind") == KIND]
     fits = [
-        row for row in found if row["num_slots"] == num_slots and row["gamma"] >= gamma
+        row
+        for row in found
+        if row.get("num_slots") == num_slots and row.get("gamma", 0) >= gamma
     ]
     if not fits:
         there = [{key: row.get(key) for key in (*SAME, "num_slots", "gamma")}
@@ -175,10 +177,10 @@ def read(
             f"or more, but of {there or 'nothing'}: measure it by profile_steps.py "
             f"--batch {num_slots} --gamma {gamma}"
         )
-    row = min(fits, key=lambda row: abs(row["context"] - context))
     try:
+        row = min(fits, key=lambda row: abs(row["context"] - context))
         step_s = schedule.times([row["step_s"][0], *row["step_s"]]) + row["draft_s"]
-    except (ValueError, TypeError, IndexError) as error:
+    except (ValueError, TypeError, IndexError, KeyError) as error:
         raise ValueError(f"{path}: no times of steps ({error})") from None
     return Profile(
         step_s=step_s,
