@@ -4,7 +4,8 @@ Modules of this folder know what rounds drafted, kept and cost, and nothing of t
 models. A policy's state is a pytree of small arrays that the loop carries; `choose` and
 `update` are arithmetic on it, so that gamma stays data: nothing is traced again, and no
 host is asked. A choice depends on committed rounds alone, never on a draft that is
-still to be verified; so the distribution of sampled output is left alone, too.
+still to be verified; so the distribution of sampled output is left alone, too. (What
+`schedule` does with drafts says there why it may.)
 
 Where drafting does not pay a policy is off: it chooses gamma 0, plain decoding, which
 measures nothing. `Probing` says when one draft is risked all the same.
