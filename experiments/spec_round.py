@@ -82,11 +82,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.temperature = args.temperature or 0.0
     if args.dump_verify_mismatches and args.temperature:
         parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
-    of_chains = ("verify_path", "acceptance", "draft_cache", "dump_verify_mismatches")
+    of_chains = (
+        "schedule",
+        "verify_path",
+        "acceptance",
+        "draft_cache",
+        "dump_verify_mismatches",
+    )
     if args.gamma_policy != "goodput":  # Which counts the ranks of a tree's nodes.
         of_chains += ("gamma_policy",)
     flags.check_tree(parser, args, *of_chains)
-    policies.check_schedule(parser, args)
     for name in ("verify_path", "acceptance", "dump_verify_mismatches"):
         if args.batch and getattr(args, name) != parser.get_default(name):
             parser.error(
@@ -119,10 +124,9 @@ def load(args: argparse.Namespace) -> models.Subject:
     )
     num_slots = min(args.batch or 1, len(subject.prompts))
     settings = dataclasses.replace(subject.settings, num_slots=num_slots)
+    settings = policies.with_policy(args.gamma_policy, lm, settings, subject.ids[0])
     if args.schedule:
         settings = policies.scheduled(args, subject, settings)
-    else:
-        settings = policies.with_policy(args.gamma_policy, lm, settings, subject.ids[0])
     settings = dataclasses.replace(
         settings,
         verifier=designs.verifier(
@@ -188,7 +192,7 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     names += ("gamma", "batch", "gamma_policy", "confidence")
     chosen = {name: getattr(args, name) for name in names}
     if args.schedule:
-        chosen["gamma_policy"] = policies.SCHEDULE
+        chosen["schedule"] = args.schedule.name
     return {
         **models.describe(args, subject.lm),
         **chosen,

@@ -88,8 +88,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
-    flags.check_tree(parser, args, "gamma_policy")
-    policies.check_schedule(parser, args)
+    flags.check_tree(parser, args, "gamma_policy", "schedule")
     return args
 
 

@@ -18,9 +18,6 @@ POLICIES = ("fixed", "threshold", "goodput")
 """Always the same gamma; by the share of kept drafts; by expected tokens per second,
 from times that are measured first."""
 
-SCHEDULE = "schedule"
-"""What rows call the policy of `--schedule`."""
-
 TURNS = 5  # of the measurement that goodput needs
 
 
@@ -33,10 +30,9 @@ def add_policy(group: argparse._ActionsContainer) -> None:
             nothing (fixed), the share of drafts that were kept (threshold), or expected
             tokens per second by step costs that are measured before (goodput); of a
             tree goodput chooses the number of nodes
-        --schedule PROFILE  draft --gamma tokens a round, and verify those of the whole
-            batch that pay, by the chance that each is kept and the step times of this
-            file of profile_steps.py; rows of fit_scores.py --gamma in it calibrate the
-            chances
+        --schedule PROFILE  of what is drafted, verify those tokens of the whole batch
+            that pay, by the chance that each is kept and the step times of this file of
+            profile_steps.py; rows of fit_scores.py --gamma in it calibrate the chances
         """,
         NAME=POLICIES,
         PROFILE=cli.source,
@@ -55,22 +51,12 @@ def add_confidence(group: argparse._ActionsContainer) -> None:
     )
 
 
-def check_schedule(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with a usage error where something else chooses what is verified."""
-    if args.schedule is None:
-        return
-    for name in ("gamma_policy", "tree"):
-        if getattr(args, name) != parser.get_default(name):
-            parser.error(
-                f"--schedule does not go together with {cli.flag_of(name)}: leave one "
-                "out"
-            )
-
-
 def scheduled(
     args: argparse.Namespace, subject: models.Subject, settings: runs.Settings
 ) -> runs.Settings:
-    """Returns settings of so many slots, whose drafts `--schedule` chooses from.
+    """Returns the settings with the schedule of `--schedule`, for so many slots.
+
+    The policy that they have says how many tokens are drafted.
 
     Raises:
       ValueError: as `profiles.read`, and as `schedule.Schedule.check`.
@@ -85,8 +71,12 @@ def scheduled(
         temperature=args.temperature or 0.0,
     )
     stops_early = settings.rule != "coupled"
-    made = schedule.Schedule(gamma_max=settings.gamma, stops_early=stops_early)
-    state = made.init(profile.step_s, temperatures=profile.temperatures)
+    made = schedule.Schedule(
+        gamma_max=settings.gamma, stops_early=stops_early, asks=settings.gamma_policy
+    )
+    state = made.init(
+        profile.step_s, temperatures=profile.temperatures, asks=settings.policy_state
+    )
     return dataclasses.replace(settings, gamma_policy=made, policy_state=state)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
 from spec_jax import pytree
-from spec_jax.gamma import confidence
+from spec_jax.gamma import confidence, policy as policy_lib
 from spec_jax.typing import typed
 
 
@@ -113,15 +113,16 @@ def times(step_s: np.ndarray) -> np.ndarray:
 
 
 class ScheduleState(pytree.Node):
-    """The state of `Schedule`: data that no round changes."""
+    """The state of `Schedule`, of which no round changes but what `asks` is."""
 
     step_s: jax.Array  # [rows + 1] float32
     temperatures: jax.Array | None  # [gamma_max] float32; None: survival as it is
+    asks: policy_lib.State  # of the policy that says how much is drafted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Asks for all drafts, and verifies those of a batch that pay: see `schedule`.
+    """Verifies those drafts of a batch that pay: see `schedule`.
 
     A policy of gamma for drafters that give `Proposal.survival`; gamma, the number of
     rows that each slot verifies, is data, and may differ from slot to slot and round to
@@ -131,13 +132,17 @@ class Schedule:
       gamma_max: tokens to draft a round.
       stops_early: whether the search ends where theta first does not rise. False, the
         global maximum, is for the rule "coupled" alone, and `check` refuses others.
+      asks: how many tokens are drafted, of which a slot verifies some; None: always
+        `gamma_max`. With `Threshold`, a slot whose drafts are not verified, or not
+        kept, drafts no more but for a probe now and then.
 
     Raises:
-      ValueError: gamma_max below 1.
+      ValueError: gamma_max below 1, or below that of `asks`.
     """
 
     gamma_max: int
     stops_early: bool = False
+    asks: policy_lib.GammaPolicy | None = None
 
     schedules = True
     """`trim` is asked how many of the drafts are verified."""
@@ -145,9 +150,18 @@ class Schedule:
     def __post_init__(self):
         if self.gamma_max < 1:
             raise ValueError(f"gamma_max={self.gamma_max} must be at least 1")
+        if self.asks is not None and self.asks.gamma_max > self.gamma_max:
+            raise ValueError(
+                f"gamma_max={self.gamma_max} of a schedule whose policy asks for up to "
+                f"{self.asks.gamma_max} drafts: give both the same"
+            )
 
     def init(
-        self, step_s: np.ndarray, *, temperatures: np.ndarray | None = None
+        self,
+        step_s: np.ndarray,
+        *,
+        temperatures: np.ndarray | None = None,
+        asks: policy_lib.State = None,
     ) -> ScheduleState:
         """Returns the state.
 
@@ -156,12 +170,17 @@ class Schedule:
             `num_slots * (gamma_max + 1)` rows; what drafting takes may be in them.
           temperatures: of each draft's confidence, `analysis.calibration.fit_sts`;
             None: the drafter's survival is calibrated.
+          asks: the first state of the policy `asks`.
 
         Raises:
-          ValueError: as `times`; or temperatures that are not one above 0 for each
-            draft.
+          ValueError: as `times`; temperatures that are not one above 0 for each draft;
+            or a policy without its state.
         """
-        state = ScheduleState(step_s=jnp.array(times(step_s)), temperatures=None)
+        if (self.asks is None) != (asks is None):
+            raise ValueError("the policy `asks` and its first state go together")
+        state = ScheduleState(
+            step_s=jnp.array(times(step_s)), temperatures=None, asks=asks
+        )
         if temperatures is None:
             return state
         found = np.asarray(temperatures, np.float32)
@@ -192,13 +211,16 @@ class Schedule:
             )
 
     def choose(self, state: ScheduleState) -> Int[Array, ""]:
-        """All drafts: survival is known of what was drafted alone."""
-        del state
-        return jnp.int32(self.gamma_max)
+        """Returns what `asks` chooses, or all: survival is of what was drafted."""
+        if self.asks is None:
+            return jnp.int32(self.gamma_max)
+        return self.asks.choose(state.asks)
 
-    def update(self, state: ScheduleState, **_: jax.Array) -> ScheduleState:
-        """The state, unchanged."""
-        return state
+    def update(self, state: ScheduleState, **numbers: jax.Array) -> ScheduleState:
+        """Tells `asks` of a round. Drafts that were not verified are none to it."""
+        if self.asks is None:
+            return state
+        return state.replace(asks=self.asks.update(state.asks, **numbers))
 
     def trim(
         self,

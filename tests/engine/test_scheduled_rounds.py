@@ -11,7 +11,7 @@ import pytest
 import spec_jax as sj
 from spec_jax import loading
 from spec_jax.drafters import ngram, tree_shapes
-from spec_jax.gamma import schedule as schedule_lib
+from spec_jax.gamma import schedule as schedule_lib, threshold
 from spec_jax.model import sequence
 
 
@@ -24,17 +24,30 @@ IMPL = decoding.SMALL.target.impl
 TEMPERATURES = np.linspace(0.5, 2, decoding.GAMMA_MAX)
 
 
-def make(rule="coupled", *, stops_early=False, step_s=STEP_S, num_slots=4, **changes):
+def make(
+    rule="coupled",
+    *,
+    stops_early=False,
+    step_s=STEP_S,
+    num_slots=4,
+    asks=None,
+    **changes,
+):
     """A scheduler whose drafts, of a draft model, are scheduled."""
-    made = schedule_lib.Schedule(gamma_max=decoding.GAMMA_MAX, stops_early=stops_early)
-    changes = {"drafter": decoding.draft_drafter(impl=IMPL)} | changes
+    made = schedule_lib.Schedule(
+        gamma_max=decoding.GAMMA_MAX, stops_early=stops_early, asks=asks
+    )
+    first = None if asks is None else asks.init()
+    changes = {
+        "drafter": decoding.draft_drafter(impl=IMPL),
+        "draft_params": decoding.NEARLY_TARGET,
+    } | changes
     return decoding.SMALL.scheduler(
         **changes,
         num_slots=num_slots,
         rule=rule,
-        draft_params=decoding.NEARLY_TARGET,
         gamma_policy=made,
-        policy_state=made.init(step_s, temperatures=TEMPERATURES),
+        policy_state=made.init(step_s, temperatures=TEMPERATURES, asks=first),
     )
 
 
@@ -74,6 +87,22 @@ def test_greedy_slots_are_scheduled_without_draws():
     assert (
         0 < int(state.slots.num_accepted.sum()) <= int(state.slots.num_proposed.sum())
     )
+
+
+def test_a_policy_may_say_how_much_is_drafted():
+    """Of a draft model that is always wrong a slot soon asks for a probe at most."""
+    asks = threshold.Threshold(ladder=(0, 1, 2, 4), weight=0.5)
+    wrong = decoding.perturbed(decoding.TARGET_PARAMS, 2.0)
+    free, proposed = np.ones_like(STEP_S), []
+    for policy in (None, asks):
+        state = run(make(step_s=free, asks=policy, draft_params=wrong))
+        decoding.assert_as_decoded(decoding.SMALL, state, ASKS)
+        proposed.append(int(state.slots.num_proposed.sum()))
+    assert proposed[1] < 0.2 * proposed[0]
+    with pytest.raises(ValueError, match="gamma_max=2 of a schedule .* up to 4"):
+        schedule_lib.Schedule(gamma_max=2, asks=asks)
+    with pytest.raises(ValueError, match="`asks` and its first state go together"):
+        schedule_lib.Schedule(gamma_max=4, asks=asks).init(STEP_S)
 
 
 @pytest.mark.few(1)

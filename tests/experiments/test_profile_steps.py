@@ -58,10 +58,11 @@ def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
     row = rows_of(measured[0])[0] | {"kind": profiles.CALIBRATION}
     row |= {"temperature": 0.7, "temperatures": [0.5, 2.0]}
     profile.write_text(measured[0].read_text() + json.dumps(row) + "\n")
-    more = ("--temperature", "0.7", "--out", str(out))
+    more = ("--temperature", "0.7", "--gamma-policy", "threshold", "--out", str(out))
     assert spec_round.main(command(folders, profile, *more)) == 0
     summary = rows_of(out)[-1]
-    assert summary["matched"] and summary["gamma_policy"] == "schedule"
+    assert summary["matched"] and summary["gamma_policy"] == "threshold"
+    assert summary["schedule"] == "both.jsonl"
     greedy = command(folders, profile)
     words = "calibrated at (temperature, drafts) [(0.7, 2)], and not at temperature 0"
     assert_fails_with(spec_round.main, capsys, greedy, words)
@@ -103,9 +104,9 @@ def test_files_that_are_no_profile_of_the_run(
 
 
 def test_flags_that_do_not_go_together(folders, measured, tmp_path, capsys):
-    for more in (("--gamma-policy", "threshold"), ("--tree", "2x2:4")):
-        arguments = command(folders, measured[0], *more)
-        assert_fails_with(spec_round.main, capsys, arguments, "--schedule", more[0])
+    for script in (spec_round, throughput):
+        arguments = command(folders, measured[0], "--tree", "2x2:4")
+        assert_fails_with(script.main, capsys, arguments, "--schedule", "of chains")
     arguments = command(folders, tmp_path / "nothing.jsonl")
     assert_fails_with(spec_round.main, capsys, arguments, "profile_steps.py writes one")
     long = [*models_of(folders), "--contexts", "2040", "--batch", "1"]
