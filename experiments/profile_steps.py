@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
                         lm,
                         num_slots=num_slots,
                         context=context,
+                        longest=max(args.contexts),
                         page_size=args.page_size,
                         steps=args.steps,
                         repeats=args.repeats,

@@ -36,12 +36,16 @@ def measure(
     *,
     num_slots: int,
     context: int,
+    longest: int,
     page_size: int,
     steps: int,
     repeats: int,
     after_turn: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Times steps of 1 to `num_slots * (gamma_max + 1)` rows, and a whole round.
+
+    Args:
+      longest: context that caches have room for: those of one size share programs.
 
     Returns:
       The row: seconds by rows as they were measured (medians, 10th and 90th percentile)
@@ -52,9 +56,20 @@ def measure(
     if hasattr(drafter, "for_schedule"):
         lm = dataclasses.replace(lm, drafter=drafter.for_schedule())
     most = num_slots * (gamma + 1)
-    scheduler, state = _begin(
-        lm, num_slots=num_slots, context=context, page_size=page_size, steps=steps
+    new = (steps + 1) * (gamma + 1)
+    settings = runs.Settings(
+        gamma=gamma,
+        gen_tokens=new,
+        capacity=_capacity(lm, longest + new, page_size),
+        page_size=page_size,
+        num_slots=num_slots,
     )
+    scheduler = runs.make_scheduler(lm, settings)
+    state = scheduler.empty(draws=False)
+    for slot in range(num_slots):
+        prompt = noise.tokens(context, lm.target.config.vocab_size, seed=slot).tolist()
+        request = runs.make_request(lm, settings, prompt)
+        state = scheduler.admit(state, slot, request)
     made: dict[Any, timing.Thunk] = {
         rows: _step(lm, state, rows=rows, steps=steps) for rows in range(1, most + 1)
     }
@@ -86,30 +101,16 @@ def measure(
     }
 
 
-def _begin(lm, *, num_slots, context, page_size, steps):
-    """A scheduler, and its state with a context of noise in each slot."""
-    new = (steps + 1) * (lm.gamma_max + 1)
-    capacity = index.pages_for(context + new, page_size) * page_size
+def _capacity(lm, needed: int, page_size: int) -> int:
+    """Positions in whole pages; raises `ValueError` where the model has fewer."""
+    capacity = index.pages_for(needed, page_size) * page_size
     positions = lm.target.config.max_position_embeddings
     if capacity > positions:
         raise ValueError(
-            f"{steps} rounds in a context of {context} need {capacity} positions, the "
-            f"model has {positions}: give fewer --steps or shorter --contexts"
+            f"the longest context and its rounds need {capacity} positions, the model "
+            f"has {positions}: give fewer --steps or shorter --contexts"
         )
-    settings = runs.Settings(
-        gamma=lm.gamma_max,
-        gen_tokens=new,
-        capacity=capacity,
-        page_size=page_size,
-        num_slots=num_slots,
-    )
-    scheduler, state = runs.make_scheduler(lm, settings), None
-    state = scheduler.empty(draws=False)
-    for slot in range(num_slots):
-        prompt = noise.tokens(context, lm.target.config.vocab_size, seed=slot).tolist()
-        request = runs.make_request(lm, settings, prompt)
-        state = scheduler.admit(state, slot, request)
-    return scheduler, state
+    return capacity
 
 
 def _step(

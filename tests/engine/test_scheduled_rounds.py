@@ -93,12 +93,15 @@ def test_a_policy_may_say_how_much_is_drafted():
     """Of a draft model that is always wrong a slot soon asks for a probe at most."""
     asks = threshold.Threshold(ladder=(0, 1, 2, 4), weight=0.5)
     wrong = decoding.perturbed(decoding.TARGET_PARAMS, 2.0)
-    free, proposed = np.ones_like(STEP_S), []
-    for policy in (None, asks):
-        state = run(make(step_s=free, asks=policy, draft_params=wrong))
-        decoding.assert_as_decoded(decoding.SMALL, state, ASKS)
-        proposed.append(int(state.slots.num_proposed.sum()))
-    assert proposed[1] < 0.2 * proposed[0]
+    free = np.ones_like(STEP_S)
+    state = run(make(step_s=free, asks=asks, draft_params=wrong))
+    decoding.assert_as_decoded(decoding.SMALL, state, ASKS)
+    # Where rows are free a schedule alone verifies nearly four a round.
+    proposed, rounds = (
+        int(getattr(state.slots, f"num_{name}").sum())
+        for name in ("proposed", "rounds")
+    )
+    assert 0 < proposed < 0.8 * rounds
     with pytest.raises(ValueError, match="gamma_max=2 of a schedule .* up to 4"):
         schedule_lib.Schedule(gamma_max=2, asks=asks)
     with pytest.raises(ValueError, match="`asks` and its first state go together"):
