@@ -1,10 +1,12 @@
-"""Which tau makes a draft model's scores the chances of its drafts?
+"""Which temperatures make a drafter's scores and confidences chances?
 
 Decodes each prompt with the target alone, greedily and by each --temperature, runs the
 draft model over the text, and fits tau to the tokens that the target wrote; where it
 drew them the draft's weights include the noise of that draw, as in a search for a
 tree. Prints one row a temperature, with the shares of tokens among the draft's first 1,
-2, 4 and 8 children. Half of the prompts fit; the nats are of the other half.
+2, 4 and 8 children. With --gamma it runs rounds, too, and fits a temperature for the
+confidence of each draft, so that their products are the chances a prefix is kept.
+Half of the prompts fit; nats, errors of calibration and ROC-AUC are of the other half.
 Exit status: 0 fitted, 1 the input was unusable.
 """
 
@@ -24,15 +26,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import flags, models, records, runs, tables, terminal
+from experiments.lib import (
+    flags,
+    models,
+    profiles,
+    prompt_files,
+    records,
+    runs,
+    tables,
+    terminal,
+)
 from spec_jax import loading
 from spec_jax.analysis import calibration
+from spec_jax.drafters import draft_model
 from spec_jax.model import sequence
 from spec_jax.rules import sampling
 
 
 FITTED = 0
 CHILDREN = (1, 2, 4, 8)
+CONFIDENCES = {
+    "temperature": "g",
+    "draft": "d",
+    "of its confidence": ("temperatures", ".2f"),
+}
+CONFIDENCES |= {"ECE before": ("ece_before", ".3f"), "ECE": ("ece", ".3f")}
+CONFIDENCES |= {
+    "ROC-AUC before": ("roc_auc_before", ".3f"),
+    "ROC-AUC": ("roc_auc", ".3f"),
+}
+"""Columns of the table of confidences."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -49,12 +72,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """
         --temperature T,...=0,0.7,1  of the target's draws; 0 is greedy
         --seed I=0  of the draws
+        --gamma TOKENS  drafts a round whose confidences are calibrated (default: none)
         """,
         **{"T,...": flags.temperatures},
     )
-    flags.add_out(parser, rows="one per temperature")
+    flags.add_drafter(runs_group)
+    flags.add_out(parser, rows="one per temperature, of scores and of confidences")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    if args.gamma is None and args.drafter != "draft-model":
+        parser.error(
+            f"--drafter {args.drafter} has no tau: give --gamma, of confidences"
+        )
     return args
 
 
@@ -117,24 +146,82 @@ def _score(config, params, text, settings, taus, *, first, count):
     return likelihoods, calibration.ranks(rows, tokens)
 
 
+def fit_confidences(
+    subject: models.Subject, temperature: float, *, seed: int
+) -> dict[str, Any]:
+    """Returns the row of a temperature, of recorded rounds."""
+    drafter = subject.lm.drafter
+    if hasattr(drafter, "for_schedule"):
+        drafter = drafter.for_schedule()
+    lm, draws = dataclasses.replace(subject.lm, drafter=drafter), None
+    if temperature:
+        draws = sampling.make_settings(temperature=temperature, seed=seed)
+    settings = dataclasses.replace(subject.settings, sampling=draws)
+    scheduler = runs.make_scheduler(lm, settings)
+    halves: tuple[list, list] = ([], [])
+    for number, prompt in enumerate(subject.ids):
+        state = scheduler.begin(runs.make_request(lm, settings, prompt))
+        recorded = calibration.record_rounds(
+            scheduler.speculator, state, max_rounds=settings.gen_tokens
+        )
+        halves[number % 2].append(recorded)
+    fitted, reported = (
+        calibration.Rounds(
+            logits=np.concatenate([each.logits for each in half]),
+            num_accepted=np.concatenate([each.num_accepted for each in half]),
+        )
+        for half in halves
+    )
+    found = calibration.fit_sts(fitted.logits, fitted.num_accepted)
+    before = calibration.report(reported, np.ones_like(found))
+    row = {"kind": profiles.CALIBRATION, "temperature": temperature}
+    row |= {"gamma": lm.gamma_max, "temperatures": found.tolist()}
+    row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
+    row |= {f"{name}_before": values for name, values in before.items()}
+    return row | calibration.report(reported, found)
+
+
+def by_draft(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row of confidences as a line for each draft."""
+    names = ("temperatures", "ece_before", "ece", "roc_auc_before", "roc_auc")
+    return [
+        {"temperature": row["temperature"], "draft": draft + 1}
+        | {name: row[name][draft] for name in names}
+        for draft in range(row["gamma"])
+    ]
+
+
 def run(args: argparse.Namespace) -> int:
     """Fits and shows all temperatures; returns the exit status."""
     console = terminal.console()
-    lm = models.load(args, drafter="draft-model", gamma_max=1)
+    lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma or 1)
+    scores = isinstance(lm.drafter, draft_model.DraftModel)
     subject = models.prepare(args, lm, args.prompts)
     if len(subject.ids) < 2:
         raise ValueError("one prompt fits and none is left to report: give --prompts 2")
     models.announce(args, subject, console)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     with records.open_out(args) as out:
+        about = models.describe(args, lm) | {"prompts": len(subject.ids)}
+        about |= {"drafter": args.drafter}
+        about |= {"prompt_source": prompt_files.without_folders(args.prompts)}
         for temperature in args.temperature:
-            row = models.describe(args, lm) | {"prompts": len(subject.ids)}
-            rows.append(row | fit(subject, temperature, seed=args.seed))
-            out.write(rows[-1])
+            if scores:
+                found = fit(subject, temperature, seed=args.seed)
+                rows.append(about | found)
+                out.write(rows[-1])
+            if args.gamma:
+                found = fit_confidences(subject, temperature, seed=args.seed)
+                out.write(about | found)
+                lines += by_draft(found)
     shares = {f"first {n}": (f"first_{n}", ".2f") for n in CHILDREN}
     columns = {"temperature": "g", "tau": ".2f", "nats": ".3f"}
     columns |= {"at tau 1": ("nats_at_tau_1", ".3f"), **shares}
-    tables.print_rows(rows, columns, console)
+    if rows:
+        tables.print_rows(rows, columns, console)
+    if lines:
+        tables.print_rows(lines, CONFIDENCES, console)
     return FITTED
 
 

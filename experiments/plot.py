@@ -50,10 +50,11 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "sweep_categories": curves.has_category,
     "improvement": _of_kind("theory"),
     "tree": _of_kind("tree"),
+    "reliability": _of_kind("confidences"),
 }
 """Which rows belong to a figure, by the name of its function in `lib/figures.py`."""
 
-EACH = ("divergence", "tree")
+EACH = ("divergence", "tree", "reliability")
 """Figures of one row each."""
 
 

@@ -82,7 +82,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.temperature = args.temperature or 0.0
     if args.dump_verify_mismatches and args.temperature:
         parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
-    of_chains = ("verify_path", "acceptance", "draft_cache", "dump_verify_mismatches")
+    of_chains = (
+        "schedule",
+        "verify_path",
+        "acceptance",
+        "draft_cache",
+        "dump_verify_mismatches",
+    )
     if args.gamma_policy != "goodput":  # Which counts the ranks of a tree's nodes.
         of_chains += ("gamma_policy",)
     flags.check_tree(parser, args, *of_chains)
@@ -116,12 +122,13 @@ def load(args: argparse.Namespace) -> models.Subject:
         rule=args.rule,
         sampling=sampling,
     )
-    settings = policies.with_policy(
-        args.gamma_policy, lm, subject.settings, subject.ids[0]
-    )
+    num_slots = min(args.batch or 1, len(subject.prompts))
+    settings = dataclasses.replace(subject.settings, num_slots=num_slots)
+    settings = policies.with_policy(args.gamma_policy, lm, settings, subject.ids[0])
+    if args.schedule:
+        settings = policies.scheduled(args, subject, settings)
     settings = dataclasses.replace(
         settings,
-        num_slots=min(args.batch or 1, len(subject.prompts)),
         verifier=designs.verifier(
             lm, path=args.verify_path, acceptance=args.acceptance, sampling=sampling
         ),
@@ -183,9 +190,12 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     """Returns what was run, for the summary line."""
     names = ("drafter", "verify_path", "acceptance", "cache", "draft_cache")
     names += ("gamma", "batch", "gamma_policy", "confidence")
+    chosen = {name: getattr(args, name) for name in names}
+    if args.schedule:
+        chosen["schedule"] = args.schedule.name
     return {
         **models.describe(args, subject.lm),
-        **{name: getattr(args, name) for name in names},
+        **chosen,
         "tree": args.tree and str(args.tree),
         "prompt_source": prompt_files.without_folders(args.prompts),
         "capacity": subject.settings.capacity,

@@ -40,6 +40,7 @@ class Way:
     batch: int | None = None  # sequences at once; None: one by one, without rounds
     gamma: int = 0  # drafts of a round; 0: none
     tree: str | None = None  # of which they are; None: a chain
+    scheduled: bool = False  # by `--schedule`
 
     def to_row(self) -> dict[str, Any]:
         """Returns the way, in a JSON row."""
@@ -48,6 +49,8 @@ class Way:
         row = {"batch": self.batch, "gamma": self.gamma}
         if self.tree is not None:
             kind, row["tree"] = f"tree {self.tree}", self.tree
+        if self.scheduled:
+            kind, row["scheduled"] = f"{kind} scheduled", True
         return {"way": f"{kind}, {where}", **row}
 
 
@@ -85,7 +88,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
-    flags.check_tree(parser, args, "gamma_policy")
+    flags.check_tree(parser, args, "gamma_policy", "schedule")
     return args
 
 
@@ -103,16 +106,29 @@ def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
     }
 
 
+def settings_of(
+    args: argparse.Namespace,
+    subject: models.Subject,
+    settings: runs.Settings,
+    way: Way,
+) -> runs.Settings:
+    """Returns the settings of a way; those of prompts one by one as they are."""
+    if way.batch is None:
+        return settings
+    settings = dataclasses.replace(settings, gamma=way.gamma, num_slots=way.batch)
+    return policies.scheduled(args, subject, settings) if way.scheduled else settings
+
+
 def run_ways(lm, settings, ids, results, *, repeats: int) -> Iterator[dict[str, Any]]:
     """Runs every way in turn, after one brief run that compiles; yields their rows."""
     total = (repeats + 1) * len(results)
     with terminal.counted("runs", total=total) as advance:
         for way in results:
-            _once(lm, dataclasses.replace(settings, gen_tokens=1), ids, way)
+            _once(lm, dataclasses.replace(settings[way], gen_tokens=1), ids, way)
             advance()
         for repeat in range(repeats):
             for way, result in results.items():
-                result.texts, seconds = _once(lm, settings, ids, way)
+                result.texts, seconds = _once(lm, settings[way], ids, way)
                 result.seconds.append(seconds)
                 yield {
                     **{"kind": "throughput_run", **way.to_row(), "repeat": repeat},
@@ -127,7 +143,6 @@ def _once(lm, settings, ids, way: Way) -> tuple[list[list[int]], float]:
     if way.batch is None:
         done = [runs.run_plain(lm, settings, prompt) for prompt in ids]
     else:
-        settings = dataclasses.replace(settings, gamma=way.gamma, num_slots=way.batch)
         done = runs.run_batch(lm, settings, ids)
     return [run.tokens for run in done], sum(run.timing.e2e_s for run in done)
 
@@ -162,6 +177,9 @@ def run(args: argparse.Namespace) -> int:
         for batch in dict.fromkeys(min(each, len(ids)) for each in args.batch):
             ways.append(Way(batch=batch))
             ways.append(Way(batch=batch, **drafted))
+            if args.schedule:
+                ways.append(Way(batch=batch, scheduled=True, **drafted))
+        made = {way: settings_of(args, subject, settings, way) for way in ways}
         models.announce(args, subject, console)
         out.common = (
             {"drafter": args.drafter, "prompts": len(ids)}
@@ -170,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
             | records.provenance()
         )
         results = {way: Result() for way in ways}
-        out.write_all(run_ways(lm, settings, ids, results, repeats=args.repeats))
+        out.write_all(run_ways(lm, made, ids, results, repeats=args.repeats))
         rows = [row_of(way, results[way], results[ALONE]) for way in ways]
         out.write_all(rows)
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)

@@ -378,7 +378,7 @@ class Run:
         speculator = round_lib.Speculator(
             params=(lm.params, lm.drafter_params),
             target=rows.SlotRows(model=lm.target, num_slots=num_slots),
-            drafter=each.lift(lm.drafter, num_slots, rule=rule),
+            drafter=each.lift(lm.drafter, num_slots, rule=rule, gamma_policy=policy),
             rule=rule,
             gamma_policy=policy,
         )

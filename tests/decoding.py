@@ -224,7 +224,12 @@ class Setting:
         speculator = round_lib.Speculator(
             params=(self.weights, draft_params),
             target=rows.SlotRows(model=self.target, num_slots=num_slots),
-            drafter=each.lift(drafter or Scripted(), num_slots, rule=rule),
+            drafter=each.lift(
+                drafter or Scripted(),
+                num_slots,
+                rule=rule,
+                gamma_policy=given.get("gamma_policy"),
+            ),
             rule=rule,
         )
         return scheduler_lib.Scheduler(

@@ -297,6 +297,32 @@ def tree(row: Row) -> Figure:
     return figure
 
 
+def reliability(row: Row) -> Figure:
+    """Share of drafts kept over the chance that was given, before and after fitting."""
+    with parts.style():
+        figure, (axes,) = parts.new(4.2, 1, 1)
+        axes.plot([0, 1], [0, 1], ":", color="#7F7F7F")
+        for place, (label, suffix) in enumerate(
+            (("before", "_before"), ("fitted", ""))
+        ):
+            counts, chances, kept = (
+                row[f"bin_{name}{suffix}"] for name in ("rounds", "chance", "kept")
+            )
+            at = [number for number, count in enumerate(counts) if count]
+            error = sum(row[f"ece{suffix}"]) / len(row[f"ece{suffix}"])
+            axes.plot(
+                [chances[number] for number in at],
+                [kept[number] for number in at],
+                label=f"{label}: calibration error {error:.3f}",
+                **parts.looks(place),
+            )
+        axes.set_xlabel("chance that the drafts up to one are kept, as given")
+        axes.set_ylabel("share of rounds that kept them")
+        title = f"gamma {row['gamma']}, temperature {row['temperature']:g}"
+        axes.legend(title=title, loc="upper left")
+    return figure
+
+
 def _tree_layout(parents: Sequence[int]) -> tuple[list[int], list[float]]:
     """The depth of each column, and its place among the leaves, from top to bottom."""
     children: dict[int, list[int]] = {}

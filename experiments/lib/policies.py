@@ -2,15 +2,16 @@
 
 import argparse
 import dataclasses
+import statistics
 from collections.abc import Callable
 
 import numpy as np
 
-from experiments.lib import cli, costs, runs
+from experiments.lib import cli, costs, models, profiles, runs
 from spec_jax import loading
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
-from spec_jax.gamma import goodput, policy, threshold
+from spec_jax.gamma import goodput, policy, schedule, threshold
 
 
 POLICIES = ("fixed", "threshold", "goodput")
@@ -21,7 +22,7 @@ TURNS = 5  # of the measurement that goodput needs
 
 
 def add_policy(group: argparse._ActionsContainer) -> None:
-    """`--gamma-policy` and `--confidence`."""
+    """`--gamma-policy`, `--schedule` and `--confidence`."""
     cli.add(
         group,
         """
@@ -29,8 +30,12 @@ def add_policy(group: argparse._ActionsContainer) -> None:
             nothing (fixed), the share of drafts that were kept (threshold), or expected
             tokens per second by step costs that are measured before (goodput); of a
             tree goodput chooses the number of nodes
+        --schedule PROFILE  of what is drafted, verify those tokens of the whole batch
+            that pay, by the chance that each is kept and the step times of this file of
+            profile_steps.py; rows of fit_scores.py --gamma in it calibrate the chances
         """,
         NAME=POLICIES,
+        PROFILE=cli.source,
     )
     add_confidence(group)
 
@@ -44,6 +49,35 @@ def add_confidence(group: argparse._ActionsContainer) -> None:
             less than this probability; 0 is never
         """,
     )
+
+
+def scheduled(
+    args: argparse.Namespace, subject: models.Subject, settings: runs.Settings
+) -> runs.Settings:
+    """Returns the settings with the schedule of `--schedule`, for so many slots.
+
+    The policy that they have says how many tokens are drafted.
+
+    Raises:
+      ValueError: as `profiles.read`, and as `schedule.Schedule.check`.
+    """
+    lengths = statistics.median(map(len, subject.ids))
+    profile = profiles.read(
+        args.schedule,
+        models.describe(args, subject.lm) | {"drafter": args.drafter},
+        num_slots=settings.num_slots,
+        gamma=settings.gamma,
+        context=int(lengths) + settings.gen_tokens // 2,
+        temperature=args.temperature or 0.0,
+    )
+    stops_early = settings.rule != "coupled"
+    made = schedule.Schedule(
+        gamma_max=settings.gamma, stops_early=stops_early, asks=settings.gamma_policy
+    )
+    state = made.init(
+        profile.step_s, temperatures=profile.temperatures, asks=settings.policy_state
+    )
+    return dataclasses.replace(settings, gamma_policy=made, policy_state=state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

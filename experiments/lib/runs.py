@@ -130,7 +130,12 @@ def make_scheduler(
         params=(lm.params, lm.drafter_params),
         target=settings.verifier
         or rows.SlotRows(model=lm.target, num_slots=settings.num_slots),
-        drafter=each.lift(lm.drafter, settings.num_slots, rule=settings.rule),
+        drafter=each.lift(
+            lm.drafter,
+            settings.num_slots,
+            rule=settings.rule,
+            gamma_policy=settings.gamma_policy,
+        ),
         rule=settings.rule,
         gamma_policy=settings.gamma_policy,
     )

@@ -395,15 +395,19 @@ def repeat_forward(
     """Verifies rows at the same positions `steps` times, and forgets them each time.
 
     Args:
+      kv: of one slot or several.
+      num_active: of each slot, or of all.
       num_columns: of the window, active or not; None: those of a slab.
       is_tree: whether each node has two children; otherwise the window is a chain.
     """
-    target = rows_lib.SlotRows(model=model, num_slots=1)
+    (num_slots,) = kv.length.shape
+    target = rows_lib.SlotRows(model=model, num_slots=num_slots)
+    num_active = jnp.broadcast_to(num_active, (num_slots,))
     width, shape = num_columns or model.slab, {}
     if is_tree:
         above = jnp.asarray(_two_children(width))
         shape = {"parents": above[None], "depth_max": width.bit_length()}
-    start, asked = kv.length, jnp.ones((1,), bool)
+    start, asked = kv.length, jnp.ones((num_slots,), bool)
 
     def step(carry, _):
         kv, tokens = carry
@@ -411,16 +415,17 @@ def repeat_forward(
             params,
             kv,
             protocols.Window(
-                tokens=tokens, start=start, num_active=num_active[None], **shape
+                tokens=tokens, start=start, num_active=num_active, **shape
             ),
         )
         chosen = target.choose(verified.logits, verified.num_active)
         # Each step's tokens come from the step before it, as in decoding. With fixed
         # ones XLA could move the first layer out of the loop.
-        tokens = chosen[None, :width]
+        tokens = verified.by_column(chosen, fill=0)
         return (target.truncate(kv, start, asked=asked), tokens), None
 
     tokens = jnp.arange(width, dtype=jnp.int32)[None]
+    tokens = jnp.broadcast_to(tokens, (num_slots, width))
     return jax.lax.scan(step, (kv, tokens), None, length=steps)[0]
 
 

@@ -1,18 +1,26 @@
-"""Calibration: which temperature makes a drafter's scores chances.
+"""Calibration: which temperatures make a drafter's scores and confidences chances.
 
 The score of a tree's node is `log_softmax(log_weights / tau)`, with the noise of the
 target's draw among the log weights where it samples. With the tau that gives the
 target's tokens the highest likelihood, scores are as close to chances as one number can
 make them, and the best nodes by score are those most likely to be kept.
+
+The confidence of a chain's draft is `sigmoid(logit / temperature)`, with a temperature
+for each draft, of which `fit_sts` makes the products chances that a prefix is kept.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
+from spec_jax.engine import round as round_lib, state as states
+from spec_jax.gamma import confidence
 from spec_jax.typing import typed
 
 
@@ -89,3 +97,183 @@ def fit(sums: np.ndarray, taus: np.ndarray, *, num_tokens: int) -> Fit:
         nats_at_one=float(np.interp(1.0, taus, sums)) / num_tokens,
         is_inside=0 < best < len(taus) - 1,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """Confidences of rounds that verified all drafts, with their verdict."""
+
+    logits: np.ndarray  # [n, W] float32, see `confidence.logits_of`
+    num_accepted: np.ndarray  # [n] int32
+
+
+def record_rounds(
+    speculator: round_lib.Speculator, state: states.State, *, max_rounds: int
+) -> Rounds:
+    """Returns the rounds of all slots, slot after slot; the state stays as it is.
+
+    Rounds that verified fewer drafts than there can be say less, and are left out: near
+    the end of a text, and where a drafter ended its proposal.
+
+    Raises:
+      ValueError: a drafter that gives no survival.
+    """
+    survival, accepted, is_whole = jax.device_get(
+        _run_rounds(speculator, state, max_rounds=max_rounds)
+    )
+    # [rounds, B, ..] -> [B, rounds, ..]: the rounds of a slot together.
+    survival, accepted, is_whole = (
+        np.swapaxes(each, 0, 1) for each in (survival, accepted, is_whole)
+    )
+    logits = confidence.logits_of(jnp.asarray(survival[is_whole]))
+    return Rounds(logits=np.asarray(logits), num_accepted=accepted[is_whole])
+
+
+@functools.partial(jax.jit, static_argnames=("max_rounds",))
+def _run_rounds(speculator, state, *, max_rounds):
+    """The survival, the drafts accepted and whether all were verified, by round."""
+
+    def step(state, _):
+        running = state.slots.running
+        state, info = round_lib.run_round(speculator, state)
+        survival, num_drafted = info.proposal.survival, info.proposal.num_drafted
+        if survival is None:
+            drafter = getattr(speculator.drafter, "drafter", speculator.drafter)
+            raise ValueError(
+                f"{type(drafter).__name__} gives no `Proposal.survival`: there is "
+                "nothing to calibrate"
+            )
+        is_whole = running & ~info.out_of_pages & (num_drafted == survival.shape[1])
+        return state, (survival, info.outcome.num_accepted, is_whole)
+
+    return jax.lax.scan(step, state, length=max_rounds)[1]
+
+
+GRID = tuple(np.geomspace(0.25, 4.0, 65).tolist())
+"""Temperatures of confidences that are tried; 1 is one of them."""
+
+BINS = 20
+"""Of equal width, of chances, for errors of calibration."""
+
+
+def fit_sts(
+    logits: np.ndarray,
+    num_accepted: np.ndarray,
+    *,
+    grid: Sequence[float] = GRID,
+    bins: int = BINS,
+) -> np.ndarray:
+    """Returns a temperature for the confidence of each draft, `[W]` float32.
+
+    Sequential temperature scaling (DSpark, https://arxiv.org/abs/2607.05147): draft by
+    draft, that of the grid with which the product of all chances so far, sigmoids of
+    `logits / temperature`, has the least error of calibration; those before it stay as
+    they were found. Of equal ones the one nearest to 1.
+
+    Args:
+      logits: `[n, W]`, of each draft's chance, if those before it are kept.
+      num_accepted: `[n]`, drafts that were kept, of rounds that verified all `W`.
+
+    Raises:
+      ValueError: no round, shapes that do not agree, values that are not finite, or
+        counts outside `0 .. W`.
+    """
+    logits = np.asarray(logits, np.float64)
+    num_accepted = np.asarray(num_accepted)
+    if logits.ndim != 2 or not logits.size or num_accepted.shape != logits.shape[:1]:
+        raise ValueError(
+            f"logits have shape {list(logits.shape)} and num_accepted "
+            f"{list(num_accepted.shape)}: give [n, W] and [n], of a round at least"
+        )
+    if not np.isfinite(logits).all():
+        raise ValueError("logits of confidences hold NaN or infinity: clip them")
+    width = logits.shape[1]
+    if num_accepted.min() < 0 or num_accepted.max() > width:
+        raise ValueError(
+            f"num_accepted is {num_accepted.min()} .. {num_accepted.max()}, and "
+            f"{width} drafts can be kept"
+        )
+    by_nearness = sorted(grid, key=lambda temperature: abs(np.log(temperature)))
+    before, found = np.ones(len(logits)), []
+    for draft in range(width):
+        products = [
+            before / (1 + np.exp(-logits[:, draft] / temperature))
+            for temperature in by_nearness
+        ]
+        is_kept = num_accepted > draft
+        errors = [calibration_error(chances, is_kept, bins=bins)
+                  for chances in products]  # fmt: skip
+        best = int(np.argmin(errors))
+        before = products[best]
+        found.append(by_nearness[best])
+    return np.array(found, np.float32)
+
+
+def reliability(
+    chances: np.ndarray, is_kept: np.ndarray, *, bins: int = BINS
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns of each bin of chances its count, mean chance and share kept; 0 if empty.
+
+    What a reliability diagram shows.
+    """
+    at = np.minimum((np.asarray(chances) * bins).astype(int), bins - 1)
+    counts = np.bincount(at, minlength=bins)
+    sums = [np.bincount(at, weights=x, minlength=bins) for x in (chances, is_kept)]
+    mean, share = (total / np.maximum(counts, 1) for total in sums)
+    return counts, mean, share
+
+
+def calibration_error(
+    chances: np.ndarray, is_kept: np.ndarray, *, bins: int = BINS
+) -> float:
+    """Returns the expected calibration error: the mean gap between chance and share."""
+    counts, mean, share = reliability(chances, is_kept, bins=bins)
+    return float(np.sum(counts * np.abs(mean - share)) / np.sum(counts))
+
+
+def roc_auc(scores: np.ndarray, is_kept: np.ndarray) -> float | None:
+    """Returns the chance that a kept draft scores above one that is not; ties half.
+
+    None where all are kept, or none.
+    """
+    values, at = np.unique(scores, return_inverse=True)
+    kept = np.bincount(at, weights=is_kept, minlength=len(values))
+    lost = np.bincount(at, minlength=len(values)) - kept
+    pairs = kept.sum() * lost.sum()
+    if not pairs:
+        return None
+    below = np.cumsum(lost) - lost
+    return float(np.sum(kept * (below + lost / 2)) / pairs)
+
+
+def report(
+    rounds: Rounds, temperatures: np.ndarray, *, bins: int = BINS
+) -> dict[str, Any]:
+    """Returns how well confidences with these temperatures are calibrated.
+
+    By draft, over all rounds, the error of the chance that the prefix is kept
+    (`ece`); over the rounds that kept all before it, how well its own confidence tells
+    apart what is kept (`roc_auc`), which no temperature changes; and of all drafts
+    together the bins of `reliability`.
+
+    Raises:
+      ValueError: no round.
+    """
+    if not len(rounds.logits):
+        raise ValueError("no round verified all drafts: record longer texts")
+    own = 1 / (1 + np.exp(-rounds.logits.astype(np.float64) / temperatures))
+    chances, drafts = np.cumprod(own, axis=1), np.arange(own.shape[1])
+    is_kept = rounds.num_accepted[:, None] > drafts
+    reached = rounds.num_accepted[:, None] >= drafts
+    counts, mean, share = reliability(chances.ravel(), is_kept.ravel(), bins=bins)
+    return {
+        "ece": [
+            calibration_error(chances[:, i], is_kept[:, i], bins=bins) for i in drafts
+        ],
+        "roc_auc": [
+            roc_auc(own[reached[:, i], i], is_kept[reached[:, i], i]) for i in drafts
+        ],
+        "bin_rounds": counts.tolist(),
+        "bin_chance": mean.tolist(),
+        "bin_kept": share.tolist(),
+    }

@@ -40,6 +40,8 @@ class DraftModel:
         drawn from.
       tree: of the trees that are drafted in place of chains; None: chains. `gamma_max`
         is then the number of its nodes.
+      gives_survival: whether chains come with `Proposal.survival`, by the probability
+        of the most probable token before each.
 
     Raises:
       ValueError: an unknown kind of draws, a negative height, or a confidence outside
@@ -52,6 +54,7 @@ class DraftModel:
     catch_up_rows: int = 0
     min_confidence: float = 0.0
     tree: tree_shapes.AnyTree | None = None
+    gives_survival: bool = False
 
     def __post_init__(self) -> None:
         if self.draws not in DRAWS:
@@ -118,6 +121,10 @@ class DraftModel:
         if self.draws != "coupled":
             return self
         return dataclasses.replace(self, draws="independent")
+
+    def for_schedule(self) -> "DraftModel":
+        """Returns the draft model that says what chance each of its drafts has."""
+        return dataclasses.replace(self, gives_survival=True)
 
     def for_tree(self, tree: tree_shapes.AnyTree) -> "DraftModel":
         """Returns the draft model that drafts such trees, as many rows a forward.

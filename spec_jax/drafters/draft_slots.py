@@ -96,6 +96,7 @@ class _Drafting(pytree.Node):
     known: jax.Array  # [B] int32, their number
     goes_on: jax.Array  # [B] bool: the cache has room, and the draft is confident
     probs: jax.Array | None  # [B, gamma_max, V] float32, of independent draws
+    chances: jax.Array | None  # [B, gamma_max] float32, of each draft; 1: none yet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +166,9 @@ class SlotDraftModel(OfSlots):
                 most=gamma_max,
             )
             return memory, protocols.Proposal(tokens=drafts, num_drafted=num_drafted)
-        probs = None
+        probs = chances = None
+        if self.drafter.gives_survival:
+            chances = jnp.ones((self.num_slots, gamma_max), jnp.float32)
         if self.drafter.draws == "independent":
             shape = (self.num_slots, gamma_max, self.vocab_size)
             probs = jnp.zeros(shape, jnp.float32)
@@ -177,16 +180,21 @@ class SlotDraftModel(OfSlots):
             known=length,
             goes_on=jnp.ones((self.num_slots,), bool),
             probs=probs,
+            chances=chances,
         )
         drafting = jax.lax.while_loop(
             lambda carry: jnp.any((carry.known < goal) & carry.goes_on),
             lambda carry: self._step(params, carry, length, goal, sampling),
             drafting,
         )
+        survival = None
+        if drafting.chances is not None:
+            survival = jnp.cumprod(drafting.chances, axis=1)
         return drafting.kv, protocols.Proposal(
             tokens=windows(drafting.text, length, gamma_max),
             num_drafted=drafting.known - length,
             probs=drafting.probs,
+            survival=survival,
         )
 
     def _is_one_call(self, sampling: protocols.Sampling) -> bool:
@@ -200,6 +208,7 @@ class SlotDraftModel(OfSlots):
             sampling is None or drafter.draws == "greedy"
         )
         all_wanted = not drafter.min_confidence and drafter.catch_up_rows > 0
+        all_wanted &= not drafter.gives_survival  # Which is of their logits.
         return is_greedy and all_wanted and self._rows.runs_chains
 
     def _step(self, params, carry, length, goal, sampling) -> _Drafting:
@@ -229,6 +238,14 @@ class SlotDraftModel(OfSlots):
             goes_on &= ~drafts | confident
             drafts &= confident
         token, probs = self._draw(verified, last, drafts, carry, length, sampling)
+        chances = carry.chances
+        if chances is not None:
+            # Of the distribution alone: no schedule may look at the token drawn.
+            chance = confidence.highest(
+                verified.logits.at[last].get(mode="fill", fill_value=0)
+            )
+            offset = jnp.where(drafts, carry.known - length, self.gamma_max)
+            chances = chances.at[is_each, offset].set(chance, mode="drop")
         at = jnp.where(drafts, carry.known, carry.text.shape[1])
         return _Drafting(
             kv=kv,
@@ -236,6 +253,7 @@ class SlotDraftModel(OfSlots):
             known=carry.known + drafts.astype(jnp.int32),
             goes_on=goes_on,
             probs=probs,
+            chances=chances,
         )
 
     def _draw(self, verified, last, drafts, carry, length, sampling):

@@ -17,22 +17,31 @@ from jaxtyping import Array, Bool, Int
 from spec_jax import pytree
 from spec_jax.drafters import draft_slots
 from spec_jax.engine import protocols, state as states
+from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import cache as paged
 
 
 def lift(
-    drafter: protocols.Drafter, num_slots: int, *, rule: str = "coupled"
+    drafter: protocols.Drafter,
+    num_slots: int,
+    *,
+    rule: str = "coupled",
+    gamma_policy: policy_lib.GammaPolicy | None = None,
 ) -> protocols.SlotDrafter:
     """Returns the drafter for `num_slots` sequences.
 
     Args:
       rule: of acceptance; a drafter with `for_rule` draws as that wants it.
+      gamma_policy: of the rounds; for a schedule a drafter with `for_schedule` gives
+        the survival of its drafts.
 
     Raises:
       NotImplementedError: a setting of the drafter that has no form for slots.
     """
     if hasattr(drafter, "for_rule"):
         drafter = drafter.for_rule(rule)
+    if policy_lib.schedules(gamma_policy) and hasattr(drafter, "for_schedule"):
+        drafter = drafter.for_schedule()
     if hasattr(drafter, "for_slots"):
         return drafter.for_slots(num_slots)
     return Each(drafter=drafter, num_slots=num_slots)

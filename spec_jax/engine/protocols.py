@@ -40,8 +40,8 @@ class Proposal(pytree.Node):
     # any shape: with `probs` it must not depend on the tokens drawn. Rule "coupled"
     # needs none.
     probs: jax.Array | None = None
-    # [gamma_max] float32: the chance that draft `i` and all before it are kept, as far
-    # as it was known before draft `i` was drawn. None where the drafter has no idea.
+    # [gamma_max] float32: the chance that draft `i` of a chain is kept with all before
+    # it, from what was known before its own token was drawn. For schedules alone.
     survival: jax.Array | None = None
 
 

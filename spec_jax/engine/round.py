@@ -96,6 +96,8 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     # and not because a drafter keeps its promise. Its tokens need no such bound: no
     # rule accepts one outside the vocabulary.
     num_drafted = jnp.clip(proposal.num_drafted, 0, gamma)
+    if policy_lib.schedules(speculator.gamma_policy):
+        num_drafted = _scheduled(speculator, slots, proposal, num_drafted)
     proposal = proposal.replace(num_drafted=num_drafted, parents=_parents(proposal))
     depth_max = protocols.depth_max(drafter)
     if proposal.parents is None and protocols.is_tree(drafter):
@@ -208,6 +210,29 @@ def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
         gamma = jnp.minimum(gamma, chosen)
     gamma = jnp.clip(gamma, 0, speculator.drafter.gamma_max)
     return jnp.where(slots.running, gamma, 0)
+
+
+def _scheduled(
+    speculator: Speculator,
+    slots: Slots,
+    proposal: protocols.Proposal,
+    num_drafted: Int[Array, " B"],
+) -> Int[Array, " B"]:
+    """Returns how many of its drafts each slot verifies, by a schedule of them all."""
+    if proposal.survival is None:
+        drafter = getattr(speculator.drafter, "drafter", speculator.drafter)
+        raise ValueError(
+            f"{type(drafter).__name__} gives no `Proposal.survival`, the chances that "
+            "a schedule goes by: take a drafter that does, such as 'draft-model', or "
+            "another policy of gamma"
+        )
+    schedule = cast(Any, speculator.gamma_policy)
+    return schedule.trim(
+        slots.policy,
+        survival=proposal.survival,
+        num_drafted=num_drafted,
+        active=slots.running,
+    )
 
 
 def commit_slot(

@@ -146,6 +146,9 @@ class Scheduler:
             )
         if (self.speculator.gamma_policy is None) != (self.policy_state is None):
             raise ValueError("a gamma policy and its first state go together")
+        if policy_lib.schedules(policy):
+            rule = self.speculator.rule
+            cast(Any, policy).check(self.policy_state, num_slots=slots, rule=rule)
 
     @property
     def target(self) -> rows.SlotRows:

@@ -1,7 +1,8 @@
-"""When a drafter stops within its own proposal."""
+"""What a drafter's confidence says: when to stop, and what chance a draft has."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32
 
 from spec_jax.typing import typed
 
@@ -21,3 +22,38 @@ def confident(
     largest = jnp.max(logits, axis=-1, keepdims=True)
     # The largest probability is `1 / sum exp(logits - largest)`.
     return threshold * jnp.sum(jnp.exp(logits - largest), axis=-1) <= 1.0
+
+
+@typed
+def highest(logits: Float[Array, "*rows V"]) -> Float32[Array, "*rows"]:
+    """Returns the probability of the most probable token; NaN where logits have it.
+
+    A chance that a draft is kept which depends on its distribution alone, and not on
+    the token that is drawn from it.
+    """
+    logits = logits.astype(jnp.float32)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    return 1.0 / jnp.sum(jnp.exp(logits - largest), axis=-1)
+
+
+@typed
+def logits_of(survival: Float32[Array, "*rows W"]) -> Float32[Array, "*rows W"]:
+    """Returns the logit of each draft's own chance, if those before it are kept.
+
+    Of `survival`, the products of these chances; within `[-15, 15]`.
+    """
+    before = jnp.concatenate(
+        [jnp.ones_like(survival[..., :1]), survival[..., :-1]], axis=-1
+    )
+    chance = survival / jnp.maximum(before, jnp.finfo(jnp.float32).tiny)
+    return jnp.clip(jnp.log(chance) - jnp.log1p(-jnp.minimum(chance, 1.0)), -15.0, 15.0)
+
+
+@typed
+def recalibrated(
+    survival: Float32[Array, "*rows W"], temperatures: Float32[Array, " W"]
+) -> Float32[Array, "*rows W"]:
+    """Returns the survival with each draft's logit divided by its temperature."""
+    divisors = temperatures.reshape((1,) * (survival.ndim - 1) + (-1,))
+    chances = jax.nn.sigmoid(logits_of(survival) / divisors)
+    return jnp.cumprod(chances, axis=-1)

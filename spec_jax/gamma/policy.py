@@ -4,7 +4,8 @@ Modules of this folder know what rounds drafted, kept and cost, and nothing of t
 models. A policy's state is a pytree of small arrays that the loop carries; `choose` and
 `update` are arithmetic on it, so that gamma stays data: nothing is traced again, and no
 host is asked. A choice depends on committed rounds alone, never on a draft that is
-still to be verified; so the distribution of sampled output is left alone, too.
+still to be verified; so the distribution of sampled output is left alone, too. (What
+`schedule` does with drafts says there why it may.)
 
 Where drafting does not pay a policy is off: it chooses gamma 0, plain decoding, which
 measures nothing. `Probing` says when one draft is risked all the same.
@@ -35,6 +36,8 @@ class GammaPolicy(Protocol):
     A policy for trees has `reads_ranks = True`: its gamma is a number of nodes, and
     `update` has one keyword more, `kept [gamma_max] bool`: which nodes were on the path
     that was kept.
+
+    A policy that has `schedules = True` decides after drafting, too: see `schedule`.
     """
 
     @property
@@ -94,6 +97,11 @@ class Fixed:
 def reads_ranks(policy: Any) -> bool:
     """Returns whether a policy is for trees too."""
     return getattr(policy, "reads_ranks", False)
+
+
+def schedules(policy: Any) -> bool:
+    """Returns whether a policy decides how many of the drafts are verified."""
+    return getattr(policy, "schedules", False)
 
 
 class ProbeState(pytree.Node):

@@ -54,6 +54,63 @@ def test_nothing_to_fit_is_refused(sums, count):
         calibration.fit(np.array(sums), np.array([0.5, 2.0]), num_tokens=count)
 
 
+TRUE = np.array([3.0, 1.5, 0.6])
+"""By which the logits of each draft are too large."""
+
+
+def judged(rng, *, size=12_000):
+    """Rounds whose drafts are kept with chances that their logits exaggerate."""
+    logits = rng.normal(0.8, 1.2, size=(size, len(TRUE)))
+    is_kept = rng.random(logits.shape) < 1 / (1 + np.exp(-logits))
+    accepted = np.sum(np.cumprod(is_kept, axis=1), axis=1)
+    return calibration.Rounds(logits=logits * TRUE, num_accepted=accepted)
+
+
+def test_the_temperatures_of_confidences_are_found(rng):
+    """On one half; on the other errors fall by far, and no ranking changes.
+
+    Negative control: the temperatures of other drafts make them worse.
+    """
+    found = calibration.fit_sts(*vars(judged(rng)).values())
+    np.testing.assert_allclose(found, TRUE, rtol=0.2)
+    other = judged(rng)
+    before = calibration.report(other, np.ones(3))
+    after = calibration.report(other, found)
+    assert sum(after["ece"]) < 0.3 * sum(before["ece"]) and max(after["ece"]) < 0.02
+    assert after["roc_auc"] == before["roc_auc"] and min(after["roc_auc"]) > 0.7
+    wrong = calibration.report(other, found[::-1])
+    assert sum(wrong["ece"]) > 5 * sum(after["ece"])
+    assert wrong["roc_auc"] == before["roc_auc"]
+    assert sum(after["bin_rounds"]) == other.logits.size
+
+
+def test_errors_of_calibration_and_rankings_by_hand(rng):
+    chances, kept = np.array([0.1, 0.1, 0.9, 1.0]), np.array([0, 1, 1, 1])
+    error = calibration.calibration_error(chances, kept, bins=2)
+    assert error == pytest.approx((2 * 0.4 + 2 * 0.05) / 4)
+    scores, kept = rng.integers(0, 9, 60), rng.random(60) < 0.4
+    gaps = scores[kept][:, None] - scores[~kept]
+    expected = np.mean((gaps > 0) + 0.5 * (gaps == 0))
+    assert calibration.roc_auc(scores, kept) == pytest.approx(expected)
+    assert calibration.roc_auc(scores, np.ones(60)) is None
+
+
+@pytest.mark.parametrize(
+    ("logits", "accepted", "reason"),
+    [
+        (np.ones((3, 2)), np.ones(2), r"shape \[3, 2\] and num_accepted \[2\]"),
+        (np.ones(3), np.ones(3), "give .n, W. and .n."),
+        (np.ones((0, 2)), np.ones(0), "of a round at least"),
+        (np.array([[np.nan]]), np.ones(1), "NaN or infinity"),
+        (np.ones((2, 2)), np.array([0, 3]), "is 0 .. 3, and 2 drafts can be kept"),
+        (np.ones((2, 2)), np.array([-1, 2]), "is -1 .. 2"),
+    ],
+)
+def test_rounds_that_cannot_be_fitted_are_refused(logits, accepted, reason):
+    with pytest.raises(ValueError, match=reason):
+        calibration.fit_sts(logits, accepted)
+
+
 def test_the_script_fits_each_temperature(folders, tmp_path, capsys):
     out = tmp_path / "fits.jsonl"
     sizes = ("--prompts", "2", "--gen-tokens", "6", "--temperature", "0,1")
@@ -66,3 +123,21 @@ def test_the_script_fits_each_temperature(folders, tmp_path, capsys):
     assert "at tau 1" in capsys.readouterr().out
     one = [*models_of(folders), "--prompts", "1", "--gen-tokens", "6"]
     assert_fails_with(fit_scores.main, capsys, one, "give --prompts 2")
+
+
+def test_the_script_calibrates_confidences(folders, tmp_path, capsys):
+    out = tmp_path / "fits.jsonl"
+    sizes = ("--prompts", "2", "--gen-tokens", "6", "--temperature", "0")
+    sizes = (*models_of(folders), *sizes, "--gamma", "2")
+    assert fit_scores.main([*sizes, "--out", str(out)]) == 0
+    (row,) = rows_of(out, "confidences")
+    assert row["temperature"] == 0 and row["drafter"] == "draft-model"
+    for name in ("temperatures", "ece", "ece_before", "roc_auc"):
+        assert len(row[name]) == row["gamma"] == 2
+    # Of six tokens a round each, but for the last that have no room for drafts.
+    assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6
+    assert "ECE before" in capsys.readouterr().out
+    ngram = [*sizes, "--drafter", "ngram"]
+    assert_fails_with(fit_scores.main, capsys, ngram, "nothing to calibrate")
+    ngram = [*models_of(folders), "--drafter", "ngram"]
+    assert_fails_with(fit_scores.main, capsys, ngram, "ngram has no tau: give --gamma")

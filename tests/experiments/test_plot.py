@@ -116,6 +116,14 @@ def tree() -> dict:
     }
 
 
+def confidences() -> dict:
+    bins = {"rounds": [6, 0, 4], "chance": [0.2, 0.0, 0.9], "kept": [0.5, 0.0, 0.75]}
+    found = {"ece": [0.04, 0.02], "ece_before": [0.3, 0.1]}
+    for name, values in bins.items():
+        found |= {f"bin_{name}": values, f"bin_{name}_before": values[::-1]}
+    return {"kind": "confidences", "gamma": 2, "temperature": 0.7} | found
+
+
 ROWS = {
     "speedup": [summary(1), summary(4), summary(2), summary(2, impl="native")]
     + [summary(4, impl="native", speedup_e2e_p10=None)],
@@ -128,6 +136,7 @@ ROWS = {
     "sweep_categories": cells(),
     "improvement": theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX),
     "tree": [tree()],
+    "reliability": [confidences()],
 }
 
 
@@ -166,6 +175,8 @@ def test_the_same_rows_give_the_same_bytes(name, tmp_path):
         "sweep_categories": ("accepted / proposed", "category_12", "gamma 7"),
         "improvement": ("expected speed-up (times)", "a = 0.3", "c = 0.05"),
         "tree": ("depth (drafts", "def", "a$", "\\n", "<b>", "target's own token"),
+        "reliability": ("before: calibration error 0.200", "share of rounds")
+        + ("fitted: calibration error 0.030", "gamma 2, temperature 0.7"),
     }
     for unit in units[name]:
         assert unit in texts, unit
@@ -266,6 +277,7 @@ def test_another_number_gives_another_figure(name, tmp_path):
         "sweep_categories": {},
         "improvement": {"improvement": 1.1},
         "tree": {"kept": [1]},
+        "reliability": {"bin_kept": [0.4, 0.0, 0.75]},
     }
     if name == "divergence":
         row["cells"][5][3]["max_ulp"] = 1

@@ -53,6 +53,33 @@ ROUNDS = (
     ),
 )
 
+_LAW = "rules/test_schedule_law.py::"
+
+SCHEDULES = (
+    Mutant(
+        "a schedule looks past the first fall",
+        "gamma.schedule:schedule",
+        "jnp.sum(jnp.cumprod(rises))",
+        "jnp.argmax(theta)",
+        _LAW + "test_the_papers_example_is_exact_with_the_stop_alone[rejection]",
+    ),
+    Mutant(
+        "survival is that of the draft before",
+        "drafters.draft_slots:SlotDraftModel._step",
+        "carry.known - length, self.gamma_max)",
+        "carry.known - length + 1, self.gamma_max)",
+        "engine/test_scheduled_rounds.py::"
+        "test_survival_is_the_product_of_what_was_most_probable",
+    ),
+    Mutant(
+        "all drafts are verified, whatever the schedule says",
+        "engine.round:run_round",
+        "num_drafted = _scheduled(",
+        "_scheduled(",
+        "engine/test_scheduled_rounds.py::test_a_scheduled_batch_is_as_decoded[True]",
+    ),
+)
+
 SLOTS = (
     Mutant(
         "a slot that ended commits",
@@ -239,4 +266,4 @@ TREES = (
     ),
 )
 
-MUTANTS = (*ROUNDS, *SLOTS, *DRAFTERS, *BLOCKS, *RECORDS, *TREES)
+MUTANTS = (*ROUNDS, *SCHEDULES, *SLOTS, *DRAFTERS, *BLOCKS, *RECORDS, *TREES)

@@ -123,16 +123,28 @@ def _evaluate(rule: Rule):
         return outcome, probabilities.keep, probabilities.own[outcome.num_accepted]
 
     over_uniforms = jax.vmap(one, in_axes=(None, None, None, None, 0))
-    return jax.jit(jax.vmap(over_uniforms, in_axes=(0, 0, 0, None, None)))
+    return jax.jit(jax.vmap(over_uniforms, in_axes=(0, 0, 0, 0, None)))
 
 
 def _all(values, length: int) -> np.ndarray:
     return np.asarray(list(itertools.product(values, repeat=length)))
 
 
-def outcomes(rule: Rule, case: Case, num_drafted: int):
-    """Each `(probability, accepted tokens, law of the own token)`."""
-    chains = _all(range(case.vocab_size), case.gamma)
+def all_chains(case: Case) -> np.ndarray:
+    """Every chain that a drafter may draw, `[chains, gamma]`."""
+    return _all(range(case.vocab_size), case.gamma)
+
+
+def outcomes(rule: Rule, case: Case, num_drafted: int | Callable):
+    """Each `(probability, accepted tokens, law of the own token)`.
+
+    Args:
+      num_drafted: drafts that are verified; or a function of the drafted chain.
+    """
+    chains = all_chains(case)
+    if not callable(num_drafted):
+        num_drafted = lambda chain, constant=num_drafted: constant
+    num_drafted = np.array([num_drafted(chain) for chain in chains], np.int32)
     patterns = _all((True, False), case.gamma)
     target = _rows(case.target, chains)
     outcomes, keep, own = jax.device_get(
@@ -140,13 +152,13 @@ def outcomes(rule: Rule, case: Case, num_drafted: int):
             jnp.asarray(chains, jnp.int32),
             jnp.asarray(_rows(case.draft, chains)),
             jnp.asarray(target),
-            jnp.int32(num_drafted),
+            jnp.asarray(num_drafted),
             jnp.asarray(patterns),
         )
     )
     chance = np.prod(_at(_normalised(_rows(case.drawn, chains)), chains), axis=-1)
     # Uniforms of drafts that were not made all succeed: they must not be read.
-    is_real = np.arange(case.gamma) < num_drafted
+    is_real = (np.arange(case.gamma) < num_drafted[:, None])[:, None]
     probabilities = np.where(is_real, keep.astype(np.float64), 1.0)
     mass = chance[:, None] * np.prod(
         np.where(patterns, probabilities, 1 - probabilities), axis=-1
@@ -160,7 +172,7 @@ def outcomes(rule: Rule, case: Case, num_drafted: int):
         yield mass[c, p], tokens, weights / weights.sum()
 
 
-def committed_law(rule: Rule, case: Case, num_drafted: int) -> np.ndarray:
+def committed_law(rule: Rule, case: Case, num_drafted: int | Callable) -> np.ndarray:
     """The law of the first `gamma + 1` tokens, `[V] * (gamma + 1)` float64.
 
     What the round commits, and then the target's own continuation.
@@ -173,13 +185,13 @@ def committed_law(rule: Rule, case: Case, num_drafted: int) -> np.ndarray:
     return law
 
 
-def expected_accepted(rule: Rule, case: Case, num_drafted: int) -> float:
+def expected_accepted(rule: Rule, case: Case, num_drafted: int | Callable) -> float:
     """The mean number of accepted drafts."""
     found = outcomes(rule, case, num_drafted)
     return sum(mass * len(tokens) for mass, tokens, _ in found)
 
 
-def bias(rule: Rule, case: Case, num_drafted: int | None = None) -> float:
+def bias(rule: Rule, case: Case, num_drafted: int | Callable | None = None) -> float:
     """Total variation between what is committed and what the target would write."""
     num_drafted = case.gamma if num_drafted is None else num_drafted
     gap = committed_law(rule, case, num_drafted) - continuations(case.truth)[0]

@@ -1,0 +1,204 @@
+"""Profiles for schedules: measured seconds of a step by its rows, made and read.
+
+A profile is of one number of slots, whose rows are spread over them as evenly as they
+go, after contexts of one length; what drafting adds to a round is in it too.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.lib import files, noise, runs, steps as steps_lib, timing
+from spec_jax import loading
+from spec_jax.engine import round as round_lib, state as states
+from spec_jax.gamma import schedule
+from spec_jax.paging import index
+
+
+KIND = "step_profile"
+CALIBRATION = "confidences"
+"""Of rows that `fit_scores.py --gamma` writes."""
+
+SAME = ("target", "dtype", "impl", "native_isa", "drafter")
+"""What a profile is of: times of others would be made up."""
+
+_ROUND = "round"
+
+
+def measure(
+    lm: loading.LanguageModel,
+    *,
+    num_slots: int,
+    context: int,
+    longest: int,
+    page_size: int,
+    steps: int,
+    repeats: int,
+    after_turn: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Times steps of 1 to `num_slots * (gamma_max + 1)` rows, and a whole round.
+
+    Args:
+      longest: context that caches have room for: those of one size share programs.
+
+    Returns:
+      The row: seconds by rows as they were measured (medians, 10th and 90th percentile)
+      and `step_s` without their falls, which are noise; `draft_s`, by which a round of
+      all rows takes longer than its step.
+    """
+    gamma, drafter = lm.gamma_max, lm.drafter
+    if hasattr(drafter, "for_schedule"):
+        lm = dataclasses.replace(lm, drafter=drafter.for_schedule())
+    most = num_slots * (gamma + 1)
+    new = (steps + 1) * (gamma + 1)
+    settings = runs.Settings(
+        gamma=gamma,
+        gen_tokens=new,
+        capacity=_capacity(lm, longest + new, page_size),
+        page_size=page_size,
+        num_slots=num_slots,
+    )
+    scheduler = runs.make_scheduler(lm, settings)
+    state = scheduler.empty(draws=False)
+    for slot in range(num_slots):
+        prompt = noise.tokens(context, lm.target.config.vocab_size, seed=slot).tolist()
+        request = runs.make_request(lm, settings, prompt)
+        state = scheduler.admit(state, slot, request)
+    made: dict[Any, timing.Thunk] = {
+        rows: _step(lm, state, rows=rows, steps=steps) for rows in range(1, most + 1)
+    }
+    made[_ROUND] = timing.stopwatch(
+        lambda state: round_lib.generate(
+            scheduler.speculator, state, max_rounds=jnp.int32(steps)
+        ),
+        lambda: jax.tree.map(jnp.copy, state),
+        calls=steps,
+    )
+    timings = timing.interleave(made, repeats=repeats, after_turn=after_turn)
+    spreads = [timing.spread(timings.seconds[rows]) for rows in range(1, most + 1)]
+    step_s = np.maximum.accumulate([each.median for each in spreads])
+    round_s = timing.spread(timings.seconds[_ROUND]).median
+    return {
+        "kind": KIND,
+        "num_slots": num_slots,
+        "context": context,
+        "gamma": gamma,
+        "rows": list(range(1, most + 1)),
+        "step_s": step_s.tolist(),
+        "median_s": [each.median for each in spreads],
+        "p10_s": [each.p10 for each in spreads],
+        "p90_s": [each.p90 for each in spreads],
+        "round_s": round_s,
+        "draft_s": max(0.0, round_s - float(step_s[-1])),
+        "n": repeats,
+        "steps": steps,
+    }
+
+
+def _capacity(lm, needed: int, page_size: int) -> int:
+    """Positions in whole pages; raises `ValueError` where the model has fewer."""
+    capacity = index.pages_for(needed, page_size) * page_size
+    positions = lm.target.config.max_position_embeddings
+    if capacity > positions:
+        raise ValueError(
+            f"the longest context and its rounds need {capacity} positions, the model "
+            f"has {positions}: give fewer --steps or shorter --contexts"
+        )
+    return capacity
+
+
+def _step(
+    lm: loading.LanguageModel, state: states.State, *, rows: int, steps: int
+) -> timing.Thunk:
+    """Times verification of so many rows, as evenly over the slots as they go."""
+    number = np.arange(state.num_slots)
+    num_active = rows // state.num_slots + (number < rows % state.num_slots)
+    run = functools.partial(
+        steps_lib.repeat_forward,
+        lm.target,
+        lm.params,
+        num_active=jnp.asarray(num_active, jnp.int32),
+        num_columns=lm.gamma_max + 1,
+        steps=steps,
+    )
+    copy = lambda: jax.tree.map(jnp.copy, state.cache)
+    return timing.stopwatch(lambda kv: run(kv=kv), copy, calls=steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What a file says for a run."""
+
+    step_s: np.ndarray  # [rows + 1], with what drafting adds
+    temperatures: np.ndarray | None  # [gamma]; None: the file has no calibration
+
+
+def read(
+    path: pathlib.Path,
+    described: Mapping[str, Any],
+    *,
+    num_slots: int,
+    gamma: int,
+    context: int,
+    temperature: float,
+) -> Profile:
+    """Returns the profile of so many slots whose context is nearest.
+
+    And the temperatures of confidences, where the file has rows of these too.
+
+    Args:
+      path: JSON lines of `profile_steps.py`, and maybe of `fit_scores.py --gamma`.
+      described: what is run, with the keys `SAME`.
+
+    Raises:
+      ValueError: no such profile, or one that cannot be used.
+    """
+    rows = list(files.read_rows(path, hint="; profile_steps.py writes one").values())
+    of_run = [
+        row for row in rows if all(row.get(key) == described[key] for key in SAME)
+    ]
+    found = [row for row in of_run if row.get("kind") == KIND]
+    fits = [
+        row
+        for row in found
+        if row.get("num_slots") == num_slots and row.get("gamma", 0) >= gamma
+    ]
+    if not fits:
+        there = [{key: row.get(key) for key in (*SAME, "num_slots", "gamma")}
+                 for row in rows if row.get("kind") == KIND]  # fmt: skip
+        wanted = {key: described[key] for key in SAME}
+        raise ValueError(
+            f"{path}: no profile of {wanted} with {num_slots} slots and gamma {gamma} "
+            f"or more, but of {there or 'nothing'}: measure it by profile_steps.py "
+            f"--batch {num_slots} --gamma {gamma}"
+        )
+    try:
+        row = min(fits, key=lambda row: abs(row["context"] - context))
+        step_s = schedule.times([row["step_s"][0], *row["step_s"]]) + row["draft_s"]
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        raise ValueError(f"{path}: no times of steps ({error})") from None
+    return Profile(
+        step_s=step_s,
+        temperatures=_temperatures(path, of_run, gamma=gamma, temperature=temperature),
+    )
+
+
+def _temperatures(path, rows, *, gamma, temperature) -> np.ndarray | None:
+    """The temperatures of a file's calibration, if it has any of the drafter."""
+    fitted = [row for row in rows if row.get("kind") == CALIBRATION]
+    if not fitted:
+        return None
+    for row in fitted:
+        if row["temperature"] == temperature and len(row["temperatures"]) >= gamma:
+            return np.asarray(row["temperatures"][:gamma], np.float32)
+    there = [(row["temperature"], len(row["temperatures"])) for row in fitted]
+    raise ValueError(
+        f"{path}: confidences are calibrated at (temperature, drafts) {there}, and not "
+        f"at temperature {temperature:g} of {gamma} drafts: fit them by fit_scores.py"
+    )

@@ -1,0 +1,248 @@
+"""Which drafts of a batch to verify: Algorithm 1 of DSpark, from measured step times.
+
+DSpark (2026), https://arxiv.org/abs/2607.05147. A drafter says of each draft the chance
+that it is kept with all before it, its survival, before the draft's token is drawn. A
+round verifies the drafts of highest survival, of all slots together, as many as make
+most tokens per second: with `R` slots, `a_1 >= a_2 >= ..` the survivals of all drafts
+and `step_s[n]` the seconds of a step of `n` rows,
+
+    theta_k = (R + a_1 + .. + a_k) / step_s[R + k].
+
+How far that search may look is a question of the rule of acceptance. "coupled" writes
+one stream whatever is verified: the global maximum of theta is lossless. Under the
+rules that draw uniforms a draft must not be left out for anything that depends on its
+own token, which the survivals after it do: there the search ends at the first `k`
+without a rise, and whether a draft is verified is settled before its token counts.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int
+
+from spec_jax import pytree
+from spec_jax.gamma import confidence, policy as policy_lib
+from spec_jax.typing import typed
+
+
+@functools.partial(jax.jit, static_argnames=("stops_early",))
+@typed
+def schedule(
+    survival: Float32[Array, "B W"],
+    num_drafted: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    step_s: Float32[Array, " rows"],
+    *,
+    stops_early: bool,
+) -> Int[Array, " B"]:
+    """Returns how many of its drafts each slot verifies.
+
+    Drafts are taken in descending order of survival, equal ones by draft and then by
+    slot, so that a slot's drafts are taken in their own order.
+
+    Args:
+      survival: chance that each draft is kept with all before it. One that is above the
+        chance before it counts as equal to that one, NaN as 0.
+      num_drafted: of each slot; what is past them is never taken.
+      active: slots that generate; each has a row of its own.
+      step_s: seconds of a step by its rows, above 0, of all rows that there can be.
+      stops_early: take drafts up to the first that raises theta no further
+        (Algorithm 1); otherwise up to its global maximum, lossless under the rule
+        "coupled" alone.
+
+    Raises:
+      ValueError: times of fewer rows than there can be.
+    """
+    num_slots, width = survival.shape
+    most = num_slots * (width + 1)
+    if step_s.shape[0] <= most:
+        raise ValueError(
+            f"step_s has times up to {step_s.shape[0] - 1} rows, and {num_slots} slots "
+            f"of {width} drafts have up to {most}: measure steps of as many"
+        )
+    columns = jnp.arange(width, dtype=jnp.int32)[None]
+    is_real = active[:, None] & (columns < num_drafted[:, None])
+    chances = jnp.clip(jnp.where(jnp.isnan(survival), 0.0, survival), 0.0, 1.0)
+    chances = jax.lax.cummin(chances, axis=1)
+    # Behind all real ones. By column first: the stable sort keeps a slot's order.
+    by_column = jnp.where(is_real, chances, -1.0).T.reshape(-1)
+    order = jnp.argsort(-by_column, stable=True)
+    num_real = jnp.sum(is_real, dtype=jnp.int32)
+    num_active = jnp.sum(active, dtype=jnp.int32)
+    kept = jnp.cumsum(jnp.maximum(by_column[order], 0.0))
+    expected = num_active.astype(jnp.float32) + jnp.pad(kept, (1, 0))
+    counts = jnp.arange(num_slots * width + 1, dtype=jnp.int32)
+    theta = expected / step_s[num_active + counts]
+    theta = jnp.where(counts <= num_real, theta, -jnp.inf)
+    if stops_early:
+        rises = (theta[1:] > theta[:-1]).astype(jnp.int32)
+        count = jnp.sum(jnp.cumprod(rises))
+    else:
+        count = jnp.argmax(theta)
+    is_taken = jnp.zeros(order.shape, jnp.int32).at[order].set(counts[:-1]) < count
+    return jnp.sum(is_taken.reshape(width, num_slots), axis=0, dtype=jnp.int32)
+
+
+def times(step_s: np.ndarray) -> np.ndarray:
+    """Returns measured seconds by rows, `[rows + 1]` float32, as data of a schedule.
+
+    Raises:
+      ValueError: not one row of times that are finite, above 0 and never fall.
+    """
+    found = np.asarray(step_s, np.float32)
+    if found.ndim != 1 or found.size < 3:
+        raise ValueError(
+            f"step_s has shape {list(found.shape)}: give one row of seconds, of a step "
+            "of 0, 1, 2 .. rows; see experiments/profile_steps.py"
+        )
+    if not (np.isfinite(found) & (found > 0)).all():
+        at = int(np.argmin(np.isfinite(found) & (found > 0)))
+        raise ValueError(f"step_s[{at}]={found[at]} must be finite and above 0")
+    falls = np.flatnonzero(np.diff(found) < 0)
+    if falls.size:
+        at = int(falls[0])
+        raise ValueError(
+            f"step_s falls from {found[at]:.4g} s at {at} rows to {found[at + 1]:.4g} "
+            f"s at {at + 1}, which is noise: measure longer, or give "
+            "np.maximum.accumulate(step_s)"
+        )
+    return found
+
+
+class ScheduleState(pytree.Node):
+    """The state of `Schedule`, of which no round changes but what `asks` is."""
+
+    step_s: jax.Array  # [rows + 1] float32
+    temperatures: jax.Array | None  # [gamma_max] float32; None: survival as it is
+    asks: policy_lib.State  # of the policy that says how much is drafted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Verifies those drafts of a batch that pay: see `schedule`.
+
+    A policy of gamma for drafters that give `Proposal.survival`; gamma, the number of
+    rows that each slot verifies, is data, and may differ from slot to slot and round to
+    round.
+
+    Attributes:
+      gamma_max: tokens to draft a round.
+      stops_early: whether the search ends where theta first does not rise. False, the
+        global maximum, is for the rule "coupled" alone, and `check` refuses others.
+      asks: how many tokens are drafted, of which a slot verifies some; None: always
+        `gamma_max`. With `Threshold`, a slot whose drafts are not verified, or not
+        kept, drafts no more but for a probe now and then.
+
+    Raises:
+      ValueError: gamma_max below 1, or below that of `asks`.
+    """
+
+    gamma_max: int
+    stops_early: bool = False
+    asks: policy_lib.GammaPolicy | None = None
+
+    schedules = True
+    """`trim` is asked how many of the drafts are verified."""
+
+    def __post_init__(self):
+        if self.gamma_max < 1:
+            raise ValueError(f"gamma_max={self.gamma_max} must be at least 1")
+        if self.asks is not None and self.asks.gamma_max > self.gamma_max:
+            raise ValueError(
+                f"gamma_max={self.gamma_max} of a schedule whose policy asks for up to "
+                f"{self.asks.gamma_max} drafts: give both the same"
+            )
+
+    def init(
+        self,
+        step_s: np.ndarray,
+        *,
+        temperatures: np.ndarray | None = None,
+        asks: policy_lib.State = None,
+    ) -> ScheduleState:
+        """Returns the state.
+
+        Args:
+          step_s: measured seconds of a step by its rows, `[rows + 1]`, up to
+            `num_slots * (gamma_max + 1)` rows; what drafting takes may be in them.
+          temperatures: of each draft's confidence, `analysis.calibration.fit_sts`;
+            None: the drafter's survival is calibrated.
+          asks: the first state of the policy `asks`.
+
+        Raises:
+          ValueError: as `times`; temperatures that are not one above 0 for each draft;
+            or a policy without its state.
+        """
+        if (self.asks is None) != (asks is None):
+            raise ValueError("the policy `asks` and its first state go together")
+        state = ScheduleState(
+            step_s=jnp.array(times(step_s)), temperatures=None, asks=asks
+        )
+        if temperatures is None:
+            return state
+        found = np.asarray(temperatures, np.float32)
+        is_fine = found.shape == (self.gamma_max,) and np.isfinite(found).all()
+        if not is_fine or (found <= 0).any():
+            raise ValueError(
+                f"temperatures={found} of gamma_max={self.gamma_max}: give one for "
+                "each draft, finite and above 0"
+            )
+        return state.replace(temperatures=jnp.array(found))
+
+    def check(self, state: ScheduleState, *, num_slots: int, rule: str) -> None:
+        """Raises `ValueError` unless so many slots can be scheduled under the rule."""
+        if rule != "coupled" and not self.stops_early:
+            raise ValueError(
+                f"a schedule by the global maximum is biased under rule={rule!r}: "
+                "whether a draft is verified may depend on its own token; give "
+                "stops_early=True, or the rule 'coupled', whose stream no schedule can "
+                "change"
+            )
+        rows, needed = state.step_s.shape[0] - 1, num_slots * (self.gamma_max + 1)
+        if rows < needed:
+            raise ValueError(
+                f"the profile has times of 1 .. {rows} rows, and {num_slots} slots of "
+                f"{self.gamma_max} drafts verify up to {needed} together: measure as "
+                f"many, profile_steps.py --batch {num_slots} --gamma {self.gamma_max}, "
+                "or take fewer slots or drafts"
+            )
+
+    def choose(self, state: ScheduleState) -> Int[Array, ""]:
+        """Returns what `asks` chooses, or all: survival is of what was drafted."""
+        if self.asks is None:
+            return jnp.int32(self.gamma_max)
+        return self.asks.choose(state.asks)
+
+    def update(self, state: ScheduleState, **numbers: jax.Array) -> ScheduleState:
+        """Tells `asks` of a round. Drafts that were not verified are none to it."""
+        if self.asks is None:
+            return state
+        return state.replace(asks=self.asks.update(state.asks, **numbers))
+
+    def trim(
+        self,
+        state: ScheduleState,
+        *,
+        survival: Float32[Array, "B W"],
+        num_drafted: Int[Array, " B"],
+        active: Bool[Array, " B"],
+    ) -> Int[Array, " B"]:
+        """Returns how many of its drafts each slot verifies.
+
+        Args:
+          state: of all slots, leaves `[B, ..]`, which are all alike.
+        """
+        survival = survival[:, : self.gamma_max]
+        if state.temperatures is not None:
+            width = survival.shape[1]
+            survival = confidence.recalibrated(survival, state.temperatures[0, :width])
+        return schedule(
+            survival,
+            num_drafted,
+            active,
+            state.step_s[0],
+            stops_early=self.stops_early,
+        )

@@ -1,0 +1,178 @@
+"""Rounds whose drafts a schedule of the whole batch verifies in part."""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spec_jax as sj
+from spec_jax import loading
+from spec_jax.drafters import ngram, tree_shapes
+from spec_jax.gamma import schedule as schedule_lib, threshold
+from spec_jax.model import sequence
+
+
+ASKS = (decoding.MIXED[1], decoding.MIXED[2], *decoding.MIXED[5:])
+"""Four sequences, unlike in all, two of them greedy."""
+
+# Each row costs as much as half a step: only what is likely is worth one.
+STEP_S = 1 + np.arange(4 * (decoding.GAMMA_MAX + 1) + 1) / 2
+IMPL = decoding.SMALL.target.impl
+TEMPERATURES = np.linspace(0.5, 2, decoding.GAMMA_MAX)
+
+
+def make(
+    rule="coupled",
+    *,
+    stops_early=False,
+    step_s=STEP_S,
+    num_slots=4,
+    asks=None,
+    **changes,
+):
+    """A scheduler whose drafts, of a draft model, are scheduled."""
+    made = schedule_lib.Schedule(
+        gamma_max=decoding.GAMMA_MAX, stops_early=stops_early, asks=asks
+    )
+    first = None if asks is None else asks.init()
+    changes = {
+        "drafter": decoding.draft_drafter(impl=IMPL),
+        "draft_params": decoding.NEARLY_TARGET,
+    } | changes
+    return decoding.SMALL.scheduler(
+        **changes,
+        num_slots=num_slots,
+        rule=rule,
+        gamma_policy=made,
+        policy_state=made.init(step_s, temperatures=TEMPERATURES, asks=first),
+    )
+
+
+def run(scheduler, asks=ASKS):
+    requests = [dataclasses.replace(ask, gamma=None).request() for ask in asks]
+    draws = any(ask.sampling for ask in asks)
+    return decoding.generate(
+        scheduler, decoding.admit(scheduler, requests, draws=draws)
+    )
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_a_scheduled_batch_is_as_decoded(stops_early):
+    """Tokens and K/V of each slot as alone, drawn and greedy ones beside each other.
+
+    The same program verifies all drafts where rows are free, and none where they cost
+    more than they bring: a schedule is data.
+    """
+    proposed, rounds = [], []
+    for step_s in (np.ones_like(STEP_S), STEP_S, 1 + 100 * (STEP_S - 1)):
+        state = run(make(stops_early=stops_early, step_s=step_s))
+        decoding.assert_as_decoded(decoding.SMALL, state, ASKS)
+        proposed.append(np.asarray(state.slots.num_proposed))
+        rounds.append(np.asarray(state.slots.num_rounds))
+    all_, some, none = (counts.sum() for counts in proposed)
+    assert all_ > 1.2 * some > 0 and none == 0
+    assert rounds[0].sum() <= rounds[1].sum() < rounds[2].sum()
+    # By slot, and not by as much for each.
+    assert len(set((proposed[1] / rounds[1]).tolist())) == len(ASKS)
+
+
+def test_greedy_slots_are_scheduled_without_draws():
+    asks = [dataclasses.replace(ask, sampling=()) for ask in ASKS]
+    state = run(make(), asks)
+    decoding.assert_as_decoded(decoding.SMALL, state, asks)
+    assert (
+        0 < int(state.slots.num_accepted.sum()) <= int(state.slots.num_proposed.sum())
+    )
+
+
+def test_a_policy_may_say_how_much_is_drafted():
+    """Of a draft model that is always wrong a slot soon asks for a probe at most."""
+    asks = threshold.Threshold(ladder=(0, 1, 2, 4), weight=0.5)
+    wrong = decoding.perturbed(decoding.TARGET_PARAMS, 2.0)
+    free = np.ones_like(STEP_S)
+    state = run(make(step_s=free, asks=asks, draft_params=wrong))
+    decoding.assert_as_decoded(decoding.SMALL, state, ASKS)
+    # Where rows are free a schedule alone verifies nearly four a round.
+    proposed, rounds = (
+        int(getattr(state.slots, f"num_{name}").sum())
+        for name in ("proposed", "rounds")
+    )
+    assert 0 < proposed < 0.8 * rounds
+    with pytest.raises(ValueError, match="gamma_max=2 of a schedule .* up to 4"):
+        schedule_lib.Schedule(gamma_max=2, asks=asks)
+    with pytest.raises(ValueError, match="`asks` and its first state go together"):
+        schedule_lib.Schedule(gamma_max=4, asks=asks).init(STEP_S)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_other_rules_go_with_the_stop_alone(rule):
+    with pytest.raises(ValueError, match=f"biased under rule='{rule}'"):
+        make(rule)
+    state = run(make(rule, stops_early=True))
+    assert (
+        0 < int(state.slots.num_accepted.sum()) <= int(state.slots.num_proposed.sum())
+    )
+
+
+def test_what_cannot_be_scheduled_is_refused():
+    with pytest.raises(ValueError, match="PromptLookup gives no `Proposal.survival`"):
+        run(make(drafter=ngram.PromptLookup(gamma_max=decoding.GAMMA_MAX)))
+    with pytest.raises(ValueError, match="1 .. 20 rows, and 5 slots"):
+        make(num_slots=5)
+    tree = decoding.draft_drafter(impl=IMPL).for_tree(tree_shapes.parse("2x2:3"))
+    with pytest.raises(ValueError, match="Schedule chooses the length of a chain"):
+        make(drafter=tree)
+
+
+def test_survival_is_the_product_of_what_was_most_probable():
+    """Negative control: that of the tokens that were drawn is another."""
+    scheduler = make(num_slots=1)
+    request = dataclasses.replace(ASKS[0], gamma=None).request()
+    state = decoding.admit(scheduler, [request])
+    drafter, slots = scheduler.drafter, state.slots
+    _, proposal = jax.jit(drafter.propose)(
+        decoding.NEARLY_TARGET,
+        state.memory,
+        tokens=slots.tokens,
+        length=slots.length,
+        gamma=jnp.array([3], jnp.int32),
+        sampling=slots.sampling,
+    )
+    drafts = np.asarray(proposal.tokens[0, :3])
+    text = jnp.asarray([*request.prompt, *drafts], jnp.int32)[None]
+    config = scheduler.drafter.drafter.model.config
+    logits = sequence.logits(decoding.NEARLY_TARGET, config, text)[0, -4:-1]
+    probs = np.asarray(jax.nn.softmax(logits))
+    survival = np.asarray(proposal.survival[0])
+    np.testing.assert_allclose(survival[:3], np.cumprod(probs.max(axis=1)), rtol=1e-4)
+    of_tokens = np.cumprod(probs[np.arange(3), drafts])
+    assert np.abs(survival[:3] - of_tokens).max() > 0.01
+
+
+def test_the_front_door_takes_a_schedule():
+    """Also its bad states: without one, and of too few rows for the slots."""
+    lm = loading.LanguageModel(
+        target=decoding.SMALL.target,
+        params=decoding.TARGET_PARAMS,
+        drafter=decoding.draft_drafter(impl=IMPL),
+        drafter_params=decoding.NEARLY_TARGET,
+        tokenizer=None,
+    )
+    prompts = [list(ask.prompt) for ask in ASKS]
+    made = schedule_lib.Schedule(gamma_max=decoding.GAMMA_MAX)
+    settings = {"max_tokens": 12, "stop": (), "sampling": sj.Sampling(seed=3)}
+    outs = sj.generate(
+        lm, prompts, gamma=made, policy_state=made.init(STEP_S), **settings
+    )
+    expected = sj.decode(lm, prompts, **settings)
+    assert [out.tokens for out in outs] == [one.tokens for one in expected]
+    with pytest.raises(ValueError, match="policy_state=policy.init.step_s"):
+        sj.generate(lm, prompts, gamma=made, **settings)
+    with pytest.raises(ValueError, match="1 .. 10 rows, and 4 slots of 4 drafts"):
+        few = made.init(STEP_S[:11])
+        sj.generate(lm, prompts, gamma=made, policy_state=few, **settings)

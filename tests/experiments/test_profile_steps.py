@@ -1,0 +1,116 @@
+"""Measured profiles of steps, and rounds that are scheduled by them."""
+
+import json
+
+import numpy as np
+import pytest
+from script_runs import assert_fails_with, models_of, rows_of
+
+from experiments import profile_steps, spec_round, throughput
+from experiments.lib import profiles, steps
+
+
+GAMMA = ("--gamma", "2")
+
+
+@pytest.fixture(scope="module")
+def measured(folders, tmp_path_factory):
+    """A profile of two slots, and how many rows each slot had in each call."""
+    path, calls = tmp_path_factory.mktemp("profile") / "profile.jsonl", []
+    real = steps.repeat_forward
+
+    def watched(*args, num_active, **kwargs):
+        calls.append(np.asarray(num_active))
+        return real(*args, num_active=num_active, **kwargs)
+
+    sizes = ("--batch", "2", "--contexts", "9,5", "--steps", "2", "--repeats", "2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "repeat_forward", watched)
+        arguments = [*models_of(folders), *GAMMA, *sizes, "--out", str(path)]
+        assert profile_steps.main(arguments) == 0
+    return path, calls
+
+
+def test_every_number_of_rows_is_measured(measured):
+    """Fails if rows are left out, or piled up in one slot."""
+    path, calls = measured
+    rows = rows_of(path)
+    assert [(row["context"], row["num_slots"]) for row in rows] == [(5, 2), (9, 2)]
+    for row in rows:
+        assert row["rows"] == [1, 2, 3, 4, 5, 6] and row["n"] == row["steps"] == 2
+        assert (np.diff(row["step_s"]) >= 0).all() and min(row["median_s"]) > 0
+        assert np.maximum.accumulate(row["median_s"]).tolist() == row["step_s"]
+        assert row["draft_s"] >= 0 and row["drafter"] == "draft-model"
+        assert {"jax_version", "git_commit", "device_kind"} <= set(row)
+    assert {(call.sum(), call.max() - call.min() <= 1) for call in calls} == {
+        (rows, True) for rows in range(1, 7)
+    }
+
+
+def command(folders, profile, *more):
+    sizes = ("--gen-tokens", "6", "--prompts", "3", "--batch", "2")
+    return [*models_of(folders), *GAMMA, *sizes, "--schedule", str(profile), *more]
+
+
+def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
+    """Sampled, in a batch; calibrated by a row of the same file."""
+    profile, out = tmp_path / "both.jsonl", tmp_path / "out.jsonl"
+    row = rows_of(measured[0])[0] | {"kind": profiles.CALIBRATION}
+    row |= {"temperature": 0.7, "temperatures": [0.5, 2.0]}
+    profile.write_text(measured[0].read_text() + json.dumps(row) + "\n")
+    more = ("--temperature", "0.7", "--gamma-policy", "threshold", "--out", str(out))
+    assert spec_round.main(command(folders, profile, *more)) == 0
+    summary = rows_of(out)[-1]
+    assert summary["matched"] and summary["gamma_policy"] == "threshold"
+    assert summary["schedule"] == "both.jsonl"
+    greedy = command(folders, profile)
+    words = "calibrated at (temperature, drafts) [(0.7, 2)], and not at temperature 0"
+    assert_fails_with(spec_round.main, capsys, greedy, words)
+
+
+def test_throughput_compares_with_the_fixed_gamma(folders, measured, tmp_path):
+    out = tmp_path / "out.jsonl"
+    more = ("--repeats", "1", "--out", str(out))
+    assert throughput.main(command(folders, measured[0], *more)) == throughput.MATCHED
+    rows = rows_of(out, "throughput")
+    assert rows[-1]["way"] == "gamma 2 scheduled, batch 2" and rows[-1]["scheduled"]
+    assert all(row["prompts_equal"] == 3 for row in rows)
+    assert [row["gamma"] for row in rows] == [0, 0, 2, 2]
+
+
+def changed(path, out, **changes):
+    rows = [row | changes for row in rows_of(path)]
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_slots": 4}, ("no profile of", "with 2 slots", "--batch 2 --gamma 2")),
+        ({"gamma": 1}, ("with 2 slots and gamma 2 or more",)),
+        ({"dtype": "bfloat16"}, ("'dtype': 'float32'", "'dtype': 'bfloat16'")),
+        ({"kind": "step"}, ("but of nothing", "profile_steps.py")),
+        ({"step_s": [0.1, None, 0.3]}, ("no times of steps",)),
+        ({"step_s": [0.1, 0.3, 0.2]}, ("no times of steps", "falls from 0.3 s at 2")),
+        ({"step_s": [0.1, 0.2, 0.3]}, ("times of 1 .. 3 rows", "verify up to 6")),
+    ],
+)
+def test_files_that_are_no_profile_of_the_run(
+    folders, measured, tmp_path, capsys, changes, words
+):
+    bad = changed(measured[0], tmp_path / "bad.jsonl", **changes)
+    assert_fails_with(spec_round.main, capsys, command(folders, bad), *words)
+
+
+def test_flags_that_do_not_go_together(folders, measured, tmp_path, capsys):
+    for script in (spec_round, throughput):
+        arguments = command(folders, measured[0], "--tree", "2x2:4")
+        assert_fails_with(script.main, capsys, arguments, "--schedule", "of chains")
+    arguments = command(folders, tmp_path / "nothing.jsonl")
+    assert_fails_with(spec_round.main, capsys, arguments, "profile_steps.py writes one")
+    long = [*models_of(folders), "--contexts", "2040", "--batch", "1"]
+    assert_fails_with(profile_steps.main, capsys, long, "fewer --steps or shorter")
+    ngram = changed(measured[0], tmp_path / "ngram.jsonl", drafter="ngram")
+    arguments = command(folders, ngram, "--drafter", "ngram")
+    assert_fails_with(spec_round.main, capsys, arguments, "no `Proposal.survival`")

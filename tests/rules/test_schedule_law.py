@@ -1,0 +1,90 @@
+"""What scheduled rounds commit, as an exact law: no schedule may see a drafted token.
+
+The example is the paper's: one slot, two drafts, survival 0.8 of the first; whether the
+second is worth its row is known from the first one's token alone.
+"""
+
+import enumeration
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.gamma import schedule as schedule_lib
+
+
+STEP_S = jnp.asarray([1.0, 1.0, 1 / 0.5, 1 / 0.45], jnp.float32)
+CASE = enumeration.honest(
+    target=[np.array(p, np.float32) for p in ([0.7, 0.3], [[0.7, 0.3]] * 2)]
+    + [np.full((2, 2, 2), 0.5, np.float32)],
+    draft=[np.full((2,) * n, 0.5, np.float32) for n in (1, 2)],
+)
+A = 0  # The token that the target prefers.
+
+
+def verified(survival_of, *, stops_early):
+    """How many drafts of a chain are verified, by what survival is said of it."""
+
+    def num_drafted(chain):
+        counts = schedule_lib.schedule(
+            jnp.asarray([survival_of(chain)], jnp.float32),
+            jnp.array([2], jnp.int32),
+            jnp.array([True]),
+            STEP_S,
+            stops_early=stops_early,
+        )
+        return int(counts[0])
+
+    return num_drafted
+
+
+def known_before(chain):
+    """The first draft's chance is settled, the second one's is the first token's."""
+    return 0.8, 0.8 * (0.9 if chain[0] == A else 0.0)
+
+
+def of_itself(chain):
+    """Planted: a draft's chance is that of its own token."""
+    first = 0.99 if chain[0] == A else 0.1
+    return first, first * 0.99
+
+
+def one_ahead(chain):
+    """Planted: survivals are read one draft too far on."""
+    _, second = known_before(chain)
+    return second, second
+
+
+def law_of(num_drafted, rule="rejection"):
+    law = enumeration.committed_law(enumeration.RULES[rule], CASE, num_drafted)
+    return law.sum(axis=(1, 2))
+
+
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_the_papers_example_is_exact_with_the_stop_alone(rule):
+    """(0.7, 0.3) with it; (0.85, 0.15) by the global maximum, as in the paper."""
+    stop = verified(known_before, stops_early=True)
+    assert {stop(chain) for chain in enumeration.all_chains(CASE)} == {0}
+    np.testing.assert_allclose(law_of(stop, rule), [0.7, 0.3], atol=1e-6)
+    everything = verified(known_before, stops_early=False)
+    assert everything([A, A]) == 2 and everything([1 - A, A]) == 0
+    np.testing.assert_allclose(law_of(everything, rule), [0.85, 0.15], atol=1e-6)
+
+
+FAULTS = {
+    "confidence of the token itself": verified(of_itself, stops_early=True),
+    "survival of the draft after it": verified(one_ahead, stops_early=True),
+    "the drawn token": lambda chain: 2 if chain[0] == A else 0,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_a_schedule_that_sees_the_token_is_caught(rule, fault, monkeypatch):
+    """Steps of more rows cost less here, so that the stop does not end all of them."""
+    cheap = jnp.asarray([1.0, 1.0, 1.6, 1.7], jnp.float32)
+    monkeypatch.setitem(globals(), "STEP_S", cheap)
+    biased = enumeration.bias(enumeration.RULES[rule], CASE, FAULTS[fault])
+    assert biased > 1000 * enumeration.ROUNDING
+    honest = verified(known_before, stops_early=True)
+    assert {honest(chain) for chain in enumeration.all_chains(CASE)} == {1, 2}
+    assert enumeration.bias(enumeration.RULES[rule], CASE, honest) < 1e-6

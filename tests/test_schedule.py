@@ -1,0 +1,152 @@
+"""Which drafts a schedule verifies: against the algorithm in Python, and bad input."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.gamma import confidence, schedule as schedule_lib
+
+
+B, W = 3, 4
+STEP_S = np.array([8, 8, 8, 8, 9, 9, 10, 11, 12, 12, 12, 16, 16, 16, 17, 18]) / 8
+"""Stairs, with rows that cost nothing; of eighths, so that sums are exact."""
+
+
+def run(survival, num_drafted, active, *, stops_early, step_s=STEP_S):
+    found = schedule_lib.schedule(
+        jnp.asarray(survival, jnp.float32),
+        jnp.asarray(num_drafted, jnp.int32),
+        jnp.asarray(active),
+        jnp.asarray(step_s, jnp.float32),
+        stops_early=stops_early,
+    )
+    return np.asarray(found)
+
+
+def algorithm(survival, num_drafted, active, *, stops_early):
+    """Algorithm 1, one draft after the other; without the stop all of it."""
+    drafts = [
+        (-survival[b, i], i, b)
+        for b in range(B)
+        for i in range(num_drafted[b] if active[b] else 0)
+    ]
+    rows = kept = sum(active)
+    best, lengths, taken = kept / STEP_S[rows], np.zeros(B, int), np.zeros(B, int)
+    for chance, draft, slot in sorted(drafts):
+        lengths[slot], rows, kept = draft + 1, rows + 1, kept - chance
+        if kept / STEP_S[rows] > best:
+            best, taken = kept / STEP_S[rows], lengths.copy()
+        elif stops_early:
+            break
+    return taken
+
+
+def draw(rng):
+    """Survival in steps of an eighth: many are equal."""
+    chances = np.minimum.accumulate(rng.integers(0, 9, (B, W)) / 8, axis=1)
+    return chances, rng.integers(0, W + 1, B), rng.random(B) < 0.8
+
+
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_it_is_the_algorithm(stops_early, rng):
+    seen = set()
+    for _ in range(300):
+        drawn = draw(rng)
+        found = run(*drawn, stops_early=stops_early)
+        np.testing.assert_array_equal(found, algorithm(*drawn, stops_early=stops_early))
+        seen.add(tuple(found))
+    assert len(seen) > 30  # Of each slot other lengths: no constant would do.
+
+
+def anticipates(rng, *, stops_early):
+    """Whether what comes after a draft ever decided if that draft is verified."""
+    for _ in range(200):
+        survival, num_drafted, active = draw(rng)
+        slot, draft = rng.integers(B), rng.integers(W)
+        other = survival.copy()
+        other[slot, draft:] *= rng.random()  # The first that may depend on its token.
+        if draft:
+            found, changed = (
+                run(chances, num_drafted, active, stops_early=stops_early)[slot]
+                for chances in (survival, other)
+            )
+            # Drafts up to `draft` are settled by what is known before that one.
+            if min(found, draft) != min(changed, draft):
+                return True
+    return False
+
+
+def test_no_draft_is_left_out_for_what_comes_after_it(rng):
+    """Whatever the other slots say. The global maximum is the negative control."""
+    assert not anticipates(rng, stops_early=True)
+    assert anticipates(rng, stops_early=False)
+
+
+def test_what_a_drafter_says_wrongly_only_costs_time():
+    """NaN is no chance, a chance above the one before it is that one."""
+    one = [True, False, False]
+    rows = [[0.9, np.nan, 0.9, 0.9], [1.0] * 4, [1.0] * 4]
+    assert run(rows, [4] * 3, one, stops_early=True).tolist() == [1, 0, 0]
+    rows[0] = [0.1, 7.0, 7.0, 7.0]
+    held = [[0.1] * 4, *rows[1:]]
+    for stops_early in (True, False):
+        found, right = (
+            run(chances, [4] * 3, one, stops_early=stops_early)
+            for chances in (rows, held)
+        )
+        assert found.tolist() == right.tolist()
+    idle = run(rows, [4] * 3, [False] * 3, stops_early=False)
+    assert idle.tolist() == [0, 0, 0]
+
+
+def test_temperatures_divide_the_logit_of_each_drafts_own_chance():
+    own, temperatures = np.array([[0.9, 0.6, 0.2]]), np.array([2.0, 1.0, 0.5])
+    logits = np.log(own / (1 - own)) / temperatures
+    survival = jnp.asarray(np.cumprod(own, axis=1), jnp.float32)
+    found = confidence.recalibrated(survival, jnp.asarray(temperatures, jnp.float32))
+    np.testing.assert_allclose(found, np.cumprod(1 / (1 + np.exp(-logits)), 1), 1e-5)
+    ends = confidence.recalibrated(jnp.array([[1.0, 0.0, 0.0]]), jnp.ones(3))
+    np.testing.assert_allclose(ends, [[1, 0, 0]], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "reason"),
+    [
+        ([[1.0, 1.0], [1.0, 1.0]], "shape .2, 2.: give one row"),
+        ([1.0, 1.0], "shape .2."),
+        ([1.0, np.nan, 2.0], r"step_s\[1\]=nan"),
+        ([1.0, 1.0, 0.0], r"step_s\[2\]=0"),
+        ([1.0, 2.0, 1.5], "falls from 2 s at 1 rows to 1.5 s at 2"),
+    ],
+)
+def test_times_that_were_not_measured_so_are_refused(step_s, reason):
+    with pytest.raises(ValueError, match=reason):
+        schedule_lib.times(step_s)
+    schedule_lib.times([1.0, 1.0, 1.5])  # Negative control.
+
+
+def test_a_profile_of_too_few_rows_is_refused():
+    with pytest.raises(ValueError, match="up to 14 rows, and 3 slots of 4 drafts"):
+        run(np.ones((B, W)), [W] * B, [True] * B, stops_early=True, step_s=STEP_S[:-1])
+    made = schedule_lib.Schedule(gamma_max=W)
+    state = made.init(STEP_S)
+    made.check(state, num_slots=3, rule="coupled")
+    with pytest.raises(ValueError, match="1 .. 15 rows, and 4 slots of 4 drafts .* 20"):
+        made.check(state, num_slots=4, rule="coupled")
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_global_maximum_is_refused_where_it_would_bias(rule):
+    state = schedule_lib.Schedule(gamma_max=W).init(STEP_S)
+    with pytest.raises(ValueError, match="biased under rule=.*stops_early=True"):
+        schedule_lib.Schedule(gamma_max=W).check(state, num_slots=1, rule=rule)
+    stops = schedule_lib.Schedule(gamma_max=W, stops_early=True)
+    stops.check(state, num_slots=1, rule=rule)
+
+
+@pytest.mark.parametrize("bad", [[1.0] * 3, [1.0, 1.0, 1.0, 0.0], [np.nan] * 4])
+def test_temperatures_that_are_none_are_refused(bad):
+    with pytest.raises(ValueError, match="one for each draft"):
+        schedule_lib.Schedule(gamma_max=W).init(STEP_S, temperatures=bad)
+    with pytest.raises(ValueError, match="gamma_max=0"):
+        schedule_lib.Schedule(gamma_max=0)
