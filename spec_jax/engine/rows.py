@@ -22,7 +22,6 @@ from spec_jax.engine import protocols
 from spec_jax.model import (
     config as config_lib,
     decoder,
-    families,
     params as params_lib,
     prompt as prompt_lib,
     row_model,
@@ -149,14 +148,8 @@ class SlotRows:
 
         def forward(kv, rows, inputs):
             del inputs
-            kv, outputs = families.of(self.config).forward_rows(
-                params,
-                self.config,
-                rows,
-                kv,
-                impl=self.model.impl,
-                taps=taps,
-                with_logits=with_logits,
+            kv, outputs = self.model.forward_rows(
+                params, rows, kv, taps=taps, with_logits=with_logits
             )
             logits = outputs.logits if with_logits else None
             return kv, (logits, outputs.features if taps else None)

@@ -8,6 +8,7 @@ included. One op, because all of it belongs to one key/value head and no other.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -34,6 +35,7 @@ def row_attention(
     scale: float,
     impl: str,
     branch: Int[Array, "R A"] | None = None,
+    by_head: bool = False,
 ) -> tuple[
     Float[Array, "R attention"],
     Float[Array, "P C K H"],
@@ -47,6 +49,8 @@ def row_attention(
       cos, sin: of each row's angles, in the dtype of `heads` (`rope.angles`).
       branch: of rows of trees, see `paged_attention`: the last entry is the place where
         the row itself is written.
+      by_head: whether "xla" computes each key/value head for itself, so that no bit
+        depends on how many there are: on a mesh. Others always do.
 
     Returns:
       The attended heads `[R, N * H]` and the pages with the active rows written.
@@ -82,11 +86,22 @@ def row_attention(
         normed = x if norm is None else rms_norm.rms_norm(x, norm, eps=eps)
         return rope.rotate(normed, cos, sin)
 
-    q, k = turned(q, q_norm), turned(k, k_norm)
+    if by_head:
+        q, k = _each_head(turned, q, q_norm, K), _each_head(turned, k, k_norm, K)
+    else:
+        q, k = turned(q, q_norm), turned(k, k_norm)
     at = where if branch is None else where | {"positions": branch[:, -1]}
     k_pages = page_write.page_write(k_pages, k, **at)
     v_pages = page_write.page_write(v_pages, v, **at)
     out = paged_attention.paged_attention(
-        q, k_pages, v_pages, **where, scale=scale, impl=impl, branch=branch
-    )
+        q, k_pages, v_pages, **where, scale=scale, impl=impl, branch=branch,
+        by_head=by_head,
+    )  # fmt: skip
     return out.reshape(out.shape[0], -1), k_pages, v_pages
+
+
+def _each_head(turned, x, norm, num_kv_heads):
+    """`turned` of the heads `[R, heads, H]` that belong to one key/value head each."""
+    parts = jax.lax.optimization_barrier(jnp.split(x, num_kv_heads, axis=1))
+    done = jax.lax.optimization_barrier([turned(part, norm) for part in parts])
+    return jnp.concatenate(done, axis=1)
