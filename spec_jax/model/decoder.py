@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from spec_jax import pytree
 from spec_jax.model import (
     config as config_lib,
-    families,
     observe as observe_lib,
     params as params_lib,
     rotary,

@@ -34,8 +34,12 @@ def gated_projection(
             products = projection.products(x, w, num_active=num_active, impl=impl)
             gated = [jax.lax.optimization_barrier(swiglu.swiglu(y)) for y in products]
         else:
-            shared = {"num_active": num_active, "norm": norm, "eps": eps, "impl": impl}
-            gated = [gated_projection(x, piece, **shared) for piece in w.pieces]
+            gated = [
+                gated_projection(
+                    x, piece, num_active=num_active, norm=norm, eps=eps, impl=impl
+                )
+                for piece in w.pieces
+            ]
         return gated[0] if len(gated) == 1 else jnp.concatenate(gated, axis=1)
     if impl == "native":
         return calls.gate(x, w, num_active=num_active, norm=norm, eps=eps)

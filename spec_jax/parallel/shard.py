@@ -1,7 +1,9 @@
 """How a model lies on a mesh, and arrays that lie so. Knows no models."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -93,6 +95,10 @@ class Layout:
             array.shape, self.sharding(REPLICATED), lambda index: array[index]
         )
 
+    def gather(self, tree: Any) -> Any:
+        """Copies arrays of the mesh whole to every device, and so to every process."""
+        return jax.jit(lambda tree: tree, out_shardings=self.sharding(REPLICATED))(tree)
+
     def run(self, function: Callable, *, in_specs, out_specs) -> Callable:
         """Returns a function that runs on each device on its parts of the arguments."""
         return jax.shard_map(
@@ -102,6 +108,15 @@ class Layout:
             out_specs=out_specs,
             check_vma=False,
         )
+
+
+def make_cpu_devices(count: int) -> None:
+    """Makes so many devices of a CPU; where jax runs already, `mesh` says if they lack.
+
+    Without effect on other platforms.
+    """
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def mesh(num_devices: int | None = None) -> sharding.Mesh:
