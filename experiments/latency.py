@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
     models = parser.add_argument_group("models")
-    flags.add_models(models)
+    flags.add_models(models, has_mesh=False)
     subjects.add_presets(models)
     cli.add(
         models, "--slab ROWS  rows of every call of the target (default: gamma + 1)"

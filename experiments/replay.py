@@ -121,7 +121,7 @@ def _parser() -> cli.Parser:
         metavar="FILE",
         help="traces to evaluate drafters on, written by --record",
     )
-    flags.add_models(parser.add_argument_group("models"))
+    flags.add_models(parser.add_argument_group("models"), has_mesh=False)
     group = parser.add_argument_group("recording")
     cli.add(
         group,

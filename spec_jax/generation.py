@@ -473,8 +473,8 @@ class Run:
 
 def provenance(lm: LanguageModel) -> dict[str, Any]:
     """Returns what decides bits: where it is equal, the results are."""
-    device = jax.devices()[0]
-    return {
+    device, layout = jax.devices()[0], lm.target.layout
+    found = {
         "jax_version": jax.__version__,
         "device_kind": device.device_kind,
         "platform": device.platform,
@@ -483,6 +483,7 @@ def provenance(lm: LanguageModel) -> dict[str, Any]:
         "dtype": lm.target.config.dtype,
         "slab": lm.target.slab,
     }
+    return found if layout is None else found | layout.describe()
 
 
 def _is_policy(gamma: Any) -> bool:

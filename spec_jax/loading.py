@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from spec_jax.drafters import draft_model, registry, tree_shapes
 from spec_jax.engine import checks, protocols, rows
 from spec_jax.model import (
@@ -17,6 +19,7 @@ from spec_jax.model import (
     tokenizer,
 )
 from spec_jax.ops import dispatch
+from spec_jax.parallel import shard
 from spec_jax.typing import Impl
 
 
@@ -99,6 +102,9 @@ def load(
     impl: Impl = "auto",
     cache: row_model.CacheKind = "paged",
     slab: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    segments: int = shard.SEGMENTS,
+    cut_draft: bool = False,
 ) -> LanguageModel:
     """Loads a target, and a drafter for it.
 
@@ -128,16 +134,29 @@ def load(
       cache: "paged" or "static", of both models.
       slab: rows of every call of the target; None: 8, or `gamma_max + 1` if that is
         more. It is part of what decides bits.
+      mesh: devices that share the target, as `parallel.shard.mesh` makes it; None: one
+        device has all of it. Each process reads the parts of its own devices.
+      segments: of every sum over these devices, which decides bits: with 8 they are the
+        same on 1, 2, 4 and 8 devices; with as many as devices it is fastest.
+      cut_draft: whether they share the draft model, too, in place of having one each.
 
     Raises:
       ValueError: a folder, a name or a number that cannot be used, or models that do
         not fit together.
-      NotImplementedError: an implementation that cannot run here.
+      NotImplementedError: an implementation that cannot run here, or a mesh with a
+        drafter or a family that it is not for.
     """
     named = draft
     if target is None:
         target, draft = EMBEDDED_TARGET, EMBEDDED_DRAFT if draft is None else draft
     target = pathlib.Path(target)
+    layout = None if mesh is None else shard.Layout(mesh=mesh, segments=segments)
+    if layout is not None and isinstance(drafter, str):
+        if drafter in registry.NEED_TARGET or registry.is_folder(drafter):
+            raise NotImplementedError(
+                f"drafter {drafter!r} shares weights with its target, which a mesh "
+                "cuts: leave the mesh out, or take a drafter such as 'draft-model'"
+            )
     resolved = dispatch.resolve(impl)
     target_tokenizer = tokenizer.load(target)
     # A drafter may need no draft model: what it has is read when it is loaded.
@@ -155,13 +174,14 @@ def load(
     entries = _entries(target_tokenizer, configs)
     resolved = impls[0]
     config, params = load_lib.load(
-        target, dtype=dtype, impl=resolved, vocab_size=entries
+        target, dtype=dtype, impl=resolved, vocab_size=entries, layout=layout
     )
     model = row_model.RowModel(
         config=config,
         impl=resolved,
         slab=row_model.slab_for(resolved, slab or max(TARGET_SLAB, gamma_max + 1)),
         cache=cache,
+        layout=layout,
     )
     parts = registry.Parts(
         gamma_max=gamma_max,
@@ -175,6 +195,8 @@ def load(
             impl=impls[-1],
             cache=cache,
             vocab_size=entries,
+            layout=layout,
+            is_cut=cut_draft,
         ),
         target=model,
         target_params=params,
@@ -215,6 +237,8 @@ def load_draft(
     impl: str,
     cache: row_model.CacheKind = "paged",
     vocab_size: int | None = None,
+    layout: shard.Layout | None = None,
+    is_cut: bool = False,
 ) -> tuple[draft_model.DraftModel, params_lib.Params]:
     """Reads a draft model, which drafts as its target samples; raises as `load`.
 
@@ -222,6 +246,8 @@ def load_draft(
       target_tokenizer: whose vocabulary it must share.
       impl: a resolved implementation.
       vocab_size: entries that are loaded, see `model.load.load`.
+      layout: of the target; each of its devices has the whole draft model, unless it
+        `is_cut` as the target is.
     """
     if folder is None:
         raise ValueError(
@@ -230,15 +256,19 @@ def load_draft(
         )
     folder = pathlib.Path(folder)
     tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(folder))
+    cut = layout if is_cut else None
     config, params = load_lib.load(
-        folder, dtype=dtype, impl=impl, vocab_size=vocab_size
+        folder, dtype=dtype, impl=impl, vocab_size=vocab_size, layout=cut
     )
+    if layout is not None and not is_cut:
+        params = jax.tree.map(layout.replicated, params)
     drafter = draft_model.DraftModel(
         model=row_model.RowModel(
             config=config,
             impl=impl,
             slab=row_model.slab_for(impl, DRAFT_SLAB),
             cache=cache,
+            layout=cut,
         ),
         gamma_max=gamma_max,
         # Rows of catch-up at one read of the weights, where their number costs nothing.

@@ -107,21 +107,42 @@ def check_lossless(
     return Report(comparisons=tuple(comparisons))
 
 
-def _compare(run: generation.Run, numbers: range) -> list[Comparison]:
-    """Compares the requests of one filling of the slots."""
-    scheduler, lm = run.scheduler, run.lm
-    window = lm.gamma_max + 1
+def evidence_of(
+    lm: LanguageModel, prompts: Sequence[generation.Prompt], **settings: Any
+) -> list[evidence.Evidence]:
+    """Generates prompts together, a slot each, and returns what each run left behind.
+
+    Raises as `check_lossless`.
+    """
+    run, _ = generation.prepare(lm, prompts, num_slots=len(prompts), **settings)
+    state = _generate(run, range(len(prompts)))
+    if lm.target.layout is not None:  # Of all devices, of other processes, too.
+        state = lm.target.layout.gather(state)
+    return [
+        evidence.of_slot(state, num_prompt=len(ids), slot=slot)
+        for slot, ids in enumerate(run.prompts)
+    ]
+
+
+def _generate(run: generation.Run, numbers: range) -> states.State:
+    """Generates the requests of one filling of the slots, recorded."""
+    scheduler, window = run.scheduler, run.lm.gamma_max + 1
     watched = recorder.Recorder(target=scheduler.target, window=window)
     state = scheduler.empty(
         draws=any(run.requests[number].sampling is not None for number in numbers)
     )
     for slot, number in enumerate(numbers):
         state = scheduler.admit(state, slot, run.requests[number])
-    state = round_lib.generate(
+    return round_lib.generate(
         scheduler.speculator.replace(target=watched),
         watched.attach(state),
         max_rounds=jnp.int32(max(run.requests[n].max_tokens for n in numbers)),
     )
+
+
+def _compare(run: generation.Run, numbers: range) -> list[Comparison]:
+    """Compares the requests of one filling of the slots."""
+    state = _generate(run, numbers)
     return [_compare_slot(run, state, slot, n) for slot, n in enumerate(numbers)]
 
 

@@ -18,7 +18,7 @@ EVERYWHERE = {"typing", "pytree"}
 LAYERS = (
     EVERYWHERE,
     {"tree"},
-    {"pallas", "native"},
+    {"pallas", "native", "parallel"},
     {"ops"},
     {"paging"},
     {"model"},
@@ -39,7 +39,7 @@ ABSTRACT = {"engine", "rules", "gamma", "tree"}
 """All that knows a target and a drafter by what they do: neither pages nor Qwen3."""
 
 FEWER = {
-    **{name: set() for name in ("native", "pallas", "rules", "gamma")},
+    **{name: set() for name in ("native", "pallas", "parallel", "rules", "gamma")},
     "analysis/metrics": {"analysis"},
     "analysis/conventions": {"analysis"},
     **{f"drafters/{name}": {"drafters", "engine"} for name in ("ngram", "suffix")},

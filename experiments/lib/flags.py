@@ -9,6 +9,7 @@ from spec_jax.drafters import registry, tree_shapes
 from spec_jax.engine import verification
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
+from spec_jax.parallel import shard
 from spec_jax.rules import sampling
 from spec_jax.typing import IMPLS
 
@@ -20,12 +21,27 @@ NOISE = ("top_k", "top_p", "min_p")
 """Flags that change nothing at temperature 0."""
 
 
-def add_models(group: argparse._ActionsContainer) -> None:
-    """`--target`, `--draft`, `--dtype`, `--impl`, `--isa`, for `check_models`."""
+def add_models(group: argparse._ActionsContainer, *, has_mesh: bool = True) -> None:
+    """`--target`, `--draft`, `--dtype`, `--impl`, `--isa`, for `check_models`.
+
+    Args:
+      has_mesh: `--devices` and `--segments` too, of a script that uses `models.load`.
+    """
     add_folders(group)
     add_dtype(group)
     cli.add(group, "--impl IMPL=auto  kernels", IMPL=IMPLS)
     add_isa(group)
+    if not has_mesh:
+        return
+    cli.add(
+        group,
+        f"""
+        --devices N  share the target out over the first N devices; on a CPU so many
+            are made (default: one device has all of it)
+        --segments N={shard.SEGMENTS}  of each sum over devices: its order, and with it
+            every bit, is the same on any N devices that divide it
+        """,
+    )
 
 
 def add_folders(group: argparse._ActionsContainer) -> None:
@@ -68,6 +84,11 @@ def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     if (args.target is None) != (args.draft is None) and not has_head:
         parser.error("--target and --draft go together: give both, or neither")
     check_isa(parser, args)
+    devices = getattr(args, "devices", None)
+    if devices is not None:
+        shard.make_cpu_devices(devices)
+    elif hasattr(args, "segments") and args.segments != parser.get_default("segments"):
+        parser.error("--segments is of --devices: give both, or neither")
 
 
 def check_isa(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from experiments.lib import prompt_files, prompts as prompts_lib, runs
 from spec_jax import loading
 from spec_jax.drafters import draft_model, each, hybrid, registry, tree_shapes
 from spec_jax.ops import dispatch
+from spec_jax.parallel import shard
 
 
 def load(
@@ -36,11 +37,19 @@ def load(
         dtype=args.dtype,
         impl=args.impl,
         cache=cache,
+        **_mesh(args),
     )
     lm = with_confidence(lm, confidence)
     tree = getattr(args, "tree", None)
     is_one = isinstance(tree, tree_shapes.AnyTree)
     return with_tree(args, lm, tree) if is_one else lm
+
+
+def _mesh(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--devices` and `--segments` say, if anything."""
+    if getattr(args, "devices", None) is None:
+        return {}
+    return {"mesh": shard.mesh(args.devices), "segments": args.segments}
 
 
 def with_tree(
@@ -79,6 +88,7 @@ def with_drafter(
             impl=lm.target.impl,
             cache=lm.target.cache,
             vocab_size=lm.target.config.vocab_size,
+            layout=lm.target.layout,
         ),
         target=lm.target,
         target_params=lm.params,
@@ -201,6 +211,8 @@ def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, A
         "native_isa": dispatch.instruction_set(lm.target.impl),
         "slab": lm.target.slab,
     }
+    if lm.target.layout is not None:
+        found |= lm.target.layout.describe()
     names = ("page_size", "gen_tokens", "repeats", "temperature", "rule", "seed")
     names += ("top_k", "top_p", "min_p", "ignore_stop", "raw")
     return found | {name: getattr(args, name) for name in names if hasattr(args, name)}

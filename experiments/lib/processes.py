@@ -95,12 +95,12 @@ def run(
         except subprocess.TimeoutExpired:
             status = "ended"
         finally:
-            _end(process)
+            end(process)
     seconds = round(time.monotonic() - started, 1)
     return Outcome(status=status, exit_status=process.returncode, seconds=seconds)
 
 
-def _end(process: subprocess.Popen) -> None:
+def end(process: subprocess.Popen) -> None:
     """Ends a process if it still runs: politely first."""
     if process.poll() is None:
         process.terminate()

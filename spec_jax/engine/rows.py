@@ -146,7 +146,10 @@ class SlotRows:
     @property
     def runs_chains(self) -> bool:
         """Whether the model has `run_chains`."""
-        return self.model.impl in families.of(self.config).CHAIN_IMPLS
+        model = self.model
+        return (
+            model.layout is None and model.impl in families.of(self.config).CHAIN_IMPLS
+        )
 
     def run_chains(
         self,
@@ -197,14 +200,8 @@ class SlotRows:
 
         def forward(kv, rows, inputs):
             del inputs
-            kv, outputs = families.of(self.config).forward_rows(
-                params,
-                self.config,
-                rows,
-                kv,
-                impl=self.model.impl,
-                taps=taps,
-                with_logits=with_logits,
+            kv, outputs = self.model.forward_rows(
+                params, rows, kv, taps=taps, with_logits=with_logits
             )
             logits = outputs.logits if with_logits else None
             return kv, (logits, outputs.features if taps else None)
@@ -249,7 +246,8 @@ class SlotRows:
             sources=(start[:, None] + path).reshape(-1),
             targets=(start[:, None] + steps + 1).reshape(-1),
             moves=(steps < num_kept[:, None]).reshape(-1),
-            impl=self.model.impl,
+            # A kernel's call would ask for all pages on each device of a mesh.
+            impl=self.model.impl if self.model.layout is None else "xla",
         )
 
     def truncate(

@@ -280,6 +280,39 @@ def read_into(entry: Entry, out: np.ndarray) -> None:
         raise CheckpointError(f"{entry.path}: {error.strerror}") from None
 
 
+def read_columns(entry: Entry, out: np.ndarray, *, first: int) -> None:
+    """Fills `out [rows, width]` with the columns from `first` on, as `read_into`.
+
+    Reads these columns and no others.
+    """
+    rows, columns = entry.shape
+    if out.shape[0] != rows or first + out.shape[1] > columns:
+        raise ValueError(
+            f"{entry.name} is {entry.shape}, the buffer from {first=} is {out.shape}"
+        )
+    row = np.empty(out.shape[1:], entry.dtype)
+    try:
+        with entry.path.open("rb", buffering=0) as file:
+            for number in range(rows):
+                at = number * columns + first
+                file.seek(entry.offset + at * entry.dtype.itemsize)
+                _read_exactly(file, entry, row)
+                out[number] = row
+    except OSError as error:
+        raise CheckpointError(f"{entry.path}: {error.strerror}") from None
+
+
+def check_finite(entry: Entry, values: np.ndarray) -> None:
+    """Refuses weights of which every result would be NaN, or could be."""
+    index = first_non_finite(values)
+    if index is not None:
+        raise CheckpointError(
+            f"{entry.path}: {entry.name}{list(index)} is {values[index]} in "
+            f"{values.dtype}: a model with such weights has no results; use another "
+            "checkpoint, or download it again"
+        )
+
+
 def first_non_finite(array: np.ndarray) -> tuple[int, ...] | None:
     """The index of the first infinity or NaN of a contiguous array, if it has one.
 
@@ -341,7 +374,9 @@ def _blocks(
         yield start, block
 
 
-def _read_exactly(file: io.BufferedReader, entry: Entry, flat: np.ndarray) -> None:
+def _read_exactly(
+    file: io.BufferedReader | io.FileIO, entry: Entry, flat: np.ndarray
+) -> None:
     """Fills `flat`, whose bytes are as those of the file."""
     # As bytes, because the buffer protocol does not know bfloat16.
     raw = flat.view(np.uint8).data

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from spec_jax import pytree
 from spec_jax.model import (
     config as config_lib,
-    families,
     observe as observe_lib,
     params as params_lib,
     rotary,
@@ -193,9 +192,13 @@ def prefill_rows(
     slot: Int[Array, ""],
     slab: int,
     impl: str,
+    forward: Callable,
     taps: tuple[int, ...] = (),
 ) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
     """As `prefill`, through `forward_rows`: K/V and features are those of decoding.
+
+    Args:
+      forward: `RowModel.forward_rows`.
 
     Returns:
       The cache, and the features of the prompt; None without `taps`.
@@ -216,9 +219,7 @@ def prefill_rows(
             positions=start + jnp.arange(slab, dtype=jnp.int32),
             num_active=jnp.minimum(length - start, slab),
         )
-        kv, outputs = families.of(config).forward_rows(
-            params, config, rows, kv, impl=impl, taps=taps, with_logits=False
-        )
+        kv, outputs = forward(params, rows, kv, taps=taps, with_logits=False)
         if features is not None:
             features = jax.lax.dynamic_update_slice_in_dim(
                 features, outputs.features, start, axis=0

@@ -23,9 +23,11 @@ from spec_jax.model import (
     checkpoint_files as files,
     config as config_lib,
     families,
+    load_shards,
     params as params_lib,
 )
 from spec_jax.ops import dispatch, weights
+from spec_jax.parallel import shard
 
 
 CheckpointError = files.CheckpointError
@@ -46,6 +48,7 @@ def load(
     impl: str | None = None,
     available_bytes: int | None = None,
     vocab_size: int | None = None,
+    layout: shard.Layout | None = None,
 ) -> tuple[config_lib.ModelConfig, params_lib.Params]:
     """Reads a folder with `config.json` and safetensors, one file or sharded.
 
@@ -61,6 +64,8 @@ def load(
       vocab_size: entries of the embedding and of the head that are loaded, the first
         ones: without the rest, which pads them, it can be neither drawn nor drafted.
         All if None.
+      layout: of a model on a mesh, whose devices get their own pieces, of the weights
+        that `load_shards.CUTS` names; this process reads those of its devices.
 
     Returns:
       The config, with the dtype and the entries that the weights have, and the weights.
@@ -87,7 +92,14 @@ def load(
     if vocab_size is not None:
         config = _with_entries(folder, config, vocab_size)
         names = family.tensors(config)
-    _check_memory(folder, config, available_bytes)
+    if layout is not None:
+        load_shards.check(config, layout)
+    _check_memory(folder, config, available_bytes, layout)
+    if layout is not None:
+        shapes = params_lib.shapes(config)
+        return config, load_shards.read(
+            shapes, names, entries, layout, impl=impl or "xla"
+        )
 
     # A table that is not the head, too, is looked up only.
     table: Any = None if names.lm_head is None else names.embed
@@ -121,7 +133,7 @@ def assemble(
         part = buffer[start : start + shape[0]]
         # Of a vocabulary that is cut, the first rows.
         files.read_into(dataclasses.replace(entries[name], shape=shape), part)
-        _check_finite(entries[name], part)
+        files.check_finite(entries[name], part)
         start += shape[0]
     return buffer if sources.order is None else buffer[sources.order]
 
@@ -197,9 +209,16 @@ def write_folder(
                 _partial(folder / file_name).unlink(missing_ok=True)
 
 
-def required_bytes(config: config_lib.ModelConfig) -> tuple[int, int]:
-    """Bytes of the weights, and most that loading them takes besides."""
+def required_bytes(
+    config: config_lib.ModelConfig, layout: shard.Layout | None = None
+) -> tuple[int, int]:
+    """Bytes of the weights, and most that loading them takes besides.
+
+    Of a model on a mesh those of one device.
+    """
     shapes = params_lib.shapes(config)
+    if layout is not None:
+        return load_shards.required_bytes(shapes, layout)
 
     def needs(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> int:
         copies = 1 if sources.order is None else 2  # As stored, and in order.
@@ -259,17 +278,6 @@ def _check_num_layers(
         )
 
 
-def _check_finite(entry: files.Entry, weights: np.ndarray) -> None:
-    """Refuses weights of which every result would be NaN, or could be."""
-    index = files.first_non_finite(weights)
-    if index is not None:
-        raise CheckpointError(
-            f"{entry.path}: {entry.name}{list(index)} is {weights[index]} in "
-            f"{weights.dtype}: a model with such weights has no results; use another "
-            "checkpoint, or download it again"
-        )
-
-
 def _check_entries(
     folder: pathlib.Path,
     config: config_lib.ModelConfig,
@@ -286,13 +294,18 @@ def _check_entries(
 
 
 def _check_memory(
-    folder: pathlib.Path, config: config_lib.ModelConfig, available_bytes: int | None
+    folder: pathlib.Path,
+    config: config_lib.ModelConfig,
+    available_bytes: int | None,
+    layout: shard.Layout | None,
 ) -> None:
     """Refuses weights that do not fit, with both numbers."""
-    weights, temporary = required_bytes(config)
+    weights, temporary = required_bytes(config, layout)
     dispatch.backend()  # Says why, where jax cannot start.
     (device,) = jnp.zeros(()).devices()  # Where arrays go unless told otherwise.
     on_host = device.platform == "cpu"
+    if layout is not None and on_host:
+        weights *= len(list(layout.local()))
     if available_bytes is None:
         available_bytes = psutil.virtual_memory().available
     needs = [("memory", temporary + (weights if on_host else 0), available_bytes)]

@@ -28,6 +28,7 @@ from spec_jax.ops import (
     row_attention,
     step,
     swiglu,
+    weights,
 )
 from spec_jax.paging import cache
 from spec_jax.typing import IMPLS as ALL_IMPLS, typed
@@ -211,7 +212,8 @@ def forward_rows(
         change it; without it the traced program holds nothing of this.
     """
     params = params_lib.prepare(params, impl)
-    if step.is_fused(impl) and observe is None:
+    is_split = isinstance(params.layers[0].qkv, weights.Split)
+    if step.is_fused(impl) and observe is None and not is_split:
         return _fused_step(params, config, rows, kv, taps, with_logits)
     return decoder.run_rows(
         params,
@@ -345,6 +347,7 @@ def run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
         sin=sin,
         scale=config.head_dim**-0.5,
         branch=rows.branch,
+        by_head=isinstance(layer.qkv, weights.Split),
         **shared,
     )
     if observe is not None:

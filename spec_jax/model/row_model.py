@@ -7,7 +7,7 @@ implementation and slab height.
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,12 @@ from spec_jax.model import (
     config as config_lib,
     decoder,
     families,
+    load_shards,
     params as params_lib,
 )
-from spec_jax.ops import argmax, dispatch
+from spec_jax.ops import argmax, dispatch, weights
 from spec_jax.paging import allocator, cache as paged, index, static
+from spec_jax.parallel import shard
 from spec_jax.typing import IMPLS
 
 
@@ -71,10 +73,12 @@ class RowModel:
         knows what `impl` takes.
       cache: what `new_cache` allocates, `PagedKV` or `StaticKV`. No bit of a row
         depends on it, and every method takes either.
+      layout: of a model on a mesh, whose weights `load.load` reads with the same; None:
+        on one device.
 
     Raises:
-      ValueError: no such implementation, a slab that it does not take, or an unknown
-        kind of cache.
+      ValueError: no such implementation, a slab that it does not take, an unknown kind
+        of cache, or a mesh that does not divide the heads.
       NotImplementedError: an implementation without kernels for the model's family.
     """
 
@@ -82,6 +86,7 @@ class RowModel:
     impl: str
     slab: int
     cache: CacheKind = "paged"
+    layout: shard.Layout | None = None
 
     def __post_init__(self):
         if self.cache not in CACHE_KINDS:
@@ -96,6 +101,8 @@ class RowModel:
             raise ValueError(
                 f"slab={self.slab}, but impl={self.impl!r} has slabs of {height} rows"
             )
+        if self.layout is not None:
+            load_shards.check(self.config, self.layout)
 
     def new_cache(self, *, capacity: int, page_size: int) -> paged.PagedKV:
         """An empty cache of `capacity` positions or a little more, slot 0 open.
@@ -142,7 +149,42 @@ class RowModel:
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             dtype=self.config.dtype,
+            layout=self.layout,
         )
+
+    def forward_rows(
+        self,
+        params: params_lib.Params,
+        rows: decoder.Rows,
+        kv: paged.PagedKV,
+        **how: Any,
+    ) -> tuple[paged.PagedKV, decoder.RowOutputs]:
+        """Runs a slab of rows: `forward_rows` of the family, on each device its part.
+
+        Logits and features are the same on all of them.
+        """
+
+        def forward(params, rows, kv):
+            return families.of(self.config).forward_rows(
+                params, self.config, rows, kv, impl=self.impl, **how
+            )
+
+        if self.layout is None:
+            return forward(params, rows, kv)
+        is_split = lambda leaf: isinstance(leaf, weights.Split)
+
+        def on_device(params, rows, kv):
+            local = lambda leaf: leaf.local() if is_split(leaf) else leaf
+            return forward(jax.tree.map(local, params, is_leaf=is_split), rows, kv)
+
+        spec_of = lambda leaf: shard.CUT if is_split(leaf) else shard.REPLICATED
+        specs = jax.tree.map(spec_of, params, is_leaf=is_split)
+        kv_specs = _cache_specs(kv)
+        return self.layout.run(
+            on_device,
+            in_specs=(specs, shard.REPLICATED, kv_specs),
+            out_specs=(kv_specs, shard.REPLICATED),
+        )(params, rows, kv)
 
     def prefill(
         self,
@@ -194,8 +236,11 @@ class RowModel:
 
     @property
     def prefills_by_rows(self) -> bool:
-        """Whether rows are the faster prefill: they are with kernels of our own."""
-        return self.impl == "native"
+        """Whether rows are the faster prefill: they are with kernels of our own.
+
+        On a mesh they are the only one.
+        """
+        return self.impl == "native" or self.layout is not None
 
     def forward(
         self,
@@ -225,9 +270,7 @@ class RowModel:
             positions=start + jnp.arange(self.slab, dtype=jnp.int32),
             num_active=num_active,
         )
-        kv, outputs = families.of(self.config).forward_rows(
-            params, self.config, rows, kv, impl=self.impl
-        )
+        kv, outputs = self.forward_rows(params, rows, kv)
         return allocator.extend(kv, SLOT, start + num_active), outputs.logits
 
     def choose(
@@ -257,9 +300,10 @@ class RowModel:
         "num_kv_heads",
         "head_dim",
         "dtype",
+        "layout",
     ),
 )
-def _new_slots(kind, *, num_pages, **sizes):
+def _new_slots(kind, *, num_pages, layout, **sizes):
     """One call of one program: a call for each array would cost more than a prompt."""
     kv: paged.PagedKV
     if kind == "static":
@@ -268,7 +312,18 @@ def _new_slots(kind, *, num_pages, **sizes):
         kv = paged.init(num_pages=num_pages, **sizes)
     for slot in range(kv.num_slots):
         kv = allocator.register(kv, slot)
-    return kv
+    if layout is None:
+        return kv
+    return jax.lax.with_sharding_constraint(
+        kv, jax.tree.map(layout.sharding, _cache_specs(kv))
+    )
+
+
+def _cache_specs(kv: paged.PagedKV) -> paged.PagedKV:
+    """How a cache lies on a mesh: pages by heads, all else on every device."""
+    specs = jax.tree.map(lambda _: shard.REPLICATED, kv)
+    pages = (shard.PAGES,) * len(kv.k)
+    return specs.replace(k=pages, v=pages)
 
 
 @functools.partial(
@@ -277,6 +332,8 @@ def _new_slots(kind, *, num_pages, **sizes):
 def _prefill(model, params, kv, tokens, length, slot, *, by_rows, taps=()):
     kv = allocator.reserve(kv, slot, length)
     if not by_rows:
+        if model.layout is not None:
+            raise ValueError("batched prefill of a model on a mesh: prefill by rows")
         kv, features = decoder.prefill(
             params, model.config, kv, tokens=tokens, length=length, slot=slot, taps=taps
         )
@@ -285,6 +342,7 @@ def _prefill(model, params, kv, tokens, length, slot, *, by_rows, taps=()):
         params,
         model.config,
         kv,
+        forward=model.forward_rows,
         tokens=tokens,
         length=length,
         slot=slot,

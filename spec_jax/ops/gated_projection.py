@@ -3,6 +3,8 @@
 y = swiglu(round(norm(x) w^T)),   the gate's weights in the first half of w
 """
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
@@ -13,7 +15,7 @@ from spec_jax.typing import typed
 @typed
 def gated_projection(
     x: Float[Array, "R K"],
-    w: Float[Array, "F2 K"] | weights.Panels,
+    w: Float[Array, "F2 K"] | weights.Panels | weights.Split,
     *,
     num_active: Int[Array, ""],
     norm: Float[Array, " K"],
@@ -25,10 +27,24 @@ def gated_projection(
     Row `r` of the result depends, bit for bit, on row `r` of `x` alone, as in
     `projection.project`.
     """
+    if isinstance(w, weights.Split):
+        # Piece after piece, all of one shape: see `weights.Split`.
+        if impl == "xla":
+            x = projection.normed(x, norm, eps=eps)
+            products = projection.products(x, w, num_active=num_active, impl=impl)
+            gated = [jax.lax.optimization_barrier(swiglu.swiglu(y)) for y in products]
+        else:
+            gated = [
+                gated_projection(
+                    x, piece, num_active=num_active, norm=norm, eps=eps, impl=impl
+                )
+                for piece in w.pieces
+            ]
+        return gated[0] if len(gated) == 1 else jnp.concatenate(gated, axis=1)
     if impl == "native":
         return calls.gate(x, w, num_active=num_active, norm=norm, eps=eps)
-    w = weights.matrix(w)
     if impl in dispatch.PALLAS:
+        w = weights.matrix(w)
         kernels, interpret = dispatch.products(impl)
         return kernels.gate(
             x, w, num_active=num_active, norm=norm, eps=eps, interpret=interpret

@@ -41,6 +41,7 @@ def paged_attention(
     scale: float,
     impl: str,
     branch: Int[Array, "R A"] | None = None,
+    by_head: bool = False,
 ) -> Float[Array, "R N H"]:
     """Attends each active row to positions `0 .. positions[r]` of its slot.
 
@@ -50,6 +51,7 @@ def paged_attention(
     Args:
       branch: places of the row's last `A` keys (`tree.layout`); None: every key is
         stored at its own position.
+      by_head: see `row_attention`.
 
     Raises:
       ValueError: a page size that neither divides `KEY_BLOCK` nor is a multiple.
@@ -70,13 +72,15 @@ def paged_attention(
             num_active=num_active,
             scale=scale,
             branch=branch,
+            accumulate=_accumulate_each if by_head else _accumulate,
         )
     raise NotImplementedError(f"paged_attention has no {impl!r} implementation")
 
 
 def _xla(
-    q, k_pages, v_pages, *, page_table, slots, positions, num_active, scale, branch
-):
+    q, k_pages, v_pages, *, page_table, slots, positions, num_active, scale, branch,
+    accumulate,
+):  # fmt: skip
     """Online softmax (Milakov and Gimelshein 2018), float32 throughout.
 
     The blocks of keys that all rows of a slot find at their own positions are walked
@@ -111,7 +115,7 @@ def _xla(
             written = (key_positions < slot_len)[None, :, None]
             values = jnp.where(written, values, 0.0)
             visible = mine[:, None] & (key_positions[None, :] <= positions[:, None])
-            return _accumulate(carry, queries, keys, values, visible, G)
+            return accumulate(carry, queries, keys, values, visible, G)
 
         return jax.lax.fori_loop(0, num_blocks, walk_block, carry)
 
@@ -126,13 +130,14 @@ def _xla(
         carry = jax.lax.fori_loop(0, page_table.shape[0], walk_slot, carry)
     if branch is not None:
         rows = slots, positions, branch, live
-        carry = _walk_branches(carry, queries, (k_pages, v_pages), page_table, rows)
+        pools = k_pages, v_pages
+        carry = _walk_branches(carry, queries, pools, page_table, rows, accumulate)
     _, total, weighted = carry
     out = (weighted / total[..., None]).reshape(K, R, G, H)
     return out.transpose(1, 0, 2, 3).reshape(R, N, H).astype(q.dtype)
 
 
-def _walk_branches(carry, queries, pools, page_table, rows):
+def _walk_branches(carry, queries, pools, page_table, rows, accumulate):
     """Adds the keys after those that all rows of a slot find at their positions.
 
     Branch by branch: the rows that lie on one share its reads.
@@ -158,7 +163,7 @@ def _walk_branches(carry, queries, pools, page_table, rows):
                 for pages in pools
             )
             visible = mine[:, None] & (key_positions[None, :] <= positions[:, None])
-            return _accumulate(
+            return accumulate(
                 carry, queries, keys, values, visible, queries.shape[1] // R
             )
 
@@ -270,6 +275,18 @@ def _accumulate(carry, queries, keys, values, visible, group):
         jnp.where(touched, new_total, total),
         jnp.where(touched[..., None], new_weighted, weighted),
     )
+
+
+def _accumulate_each(carry, queries, keys, values, visible, group):
+    """As `_accumulate`, each key/value head for itself, in programs of one shape."""
+    done = []
+    for head in range(keys.shape[0]):
+        *own, q, k, v = jax.lax.optimization_barrier(
+            [x[head : head + 1] for x in (*carry, queries, keys, values)]
+        )
+        added = _accumulate(own, q, k, v, visible, group)
+        done.append(jax.lax.optimization_barrier(added))
+    return tuple(map(jnp.concatenate, zip(*done, strict=True)))
 
 
 def key_blocks(length: int) -> int:

@@ -8,19 +8,22 @@ residual is added in that dtype. One op, because norm, product and residual of a
 rows are one read of the weights and nothing beside it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
 from spec_jax.ops import dispatch, rms_norm, skinny_gemm, weights
+from spec_jax.parallel import collectives
 from spec_jax.typing import typed
 
 
 @typed
 def project(
     x: Float[Array, "R K"],
-    w: Float[Array, "N K"] | weights.Panels,
+    w: Float[Array, "N K"] | weights.Panels | weights.Split,
     *,
     num_active: Int[Array, ""],
     norm: Float[Array, " K"] | None = None,
@@ -54,6 +57,12 @@ def project(
         return y if residual is None else residual + y
     if residual is not None and dtype != x.dtype:
         raise ValueError(f"a residual of {x.dtype} cannot give {dtype}")
+    if isinstance(w, weights.Split):
+        split = _project_inputs if w.cut == "inputs" else _project_outputs
+        return split(
+            x, w, residual=residual, dtype=dtype,
+            num_active=num_active, norm=norm, eps=eps, impl=impl,
+        )  # fmt: skip
     if impl == "native":
         return calls.project(
             x,
@@ -83,4 +92,40 @@ def project(
     # Fused with what comes next, the rounding of a bfloat16 product would be left out
     # or not, as the surrounding program suits XLA.
     y = jax.lax.optimization_barrier(y)
+    return y if residual is None else residual + y
+
+
+def normed(x: jax.Array, norm: jax.Array, *, eps: float) -> jax.Array:
+    """Returns the rows that all pieces are multiplied by, compiled for themselves."""
+    return jax.lax.optimization_barrier(rms_norm.rms_norm(x, norm, eps=eps))
+
+
+def products(x: jax.Array, w: weights.Split, **how: Any) -> list[jax.Array]:
+    """Returns the products of all rows with each of this device's pieces."""
+    return [project(x, piece, **how) for piece in w.pieces]
+
+
+def _project_outputs(x, w, *, residual, dtype, norm, eps, impl, num_active):
+    """Each device computes its own outputs; gathered where all are wanted."""
+    if residual is not None:
+        raise ValueError("outputs that are cut take no residual")
+    if norm is not None and impl == "xla":
+        x, norm = normed(x, norm, eps=eps), None
+    how = {"num_active": num_active, "norm": norm, "eps": eps, "impl": impl}
+    y = w.fuse(products(x, w, out_dtype=str(dtype), **how))
+    return y if w.num_outputs is None else collectives.gather(y)[:, : w.num_outputs]
+
+
+def _project_inputs(x, w, *, residual, dtype, norm, eps, impl, num_active):
+    """Each device sums over its own inputs; then sums are added, and rounded once."""
+    if norm is not None:
+        raise ValueError("inputs that are cut are normed before they are: no norm here")
+    del eps
+    partials = [
+        project(part, piece, num_active=num_active, out_dtype="float32", impl=impl)
+        for part, piece in zip(
+            jnp.split(x, len(w.pieces), axis=1), w.pieces, strict=True
+        )
+    ]
+    y = jax.lax.optimization_barrier(collectives.ordered_sum(partials).astype(dtype))
     return y if residual is None else residual + y

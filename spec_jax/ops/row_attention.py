@@ -8,6 +8,7 @@ included. One op, because all of it belongs to one key/value head and no other.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -35,6 +36,7 @@ def row_attention(
     impl: str,
     branch: Int[Array, "R A"] | None = None,
     block: int | None = None,
+    by_head: bool = False,
 ) -> tuple[
     Float[Array, "R attention"],
     Float[Array, "P C K H"],
@@ -50,6 +52,8 @@ def row_attention(
         the row itself is written.
       block: rows come in runs of so many, at following positions of one slot, and each
         sees its whole run: the positions to the run's last, not to its own.
+      by_head: whether "xla" computes each key/value head for itself, so that no bit
+        depends on how many there are: on a mesh. Others always do.
 
     Returns:
       The attended heads `[R, N * H]` and the pages with the active rows written.
@@ -84,15 +88,19 @@ def row_attention(
         normed = x if norm is None else rms_norm.rms_norm(x, norm, eps=eps)
         return rope.rotate(normed, cos, sin)
 
-    q, k = turned(q, q_norm), turned(k, k_norm)
+    if by_head:
+        q, k = _each_head(turned, q, q_norm, K), _each_head(turned, k, k_norm, K)
+    else:
+        q, k = turned(q, q_norm), turned(k, k_norm)
     at = where | {"positions": places}
     k_pages = page_write.page_write(k_pages, k, **at)
     v_pages = page_write.page_write(v_pages, v, **at)
     if block is not None:
         branch = None  # All keys of a run lie at their positions: one walk for all.
     out = paged_attention.paged_attention(
-        q, k_pages, v_pages, **where, scale=scale, impl=impl, branch=branch
-    )
+        q, k_pages, v_pages, **where, scale=scale, impl=impl, branch=branch,
+        by_head=by_head,
+    )  # fmt: skip
     return out.reshape(out.shape[0], -1), k_pages, v_pages
 
 
@@ -109,3 +117,10 @@ def _whole_runs(
     columns = jnp.arange(1, block + 1, dtype=jnp.int32)
     branch = first + (own[:, None] + columns[None]) % block
     return first[:, 0] + block - 1, branch
+
+
+def _each_head(turned, x, norm, num_kv_heads):
+    """`turned` of the heads `[R, heads, H]` that belong to one key/value head each."""
+    parts = jax.lax.optimization_barrier(jnp.split(x, num_kv_heads, axis=1))
+    done = jax.lax.optimization_barrier([turned(part, norm) for part in parts])
+    return jnp.concatenate(done, axis=1)

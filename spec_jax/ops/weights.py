@@ -2,16 +2,58 @@
 
 The native kernels read panels (`native/panels.py`). Ops take either form of a weight;
 those that are not the kernels' own take a matrix, which is made where it is asked for.
+
+Of a model on a mesh (`parallel`) a device has a part of a weight, `Split`.
 """
 
-import jax
+from typing import Literal
 
+import jax
+import jax.numpy as jnp
+
+from spec_jax import pytree
 from spec_jax.native import calls, panels
 from spec_jax.ops import bits
 
 
 Panels = panels.Panels
 Weight = calls.Weight
+
+Cut = Literal["outputs", "inputs"]
+"""Which axis of a weight is shared out."""
+
+
+class Split(pytree.Node):
+    """The part of a weight that a device of a mesh has, in pieces of one shape.
+
+    Outside of a `shard_map` a piece has a leading axis of devices.
+
+    Attributes:
+      pieces: consecutive rows of the weight, or columns where `inputs` are cut: one for
+        each segment of a sum. The same pieces on any number of devices, since what XLA
+        makes of a product depends on its shape.
+      sizes: of the matrices that are fused by rows in each piece, such as queries, keys
+        and values; the outputs are put in their order.
+      num_outputs: of the whole weight, where each device is to have all outputs; None:
+        each has its own.
+    """
+
+    pieces: tuple[Weight, ...]
+    cut: Cut = pytree.static()
+    sizes: tuple[int, ...] = pytree.static()
+    num_outputs: int | None = pytree.static(default=None)
+
+    def local(self) -> "Split":
+        """Returns the pieces without the axis of devices: within a `shard_map`."""
+        return self.replace(pieces=jax.tree.map(lambda leaf: leaf[0], self.pieces))
+
+    def fuse(self, outputs: list[jax.Array]) -> jax.Array:
+        """Joins the outputs of all pieces, matrix after matrix."""
+        if len(outputs) == 1:
+            return outputs[0]
+        ends = [sum(self.sizes[:count]) for count in range(1, len(self.sizes))]
+        by_matrix = zip(*(jnp.split(y, ends, axis=1) for y in outputs), strict=True)
+        return jnp.concatenate([y for ys in by_matrix for y in ys], axis=1)
 
 
 def prepare(w: Weight, impl: str) -> Weight:

@@ -1,0 +1,184 @@
+"""Weights of a model on a mesh: each device's pieces, and no others, from the files.
+
+Queries, keys and values go with their key/value head, gate and up with their unit of
+the MLP, the head with its tokens: cut by outputs, each device computes its own. The
+products after them are cut by their inputs, which are those outputs. The embedding and
+the norms are on every device.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from spec_jax.model import (
+    checkpoint_files as files,
+    config as config_lib,
+    params as params_lib,
+)
+from spec_jax.ops import weights
+from spec_jax.parallel import shard
+
+
+CUTS: Mapping[str, weights.Cut] = {
+    "qkv": "outputs",
+    "attention_out": "inputs",
+    "gate_up": "outputs",
+    "down": "inputs",
+    "lm_head": "outputs",
+}
+"""How each weight is cut; all others are on every device."""
+
+FAMILIES = ("qwen3", "llama")
+"""Whose layers are made of these weights."""
+
+
+def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
+    """Refuses a model that cannot be cut so.
+
+    Raises:
+      NotImplementedError: a family whose layers are made of other weights.
+      ValueError: heads or sizes that the devices, or the segments, do not divide.
+    """
+    if config.model_type not in FAMILIES:
+        raise NotImplementedError(
+            f"a mesh of {config.model_type} models: only {' and '.join(FAMILIES)} can "
+            "be cut; leave the mesh out"
+        )
+    layout.check_divides(num_kv_heads=config.num_kv_heads)
+    H = config.head_dim
+    for name, size in {
+        "num_heads * head_dim": config.num_heads * H,
+        "num_kv_heads * head_dim": config.num_kv_heads * H,
+        "intermediate_size": config.intermediate_size,
+    }.items():
+        if size % layout.segments:
+            raise ValueError(
+                f"{name}={size} cannot be cut into segments={layout.segments}: take "
+                f"fewer, such as segments={layout.devices}"
+            )
+
+
+def whole(tree: params_lib.Params) -> params_lib.Params:
+    """Returns a tree like weights with the head in a place of its own, tied or not."""
+    return tree.replace(lm_head=tree.head)
+
+
+def required_bytes(shapes: params_lib.Params, layout: shard.Layout) -> tuple[int, int]:
+    """Bytes of one device's weights, and most that loading one of them takes besides:
+    a piece of the host's, the same on the device, and a copy of it in its place."""
+    total = largest = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(whole(shapes)):
+        is_cut = path[-1].name in CUTS
+        share = -(-params_lib.num_bytes(leaf) // (layout.devices if is_cut else 1))
+        total, largest = total + share, max(largest, share)
+    return total, 3 * largest + 2 * files.BLOCK_BYTES
+
+
+def read(
+    shapes: params_lib.Params,
+    names: params_lib.Params,
+    entries: Mapping[str, files.Entry],
+    layout: shard.Layout,
+    *,
+    impl: str,
+) -> params_lib.Params:
+    """Reads the weights; besides them at most one device's share of one is held.
+
+    Args:
+      shapes: of whole weights.
+      names: a tree like it: what the files hold.
+      impl: a resolved implementation, for whose kernels pieces are prepared.
+
+    Raises:
+      CheckpointError: a tensor cannot be read, or holds a value that is not finite.
+    """
+
+    def one(path: Any, leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> Any:
+        name = path[-1].name
+        if name not in CUTS:
+            ends = 0, leaf.shape[0]
+            array = _rows(sources, entries, [ends], leaf.shape[1:], leaf.dtype)
+            return jax.block_until_ready(layout.replicated(array))
+        split = _inputs if CUTS[name] == "inputs" else _outputs
+        return split(leaf, sources, entries, layout, impl, gathers=name == "lm_head")
+
+    return jax.tree_util.tree_map_with_path(one, whole(shapes), whole(names))
+
+
+def _outputs(leaf, sources, entries, layout, impl, *, gathers):
+    """A weight of which each device has rows: in each piece some of every tensor."""
+    # The native kernels compute each output for itself: one piece is enough.
+    per_device = 1 if impl == "native" else layout.segments // layout.devices
+    count = per_device * layout.devices
+    sizes = tuple(-(-shape[0] // count) for _, shape in sources.parts)
+
+    def read_piece(device, piece):
+        number = device * per_device + piece
+        ends = [(number * size, (number + 1) * size) for size in sizes]
+        return _rows(sources, entries, ends, leaf.shape[1:], leaf.dtype)
+
+    return weights.Split(
+        pieces=_place(layout, impl, per_device, read_piece),
+        cut="outputs",
+        sizes=sizes,
+        num_outputs=leaf.shape[0] if gathers else None,
+    )
+
+
+def _inputs(leaf, sources, entries, layout, impl, *, gathers):
+    """A weight of which each device has columns: a piece for each of its segments."""
+    del gathers
+    ((name, _),) = sources.parts
+    width = leaf.shape[1] // layout.segments
+    per_device = layout.segments // layout.devices
+
+    def read_piece(device, piece):
+        out = np.empty((leaf.shape[0], width), leaf.dtype)
+        first = (device * per_device + piece) * width
+        files.read_columns(entries[name], out, first=first)
+        files.check_finite(entries[name], out)
+        return out
+
+    pieces = _place(layout, impl, per_device, read_piece)
+    return weights.Split(pieces=pieces, cut="inputs", sizes=leaf.shape[:1])
+
+
+def _rows(sources, entries, ends, tail, dtype):
+    """The rows `[start, stop)` of each tensor, stacked; past a tensor's end zeros."""
+    out = np.zeros((sum(stop - start for start, stop in ends), *tail), dtype)
+    at = 0
+    for (name, shape), (start, stop) in zip(sources.parts, ends, strict=True):
+        kept = max(0, min(stop, shape[0]) - start)
+        entry = entries[name]
+        row_bytes = math.prod(tail) * entry.dtype.itemsize
+        part = out[at : at + kept]
+        files.read_into(
+            dataclasses.replace(
+                entry, shape=part.shape, offset=entry.offset + start * row_bytes
+            ),
+            part,
+        )
+        files.check_finite(entry, part)
+        at += stop - start
+    return out
+
+
+def _place(layout, impl, per_device, read_piece):
+    """Reads the pieces of all devices of this process, and puts them there."""
+
+    def one(number, device, piece):
+        read = jax.device_put(read_piece(number, piece), device)
+        return jax.block_until_ready(weights.prepare(read, impl))
+
+    local = list(layout.local())
+    return tuple(
+        jax.tree.map(
+            lambda *parts: layout.stacked(parts),
+            *(one(number, device, piece) for number, device in local),
+        )
+        for piece in range(per_device)
+    )

@@ -1,0 +1,135 @@
+"""How a model lies on a mesh, and arrays that lie so. Knows no models."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import sharding
+
+from spec_jax.parallel import collectives
+
+
+SEGMENTS = 8
+"""Of a sum, unless stated otherwise: the same bits on 1, 2, 4 and 8 devices."""
+
+REPLICATED = sharding.PartitionSpec()
+CUT = sharding.PartitionSpec(collectives.AXIS)
+"""By the first axis."""
+
+PAGES = sharding.PartitionSpec(None, None, collectives.AXIS)
+"""Pages `[P, C, K, H]`, by key/value heads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A mesh and the segments of sums, which decide bits; hashable.
+
+    Attributes:
+      mesh: of one axis, `collectives.AXIS`.
+      segments: of every sum that is spread over devices, a power of two.
+
+    Raises:
+      ValueError: another axis, or segments that the devices cannot share.
+    """
+
+    mesh: sharding.Mesh
+    segments: int = SEGMENTS
+
+    def __post_init__(self) -> None:
+        if self.mesh.axis_names != (collectives.AXIS,):
+            raise ValueError(
+                f"a mesh with the axes {self.mesh.axis_names}: make it by "
+                f"parallel.shard.mesh, with the one axis {collectives.AXIS!r}"
+            )
+        segments, devices = self.segments, self.mesh.size
+        if segments < 1 or segments & (segments - 1) or segments % devices:
+            raise ValueError(
+                f"{segments=} on {devices} devices: take a power of two that the "
+                f"number of devices divides, such as {SEGMENTS}"
+            )
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.mesh.size
+
+    def describe(self) -> dict[str, int]:
+        """Returns what results say of it: they are equal where the segments are."""
+        return {"devices": self.devices, "segments": self.segments}
+
+    def check_divides(self, **sizes: int) -> None:
+        """Raises `ValueError` for a size that the devices cannot share."""
+        for name, size in sizes.items():
+            if size % self.devices:
+                most = max(n for n in range(1, self.devices) if size % n == 0)
+                raise ValueError(
+                    f"{name}={size} cannot be cut for {self.devices} devices: take a "
+                    f"number of devices that divides it, {most} at most here"
+                )
+
+    def local(self) -> Iterator[tuple[int, jax.Device]]:
+        """Yields numbers and devices of this process."""
+        for number, device in enumerate(self.mesh.devices.flat):
+            if device.process_index == jax.process_index():
+                yield number, device
+
+    def sharding(self, spec: sharding.PartitionSpec) -> sharding.NamedSharding:
+        """Returns the sharding of arrays on this mesh."""
+        return sharding.NamedSharding(self.mesh, spec)
+
+    def stacked(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """Makes one array `[devices, ..]` of one on each device, in `local`'s order."""
+        return jax.make_array_from_single_device_arrays(
+            (self.devices, *parts[0].shape),
+            self.sharding(CUT),
+            [part[None] for part in parts],
+        )
+
+    def replicated(self, array: np.ndarray | jax.Array) -> jax.Array:
+        """Copies an array of the host to every device; the same in all processes."""
+        array = np.asarray(array)
+        return jax.make_array_from_callback(
+            array.shape, self.sharding(REPLICATED), lambda index: array[index]
+        )
+
+    def gather(self, tree: Any) -> Any:
+        """Copies arrays of the mesh whole to every device, and so to every process."""
+        return jax.jit(lambda tree: tree, out_shardings=self.sharding(REPLICATED))(tree)
+
+    def run(self, function: Callable, *, in_specs, out_specs) -> Callable:
+        """Returns a function that runs on each device on its parts of the arguments."""
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+
+def make_cpu_devices(count: int) -> None:
+    """Makes so many devices of a CPU; where jax runs already, `mesh` says if they lack.
+
+    Without effect on other platforms.
+    """
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def mesh(num_devices: int | None = None) -> sharding.Mesh:
+    """Returns the mesh of the first devices, of all processes; None for all.
+
+    Raises:
+      ValueError: less than one device, or more than there are.
+    """
+    devices = jax.devices()
+    count = len(devices) if num_devices is None else num_devices
+    if not 1 <= count <= len(devices):
+        raise ValueError(
+            f"{count} devices: jax has {len(devices)} here; for more on a CPU set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={max(count, 1)}"
+        )
+    return sharding.Mesh(np.asarray(devices[:count]), (collectives.AXIS,))
