@@ -20,7 +20,7 @@ from spec_jax.model import (
     sequence,
 )
 from spec_jax.ops import bits, embedding, page_write, rope
-from spec_jax.paging import allocator, cache, index
+from spec_jax.paging import allocator, cache
 from spec_jax.typing import typed
 
 
@@ -125,7 +125,7 @@ def observe_heads(heads, config, observe):
 
 def observe_written(pool, name, observe, *, page_table, slots, positions, num_active):
     """The pages, after the hook saw what they hold where the rows are stored."""
-    pages, offsets = index.locate(page_table, pool.shape[1], slots, positions)
+    pages, offsets = page_write.locate(page_table, pool.shape[1], slots, positions)
     read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
     return page_write.page_write(
         pool,

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.native import calls
-from spec_jax.ops import bits
-from spec_jax.paging import index
+from spec_jax.ops import bits, page_write
 from spec_jax.typing import typed
 
 
@@ -40,8 +39,8 @@ def page_move(
             moves=moves,
         )
     num_pages, page_size = pools[0].shape[:2]
-    page, offset = index.locate(page_table, page_size, slots, sources)
-    to_page, to_offset = index.locate(page_table, page_size, slots, targets)
+    page, offset = page_write.locate(page_table, page_size, slots, sources)
+    to_page, to_offset = page_write.locate(page_table, page_size, slots, targets)
     # Positive and out of range, and so dropped.
     to_page = jnp.where(moves & (sources != targets), to_page, num_pages)
 

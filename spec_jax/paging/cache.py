@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
 from spec_jax.ops import page_move, page_write
-from spec_jax.paging import index
 from spec_jax.typing import typed
 
 
@@ -197,7 +196,7 @@ def gather(
     """
     positions = jnp.arange(length, dtype=jnp.int32)
     slots = jnp.full_like(positions, slot)
-    pages, offsets = index.locate(kv.page_table, kv.page_size, slots, positions)
+    pages, offsets = page_write.locate(kv.page_table, kv.page_size, slots, positions)
 
     def read(pool: jax.Array) -> jax.Array:
         return pool.at[pages, offsets].get(mode="fill", fill_value=jnp.nan)

@@ -1,34 +1,12 @@
-"""Where a position lives: page numbers and offsets from a page table."""
+"""How many pages a sequence has."""
 
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
-
-from spec_jax.typing import typed
 
 
 _Count = TypeVar("_Count", int, jax.Array)
-
-
-@typed
-def locate(
-    page_table: Int[Array, "S M"],
-    page_size: int,
-    slots: Int[Array, " R"],
-    positions: Int[Array, " R"],
-) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """Page and offset of each `(slot, position)`.
-
-    A slot or position outside the table gives a page number that is out of range of
-    every pool: a write there is dropped, a read there is filled.
-    """
-    # Without `wrap_negative_indices` slot or position -1 would mean the last one.
-    pages = page_table.at[slots, positions // page_size].get(
-        mode="fill", fill_value=jnp.iinfo(jnp.int32).max, wrap_negative_indices=False
-    )
-    return pages, positions % page_size
 
 
 def pages_for(length: _Count, page_size: int) -> _Count:

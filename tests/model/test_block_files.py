@@ -276,7 +276,7 @@ BAD_TENSORS = {
     "shape": (
         "z-lab",
         lambda t: changed(t, fc__weight=np.zeros((48, 96), np.float32)),
-        r"fc.weight has shape \[48, 96\], config.json and the target ask for \[48, 144",
+        r"fc.weight has shape \[48, 96\], config.json for this target asks for \[48,",
     ),
     "not finite": (
         "z-lab",

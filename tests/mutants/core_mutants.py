@@ -169,7 +169,7 @@ PAGES = (
     ),
     Mutant(
         "a position below zero is on the last page",
-        "paging.index:locate",
+        "ops.page_write:locate",
         "wrap_negative_indices=False",
         "wrap_negative_indices=True",
         "paging/test_index.py::test_outside_the_table_is_nowhere[0--1]",

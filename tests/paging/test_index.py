@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax.ops import page_write
 from spec_jax.paging import index
 
 
@@ -12,7 +13,7 @@ PAGE_SIZE = 4
 NOWHERE = np.iinfo(np.int32).max
 TABLE = np.array([[7, 2, 5], [1, 9, 11]], np.int32)  # 11: not owned, P of the pool
 
-_locate = jax.jit(index.locate, static_argnames=("page_size",))
+_locate = jax.jit(page_write.locate, static_argnames=("page_size",))
 
 
 def locate(slots, positions):
