@@ -47,9 +47,9 @@ class LanguageModel:
     """
 
     target: row_model.RowModel
-    params: params_lib.Params
+    params: params_lib.Params = dataclasses.field(repr=False)
     drafter: protocols.Drafter
-    drafter_params: Any
+    drafter_params: Any = dataclasses.field(repr=False)
     tokenizer: tokenizer.Tokenizer | None
 
     @property

@@ -39,8 +39,8 @@ class Tokenizer:
     """
 
     path: pathlib.Path
-    backend: tokenizers.Tokenizer
-    chat_template: str | None = None
+    backend: tokenizers.Tokenizer = dataclasses.field(repr=False)
+    chat_template: str | None = dataclasses.field(default=None, repr=False)
     stop_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
