@@ -23,15 +23,23 @@ def static(**options: Any) -> Any:
 class Node:
     """Makes each subclass a frozen, keyword-only dataclass that jax maps over.
 
-    Every field is a child, an array or another pytree, unless it is `static`.
+    Every field is a child, an array or another pytree, unless it is `static`; one more
+    is static, and says of which class the node is.
     Constructors check nothing: jax rebuilds a node from whatever it mapped the leaves
     to.
     """
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # To jaxlib (0.10.2 and 0.11.2) the structures of all registered dataclasses of
+        # as many children are equal. Their hashes differ, but a call of `jax.jit` looks
+        # at 7 bits of them: it may run the program of another class, and return that.
+        cls.__annotations__ = cls.__dict__.get("__annotations__", {}) | {"_kind": type}
+        cls._kind = static(default=cls, repr=False, compare=False)  # type: ignore[attr-defined]
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         jax.tree_util.register_dataclass(cls)
+        # Known to jax and the constructor alone: no field to whoever lists fields.
+        del cls.__dataclass_fields__["_kind"]  # type: ignore[attr-defined]
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some fields changed.

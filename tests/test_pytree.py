@@ -50,6 +50,24 @@ def test_a_leaf_may_be_anything_that_jax_maps_it_to():
     assert jax.tree.map(lambda leaf: None, outer()).length is None
 
 
+class Twin(pytree.Node):
+    values: jax.Array  # [3] float32
+
+
+class Child(Inner):
+    """As `StaticKV` is a `PagedKV`."""
+
+
+@pytest.mark.parametrize("other", [Twin, Child])
+def test_nodes_of_other_classes_have_other_structures(other):
+    """Fails if `jax.jit` can take one for the other, by a look at 7 bits of a hash."""
+    one, two = (kind(values=jnp.arange(3.0)) for kind in (Inner, other))
+    assert jax.tree.structure(one) != jax.tree.structure(two)
+    assert jax.tree.structure(one) == jax.tree.structure(one.replace(values=0))
+    assert type(jax.tree.map(lambda leaf: leaf, two)) is other
+    assert [field.name for field in dataclasses.fields(two)] == ["values"]
+
+
 class Sized(pytree.Node):
     values: jax.Array  # [size] float32
     size: int = pytree.static(default=3)

@@ -178,6 +178,29 @@ def test_planted_faults_are_caught(plant, drafter, monkeypatch):
         check(SMALL, drafter, ASKS[:1])
 
 
+@pytest.mark.parametrize("impl", ["native", "xla"])
+def test_rows_have_the_features_of_the_sequence(impl):
+    """Fails if rows hand out another layer's; the sequence's are Hugging Face's."""
+    model, prompt = setting_of(impl).target, list(range(30, 50))
+    rows, sequence = (
+        np.asarray(
+            prompt_lib.prefill_features(
+                model,
+                SMALL.weights,
+                model.new_cache(**SMALL.sizes),
+                prompt,
+                taps=TAPS,
+                by_rows=by_rows,
+            )[1]
+        )[: len(prompt)]
+        for by_rows in (True, False)
+    )
+    for found, expected in zip(
+        np.moveaxis(rows, 1, 0), np.moveaxis(sequence, 1, 0), strict=True
+    ):
+        testing.assert_rows_close(found, expected, dtype="float32", reduction=200)
+
+
 def test_without_taps_nothing_of_features_is_traced():
     """Fails if a drafter that reads no features pays for them."""
 

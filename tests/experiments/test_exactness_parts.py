@@ -149,7 +149,8 @@ def test_a_path_of_one_sequence_has_no_batch():
 def test_names_of_axes_stand_for_what_the_certificate_says():
     greedy, *others = cells_lib.star(AXES)
     sampled = next(cell for cell in others if cell.sampling == "sampled")
-    found = {name: value.item() for name, value in vars(sampled.settings).items()}
+    settings = dataclasses.asdict(sampled.settings)
+    found = {name: value.item() for name, value in settings.items()}
     assert found.pop("min_p") == 0
     assert found == pytest.approx(cells_lib.CONSTANTS["sampled"])
     assert greedy.settings is None

@@ -266,4 +266,94 @@ TREES = (
     ),
 )
 
-MUTANTS = (*ROUNDS, *SCHEDULES, *SLOTS, *DRAFTERS, *BLOCKS, *RECORDS, *TREES)
+_PAIRS = "drafters/test_eagle3.py::test_drafts_are_those_of_whole_sequences"
+_EXAMPLE = "drafters/test_eagle3_example.py"
+
+FEATURES = (
+    Mutant(
+        "a feature is handed out one position early",
+        "engine.round:_features",
+        "verified.at[:, : depth_max + 1]",
+        "jnp.roll(verified.at, 1, axis=1)[:, : depth_max + 1]",
+        "engine/test_features.py::test_features_are_those_of_decoding[native-4-chain]",
+    ),
+    Mutant(
+        "a feature is read one position late",
+        "drafters.features:read",
+        "start[:, None] +",
+        "start[:, None] + 1 +",
+        _PAIRS,
+    ),
+    Mutant(
+        "features of rejected rows are handed out",
+        "engine.round:_features",
+        "if outcome.path is not None:",
+        "if False:",
+        f"{_EXAMPLE}::test_a_round",
+    ),
+    Mutant(
+        "features are those of the next layer",
+        "model.decoder:run_rows",
+        "boundaries[tap]",
+        "boundaries[tap + 1]",
+        "engine/test_features.py::test_rows_have_the_features_of_the_sequence[xla]",
+    ),
+)
+
+HEADS = (
+    Mutant(
+        "a head's normed feature comes before its normed token",
+        "model.eagle3:forward_rows",
+        "jnp.concatenate(x, axis=1)",
+        "jnp.concatenate(x[::-1], axis=1)",
+        "model/test_eagle3_head.py::test_rows_are_the_sequence[xla-plain]",
+    ),
+    Mutant(
+        "drafted rows of a head are turned one position further",
+        "model.eagle3:forward_rows",
+        "rows.positions, dtype",
+        "rows.positions + int(features.shape[1] == config.hidden_size), dtype",
+        _PAIRS,
+    ),
+    Mutant(
+        "a pair has the token of its feature's position",
+        "drafters.eagle3_slots:SlotEagle3._take_in",
+        "kv.length + 1, num_rows",
+        "kv.length, num_rows",
+        _PAIRS,
+    ),
+    Mutant(
+        "a row of a tree has the hidden state of its own column",
+        "drafters.eagle3_slots:SlotEagle3._grow",
+        "jnp.take_along_axis(hidden, above[:, :, None], axis=1)",
+        "jax.lax.dynamic_slice_in_dim(hidden, first, tree.width, axis=1)",
+        f"{_EXAMPLE}::test_candidates_and_tree_mask",
+    ),
+    Mutant(
+        "offsets of a draft vocabulary are added twice",
+        "model.head_files:read_hot",
+        "np.arange(Vd) + offsets",
+        "np.arange(Vd) + 2 * offsets",
+        "model/test_eagle3_files.py::test_saved_and_loaded_is_the_same[midlayer]",
+    ),
+    Mutant(
+        "drafted tokens are named twice",
+        "drafters.tree_search:_children",
+        "hot[tokens]",
+        "hot[hot[tokens]]",
+        "drafters/test_tree_search.py::"
+        "test_a_vocabulary_of_its_own_drafts_the_same[3x4:15@0.5]",
+    ),
+)
+
+MUTANTS = (
+    *ROUNDS,
+    *SCHEDULES,
+    *SLOTS,
+    *DRAFTERS,
+    *BLOCKS,
+    *RECORDS,
+    *TREES,
+    *FEATURES,
+    *HEADS,
+)
