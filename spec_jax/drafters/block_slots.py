@@ -97,9 +97,19 @@ class SlotBlock(features_lib.SlotReader):
             params, memory.kv, anchor, length - 1, asked
         )
         kv = allocator.truncate_each(kv, memory.ring.first, asked=asked)
-        proposal = self._draw(
-            params, anchor[:, 0], hidden, logits, length=length, sampling=sampling
+        draw = functools.partial(
+            self._draw,
+            params,
+            anchor[:, 0],
+            hidden,
+            logits,
+            length=length,
+            sampling=sampling,
         )
+        nothing = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(draw)
+        )
+        proposal = jax.lax.cond(jnp.any(asked), draw, lambda: nothing)
         most = jnp.minimum(gamma, self.gamma_max)
         if self.drafter.min_confidence:
             most = jnp.minimum(most, proposal.num_drafted)

@@ -26,6 +26,7 @@ from spec_jax.model import (
 CheckpointError = files.CheckpointError
 
 _PREFIX = "logit_head."  # Of heads, in early files of SpecForge.
+_MASK = "mask_embedding.pt"
 _BIAS = "confidence_head.proj.bias"
 
 
@@ -57,6 +58,11 @@ def load(
             f"{target.dtype}: leave it out"
         )
     dialect, config = dialects.read_config(folder / "config.json", target)
+    if (folder / _MASK).exists():
+        raise CheckpointError(
+            f"{folder / _MASK}: drafters whose mask has an embedding of its own are "
+            "not supported"
+        )
     entries = head_files.find(folder)
     if dialect == "specforge":
         entries = {name.removeprefix(_PREFIX): entry for name, entry in entries.items()}

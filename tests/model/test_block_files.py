@@ -322,6 +322,11 @@ def test_truncated_files_and_another_dtype_are_refused(tmp_path, target_params):
     saved(tmp_path, "z-lab", target_params)
     with pytest.raises(ValueError, match="shares matrices with a target of float32"):
         block_files.load(tmp_path, TARGET, target_params, dtype="bfloat16")
+    mask = tmp_path / "mask_embedding.pt"
+    mask.touch()
+    with pytest.raises(files.CheckpointError, match="mask has an embedding of its own"):
+        block_files.load(tmp_path, TARGET, target_params)
+    mask.unlink()
     path = tmp_path / files.SINGLE_FILE
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(files.CheckpointError, match="truncated"):
