@@ -1,0 +1,176 @@
+"""What `test_mesh` runs in a process of eight devices; prints a JSON row.
+
+One layer, eight key/value heads: a slab of two slots, one with a tree, on a cache that
+an earlier slab filled. All devices, meshes and faults see the same files.
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny_pair
+
+from spec_jax import testing, tree
+from spec_jax.model import decoder, load, row_model
+from spec_jax.ops import projection
+from spec_jax.paging import allocator
+from spec_jax.parallel import collectives, shard
+
+
+CONFIG = tiny_pair.config(
+    vocab_size=270,  # No multiple of the segments.
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=8,
+    hidden_size=24,
+    intermediate_size=80,
+)
+ROWS = 4
+
+
+def model(folder: pathlib.Path, impl: str, layout: shard.Layout | None):
+    """The target and its weights."""
+    config, params = load.load(folder, impl=impl, layout=layout)
+    target = row_model.RowModel(config=config, impl=impl, slab=ROWS, layout=layout)
+    return target, params
+
+
+def slabs() -> list[decoder.Rows]:
+    """Rows of two slots, and then a tree in the first: two children of one node."""
+    slots = jnp.array([0, 0, 0, 1], jnp.int32)
+    chain = decoder.Rows(
+        tokens=jnp.array([7, 3, 90, 41], jnp.int32),
+        slots=slots,
+        positions=jnp.array([0, 1, 2, 0], jnp.int32),
+        num_active=jnp.int32(4),
+    )
+    positions, branch = tree.layout(
+        jnp.array([0, 0, 0, 0], jnp.int32), start=jnp.int32(3), width=2
+    )
+    of_tree = chain.replace(
+        tokens=jnp.array([5, 66, 23, 8], jnp.int32),
+        slots=jnp.zeros((ROWS,), jnp.int32),
+        positions=positions,
+        num_active=jnp.int32(3),
+        branch=branch,
+    )
+    return [chain, of_tree]
+
+
+def forward(target, params, text: bool = False):
+    """Logits and pages of both slabs as bits, and the compiled program's text."""
+    kv = target.new_slots(2, capacity=16, page_size=8)
+    for slot in (0, 1):
+        kv = allocator.reserve(kv, jnp.int32(slot), jnp.int32(8))
+
+    @jax.jit
+    def run(params, kv):
+        found = []
+        for rows in slabs():
+            kv, outputs = target.forward_rows(params, rows, kv)
+            found.append(outputs.logits[:3])
+        return kv.k, kv.v, found
+
+    found = jax.tree.leaves(jax.device_get(run(params, kv)))
+    program = run.lower(params, kv).compile().as_text() if text else ""
+    return [testing.bits(one) for one in found], program
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+def on_mesh(devices: int, segments: int = shard.SEGMENTS) -> shard.Layout:
+    return shard.Layout(mesh=shard.mesh(devices), segments=segments)
+
+
+def check(folder: pathlib.Path, impl: str) -> dict:
+    """All meshes against each other, and the sums with faults."""
+    made, texts = {}, {}
+    for devices in (1, 2, 4, 8):
+        made[devices], texts[devices] = forward(
+            *model(folder, impl, on_mesh(devices)), text=devices == 8
+        )
+    whole, _ = forward(*model(folder, impl, None))
+    return {
+        "equal": [same(made[devices], made[1]) for devices in (2, 4, 8)],
+        "close": all(
+            np.allclose(a.view(np.float32), b.view(np.float32), rtol=1e-3, atol=1e-3)
+            for a, b in zip(made[8], whole, strict=True)
+        ),
+        "all_reduce": "all-reduce" in texts[8],
+        "all_gathers": texts[8].count("all-gather(")
+        + texts[8].count("all-gather-start("),
+    }
+
+
+def product(folder: pathlib.Path, devices: int, ordered_sum) -> np.ndarray:
+    """One product whose inputs are cut, with the given sum over devices."""
+    layout = on_mesh(devices)
+    _, params = model(folder, "xla", layout)
+    down = params.layers[0].down
+    x = jax.random.normal(jax.random.key(0), (ROWS, CONFIG.intermediate_size))
+
+    def run(down, x):
+        own = jax.lax.axis_index(collectives.AXIS) * (x.shape[1] // devices)
+        part = jax.lax.dynamic_slice_in_dim(x, own, x.shape[1] // devices, 1)
+        return projection.project(
+            part, down.local(), num_active=jnp.int32(ROWS), impl="xla"
+        )
+
+    own, collectives.ordered_sum = collectives.ordered_sum, ordered_sum
+    try:
+        sum_over = layout.run(run, in_specs=(shard.CUT, shard.REPLICATED),
+                              out_specs=shard.REPLICATED)  # fmt: skip
+        return testing.bits(jax.device_get(jax.jit(sum_over)(down, x)))
+    finally:
+        collectives.ordered_sum = own
+
+
+def rotated(partials):
+    """A ring: each device begins with its own sum."""
+    every = jax.lax.all_gather(collectives.tree_sum(partials), collectives.AXIS)
+    every = jnp.roll(every, -jax.lax.axis_index(collectives.AXIS), axis=0)
+    total = every[0]
+    for part in every[1:]:
+        total = total + part
+    return total
+
+
+def rounded(partials):
+    """What is sent is rounded first."""
+    own = collectives.tree_sum(partials).astype(jnp.bfloat16).astype(jnp.float32)
+    return collectives.tree_sum(list(jax.lax.all_gather(own, collectives.AXIS)))
+
+
+def reduced(partials):
+    """The backend's own sum."""
+    return jax.lax.psum(partials[0] if len(partials) == 1 else sum(partials),
+                        collectives.AXIS)  # fmt: skip
+
+
+def check_faults(folder: pathlib.Path) -> dict:
+    """Whether eight devices with each sum write what one with ours does."""
+    right = product(folder, 1, collectives.ordered_sum)
+    sums = collectives.ordered_sum, rotated, rounded, reduced
+    return {
+        one.__name__: np.array_equal(product(folder, 8, one), right) for one in sums
+    }
+
+
+def main() -> None:
+    jax.config.update("jax_num_cpu_devices", 8)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name) / "target"
+        tiny_pair.write_model(folder, CONFIG, seed=0)
+        kind = sys.argv[1]
+        row = check_faults(folder) if kind == "faults" else check(folder, kind)
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
