@@ -219,17 +219,23 @@ def _scheduled(
     num_drafted: Int[Array, " B"],
 ) -> Int[Array, " B"]:
     """Returns how many of its drafts each slot verifies, by a schedule of them all."""
-    if proposal.survival is None:
-        drafter = getattr(speculator.drafter, "drafter", speculator.drafter)
+    drafter = getattr(speculator.drafter, "drafter", speculator.drafter)
+    name, survival = type(drafter).__name__, proposal.survival
+    if survival is None:
         raise ValueError(
-            f"{type(drafter).__name__} gives no `Proposal.survival`, the chances that "
-            "a schedule goes by: take a drafter that does, such as 'draft-model', or "
-            "another policy of gamma"
+            f"{name} gives no `Proposal.survival`, the chances that a schedule goes "
+            "by: take a drafter that does, such as 'draft-model', or another policy of "
+            "gamma"
+        )
+    if survival.shape != proposal.tokens.shape:
+        raise ValueError(
+            f"{name} gives survival of shape {list(survival.shape)} for drafts of "
+            f"shape {list(proposal.tokens.shape)}: give a chance for each draft"
         )
     schedule = cast(Any, speculator.gamma_policy)
     return schedule.trim(
         slots.policy,
-        survival=proposal.survival,
+        survival=survival.astype(jnp.float32),
         num_drafted=num_drafted,
         active=slots.running,
     )

@@ -51,6 +51,14 @@ def make(
     )
 
 
+class TwoChances(ngram.PromptLookup):
+    """Says of two drafts alone what chance they have."""
+
+    def propose(self, *args, **kwargs):
+        memory, proposal = super().propose(*args, **kwargs)
+        return memory, proposal.replace(survival=jnp.ones(2))
+
+
 def run(scheduler, asks=ASKS):
     requests = [dataclasses.replace(ask, gamma=None).request() for ask in asks]
     draws = any(ask.sampling for ask in asks)
@@ -122,6 +130,8 @@ def test_other_rules_go_with_the_stop_alone(rule):
 def test_what_cannot_be_scheduled_is_refused():
     with pytest.raises(ValueError, match="PromptLookup gives no `Proposal.survival`"):
         run(make(drafter=ngram.PromptLookup(gamma_max=decoding.GAMMA_MAX)))
+    with pytest.raises(ValueError, match=r"survival of shape \[4, 2\] for .* \[4, 4\]"):
+        run(make(drafter=TwoChances(gamma_max=decoding.GAMMA_MAX)))
     with pytest.raises(ValueError, match="1 .. 20 rows, and 5 slots"):
         make(num_slots=5)
     tree = decoding.draft_drafter(impl=IMPL).for_tree(tree_shapes.parse("2x2:3"))
