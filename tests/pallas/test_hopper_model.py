@@ -68,9 +68,11 @@ def count(tree, turns) -> int:
     for thunk, inside in tree:
         if thunk.kind == "kWhile":
             times = turns.pop(0)
-            # The condition comes first: one kernel, evaluated once more than the body.
-            assert inside[0][0].kind in KERNELS
-            total += times + 1 + times * count(inside[1:], turns)
+            # The condition comes first: one kernel, evaluated once more than the body;
+            # or none, where the body finds out.
+            has_condition = inside[0][0].kind in KERNELS
+            total += (times + 1) * has_condition
+            total += times * count(inside[has_condition:], turns)
         else:
             total += (thunk.kind in KERNELS) + count(inside, turns)
     return total
