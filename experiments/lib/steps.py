@@ -202,14 +202,10 @@ def _drafter_costs(
         noisy_memory, lm.drafter, capacity=sizes.capacity, page_size=sizes.page_size
     )
     own = jax.eval_shape(make) if plan.as_shapes else make()
-    if protocols.taps_of(lm.drafter):
-        work = _proposals(lm, sizes, context, memory=own)
-    else:
-        work = _plain(draft, params, sizes, context, cache=own, program="draft")
     made = [
         Cost(
             name="draft step",
-            work=work,
+            work=_proposals(lm, sizes, context, memory=own),
             ratio_to=PLAIN,
             context=context,
             num_active=1,
@@ -232,12 +228,11 @@ def _drafter_costs(
 
 
 def _proposals(lm, sizes, context, *, memory) -> Work:
-    """Proposals of a head, each a token further: of `gamma_max` drafts, of which the
-    first comes of the pair that it takes in."""
+    """Proposals of `gamma_max` drafts as rounds ask for them, each a token further."""
     drafter, gamma = each.lift(lm.drafter, 1), lm.gamma_max
-    config = lm.target.config
-    shape = sizes.capacity, len(drafter.taps), config.hidden_size
-    text, dtype = _text(lm.target, sizes), config.dtype
+    config, text = lm.target.config, _text(lm.target, sizes)
+    num_taps = len(protocols.taps_of(drafter))
+    shape = sizes.capacity, num_taps, config.hidden_size
 
     def run(params, memory):
         return propose_along(
@@ -245,7 +240,7 @@ def _proposals(lm, sizes, context, *, memory) -> Work:
             params,
             memory,
             tokens=text[None],
-            features=jnp.ones(shape, dtype),
+            features=jnp.ones(shape, config.dtype) if num_taps else None,
             sampling=None,
             start=jnp.int32(context),
             gamma=jnp.int32(gamma),
@@ -254,7 +249,7 @@ def _proposals(lm, sizes, context, *, memory) -> Work:
         )
 
     return Work(
-        program="head: proposals",
+        program="draft: proposals",
         params=lm.drafter_params,
         caches=memory,
         prepare=lambda memory: memory_at(memory, context),
@@ -263,9 +258,7 @@ def _proposals(lm, sizes, context, *, memory) -> Work:
     )
 
 
-def _plain(
-    model, params, sizes, context, *, cache, settings=None, program="target"
-) -> Work:
+def _plain(model, params, sizes, context, *, cache, settings=None) -> Work:
     most = jnp.int32(sizes.steps)
 
     def prepare(kv: paged.PagedKV) -> baseline.DecodeState:
@@ -282,7 +275,7 @@ def _plain(
         return baseline.generate(model, params, state, max_steps=most)
 
     return Work(
-        program=f"{program}: plain steps",
+        program="target: plain steps",
         params=params,
         caches=cache,
         prepare=prepare,

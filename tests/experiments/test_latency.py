@@ -284,7 +284,7 @@ def test_a_dry_run_of_the_real_shapes(tmp_path):
     assert latency.main(command((), *more)) == 0
     found = {row["program"]: row["kernels"] for row in rows_of(out, "compile")}
     a_model = 9 + 4  # of a layer; after the last norm, head and two of the argmax
-    names = ("target: plain steps", "target: windows", "draft: plain steps")
+    names = ("target: plain steps", "target: windows", "draft: proposals")
     assert found == dict.fromkeys(names, a_model) | {"rounds": 2 * a_model}
 
 
