@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import runs, steps as steps_lib, timing
+from experiments.lib import runs, timing, works
 from spec_jax import loading
 from spec_jax.analysis import trace
 from spec_jax.engine import (
@@ -231,7 +231,7 @@ def _windows(lm, kv, num_active, steps) -> timing.Thunk:
     """Times the target's forward over a window after a text, and what undoes it."""
     is_tree = protocols.is_tree(lm.drafter)
     run = functools.partial(
-        steps_lib.repeat_forward,
+        works.repeat_forward,
         lm.target,
         lm.params,
         num_active=jnp.int32(num_active),
@@ -367,7 +367,7 @@ class _Walk:
 
     def _proposals(self, gamma: int, *, steps: int, stride: int = 1) -> timing.Thunk:
         run = functools.partial(
-            steps_lib.propose_along,
+            works.propose_along,
             self._speculator.drafter,
             self._speculator.params[1],
             tokens=self._tokens,

@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import forced_drafter, kernel_checks, noise, steps, timing
+from experiments.lib import (
+    forced_drafter,
+    kernel_checks,
+    noise,
+    timing,
+    works,
+)
 from spec_jax import loading
 from spec_jax.drafters import each
 from spec_jax.engine import (
@@ -55,7 +61,7 @@ class Runs:
             length=jnp.int32(self.start),
             limit=jnp.int32(self.limit),
             cache=kv,
-            stop_ids=steps.no_stop(),
+            stop_ids=works.no_stop(),
         )
         return baseline.generate(
             self.lm.target, self.lm.params, state, max_steps=jnp.int32(self.limit)
@@ -73,7 +79,7 @@ class Runs:
         memory = forced_drafter.ForcedMemory(
             inner=inner, trace=known.trace[None], kept=known.kept[None]
         )
-        slots = steps.one_slot(
+        slots = works.one_slot(
             self.tokens,
             length=jnp.int32(self.start),
             limit=jnp.int32(self.limit),
@@ -92,10 +98,10 @@ class Runs:
         )
 
     def target_cache(self) -> Any:
-        return steps.at_length(self.target_kv, self.start - 1)
+        return noise.at_length(self.target_kv, self.start - 1)
 
     def both_caches(self) -> Any:
-        return self.target_cache(), steps.memory_at(self.draft_memory, self.start)
+        return self.target_cache(), noise.memory_at(self.draft_memory, self.start)
 
     def written(self, kv: Any) -> Any:
         """Keys and values of what was generated, `[L, T, K, H]` each.
@@ -126,8 +132,8 @@ def make_runs(
         start=start,
         limit=limit,
         tokens=noise.tokens(capacity + 1, lm.target.config.vocab_size, seed=3),
-        target_kv=steps.noisy_cache(lm.target, **sizes),
-        draft_memory=steps.noisy_memory(lm.drafter, **sizes),
+        target_kv=noise.noisy_cache(lm.target, **sizes),
+        draft_memory=noise.noisy_memory(lm.drafter, **sizes),
     )
 
 

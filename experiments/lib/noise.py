@@ -1,4 +1,4 @@
-"""Random arrays and weights, made where they are used: on the device.
+"""Random arrays, weights and caches, made where they are used: on the device.
 
 Each shape is drawn by one small executable, so that a model of hundreds of arrays
 compiles nothing as large as itself. Nothing here is zeros: an accelerator draws less
@@ -11,7 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spec_jax.model import config as config_lib, params as params_lib
+from spec_jax.drafters import each
+from spec_jax.engine import protocols
+from spec_jax.model import config as config_lib, params as params_lib, row_model
+from spec_jax.paging import allocator, cache as paged
 
 
 def normal(
@@ -50,3 +53,52 @@ def weights(config: config_lib.Qwen3Config, *, seed: int) -> params_lib.Params:
         made = normal(1000 * seed + number, leaf.shape, leaf.dtype, stddev=stddev)
         drawn.append(made + jnp.ones((), leaf.dtype) if len(leaf.shape) == 1 else made)
     return jax.tree.unflatten(structure, drawn)
+
+
+def noisy_cache(
+    model: row_model.RowModel, *, capacity: int, page_size: int
+) -> paged.PagedKV:
+    """A cache each of whose positions holds keys and values, none of them valid."""
+    kv = model.new_cache(capacity=capacity, page_size=page_size)
+    leaves, structure = jax.tree.flatten((kv.k, kv.v))
+    # One after another: two full caches at once may not fit.
+    kv = kv.replace(k=(), v=())
+    for number, leaf in enumerate(leaves):
+        shape, dtype = leaf.shape, leaf.dtype
+        leaves[number] = leaf = None
+        leaves[number] = normal(number, shape, dtype)
+    k, v = jax.tree.unflatten(structure, leaves)
+    return kv.replace(k=k, v=v)
+
+
+def noisy_memory(drafter: Any, *, capacity: int, page_size: int) -> Any:
+    """The memory of a draft model or a head, whose cache is as `noisy_cache` has it."""
+    sizes = {"capacity": capacity, "page_size": page_size}
+    kv = noisy_cache(drafter.model, **sizes)
+    if not protocols.taps_of(drafter):
+        return kv
+    return each.lift(drafter, 1).init(**sizes).replace(kv=kv)
+
+
+def memory_at(memory: Any, length: int) -> Any:
+    """A copy of such a memory as a round finds it after `length` tokens.
+
+    Of a head the last pair was not taken in: its feature waits.
+    """
+    if isinstance(memory, paged.PagedKV):
+        return at_length(memory, length - 1)
+    ring = jax.tree.map(jnp.copy, memory.ring)
+    ring = ring.replace(
+        first=jnp.full((1,), length - 2, jnp.int32),
+        end=jnp.full((1,), length - 1, jnp.int32),
+    )
+    return memory.replace(kv=at_length(memory.kv, length - 2), ring=ring)
+
+
+@jax.jit
+def at_length(kv: paged.PagedKV, length: int) -> paged.PagedKV:
+    """A copy of the cache with `[0, length)` valid, and as many pages as that takes."""
+    slot = row_model.SLOT
+    kv = allocator.truncate(kv, slot, jnp.minimum(length, kv.length[slot]))
+    kv = allocator.reserve(kv, slot, length)
+    return allocator.extend(kv, slot, length)

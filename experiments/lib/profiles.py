@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import files, noise, runs, steps as steps_lib, timing
+from experiments.lib import files, noise, runs, timing, works
 from spec_jax import loading
 from spec_jax.engine import round as round_lib, state as states
 from spec_jax.gamma import schedule
@@ -120,7 +120,7 @@ def _step(
     number = np.arange(state.num_slots)
     num_active = rows // state.num_slots + (number < rows % state.num_slots)
     run = functools.partial(
-        steps_lib.repeat_forward,
+        works.repeat_forward,
         lm.target,
         lm.params,
         num_active=jnp.asarray(num_active, jnp.int32),

@@ -9,31 +9,21 @@ cache holds.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
 
-from experiments.lib import noise, subjects, timing
-from spec_jax import loading, tree as tree_lib
-from spec_jax.drafters import each
-from spec_jax.engine import (
-    baseline,
-    protocols,
-    round as round_lib,
-    rows as rows_lib,
-    state as states,
-)
+from experiments.lib import noise, subjects, timing, works
+from spec_jax import loading
 from spec_jax.model import (
     config as config_lib,
     params as params_lib,
     prompt as prompt_lib,
     row_model,
 )
-from spec_jax.paging import allocator, cache as paged, index
+from spec_jax.paging import index
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -45,46 +35,12 @@ NEW_CACHE = "new cache"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes that all thunks share, so that contexts share executables."""
-
-    capacity: int  # positions of each cache
-    page_size: int
-    steps: int  # steps of one call
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """A compiled call, in two parts that can be traced without running."""
-
-    program: str  # what is compiled; contexts, rows and gammas are data, and share it
-    params: Any  # first argument of `run`
-    caches: Any  # or their shapes; they stay as they are
-    prepare: Callable[[Any], Any]  # `caches -> state`, of copies; not timed
-    run: Callable[[Any, Any], Any]  # `(params, state) -> outputs`; donates the state
-    calls: int  # how often `run` does what is to be timed
-
-    def thunk(self) -> timing.Thunk:
-        """Seconds of one."""
-        return timing.stopwatch(
-            lambda state: self.run(self.params, state),
-            lambda: self.prepare(self.caches),
-            calls=self.calls,
-        )
-
-    def trace(self) -> jax.stages.Traced:
-        """The timed call as a program; arrays may be shapes."""
-        state = jax.eval_shape(self.prepare, self.caches)
-        return jax.jit(self.run, donate_argnums=1).trace(self.params, state)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
     """Something whose cost is measured."""
 
     name: str  # unique; as the table shows it
     ratio_to: str  # name of the cost that it is compared with
-    work: Work | None = None  # a compiled call, or
+    work: works.Work | None = None  # a compiled call, or
     timed: timing.Thunk | None = None  # a thunk, where it is something else
     # Positions that the first step attends to, where that matters
     context: int | None = None
@@ -134,7 +90,7 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
             f"{plan.steps} steps in a context of {longest} need {capacity} "
             f"positions, the model has {positions}"
         )
-    sizes = Sizes(capacity=capacity, page_size=plan.page_size, steps=plan.steps)
+    sizes = works.Sizes(capacity=capacity, page_size=plan.page_size, steps=plan.steps)
     cache = _cache(lm.target, sizes, plan.as_shapes)
     shared = lm.target, lm.params, sizes
     first = plan.contexts[0]
@@ -142,7 +98,9 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
     def plain(context: int) -> Cost:
         return Cost(
             name=PLAIN if context == first else f"{PLAIN} at {context}",
-            work=_plain(*shared, context, cache=cache, settings=plan.sampling),
+            work=works.plain_steps(
+                *shared, context, cache=cache, settings=plan.sampling
+            ),
             ratio_to=PLAIN,
             context=context,
             num_bytes=_bytes(*shared[:2], context),
@@ -152,7 +110,7 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
         suffix = "" if context == first else f" at {context}"
         return Cost(
             name=(ONE_ROW if n == 1 else f"{n} active rows") + suffix,
-            work=_window(*shared, context, num_active=n, cache=cache),
+            work=works.windows(*shared, context, num_active=n, cache=cache),
             ratio_to=(ONE_ROW if ones else PLAIN) if not suffix else PLAIN,
             context=context,
             num_active=n,
@@ -178,7 +136,7 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
     return [group, *others]
 
 
-def _traffic(lm: loading.LanguageModel, sizes: Sizes) -> list[Cost]:
+def _traffic(lm: loading.LanguageModel, sizes: works.Sizes) -> list[Cost]:
     """Plain reads, and a new cache."""
     num_bytes = subjects.step_bytes(lm.params)
     read = timing.read(num_bytes)
@@ -194,18 +152,21 @@ def _traffic(lm: loading.LanguageModel, sizes: Sizes) -> list[Cost]:
 
 
 def _drafter_costs(
-    lm: loading.LanguageModel, sizes: Sizes, context: int, cache: Any, plan: Plan
+    lm: loading.LanguageModel, sizes: works.Sizes, context: int, cache: Any, plan: Plan
 ) -> list[Cost]:
     """A draft step, and rounds of each gamma."""
     draft, params = lm.drafter.model, lm.drafter_params
     make = functools.partial(
-        noisy_memory, lm.drafter, capacity=sizes.capacity, page_size=sizes.page_size
+        noise.noisy_memory,
+        lm.drafter,
+        capacity=sizes.capacity,
+        page_size=sizes.page_size,
     )
     own = jax.eval_shape(make) if plan.as_shapes else make()
     made = [
         Cost(
             name="draft step",
-            work=_proposals(lm, sizes, context, memory=own),
+            work=works.proposals(lm, sizes, context, memory=own),
             ratio_to=PLAIN,
             context=context,
             num_active=1,
@@ -214,7 +175,9 @@ def _drafter_costs(
     ]
     both = cache, own
     for gamma in range(1, lm.gamma_max + 1):
-        work = _round(lm, sizes, context, gamma, caches=both, settings=plan.sampling)
+        work = works.rounds(
+            lm, sizes, context, gamma, caches=both, settings=plan.sampling
+        )
         made.append(
             Cost(
                 name=f"round, gamma {gamma}",
@@ -227,67 +190,10 @@ def _drafter_costs(
     return made
 
 
-def _proposals(lm, sizes, context, *, memory) -> Work:
-    """Proposals of `gamma_max` drafts as rounds ask for them, each a token further."""
-    drafter, gamma = each.lift(lm.drafter, 1), lm.gamma_max
-    config, text = lm.target.config, _text(lm.target, sizes)
-    num_taps = len(protocols.taps_of(drafter))
-    shape = sizes.capacity, num_taps, config.hidden_size
-
-    def run(params, memory):
-        return propose_along(
-            drafter,
-            params,
-            memory,
-            tokens=text[None],
-            features=jnp.ones(shape, config.dtype) if num_taps else None,
-            sampling=None,
-            start=jnp.int32(context),
-            gamma=jnp.int32(gamma),
-            steps=jnp.int32(sizes.steps),
-            stride=jnp.int32(1),
-        )
-
-    return Work(
-        program="draft: proposals",
-        params=lm.drafter_params,
-        caches=memory,
-        prepare=lambda memory: memory_at(memory, context),
-        run=run,
-        calls=sizes.steps * gamma,
-    )
-
-
-def _plain(model, params, sizes, context, *, cache, settings=None) -> Work:
-    most = jnp.int32(sizes.steps)
-
-    def prepare(kv: paged.PagedKV) -> baseline.DecodeState:
-        return baseline.init_state(
-            _text(model, sizes),
-            length=jnp.int32(context),
-            limit=jnp.int32(context + sizes.steps),
-            cache=at_length(kv, context - 1),
-            stop_ids=no_stop(),
-            sampling=settings,
-        )
-
-    def run(params, state):
-        return baseline.generate(model, params, state, max_steps=most)
-
-    return Work(
-        program="target: plain steps",
-        params=params,
-        caches=cache,
-        prepare=prepare,
-        run=run,
-        calls=sizes.steps,
-    )
-
-
 def _tree_costs(model, params, sizes, context, *, num_rows, cache) -> list[Cost]:
     """What trees of so many rows cost: all rows, one of them, and the kept path."""
     window = functools.partial(
-        _window, model, params, sizes, context, cache=cache, num_columns=num_rows
+        works.windows, model, params, sizes, context, cache=cache, num_columns=num_rows
     )
     chain, path = f"{num_rows} chain rows", num_rows.bit_length() - 1
     parts = {
@@ -295,7 +201,7 @@ def _tree_costs(model, params, sizes, context, *, num_rows, cache) -> list[Cost]
         f"{num_rows} tree rows": (window(num_active=num_rows, is_tree=True), chain),
         f"1 of {num_rows} tree rows": (window(num_active=1, is_tree=True), ONE_ROW),
         f"moving {path} of {num_rows} tree rows": (
-            _move(model, params, sizes, context, num_rows=num_rows, cache=cache),
+            works.moves(model, params, sizes, context, num_rows=num_rows, cache=cache),
             PLAIN,
         ),
     }
@@ -303,245 +209,6 @@ def _tree_costs(model, params, sizes, context, *, num_rows, cache) -> list[Cost]
         Cost(name=name, work=work, ratio_to=ratio_to, context=context)
         for name, (work, ratio_to) in parts.items()
     ]
-
-
-def _move(model, params, sizes, context, *, num_rows, cache) -> Work:
-    """Moves the path to the last column of a tree, again and again."""
-    target = rows_lib.SlotRows(model=model, num_slots=1)
-    path = tree_lib.path_to(_two_children(num_rows), num_rows - 1)[1:]
-    columns, start = jnp.asarray(path, jnp.int32)[None], context - 1
-
-    def prepare(kv: paged.PagedKV) -> paged.PagedKV:
-        return at_length(kv, start + num_rows)
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def run(params, kv):
-        del params
-
-        def step(_, kv):
-            kept = jnp.full((1,), len(path), jnp.int32)
-            return target.keep_path(kv, columns, kept, start=jnp.full((1,), start))
-
-        return jax.lax.fori_loop(0, sizes.steps, step, kv)
-
-    return Work(
-        program=f"target: moves of {num_rows}",
-        params=params,
-        caches=cache,
-        prepare=prepare,
-        run=run,
-        calls=sizes.steps,
-    )
-
-
-def _two_children(num_rows: int) -> np.ndarray:
-    """The parents of a tree in which each node has two children, level by level."""
-    return np.maximum(np.arange(num_rows, dtype=np.int32) - 1, 0) // 2
-
-
-def _window(
-    model,
-    params,
-    sizes,
-    context,
-    *,
-    num_active,
-    cache,
-    num_columns=None,
-    is_tree=False,
-) -> Work:
-    live = jnp.int32(num_active)
-
-    def prepare(kv: paged.PagedKV) -> paged.PagedKV:
-        return at_length(kv, context - 1)
-
-    def run(params, kv):
-        return repeat_forward(
-            model,
-            params,
-            kv,
-            num_active=live,
-            steps=sizes.steps,
-            num_columns=num_columns,
-            is_tree=is_tree,
-        )
-
-    kind = f" of {num_columns} {'tree' if is_tree else 'chain'} rows"
-    return Work(
-        program="target: windows" + (kind if num_columns else ""),
-        params=params,
-        caches=cache,
-        prepare=prepare,
-        run=run,
-        calls=sizes.steps,
-    )
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("model", "steps", "num_columns", "is_tree"),
-    donate_argnames=("kv",),
-)
-def repeat_forward(
-    model, params, kv, *, num_active, steps, num_columns=None, is_tree=False
-):
-    """Verifies rows at the same positions `steps` times, and forgets them each time.
-
-    Args:
-      kv: of one slot or several.
-      num_active: of each slot, or of all.
-      num_columns: of the window, active or not; None: those of a slab.
-      is_tree: whether each node has two children; otherwise the window is a chain.
-    """
-    (num_slots,) = kv.length.shape
-    target = rows_lib.SlotRows(model=model, num_slots=num_slots)
-    num_active = jnp.broadcast_to(num_active, (num_slots,))
-    width, shape = num_columns or model.slab, {}
-    if is_tree:
-        above = jnp.asarray(_two_children(width))
-        shape = {"parents": above[None], "depth_max": width.bit_length()}
-    start, asked = kv.length, jnp.ones((num_slots,), bool)
-
-    def step(carry, _):
-        kv, tokens = carry
-        kv, verified = target.verify(
-            params,
-            kv,
-            protocols.Window(
-                tokens=tokens, start=start, num_active=num_active, **shape
-            ),
-        )
-        chosen = target.choose(verified.logits, verified.num_active)
-        # Each step's tokens come from the step before it, as in decoding. With fixed
-        # ones XLA could move the first layer out of the loop.
-        tokens = verified.by_column(chosen, fill=0)
-        return (target.truncate(kv, start, asked=asked), tokens), None
-
-    tokens = jnp.arange(width, dtype=jnp.int32)[None]
-    tokens = jnp.broadcast_to(tokens, (num_slots, width))
-    return jax.lax.scan(step, (kv, tokens), None, length=steps)[0]
-
-
-@functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
-def propose_along(
-    drafter: protocols.SlotDrafter,
-    params: protocols.Params,
-    memory: protocols.Memory,
-    *,
-    tokens: Int[Array, "1 max_len"],
-    features: Float[Array, "T taps D"] | None,
-    sampling: protocols.Sampling,
-    start: Int[Array, ""],
-    gamma: Int[Array, ""],
-    steps: Int[Array, ""],
-    stride: Int[Array, ""],
-) -> tuple[protocols.Memory, Int[Array, ""]]:
-    """Proposes `steps` times, each time `stride` committed tokens further.
-
-    Args:
-      features: of the text, for a drafter that reads the target.
-    """
-    asked = jnp.ones((1,), bool)
-
-    def commit(memory, length):
-        """Commits `stride` tokens; with features one after the other, as rounds that
-        draft nothing do."""
-        if features is None:
-            return drafter.commit(params, memory, length + stride, asked=asked)
-        shape = 1, 1 + protocols.depth_max(drafter), *features.shape[1:]
-
-        def one(j, memory):
-            row = features[length[0] + j - 1]
-            handed = jnp.zeros(shape, features.dtype).at[0, 0].set(row)
-            new_len = length + j + 1
-            return drafter.commit(params, memory, new_len, asked=asked, features=handed)
-
-        return jax.lax.fori_loop(0, stride, one, memory)
-
-    def step(i, carry):
-        """One proposal, none of which is kept."""
-        memory, seen = carry
-        length = (start + i * stride)[None]
-        memory, proposal = drafter.propose(
-            params,
-            memory,
-            tokens=tokens,
-            length=length,
-            gamma=gamma[None],
-            sampling=sampling,
-        )
-        # A proposal that nobody looks at would not be computed.
-        seen += jnp.sum(proposal.tokens) + proposal.num_drafted[0]
-        return commit(memory, length), seen
-
-    return jax.lax.fori_loop(0, steps, step, (memory, jnp.int32(0)))
-
-
-def _round(lm, sizes, context, gamma, *, caches, settings=None) -> Work:
-    """`gamma` drafts, verification, commit, truncation of both caches."""
-    target = rows_lib.SlotRows(model=lm.target, num_slots=1)
-    drafter, most = each.lift(lm.drafter, 1), jnp.int32(sizes.steps)
-
-    def prepare(caches) -> states.State:
-        kv = at_length(caches[0], context - 1)
-        memory = memory_at(caches[1], context)
-        slots = one_slot(
-            _text(lm.target, sizes),
-            length=jnp.int32(context),
-            # Far enough that no round is cut short.
-            limit=jnp.int32(context + sizes.steps * (gamma + 1)),
-            gamma=jnp.int32(gamma),
-            gamma_max=lm.gamma_max,
-            sampling=settings,
-        )
-        return states.State(slots=slots, cache=kv, memory=memory)
-
-    def run(params, state):
-        speculator = round_lib.Speculator(params=params, target=target, drafter=drafter)
-        return round_lib.generate(speculator, state, max_rounds=most)
-
-    return Work(
-        program="rounds",
-        params=(lm.params, lm.drafter_params),
-        caches=caches,
-        prepare=prepare,
-        run=run,
-        calls=sizes.steps,
-    )
-
-
-def no_stop() -> jax.Array:
-    """Returns stop tokens that end nothing, in an array to be donated."""
-    return jnp.full((1,), states.NO_STOP, jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnames=("gamma_max",))
-def one_slot(
-    tokens: jax.Array,
-    *,
-    length: jax.Array,
-    limit: jax.Array,
-    gamma: jax.Array,
-    gamma_max: int,
-    sampling: sampling_lib.SamplingSettings | None = None,
-) -> states.Slots:
-    """Returns one slot that generates after `tokens[:length]`; leaves are `[1, ...]`.
-
-    There is no stop token; all arrays are new ones.
-    """
-    slot = states.begin_slot(
-        tokens,
-        length=length,
-        limit=limit,
-        capped=False,
-        gamma=gamma,
-        stop_ids=no_stop(),
-        gamma_max=gamma_max,
-        depth_max=gamma_max,
-        sampling=sampling,
-        policy=None,
-    )
-    return jax.tree.map(lambda leaf: leaf[None], slot)
 
 
 def _prefill(model, params, sizes, num_tokens) -> Cost:
@@ -555,64 +222,11 @@ def _prefill(model, params, sizes, num_tokens) -> Cost:
     return Cost(name=name, timed=timed, ratio_to=PLAIN, context=num_tokens)
 
 
-def _text(model: row_model.RowModel, sizes: Sizes) -> jax.Array:
-    return noise.tokens(sizes.capacity + 1, model.config.vocab_size, seed=3)
-
-
-def _cache(model: row_model.RowModel, sizes: Sizes, as_shapes: bool) -> Any:
+def _cache(model: row_model.RowModel, sizes: works.Sizes, as_shapes: bool) -> Any:
     """A cache of noise, or its shape."""
     sizes = {"capacity": sizes.capacity, "page_size": sizes.page_size}
-    make = functools.partial(noisy_cache, model, **sizes)
+    make = functools.partial(noise.noisy_cache, model, **sizes)
     return jax.eval_shape(make) if as_shapes else make()
-
-
-def noisy_cache(
-    model: row_model.RowModel, *, capacity: int, page_size: int
-) -> paged.PagedKV:
-    """A cache each of whose positions holds keys and values, none of them valid."""
-    kv = model.new_cache(capacity=capacity, page_size=page_size)
-    leaves, structure = jax.tree.flatten((kv.k, kv.v))
-    # One after another: two full caches at once may not fit.
-    kv = kv.replace(k=(), v=())
-    for number, leaf in enumerate(leaves):
-        shape, dtype = leaf.shape, leaf.dtype
-        leaves[number] = leaf = None
-        leaves[number] = noise.normal(number, shape, dtype)
-    k, v = jax.tree.unflatten(structure, leaves)
-    return kv.replace(k=k, v=v)
-
-
-def noisy_memory(drafter: Any, *, capacity: int, page_size: int) -> Any:
-    """The memory of a draft model or a head, whose cache is as `noisy_cache` has it."""
-    sizes = {"capacity": capacity, "page_size": page_size}
-    kv = noisy_cache(drafter.model, **sizes)
-    if not protocols.taps_of(drafter):
-        return kv
-    return each.lift(drafter, 1).init(**sizes).replace(kv=kv)
-
-
-def memory_at(memory: Any, length: int) -> Any:
-    """A copy of such a memory as a round finds it after `length` tokens.
-
-    Of a head the last pair was not taken in: its feature waits.
-    """
-    if isinstance(memory, paged.PagedKV):
-        return at_length(memory, length - 1)
-    ring = jax.tree.map(jnp.copy, memory.ring)
-    ring = ring.replace(
-        first=jnp.full((1,), length - 2, jnp.int32),
-        end=jnp.full((1,), length - 1, jnp.int32),
-    )
-    return memory.replace(kv=at_length(memory.kv, length - 2), ring=ring)
-
-
-@jax.jit
-def at_length(kv: paged.PagedKV, length: int) -> paged.PagedKV:
-    """A copy of the cache with `[0, length)` valid, and as many pages as that takes."""
-    slot = row_model.SLOT
-    kv = allocator.truncate(kv, slot, jnp.minimum(length, kv.length[slot]))
-    kv = allocator.reserve(kv, slot, length)
-    return allocator.extend(kv, slot, length)
 
 
 def _bytes(model: row_model.RowModel, params: params_lib.Params, context: int) -> int:

@@ -21,6 +21,7 @@ from experiments.lib import (
     steps,
     subjects,
     timing,
+    works,
 )
 from spec_jax import loading
 from spec_jax.debug import evidence
@@ -72,9 +73,9 @@ def test_rows_of_trees(folders, tmp_path):
 
 def test_a_path_is_moved(lm):
     """Fails if what is timed moves nothing."""
-    sizes = steps.Sizes(capacity=32, page_size=PAGE_SIZE, steps=1)
-    kv = steps.noisy_cache(lm.target, capacity=32, page_size=PAGE_SIZE)
-    work = steps._move(lm.target, lm.params, sizes, 8, num_rows=7, cache=kv)
+    sizes = works.Sizes(capacity=32, page_size=PAGE_SIZE, steps=1)
+    kv = noise.noisy_cache(lm.target, capacity=32, page_size=PAGE_SIZE)
+    work = works.moves(lm.target, lm.params, sizes, 8, num_rows=7, cache=kv)
     before = evidence.committed_kv(work.prepare(kv), 14)
     after = evidence.committed_kv(work.run(lm.params, work.prepare(kv)), 14)
     for was, now in zip(before, after, strict=True):
@@ -191,11 +192,11 @@ def test_every_call_does_the_steps_that_it_is_divided_by(lm, monkeypatch):
 
 def test_repeated_forwards_start_at_the_same_place(lm):
     """Fails if a window is not forgotten: the context would grow with the steps."""
-    kv = steps.noisy_cache(lm.target, capacity=32, page_size=PAGE_SIZE)
+    kv = noise.noisy_cache(lm.target, capacity=32, page_size=PAGE_SIZE)
     before = [np.asarray(pool) for pool in kv.k]
-    kv = steps.at_length(kv, 14)
+    kv = noise.at_length(kv, 14)
     table = np.asarray(kv.page_table[row_model.SLOT])
-    kv, _ = steps.repeat_forward(
+    kv, _ = works.repeat_forward(
         lm.target, lm.params, kv, num_active=jnp.int32(3), steps=STEPS
     )
     assert int(kv.length[row_model.SLOT]) == 14
@@ -205,9 +206,9 @@ def test_repeated_forwards_start_at_the_same_place(lm):
 
 def test_a_cache_can_be_set_to_any_length(lm):
     """Fails if a length leaves pages unowned, or they hold zeros."""
-    kv = steps.noisy_cache(lm.target, capacity=48, page_size=16)
+    kv = noise.noisy_cache(lm.target, capacity=48, page_size=16)
     for length in (0, 33, 7, 48):
-        kv = steps.at_length(kv, length)
+        kv = noise.at_length(kv, length)
         assert int(kv.length[0]) == length and not bool(kv.refused.any())
         assert int(kv.num_owned[0]) == max(1, -(-length // 16))
     assert float(jnp.std(kv.v[0])) == pytest.approx(1, abs=0.1)

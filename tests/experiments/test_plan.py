@@ -12,12 +12,13 @@ from experiments import plan
 from experiments.lib import (
     cli,
     costs,
+    noise,
     planning,
     prompt_files,
     results,
     runs,
-    steps,
     timing,
+    works,
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
@@ -285,7 +286,7 @@ class Listing:
 def test_proposals_are_made_along_the_text(stride):
     """Fails if a proposal is left out, or the text is not committed between two."""
     drafter = each.lift(Listing(), 1)
-    memory, seen = steps.propose_along(
+    memory, seen = works.propose_along(
         drafter,
         None,
         drafter.init(capacity=12, page_size=1),
@@ -308,11 +309,11 @@ def test_proposals_are_made_along_the_text(stride):
 def test_a_head_proposes_along_the_text(head, folders, stride):
     """Fails if features do not come with what is committed: it would draft nothing."""
     lm = loading.load(folders[0], drafter=str(head), gamma_max=GAMMA)
-    memory = steps.noisy_memory(lm.drafter, capacity=16, page_size=16)
-    memory, seen = steps.propose_along(
+    memory = noise.noisy_memory(lm.drafter, capacity=16, page_size=16)
+    memory, seen = works.propose_along(
         each.lift(lm.drafter, 1),
         lm.drafter_params,
-        steps.memory_at(memory, 4),
+        noise.memory_at(memory, 4),
         tokens=jnp.ones((1, 17), jnp.int32),
         features=jnp.ones((16, 2, 32)),
         sampling=None,

@@ -7,7 +7,7 @@ import pytest
 from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import profile_steps, spec_round, throughput
-from experiments.lib import profiles, steps
+from experiments.lib import profiles, works
 
 
 GAMMA = ("--gamma", "2")
@@ -17,7 +17,7 @@ GAMMA = ("--gamma", "2")
 def measured(folders, tmp_path_factory):
     """A profile of two slots, and how many rows each slot had in each call."""
     path, calls = tmp_path_factory.mktemp("profile") / "profile.jsonl", []
-    real = steps.repeat_forward
+    real = works.repeat_forward
 
     def watched(*args, num_active, **kwargs):
         calls.append(np.asarray(num_active))
@@ -25,7 +25,7 @@ def measured(folders, tmp_path_factory):
 
     sizes = ("--batch", "2", "--contexts", "9,5", "--steps", "2", "--repeats", "2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "repeat_forward", watched)
+        patch.setattr(works, "repeat_forward", watched)
         arguments = [*models_of(folders), *GAMMA, *sizes, "--out", str(path)]
         assert profile_steps.main(arguments) == 0
     return path, calls
