@@ -235,15 +235,15 @@ def test_a_round_with_a_head(compiled):
     loops = [ours(flat([each])) for each in tree if each[0].kind == "kWhile"]
     # Pairs are taken in, levels are grown, slabs are verified, and the path is walked.
     assert loops == [["skinny_gemm", *HEAD], [*HEAD], [*LAYER * 4, *END[:2]], []]
-    none = launches(report, 0, 0, 0, 0)
-    each = [
-        launches(report, *(int(at == loop) for loop in range(4))) - none
-        for at in range(4)
-    ]
+    rest = launches(report, 0, 0, 0, 0)
+    once = [[int(at == loop) for at in range(4)] for loop in range(4)]
+    turn = [launches(report, *turns) - rest for turns in once]
     depth = tree_shapes.parse(models.TREE).depth
     turns = 1, depth - 1, 2, depth
     total = launches(report, *turns)
-    print(f"{total} launches of a round of 32 rows: {turns} * {each} + {none}")
+    print(f"{total} launches of a round of 32 rows: {turns} * {turn} + {rest}")
+    for found, known in zip([*turn, rest], (31, 48, 53, 5, 76), strict=True):
+        assert abs(found - known) <= 5
 
 
 def flat(tree):
