@@ -21,6 +21,7 @@ from spec_jax.model import (
     load as load_lib,
     params as params_lib,
 )
+from spec_jax.ops import weights
 
 
 CheckpointError = files.CheckpointError
@@ -58,14 +59,7 @@ def load(
             f"{target.dtype}: leave it out"
         )
     dialect, config = dialects.read_config(folder / "config.json", target)
-    if (folder / _MASK).exists():
-        raise CheckpointError(
-            f"{folder / _MASK}: drafters whose mask has an embedding of its own are "
-            "not supported"
-        )
-    entries = head_files.find(folder)
-    if dialect == "specforge":
-        entries = {name.removeprefix(_PREFIX): entry for name, entry in entries.items()}
+    entries = _find(folder, dialect)
     V, D = config.layer.vocab_size, config.hidden_size
     is_whole = config.draft_vocab_size == V
     names = _names(config, with_embed=False, with_lm_head=not is_whole)
@@ -81,12 +75,7 @@ def load(
         vocab_sizes=vocab_sizes,
         optional=dict.fromkeys(copies, (V, D)),
     )
-    for name, ours in copies.items():
-        if name in entries and not head_files.is_copy(entries[name], ours):
-            raise CheckpointError(
-                f"{folder}: {name} is not the target's: it is a drafter for another "
-                "target"
-            )
+    _check_copies(folder, entries, copies)
     shared: dict[str, Any] = {"embed": target_params.embed}
     shared |= {"lm_head": target_params.head} if is_whole else {}
     shared["hot"] = head_files.read_hot(folder, entries, vocab_sizes=vocab_sizes)
@@ -101,6 +90,33 @@ def load(
     params = jax.tree.map(read, shapes.replace(**nothing), names.replace(**nothing))
     params = params.replace(**shared)
     return config, params if impl is None else block_params.prepare(params, impl)
+
+
+def _find(folder: pathlib.Path, dialect: str) -> dict[str, files.Entry]:
+    """The tensors of a folder, by the names that all layouts share."""
+    if (folder / _MASK).exists():
+        raise CheckpointError(
+            f"{folder / _MASK}: drafters whose mask has an embedding of its own are "
+            "not supported"
+        )
+    entries = head_files.find(folder)
+    if dialect != "specforge":
+        return entries
+    return {name.removeprefix(_PREFIX): entry for name, entry in entries.items()}
+
+
+def _check_copies(
+    folder: pathlib.Path,
+    entries: Mapping[str, files.Entry],
+    copies: Mapping[str, weights.Weight],
+) -> None:
+    """Refuses matrices of the target that are those of another one."""
+    for name, ours in copies.items():
+        if name in entries and not head_files.is_copy(entries[name], ours):
+            raise CheckpointError(
+                f"{folder}: {name} is not the target's: it is a drafter for another "
+                "target"
+            )
 
 
 def save(

@@ -16,11 +16,12 @@ import safetensors.numpy
 import test_eagle3 as eagle
 from decoding import SMALL
 from model import block_oracle as oracle
+from rules import enumeration
 
 import spec_jax as sj
 from spec_jax import loading, testing
 from spec_jax.drafters import block, each, features as features_lib, tree_shapes
-from spec_jax.model import block_files, block_params, row_model
+from spec_jax.model import block_draft, block_files, block_params, row_model
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -247,6 +248,55 @@ def test_independent_draws_are_from_the_probabilities_they_state(tmp_path):
         np.testing.assert_allclose(proposal.survival, survival, rtol=1e-3)
         greedy.append(of_oracle(head, features, length)[0] == proposal.tokens.tolist())
     assert not all(greedy)  # They were drawn.
+
+
+def test_rejection_by_a_heads_probabilities_is_exact():
+    """Enumerated: the law of what is committed is the target's, to rounding.
+
+    Fails if the rule is told what the head's tokens were not drawn from: without its
+    correction, or rounded to bfloat16 as some drafters draw (DeepSpec issue 31).
+    """
+    layer = dataclasses.replace(LAYER, vocab_size=4)
+    head = dataclasses.replace(
+        DSPARK, layer=layer, draft_vocab_size=4, mask_token_id=3, head="gated"
+    )
+    embed = jnp.zeros((4, 48))
+    params = block_params.init(
+        jax.random.key(1), head, embed=embed, lm_head=embed, stddev=0.5
+    )
+    keys = jax.random.split(jax.random.key(2), 4)
+    logits, hidden = (
+        jax.random.normal(keys[0], (2, 4)),
+        jax.random.normal(keys[1], (2, 48)),
+    )
+    one = sampling_lib.make_settings(temperature=0.8)
+
+    def entries(is_corrected):
+        """What each slot's token is drawn from, after each token before it."""
+        found = []
+        for k, before in enumerate((jnp.asarray([2]), jnp.arange(4))):
+            count = len(before)
+            state = block_draft.first_state(head, (count,))
+            _, bias, _ = block_draft.correct(
+                params,
+                head,
+                state,
+                before,
+                jnp.broadcast_to(hidden[k], (count, 48)),
+                product=block_draft.row_product("xla"),
+            )
+            rows = jnp.broadcast_to(logits[k], (count, 4)) + bias * is_corrected
+            found.append(np.asarray(sampling_lib.distribution(rows, one)))
+        return [found[0][0], found[1]]
+
+    draw = lambda n: jax.nn.softmax(jax.random.normal(keys[2], (n, 4)))
+    target, drawn = enumeration.table(draw, 4, 3), entries(1.0)
+    honest = enumeration.honest(target, drawn)
+    assert enumeration.bias(enumeration.REJECTION, honest) < enumeration.ROUNDING
+    rounded = [np.asarray(jnp.bfloat16(q), np.float32) for q in drawn]
+    for told in (entries(0.0), rounded):
+        lie = dataclasses.replace(honest, draft=told)
+        assert enumeration.bias(enumeration.REJECTION, lie) > 1e-4
 
 
 def test_a_draft_ends_before_a_token_without_confidence(tmp_path):
