@@ -386,6 +386,7 @@ SOURCES = {
     "exactness": ("--prompts", "--verify"),
     "kernels": ("--shapes",),
     "latency": ("--target",),
+    "multi_process": ("--target",),
     "parity": ("--prompts", "--mismatch", "--bundle"),
     "replay": ("--prompts", "traces", "--costs"),
 }
