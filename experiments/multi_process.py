@@ -55,6 +55,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_out(parser, rows="one per run, with the hashes of both")
     args = parser.parse_args(argv)
     args.devices = args.devices or args.processes
+    flags.check_models(parser, args)
     if args.devices % args.processes:
         parser.error(
             f"--devices {args.devices} are not as many on each of --processes "

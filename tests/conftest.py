@@ -64,6 +64,7 @@ LONGEST = (
 
 BITS = (
     *("model/", "ops/", "paging/test_pool_copies.py", "test_front_door.py"),
+    "parallel/test_mesh.py",
     *("engine/test_round.py", "engine/test_trees.py", "engine/test_memory.py"),
     "engine/test_features.py",
     *("experiments/test_embedded_pair.py", "test_examples.py", "test_readme.py"),

@@ -297,7 +297,7 @@ def _check_memory(
     folder: pathlib.Path,
     config: config_lib.ModelConfig,
     available_bytes: int | None,
-    layout: shard.Layout | None,
+    layout: shard.Layout | None = None,
 ) -> None:
     """Refuses weights that do not fit, with both numbers."""
     weights, temporary = required_bytes(config, layout)

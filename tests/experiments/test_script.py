@@ -23,8 +23,8 @@ from experiments.lib import cli, files, terminal
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "experiments").glob("[!_]*.py"))
-WITHOUT_JAX = {"plot", "gpu_report"}
-"""One needs no device, and one leaves it to its calls."""
+WITHOUT_JAX = {"plot", "gpu_report", "multi_process"}
+"""One needs no device, and two leave it to their processes."""
 
 REQUIRED = {
     "plot": ("--out", "figures", "--theory"),
@@ -371,6 +371,7 @@ OUTPUTS = {
     "history": ("--out",),
     "kernels": ("--out",),
     "latency": ("--out",),
+    "multi_process": ("--out",),
     "parity": ("--out", "--heatmap", "--save-bundle"),
     "plan": ("--out",),
     "regret": ("--out",),
@@ -385,6 +386,7 @@ SOURCES = {
     "exactness": ("--prompts", "--verify"),
     "kernels": ("--shapes",),
     "latency": ("--target",),
+    "multi_process": ("--target",),
     "parity": ("--prompts", "--mismatch", "--bundle"),
     "replay": ("--prompts", "traces", "--costs"),
 }

@@ -11,7 +11,9 @@ import jax
 import pytest
 import tiny_pair
 
-from spec_jax import loading
+from experiments import spec_round
+from experiments.lib import models
+from spec_jax import generation, loading
 from spec_jax.model import row_model
 from spec_jax.parallel import shard
 
@@ -139,3 +141,17 @@ def test_a_process_reads_its_own_slices(tmp_path):
     # Its half; the half of a weight on its way, thrice; a block.
     most = total / 2 + 1.5 * largest + 16 * 2**20
     assert max(first, second) < most < 0.9 * alone, (first, second, alone, total)
+
+
+def test_results_say_the_mesh(tmp_path):
+    """And rows of scripts; those without a mesh say what they said."""
+    target, draft = tiny_pair.write(tmp_path)
+    folders = ["--target", str(target), "--draft", str(draft), "--impl", "xla"]
+    wanted = {"devices": 1, "segments": 8}
+    for more, said in ((["--devices", "1"], wanted), ([], {})):
+        args = spec_round.parse_args([*folders, *more])
+        lm = models.load(args, drafter="draft-model", gamma_max=2)
+        for found in (generation.provenance(lm), models.describe(args, lm)):
+            assert {name: found[name] for name in wanted if name in found} == said
+    with pytest.raises(SystemExit):
+        spec_round.parse_args([*folders, "--segments", "4"])
