@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from spec_jax.engine import round as round_lib, state as states
+from spec_jax.engine import protocols, round as round_lib, state as states
 from spec_jax.gamma import confidence
 from spec_jax.typing import typed
 
@@ -136,13 +136,8 @@ def _run_rounds(speculator, state, *, max_rounds):
     def step(state, _):
         running = state.slots.running
         state, info = round_lib.run_round(speculator, state)
-        survival, num_drafted = info.proposal.survival, info.proposal.num_drafted
-        if survival is None:
-            drafter = getattr(speculator.drafter, "drafter", speculator.drafter)
-            raise ValueError(
-                f"{type(drafter).__name__} gives no `Proposal.survival`: there is "
-                "nothing to calibrate"
-            )
+        survival = protocols.survival_of(speculator.drafter, info.proposal)
+        num_drafted = info.proposal.num_drafted
         is_whole = running & ~info.out_of_pages & (num_drafted == survival.shape[1])
         return state, (survival, info.outcome.num_accepted, is_whole)
 

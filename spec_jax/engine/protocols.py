@@ -186,6 +186,27 @@ def taps_of(drafter: Any) -> tuple[int, ...]:
     return tuple(getattr(drafter, "taps", ()))
 
 
+def survival_of(drafter: Any, proposal: Proposal) -> Float[Array, "B W"]:
+    """Returns the survival of the drafts of all slots, float32.
+
+    Raises:
+      ValueError: the drafter gives none, or not a chance for each draft.
+    """
+    name = type(getattr(drafter, "drafter", drafter)).__name__
+    survival = proposal.survival
+    if survival is None:
+        raise ValueError(
+            f"{name} gives no `Proposal.survival`, the chances that its drafts are "
+            "kept: take a drafter that does, such as 'draft-model', or no schedule"
+        )
+    if survival.shape != proposal.tokens.shape:
+        raise ValueError(
+            f"{name} gives survival of shape {list(survival.shape)} for drafts of "
+            f"shape {list(proposal.tokens.shape)}: give a chance for each draft"
+        )
+    return survival.astype(jnp.float32)
+
+
 class Drafter(Protocol):
     """Proposes continuations, by functions of a memory that the loop carries.
 

@@ -97,7 +97,12 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     # rule accepts one outside the vocabulary.
     num_drafted = jnp.clip(proposal.num_drafted, 0, gamma)
     if policy_lib.schedules(speculator.gamma_policy):
-        num_drafted = _scheduled(speculator, slots, proposal, num_drafted)
+        num_drafted = cast(Any, speculator.gamma_policy).trim(
+            slots.policy,
+            survival=protocols.survival_of(drafter, proposal),
+            num_drafted=num_drafted,
+            active=running,
+        )
     proposal = proposal.replace(num_drafted=num_drafted, parents=_parents(proposal))
     depth_max = protocols.depth_max(drafter)
     if proposal.parents is None and protocols.is_tree(drafter):
@@ -210,35 +215,6 @@ def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
         gamma = jnp.minimum(gamma, chosen)
     gamma = jnp.clip(gamma, 0, speculator.drafter.gamma_max)
     return jnp.where(slots.running, gamma, 0)
-
-
-def _scheduled(
-    speculator: Speculator,
-    slots: Slots,
-    proposal: protocols.Proposal,
-    num_drafted: Int[Array, " B"],
-) -> Int[Array, " B"]:
-    """Returns how many of its drafts each slot verifies, by a schedule of them all."""
-    drafter = getattr(speculator.drafter, "drafter", speculator.drafter)
-    name, survival = type(drafter).__name__, proposal.survival
-    if survival is None:
-        raise ValueError(
-            f"{name} gives no `Proposal.survival`, the chances that a schedule goes "
-            "by: take a drafter that does, such as 'draft-model', or another policy of "
-            "gamma"
-        )
-    if survival.shape != proposal.tokens.shape:
-        raise ValueError(
-            f"{name} gives survival of shape {list(survival.shape)} for drafts of "
-            f"shape {list(proposal.tokens.shape)}: give a chance for each draft"
-        )
-    schedule = cast(Any, speculator.gamma_policy)
-    return schedule.trim(
-        slots.policy,
-        survival=survival.astype(jnp.float32),
-        num_drafted=num_drafted,
-        active=slots.running,
-    )
 
 
 def commit_slot(

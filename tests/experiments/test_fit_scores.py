@@ -138,6 +138,6 @@ def test_the_script_calibrates_confidences(folders, tmp_path, capsys):
     assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6
     assert "ECE before" in capsys.readouterr().out
     ngram = [*sizes, "--drafter", "ngram"]
-    assert_fails_with(fit_scores.main, capsys, ngram, "nothing to calibrate")
+    assert_fails_with(fit_scores.main, capsys, ngram, "no `Proposal.survival`")
     ngram = [*models_of(folders), "--drafter", "ngram"]
     assert_fails_with(fit_scores.main, capsys, ngram, "ngram has no tau: give --gamma")
