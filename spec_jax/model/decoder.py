@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from spec_jax import pytree
 from spec_jax.model import (
     config as config_lib,
+    families,
     observe as observe_lib,
     params as params_lib,
     rotary,
@@ -192,19 +193,26 @@ def prefill_rows(
     slot: Int[Array, ""],
     slab: int,
     impl: str,
-    forward: Callable,
+    forward: Callable | None = None,
     taps: tuple[int, ...] = (),
 ) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
     """As `prefill`, through `forward_rows`: K/V and features are those of decoding.
 
     Args:
-      forward: `RowModel.forward_rows`.
+      forward: `RowModel.forward_rows`, of a model on a mesh; None: the family's.
 
     Returns:
       The cache, and the features of the prompt; None without `taps`.
     """
     padded = jnp.pad(tokens, (0, slab))
     params = params_lib.prepare(params, impl)
+    if forward is None:
+
+        def forward(params, rows, kv, **how):
+            return families.of(config).forward_rows(
+                params, config, rows, kv, impl=impl, **how
+            )
+
     features = None
     if taps:
         shape = padded.shape[0], len(taps), config.hidden_size
