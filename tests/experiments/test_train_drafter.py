@@ -89,7 +89,7 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
     """Against pairs one by one, as they are drafted: fails on a shift of any kind."""
     job = job_of(target, work)
     batch = job.online[np.arange(2)]
-    teacher = eagle3.teacher_of(job.params, job.hot)
+    teacher = targets.teacher_of(job.params, job.hot)
     params = eagle3.init(jax.random.key(3), job.config, job.target, job.params, job.hot)
     head, hot = reference(tmp_path, job, params), np.asarray(job.hot)
     expected, agrees = [], []
