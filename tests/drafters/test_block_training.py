@@ -19,7 +19,7 @@ from spec_jax.training import block, targets
 GATED = dataclasses.replace(blocks.DSPARK, head="gated")
 HEADS = blocks.HEADS | {"gated": GATED}
 PARAMS = blocks.PARAMS | {"gated": blocks.params_of(GATED)}
-LENGTHS = (1, 4, 11)  # One token has no context.
+LENGTHS = (1, 4, 7)  # One token has no context.
 
 
 def inputs_of(name, dtype="float32"):
@@ -51,7 +51,8 @@ def drafted(name):
 def batch_of(name):
     """The texts of the proposals, drafts and all; features past an anchor are wrong."""
     T = LENGTHS[-1] + HEADS[name].num_drafts
-    features = blocks.features_of().reshape(len(eagle.TEXT) - 1, -1)
+    features = blocks.features_of()
+    features = features.reshape(len(features), -1)
     tokens = np.zeros((len(LENGTHS), T), np.int32)
     known = np.full((len(LENGTHS), T, features.shape[1]), 1e3, np.float32)
     for row, (n, proposal) in enumerate(zip(LENGTHS, drafted(name), strict=True)):
@@ -66,7 +67,8 @@ def differences(name, *, config=None, batch=None) -> float:
     """The largest difference of a probability from the drafter's."""
     trained, teacher = inputs_of(name)
     batch = jax.tree.map(jnp.asarray, batch or batch_of(name))
-    logits, confidence = block.drafts(config or HEADS[name], trained, batch, teacher)
+    run = jax.jit(functools.partial(block.drafts, config or HEADS[name]))
+    logits, confidence = run(trained, batch, teacher)
     made, hot = jax.nn.softmax(logits, axis=-1)[:, 0], teacher.hot
     errors = []
     for row, proposal in enumerate(drafted(name)):
@@ -74,12 +76,15 @@ def differences(name, *, config=None, batch=None) -> float:
         count = min(made.shape[1], len(probs))
         errors.append(np.abs(np.asarray(made[row, :count]) - probs[:count]).max())
         if confidence is not None:
-            kept = block_draft.survival(HEADS[name], confidence[row, :, :count])[0]
-            errors.append(np.abs(np.asarray(kept) - proposal.survival[:count]).max())
+            kept = np.cumprod(1 / (1 + np.exp(-np.asarray(confidence)[row, 0])))
+            errors.append(np.abs(kept[:count] - proposal.survival[:count]).max())
     return max(errors)
 
 
-@pytest.mark.parametrize("name", HEADS)
+REST = [pytest.param(name, marks=eagle.SLOW) for name in ("dflash", "gated")]
+
+
+@pytest.mark.parametrize("name", ["dspark", "rnn", *REST])
 def test_training_computes_what_is_drafted(name):
     """Fails if a block is trained that sees, is at, or predicts anything else."""
     assert differences(name) < 1e-5
@@ -112,7 +117,8 @@ def test_a_planted_shift_is_not_what_is_drafted(shift, monkeypatch):
     assert differences("dspark", config=config, batch=batch) > 1e-3
 
 
-TEXTS = np.random.default_rng(1).integers(0, 96, (2, 13)).astype(np.int32)
+TEXTS = np.random.default_rng(1).integers(0, 64, (2, 13)).astype(np.int32)
+TEXTS[0, 9] = 90  # which the small draft vocabulary lacks
 MASK = np.arange(13) >= np.array([[2], [9]])
 
 
@@ -129,7 +135,7 @@ def batch_with_anchors(name, *, count=4):
         "final": np.asarray(made.hidden),
     }
     draw = block.anchors_of(config, seed=7, count=count, hot=teacher.hot)
-    return draw(batch, np.arange(2), 3)
+    return jax.tree.map(jnp.asarray, draw(batch, np.arange(2), 3))
 
 
 @pytest.mark.parametrize("name", ["dspark", "rnn"])
@@ -170,11 +176,17 @@ def test_the_loss_is_that_of_drafting(name, tmp_path):
                 is_agreed.append(hot[logits[i].argmax()] == rows[b, at].argmax())
             if len(is_agreed) == config.num_drafts:
                 agreed.append(is_agreed)
-    for weights in (block.DSPARK, block.DFLASH):
-        found = block.loss(config, trained, batch, teacher, terms=weights)
+    both = (block.DSPARK, block.DFLASH)
+
+    @jax.jit
+    def found_of(*inputs):
+        found = [block.loss(config, *inputs, terms=weights) for weights in both]
+        return found, block.measure(config, *inputs)
+
+    losses, found = found_of(trained, batch, teacher)
+    for weights, made in zip(both, losses, strict=True):
         expected = np.sum(terms, axis=0) @ weights / total
-        np.testing.assert_allclose(float(found), expected, rtol=1e-4)
-    found = block.measure(config, trained, batch, teacher)
+        np.testing.assert_allclose(float(made), expected, rtol=1e-4)
     leading = np.cumprod(np.array(agreed, float), axis=1).sum(axis=1)
     np.testing.assert_allclose(float(found["accepted_length"]), 1 + leading.mean())
 
@@ -184,14 +196,14 @@ def softmax(x):
     return e / e.sum()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_term_trains(dtype):
+def test_what_a_term_trains():
     """Fails if confidence trains the drafts it judges, or a table has no gradient."""
-    trained, teacher = inputs_of("dspark", dtype)
-    layer = dataclasses.replace(blocks.LAYER, dtype=dtype)
+    trained, teacher = inputs_of("dspark", "bfloat16")
+    layer = dataclasses.replace(blocks.LAYER, dtype="bfloat16")
     config = dataclasses.replace(blocks.DSPARK, layer=layer)
     batch = batch_with_anchors("dspark")
-    batch = batch | {name: batch[name].astype(dtype) for name in ("features", "final")}
+    wide = ("features", "final")
+    batch = batch | {name: batch[name].astype("bfloat16") for name in wide}
 
     @jax.jit
     def gradients(batch):
@@ -199,14 +211,13 @@ def test_what_a_term_trains(dtype):
             jax.grad(functools.partial(block.loss, config, terms=terms))(
                 trained, batch, teacher
             )
-            for terms in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+            for terms in ((1.0, 1.0, 0.0), (0.0, 0.0, 1.0))
         ]
 
-    cross, total_variation, confidence = gradients(batch)
+    drafts, confidence = gradients(batch)
     moves = lambda leaf: bool(jnp.any(leaf != 0))
-    for found in (cross, total_variation):
-        assert moves(found.markov.out) and moves(found.markov.embed)
-        assert moves(found.fc) and not moves(found.confidence)
+    assert moves(drafts.fc) and not moves(drafts.confidence)
+    assert moves(drafts.markov.out) and moves(drafts.markov.embed)
     assert moves(confidence.confidence) and moves(confidence.markov.embed)
     assert not moves(confidence.markov.out)
     nothing = gradients(batch | {"weights": 0 * batch["weights"]})
