@@ -118,10 +118,7 @@ _NOT_MUON = ("embed", "lm_head", "out", "confidence")
 
 
 def labels(params: Params) -> Params:
-    """Which optimiser a leaf is for: Muon's are matrices, but not of vocabularies.
-
-    Nor is a matrix of one row.
-    """
+    """Which optimiser a leaf is for: Muon's are matrices, not of vocabularies or a row."""
 
     def label(path, leaf) -> str:
         is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in _NOT_MUON
@@ -151,9 +148,8 @@ def held_out_loss(
 ) -> float:
     """Mean loss over `data`, whole batches only."""
     measure = lambda *inputs: {"loss": loss(*inputs)}
-    return held_out(measure, params, data, batch_size=batch_size, teacher=teacher)[
-        "loss"
-    ]
+    found = held_out(measure, params, data, batch_size=batch_size, teacher=teacher)
+    return found["loss"]
 
 
 def held_out(
@@ -293,16 +289,11 @@ def run(
             everywhere = sharding.NamedSharding(mesh, sharding.PartitionSpec())
             state, teacher = jax.device_put((state, teacher), everywhere)
         transform, evaluate = optimizer(recipe), jax.jit(evaluated)
+        asked = {"size": recipe.batch_size, "seed": recipe.seed}
         with _open_log(folder / "log.jsonl", first) as log, _progress(name) as bar:
             task = bar.add_task("", total=recipe.steps, completed=first)
             for step in range(first, recipe.steps):
-                tokens = batch(
-                    data,
-                    size=recipe.batch_size,
-                    step=step,
-                    seed=recipe.seed,
-                    draw=draw,
-                )
+                tokens = batch(data, step=step, draw=draw, **asked)
                 started = time.perf_counter()
                 state, value = _step(
                     state,
@@ -398,8 +389,7 @@ def _open_log(path: pathlib.Path, first_step: int):
 
 def last_held_out_loss(folder: pathlib.Path) -> float:
     """The newest held-out loss in a run's log."""
-    with (folder / "log.jsonl").open(encoding="utf-8") as log:
-        rows = [json.loads(line) for line in log]
+    rows = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [row["held_out_loss"] for row in rows if "held_out_loss" in row][-1]
 
 
