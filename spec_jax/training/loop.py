@@ -118,7 +118,7 @@ _NOT_MUON = ("embed", "lm_head", "out", "confidence")
 
 
 def labels(params: Params) -> Params:
-    """Which optimiser a leaf is for: Muon's are matrices, not of vocabularies or a row."""
+    """Which optimiser a leaf is for: Muon's are matrices, not of words or one row."""
 
     def label(path, leaf) -> str:
         is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in _NOT_MUON
