@@ -1,14 +1,15 @@
-"""How is a drafter that reads its target trained? Trains an EAGLE-3 head, anew or on.
+"""How is a drafter that reads its target trained? Trains one of three families, anew
+or on: EAGLE-3, DFlash, or DSpark with one of its heads.
 
 Stages, in this order, each resumable after a kill with the same results:
 
-    rollouts  the target continues the prompts: what the head will meet
+    rollouts  the target continues the prompts: what the drafter will meet
     cache     the target's features of these texts, on disk (for --targets cache)
-    train     the head, towards the target's distributions, several drafts deep
+    train     the drafter, towards the target's distributions, several drafts deep
     export    the newest checkpoint, as a folder in a published format
 
 Everything but the export goes to `--work`. The log there has the held-out agreement of
-each drafting step with the target, and the accepted length that follows from it.
+each draft with the target, and the accepted length that follows from it.
 """
 
 from experiments.lib import cli
@@ -23,29 +24,29 @@ import functools
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import files, prompt_files
-from experiments.pair import rollouts
+from experiments.pair import families, rollouts
 from spec_jax.model import (
+    block_dialects,
+    block_params,
     config as config_lib,
     eagle3_dialects,
-    eagle3_files,
-    eagle3_params,
     load as load_lib,
     params as params_lib,
     tokenizer as tokenizer_lib,
 )
 from spec_jax.ops import dispatch
-from spec_jax.training import eagle3, loop, targets
+from spec_jax.training import loop, targets
 from spec_jax.typing import IMPLS
 
 
 DONE = 0
-FAMILIES = ("eagle3",)
 TARGETS = ("online", "cache")
 HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch of them.
 
@@ -110,49 +111,45 @@ class Job:
 
     target: config_lib.Qwen3Config
     params: params_lib.Params
-    config: eagle3_params.Eagle3Config
+    family: families.Family
+    config: Any  # of the family
     hot: jax.Array | None
     online: targets.Online
 
+    @property
+    def teacher(self) -> targets.Teacher:
+        """What the drafter has of the target."""
+        return targets.teacher_of(self.params, self.hot)
+
 
 def prepare(args: argparse.Namespace) -> Job:
-    """Reads target and texts, and describes the head that is trained.
+    """Reads target and texts, and describes the drafter that is trained.
 
     Raises:
-      ValueError: no texts, texts too short, or a head that this target cannot have.
+      ValueError: no texts, texts too short, or a drafter that this target cannot have.
     """
-    texts = _texts(args)
-    if texts.tokens.shape[1] < args.ttt_steps + 2:
+    texts, family = _texts(args), families.FAMILIES[args.family]
+    depth = getattr(args, family.depth)
+    if texts.tokens.shape[1] < depth + 2:
         raise ValueError(
             f"texts of {texts.tokens.shape[1]} tokens are too short for "
-            f"--ttt-steps {args.ttt_steps}: make rollouts of --length "
-            f"{args.ttt_steps + 2} or more"
+            f"--{family.depth.replace('_', '-')} {depth}: make rollouts of --length "
+            f"{depth + 2} or more"
         )
     target, params = load_lib.load(args.target)
-    taps = args.taps or eagle3_params.default_taps(target.num_layers)
     size = min(args.draft_vocab, target.vocab_size)
     hot = targets.draft_vocabulary(texts, size=size, vocab_size=target.vocab_size)
-    layer = dataclasses.replace(
-        target,
-        num_layers=1,
-        intermediate_size=args.mlp or target.intermediate_size,
-        tie_word_embeddings=False,
-    )
-    config = eagle3_params.Eagle3Config(
-        layer=layer,
-        draft_vocab_size=size,
-        target_hidden_size=target.hidden_size,
-        taps=taps,
-        has_head_norms=args.dialect == "deepspec",
-    )
-    eagle3_dialects.check_config(config, args.dialect)
+    config = family.config(args, target, size)
     config.check_target(target)
     return Job(
         target=target,
         params=params,
+        family=family,
         config=config,
         hot=None if hot is None else jnp.asarray(hot),
-        online=targets.Online(texts=texts, params=params, config=target, taps=taps),
+        online=targets.Online(
+            texts=texts, params=params, config=target, taps=config.taps
+        ),
     )
 
 
@@ -174,20 +171,20 @@ def _recipe(args: argparse.Namespace) -> loop.Recipe:
     )
 
 
-def _init(args: argparse.Namespace, job: Job) -> eagle3_params.Eagle3Params:
-    return eagle3.init(
-        jax.random.key(args.seed), job.config, job.target, job.params, job.hot
-    )
+def _init(args: argparse.Namespace, job: Job) -> loop.Params:
+    key = jax.random.key(args.seed)
+    return job.family.training.init(key, job.config, job.target, job.params, job.hot)
 
 
 @functools.cache  # A static argument of the step: one object, one compilation.
-def _loss(config: eagle3_params.Eagle3Config, steps: int) -> loop.Loss:
-    return functools.partial(eagle3.loss, config, steps=steps)
+def _bound(function: loop.Loss, config: Any, told: tuple) -> loop.Loss:
+    return functools.partial(function, config, **dict(told))
 
 
 def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
-    """Trains the head, or goes on with it; returns the last held-out numbers."""
+    """Trains the drafter, or goes on with it; returns the last held-out numbers."""
     job = prepare(args)
+    family, config = job.family, job.config
     data: loop.Data = job.online
     if args.targets == "cache":
         data = targets.Cached(args.work / "cache", job.online)
@@ -202,12 +199,15 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         args.family,
         _recipe(args),
         _init(args, job),
-        _loss(job.config, args.ttt_steps),
+        _bound(family.training.loss, config, tuple(family.of_loss(args).items())),
         targets.Part(data=data, first=0, count=first),
         targets.Part(data=data, first=first, count=held_out),
         args.work,
-        teacher=eagle3.teacher_of(job.params, job.hot),
-        measure=functools.partial(eagle3.measure, job.config, steps=args.ttt_steps),
+        teacher=job.teacher,
+        measure=functools.partial(
+            family.training.measure, config, **family.of_measure(args)
+        ),
+        draw=family.draw(args, config, job.hot),
         mesh=loop.data_mesh(args.devices),
         stop_after=stop_after,
     )
@@ -220,10 +220,10 @@ def export(args: argparse.Namespace) -> None:
     job = prepare(args)
     trained, step = loop.restore(_recipe(args), _init(args, job), args.work)
     narrow = jax.tree.map(lambda leaf: leaf.astype(job.target.dtype), trained)
-    eagle3_files.save(
+    job.family.files.save(
         args.out,
         job.config,
-        narrow.replace(embed=job.params.embed, hot=job.hot),
+        job.family.training.complete(narrow, job.teacher),
         dialect=args.dialect,
         metadata={"step": str(step)},
     )
@@ -237,15 +237,15 @@ def _taps(text: str) -> tuple[int, ...]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    parser.add_argument("--family", choices=FAMILIES, required=True)
+    parser.add_argument("--family", choices=families.FAMILIES, required=True)
     parser.add_argument("--stage", choices=tuple(STAGES), required=True)
     parser.add_argument("--raw", action="store_true", help="leave out a chat template")
     parser.add_argument(
         "--taps",
         type=_taps,
         metavar="K,K,..",
-        help="hidden_states of the target to read (default: 2, half of its layers L, "
-        "and L - 3)",
+        help="hidden_states of the target to read (default of eagle3: 2, half of its "
+        "layers L, and L - 3; of the others: as many as the drafter has layers)",
     )
     cli.add(
         parser,
@@ -254,15 +254,25 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --prompts FILE=50  texts to continue: a file, or so many of the bundled ones
         --work FOLDER=drafter  rollouts, cache, checkpoints and log
         --out FOLDER=drafter/export  where the export goes
-        --dialect DIALECT=midlayer  published format of the export
+        --dialect DIALECT  published format of the export (default: midlayer of eagle3,
+          z-lab of dflash, deepspec of dspark); in z-lab's a block's first row predicts
+          nothing
         --samples N=2  rollouts of each prompt; every second one is drawn
         --prefix N=48  most tokens of a prompt: its last ones
         --length N=177  tokens of a rollout, its prompt included
         --draft-vocab N=32000  draft tokens: the most frequent of the rollouts
-        --mlp N  width of the head's MLP (default: the target's)
+        --mlp N  width of the drafter's MLP (default: the target's)
         --targets WHERE=online  the target's features: computed in each step, or read
         --steps N=1000  optimiser steps
-        --ttt-steps N=7  drafting steps that are trained
+        --ttt-steps N=7  drafting steps that are trained, of eagle3
+        --block N=7  rows of a block, of dflash and dspark, and so the following
+        --layers N=2  of the drafter
+        --mask-token ID=0  what a block's rows read but the first
+        --anchors N=32  blocks of a sequence that a step trains
+        --head HEAD  sequential head (default: vanilla), of dspark, and so the following
+        --rank N=64  of the head
+        --no-tv  train by cross-entropy in the place of total variation
+        --no-confidence  leave out the confidence head
         --batch N=16  sequences of an optimiser step
         --part N=2  of them, how many have their gradients at a time
         --devices N=1  over which a batch is spread, --part sequences of it on each
@@ -275,12 +285,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         FOLDER=pathlib.Path,
         FILE=str,
         SEED=int,
+        ID=int,
+        HEAD=block_params.HEADS,
         RATE=float,
         IMPL=IMPLS,
         WHERE=TARGETS,
-        DIALECT=eagle3_dialects.DIALECTS,
+        DIALECT=sorted({*eagle3_dialects.DIALECTS, *block_dialects.DIALECTS}),
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.dialect = args.dialect or families.FAMILIES[args.family].dialect
+    return args
 
 
 STAGES = {"rollouts": roll_out, "cache": cache, "train": train, "export": export}
@@ -288,6 +302,7 @@ STAGES = {"rollouts": roll_out, "cache": cache, "train": train, "export": export
 
 def run(args: argparse.Namespace) -> int:
     """Runs one stage; returns the exit status."""
+    families.check_flags(args)
     files.check_folder(args.work)
     if args.stage == "export":
         files.check_folder(args.out)

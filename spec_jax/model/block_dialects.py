@@ -36,11 +36,13 @@ ARCHITECTURES: dict[str, Dialect] = {
 _TYPE = "speculators_model_type"
 _TYPES = ("dflash", "dspark")
 
-_SLOTS: dict[Dialect, block_params.Slots] = {
+SLOTS: Mapping[str, block_params.Slots] = {
     "z-lab": "fill-in",
     "deepspec": "anchor-first",
     "specforge": "anchor-first",
 }
+"""What slots predict where no flag says it; speculators' files have one."""
+
 _ANCHOR_FLAGS = ("sample_from_anchor", "query_zero_predicts_next")
 _TEMPERATURES = "confidence_temperatures"
 _OWN = (
@@ -261,7 +263,7 @@ def _slots(
     if flags:
         return "anchor-first" if flags.pop() else "fill-in"
     if dialect != "speculators":
-        return _SLOTS[dialect]
+        return SLOTS[dialect]
     if raw[_TYPE] == "dspark":
         raise ValueError(
             "no sample_from_anchor, and both kinds of DSpark are published so: state "
@@ -346,7 +348,7 @@ def to_dict(config: block_params.BlockConfig, dialect: Dialect) -> dict[str, Any
     if dialect == "deepspec":
         own |= inner | heads
     else:
-        if config.slots != _SLOTS[dialect]:
+        if config.slots != SLOTS[dialect]:
             inner["sample_from_anchor"] = is_first
         if dialect == "specforge":
             inner |= heads | {"projector_type": "dspark"}

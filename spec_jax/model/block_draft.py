@@ -15,6 +15,7 @@ the other, and say how sure they are before its token is drawn. Nothing here kno
 speculation.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spec_jax.model import block_params, decoder
+from spec_jax.model import block_params, decoder, rotary, sequence
 from spec_jax.ops import (
     dispatch,
     embedding,
@@ -32,6 +33,7 @@ from spec_jax.ops import (
     rope,
     row_attention,
     skinny_gemm,
+    swiglu,
     weights,
 )
 from spec_jax.paging import cache
@@ -145,6 +147,96 @@ def forward_block(
     hidden = rms_norm.rms_norm(x, params.final_norm, eps=eps)
     logits = projection.project(hidden, params.lm_head, out_dtype="float32", **shared)
     return kv, hidden, logits
+
+
+@typed
+def forward_sequence(
+    params: block_params.BlockParams,
+    config: block_params.BlockConfig,
+    tokens: Int[Array, "B T"],
+    features: Float[Array, "B T features"],
+    anchors: Int[Array, "B A"],
+) -> tuple[Float[Array, "B A S D"], Float[Array, "B A S Vd"]]:
+    """Runs the blocks of several anchors of whole sequences; differentiable.
+
+    A block sees the features of positions before its anchor, and itself: it is what
+    `forward_block` makes of that anchor after `append_context`.
+
+    Args:
+      anchors: positions.
+
+    Returns:
+      As `forward_block`, of all rows of the blocks.
+    """
+    layer, eps = config.layer, config.layer.rms_norm_eps
+    (B, T), A, S = tokens.shape, anchors.shape[1], config.block_size
+    N, K, H = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    dtype = params.final_norm.dtype
+    table, angle_scale = rotary.rope_table(layer)
+    frequencies = jnp.asarray(table)
+
+    def heads(x, weight, norm, positions):
+        x = sequence.norm(
+            sequence.matmul(x, weight).reshape(*positions.shape, -1, H), norm, eps
+        )
+        return rope.rope(x, positions, frequencies, scale=angle_scale)
+
+    def keys_values(x, weight, positions):
+        k, v = jnp.split(weights.matrix(weight.kv), 2)
+        values = sequence.matmul(x, v).reshape(*positions.shape, K, H)
+        return heads(x, k, weight.k_norm, positions), values
+
+    fused = sequence.matmul(features.astype(dtype), params.fc)
+    fused = sequence.norm(fused, params.hidden_norm, eps)
+    places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    rows = jnp.arange(S, dtype=jnp.int32)
+    positions = anchors[..., None] + rows[None, None]
+    is_context = places[:, None] < anchors[..., None]  # [B, A, T]
+    first = jnp.take_along_axis(tokens, anchors, axis=1)[..., None]
+    masks = jnp.full((B, A, S - 1), config.mask_token_id, tokens.dtype)
+    block = jnp.concatenate([first, masks], axis=-1)
+    # The embedding is the target's, and not trained.
+    x = jax.lax.stop_gradient(weights.take_rows(params.embed, block)).astype(dtype)
+    for weight in params.layers:
+        normed = sequence.norm(x, weight.input_norm, eps)
+        attended = _attend_blocks(
+            heads(normed, weight.q, weight.q_norm, positions),
+            keys_values(fused, weight, places),
+            keys_values(normed, weight, positions),
+            is_context,
+        )
+        x += sequence.matmul(attended.reshape(B, A, S, N * H), weight.attention_out)
+        inner = sequence.matmul(sequence.norm(x, weight.mlp_norm, eps), weight.gate_up)
+        x += sequence.matmul(swiglu.swiglu(inner), weight.down)
+    hidden = sequence.norm(x, params.final_norm, eps)
+    return hidden, sequence.product(hidden, weights.matrix(params.lm_head))
+
+
+def _attend_blocks(q, context, own, is_context):
+    """Attends to the context of a block, and to all of its rows.
+
+    Args:
+      q: `[B, A, S, N, H]`.
+      context: keys and values `[B, T, K, H]`.
+      own: those of the blocks, `[B, A, S, K, H]`.
+      is_context: what a block sees, `[B, A, T]`.
+    """
+    B, A, S, N, H = q.shape
+    T, K = context[0].shape[1:3]
+    queries = q.reshape(B, A, S, K, N // K, H)
+
+    def product(subscripts, a, b):
+        return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+    before = product("baskgh,btkh->bakgst", queries, context[0])
+    visible = jnp.broadcast_to(is_context[:, :, None, None, None], before.shape)
+    before = jnp.where(visible, before, -math.inf)
+    within = product("baskgh,baukh->bakgsu", queries, own[0])
+    scores = jnp.concatenate([before, within], axis=-1) * H**-0.5
+    probs = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    out = product("bakgst,btkh->baskgh", probs[..., :T], context[1])
+    out += product("bakgsu,baukh->baskgh", probs[..., T:], own[1])
+    return out.reshape(B, A, S, N, H).astype(q.dtype)
 
 
 Product = Callable[[jax.Array, weights.Weight], jax.Array]

@@ -9,7 +9,6 @@ counts `decay` times as much as the one before.
 import jax
 import jax.numpy as jnp
 
-from spec_jax import pytree
 from spec_jax.model import (
     config as config_lib,
     eagle3,
@@ -18,24 +17,10 @@ from spec_jax.model import (
     sequence,
 )
 from spec_jax.ops import weights
+from spec_jax.training import targets as targets_lib
 
 
 STEPS, DECAY = 7, 0.8
-
-
-class Teacher(pytree.Node):
-    """What the loss needs of the target besides `targets.Targets`; not trained."""
-
-    embed: jax.Array  # [V, D]
-    head: jax.Array  # [V, D]
-    hot: jax.Array | None  # [Vd] int32, the target's token of each draft token
-
-
-def teacher_of(params: params_lib.Params, hot: jax.Array | None) -> Teacher:
-    """Returns the parts of a target that its head is trained with."""
-    return Teacher(
-        embed=weights.matrix(params.embed), head=weights.matrix(params.head), hot=hot
-    )
 
 
 def init(
@@ -63,11 +48,18 @@ def init(
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), made)
 
 
+def complete(
+    params: eagle3_params.Eagle3Params, teacher: targets_lib.Teacher
+) -> eagle3_params.Eagle3Params:
+    """Returns the head of trained weights, with what is the target's."""
+    return params.replace(embed=teacher.embed, hot=teacher.hot)
+
+
 def loss(
     config: eagle3_params.Eagle3Config,
     params: eagle3_params.Eagle3Params,
     batch: dict[str, jax.Array],
-    teacher: Teacher,
+    teacher: targets_lib.Teacher,
     *,
     steps: int = STEPS,
     decay: float = DECAY,
@@ -94,7 +86,7 @@ def measure(
     config: eagle3_params.Eagle3Config,
     params: eagle3_params.Eagle3Params,
     batch: dict[str, jax.Array],
-    teacher: Teacher,
+    teacher: targets_lib.Teacher,
     *,
     steps: int = STEPS,
 ) -> dict[str, jax.Array]:
@@ -125,7 +117,7 @@ def _unroll(config, params, batch, teacher, steps):
     """The steps' outputs; column `i` of step `j` is pair `i + j`."""
     dtype = config.layer.dtype
     whole = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    whole = whole.replace(embed=teacher.embed)
+    whole = complete(whole, teacher)
     pairs = batch["tokens"][:, 1:]
     made: list[eagle3.StepOutputs] = []
     for j in range(steps):

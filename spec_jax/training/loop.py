@@ -40,6 +40,10 @@ Loss = Callable[[Params, Batch, Any], jax.Array]
 Measure = Callable[[Params, Batch, Any], dict[str, jax.Array]]
 """`(params, batch, teacher) -> numbers of a held-out batch`, by their names."""
 
+Draw = Callable[[Batch, np.ndarray, int], Batch]
+"""`(batch, rows, step) -> batch`, with what is drawn anew in each step: a pure function
+of the indices of its sequences and of the step, which is 0 where they are held out."""
+
 DATA_AXIS = "data"
 """The axis of a mesh over which the sequences of a batch are spread."""
 
@@ -110,17 +114,22 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
+_NOT_MUON = ("embed", "lm_head", "out", "confidence")
+
+
 def labels(params: Params) -> Params:
-    """Which optimiser a leaf is for: Muon's are matrices, but not of vocabularies."""
+    """Which optimiser a leaf is for: Muon's are matrices, not of words or one row."""
 
     def label(path, leaf) -> str:
-        is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in ("embed", "lm_head")
+        is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in _NOT_MUON
         return "adam" if is_table or leaf.ndim < 2 else "muon"
 
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def batch(data: Data, *, size: int, step: int, seed: int) -> Batch:
+def batch(
+    data: Data, *, size: int, step: int, seed: int, draw: Draw | None = None
+) -> Batch:
     """The sequences of optimiser step `step`: every sequence once an epoch.
 
     A pure function of its arguments, so that a resumed run sees the same batches.
@@ -130,7 +139,8 @@ def batch(data: Data, *, size: int, step: int, seed: int) -> Batch:
         raise ValueError(f"batch size {size} exceeds the {len(data)} windows of data")
     epoch, index = divmod(step, per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(len(data))
-    return data[order[index * size : (index + 1) * size]]
+    rows = order[index * size : (index + 1) * size]
+    return data[rows] if draw is None else draw(data[rows], rows, step)
 
 
 def held_out_loss(
@@ -138,19 +148,25 @@ def held_out_loss(
 ) -> float:
     """Mean loss over `data`, whole batches only."""
     measure = lambda *inputs: {"loss": loss(*inputs)}
-    return held_out(measure, params, data, batch_size=batch_size, teacher=teacher)[
-        "loss"
-    ]
+    found = held_out(measure, params, data, batch_size=batch_size, teacher=teacher)
+    return found["loss"]
 
 
 def held_out(
-    measure: Measure, params: Params, data: Data, *, batch_size: int, teacher: Any
+    measure: Measure,
+    params: Params,
+    data: Data,
+    *,
+    batch_size: int,
+    teacher: Any,
+    draw: Draw | None = None,
 ) -> dict[str, float]:
     """Mean of each number over the whole batches of `data`, on the host."""
-    parts = [
-        measure(params, data[np.arange(start, start + batch_size)], teacher)
-        for start in range(0, len(data) - batch_size + 1, batch_size)
-    ]
+    parts = []
+    for start in range(0, len(data) - batch_size + 1, batch_size):
+        rows = np.arange(start, start + batch_size)
+        inputs = data[rows] if draw is None else draw(data[rows], rows, 0)
+        parts.append(measure(params, inputs, teacher))
     return {
         name: float(np.mean([float(part[name]) for part in parts])) for name in parts[0]
     }
@@ -232,6 +248,7 @@ def run(
     *,
     teacher: Any = None,
     measure: Measure | None = None,
+    draw: Draw | None = None,
     mesh: sharding.Mesh | None = None,
     stop_after: int | None = None,
 ) -> Params:
@@ -245,6 +262,7 @@ def run(
       loss: hashable by identity; traced once.
       teacher: handed to the loss, and not trained.
       measure: as `loss`, of held-out batches.
+      draw: of each batch, what a step draws anew.
       mesh: of one axis, `DATA_AXIS`: sequences are spread over its devices, and
         parameters are on each.
       stop_after: stops after this step, as if killed (tests resumption).
@@ -271,12 +289,11 @@ def run(
             everywhere = sharding.NamedSharding(mesh, sharding.PartitionSpec())
             state, teacher = jax.device_put((state, teacher), everywhere)
         transform, evaluate = optimizer(recipe), jax.jit(evaluated)
+        asked = {"size": recipe.batch_size, "seed": recipe.seed}
         with _open_log(folder / "log.jsonl", first) as log, _progress(name) as bar:
             task = bar.add_task("", total=recipe.steps, completed=first)
             for step in range(first, recipe.steps):
-                tokens = batch(
-                    data, size=recipe.batch_size, step=step, seed=recipe.seed
-                )
+                tokens = batch(data, step=step, draw=draw, **asked)
                 started = time.perf_counter()
                 state, value = _step(
                     state,
@@ -299,6 +316,7 @@ def run(
                         held_out_data,
                         batch_size=recipe.batch_size,
                         teacher=teacher,
+                        draw=draw,
                     )
                     row |= {f"held_out_{name}": x for name, x in found.items()}
                 log.write(json.dumps(row) + "\n")
@@ -371,8 +389,7 @@ def _open_log(path: pathlib.Path, first_step: int):
 
 def last_held_out_loss(folder: pathlib.Path) -> float:
     """The newest held-out loss in a run's log."""
-    with (folder / "log.jsonl").open(encoding="utf-8") as log:
-        rows = [json.loads(line) for line in log]
+    rows = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [row["held_out_loss"] for row in rows if "held_out_loss" in row][-1]
 
 

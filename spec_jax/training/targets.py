@@ -14,6 +14,7 @@ import pathlib
 import jax
 import numpy as np
 
+from spec_jax import pytree
 from spec_jax.model import (
     checkpoint_files as files,
     config as config_lib,
@@ -21,10 +22,26 @@ from spec_jax.model import (
     params as params_lib,
     sequence,
 )
+from spec_jax.ops import weights
 
 
 SHARD = 512  # sequences
 _INDEX = "cache.json"
+
+
+class Teacher(pytree.Node):
+    """What a drafter's loss needs of the target besides a batch; not trained."""
+
+    embed: jax.Array  # [V, D]
+    head: jax.Array  # [V, D]
+    hot: jax.Array | None  # [Vd] int32, the target's token of each draft token
+
+
+def teacher_of(params: params_lib.Params, hot: jax.Array | None) -> Teacher:
+    """Returns the parts of a target that its drafter is trained with."""
+    return Teacher(
+        embed=weights.matrix(params.embed), head=weights.matrix(params.head), hot=hot
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import safetensors.numpy
 import tiny_pair
 from model import eagle3_oracle as oracle
 
+import spec_jax as sj
 from experiments import train_drafter
 from spec_jax import testing
 from spec_jax.model import checkpoint_files as files, eagle3_files, load, sequence
@@ -89,7 +90,7 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
     """Against pairs one by one, as they are drafted: fails on a shift of any kind."""
     job = job_of(target, work)
     batch = job.online[np.arange(2)]
-    teacher = eagle3.teacher_of(job.params, job.hot)
+    teacher = targets.teacher_of(job.params, job.hot)
     params = eagle3.init(jax.random.key(3), job.config, job.target, job.params, job.hot)
     head, hot = reference(tmp_path, job, params), np.asarray(job.hot)
     expected, agrees = [], []
@@ -184,9 +185,70 @@ def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, caps
     testing.assert_same_bits(made[0][1], made[1][1])
 
 
+BLOCKS = [
+    *("--family", "dspark", "--head", "rnn", "--rank", "4", "--taps", "0,2"),
+    *("--block", "3", "--layers", "1", "--anchors", "3", "--dialect", "speculators"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_blocks_are_trained_resumed_exported_and_drafted(target, work, tmp_path):
+    """Fails if a resumed run draws other anchors, or an export drafts otherwise."""
+    texts = (work / "texts.npz").read_bytes()
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "texts.npz").write_bytes(texts)
+    whole = train_drafter.parse_args(
+        command(target, tmp_path / "whole", "train", *BLOCKS)
+    )
+    assert train_drafter.train(whole)["held_out_accepted_length"] >= 1
+    args = command(target, tmp_path / "killed", "train", *BLOCKS)
+    train_drafter.train(train_drafter.parse_args(args), stop_after=3)
+    assert train_drafter.main(args) == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "killed")[-1][1] < losses(tmp_path / "killed")[0][1]
+    out = tmp_path / "export"
+    exported = command(target, tmp_path / "killed", "export", *BLOCKS)
+    assert train_drafter.main([*exported, "--out", str(out)]) == 0
+    lm = sj.load(target, drafter=str(out), impl="xla")
+    assert lm.drafter.head == train_drafter.prepare(whole).config
+    made = sj.generate(lm, "import os", max_tokens=8)
+    assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
+    assert made.metrics["proposed"] > 0
+
+
+def test_ablations_of_blocks(target, work):
+    """Fails if a flag is read by no loss, or a family has another's heads."""
+
+    def trained(*flags):
+        whole = command(target, work, "train", "--draft-vocab", "264", *flags)
+        args = train_drafter.parse_args([*whole, "--block", "3"])
+        job = train_drafter.prepare(args)
+        return job.config, job.family.of_loss(args)["terms"]
+
+    config, terms = trained("--family", "dspark")
+    assert (config.head, config.markov_rank, config.slots) == (
+        *("vanilla", 64),
+        "anchor-first",
+    )
+    assert config.has_confidence and terms == (0.1, 0.9, 1.0)
+    config, terms = trained("--family", "dspark", "--no-tv", "--no-confidence")
+    assert not config.has_confidence and terms == (1.0, 0.0, 1.0)
+    config, _ = trained("--family", "dspark", "--head", "none")
+    assert config.has_confidence and config.markov_rank == 0
+    config, terms = trained("--family", "dflash")
+    assert (config.slots, config.num_drafts) == ("fill-in", 2)
+    assert not config.has_confidence and terms == (1.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("stage", "flags", "message"),
     [
+        ("train", ["--head", "rnn", "--no-tv"], "--head, --no-tv with --family eagle3"),
+        ("train", ["--family", "dspark", "--block", "15"], "--length 17 or more"),
+        ("train", ["--family", "dflash", "--dialect", "midlayer"], "one of z-lab"),
+        ("train", ["--family", "dflash"], "z-lab has the whole vocabulary"),
         ("train", ["--batch", "16"], "20 texts are too few for batches of 16"),
         ("train", ["--ttt-steps", "15"], "--length 17 or more"),
         ("train", ["--taps", "0,1,3"], "each must be below 3"),

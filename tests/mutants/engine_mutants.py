@@ -189,6 +189,20 @@ BLOCKS = (
         "start[slot] + 1",
         _ORACLE + "[dspark]",
     ),
+    Mutant(
+        "in training a block sees its anchor's feature",
+        "model.block_draft:forward_sequence",
+        "places[:, None] < anchors",
+        "places[:, None] <= anchors",
+        "drafters/test_block_training.py::test_training_computes_what_is_drafted[dspark]",
+    ),
+    Mutant(
+        "confidence trains the drafts that it judges",
+        "training.block:loss",
+        "jax.lax.stop_gradient(1.0 - l1 / 2)",
+        "1.0 - l1 / 2",
+        "drafters/test_block_training.py::test_what_a_term_trains",
+    ),
 )
 
 RECORDS = (

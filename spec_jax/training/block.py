@@ -1,0 +1,255 @@
+"""The loss of DFlash and DSpark: blocks after many anchors of a text.
+
+DSpark (https://arxiv.org/abs/2607.05147) has three terms, for the draft `i` of a block
+of anchor `a`, with the text's tokens before it:
+
+    cross-entropy    of the text's token at `a + i + 1`
+    total variation  `L1 = sum_v |draft_probs - target_probs|`, target's row `a + i`
+    confidence       binary cross-entropy towards `1 - L1 / 2`, which is not trained
+
+DFlash (https://arxiv.org/abs/2602.06036) has the first alone. A draft counts
+`exp(-i / decay)`, until the first that has no counted row of the target.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.model import (
+    block_draft,
+    block_params,
+    config as config_lib,
+    params as params_lib,
+    sequence,
+)
+from spec_jax.ops import weights as weights_lib
+from spec_jax.training import loop, targets
+
+
+ANCHORS, DECAY = 32, 4.0
+
+Terms = tuple[float, float, float]
+"""Weights of cross-entropy, L1 and confidence."""
+
+DSPARK: Terms = (0.1, 0.9, 1.0)
+DFLASH: Terms = (1.0, 0.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Anchors:
+    """Adds the blocks of a step to a batch: the loop's `Draw`.
+
+    They are `anchors [B, A] int32`, ascending, and `weights [B, A, W] float32` of their
+    drafts, whose sum is `B`: a mean of the batch's parts is the batch's. A draft
+    that does not count weighs 0, and so do all of an anchor that a short text lacks.
+    """
+
+    num_drafts: int
+    seed: int
+    count: int = ANCHORS
+    decay: float = DECAY
+    # [V] bool: tokens that can be drafted; None: all. A block ends before others.
+    draftable: np.ndarray | None = None
+
+    def __call__(
+        self, batch: loop.Batch, rows: np.ndarray, step: int
+    ) -> dict[str, np.ndarray]:
+        """Returns the batch with the anchors of (seed, step, sequence)."""
+        # Whether the token after each position is one to be learnt.
+        is_label = batch["mask"][:, :-1].copy()
+        if self.draftable is not None:
+            is_label &= self.draftable[batch["tokens"][:, 1:]]
+        size, drafts = len(rows), np.arange(self.num_drafts)
+        anchors = np.zeros((size, self.count), np.int32)
+        counts = np.zeros((size, self.count, self.num_drafts), bool)
+        for row, number in enumerate(rows):
+            places = np.flatnonzero(is_label[row])
+            random = np.random.default_rng((self.seed, step, int(number)))
+            chosen = np.sort(random.permutation(places)[: self.count])
+            anchors[row, : len(chosen)] = chosen
+            padded = np.pad(is_label[row], (0, self.num_drafts))
+            found = padded[chosen[:, None] + drafts]
+            counts[row, : len(chosen)] = np.logical_and.accumulate(found, axis=1)
+        weights = counts * np.exp(-drafts / self.decay)
+        weights *= size / max(weights.sum(), 1.0)
+        return batch | {"anchors": anchors, "weights": weights.astype(np.float32)}
+
+
+def anchors_of(
+    config: block_params.BlockConfig,
+    *,
+    seed: int,
+    count: int = ANCHORS,
+    hot: jax.Array | None,
+) -> Anchors:
+    """Returns the `Anchors` of a drafter, of which `hot` are the tokens."""
+    draftable = None
+    if hot is not None:
+        draftable = np.zeros(config.layer.vocab_size, bool)
+        draftable[np.asarray(hot)] = True
+    return Anchors(
+        num_drafts=config.num_drafts, seed=seed, count=count, draftable=draftable
+    )
+
+
+def init(
+    key: jax.Array,
+    config: block_params.BlockConfig,
+    target: config_lib.Qwen3Config,
+    params: params_lib.Params,
+    hot: jax.Array | None,
+) -> block_params.BlockParams:
+    """Returns what is trained: float32 weights, without what is the target's.
+
+    The final norm begins as the target's. Consumes `key`.
+    """
+    config.check_target(target)
+    made = block_params.init(
+        key, config, embed=params.embed, lm_head=params.head, hot=hot
+    )
+    made = made.replace(
+        embed=None,
+        lm_head=None,
+        hot=None,
+        # A copy: the optimiser's step donates what it is given.
+        final_norm=jnp.array(params.final_norm, copy=True),
+    )
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), made)
+
+
+def complete(
+    params: block_params.BlockParams, teacher: targets.Teacher
+) -> block_params.BlockParams:
+    """Returns the drafter of trained weights, with what is the target's."""
+    head = teacher.head if teacher.hot is None else teacher.head[teacher.hot]
+    return params.replace(embed=teacher.embed, lm_head=head, hot=teacher.hot)
+
+
+def loss(
+    config: block_params.BlockConfig,
+    params: block_params.BlockParams,
+    batch: dict[str, jax.Array],
+    teacher: targets.Teacher,
+    *,
+    terms: Terms = DSPARK,
+) -> jax.Array:
+    """Returns the sum of the terms, each the weighted mean over all drafts, nats.
+
+    Args:
+      batch: with what `Anchors` adds.
+      terms: of which that of the confidence is left out without its head.
+    """
+    logits, confidence = drafts(config, params, batch, teacher)
+    cross, total_variation, of_confidence = terms
+    total = jnp.zeros(logits.shape[:-1], jnp.float32)
+    if cross:
+        labels = _at_drafts(config, batch["tokens"][:, 1:, None], batch["anchors"])
+        # A comparison and a sum: the gradient of a gather is a serial scatter.
+        ids = jnp.arange(logits.shape[-1], dtype=labels.dtype)
+        ids = ids if teacher.hot is None else teacher.hot
+        is_label = ids.reshape(1, 1, 1, -1) == labels
+        at_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+        total += cross * (jax.nn.logsumexp(logits, axis=-1) - at_label)
+    if total_variation or confidence is not None:
+        probs = jax.nn.softmax(_teacher_logits(config, batch, teacher), axis=-1)
+        probs = probs if teacher.hot is None else probs[..., teacher.hot]
+        l1 = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - probs), axis=-1)
+        if teacher.hot is not None:  # What it lacks is never drafted.
+            l1 += 1.0 - jnp.sum(probs, axis=-1)
+        total += total_variation * l1
+        if confidence is not None:
+            kept = jax.lax.stop_gradient(1.0 - l1 / 2)
+            nats = jax.nn.softplus(confidence) - kept * confidence
+            total += of_confidence * nats
+    return jnp.sum(batch["weights"] * total) / len(batch["weights"])
+
+
+def measure(
+    config: block_params.BlockConfig,
+    params: block_params.BlockParams,
+    batch: dict[str, jax.Array],
+    teacher: targets.Teacher,
+) -> dict[str, jax.Array]:
+    """Returns how often each draft is the target's most likely token.
+
+    As `eagle3.measure`: `agreement_I` is that of draft `I` after the text's own tokens,
+    `accepted_length` one and the mean number of leading drafts that agree.
+    """
+    logits, _ = drafts(config, params, batch, teacher)
+    found = jnp.argmax(logits, axis=-1)
+    found = found if teacher.hot is None else teacher.hot[found]
+    best = jnp.argmax(_teacher_logits(config, batch, teacher), axis=-1)
+    whole = batch["weights"][..., -1:] > 0  # Blocks of which every draft counts.
+    agrees = ((found == best) & whole).astype(jnp.float32)
+    count = jnp.sum(whole, dtype=jnp.float32)
+    leading = jnp.sum(jnp.cumprod(agrees, axis=-1)) / count
+    numbers = jnp.sum(agrees, axis=(0, 1)) / count
+    return {f"agreement_{i}": x for i, x in enumerate(numbers)} | {
+        "accepted_length": 1 + leading
+    }
+
+
+def drafts(
+    config: block_params.BlockConfig,
+    params: block_params.BlockParams,
+    batch: dict[str, jax.Array],
+    teacher: targets.Teacher,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns what a block drafts if each draft is the text's own token.
+
+    Returns:
+      Logits `[B, A, W, Vd]`, and those of confidences `[B, A, W]`, of drafters that
+      have them.
+    """
+    dtype = config.layer.dtype
+    whole = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    if params.markov is not None:
+        # Rounded when it was looked up: rows of narrow tables have no gradient.
+        whole = whole.replace(markov=whole.markov.replace(embed=params.markov.embed))
+    whole = complete(whole, teacher)
+    tokens, anchors = batch["tokens"], batch["anchors"]
+    hidden, logits = block_draft.forward_sequence(
+        whole, config, tokens, batch["features"], anchors
+    )
+
+    def product(x, w):
+        return sequence.product(x, weights_lib.matrix(w))
+
+    def step(state, slot):
+        token, hidden = slot
+        state, bias, confidence = block_draft.correct(
+            whole, config, state, token, hidden, product=product
+        )
+        return state, (bias, confidence)
+
+    # A slot that predicts nothing passes its state on, after the anchor as the next.
+    before = _at_drafts(config, tokens[..., None], anchors)[..., 0]
+    before = jnp.concatenate([before[..., :1]] * config.first_slot + [before], axis=-1)
+    by_slot = lambda x: jnp.moveaxis(x, 2, 0)
+    _, found = jax.lax.scan(
+        step,
+        block_draft.first_state(config, anchors.shape),
+        (by_slot(before), by_slot(hidden)),
+    )
+    found = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)
+    (bias, confidence), logits = jax.tree.map(
+        lambda x: x[:, :, config.first_slot :], (found, logits)
+    )
+    return logits if bias is None else logits + bias, confidence
+
+
+def _teacher_logits(config, batch, teacher):
+    """The target's logits `[B, A, W, V]` of the drafts' positions."""
+    final = _at_drafts(config, batch["final"], batch["anchors"])
+    return sequence.product(final, teacher.head)
+
+
+def _at_drafts(config, x, anchors):
+    """Rows `a + i` of `x [B, T, ..]` for each draft, `[B, A, W, ..]`; past its end, the
+    last one."""
+    drafts = jnp.arange(config.num_drafts, dtype=jnp.int32)
+    places = jnp.minimum(anchors[..., None] + drafts[None, None], x.shape[1] - 1)
+    flat = places.reshape(len(x), -1, 1)
+    return jnp.take_along_axis(x, flat, axis=1).reshape(*places.shape, x.shape[-1])

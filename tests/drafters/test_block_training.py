@@ -1,0 +1,260 @@
+"""Training of block drafters: the loss is that of what is drafted, block by block."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_block as blocks
+import test_eagle3 as eagle
+
+from spec_jax.drafters import each
+from spec_jax.model import block_draft, sequence
+from spec_jax.rules import sampling as sampling_lib
+from spec_jax.training import block, loop, targets
+
+
+GATED = dataclasses.replace(blocks.DSPARK, head="gated")
+HEADS = blocks.HEADS | {"gated": GATED}
+PARAMS = blocks.PARAMS | {"gated": blocks.params_of(GATED)}
+LENGTHS = (1, 4, 7)  # One token has no context.
+
+
+def inputs_of(name, dtype="float32"):
+    """What is trained, and the target's part of the loss."""
+    params = PARAMS[name]
+    teacher = targets.Teacher(
+        embed=blocks.TARGET.embed.astype(dtype),
+        head=blocks.TARGET.head.astype(dtype),
+        hot=params.hot,
+    )
+    return params.replace(embed=None, lm_head=None, hot=None), teacher
+
+
+@functools.cache
+def drafted(name):
+    """Proposals at temperature 1, drawn from the float32 probabilities they state."""
+    drafter = each.lift(blocks.make(HEADS[name]), 2, rule="rejection").drafter
+    one = sampling_lib.make_settings(temperature=1.0, seed=5)
+    rounds = eagle.rounds_of(
+        drafter,
+        blocks.features_of(),
+        LENGTHS,
+        params=PARAMS[name],
+        sampling=jax.tree.map(lambda x: jnp.broadcast_to(x, (2,)), one),
+    )
+    return [proposal for _, proposal in rounds]
+
+
+def batch_of(name):
+    """The texts of the proposals, drafts and all; features past an anchor are wrong."""
+    T = LENGTHS[-1] + HEADS[name].num_drafts
+    features = blocks.features_of()
+    features = features.reshape(len(features), -1)
+    tokens = np.zeros((len(LENGTHS), T), np.int32)
+    known = np.full((len(LENGTHS), T, features.shape[1]), 1e3, np.float32)
+    for row, (n, proposal) in enumerate(zip(LENGTHS, drafted(name), strict=True)):
+        text = [*eagle.TEXT[:n], *proposal.tokens]
+        tokens[row, : len(text)] = text
+        known[row, : n - 1] = features[: n - 1]
+    anchors = np.array(LENGTHS, np.int32)[:, None] - 1
+    return {"tokens": tokens, "features": known, "anchors": anchors}
+
+
+def differences(name, *, config=None, batch=None) -> float:
+    """The largest difference of a probability from the drafter's."""
+    trained, teacher = inputs_of(name)
+    batch = jax.tree.map(jnp.asarray, batch or batch_of(name))
+    run = jax.jit(functools.partial(block.drafts, config or HEADS[name]))
+    logits, confidence = run(trained, batch, teacher)
+    made, hot = jax.nn.softmax(logits, axis=-1)[:, 0], teacher.hot
+    errors = []
+    for row, proposal in enumerate(drafted(name)):
+        probs = proposal.probs if hot is None else proposal.probs[:, hot]
+        count = min(made.shape[1], len(probs))
+        errors.append(np.abs(np.asarray(made[row, :count]) - probs[:count]).max())
+        if confidence is not None:
+            kept = np.cumprod(1 / (1 + np.exp(-np.asarray(confidence)[row, 0])))
+            errors.append(np.abs(kept[:count] - proposal.survival[:count]).max())
+    return max(errors)
+
+
+REST = [pytest.param(name, marks=eagle.SLOW) for name in ("dflash", "gated")]
+
+
+@pytest.mark.parametrize("name", ["dspark", "rnn", *REST])
+def test_training_computes_what_is_drafted(name):
+    """Fails if a block is trained that sees, is at, or predicts anything else."""
+    assert differences(name) < 1e-5
+
+
+def _with_anchor_seen(
+    q, context, own, is_context, *, attend=block_draft._attend_blocks
+):
+    return attend(
+        q, context, own, jnp.roll(is_context, 1, axis=-1).at[..., 0].set(True)
+    )
+
+
+@pytest.mark.parametrize("shift", ["slots", "position", "mask id", "seen", "tokens"])
+def test_a_planted_shift_is_not_what_is_drafted(shift, monkeypatch):
+    """Negative controls of the test above."""
+    batch, config = batch_of("dspark"), blocks.DSPARK
+    if shift == "slots":
+        config = blocks.swapped(config)
+    elif shift == "position":
+        batch["features"] = np.roll(batch["features"], -1, axis=1)
+    elif shift == "mask id":
+        config = dataclasses.replace(config, mask_token_id=94)
+    elif shift == "seen":
+        monkeypatch.setattr(block_draft, "_attend_blocks", _with_anchor_seen)
+    else:  # Each draft after the token that it should predict.
+        texts = batch["tokens"]
+        for row, n in enumerate(LENGTHS):
+            texts[row, n:] = np.roll(texts[row, n:], -1)
+    assert differences("dspark", config=config, batch=batch) > 1e-3
+
+
+TEXTS = np.random.default_rng(1).integers(0, 64, (2, 13)).astype(np.int32)
+TEXTS[0, 9] = 90  # which the small draft vocabulary lacks
+MASK = np.arange(13) >= np.array([[2], [9]])
+
+
+@functools.cache
+def batch_with_anchors(name, *, count=4):
+    config, teacher = HEADS[name], inputs_of(name)[1]
+    made = sequence.forward(
+        blocks.TARGET, eagle.SMALL.target.config, jnp.asarray(TEXTS), taps=config.taps
+    )
+    batch = {
+        "tokens": TEXTS,
+        "mask": MASK,
+        "features": np.asarray(made.features).reshape(2, 13, -1),
+        "final": np.asarray(made.hidden),
+    }
+    draw = block.anchors_of(config, seed=7, count=count, hot=teacher.hot)
+    return jax.tree.map(jnp.asarray, draw(batch, np.arange(2), 3))
+
+
+@pytest.mark.parametrize("name", ["dspark", "rnn"])
+def test_the_loss_is_that_of_drafting(name, tmp_path):
+    """Against a float64 drafter, draft by draft: fails on a shift of any kind."""
+    config, (trained, teacher) = HEADS[name], inputs_of(name)
+    head, batch = blocks.oracle_of(tmp_path, name), batch_with_anchors(name)
+    hot = np.arange(96) if teacher.hot is None else np.asarray(teacher.hot)
+    rows = np.asarray(batch["final"], float) @ np.asarray(teacher.head, float).T
+    terms, total, agreed = [], 0.0, []
+    for b in range(2):
+        for anchor, weights in zip(
+            batch["anchors"][b], batch["weights"][b], strict=True
+        ):
+            if not weights[0]:
+                continue
+            labels = np.pad(TEXTS[b, anchor + 1 :], (0, config.num_drafts))
+            _, logits, survival = blocks.oracle.draft(
+                head, batch["features"][b, :anchor], TEXTS[b, anchor], drawn=labels
+            )
+            kept = survival / np.concatenate([[1.0], survival[:-1]])
+            is_agreed = []
+            for i in range(config.num_drafts):
+                at = anchor + i
+                is_counted = at + 1 < 13 and MASK[b, at] and labels[i] in hot
+                if not is_counted:
+                    break
+                draft, target = softmax(logits[i]), softmax(rows[b, at])
+                wide = np.zeros(96)
+                wide[hot] = draft
+                l1 = np.abs(wide - target).sum()
+                chance = 1 - l1 / 2
+                cross = -np.log(wide[labels[i]])
+                sure = -chance * np.log(kept[i]) - (1 - chance) * np.log(1 - kept[i])
+                weight = np.exp(-i / 4.0)
+                terms.append(weight * np.array([cross, l1, sure]))
+                total += weight
+                is_agreed.append(hot[logits[i].argmax()] == rows[b, at].argmax())
+            if len(is_agreed) == config.num_drafts:
+                agreed.append(is_agreed)
+    both = (block.DSPARK, block.DFLASH)
+
+    @jax.jit
+    def found_of(*inputs):
+        found = [block.loss(config, *inputs, terms=weights) for weights in both]
+        return found, block.measure(config, *inputs)
+
+    losses, found = found_of(trained, batch, teacher)
+    for weights, made in zip(both, losses, strict=True):
+        expected = np.sum(terms, axis=0) @ weights / total
+        np.testing.assert_allclose(float(made), expected, rtol=1e-4)
+    leading = np.cumprod(np.array(agreed, float), axis=1).sum(axis=1)
+    np.testing.assert_allclose(float(found["accepted_length"]), 1 + leading.mean())
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def test_what_a_term_trains():
+    """Fails if confidence trains the drafts it judges, or a table has no gradient."""
+    trained, teacher = inputs_of("dspark", "bfloat16")
+    layer = dataclasses.replace(blocks.LAYER, dtype="bfloat16")
+    config = dataclasses.replace(blocks.DSPARK, layer=layer)
+    batch = batch_with_anchors("dspark")
+    wide = ("features", "final")
+    batch = batch | {name: batch[name].astype("bfloat16") for name in wide}
+
+    @jax.jit
+    def gradients(batch):
+        return [
+            jax.grad(functools.partial(block.loss, config, terms=terms))(
+                trained, batch, teacher
+            )
+            for terms in ((1.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+        ]
+
+    drafts, confidence = gradients(batch)
+    moves = lambda leaf: bool(jnp.any(leaf != 0))
+    assert moves(drafts.fc) and not moves(drafts.confidence)
+    assert moves(drafts.markov.out) and moves(drafts.markov.embed)
+    assert moves(confidence.confidence) and moves(confidence.markov.embed)
+    assert not moves(confidence.markov.out)
+    nothing = gradients(batch | {"weights": 0 * batch["weights"]})
+    assert not any(map(moves, jax.tree.leaves(nothing)))
+
+
+def test_tables_of_vocabularies_and_rows_are_not_orthogonalised():
+    labels = loop.labels(inputs_of("rnn")[0])
+    tables = labels.markov.embed, labels.markov.out, labels.confidence
+    assert {*tables, labels.final_norm, labels.markov.mix_bias} == {"adam"}
+    assert {labels.fc, labels.layers[0].kv, labels.markov.mix} == {"muon"}
+
+
+def test_anchors_are_of_the_seed_the_step_and_the_sequence():
+    """Fails if a batch, or what else is in it, has a say in what is drawn."""
+    draw = block.Anchors(num_drafts=3, seed=7, count=4)
+    tokens = np.zeros((5, 40), np.int32)
+    mask = np.arange(40) >= np.array([[3], [38], [0], [35], [39]])
+    batch = {"tokens": tokens, "mask": mask}
+    whole = draw(batch, np.arange(5), 3)
+    order = np.array([2, 0, 4])
+    part = draw({"tokens": tokens[order], "mask": mask[order]}, order, 3)
+    np.testing.assert_array_equal(part["anchors"], whole["anchors"][order])
+    for other in (draw(batch, np.arange(5), 4), draw(batch, np.arange(1, 6), 3)):
+        assert (other["anchors"] != whole["anchors"]).any()
+    anchors, weights = whole["anchors"], whole["weights"]
+    np.testing.assert_allclose(weights.sum(), 5, rtol=1e-6)
+    assert [int((w[:, 0] > 0).sum()) for w in weights] == [4, 1, 4, 4, 0]
+    assert (anchors[0] >= 3).all() and len(set(anchors[0])) == 4
+    # The last label is that of position 38: its block counts one draft.
+    np.testing.assert_array_equal(weights[1, 0] > 0, [True, False, False])
+    first = weights[0, 0]
+    np.testing.assert_allclose(first / first[0], np.exp(-np.arange(3) / 4), rtol=1e-6)
+    # A token that cannot be drafted ends a block.
+    tokens[2, 20] = 9
+    short = dataclasses.replace(draw, count=39, draftable=np.arange(96) != 9)
+    counts = short(batch, np.arange(5), 0)["weights"][2] > 0
+    anchors = short(batch, np.arange(5), 0)["anchors"][2]
+    assert 19 not in anchors[:38]
+    np.testing.assert_array_equal(counts[anchors == 18][0], [True, False, False])
