@@ -24,6 +24,8 @@ def test_two_processes_write_what_one_does(tmp_path, capsys):
     config = tiny_pair.config(num_heads=4, num_kv_heads=2)
     tiny_pair.write_model(target, config, seed=0)
     arguments = ["--target", str(target), "--draft", str(draft), "--gamma", "2"]
-    assert multi_process.main([*arguments, "--gen-tokens", "4", "--impl", "native"]) == 0
+    assert (
+        multi_process.main([*arguments, "--gen-tokens", "4", "--impl", "native"]) == 0
+    )
     out = capsys.readouterr().out
     assert out.count(" equal ") == 4 and "DIFFERENT" not in out
