@@ -119,7 +119,9 @@ HYBRID = hybrid.Hybrid(
 BOTH = hybrid.HybridParams(draft=PARAMS, corpus=suffix.empty_corpus(8))
 
 
-@pytest.mark.parametrize("drafter", [CHAIN, pytest.param(TREE, marks=SLOW), HYBRID])
+@pytest.mark.parametrize(
+    "drafter", [CHAIN, *(pytest.param(one, marks=SLOW) for one in (TREE, HYBRID))]
+)
 def test_contract(drafter):
     """Fails too if a head that sat out, as the hybrid was sure, misses features."""
     params = BOTH if drafter is HYBRID else PARAMS

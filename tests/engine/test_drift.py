@@ -29,14 +29,22 @@ def test_catch_up_rows_count_in_slots(num_slots, monkeypatch):
     drafter = dataclasses.replace(DRAFT, catch_up_rows=40)
     slots = each.lift(drafter, num_slots)
     memory, widths = slots.init(capacity=96, page_size=8), []
-    real = rows_lib.SlotRows._run
+    forward, chains = rows_lib.SlotRows._run, rows_lib.SlotRows.run_chains
+
+    def note(tokens, num_rows):
+        one = lambda most: widths.append((tokens.shape[1], int(most)))
+        jax.debug.callback(one, num_rows.max(), ordered=True)
 
     def counted(self, params, kv, window, **asked):
-        note = lambda most: widths.append((window.tokens.shape[1], int(most)))
-        jax.debug.callback(note, window.num_active.max(), ordered=True)
-        return real(self, params, kv, window, **asked)
+        note(window.tokens, window.num_active)
+        return forward(self, params, kv, window, **asked)
+
+    def counted_chains(self, params, kv, *, tokens, pending, **asked):
+        note(tokens, pending)
+        return chains(self, params, kv, tokens=tokens, pending=pending, **asked)
 
     monkeypatch.setattr(rows_lib.SlotRows, "_run", counted)
+    monkeypatch.setattr(rows_lib.SlotRows, "run_chains", counted_chains)
     tokens = jnp.arange(num_slots * 97, dtype=jnp.int32).reshape(num_slots, 97) % 96
     propose = jax.jit(lambda *arguments: slots.propose(*arguments[:2], **arguments[2]))
     asked = {"length": 60, "gamma": 1}

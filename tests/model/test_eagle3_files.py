@@ -75,6 +75,7 @@ def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
     assert loaded[1].embed is target_params.embed
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("impl", ["xla", "native"])
 @pytest.mark.parametrize("case", CASES)
 def test_parity_with_float64(tmp_path, target_params, case, impl):

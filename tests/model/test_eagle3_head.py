@@ -123,6 +123,7 @@ def chain_by_rows(params, config, impl, features, tokens, *, num_own):
     return hidden, logits, keys, values
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("impl", KERNELS)
 def test_rows_are_the_sequence(impl, variant):

@@ -256,6 +256,7 @@ CONTRACT = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "dtype", "impl"), CONTRACT)
 def test_rows_are_what_each_is_alone(family, dtype, impl):
     """Fails if a row's bits depend on its place, its neighbours or padding rows."""

@@ -35,7 +35,9 @@ def run(*arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("impl", ["xla", "native"])
+@pytest.mark.parametrize(
+    "impl", [pytest.param("xla", marks=pytest.mark.slow), "native"]
+)
 def test_bits_are_the_same_on_any_mesh(impl):
     """Logits and K/V of a tree and, with native kernels, of chains of two slots.
 
