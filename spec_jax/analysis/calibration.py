@@ -101,7 +101,7 @@ def fit(sums: np.ndarray, taus: np.ndarray, *, num_tokens: int) -> Fit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """Confidences of rounds that verified all drafts, with their verdict."""
+    """Confidences of rounds that verified all drafts, with how many were kept."""
 
     logits: np.ndarray  # [n, W] float32, see `confidence.logits_of`
     num_accepted: np.ndarray  # [n] int32

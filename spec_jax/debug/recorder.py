@@ -290,7 +290,7 @@ def _following(window, drafts) -> jax.Array:
         return drafts[:, 1:]
     width = window.tokens.shape[1]
     columns = jnp.arange(width, dtype=jnp.int32)
-    # [B, column, child]; the root is its own parent, and nobody's child.
+    # [B, column, child]; the root is its own parent, and no column's child.
     is_child = (window.parents[:, None, :] == columns[None, :, None]) & (
         columns[None, None, :] > 0
     )

@@ -85,18 +85,9 @@ def load(
     head, params = block_files.load(
         folder, target.config, target_params, dtype=dtype, impl=target.impl
     )
-    model = row_model.RowModel(
-        config=head.layer,
-        impl=target.impl,
-        slab=row_model.slab_for(target.impl, head.block_size),
-        cache=target.cache,
-    )
-    # Rows of a prompt at one read of the weights, where their number costs nothing.
-    rows = row_model.NATIVE_PREFILL_SLAB if target.impl == "native" else 0
     drafter = BlockDrafter(
         head=head,
-        model=model,
         gamma_max=min(gamma_max, head.num_drafts),
-        catch_up_rows=rows,
+        **features.parts_of(head, target, slab=head.block_size),  # type: ignore[arg-type]
     )
     return drafter, params

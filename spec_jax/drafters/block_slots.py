@@ -141,6 +141,7 @@ class SlotBlock(features_lib.SlotReader):
             return kv, ()
 
         def step(carry):
+            """Takes in up to `num_rows` features of each slot."""
             kv, wanted = carry
             left = jnp.minimum(goal - kv.length, num_rows)
             window = protocols.Window(
@@ -276,14 +277,7 @@ def _until(survival: Float[Array, "B W"], threshold: float) -> Int[Array, " B"]:
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _prefill(slots, params, memory, features, end, slot):
     """Takes the features `[0, end)` of a prompt into a slot."""
-    num_rows = max(slots.drafter.catch_up_rows, slots._rows_most)
-    flat = features.reshape(features.shape[0], -1)
-    padded = jnp.pad(flat, ((0, num_rows), (0, 0)))
-
-    def read(start):
-        rows = jax.lax.dynamic_slice_in_dim(padded, start[slot], num_rows)
-        return jnp.broadcast_to(rows, (slots.num_slots, *rows.shape))
-
+    num_rows, read = slots._prompt_rows(features, slot)
     is_slot = jnp.arange(slots.num_slots, dtype=jnp.int32) == slot
     goal = jnp.where(is_slot, end, memory.ring.first)
     memory = slots._take_in(params, memory, read, goal=goal, num_rows=num_rows)

@@ -56,13 +56,9 @@ def load(
     head, params = eagle3_files.load(
         folder, target.config, target_params, dtype=dtype, impl=target.impl
     )
-    model = row_model.RowModel(
-        config=head.layer,
-        impl=target.impl,
-        slab=row_model.slab_for(target.impl, gamma_max + 1),
-        cache=target.cache,
+    drafter = Eagle3(
+        head=head,
+        gamma_max=gamma_max,
+        **features.parts_of(head, target, slab=gamma_max + 1),  # type: ignore[arg-type]
     )
-    # Rows of a prompt at one read of the weights, where their number costs nothing.
-    rows = row_model.NATIVE_PREFILL_SLAB if target.impl == "native" else 0
-    drafter = Eagle3(head=head, model=model, gamma_max=gamma_max, catch_up_rows=rows)
     return drafter, params

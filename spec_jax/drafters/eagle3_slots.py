@@ -138,6 +138,7 @@ class SlotEagle3(features_lib.SlotReader):
         is_each = jnp.arange(self.num_slots, dtype=jnp.int32)
 
         def step(carry):
+            """Takes in up to `num_rows` pairs of each slot."""
             kv, (hidden, logits), wanted = carry
             num_active = jnp.where(wanted, jnp.minimum(goal - kv.length, num_rows), 0)
             window = protocols.Window(
@@ -265,15 +266,8 @@ class SlotEagle3(features_lib.SlotReader):
 def _prefill(slots, params, memory, tokens, features, end, slot):
     """Takes the pairs `[0, end - 1)` of a prompt into a slot, and the last feature into
     its ring."""
-    num_rows = max(slots.drafter.catch_up_rows, slots._rows_most)
+    num_rows, read = slots._prompt_rows(features, slot)
     num_slots = slots.num_slots
-    flat = features.reshape(features.shape[0], -1)
-    padded = jnp.pad(flat, ((0, num_rows), (0, 0)))
-
-    def read(start):
-        rows = jax.lax.dynamic_slice_in_dim(padded, start[slot], num_rows)
-        return jnp.broadcast_to(rows, (num_slots, *rows.shape))
-
     is_slot = jnp.arange(num_slots, dtype=jnp.int32) == slot
     first = jnp.maximum(end - 1, 0)
     before = memory.ring
@@ -285,7 +279,7 @@ def _prefill(slots, params, memory, tokens, features, end, slot):
         goal=jnp.where(is_slot, first, before.first),
         num_rows=num_rows,
     )
-    ring, last = memory.ring, flat[first].astype(before.features.dtype)
+    ring, last = memory.ring, features[first].reshape(-1).astype(before.features.dtype)
     return memory.replace(
         ring=ring.replace(
             features=ring.features.at[slot, first % ring.size].set(last),

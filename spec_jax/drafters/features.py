@@ -10,6 +10,7 @@ that drafts nothing waits until the ring would overflow.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from spec_jax import pytree
 from spec_jax.drafters import draft_model, draft_slots
 from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.model import row_model
 from spec_jax.paging import allocator, cache as paged
 
 
@@ -116,6 +118,25 @@ class FeatureDrafter(draft_model.DraftModel):
         return self.head.taps
 
 
+def parts_of(
+    head: Any, target: row_model.RowModel, *, slab: int
+) -> dict[str, row_model.RowModel | int]:
+    """Returns the `model` and the `catch_up_rows` of a `FeatureDrafter`.
+
+    Args:
+      slab: rows that its model runs at once, at least.
+    """
+    model = row_model.RowModel(
+        config=head.layer,
+        impl=target.impl,
+        slab=row_model.slab_for(target.impl, slab),
+        cache=target.cache,
+    )
+    # Rows of a prompt at one read of the weights, where their number costs nothing.
+    rows = row_model.NATIVE_PREFILL_SLAB if target.impl == "native" else 0
+    return {"model": model, "catch_up_rows": rows}
+
+
 class ReaderMemory(pytree.Node):
     """A drafter's K/V `[0, m)` of each slot, and the features from `m` on."""
 
@@ -170,6 +191,22 @@ class SlotReader(draft_slots.OfSlots):
         ring = truncate(ring, length - 1, asked=asked)
         kv = allocator.truncate_each(memory.kv, ring.first, asked=asked)
         return memory.replace(kv=kv, ring=ring)
+
+    def _prompt_rows(
+        self, features: Float[Array, "T taps D"], slot: Int[Array, ""]
+    ) -> tuple[int, Callable[[Int[Array, " B"]], Float[Array, "B R width"]]]:
+        """Returns how many features of a prompt are taken in at once, and what reads so
+        many from the slot's position on."""
+        num_rows = max(self.drafter.catch_up_rows, self._rows_most)
+        flat = features.reshape(features.shape[0], -1)
+        padded = jnp.pad(flat, ((0, num_rows), (0, 0)))
+
+        def read(start):
+            """Hands the slot's features to all, of which the others take none."""
+            rows = jax.lax.dynamic_slice_in_dim(padded, start[slot], num_rows)
+            return jnp.broadcast_to(rows, (self.num_slots, *rows.shape))
+
+        return num_rows, read
 
     def _begin(
         self, memory: ReaderMemory, length: Int[Array, " B"], gamma: Int[Array, " B"]

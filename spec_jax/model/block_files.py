@@ -173,6 +173,8 @@ def _names(
         return parts((f"{name}.weight", shape))
 
     def of_layer(number: int) -> block_params.BlockLayer:
+        """Names and shapes of one layer."""
+
         def part(name: str, *shape: int) -> tuple[str, tuple[int, ...]]:
             return f"layers.{number}.{name}.weight", shape
 

@@ -219,6 +219,7 @@ def prefill_rows(
         features = jnp.zeros(shape, config.dtype)
 
     def tile(number, carry):
+        """Runs the slab of that number."""
         kv, features = carry
         start = number * slab
         rows = Rows(

@@ -189,6 +189,8 @@ def tensors(config: GPTNeoXConfig) -> params_lib.Params:
         return Norm(weight=part(f"{name}.weight", D), bias=part(f"{name}.bias", D))
 
     def layer(number: int) -> Layer:
+        """Names and shapes of one decoder layer."""
+
         def linear(name: str, N: int, K: int, order=None) -> Linear:
             name = f"gpt_neox.layers.{number}.{name}"
             return Linear(

@@ -74,6 +74,7 @@ def tree_probabilities(
         draft = _Left.of(jnp.where(draft_probs > 0, draft_probs, 0.0))
 
     def try_child(carry, child):
+        """Returns the chance to keep a child, and what it leaves of the rows."""
         target, draft = carry
         token, parent, is_real = child
         target_row = target.row(parent)

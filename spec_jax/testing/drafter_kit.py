@@ -88,6 +88,7 @@ class _OneSlot:
         return slots.prefill(params, memory, list(text), slot=0, **extra)
 
     def propose(self, params, memory, tokens, length, gamma):
+        """Drafts after one text, by whichever form the drafter has."""
         slots = self._slots
         if slots is None:
             draws = each.takes_sampling(type(self.drafter))

@@ -57,7 +57,7 @@ class Anchors:
         self, batch: loop.Batch, rows: np.ndarray, step: int
     ) -> dict[str, np.ndarray]:
         """Returns the batch with the anchors of (seed, step, sequence)."""
-        # Whether the token after each position is one to be learnt.
+        # Whether the token after each position counts in the loss.
         is_label = batch["mask"][:, :-1].copy()
         if self.draftable is not None:
             is_label &= self.draftable[batch["tokens"][:, 1:]]

@@ -184,7 +184,7 @@ BLOCKS = (
     ),
     Mutant(
         "the context of a prompt is one position late",
-        "drafters.block_slots:_prefill",
+        "drafters.features:SlotReader._prompt_rows",
         "start[slot]",
         "start[slot] + 1",
         _ORACLE + "[dspark]",

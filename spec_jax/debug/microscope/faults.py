@@ -266,7 +266,7 @@ class Injector:
     """A hook that plants a fault, and hands what it makes of a value to another hook.
 
     Args:
-      then: sees the values with the fault in them; `observe.pass_on` if nobody does.
+      then: sees the values with the fault in them; `observe.pass_on` if none does.
       rotation: for paths whose rotations are fused, None for others. Then of two runs
         of the attention, a good one and one with wrong angles or a wrong branch, a
         fault in `q_rope` or of a branch takes what is attended from the wrong one, and
