@@ -29,6 +29,7 @@ from experiments.lib import (
     cell_runs,
     certificates,
     exact_cells as cells_lib,
+    fan_out,
     flags,
     paths,
     policies,
@@ -38,6 +39,7 @@ from experiments.lib import (
     suite_tables as tables,
     terminal,
 )
+from spec_jax import loading
 from spec_jax.debug import evidence
 from spec_jax.drafters import registry
 from spec_jax.model import config as config_lib, row_model
@@ -65,6 +67,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """,
         CERTIFICATE=cli.source,
     )
+    fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     _name_heads(parser, args)
@@ -85,16 +88,25 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _name_heads(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Names a head's folder as `--head`, and its drafter as certificates do."""
-    heads = [name for name in args.drafter or () if registry.is_folder(name)]
-    found = {*map(pathlib.Path, heads), *([args.head] if args.head else [])}
-    if len(found) > 1:
-        parser.error(f"{len(found)} heads are named: give one, and run others apart")
-    if found:
-        (args.head,) = found
-        named = [plans.HEAD if n in heads else n for n in args.drafter or ()]
-        args.drafter = tuple(dict.fromkeys(named)) or None
-        if not args.verify and plans.HEAD not in named:
-            parser.error(f"--head is the drafter {plans.HEAD}'s: add that to --drafter")
+    drafters = args.drafter or ()
+    try:
+        kinds = {n: registry.kind_of(n) for n in drafters if registry.is_folder(n)}
+        named = dict.fromkeys(kinds.get(n, n) for n in drafters)
+        found = {*map(pathlib.Path, kinds), *([args.head] if args.head else [])}
+        if not found:
+            heads = loading.heads_for(args.target)
+            needed = [name for name in named if name in registry.NEED_TARGET]
+            found = {registry.shipped_head(name, heads) for name in needed}
+        if len(found) > 1:
+            raise ValueError(f"{len(found)} heads are named: run each apart")
+        if found:
+            (args.head,) = found
+            kind = registry.kind_of(args.head)
+            if not args.verify and kind not in named:
+                raise ValueError(f"--head is the drafter {kind}'s: add that")
+    except ValueError as error:
+        parser.error(f"--drafter: {error}")
+    args.drafter = tuple(named) or None
 
 
 def _add_input_flags(group: argparse._ActionsContainer) -> None:
@@ -103,7 +115,8 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
     cli.add(
         group,
         f"""
-        --head DIR  folder of the head that the drafter {plans.HEAD} is
+        --head DIR  folder of the head that the drafter eagle3, dflash or dspark is
+            (default: the shipped one of the embedded target)
         --prompts N|FILE[:N]  the first N bundled prompts, and beginnings of them where
             N is more than there are, or a file as in spec_round.py (default:
             {brief.prompts}; {full.prompts} with --full)
@@ -175,7 +188,7 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
         if not num_bytes:
             out.write(certificates.header_row(planned.header))
         tables.print_plan(planned.plan, kept, console)
-        rows = _run_rows(planned.plan, kept, out)
+        rows = _run_rows(args, planned.plan, kept, out)
         cells, of_prompts = planned.plan.cells, suite.of_prompts(rows)
         summaries = [
             suite.summarise(
@@ -199,6 +212,7 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
 
 
 def _run_rows(
+    args: argparse.Namespace,
     plan: suite.Plan,
     kept: Sequence[suite.Row],
     out: records.JsonLines,
@@ -207,12 +221,17 @@ def _run_rows(
     rows = list(kept)
     done = {suite.key(row) for row in suite.of_prompts(rows)}
     total = len(plan.cells) * len(plan.prompts) - len(done)
+    fan = fan_out.of(args, suite.Suite, plan, True)
+    # Here, cells that share decoding share its runs; on a cluster a task is a cell.
+    parts = [plan.cells] if args.ray is None else [[cell] for cell in plan.cells]
+    tasks = [suite.Task.of(plan, cells, done) for cells in parts]
     with terminal.counted("prompts", total=total) as advance:
-        for row in suite.run(plan, done=done):
-            out.write(row)
-            rows.append(row)
-            if row["kind"] == "prompt":
-                advance()
+        for _, found in fan(suite.Suite(plan), [task for task in tasks if task]):
+            for row in found:
+                out.write(row)
+                rows.append(row)
+                if row["kind"] == "prompt":
+                    advance()
     return rows
 
 
@@ -225,7 +244,7 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
         planned = plans.from_certificate(args, certificate)
         plan = planned.plan
         tables.print_plan(plan, [], console)
-        rows = _run_rows(plan, [], out)
+        rows = _run_rows(args, plan, [], out)
     agreement = certificates.agreement(certificate, suite.of_prompts(rows))
     changes = certificates.changes(certificate, planned.header["environment"])
     tables.print_agreement(

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import (
+    confidences,
     flags,
     models,
-    profiles,
     prompt_files,
     records,
     runs,
@@ -45,17 +45,6 @@ from spec_jax.rules import sampling
 
 FITTED = 0
 CHILDREN = (1, 2, 4, 8)
-CONFIDENCES = {
-    "temperature": "g",
-    "draft": "d",
-    "of its confidence": ("temperatures", ".2f"),
-}
-CONFIDENCES |= {"ECE before": ("ece_before", ".3f"), "ECE": ("ece", ".3f")}
-CONFIDENCES |= {
-    "ROC-AUC before": ("roc_auc_before", ".3f"),
-    "ROC-AUC": ("roc_auc", ".3f"),
-}
-"""Columns of the table of confidences."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -146,59 +135,14 @@ def _score(config, params, text, settings, taus, *, first, count):
     return likelihoods, calibration.ranks(rows, tokens)
 
 
-def fit_confidences(
-    subject: models.Subject, temperature: float, *, seed: int
-) -> dict[str, Any]:
-    """Returns the row of a temperature, of recorded rounds."""
-    drafter = subject.lm.drafter
-    if hasattr(drafter, "for_schedule"):
-        drafter = drafter.for_schedule()
-    lm, draws = dataclasses.replace(subject.lm, drafter=drafter), None
-    if temperature:
-        draws = sampling.make_settings(temperature=temperature, seed=seed)
-    settings = dataclasses.replace(subject.settings, sampling=draws)
-    scheduler = runs.make_scheduler(lm, settings)
-    halves: tuple[list, list] = ([], [])
-    for number, prompt in enumerate(subject.ids):
-        state = scheduler.begin(runs.make_request(lm, settings, prompt))
-        recorded = calibration.record_rounds(
-            scheduler.speculator, state, max_rounds=settings.gen_tokens
-        )
-        halves[number % 2].append(recorded)
-    fitted, reported = (
-        calibration.Rounds(
-            logits=np.concatenate([each.logits for each in half]),
-            num_accepted=np.concatenate([each.num_accepted for each in half]),
-        )
-        for half in halves
-    )
-    found = calibration.fit_sts(fitted.logits, fitted.num_accepted)
-    before = calibration.report(reported, np.ones_like(found))
-    row = {"kind": profiles.CALIBRATION, "temperature": temperature}
-    row |= {"gamma": lm.gamma_max, "temperatures": found.tolist()}
-    row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
-    row |= {f"{name}_before": values for name, values in before.items()}
-    return row | calibration.report(reported, found)
-
-
-def by_draft(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row of confidences as a line for each draft."""
-    names = ("temperatures", "ece_before", "ece", "roc_auc_before", "roc_auc")
-    return [
-        {"temperature": row["temperature"], "draft": draft + 1}
-        | {name: row[name][draft] for name in names}
-        for draft in range(row["gamma"])
-    ]
-
-
 def run(args: argparse.Namespace) -> int:
     """Fits and shows all temperatures; returns the exit status."""
     console = terminal.console()
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma or 1)
-    scores = isinstance(lm.drafter, draft_model.DraftModel)
+    # A head is no model of a text alone.
+    scores = type(lm.drafter) is draft_model.DraftModel
     subject = models.prepare(args, lm, args.prompts)
-    if len(subject.ids) < 2:
-        raise ValueError("one prompt fits and none is left to report: give --prompts 2")
+    confidences.check_prompts(subject)
     models.announce(args, subject, console)
     rows: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
@@ -212,16 +156,16 @@ def run(args: argparse.Namespace) -> int:
                 rows.append(about | found)
                 out.write(rows[-1])
             if args.gamma:
-                found = fit_confidences(subject, temperature, seed=args.seed)
+                found = confidences.fit(subject, temperature, seed=args.seed)
                 out.write(about | found)
-                lines += by_draft(found)
+                lines += confidences.by_draft(found)
     shares = {f"first {n}": (f"first_{n}", ".2f") for n in CHILDREN}
     columns = {"temperature": "g", "tau": ".2f", "nats": ".3f"}
     columns |= {"at tau 1": ("nats_at_tau_1", ".3f"), **shares}
     if rows:
         tables.print_rows(rows, columns, console)
     if lines:
-        tables.print_rows(lines, CONFIDENCES, console)
+        tables.print_rows(lines, confidences.COLUMNS, console)
     return FITTED
 
 

@@ -3,9 +3,9 @@
 Measures what the parts of a round cost on this machine and how often drafts are kept,
 predicts the speed-up of every drafter and gamma by `spec_jax.gamma.theory`, says which
 pairs cannot win and why, then runs them all, in turn with autoregressive decoding, and
-shows how far the predictions were off. Greedy; stop tokens are ignored, so that every
-text has the same length. Exit status: 0 measured and matched, 2 not matched, 1 the
-input was unusable.
+shows how far the predictions were off. Greedy without --temperature; stop tokens are
+ignored, so that every text has the same length. Exit status: 0 measured and matched, 2
+not matched, 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -29,12 +29,14 @@ from experiments.lib import (
     records,
     results as results_lib,
     runs,
+    step_costs,
     tables,
     terminal,
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import tree_shapes
+from spec_jax.gamma import theory
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -57,17 +59,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """
         --tree A,B,..  trees to be planned next to the chains, by each drafter that has
             trees: 4x12:15, 4x12:15@0.3, 4-2-1 or NAME.json
+        --row-costs FILE  predict trees also where rows cost what they do on another
+            machine, such as a GPU: as replay.py's --costs
         """,
-        **{"A,B,..": cli.names(flags.tree_text)},
+        **{"A,B,..": cli.names(flags.tree_text), "FILE": cli.source},
     )
     flags.add_prompts(group, default="5")
     flags.add_gen_tokens(group, default=64)
     flags.add_repeats(group, default=3)
     flags.add_cost_repeats(group)
+    flags.add_sampling(parser.add_argument_group("sampling"))
     rows = "costs, acceptance and recommendations, then one per run"
     flags.add_out(parser, rows=rows)
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
+    flags.check_sampling(parser, args)
+    if args.row_costs and not args.tree:
+        parser.error("--row-costs is of trees: give --tree, or leave it out")
     return args
 
 
@@ -128,6 +136,24 @@ def load_trees(args: argparse.Namespace, lms: models.Drafters) -> Trees:
     return made
 
 
+def read_row_costs(args: argparse.Namespace, trees: Trees) -> theory.CostCurve | None:
+    """Returns what `--row-costs` says of rows; what drafts cost there is not used.
+
+    Raises:
+      ValueError: no table of costs, or one that ends before the rows of a tree.
+    """
+    if args.row_costs is None:
+        return None
+    curve = step_costs.read(args.row_costs, [""])[""]
+    most = max(lm.gamma_max + 1 for lm in trees.values())
+    if curve.rows[-1] < most:
+        raise ValueError(
+            f"--row-costs {args.row_costs}: rows are timed up to {curve.rows[-1]}, and "
+            f"a tree has {most}"
+        )
+    return curve
+
+
 def predict_trees(
     args: argparse.Namespace,
     trees: Trees,
@@ -137,6 +163,7 @@ def predict_trees(
 ) -> dict[Drafted, planning.TreePrediction]:
     """Measures costs and kept nodes; says from how many nodes on rows cost too much."""
     typical, found = models.typical(subject.ids), {}
+    rows_of = read_row_costs(args, trees)
     for (drafter, tree), lm in trees.items():
         name = f"{drafter}, tree {tree}"
         settings = dataclasses.replace(subject.settings, gamma=lm.gamma_max)
@@ -152,7 +179,7 @@ def predict_trees(
         out.write_all(rows)
         done = [runs.run_speculative(lm, settings, ids) for ids in subject.ids]
         counters = metrics.total(run.counters for run in done)
-        predictions = planning.predict_tree(counters, costs)
+        predictions = planning.predict_tree(counters, costs, rows_of=rows_of)
         rows = [
             {"kind": "plan_tree", "drafter": drafter, "tree": tree}
             | dataclasses.asdict(prediction)
@@ -301,8 +328,10 @@ def run(args: argparse.Namespace) -> int:
         costs_lib.check_gen_tokens(args.gen_tokens, gamma_max)
         lms = models.load_drafters(args, args.drafter, gamma_max=gamma_max)
         trees = load_trees(args, lms)
+        read_row_costs(args, trees)  # Before anything is run.
         first = lms[args.drafter[0]]
-        subject = models.prepare(args, first, args.prompts)
+        sampling = flags.sampling_settings(args)
+        subject = models.prepare(args, first, args.prompts, sampling=sampling)
         out.common = (
             models.describe(args, first)
             | {"prompt_source": args.prompts, "cost_repeats": args.cost_repeats}

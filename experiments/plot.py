@@ -48,6 +48,7 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "divergence": _of_kind("parity"),
     "sweep_speedup": curves.is_cell,
     "sweep_categories": curves.has_category,
+    "sweep_positions": curves.is_cell,
     "improvement": _of_kind("theory"),
     "tree": _of_kind("tree"),
     "reliability": _of_kind("confidences"),

@@ -20,12 +20,14 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import console as rich_console, text as rich_text
 
 from experiments.lib import (
+    fan_out,
     flags,
     policies,
     records,
@@ -154,6 +156,7 @@ def _parser() -> cli.Parser:
     )
     policies.add_confidence(group)
     flags.add_out(group, rows="one per drafter and gamma, as the table shows them")
+    fan_out.add_flags(parser.add_argument_group("prompts or rows on a cluster"))
     return parser
 
 
@@ -191,11 +194,18 @@ def evaluate(args: argparse.Namespace, console: rich_console.Console) -> int:
             f"tokens each, {header.dtype}, impl {header.impl}, temperature "
             f"{header.temperature}"
         )
-        total = evaluation.num_replays
+        fan = fan_out.of(args, replays.prepare, args, _asked(args))
+        tasks = evaluation.tasks()
+        total = len(tasks) * header.num_prompts
         with terminal.counted("replays", total=total) as advance:
-            for row in evaluation.rows(advance):
-                rows.append(row)
-                out.write(row)
+            here = dataclasses.replace(evaluation, after_prompt=advance)
+            for task, found in fan(here, tasks):
+                for row in found:
+                    rows.append(row | {"place": tasks.index(task)})
+                    out.write(row)
+                    for _ in range(header.num_prompts if args.ray else 0):
+                        advance()
+    rows.sort(key=lambda row: row["place"])  # On a cluster they come in another order.
     console.print()
     print_rows(rows, console)
     return DIFFERS if any(row["differing"] for row in rows) else DONE

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.lib import files, published, records
+from spec_jax import loading
 
 
 DONE, FAILED = 0, 2
@@ -93,6 +94,16 @@ _MATCHED_TREES = (
 )
 _HELD = ("humaneval/HumanEval.jsonl", "mbpp/mbpp.jsonl", "mt_bench/question.jsonl")
 """Data sets on which nothing was ever chosen."""
+_HEAD = (
+    "--product --tree none,4x6:15 --gamma 4,7 --sampling greedy,sampled --batch 1,4 "
+    f"--gamma-policy fixed {_ONE_KIND} --prompts 8 --gen-tokens 64"
+)
+_ROUNDS_OF_HEADS = (
+    *(f"--gamma {gamma} --temperature {t}" for gamma in (4, 7) for t in (0, 0.7, 1)),
+    *(f"--tree {tree} --temperature {t}" for tree in ("4x6:15", "4x7:31")
+      for t in (0, 1)),
+    *("--gamma 7 --batch 4", "--gamma 7 --batch 4 --temperature 1"),
+)  # fmt: skip
 _FLASH = "--verify-path flash --prompts 20 --gen-tokens 256"
 
 
@@ -100,6 +111,7 @@ def steps() -> Iterator[Step]:
     """Every step, in order."""
     yield from _speeds()
     yield from _comparisons()
+    yield from _heads()
     yield from _certificates()
     rounds = [f"spec_round_{i}_gamma{g}" for i in ("native", "xla") for g in GAMMAS]
     names = [*rounds, "latency_embedded_native", "latency_embedded_xla"]
@@ -152,6 +164,25 @@ def _trees() -> Iterator[Step]:
         command = f"spec_round --impl {impl} --tree 4x12:15@0.8 --prompts"
         runs = [f"{command} {prompts}" for prompts in sets]
         yield Step(file=f"matched_trees_{impl}.jsonl", runs=tuple(runs), keep="summary")
+
+
+def _heads() -> Iterator[Step]:
+    """Rounds and a certificate of each shipped head, and all of them on data sets."""
+    names = loading.shipped_heads()
+    for name in names:
+        command = f"spec_round --impl native --drafter {name} --prompts"
+        runs = [f"{command} 50 {more}" for more in _ROUNDS_OF_HEADS]
+        runs += [f"{command} {DATA}/gsm8k/test.jsonl:50 --gamma 7"]
+        yield Step(file=f"{name}_native.jsonl", runs=tuple(runs), keep="summary")
+        yield Step(
+            file=f"certificates/{name}_native_bfloat16.json",
+            runs=(f"exactness --drafter {name} {_HEAD}",),
+            flag="--certificate",
+        )
+    if names:
+        listed = ",".join((*names, "draft-model", "ngram", "suffix"))
+        command = f"sweep --impl native --drafter {listed} --gamma 7 --temperature 0,1"
+        yield Step(file="evaluation.jsonl", runs=(f"{command} --prompts {DATA}:20",))
 
 
 def _comparisons() -> Iterator[Step]:

@@ -4,8 +4,9 @@ Runs a grid of cells, each prompt by autoregressive decoding and speculatively i
 compares all tokens, and replays the committed text. A cell that the file of results
 holds already is not run again: the same command goes on where it was interrupted, and a
 larger grid adds to it. Ends with tables of the requested cells, by category where
-prompts have one, and with figures. Exit status: 0 all matched, 2 not all matched, 1 the
-input was unusable.
+prompts have one, and by the position of a draft, and with figures. Drafters are
+evaluated so: --prompts names a folder of data sets, and --temperature is 0,1. Exit
+status: 0 all matched, 2 not all matched, 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -20,13 +21,14 @@ import hashlib
 import itertools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import console as rich_console
 
 from experiments import plot
 from experiments.lib import (
+    fan_out,
     flags,
     models,
     policies,
@@ -44,7 +46,7 @@ from spec_jax.model import fingerprint
 
 MATCHED, NOT_MATCHED = 0, 2
 
-FIGURES = ("sweep_speedup", "sweep_categories")
+FIGURES = ("sweep_speedup", "sweep_categories", "sweep_positions")
 """Those of `plot.py` that are drawn at the end."""
 
 Cell = cells_lib.Cell
@@ -75,12 +77,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     noise = parser.add_argument_group("sampling, where the temperature is above 0")
     flags.add_noise(noise)
+    fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
     rows = "one per finished cell; cells that are there already are not run again"
     flags.add_out(parser, rows=rows)
     args = parser.parse_args(argv)
     if args.out is None:
         parser.error("--out is required: cells that it holds are not run again")
     flags.check_models(parser, args)
+    args.prompts = [source for each in args.prompts for source in _sets_of(each)]
     args.gamma_max = args.gamma_max or max(args.gamma)
     if max(args.gamma) > args.gamma_max:
         parser.error(
@@ -103,7 +107,8 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
         default=["10"],
         metavar="N|FILE[:N]",
         help="prompt sets: the first N bundled prompts, or files as spec_round.py "
-        "takes them; where prompts have a category, each is a cell (default: 10)",
+        "takes them, or a folder, for all its files *.jsonl and those of its folders; "
+        "where prompts have a category, each is a cell (default: 10)",
     )
     cli.add(
         group,
@@ -117,6 +122,16 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
             "NAME,...": cli.names(cli.one_of(policies.POLICIES)),
         },
     )
+
+
+def _sets_of(source: str) -> list[str]:
+    """The prompt sets of a folder, each with the folder's `:N`; or the one given."""
+    path, colon, limit = source.rpartition(":")
+    folder = pathlib.Path(path if colon else source)
+    if not folder.is_dir():
+        return [source]
+    found = sorted([*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl")])
+    return [f"{file}{colon}{limit if colon else ''}" for file in found] or [source]
 
 
 def load_sets(args: argparse.Namespace, lm: loading.LanguageModel) -> Sets:
@@ -202,6 +217,25 @@ def check_trees(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
             models.with_tree(args, lm, tree)
 
 
+def weights_of(lm: loading.LanguageModel) -> str:
+    """A hash of what the drafter was trained to."""
+    return fingerprint.of_params(lm.drafter_params)
+
+
+def check_weights(
+    args: argparse.Namespace, lm: loading.LanguageModel, rows: Sequence[dict]
+) -> None:
+    """Raises `ValueError` where a drafter has other weights than in its rows."""
+    for name in args.drafter:
+        found = {row.get("drafter_sha256") for row in rows if row["drafter"] == name}
+        found -= {None}
+        if found and found != {weights_of(models.with_drafter(args, lm, name))}:
+            raise ValueError(
+                f"the weights of {name} are others than those of the cells in the "
+                "file: name another file"
+            )
+
+
 def unfinished(cells: Sequence[Cell], sets: Sets, rows: Sequence[dict]) -> list[Cell]:
     """The cells that no row is of.
 
@@ -244,6 +278,52 @@ def run_cell(
     return results_lib.run_grid(grid, prompts, ids, repeats=args.repeats)[None]
 
 
+class Bench:
+    """Runs cells: the models, and the prompts of all cells.
+
+    Attributes:
+      lm: the target, with the drafter of the cell that was run last.
+      sets: see `load_sets`.
+      shared: what the row of every cell says.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        """Loads what the flags name.
+
+        Raises:
+          ValueError: what cannot be used, before any cell is run.
+        """
+        self._args, self._drafter = args, args.drafter[0]
+        self.lm = models.load(args, drafter=self._drafter, gamma_max=args.gamma_max)
+        self._drafter_sha256 = weights_of(self.lm)
+        check_trees(args, self.lm)
+        self.sets = load_sets(args, self.lm)
+        self.shared = shared_settings(args, self.lm)
+
+    def __call__(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        """Yields the row of a cell."""
+        if cell.drafter != self._drafter:
+            self.lm = models.with_drafter(self._args, self.lm, cell.drafter)
+            self._drafter, self._drafter_sha256 = cell.drafter, weights_of(self.lm)
+        subject = self.sets[cell.prompt_source]
+        row = cells_lib.row_of(cell, run_cell(self._args, cell, subject, self.lm))
+        row["prompts_sha256"] = prompts_sha256(subject, cell.category)
+        row["capacity"] = subject.settings.capacity
+        row["drafter_sha256"] = self._drafter_sha256
+        yield row
+
+
+def bench_like(args: argparse.Namespace, shared: Mapping[str, Any]) -> Bench:
+    """Returns a `Bench` of another process; raises where its rows had other facts."""
+    bench = Bench(args)
+    other = [name for name in shared if bench.shared.get(name) != shared[name]]
+    if other:
+        raise ValueError(
+            f"a worker has another {', '.join(other)}: have all files alike"
+        )
+    return bench
+
+
 def print_sets(rows: Sequence[dict], console: rich_console.Console) -> None:
     """A table of each prompt set, and before it one by category, where it has several.
 
@@ -255,7 +335,9 @@ def print_sets(rows: Sequence[dict], console: rich_console.Console) -> None:
         if len({row["category"] for row in of_set}) > 1:
             by_category = sorted(of_set, key=lambda row: row["category"] or "")
             tables.print_cells(by_category, console, title=f"{source}, by category")
-        tables.print_cells(cells_lib.totals(of_set), console, title=source)
+        totals = cells_lib.totals(of_set)
+        tables.print_cells(totals, console, title=source)
+        tables.print_positions(totals, console, title=f"{source}: {POSITIONS}")
     tables.print_note(tables.CELLS_NOTE, console)
 
 
@@ -266,32 +348,29 @@ def run(args: argparse.Namespace) -> int:
         plot.check_folder(args.figures)
     for temperature in args.temperature:
         flags.sampling_settings(args, temperature)  # Before any cell is run.
-    lm = models.load(args, drafter=args.drafter[0], gamma_max=args.gamma_max)
-    check_trees(args, lm)
-    sets = load_sets(args, lm)
-    cells, shared = grid(args, sets), shared_settings(args, lm)
+    bench = Bench(args)
+    cells, shared = grid(args, bench.sets), bench.shared
+    fan = fan_out.of(args, bench_like, args, shared)
     with records.open_out(args) as out:
         rows = records.resume(out, shared)
-        missing = unfinished(cells, sets, rows)
+        check_weights(args, bench.lm, rows)
+        missing = unfinished(cells, bench.sets, rows)
         console.print(
             f"{len(cells)} cells, {len(cells) - len(missing)} of them in {args.out}",
             soft_wrap=True,
         )
-        out.common = shared | records.provenance()
-        for drafter, of_drafter in itertools.groupby(missing, lambda c: c.drafter):
-            lm = models.with_drafter(args, lm, drafter)
-            for cell in of_drafter:
-                subject = sets[cell.prompt_source]
-                row = cells_lib.row_of(cell, run_cell(args, cell, subject, lm))
-                row["prompts_sha256"] = prompts_sha256(subject, cell.category)
-                row["capacity"] = subject.settings.capacity
+        out.common = shared | records.provenance() | fan_out.describe(args)
+        for cell, found in fan(bench, missing):
+            for row in found:
                 out.write(row)
                 rows.append(records.to_json(row | out.common, "row"))
                 matched = MATCHED_WORDS[row["matched"]]
                 line = f"{cell}: {row['speedup_e2e']:.2f}x, {matched}"
                 console.print(line, soft_wrap=True)
-    asked = set(cells)
-    rows = [row for row in rows if cells_lib.cell_of(row) in asked]
+    # In the grid's order: on a cluster they come in another.
+    place = {cell: number for number, cell in enumerate(cells)}
+    rows = [row for row in rows if cells_lib.cell_of(row) in place]
+    rows.sort(key=lambda row: place[cells_lib.cell_of(row)])
     console.print()
     print_sets(rows, console)
     if args.figures is not None:
@@ -301,6 +380,8 @@ def run(args: argparse.Namespace) -> int:
                 console.print(line, soft_wrap=True)
     return NOT_MATCHED if any(row["matched"] is False for row in rows) else MATCHED
 
+
+POSITIONS = "share of drafts kept, of those whose predecessors were, by position"
 
 MATCHED_WORDS = {True: "matched", False: "NOT MATCHED", None: "not compared"}
 

@@ -6,7 +6,9 @@ Stages, in this order, each resumable after a kill with the same results:
     rollouts  the target continues the prompts: what the drafter will meet
     cache     the target's features of these texts, on disk (for --targets cache)
     train     the drafter, towards the target's distributions, several drafts deep
-    export    the newest checkpoint, as a folder in a published format
+    export    the newest checkpoint, as a folder in a published format, with a card
+    calibrate of DSpark: temperatures that make the export's confidences chances,
+              fitted to rounds that it drafts, and stored with it
 
 Everything but the export goes to `--work`. The log there has the held-out agreement of
 each draft with the target, and the accepted length that follows from it.
@@ -30,13 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import files, prompt_files
-from experiments.pair import families, rollouts
+from experiments.lib import fan_out, files, prompt_files
+from experiments.pair import calibrate, export as pair_export, families, rollouts
 from spec_jax.model import (
     block_dialects,
     block_params,
     config as config_lib,
     eagle3_dialects,
+    fingerprint,
     load as load_lib,
     params as params_lib,
     tokenizer as tokenizer_lib,
@@ -51,8 +54,11 @@ TARGETS = ("online", "cache")
 HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch of them.
 
 
-def roll_out(args: argparse.Namespace) -> None:
-    """Writes `texts.npz`: what the target makes of each prompt, greedily and drawn."""
+def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
+    """Returns the prompts, each as often as is asked, ready to be continued.
+
+    The last slab is filled with prompts of which nothing is kept.
+    """
     impl = dispatch.resolve(args.impl)
     config, params = load_lib.load(args.target, impl=impl)
     tokenizer = tokenizer_lib.load(args.target)
@@ -69,19 +75,27 @@ def roll_out(args: argparse.Namespace) -> None:
     prefixes = np.zeros((count, lengths.max()), np.int32)
     for row, prompt in zip(prefixes, filled, strict=True):
         row[: len(prompt)] = prompt
-    tokens = rollouts.generate(
-        params,
-        config,
-        prefixes,
+    return rollouts.Slabs(
+        params=params,
+        config=config,
+        prefixes=prefixes,
         length=args.length,
         impl=impl,
-        kept=args.work / "texts.part",
         lengths=lengths,
         seeds=seeds,
-    )[: len(ids)]
-    mask = np.arange(args.length) >= lengths[: len(ids), None] - 1
+        wanted=len(ids),
+    )
+
+
+def roll_out(args: argparse.Namespace) -> None:
+    """Writes `texts.npz`: what the target makes of each prompt, greedily and drawn."""
+    slabs = slabs_of(args)
+    fan = fan_out.of(args, slabs_of, args)
+    tokens = rollouts.generate(slabs, kept=args.work / "texts.part", fan=fan)
+    count = slabs.wanted
+    mask = np.arange(args.length) >= slabs.given[:count, None] - 1
     # In another order than the prompts', so that the held-out ones are of all kinds.
-    order = np.random.default_rng(args.seed).permutation(len(ids))
+    order = np.random.default_rng(args.seed).permutation(count)
     whole = args.work / "texts_whole.npz"
     np.savez(whole, tokens=tokens[order], mask=mask[order])
     whole.replace(_texts_path(args))  # Which is never half a file.
@@ -211,12 +225,15 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         mesh=loop.data_mesh(args.devices),
         stop_after=stop_after,
     )
-    rows = map(json.loads, (args.work / "log.jsonl").open(encoding="utf-8"))
-    return [row for row in rows if "held_out_loss" in row][-1]
+    return _last_held_out(args.work)
+
+
+_DECIDING = "taps length draft_vocab mlp steps batch part learning_rate seed".split()
+"""Flags that decide the bits of every family; `Family.flags` has those of its own."""
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes the newest checkpoint to `--out`, in the target's dtype."""
+    """Writes the newest checkpoint to `--out`, in the target's dtype, with a card."""
     job = prepare(args)
     trained, step = loop.restore(_recipe(args), _init(args, job), args.work)
     narrow = jax.tree.map(lambda leaf: leaf.astype(job.target.dtype), trained)
@@ -225,8 +242,41 @@ def export(args: argparse.Namespace) -> None:
         job.config,
         job.family.training.complete(narrow, job.teacher),
         dialect=args.dialect,
+        **({"copies": False} if args.no_copies else {}),
         metadata={"step": str(step)},
     )
+    texts = job.online.texts
+    described = {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(narrow)),
+        "format": args.dialect,
+        "reads hidden states": ", ".join(map(str, job.config.taps)),
+        "target, SHA-256 of its weights": fingerprint.of_params(job.params),
+        "texts of the target": len(texts),
+        "tokens of a text": texts.tokens.shape[1],
+        "steps": step,
+        "tokens seen": loop.tokens_seen(args.work),
+    }
+    deciding = [*_DECIDING, *job.family.flags]
+    flags = {name: getattr(args, name) for name in deciding}
+    card = pair_export.drafter_card(
+        args.family, described, _last_held_out(args.work), _text_of(flags), args.note
+    )
+    (args.out / "README.md").write_text(card, encoding="utf-8")
+
+
+def _text_of(flags: dict[str, Any]) -> str:
+    """The given ones, as on a command line."""
+    texts = {
+        "--" + name.replace("_", "-"): ",".join(map(str, x)) if name == "taps" else x
+        for name, x in flags.items()
+        if x is not None and x is not False
+    }
+    return " ".join(n if x is True else f"{n} {x}" for n, x in texts.items())
+
+
+def _last_held_out(work: pathlib.Path) -> dict[str, float]:
+    rows = map(json.loads, (work / "log.jsonl").open(encoding="utf-8"))
+    return [row for row in rows if "held_out_loss" in row][-1]
 
 
 def _taps(text: str) -> tuple[int, ...]:
@@ -246,6 +296,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="K,K,..",
         help="hidden_states of the target to read (default of eagle3: 2, half of its "
         "layers L, and L - 3; of the others: as many as the drafter has layers)",
+    )
+    parser.add_argument(
+        "--note", action="append", default=[], help="a sentence for the drafter's card"
     )
     cli.add(
         parser,
@@ -273,14 +326,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --rank N=64  of the head
         --no-tv  train by cross-entropy in the place of total variation
         --no-confidence  leave out the confidence head
+        --no-copies  export no copies of the target's embedding and output projection,
+          which deepspec has; spec_jax reads them from the target
         --batch N=16  sequences of an optimiser step
         --part N=2  of them, how many have their gradients at a time
         --devices N=1  over which a batch is spread, --part sequences of it on each
         --learning-rate RATE=0.02  of the matrices, by Muon; all others have 0.15 of it
         --eval-every N=50  steps between measurements of the held-out texts
         --save-every N=25  steps between checkpoints
+        --temperature T=1  of the target's draws in the rounds that calibrate
         --seed SEED=0  of weights, batches and drawn rollouts
-        --impl IMPL=auto  kernels of the rollouts
+        --impl IMPL=auto  kernels of the rollouts, and of rounds that calibrate
         """,
         FOLDER=pathlib.Path,
         FILE=str,
@@ -292,12 +348,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         WHERE=TARGETS,
         DIALECT=sorted({*eagle3_dialects.DIALECTS, *block_dialects.DIALECTS}),
     )
+    fan_out.add_flags(parser.add_argument_group("rollouts on a cluster"))
     args = parser.parse_args(argv)
+    fan_out.check_stage(parser, args, "rollouts")
     args.dialect = args.dialect or families.FAMILIES[args.family].dialect
     return args
 
 
-STAGES = {"rollouts": roll_out, "cache": cache, "train": train, "export": export}
+STAGES = {
+    "rollouts": roll_out,
+    "cache": cache,
+    "train": train,
+    "export": export,
+    "calibrate": calibrate.run,
+}
 
 
 def run(args: argparse.Namespace) -> int:

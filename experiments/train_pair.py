@@ -5,12 +5,13 @@ Stages, in this order, each resumable after a kill with the same loss curve:
     target    about 10 M parameters, on text
     draft     about 1 M parameters, on the same text
     distill   the draft again, towards the target's distributions
-    rollouts  the target continues pieces of the text greedily
+    rollouts  the target continues pieces of the text, half of them greedily
     align     the draft again, towards the target's distributions on its own text
     export    bf16 weights, tokenizer and model card, as Hugging Face folders
 
 Everything but the export goes to `--work`. The tokenizer, a byte-level BPE of 4096
-entries, is trained by the first stage that runs.
+entries, is trained by the first stage that runs. With `--base`, a published pair stands
+for the stages before: its draft is aligned further, to texts of its target.
 """
 
 from experiments.lib import cli
@@ -24,15 +25,20 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shutil
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 import tokenizers
 
-from experiments.lib import files
+from experiments.lib import fan_out, files
 from experiments.pair import corpus, export, quality, rollouts
-from spec_jax.model import config as config_lib, params as params_lib
+from spec_jax.model import (
+    config as config_lib,
+    load as load_lib,
+    params as params_lib,
+)
 from spec_jax.ops import dispatch
 from spec_jax.training import loop, losses, targets
 from spec_jax.typing import IMPLS
@@ -78,6 +84,11 @@ class Stage:
     batch_size: int = 16
     learning_rate: float = 0.02
 
+    @property
+    def model(self) -> str:
+        """The model that it trains, as its folder is named in the assets."""
+        return "target" if self.config is TARGET else "draft"
+
     def recipe(self, steps: int | None, seed: int) -> loop.Recipe:
         """The recipe; both arguments come from the flags."""
         return loop.Recipe(
@@ -108,12 +119,13 @@ STAGES = {
 }
 
 
-def prepare(work: pathlib.Path) -> tuple[np.ndarray, np.ndarray, dict]:
+def prepare(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, dict]:
     """Returns windows of both splits, and what the model card says about the corpus.
 
-    Trains the tokenizer where `work` holds none, and keeps the windows in `work`, so
-    that a run resumed under another Python sees the same text.
+    Trains the tokenizer where neither `--work` nor `--base` has one, and keeps the
+    windows in `--work`, so that a run resumed under another Python sees the same text.
     """
+    work = args.work
     kept = work / "corpus.npz"
     if kept.exists():
         with np.load(kept) as saved:
@@ -121,8 +133,10 @@ def prepare(work: pathlib.Path) -> tuple[np.ndarray, np.ndarray, dict]:
             return saved["train"], saved["held_out"], description
     texts = corpus.read()
     path = work / "tokenizer.json"
-    if not path.exists():
-        work.mkdir(parents=True, exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
+    if args.base:
+        shutil.copy(args.base / "target" / "tokenizer.json", path)
+    elif not path.exists():
         corpus.train_tokenizer(texts.train).save(str(path))
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     train = corpus.windows(corpus.encode(tokenizer, texts.train), WINDOW)
@@ -143,24 +157,31 @@ def _in_bfloat16(config: config_lib.Qwen3Config) -> config_lib.Qwen3Config:
     return dataclasses.replace(config, dtype="bfloat16")
 
 
-def restore(work: pathlib.Path, name: str, seed: int) -> tuple[params_lib.Params, int]:
-    """The parameters of a stage's newest checkpoint, and its step."""
+def restore(args: argparse.Namespace, name: str) -> tuple[params_lib.Params, int]:
+    """The parameters of a stage's newest checkpoint, and its step.
+
+    Those of `--base`, and step 0, where the stage has no folder in `--work`.
+    """
     stage = STAGES[name]
-    return loop.restore(stage.recipe(None, seed), stage.init(seed), work / stage.folder)
+    folder = args.work / stage.folder
+    if args.base and not folder.exists():
+        base = args.base / stage.model
+        return load_lib.load(base, dtype=stage.config.dtype)[1], 0
+    return loop.restore(stage.recipe(None, args.seed), stage.init(args.seed), folder)
 
 
 def train(args: argparse.Namespace) -> float:
     """Runs one training stage; returns its last held-out loss, nats per token."""
     stage = STAGES[args.stage]
-    windows, held_out, description = prepare(args.work)
+    windows, held_out, description = prepare(args)
     print(f"{description['corpus']}: {description['train_tokens']:,} training tokens")
     init, teacher = stage.init(args.seed), None
     loss = functools.partial(losses.text_loss, _in_bfloat16(stage.config))
     if args.stage in ("distill", "align"):
         before = {"distill": "draft", "align": "distill"}[args.stage]
-        init, _ = restore(args.work, before, args.seed)
+        init, _ = restore(args, before)
         loss = functools.partial(losses.distillation_loss, _in_bfloat16(DRAFT))
-        target, _ = restore(args.work, "target", args.seed)
+        target, _ = restore(args, "target")
         teacher = jax.numpy.array(target.embed, copy=True)  # Which is its head.
         if args.stage == "distill":
             windows, held_out = (_taught(x, target) for x in (windows, held_out))
@@ -213,24 +234,37 @@ def _own_texts(
     )
 
 
-def roll_out(args: argparse.Namespace) -> None:
-    """Writes `rollouts.npy [--rollouts, ROLLOUT_LENGTH]` of the shipped target.
-
-    A killed run goes on from `rollouts_STEP.part`, which is of that step's target.
-    """
-    windows, _, _ = prepare(args.work)
-    params, step = restore(args.work, "target", args.seed)
+def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
+    """Returns pieces of the text, ready to be continued by the target's checkpoint."""
+    windows, _, _ = prepare(args)
+    params, _ = restore(args, "target")
     random = np.random.default_rng(args.seed)
     chosen = windows[random.choice(len(windows), args.rollouts)]
     starts = random.integers(0, WINDOW - ROLLOUT_PREFIX, args.rollouts)
     columns = starts[:, None] + np.arange(ROLLOUT_PREFIX)
-    text = rollouts.generate(
-        params_lib.cast(params, "bfloat16"),
-        dataclasses.replace(TARGET, dtype="bfloat16"),
-        np.take_along_axis(chosen, columns, axis=1),
+    # Every second one is drawn.
+    numbers = np.arange(args.rollouts)
+    return rollouts.Slabs(
+        params=params_lib.cast(params, "bfloat16"),
+        config=dataclasses.replace(TARGET, dtype="bfloat16"),
+        prefixes=np.take_along_axis(chosen, columns, axis=1),
         length=ROLLOUT_LENGTH,
         impl=dispatch.resolve(args.impl),
+        seeds=np.where(numbers % 2, args.seed * args.rollouts + numbers, -1),
+    )
+
+
+def roll_out(args: argparse.Namespace) -> None:
+    """Writes `rollouts.npy [--rollouts, ROLLOUT_LENGTH]` of the target in bfloat16.
+
+    A killed run goes on from `rollouts_STEP.part`, which is of that step's target.
+    """
+    slabs = slabs_of(args)
+    _, step = restore(args, "target")
+    text = rollouts.generate(
+        slabs,
         kept=args.work / f"rollouts_{step}.part",
+        fan=fan_out.of(args, slabs_of, args),
     )
     whole = args.work / "rollouts_whole.npy"
     np.save(whole, text)
@@ -239,12 +273,12 @@ def roll_out(args: argparse.Namespace) -> None:
 
 def export_pair(args: argparse.Namespace) -> None:
     """Writes the newest checkpoints to `--assets`, with a model card."""
-    _, held_out, description = prepare(args.work)
+    _, held_out, description = prepare(args)
     models = []
     draft_stages = ("draft", "distill", "align")
     for name, stage_names in (("target", ("target",)), ("draft", draft_stages)):
         stage = STAGES[stage_names[-1]]
-        params, _ = restore(args.work, stage_names[-1], args.seed)
+        params, _ = restore(args, stage_names[-1])
         loss = jax.jit(functools.partial(losses.text_loss, stage.config))
         models.append(
             export.Model(
@@ -252,10 +286,7 @@ def export_pair(args: argparse.Namespace) -> None:
                 config=stage.config,
                 params=params,
                 held_out_loss=loop.held_out_loss(loss, params, held_out, batch_size=8),
-                stages={
-                    key: loop.tokens_seen(args.work / STAGES[key].folder)
-                    for key in stage_names
-                },
+                stages=_tokens_seen(args, name, stage_names),
             )
         )
     export.write(args.assets, args.work / "tokenizer.json", models)
@@ -267,6 +298,18 @@ def export_pair(args: argparse.Namespace) -> None:
     (args.assets / "README.md").write_text(
         export.card(models, description, texts, args.note), encoding="utf-8"
     )
+
+
+def _tokens_seen(
+    args: argparse.Namespace, model: str, stages: Sequence[str]
+) -> dict[str, int]:
+    """Tokens that a model saw by stage, with those of `--base`."""
+    seen = export.tokens_seen(args.base / "README.md", model) if args.base else {}
+    for stage in stages:
+        folder = args.work / STAGES[stage].folder
+        if not args.base or folder.exists():
+            seen[stage] = seen.get(stage, 0) + loop.tokens_seen(folder)
+    return seen
 
 
 def _named_folder(text: str) -> tuple[str, pathlib.Path]:
@@ -289,6 +332,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --seed SEED=0  of weights, batches and rollouts
         --rollouts N=12288  how many pieces of the text the target continues
         --impl IMPL=auto  kernels of the rollouts
+        --base FOLDER  a published pair to go on from, in the place of stages that
+          have no folder in --work
         --assets FOLDER=spec_jax/assets  where the export goes
         """,
         FOLDER=pathlib.Path,
@@ -306,7 +351,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--note", action="append", default=[], help="a sentence for the model card"
     )
-    return parser.parse_args(argv)
+    fan_out.add_flags(parser.add_argument_group("rollouts on a cluster"))
+    args = parser.parse_args(argv)
+    fan_out.check_stage(parser, args, "rollouts")
+    return args
 
 
 def run(args: argparse.Namespace) -> int:

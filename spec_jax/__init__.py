@@ -18,12 +18,12 @@ __version__ = "0.2.0"
 _NAMES = {
     "Drafter": "spec_jax.engine.protocols",
     "FixedTree": "spec_jax.drafters.tree_shapes",
-    "Generation": "spec_jax.generation",
+    "Generation": "spec_jax.results",
     "LanguageModel": "spec_jax.loading",
     "Origin": "spec_jax.engine.state",
-    "Piece": "spec_jax.generation",
+    "Piece": "spec_jax.results",
     "Proposal": "spec_jax.engine.protocols",
-    "Sampling": "spec_jax.generation",
+    "Sampling": "spec_jax.run",
     "Status": "spec_jax.engine.state",
     "Tree": "spec_jax.drafters.tree_shapes",
     "check_lossless": "spec_jax.lossless",
@@ -61,16 +61,11 @@ if TYPE_CHECKING:
     from spec_jax.drafters.tree_shapes import FixedTree, Tree
     from spec_jax.engine.protocols import Drafter, Proposal
     from spec_jax.engine.state import Origin, Status
-    from spec_jax.generation import (
-        Generation,
-        Piece,
-        Sampling,
-        decode,
-        generate,
-        stream,
-    )
+    from spec_jax.generation import decode, generate, stream
     from spec_jax.loading import LanguageModel, load
     from spec_jax.lossless import check_lossless
+    from spec_jax.results import Generation, Piece
+    from spec_jax.run import Sampling
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,7 @@ from spec_jax.typing import Impl
 ASSETS = pathlib.Path(__file__).parent / "assets"
 EMBEDDED_TARGET = ASSETS / "target"
 EMBEDDED_DRAFT = ASSETS / "draft"
+"""The embedded pair. Heads for its target are beside them, by their drafters' names."""
 
 # Two rows are the least that XLA multiplies fast, and all that catching up needs.
 DRAFT_SLAB = 2
@@ -120,7 +121,8 @@ def load(
       draft: a folder of the same tokenizer, for drafters with a draft model: where the
         models pad its vocabulary differently, neither loads the padding; None: the
         embedded pair's draft, where the target is the embedded one too. For "eagle3",
-        "dflash" and "dspark" the folder of the head, which "hybrid" takes, too.
+        "dflash" and "dspark" the folder of the head, which "hybrid" takes, too; None:
+        the one that is shipped for the embedded target.
       drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
         a head that was trained for the target, or an object that keeps
         `protocols.Drafter` and has no parameters.
@@ -201,6 +203,7 @@ def load(
         target=model,
         target_params=params,
         draft=None if named is None else pathlib.Path(named),
+        heads=heads_for(target),
         dtype=dtype,
     )
     chosen, drafter_params = registry.build(drafter, parts)
@@ -213,6 +216,23 @@ def load(
         tokenizer=target_tokenizer,
     )
     return lm if tree is None else lm.with_tree(tree)
+
+
+def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:
+    """Returns where the heads are that are shipped for a target; None: there are none.
+
+    Args:
+      target: a folder; None: the embedded target.
+    """
+    target = EMBEDDED_TARGET if target is None else pathlib.Path(target)
+    return ASSETS if target.resolve() == EMBEDDED_TARGET.resolve() else None
+
+
+def shipped_heads() -> tuple[str, ...]:
+    """Returns the drafters whose heads are shipped for the embedded target."""
+    return tuple(
+        name for name in registry.NEED_TARGET if registry.is_folder(str(ASSETS / name))
+    )
 
 
 def _entries(

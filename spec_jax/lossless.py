@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from spec_jax import generation
+from spec_jax import generation, run as run_lib
 from spec_jax.debug import evidence, recorder
 from spec_jax.engine import baseline, round as round_lib, state as states
 from spec_jax.loading import LanguageModel
@@ -73,7 +73,7 @@ class Report:
 
 def check_lossless(
     lm: LanguageModel,
-    prompt: generation.Prompt | Sequence[generation.Prompt],
+    prompt: run_lib.Prompt | Sequence[run_lib.Prompt],
     **settings: Any,
 ) -> Report:
     """Generates each prompt speculatively and by decoding, and compares the bits.
@@ -108,7 +108,7 @@ def check_lossless(
 
 
 def evidence_of(
-    lm: LanguageModel, prompts: Sequence[generation.Prompt], **settings: Any
+    lm: LanguageModel, prompts: Sequence[run_lib.Prompt], **settings: Any
 ) -> list[evidence.Evidence]:
     """Generates prompts together, a slot each, and returns what each run left behind.
 
@@ -124,7 +124,7 @@ def evidence_of(
     ]
 
 
-def _generate(run: generation.Run, numbers: range) -> states.State:
+def _generate(run: run_lib.Run, numbers: range) -> states.State:
     """Generates the requests of one filling of the slots, recorded."""
     scheduler, window = run.scheduler, run.lm.gamma_max + 1
     watched = recorder.Recorder(target=scheduler.target, window=window)
@@ -140,14 +140,14 @@ def _generate(run: generation.Run, numbers: range) -> states.State:
     )
 
 
-def _compare(run: generation.Run, numbers: range) -> list[Comparison]:
+def _compare(run: run_lib.Run, numbers: range) -> list[Comparison]:
     """Compares the requests of one filling of the slots."""
     state = _generate(run, numbers)
     return [_compare_slot(run, state, slot, n) for slot, n in enumerate(numbers)]
 
 
 def _compare_slot(
-    run: generation.Run, state: states.State, slot: int, number: int
+    run: run_lib.Run, state: states.State, slot: int, number: int
 ) -> Comparison:
     """Compares one slot with decoding of its request alone, on other pages."""
     lm, num_prompt = run.lm, len(run.prompts[number])

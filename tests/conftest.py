@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import re
 
 import hypothesis
 import jax
@@ -62,8 +63,10 @@ LONGEST = (
 """Files that one process would be left with at the end, while the other waits."""
 
 
+_OF_MODELS = "eagle3_head families fingerprint observe parity qwen3 row_model rows"
 BITS = (
-    *("model/", "ops/", "paging/test_pool_copies.py", "test_front_door.py"),
+    *(f"model/test_{name}.py" for name in (*_OF_MODELS.split(), "tree_rows")),
+    *("ops/", "paging/test_pool_copies.py"),
     "parallel/test_mesh.py",
     *("engine/test_round.py", "engine/test_trees.py", "engine/test_memory.py"),
     "engine/test_features.py",
@@ -72,6 +75,19 @@ BITS = (
 )
 """Files and folders whose tests compare bits of compiled programs, or look at these:
 they are marked `bits`, and CI compiles them as users do."""
+
+
+def pytest_ignore_collect(collection_path, config) -> bool | None:
+    """Leaves out files of which `-m` takes no test, where it says `bits` or not.
+
+    Each process would import all of them otherwise, for several seconds.
+    """
+    asked = re.fullmatch(r"(?:[\w ]+ and )?(not )?bits", config.option.markexpr)
+    is_file = collection_path.suffix == ".py" and TESTS in collection_path.parents
+    if not asked or not is_file or " or " in config.option.markexpr:
+        return None
+    compares = collection_path.relative_to(TESTS).as_posix().startswith(BITS)
+    return compares == bool(asked[1]) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` looks at the markers.

@@ -1,5 +1,7 @@
-"""The notebooks run from top to bottom as they are, and show what they promise."""
+"""Notebooks and docstrings run as they are, and show what they promise."""
 
+import doctest
+import importlib
 import pathlib
 
 import nbclient
@@ -39,3 +41,21 @@ def test_a_failing_cell_is_an_error(tmp_path, monkeypatch):
     nbformat.write(notebook, tmp_path / "bad.ipynb")
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="ZeroDivision"):
         outputs(tmp_path / "bad.ipynb", monkeypatch)
+
+
+@pytest.mark.parametrize("module", ["generation", "loading", "lossless"])
+def test_examples_of_the_docstrings_run(module):
+    """As they stand there, on the embedded pair."""
+    module = importlib.import_module(f"spec_jax.{module}")
+    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert tests
+    for test in tests:
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+        assert runner.run(test).failed == 0, test.name
+
+
+def test_a_failing_example_is_seen():
+    """Negative control of the above."""
+    parsed = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "it", None, 0)
+    said = []
+    assert doctest.DocTestRunner().run(parsed, out=said.append).failed == 1 and said

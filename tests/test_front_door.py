@@ -1,8 +1,6 @@
 """`import spec_jax as sj`: text, ids or messages in; text, origins and numbers out."""
 
 import dataclasses
-import doctest
-import importlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -334,24 +332,6 @@ def test_models_and_drafters_that_do_not_fit_are_refused(lm, tmp_path):
         lm.with_drafter(wide)
     short = sj.load(folder, drafter=ngram.PromptLookup(gamma_max=2))
     assert short.gamma_max == 2
-
-
-@pytest.mark.parametrize("module", ["generation", "loading", "lossless"])
-def test_examples_of_the_docstrings_run(module):
-    """As they stand there, on the embedded pair."""
-    module = importlib.import_module(f"spec_jax.{module}")
-    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
-    assert tests
-    for test in tests:
-        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-        assert runner.run(test).failed == 0, test.name
-
-
-def test_a_failing_example_is_seen():
-    """Negative control of the above."""
-    parsed = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "it", None, 0)
-    said = []
-    assert doctest.DocTestRunner().run(parsed, out=said.append).failed == 1 and said
 
 
 def test_what_the_package_lists_is_there():

@@ -28,7 +28,9 @@ LAYERS = (
     {"drafters"},
     {"testing"},
     {"analysis", "debug"},
+    {"results"},
     {"loading"},
+    {"run"},
     {"generation"},
     {"lossless"},
 )
@@ -41,6 +43,7 @@ ABSTRACT = {"engine", "rules", "gamma", "tree"}
 FEWER = {
     **{name: set() for name in ("native", "pallas", "parallel", "rules", "gamma")},
     "analysis/metrics": {"analysis"},
+    "analysis/speeds": {"analysis"},
     "analysis/conventions": {"analysis"},
     **{f"drafters/{name}": {"drafters", "engine"} for name in ("ngram", "suffix")},
     "drafters/oracle": {"engine"},

@@ -1,6 +1,7 @@
 """Hugging Face folders of a tiny random target and draft, for tests of scripts."""
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -9,6 +10,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from spec_jax.model import (
+    block_files,
+    block_params,
     config as config_lib,
     eagle3_files,
     eagle3_params,
@@ -99,6 +102,37 @@ def write_head(
     made = eagle3_params.init(key, head, embed=params.embed, hot=hot, stddev=0.3)
     eagle3_files.save(folder, head, made, dialect="midlayer")
     return folder
+
+
+def write_block(
+    folder: pathlib.Path, target: pathlib.Path, *, kind: str = "dspark", seed: int = 2
+) -> pathlib.Path:
+    """A DFlash or DSpark drafter of random weights for that target of two layers."""
+    layer, params = load.load(target)
+    heads = {"head": "vanilla", "markov_rank": 8, "has_confidence": True}
+    head = block_params.BlockConfig(
+        layer=dataclasses.replace(layer, num_layers=1, tie_word_embeddings=False),
+        draft_vocab_size=layer.vocab_size,
+        taps=(1,),
+        block_size=4,
+        slots="anchor-first",
+        mask_token_id=0,
+        **(heads if kind == "dspark" else {}),
+    ).validate()
+    key = jax.random.key(seed)
+    made = block_params.init(
+        key, head, embed=params.embed, lm_head=params.head, stddev=0.3
+    )
+    block_files.save(folder, head, made, dialect="deepspec")
+    return folder
+
+
+WRITE_HEAD = {
+    "eagle3": write_head,
+    "dflash": functools.partial(write_block, kind="dflash"),
+    "dspark": write_block,
+}
+"""What writes a head of each kind, by its drafter's name."""
 
 
 TEMPLATE = (

@@ -110,6 +110,16 @@ class TreeCosts:
         flat = (self.verify_s[0],) * len(self.verify_s)
         return dataclasses.replace(self, verify_s=flat)
 
+    def with_rows_of(self, curve: theory.CostCurve) -> "TreeCosts":
+        """Returns the costs where rows cost the plain steps that another curve says,
+        of as many rows or more; drafting, and what else a round has, cost the same."""
+        num_rows = np.asarray(self.nodes) + 1
+        steps = np.interp(num_rows, curve.rows, curve.verify_s) / curve.plain_s
+        verify_s = tuple((steps * self.plain_s).tolist())
+        # What a round has beyond its rows stays as it is.
+        idle_s = self.idle_s - self.verify_s[0] + verify_s[0]
+        return dataclasses.replace(self, verify_s=verify_s, idle_s=idle_s)
+
     def round_s(self) -> np.ndarray:
         """Seconds of a round by its nodes, `[gamma_max + 1]`."""
         return np.array([self.seconds(n, drafted=n) for n in range(self.gamma_max + 1)])
@@ -214,11 +224,12 @@ def _begin(lm, settings, prompt) -> baseline.DecodeState:
         lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size),
         prompt,
         max_tokens=settings.gen_tokens,
+        sampling=settings.sampling,
     )
 
 
 def _plain_steps(lm, settings, prompt, steps) -> timing.Thunk:
-    """Times greedy decoding after the prompt."""
+    """Times decoding after the prompt, as the settings choose tokens."""
     begun, most = _begin(lm, settings, prompt), jnp.int32(steps)
     return _stopwatch(
         lambda state: baseline.generate(lm.target, lm.params, state, max_steps=most),

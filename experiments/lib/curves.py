@@ -218,6 +218,23 @@ def cells_by_category(rows: Sequence[Row]) -> tuple[list[str], list[Curve]]:
     return list(dict.fromkeys(row["category"] for row in chosen)), curves
 
 
+def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
+    """By prompt set: a curve over the drafts of a round at the largest gamma, of each
+    drafter, temperature and policy; all categories together.
+
+    Raises:
+      ValueError: as `cells_by_gamma`.
+    """
+    _check_once(rows)
+    largest = max(row["gamma"] for row in rows)
+    chosen = [row for row in rows if row["gamma"] == largest]
+    totals, names = _shortened(cells.totals(chosen)), _CELL_AXES[1:]
+    return {
+        source: labelled(group_by(of_set, names), names, otherwise="drafter")
+        for (source,), of_set in group_by(totals, ("prompt_source",)).items()
+    }
+
+
 def improvements(rows: Sequence[Row]) -> list[Curve]:
     """A curve over gamma for each acceptance and cost, of `theory.improvement_rows`."""
     names = ("acceptance", "cost")
@@ -228,11 +245,19 @@ def improvements(rows: Sequence[Row]) -> list[Curve]:
 
 
 def _shortened(rows: Sequence[Row]) -> list[Row]:
-    """The rows, with the name of a file of prompts in the place of its path."""
-    return [
-        {**row, "prompt_source": pathlib.PurePath(row["prompt_source"]).name}
-        for row in rows
-    ]
+    """The rows, with the name of a file of prompts in the place of its path.
+
+    And with its folder's, where two files have one name.
+    """
+    paths = {
+        row["prompt_source"]: pathlib.PurePath(row["prompt_source"]) for row in rows
+    }
+    names = [path.name for path in paths.values()]
+    short = {
+        source: path.name if names.count(path.name) == 1 else "/".join(path.parts[-2:])
+        for source, path in paths.items()
+    }
+    return [{**row, "prompt_source": short[row["prompt_source"]]} for row in rows]
 
 
 def _check_once(rows: Sequence[Row]) -> None:

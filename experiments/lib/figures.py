@@ -236,6 +236,29 @@ def sweep_categories(rows: Sequence[Row]) -> Figure:
     return figure
 
 
+def sweep_positions(rows: Sequence[Row]) -> Figure:
+    """P(draft kept at a position, if all before it were) on each prompt set."""
+    panels = curves.cells_by_position(rows)
+    with parts.style():
+        figure, every = parts.new(3.6, 1, len(panels), sharey=True)
+        for axes, (source, found) in zip(every, panels.items(), strict=True):
+            for place, curve in enumerate(found):
+                rates = curve.rows[0]["conditional_acceptance"]
+                kept = [float("nan") if rate is None else rate for rate in rates]
+                looks = parts.looks(place)
+                axes.plot(range(1, len(kept) + 1), kept, label=curve.label, **looks)
+            axes.set_title(source, fontsize=11)
+            axes.set_xlabel("position (token)")
+            axes.set_ylim(0, 1)
+            parts.whole_numbers(axes.xaxis)
+        every[0].set_ylabel("P(kept, if all before were)")
+        handles, labels = _of_all(every)
+        place = {"loc": "outside upper center", "ncols": 3}
+        gamma = max(row["gamma"] for row in rows)
+        figure.legend(handles, labels, title=f"gamma {gamma}", **place)
+    return figure
+
+
 def improvement(rows: Sequence[Row]) -> Figure:
     """The factor of Theorem 3.8 over gamma; a ring marks the best gamma."""
     found = curves.improvements(rows)

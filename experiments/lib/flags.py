@@ -116,8 +116,9 @@ def add_drafter(group: argparse._ActionsContainer) -> None:
         --drafter NAME=draft-model  what proposes tokens: a draft model (draft-model);
             prompt lookup (ngram); what mostly followed in the text (suffix); that where
             its score is high, otherwise the draft model (hybrid); a head that reads the
-            target's features, whose folder is --draft (eagle3), or that folder; the
-            text of autoregressive decoding, for a ceiling (oracle); one that a package
+            target's features (eagle3, dflash, dspark), whose folder is --draft, or the
+            shipped one of the embedded target; or that folder; the text of
+            autoregressive decoding, for a ceiling (oracle); one that a package
             registers, or package.module:Name
         """,
         NAME=drafter,

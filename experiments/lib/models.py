@@ -93,6 +93,7 @@ def with_drafter(
         target=lm.target,
         target_params=lm.params,
         draft=None if args.draft is None else pathlib.Path(args.draft),
+        heads=loading.heads_for(args.target),
         dtype=args.dtype,
     )
     return lm.with_drafter(*registry.build(name, parts))

@@ -156,10 +156,15 @@ class TreePrediction:
     speedup: float  # over autoregressive decoding
     # And where rows cost nothing (`TreeCosts.with_free_rows`); drafting costs the same
     free_rows_speedup: float
+    # And where they cost what a curve says (`TreeCosts.with_rows_of`); None without one
+    other_rows_speedup: float | None = None
 
 
 def predict_tree(
-    counters: metrics.Counters, costs: costs_lib.TreeCosts
+    counters: metrics.Counters,
+    costs: costs_lib.TreeCosts,
+    *,
+    rows_of: theory.CostCurve | None = None,
 ) -> list[TreePrediction]:
     """Returns a prediction for each number of nodes that was timed, from 1 on.
 
@@ -168,16 +173,19 @@ def predict_tree(
 
     Args:
       counters: of rounds that asked for all nodes.
+      rows_of: what rows cost elsewhere, to predict that too.
     """
     drafted = counters.proposed / counters.rounds
-    made, free = [], costs.with_free_rows()
+    made, all_costs = [], [costs, costs.with_free_rows()]
+    if rows_of is not None:
+        all_costs.append(costs.with_rows_of(rows_of))
     for nodes in costs.nodes[1:]:
         tokens = 1 + sum(counters.kept_by_rank[:nodes]) / counters.rounds
         num_rows = min(drafted, nodes)
-        steps, flat = (
-            each.seconds(nodes, drafted=num_rows) / costs.plain_s
-            for each in (costs, free)
+        steps, *elsewhere = (
+            each.seconds(nodes, drafted=num_rows) / costs.plain_s for each in all_costs
         )
+        speedups = [tokens / each for each in elsewhere]
         made.append(
             TreePrediction(
                 nodes=nodes,
@@ -185,7 +193,8 @@ def predict_tree(
                 tokens_per_round=tokens,
                 plain_steps=steps,
                 speedup=tokens / steps,
-                free_rows_speedup=tokens / flat,
+                free_rows_speedup=speedups[0],
+                other_rows_speedup=speedups[1] if rows_of is not None else None,
             )
         )
     return made
@@ -194,20 +203,30 @@ def predict_tree(
 def words_of_tree(name: str, predictions: Sequence[TreePrediction]) -> str:
     """Returns where a tree pays, in words: here, and where rows cost nothing."""
     best = max(predictions, key=lambda prediction: prediction.speedup)
-    free = max(predictions, key=lambda prediction: prediction.free_rows_speedup)
-    return (
+    free = [(one.nodes, one.free_rows_speedup) for one in predictions]
+    words = (
         f"{name}: {_pays([(one.nodes, one.speedup) for one in predictions])}; "
         f"{best.speedup:.2f}x with {best.nodes} nodes expected to be "
         f"the best, {best.tokens_per_round:.2f} tokens in rounds of "
         f"{best.plain_steps:.2f} plain steps. If rows cost nothing, as on a GPU, it "
-        f"{_pays([(one.nodes, one.free_rows_speedup) for one in predictions])}; "
-        f"{free.free_rows_speedup:.2f}x with {free.nodes}"
+        f"{_pays(free)}; {_highest(free)}"
+    )
+    other = [(one.nodes, one.other_rows_speedup or 0.0) for one in predictions]
+    if best.other_rows_speedup is None:
+        return words
+    return f"{words}. With rows as --row-costs has them it {_pays(other)}; " + (
+        _highest(other)
     )
 
 
 def _pays(speedups: Sequence[tuple[int, float]]) -> str:
     faster = [str(nodes) for nodes, speedup in speedups if speedup > 1]
     return f"pays with {', '.join(faster)} nodes" if faster else "does not pay"
+
+
+def _highest(speedups: Sequence[tuple[int, float]]) -> str:
+    nodes, speedup = max(speedups, key=lambda one: one[1])
+    return f"{speedup:.2f}x with {nodes}"
 
 
 TREE_BAR = 0.15

@@ -93,6 +93,20 @@ def hugging_face() -> Lines:
         yield f"{method}, K = {gamma}" if gamma else method, *cells
 
 
+def llama_cpp() -> Lines:
+    """The embedded pair beside llama.cpp, and the shape of Qwen3-0.6B."""
+    command = "`python experiments/compare_llama_cpp.py --llama-bin DIR`"
+    yield command, "llama.cpp", "spec_jax", "times faster (p10 to p90)"
+    for row in rows_of("compare_llama_cpp*.jsonl", "comparison"):
+        shape = "" if row["target"] == "embedded" else f"{row['target']}: "
+        low, high = row["ratio_p10"], row["ratio_p90"]
+        yield (
+            f"{shape}{row['figure']}, {row['unit']}",
+            *(f"{row[side]:.3f}" for side in ("theirs", "ours")),
+            f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
+        )
+
+
 def kernels() -> Lines:
     """Products at the shapes of Qwen3-0.6B: bandwidth, and the time of more rows."""
     yield (
@@ -153,6 +167,9 @@ def certificates() -> Lines:
         "--sampling greedy,sampled --batch 1,4",
         "full_native_bfloat16": "... --full --prompts 12 --gen-tokens 256",
         "gsm8k_native_bfloat16": "... --prompts gsm8k/test.jsonl:50 --gen-tokens 64",
+        "eagle3_native_bfloat16": "... --drafter eagle3 --product --tree none,4x6:15 "
+        "--gamma 4,7 --sampling greedy,sampled --batch 1,4",
+        "dspark_native_bfloat16": "... --drafter dspark, and so the others",
     }
     for name, command in commands.items():
         path = RESULTS / "certificates" / f"{name}.json"
@@ -197,6 +214,33 @@ def trees() -> Lines:
         )
 
 
+def heads() -> Lines:
+    """Rounds of the shipped heads: tokens a round, what is kept, speed."""
+    yield (
+        "`python experiments/spec_round.py --prompts 50`",
+        *("tokens a round", "drafts kept, by position", "speed-up", "matched"),
+    )
+    for row in rows_of("eagle3_native.jsonl", "summary") + rows_of(
+        "dspark_native.jsonl", "summary"
+    ):
+        flags = f"--drafter {row['drafter']} "
+        flags += f"--tree {row['tree']}" if row["tree"] else f"--gamma {row['gamma']}"
+        if row["temperature"]:
+            flags += f" --temperature {row['temperature']:g}"
+        if row["batch"]:
+            flags += f" --batch {row['batch']}"
+        if row["prompt_source"] != "50":
+            flags += f" --prompts {row['prompt_source']}"
+        kept = ", ".join(f"{x:.2f}" for x in row["conditional_acceptance"][:4])
+        yield (
+            f"`{flags}`",
+            f"{row['mean_accepted_length']:.2f}",
+            "" if row["tree"] else kept,
+            f"{row['speedup_e2e']:.2f}",
+            "yes" if row["matched"] else "no",
+        )
+
+
 def regret() -> Lines:
     """Regret of policies of gamma, and adversarial prompts in real rounds."""
     sets = ("easy", "hard", "mixed", "adversarial")
@@ -225,8 +269,8 @@ def regret() -> Lines:
 TABLES: Mapping[str, Callable[[], Lines]] = {
     made.__name__: made
     for made in (
-        *(rounds, hugging_face, kernels, designs, certificates, batches, trees),
-        regret,
+        *(rounds, hugging_face, llama_cpp, kernels, designs, certificates, batches),
+        *(trees, heads, regret),
     )
 }
 

@@ -76,6 +76,7 @@ def build(
             )
         return dataclasses.replace(drafter, min_confidence=min_confidence), params
 
+    is_embedded = header.target == traces.EMBEDDED
     parts = registry.Parts(
         gamma_max=gamma_max,
         vocab_size=header.vocab_size,
@@ -83,6 +84,7 @@ def build(
         target=None if target is None else target.target,
         target_params=None if target is None else target.params,
         draft=draft,
+        heads=loading.heads_for(None if is_embedded else header.target),
         dtype=header.dtype,
     )
     return registry.build(name, parts)
@@ -232,6 +234,9 @@ _NOT_REPLAYED += ("nonfinite_logits",)
 """Numbers of `metrics.summarise`, by their beginnings, that a trace does not tell."""
 
 
+Task = tuple[str, int, str]  # The drafter, gamma and gamma policy of a row
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Drafters on the traces of one file: a row for each, gamma and policy."""
@@ -243,47 +248,48 @@ class Evaluation:
     curves: Mapping[str, theory.CostCurve]  # of step costs, by drafter, or none
     # To be run live, for a check, or over the texts, for features; None: neither
     target: loading.LanguageModel | None
+    after_prompt: Callable[[], None] = lambda: None
+    # Features of all prompts by taps, as they are needed
+    recorded: dict[tuple[int, ...], list] = dataclasses.field(default_factory=dict)
 
-    @property
-    def num_replays(self) -> int:
-        """Prompts replayed, over all rows."""
-        num_rows = len(self.args.gamma) * len(self.args.gamma_policy)
-        return len(self.built) * num_rows * len(self.prompts)
+    def tasks(self) -> list[Task]:
+        """Returns what rows there are to be: drafter, gamma and policy of each."""
+        args = self.args
+        return list(itertools.product(self.built, args.gamma, args.gamma_policy))
 
-    def rows(self, after_prompt: Callable[[], None]) -> Iterator[dict[str, Any]]:
-        """Yields each row as soon as it is known."""
-        header, args = self.header, self.args
+    def __call__(self, task: Task) -> Iterator[dict[str, Any]]:
+        """Yields the row of a task."""
+        name, gamma, policy = task
+        header, built = self.header, self.built[name]
         longest = max(len(prompt.prompt_ids) for prompt in self.prompts)
         pages = index.pages_for(longest + header.gen_tokens, header.page_size)
-        recorded: dict[tuple[int, ...], list] = {(): [None] * len(self.prompts)}
-        for name, built in self.built.items():
-            taps = protocols.taps_of(built[0])
-            if taps not in recorded:
-                assert self.target is not None  # The drafter was built with it.
-                recorded[taps] = [
-                    record_features(self.target, prompt, taps)
-                    for prompt in self.prompts
-                ]
-            replayer = Replayer(
-                header=header,
-                built=built,
-                capacity=pages * header.page_size,
-                stop_ids=() if args.ignore_stop else header.stop_ids,
-            )
-            for gamma, policy in itertools.product(args.gamma, args.gamma_policy):
-                yield {
-                    "kind": "replay",
-                    "drafter": name,
-                    "gamma": gamma,
-                    "gamma_policy": policy,
-                    **self._row(
-                        name, replayer, gamma, policy, recorded[taps], after_prompt
-                    ),
-                }
+        replayer = Replayer(
+            header=header,
+            built=built,
+            capacity=pages * header.page_size,
+            stop_ids=() if self.args.ignore_stop else header.stop_ids,
+        )
+        features = self._features(protocols.taps_of(built[0]))
+        yield {
+            "kind": "replay",
+            "drafter": name,
+            "gamma": gamma,
+            "gamma_policy": policy,
+            **self._row(name, replayer, gamma, policy, features),
+        }
 
-    def _row(
-        self, name, replayer, gamma, policy, features, after_prompt
-    ) -> dict[str, Any]:
+    def _features(self, taps: tuple[int, ...]) -> list:
+        """Returns those of all prompts, recorded once; of no taps there are none."""
+        if not taps:
+            return [None] * len(self.prompts)
+        if taps not in self.recorded:
+            assert self.target is not None  # The drafter was built with it.
+            self.recorded[taps] = [
+                record_features(self.target, prompt, taps) for prompt in self.prompts
+            ]
+        return self.recorded[taps]
+
+    def _row(self, name, replayer, gamma, policy, features) -> dict[str, Any]:
         """Returns what one drafter does with one gamma and policy, over all prompts."""
         curve = self.curves.get(name)
         chosen = policies.make(
@@ -304,7 +310,7 @@ class Evaluation:
                 written = prompt.until_stop(replayer.stop_ids)
                 differs = differences(live, counters, written)
                 differing += [{"id": prompt.id, "differs": differs}] if differs else []
-            after_prompt()
+            self.after_prompt()
         counters, num_forwards = metrics.total(found), np.sum(forwards, axis=0)
         texts = [prompt.until_stop(replayer.stop_ids) for prompt in self.prompts]
         summary = metrics.summarise(

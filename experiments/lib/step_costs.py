@@ -26,10 +26,10 @@ from spec_jax.drafters import registry
 from spec_jax.gamma import theory
 
 
-HEAD = "eagle3"
-WITH_DRAFT_STEPS = ("draft-model", "hybrid", HEAD)
+WITH_DRAFT_STEPS = ("draft-model", "hybrid", *registry.NEED_TARGET)
 """Drafters that pay for the draft steps that `latency.py` measures. The hybrid is
-charged one for every token, also for those that it looked up."""
+charged one for every token, also for those that it looked up; a block drafter an equal
+share of its pass, which short drafts do not make shorter."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class Costs:
         """
         rows, draft_s = sorted(self.verify_s), self.draft_s
         if isinstance(draft_s, Mapping):
-            # A head that is named by its folder.
-            drafter = HEAD if registry.is_folder(drafter) else drafter
+            if registry.is_folder(drafter):
+                drafter = registry.kind_of(drafter)
             draft_s = draft_s.get(drafter, 0.0)
         return theory.CostCurve(
             plain_s=self.plain_s,

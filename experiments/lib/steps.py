@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from experiments.lib import noise, subjects, timing, works
 from spec_jax import loading
 from spec_jax.model import (
+    block_params,
     config as config_lib,
     params as params_lib,
     prompt as prompt_lib,
@@ -163,6 +164,9 @@ def _drafter_costs(
         page_size=sizes.page_size,
     )
     own = jax.eval_shape(make) if plan.as_shapes else make()
+    num_bytes = _bytes(draft, params, context)
+    if isinstance(params, block_params.BlockParams):
+        num_bytes //= lm.gamma_max  # A pass over the block drafts all.
     made = [
         Cost(
             name="draft step",
@@ -170,7 +174,7 @@ def _drafter_costs(
             ratio_to=PLAIN,
             context=context,
             num_active=1,
-            num_bytes=_bytes(draft, params, context),
+            num_bytes=num_bytes,
         )
     ]
     both = cache, own

@@ -16,6 +16,7 @@ from experiments.lib import cli, hf, noise
 from spec_jax import loading
 from spec_jax.drafters import draft_model, registry
 from spec_jax.model import (
+    block_params,
     config as config_lib,
     eagle3_params,
     params as params_lib,
@@ -70,13 +71,18 @@ def read_config(shapes: str, *, dtype: str | None) -> config_lib.Qwen3Config:
     return config_lib.read(folder / "config.json", dtype=dtype)
 
 
-def step_bytes(params: params_lib.Params | eagle3_params.Eagle3Params) -> int:
-    """Bytes of weights that one step reads.
+def step_bytes(
+    params: params_lib.Params | eagle3_params.Eagle3Params | block_params.BlockParams,
+) -> int:
+    """Bytes of weights that one step reads; of a block drafter, a pass over its block.
 
     An embedding that is not tied to the head is left out: a step reads a row of it.
     """
     if isinstance(params, eagle3_params.Eagle3Params):
         return params_lib.num_bytes(params.replace(embed=None, hot=None))
+    if isinstance(params, block_params.BlockParams):
+        markov = params.markov and params.markov.replace(embed=None)
+        return params_lib.num_bytes(params.replace(embed=None, hot=None, markov=markov))
     return params_lib.num_bytes((params.layers, params.final_norm, params.head))
 
 
@@ -129,7 +135,7 @@ def load(
         names = (args.preset, args.draft_preset)
         return preset_lm(*names, as_shapes=as_shapes, **sizes)
     is_head = args.draft is not None and registry.is_head(args.draft)
-    drafter = "eagle3" if is_head else "draft-model"
+    drafter = registry.kind_of(args.draft) if is_head else "draft-model"
     return loading.load(args.target, draft=args.draft, drafter=drafter, **sizes)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from experiments.lib import cell_runs, exact_cells as cells_lib
 from spec_jax import loading
 from spec_jax.debug import evidence
+from spec_jax.model import fingerprint
 
 
 Row = Mapping[str, Any]
@@ -34,7 +35,76 @@ class Plan:
     head: Any = None
 
 
-def run(plan: Plan, *, done: Collection[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """Some of a plan's cells, with what is there of them already."""
+
+    cells: tuple[cells_lib.Cell, ...]
+    done: frozenset[tuple[str, int]]  # `key` of rows
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        cells: Sequence[cells_lib.Cell],
+        done: Collection[tuple[str, int]],
+    ) -> "Task | None":
+        """Returns the task, or none where all of its rows are there."""
+        names = {cell.name for cell in cells}
+        own = frozenset(key for key in done if key[0] in names)
+        if len(own) == len(cells) * len(plan.prompts):
+            return None
+        return cls(cells=tuple(cells), done=own)
+
+    def __str__(self) -> str:
+        """The names of its cells."""
+        return "; ".join(cell.name for cell in self.cells)
+
+
+class Suite:
+    """Runs cells of a plan, task after task, and keeps the weights between them.
+
+    Args:
+      is_away: in another process than the plan was made in, whose folders may hold
+        other weights.
+    """
+
+    def __init__(self, plan: Plan, is_away: bool = False):
+        self._plan, self._is_away = plan, is_away
+        self._weights: dict[str, cell_runs.Weights] = {}
+
+    def __call__(self, task: Task) -> Iterator[dict[str, Any]]:
+        """Returns the rows of a task; raises `ValueError` for other weights."""
+        if self._is_away:
+            for cell in task.cells:
+                self._check_weights(cell)
+        plan = dataclasses.replace(self._plan, cells=task.cells)
+        return run(plan, done=task.done, weights=self._weights)
+
+    def _check_weights(self, cell: cells_lib.Cell) -> None:
+        if cell.dtype in self._weights:
+            return
+        lm = cell_runs.load_models(
+            cell, target=self._plan.target, draft=self._plan.draft
+        )
+        both = lm.params, lm.drafter_params
+        wanted = self._plan.weights[cell.dtype]
+        for name, params in zip(("target", "draft"), both, strict=True):
+            if fingerprint.of_params(params) != wanted[name]:
+                raise ValueError(
+                    f"{getattr(self._plan, name)}: a worker has other weights of the "
+                    f"{name}; have all machines read the same files"
+                )
+        self._weights.clear()  # Of one dtype at a time.
+        self._weights[cell.dtype] = both
+
+
+def run(
+    plan: Plan,
+    *,
+    done: Collection[tuple[str, int]],
+    weights: dict[str, cell_runs.Weights] | None = None,
+) -> Iterator[dict[str, Any]]:
     """Yields the row of every cell and prompt that is not among `done`.
 
     Cells that share decoding go through prompts together, so many at once that each is
@@ -44,12 +114,12 @@ def run(plan: Plan, *, done: Collection[tuple[str, int]]) -> Iterator[dict[str, 
 
     Args:
       done: `key` of rows that are there.
+      weights: by dtype, which are not loaded again; left as they are needed last.
     """
-    weights: dict[str, cell_runs.Weights] = {}
+    weights = {} if weights is None else weights
     for cells in cells_lib.by_plain(plan.cells):
-        weights = {
-            dtype: kept for dtype, kept in weights.items() if dtype == cells[0].dtype
-        }
+        for dtype in {*weights} - {cells[0].dtype}:
+            del weights[dtype]
         group = _Group(plan, weights)
         largest = max(cell.batch for cell in cells)
         size = 2 * largest if largest > 1 else 1

@@ -21,6 +21,7 @@ from experiments.lib import (
     suite,
 )
 from spec_jax import loading
+from spec_jax.drafters import registry
 from spec_jax.engine import checks
 from spec_jax.model import fingerprint
 from spec_jax.ops import dispatch
@@ -63,8 +64,6 @@ _EVERY = {
     "batch": (1, 4),
     "tree": (cells_lib.NO_TREE,),
 }
-HEAD = "eagle3"
-"""The drafter of cells with a head; its folder is `--head`."""
 BRIEF = Defaults(
     prompts="4",
     gen_tokens=48,
@@ -117,7 +116,7 @@ def from_flags(args: argparse.Namespace) -> Planned:
         "raw": args.raw,
     }
     if args.head is not None:
-        settings["head"] = _folder_name(args.head)
+        settings["head"] = _head_name(args.head)
     planned = _plan(args, cells, settings, source=args.prompts or defaults.prompts)
     count, slots = len(planned.plan.prompts), max(cell.batch for cell in cells)
     if count < slots:
@@ -138,12 +137,14 @@ def from_certificate(
             f"{args.verify}: a certificate of target {settings['target']} and draft "
             f"{settings['draft']}; give their folders with --target and --draft"
         )
-    if settings.get("head") and args.head is None:
+    cells = certificates.cells_of(certificate)
+    if settings.get("head") == EMBEDDED:
+        args.head = args.head or _shipped(cells, args.target)
+    elif settings.get("head") and args.head is None:
         raise ValueError(
             f"{args.verify}: a certificate of head {settings['head']}; give its folder "
             "with --head"
         )
-    cells = certificates.cells_of(certificate)
     for impl in {cell.impl for cell in cells}:
         dispatch.resolve(impl)
     planned = _plan(
@@ -194,7 +195,8 @@ def _plan(
             "draft": fingerprint.of_params(lm.drafter_params),
         }
         if args.head is not None:
-            named = dataclasses.replace(cell, drafter=HEAD, tree=cells_lib.NO_TREE)
+            kind = registry.kind_of(args.head)
+            named = dataclasses.replace(cell, drafter=kind, tree=cells_lib.NO_TREE)
             with_head = cell_runs.with_drafter(lm, named, head=args.head)
             found = fingerprint.of_params(with_head.drafter_params)
             weights[cell.dtype]["head"] = found
@@ -270,6 +272,19 @@ def _environment(cells: Sequence[cells_lib.Cell]) -> dict[str, Any]:
     """Which code and machine, and what its own kernels use, where any are run."""
     kernels = {cell.impl: dispatch.instruction_set(cell.impl) for cell in cells}
     return records.provenance() | {"instruction_set": kernels}
+
+
+def _shipped(
+    cells: Sequence[cells_lib.Cell], target: pathlib.Path | None
+) -> pathlib.Path:
+    """The folder of the shipped head that a certificate's cells are of."""
+    (kind,) = {cell.drafter for cell in cells} & set(registry.NEED_TARGET)
+    return registry.shipped_head(kind, loading.heads_for(target))
+
+
+def _head_name(folder: pathlib.Path) -> str:
+    is_shipped = folder.resolve().parent == loading.ASSETS.resolve()
+    return EMBEDDED if is_shipped else _folder_name(folder)
 
 
 def _folder_name(folder: pathlib.Path | None) -> str:

@@ -254,6 +254,29 @@ def print_cells(
     console.print()
 
 
+def print_positions(
+    rows: Sequence[Row], console: rich_console.Console, *, title: str
+) -> None:
+    """Prints of each cell how often a draft was kept, if all before it were."""
+    columns: dict[str, Column] = {}
+    for name, heading in AXES.items():
+        values = {row.get(name) for row in rows}
+        if name in ("drafter", "gamma") or len(values) > 1:
+            columns[heading] = (name, "")
+    columns |= {"len": ("mean_accepted_length", ".2f")}
+    name = "conditional_acceptance"
+    most = max(len(row[name] or ()) for row in rows)
+    for place in range(most):
+        columns[str(place + 1)] = (f"at {place}", ".2f")
+    lines = []
+    for row in rows:
+        rates = [*(row[name] or ()), *[None] * most][:most]
+        at = {f"at {place}": rate for place, rate in enumerate(rates)}
+        lines.append(dict.fromkeys(AXES) | row | at)
+    print_rows(lines, columns, console, title=title)
+    console.print()
+
+
 def _match(row: Row) -> Cell:
     if row["matched"] is None:
         return "-"

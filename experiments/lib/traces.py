@@ -8,10 +8,11 @@ file, and takes up one that was interrupted; `read` checks and reads one.
 import argparse
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
+    fan_out,
     files,
     flags,
     prompt_files,
@@ -135,15 +136,28 @@ def facts(lm: loading.LanguageModel) -> dict[str, Any]:
     }
 
 
-def record(args: argparse.Namespace) -> tuple[Header, int]:
-    """Decodes the prompts that `args.record` does not hold yet, and writes traces.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What decodes the prompts of a recording, by their numbers."""
 
-    Returns:
-      The header, and how many prompts the file held before.
+    header: Header
+    lm: loading.LanguageModel
+    prepared: prompts_lib.Prepared
+    settings: runs.Settings
 
-    Raises:
-      ValueError: input that cannot be used, or a file that holds something else.
-    """
+    def __call__(self, number: int) -> Iterator[PromptTrace]:
+        """Yields the trace of a prompt."""
+        prompt, ids = self.prepared.prompts[number], self.prepared.ids[number]
+        yield PromptTrace(
+            id=prompt.id,
+            category=prompt.category,
+            prompt_ids=ids,
+            generated_ids=runs.run_plain(self.lm, self.settings, ids).tokens,
+        )
+
+
+def prepare(args: argparse.Namespace) -> Recording:
+    """Loads the target and reads the prompts; raises as `record`."""
     gamma_max, settings = max(args.gamma), flags.sampling_settings(args)
     named = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     lm = load_target(args.target, dtype=args.dtype, impl=args.impl, gamma_max=gamma_max)
@@ -172,23 +186,47 @@ def record(args: argparse.Namespace) -> tuple[Header, int]:
         sampling=settings,
         **sizes,
     )
-    known = _taken_up(args.record, header, prepared)
-    path, missing = args.record, header.num_prompts - len(known)
+    return Recording(header=header, lm=lm, prepared=prepared, settings=run)
+
+
+def prepare_like(args: argparse.Namespace, header: Header) -> Recording:
+    """As `prepare`, in another process.
+
+    Raises:
+      ValueError: what it would record is not what the header says.
+    """
+    recording = prepare(args)
+    changes = header.changes(dataclasses.asdict(recording.header))
+    if changes:
+        raise ValueError(
+            f"a worker would record something else ({'; '.join(changes)}); have all "
+            "files alike"
+        )
+    return recording
+
+
+def record(args: argparse.Namespace) -> tuple[Header, int]:
+    """Decodes the prompts that `args.record` does not hold yet, and writes traces.
+
+    Returns:
+      The header, and how many prompts the file held before.
+
+    Raises:
+      ValueError: input that cannot be used, or a file that holds something else.
+    """
+    recording = prepare(args)
+    header, path = recording.header, args.record
+    known = _taken_up(path, header, recording.prepared)
+    missing = range(len(known), header.num_prompts)
+    fan = fan_out.of(args, prepare_like, args, header)
     with (
         records.open_rows(path, allow_dirty=args.allow_dirty) as out,
-        terminal.counted("prompts", total=missing) as advance,
+        terminal.counted("prompts", total=len(missing)) as advance,
     ):
         out.write(header.to_row() | records.provenance())
         out.write_all(one.to_row() for one in known)
-        for number in range(len(known), header.num_prompts):
-            prompt, ids = prepared.prompts[number], prepared.ids[number]
-            one = PromptTrace(
-                id=prompt.id,
-                category=prompt.category,
-                prompt_ids=ids,
-                generated_ids=runs.run_plain(lm, run, ids).tokens,
-            )
-            out.write(one.to_row())
+        for traces in fan_out.in_order(fan(recording, missing), missing):
+            out.write_all(one.to_row() for one in traces)
             advance()
     return header, len(known)
 

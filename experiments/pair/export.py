@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 
@@ -90,6 +91,73 @@ def card(
     )
 
 
+def drafter_card(
+    family: str,
+    described: Mapping[str, int | str],
+    held_out: Mapping[str, float],
+    flags: str,
+    notes: Sequence[str] = (),
+) -> str:
+    """Returns the card of a trained drafter, Markdown.
+
+    Args:
+      described: facts in the order in which they are stated.
+      held_out: the last measurement of the log.
+      flags: those of the commands that decide a bit.
+      notes: what else the card should say, a sentence each.
+    """
+    numbers = {
+        name.removeprefix("held_out_").replace("_", " "): f"{value:.4f}"
+        for name, value in held_out.items()
+        if name.startswith("held_out_")
+    }
+    rows = {
+        name: f"{x:,}" if isinstance(x, int) else x for name, x in described.items()
+    }
+    lines = [
+        f"# A drafter of the family {family}",
+        "",
+        "It reads the hidden states of one target, and is of no use with another. Like",
+        "the target that taught it, it is data of that target's licence.",
+        "",
+        *_table("", rows),
+        "",
+        "On held-out texts of the target (an agreement is the share of drafts that are",
+        "the target's most likely token, after the text's own tokens):",
+        "",
+        *_table("held out", numbers),
+        "",
+        f"- Made by `python experiments/train_drafter.py --family {family}`, stages",
+        f"  `rollouts`, `train` and `export`, with `{flags}`.",
+        *(f"- {note}" for note in notes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(title: str, rows: Mapping[str, str]) -> list[str]:
+    return [
+        f"| {title} | |",
+        "| --- | --- |",
+        *(f"| {name} | {x} |" for name, x in rows.items()),
+    ]
+
+
+def tokens_seen(path: pathlib.Path, model: str) -> dict[str, int]:
+    """Reads from a card the training tokens that `model` saw, by stage.
+
+    Raises:
+      ValueError: not a card that `card` made.
+    """
+    rows = [line.split(" | ") for line in path.read_text(encoding="utf-8").split("\n")]
+    for row in rows:
+        if row[0] == f"| {model}" and len(row) == _COLUMNS:
+            found = re.findall(r"([\d,]+) \((\w+)\)", row[3])
+            return {stage: int(tokens.replace(",", "")) for tokens, stage in found}
+    raise ValueError(f"{path}: has no row of the tokens that the {model} saw")
+
+
+_COLUMNS = 5  # of the table of models
+
 _CARD = """# The embedded pair
 
 A small Qwen3-architecture target and a draft, really trained on real text, so that
@@ -118,8 +186,8 @@ greedily or drawn ({settings}).
 - Training: windows of 512 tokens, 16 a step, products in bfloat16, weights in
   float32; Muon for the matrices of the layers, Adam for the rest; rates that stay and
   then fall linearly. The draft was trained on text, then distilled from the target
-  on the same text (forward KL divergence), and then on greedy continuations by the
-  target itself.
+  on the same text (forward KL divergence), and then on continuations by the target
+  itself, half of them greedy, half drawn at temperature 1.
 - Made by `python experiments/train_pair.py --stage target`, then `draft`, `distill`,
   `rollouts`, `align` and `export`. Weights are stored in bfloat16; the losses are
   those of the float32 weights.

@@ -20,8 +20,8 @@ from spec_jax.model import (
 from spec_jax.training import block, eagle3, loop
 
 
-OF_DSPARK = ("head", "no_tv", "no_confidence")
-"""Flags of that family alone: its ablations."""
+OF_DSPARK = ("head", "no_tv", "no_confidence", "no_copies")
+"""Flags of that family alone: its ablations, and what its layout may leave out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class Family:
     files: types.ModuleType  # has `save`
     dialect: str  # the published format unless another is named
     depth: str  # the flag of how many drafts are trained
+    flags: tuple[str, ...]  # those of its own that decide a bit
     # `(args, target, size of the draft vocabulary) -> config`, checked.
     config: Callable[[argparse.Namespace, config_lib.Qwen3Config, int], Any]
     # What else `loss` and `measure` are told.
@@ -106,6 +107,7 @@ _BLOCK: dict[str, Any] = {
     "depth": "block",
     "config": _block,
     "draw": _anchors,
+    "flags": ("block", "layers", "mask_token", "anchors", "rank", *OF_DSPARK),
 }
 
 FAMILIES = {
@@ -114,6 +116,7 @@ FAMILIES = {
         files=eagle3_files,
         dialect="midlayer",
         depth="ttt_steps",
+        flags=("ttt_steps",),
         config=_eagle3,
         of_loss=_steps,
         of_measure=_steps,
@@ -129,7 +132,7 @@ def check_flags(args: argparse.Namespace) -> None:
     """Passes if the flags go together.
 
     Raises:
-      ValueError: an ablation of another family than DSpark's.
+      ValueError: a flag of DSpark's with another family.
     """
     given = [name for name in OF_DSPARK if getattr(args, name)]
     if given and args.family != "dspark":

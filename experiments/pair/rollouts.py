@@ -4,14 +4,17 @@ Sixteen sequences at a time are decoded as the rows of one slab, with the weight
 they are shipped (bfloat16), so that the text is the target's own to the last bit.
 """
 
+import dataclasses
 import functools
 import pathlib
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich import progress
 
+from experiments.lib import fan_out
 from spec_jax.model import config as config_lib, params as params_lib, qwen3
 from spec_jax.ops import argmax
 from spec_jax.paging import allocator, cache
@@ -22,61 +25,82 @@ SLOTS = 16
 PAGE_SIZE = 64
 
 
-def generate(
-    params: params_lib.Params,
-    config: config_lib.Qwen3Config,
-    prefixes: np.ndarray,
-    *,
-    length: int,
-    impl: str,
-    kept: pathlib.Path,
-    lengths: np.ndarray | None = None,
-    seeds: np.ndarray | None = None,
-) -> np.ndarray:
-    """Continues `prefixes [n, P]` to int32 `[n, length]`; `n` of whole slabs.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slabs:
+    """Prefixes in slabs of `SLOTS`, and the target that continues them.
 
-    Args:
+    Attributes:
+      prefixes: `[n, P]`, `n` of whole slabs.
+      length: tokens of a text, its prefix included.
       lengths: tokens of each prefix `[n]`; all `P` of them if None.
       seeds: `[n]`, of sequences drawn at temperature 1; those below 0 are greedy, and
         so are all if None.
-      kept: a file to which each slab is added when it is finished. A run that finds
-        it goes on after its last whole slab; it stays behind.
+      wanted: texts that are of use, from the first; the others fill the last slab.
+    """
+
+    params: params_lib.Params
+    config: config_lib.Qwen3Config
+    prefixes: np.ndarray
+    length: int
+    impl: str
+    lengths: np.ndarray | None = None
+    seeds: np.ndarray | None = None
+    wanted: int | None = None
+
+    @property
+    def given(self) -> np.ndarray:
+        """Tokens of each prefix `[n]`."""
+        if self.lengths is not None:
+            return self.lengths
+        return np.full(len(self.prefixes), self.prefixes.shape[1], np.int32)
+
+    def __call__(self, number: int) -> Iterator[np.ndarray]:
+        """Yields the texts of one slab, int32 `[SLOTS, length]`."""
+        slab = slice(number * SLOTS, (number + 1) * SLOTS)
+        text = _continue(
+            self.params,
+            jnp.asarray(self.prefixes[slab], jnp.int32),
+            jnp.asarray(self.given[slab], jnp.int32),
+            None if self.seeds is None else _settings(self.seeds[slab]),
+            config=self.config,
+            length=self.length,
+            impl=self.impl,
+        )
+        yield np.asarray(text)
+
+
+def generate(
+    slabs: Slabs, *, kept: pathlib.Path, fan: fan_out.Fan = fan_out.here
+) -> np.ndarray:
+    """Continues all prefixes; returns int32 `[n, length]`.
+
+    Args:
+      kept: a file to which each slab is added when it is finished, and those before
+        it. A run that finds it goes on after its last whole slab; it stays behind.
+      fan: what has slabs continued; see `fan_out.of`.
 
     Raises:
       ValueError: `kept` is of other prefixes, or a slab would be left incomplete.
     """
-    if len(prefixes) % SLOTS:
+    count = len(slabs.prefixes)
+    if count % SLOTS:
         raise ValueError(
-            f"{len(prefixes)} rollouts are not of whole slabs of {SLOTS}; choose a "
+            f"{count} rollouts are not of whole slabs of {SLOTS}; choose a "
             "multiple as --rollouts"
         )
-    if lengths is None:
-        lengths = np.full(len(prefixes), prefixes.shape[1], np.int32)
-    done = _whole_slabs(kept, prefixes, lengths, length)
+    done = _whole_slabs(kept, slabs)
     with kept.open("ab") as file:
         file.truncate(done.nbytes)  # The slab that a kill cut short.
-        starts = range(len(done), len(prefixes), SLOTS)
+        missing = range(len(done) // SLOTS, count // SLOTS)
+        found = fan_out.in_order(fan(slabs, missing), missing)
         bar = progress.track(
-            starts,
-            "rollouts",
-            total=len(prefixes) // SLOTS,
-            completed=len(done) // SLOTS,
+            found, "rollouts", total=count // SLOTS, completed=missing.start
         )
-        for start in bar:
-            batch = jnp.asarray(prefixes[start : start + SLOTS], jnp.int32)
-            slab = slice(start, start + SLOTS)
-            text = _continue(
-                params,
-                batch,
-                jnp.asarray(lengths[slab], jnp.int32),
-                None if seeds is None else _settings(seeds[slab]),
-                config=config,
-                length=length,
-                impl=impl,
-            )
-            file.write(np.asarray(text).tobytes())
+        for texts in bar:
+            for text in texts:
+                file.write(text.tobytes())
             file.flush()
-    return np.fromfile(kept, np.int32).reshape(-1, length)
+    return np.fromfile(kept, np.int32).reshape(-1, slabs.length)
 
 
 def _settings(seeds):
@@ -88,14 +112,15 @@ def _settings(seeds):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
 
 
-def _whole_slabs(kept, prefixes, lengths, length):
+def _whole_slabs(kept: pathlib.Path, slabs: Slabs) -> np.ndarray:
     """What `kept` holds of whole slabs, `[rows, length]`; none where it is missing."""
+    length, prefixes = slabs.length, slabs.prefixes
     if not kept.exists():
         return np.empty((0, length), np.int32)
     tokens = np.fromfile(kept, np.int32)
     rows = len(tokens) // (SLOTS * length) * SLOTS
     done = tokens[: rows * length].reshape(rows, length)
-    given = np.arange(prefixes.shape[1]) < lengths[:rows, None]
+    given = np.arange(prefixes.shape[1]) < slabs.given[:rows, None]
     same = done[:, : prefixes.shape[1]] == prefixes[:rows].astype(np.int32)
     if not same[given].all():
         raise ValueError(f"{kept}: text of other prefixes or another length; delete it")

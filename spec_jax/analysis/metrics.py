@@ -10,19 +10,17 @@ satisfy identities, and `summarise` refuses to report numbers that break them.
 
 import dataclasses
 import itertools
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-
-Metrics = dict[str, int | float | bool | list[int] | list[float | None] | None]
-"""Names and values; every value is plain JSON, and `None` where nothing was measured.
-
-Division by zero (nothing proposed, no tokens) gives `None`, never NaN.
-"""
+from spec_jax.analysis import speeds
 
 
 _GRAM, _THIRDS = 4, 3  # tokens of a run in `repetition`; groups of prompts by it
+
+
+Metrics = speeds.Metrics
+Timing = speeds.Timing
 
 
 class IdentityError(AssertionError):
@@ -114,26 +112,6 @@ class Counters:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One timed generation of one prompt; compilation is no part of it.
-
-    Attributes:
-      prefill_s: seconds until the prompt is in the cache.
-      decode_s: seconds for everything after that, the first token included.
-      tokens: tokens generated, cut as `Counters.tokens` are.
-    """
-
-    prefill_s: float
-    decode_s: float
-    tokens: int
-
-    @property
-    def e2e_s(self) -> float:
-        """Seconds for prefill and decoding together."""
-        return self.prefill_s + self.decode_s
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TextCounts:
     """What was counted of one prompt's generated text.
 
@@ -201,7 +179,7 @@ def text_counts(tokens: Sequence[int], counters: Counters) -> TextCounts:
 def mean_repetition(texts: Sequence[TextCounts]) -> float | None:
     """Averages `repetition` over texts, weighted by their tokens."""
     weighted = sum(text.tokens * text.repetition for text in texts)
-    return _ratio(weighted, sum(text.tokens for text in texts))
+    return speeds.ratio(weighted, sum(text.tokens for text in texts))
 
 
 def total(counters: Iterable[Counters]) -> Counters:
@@ -307,10 +285,10 @@ def summarise(
         "matched": matched,
         "verify_decode_mismatches": verify_decode_mismatches,
         "nonfinite_logits": counters.nonfinite,
-        **_speeds("baseline", baseline),
-        **_speeds("spec", spec),
-        **_speedup("speedup_e2e", "e2e_s", baseline, spec),
-        **_speedup("speedup_decode", "decode_s", baseline, spec),
+        **speeds.of_runs("baseline", baseline),
+        **speeds.of_runs("spec", spec),
+        **speeds.speedup("speedup_e2e", "e2e_s", baseline, spec),
+        **speeds.speedup("speedup_decode", "decode_s", baseline, spec),
     }
 
 
@@ -326,15 +304,15 @@ def _counted(c: Counters) -> Metrics:
         "correction_steps": c.correction_steps,
         "proposed": c.proposed,
         "accepted": c.accepted,
-        "acceptance_rate": _ratio(c.accepted, c.proposed),
+        "acceptance_rate": speeds.ratio(c.accepted, c.proposed),
         "conditional_acceptance": [
-            _ratio(kept, reached)
+            speeds.ratio(kept, reached)
             for kept, reached in zip(c.accepted_at, c.proposed_at, strict=True)
         ],
-        "mean_accepted_length": _ratio(c.accepted + c.rounds, c.rounds),
-        "tokens_per_target_step": _ratio(c.tokens, c.target_steps),
+        "mean_accepted_length": speeds.ratio(c.accepted + c.rounds, c.rounds),
+        "tokens_per_target_step": speeds.ratio(c.tokens, c.target_steps),
         "accepted_hist": list(c.accepted_hist),
-        "rows_per_round": _ratio(c.proposed + c.rounds, c.rounds),
+        "rows_per_round": speeds.ratio(c.proposed + c.rounds, c.rounds),
         "kept_by_rank": list(c.kept_by_rank),
     }
 
@@ -350,7 +328,7 @@ def _by_repetition(texts: Sequence[TextCounts]) -> Metrics:
         "tercile_prompts": [len(third) for third in thirds],
         "tercile_repetition": [mean_repetition(third) for third in thirds],
         "tercile_acceptance_rate": [
-            _ratio(sum(t.accepted for t in third), sum(t.proposed for t in third))
+            speeds.ratio(sum(t.accepted for t in third), sum(t.proposed for t in third))
             for third in thirds
         ],
     }
@@ -365,79 +343,6 @@ def _check_texts(counters: Counters, prompts: int, texts: Sequence[TextCounts]) 
     for name in ("tokens", "proposed", "accepted"):
         numbers = [sum(getattr(text, name) for text in texts), getattr(counters, name)]
         _require(f"sum of the texts' {name} == {name}", numbers)
-
-
-def _speeds(name: str, runs: Sequence[Sequence[Timing]]) -> Metrics:
-    """Time per token and tokens per second, with prefill and without it."""
-    metrics: Metrics = {}
-    for kind, seconds in (("e2e", "e2e_s"), ("decode", "decode_s")):
-        per_token = [_seconds_per_token(timings, seconds) for timings in runs]
-        typical = _median(per_token)
-        metrics[f"{name}_{kind}_tpot_ms"] = None if typical is None else 1e3 * typical
-        metrics[f"{name}_{kind}_tok_s"] = _ratio(1.0, typical)
-    return metrics
-
-
-def _speedup(
-    name: str,
-    seconds: str,
-    baseline: Sequence[Sequence[Timing]],
-    spec: Sequence[Sequence[Timing]],
-) -> Metrics:
-    """Baseline over spec: the median over repeats, and the 10th and 90th percentile."""
-    repeats = _ratios(seconds, baseline, spec)
-    spread = repeats
-    if len(baseline) == 1:
-        # No repeats to compare: say how far the prompts lie apart instead.
-        singles = [[[timing] for timing in runs[0]] for runs in (baseline, spec)]
-        spread = _ratios(seconds, *singles)
-    return {
-        name: _median(repeats),
-        f"{name}_p10": _quantile(spread, 0.1),
-        f"{name}_p90": _quantile(spread, 0.9),
-    }
-
-
-def _ratios(
-    seconds: str,
-    baseline: Sequence[Sequence[Timing]],
-    spec: Sequence[Sequence[Timing]],
-) -> list[float | None]:
-    """Baseline over spec in seconds per token, one ratio per run."""
-    return [
-        _ratio(_seconds_per_token(plain, seconds), _seconds_per_token(fast, seconds))
-        for plain, fast in zip(baseline, spec, strict=True)
-    ]
-
-
-def _seconds_per_token(timings: Sequence[Timing], seconds: str) -> float | None:
-    """The seconds of all prompts over the tokens of all prompts."""
-    spent = sum(getattr(timing, seconds) for timing in timings)
-    return _ratio(spent, sum(timing.tokens for timing in timings))
-
-
-def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """The quotient; `None` where it does not exist."""
-    if numerator is None or not denominator:
-        return None
-    return numerator / denominator
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    """The median of the values that exist."""
-    present = [value for value in values if value is not None]
-    return statistics.median(present) if present else None
-
-
-def _quantile(values: Sequence[float | None], fraction: float) -> float | None:
-    """The quantile, linear between neighbours; of fewer than two values, `None`."""
-    present = sorted(value for value in values if value is not None)
-    if len(present) < 2:
-        return None
-    place = fraction * (len(present) - 1)
-    below = int(place)
-    lower, upper = present[below], present[min(below + 1, len(present) - 1)]
-    return lower + (place - below) * (upper - lower)
 
 
 def _check_timings(

@@ -2,14 +2,15 @@
 features (https://arxiv.org/abs/2602.06036, https://arxiv.org/abs/2607.05147).
 
 They differ in their heads: DFlash has none, and takes each token of a block for itself;
-DSpark has a sequential head, a confidence head, or both. `block_slots` runs them.
+DSpark has a sequential head, a confidence head, or both. `block_slots` runs them, and
+`block_trees` their trees.
 """
 
 import dataclasses
 import pathlib
 from typing import Literal
 
-from spec_jax.drafters import block_slots, features
+from spec_jax.drafters import block_slots, block_trees, features
 from spec_jax.model import block_files, block_params, params as params_lib, row_model
 
 
@@ -23,27 +24,28 @@ class BlockDrafter(features.FeatureDrafter):
     All rows of a block are always run: fewer are another input, and predict worse.
 
     Attributes:
-      gamma_max: the most tokens of a proposal, up to those of a block.
+      gamma_max: the most tokens of a proposal; of a chain up to those of a block.
       min_confidence: a draft ends before the first token of which the confidence head
         expects less than this, given that all before it are kept; 0 never ends one.
 
     Raises:
-      ValueError: as a draft model; another `model`, more tokens than a block has, a
-        tree, or a `min_confidence` without a confidence head.
+      ValueError: as a draft model; another `model`, a chain or a tree of more drafts
+        than a block has, or a `min_confidence` without a confidence head.
     """
 
     head: block_params.BlockConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.gamma_max <= self.head.num_drafts:
-            raise ValueError(
-                f"gamma_max={self.gamma_max} of a drafter whose block of "
-                f"{self.head.block_size} rows drafts {self.head.num_drafts} tokens: "
-                "give one that is not larger"
-            )
+        name, depth = "gamma_max", self.gamma_max
         if self.tree is not None:
-            raise ValueError(f"a block is a chain: leave out the tree {self.tree}")
+            name, depth = f"depth of tree {self.tree}", self.tree.depth
+        if not 1 <= depth <= self.head.num_drafts:
+            raise ValueError(
+                f"{name}={depth} of a drafter whose block of {self.head.block_size} "
+                f"rows drafts {self.head.num_drafts} tokens: give one that is not "
+                "larger"
+            )
         if self.min_confidence and not self.head.has_confidence:
             raise ValueError(
                 f"min_confidence={self.min_confidence} of a drafter without a "
@@ -63,7 +65,9 @@ class BlockDrafter(features.FeatureDrafter):
 
     def for_slots(self, num_slots: int) -> block_slots.SlotBlock:  # type: ignore[override]
         """Returns the drafter for `num_slots` sequences; raises as `SlotBlock`."""
-        return block_slots.SlotBlock(drafter=self, num_slots=num_slots)
+        chains, trees = block_slots.SlotBlock, block_trees.SlotBlockTree
+        kind = chains if self.tree is None else trees
+        return kind(drafter=self, num_slots=num_slots)
 
 
 def load(

@@ -105,15 +105,13 @@ class SlotBlock(features_lib.SlotReader):
             logits,
             length=length,
             sampling=sampling,
+            wanted=jnp.where(asked, gamma, 0),
         )
         nothing = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(draw)
         )
         proposal = jax.lax.cond(jnp.any(asked), draw, lambda: nothing)
-        most = jnp.minimum(gamma, self.gamma_max)
-        if self.drafter.min_confidence:
-            most = jnp.minimum(most, proposal.num_drafted)
-        num_drafted = jnp.where(asked, most, 0)
+        num_drafted = jnp.where(asked, jnp.minimum(gamma, proposal.num_drafted), 0)
         return memory.replace(kv=kv), proposal.replace(num_drafted=num_drafted)
 
     def _take_in(
@@ -154,7 +152,7 @@ class SlotBlock(features_lib.SlotReader):
             *_, kv, _ = rows_lib.run_window(
                 forward, kv, window, tile=tile, empty=lambda height: (), inputs=inputs
             )
-            wanted &= ~kv.out_of_pages
+            wanted &= kv.length > window.start  # Else there is no room, or no slot.
             return kv, wanted & (kv.length < goal)
 
         kv, _ = jax.lax.while_loop(
@@ -215,8 +213,9 @@ class SlotBlock(features_lib.SlotReader):
         )
         return kv, asked & ~kv.out_of_pages, hidden, logits
 
-    def _draw(self, params, anchor, hidden, logits, *, length, sampling):
+    def _draw(self, params, anchor, hidden, logits, *, length, sampling, wanted):
         """Returns the proposal of whole blocks, slot after slot."""
+        del wanted  # Of trees: a chain's drafts cost next to nothing.
         drafter, head = self.drafter, self.drafter.head
         impl, count = drafter.model.impl, self.gamma_max
         draw = draft_trees.Draw.of(

@@ -226,7 +226,8 @@ class SlotDraftModel(OfSlots):
             num_active=num_active,
         )
         kv, verified = self._rows.verify(params, carry.kv, window)
-        has_room = ~(wanted & self._rows.out_of_pages(kv))
+        # A slot that stands still, for want of pages or because it is none, is done.
+        has_room = ~wanted | (kv.length > starts)
         drafts = wanted & has_room & (starts + num_active == carry.known)
         last = verified.at[is_each, jnp.maximum(num_active - 1, 0)]
         goes_on = carry.goes_on & has_room
@@ -308,7 +309,7 @@ class SlotDraftModel(OfSlots):
                 num_active=jnp.where(wanted, jnp.minimum(missing, rows_ahead), 0),
             )
             kv = self._rows.advance(params, kv, window)
-            return kv, has_room & ~(wanted & self._rows.out_of_pages(kv))
+            return kv, has_room & (~wanted | (kv.length > window.start))
 
         has_room = jnp.ones((self.num_slots,), bool)
         memory, _ = jax.lax.while_loop(

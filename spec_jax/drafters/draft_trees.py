@@ -188,7 +188,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
                 num_active=num_active,
             )
             kv, verified = self._rows.verify(params, kv, window)
-            wanted &= ~self._rows.out_of_pages(kv)
+            wanted &= kv.length > window.start  # Else there is no room, or no slot.
             last = verified.at[is_each, jnp.maximum(num_active - 1, 0)]
             found = verified.logits.at[last].get(mode="fill", fill_value=0)
             logits = jnp.where((num_active > 0)[:, None], found, logits)

@@ -147,7 +147,7 @@ class SlotEagle3(features_lib.SlotReader):
                 num_active=num_active,
             )
             at, kv, found = self._run(params, kv, window, read(kv.length))
-            wanted &= ~kv.out_of_pages
+            wanted &= kv.length > window.start  # Else there is no room, or no slot.
             last = at[is_each, jnp.maximum(num_active - 1, 0)]
 
             def keep(new, old):

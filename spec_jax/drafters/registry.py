@@ -20,6 +20,7 @@ from spec_jax.engine import protocols
 from spec_jax.model import (
     block_dialects,
     eagle3_dialects,
+    head_dialects,
     params as params_lib,
     row_model,
 )
@@ -43,6 +44,8 @@ class Parts:
       target, target_params: of a drafter that reads the target's features; None where
         there is no target, as in a replay.
       draft: the folder that was named for the drafter's weights, if one was.
+      heads: where the heads are that are shipped for the target, each in a folder of
+        its drafter's name; None: none are, for this target.
       dtype: that was asked for; None: the one of each folder.
     """
 
@@ -52,6 +55,7 @@ class Parts:
     target: row_model.RowModel | None = None
     target_params: params_lib.Params | None = None
     draft: pathlib.Path | None = None
+    heads: pathlib.Path | None = None
     dtype: str | None = None
 
 
@@ -67,7 +71,7 @@ def _suffix(parts: Parts) -> Built:
 def _hybrid(parts: Parts) -> Built:
     kind = "draft-model"
     if parts.draft is not None and is_head(parts.draft):
-        kind = _kind_of(parts.draft)
+        kind = kind_of(parts.draft)
     draft, draft_params = BUILDERS[kind](parts)
     statistics = suffix.SuffixDecoding(gamma_max=parts.gamma_max)
     drafter = hybrid.Hybrid(suffix=statistics, draft=draft)
@@ -87,13 +91,8 @@ def _reader(name: str, load: Callable[..., Built], parts: Parts) -> Built:
             f"drafter {name!r} reads the features of a target, and none runs here: "
             "take a drafter that reads tokens alone, such as 'draft-model'"
         )
-    if parts.draft is None:
-        raise ValueError(
-            f"drafter {name!r} needs a head, and none is given: name its folder as "
-            "`draft`, or in place of the drafter"
-        )
     return load(
-        parts.draft,
+        shipped_head(name, parts.heads) if parts.draft is None else parts.draft,
         parts.target,
         parts.target_params,
         gamma_max=parts.gamma_max,
@@ -139,9 +138,30 @@ def is_folder(name: str) -> bool:
 def is_head(folder: str | pathlib.Path) -> bool:
     """Returns whether a folder has a head that reads the target."""
     try:
-        return _kind_of(folder) in NEED_TARGET
+        return kind_of(folder) in NEED_TARGET
     except ValueError:
         return False
+
+
+def shipped_head(drafter: str, heads: pathlib.Path | None) -> pathlib.Path:
+    """Returns the folder of the head that is shipped for a target.
+
+    Args:
+      drafter: one of `NEED_TARGET`.
+      heads: as in `Parts`.
+
+    Raises:
+      ValueError: no such head is shipped, or none for this target.
+    """
+    missing = "no such head is shipped"
+    if heads is None:
+        missing = "those that are shipped are for the embedded target"
+    elif is_folder(str(heads / drafter)):
+        return heads / drafter
+    raise ValueError(
+        f"drafter {drafter!r} needs a head, and none is given: {missing}; name a "
+        "folder as `draft`, or in place of the drafter"
+    )
 
 
 def reads_target(drafter: str, draft: str | pathlib.Path | None) -> bool:
@@ -173,14 +193,14 @@ def build(drafter: str | protocols.Drafter, parts: Parts) -> Built:
         return BUILDERS[drafter](parts)
     if is_folder(drafter):
         parts = dataclasses.replace(parts, draft=pathlib.Path(drafter))
-        return BUILDERS[_kind_of(drafter)](parts)
+        return BUILDERS[kind_of(drafter)](parts)
     return _from_outside(drafter, _find(drafter), parts)
 
 
-def _kind_of(folder: str | pathlib.Path) -> str:
+def kind_of(folder: str | pathlib.Path) -> str:
     """Returns the drafter whose weights a folder has; raises `ValueError`."""
     path = pathlib.Path(folder) / "config.json"
-    raw = eagle3_dialects.read_object(path)
+    raw = head_dialects.read_object(path)
     match raw.get("architectures"):
         case [str(name)] if name in eagle3_dialects.ARCHITECTURES:
             return "eagle3"

@@ -77,44 +77,21 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     A slot that finds no page commits nothing and ends with `Status.OUT_OF_PAGES`.
 
     Raises:
-      ValueError: no rule of that name, or a gamma policy without its state.
+      ValueError: no rule of that name, a gamma policy without its state, or a drafter
+        of trees whose drafts have no parents.
     """
     verification.check_rule(speculator.rule)
     target, drafter = speculator.target, speculator.drafter
     target_params, draft_params = speculator.params
     slots, running = state.slots, state.slots.running
     gamma = _gamma(speculator, slots)
-    memory, proposal = drafter.propose(
-        draft_params,
-        state.memory,
-        tokens=slots.tokens,
-        length=slots.length,
-        gamma=gamma,
-        sampling=slots.sampling,
-    )
-    # The limit of a sequence and the room in the cache are met because of this clip,
-    # and not because a drafter keeps its promise. Its tokens need no such bound: no
-    # rule accepts one outside the vocabulary.
-    num_drafted = jnp.clip(proposal.num_drafted, 0, gamma)
-    if policy_lib.schedules(speculator.gamma_policy):
-        num_drafted = cast(Any, speculator.gamma_policy).trim(
-            slots.policy,
-            survival=protocols.survival_of(drafter, proposal),
-            num_drafted=num_drafted,
-            active=running,
-        )
-    proposal = proposal.replace(num_drafted=num_drafted, parents=_parents(proposal))
+    memory, proposal = _draft(speculator, state, gamma)
     depth_max = protocols.depth_max(drafter)
-    if proposal.parents is None and protocols.is_tree(drafter):
-        raise ValueError(
-            f"{type(drafter).__name__} has depth_max={depth_max}, and proposes no "
-            "parents: name each draft's, or leave depth_max out"
-        )
     pending = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
     window = protocols.Window(
         tokens=jnp.concatenate([pending, proposal.tokens], axis=1),
         start=slots.length - 1,
-        num_active=jnp.where(running, num_drafted + 1, 0),
+        num_active=jnp.where(running, proposal.num_drafted + 1, 0),
         **_tree_of(proposal, depth_max),
     )
     taps = protocols.taps_of(drafter)
@@ -157,6 +134,39 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
         ),
     )
     return state, info
+
+
+def _draft(
+    speculator: Speculator, state: State, gamma: Int[Array, " B"]
+) -> tuple[protocols.Memory, protocols.Proposal]:
+    """Returns the drafter's memory, and what it proposes, within `gamma`."""
+    drafter, slots = speculator.drafter, state.slots
+    memory, proposal = drafter.propose(
+        speculator.params[1],
+        state.memory,
+        tokens=slots.tokens,
+        length=slots.length,
+        gamma=gamma,
+        sampling=slots.sampling,
+    )
+    # The limit of a sequence and the room in the cache are met because of this clip,
+    # and not because a drafter keeps its promise. Its tokens need no such bound: no
+    # rule accepts one outside the vocabulary.
+    num_drafted = jnp.clip(proposal.num_drafted, 0, gamma)
+    if policy_lib.schedules(speculator.gamma_policy):
+        num_drafted = cast(Any, speculator.gamma_policy).trim(
+            slots.policy,
+            survival=protocols.survival_of(drafter, proposal),
+            num_drafted=num_drafted,
+            active=slots.running,
+        )
+    proposal = proposal.replace(num_drafted=num_drafted, parents=_parents(proposal))
+    if proposal.parents is None and protocols.is_tree(drafter):
+        raise ValueError(
+            f"{type(drafter).__name__} has depth_max={protocols.depth_max(drafter)}, "
+            "and proposes no parents: name each draft's, or leave depth_max out"
+        )
+    return memory, proposal
 
 
 def _features(

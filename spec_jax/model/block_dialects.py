@@ -10,16 +10,16 @@ Which token a slot predicts is never guessed: it follows from the layout, and wh
 has both kinds, from `sample_from_anchor`.
 """
 
+import json
 import pathlib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 from spec_jax.model import (
     block_params,
-    checkpoint_files as files,
     config as config_lib,
-    eagle3_dialects,
+    head_dialects,
 )
 
 
@@ -97,13 +97,30 @@ def read_config(
       CheckpointError: the file cannot be read, is of an unknown layout, asks for what
         is not supported, or is of a drafter for another target.
     """
-    raw = eagle3_dialects.read_object(path)
+    return head_dialects.read_config(path, target, _from_dict, dtype=dtype)
+
+
+def write_temperatures(
+    path: pathlib.Path, target: config_lib.ModelConfig, temperatures: Sequence[float]
+) -> None:
+    """Writes temperatures of confidences into a drafter's `config.json`, or none.
+
+    Raises:
+      CheckpointError: as `read_config`, of a file with these numbers, which must be one
+        above 0 for each draft of a block; it is as it was then.
+    """
+    raw = head_dialects.read_object(path)
+    for place in (raw, raw.get("dflash_config", {})):
+        place.pop(_TEMPERATURES, None)
+    if temperatures:
+        raw[_TEMPERATURES] = [float(value) for value in temperatures]
+    whole = path.with_name(f".{path.name}.part")
     try:
-        dialect, config = _from_dict(raw, target, dtype or target.dtype)
-        config.validate().check_target(target)
-    except ValueError as error:
-        raise files.CheckpointError(f"{path}: {error}") from None
-    return dialect, config
+        whole.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        read_config(whole, target)
+        whole.replace(path)
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 def kind_of(raw: Mapping[str, Any]) -> str:
@@ -118,19 +135,14 @@ def kind_of(raw: Mapping[str, Any]) -> str:
 
 def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
     """The layout of a config."""
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(
-            f"architectures={reprlib.repr(names)} is no layout of DFlash or DSpark "
-            f"that is known: {', '.join(ARCHITECTURES)}"
-        )
+    what = "layout of DFlash or DSpark"
+    name = head_dialects.architecture(raw, ARCHITECTURES, what)
     kind = raw.get(_TYPE)
     if kind is None and ARCHITECTURES[name] != "speculators":
         return ARCHITECTURES[name]
     if kind not in _TYPES or not name.lower().startswith(kind):
         raise ValueError(
-            f"{_TYPE}={reprlib.repr(kind)} with architectures={names}: known are "
+            f"{_TYPE}={reprlib.repr(kind)} with architectures={[name]}: known are "
             f"{', '.join(_TYPES)}, each with its own architecture"
         )
     return "speculators"
@@ -172,12 +184,7 @@ def _from_dict(
     """`read_config` of what the file holds."""
     dialect = _dialect_of(raw)
     said = _own_keys(raw, dialect)
-    stated = raw.get("transformer_layer_config") if dialect == "speculators" else raw
-    if not isinstance(stated, dict):
-        raise ValueError("transformer_layer_config is not an object")
-    for key in eagle3_dialects.BIASES:
-        if raw.get(key) or stated.get(key):
-            raise ValueError(f"{key} is true: heads with biases are not supported")
+    stated = head_dialects.stated_layers(raw, is_nested=dialect == "speculators")
     kinds = stated.get("layer_types") or ["full_attention"]
     if set(kinds) != {"full_attention"}:
         raise ValueError(f"layer_types={reprlib.repr(kinds)}: only full_attention")
@@ -191,7 +198,7 @@ def _from_dict(
             f"num_target_layers={reprlib.repr(layers)}, the target has "
             f"{target.num_layers}: it is a drafter for another target"
         )
-    layer = eagle3_dialects.layer_config(stated, dtype)
+    layer = head_dialects.layer_config(stated, dtype)
     width = raw.get("target_hidden_size")
     if width not in (None, layer.hidden_size):
         raise ValueError(
@@ -276,12 +283,12 @@ def _taps(raw, said, dialect, target, num_layers: int) -> tuple[int, ...]:
     """The `hidden_states` indices that a config names."""
     if dialect == "speculators":
         key = "aux_hidden_state_layer_ids"
-        return eagle3_dialects.layer_ids(key, raw.get(key), shift=0)
+        return head_dialects.layer_ids(key, raw.get(key), shift=0)
     key = "target_layer_ids"  # Whose outputs are the features.
     ids = said.get(key)
     if ids is None and dialect == "z-lab":
         ids = default_layer_ids(target.num_layers, num_layers)
-    return eagle3_dialects.layer_ids(key, ids, shift=1)
+    return head_dialects.layer_ids(key, ids, shift=1)
 
 
 def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
@@ -298,8 +305,7 @@ def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
     Raises:
       ValueError: no such layout, or a drafter that it has no words for.
     """
-    if dialect not in DIALECTS:
-        raise ValueError(f"{dialect=} is not one of {', '.join(DIALECTS)}")
+    head_dialects.check_name(dialect, DIALECTS)
     config.validate()
     has_heads = config.head != "none" or config.has_confidence
     if dialect == "z-lab" and has_heads:
@@ -350,6 +356,7 @@ def to_dict(config: block_params.BlockConfig, dialect: Dialect) -> dict[str, Any
     else:
         if config.slots != SLOTS[dialect]:
             inner["sample_from_anchor"] = is_first
+            own["sample_from_anchor"] = is_first  # Where llama.cpp looks for it.
         if dialect == "specforge":
             inner |= heads | {"projector_type": "dspark"}
         own["dflash_config"] = inner

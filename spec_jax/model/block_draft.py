@@ -33,7 +33,6 @@ from spec_jax.ops import (
     rope,
     row_attention,
     skinny_gemm,
-    swiglu,
     weights,
 )
 from spec_jax.paging import cache
@@ -206,8 +205,7 @@ def forward_sequence(
             is_context,
         )
         x += sequence.matmul(attended.reshape(B, A, S, N * H), weight.attention_out)
-        inner = sequence.matmul(sequence.norm(x, weight.mlp_norm, eps), weight.gate_up)
-        x += sequence.matmul(swiglu.swiglu(inner), weight.down)
+        x = sequence.gated_mlp(weight, x, eps=eps)
     hidden = sequence.norm(x, params.final_norm, eps)
     return hidden, sequence.product(hidden, weights.matrix(params.lm_head))
 
@@ -225,17 +223,14 @@ def _attend_blocks(q, context, own, is_context):
     T, K = context[0].shape[1:3]
     queries = q.reshape(B, A, S, K, N // K, H)
 
-    def product(subscripts, a, b):
-        return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
-
-    before = product("baskgh,btkh->bakgst", queries, context[0])
+    before = sequence.einsum("baskgh,btkh->bakgst", queries, context[0])
     visible = jnp.broadcast_to(is_context[:, :, None, None, None], before.shape)
     before = jnp.where(visible, before, -math.inf)
-    within = product("baskgh,baukh->bakgsu", queries, own[0])
+    within = sequence.einsum("baskgh,baukh->bakgsu", queries, own[0])
     scores = jnp.concatenate([before, within], axis=-1) * H**-0.5
     probs = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    out = product("bakgst,btkh->baskgh", probs[..., :T], context[1])
-    out += product("bakgsu,baukh->baskgh", probs[..., T:], own[1])
+    out = sequence.einsum("bakgst,btkh->baskgh", probs[..., :T], context[1])
+    out += sequence.einsum("bakgsu,baukh->baskgh", probs[..., T:], own[1])
     return out.reshape(B, A, S, N, H).astype(q.dtype)
 
 

@@ -8,9 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.model import (
     block_dialects as dialects,
@@ -84,10 +82,9 @@ def load(
         shared["confidence_bias"] = jnp.zeros((1,), config.layer.dtype)
     nothing = dict.fromkeys(shared)
 
-    def read(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
-        return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
-
-    params = jax.tree.map(read, shapes.replace(**nothing), names.replace(**nothing))
+    params = head_files.read(
+        shapes.replace(**nothing), names.replace(**nothing), entries
+    )
     params = params.replace(**shared)
     return config, params if impl is None else block_params.prepare(params, impl)
 
@@ -125,11 +122,14 @@ def save(
     params: block_params.BlockParams,
     *,
     dialect: dialects.Dialect,
+    copies: bool = True,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes what `load` reads back bit for bit, in one of the published layouts.
 
     Args:
+      copies: whether a layout that has copies of the target's embedding and output
+        projection gets them. `load` takes both from the target; other readers may not.
       metadata: further entries of the file's `__metadata__`.
 
     Raises:
@@ -137,7 +137,7 @@ def save(
       CheckpointError: the files cannot be written.
     """
     dialects.check_config(config, dialect)
-    has_copies = dialect == "deepspec"
+    has_copies = dialect == "deepspec" and copies
     has_own = config.draft_vocab_size < config.layer.vocab_size
     written = params.replace(
         hot=None,
@@ -145,15 +145,12 @@ def save(
         lm_head=params.lm_head if has_copies or has_own else None,
     )
     names = _names(config, with_embed=has_copies, with_lm_head=has_copies or has_own)
-    tensors = load_lib.pending(written, names)
-    if params.hot is not None:
-        tensors += head_files.pending_hot(
-            np.asarray(params.hot), config.layer.vocab_size
-        )
-    load_lib.write_folder(
-        pathlib.Path(folder),
-        {files.SINGLE_FILE: tensors},
-        {"config.json": dialects.to_dict(config, dialect)},
+    head_files.write(
+        folder,
+        load_lib.pending(written, names),
+        dialects.to_dict(config, dialect),
+        hot=params.hot,
+        vocab_size=config.layer.vocab_size,
         metadata=metadata,
     )
 

@@ -1,15 +1,14 @@
-"""Safetensors files: which tensors a folder holds, reading them, writing them.
+"""Safetensors files: which tensors a folder holds, and writing them.
 
-Knows headers, shards and bytes; knows nothing of models. The format is an 8-byte
-little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}` and
-the tensors, back to back. It is read here, and not by the `safetensors` package, so
+Knows headers and shards, not models; `tensor_values` reads the values. The format is an
+8-byte little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}`
+and the tensors, back to back. It is read here, and not by the `safetensors` package, so
 that a tensor goes straight into a slice of the caller's buffer.
 
 Every failure is a `CheckpointError` that names the file.
 """
 
 import dataclasses
-import io
 import json
 import math
 import pathlib
@@ -25,10 +24,6 @@ INDEX_FILE = "model.safetensors.index.json"
 
 # Longest accepted header, as in the reference implementation of the format.
 MAX_HEADER_BYTES = 100_000_000
-# A conversion or a comparison reads this much of a tensor at a time.
-BLOCK_BYTES = 16 * 2**20
-# The test for infinity and NaN, this much: it is to stay in a core's cache.
-_TEST_BYTES = 2**18
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -43,7 +38,7 @@ WHOLE_DTYPES = {
 }
 """Of tables of numbers, which are no weights."""
 _DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
-_AGAIN = "download it again"
+AGAIN = "download it again"
 
 
 class CheckpointError(ValueError):
@@ -105,26 +100,26 @@ def find(
         return read_header(single, dtypes=dtypes)
     if not has_index:
         raise CheckpointError(
-            f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; {_AGAIN}"
+            f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; {AGAIN}"
         )
     weight_map = _read_weight_map(index)
     entries: dict[str, Entry] = {}
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name
         if not _exists(path):
-            raise CheckpointError(f"{path}: no such shard; {_AGAIN}")
+            raise CheckpointError(f"{path}: no such shard; {AGAIN}")
         for name, entry in read_header(path, dtypes=dtypes).items():
             if weight_map.get(name) != file_name:
                 raise CheckpointError(
                     f"{path}: holds {name}, which {INDEX_FILE} places in "
-                    f"{weight_map.get(name, 'no file')}; {_AGAIN}"
+                    f"{weight_map.get(name, 'no file')}; {AGAIN}"
                 )
             entries[name] = entry
     missing = [name for name in weight_map if name not in entries]
     if missing:
         raise CheckpointError(
             f"{folder / weight_map[missing[0]]}: does not hold {some(missing)}, as "
-            f"{INDEX_FILE} says; {_AGAIN}"
+            f"{INDEX_FILE} says; {AGAIN}"
         )
     return entries
 
@@ -147,17 +142,17 @@ def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
     except OSError as error:
         raise CheckpointError(f"{index}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index}: not valid JSON ({error}); {_AGAIN}") from None
+        raise CheckpointError(f"{index}: not valid JSON ({error}); {AGAIN}") from None
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: has no weight_map; {_AGAIN}")
+        raise CheckpointError(f"{index}: has no weight_map; {AGAIN}")
     for name, file_name in weight_map.items():
         # A shard lies beside its index: a path that leads elsewhere is not followed.
         plain = isinstance(file_name, str) and pathlib.PurePath(file_name).name
         if not plain or plain != file_name:
             raise CheckpointError(
                 f"{index}: {name} is placed in {file_name!r}, which is no file name; "
-                f"{_AGAIN}"
+                f"{AGAIN}"
             )
     return weight_map
 
@@ -173,7 +168,7 @@ def read_header(
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
                     f"{path}: truncated or not a safetensors file ({size} bytes, "
-                    f"of which the header would take {length}); {_AGAIN}"
+                    f"of which the header would take {length}); {AGAIN}"
                 )
             header = file.read(length)
     except OSError as error:
@@ -181,9 +176,9 @@ def read_header(
     try:
         raw = json.loads(header)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: malformed header ({error}); {_AGAIN}") from None
+        raise CheckpointError(f"{path}: malformed header ({error}); {AGAIN}") from None
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: malformed header (not an object); {_AGAIN}")
+        raise CheckpointError(f"{path}: malformed header (not an object); {AGAIN}")
     raw.pop("__metadata__", None)
     start = 8 + length
     entries = {
@@ -213,7 +208,7 @@ def _entry(
     except (KeyError, TypeError, ValueError):
         well_formed = False
     if not well_formed:
-        raise CheckpointError(f"{path}: malformed header at {name}; {_AGAIN}")
+        raise CheckpointError(f"{path}: malformed header at {name}; {AGAIN}")
     if dtype_name not in dtypes:
         raise CheckpointError(
             f"{path}: {name} is {dtype_name}, not one of {', '.join(dtypes)} "
@@ -229,7 +224,7 @@ def _entry(
     if end - begin != entry.num_bytes:
         raise CheckpointError(
             f"{path}: malformed header at {name}: {dtype_name} {list(shape)} takes "
-            f"{entry.num_bytes} bytes, not {end - begin}; {_AGAIN}"
+            f"{entry.num_bytes} bytes, not {end - begin}; {AGAIN}"
         )
     return entry
 
@@ -243,148 +238,18 @@ def _check_layout(
         if entry.offset != position:
             raise CheckpointError(
                 f"{path}: malformed header: {entry.name} does not start where the "
-                f"tensor before it ends; {_AGAIN}"
+                f"tensor before it ends; {AGAIN}"
             )
         position += entry.num_bytes
     if position > size:
         raise CheckpointError(
             f"{path}: truncated: the header tells of {position} bytes, the file has "
-            f"{size}; {_AGAIN}"
+            f"{size}; {AGAIN}"
         )
     if position < size:
         raise CheckpointError(
-            f"{path}: {size - position} bytes more than its header tells of; {_AGAIN}"
+            f"{path}: {size - position} bytes more than its header tells of; {AGAIN}"
         )
-
-
-def read_into(entry: Entry, out: np.ndarray) -> None:
-    """Fills the contiguous `out`, of `entry`'s shape, rounding to its dtype.
-
-    Takes no memory where the dtypes agree, and one block where they do not.
-    """
-    if out.shape != entry.shape:
-        raise ValueError(f"{entry.name} is {entry.shape}, the buffer is {out.shape}")
-    flat = out.reshape(-1)
-    if not np.shares_memory(flat, out) and out.size:
-        raise ValueError(f"the buffer for {entry.name} is not contiguous")
-    try:
-        with entry.path.open("rb") as file:
-            file.seek(entry.offset)
-            if entry.dtype == out.dtype:
-                _read_exactly(file, entry, flat)
-                return
-            length = max(1, BLOCK_BYTES // entry.dtype.itemsize)
-            for start, block in _blocks(file, entry, length):
-                flat[start : start + block.size] = block
-    except OSError as error:
-        raise CheckpointError(f"{entry.path}: {error.strerror}") from None
-
-
-def read_columns(entry: Entry, out: np.ndarray, *, first: int) -> None:
-    """Fills `out [rows, width]` with the columns from `first` on, as `read_into`.
-
-    Reads these columns and no others.
-    """
-    rows, columns = entry.shape
-    if out.shape[0] != rows or first + out.shape[1] > columns:
-        raise ValueError(
-            f"{entry.name} is {entry.shape}, the buffer from {first=} is {out.shape}"
-        )
-    row = np.empty(out.shape[1:], entry.dtype)
-    try:
-        with entry.path.open("rb", buffering=0) as file:
-            for number in range(rows):
-                at = number * columns + first
-                file.seek(entry.offset + at * entry.dtype.itemsize)
-                _read_exactly(file, entry, row)
-                out[number] = row
-    except OSError as error:
-        raise CheckpointError(f"{entry.path}: {error.strerror}") from None
-
-
-def check_finite(entry: Entry, values: np.ndarray) -> None:
-    """Refuses weights of which every result would be NaN, or could be."""
-    index = first_non_finite(values)
-    if index is not None:
-        raise CheckpointError(
-            f"{entry.path}: {entry.name}{list(index)} is {values[index]} in "
-            f"{values.dtype}: a model with such weights has no results; use another "
-            "checkpoint, or download it again"
-        )
-
-
-def first_non_finite(array: np.ndarray) -> tuple[int, ...] | None:
-    """The index of the first infinity or NaN of a contiguous array, if it has one.
-
-    Takes less than a block, whatever the size of the array.
-    """
-    # Both have all bits of the exponent set. In integers, because NumPy has no fast
-    # test for bfloat16.
-    bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")
-    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
-    length = max(1, min(_TEST_BYTES, BLOCK_BYTES) // array.dtype.itemsize)
-    scratch = np.empty(min(length, bits.size), bits.dtype)
-    for start in range(0, bits.size, length):
-        block = bits[start : start + length]
-        found = np.bitwise_and(block, exponent, out=scratch[: block.size])
-        if found.max() == exponent:
-            index = np.unravel_index(start + int(found.argmax()), array.shape)
-            return tuple(int(i) for i in index)
-    return None
-
-
-def same_values(left: Entry, right: Entry) -> bool:
-    """Whether two tensors hold the same values, in whatever dtypes; takes two blocks.
-
-    Float32 holds the values of all of them. Zeros of another sign differ, and so does
-    NaN with other bits.
-    """
-    if left.shape != right.shape:
-        return False
-    length = max(1, BLOCK_BYTES // 8)  # A block and its float32 copy, on either side.
-    try:
-        with left.path.open("rb") as left_file, right.path.open("rb") as right_file:
-            left_file.seek(left.offset)
-            right_file.seek(right.offset)
-            pairs = zip(
-                _blocks(left_file, left, length),
-                _blocks(right_file, right, length),
-                strict=True,
-            )
-            return all(
-                np.array_equal(
-                    a.astype(np.float32, copy=False).view(np.uint32),
-                    b.astype(np.float32, copy=False).view(np.uint32),
-                )
-                for (_, a), (_, b) in pairs
-            )
-    except OSError as error:
-        raise CheckpointError(f"{left.path}: {error.strerror}") from None
-
-
-def _blocks(
-    file: io.BufferedReader, entry: Entry, values_per_block: int
-) -> Iterable[tuple[int, np.ndarray]]:
-    """Consecutive parts of a flat tensor and where they start; one buffer, reused."""
-    num_values = math.prod(entry.shape)
-    buffer = np.empty(min(values_per_block, num_values), entry.dtype)
-    for start in range(0, num_values, values_per_block):
-        block = buffer[: num_values - start]
-        _read_exactly(file, entry, block)
-        yield start, block
-
-
-def _read_exactly(
-    file: io.BufferedReader | io.FileIO, entry: Entry, flat: np.ndarray
-) -> None:
-    """Fills `flat`, whose bytes are as those of the file."""
-    # As bytes, because the buffer protocol does not know bfloat16.
-    raw = flat.view(np.uint8).data
-    while raw:
-        count = file.readinto(raw)
-        if not count:
-            raise CheckpointError(f"{entry.path}: ends inside {entry.name}; {_AGAIN}")
-        raw = raw[count:]
 
 
 def write(
@@ -436,7 +301,7 @@ def check_names(
     missing = [name for name in required if name not in entries]
     if missing:
         raise CheckpointError(
-            f"{folder}: missing tensors: {some(missing)}; {_AGAIN}, or correct "
+            f"{folder}: missing tensors: {some(missing)}; {AGAIN}, or correct "
             "config.json"
         )
     unexpected = sorted(set(entries) - set(known))

@@ -21,16 +21,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.model import eagle3_params, qwen3, rotary, sequence
+from spec_jax.model import eagle3_params, qwen3, sequence
 from spec_jax.ops import (
     causal_attention,
     embedding,
     gated_projection,
     projection,
     rms_norm,
-    rope,
     row_attention,
-    swiglu,
     weights,
 )
 from spec_jax.paging import cache
@@ -191,8 +189,8 @@ def forward_sequence(
     normed = sequence.norm(g, params.hidden_norm, eps)
     x = [sequence.norm(token.astype(dtype), params.input_norm, eps), normed]
     positions = jnp.arange(T, dtype=jnp.int32) + len(earlier)
-    q, k, v = _heads(
-        params, config, jnp.concatenate(x, axis=-1), jnp.broadcast_to(positions, (B, T))
+    q, k, v = sequence.heads(
+        params, layer, jnp.concatenate(x, axis=-1), jnp.broadcast_to(positions, (B, T))
     )
     scale = layer.head_dim**-0.5
     if earlier:
@@ -203,8 +201,7 @@ def forward_sequence(
         attended = causal_attention.causal_attention(q, k, v, scale=scale)
     residual = normed if config.norm_before_residual else g
     h = residual + sequence.matmul(attended.reshape(B, T, -1), params.attention_out)
-    inner = sequence.matmul(sequence.norm(h, params.mlp_norm, eps), params.gate_up)
-    hidden = h + sequence.matmul(swiglu.swiglu(inner), params.down)
+    hidden = sequence.gated_mlp(params, h, eps=eps)
     normed = sequence.norm(hidden, params.final_norm, eps)
     return StepOutputs(
         hidden=normed if config.norm_output else hidden,
@@ -214,37 +211,19 @@ def forward_sequence(
     )
 
 
-def _heads(params, config, x, positions):
-    """Returns rotated queries `[B, T, N, H]` and keys, and values `[B, T, K, H]`."""
-    layer = config.layer
-    N, K, H = layer.num_heads, layer.num_kv_heads, layer.head_dim
-    heads = sequence.matmul(x, params.qkv).reshape(*x.shape[:-1], N + 2 * K, H)
-    q, k, v = jnp.split(heads, (N, N + K), axis=-2)
-    if config.has_head_norms:
-        q = sequence.norm(q, params.q_norm, layer.rms_norm_eps)
-        k = sequence.norm(k, params.k_norm, layer.rms_norm_eps)
-    table, scale = rotary.rope_table(layer)
-    frequencies = jnp.asarray(table)
-    q, k = (rope.rope(x, positions, frequencies, scale=scale) for x in (q, k))
-    return q, k, v
-
-
 def _attend_lineage(q, keys, values, scale):
     """Attends causally to the first of `keys`, and to the own column of all others."""
     (B, T, N, H), K = q.shape, keys[0].shape[2]
     queries = q.reshape(B, T, K, N // K, H)
     own_keys, own_values = (jnp.stack(x[1:], axis=2) for x in (keys, values))
 
-    def product(subscripts, a, b):
-        return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
-
     columns = jnp.arange(T, dtype=jnp.int32)
-    causal = product("btkgh,bskh->bkgts", queries, keys[0]) * scale
+    causal = sequence.einsum("btkgh,bskh->bkgts", queries, keys[0]) * scale
     visible = columns[None, :] <= columns[:, None]
     causal = jnp.where(jnp.broadcast_to(visible, causal.shape), causal, -math.inf)
-    own = product("btkgh,btjkh->bkgtj", queries, own_keys) * scale
+    own = sequence.einsum("btkgh,btjkh->bkgtj", queries, own_keys) * scale
     probs = jax.nn.softmax(jnp.concatenate([causal, own], axis=-1), axis=-1)
     probs = probs.astype(q.dtype)
-    out = product("bkgts,bskh->btkgh", probs[..., :T], values[0])
-    out += product("bkgtj,btjkh->btkgh", probs[..., T:], own_values)
+    out = sequence.einsum("bkgts,bskh->btkgh", probs[..., :T], values[0])
+    out += sequence.einsum("bkgtj,btjkh->btkgh", probs[..., T:], own_values)
     return out.reshape(B, T, N, H).astype(q.dtype)

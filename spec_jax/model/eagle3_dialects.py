@@ -6,17 +6,12 @@ deepspec      DeepSeek: Qwen3's config, its norms of queries and keys, and copie
               the target's embedding and head
 """
 
-import json
 import pathlib
 import reprlib
 from collections.abc import Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
-from spec_jax.model import (
-    checkpoint_files as files,
-    config as config_lib,
-    eagle3_params,
-)
+from spec_jax.model import config as config_lib, eagle3_params, head_dialects
 
 
 Dialect = Literal["midlayer", "speculators", "deepspec"]
@@ -31,7 +26,6 @@ ARCHITECTURES: dict[str, Dialect] = {
 }
 
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-BIASES = ("bias", "qkv_bias", "attention_bias", "mlp_bias")
 _AUX = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -52,47 +46,17 @@ def read_config(
       CheckpointError: the file cannot be read, is of an unknown dialect, asks for what
         is not supported, or is of a head for another target.
     """
-    raw = read_object(path)
-    try:
-        dialect, config = _from_dict(raw, target, dtype or target.dtype)
-        config.validate().check_target(target)
-    except ValueError as error:
-        raise files.CheckpointError(f"{path}: {error}") from None
-    return dialect, config
-
-
-def read_object(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the JSON object that a file holds; raises `CheckpointError`."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise files.CheckpointError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise files.CheckpointError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise files.CheckpointError(f"{path}: not a JSON object")
-    return raw
+    return head_dialects.read_config(path, target, _from_dict, dtype=dtype)
 
 
 def _from_dict(
     raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
     """`read_config` of what the file holds."""
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(
-            f"architectures={reprlib.repr(names)} is no dialect of EAGLE-3 that is "
-            f"known: {', '.join(ARCHITECTURES)}"
-        )
+    name = head_dialects.architecture(raw, ARCHITECTURES, "dialect of EAGLE-3")
     dialect = ARCHITECTURES[name]
-    stated = raw.get("transformer_layer_config") if dialect == "speculators" else raw
-    if not isinstance(stated, dict):
-        raise ValueError("transformer_layer_config is not an object")
-    for key in BIASES:
-        if raw.get(key) or stated.get(key):
-            raise ValueError(f"{key} is true: heads with biases are not supported")
-    layer = layer_config(stated, dtype)
+    stated = head_dialects.stated_layers(raw, is_nested=dialect == "speculators")
+    layer = head_dialects.layer_config(stated, dtype)
     has_head_norms = dialect == "deepspec"
     if dialect == "speculators":
         has_head_norms = stated.get("model_type") == "qwen3"
@@ -120,28 +84,6 @@ def _from_dict(
     )
 
 
-def layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Config:
-    """Returns what the layers of a head have in common with a Qwen3 model.
-
-    `tie_word_embeddings` is not used: heads with an output projection of their own
-    state it too.
-    """
-    raw = dict(stated) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "tie_word_embeddings": False,
-    }
-    if raw.get("head_dim") is None:  # As Llama has it.
-        width, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
-        if not (type(width) is type(heads) is int and heads > 0 and not width % heads):
-            raise ValueError(
-                f"no head_dim, and hidden_size={reprlib.repr(width)} is no multiple of "
-                f"num_attention_heads={reprlib.repr(heads)}; state head_dim"
-            )
-        raw["head_dim"] = width // heads
-    return cast(config_lib.Qwen3Config, config_lib.from_dict(raw, dtype=dtype))
-
-
 def _taps(
     raw: Mapping[str, Any], dialect: Dialect, target: config_lib.ModelConfig
 ) -> tuple[int, ...]:
@@ -152,20 +94,14 @@ def _taps(
     else:
         nested = raw.get("eagle_config") or {}
         key, ids, shift = _AUX, raw.get(_AUX) or nested.get(_AUX), 0
+        if ids and nested.get(_AUX, ids) != ids:
+            raise ValueError(
+                f"{_AUX}={reprlib.repr(ids)}, and in eagle_config "
+                f"{reprlib.repr(nested[_AUX])}: remove the wrong one"
+            )
         if ids is None:
             return eagle3_params.default_taps(target.num_layers)
-    return layer_ids(key, ids, shift=shift)
-
-
-def layer_ids(key: str, ids: Any, *, shift: int) -> tuple[int, ...]:
-    """Returns `hidden_states` indices, of numbers that are `shift` below them.
-
-    Raises:
-      ValueError: no list of whole numbers.
-    """
-    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
-        raise ValueError(f"{key}={reprlib.repr(ids)} must be a list of layers")
-    return tuple(number + shift for number in ids)
+    return head_dialects.layer_ids(key, ids, shift=shift)
 
 
 def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
@@ -174,8 +110,7 @@ def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
     Raises:
       ValueError: no such dialect, or a head that it has no words for.
     """
-    if dialect not in DIALECTS:
-        raise ValueError(f"{dialect=} is not one of {', '.join(DIALECTS)}")
+    head_dialects.check_name(dialect, DIALECTS)
     config.validate()
     if dialect == "midlayer" and config.has_head_norms:
         raise ValueError(
@@ -210,9 +145,10 @@ def to_dict(config: eagle3_params.Eagle3Config, dialect: Dialect) -> dict[str, A
     }
     taps = list(config.taps)
     if dialect == "midlayer":
+        # SGLang and vLLM read the list in `eagle_config`, llama.cpp the one beside it.
         eagle = {"use_aux_hidden_state": True, _AUX: taps}
-        architectures = ["LlamaForCausalLMEagle3"]
-        return layer | own | {"architectures": architectures, "eagle_config": eagle}
+        own |= {_AUX: taps, "eagle_config": eagle}
+        return layer | own | {"architectures": ["LlamaForCausalLMEagle3"]}
     return own | {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

@@ -8,10 +8,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from spec_jax.model import (
     checkpoint_files as files,
     config as config_lib,
@@ -78,10 +74,7 @@ def load(
     nothing = dict.fromkeys([*given, "hot"])
     shapes = eagle3_params.shapes(config).replace(**nothing)
 
-    def read(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
-        return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
-
-    params = jax.tree.map(read, shapes, names.replace(**nothing))
+    params = head_files.read(shapes, names.replace(**nothing), entries)
     params = params.replace(hot=hot, **given)
     return config, params if impl is None else eagle3_params.prepare(params, impl)
 
@@ -110,15 +103,12 @@ def save(
         with_embed = dialect != "midlayer"
     names = _names(config, dialect, has_embed=with_embed)
     written = params.replace(hot=None, embed=params.embed if with_embed else None)
-    tensors = load_lib.pending(written, names)
-    if params.hot is not None:
-        tensors += head_files.pending_hot(
-            np.asarray(params.hot), config.layer.vocab_size
-        )
-    load_lib.write_folder(
-        pathlib.Path(folder),
-        {files.SINGLE_FILE: tensors},
-        {"config.json": dialects.to_dict(config, dialect)},
+    head_files.write(
+        folder,
+        load_lib.pending(written, names),
+        dialects.to_dict(config, dialect),
+        hot=params.hot,
+        vocab_size=config.layer.vocab_size,
         metadata=metadata,
     )
 

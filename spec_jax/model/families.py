@@ -31,6 +31,9 @@ class Family(Protocol):
     IMPLS: tuple[str, ...]
     """Implementations that run it (`ops.dispatch`), other than "auto"."""
 
+    AUTO: tuple[str, ...]
+    """Those of `IMPLS` that "auto" may choose."""
+
     LM_HEAD: str
     """The tensor of the head."""
 
@@ -115,7 +118,7 @@ def runnable(
       NotImplementedError: a named implementation without kernels for the family.
     """
     known = of(config).IMPLS
-    if resolved in known:
+    if resolved in (known if is_named else of(config).AUTO):
         return resolved
     if not is_named:
         return "xla"

@@ -8,6 +8,7 @@ those of other families, and scores are the same sums in another order.
 """
 
 import dataclasses
+import functools
 import reprlib
 from collections.abc import Mapping
 from typing import Any, Self
@@ -34,7 +35,9 @@ from spec_jax.ops import (
 )
 
 
-IMPLS = ("xla",)
+IMPLS = ("native", "xla", "triton", "interpret")
+# No GPU has run it with Triton's kernels.
+AUTO = ("native", "xla")
 CHAIN_IMPLS: tuple[str, ...] = ()
 LM_HEAD = "embed_out.weight"
 IGNORED = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
@@ -269,12 +272,13 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl):
     k, v, page_table = pages
     cos, sin = angles
     shared = {"num_active": rows.num_active, "impl": impl}
+    norm = functools.partial(_norm, config=config, impl=impl)
 
     def linear(x, linear):
         return projection.project(x, linear.weight, bias=linear.bias, **shared)
 
     attended, k, v = row_attention.row_attention(
-        linear(_norm(x, layer.input_norm, config), layer.qkv),
+        linear(norm(x, layer.input_norm), layer.qkv),
         None,
         None,
         k,
@@ -292,8 +296,8 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl):
     attended = linear(attended, layer.attention_out)
     if not config.has_parallel_residual:
         x = _add(attended, x)
-    hidden = linear(_norm(x, layer.mlp_norm, config), layer.up)
-    down = linear(_act(hidden, config), layer.down)
+    hidden = linear(norm(x, layer.mlp_norm), layer.up)
+    down = linear(_act(hidden, config=config, impl=impl), layer.down)
     if config.has_parallel_residual:
         down = _add(down, attended)
     return _add(down, x), k, v
@@ -301,7 +305,7 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl):
 
 def _run_head(params, x, rows, *, config, impl):
     return projection.project(
-        _norm(x, params.final_norm, config),
+        _norm(x, params.final_norm, config=config, impl=impl),
         params.head,
         num_active=rows.num_active,
         out_dtype="float32",
@@ -312,14 +316,29 @@ def _run_head(params, x, rows, *, config, impl):
 # XLA may round otherwise, or not at all, where it fuses these with what comes next.
 
 
-def _norm(x, norm, config):
-    normed = layer_norm.layer_norm(x, norm.weight, norm.bias, eps=config.layer_norm_eps)
-    return jax.lax.optimization_barrier(normed)
+def _norm(x, norm, *, config, impl="xla"):
+    def normed(x):
+        eps = config.layer_norm_eps
+        return layer_norm.layer_norm(x, norm.weight, norm.bias, eps=eps)
+
+    return _of_rows(normed, x, impl)
 
 
-def _act(x, config):
-    hidden = gelu.gelu(x, approximate=_APPROXIMATE[config.hidden_act])
-    return jax.lax.optimization_barrier(hidden)
+def _act(x, *, config, impl="xla"):
+    approximate = _APPROXIMATE[config.hidden_act]
+    return _of_rows(lambda x: gelu.gelu(x, approximate=approximate), x, impl)
+
+
+def _of_rows(function, x, impl):
+    """Applies it to a slab; to row after row, where slabs are of several heights.
+
+    What XLA makes of it depends on the height: with native kernels, which have one for
+    each number of rows, a row is a program of one shape.
+    """
+    if impl == "native":
+        one = lambda row: jax.lax.optimization_barrier(function(row[None]))[0]
+        return jax.lax.optimization_barrier(jax.lax.map(one, x))
+    return jax.lax.optimization_barrier(function(x))
 
 
 def _add(x, y):
@@ -335,7 +354,7 @@ def sequence_layer(layer, config, x, positions):
         bias = jnp.broadcast_to(linear.bias.astype(jnp.float32), product.shape)
         return (product + bias).astype(x.dtype)
 
-    heads = linear(_norm(x, layer.input_norm, config), layer.qkv)
+    heads = linear(_norm(x, layer.input_norm, config=config), layer.qkv)
     q, k, v = jnp.split(heads.reshape(*x.shape[:-1], 3 * N, H), 3, axis=-2)
     table, scale = rope_table(config)
     q, k = (
@@ -345,8 +364,8 @@ def sequence_layer(layer, config, x, positions):
     attended = linear(attended.reshape(x.shape), layer.attention_out)
     if not config.has_parallel_residual:
         x = attended + x
-    hidden = linear(_norm(x, layer.mlp_norm, config), layer.up)
-    down = linear(_act(hidden, config), layer.down)
+    hidden = linear(_norm(x, layer.mlp_norm, config=config), layer.up)
+    down = linear(_act(hidden, config=config), layer.down)
     if config.has_parallel_residual:
         down = down + attended
     return down + x, k, v
@@ -354,4 +373,4 @@ def sequence_layer(layer, config, x, positions):
 
 def sequence_norm(params, config, x):
     """See `families.Family`."""
-    return _norm(x, params.final_norm, config)
+    return _norm(x, params.final_norm, config=config)

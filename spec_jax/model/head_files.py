@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.model import checkpoint_files as files, torch_file
+from spec_jax.model import (
+    checkpoint_files as files,
+    load as load_lib,
+    params as params_lib,
+    tensor_values,
+    torch_file,
+)
 from spec_jax.ops import weights
 
 
@@ -96,7 +102,7 @@ def read_hot(
         return None
     V, Vd = vocab_sizes
     offsets = np.empty((Vd,), entries[_TO_TARGET].dtype)
-    files.read_into(entries[_TO_TARGET], offsets)
+    tensor_values.read_into(entries[_TO_TARGET], offsets)
     hot = np.arange(Vd) + offsets.astype(np.int64)
     where = f"{entries[_TO_TARGET].path}: {_TO_TARGET}"
     outside = np.flatnonzero((hot < 0) | (hot >= V))
@@ -110,7 +116,7 @@ def read_hot(
         raise CheckpointError(f"{where} has a token twice; download it again")
     if _IS_KEPT in entries:
         is_kept = np.empty((V,), entries[_IS_KEPT].dtype)
-        files.read_into(entries[_IS_KEPT], is_kept)
+        tensor_values.read_into(entries[_IS_KEPT], is_kept)
         if np.count_nonzero(is_kept) != Vd or not is_kept[hot].all():
             raise CheckpointError(
                 f"{folder}: {_IS_KEPT} marks {np.count_nonzero(is_kept)} tokens, "
@@ -121,8 +127,46 @@ def read_hot(
     return jnp.asarray(hot, jnp.int32)
 
 
-def pending_hot(hot: np.ndarray, vocab_size: int) -> list[files.Pending]:
-    """Returns the two tables of a draft vocabulary, to be written."""
+def read(shapes: Any, names: Any, entries: Mapping[str, files.Entry]) -> Any:
+    """Returns arrays of these shapes, made of the tensors that `names` names."""
+
+    def one(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
+        return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
+
+    return jax.tree.map(one, shapes, names)
+
+
+def write(
+    folder: str | pathlib.Path,
+    tensors: list[files.Pending],
+    config: Mapping[str, Any],
+    *,
+    hot: jax.Array | None,
+    vocab_size: int,
+    metadata: Mapping[str, str] | None,
+) -> None:
+    """Writes a head's folder: its tensors, the tables of its vocabulary, its config.
+
+    Args:
+      hot: the target's token of each draft token; None: they are the same.
+      vocab_size: of the target.
+      metadata: further entries of the file's `__metadata__`.
+
+    Raises:
+      CheckpointError: the files cannot be written.
+    """
+    if hot is not None:
+        tensors = tensors + _pending_hot(np.asarray(hot), vocab_size)
+    load_lib.write_folder(
+        pathlib.Path(folder),
+        {files.SINGLE_FILE: tensors},
+        {"config.json": config},
+        metadata=metadata,
+    )
+
+
+def _pending_hot(hot: np.ndarray, vocab_size: int) -> list[files.Pending]:
+    """The two tables of a draft vocabulary, to be written."""
     is_kept = np.zeros((vocab_size,), np.bool_)
     is_kept[hot] = True
     offsets = hot.astype(np.int64) - np.arange(len(hot))
@@ -142,7 +186,7 @@ def is_copy(entry: files.Entry, ours: weights.Weight) -> bool:
     if entry.shape != tuple(ours.shape):
         return False
     buffer = np.empty(entry.shape, ours.dtype)
-    files.read_into(entry, buffer)
+    tensor_values.read_into(entry, buffer)
     bits = f"u{buffer.dtype.itemsize}"
     known = np.asarray(weights.matrix(ours))
     return np.array_equal(buffer.view(bits), known.view(bits))

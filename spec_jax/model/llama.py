@@ -15,6 +15,7 @@ from spec_jax.ops import rope
 
 
 IMPLS = ("native", "xla")
+AUTO = IMPLS
 CHAIN_IMPLS: tuple[str, ...] = ()
 LM_HEAD = qwen3.LM_HEAD
 IGNORED = r"\.rotary_emb\.inv_freq$"

@@ -25,6 +25,7 @@ from spec_jax.model import (
     families,
     load_shards,
     params as params_lib,
+    tensor_values,
 )
 from spec_jax.ops import dispatch, weights
 from spec_jax.parallel import shard
@@ -132,8 +133,8 @@ def assemble(
     for name, shape in sources.parts:
         part = buffer[start : start + shape[0]]
         # Of a vocabulary that is cut, the first rows.
-        files.read_into(dataclasses.replace(entries[name], shape=shape), part)
-        files.check_finite(entries[name], part)
+        tensor_values.read_into(dataclasses.replace(entries[name], shape=shape), part)
+        tensor_values.check_finite(entries[name], part)
         start += shape[0]
     return buffer if sources.order is None else buffer[sources.order]
 
@@ -226,7 +227,7 @@ def required_bytes(
 
     each = jax.tree.map(needs, shapes, families.of(config).tensors(config))
     largest = max(jax.tree.leaves(each))
-    return params_lib.num_bytes(shapes), largest + 2 * files.BLOCK_BYTES
+    return params_lib.num_bytes(shapes), largest + 2 * tensor_values.BLOCK_BYTES
 
 
 def _with_entries(
@@ -250,7 +251,9 @@ def _check_tied(
 ) -> None:
     """Refuses a head of its own beside the embedding that it is said to be."""
     embed = _embedding(names)
-    if lm_head in entries and not files.same_values(entries[lm_head], entries[embed]):
+    if lm_head in entries and not tensor_values.same_values(
+        entries[lm_head], entries[embed]
+    ):
         raise CheckpointError(
             f"{folder}: tie_word_embeddings is true, but {lm_head} differs from "
             f"{embed}; set it to false in config.json, or remove the tensor"

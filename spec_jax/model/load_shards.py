@@ -18,6 +18,7 @@ from spec_jax.model import (
     checkpoint_files as files,
     config as config_lib,
     params as params_lib,
+    tensor_values,
 )
 from spec_jax.ops import weights
 from spec_jax.parallel import shard
@@ -75,7 +76,7 @@ def required_bytes(shapes: params_lib.Params, layout: shard.Layout) -> tuple[int
         is_cut = path[-1].name in CUTS
         share = -(-params_lib.num_bytes(leaf) // (layout.devices if is_cut else 1))
         total, largest = total + share, max(largest, share)
-    return total, 3 * largest + 2 * files.BLOCK_BYTES
+    return total, 3 * largest + 2 * tensor_values.BLOCK_BYTES
 
 
 def read(
@@ -139,8 +140,8 @@ def _inputs(leaf, sources, entries, layout, impl, *, gathers):
     def read_piece(device, piece):
         out = np.empty((leaf.shape[0], width), leaf.dtype)
         first = (device * per_device + piece) * width
-        files.read_columns(entries[name], out, first=first)
-        files.check_finite(entries[name], out)
+        tensor_values.read_columns(entries[name], out, first=first)
+        tensor_values.check_finite(entries[name], out)
         return out
 
     pieces = _place(layout, impl, per_device, read_piece)
@@ -156,13 +157,13 @@ def _rows(sources, entries, ends, tail, dtype):
         entry = entries[name]
         row_bytes = math.prod(tail) * entry.dtype.itemsize
         part = out[at : at + kept]
-        files.read_into(
+        tensor_values.read_into(
             dataclasses.replace(
                 entry, shape=part.shape, offset=entry.offset + start * row_bytes
             ),
             part,
         )
-        files.check_finite(entry, part)
+        tensor_values.check_finite(entry, part)
         at += stop - start
     return out
 

@@ -17,7 +17,6 @@ from spec_jax.model import (
     decoder,
     observe as observe_lib,
     params as params_lib,
-    rotary,
     sequence,
 )
 from spec_jax.ops import (
@@ -27,7 +26,6 @@ from spec_jax.ops import (
     rope,
     row_attention,
     step,
-    swiglu,
     weights,
 )
 from spec_jax.paging import cache
@@ -35,6 +33,7 @@ from spec_jax.typing import IMPLS as ALL_IMPLS, typed
 
 
 IMPLS = ALL_IMPLS[1:]  # All but "auto".
+AUTO = IMPLS
 CHAIN_IMPLS: tuple[str, ...] = ("native",)
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = r"(?!)"  # Nothing.
@@ -369,30 +368,13 @@ def run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
 
 def sequence_layer(layer, config, x, positions):
     """See `families.Family`."""
-    q, k, v = _attention_inputs(layer, config, x, positions)
+    normed = sequence.norm(x, layer.input_norm, config.rms_norm_eps)
+    q, k, v = sequence.heads(layer, config, normed, positions)
     attended = causal_attention.causal_attention(q, k, v, scale=config.head_dim**-0.5)
     x = x + sequence.matmul(attended.reshape(*x.shape[:2], -1), layer.attention_out)
-    normed = sequence.norm(x, layer.mlp_norm, config.rms_norm_eps)
-    hidden = swiglu.swiglu(sequence.matmul(normed, layer.gate_up))
-    return x + sequence.matmul(hidden, layer.down), k, v
+    return sequence.gated_mlp(layer, x, eps=config.rms_norm_eps), k, v
 
 
 def sequence_norm(params, config, x):
     """See `families.Family`."""
     return sequence.norm(x, params.final_norm, config.rms_norm_eps)
-
-
-def _attention_inputs(layer, config, x, positions):
-    """Queries `[B, T, N, H]`, keys and values `[B, T, K, H]`, normed and rotated."""
-    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-    normed = sequence.norm(x, layer.input_norm, config.rms_norm_eps)
-    heads = sequence.matmul(normed, layer.qkv).reshape(*x.shape[:-1], N + 2 * K, H)
-    q, k, v = jnp.split(heads, (N, N + K), axis=-2)
-    table, scale = rotary.rope_table(config)
-    frequencies = jnp.asarray(table)
-    if layer.q_norm is not None:
-        q = sequence.norm(q, layer.q_norm, config.rms_norm_eps)
-        k = sequence.norm(k, layer.k_norm, config.rms_norm_eps)
-    q = rope.rope(q, positions, frequencies, scale=scale)
-    k = rope.rope(k, positions, frequencies, scale=scale)
-    return q, k, v

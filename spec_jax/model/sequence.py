@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.model import config as config_lib, families, params as params_lib
-from spec_jax.ops import bits, rms_norm, weights
+from spec_jax.model import config as config_lib, families, params as params_lib, rotary
+from spec_jax.ops import bits, rms_norm, rope, swiglu, weights
 from spec_jax.typing import typed
 
 
@@ -23,6 +23,10 @@ class SequenceOutputs(pytree.Node):
     k: tuple[jax.Array, ...]  # per layer [B, T, K, H], normed and rotated
     v: tuple[jax.Array, ...]  # per layer [B, T, K, H]
     features: jax.Array  # [B, T, taps, D]
+
+
+einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+"""Sums of products, accumulated in float32 and left in it."""
 
 
 def matmul(x: jax.Array, w: weights.Weight) -> jax.Array:
@@ -41,7 +45,7 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     JAX's own rule would widen a bfloat16 operand to float32 first, and on a CPU read
     a transposed one in place. Together that takes five times as long.
     """
-    return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=jnp.float32)
+    return einsum("...k,nk->...n", x, w)
 
 
 def _product_forward(x, w):
@@ -51,10 +55,10 @@ def _product_forward(x, w):
 def _product_backward(operands, gradient):
     x, w = operands
     narrow = gradient.astype(x.dtype)
-    dx = jnp.einsum("...n,nk->...k", narrow, w, preferred_element_type=jnp.float32)
+    dx = einsum("...n,nk->...k", narrow, w)
     rows = bits.row_major(narrow.reshape(-1, narrow.shape[-1]))
     columns = bits.row_major(x.reshape(-1, x.shape[-1]).T)
-    dw = jnp.einsum("kt,tn->kn", columns, rows, preferred_element_type=jnp.float32)
+    dw = einsum("kt,tn->kn", columns, rows)
     return dx.astype(x.dtype), bits.row_major(dw).T.astype(w.dtype)
 
 
@@ -90,6 +94,31 @@ def _norm_backward(eps, operands, gradient):
 
 
 norm.defvjp(_norm_forward, _norm_backward)
+
+
+def heads(layer, config, x, positions):
+    """Returns queries `[..., N, H]`, keys and values `[..., K, H]` of `x [..., D]`.
+
+    Of a layer with one projection for all: normed, where it has such weights, and
+    rotated.
+    """
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    made = matmul(x, layer.qkv).reshape(*x.shape[:-1], N + 2 * K, H)
+    q, k, v = jnp.split(made, (N, N + K), axis=-2)
+    table, scale = rotary.rope_table(config)
+    frequencies = jnp.asarray(table)
+    if layer.q_norm is not None:
+        q = norm(q, layer.q_norm, config.rms_norm_eps)
+        k = norm(k, layer.k_norm, config.rms_norm_eps)
+    q = rope.rope(q, positions, frequencies, scale=scale)
+    k = rope.rope(k, positions, frequencies, scale=scale)
+    return q, k, v
+
+
+def gated_mlp(layer, x: jax.Array, *, eps: float) -> jax.Array:
+    """Returns `x` and what a layer's gated half adds to it."""
+    inner = matmul(norm(x, layer.mlp_norm, eps), layer.gate_up)
+    return x + matmul(swiglu.swiglu(inner), layer.down)
 
 
 @typed

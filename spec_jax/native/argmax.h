@@ -73,7 +73,8 @@ inline Largest largest_of_piece(const float* x, int64_t begin, int64_t end) {
     if (best.yields_to(next.value)) best = next;
   }
   if (best.value == best.value) {
-    while (x[best.index] != best.value) ++best.index;
+    // It is in the block; the bound is for a processor that flushes what is denormal.
+    while (best.index + 1 < end && x[best.index] != best.value) ++best.index;
   }
   return best;
 }

@@ -31,6 +31,7 @@ import jaxlib.version
 SOURCES = (
     "argmax.h",
     "attention.h",
+    "buffers.h",
     "gemm.h",
     "kernels.cc",
     "move.h",

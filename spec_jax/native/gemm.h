@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "panels.h"
@@ -32,15 +33,14 @@ using Row = float;
 // so few that one waits for another.
 #if defined(SPEC_JAX_AVX512)
 constexpr int kGroup = 8;
-constexpr int panels_beside(int R) { return R <= 6 ? 4 : 3; }
+constexpr int panels_beside(int R) { return R <= 6 ? 4 : 2; }
 #else
 constexpr int kGroup = 5;
 constexpr int panels_beside(int R) { return R == 1 ? 4 : R == 2 ? 2 : 1; }
 #endif
-// How far ahead weights are asked for: where arithmetic takes as long as their way from
-// memory, a processor does not look far enough by itself.
+// How far ahead weights are asked for, in each panel: a processor does not look far enough
+// by itself, and not past the end of what it has read so far.
 constexpr int64_t kAheadBytes = 4096;
-constexpr bool asks_ahead(int R) { return kLanes == 8 || R >= 5; }
 
 // Adds the products of one word of k: R rows, whose words lie side by side, by P panels.
 #if defined(SPEC_JAX_AVX512BF16)
@@ -115,12 +115,18 @@ void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride) {
 #pragma GCC unroll 16
     for (int j = 0; j < V; ++j) acc[r][j] = zero();
   }
-  for (int64_t k = 0; k < words; ++k) {
+  // Past the end of a panel, what has its place in the next tile is asked for: the panels
+  // between are those of this one.
+  constexpr int64_t kWideBytes = kWide * int64_t{sizeof(W)};
+  int64_t begin = 0, ahead = kAheadBytes;
+  for (int64_t end : {std::max<int64_t>(words - kAheadBytes / kWideBytes, 0), words}) {
+    for (int64_t k = begin; k < end; ++k) {
 #pragma GCC unroll 16
-    for (int j = 0; j < P && asks_ahead(R); ++j) {
-      prefetch(panel[j] + k * kWide, kAheadBytes);
+      for (int j = 0; j < P; ++j) prefetch(panel[j] + k * kWide, ahead);
+      step(x + k * R * kWord<W>, panel, k * kWide, acc);
     }
-    step(x + k * R * kWord<W>, panel, k * kWide, acc);
+    begin = end;
+    ahead += (P - 1) * words * kWideBytes;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {

@@ -4,86 +4,19 @@
 // follows `num_active`, and padding rows of a result hold what they held. Shapes are checked
 // by the caller (`calls.py`); no exception leaves a handler.
 
-#include <algorithm>
-#include <new>
+#include <utility>
 
 #include "argmax.h"
+#include "buffers.h"
 #include "move.h"
 #include "projection.h"
 #include "row_attention.h"
 #include "step.h"
 #include "take_rows.h"
 #include "team.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace spec_jax {
 namespace {
-
-using Scalar = ffi::BufferR0<ffi::S32>;
-using Ints = ffi::Buffer<ffi::S32>;
-using Floats = ffi::Buffer<ffi::F32>;
-using Any = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
-
-template <typename T>
-const T* data(const Any& buffer) {
-  return static_cast<const T*>(buffer.untyped_data());
-}
-
-template <typename T>
-const T* data_or_null(const Any& buffer) {
-  return buffer.element_count() > 0 ? data<T>(buffer) : nullptr;
-}
-
-template <typename T>
-T* data(Result& buffer) {
-  return static_cast<T*>(buffer->untyped_data());
-}
-
-int64_t live_rows(const Scalar& num_active, int64_t rows) {
-  return std::clamp<int64_t>(*num_active.typed_data(), 0, rows);
-}
-
-// Runs `f(T{})` for the type of the model's arrays. Allocations happen in there.
-template <typename F>
-ffi::Error by_dtype(ffi::DataType dtype, F f) {
-  try {
-    if (dtype == ffi::DataType::BF16) return f(bf16{});
-    if (dtype == ffi::DataType::F32) return f(float{});
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      "no memory for the rows of a native kernel");
-  }
-  return ffi::Error::InvalidArgument("the kernels take float32 and bfloat16");
-}
-
-// [N, K] of a buffer of panels.
-template <typename T>
-Panels<T> panels(const Any& buffer, int64_t N, int64_t K) {
-  return {data<T>(buffer), N, K};
-}
-
-// [N, K] of a buffer of panels, or of rows.
-template <typename T>
-Table<T> table_of(const Any& buffer, int64_t N, int64_t K) {
-  bool is_panels = buffer.dimensions().size() == 4;
-  return {is_panels ? nullptr : data<T>(buffer), panels<T>(buffer, N, K)};
-}
-
-// The branches [R, width] of rows of trees; none where the buffer is empty.
-Rows with_branch(Rows rows, const Ints& branch) {
-  if (branch.element_count() == 0) return rows;
-  rows.branch = branch.typed_data();
-  rows.width = branch.dimensions()[1];
-  return rows;
-}
-
-ffi::Error check_head_size(int64_t H) {
-  if (H >= 1 && H <= kMaxHead && H % 2 == 0) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument("head sizes are even, and 256 at most");
-}
 
 ffi::Error Project(ffi::ThreadPool pool, Any x, Any norm, Any w, Any residual,
                    Scalar num_active, Result y, float eps) {
@@ -217,7 +150,7 @@ enum StepBuffer { kInputNorm, kQkv, kQNorm, kKNorm, kAttentionOut, kMlpNorm, kGa
                   kDown, kKeys, kValues, kLayerBuffers };
 
 template <typename T>
-StepLayer<T> step_layer(ffi::RemainingArgs& rest, int64_t number, int64_t D, int64_t F,
+StepLayer<T> step_layer(const ffi::RemainingArgs& rest, int64_t number, int64_t D, int64_t F,
                         int64_t attention_size, int64_t heads_size) {
   auto at = [&](StepBuffer which) {
     return *rest.get<Any>(number * kLayerBuffers + which);
@@ -236,18 +169,20 @@ StepLayer<T> step_layer(ffi::RemainingArgs& rest, int64_t number, int64_t D, int
           pages(kValues)};
 }
 
-// What a step is made of, but for its rows.
+// What a step is made of, but for its rows: the last arguments of a kernel, the pages
+// among its results, and attributes, in the order of `bind_model`.
 struct Model {
   Ints table;
   Floats cos, sin;
   Any embed, final_norm, head;
-  ffi::RemainingArgs& rest;
+  ffi::RemainingArgs rest;  // of each layer, see StepBuffer
+  ffi::RemainingRets pages;
   int64_t entries, num_heads, mlp_size;
   float scale, eps;
 
   auto page_shape() const { return (*rest.get<Any>(kKeys)).dimensions(); }
 
-  ffi::Error check(ffi::RemainingRets& pages) const {
+  ffi::Error check() const {
     int64_t num_layers = rest.size() / kLayerBuffers;
     for (int64_t i = 0; i < num_layers; ++i) {
       for (int j : {0, 1}) {
@@ -286,17 +221,32 @@ struct Model {
   }
 };
 
-ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions,
-                   Scalar num_active, Ints branch, Ints table, Floats cos, Floats sin,
-                   Any embed, Any final_norm, Any head, ffi::RemainingArgs rest,
-                   ffi::Result<Floats> logits, Result features, ffi::RemainingRets pages,
-                   int64_t entries, int64_t num_heads, int64_t mlp_size, float scale,
-                   float eps, ffi::Span<const int64_t> taps) {
-  Model model{table, cos,     sin,       embed,    final_norm, head,
-              rest,  entries, num_heads, mlp_size, scale,      eps};
-  if (ffi::Error error = model.check(pages); error.failure()) return error;
+template <typename Binding>
+auto bind_model(Binding own) {
+  return std::move(own)
+      .template Arg<Ints>()         // page_table
+      .template Arg<Floats>()       // cos
+      .template Arg<Floats>()       // sin
+      .template Arg<Any>()          // embed
+      .template Arg<Any>()          // final_norm
+      .template Arg<Any>()          // head
+      .RemainingArgs()              // of each layer
+      .RemainingRets()              // keys and values of each layer
+      .template Attr<int64_t>("entries")
+      .template Attr<int64_t>("num_heads")
+      .template Attr<int64_t>("mlp_size")
+      .template Attr<float>("scale")
+      .template Attr<float>("eps");
+}
+
+constexpr auto RunStep = [](ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions,
+                            Scalar num_active, Ints branch, ffi::Result<Floats> logits,
+                            Result features, ffi::Span<const int64_t> taps,
+                            auto... parts) -> ffi::Error {
+  Model model{parts...};
+  if (ffi::Error error = model.check(); error.failure()) return error;
   int64_t live = live_rows(num_active, tokens.element_count());
-  return by_dtype(final_norm.element_type(), [&](auto tag) {
+  return by_dtype(model.final_norm.element_type(), [&](auto tag) {
     using T = decltype(tag);
     Step<T> step = model.step<T>(slots.typed_data(), positions.typed_data(), live);
     step.tokens = tokens.typed_data();
@@ -308,25 +258,22 @@ ffi::Error RunStep(ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions
     run_step(team, step);
     return ffi::Error::Success();
   });
-}
+};
 
-ffi::Error RunChains(ffi::ThreadPool pool, Ints tokens, Ints starts, Ints pending,
-                     Ints counts, Ints table, Floats cos, Floats sin, Any embed,
-                     Any final_norm, Any head, ffi::RemainingArgs rest,
-                     ffi::Result<Ints> drafts, ffi::RemainingRets pages, int64_t entries,
-                     int64_t num_heads, int64_t mlp_size, float scale, float eps) {
-  Model model{table, cos,     sin,       embed,    final_norm, head,
-              rest,  entries, num_heads, mlp_size, scale,      eps};
-  if (ffi::Error error = model.check(pages); error.failure()) return error;
+constexpr auto RunChains = [](ffi::ThreadPool pool, Ints tokens, Ints starts, Ints pending,
+                              Ints counts, ffi::Result<Ints> drafts,
+                              auto... parts) -> ffi::Error {
+  Model model{parts...};
+  if (ffi::Error error = model.check(); error.failure()) return error;
   Chains chains{tokens.typed_data(),     starts.typed_data(),     pending.typed_data(),
                 counts.typed_data(),     tokens.dimensions()[0],  tokens.dimensions()[1],
                 drafts->dimensions()[1], drafts->typed_data()};
-  return by_dtype(final_norm.element_type(), [&](auto tag) {
+  return by_dtype(model.final_norm.element_type(), [&](auto tag) {
     using T = decltype(tag);
     run_chains(pool, model.step<T>(nullptr, nullptr, 0), chains);
     return ffi::Error::Success();
   });
-}
+};
 
 }  // namespace
 }  // namespace spec_jax
@@ -405,48 +352,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
                                   .Ret<spec_jax::Ints>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<spec_jax::Ints>()  // tokens
-                                  .Arg<spec_jax::Ints>()  // slots
-                                  .Arg<spec_jax::Ints>()  // positions
-                                  .Arg<spec_jax::Scalar>()  // num_active
-                                  .Arg<spec_jax::Ints>()  // branch
-                                  .Arg<spec_jax::Ints>()  // page_table
-                                  .Arg<spec_jax::Floats>()  // cos
-                                  .Arg<spec_jax::Floats>()  // sin
-                                  .Arg<ffi::AnyBuffer>()  // embed
-                                  .Arg<ffi::AnyBuffer>()  // final_norm
-                                  .Arg<ffi::AnyBuffer>()  // head
-                                  .RemainingArgs()  // of each layer, see StepBuffer
-                                  .Ret<spec_jax::Floats>()  // logits
-                                  .Ret<ffi::AnyBuffer>()  // features
-                                  .RemainingRets()  // keys and values of each layer
-                                  .Attr<int64_t>("entries")
-                                  .Attr<int64_t>("num_heads")
-                                  .Attr<int64_t>("mlp_size")
-                                  .Attr<float>("scale")
-                                  .Attr<float>("eps")
-                                  .Attr<ffi::Span<const int64_t>>("taps"));
+                              spec_jax::bind_model(
+                                  ffi::Ffi::Bind()
+                                      .Ctx<ffi::ThreadPool>()
+                                      .Arg<spec_jax::Ints>()          // tokens
+                                      .Arg<spec_jax::Ints>()          // slots
+                                      .Arg<spec_jax::Ints>()          // positions
+                                      .Arg<spec_jax::Scalar>()        // num_active
+                                      .Arg<spec_jax::Ints>()          // branch
+                                      .Ret<spec_jax::Floats>()        // logits
+                                      .Ret<ffi::AnyBuffer>()          // features
+                                      .Attr<ffi::Span<const int64_t>>("taps")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_chains, spec_jax::RunChains,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<spec_jax::Ints>()  // tokens
-                                  .Arg<spec_jax::Ints>()  // starts
-                                  .Arg<spec_jax::Ints>()  // pending
-                                  .Arg<spec_jax::Ints>()  // counts
-                                  .Arg<spec_jax::Ints>()  // page_table
-                                  .Arg<spec_jax::Floats>()  // cos
-                                  .Arg<spec_jax::Floats>()  // sin
-                                  .Arg<ffi::AnyBuffer>()  // embed
-                                  .Arg<ffi::AnyBuffer>()  // final_norm
-                                  .Arg<ffi::AnyBuffer>()  // head
-                                  .RemainingArgs()  // of each layer, see StepBuffer
-                                  .Ret<spec_jax::Ints>()  // drafts
-                                  .RemainingRets()  // keys and values of each layer
-                                  .Attr<int64_t>("entries")
-                                  .Attr<int64_t>("num_heads")
-                                  .Attr<int64_t>("mlp_size")
-                                  .Attr<float>("scale")
-                                  .Attr<float>("eps"));
+                              spec_jax::bind_model(
+                                  ffi::Ffi::Bind()
+                                      .Ctx<ffi::ThreadPool>()
+                                      .Arg<spec_jax::Ints>()      // tokens
+                                      .Arg<spec_jax::Ints>()      // starts
+                                      .Arg<spec_jax::Ints>()      // pending
+                                      .Arg<spec_jax::Ints>()      // counts
+                                      .Ret<spec_jax::Ints>()));   // drafts

@@ -64,8 +64,10 @@ class alignas(64) IndexRange {
 
 // The caller, and threads of a pool that come to help with one loop after the other
 // until the team is gone. The caller never waits for a helper that has not begun, so a
-// busy pool cannot stall it. Helpers are asked for once, when there is a loop to share:
-// between loops they wait without sleeping, since the next one is microseconds away.
+// busy pool cannot stall it; and it never becomes one, though a pool whose queues are full
+// runs what it is given at once, in the caller. Helpers are asked for once, when there is
+// a loop to share: between loops they wait without sleeping, since the next one is
+// microseconds away.
 template <typename Pool>
 class Team {
  public:
@@ -151,9 +153,15 @@ class Team {
 
   void gather() {
     shared_ = std::make_shared<Shared>(size_);
+    // A helper waits until the team is gone, which its own thread would never see to.
+    // (XLA's pool keeps 1,024 tasks a thread, and a thread that the system gives no core
+    // does not come to fetch them: that many calls later its queue is full.)
+    auto caller = std::this_thread::get_id();
     try {
       for (int64_t i = 1; i < size_; ++i) {
-        pool_.Schedule([shared = shared_] { shared->help(); });
+        pool_.Schedule([shared = shared_, caller] {
+          if (std::this_thread::get_id() != caller) shared->help();
+        });
       }
     } catch (const std::bad_alloc&) {
       // Fewer helpers: the others' ranges are taken by those that came.

@@ -4,7 +4,6 @@ On the tiny target of `bench` or on another one. Each clause can be called alone
 """
 
 import copy
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import numpy as np
 from spec_jax import tree
 from spec_jax.drafters import each
 from spec_jax.engine import checks, protocols, rows
-from spec_jax.testing import bench as bench_lib, compare
+from spec_jax.testing import bench as bench_lib, compare, one_slot
 
 
 def check_drafter(
@@ -57,65 +56,8 @@ def _shapes(tree) -> Any:
     return [(x.shape, x.dtype.name, x.weak_type) for x in leaves], structure
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _OneSlot:
-    """A drafter on one sequence, without the axis of slots: what the clauses look at.
-
-    One that is written for a sequence is called as it is: a lifted memory is a copy,
-    which would hide its faults.
-    """
-
-    drafter: protocols.Drafter
-
-    @property
-    def _slots(self) -> protocols.SlotDrafter | None:
-        return (
-            each.lift(self.drafter, 1) if hasattr(self.drafter, "for_slots") else None
-        )
-
-    def init(self, bench) -> protocols.Memory:
-        return (self._slots or self.drafter).init(**bench.sizes)
-
-    def begin(self, params, bench, text) -> protocols.Memory:
-        taps = protocols.taps_of(self.drafter)
-        extra = {"features": bench.features(text[:-1], taps)} if taps else {}
-        return self.prefill(params, bench, text, extra)
-
-    def prefill(self, params, bench, text, extra) -> protocols.Memory:
-        slots, memory = self._slots, self.init(bench)
-        if slots is None:
-            return self.drafter.prefill(params, memory, list(text), **extra)
-        return slots.prefill(params, memory, list(text), slot=0, **extra)
-
-    def propose(self, params, memory, tokens, length, gamma):
-        """Drafts after one text, by whichever form the drafter has."""
-        slots = self._slots
-        if slots is None:
-            draws = each.takes_sampling(type(self.drafter))
-            extra = {"sampling": None} if draws else {}
-            return self.drafter.propose(
-                params, memory, tokens=tokens, length=length, gamma=gamma, **extra
-            )
-        memory, proposal = slots.propose(
-            params,
-            memory,
-            tokens=tokens[None],
-            length=length[None],
-            gamma=gamma[None],
-            sampling=None,
-        )
-        return memory, jax.tree.map(lambda leaf: leaf[0], proposal)
-
-    def commit(self, params, memory, length, extra) -> protocols.Memory:
-        slots = self._slots
-        if slots is None:
-            return self.drafter.commit(params, memory, length, **extra)
-        asked, extra = jnp.ones((1,), bool), jax.tree.map(lambda x: x[None], extra)
-        return slots.commit(params, memory, length[None], asked=asked, **extra)
-
-
 def _begin(drafter, params, bench, text) -> protocols.Memory:
-    return _OneSlot(drafter=drafter).begin(params, bench, text)
+    return one_slot.OneSlot(drafter=drafter).begin(params, bench, text)
 
 
 def _committed(drafter, table, start: int = 0, end: int = 0, rest=0) -> dict:
@@ -151,7 +93,8 @@ def check_static(
         raise AssertionError(
             f"{clause}: the drafter is not hashable: {error}"
         ) from None
-    fresh = _OneSlot(drafter=drafter).init(bench)
+    one = one_slot.OneSlot(drafter=drafter)
+    fresh = one.init(bench)
     for leaf in jax.tree.leaves(fresh):
         is_array = isinstance(leaf, jax.Array)
         _fail_if(not is_array, clause, f"the memory holds {leaf!r}, not an array")
@@ -159,14 +102,12 @@ def check_static(
     gamma_max, number = drafter.gamma_max, jax.ShapeDtypeStruct((), jnp.int32)
     tokens = jax.ShapeDtypeStruct((bench.capacity + 1,), jnp.int32)
     for prompt in bench.prompts:
-        memory = _begin(drafter, params, bench, prompt)
+        memory = one.begin(params, bench, prompt)
         proposed, proposal = jax.eval_shape(
-            _OneSlot(drafter=drafter).propose, params, memory, tokens, number, number
+            one.propose, params, memory, tokens, number, number
         )
         handed = _committed(drafter, _table(drafter, bench, prompt))
-        committed = jax.eval_shape(
-            _OneSlot(drafter=drafter).commit, params, memory, number, handed
-        )
+        committed = jax.eval_shape(one.commit, params, memory, number, handed)
         for name, made in (
             ("prefill", memory),
             ("propose", proposed),
@@ -201,9 +142,9 @@ def _check_parents(drafter: protocols.Drafter, proposal: Any) -> None:
 
 def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) -> None:
     """Nothing but the arguments matters, and nothing calls back to the host."""
-    memory = _begin(drafter, params, bench, bench.prompts[0])
+    one = one_slot.OneSlot(drafter=drafter)
+    memory = one.begin(params, bench, bench.prompts[0])
     number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
-    one = _OneSlot(drafter=drafter)
     traced: dict[str, tuple[Any, ...]] = {
         "propose": (
             one.propose,
@@ -255,7 +196,8 @@ def _gamma(bench: bench_lib.Bench, text: list[int], gamma: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
 def _jitted(drafter, params, memory, tokens, length, gamma):
-    return _OneSlot(drafter=drafter).propose(params, memory, tokens, length, gamma)
+    one = one_slot.OneSlot(drafter=drafter)
+    return one.propose(params, memory, tokens, length, gamma)
 
 
 def _propose(drafter, params, memory, bench, text, *, gamma, behind=0):
@@ -331,7 +273,7 @@ def check_memory(
 ) -> None:
     """The memory is its leaves, no more, and all of them can be donated."""
     clause, number = "memory round trip", jnp.int32(1)
-    one = _OneSlot(drafter=drafter)
+    one = one_slot.OneSlot(drafter=drafter)
     for prompt in bench.prompts:
         memory = one.begin(params, bench, prompt)
         held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory) if x.size]
@@ -353,7 +295,7 @@ def check_truncation(
     drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
 ) -> None:
     """After a commit, drafts are those of a memory that never saw any other text."""
-    commit = jax.jit(_OneSlot(drafter=drafter).commit)
+    commit = jax.jit(one_slot.OneSlot(drafter=drafter).commit)
     for prompt in bench.prompts:
         text, length = bench.plain(prompt), len(prompt)
         memory = _begin(drafter, params, bench, prompt)
@@ -417,7 +359,7 @@ def check_features(
 def _drafts_by_features(drafter, params, bench, texts, tables, *, rest=0, anew=False):
     """Returns what is drafted in rounds of 1, 2, .. tokens, when it is handed these:
     by prefill `anew` in each round, or by commits."""
-    one, found = _OneSlot(drafter=drafter), []
+    one, found = one_slot.OneSlot(drafter=drafter), []
     commit = jax.jit(one.commit)
     for prompt, text, table in zip(bench.prompts, texts, tables, strict=True):
         prefill = {"features": jnp.asarray(table)}
@@ -438,39 +380,6 @@ def _drafts_by_features(drafter, params, bench, texts, tables, *, rest=0, anew=F
             handed = _committed(drafter, table, before - 1, length - 1, rest)
             memory = commit(params, memory, jnp.int32(length), handed)
     return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Watched:
-    """The drafter for slots, and a note in `traces` for each time it is traced."""
-
-    inner: protocols.SlotDrafter
-    traces: list = dataclasses.field(compare=False)
-
-    @property
-    def gamma_max(self) -> int:
-        return self.inner.gamma_max
-
-    @property
-    def num_slots(self) -> int:
-        return self.inner.num_slots
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return protocols.taps_of(self.inner)
-
-    def init(self, **sizes):
-        return self.inner.init(**sizes)
-
-    def prefill(self, params, memory, prompt, **handed):
-        return self.inner.prefill(params, memory, prompt, **handed)
-
-    def propose(self, params, memory, **arguments):
-        self.traces.append(tuple(arguments))
-        return self.inner.propose(params, memory, **arguments)
-
-    def commit(self, params, memory, length, **handed):
-        return self.inner.commit(params, memory, length, **handed)
 
 
 def check_lossless(
@@ -495,7 +404,7 @@ def check_lossless(
             ends: dict[str, Any] = {"max_tokens": max_tokens, "stop_ids": stop_ids}
             # A copy is the same drafter, and so the same executable.
             slots = each.lift(copy.deepcopy(drafter), 1)
-            watched = _Watched(inner=slots, traces=traces)
+            watched = one_slot.Watched(inner=slots, traces=traces)
             request = bench.request(prompt, gamma=gamma, **ends)
             written = _written("lossless", bench, watched, params, [request])[0]
             expected = bench.plain(prompt, **ends)

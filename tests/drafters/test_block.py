@@ -313,7 +313,7 @@ def test_a_draft_ends_before_a_token_without_confidence(tmp_path):
     assert len(counts) > 1
 
 
-def test_loads_by_name_and_by_folder(tmp_path):
+def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     """Fails if a drafter is not found by its folder, or runs under another's name."""
     lm = sj.load(gamma_max=3)
     config = dataclasses.replace(
@@ -338,8 +338,10 @@ def test_loads_by_name_and_by_folder(tmp_path):
     assert out.metrics["proposed"] > 0
     with pytest.raises(ValueError, match="is of 'dspark': name that one"):
         sj.load(drafter="dflash", draft=tmp_path / "dspark")
-    with pytest.raises(ValueError, match="needs a head, and none is given"):
-        sj.load(drafter="dspark")
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "ASSETS", tmp_path / "nothing")
+        with pytest.raises(ValueError, match="needs a head, and none is given"):
+            sj.load(drafter="dspark")
     with pytest.raises(ValueError, match="no layout of DFlash or DSpark"):
         sj.load(drafter="dspark", draft=loading.EMBEDDED_DRAFT)
     path = tmp_path / "dspark" / "config.json"
@@ -373,10 +375,17 @@ def test_settings_that_no_drafter_has():
         make(DFLASH, gamma_max=4)
     with pytest.raises(ValueError, match="without a confidence head"):
         make(DFLASH, min_confidence=0.5)
-    with pytest.raises(ValueError, match="a block is a chain"):
-        make(DSPARK).for_tree(tree_shapes.parse("2-1"))
+    with pytest.raises(ValueError, match="depth of tree 2-1-1-1-1=5 of a drafter wh"):
+        make(DSPARK).for_tree(tree_shapes.parse("2-1-1-1-1"))
+    assert make(DFLASH).for_tree(tree_shapes.parse("2-1-1")).gamma_max == 6
+    with pytest.raises(ValueError, match="4x4:7@0.4=4 of a drafter .* drafts 3 token"):
+        make(DFLASH).for_tree(tree_shapes.parse("4x4:7"))
     with pytest.raises(ValueError, match="not that of the head's layer"):
         make(DSPARK, model=SMALL.target)
     model = row_model.RowModel(config=LAYER, impl="interpret", slab=16)
     with pytest.raises(NotImplementedError, match="5 slots with blocks of 4 rows"):
         make(DSPARK, model=model).for_slots(5)
+    wide = make(DSPARK, model=model).for_tree(tree_shapes.parse("6x3:9"))
+    assert wide.for_slots(2).gamma_max == 9
+    with pytest.raises(NotImplementedError, match="3 slots with 6 rows a level"):
+        wide.for_slots(3)

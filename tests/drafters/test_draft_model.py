@@ -8,19 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import GAMMA_MAX, MIXED, PROMPT, SMALL, Ask
+from decoding import GAMMA_MAX, MIXED, SMALL, Ask
 
 from spec_jax import testing
 from spec_jax.drafters import (
     draft_model,
     draft_slots,
-    draft_trees,
     each,
     tree_shapes,
 )
-from spec_jax.engine import rows as rows_lib
 from spec_jax.model import prompt as prompt_lib
-from spec_jax.rules import sampling
 from spec_jax.testing import bench
 
 
@@ -212,6 +209,27 @@ def kv_of(memory, slot):
     return decoding.held(memory, int(memory.length[slot]), slot=slot)
 
 
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        as_drafter(),
+        pytest.param(as_drafter(catch_up_rows=4), marks=pytest.mark.slow),
+        as_drafter().for_tree(tree_shapes.parse("3-2")),
+    ],
+    ids=["chain", "catching up", "tree"],
+)
+def test_loops_end_in_a_slot_that_was_never_opened(drafter):
+    """Fails, by never ending, if a loop waits for a row that the cache refuses."""
+    slots, memory, tokens = begin(drafter)
+    kv = memory.kv if drafter.tree else memory
+    kv = kv.replace(registered=kv.registered.at[1].set(False))
+    memory = memory.replace(kv=kv) if drafter.tree else kv
+    after, proposal = propose(slots, memory, tokens, [3] * 4, length=LENGTHS + 6)
+    assert proposal.num_drafted.tolist() == [3, 0, 3, 3]
+    refused = (after.kv if drafter.tree else after).refused
+    assert refused.tolist() == [False, True, False, False]
+
+
 def test_a_slot_that_is_asked_for_nothing_is_not_touched():
     """Fails if its cache grows or its drafts count; the others draft as alone."""
     slots, memory, tokens = begin()
@@ -342,227 +360,6 @@ def test_a_cache_that_was_full_drafts_again(catch_up_rows):
     assert drafts == []
     _, drafts = drafts_after(memory.replace(**free), 14)
     assert drafts == drafts_after(prefilled(14), 14)[1]
-
-
-FIXED = tree_shapes.parse("3-2")
-
-
-def drawn(drafter, text, *, seed=5):
-    """The proposal after one text, of a drafter whose target draws."""
-    slots = each.lift(drafter, 1)
-    memory = slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
-    settings = sampling.make_settings(temperature=0.8, top_k=20, seed=seed)
-    _, proposal = slots.propose(
-        NEARLY,
-        memory,
-        tokens=jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text)),
-        length=jnp.array([len(text)]),
-        gamma=jnp.array([drafter.gamma_max]),
-        sampling=jax.tree.map(lambda leaf: leaf[None], settings),
-    )
-    return jax.tree.map(lambda leaf: np.asarray(leaf[0]), proposal)
-
-
-def test_what_the_children_of_a_tree_were_drawn_from():
-    """Fails if a node's row is another node's, or a child is drawn twice."""
-    independent = as_drafter(draws="independent")
-    proposal = drawn(independent.for_tree(FIXED), PROMPT)
-    probs, inner = proposal.probs, sorted(set(FIXED.parents))
-    np.testing.assert_allclose(probs[inner].sum(axis=-1), 1, rtol=1e-5)
-    assert not np.delete(probs, inner, axis=0).any()
-    children: dict[int, list[int]] = {}
-    for token, parent in zip(proposal.tokens, FIXED.parents, strict=True):
-        assert probs[parent, token] > 0
-        children.setdefault(int(parent), []).append(int(token))
-    assert all(len(set(found)) == len(found) for found in children.values())
-    # The row of a node's children is the draft's after the path to it.
-    for column in inner:
-        path = [int(proposal.tokens[column - 1])] if column else []
-        alone = drawn(independent, [*PROMPT, *path])
-        np.testing.assert_allclose(probs[column], alone.probs[0], rtol=1e-4, atol=1e-7)
-    assert (
-        drawn(independent.for_tree(FIXED), PROMPT, seed=6).tokens != proposal.tokens
-    ).any()
-
-
-def test_trees_of_slots_that_are_admitted_one_after_the_other():
-    """Fails if a slot keeps what another committed, or is admitted onto its rows."""
-    drafter = as_drafter().for_tree(tree_shapes.parse("2x3:6"))
-    scheduler = scheduler_of(NEARLY, num_slots=2, drafter=drafter)
-    state = decoding.admit(scheduler, [MIXED[1].request()], draws=True)
-    state = decoding.generate(scheduler, state, max_rounds=2)
-    assert state.memory.is_run.any()
-    state = scheduler.admit(state, 1, MIXED[6].request())
-    state = decoding.generate(scheduler, state)
-    decoding.check_cache(state.memory.kv)
-    decoding.assert_as_decoded(SMALL, state, [MIXED[1], MIXED[6]])
-
-
-def test_greedy_children_where_the_target_samples():
-    """Fails if EAGLE-2's way draws its children; control: ours depend on the seed."""
-    texts = ("2x3:6@1/greedy", "2x3:6@1")
-    trees = [as_drafter().for_tree(tree_shapes.parse(text)) for text in texts]
-    eagle, ours = ([drawn(d, PROMPT, seed=s).tokens for s in (5, 6)] for d in trees)
-    testing.assert_same_bits(*eagle)
-    assert (ours[0] != ours[1]).any()
-    drafter = trees[0]
-    scheduler = scheduler_of(NEARLY, num_slots=1, drafter=drafter)
-    (ask,) = [ask for ask in MIXED if ask.request().sampling is not None][:1]
-    state = decoding.admit(scheduler, [ask.request()], draws=True)
-    state = decoding.generate(scheduler, state)
-    decoding.assert_as_decoded(SMALL, state, [ask])
-
-
-UNEVEN = tree_shapes.parse("[[0],[1],[2],[0,0],[1,0],[2,0],[2,1],[2,1,0]]")
-
-
-class Immovable(draft_trees.SlotDraftTree):
-    """Keeps as many rows as were committed, but moves none of their K/V."""
-
-    @property
-    def _rows(self):
-        return _Still(model=self.drafter.model, num_slots=self.num_slots)
-
-
-class _Still(rows_lib.SlotRows):
-    def keep_path(self, kv, path, num_kept, *, start):
-        return kv
-
-
-class Careless(draft_trees.SlotDraftTree):
-    """Keeps what is in the tree, whatever was committed."""
-
-    def _keep_committed(self, memory, text, length):
-        path = jnp.array([[3, 5]], jnp.int32)
-        kept = jnp.full((1,), 2, jnp.int32)
-        kv = self._rows.keep_path(memory.kv, path, kept, start=memory.start)
-        asked = jnp.ones((1,), bool)
-        return self._rows.truncate(kv, memory.start + 3, asked=asked)
-
-
-def continued(kind, drafter, path):
-    """What the draft holds after a round that committed a path of its tree and one
-    token more, and what it proposes then: with what it kept, and from anew.
-
-    Args:
-      path: nodes that are committed, by their indices; -1: a token of no node.
-    """
-    slots, args = kind(drafter=drafter, num_slots=1), {}
-    settings = sampling.make_settings(temperature=0.8, top_k=20, seed=5)
-    args["sampling"] = jax.tree.map(lambda leaf: leaf[None], settings)
-    args["gamma"] = jnp.array([drafter.gamma_max])
-
-    def propose(memory, text):
-        tokens = jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text))
-        length = jnp.array([len(text)])
-        return slots.propose(NEARLY, memory, tokens=tokens, length=length, **args)
-
-    begun = lambda text: slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
-    memory, proposal = propose(begun(PROMPT), PROMPT)
-    drafts = np.asarray(proposal.tokens[0])
-    # One that no child of its parent is, where it is none of the nodes.
-    chosen = [int(drafts[node]) if node >= 0 else 95 for node in path]
-    text = [*PROMPT, *chosen, 94]
-    asked = jnp.ones((1,), bool)
-    memory = slots.commit(NEARLY, memory, jnp.array([len(text)]), asked=asked)
-    padded = jnp.zeros((1, 80), jnp.int32).at[0, : len(text)].set(jnp.array(text))
-    kv = slots._keep_committed(memory, padded, jnp.array([len(text)]))
-    decoding.check_cache(kv)
-    held = int(kv.length[0])
-    fresh = prompt_lib.prefill(
-        drafter.model,
-        NEARLY,
-        drafter.model.new_cache(**SMALL.sizes),
-        text,
-        by_rows=True,
-    )
-    both = decoding.held(kv, held), decoding.held(fresh, held)
-    again = propose(memory, text)[1], propose(begun(text), text)[1]
-    return held, both, again
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("path", "rows_kept"),
-    [
-        ([2, 6, 7], 2),  # The last one is a leaf: it was not run.
-        ([1, 4], 1),
-        ([0], 1),
-        ([2, -1], 1),
-        ([-1], 0),
-        ([], 0),
-    ],
-)
-def test_of_a_tree_the_committed_rows_are_kept(path, rows_kept):
-    """Fails if a row is fed twice, if its K/V is not what decoding would have written,
-    or if the next proposal is another than that of a memory that never saw the tree."""
-    decoding.needs("native")  # Its K/V is the same however rows are grouped.
-    drafter = as_drafter(draws="independent").for_tree(UNEVEN)
-    kind = draft_trees.SlotDraftTree
-    held, both, again = continued(kind, drafter, path)
-    assert held == len(PROMPT) + rows_kept
-    testing.assert_same_bits(*both)
-    # Tokens, and the very probabilities that they were drawn from.
-    testing.assert_same_bits(*again)
-
-
-@pytest.mark.parametrize("kind", [Immovable, Careless])
-def test_rows_that_are_wrongly_kept_are_caught(kind):
-    """Negative controls: K/V where it was, and K/V of what was not committed."""
-    drafter = as_drafter(draws="independent").for_tree(UNEVEN)
-    path = [2, 6] if kind is Immovable else [1, 4]
-    _, both, again = continued(kind, drafter, path)
-    for pair in (both, again):
-        with pytest.raises(AssertionError):
-            testing.assert_same_bits(*pair)
-
-
-def test_a_prompt_takes_the_pages_of_rows_that_nothing_was_committed_of():
-    """Fails if a tree's rows outlive the admission of another sequence."""
-    drafter = as_drafter().for_tree(UNEVEN)
-    slots = each.lift(drafter, 2)
-    memory = slots.prefill(NEARLY, slots.init(**SMALL.sizes), PROMPT, slot=0)
-    memory, _ = slots.propose(
-        NEARLY,
-        memory,
-        tokens=jnp.zeros((2, 64), jnp.int32)
-        .at[0, : len(PROMPT)]
-        .set(jnp.array(PROMPT)),
-        length=jnp.array([len(PROMPT), 1]),
-        gamma=jnp.array([drafter.gamma_max, 0]),
-        sampling=None,
-    )
-    asked = jnp.array([True, False])
-    length = jnp.array([len(PROMPT) + 2, 1])
-    memory = slots.commit(NEARLY, memory, length, asked=asked)
-    assert int(memory.kv.length[0]) > len(PROMPT)
-    memory = slots.prefill(NEARLY, memory, PROMPT[:5], slot=1)
-    assert memory.kv.length.tolist() == [len(PROMPT), 4]
-    decoding.check_cache(memory.kv)
-    # A slot that is released keeps nothing.
-    memory = slots.commit(NEARLY, memory, length * 0 + 1, asked=asked | True)
-    assert memory.kv.length.tolist() == [0, 0] and not memory.is_run.any()
-
-
-def test_trees_and_rules():
-    searched, fixed = tree_shapes.Tree(top_k=2, depth=2, nodes=4), FIXED
-    with pytest.raises(ValueError, match="draws='independent' of a search 2x2:4"):
-        as_drafter(draws="independent").for_tree(searched)
-    with pytest.raises(NotImplementedError, match="fixed shape such as '4-2-1'"):
-        as_drafter().for_tree(searched).for_rule("rejection")
-    with pytest.raises(NotImplementedError, match="no form for trees"):
-        as_drafter().for_tree(fixed).for_rule("block")
-    eagle = tree_shapes.parse("2x2:4@1/greedy")
-    assert eagle.greedy and tree_shapes.parse(str(eagle)) == eagle != searched
-    assert as_drafter().for_tree(eagle).draws == "greedy"
-    with pytest.raises(ValueError, match="draws='coupled' of a tree 2x2:4@1/greedy"):
-        dataclasses.replace(as_drafter(), tree=eagle, gamma_max=4)
-    for wrong in ("2x2:4/likely", "2x2:4/", "4-2-1/greedy"):
-        with pytest.raises(ValueError, match="and /greedy for children"):
-            tree_shapes.parse(wrong)
-    greedy = as_drafter(draws="greedy").for_tree(searched)
-    assert greedy.for_rule("rejection") == greedy
-    assert as_drafter().for_tree(fixed).for_rule("rejection").draws == "independent"
 
 
 @pytest.mark.parametrize(

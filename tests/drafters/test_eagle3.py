@@ -4,6 +4,7 @@ The oracle of proposals is the head run over whole sequences, `eagle3.forward_se
 """
 
 import dataclasses
+import shutil
 
 import decoding
 import jax
@@ -258,8 +259,12 @@ def test_rejection_draws_from_what_it_says(drafter):
         testing.CLAUSES["proposals"](independent.drafter, PARAMS, BENCH)
 
 
-def test_loads_by_name_and_by_folder(tmp_path):
-    """Fails if a head is not found by its folder, or reads what is not its target's."""
+def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
+    """Fails if a head is not found by its folder, or reads what is not its target's.
+
+    By its name alone it is the one that is shipped, for the embedded target only.
+    """
+    folder = tmp_path / "eagle3"
     lm = sj.load(gamma_max=3)
     target = lm.target.config
     layer = dataclasses.replace(target, num_layers=1, intermediate_size=64)
@@ -270,25 +275,32 @@ def test_loads_by_name_and_by_folder(tmp_path):
         taps=eagle3_params.default_taps(target.num_layers),
     )
     params = eagle3_params.init(jax.random.key(0), head, embed=lm.params.embed)
-    eagle3_files.save(tmp_path, head, params, dialect="midlayer")
-    by_folder = sj.load(drafter=str(tmp_path), gamma_max=3)
-    by_name = sj.load(drafter="eagle3", draft=tmp_path, gamma_max=3)
-    assert by_folder.drafter == by_name.drafter
+    eagle3_files.save(folder, head, params, dialect="midlayer")
+    by_folder = sj.load(drafter=str(folder), gamma_max=3)
+    by_name = sj.load(drafter="eagle3", draft=folder, gamma_max=3)
+    monkeypatch.setattr(loading, "ASSETS", tmp_path)
+    for target in (None, loading.EMBEDDED_TARGET):
+        shipped = sj.load(target, drafter="eagle3", gamma_max=3)
+        assert shipped.drafter == by_folder.drafter == by_name.drafter
+        testing.assert_same_bits(shipped.drafter_params.fc, by_folder.drafter_params.fc)
     assert by_folder.drafter.taps == head.taps
-    mixed = sj.load(drafter="hybrid", draft=tmp_path, gamma_max=3)
+    mixed = sj.load(drafter="hybrid", draft=folder, gamma_max=3)
     assert mixed.drafter.draft == by_name.drafter and mixed.drafter.taps == head.taps
     out = sj.generate(by_folder, "import os", max_tokens=6, gamma=3)
     assert out.tokens == sj.decode(lm, "import os", max_tokens=6).tokens
     assert out.metrics["proposed"] > 0
-    with pytest.raises(ValueError, match="needs a head, and none is given"):
-        sj.load(drafter="eagle3")
+    with pytest.raises(ValueError, match="none is given: no such head is shipped; na"):
+        sj.load(drafter="dspark")
+    other = shutil.copytree(loading.EMBEDDED_TARGET, tmp_path / "other")
+    with pytest.raises(ValueError, match="shipped are for the embedded target; name a"):
+        sj.load(other, drafter="eagle3")
     with pytest.raises(ValueError, match="is no dialect of EAGLE-3"):
         sj.load(drafter="eagle3", draft=loading.EMBEDDED_DRAFT)
     with pytest.raises(ValueError, match="is no head that drafts"):
         sj.load(drafter=str(loading.EMBEDDED_DRAFT))
     parts = registry.Parts(gamma_max=3, vocab_size=96, load_draft=lambda: None)
     with pytest.raises(ValueError, match="reads the features of a target"):
-        registry.build(str(tmp_path), parts)
+        registry.build(str(folder), parts)
 
 
 def test_settings_that_no_head_has():

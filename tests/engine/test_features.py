@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import SMALL, Ask
-from test_trees import RIGHT, ScriptedTree
+from test_trees import ScriptedTree, scheduler_of
 
 from spec_jax import testing
 from spec_jax.drafters import each
@@ -69,7 +69,7 @@ class NotedTree(Noted, ScriptedTree):
     fault: str = ""
 
 
-CHAIN, TREE = NotedChain(), NotedTree(right=RIGHT["deep"])
+CHAIN, TREE = NotedChain(), NotedTree()
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -117,9 +117,13 @@ ASKS = (
 )
 
 
-def check(setting, drafter, asks):
-    """Raises unless every slot was handed the features of decoding, and no others."""
-    scheduler = setting.scheduler(drafter, num_slots=len(asks))
+def check(setting, drafter, asks) -> list[int]:
+    """Raises unless every slot was handed the features of decoding, and no others.
+
+    Returns how many positions of each slot were compared.
+    """
+    ends = []
+    scheduler = scheduler_of(drafter=drafter, setting=setting, num_slots=len(asks))
     state = decoding.run(setting, asks, scheduler=scheduler)
     decoding.assert_as_decoded(setting, state, asks)
     for slot, ask in enumerate(asks):
@@ -128,6 +132,8 @@ def check(setting, drafter, asks):
         end = len(expected)
         testing.assert_same_bits(table[:end], expected)
         assert np.isnan(table[end:]).all()
+        ends.append(end)
+    return ends
 
 
 SLOW = pytest.mark.slow
@@ -138,7 +144,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("impl", ["native", pytest.param("xla", marks=SLOW)])
 def test_features_are_those_of_decoding(impl, num_asks, drafter):
     """Fails if a rejected row's are handed out, or a cousin's, or one too many."""
-    check(setting_of(impl), drafter, ASKS[:num_asks])
+    assert min(check(setting_of(impl), drafter, ASKS[:num_asks])) > 0
 
 
 def _late(real):

@@ -8,7 +8,13 @@ import pytest
 import tiny_pair
 
 import spec_jax as sj
-from spec_jax.model import gpt_neox, load as load_lib, params as params_lib
+from spec_jax.model import (
+    families,
+    gpt_neox,
+    load as load_lib,
+    params as params_lib,
+)
+from spec_jax.ops import dispatch
 
 
 def write_model(folder, *, seed: int, **changes):
@@ -49,7 +55,7 @@ def pair(tmp_path_factory):
 DRAFTERS = {
     "draft-model": {"cache": "static"},
     "ngram": {},
-    "suffix": {},
+    "suffix": {"impl": "xla"},
     "hybrid": {},
     "tree": {"tree": "2x3:5"},
 }
@@ -63,7 +69,8 @@ def test_drafts_change_no_token(pair, drafter):
     target, draft = pair
     name = "draft-model" if drafter == "tree" else drafter
     lm = sj.load(target, draft=draft, drafter=name, gamma_max=4, **DRAFTERS[drafter])
-    assert (lm.target.impl, lm.target.config.vocab_size) == ("xla", 257)
+    expected = DRAFTERS[drafter].get("impl", dispatch.resolve("auto"))
+    assert (lm.target.impl, lm.target.config.vocab_size) == (expected, 257)
     settings = {"max_tokens": 24, "sampling": SAMPLINGS, "stop": ()}
     outs = sj.generate(lm, ["abcabcab", "def f(x):"], **settings)
     plain = sj.decode(lm, ["abcabcab", "def f(x):"], **settings)
@@ -94,8 +101,12 @@ def test_entries_that_a_tokenizer_asks_for_and_a_model_lacks(tmp_path):
 
 
 def test_an_implementation_without_kernels_is_refused(pair):
-    with pytest.raises(NotImplementedError, match="'interpret' has no kernels for gpt"):
-        sj.load(pair[0], drafter="ngram", impl="interpret")
+    """By name; where none is named, "auto" takes one that has been run."""
+    config, _ = load_lib.load(pair[0])
+    with pytest.raises(NotImplementedError, match="'mosaic' has no kernels for gpt"):
+        families.runnable(config, "mosaic")
+    assert families.runnable(config, "triton") == "triton"
+    assert families.runnable(config, "triton", is_named=False) == "xla"
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_native_rows_of_several_tiles(rng, monkeypatch):
     """Fails if a native tile that is not the first finds other rows or other K/V."""
     monkeypatch.setattr(rows, "NATIVE_TILE", 3)
     scene = make_scene("native-float32")
-    walk(scene, anew(scene).together, rng)
+    assert walk(scene, anew(scene).together, rng) == scene.num_slots * WINDOW
 
 
 def _pack(**changes):

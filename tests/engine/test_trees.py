@@ -39,22 +39,31 @@ RIGHT = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScriptedTree(decoding.Scripted):
-    """Proposes trees whose nodes `right` hold the script's tokens, and others none."""
+    """Proposes trees whose nodes hold the script's tokens, where its params say so.
 
-    right: tuple[int, ...]
+    Which are right is data: all share an executable.
+    """
+
     gamma_max: int = WIDTH
     depth_max: int = DEPTH
 
     def propose(self, params, memory, *, tokens, length, gamma):
-        del params, tokens
+        del tokens
         at = length + jnp.array(DEPTHS, jnp.int32) - 1
         drafts = memory.at[at].get(mode="fill", fill_value=acceptance.PAD)
-        wrong = [0 if i in self.right else 1 + i for i in range(WIDTH)]
+        wrong = jnp.where(params, 0, 1 + jnp.arange(WIDTH, dtype=jnp.int32))
         return memory, protocols.Proposal(
-            tokens=(drafts + jnp.array(wrong, jnp.int32)) % 96,
+            tokens=(drafts + wrong) % 96,
             num_drafted=gamma,
             parents=jnp.array(PARENTS, jnp.int32),
         )
+
+
+def scheduler_of(right="deep", *, drafter=None, setting=SMALL, **changes):
+    """Slots of a drafter of trees that are right as `RIGHT` says."""
+    is_right = jnp.isin(jnp.arange(WIDTH), jnp.array(RIGHT[right], jnp.int32))
+    drafter = drafter or ScriptedTree()
+    return setting.scheduler(drafter, draft_params=is_right, **changes)
 
 
 NEIGHBOURS = (
@@ -65,8 +74,7 @@ NEIGHBOURS = (
 
 def run(asks, *, right="deep", setting=SMALL, **changes):
     """All rounds of the sequences, drafted by trees."""
-    drafter = ScriptedTree(right=RIGHT[right])
-    scheduler = setting.scheduler(drafter, num_slots=len(asks), **changes)
+    scheduler = scheduler_of(right, setting=setting, num_slots=len(asks), **changes)
     return decoding.run(setting, asks, scheduler=scheduler)
 
 
@@ -164,9 +172,7 @@ def test_a_full_cache(cache):
 def test_a_small_pool_is_shared():
     """Fails if admission counts no pages for nodes: a slot would end without one."""
     asks = [dataclasses.replace(ask, gamma=WIDTH) for ask in asks_of(Ask(), 3)]
-    scheduler = SMALL.scheduler(
-        ScriptedTree(right=RIGHT["deep"]), num_slots=3, num_pages=14
-    )
+    scheduler = scheduler_of(num_slots=3, num_pages=14)
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
     for finished in scheduler.run(requests):
         expected = decoding.decoded(SMALL, asks[finished.number])
@@ -184,7 +190,7 @@ def test_a_seeded_stream_is_that_of_decoding(settings):
 
 def test_budgets_are_data():
     """Fails if another budget, limit or prompt compiles again."""
-    scheduler = SMALL.scheduler(ScriptedTree(right=RIGHT["deep"]))
+    scheduler = scheduler_of()
     rounds = jax.jit(chex.assert_max_traces(round_lib.run_round, n=1))
     for ask in (
         Ask(gamma=WIDTH),
@@ -335,12 +341,11 @@ def test_what_was_recorded_is_what_decoding_saw():
     """Fails if entries stay at the places of nodes, or are moved from others."""
     asks = asks_of(Ask(gamma=WIDTH, run=2), 3)
     for right in ("deep", "second"):
-        drafter = ScriptedTree(right=RIGHT[right])
-        made = SMALL.scheduler(drafter, num_slots=3)
+        made = scheduler_of(right, num_slots=3)
         watched = recorder.Recorder(target=made.target, window=WIDTH + 1)
         requests = [decoding.scripted(SMALL, ask) for ask in asks]
         state = watched.attach(decoding.admit(made, requests))
-        watching = SMALL.scheduler(drafter, num_slots=3, target=watched)
+        watching = scheduler_of(right, num_slots=3, target=watched)
         state, found = watched.detach(decoding.generate(watching, state))
         decoding.assert_as_decoded(SMALL, state, asks)
         for slot, ask in enumerate(asks):
@@ -367,12 +372,11 @@ def test_what_was_recorded_is_what_decoding_saw():
 def test_a_replay_has_the_counters_of_the_run():
     """Without the target: as integers, of trees that are right by turns."""
     for ask in (Ask(gamma=WIDTH, run=2), Ask(gamma=5), Ask(gamma=WIDTH, run=0)):
-        drafter = ScriptedTree(right=RIGHT["deep"])
         live = decoding.slot_of(run([ask]))
         text = decoding.text(decoding.decoded(SMALL, ask))
         size = decoding.CAPACITY + 1
         target = trace.TraceTarget(max_rows=WIDTH + 1, size=size)
-        made = SMALL.scheduler(drafter, target=target)
+        made = scheduler_of(target=target)
         request = dataclasses.replace(
             decoding.scripted(SMALL, ask),
             target_params=trace.make_trace(text, size=size),
@@ -401,9 +405,8 @@ class Liar(ScriptedTree):
 def test_parents_that_are_none_commit_nothing_wrong(parents):
     """Fails if rows and acceptance read different trees."""
     for right in ("deep", "equal"):
-        drafter = Liar(right=RIGHT[right], parents=parents)
         asks = [Ask(gamma=WIDTH)]
-        scheduler = SMALL.scheduler(drafter)
+        scheduler = scheduler_of(right, drafter=Liar(parents=parents))
         state = decoding.run(SMALL, asks, scheduler=scheduler)
         decoding.assert_as_decoded(SMALL, state, asks)
 
@@ -413,9 +416,7 @@ def test_parents_that_are_none_commit_nothing_wrong(parents):
 def test_rejection_is_greedy_at_temperature_zero(right):
     """Drafts that were certain: the output is that of decoding, limits included."""
     asks = [Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)]
-    made = SMALL.scheduler(
-        ScriptedTree(right=RIGHT[right]), num_slots=2, rule="rejection"
-    )
+    made = scheduler_of(right, num_slots=2, rule="rejection")
     state = decoding.admit(made, [decoding.scripted(SMALL, ask) for ask in asks])
     decoding.assert_as_decoded(SMALL, decoding.generate(made, state), asks)
 
@@ -432,8 +433,8 @@ def test_what_cannot_be_a_tree_is_refused():
     made = SMALL.scheduler(NoTree())
     with pytest.raises(ValueError, match="depth_max=2, and proposes no parents"):
         decoding.generate(made, made.begin(request))
-    made = SMALL.scheduler(ScriptedTree(right=()), rule="block")
+    made = scheduler_of("none", rule="block")
     with pytest.raises(NotImplementedError, match="rule='block'.*lossless"):
         decoding.generate(made, made.begin(request))
     with pytest.raises(ValueError, match="object chooses the length of a chain"):
-        SMALL.scheduler(ScriptedTree(right=()), gamma_policy=object(), policy_state=())
+        scheduler_of("none", gamma_policy=object(), policy_state=())

@@ -185,7 +185,8 @@ def test_ends_inside_a_window():
     text = decoding.text(decoding.decoded(SMALL, Ask()))
     stop_ids = (text[len(PROMPT) + 6],)
     for ask in (Ask(gamma=0), Ask(stop_ids=stop_ids), Ask(max_tokens=200)):
-        decide(FLASH, ask)
+        one, _ = decide(FLASH, ask)
+        assert one.length > len(PROMPT)
 
 
 def test_mismatches_are_committed_rows_that_verification_saw_otherwise():

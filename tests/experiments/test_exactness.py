@@ -26,6 +26,7 @@ from experiments.lib import (
     suite,
     suite_plan as plans,
 )
+from spec_jax import loading
 from spec_jax.debug import evidence
 from spec_jax.engine import round as round_lib, scheduler
 from spec_jax.native import build
@@ -138,8 +139,8 @@ def test_an_interrupted_run_goes_on(
     more = ("--out", str(out), *commands.certifying(certificate))
     real = suite.run
 
-    def interrupted(plan, *, done):
-        yield from itertools.islice(real(plan, done=done), num_rows)
+    def interrupted(plan, **options):
+        yield from itertools.islice(real(plan, **options), num_rows)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -614,6 +615,31 @@ def test_trees_are_exact(folders, of_trees, capsys):
     assert found == ["2", *["equal"] * 4]
 
 
+def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, capsys):
+    """Fails if its certificate needs more than the package to be verified."""
+    monkeypatch.setattr(loading, "EMBEDDED_TARGET", folders[0])
+    monkeypatch.setattr(loading, "EMBEDDED_DRAFT", folders[1])
+    monkeypatch.setattr(loading, "ASSETS", tmp_path)
+    tiny_pair.write_block(tmp_path / "dspark", folders[0])
+    certificate = tmp_path / "run.json"
+    more = ("--drafter", "dspark", "--gamma", "3", *commands.certifying(certificate))
+    pair = commands.models(folders)
+    arguments = [one for one in commands.one_cell(folders, *more) if one not in pair]
+    assert exactness.main(arguments) == exactness.EXACT
+    found = certificates.read(certificate)
+    assert found["settings"]["head"] == found["settings"]["target"] == "embedded"
+    again = ["--verify", str(certificate), "--limit", "2"]
+    assert exactness.main(again) == exactness.EXACT
+    commands.assert_fails_with(
+        capsys, [*arguments, "--drafter", "dflash"], "no such head is shipped"
+    )
+    heads = [*arguments, "--drafter", f"dspark,{tmp_path / 'dspark'}", "--head"]
+    tiny_pair.write_block(tmp_path / "other", folders[0])
+    commands.assert_fails_with(
+        capsys, [*heads, str(tmp_path / "other")], "2 heads are named"
+    )
+
+
 def test_a_head_is_exact(folders, tmp_path, capsys):
     """Chains and a tree of a head, which a certificate names and knows again."""
     head = tiny_pair.write_head(tmp_path / "head", folders[0])
@@ -637,6 +663,9 @@ def test_a_head_is_exact(folders, tmp_path, capsys):
     ):
         arguments = [*commands.models(folders), "--verify", str(certificate), *named]
         commands.assert_fails_with(capsys, arguments, words)
+    arguments = commands.one_cell(folders, "--head", str(head))
+    words = "--head is the drafter eagle3's: add that"
+    commands.assert_fails_with(capsys, arguments, words)
 
 
 @pytest.mark.parametrize(
@@ -722,7 +751,7 @@ def test_a_fault_of_trees_is_caught(
         ),
         (("--tree", "2-1", "--draft-cache", "round"), ("draft_cache=round",)),
         (("--drafter", "eagle3"), ("needs a head", "none is given")),
-        (("--head", "."), ("--head is the drafter eagle3's",)),
+        (("--head", "."), ("--drafter: config.json", "No such file")),
         (("--limit", "1"), ("--limit", "--verify")),
         (("--verify", "c.json"), ("--verify", "certificate alone")),
     ],

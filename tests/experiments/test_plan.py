@@ -1,6 +1,7 @@
 """Plans: rows and exit status of the script, and the parts of a prediction."""
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -144,6 +145,8 @@ def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, cap
         (["--tree", "none"], ["--tree", "'none' is no tree"]),
         (["--tree", "4x12:15"], ["--gen-tokens 8", "4x12:15@0.4", "its 15 nodes"]),
         (["--tree", "2-1", "--drafter", "hybrid"], ["hybrid drafts chains alone"]),
+        (["--row-costs", "no.json"], ["--row-costs is of trees"]),
+        (["--top-k", "5"], ["--top-k", "give a temperature"]),
     ],
 )
 def test_bad_input(folders, capsys, more, words):
@@ -153,7 +156,11 @@ def test_bad_input(folders, capsys, more, words):
 def test_trees_are_planned_next_to_chains(folders, tmp_path, capsys):
     """By the drafters that have them: rows say enough to compute them again."""
     out, tree = tmp_path / "out.jsonl", "2x3:5@0.4"
+    curve_of = {"plain_s": 1.0, "verify_s": {"1": 1.0, "6": 1.0}, "draft_s": 0}
+    flat = tmp_path / "flat.json"
+    flat.write_text(json.dumps(curve_of))
     more = ("--tree", tree, "--drafter", "draft-model,hybrid", "--gamma", "2")
+    more += ("--row-costs", str(flat), "--temperature", "0.7")
     assert plan.main(command(folders, *more, "--out", str(out))) == plan.MATCHED
     chain, hybrid, measured = rows_of(out, "plan")
     assert "tree" not in {*chain, *hybrid}
@@ -165,6 +172,7 @@ def test_trees_are_planned_next_to_chains(folders, tmp_path, capsys):
         assert row["drafter"] == "draft-model" and row["tree"] == tree
         ratio = row["tokens_per_round"] / row["plain_steps"]
         assert row["speedup"] == pytest.approx(ratio)
+        assert row["other_rows_speedup"] > 0 and row["temperature"] == 0.7
     found = measured["kept_by_rank"]
     rounds = measured["rounds"]
     assert curve[1]["tokens_per_round"] == pytest.approx(1 + sum(found[:3]) / rounds)
@@ -174,6 +182,21 @@ def test_trees_are_planned_next_to_chains(folders, tmp_path, capsys):
     assert "6 active rows" in names
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{name}: " in printed and "of 1 predicted within 15% of" in printed
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ("{}", "no table of costs"),
+        ('{"plain_s": 1, "verify_s": {"1": 1, "5": 1}, "draft_s": 0}', "a tree has 6"),
+    ],
+)
+def test_costs_of_rows_that_cannot_be_used(folders, tmp_path, capsys, contents, words):
+    """Fails if rows beyond the table are taken to cost nothing more."""
+    (tmp_path / "rows.json").write_text(contents)
+    more = ("--tree", "2x3:5@0.4", "--row-costs", str(tmp_path / "rows.json"))
+    more += ("--drafter", "draft-model")
+    assert_fails_with(plan.main, capsys, command(folders, *more), words)
 
 
 def test_where_a_tree_pays():
@@ -201,6 +224,18 @@ def test_where_a_tree_pays():
     assert one.free_rows_speedup == pytest.approx(1.6 / 1.2)
     assert three.free_rows_speedup == pytest.approx(2.0 / 1.3)
     assert "rows cost nothing, as on a GPU, it pays with 1, 3 nodes; 1.54x" in words
+    # And rows as in another curve, where plain steps are twice as fast.
+    assert "--row-costs" not in words
+    elsewhere = theory.CostCurve(
+        plain_s=5.0, rows=(1, 2, 4), verify_s=(5.5, 7.0, 7.5), draft_s=0.0
+    )
+    moved = parts.with_rows_of(elsewhere)
+    assert moved.verify_s == (11.0, 14.0, 15.0)
+    assert moved.seconds(1, drafted=1) == 1 + 1 + 14
+    found = planning.predict_tree(counters, parts, rows_of=elsewhere)
+    assert found[1].other_rows_speedup == pytest.approx(2.0 / 1.75)
+    words = planning.words_of_tree("d", found)
+    assert "as --row-costs has them it pays with 3 nodes; 1.14x with 3" in words
     # Negative control: dear rows.
     dear = dataclasses.replace(parts, verify_s=(10.0, 30.0, 40.0))
     found = planning.predict_tree(counters, dear)
@@ -328,8 +363,11 @@ def test_a_head_proposes_along_the_text(head, folders, stride):
     assert int(seen) >= 3 * GAMMA
 
 
-def test_a_head_is_planned_for(head, folders, tmp_path):
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_head_is_planned_for(kind, folders, tmp_path):
     """Fails if its proposals are not timed, or its acceptance is not measured."""
+    head = tiny_pair.WRITE_HEAD[kind](tmp_path / kind, folders[0])
     out = tmp_path / "out.jsonl"
     more = ("--drafter", f"{head},hybrid", "--gamma", str(GAMMA), "--out", str(out))
     assert plan.main(command((folders[0], head), *more)) == plan.MATCHED

@@ -134,6 +134,7 @@ ROWS = {
     "divergence": [parity()],
     "sweep_speedup": cells(),
     "sweep_categories": cells(),
+    "sweep_positions": cells(),
     "improvement": theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX),
     "tree": [tree()],
     "reliability": [confidences()],
@@ -173,6 +174,7 @@ def test_the_same_rows_give_the_same_bytes(name, tmp_path):
         + ("relative difference", "5e5", "128"),
         "sweep_speedup": ("(times)", "tokens a round", "hybrid, goodput"),
         "sweep_categories": ("accepted / proposed", "category_12", "gamma 7"),
+        "sweep_positions": ("P(kept", "position (token)", "gamma 7"),
         "improvement": ("expected speed-up (times)", "a = 0.3", "c = 0.05"),
         "tree": ("depth (drafts", "def", "a$", "\\n", "<b>", "target's own token"),
         "reliability": ("before: calibration error 0.200", "share of rounds")
@@ -283,6 +285,12 @@ def test_another_number_gives_another_figure(name, tmp_path):
         row["cells"][5][3]["max_ulp"] = 1
     elif name == "sweep_categories":
         changed[-1]["acceptance_rate"] = 0.6  # of the largest gamma
+    elif name == "sweep_positions":
+        none, last = [0] * 7, changed[-1]
+        last["counters"] |= {"tokens": 2, "accepted": 0, "accepted_hist": [2, *none]}
+        last["counters"] |= {"accepted_at": none, "proposed_at": [2, *none[1:]]}
+        for timings in ("plain_timings", "spec_timings"):
+            last[timings] = [[[0.1, 0.9, 2]]]
     else:
         row |= changes[name]
     contents = []

@@ -213,8 +213,11 @@ def test_drafters_are_judged_without_the_target(
     assert "oracle" in capsys.readouterr().out
 
 
-def test_a_head_on_recorded_features(greedy, folders, head, tmp_path, capsys):
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_a_head_on_recorded_features(kind, greedy, folders, tmp_path, capsys):
     """Fails if features of a trace are not those of live rounds."""
+    head = tiny_pair.WRITE_HEAD[kind](tmp_path / kind, folders[0])
     out, target = tmp_path / "out.jsonl", ("--target", str(folders[0]))
     more = ("--drafter", f"ngram,{head}", "--gamma", "4", "--out", str(out))
     assert judge(greedy, *more, *target, "--check") == replay.DONE
@@ -417,7 +420,7 @@ def test_traces_of_another_model(greedy, folders, tmp_path, capsys, monkeypatch)
     other = tiny_pair.write_model(
         tmp_path / "other", tiny_pair.config(num_layers=2), seed=9
     )
-    monkeypatch.setattr(replays.Evaluation, "rows", None)
+    monkeypatch.setattr(replays.Evaluation, "__call__", None)
     run = lambda: check(greedy, (other, folders[1]))
     assert_fails_with(capsys, run, "not the target", "fingerprint '", "record again")
 

@@ -12,6 +12,7 @@ from script_runs import assert_fails_with
 
 from experiments import plot, reproduce
 from experiments.lib import cli, figure_source, files, published, records
+from spec_jax import loading
 from spec_jax.gamma import theory
 
 
@@ -84,9 +85,27 @@ def test_rows_are_of_commits():
 #
 
 
-def test_every_step_can_be_parsed(tmp_path):
-    """Fails if a script loses a flag, or two steps write to one file."""
+HEADS = {
+    "eagle3": {"architectures": ["LlamaForCausalLMEagle3"]},
+    "dspark": {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8},
+}
+
+
+@pytest.mark.parametrize("shipped", [(), tuple(HEADS)], ids=["none", "heads"])
+def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
+    """Fails if a script loses a flag, or two steps write to one file.
+
+    There are steps of the heads that are shipped.
+    """
+    if shipped:
+        monkeypatch.setattr(loading, "ASSETS", tmp_path)
+    for name in shipped:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(HEADS[name]))
     steps = list(reproduce.steps())
+    found = {step.file for step in steps}
+    assert {f"{name}_native.jsonl" for name in shipped} <= found
+    assert ("evaluation.jsonl" in found) == bool(loading.shipped_heads())
     names = [step.file for step in steps]
     assert len(set(names)) == len(names)
     made = {step.path for step in steps}

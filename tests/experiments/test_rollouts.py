@@ -3,23 +3,19 @@
 import jax
 import numpy as np
 import pytest
+import tiny_pair
 
 from experiments.pair import rollouts
-from spec_jax.model import config as config_lib, params as params_lib, sequence
+from spec_jax.model import params as params_lib, sequence
 
 
 LENGTH, PREFIX = 12, 5
-CONFIG = config_lib.Qwen3Config(
+CONFIG = tiny_pair.config(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
     head_dim=8,
     max_position_embeddings=64,
-    tie_word_embeddings=True,
-    dtype="float32",
 )
 
 
@@ -31,14 +27,14 @@ def prefixes(seed: int = 0) -> np.ndarray:
 
 
 def generate(kept, given=None, length=LENGTH) -> np.ndarray:
-    return rollouts.generate(
-        params_lib.init(jax.random.key(0), CONFIG, stddev=0.3),
-        CONFIG,
-        prefixes() if given is None else given,
+    slabs = rollouts.Slabs(
+        params=params_lib.init(jax.random.key(0), CONFIG, stddev=0.3),
+        config=CONFIG,
+        prefixes=prefixes() if given is None else given,
         length=length,
         impl="xla",
-        kept=kept,
     )
+    return rollouts.generate(slabs, kept=kept)
 
 
 @pytest.mark.slow

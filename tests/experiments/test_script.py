@@ -27,6 +27,8 @@ WITHOUT_JAX = {"plot", "gpu_report", "multi_process"}
 """One needs no device, and two leave it to their processes."""
 
 REQUIRED = {
+    "ablate_heads": ("--out", "rows.jsonl"),
+    "compare_llama_cpp": ("--llama-bin", "bin"),
     "plot": ("--out", "figures", "--theory"),
     "reproduce": ("--list",),
     "replay": ("--record", "traces.jsonl"),
@@ -367,6 +369,7 @@ def test_characters_that_cannot_be_printed_are_replaced():
 
 OUTPUTS = {
     "compare_hf": ("--out", "--plot"),
+    "compare_llama_cpp": ("--out",),
     "exactness": ("--out", "--certificate"),
     "history": ("--out",),
     "kernels": ("--out",),

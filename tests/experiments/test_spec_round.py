@@ -187,7 +187,9 @@ def test_trees_change_no_token(folders, tmp_path, capsys):
         row = rows_of(out)[-1]
         assert row["matched"] and row["tree"].startswith(("2x3:5@", "[[0],[1]"))
         assert len(row["accepted_hist"]) == 4 and len(row["kept_by_rank"]) == 5
-        assert 1 < row["rows_per_round"] <= 6
+        # By what rounds are measured to cost, none may be worth a draft.
+        assert "goodput" in more or row["rows_per_round"] > 1
+        assert 1 <= row["rows_per_round"] <= 6
         drawn = rows_of(out)[-2]
         assert drawn["kind"] == "tree" and drawn["parents"][0] == 0
         path, column = [], drawn["kept"][-1] if drawn["kept"] else 0
@@ -383,7 +385,7 @@ def test_unusable_models(folders, tmp_path, capsys, monkeypatch):
     # Refused before a weight is read, with both numbers.
     memory = dataclasses.make_dataclass("Memory", [("available", int)])
     monkeypatch.setattr(load.psutil, "virtual_memory", lambda: memory(1000))
-    monkeypatch.setattr(load.files, "read_into", None)
+    monkeypatch.setattr(load.tensor_values, "read_into", None)
     fails_with(command(folders), "GiB", "free")
 
 

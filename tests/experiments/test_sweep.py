@@ -244,7 +244,7 @@ def test_figures_at_the_end(folders, copied, tmp_path):
     figures = tmp_path / "figures"
     assert sweep.main(command(folders, copied, "--figures", str(figures))) == 0
     names = {path.name for path in figures.iterdir()}
-    assert names == {"sweep_speedup.svg", "sweep_categories.svg"}
+    assert names == {f"{name}.svg" for name in sweep.FIGURES}
     assert "prose" in (figures / "sweep_categories.svg").read_text()
 
 
@@ -254,6 +254,27 @@ def test_a_figure_that_cannot_be_drawn_says_why(folders, copied, tmp_path, capsy
     more = ("--gamma", "2", "--gamma-max", "2", "--figures", str(figures))
     assert sweep.main(command(folders, copied, *more)) == 0
     assert "sweep_speedup is not drawn: no cells of two" in capsys.readouterr().out
+
+
+def test_a_folder_is_all_its_prompt_sets(tmp_path):
+    """Its own files and those of its folders, each with the limit; or none."""
+    for name in ("b.jsonl", "a/question.jsonl", "c/question.jsonl", "a/deep/x.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "a/LICENSE").write_text("")
+    names = ("a/question.jsonl", "b.jsonl", "c/question.jsonl")
+
+    def sets_of(*prompts):
+        return sweep.parse_args(["--prompts", *prompts, "--out", "x.jsonl"]).prompts
+
+    assert sets_of("3", str(tmp_path)) == ["3", *(str(tmp_path / n) for n in names)]
+    assert sets_of(f"{tmp_path}:4") == [f"{tmp_path / name}:4" for name in names]
+    empty = str(tmp_path / "a/deep/none")
+    assert sets_of(empty) == [empty]
+    # In figures two files of one name have their folders' names, too.
+    rows = [{"prompt_source": f"{tmp_path / name}:4"} for name in names]
+    short = [row["prompt_source"] for row in curves._shortened(rows)]
+    assert short == ["a/question.jsonl:4", "b.jsonl:4", "c/question.jsonl:4"]
 
 
 def fails_with(capsys, arguments: list[str], *words: str) -> None:

@@ -1,7 +1,9 @@
 """Training of drafters: texts, targets, loss, a killed run, and its head."""
 
+import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import tiny_pair
 from model import eagle3_oracle as oracle
 
 import spec_jax as sj
-from experiments import train_drafter
+from experiments import ablate_heads, sweep, train_drafter
 from spec_jax import testing
 from spec_jax.model import checkpoint_files as files, eagle3_files, load, sequence
 from spec_jax.training import eagle3, targets
@@ -181,6 +183,14 @@ def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, caps
         more = ("--out", str(out))
         assert train_drafter.main(command(target, folder, "export", *more)) == 0
         made.append(eagle3_files.load(out, *load.load(target)))
+        card = (out / "README.md").read_text()
+        for fact in (
+            "| steps | 4 |",
+            "--ttt-steps 2",
+            "--seed 0 --ttt",
+            "| agreement 1 | ",
+        ):
+            assert fact in card
     assert made[0][0] == job_of(target, work).config
     testing.assert_same_bits(made[0][1], made[1][1])
 
@@ -193,8 +203,11 @@ BLOCKS = [
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_blocks_are_trained_resumed_exported_and_drafted(target, work, tmp_path):
-    """Fails if a resumed run draws other anchors, or an export drafts otherwise."""
+def test_blocks_are_trained_resumed_exported_and_drafted(
+    target, work, tmp_path, capsys
+):
+    """Fails if a resumed run draws other anchors, or an export drafts otherwise, or is
+    loaded without what it was calibrated by."""
     texts = (work / "texts.npz").read_bytes()
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
@@ -210,12 +223,46 @@ def test_blocks_are_trained_resumed_exported_and_drafted(target, work, tmp_path)
     assert losses(tmp_path / "killed")[-1][1] < losses(tmp_path / "killed")[0][1]
     out = tmp_path / "export"
     exported = command(target, tmp_path / "killed", "export", *BLOCKS)
-    assert train_drafter.main([*exported, "--out", str(out)]) == 0
+    exported += ["--out", str(out), "--note", "Of the tests."]
+    assert train_drafter.main(exported) == 0
+    card = (out / "README.md").read_text()
+    for fact in ("SHA-256", "| steps | 4 |", "held-out texts", "- Of the tests."):
+        assert fact in card
     lm = sj.load(target, drafter=str(out), impl="xla")
     assert lm.drafter.head == train_drafter.prepare(whole).config
     made = sj.generate(lm, "import os", max_tokens=8)
     assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
     assert made.metrics["proposed"] > 0
+    assert calibrated(target, tmp_path / "killed", out, lm) in capsys.readouterr().out
+
+
+def calibrated(target, work, out, lm) -> str:
+    """Calibrates an export, twice; returns a heading of the table that is printed."""
+    flags = command(target, work, "calibrate", *BLOCKS, "--out", str(out))
+    for _ in range(2):  # What the first has stored is nothing to the second.
+        assert train_drafter.main(flags) == 0
+    (row,) = map(json.loads, (work / "calibration.jsonl").open())
+    (again,) = {(out / "README.md").read_text().count("## Calibration")}
+    assert again == 1 and row["temperature"] == 1 and row["roc_auc"]
+    assert row["roc_auc"] == row["roc_auc_before"]
+    found = sj.load(target, drafter=str(out), impl="xla").drafter.head
+    assert found.confidence_temperatures == tuple(row["temperatures"])
+    assert dataclasses.replace(found, confidence_temperatures=()) == lm.drafter.head
+    return "ECE before"
+
+
+def test_what_has_no_confidences_is_not_calibrated(target, tmp_path, capsys):
+    """Of another family, or of no kind that is known; the file stays as it is."""
+    for kind, reason in (
+        ("eagle3", "is no layout of DFlash or DSpark"),
+        ("dflash", "of a drafter without a confidence head"),
+    ):
+        folder = tiny_pair.WRITE_HEAD[kind](tmp_path / kind, target)
+        before = (folder / "config.json").read_bytes()
+        flags = command(target, tmp_path, "calibrate", *BLOCKS, "--out", str(folder))
+        assert train_drafter.main(flags) != 0
+        assert reason in capsys.readouterr().err
+        assert (folder / "config.json").read_bytes() == before
 
 
 def test_ablations_of_blocks(target, work):
@@ -240,6 +287,47 @@ def test_ablations_of_blocks(target, work):
     config, terms = trained("--family", "dflash")
     assert (config.slots, config.num_drafts) == ("fill-in", 2)
     assert not config.has_confidence and terms == (1.0, 0.0, 0.0)
+
+
+OF_ALL = [
+    *("--taps", "0,2", "--block", "3", "--layers", "1", "--anchors", "3", "--mlp", "8"),
+    *("--length", "16", "--prefix", "9", "--batch", "4", "--steps", "2", "--rank", "4"),
+    *("--impl", "xla"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
+    """By one command, which runs nothing again; of other weights there are no rows."""
+    out, head = tmp_path / "rows.jsonl", tmp_path / "none/head"
+    flags = ["--work", str(tmp_path), "--out", str(out), "--variants", "none"]
+    flags += ["--prompts", "2", "--gen-tokens", "8", "--temperature", "0,1"]
+    flags += ["--", "--target", str(target), *OF_ALL]
+    assert ablate_heads.main(flags) == 1
+    assert "texts.npz: no such file" in capsys.readouterr().err
+    (tmp_path / "texts.npz").write_bytes((work / "texts.npz").read_bytes())
+    for missing in (2, 0):
+        assert ablate_heads.main(flags) == 0
+        said = capsys.readouterr().out
+        assert f"2 cells, {2 - missing} of them in" in said
+        assert "by position" in said and "held-out" in said
+    rows = [json.loads(line) for line in out.open()]
+    assert [row["temperature"] for row in rows] == [0, 1]
+    for row in rows:
+        assert row["drafter"] == str(head) and row["matched"] and row["gamma"] == 3
+        assert len(row["conditional_acceptance"]) == 3
+    assert not sj.load(target, drafter=str(head), impl="xla").drafter.head.markov_rank
+    (tmp_path / "texts.npz").write_bytes(b"others")
+    assert ablate_heads.main(flags) == 1
+    assert "none/texts.npz: of other rollouts" in capsys.readouterr().err
+    shutil.rmtree(head)
+    tiny_pair.write_block(head, target, kind="dflash")
+    again = ["--drafter", str(head), "--target", str(target), "--impl", "xla"]
+    again += ["--gamma", "3", "--temperature", "0,1", "--prompts", "2"]
+    again += ["--gen-tokens", "8", "--out", str(out)]
+    assert sweep.main(again) == 1
+    assert "head are others than those of the cells" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,19 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from experiments import train_pair
 from experiments.pair import corpus, export, quality
-from spec_jax import testing
-from spec_jax.model import config as config_lib, load, params as params_lib, tokenizer
+from spec_jax import loading, testing
+from spec_jax.model import load, params as params_lib, tokenizer
 from spec_jax.training import loop, losses, targets
 
 
-CONFIG = config_lib.Qwen3Config(
+CONFIG = tiny_pair.config(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
     head_dim=8,
     max_position_embeddings=64,
-    tie_word_embeddings=True,
-    dtype="float32",
 )
 RECIPE = loop.Recipe(steps=6, batch_size=2, warmup_steps=2, eval_every=3, save_every=2)
 LOSS = functools.partial(losses.text_loss, CONFIG)
@@ -160,6 +156,32 @@ def test_the_export_can_be_loaded(tmp_path):
     for fact in ("3.2500", "4,096 (target)", "abc", "- It is small."):
         assert fact in card
     assert "| this pair, greedy | 0.125 | 50% |" in card
+    path.write_text(card, encoding="utf-8")
+    assert export.tokens_seen(path, "target") == {"target": 4096}
+    with pytest.raises(ValueError, match="no row of the tokens that the draft saw"):
+        export.tokens_seen(path, "draft")
+
+
+def test_a_published_pair_stands_for_the_stages_before(tmp_path):
+    """Fails if a draft is aligned from other weights, or its tokens are forgotten."""
+    args = train_pair.parse_args(
+        ["--stage", "align", "--work", str(tmp_path), "--base", str(loading.ASSETS)]
+    )
+    for stage, name in (("target", "target"), ("distill", "draft")):
+        found, step = train_pair.restore(args, stage)
+        _, expected = load.load(loading.ASSETS / name)
+        testing.assert_same_bits(params_lib.cast(found, "bfloat16"), expected)
+        assert step == 0 and found.embed.dtype == np.float32
+    seen = export.tokens_seen(loading.ASSETS / "README.md", "draft")
+    assert set(seen) == {"draft", "distill", "align"} and min(seen.values()) > 1_000_000
+    # A stage with a folder of its own is read there, and adds to the base's tokens.
+    folder = tmp_path / "aligned"
+    folder.mkdir()
+    (folder / "log.jsonl").write_text('{"step": 0, "loss": 1.0, "tokens": 100}\n')
+    now = train_pair._tokens_seen(args, "draft", ("draft", "distill", "align"))
+    assert now == seen | {"align": seen["align"] + 100}
+    with pytest.raises(ValueError, match="no checkpoint"):
+        train_pair.restore(args, "align")
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny_pair
 
-from spec_jax.model import config as config_lib, params as params_lib, sequence
+from spec_jax.model import params as params_lib, sequence
 from spec_jax.ops import rms_norm
 from spec_jax.training import loop, losses, muon
 
 
-CONFIG = config_lib.Qwen3Config(
+CONFIG = tiny_pair.config(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
     head_dim=8,
     max_position_embeddings=64,
-    tie_word_embeddings=True,
-    dtype="float32",
+    num_layers=2,
 )
 # Relative to the norm of what is compared. float32 sums in another order; bfloat16
 # rounds each part's gradient (2^-9), after activations of the same bits.

@@ -4,43 +4,16 @@ Works on the tensors of a file, by their published names, and on `config.json`: 
 shares no code, no names and no fused weights with `spec_jax.model.eagle3`.
 """
 
-import dataclasses
-from collections.abc import Mapping
-
 import numpy as np
+from model.float64_layer import Head as _Head, attend, mlp, rotate
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Head:
-    """A dialect's `config.json` and tensors, and what it takes from the target."""
+class Head(_Head):
+    """An EAGLE-3 head; the names of its layer depend on the dialect."""
 
-    config: Mapping  # as in the file
-    tensors: Mapping[str, np.ndarray]
-    embed: np.ndarray  # [V, D], of the target
-
-    @property
-    def layer(self) -> Mapping:
-        return self.config.get("transformer_layer_config", self.config)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return np.asarray(self.tensors[f"{name}.weight"], np.float64)
-
-    def of_layer(self, name: str) -> np.ndarray:
-        prefix = "midlayer" if "midlayer.hidden_norm.weight" in self.tensors else None
-        return self[f"{prefix or 'layers.0'}.{name}"]
-
-    def norm(self, x, weight):
-        variance = np.mean(x**2, axis=-1, keepdims=True)
-        return x / np.sqrt(variance + self.layer["rms_norm_eps"]) * weight
-
-
-def rotate(x, position, theta):
-    """Rotates the halves of one head by its position."""
-    half = x.shape[-1] // 2
-    angles = position * theta ** (-np.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    def of_layer(self, name: str) -> str:
+        is_middle = "midlayer.hidden_norm.weight" in self.tensors
+        return f"{'midlayer' if is_middle else 'layers.0'}.{name}"
 
 
 def fuse(head: Head, features):
@@ -48,10 +21,10 @@ def fuse(head: Head, features):
     n = sum(name.startswith("fc_norm.") for name in head.tensors)
     if n:
         parts = np.split(features, n)
-        parts = [head.norm(p, head[f"fc_norm.{i}"]) for i, p in enumerate(parts)]
+        parts = [head.norm(p, f"fc_norm.{i}") for i, p in enumerate(parts)]
         features = np.concatenate(parts)
     if head.config.get("norm_before_fc"):
-        features = head.norm(features, head["input_norm"])
+        features = head.norm(features, "input_norm")
     return head["fc"] @ features
 
 
@@ -66,7 +39,7 @@ def step(head: Head, g, token: int, position: int, keys: list, values: list):
     b = head.norm(g, head.of_layer("hidden_norm"))
     x = np.concatenate([head.norm(e, head.of_layer("input_layernorm")), b])
     residual = b if head.config.get("norm_before_residual") else g
-    q, k, v = (head.of_layer(f"self_attn.{n}_proj") @ x for n in "qkv")
+    q, k, v = (head[head.of_layer(f"self_attn.{n}_proj")] @ x for n in "qkv")
     q, k, v = q.reshape(N, H), k.reshape(K, H), v.reshape(K, H)
     if layer["model_type"] == "qwen3":
         q = head.norm(q, head.of_layer("self_attn.q_norm"))
@@ -74,19 +47,11 @@ def step(head: Head, g, token: int, position: int, keys: list, values: list):
     theta = layer["rope_theta"]
     keys.append(rotate(k, position, theta))
     values.append(v)
-    q = rotate(q, position, theta)
-    out = []
-    for n in range(N):
-        scores = np.array([key[n * K // N] @ q[n] for key in keys]) / np.sqrt(H)
-        probs = np.exp(scores - scores.max())
-        probs /= probs.sum()
-        out.append(sum(p * v[n * K // N] for p, v in zip(probs, values, strict=True)))
-    h = residual + head.of_layer("self_attn.o_proj") @ np.concatenate(out)
+    attended = attend(rotate(q, position, theta), keys, values)
+    h = residual + head[head.of_layer("self_attn.o_proj")] @ attended
     normed = head.norm(h, head.of_layer("post_attention_layernorm"))
-    gate = head.of_layer("mlp.gate_proj") @ normed
-    inner = gate / (1 + np.exp(-gate)) * (head.of_layer("mlp.up_proj") @ normed)
-    out = h + head.of_layer("mlp.down_proj") @ inner
-    final = head.norm(out, head["norm"])
+    out = h + mlp(head, head.of_layer("mlp"), normed)
+    final = head.norm(out, "norm")
     feature = final if head.config.get("norm_output") else out
     return feature, head["lm_head"] @ final
 

@@ -101,6 +101,46 @@ def saved(folder, case, target_params):
     return config, params
 
 
+def test_copies_of_the_target_may_be_left_out(target_params, tmp_path):
+    """Fails if they are stored, or what is read then are not the target's."""
+    dialect, config = CASES["deepspec"]
+    params = make_params(config, target_params)
+    block_files.save(tmp_path, config, params, dialect=dialect, copies=False)
+    held = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert not {"embed_tokens.weight", "lm_head.weight"} & set(held)
+    found = block_files.load(tmp_path, TARGET, target_params)
+    assert found[0] == config
+    testing.assert_same_bits(found[1], params)
+
+
+@pytest.mark.parametrize("case", ["deepspec", "specforge", "speculators"])
+def test_temperatures_are_written_into_a_config(case, target_params, tmp_path):
+    """Fails if older ones stay, another field changes, or wrong ones are stored."""
+    config, _ = saved(tmp_path, case, target_params)
+    path = tmp_path / "config.json"
+    read = lambda: dialects.read_config(path, TARGET)[1]
+    given = tuple(0.5 + draft for draft in range(config.num_drafts))
+    for temperatures in (given, given[::-1], ()):
+        dialects.write_temperatures(path, TARGET, temperatures)
+        assert read() == dataclasses.replace(
+            config, confidence_temperatures=temperatures
+        )
+    if case == "specforge":  # As others may have written it.
+        raw = json.loads(path.read_text())
+        raw["dflash_config"]["confidence_temperatures"] = list(given)
+        path.write_text(json.dumps(raw))
+    dialects.write_temperatures(path, TARGET, given[::-1])
+    before = path.read_bytes()
+    for wrong in (given[1:], (-1.0, *given[1:])):
+        with pytest.raises(files.CheckpointError, match="one for each draft"):
+            dialects.write_temperatures(path, TARGET, wrong)
+    assert path.read_bytes() == before and read().confidence_temperatures == given[::-1]
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
+
+
 def oracle_of(folder, target_params) -> oracle.Head:
     return oracle.Head(
         config=json.loads((folder / "config.json").read_text()),
@@ -443,6 +483,17 @@ BAD_CONFIGS = {
         "must be 3 numbers above 0",
     ),
 }
+
+
+def test_slots_are_said_where_each_reader_looks():
+    """Fails if the flag is in `dflash_config` alone: llama.cpp's converter looks beside
+    it, and would take fill-in slots for anchor-first ones."""
+    config = with_heads("vanilla", slots="fill-in")
+    raw, key = dialects.to_dict(config, "specforge"), "sample_from_anchor"
+    assert raw[key] is raw["dflash_config"][key] is False
+    # What a layout's slots are anyhow is said nowhere.
+    raw = dialects.to_dict(with_heads("vanilla"), "specforge")
+    assert key not in raw and key not in raw["dflash_config"]
 
 
 @pytest.mark.parametrize("fault", BAD_CONFIGS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from spec_jax.model import checkpoint_files as files
+from spec_jax.model import checkpoint_files as files, tensor_values
 
 
 SHARDS = ("part-a.safetensors", "part-b.safetensors")
@@ -55,7 +55,7 @@ def test_reads_what_safetensors_wrote(layout, request):
         entry = entries[name]
         assert (entry.shape, entry.dtype) == (array.shape, array.dtype)
         out = np.empty(entry.shape, entry.dtype)
-        files.read_into(entry, out)
+        tensor_values.read_into(entry, out)
         assert out.tobytes() == array.tobytes(), name
 
 
@@ -84,7 +84,7 @@ def test_reads_into_rows_of_a_buffer(folder):
     """Only there: fails if the neighbours are touched."""
     entry = files.find(folder)["matrix"]
     buffer = np.full((10, 10), 7, np.float32)
-    files.read_into(entry, buffer[2:8])
+    tensor_values.read_into(entry, buffer[2:8])
     np.testing.assert_array_equal(buffer[2:8], tensors()["matrix"])
     assert (buffer[:2] == 7).all() and (buffer[8:] == 7).all()
 
@@ -92,29 +92,29 @@ def test_reads_into_rows_of_a_buffer(folder):
 def test_refuses_buffers_that_do_not_fit(folder):
     entry = files.find(folder)["matrix"]
     with pytest.raises(ValueError, match=r"matrix is \(6, 10\), the buffer is \(10"):
-        files.read_into(entry, np.empty((10, 6), np.float32))
+        tensor_values.read_into(entry, np.empty((10, 6), np.float32))
     with pytest.raises(ValueError, match="not contiguous"):
-        files.read_into(entry, np.empty((10, 6), np.float32).T)
+        tensor_values.read_into(entry, np.empty((10, 6), np.float32).T)
 
 
-@pytest.mark.parametrize("block_bytes", [1, 8, 100, files.BLOCK_BYTES])
+@pytest.mark.parametrize("block_bytes", [1, 8, 100, tensor_values.BLOCK_BYTES])
 def test_same_values(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tensor_values, "BLOCK_BYTES", block_bytes)
     matrix = tensors()["matrix"]
     last = matrix.copy()
     last[-1, -1] += 1
     held = {"a": matrix, "b": matrix.copy(), "last": last, "flat": matrix.reshape(-1)}
     safetensors.numpy.save_file(held, tmp_path / files.SINGLE_FILE)
     entries = files.find(tmp_path)
-    assert files.same_values(entries["a"], entries["b"])
-    assert not files.same_values(entries["a"], entries["last"])
-    assert not files.same_values(entries["a"], entries["flat"])
+    assert tensor_values.same_values(entries["a"], entries["b"])
+    assert not tensor_values.same_values(entries["a"], entries["last"])
+    assert not tensor_values.same_values(entries["a"], entries["flat"])
 
 
 @pytest.mark.parametrize("other", [np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("block_bytes", [1, 100, files.BLOCK_BYTES])
+@pytest.mark.parametrize("block_bytes", [1, 100, tensor_values.BLOCK_BYTES])
 def test_same_values_in_two_dtypes(tmp_path, monkeypatch, block_bytes, other):
-    monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tensor_values, "BLOCK_BYTES", block_bytes)
     short = tensors()["matrix"].astype(other)
     last, zero = short.astype(np.float32), np.zeros((2,), np.float32)
     last[-1, -1] *= 1 + 2**-20
@@ -127,17 +127,17 @@ def test_same_values_in_two_dtypes(tmp_path, monkeypatch, block_bytes, other):
     }
     safetensors.numpy.save_file(held, tmp_path / files.SINGLE_FILE)
     entries = files.find(tmp_path)
-    assert files.same_values(entries["short"], entries["long"])
-    assert files.same_values(entries["long"], entries["short"])
-    assert not files.same_values(entries["short"], entries["last"])
-    assert not files.same_values(entries["zero"], entries["minus"])
+    assert tensor_values.same_values(entries["short"], entries["long"])
+    assert tensor_values.same_values(entries["long"], entries["short"])
+    assert not tensor_values.same_values(entries["short"], entries["last"])
+    assert not tensor_values.same_values(entries["zero"], entries["minus"])
 
 
 @pytest.mark.parametrize("dtype", files.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("test_bytes", [4, 28, 2**18])
 def test_first_value_that_is_not_finite(monkeypatch, dtype, test_bytes):
     """In a view of larger storage, as a part of an array is, and in every place."""
-    monkeypatch.setattr(files, "_TEST_BYTES", test_bytes)
+    monkeypatch.setattr(tensor_values, "_TEST_BYTES", test_bytes)
     largest = float(np.finfo(dtype).max) if dtype != files.DTYPES["BF16"] else 3.38e38
     values = np.full((4, 3, 5), largest, dtype)
     for index in np.ndindex(2, 3, 5):
@@ -145,11 +145,11 @@ def test_first_value_that_is_not_finite(monkeypatch, dtype, test_bytes):
             spoilt = values.copy()
             spoilt[1:][index] = value
             spoilt[3] = np.nan
-            assert files.first_non_finite(spoilt[1:]) == index
-    assert files.first_non_finite(values) is None
-    assert files.first_non_finite(-values) is None
-    assert files.first_non_finite(np.zeros((0, 4), dtype)) is None
-    assert files.first_non_finite(np.array(np.nan, dtype)) == ()
+            assert tensor_values.first_non_finite(spoilt[1:]) == index
+    assert tensor_values.first_non_finite(values) is None
+    assert tensor_values.first_non_finite(-values) is None
+    assert tensor_values.first_non_finite(np.zeros((0, 4), dtype)) is None
+    assert tensor_values.first_non_finite(np.array(np.nan, dtype)) == ()
 
 
 def test_a_folder_that_cannot_be_looked_into(tmp_path):
@@ -206,7 +206,7 @@ def test_file_shrinks_after_its_header_was_read(folder):
     path = folder / files.SINGLE_FILE
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(files.CheckpointError, match=f"ends inside {entry.name}"):
-        files.read_into(entry, np.empty(entry.shape, entry.dtype))
+        tensor_values.read_into(entry, np.empty(entry.shape, entry.dtype))
 
 
 def test_file_is_something_else(folder):

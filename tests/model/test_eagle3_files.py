@@ -22,6 +22,7 @@ from spec_jax.model import (
     eagle3_files,
     eagle3_params,
     params as params_lib,
+    tensor_values,
     torch_file,
 )
 
@@ -106,6 +107,17 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
         )
 
 
+def test_taps_are_where_each_reader_looks():
+    """Fails if the taps are in one of two places alone.
+
+    llama.cpp's converter looks beside `eagle_config` and, where it finds none, takes
+    its default layers without a word; SGLang looks inside.
+    """
+    config = dataclasses.replace(SMALL, taps=(1, 3, 7))
+    raw, key = dialects.to_dict(config, "midlayer"), "eagle_aux_hidden_state_layer_ids"
+    assert raw[key] == raw["eagle_config"][key] == [1, 3, 7]
+
+
 def test_an_embedding_of_its_own_is_kept(tmp_path, target_params):
     params = make_head(SMALL, target_params)
     own = params.replace(embed=params.embed + 1)
@@ -183,7 +195,7 @@ def test_a_pickle_by_hand_is_read(tmp_path):
     write_bin(path, pickled_tensor(), storages=[("0", values.tobytes())])
     entry = torch_file.read_header(path)["x"]
     out = np.empty(4, np.float32)
-    files.read_into(entry, out)
+    tensor_values.read_into(entry, out)
     np.testing.assert_array_equal(out, values)
 
 
@@ -331,9 +343,16 @@ BAD_CONFIGS = {
     "bias": ({"bias": True}, "bias is true: heads with biases"),
     "layers": ({"num_hidden_layers": 2}, "num_hidden_layers=2: only"),
     "flag": ({"fc_norm": "yes"}, "fc_norm='yes' must be true or false"),
-    "taps": ({"eagle_aux_hidden_state_layer_ids": "2"}, "must be a list of layers"),
+    "taps": (
+        {"eagle_aux_hidden_state_layer_ids": "2", "eagle_config": {}},
+        "must be a list of layers",
+    ),
+    "taps apart": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 3]},
+        r"\[2, 4, 3\], and in eagle_config \[.*\]: remove the wrong one",
+    ),
     "last tap": (
-        {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]},
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 8], "eagle_config": {}},
         r"taps=\(2, 4, 8\) of a target with 8 layers",
     ),
     "vocabulary": ({"vocab_size": 97}, "a head for another target"),

@@ -23,7 +23,7 @@ from spec_jax.model import (
     row_model,
     sequence,
 )
-from spec_jax.ops import layer_norm
+from spec_jax.ops import dispatch, layer_norm
 from spec_jax.paging import allocator
 
 
@@ -210,7 +210,8 @@ class Rows:
     def __init__(self, config, impl: str):
         self.config, self.params = config, make_params(config)
         self.family = families.of(config)
-        model = row_model.RowModel(config=config, impl=impl, slab=SLAB)
+        self.slab = dispatch.slab_rows(impl) or SLAB
+        model = row_model.RowModel(config=config, impl=impl, slab=self.slab)
         kv = model.new_slots(2, capacity=64, page_size=16)
         poison = lambda pools: tuple(jnp.full_like(pool, jnp.nan) for pool in pools)
         kv = kv.replace(k=poison(kv.k), v=poison(kv.v))
@@ -230,14 +231,14 @@ class Rows:
             kv = allocator.reserve(kv, slot, PREFIX + WINDOW)
         self.kv = kv
 
-    def __call__(self, rows, kv=None):
+    def __call__(self, rows, kv=None, slab=None):
         """Outputs of the rows, and the cache after them; padding rows are NaN."""
-        padding = [(0, 0, PREFIX + 30)] * (SLAB - len(rows))
+        padding = [(0, 0, PREFIX + 30)] * ((slab or self.slab) - len(rows))
         tokens, slots, positions = np.asarray(rows + padding, np.int32).T
-        slab = decoder.Rows(
+        given = decoder.Rows(
             tokens=tokens, slots=slots, positions=positions, num_active=len(rows)
         )
-        kv, outputs = self._run(self.params, slab, self.kv if kv is None else kv)
+        kv, outputs = self._run(self.params, given, self.kv if kv is None else kv)
         return jax.tree.map(lambda x: np.asarray(x[: len(rows)]), outputs), kv
 
     def one_by_one(self, slot: int):
@@ -251,7 +252,10 @@ class Rows:
 
 CONTRACT = [
     ("gpt_neox", "float32", "xla"),
+    ("gpt_neox", "bfloat16", "native"),
     ("gpt_neox", "bfloat16", "xla"),
+    ("gpt_neox", "float32", "native"),
+    ("gpt_neox", "bfloat16", "interpret"),
     ("llama", "bfloat16", "native"),
 ]
 
@@ -272,6 +276,24 @@ def test_rows_are_what_each_is_alone(family, dtype, impl):
         testing.assert_same_bits(
             decoding.held(kv, length, slot=1), decoding.held(alone_kv, length, slot=1)
         )
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_native_slabs_of_any_height(dtype, monkeypatch):
+    """A norm that sees the height is planted: fails if it is called with a slab."""
+    real = layer_norm.layer_norm
+
+    def of_height(x, *weights, eps):
+        return real(x, *weights, eps=eps) * (1 + x.shape[0] / 8)
+
+    monkeypatch.setattr(layer_norm, "layer_norm", of_height)
+    run = Rows(make_config("gpt_neox", dtype), "native")
+    outputs, kv = run(rows_of(1))
+    other, other_kv = run(rows_of(1), slab=WINDOW)
+    testing.assert_same_bits(outputs, other)
+    held = [decoding.held(each, PREFIX + WINDOW, slot=1) for each in (kv, other_kv)]
+    testing.assert_same_bits(*held)
 
 
 def test_a_norm_over_neighbours_is_caught(monkeypatch):

@@ -19,6 +19,7 @@ from spec_jax.model import (
     config as config_lib,
     load as load_lib,
     params as params_lib,
+    tensor_values,
 )
 
 
@@ -247,15 +248,15 @@ def test_save_refuses_params_of_another_config(tmp_path):
     ("source", "target", "block_bytes"),
     [
         (np.float32, "bfloat16", 6),
-        (np.float16, "bfloat16", files.BLOCK_BYTES),
+        (np.float16, "bfloat16", tensor_values.BLOCK_BYTES),
         (np.float16, "float32", 6),
-        (ml_dtypes.bfloat16, "float32", files.BLOCK_BYTES),
+        (ml_dtypes.bfloat16, "float32", tensor_values.BLOCK_BYTES),
     ],
 )
 def test_conversions_round_to_nearest(
     tmp_path, monkeypatch, source, target, block_bytes
 ):
-    monkeypatch.setattr(files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tensor_values, "BLOCK_BYTES", block_bytes)
     write_config(tmp_path, dataclasses.replace(CONFIG, num_layers=2))
     config = dataclasses.replace(CONFIG, num_layers=2, dtype=target)
     params = random_params(dataclasses.replace(config, dtype="float32"))
@@ -425,7 +426,7 @@ def test_headers_are_checked_before_any_weight_is_read(sharded, monkeypatch):
     def refuse(entry, out):
         raise AssertionError(f"{entry.name} was read")
 
-    monkeypatch.setattr(files, "read_into", refuse)
+    monkeypatch.setattr(tensor_values, "read_into", refuse)
     with pytest.raises(load_lib.CheckpointError, match=f"{last.name}: truncated"):
         load_lib.load(sharded)
 
@@ -437,7 +438,7 @@ def test_memory_is_checked_before_any_weight_is_read(folder, monkeypatch):
     weights, temporary = load_lib.required_bytes(CONFIG)
     required = weights + temporary
     load_lib.load(folder, available_bytes=required)
-    monkeypatch.setattr(files, "read_into", refuse)
+    monkeypatch.setattr(tensor_values, "read_into", refuse)
     with pytest.raises(load_lib.InsufficientMemoryError, match="GiB are free"):
         load_lib.load(folder, available_bytes=required - 1)
 
@@ -447,7 +448,9 @@ def test_memory_refusal_gives_both_numbers(folder):
     config = dataclasses.replace(config, num_layers=1, dtype="bfloat16")
     weights, temporary = load_lib.required_bytes(config)
     assert weights == params_lib.num_bytes(params_lib.shapes(config))
-    assert temporary == 2**31 + 2 * files.BLOCK_BYTES  # The embedding, in bfloat16.
+    assert (
+        temporary == 2**31 + 2 * tensor_values.BLOCK_BYTES
+    )  # The embedding, in bfloat16.
     # The files are small; it is the numbers that are checked here.
     with pytest.raises(
         load_lib.InsufficientMemoryError,
@@ -463,14 +466,14 @@ def test_host_buffers_stay_within_the_stated_bound(tmp_path, monkeypatch):
     Fails if the buffers outlive their arrays (the weights are 47 times the bound), or
     if the parts of a fused array are read apart and joined.
     """
-    monkeypatch.setattr(files, "BLOCK_BYTES", 2**14)
+    monkeypatch.setattr(tensor_values, "BLOCK_BYTES", 2**14)
     config = dataclasses.replace(CONFIG, hidden_size=256, num_layers=24, num_heads=60)
     config = dataclasses.replace(config, head_dim=16)
     load_lib.save(tmp_path, config, random_params(config))
     config = dataclasses.replace(config, dtype="bfloat16")
     shapes = params_lib.shapes(config)
     weights, temporary = load_lib.required_bytes(config)
-    largest = temporary - 2 * files.BLOCK_BYTES
+    largest = temporary - 2 * tensor_values.BLOCK_BYTES
     assert largest == params_lib.num_bytes(shapes.layers[0].qkv)
     assert weights > 40 * temporary
     # What is allocated once is not counted.

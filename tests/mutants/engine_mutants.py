@@ -3,7 +3,6 @@
 from mutant import Mutant
 
 
-_ROUND = "engine.round:run_round"
 _COMMIT = "engine.round:commit_slot"
 _STREAM = "engine/test_sampled.py::test_the_stream_is_that_of_decoding"
 
@@ -73,7 +72,7 @@ SCHEDULES = (
     ),
     Mutant(
         "all drafts are verified, whatever the schedule says",
-        "engine.round:run_round",
+        "engine.round:_draft",
         "num_drafted = cast(Any, speculator.gamma_policy).trim(",
         "cast(Any, speculator.gamma_policy).trim(",
         "engine/test_scheduled_rounds.py::test_a_scheduled_batch_is_as_decoded[True]",
@@ -188,6 +187,20 @@ BLOCKS = (
         "start[slot]",
         "start[slot] + 1",
         _ORACLE + "[dspark]",
+    ),
+    Mutant(
+        "a level of a block's tree is of the slot before",
+        "drafters.block_trees:SlotBlockTree._draw",
+        "head.first_slot + level)",
+        "head.first_slot + level - 1)",
+        "drafters/test_block_trees.py::test_children_are_the_oracles[dspark]",
+    ),
+    Mutant(
+        "every row of a block's tree has the state of the root",
+        "drafters.block_trees:SlotBlockTree._draw",
+        "[:, None], above]",
+        "[:, None], above * 0]",
+        "drafters/test_block_trees.py::test_children_are_the_oracles[rnn]",
     ),
     Mutant(
         "in training a block sees its anchor's feature",

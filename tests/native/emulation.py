@@ -59,14 +59,13 @@ def install(isa: str, monkeypatch) -> None:
 
 
 def main() -> None:
-    """Builds the kernels for every instruction set that the tests run.
+    """Builds the kernels for every instruction set that is emulated.
 
     Ahead of tests in several processes, each of which would build all of them.
     """
     with pytest.MonkeyPatch.context() as patch:
         for isa in FLAGS:
             install(isa, patch)
-        for isa in build.available_isas():
             build.load(isa)
 
 

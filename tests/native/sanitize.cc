@@ -2,7 +2,8 @@
 //
 // Built with the address and undefined-behaviour sanitizers and run for each
 // instruction set. `sanitize overrun`, `sanitize undefined` and `sanitize late` commit
-// one fault each, that the sanitizers must stop.
+// one fault each, that the sanitizers must stop, and `sanitize wait` one that the alarm
+// must.
 
 #include <cmath>
 #include <cstdio>
@@ -12,7 +13,10 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
+
+#include <unistd.h>
 
 #include "move.h"
 #include "projection.h"
@@ -32,6 +36,18 @@ struct LatePool {
   void Schedule(F task) { tasks.push_back(task); }
   ~LatePool() {
     for (auto& task : tasks) task();
+  }
+};
+
+// A pool whose queues are full: what it is given runs before the call returns, in the
+// caller, as XLA's does. `elsewhere`: in another thread, which no helper can tell.
+struct FullPool {
+  bool elsewhere = false;
+  int64_t num_threads() const { return 4; }
+  template <typename F>
+  void Schedule(F task) {
+    if (elsewhere) return std::thread(task).join();
+    task();
   }
 };
 
@@ -352,6 +368,19 @@ void check_step(int64_t D, int64_t F) {
   check_chains(step);
 }
 
+// The caller does the helpers' part, and waits for none of them.
+void check_full_pool(bool elsewhere) {
+  alarm(elsewhere ? 2 : 60);
+  FullPool pool{elsewhere};
+  Team<FullPool> team(pool);
+  int64_t done = 0;
+  for (int round = 0; round < 3; ++round) {
+    team.run(50, 7, [&](int64_t i, int64_t end, int64_t) { done += end - i; });
+  }
+  expect(done == 150, "a full pool: " + std::to_string(done) + " of 150 indices");
+  alarm(0);
+}
+
 // Distance to the truth in units of the last place.
 void check_exp() {
   double worst = 0;
@@ -438,7 +467,9 @@ int main(int count, char** arguments) {
   if (fault == "overrun") spec_jax::overrun();
   if (fault == "undefined") spec_jax::undefined(std::numeric_limits<int32_t>::max());
   if (fault == "late") spec_jax::late();
+  if (fault == "wait") spec_jax::check_full_pool(true);
   if (!fault.empty()) return 0;
+  spec_jax::check_full_pool(false);
   spec_jax::check_exp();
   spec_jax::check_grid<float>();
   spec_jax::check_grid<spec_jax::bf16>();

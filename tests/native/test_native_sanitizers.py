@@ -1,6 +1,7 @@
 """The kernels under the compiler's sanitizers, each with faults that they must stop."""
 
 import pathlib
+import signal
 import subprocess
 
 import pytest
@@ -49,7 +50,8 @@ FAULTS = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize("instructions", build.available_isas())
 def test_kernels_stay_in_bounds(tmp_path, instructions):
-    """Fails if a kernel reads or writes outside an array, overflows, or is wrong.
+    """Fails if a kernel reads or writes outside an array, overflows, waits for itself,
+    or is wrong.
 
     The faults of `FAULTS` are the negative control: each must stop the program.
     """
@@ -61,6 +63,7 @@ def test_kernels_stay_in_bounds(tmp_path, instructions):
     for fault, message in FAULTS.items():
         result = run(program, fault)
         assert result.returncode != 0 and message in result.stderr, fault
+    assert run(program, "wait").returncode == -signal.SIGALRM
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ the same kernels is seen in `test_hopper_model`.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from model import test_rows as rows_lib
 from spec_jax import testing
 from spec_jax.drafters import draft_model, each
 from spec_jax.engine import baseline, checks, round as round_lib, rows, scheduler
-from spec_jax.model import params as params_lib, qwen3, row_model
+from spec_jax.model import params as params_lib, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import cache
 from spec_jax.pallas import skinny_gemm_triton
@@ -33,18 +32,7 @@ SIZES = {
 }
 
 
-def compile_forward():
-    @functools.partial(jax.jit, static_argnames=("config", "impl"))
-    def forward(params, config, tokens, slots, positions, num_active, kv, *, impl):
-        rows = qwen3.Rows(
-            tokens=tokens, slots=slots, positions=positions, num_active=num_active
-        )
-        return qwen3.forward_rows(params, config, rows, kv, impl=impl, taps=(0, 1))
-
-    return forward
-
-
-_forward = compile_forward()
+_forward = rows_lib.compile_forward()
 
 
 def window(count, slot=0, start=PREFIX):
@@ -153,7 +141,7 @@ def test_a_plan_by_active_rows_is_caught(monkeypatch):
         )
 
     monkeypatch.setattr(projection, "project", planted)
-    forward = compile_forward()
+    forward = rows_lib.compile_forward()
     _, alone = model.decode_one_by_one(kv, rows, forward=forward)
     _, together = model.run(kv, rows, forward=forward)
     with pytest.raises(AssertionError, match="elements differ"):

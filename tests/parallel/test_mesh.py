@@ -13,7 +13,7 @@ import tiny_pair
 
 from experiments import spec_round
 from experiments.lib import models
-from spec_jax import generation, loading
+from spec_jax import loading, run as run_lib
 from spec_jax.model import row_model
 from spec_jax.parallel import shard
 
@@ -154,7 +154,7 @@ def test_results_say_the_mesh(tmp_path):
     for more, said in ((["--devices", "1"], wanted), ([], {})):
         args = spec_round.parse_args([*folders, *more])
         lm = models.load(args, drafter="draft-model", gamma_max=2)
-        for found in (generation.provenance(lm), models.describe(args, lm)):
+        for found in (run_lib.provenance(lm), models.describe(args, lm)):
             assert {name: found[name] for name in wanted if name in found} == said
     with pytest.raises(SystemExit):
         spec_round.parse_args([*folders, "--segments", "4"])

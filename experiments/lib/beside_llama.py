@@ -1,0 +1,343 @@
+"""Prompts and steps on both sides, ours and llama.cpp's, in turns: rows and tables.
+
+Both get the same weights, prompts, limit and number of threads, and end at the same
+stop token. Our clock is that of `lib.runs`; llama.cpp's is its own, without loading,
+warming up and printing. It tells texts and no tokens: texts are compared.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich import console as rich_console
+
+from experiments.lib import (
+    compare,
+    llama_cpp,
+    prompt_files,
+    runs as runs_lib,
+    steps,
+    tables,
+    timing,
+)
+from spec_jax import loading
+from spec_jax.model import tokenizer as tokenizer_lib
+
+
+OURS, THEIRS = compare.OURS, "llama.cpp"
+PLAIN = "plain"
+
+CONTEXT = 32
+"""Of our steps: the middle of the contexts that `TOKENS` steps after nothing have."""
+TOKENS = 64
+ROWS, PREFILLS = (5, 8), (64, 512)
+BENCH_REPEATS = 3
+"""Repetitions of each test in one turn of llama-bench, which starts a process."""
+
+TARGET_TESTS = {
+    "plain step": (steps.PLAIN, f"tg{TOKENS}"),
+    **{f"{n} rows": (f"{n} active rows", f"pp{n}") for n in ROWS},
+    **{f"prompt of {n}": (f"prefill of {n}", f"pp{n}") for n in PREFILLS},
+}
+DRAFT_TESTS = {"draft step": ("draft step", f"tg{TOKENS}")}
+"""Our name of a step, and llama-bench's, by what the table calls it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The same models on both sides, and what both are asked for."""
+
+    lm: loading.LanguageModel
+    settings: runs_lib.Settings
+    drafter: str  # of `llama_cpp.SPEC_TYPES`
+    build: llama_cpp.Build
+    target: pathlib.Path  # GGUF files
+    draft: pathlib.Path
+
+    def runs(self) -> list[compare.Run]:
+        """Plain on either side, then speculative."""
+        return [
+            compare.Run(side=side, method=method, gamma=gamma)
+            for method, gamma in ((PLAIN, None), (self.drafter, self.settings.gamma))
+            for side in (OURS, THEIRS)
+        ]
+
+    def generate(self, run: compare.Run, prompt: list[int]) -> llama_cpp.Generated:
+        """One run of a prompt.
+
+        Raises:
+          ValueError: of llama.cpp, or it has other tokens of the prompt.
+        """
+        if run.side == OURS:
+            return self._ours(run, prompt)
+        text, settings = text_of(self.lm.tokenizer, prompt), self.settings
+        sizes = {"max_tokens": settings.gen_tokens, "capacity": settings.capacity}
+        if run.gamma is None:
+            done = llama_cpp.complete(self.build, self.target, text, **sizes)
+        else:
+            done = llama_cpp.speculate(
+                self.build,
+                self.target,
+                self.draft,
+                text,
+                drafter=run.method,
+                gamma=run.gamma,
+                **sizes,
+            )
+        if done.prompt_tokens != len(prompt):
+            raise ValueError(
+                f"llama.cpp reads a prompt of {len(prompt)} tokens as "
+                f"{done.prompt_tokens}: its tokenizer is another"
+            )
+        return done
+
+    def _ours(self, run: compare.Run, prompt: list[int]) -> llama_cpp.Generated:
+        """In the same words."""
+        lm, counters = self.lm, None
+        if run.gamma is None:
+            done = runs_lib.run_plain(lm, self.settings, prompt)
+        else:
+            done = runs_lib.run_speculative(lm, self.settings, prompt)
+            counters = done.counters
+        stop = self.settings.stop_ids
+        shown = [token for token in done.tokens if token not in stop]
+        return llama_cpp.Generated(
+            text=text_of(lm.tokenizer, shown),
+            ids=done.tokens,
+            prompt_tokens=len(prompt),
+            tokens=len(done.tokens),
+            prefill_s=done.timing.prefill_s,
+            decode_s=done.timing.decode_s,
+            steps=len(done.tokens),
+            rounds=counters and counters.rounds,
+            proposed=counters and counters.proposed,
+            accepted=counters and counters.accepted,
+        )
+
+
+def text_of(tokenizer: tokenizer_lib.Tokenizer, ids: Sequence[int]) -> bytes:
+    """The bytes of tokens, whether they are characters or not."""
+    return b"".join(tokenizer.bytes_of(int(token_id)) for token_id in ids)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptRuns:
+    """One prompt: what each run generated in each turn."""
+
+    prompt: prompt_files.Prompt
+    generated: Mapping[compare.Run, Sequence[llama_cpp.Generated]]
+
+    def first_difference(self, run: compare.Run) -> int | None:
+        """The byte at which a text first differs from that of our plain decoding."""
+        ours = next(iter(self.generated.values()))[0].text
+        return compare.first_difference(self.generated[run][0].text, ours)
+
+    def row(self) -> dict[str, Any]:
+        """The JSON row."""
+        names = ("prefill_s", "decode_s")
+        counts = ("tokens", "steps", "rounds", "proposed", "accepted")
+        first = next(iter(self.generated.values()))[0]
+        return {
+            "kind": "prompt",
+            "id": self.prompt.id,
+            "prompt_tokens": first.prompt_tokens,
+            "runs": [
+                {
+                    **dataclasses.asdict(run),
+                    **{name: getattr(done[0], name) for name in counts},
+                    **{name: [getattr(one, name) for one in done] for name in names},
+                    "first_difference": self.first_difference(run),
+                    "ids": done[0].ids,
+                    "text": done[0].text.decode(errors="replace"),
+                }
+                for run, done in self.generated.items()
+            ],
+        }
+
+
+def run_prompt(
+    sides: Sides, prompt: prompt_files.Prompt, ids: list[int], *, repeats: int
+) -> PromptRuns:
+    """Every run of a prompt in turns, `repeats` times."""
+    every = sides.runs()
+    turns = [[sides.generate(run, ids) for run in every] for _ in range(repeats)]
+    columns = zip(*turns, strict=True)
+    return PromptRuns(prompt=prompt, generated=dict(zip(every, columns, strict=True)))
+
+
+def measure_steps(
+    lm: loading.LanguageModel,
+    build: llama_cpp.Build,
+    *,
+    target: pathlib.Path,
+    draft: pathlib.Path | None,
+    page_size: int,
+    repeats: int,
+    after_turn: Callable[[], None],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of steps, our time and llama.cpp's in turns; and what its build says.
+
+    Args:
+      draft: None: its steps are left out.
+    """
+    plan = steps.Plan(
+        contexts=(CONTEXT,), page_size=page_size, steps=20, rows=ROWS, prefills=PREFILLS
+    )
+    costs = {cost.name: cost for cost in steps.all_costs(lm, plan)[0]}
+    tests = {"target": (target, TARGET_TESTS, (*ROWS, *PREFILLS))}
+    if draft is not None:
+        tests["draft"] = (draft, DRAFT_TESTS, ())
+    theirs: dict[str, list[float]] = {}
+    described: dict[str, Any] = {}
+
+    def bench() -> float:
+        for path, names, prompts in tests.values():
+            found = llama_cpp.bench(
+                build, path, prompts=prompts, tokens=TOKENS, repeats=BENCH_REPEATS
+            )
+            for name, (_, test) in names.items():
+                median = timing.spread(found[test].seconds).median
+                theirs.setdefault(name, []).append(median)
+                described.update(build=found[test].build, cpu=found[test].cpu)
+        return 0.0
+
+    named = {
+        name: cost for _, of, _ in tests.values() for name, (cost, _) in of.items()
+    }
+    thunks = {name: costs[cost].thunk() for name, cost in named.items()}
+    ours = timing.interleave(
+        {**thunks, THEIRS: bench}, repeats=repeats, after_turn=after_turn
+    )
+    # What came first warmed up, as ours did.
+    return [
+        compared(name, "ms", ours.seconds[name], theirs[name][1:]) for name in named
+    ], described
+
+
+def compared(
+    name: str, unit: str, ours: Sequence[float], theirs: Sequence[float], **more: Any
+) -> dict[str, Any]:
+    """The JSON row of one figure: both in `unit`, and how many times faster ours is.
+
+    Args:
+      ours, theirs: seconds of each turn.
+    """
+    return {
+        "kind": "comparison",
+        "figure": name,
+        "unit": unit,
+        **timing.spread_fields("ours", [1e3 * s for s in ours]),
+        **timing.spread_fields("theirs", [1e3 * s for s in theirs]),
+        **timing.spread_fields("ratio", timing.ratios(theirs, ours)),
+        "n": len(ours),
+        **more,
+    }
+
+
+def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
+    """Rows of plain and of speculative decoding, over all prompts of a turn.
+
+    Decoding is what a token costs after the prompt; end to end is everything, over the
+    tokens.
+    """
+    made, fastest = [], None
+    every = list(prompts[0].generated)
+    for ours, theirs in zip(every[::2], every[1::2], strict=True):
+        kind = PLAIN if ours.gamma is None else f"speculative, {ours.gamma} drafted"
+        decode = [_per_token(prompts, run, whole=False) for run in (ours, theirs)]
+        e2e = [_per_token(prompts, run, whole=True) for run in (ours, theirs)]
+        fastest = min(filter(None, (fastest, e2e[1])), key=sum)
+        drafts = ours.gamma and [_drafts(prompts, run) for run in (ours, theirs)]
+        made += [
+            compared(f"{kind}: decode", "ms/token", *decode, drafts=drafts),
+            compared(f"{kind}: end to end", "ms/token", *e2e, drafts=drafts),
+        ]
+    name = f"{kind}: end to end, and the faster of theirs"
+    return [*made, compared(name, "ms/token", e2e[0], fastest)]
+
+
+def _per_token(
+    prompts: Sequence[PromptRuns], run: compare.Run, *, whole: bool
+) -> list[float]:
+    """Seconds of a token in each turn."""
+    found = []
+    for turn in zip(*(prompt.generated[run] for prompt in prompts), strict=True):
+        seconds = sum(one.decode_s + one.prefill_s * whole for one in turn)
+        found.append(seconds / sum(one.tokens if whole else one.steps for one in turn))
+    return found
+
+
+def _drafts(prompts: Sequence[PromptRuns], run: compare.Run) -> dict[str, Any]:
+    """What was drafted and kept, in the first turn."""
+    done = [prompt.generated[run][0] for prompt in prompts]
+    rounds, proposed, accepted = (
+        sum(getattr(one, name) for one in done)
+        for name in ("rounds", "proposed", "accepted")
+    )
+    return {
+        "rounds": rounds,
+        "proposed": proposed,
+        "accepted": accepted,
+        "acceptance_rate": accepted / proposed if proposed else None,
+        "accepted_per_round": accepted / rounds,
+    }
+
+
+def agreement(prompts: Sequence[PromptRuns]) -> dict[str, Any]:
+    """How many prompts have the text of our plain decoding, by run.
+
+    `matched` is whether our speculative texts all have it, which they must; llama.cpp
+    rounds otherwise, and need not.
+    """
+    ours, theirs, our_drafts, their_drafts = prompts[0].generated
+    same = {
+        run: sum(prompt.first_difference(run) is None for prompt in prompts)
+        for run in (theirs, our_drafts, their_drafts)
+    }
+    return {
+        "prompts": len(prompts),
+        "same_plain": same[theirs],
+        "same_speculative": same[their_drafts],
+        "matched": same[our_drafts] == len(prompts),
+    }
+
+
+COLUMNS = {
+    "figure": "",
+    "unit": "",
+    "llama.cpp": ("theirs", ".3f"),
+    "ours": ".3f",
+    "times faster": ("ratio", ".2f"),
+    "p10": ("ratio_p10", ".2f"),
+    "p90": ("ratio_p90", ".2f"),
+}
+"""Of the table, for `tables.print_rows`."""
+
+
+def print_all(
+    console: rich_console.Console,
+    compared_rows: Sequence[tables.Row],
+    summary: tables.Row | None,
+) -> None:
+    """Prints the table, and how far the texts agree."""
+    tables.print_rows(compared_rows, COLUMNS, console)
+    for row in compared_rows:
+        if row.get("drafts") and row["figure"].endswith("end to end"):
+            ours, theirs = row["drafts"]
+            console.print(
+                f"drafts kept a round: {ours['accepted_per_round']:.3f} ours, "
+                f"{theirs['accepted_per_round']:.3f} llama.cpp's, in {ours['rounds']} "
+                f"and {theirs['rounds']} rounds",
+                highlight=False,
+            )
+    if summary is None:
+        return
+    console.print(
+        f"llama.cpp's greedy text is ours in {summary['same_plain']} of "
+        f"{summary['prompts']} prompts, its speculative text in "
+        f"{summary['same_speculative']}: its sums are rounded in another order, and it "
+        f"need not be. Our own drafted text is that of decoding: "
+        f"{str(summary['matched']).lower()}.",
+        highlight=False,
+    )

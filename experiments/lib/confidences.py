@@ -1,0 +1,77 @@
+"""Confidences of a drafter: recorded rounds, and the temperatures that they fit."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from experiments.lib import models, profiles, runs
+from spec_jax.analysis import calibration
+from spec_jax.rules import sampling
+
+
+COLUMNS = {
+    "temperature": "g",
+    "draft": "d",
+    "of its confidence": ("temperatures", ".2f"),
+    "ECE before": ("ece_before", ".3f"),
+    "ECE": ("ece", ".3f"),
+    "ROC-AUC before": ("roc_auc_before", ".3f"),
+    "ROC-AUC": ("roc_auc", ".3f"),
+}
+"""Of the table of `by_draft`'s lines."""
+
+
+def check_prompts(subject: models.Subject) -> None:
+    """Raises `ValueError` where no half of the prompts is left to report."""
+    if len(subject.ids) < 2:
+        raise ValueError("one prompt fits and none is left to report: give --prompts 2")
+
+
+def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, Any]:
+    """Returns the row of a temperature of the target's draws.
+
+    Half of the prompts fit; the errors and rankings are of the other half.
+
+    Raises:
+      ValueError: a drafter without confidences, or texts too short for a whole round.
+    """
+    drafter = subject.lm.drafter
+    if hasattr(drafter, "for_schedule"):
+        drafter = drafter.for_schedule()
+    lm, draws = dataclasses.replace(subject.lm, drafter=drafter), None
+    if temperature:
+        draws = sampling.make_settings(temperature=temperature, seed=seed)
+    settings = dataclasses.replace(subject.settings, sampling=draws)
+    scheduler = runs.make_scheduler(lm, settings)
+    halves: tuple[list, list] = ([], [])
+    for number, prompt in enumerate(subject.ids):
+        state = scheduler.begin(runs.make_request(lm, settings, prompt))
+        recorded = calibration.record_rounds(
+            scheduler.speculator, state, max_rounds=settings.gen_tokens
+        )
+        halves[number % 2].append(recorded)
+    fitted, reported = (
+        calibration.Rounds(
+            logits=np.concatenate([each.logits for each in half]),
+            num_accepted=np.concatenate([each.num_accepted for each in half]),
+        )
+        for half in halves
+    )
+    found = calibration.fit_sts(fitted.logits, fitted.num_accepted)
+    before = calibration.report(reported, np.ones_like(found))
+    row = {"kind": profiles.CALIBRATION, "temperature": temperature}
+    row |= {"gamma": lm.gamma_max, "temperatures": found.tolist()}
+    row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
+    row |= {f"{name}_before": values for name, values in before.items()}
+    return row | calibration.report(reported, found)
+
+
+def by_draft(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row of confidences as a line for each draft."""
+    names = ("temperatures", "ece_before", "ece", "roc_auc_before", "roc_auc")
+    return [
+        {"temperature": row["temperature"], "draft": draft + 1}
+        | {name: row[name][draft] for name in names}
+        for draft in range(row["gamma"])
+    ]

@@ -1,0 +1,299 @@
+"""llama.cpp's programs: run on GGUF files, and their output read.
+
+Knows their flags and what they print, as of llama.cpp 0.5; knows nothing of JAX. A
+program that is missing, fails, takes too long or prints something else is a
+`ValueError` of one line that names it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+
+BENCH, PLAIN, SPECULATIVE = PROGRAMS = (
+    "llama-bench",
+    "llama-completion",
+    "llama-speculative-simple",
+)
+
+SPEC_TYPES = {
+    "draft-model": "draft-simple",
+    "eagle3": "draft-eagle3",
+    "dflash": "draft-dflash",
+    "dspark": "draft-dspark",
+}
+"""llama.cpp's name of where drafts come from, by ours."""
+
+_END = b" [end of text]\n"
+# Greedy, by the shortest chain of samplers that it has.
+_GREEDY = ("--temp", "0", "--samplers", "top_k", "--top-k", "1")
+_TRIES = 3
+"""How often a program is run whose log is cut short."""
+
+_AHEAD = 32
+"""Positions that a cache has beside those asked for: the last rounds draft no less."""
+_SHOWN_CHARACTERS = 200
+
+_NUMBER = r"\s*=?\s*([\d.]+)"
+_OF_PLAIN = {
+    "prefill_ms": rf"prompt eval time{_NUMBER} ms /\s*\d+ tokens",
+    "prompt_tokens": r"prompt eval time\s*=\s*[\d.]+ ms /\s*(\d+) tokens",
+    "decode_ms": rf"(?<!prompt) eval time{_NUMBER} ms /\s*\d+ runs",
+    "steps": r"(?<!prompt) eval time\s*=\s*[\d.]+ ms /\s*(\d+) runs",
+    "sampling_ms": rf"sampling time{_NUMBER} ms",
+}
+_OF_SPECULATIVE = {
+    "prompt_tokens": r"encoded\s+(\d+) tokens in",
+    # Seconds are printed to the millisecond, speeds to six digits.
+    "prefill_speed": r"encoded .* speed:\s*([\d.]+) t/s",
+    "tokens": r"decoded\s+(\d+) tokens in",
+    "decode_speed": r"decoded .* speed:\s*([\d.]+) t/s",
+    "proposed": rf"n_drafted{_NUMBER}",
+    "accepted": rf"n_accept{_NUMBER}",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Build:
+    """A folder with the programs, and how they are run."""
+
+    folder: pathlib.Path
+    threads: int
+    limit_s: float  # that a program may take
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What one generation produced."""
+
+    text: bytes  # without the prompt and without a stop token
+    prompt_tokens: int
+    tokens: int  # the stop token counted
+    prefill_s: float
+    decode_s: float  # with the choice of tokens, without loading and printing
+    steps: int  # tokens that `decode_s` was spent on
+    ids: list[int] | None = None  # of our side; llama.cpp prints no tokens
+    rounds: int | None = None  # None of plain decoding
+    proposed: int | None = None  # drafts
+    accepted: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speed:
+    """A test of llama-bench: seconds of each repetition."""
+
+    seconds: list[float]  # of the whole prompt, or of one generated token
+    build: str  # the commit, or whatever the build says
+    cpu: str
+
+
+def find(folder: pathlib.Path, *, threads: int, limit_s: float) -> Build:
+    """Returns the build in a folder.
+
+    Raises:
+      ValueError: a program is missing.
+    """
+    missing = [name for name in PROGRAMS if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder}: no {', '.join(missing)}; name the folder `bin` of a build of "
+            "llama.cpp, see docs/measurements.md"
+        )
+    return Build(folder=folder, threads=threads, limit_s=limit_s)
+
+
+def bench(
+    build: Build,
+    model: pathlib.Path,
+    *,
+    prompts: Sequence[int],
+    tokens: int,
+    repeats: int,
+) -> dict[str, Speed]:
+    """Speeds by llama-bench's names: `pp64` of a prompt of 64, `tg64` of 64 tokens.
+
+    Args:
+      prompts: lengths of prompts, each a batch of its own; none with ().
+      tokens: to be generated one by one, after nothing.
+      repeats: of each test, after one that does not count.
+    """
+    command = ["-m", str(model), "-t", str(build.threads), "-o", "jsonl"]
+    command += ["-r", str(repeats), "-n", str(tokens)]
+    command += ["-p", ",".join(map(str, prompts)) if prompts else "0"]
+    done = _run(build, BENCH, command)
+    wanted = {f"pp{n}" for n in prompts} | {f"tg{tokens}"}
+    found = {}
+    try:
+        for line in done.stdout.decode().splitlines():
+            row = json.loads(line)
+            size = row["n_prompt"] or row["n_gen"]
+            name = f"pp{size}" if row["n_prompt"] else f"tg{size}"
+            per = 1 if row["n_prompt"] else size
+            found[name] = Speed(
+                seconds=[ns / per / 1e9 for ns in row["samples_ns"]],
+                build=str(row["build_commit"]),
+                cpu=str(row["cpu_info"]),
+            )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _unreadable(build, BENCH, done.stdout) from None
+    if set(found) != wanted or not all(speed.seconds for speed in found.values()):
+        raise _unreadable(build, BENCH, done.stdout)
+    return found
+
+
+def complete(
+    build: Build,
+    model: pathlib.Path,
+    prompt: bytes,
+    *,
+    max_tokens: int,
+    capacity: int,
+) -> Generated:
+    """Decodes greedily, one token a step, up to the end of the text.
+
+    Args:
+      capacity: positions of the cache.
+    """
+    flags = ["-m", str(model), "-n", str(max_tokens)]
+    flags += ["--no-display-prompt", "-no-cnv"]
+    done, found = _generate(build, PLAIN, flags, prompt, _OF_PLAIN, capacity=capacity)
+    text = done.stdout
+    if not text.endswith(b"\n\n"):
+        raise _unreadable(build, PLAIN, text)
+    steps = int(found["steps"])
+    return Generated(
+        text=text.removesuffix(b"\n\n").removesuffix(_END),
+        prompt_tokens=int(found["prompt_tokens"]),
+        tokens=steps + 1,  # The first comes from the prompt's own logits.
+        prefill_s=found["prefill_ms"] / 1e3,
+        decode_s=(found["decode_ms"] + found["sampling_ms"]) / 1e3,
+        steps=steps,
+    )
+
+
+def speculate(
+    build: Build,
+    model: pathlib.Path,
+    draft: pathlib.Path,
+    prompt: bytes,
+    *,
+    drafter: str,
+    gamma: int,
+    max_tokens: int,
+    capacity: int,
+) -> Generated:
+    """Decodes greedily in rounds of at most `gamma` drafts, never fewer by confidence.
+
+    Args:
+      drafter: ours, of `SPEC_TYPES`.
+    """
+    # It goes on until it has more than it was asked for; its last rounds draft less.
+    flags = ["-m", str(model), "-md", str(draft), "-n", str(max_tokens - 1)]
+    flags += ["--spec-type", SPEC_TYPES[drafter], "--spec-draft-n-max", str(gamma)]
+    flags += ["--spec-draft-p-min", "0", "-td", str(build.threads)]
+    done, found = _generate(
+        build, SPECULATIVE, flags, prompt, _OF_SPECULATIVE, capacity=capacity
+    )
+    beginning, end = b"\n\n" + prompt, b"\n\n\n\n"
+    is_whole = done.stdout.startswith(beginning) and done.stdout.endswith(end)
+    speeds = found["prefill_speed"], found["decode_speed"]
+    if not (is_whole and all(speeds) and found["tokens"]):
+        raise _unreadable(build, SPECULATIVE, done.stdout)
+    tokens, accepted = int(found["tokens"]), int(found["accepted"])
+    return Generated(
+        text=done.stdout[len(beginning) : -len(end)],
+        prompt_tokens=int(found["prompt_tokens"]),
+        tokens=tokens,
+        prefill_s=found["prompt_tokens"] / found["prefill_speed"],
+        decode_s=tokens / found["decode_speed"],
+        steps=tokens,
+        # Each round commits one token besides the drafts that it keeps.
+        rounds=tokens - accepted,
+        proposed=int(found["proposed"]),
+        accepted=accepted,
+    )
+
+
+def _generate(
+    build: Build,
+    name: str,
+    flags: Sequence[str],
+    prompt: bytes,
+    patterns: dict[str, str],
+    *,
+    capacity: int,
+) -> tuple[subprocess.CompletedProcess, dict[str, float]]:
+    """Runs a program on a prompt, of which nothing is escaped or cut; reads its log.
+
+    A thread of llama.cpp's writes the log, and the end of the program may come before
+    the log's: it is then run again.
+    """
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(prompt)
+        file.flush()
+        threads = ("-t", str(build.threads), "-tb", str(build.threads))
+        size = ("-c", str(capacity + _AHEAD), "-bf", file.name, "--no-escape")
+        arguments = [*flags, *threads, *size, *_GREEDY]
+        for _ in range(_TRIES - 1):
+            done = _run(build, name, arguments)
+            with contextlib.suppress(ValueError):
+                return done, _read(build, name, done.stderr, patterns)
+        done = _run(build, name, arguments)
+        return done, _read(build, name, done.stderr, patterns)
+
+
+def _run(
+    build: Build, name: str, arguments: Sequence[str]
+) -> subprocess.CompletedProcess:
+    """Runs a program to its end."""
+    program = build.folder / name
+    try:
+        done = subprocess.run(
+            [str(program), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=build.limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"{program}: not done after {build.limit_s:g} s; give --limit-s more"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{program}: cannot be run ({error.strerror})") from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        said = lines[-1][:_SHOWN_CHARACTERS] if lines else "it says nothing"
+        raise ValueError(f"{program}: ended with status {done.returncode}: {said}")
+    return done
+
+
+def _read(
+    build: Build, name: str, log: bytes, patterns: dict[str, str]
+) -> dict[str, float]:
+    """The last number that each pattern finds in a log."""
+    text, found = log.decode(errors="replace"), {}
+    for key, pattern in patterns.items():
+        numbers = re.findall(pattern, text)
+        try:
+            found[key] = float(numbers[-1])
+        except (IndexError, ValueError):
+            raise _unreadable(build, name, log, lacks=key) from None
+    return found
+
+
+def _unreadable(
+    build: Build, name: str, output: bytes, *, lacks: str = ""
+) -> ValueError:
+    """The error of an output that another version prints, perhaps."""
+    text = output.decode(errors="replace").strip()
+    shown = " ".join(text.split())[-_SHOWN_CHARACTERS:] or "nothing"
+    missing = f" ({lacks} is missing)" if lacks else ""
+    return ValueError(
+        f"{build.folder / name}: an output that is not understood{missing}; it ends: "
+        f"{shown}"
+    )

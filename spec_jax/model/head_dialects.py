@@ -1,0 +1,140 @@
+"""What the `config.json` of all heads that read a target's features have in common.
+
+Knows files and layers; how each family spells what is its own is in `eagle3_dialects`
+and `block_dialects`.
+"""
+
+import json
+import pathlib
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol, Self, TypeVar, cast
+
+from spec_jax.model import checkpoint_files as files, config as config_lib
+
+
+class _HeadConfig(Protocol):
+    def validate(self) -> Self: ...
+
+    def check_target(self, target: config_lib.ModelConfig) -> None: ...
+
+
+_Config = TypeVar("_Config", bound=_HeadConfig)
+_Dialect = TypeVar("_Dialect")
+_BIASES = ("bias", "qkv_bias", "attention_bias", "mlp_bias")
+
+
+def read_config(
+    path: pathlib.Path,
+    target: config_lib.ModelConfig,
+    from_dict: Callable[
+        [dict[str, Any], config_lib.ModelConfig, str], tuple[_Dialect, _Config]
+    ],
+    *,
+    dtype: str | None,
+) -> tuple[_Dialect, _Config]:
+    """Reads a head's config and checks that it is of a head for `target`.
+
+    Args:
+      from_dict: of the family: takes what the file holds, the target and the dtype.
+      dtype: of the weights; the target's if None.
+
+    Raises:
+      CheckpointError: the file cannot be read, or a `ValueError` of its contents.
+    """
+    raw = read_object(path)
+    try:
+        dialect, config = from_dict(raw, target, dtype or target.dtype)
+        config.validate().check_target(target)
+    except ValueError as error:
+        raise files.CheckpointError(f"{path}: {error}") from None
+    return dialect, config
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the JSON object that a file holds; raises `CheckpointError`."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise files.CheckpointError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise files.CheckpointError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise files.CheckpointError(f"{path}: not a JSON object")
+    return raw
+
+
+def architecture(raw: Mapping[str, Any], known: Collection[str], what: str) -> str:
+    """Returns the one architecture that a config names.
+
+    Args:
+      what: the known ones are, for the message.
+
+    Raises:
+      ValueError: none, several or another.
+    """
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(
+            f"architectures={reprlib.repr(names)} is no {what} that is known: "
+            f"{', '.join(known)}"
+        )
+    return name
+
+
+def stated_layers(raw: Mapping[str, Any], *, is_nested: bool) -> dict[str, Any]:
+    """Returns what a config says of the head's layers, which have no biases.
+
+    Args:
+      is_nested: whether that is under `transformer_layer_config`.
+
+    Raises:
+      ValueError: it is not there, or there are biases.
+    """
+    stated = raw.get("transformer_layer_config") if is_nested else raw
+    if not isinstance(stated, dict):
+        raise ValueError("transformer_layer_config is not an object")
+    for key in _BIASES:
+        if raw.get(key) or stated.get(key):
+            raise ValueError(f"{key} is true: heads with biases are not supported")
+    return stated
+
+
+def layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Config:
+    """Returns what the layers of a head have in common with a Qwen3 model.
+
+    `tie_word_embeddings` is not used: heads with an output projection of their own
+    state it too.
+    """
+    raw = dict(stated) | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+    }
+    if raw.get("head_dim") is None:  # As Llama has it.
+        width, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+        if not (type(width) is type(heads) is int and heads > 0 and not width % heads):
+            raise ValueError(
+                f"no head_dim, and hidden_size={reprlib.repr(width)} is no multiple of "
+                f"num_attention_heads={reprlib.repr(heads)}; state head_dim"
+            )
+        raw["head_dim"] = width // heads
+    return cast(config_lib.Qwen3Config, config_lib.from_dict(raw, dtype=dtype))
+
+
+def layer_ids(key: str, ids: Any, *, shift: int) -> tuple[int, ...]:
+    """Returns `hidden_states` indices, of numbers that are `shift` below them.
+
+    Raises:
+      ValueError: no list of whole numbers.
+    """
+    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
+        raise ValueError(f"{key}={reprlib.repr(ids)} must be a list of layers")
+    return tuple(number + shift for number in ids)
+
+
+def check_name(dialect: str, known: Collection[str]) -> None:
+    """Raises `ValueError` unless a dialect is one of the known ones."""
+    if dialect not in known:
+        raise ValueError(f"{dialect=} is not one of {', '.join(known)}")

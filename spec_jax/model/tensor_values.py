@@ -1,0 +1,151 @@
+"""The values of tensors in files: read into buffers, compared, checked for NaN.
+
+Takes a block of memory at a time, whatever the size of a tensor. Every failure is a
+`CheckpointError` that names the file.
+"""
+
+import io
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from spec_jax.model import checkpoint_files as files
+
+
+# A conversion or a comparison reads this much of a tensor at a time.
+BLOCK_BYTES = 16 * 2**20
+# The test for infinity and NaN, this much: it is to stay in a core's cache.
+_TEST_BYTES = 2**18
+
+
+def read_into(entry: files.Entry, out: np.ndarray) -> None:
+    """Fills the contiguous `out`, of `entry`'s shape, rounding to its dtype.
+
+    Takes no memory where the dtypes agree, and one block where they do not.
+    """
+    if out.shape != entry.shape:
+        raise ValueError(f"{entry.name} is {entry.shape}, the buffer is {out.shape}")
+    flat = out.reshape(-1)
+    if not np.shares_memory(flat, out) and out.size:
+        raise ValueError(f"the buffer for {entry.name} is not contiguous")
+    try:
+        with entry.path.open("rb") as file:
+            file.seek(entry.offset)
+            if entry.dtype == out.dtype:
+                _read_exactly(file, entry, flat)
+                return
+            length = max(1, BLOCK_BYTES // entry.dtype.itemsize)
+            for start, block in _blocks(file, entry, length):
+                flat[start : start + block.size] = block
+    except OSError as error:
+        raise files.CheckpointError(f"{entry.path}: {error.strerror}") from None
+
+
+def read_columns(entry: files.Entry, out: np.ndarray, *, first: int) -> None:
+    """Fills `out [rows, width]` with the columns from `first` on, as `read_into`.
+
+    Reads these columns and no others.
+    """
+    rows, columns = entry.shape
+    if out.shape[0] != rows or first + out.shape[1] > columns:
+        raise ValueError(
+            f"{entry.name} is {entry.shape}, the buffer from {first=} is {out.shape}"
+        )
+    row = np.empty(out.shape[1:], entry.dtype)
+    try:
+        with entry.path.open("rb", buffering=0) as file:
+            for number in range(rows):
+                at = number * columns + first
+                file.seek(entry.offset + at * entry.dtype.itemsize)
+                _read_exactly(file, entry, row)
+                out[number] = row
+    except OSError as error:
+        raise files.CheckpointError(f"{entry.path}: {error.strerror}") from None
+
+
+def check_finite(entry: files.Entry, values: np.ndarray) -> None:
+    """Refuses weights of which every result would be NaN, or could be."""
+    index = first_non_finite(values)
+    if index is not None:
+        raise files.CheckpointError(
+            f"{entry.path}: {entry.name}{list(index)} is {values[index]} in "
+            f"{values.dtype}: a model with such weights has no results; use another "
+            "checkpoint, or download it again"
+        )
+
+
+def first_non_finite(array: np.ndarray) -> tuple[int, ...] | None:
+    """The index of the first infinity or NaN of a contiguous array, if it has one.
+
+    Takes less than a block, whatever the size of the array.
+    """
+    # Both have all bits of the exponent set. In integers, because NumPy has no fast
+    # test for bfloat16.
+    bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
+    length = max(1, min(_TEST_BYTES, BLOCK_BYTES) // array.dtype.itemsize)
+    scratch = np.empty(min(length, bits.size), bits.dtype)
+    for start in range(0, bits.size, length):
+        block = bits[start : start + length]
+        found = np.bitwise_and(block, exponent, out=scratch[: block.size])
+        if found.max() == exponent:
+            index = np.unravel_index(start + int(found.argmax()), array.shape)
+            return tuple(int(i) for i in index)
+    return None
+
+
+def same_values(left: files.Entry, right: files.Entry) -> bool:
+    """Whether two tensors hold the same values, in whatever dtypes; takes two blocks.
+
+    Float32 holds the values of all of them. Zeros of another sign differ, and so does
+    NaN with other bits.
+    """
+    if left.shape != right.shape:
+        return False
+    length = max(1, BLOCK_BYTES // 8)  # A block and its float32 copy, on either side.
+    try:
+        with left.path.open("rb") as left_file, right.path.open("rb") as right_file:
+            left_file.seek(left.offset)
+            right_file.seek(right.offset)
+            pairs = zip(
+                _blocks(left_file, left, length),
+                _blocks(right_file, right, length),
+                strict=True,
+            )
+            return all(
+                np.array_equal(
+                    a.astype(np.float32, copy=False).view(np.uint32),
+                    b.astype(np.float32, copy=False).view(np.uint32),
+                )
+                for (_, a), (_, b) in pairs
+            )
+    except OSError as error:
+        raise files.CheckpointError(f"{left.path}: {error.strerror}") from None
+
+
+def _blocks(
+    file: io.BufferedReader, entry: files.Entry, values_per_block: int
+) -> Iterable[tuple[int, np.ndarray]]:
+    """Consecutive parts of a flat tensor and where they start; one buffer, reused."""
+    num_values = math.prod(entry.shape)
+    buffer = np.empty(min(values_per_block, num_values), entry.dtype)
+    for start in range(0, num_values, values_per_block):
+        block = buffer[: num_values - start]
+        _read_exactly(file, entry, block)
+        yield start, block
+
+
+def _read_exactly(
+    file: io.BufferedReader | io.FileIO, entry: files.Entry, flat: np.ndarray
+) -> None:
+    """Fills `flat`, whose bytes are as those of the file."""
+    # As bytes, because the buffer protocol does not know bfloat16.
+    raw = flat.view(np.uint8).data
+    while raw:
+        count = file.readinto(raw)
+        if not count:
+            raise files.CheckpointError(
+                f"{entry.path}: ends inside {entry.name}; {files.AGAIN}"
+            )
+        raw = raw[count:]

@@ -1,0 +1,84 @@
+// What the kernels are given by XLA, as what they work on.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <new>
+
+#include "attention.h"
+#include "panels.h"
+#include "row_attention.h"
+#include "simd.h"
+#include "take_rows.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace spec_jax {
+
+using Scalar = ffi::BufferR0<ffi::S32>;
+using Ints = ffi::Buffer<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
+using Any = ffi::AnyBuffer;
+using Result = ffi::Result<ffi::AnyBuffer>;
+
+template <typename T>
+const T* data(const Any& buffer) {
+  return static_cast<const T*>(buffer.untyped_data());
+}
+
+template <typename T>
+const T* data_or_null(const Any& buffer) {
+  return buffer.element_count() > 0 ? data<T>(buffer) : nullptr;
+}
+
+template <typename T>
+T* data(Result& buffer) {
+  return static_cast<T*>(buffer->untyped_data());
+}
+
+inline int64_t live_rows(const Scalar& num_active, int64_t rows) {
+  return std::clamp<int64_t>(*num_active.typed_data(), 0, rows);
+}
+
+// Runs `f(T{})` for the type of the model's arrays. Allocations happen in there.
+template <typename F>
+ffi::Error by_dtype(ffi::DataType dtype, F f) {
+  try {
+    if (dtype == ffi::DataType::BF16) return f(bf16{});
+    if (dtype == ffi::DataType::F32) return f(float{});
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      "no memory for the rows of a native kernel");
+  }
+  return ffi::Error::InvalidArgument("the kernels take float32 and bfloat16");
+}
+
+// [N, K] of a buffer of panels.
+template <typename T>
+Panels<T> panels(const Any& buffer, int64_t N, int64_t K) {
+  return {data<T>(buffer), N, K};
+}
+
+// [N, K] of a buffer of panels, or of rows.
+template <typename T>
+Table<T> table_of(const Any& buffer, int64_t N, int64_t K) {
+  bool is_panels = buffer.dimensions().size() == 4;
+  return {is_panels ? nullptr : data<T>(buffer), panels<T>(buffer, N, K)};
+}
+
+// The branches [R, width] of rows of trees; none where the buffer is empty.
+inline Rows with_branch(Rows rows, const Ints& branch) {
+  if (branch.element_count() == 0) return rows;
+  rows.branch = branch.typed_data();
+  rows.width = branch.dimensions()[1];
+  return rows;
+}
+
+inline ffi::Error check_head_size(int64_t H) {
+  if (H >= 1 && H <= kMaxHead && H % 2 == 0) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("head sizes are even, and 256 at most");
+}
+
+}  // namespace spec_jax

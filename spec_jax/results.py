@@ -1,0 +1,78 @@
+"""What a generation leaves: tokens with their text, origins, metrics, provenance."""
+
+import dataclasses
+import html
+from collections.abc import Mapping
+from typing import Any
+
+from spec_jax.analysis import metrics as metrics_lib
+from spec_jax.engine import state as states
+
+
+Origin = states.Origin
+Status = states.Status
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What was generated for one prompt.
+
+    Attributes:
+      tokens: generated, without the prompt.
+      pieces: the text of each token, special tokens included: a character that spans
+        tokens belongs to the one that completes it. Empty without a tokenizer.
+      origins: where each of them came from.
+      prompt_tokens: the prompt's token ids.
+      status: why the generation ended.
+      metrics: names and numbers, see `metrics.summarise`; `e2e_s` is the seconds that
+        the whole call took, compilation included where it was the first of its kind.
+      provenance: what decides bits: versions, device, implementation, dtype, slab.
+    """
+
+    tokens: list[int]
+    pieces: list[str]
+    origins: list[Origin]
+    prompt_tokens: list[int]
+    status: Status
+    metrics: metrics_lib.Metrics
+    provenance: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The text of `tokens`; "" without a tokenizer."""
+        return "".join(self.pieces)
+
+    def _repr_html_(self) -> str:
+        """Returns the text with accepted drafts, corrections and bonus tokens told
+        apart by colour, as notebooks show it."""
+        spans = [
+            f'<span style="background:{_COLOURS[origin]}">{html.escape(piece)}</span>'
+            for piece, origin in zip(self.pieces, self.origins, strict=False)
+        ]
+        legend = " ".join(
+            f'<span style="background:{colour}">{origin.name.lower()}</span>'
+            for origin, colour in _COLOURS.items()
+        )
+        return f"<pre>{''.join(spans)}</pre><small>{legend}</small>"
+
+
+_COLOURS = {
+    Origin.ACCEPTED: "#b7e4c7",
+    Origin.CORRECTION: "#ffd6a5",
+    Origin.BONUS: "#bde0fe",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A run of tokens of one origin that a round committed.
+
+    Attributes:
+      text: whole characters; one that spans tokens is in the piece that completes it.
+      tokens: token ids.
+      origin: where they came from.
+    """
+
+    text: str
+    tokens: list[int]
+    origin: Origin

@@ -1,0 +1,53 @@
+"""What the float64 oracles of heads share: a layer in NumPy, one row at a time."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """A head's `config.json` and tensors, and what it takes from the target."""
+
+    config: Mapping  # as in the file
+    tensors: Mapping[str, np.ndarray]
+    embed: np.ndarray  # [V, D], of the target
+
+    @property
+    def layer(self) -> Mapping:
+        return self.config.get("transformer_layer_config", self.config)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.asarray(self.tensors[f"{name}.weight"], np.float64)
+
+    def norm(self, x, name: str):
+        variance = np.mean(x**2, axis=-1, keepdims=True)
+        return x / np.sqrt(variance + self.layer["rms_norm_eps"]) * self[name]
+
+
+def rotate(x, position, theta):
+    """Rotates the halves of one head by its position."""
+    half = x.shape[-1] // 2
+    angles = position * theta ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def attend(q, keys, values):
+    """What one row of queries `[N, H]` attends to: of each position `[K, H]`."""
+    (N, H), K, out = q.shape, len(keys[0]), []
+    for n in range(N):
+        scores = np.array([key[n * K // N] @ q[n] for key in keys]) / np.sqrt(H)
+        probs = np.exp(scores - scores.max())
+        probs /= probs.sum()
+        out.append(sum(p * v[n * K // N] for p, v in zip(probs, values, strict=True)))
+    return np.concatenate(out)
+
+
+def mlp(head: Head, prefix: str, x):
+    """The gated layer of one row."""
+    gate = head[f"{prefix}.gate_proj"] @ x
+    inner = gate / (1 + np.exp(-gate)) * (head[f"{prefix}.up_proj"] @ x)
+    return head[f"{prefix}.down_proj"] @ inner
