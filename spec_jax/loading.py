@@ -148,40 +148,26 @@ def load(
       NotImplementedError: an implementation that cannot run here, or a mesh with a
         drafter or a family that it is not for.
     """
-    named = draft
+    named = None if draft is None else pathlib.Path(draft)
     if target is None:
-        target, draft = EMBEDDED_TARGET, EMBEDDED_DRAFT if draft is None else draft
-    target = pathlib.Path(target)
+        draft = EMBEDDED_DRAFT if draft is None else draft
+    target = pathlib.Path(target or EMBEDDED_TARGET)
     layout = None if mesh is None else shard.Layout(mesh=mesh, segments=segments)
-    if layout is not None and isinstance(drafter, str):
-        if drafter in registry.NEED_TARGET or registry.is_folder(drafter):
-            raise NotImplementedError(
-                f"drafter {drafter!r} shares weights with its target, which a mesh "
-                "cuts: leave the mesh out, or take a drafter such as 'draft-model'"
-            )
-    resolved = dispatch.resolve(impl)
-    target_tokenizer = tokenizer.load(target)
+    _check_layout(layout, drafter)
+    common = tokenizer.load(target)
     # A drafter may need no draft model: what it has is read when it is loaded.
     folders = [target]
     has_head = isinstance(drafter, str) and registry.reads_target(drafter, draft)
     if draft is not None and not has_head:
         folders.append(pathlib.Path(draft))
-    configs = [
-        config_lib.read(folder / "config.json", dtype=dtype) for folder in folders
-    ]
-    impls = [
-        families.runnable(config, resolved, is_named=impl != "auto")
-        for config in configs
-    ]
-    entries = _entries(target_tokenizer, configs)
-    resolved = impls[0]
+    impls, entries = _agreed(folders, common, dtype=dtype, impl=impl)
     config, params = load_lib.load(
-        target, dtype=dtype, impl=resolved, vocab_size=entries, layout=layout
+        target, dtype=dtype, impl=impls[0], vocab_size=entries, layout=layout
     )
     model = row_model.RowModel(
         config=config,
-        impl=resolved,
-        slab=row_model.slab_for(resolved, slab or max(TARGET_SLAB, gamma_max + 1)),
+        impl=impls[0],
+        slab=row_model.slab_for(impls[0], slab or max(TARGET_SLAB, gamma_max + 1)),
         cache=cache,
         layout=layout,
     )
@@ -191,7 +177,7 @@ def load(
         load_draft=functools.partial(
             load_draft,
             draft,
-            target_tokenizer,
+            common,
             gamma_max=gamma_max,
             dtype=dtype,
             impl=impls[-1],
@@ -202,7 +188,7 @@ def load(
         ),
         target=model,
         target_params=params,
-        draft=None if named is None else pathlib.Path(named),
+        draft=named,
         heads=heads_for(target),
         dtype=dtype,
     )
@@ -213,9 +199,42 @@ def load(
         params=params,
         drafter=chosen,
         drafter_params=drafter_params,
-        tokenizer=target_tokenizer,
+        tokenizer=common,
     )
     return lm if tree is None else lm.with_tree(tree)
+
+
+def _check_layout(
+    layout: shard.Layout | None, drafter: str | protocols.Drafter
+) -> None:
+    """Raises `NotImplementedError` for drafters that a target in parts cannot have."""
+    if layout is None or not isinstance(drafter, str):
+        return
+    if drafter in registry.NEED_TARGET or registry.is_folder(drafter):
+        raise NotImplementedError(
+            f"drafter {drafter!r} shares weights with its target, which a mesh "
+            "cuts: leave the mesh out, or take a drafter such as 'draft-model'"
+        )
+
+
+def _agreed(
+    folders: Sequence[pathlib.Path],
+    common: tokenizer.Tokenizer,
+    *,
+    dtype: str | None,
+    impl: Impl,
+) -> tuple[list[str], int | None]:
+    """Returns the implementation of each model, and the entries of their vocabularies
+    that are loaded: see `_entries`."""
+    resolved = dispatch.resolve(impl)
+    configs = [
+        config_lib.read(folder / "config.json", dtype=dtype) for folder in folders
+    ]
+    impls = [
+        families.runnable(config, resolved, is_named=impl != "auto")
+        for config in configs
+    ]
+    return impls, _entries(common, configs)
 
 
 def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:

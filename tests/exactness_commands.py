@@ -1,5 +1,6 @@
 """`experiments/exactness.py` on a tiny pair, and what comes out: shared by tests."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -87,3 +88,37 @@ def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
     assert len(lines) == 1 and "Traceback" not in error, error
     for word in words:
         assert word in lines[0], error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A run that was exact: its files."""
+
+    out: pathlib.Path
+    certificate: pathlib.Path
+
+    def summary(self, **axes) -> dict:
+        """The summary of the first cell that has these values."""
+        rows = of_kind(self.out, "cell")
+        return next(row for row in rows if axes.items() <= row["cell"].items())
+
+
+def certify(folders, tmp_path, *more) -> tuple[int, dict]:
+    """One cell: the exit status, and the certificate."""
+    certificate = tmp_path / "run.json"
+    more = (*more, *certifying(certificate))
+    status = exactness.main(one_cell(folders, *more))
+    return status, certificates.read(certificate)
+
+
+def run_one_cell(folders, tmp_path, *more) -> tuple[int, list[dict]]:
+    """The exit status, and the rows of prompts."""
+    out = tmp_path / "wrong.jsonl"
+    status = exactness.main(one_cell(folders, *more, "--out", str(out)))
+    return status, of_kind(out, "prompt")
+
+
+def line_of(printed: str, label: str) -> list[str]:
+    """The cells of a printed row, after its label."""
+    (line,) = (row for row in printed.splitlines() if row.startswith(f"{label} "))
+    return line.removeprefix(label).split()

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments.lib import paths
 from spec_jax import pytree
 from spec_jax.engine import protocols
 
@@ -92,3 +93,10 @@ def _spoil(params: Spoilt, logits: jax.Array, positions: jax.Array) -> jax.Array
     token = jnp.arange(logits.shape[1], dtype=jnp.int32)
     is_token = (token == params.only) | (params.only < 0)
     return jnp.where(is_row[:, None] & is_token[None, :], params.value, logits)
+
+
+def plant(monkeypatch, wrong) -> None:
+    """Plants a fault in what verifies."""
+    real = paths.slot_target
+    planted = lambda *arguments: wrong(target=real(*arguments))
+    monkeypatch.setattr(paths, "slot_target", planted)

@@ -280,34 +280,20 @@ def run(
     with ocp.CheckpointManager(
         (folder / "checkpoints").absolute(), options=options
     ) as manager:
-        if manager.latest_step() is not None:
-            state = manager.restore(
-                manager.latest_step(), args=ocp.args.StandardRestore(_abstract(state))
-            )
+        state, teacher = _resumed(manager, state, teacher, mesh)
         first = int(state["step"])
-        if mesh is not None:
-            everywhere = sharding.NamedSharding(mesh, sharding.PartitionSpec())
-            state, teacher = jax.device_put((state, teacher), everywhere)
-        transform, evaluate = optimizer(recipe), jax.jit(evaluated)
-        asked = {"size": recipe.batch_size, "seed": recipe.seed}
+        evaluate = jax.jit(evaluated)
         with _open_log(folder / "log.jsonl", first) as log, _progress(name) as bar:
             task = bar.add_task("", total=recipe.steps, completed=first)
             for step in range(first, recipe.steps):
-                tokens = batch(data, step=step, draw=draw, **asked)
-                started = time.perf_counter()
-                state, value = _step(
-                    state,
-                    tokens,
-                    teacher,
-                    loss=loss,
-                    transform=transform,
-                    part_size=recipe.part_size,
-                    mesh=mesh,
+                tokens = batch(
+                    data,
+                    step=step,
+                    draw=draw,
+                    size=recipe.batch_size,
+                    seed=recipe.seed,
                 )
-                row = {"step": step, "loss": float(value)}
-                row["tokens"] = _num_tokens(tokens)
-                seconds = time.perf_counter() - started
-                row["tokens_per_s"] = round(row["tokens"] / seconds)
+                state, row = _timed_step(recipe, state, tokens, teacher, loss, mesh)
                 done = step + 1
                 if done == recipe.steps or done % recipe.eval_every == 0:
                     found = held_out(
@@ -319,7 +305,7 @@ def run(
                         draw=draw,
                     )
                     row |= {f"held_out_{name}": x for name, x in found.items()}
-                log.write(json.dumps(row) + "\n")
+                log.write(json.dumps({"step": step} | row) + "\n")
                 log.flush()
                 bar.update(task, advance=1, description=f"loss {row['loss']:.3f}")
                 if done == recipe.steps or done % recipe.save_every == 0:
@@ -327,6 +313,35 @@ def run(
                 if done == stop_after:
                     break
     return state["params"]
+
+
+def _resumed(manager, state, teacher, mesh):
+    """Returns the newest checkpoint, or `state` where there is none, and the teacher,
+    both on all devices of a mesh."""
+    step = manager.latest_step()
+    if step is not None:
+        state = manager.restore(step, args=ocp.args.StandardRestore(_abstract(state)))
+    if mesh is None:
+        return state, teacher
+    everywhere = sharding.NamedSharding(mesh, sharding.PartitionSpec())
+    return jax.device_put((state, teacher), everywhere)
+
+
+def _timed_step(recipe, state, tokens, teacher, loss, mesh):
+    """Returns the state after a step, and what the log says of it."""
+    started = time.perf_counter()
+    state, value = _step(
+        state,
+        tokens,
+        teacher,
+        loss=loss,
+        transform=optimizer(recipe),
+        part_size=recipe.part_size,
+        mesh=mesh,
+    )
+    row: dict[str, float] = {"loss": float(value), "tokens": _num_tokens(tokens)}
+    row["tokens_per_s"] = round(row["tokens"] / (time.perf_counter() - started))
+    return state, row
 
 
 def _num_tokens(batch: Batch) -> int:

@@ -277,19 +277,15 @@ def test_a_folder_is_all_its_prompt_sets(tmp_path):
     assert short == ["a/question.jsonl:4", "b.jsonl:4", "c/question.jsonl:4"]
 
 
-def fails_with(capsys, arguments: list[str], *words: str) -> None:
-    assert_fails_with(sweep.main, capsys, arguments, *words)
-
-
 def test_other_settings_and_models_are_refused(folders, copied, tmp_path, capsys):
     """With all that differs, and the file as it was."""
     before = copied.read_bytes()
-    fails_with(
+    assert_fails_with(
         capsys,
         command(folders, copied, "--gen-tokens", "7", "--seed", "3"),
         *("gen_tokens is 6 there and 7 here", "seed is 0 there and 3 here"),
     )
-    fails_with(
+    assert_fails_with(
         capsys, command(folders, copied, "--gamma", "4"), "gamma_max is 2 there and 4"
     )
     other = tiny_pair.write_model(
@@ -297,7 +293,7 @@ def test_other_settings_and_models_are_refused(folders, copied, tmp_path, capsys
     )
     arguments = command((other, folders[1]), copied)
     arguments += ["--prompts", str(prompts_of(folders))]
-    fails_with(capsys, arguments, "target_sha256")
+    assert_fails_with(sweep.main, capsys, arguments, "target_sha256")
     assert copied.read_bytes() == before
 
 
@@ -310,7 +306,9 @@ def test_prompts_that_have_changed_are_refused(folders, tmp_path, swept, capsys)
     arguments = command(folders, out, "--prompts", str(path))
     assert sweep.main(arguments) == 0
     path.write_text(path.read_text().replace("import second", "import third"))
-    fails_with(capsys, arguments, "category code", "others than those")
+    assert_fails_with(
+        sweep.main, capsys, arguments, "category code", "others than those"
+    )
 
 
 @pytest.mark.parametrize(
@@ -330,7 +328,7 @@ def test_foreign_and_broken_files_are_refused(
     path = tmp_path / "sweep.jsonl"
     path.write_text(content.replace("ROW", row))
     before = path.read_bytes()
-    fails_with(capsys, command(folders, path), *words)
+    assert_fails_with(sweep.main, capsys, command(folders, path), *words)
     assert path.read_bytes() == before
 
 
@@ -369,12 +367,16 @@ def test_foreign_and_broken_files_are_refused(
     ],
 )
 def test_bad_input(folders, tmp_path, capsys, more, words):
-    fails_with(capsys, command(folders, tmp_path / "out.jsonl", *more), *words)
+    assert_fails_with(
+        sweep.main, capsys, command(folders, tmp_path / "out.jsonl", *more), *words
+    )
 
 
 def test_a_file_is_required(folders, capsys):
     arguments = command(folders, pathlib.Path("x"))
-    fails_with(capsys, arguments[: arguments.index("--out")], "--out")
+    assert_fails_with(
+        sweep.main, capsys, arguments[: arguments.index("--out")], "--out"
+    )
 
 
 def test_filters_are_for_cells_that_draw():

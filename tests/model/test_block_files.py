@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 
 import block_oracle as oracle
 import decoding
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from block_cases import CASES, DFLASH, LAYER, TARGET
 
 from spec_jax import testing
 from spec_jax.model import (
@@ -19,50 +19,11 @@ from spec_jax.model import (
     block_files,
     block_params,
     checkpoint_files as files,
-    config as config_lib,
     decoder,
     params as params_lib,
     row_model,
 )
 from spec_jax.paging import allocator
-
-
-CONFIGS = pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "configs"
-TARGET = decoding.make_config(num_layers=4)
-LAYER = decoding.make_config(num_heads=6, tie_word_embeddings=False)  # N * H is not D
-DFLASH = block_params.BlockConfig(
-    layer=LAYER,
-    draft_vocab_size=96,
-    taps=(2, 1, 3),
-    block_size=4,
-    slots="fill-in",
-    mask_token_id=95,
-).validate()
-
-
-def with_heads(head, **changes):
-    """DSpark's sequential and confidence heads on the same backbone."""
-    own = {"markov_rank": 8, "has_confidence": True, "confidence_with_markov": True}
-    own |= {"slots": "anchor-first", "head": head} | changes
-    return dataclasses.replace(DFLASH, **own)
-
-
-CASES = {
-    "z-lab": ("z-lab", DFLASH),
-    "deepspec": ("deepspec", with_heads("vanilla")),
-    "deepspec dflash": ("deepspec", dataclasses.replace(DFLASH, slots="anchor-first")),
-    "specforge": ("specforge", with_heads("gated", confidence_with_markov=False)),
-    "speculators": (
-        "speculators",
-        with_heads(
-            "rnn",
-            draft_vocab_size=32,
-            slots="fill-in",
-            confidence_temperatures=(0.5, 1.0, 2.0),
-        ),
-    ),
-    "speculators dflash": ("speculators", DFLASH),
-}
 
 
 @pytest.fixture(scope="module")
@@ -265,10 +226,13 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
 def test_pallas_rows_see_their_block():
     """By the interpreter: the branches that say it are those of its kernels, too."""
     config = dataclasses.replace(
-        DFLASH, layer=dataclasses.replace(LAYER, num_layers=1, dtype="bfloat16")
+        DFLASH,
+        layer=dataclasses.replace(LAYER, num_layers=1, dtype="bfloat16"),
     )
     target = params_lib.init(
-        jax.random.key(9), dataclasses.replace(TARGET, dtype="bfloat16"), stddev=0.3
+        jax.random.key(9),
+        dataclasses.replace(TARGET, dtype="bfloat16"),
+        stddev=0.3,
     )
     params = make_params(config, target)
 
@@ -387,188 +351,3 @@ def test_variants_of_files_are_read(tmp_path, target_params):
     loaded = block_files.load(tmp_path, TARGET, target_params)[1]
     no_bias = jnp.zeros_like(params.confidence_bias)
     testing.assert_same_bits(loaded, params.replace(confidence_bias=no_bias))
-
-
-def nested(**changes):
-    """A change of what is under `dflash_config`."""
-    return lambda raw: raw | {"dflash_config": raw["dflash_config"] | changes}
-
-
-BAD_CONFIGS = {
-    "architecture": (
-        "z-lab",
-        lambda raw: raw | {"architectures": ["DominoDraftModel"]},
-        "DominoDraftModel.* no layout of DFlash or DSpark.*DFlashDraftModel.*Qwen3DS",
-    ),
-    "no dflash_config": (
-        "z-lab",
-        lambda raw: raw | {"dflash_config": None},
-        "dflash_config is missing",
-    ),
-    "mask": ("z-lab", nested(mask_token_id=96), "mask_token_id=96 is outside"),
-    "no mask": ("z-lab", nested(mask_token_id=None), "mask_token_id=None must be a"),
-    "last tap": ("z-lab", nested(target_layer_ids=[0, 3]), r"taps=\(1, 4\) of a"),
-    "taps": ("z-lab", nested(target_layer_ids="1"), "must be a list of layers"),
-    "same taps": ("z-lab", nested(target_layer_ids=[1, 1]), "must be different"),
-    "softcap": (
-        "z-lab",
-        nested(final_logit_softcapping=30.0),
-        "final_logit_softcapping=30.0 is not supported",
-    ),
-    "heads": (
-        "z-lab",
-        nested(markov_rank=8, markov_head_type="vanilla"),
-        "z-lab's layout is of DFlash",
-    ),
-    "contradiction": (
-        "z-lab",
-        lambda raw: nested(block_size=5)(raw),
-        "block_size=4, and in dflash_config 5",
-    ),
-    "domino": ("specforge", nested(projector_type="domino"), "projector_type='domino'"),
-    "window": (
-        "z-lab",
-        lambda raw: raw | {"layer_types": ["sliding_attention"] * 2},
-        "only full_attention",
-    ),
-    "layers of another": (
-        "deepspec",
-        lambda raw: raw | {"num_target_layers": 36},
-        "num_target_layers=36, the target has 4: it is a drafter for another",
-    ),
-    "vocabulary": (
-        "deepspec",
-        lambda raw: raw | {"vocab_size": 97},
-        "a vocabulary of 97, the target has 48 and 96",
-    ),
-    "width": (
-        "deepspec",
-        lambda raw: raw | {"hidden_size": 64},
-        "of width 64 .* head for another target",
-    ),
-    "block": ("deepspec", lambda raw: raw | {"block_size": 0}, "drafts no token"),
-    "head": (
-        "deepspec",
-        lambda raw: raw | {"markov_head_type": "gru"},
-        "markov_head_type='gru' is not one of vanilla, gated, rnn",
-    ),
-    "flag": (
-        "deepspec",
-        lambda raw: raw | {"enable_confidence_head": "yes"},
-        "enable_confidence_head='yes' must be true or false",
-    ),
-    "fill-in": (
-        "deepspec",
-        lambda raw: raw | {"sample_from_anchor": False},
-        "deepspec's slots are anchor-first",
-    ),
-    "unstated slots": (
-        "speculators",
-        lambda raw: {k: x for k, x in raw.items() if k != "sample_from_anchor"},
-        "no sample_from_anchor, and both kinds",
-    ),
-    "flags apart": (
-        "speculators",
-        lambda raw: raw | {"query_zero_predicts_next": True},
-        "contradict each other",
-    ),
-    "type": (
-        "speculators",
-        lambda raw: raw | {"speculators_model_type": "dflash"},
-        "each with its own architecture",
-    ),
-    "temperatures": (
-        "speculators",
-        lambda raw: raw | {"confidence_temperatures": [1.0, 0.0, 1.0]},
-        "must be 3 numbers above 0",
-    ),
-}
-
-
-def test_slots_are_said_where_each_reader_looks():
-    """Fails if the flag is in `dflash_config` alone: llama.cpp's converter looks beside
-    it, and would take fill-in slots for anchor-first ones."""
-    config = with_heads("vanilla", slots="fill-in")
-    raw, key = dialects.to_dict(config, "specforge"), "sample_from_anchor"
-    assert raw[key] is raw["dflash_config"][key] is False
-    # What a layout's slots are anyhow is said nowhere.
-    raw = dialects.to_dict(with_heads("vanilla"), "specforge")
-    assert key not in raw and key not in raw["dflash_config"]
-
-
-@pytest.mark.parametrize("fault", BAD_CONFIGS)
-def test_bad_configs_are_refused(tmp_path, fault):
-    case, change, message = BAD_CONFIGS[fault]
-    dialect, config = CASES[case]
-    path = tmp_path / "config.json"
-    raw = dialects.to_dict(config, dialect)
-    path.write_text(json.dumps(raw))
-    dialects.read_config(path, TARGET)
-    path.write_text(json.dumps(change(raw)))
-    with pytest.raises(files.CheckpointError, match=message):
-        dialects.read_config(path, TARGET)
-
-
-@pytest.mark.parametrize(
-    ("dialect", "config", "message"),
-    [
-        ("other", DFLASH, "dialect='other' is not one of z-lab, deepspec, specforge"),
-        ("z-lab", with_heads("vanilla"), "DFlash, which has no heads"),
-        ("deepspec", DFLASH, "deepspec's slots are anchor-first"),
-        (
-            "specforge",
-            with_heads("vanilla", draft_vocab_size=32),
-            "specforge has the whole vocabulary",
-        ),
-    ],
-)
-def test_a_layout_without_words_for_a_drafter(dialect, config, message):
-    with pytest.raises(ValueError, match=message):
-        dialects.check_config(config, dialect)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"slots": "anchor"}, "slots='anchor' is not one of fill-in, anchor-first"),
-        ({"block_size": 1}, "drafts no token"),
-        ({"draft_vocab_size": 97}, "draft_vocab_size=97 must be from 1"),
-        ({"head": "rnn"}, "head='rnn' with markov_rank=0"),
-        ({"confidence_with_markov": True}, "no head that embeds the token before"),
-    ],
-)
-def test_configs_of_no_drafter_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(DFLASH, **changes).validate()
-
-
-PUBLISHED = [
-    ("released/z-lab_Qwen3-4B-DFlash-b16.config.json", "4B", 15, 1_074_854_400),
-    ("specforge/qwen3-4b-dflash.json", "4B", 15, 1_074_854_400),
-    ("specforge/qwen3-8b-dflash.json", "8B", 15, 2_097_252_864),
-    ("specforge/qwen3-4b-dspark.json", "4B", 7, None),
-    ("specforge/qwen3-8b-dspark.json", "8B", 7, None),
-    ("derived_deepspec/dspark_qwen3_4b_block7.derived.json", "4B", 7, 2_786_267_138),
-    ("derived_deepspec/dspark_qwen3_8b_block7.derived.json", "8B", 7, 4_742_163_458),
-]
-
-
-@pytest.mark.skipif(not CONFIGS.exists(), reason="no published configs here")
-@pytest.mark.parametrize(("name", "size", "num_drafts", "num_bytes"), PUBLISHED)
-def test_published_configs(name, size, num_drafts, num_bytes):
-    """The bytes are those of the published files: fails on any wrong shape."""
-    target = config_lib.read(CONFIGS / "qwen3" / f"Qwen3-{size}.config.json")
-    dialect, config = dialects.read_config(CONFIGS / name, target)
-    assert config.taps == (2, 10, 18, 26, 34) and config.num_drafts == num_drafts
-    assert dialects.default_layer_ids(36, 5) == [1, 9, 17, 25, 33]
-    shapes = block_params.shapes(config)
-    if dialect != "deepspec":
-        shapes = shapes.replace(embed=None, lm_head=None)
-    assert num_bytes in (None, params_lib.num_bytes(shapes))
-
-
-@pytest.mark.skipif(not CONFIGS.exists(), reason="no published configs here")
-def test_published_configs_of_other_drafters_are_refused():
-    target = config_lib.read(CONFIGS / "qwen3" / "Qwen3-8B.config.json")
-    with pytest.raises(files.CheckpointError, match="no layout of DFlash or DSpark"):
-        dialects.read_config(CONFIGS / "specforge/qwen3-8b-domino.json", target)

@@ -1,0 +1,257 @@
+"""The exactness suite over trees, heads, drafters of others, and bad flags."""
+
+import exactness_commands as commands
+import jax.numpy as jnp
+import pytest
+import tiny_pair
+import wrong_targets
+
+from experiments import exactness
+from experiments.lib import (
+    certificates,
+    suite_plan as plans,
+)
+from spec_jax import loading
+from spec_jax.engine import round as round_lib
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return commands.write_pair(tmp_path_factory.mktemp("pair"))
+
+
+FIXED = "[[0],[0,0],[0,1],[0,0,0],[0,1,0],[0,1,1]]"
+
+
+@pytest.fixture(scope="module")
+def of_trees(folders, tmp_path_factory):
+    """Chains, a search taller than the slab, and a fixed tree of a file: certified.
+
+    Of the fixed one more nodes have children at depth 2 than at depth 1.
+    """
+    folder = tmp_path_factory.mktemp("trees")
+    (folder / "fixed.json").write_text(FIXED)
+    out, certificate = folder / "rows.jsonl", folder / "run.json"
+    trees = f"none,2x4:7,{folder / 'fixed.json'}"
+    more = ("--drafter", "draft-model", "--tree", trees, "--batch", "2")
+    more += ("--sampling", "sampled", "--out", str(out))
+    pair = (folders[0], folders[0])  # All that is drafted can be kept.
+    arguments = commands.one_cell(pair, *more, *commands.certifying(certificate))
+    assert exactness.main(arguments) == exactness.EXACT
+    (folder / "fixed.json").unlink()
+    return commands.Finished(out=out, certificate=certificate)
+
+
+def test_trees_are_exact(folders, of_trees, capsys):
+    """In tokens, log-probabilities, logits and K/V; chains keep the keys they had."""
+    chain, search, fixed = commands.of_kind(of_trees.out, "cell")
+    assert "tree" not in chain["cell"]
+    assert (search["cell"]["tree"], search["cell"]["gamma"]) == ("2x4:7@0.4", 7)
+    assert (fixed["cell"]["tree"], fixed["cell"]["gamma"]) == (FIXED, 6)
+    for summary in (chain, search, fixed):
+        assert summary["exact"]
+        assert set(summary["equal"].values()) == {commands.NUM_PROMPTS}
+    assert search["proposed"] > 4 * search["rounds"]  # More rows than a slab has.
+    assert search["accepted"] > search["rounds"]
+    assert " tree " not in commands.of_kind(of_trees.out, "prompt")[0]["cell"]
+    # The file of the tree is gone: the certificate has its paths.
+    more = ("--limit", "2")
+    pair = (folders[0], folders[0])
+    assert commands.verify(pair, of_trees.certificate, *more) == exactness.EXACT
+    found = commands.line_of(capsys.readouterr().out, "gamma 7, tree 2x4:7@0.4")
+    assert found == ["2", *["equal"] * 4]
+
+
+def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, capsys):
+    """Fails if its certificate needs more than the package to be verified."""
+    monkeypatch.setattr(loading, "EMBEDDED_TARGET", folders[0])
+    monkeypatch.setattr(loading, "EMBEDDED_DRAFT", folders[1])
+    monkeypatch.setattr(loading, "ASSETS", tmp_path)
+    tiny_pair.write_block(tmp_path / "dspark", folders[0])
+    certificate = tmp_path / "run.json"
+    more = ("--drafter", "dspark", "--gamma", "3", *commands.certifying(certificate))
+    pair = commands.models(folders)
+    arguments = [one for one in commands.one_cell(folders, *more) if one not in pair]
+    assert exactness.main(arguments) == exactness.EXACT
+    found = certificates.read(certificate)
+    assert found["settings"]["head"] == found["settings"]["target"] == "embedded"
+    again = ["--verify", str(certificate), "--limit", "2"]
+    assert exactness.main(again) == exactness.EXACT
+    commands.assert_fails_with(
+        capsys, [*arguments, "--drafter", "dflash"], "no such head is shipped"
+    )
+    heads = [*arguments, "--drafter", f"dspark,{tmp_path / 'dspark'}", "--head"]
+    tiny_pair.write_block(tmp_path / "other", folders[0])
+    commands.assert_fails_with(
+        capsys, [*heads, str(tmp_path / "other")], "2 heads are named"
+    )
+
+
+def test_a_head_is_exact(folders, tmp_path, capsys):
+    """Chains and a tree of a head, which a certificate names and knows again."""
+    head = tiny_pair.write_head(tmp_path / "head", folders[0])
+    out, certificate = tmp_path / "rows.jsonl", tmp_path / "run.json"
+    more = ("--drafter", str(head), "--tree", "none,2x3:5", "--batch", "2")
+    more += ("--sampling", "sampled", "--out", str(out))
+    arguments = commands.one_cell(folders, *more, *commands.certifying(certificate))
+    assert exactness.main(arguments) == exactness.EXACT
+    chain, tree = commands.of_kind(out, "cell")
+    for summary in (chain, tree):
+        assert summary["cell"]["drafter"] == "eagle3" and summary["proposed"] > 0
+        assert set(summary["equal"].values()) == {commands.NUM_PROMPTS}
+    assert str(head) not in certificate.read_text()
+    assert certificates.read(certificate)["settings"]["head"] == "head"
+    again = ("--limit", "2", "--head", str(head))
+    assert commands.verify(folders, certificate, *again) == exactness.EXACT
+    other = tiny_pair.write_head(tmp_path / "other", folders[0], seed=3)
+    for words, named in (
+        ("a certificate of head head; give its folder with --head", ()),
+        ("was written with other weights", ("--head", str(other))),
+    ):
+        arguments = [*commands.models(folders), "--verify", str(certificate), *named]
+        commands.assert_fails_with(capsys, arguments, words)
+    arguments = commands.one_cell(folders, "--head", str(head))
+    words = "--head is the drafter eagle3's: add that"
+    commands.assert_fails_with(capsys, arguments, words)
+
+
+@pytest.mark.parametrize(
+    ("axes", "trees"),
+    [
+        ((), ["none", "2x4:7@0.4"]),
+        (("--gamma", "2,1,3", "--product"), ["none"] * 3 + ["2x4:7@0.4"]),
+    ],
+)
+def test_a_tree_has_its_own_gamma(folders, axes, trees):
+    """Fails if one tree is run once for each gamma of the chains."""
+    more = ("--drafter", "draft-model", "--tree", "none,2x4:7,2x4:7@0.4", *axes)
+    args = exactness.parse_args(commands.one_cell(folders, *more))
+    cells = plans.from_flags(args).plan.cells
+    assert sorted((cell.tree for cell in cells), reverse=True) == trees
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [(wrong_targets.OneUlpOff, "logits"), (wrong_targets.ForgetsPaths, "kv")],
+)
+def test_a_fault_of_trees_is_caught(
+    folders, tmp_path, monkeypatch, capsys, wrong, what
+):
+    """By the depth of the row; no window is offered that was none."""
+    wrong_targets.plant(monkeypatch, wrong)
+    pair = (folders[0], folders[0])  # All that is drafted can be kept.
+    more = ("--drafter", "draft-model", "--tree", "2x4:7")
+    status, found = commands.run_one_cell(pair, tmp_path, *more)
+    assert status == exactness.NOT_EXACT
+    for row in found:
+        differences = {d["what"]: d for d in row["differences"]}
+        assert what in differences
+        assert differences[what]["row"] == (1 if what == "logits" else None)
+    assert not commands.of_kind(tmp_path / "wrong.jsonl", "mismatch")
+    assert "parity.py looks into chains alone" in capsys.readouterr().out
+
+
+#
+# Flags
+#
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--gamma", "0"), ("--gamma", "0 must be at least 1")),
+        (("--gamma", "2,x"), ("--gamma", "2,x")),
+        (("--gamma", "4"), ("gamma=4", "slab of 5", "one of 4")),
+        (("--impl", "native,cuda"), ("--impl", "cuda", "triton")),
+        (("--impl", "triton"), ("triton",)),
+        (("--dtype", "float16"), ("--dtype", "float16")),
+        (("--drafter", "medusa"), ("--drafter", "medusa", "always-right")),
+        (("--drafter", "nowhere:Medusa"), ("nowhere:Medusa", "No module")),
+        (("--verify-path", "x"), ("--verify-path", "x")),
+        (("--cache", "x"), ("--cache", "x")),
+        (("--prefill", "x"), ("--prefill", "x")),
+        (("--sampling", "warm"), ("--sampling", "'warm'", "greedy, sampled")),
+        (("--gamma-policy", "random"), ("--gamma-policy", "'random'", "threshold")),
+        (("--batch", "0"), ("--batch", "0 must be at least 1")),
+        (("--batch", "4"), ("batch=4 needs 4 prompts", "3 are to be run")),
+        (("--verify-path", "flash"), ("batch=2", "verify_path=flash")),
+        (("--rule", "block"), ("--rule block", "distribution", "coupled")),
+        (("--prompts", "0"), ("--prompts 0",)),
+        (("--prompts", "1000"), ("1000 prompts", "at most")),
+        (("--prompts", "nowhere.jsonl"), ("nowhere.jsonl",)),
+        (("--gen-tokens", "2048"), ("py-01", "holds 0")),
+        (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
+        (("--certificate", "/nowhere/c.json"), ("/nowhere",)),
+        (("--certificate", "."), ("directory",)),
+        (("--isa", "sse"), ("--isa", "sse", "portable")),
+        (("--tree", "4x12"), ("--tree", "'4x12' is no tree", "4x12:15")),
+        (("--tree", "[[0],[0,0]]"), ("--tree", "commas", "NAME.json")),
+        (("--tree", "nowhere.json"), ("nowhere.json", "No such file")),
+        (("--tree", "2x2:4"), ("2x2:4", "gamma_policy=threshold", "run them apart")),
+        (
+            ("--tree", "2x2:4", "--gamma-policy", "fixed", "--drafter", "oracle"),
+            ("Oracle drafts chains alone",),
+        ),
+        (
+            ("--tree", "2-1", "--verify-path", "row-loop", "--batch", "1"),
+            ("verify_path=row-loop", "of chains"),
+        ),
+        (("--tree", "2-1", "--draft-cache", "round"), ("draft_cache=round",)),
+        (("--drafter", "eagle3"), ("needs a head", "none is given")),
+        (("--head", "."), ("--drafter: config.json", "No such file")),
+        (("--limit", "1"), ("--limit", "--verify")),
+        (("--verify", "c.json"), ("--verify", "certificate alone")),
+    ],
+)
+def test_unusable_flags(folders, capsys, more, words):
+    commands.assert_fails_with(capsys, commands.one_cell(folders, *more), *words)
+
+
+class FromOutside:
+    """A drafter of another package: it repeats the last token."""
+
+    def __init__(self, gamma_max: int):
+        self.gamma_max = gamma_max
+
+    def __hash__(self):
+        return hash(self.gamma_max)
+
+    def __eq__(self, other):
+        return isinstance(other, FromOutside) and other.gamma_max == self.gamma_max
+
+    def init(self, *, capacity, page_size):
+        del capacity, page_size
+        return ()
+
+    def prefill(self, params, memory, prompt):
+        del params, prompt
+        return memory
+
+    def propose(self, params, memory, *, tokens, length, gamma):
+        del params
+        drafts = jnp.broadcast_to(tokens[length - 1], (self.gamma_max,))
+        return memory, round_lib.protocols.Proposal(tokens=drafts, num_drafted=gamma)
+
+    def commit(self, params, memory, length):
+        del params, length
+        return memory
+
+
+@pytest.mark.slow
+def test_every_kind_of_drafter_has_batches(folders, tmp_path):
+    """One from outside, and a draft cache of one round; what came before, alone."""
+    outside = f"{__name__}:FromOutside"
+    cells = ("--drafter", f"{outside},draft-model", "--draft-cache", "round")
+    status, rows = commands.run_one_cell(folders, tmp_path, *cells, "--batch", "2")
+    assert status == exactness.EXACT and len(rows) == 2 * commands.NUM_PROMPTS
+    assert sum(row["proposed"] for row in rows[: commands.NUM_PROMPTS]) > 0
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("path", ["row-loop", "library-rows"])
+def test_verify_paths(folders, tmp_path, path):
+    """By rows bits are equal; negative control: the library's rows are not."""
+    status, rows = commands.run_one_cell(folders, tmp_path, "--verify-path", path)
+    is_rows = path == "row-loop"
+    assert status == (exactness.EXACT if is_rows else exactness.NOT_EXACT)
+    assert any(row["differences"] for row in rows) != is_rows

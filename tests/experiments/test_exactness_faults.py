@@ -1,0 +1,183 @@
+"""The exactness suite with faults planted: each is found, and named."""
+
+import dataclasses
+import re
+
+import exactness_commands as commands
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+import wrong_targets
+
+from experiments import exactness
+from experiments.lib import (
+    cell_runs,
+    mismatches,
+)
+from spec_jax.debug import evidence
+from spec_jax.engine import scheduler
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return commands.write_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_logits_that_are_not_finite_are_not_exact(tmp_path, capsys):
+    """All bits are equal, and the certificate is of nothing."""
+    folders = tiny_pair.write_scaled(tmp_path, final_norm=3e38)
+    status, certificate = commands.certify(folders, tmp_path, "--batch", "2")
+    assert status == exactness.NOT_EXACT == 2
+    assert certificate["exact"] is False
+    (cell,) = certificate["cells"]
+    assert set(cell["equal"].values()) == {commands.NUM_PROMPTS}
+    assert 0 < cell["nonfinite_logits"] <= cell["tokens"] and not cell["exact"]
+    (warning,) = certificate["warnings"]
+    assert "hold NaN or infinity" in warning
+    assert warning in capsys.readouterr().out
+    assert commands.verify(folders, tmp_path / "run.json") == exactness.NOT_EXACT
+    assert warning in capsys.readouterr().out
+
+
+def test_constant_logits_prove_nothing(tmp_path, capsys):
+    """Weights of zero: equal, whatever went wrong; the certificate says so."""
+    folders = tiny_pair.write_scaled(tmp_path, others=0.0)
+    status, certificate = commands.certify(folders, tmp_path)
+    assert status == exactness.EXACT and certificate["exact"]
+    n = commands.NUM_PROMPTS * commands.GEN_TOKENS
+    assert certificate["cells"][0]["constant_logits"] == n
+    assert certificate["warnings"] == [
+        f"{n} of {n} tokens are of logits that are all equal: they prove nothing"
+    ]
+    assert certificate["warnings"][0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("batch", ["1", "2"])
+def test_one_ulp_in_one_row_is_caught(folders, tmp_path, monkeypatch, capsys, batch):
+    """The tokens are the same: logits tell, at the second row of the first window."""
+    with monkeypatch.context() as patch:
+        wrong_targets.plant(patch, wrong_targets.OneUlpOff)
+        status, rows = commands.run_one_cell(folders, tmp_path, "--batch", batch)
+    assert status == exactness.NOT_EXACT and len(rows) == commands.NUM_PROMPTS
+    for row in rows:
+        found = {d["what"]: d for d in row["differences"]}
+        assert "tokens" not in found and "kv" not in found
+        assert found["logits"]["position"] == row["prompt_tokens"] + 1
+        assert found["logits"]["row"] == 1
+        # Two of three rows of each window.
+        assert found["logits"]["count"] == commands.GEN_TOKENS * 2 // 3
+    printed = capsys.readouterr().out
+    assert "row 1 of its window" in printed
+    # The window it began in, which the microscope takes up.
+    spec = re.search(r"experiments/parity.py --mismatch (\S+:3)", printed)[1]
+    found = mismatches.read(spec)
+    assert found.position == rows[0]["prompt_tokens"] and len(found.text.window) == 3
+    assert (found.acceptance, found.prefill) == ("verify", "rows")
+    assert found.starts == (found.position - 1,) and found.window_rows == 4
+    # Rows and windows are taken up again as they are.
+    first = (tmp_path / "wrong.jsonl").read_bytes()
+    status, rows = commands.run_one_cell(folders, tmp_path, "--batch", batch)
+    assert status == exactness.NOT_EXACT and len(rows) == commands.NUM_PROMPTS
+    assert (tmp_path / "wrong.jsonl").read_bytes() == first
+
+
+def test_stale_values_are_caught(folders, tmp_path, monkeypatch):
+    """Located by layer and position, whatever they do to the tokens after them."""
+    wrong_targets.plant(monkeypatch, wrong_targets.StaleValues)
+    status, rows = commands.run_one_cell(folders, tmp_path)
+    assert status == exactness.NOT_EXACT
+    for row in rows:
+        (found,) = (d for d in row["differences"] if d["what"] == "kv")
+        assert (found["layer"], found["part"]) == (1, "v")
+        assert found["position"] == row["prompt_tokens"] - 1
+
+
+def a_wrong_log_prob(monkeypatch) -> None:
+    real = evidence.of_slot
+
+    def of_slot(state, *, num_prompt, slot):
+        at = int(state.slots.length[slot]) - 3
+        log_prob = state.cache.log_prob
+        wrong = np.nextafter(log_prob[slot, at], np.float32(-99))
+        cache = state.cache.replace(log_prob=log_prob.at[slot, at].set(wrong))
+        return real(state.replace(cache=cache), num_prompt=num_prompt, slot=slot)
+
+    monkeypatch.setattr(evidence, "of_slot", of_slot)
+
+
+def another_seed(monkeypatch) -> None:
+    """Rounds draw with other noise than decoding."""
+    real = scheduler.Scheduler.admit
+
+    def admit(self, state, slot, request):
+        seed = request.sampling.seed + jnp.uint32(1)
+        settings = request.sampling.replace(seed=seed)
+        return real(self, state, slot, dataclasses.replace(request, sampling=settings))
+
+    monkeypatch.setattr(scheduler.Scheduler, "admit", admit)
+
+
+def too_few_tokens(monkeypatch) -> None:
+    """Rounds of an adaptive gamma end before their time."""
+    real = scheduler.Scheduler.admit
+
+    def admit(self, state, slot, request):
+        if self.policy_state is not None:
+            request = dataclasses.replace(request, max_tokens=commands.GEN_TOKENS - 2)
+        return real(self, state, slot, request)
+
+    monkeypatch.setattr(scheduler.Scheduler, "admit", admit)
+
+
+def pages_of_a_neighbour(monkeypatch) -> None:
+    """Each slot of a batch has the first page of the other when it is looked at."""
+    real = evidence.of_slot
+
+    def of_slot(state, *, num_prompt, slot):
+        kv = state.cache.cache
+        table = kv.page_table.at[:, 0].set(kv.page_table[::-1, 0])
+        cache = state.cache.replace(cache=kv.replace(page_table=table))
+        return real(state.replace(cache=cache), num_prompt=num_prompt, slot=slot)
+
+    monkeypatch.setattr(evidence, "of_slot", of_slot)
+
+
+@pytest.mark.parametrize(
+    ("plant", "cell", "found"),
+    [
+        (a_wrong_log_prob, (), {"log_probs"}),
+        (another_seed, ("--sampling", "sampled"), {"tokens"}),
+        (too_few_tokens, ("--gamma-policy", "threshold"), {"tokens"}),
+        (pages_of_a_neighbour, ("--batch", "2"), {"kv"}),
+    ],
+)
+def test_a_fault_is_found(folders, tmp_path, monkeypatch, plant, cell, found):
+    plant(monkeypatch)
+    status, rows = commands.run_one_cell(folders, tmp_path, *cell)
+    assert status == exactness.NOT_EXACT
+    assert {d["what"] for row in rows for d in row["differences"]} == found
+    out = tmp_path / "wrong.jsonl"
+    lines = [
+        number
+        for number, row in enumerate(commands.rows_of(out), start=1)
+        if row["kind"] == "mismatch"
+    ]
+    if plant is pages_of_a_neighbour:
+        assert not lines  # It differs from the prompt on.
+        return
+    assert len(lines) == len([row for row in rows if row["differences"]]) > 0
+    for number in lines:
+        line = mismatches.read(f"{out}:{number}")
+        # Both saw the same logits: what follows from them is at fault.
+        assert line.verify_argmax == line.decode_argmax
+
+
+def test_a_slot_is_refilled_while_others_run(folders, tmp_path, monkeypatch):
+    """Fails if a batch is a group that ends together: three prompts in two slots."""
+    slots, real = [], cell_runs._of_slot
+    monkeypatch.setattr(
+        cell_runs, "_of_slot", lambda *a: slots.append(a[1]) or real(*a)
+    )
+    status, _ = commands.run_one_cell(folders, tmp_path, "--batch", "2")
+    assert status == exactness.EXACT and sorted(slots) in ([0, 0, 1], [0, 1, 1])

@@ -1,0 +1,160 @@
+"""What plans are made of: acceptance, recorded windows, and predictions from costs."""
+
+import dataclasses
+
+import pytest
+import tiny_pair
+
+from experiments import plan
+from experiments.lib import (
+    planning,
+    prompt_files,
+    results,
+    runs,
+)
+from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.gamma import theory
+
+
+GAMMA, GEN_TOKENS, PAGE_SIZE = 2, 8, 16
+PROMPT = "def first(x):"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
+
+
+def windows(*numbers: tuple[int, int, int]) -> list[planning.Window]:
+    names = ("asked", "drafted", "accepted")
+    return [planning.Window(**dict(zip(names, n, strict=True))) for n in numbers]
+
+
+def test_acceptance_by_position():
+    """Fails if short windows count at positions that they never asked for."""
+    found = planning.measure(
+        windows((3, 3, 3), (3, 3, 1), (3, 1, 1), (3, 0, 0), (1, 1, 1)), gamma_max=3
+    )
+    assert found.kept == (4 / 5, 1 / 3, 1.0)
+    assert found.drafted == (4 / 5, 2 / 4, 2 / 4)
+    assert found.windows == 5 and found.known == found.kept
+    never = planning.measure(windows((2, 2, 0), (2, 2, 0)), gamma_max=2)
+    assert never.kept == (0.0, 0.0)
+    unknown = planning.measure(windows((2, 2, 0), (1, 1, 1)), gamma_max=2)
+    assert unknown.kept == (0.5, None) and unknown.known == (0.5,)
+    with pytest.raises(ValueError, match="none of 1 rounds had room for 2 drafts"):
+        planning.measure(windows((1, 1, 1)), gamma_max=2)
+
+
+@pytest.fixture(scope="module")
+def self_drafting(folders):
+    """The target drafts for itself, so that all is kept; and settings that fit."""
+    lm = loading.load(folders[0], draft=folders[0], gamma_max=GAMMA, slab=GAMMA + 1)
+    return lm, runs.Settings(
+        gamma=GAMMA, gen_tokens=GEN_TOKENS, capacity=32, page_size=PAGE_SIZE
+    )
+
+
+def test_recorded_windows_are_those_of_a_run(self_drafting):
+    """As integers; and near the end a round asks for less."""
+    lm, settings = self_drafting
+    prompt = lm.tokenizer.encode(PROMPT)
+    recorded, text = planning.record(lm, settings, prompt)
+    run = runs.run_speculative(lm, settings, prompt)
+    assert text == metrics.text_counts(run.tokens, run.counters)
+    assert len(recorded) == run.counters.rounds
+    assert sum(w.drafted for w in recorded) == run.counters.proposed
+    assert sum(w.accepted for w in recorded) == run.counters.accepted
+    assert [w.asked for w in recorded] == [2, 2, 1]
+    assert all(w.asked == w.drafted == w.accepted for w in recorded)
+
+
+def test_one_text_is_replayed_once(self_drafting, monkeypatch):
+    lm, settings = self_drafting
+    replayed, real = [], results.mismatches_of
+
+    def counted(*arguments):
+        replayed.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(results, "mismatches_of", counted)
+    designs = {
+        gamma: results.Design(
+            lm=lm, settings=dataclasses.replace(settings, gamma=gamma)
+        )
+        for gamma in (1, 2)
+    }
+    prompt = prompt_files.Prompt(id="1", text=PROMPT, category=None)
+    ids = lm.tokenizer.encode(prompt.text)
+    found = results.run_designs(designs, prompt, ids, repeats=2)
+    assert len(replayed) == 1
+    assert [len(found[gamma].spec) for gamma in (1, 2)] == [2, 2]
+    assert found[1].plain is found[2].plain
+    assert all(result.matched for result in found.values())
+
+
+def full_windows(*kept: float) -> planning.Acceptance:
+    return planning.Acceptance(kept=kept, drafted=(1.0,) * len(kept), windows=100)
+
+
+def curve(draft_s: float, *verify_s: float, overhead_s=0.0) -> theory.CostCurve:
+    return theory.CostCurve(
+        plain_s=1.0,
+        rows=tuple(range(1, len(verify_s) + 1)),
+        verify_s=verify_s,
+        draft_s=draft_s,
+        overhead_s=overhead_s,
+    )
+
+
+def test_predictions_are_those_of_the_paper():
+    """One acceptance for all positions, verification free: Theorem 3.8."""
+    found = planning.predict(full_windows(0.8, 0.8, 0.8), curve(0.1, 1, 1, 1, 1))
+    assert [prediction.gamma for prediction in found] == [1, 2, 3]
+    for prediction in found:
+        expected = theory.walltime_improvement(0.8, 0.1, prediction.gamma)
+        assert prediction.speedup == pytest.approx(expected)
+
+
+def test_windows_that_end_early_cost_less():
+    """Negative control: those of the same acceptance that were always full."""
+    kept = (0.4, 0.4)
+    rare = planning.Acceptance(kept=kept, drafted=(0.5, 0.25), windows=100)
+    of_rounds = curve(0.1, 1, 1.5, 2)
+    found = planning.predict(rare, of_rounds)
+    assert [p.round_s for p in found] == pytest.approx([1.3, 1.45])
+    full = planning.predict(full_windows(*kept), of_rounds)
+    assert [p.round_s for p in full] == pytest.approx([1.6, 2.2])
+
+
+def test_a_pair_that_cannot_win_is_told_so():
+    """By numbers: what free verification would bring, and the condition of Leviathan
+    et al., which fails, or holds where verification is what costs."""
+    dear = planning.recommend(full_windows(0.2, 0.1), curve(0.3, 1, 1.2, 1.4))
+    assert not dear.can_win
+    words = dear.words("draft-model")
+    assert "draft-model: cannot win, 0.80x with gamma 1" in words
+    assert "free verification at most 0.92x" in words and "with both 1.22x" in words
+    assert "a = 0.200" in words and "not above" in words and "c = 0.300" in words
+    rows_cost = planning.recommend(full_windows(0.4), curve(0.1, 1, 1.9))
+    words = rows_cost.words("suffix")
+    assert f"free verification at most {1.4 / 1.1:.2f}x" in words
+    assert "which is above" in words and "1.000 plain steps longer" in words
+    # Negative control: the same drafts, kept more often.
+    wins = planning.recommend(full_windows(0.95), curve(0.1, 1, 1.5))
+    assert wins.can_win and "can win" in wins.words("suffix")
+
+
+def test_marks_of_the_best():
+    """Of equals the smallest gamma; what is unknown is never best."""
+    rows = [
+        {"drafter": "a", "gamma": 1, "predicted_speedup": 2.0, "measured_speedup": 1.0},
+        {"drafter": "a", "gamma": 2, "predicted_speedup": 2.0, "measured_speedup": 3.0},
+        {"drafter": "b", "gamma": 1, "predicted_speedup": None, "measured_speedup": 1},
+    ]
+    marked = plan.mark_best(rows)
+    assert [row["is_best_predicted"] for row in marked] == [True, False, False]
+    assert [row["is_best_measured"] for row in marked] == [False, True, True]
+    assert plan.relative_error(1.1, 1.0) == pytest.approx(0.1)
+    assert plan.relative_error(None, 1.0) is None

@@ -1,0 +1,48 @@
+"""Block drafters for a tiny target, one of each layout: shared by tests."""
+
+import dataclasses
+import pathlib
+
+import decoding
+
+from spec_jax.model import (
+    block_params,
+)
+
+
+CONFIGS = pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "configs"
+TARGET = decoding.make_config(num_layers=4)
+LAYER = decoding.make_config(num_heads=6, tie_word_embeddings=False)  # N * H is not D
+DFLASH = block_params.BlockConfig(
+    layer=LAYER,
+    draft_vocab_size=96,
+    taps=(2, 1, 3),
+    block_size=4,
+    slots="fill-in",
+    mask_token_id=95,
+).validate()
+
+
+def with_heads(head, **changes):
+    """DSpark's sequential and confidence heads on the same backbone."""
+    own = {"markov_rank": 8, "has_confidence": True, "confidence_with_markov": True}
+    own |= {"slots": "anchor-first", "head": head} | changes
+    return dataclasses.replace(DFLASH, **own)
+
+
+CASES = {
+    "z-lab": ("z-lab", DFLASH),
+    "deepspec": ("deepspec", with_heads("vanilla")),
+    "deepspec dflash": ("deepspec", dataclasses.replace(DFLASH, slots="anchor-first")),
+    "specforge": ("specforge", with_heads("gated", confidence_with_markov=False)),
+    "speculators": (
+        "speculators",
+        with_heads(
+            "rnn",
+            draft_vocab_size=32,
+            slots="fill-in",
+            confidence_temperatures=(0.5, 1.0, 2.0),
+        ),
+    ),
+    "speculators dflash": ("speculators", DFLASH),
+}
