@@ -67,19 +67,26 @@ struct Queries {
   std::vector<float> total;      // [count, kLanes]
   std::vector<float> weighted;   // [count, width()]
   std::vector<float> scores;     // [count, kKeyBlock], and then probabilities
+  std::vector<float> shift;      // [count]: what is taken from a block's scores
   std::vector<float> rescale;    // [count]: what a block does to the sums before it
   std::vector<T> keys;           // [kKeyBlock / kPanel] panels of keys
 
   // Room for `most` queries.
   Queries(int64_t most, int64_t H)
       : count(0), H(H), rows(most, H), ends(most), maximum(most), total(most * kLanes),
-        weighted(most * width()), scores(most * kKeyBlock), rescale(most),
+        weighted(most * width()), scores(most * kKeyBlock), shift(most),
+        rescale((most + kLanes - 1) / kLanes * kLanes),
         keys(words_of<T>(H) * kKeyBlock * kWord<T>) {}
 
   // Sums of a query: whole vectors of words, of bf16 the even ones before the odd ones.
   int64_t width() const {
     constexpr int64_t kStep = kLanes * kWord<T>;
     return (H + kStep - 1) / kStep * kStep;
+  }
+
+  // Keys that query `i` sees of the block from `start`.
+  int64_t seen(int64_t i, int64_t start) const {
+    return std::clamp<int64_t>(ends[i] - start, 0, kKeyBlock);
   }
 
   // Begins with `n` queries; each is then set, in order.
@@ -184,33 +191,48 @@ void score_block(Queries<T>& queries) {
   });
 }
 
-// The scores of query `i`, times `scale`, become probabilities under its running
-// maximum; `seen` of the block's keys are its own.
+// The scores of a block, times `scale`, become probabilities under the running maximum of
+// their query, which sees the keys before its end. In three turns over the queries, since
+// one of them alone would wait for its own maximum, and again for what that does to the
+// sums before.
 template <typename T>
-inline void weigh_query(Queries<T>& queries, int64_t i, int64_t seen, float scale) {
+void weigh_block(Queries<T>& queries, int64_t start, float scale) {
   constexpr int kParts = kKeyBlock / kLanes;
-  float* scores = queries.scores.data() + i * kKeyBlock;
-  Vec part[kParts], largest = broadcast(queries.maximum[i]);
-  Vec count = broadcast(static_cast<float>(seen)), lowest = broadcast(kLowest);
-  for (int j = 0; j < kParts; ++j) {
-    Vec score = mul(load(scores + j * kLanes), broadcast(scale));
-    part[j] = where_less(load(kPlaces + j * kLanes), count, score, lowest);
-    largest = maximum(part[j], largest);
+  Vec lowest = broadcast(kLowest), factor = broadcast(scale);
+  for (int64_t i = 0; i < queries.count; ++i) {
+    float* scores = queries.scores.data() + i * kKeyBlock;
+    Vec seen = broadcast(static_cast<float>(queries.seen(i, start)));
+    Vec largest = broadcast(queries.maximum[i]);
+    for (int j = 0; j < kParts; ++j) {
+      Vec score = mul(load(scores + j * kLanes), factor);
+      score = where_less(load(kPlaces + j * kLanes), seen, score, lowest);
+      largest = maximum(score, largest);
+      store(scores + j * kLanes, score);
+    }
+    // While nothing but -inf was seen, shifting by it would make NaN of the zeros. A score
+    // that is NaN, or inf - inf, makes its probability NaN, and so the sums.
+    float before = queries.maximum[i], most = largest_lane(largest);
+    queries.maximum[i] = most;
+    queries.shift[i] = most == kLowest ? 0.0f : most;
+    queries.rescale[i] = before == queries.shift[i] ? 0.0f : before - queries.shift[i];
   }
-  // While nothing but -inf was seen, shifting by it would make NaN of the zeros. A score
-  // that is NaN, or inf - inf, makes its probability NaN, and so the sums.
-  float before = queries.maximum[i], most = largest_lane(largest);
-  float shift = most == kLowest ? 0.0f : most;
-  float drop = before == shift ? 1.0f : exp(before - shift);
-  Vec total = mul(load(queries.total.data() + i * kLanes), broadcast(drop));
-  for (int j = 0; j < kParts; ++j) {
-    Vec probability = exp(subtract(part[j], broadcast(shift)));
-    store(scores + j * kLanes, probability);
-    total = add(total, probability);
+  // exp(0) is 1.
+  for (int64_t i = 0; i < queries.count; i += kLanes) {
+    float* rescale = queries.rescale.data() + i;
+    store(rescale, exp(load(rescale)));
   }
-  store(queries.total.data() + i * kLanes, total);
-  queries.maximum[i] = most;
-  queries.rescale[i] = drop;
+  for (int64_t i = 0; i < queries.count; ++i) {
+    float* scores = queries.scores.data() + i * kKeyBlock;
+    float* total = queries.total.data() + i * kLanes;
+    Vec shift = broadcast(queries.shift[i]);
+    Vec all = mul(load(total), broadcast(queries.rescale[i]));
+    for (int j = 0; j < kParts; ++j) {
+      Vec probability = exp(subtract(load(scores + j * kLanes), shift));
+      store(scores + j * kLanes, probability);
+      all = add(all, probability);
+    }
+    store(total, all);
+  }
 }
 
 // The elements of kLanes words as vectors: of bf16 the even ones, and the odd ones.
@@ -300,13 +322,11 @@ void attend_block(Queries<T>& queries, const Block<T>& k, const Block<T>& v,
                   int64_t start, float scale) {
   turn_keys(k, queries.H, queries.keys.data());
   score_block(queries);
+  weigh_block(queries, start, scale);
   auto run = [&](auto size, int64_t i) {
     constexpr int R = decltype(size)::value;
     int64_t seen[R];
-    for (int r = 0; r < R; ++r) {
-      seen[r] = std::clamp<int64_t>(queries.ends[i + r] - start, 0, kKeyBlock);
-      weigh_query(queries, i + r, seen[r], scale);
-    }
+    for (int r = 0; r < R; ++r) seen[r] = queries.seen(i + r, start);
     add_block<R>(queries, i, seen, v);
   };
   // Five by four vectors of a value, or by two, are what the registers hold.
