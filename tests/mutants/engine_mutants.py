@@ -330,7 +330,7 @@ FEATURES = (
 HEADS = (
     Mutant(
         "a head's normed feature comes before its normed token",
-        "model.eagle3:forward_rows",
+        "model.eagle3:_run_operations",
         "jnp.concatenate(x, axis=1)",
         "jnp.concatenate(x[::-1], axis=1)",
         "model/test_eagle3_head.py::test_rows_are_the_sequence[xla-plain]",
