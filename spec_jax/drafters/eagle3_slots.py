@@ -9,8 +9,8 @@ token `x[i + 1]`; it is at place `i` of the head's own cache, and predicts `x[i 
     commit    puts the features of what was committed into the ring
 
 The first round of a text of one token drafts nothing, as no position has features yet.
-What is proposed, chain or tree, is grown by `tree_search`; greedy chains are one call of
-the head where an implementation has that.
+What is proposed, chain or tree, is grown by `tree_search`; greedy chains are one call
+of the head where an implementation has that.
 """
 
 import dataclasses
@@ -119,8 +119,8 @@ class SlotEagle3(features_lib.SlotReader):
         return memory.replace(kv=kv), proposal
 
     def _is_one_call(self, sampling: protocols.Sampling) -> bool:
-        """Whether a round's features and all drafts after them are one call of the head:
-        chains of the tokens of highest logit."""
+        """Whether a round's features and all drafts after them are one call: chains of
+        the tokens of highest logit."""
         drafter = self.drafter
         is_greedy = drafter.draws == "greedy" or (
             drafter.draws == "coupled" and sampling is None
@@ -147,9 +147,11 @@ class SlotEagle3(features_lib.SlotReader):
             goal=jnp.where(drafts, first, reached),
             num_rows=size,
         )
-        starts, end = memory.kv.length, ring.end
+        # What went before found its pages; others may not have.
+        kv = memory.kv.replace(out_of_pages=kv.out_of_pages)
+        starts, end = kv.length, ring.end
         after = end + jnp.minimum(gamma, self.gamma_max) - 1  # The last has no row.
-        kv, reached = _reserve(memory.kv, end, jnp.where(drafts, after, end), size=1)
+        kv, reached = _reserve(kv, end, jnp.where(drafts, after, end), size=1)
         counts = jnp.where(drafts, reached + 1 - end, 0)
         text = jnp.pad(tokens, ((0, 0), (0, size + 1)))
         kv, found = eagle3.run_chains(
@@ -326,6 +328,9 @@ def _reserve(
     Returns:
       The cache, and how far each slot can go.
     """
+    is_none = (start < goal) & ~kv.registered
+    kv = kv.replace(refused=kv.refused | is_none)
+    goal = jnp.where(is_none, start, goal)
 
     def waits(carry):
         """Returns the slots that lack a page, and the turns that they lack it in."""
@@ -341,13 +346,13 @@ def _reserve(
         asked = waiting & (number == jnp.min(number))
         up_to = jnp.minimum(start + (jnp.min(number) + 1) * size, goal)
         kv = allocator.reserve_each(kv, up_to, asked=asked)
-        return kv, stopped | (asked & (kv.out_of_pages | ~kv.registered))
+        return kv, stopped | (asked & kv.out_of_pages)
 
     kv, stopped = jax.lax.while_loop(
         lambda carry: jnp.any(waits(carry)[0]), turn, (kv, jnp.zeros(start.shape, bool))
     )
     number = (kv.num_owned * kv.page_size - start) // size
-    return kv, jnp.where(stopped, start + jnp.maximum(number, 0) * size, goal)
+    return kv, jnp.where(stopped, start + number * size, goal)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -1,7 +1,7 @@
 """Whole steps of an EAGLE-3 head as JAX functions, each one foreign call.
 
-A row is a pair of a token and a feature; see `steps`, and `model.eagle3` for what a head
-computes.
+A row is a pair of a token and a feature; see `steps`, and `model.eagle3` for what a
+head computes.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from spec_jax.native import calls, steps
 class HeadModel(steps.Model):
     """A head of one layer, whose `qkv` is `[.., 2D]`, the token's columns first.
 
-    Its `head` has a row for each token of its own; `embed` one for each of the target's.
+    Its `head` has a row for each token of its own, `embed` for each of the target's.
 
     Raises:
       ValueError: as a `steps.Model`; other than one layer, or no `head`.
