@@ -337,9 +337,10 @@ HEADS = (
     ),
     Mutant(
         "drafted rows of a head are turned one position further",
-        "model.eagle3:forward_rows",
-        "rows.positions, dtype",
-        "rows.positions + int(features.shape[1] == config.hidden_size), dtype",
+        "model.eagle3:run_chains",
+        "positions.reshape(-1), dtype",
+        "jnp.where(positions < (starts + pending)[:, None], positions, positions + 1)"
+        ".reshape(-1), dtype",
         _PAIRS,
     ),
     Mutant(
