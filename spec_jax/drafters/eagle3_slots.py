@@ -9,7 +9,8 @@ token `x[i + 1]`; it is at place `i` of the head's own cache, and predicts `x[i 
     commit    puts the features of what was committed into the ring
 
 The first round of a text of one token drafts nothing, as no position has features yet.
-What is proposed, chain or tree, is grown by `tree_search`.
+What is proposed, chain or tree, is grown by `tree_search`; greedy chains are one call
+of the head where an implementation has that.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from spec_jax.drafters import (
 )
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.model import eagle3, eagle3_params
-from spec_jax.paging import allocator
+from spec_jax.paging import allocator, cache
 
 
 if TYPE_CHECKING:
@@ -94,12 +95,15 @@ class SlotEagle3(features_lib.SlotReader):
         ring = memory.ring
         asked &= ring.end > ring.first
         spared = jnp.where(is_full, ring.end - 1, ring.first)
+        goal = jnp.where(asked, ring.end, spared)
+        if self._is_one_call(sampling):
+            return self._run_chains(params, memory, tokens, asked, goal, gamma)
         memory, hidden, logits = self._take_in(
             params,
             memory,
             tokens,
             functools.partial(features_lib.read, ring, count=self._rows_most),
-            goal=jnp.where(asked, ring.end, spared),
+            goal=goal,
             num_rows=self._rows_most,
         )
         asked &= memory.ring.first == memory.ring.end
@@ -113,6 +117,59 @@ class SlotEagle3(features_lib.SlotReader):
         )
         kv = allocator.truncate_each(memory.kv, memory.ring.first, asked=asked)
         return memory.replace(kv=kv), proposal
+
+    def _is_one_call(self, sampling: protocols.Sampling) -> bool:
+        """Whether a round's features and all drafts after them are one call: chains of
+        the tokens of highest logit."""
+        drafter = self.drafter
+        is_greedy = drafter.draws == "greedy" or (
+            drafter.draws == "coupled" and sampling is None
+        )
+        impls = eagle3.CHAIN_IMPLS
+        return is_greedy and drafter.tree is None and drafter.model.impl in impls
+
+    def _run_chains(self, params, memory, tokens, asked, goal, gamma):
+        """Returns the memory and the proposal of `propose`.
+
+        Pages are handed out as if all slots took in a round's features at a time, and
+        then drafted token by token.
+        """
+        ring, size = memory.ring, self._rows_most
+        kv, reached = _reserve(memory.kv, ring.first, goal, size=size)
+        drafts = asked & (reached == ring.end)
+        # Of what is pending the last row drafts; more than a round's goes before.
+        first = jnp.where(ring.end - ring.first > size, ring.end - 1, ring.first)
+        memory, _, _ = self._take_in(
+            params,
+            memory.replace(kv=kv),
+            tokens,
+            functools.partial(features_lib.read, ring, count=size),
+            goal=jnp.where(drafts, first, reached),
+            num_rows=size,
+        )
+        # What went before found its pages; others may not have.
+        kv = memory.kv.replace(out_of_pages=kv.out_of_pages)
+        starts, end = kv.length, ring.end
+        after = end + jnp.minimum(gamma, self.gamma_max) - 1  # The last has no row.
+        kv, reached = _reserve(kv, end, jnp.where(drafts, after, end), size=1)
+        counts = jnp.where(drafts, reached + 1 - end, 0)
+        text = jnp.pad(tokens, ((0, 0), (0, size + 1)))
+        kv, found = eagle3.run_chains(
+            params,
+            self.drafter.head,
+            kv,
+            tokens=draft_slots.windows(text, starts + 1, size),
+            features=features_lib.read(ring, starts, count=size),
+            starts=starts,
+            pending=jnp.where(drafts, end - starts, 0),
+            counts=counts,
+            most=self.gamma_max,
+            impl=self.drafter.model.impl,
+        )
+        kv = allocator.extend_each(kv, end, asked=drafts)
+        kv = allocator.truncate_each(kv, end, asked=drafts)
+        memory = memory.replace(kv=kv, ring=ring.replace(first=kv.length))
+        return memory, protocols.Proposal(tokens=found, num_drafted=counts)
 
     def _take_in(
         self,
@@ -260,6 +317,42 @@ class SlotEagle3(features_lib.SlotReader):
             forward, kv, window, tile=tile, empty=empty, inputs=features
         )
         return at, kv, outputs
+
+
+def _reserve(
+    kv: cache.PagedKV, start: Int[Array, " B"], goal: Int[Array, " B"], *, size: int
+) -> tuple[cache.PagedKV, Int[Array, " B"]]:
+    """Reserves pages for the positions from `start` to `goal` of each slot, as if all
+    slots ran `size` rows at a time: a slot that finds too few pages in a turn stops.
+
+    Returns:
+      The cache, and how far each slot can go.
+    """
+    is_none = (start < goal) & ~kv.registered
+    kv = kv.replace(refused=kv.refused | is_none)
+    goal = jnp.where(is_none, start, goal)
+
+    def waits(carry):
+        """Returns the slots that lack a page, and the turns that they lack it in."""
+        kv, stopped = carry
+        room = kv.num_owned * kv.page_size
+        return (start < goal) & (room < goal) & ~stopped, (room - start) // size
+
+    def turn(carry):
+        """Serves the slots that lack a page first."""
+        kv, stopped = carry
+        waiting, number = waits(carry)
+        number = jnp.where(waiting, number, jnp.iinfo(jnp.int32).max)
+        asked = waiting & (number == jnp.min(number))
+        up_to = jnp.minimum(start + (jnp.min(number) + 1) * size, goal)
+        kv = allocator.reserve_each(kv, up_to, asked=asked)
+        return kv, stopped | (asked & kv.out_of_pages)
+
+    kv, stopped = jax.lax.while_loop(
+        lambda carry: jnp.any(waits(carry)[0]), turn, (kv, jnp.zeros(start.shape, bool))
+    )
+    number = (kv.num_owned * kv.page_size - start) // size
+    return kv, jnp.where(stopped, start + number * size, goal)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -29,10 +29,15 @@ from spec_jax.ops import (
     projection,
     rms_norm,
     row_attention,
+    step,
     weights,
 )
 from spec_jax.paging import cache
 from spec_jax.typing import typed
+
+
+CHAIN_IMPLS: tuple[str, ...] = ("native",)
+"""Implementations that have `run_chains`."""
 
 
 @typed
@@ -63,8 +68,24 @@ def forward_rows(
     """
     _check_width(config, features)
     params = eagle3_params.prepare(params, impl)
+    g = _fuse(params, config, features, num_active=rows.num_active, impl=impl)
+    if step.is_fused(impl):
+        return _fused_step(params, config, rows, g, kv)
+    return _run_operations(params, config, rows, g, kv, impl)
+
+
+def _fuse(params, config, features, *, num_active, impl):
+    """Returns `g [R, D]` of active rows, of features as `forward_rows` takes them."""
+    g = features.astype(params.final_norm.dtype)
+    if config.features_size != g.shape[1]:
+        return g
+    g = _norm_features(params, config, g, norm=_row_norm)
+    return projection.project(g, params.fc, num_active=num_active, impl=impl)
+
+
+def _run_operations(params, config, rows, g, kv, impl):
+    """`forward_rows` operation by operation, of `g [R, D]`."""
     layer = config.layer
-    dtype = params.final_norm.dtype
     shared: dict[str, Any] = {
         "num_active": rows.num_active,
         "eps": layer.rms_norm_eps,
@@ -73,15 +94,11 @@ def forward_rows(
     token = embedding.embed(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
     )
-    g = features.astype(dtype)
-    if config.features_size == features.shape[1]:
-        g = _norm_features(params, config, g, norm=_row_norm)
-        g = projection.project(g, params.fc, **shared)
     eps = layer.rms_norm_eps
     normed = _row_norm(g, params.hidden_norm, eps)
-    x = [_row_norm(token.astype(dtype), params.input_norm, eps), normed]
+    x = [_row_norm(token.astype(g.dtype), params.input_norm, eps), normed]
     heads = projection.project(jnp.concatenate(x, axis=1), params.qkv, **shared)
-    cos, sin = qwen3.row_angles(layer, rows.positions, dtype=dtype)
+    cos, sin = qwen3.row_angles(layer, rows.positions, dtype=g.dtype)
     attended, k, v = row_attention.row_attention(
         heads,
         params.q_norm,
@@ -113,6 +130,86 @@ def forward_rows(
     if config.norm_output:
         hidden = _row_norm(hidden, params.final_norm, eps)
     return cache.replace_layer(kv, 0, k=k, v=v), hidden, logits
+
+
+def _fused_step(params, config, rows, g, kv):
+    """`forward_rows` in one call of native kernels."""
+    logits, hidden, pages = step.head_step(
+        rows.tokens,
+        g,
+        _model(params, config, kv),
+        angles=qwen3.row_angles(config.layer, rows.positions, dtype=g.dtype),
+        page_table=kv.page_table,
+        slots=rows.slots,
+        positions=rows.positions,
+        num_active=rows.num_active,
+        branch=rows.branch,
+        impl="native",
+    )
+    return cache.with_pages(kv, pages), hidden, logits
+
+
+def run_chains(
+    params: eagle3_params.Eagle3Params,
+    config: eagle3_params.Eagle3Config,
+    kv: cache.PagedKV,
+    *,
+    tokens: Int[Array, "S W"],
+    features: Float[Array, "S W features"],
+    starts: Int[Array, " S"],
+    pending: Int[Array, " S"],
+    counts: Int[Array, " S"],
+    most: int,
+    impl: str,
+) -> tuple[cache.PagedKV, Int[Array, "S most"]]:
+    """Takes in pairs and drafts greedily after them; see `ops.step.head_chains`.
+
+    The same tokens and K/V as by `forward_rows`, a row after the other. The pages must
+    have been reserved; lengths do not change.
+
+    Args:
+      features: of all taps, in their order.
+
+    Returns:
+      The cache, and drafts: tokens of the target.
+    """
+    params = eagle3_params.prepare(params, impl)
+    (S, W), flat = tokens.shape, features.reshape(tokens.size, -1)
+    # Of one slot the first rows are the pending ones; else none is packed for so few.
+    num_active = pending[0] if S == 1 else jnp.int32(S * W)
+    g = _fuse(params, config, flat, num_active=num_active, impl=impl)
+    positions = starts[:, None] + jnp.arange(W + most - 1, dtype=jnp.int32)[None, :]
+    cos, sin = qwen3.row_angles(config.layer, positions.reshape(-1), dtype=g.dtype)
+    drafts, pages = step.head_chains(
+        tokens,
+        g.reshape(S, W, -1),
+        _model(params, config, kv),
+        names=params.hot,
+        angles=(cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1)),
+        page_table=kv.page_table,
+        starts=starts,
+        pending=pending,
+        counts=counts,
+        most=most,
+        impl=impl,
+    )
+    return cache.with_pages(kv, pages), drafts
+
+
+def _model(params, config, kv) -> step.HeadModel:
+    layer = step.Layer(**{name: getattr(params, name) for name in step.Layer._fields})
+    return step.HeadModel(
+        embed=params.embed,
+        layers=[layer],
+        final_norm=params.final_norm,
+        head=params.lm_head,
+        hidden_norm=params.hidden_norm,
+        norm_before_residual=config.norm_before_residual,
+        norm_output=config.norm_output,
+        pages=list(zip(kv.k, kv.v, strict=True)),
+        eps=config.layer.rms_norm_eps,
+        scale=config.layer.head_dim**-0.5,
+    )
 
 
 def _row_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

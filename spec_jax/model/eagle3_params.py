@@ -207,4 +207,8 @@ def prepare(params: Eagle3Params, impl: str) -> Eagle3Params:
         return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
 
     prepared = params_lib.map_matrices(one, params.replace(embed=None))
-    return prepared.replace(embed=params.embed)
+    embed, dtype = params.embed, params.final_norm.dtype
+    if impl == "native" and embed.dtype != dtype:
+        # One call takes one dtype; a token that is rounded there is the same.
+        embed = weights.matrix(embed).astype(dtype)
+    return prepared.replace(embed=embed)

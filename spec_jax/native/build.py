@@ -33,6 +33,7 @@ SOURCES = (
     "attention.h",
     "buffers.h",
     "gemm.h",
+    "head_step.h",
     "kernels.cc",
     "move.h",
     "panels.h",
@@ -41,6 +42,7 @@ SOURCES = (
     "side_by_side.h",
     "simd.h",
     "step.h",
+    "step_calls.h",
     "take_rows.h",
     "team.h",
 )
@@ -54,6 +56,8 @@ TARGETS = (
     "spec_jax_move",
     "spec_jax_step",
     "spec_jax_chains",
+    "spec_jax_head_step",
+    "spec_jax_head_chains",
 )
 
 # Contraction off: a product and a sum are one rounding only where the source says so.

@@ -4,14 +4,12 @@
 // follows `num_active`, and padding rows of a result hold what they held. Shapes are checked
 // by the caller (`calls.py`); no exception leaves a handler.
 
-#include <utility>
-
 #include "argmax.h"
 #include "buffers.h"
 #include "move.h"
 #include "projection.h"
 #include "row_attention.h"
-#include "step.h"
+#include "step_calls.h"
 #include "take_rows.h"
 #include "team.h"
 
@@ -145,136 +143,6 @@ ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_active,
   });
 }
 
-// The buffers of a layer, of a step's arguments and results after those that it names.
-enum StepBuffer { kInputNorm, kQkv, kQNorm, kKNorm, kAttentionOut, kMlpNorm, kGateUp,
-                  kDown, kKeys, kValues, kLayerBuffers };
-
-template <typename T>
-StepLayer<T> step_layer(const ffi::RemainingArgs& rest, int64_t number, int64_t D, int64_t F,
-                        int64_t attention_size, int64_t heads_size) {
-  auto at = [&](StepBuffer which) {
-    return *rest.get<Any>(number * kLayerBuffers + which);
-  };
-  auto vector = [&](StepBuffer which) { return data<T>(at(which)); };
-  auto pages = [&](StepBuffer which) { return static_cast<T*>(at(which).untyped_data()); };
-  return {vector(kInputNorm),
-          vector(kQNorm),
-          vector(kKNorm),
-          vector(kMlpNorm),
-          panels<T>(at(kQkv), heads_size, D),
-          panels<T>(at(kAttentionOut), D, attention_size),
-          panels<T>(at(kGateUp), 2 * F, D),
-          panels<T>(at(kDown), D, F),
-          pages(kKeys),
-          pages(kValues)};
-}
-
-// What a step is made of, but for its rows: the last arguments of a kernel, the pages
-// among its results, and attributes, in the order of `bind_model`.
-struct Model {
-  Ints table;
-  Floats cos, sin;
-  Any embed, final_norm, head;
-  ffi::RemainingArgs rest;  // of each layer, see StepBuffer
-  ffi::RemainingRets pages;
-  int64_t entries, num_heads, mlp_size;
-  float scale, eps;
-
-  auto page_shape() const { return (*rest.get<Any>(kKeys)).dimensions(); }
-
-  ffi::Error check() const {
-    int64_t num_layers = rest.size() / kLayerBuffers;
-    for (int64_t i = 0; i < num_layers; ++i) {
-      for (int j : {0, 1}) {
-        auto in = *rest.get<Any>(i * kLayerBuffers + kKeys + j);
-        auto out = *pages.get<Any>(2 * i + j);
-        if (in.untyped_data() != out->untyped_data()) {
-          return ffi::Error::Internal("the pages must be updated in place");
-        }
-      }
-    }
-    return check_head_size(page_shape()[3]);
-  }
-
-  template <typename T>
-  Step<T> step(const int32_t* slots, const int32_t* positions, int64_t live) const {
-    auto shape = page_shape();
-    int64_t K = shape[2], H = shape[3], D = final_norm.element_count();
-    Step<T> step{};
-    step.embed = table_of<T>(embed, entries, D);
-    step.final_norm = data<T>(final_norm);
-    step.head = panels<T>(head.element_count() > 0 ? head : embed, entries, D);
-    step.rows = {table.typed_data(),    slots,    positions, table.dimensions()[0],
-                 table.dimensions()[1], shape[0], shape[1],  live};
-    step.cos = cos.typed_data();
-    step.sin = sin.typed_data();
-    step.N = num_heads;
-    step.K = K;
-    step.H = H;
-    step.scale = scale;
-    step.eps = eps;
-    for (size_t i = 0; i < rest.size() / kLayerBuffers; ++i) {
-      step.layers.push_back(step_layer<T>(rest, i, D, mlp_size, num_heads * H,
-                                          (num_heads + 2 * K) * H));
-    }
-    return step;
-  }
-};
-
-template <typename Binding>
-auto bind_model(Binding own) {
-  return std::move(own)
-      .template Arg<Ints>()         // page_table
-      .template Arg<Floats>()       // cos
-      .template Arg<Floats>()       // sin
-      .template Arg<Any>()          // embed
-      .template Arg<Any>()          // final_norm
-      .template Arg<Any>()          // head
-      .RemainingArgs()              // of each layer
-      .RemainingRets()              // keys and values of each layer
-      .template Attr<int64_t>("entries")
-      .template Attr<int64_t>("num_heads")
-      .template Attr<int64_t>("mlp_size")
-      .template Attr<float>("scale")
-      .template Attr<float>("eps");
-}
-
-constexpr auto RunStep = [](ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions,
-                            Scalar num_active, Ints branch, ffi::Result<Floats> logits,
-                            Result features, ffi::Span<const int64_t> taps,
-                            auto... parts) -> ffi::Error {
-  Model model{parts...};
-  if (ffi::Error error = model.check(); error.failure()) return error;
-  int64_t live = live_rows(num_active, tokens.element_count());
-  return by_dtype(model.final_norm.element_type(), [&](auto tag) {
-    using T = decltype(tag);
-    Step<T> step = model.step<T>(slots.typed_data(), positions.typed_data(), live);
-    step.tokens = tokens.typed_data();
-    step.rows = with_branch(step.rows, branch);
-    step.taps.assign(taps.begin(), taps.end());
-    step.logits = logits->element_count() > 0 ? logits->typed_data() : nullptr;
-    step.features = data<T>(features);
-    Team<ffi::ThreadPool> team(pool);
-    run_step(team, step);
-    return ffi::Error::Success();
-  });
-};
-
-constexpr auto RunChains = [](ffi::ThreadPool pool, Ints tokens, Ints starts, Ints pending,
-                              Ints counts, ffi::Result<Ints> drafts,
-                              auto... parts) -> ffi::Error {
-  Model model{parts...};
-  if (ffi::Error error = model.check(); error.failure()) return error;
-  Chains chains{tokens.typed_data(),     starts.typed_data(),     pending.typed_data(),
-                counts.typed_data(),     tokens.dimensions()[0],  tokens.dimensions()[1],
-                drafts->dimensions()[1], drafts->typed_data()};
-  return by_dtype(model.final_norm.element_type(), [&](auto tag) {
-    using T = decltype(tag);
-    run_chains(pool, model.step<T>(nullptr, nullptr, 0), chains);
-    return ffi::Error::Success();
-  });
-};
-
 }  // namespace
 }  // namespace spec_jax
 
@@ -372,4 +240,29 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_chains, spec_jax::RunChains,
                                       .Arg<spec_jax::Ints>()      // starts
                                       .Arg<spec_jax::Ints>()      // pending
                                       .Arg<spec_jax::Ints>()      // counts
+                                      .Ret<spec_jax::Ints>()));   // drafts
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_head_step, spec_jax::RunHeadStep,
+                              spec_jax::bind_head(
+                                  ffi::Ffi::Bind()
+                                      .Ctx<ffi::ThreadPool>()
+                                      .Arg<spec_jax::Ints>()      // tokens
+                                      .Arg<spec_jax::Ints>()      // slots
+                                      .Arg<spec_jax::Ints>()      // positions
+                                      .Arg<spec_jax::Scalar>()    // num_active
+                                      .Arg<spec_jax::Ints>()      // branch
+                                      .Arg<ffi::AnyBuffer>()      // features
+                                      .Ret<spec_jax::Floats>()    // logits
+                                      .Ret<ffi::AnyBuffer>()));   // next features
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_head_chains, spec_jax::RunHeadChains,
+                              spec_jax::bind_head(
+                                  ffi::Ffi::Bind()
+                                      .Ctx<ffi::ThreadPool>()
+                                      .Arg<spec_jax::Ints>()      // tokens
+                                      .Arg<spec_jax::Ints>()      // starts
+                                      .Arg<spec_jax::Ints>()      // pending
+                                      .Arg<spec_jax::Ints>()      // counts
+                                      .Arg<ffi::AnyBuffer>()      // features
+                                      .Arg<spec_jax::Ints>()      // names
                                       .Ret<spec_jax::Ints>()));   // drafts

@@ -110,6 +110,16 @@ inline Vec norm_lanes(Vec x, Vec scale, Vec weight) {
   return round_lanes<T>(mul(round_lanes<T>(mul(x, scale)), weight));
 }
 
+// y [K] = norm(x).
+template <typename T>
+void norm_row(const T* x, const T* norm, int64_t K, float eps, T* y) {
+  Vec scale = broadcast(inverse_rms(x, K, eps));
+  for (int64_t k = 0; k < K; k += kLanes) {
+    Vec value = load_lanes(x + k, K - k), weight = load_lanes(norm + k, K - k);
+    store_lanes(y + k, K - k, norm_lanes<T>(value, scale, weight));
+  }
+}
+
 // The rows of x [rows, K], normed unless `norm` is null, with `scratch` for one of them.
 template <typename T>
 void set_rows(const T* x, const T* norm, int64_t rows, int64_t K, float eps, T* scratch,
@@ -119,11 +129,7 @@ void set_rows(const T* x, const T* norm, int64_t rows, int64_t K, float eps, T* 
     for (int64_t r = 0; r < size; ++r) {
       const T* row = x + (first + r) * K;
       if (norm != nullptr) {
-        Vec scale = broadcast(inverse_rms(row, K, eps));
-        for (int64_t k = 0; k < K; k += kLanes) {
-          Vec value = load_lanes(row + k, K - k), weight = load_lanes(norm + k, K - k);
-          store_lanes(scratch + k, K - k, norm_lanes<T>(value, scale, weight));
-        }
+        norm_row(row, norm, K, eps, scratch);
         row = scratch;
       }
       out.set(first, r, row);

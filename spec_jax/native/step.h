@@ -56,38 +56,68 @@ void tap_features(const Step<T>& step, int64_t boundary, const T* x) {
   }
 }
 
+// A team, and what the layers of a step need beside their weights.
+template <typename Pool, typename T>
+struct Layers {
+  const Step<T>& step;
+  Workers<Pool, T> workers;
+  Attention<Pool, T> attention;
+  std::vector<T> heads, attended, hidden;
+
+  Layers(Team<Pool>& team, const Step<T>& step)
+      : step(step), workers(team, step.rows.live, widest(step)),
+        attention(team, step.rows, step.K, step.N / step.K, step.H),
+        heads(step.rows.live * (step.N + 2 * step.K) * step.H),
+        attended(step.rows.live * step.N * step.H) {
+    for (const auto& layer : step.layers) {
+      hidden.resize(std::max<size_t>(hidden.size(), step.rows.live * layer.down.K));
+    }
+  }
+
+  // The most values that a row of a product has.
+  static int64_t widest(const Step<T>& step) {
+    int64_t most = std::max(step.head.K, step.N * step.H);
+    for (const auto& layer : step.layers) {
+      most = std::max({most, layer.qkv.K, layer.down.K});
+    }
+    return most;
+  }
+
+  Input<T> input(const std::vector<T>& rows, const T* norm) const {
+    return {rows.data(), norm, step.eps, step.rows.live};
+  }
+
+  // x [live, D] = residual + attention of what is made of `from`; then x += mlp(x).
+  // `residual` may be x.
+  void run(const StepLayer<T>& layer, const Input<T>& from, const T* residual,
+           std::vector<T>& x) {
+    const T* none = nullptr;
+    project(workers, from, layer.qkv, none, heads.data());
+    attention.run(Layer<T>{heads.data(), layer.q_norm, layer.k_norm, step.cos, step.sin,
+                           layer.k, layer.v, attended.data(), step.N, step.K, step.H,
+                           step.scale, step.eps});
+    project(workers, input(attended, none), layer.attention_out, residual, x.data());
+    gate(workers, input(x, layer.mlp_norm), layer.gate_up, hidden.data());
+    project(workers, input(hidden, none), layer.down, x.data(), x.data());
+  }
+};
+
 template <typename Pool, typename T>
 void run_step(Team<Pool>& team, const Step<T>& step) {
-  int64_t live = step.rows.live, D = step.embed.panels.K;
+  int64_t live = step.rows.live;
   if (live == 0) return;
-  int64_t attended_size = step.N * step.H, heads_size = (step.N + 2 * step.K) * step.H;
-  int64_t hidden_size = 0;
-  for (const auto& layer : step.layers) {
-    hidden_size = std::max(hidden_size, layer.down.K);
-  }
-  std::vector<T> x(live * D), heads(live * heads_size), attended(live * attended_size),
-      hidden(live * hidden_size);
-  Workers<Pool, T> workers(team, live, std::max({D, attended_size, hidden_size}));
-  Attention<Pool, T> attention(team, step.rows, step.K, step.N / step.K, step.H);
-  auto input = [&](const std::vector<T>& rows, const T* norm) {
-    return Input<T>{rows.data(), norm, step.eps, live};
-  };
-  const T* none = nullptr;
+  std::vector<T> x(live * step.embed.panels.K);
+  Layers<Pool, T> layers(team, step);
   take_rows(step.embed, step.tokens, x.data(), live);
   int64_t boundary = 0;
   tap_features(step, boundary, x.data());
   for (const auto& layer : step.layers) {
-    project(workers, input(x, layer.input_norm), layer.qkv, none, heads.data());
-    attention.run(Layer<T>{heads.data(), layer.q_norm, layer.k_norm, step.cos, step.sin,
-                           layer.k, layer.v, attended.data(), step.N, step.K, step.H,
-                           step.scale, step.eps});
-    project(workers, input(attended, none), layer.attention_out, x.data(), x.data());
-    gate(workers, input(x, layer.mlp_norm), layer.gate_up, hidden.data());
-    project(workers, input(hidden, none), layer.down, x.data(), x.data());
+    layers.run(layer, layers.input(x, layer.input_norm), x.data(), x);
     tap_features(step, ++boundary, x.data());
   }
   if (step.logits == nullptr) return;
-  project(workers, input(x, step.final_norm), step.head, none, step.logits);
+  const T* none = nullptr;
+  project(layers.workers, layers.input(x, step.final_norm), step.head, none, step.logits);
 }
 
 // Texts that are continued greedily.
@@ -133,38 +163,51 @@ struct ChainRows {
   }
 };
 
-// Drafts. `step` has the angles of all places of chains, [S, num_places, H / 2], and
-// neither tokens, rows nor results.
-template <typename Pool, typename T>
-void run_chains(Pool& pool, Step<T> step, const Chains& chains) {
+// Runs the steps of chains. `step` has the angles of all places of chains, [S, num_places,
+// H / 2], and neither tokens, rows nor results: it is given those of each step, which
+// `choose` runs. `choose` sets the draft that follows each slot's last row, [S].
+template <typename T, typename Choose>
+void run_all(Step<T>& step, const Chains& chains, const Choose& choose) {
   const float *cos = step.cos, *sin = step.sin;
-  int64_t V = step.head.N;
   std::vector<int64_t> drafted(chains.num_slots);
-  std::vector<float> logits;
-  std::vector<int32_t> chosen;
+  std::vector<int32_t> chosen(chains.num_slots);
   ChainRows rows;
-  Team<Pool> team(pool);
   std::fill(chains.drafts, chains.drafts + chains.num_slots * chains.most, 0);
   for (;;) {
     rows.take(chains, drafted, cos, sin, step.H / 2);
-    int64_t live = rows.tokens.size();
-    if (live == 0) return;
-    logits.resize(live * V);
-    chosen.resize(live);
+    if (rows.tokens.empty()) return;
     step.tokens = rows.tokens.data();
     step.rows.slots = rows.slots.data();
     step.rows.positions = rows.positions.data();
-    step.rows.live = live;
+    step.rows.live = rows.tokens.size();
     step.cos = rows.cos.data();
     step.sin = rows.sin.data();
-    step.logits = logits.data();
-    run_step(team, step);
-    argmax(team, logits.data(), chosen.data(), live, live, V);
+    choose(rows, chosen.data());
     for (int64_t s = 0; s < chains.num_slots; ++s) {
       if (rows.slot_ends[s] == 0) continue;
-      chains.drafts[s * chains.most + drafted[s]++] = chosen[rows.slot_ends[s] - 1];
+      chains.drafts[s * chains.most + drafted[s]++] = chosen[s];
     }
   }
+}
+
+// Drafts, with a step as `run_all` takes it.
+template <typename Pool, typename T>
+void run_chains(Pool& pool, Step<T> step, const Chains& chains) {
+  int64_t V = step.head.N;
+  std::vector<float> logits;
+  std::vector<int32_t> highest;
+  Team<Pool> team(pool);
+  run_all(step, chains, [&](const ChainRows& rows, int32_t* chosen) {
+    int64_t live = step.rows.live;
+    logits.resize(live * V);
+    highest.resize(live);
+    step.logits = logits.data();
+    run_step(team, step);
+    argmax(team, logits.data(), highest.data(), live, live, V);
+    for (int64_t s = 0; s < chains.num_slots; ++s) {
+      if (rows.slot_ends[s] > 0) chosen[s] = highest[rows.slot_ends[s] - 1];
+    }
+  });
 }
 
 }  // namespace spec_jax

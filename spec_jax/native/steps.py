@@ -15,12 +15,15 @@ from spec_jax.native import calls, panels
 
 
 class LayerWeights(typing.NamedTuple):
-    """A layer of `step`, in the order of the kernel's arrays; matrices as panels."""
+    """A layer of `step`, in the order of the kernel's arrays; matrices as panels.
+
+    Both norms of heads, or neither.
+    """
 
     input_norm: jax.Array  # [D]
     qkv: calls.Weight  # [(N + 2K) * H, D]
-    q_norm: jax.Array  # [H]
-    k_norm: jax.Array  # [H]
+    q_norm: jax.Array | None  # [H]
+    k_norm: jax.Array | None  # [H]
     attention_out: calls.Weight  # [D, N * H]
     mlp_norm: jax.Array  # [D]
     gate_up: calls.Weight  # [2F, D]
@@ -45,7 +48,7 @@ class Model:
     scale: float
 
     def __post_init__(self) -> None:
-        V, D = self.embed.shape
+        D = self.embed.shape[1]
         P, C, K, H = self.pages[0][0].shape
         N, F = self._sizes()
         if H % 2 or H > calls.MAX_HEAD:
@@ -59,14 +62,16 @@ class Model:
         calls.check_shapes(final_norm=(self.final_norm, (D,)))
         calls.check_dtypes(self.embed, self.final_norm)
         if self.head is not None:
-            calls.check_shapes(head=(self.head, (V, D)))
+            calls.check_shapes(head=(self.head, (self.num_logits, D)))
             calls.check_dtypes(self.head, self.final_norm)
         for layer, (k, v) in zip(self.layers, self.pages, strict=True):
+            if layer.q_norm is not None and layer.k_norm is not None:
+                calls.check_shapes(
+                    q_norm=(layer.q_norm, (H,)), k_norm=(layer.k_norm, (H,))
+                )
             calls.check_shapes(
                 input_norm=(layer.input_norm, (D,)),
-                qkv=(layer.qkv, ((N + 2 * K) * H, D)),
-                q_norm=(layer.q_norm, (H,)),
-                k_norm=(layer.k_norm, (H,)),
+                qkv=(layer.qkv, ((N + 2 * K) * H, self.row_size)),
                 attention_out=(layer.attention_out, (D, N * H)),
                 mlp_norm=(layer.mlp_norm, (D,)),
                 gate_up=(layer.gate_up, (2 * F, D)),
@@ -74,30 +79,57 @@ class Model:
                 k_pages=(k, (P, C, K, H)),
                 v_pages=(v, (P, C, K, H)),
             )
-            calls.check_dtypes(*layer, k, v, self.final_norm)
+            present = (weight for weight in layer if weight is not None)
+            calls.check_dtypes(*present, k, v, self.final_norm)
+
+    @property
+    def row_size(self) -> int:
+        """The values that a layer reads of a row."""
+        return self.embed.shape[1]
+
+    @property
+    def num_logits(self) -> int:
+        """The logits of a row."""
+        return self.embed.shape[0]
 
     def _sizes(self) -> tuple[int, int]:
         """Query heads, and the width of the MLP."""
         first, H = self.layers[0], self.pages[0][0].shape[3]
         return first.attention_out.shape[1] // H, first.down.shape[1]
 
-    def call(self, target: str, outputs: list, *rows: jax.Array, isa, **attributes):
+    def call(
+        self,
+        target: str,
+        outputs: list,
+        *rows: jax.Array,
+        at: tuple[jax.Array, jax.Array, jax.Array],
+        isa: str | None,
+        **attributes,
+    ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
         """Calls a kernel that takes `rows`, the weights, and the pages.
+
+        Args:
+          at: the page table, and cosines and sines of the rows.
 
         Returns:
           What it gives, as `outputs` says, and the pages.
         """
-        no_head = jnp.zeros((0,), self.final_norm.dtype)
-        head = no_head if self.head is None else calls.packed(self.head, isa).data
-        arguments = [*rows, calls.data_of(self.embed), self.final_norm, head]
+        none = jnp.zeros((0,), self.final_norm.dtype)  # as in `calls.project`
+
+        def data_of(weight: calls.Weight | None) -> jax.Array:
+            if weight is None:
+                return none
+            if len(weight.shape) == 1:
+                return calls.data_of(weight)
+            return calls.packed(weight, isa).data
+
+        page_table, cos, sin = at
+        arguments = [*rows, page_table, cos.astype(jnp.float32)]
+        arguments += [sin.astype(jnp.float32), calls.data_of(self.embed)]
+        arguments += [self.final_norm, data_of(self.head)]
         everything, aliases = list(outputs), {}
         for layer, pools in zip(self.layers, self.pages, strict=True):
-            arguments += [
-                calls.data_of(weight)
-                if len(weight.shape) == 1
-                else calls.packed(weight, isa).data
-                for weight in layer
-            ]
+            arguments += map(data_of, layer)
             for pool in pools:
                 aliases[len(arguments)] = len(everything)
                 arguments.append(pool)
@@ -161,11 +193,12 @@ def step(
         jax.ShapeDtypeStruct((R if with_logits else 0, V), jnp.float32),
         jax.ShapeDtypeStruct((R, len(taps), D), model.final_norm.dtype),
     ]
-    first = tokens, slots, positions, num_active, calls.branch_of(branch, R)
+    rows = tokens, slots, positions, num_active, calls.branch_of(branch, R)
     (logits, features), pages = model.call(
         "spec_jax_step",
         outputs,
-        *(*first, page_table, cos.astype(jnp.float32), sin.astype(jnp.float32)),
+        *rows,
+        at=(page_table, cos, sin),
         isa=isa,
         taps=np.asarray(taps, np.int64),
     )
@@ -183,9 +216,14 @@ def chains(
     pending: jax.Array,  # [S] int32
     counts: jax.Array,  # [S] int32
     most: int,
+    target: str = "spec_jax_chains",
+    own: tuple[jax.Array, ...] = (),
     isa: str | None = None,
 ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
     """Continues texts greedily, in one call; see `ops.step.chains`.
+
+    Args:
+      target: the kernel of the kind of model, and `own` what it takes more of the rows.
 
     Returns:
       Drafts `[S, most]` int32, 0 from `counts` on, and the pages, which are updated
@@ -204,10 +242,10 @@ def chains(
     # The kernel indexes by both.
     counts = jnp.where((pending > 0) & (pending <= W), jnp.minimum(counts, most), 0)
     (drafts,), pages = model.call(
-        "spec_jax_chains",
+        target,
         [jax.ShapeDtypeStruct((S, most), jnp.int32)],
-        *(tokens, starts, pending, counts, page_table),
-        *(cos.astype(jnp.float32), sin.astype(jnp.float32)),
+        *(tokens, starts, pending, counts, *own),
+        at=(page_table, cos, sin),
         isa=isa,
     )
     return drafts, pages

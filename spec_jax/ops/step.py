@@ -6,12 +6,15 @@ The same bits as the operations one by one (`embedding`, `projection`,
 
 import jax
 
-from spec_jax.native import steps
+from spec_jax.native import head_steps, steps
 
 
 Layer = steps.LayerWeights
 Model = steps.Model
 """What is read and updated: weights as `weights.prepare` makes them, and the pages."""
+
+HeadModel = head_steps.HeadModel
+"""The same of an EAGLE-3 head."""
 
 Pages = list[tuple[jax.Array, jax.Array]]
 
@@ -83,6 +86,64 @@ def chains(
     cos, sin = angles
     return steps.chains(
         tokens, model, cos, sin,
+        page_table=page_table, starts=starts, pending=pending, counts=counts, most=most,
+    )  # fmt: skip
+
+
+def head_step(
+    tokens: jax.Array,  # [R] int32
+    features: jax.Array,  # [R, D]
+    model: HeadModel,
+    *,
+    angles: tuple[jax.Array, jax.Array],  # cosines and sines [R, H / 2]
+    page_table: jax.Array,  # [S, M] int32
+    slots: jax.Array,  # [R] int32
+    positions: jax.Array,  # [R] int32
+    num_active: jax.Array,  # [] int32
+    branch: jax.Array | None = None,  # [R, A] int32, of rows of trees
+    impl: str,
+) -> tuple[jax.Array, jax.Array, Pages]:
+    """Runs the active pairs through a head; padding rows are unspecified.
+
+    Returns:
+      Logits `[R, N]` float32 of the head's own tokens; the features `[R, D]` of the
+      pairs that come next; and the pages with the active rows written.
+    """
+    _check(impl)
+    return head_steps.step(
+        tokens, features, model, *angles,
+        page_table=page_table, slots=slots, positions=positions, num_active=num_active,
+        branch=branch,
+    )  # fmt: skip
+
+
+def head_chains(
+    tokens: jax.Array,  # [S, W] int32
+    features: jax.Array,  # [S, W, D]
+    model: HeadModel,
+    *,
+    names: jax.Array | None,  # [N] int32
+    angles: tuple[jax.Array, jax.Array],  # cosines and sines [S, W + most - 1, H / 2]
+    page_table: jax.Array,  # [S, M] int32
+    starts: jax.Array,  # [S] int32
+    pending: jax.Array,  # [S] int32
+    counts: jax.Array,  # [S] int32
+    most: int,
+    impl: str,
+) -> tuple[jax.Array, Pages]:
+    """Continues texts greedily with a head, as `chains` does with a model.
+
+    Args:
+      tokens: of the pairs whose K/V is not stored yet, and their features; the feature
+        of a draft is what the pair before it leaves behind.
+      names: the token that each of the head's own stands for; None: the same.
+
+    Returns:
+      As `chains`.
+    """
+    _check(impl)
+    return head_steps.chains(
+        tokens, features, model, *angles, names=names,
         page_table=page_table, starts=starts, pending=pending, counts=counts, most=most,
     )  # fmt: skip
 

@@ -330,16 +330,17 @@ FEATURES = (
 HEADS = (
     Mutant(
         "a head's normed feature comes before its normed token",
-        "model.eagle3:forward_rows",
+        "model.eagle3:_run_operations",
         "jnp.concatenate(x, axis=1)",
         "jnp.concatenate(x[::-1], axis=1)",
         "model/test_eagle3_head.py::test_rows_are_the_sequence[xla-plain]",
     ),
     Mutant(
         "drafted rows of a head are turned one position further",
-        "model.eagle3:forward_rows",
-        "rows.positions, dtype",
-        "rows.positions + int(features.shape[1] == config.hidden_size), dtype",
+        "model.eagle3:run_chains",
+        "positions.reshape(-1), dtype",
+        "jnp.where(positions < (starts + pending)[:, None], positions, positions + 1)"
+        ".reshape(-1), dtype",
         _PAIRS,
     ),
     Mutant(

@@ -18,6 +18,7 @@
 
 #include <unistd.h>
 
+#include "head_step.h"
 #include "move.h"
 #include "projection.h"
 #include "row_attention.h"
@@ -302,27 +303,71 @@ void check_move(int64_t width) {
   }
 }
 
-// Three slots: two that draft, the second beyond its pages, and one that sits out.
+// Three slots: two that draft, the second beyond its pages, and one that sits out. Of a
+// model, or of a head whose own tokens are named from the last one on.
 template <typename T>
-void check_chains(const Step<T>& step) {
+void check_chains(const Step<T>& step, const Head<T>* head) {
   constexpr int64_t S = 3, width = 2, most = 3;
   int32_t tokens[] = {3, 1, 2, 1 << 30, -1, -1}, starts[] = {0, 1, 1 << 30};
   int32_t pending[] = {2, 1, 9}, counts[] = {3, 2, 0}, table[] = {2, 0, 1, 3, -7, 99};
   Array<int32_t> drafts(S * most);
   auto angles = normal<float>(S * (width + most - 1) * (step.H / 2));
   Chains chains{tokens, starts, pending, counts, S, width, most, drafts.data()};
-  Step<T> model = step;
+  Step<T> model = head == nullptr ? step : head->step;
   model.rows = {table, nullptr, nullptr, S, 2, step.rows.num_pages,
                 step.rows.page_size, 0};
   model.cos = model.sin = angles.data();
   model.taps.clear();
   LatePool pool;
-  run_chains(pool, model, chains);
+  int64_t first = 0;
+  if (head == nullptr) {
+    run_chains(pool, model, chains);
+  } else {
+    int64_t N = model.head.N;
+    auto features = normal<T>(S * width * head->size());
+    Array<int32_t> names(N);
+    for (int64_t n = 0; n < N; ++n) names[n] = static_cast<int32_t>(step.head.N - N + n);
+    Head<T> own = *head;
+    own.step = model;
+    run_head_chains(pool, own, chains, features.data(), names.data());
+    first = step.head.N - N;
+  }
   for (int64_t i = 0; i < S * most; ++i) {
     bool is_made = i % most < counts[i / most];
-    bool fine = is_made ? drafts[i] >= 0 && drafts[i] < step.head.N : drafts[i] == 0;
-    expect(fine, shape<T>("chains", {i}));
+    bool fine = is_made ? drafts[i] >= first && drafts[i] < step.head.N : drafts[i] == 0;
+    expect(fine, shape<T>("chains", {i, head != nullptr}));
   }
+}
+
+// A head of the step's layer: in bounds, and what is written finite or NaN as it should.
+template <typename T>
+void check_head(const Step<T>& step, bool is_normed) {
+  constexpr int64_t kOwn = 9;
+  int64_t D = step.head.K, R = 4, live = step.rows.live;
+  auto matrix = [](int64_t rows, int64_t columns) {
+    auto w = normal<T>(rows * columns, 0.3f);
+    return pack(w, rows, columns);
+  };
+  auto qkv = matrix((step.N + 2 * step.K) * step.H, 2 * D), lm_head = matrix(kOwn, D);
+  auto norm = normal<T>(D), features = normal<T>(live * D);
+  auto logits = untouched<float>(R * kOwn);
+  auto next = untouched<T>(R * D);
+  Head<T> head{step, norm.data(), is_normed, is_normed};
+  head.step.layers.resize(1);
+  head.step.layers[0].qkv = {qkv.data(), (step.N + 2 * step.K) * step.H, 2 * D};
+  if (is_normed) head.step.layers[0].q_norm = head.step.layers[0].k_norm = nullptr;
+  head.step.head = {lm_head.data(), kOwn, D};
+  head.step.logits = logits.data();
+  LatePool pool;
+  Team<LatePool> team(pool);
+  run_head(team, head, features.data(), next.data());
+  auto check = [&](float value, int64_t r) {
+    bool fine = r < 2 ? std::isfinite(value) : r == 2 ? std::isnan(value) : value == -77;
+    expect(fine, shape<T>("head", {D, r, is_normed}));
+  };
+  for (int64_t i = 0; i < R * kOwn; ++i) check(logits[i], i / kOwn);
+  for (int64_t i = 0; i < R * D; ++i) check(to_float(next[i]), i / D);
+  check_chains(step, &head);
 }
 
 // A model of two layers, the last active row without a page: in bounds, and what is
@@ -365,7 +410,9 @@ void check_step(int64_t D, int64_t F) {
                                                              kWord<T> + d % kWord<T>]);
     expect(entry == word, shape<T>("features", {D, F, d}));
   }
-  check_chains(step);
+  const Head<T>* none = nullptr;
+  check_chains(step, none);
+  for (bool is_normed : {false, true}) check_head(step, is_normed);
 }
 
 // The caller does the helpers' part, and waits for none of them.
