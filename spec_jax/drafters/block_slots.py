@@ -214,20 +214,54 @@ class SlotBlock(features_lib.SlotReader):
         return kv, asked & ~kv.out_of_pages, hidden, logits
 
     def _draw(self, params, anchor, hidden, logits, *, length, sampling, wanted):
-        """Returns the proposal of whole blocks, slot after slot."""
-        del wanted  # Of trees: a chain's drafts cost next to nothing.
-        drafter, head = self.drafter, self.drafter.head
-        impl, count = drafter.model.impl, self.gamma_max
+        """Returns the proposal of whole blocks, of `wanted[b]` drafts at least."""
+        drafter, head, count = self.drafter, self.drafter.head, self.gamma_max
         draw = draft_trees.Draw.of(
             drafter.draws, sampling, length, num_slots=self.num_slots
         )
+        params = block_params.prepare(params, drafter.model.impl)
+        used = slice(head.first_slot, head.first_slot + count)
+        if draw.sampling is None and block_draft.is_one_call(head, drafter.model.impl):
+            probs = None
+            tokens, confidence = block_draft.choose_greedily(
+                params,
+                head,
+                anchor,
+                hidden[:, used],
+                logits[:, used],
+                counts=wanted,
+                impl=drafter.model.impl,
+            )
+        else:
+            tokens, confidence, probs = self._go_over(
+                params, anchor, hidden, logits, draw
+            )
+        survival, num_drafted = None, jnp.full((self.num_slots,), count, jnp.int32)
+        if confidence is not None:
+            survival = block_draft.survival(head, confidence)
+            if drafter.min_confidence:
+                num_drafted = _until(survival, drafter.min_confidence)
+            # What is not asked for may not have been drafted.
+            is_asked = jnp.arange(count, dtype=jnp.int32)[None] < wanted[:, None]
+            survival = jnp.where(is_asked, survival, 0.0)
+        return protocols.Proposal(
+            tokens=tokens, num_drafted=num_drafted, probs=probs, survival=survival
+        )
+
+    def _go_over(self, params, anchor, hidden, logits, draw):
+        """Goes over the slots of blocks, one after the other.
+
+        Returns:
+          Tokens `[B, W]`, the logits of their confidences, and their distributions;
+          None where there are no such.
+        """
+        head, count = self.drafter.head, self.gamma_max
         widen = draft_slots.widened(params.hot, self.vocab_size)
-        params = block_params.prepare(params, impl)
         correct = functools.partial(
             block_draft.correct,
             params,
             head,
-            product=block_draft.row_product(impl),
+            product=block_draft.row_product(self.drafter.model.impl),
         )
         state = block_draft.first_state(head, (self.num_slots,))
         if head.first_slot:  # Predicts nothing, but a recurrent state passes through.
@@ -255,14 +289,7 @@ class SlotBlock(features_lib.SlotReader):
         (_, _, probs), (tokens, confidence) = jax.lax.scan(
             step, (state, anchor, probs), (numbers, by_slot(hidden), by_slot(logits))
         )
-        survival, num_drafted = None, jnp.full((self.num_slots,), count, jnp.int32)
-        if confidence is not None:
-            survival = block_draft.survival(head, confidence.T)
-            if drafter.min_confidence:
-                num_drafted = _until(survival, drafter.min_confidence)
-        return protocols.Proposal(
-            tokens=tokens.T, num_drafted=num_drafted, probs=probs, survival=survival
-        )
+        return tokens.T, None if confidence is None else confidence.T, probs
 
 
 def _until(survival: Float[Array, "B W"], threshold: float) -> Int[Array, " B"]:

@@ -33,6 +33,7 @@ from spec_jax.ops import (
     rope,
     row_attention,
     skinny_gemm,
+    step,
     weights,
 )
 from spec_jax.paging import cache
@@ -66,6 +67,15 @@ def append_context(
             f"{config.features_size} (taps={config.taps} of the target)"
         )
     params = block_params.prepare(params, impl)
+    if step.is_fused(impl):
+        pages = step.append_context(
+            features.astype(params.final_norm.dtype),
+            _model(params, config, kv),
+            fc=params.fc,
+            hidden_norm=params.hidden_norm,
+            **_where(config, rows, kv, params.final_norm.dtype),
+        )
+        return cache.with_pages(kv, pages)
     layer = config.layer
     K, H, eps = layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps
     dtype = params.final_norm.dtype
@@ -112,6 +122,17 @@ def forward_block(
     params = block_params.prepare(params, impl)
     layer = config.layer
     dtype, eps = params.final_norm.dtype, layer.rms_norm_eps
+    if step.is_fused(impl):
+        hidden, logits, pages = step.blocks(
+            rows.tokens,
+            _model(params, config, kv),
+            block_size=config.block_size,
+            embed=params.embed,
+            final_norm=params.final_norm,
+            head=params.lm_head,
+            **_where(config, rows, kv, dtype),
+        )
+        return cache.with_pages(kv, pages), hidden, logits
     shared: dict[str, Any] = {"num_active": rows.num_active, "eps": eps, "impl": impl}
     x = embedding.embed(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
@@ -146,6 +167,32 @@ def forward_block(
     hidden = rms_norm.rms_norm(x, params.final_norm, eps=eps)
     logits = projection.project(hidden, params.lm_head, out_dtype="float32", **shared)
     return kv, hidden, logits
+
+
+def _model(params, config, kv) -> step.BlockModel:
+    """The layers for native kernels."""
+    fields = step.BlockLayer._fields
+    return step.BlockModel(
+        layers=[
+            step.BlockLayer(**{name: getattr(weight, name) for name in fields})
+            for weight in params.layers
+        ],
+        pages=list(zip(kv.k, kv.v, strict=True)),
+        eps=config.layer.rms_norm_eps,
+        scale=config.layer.head_dim**-0.5,
+    )
+
+
+def _where(config, rows, kv, dtype) -> dict[str, Any]:
+    """Where rows are, for native kernels."""
+    return {
+        "angles": decoder.row_angles(config.layer, rows.positions, dtype=dtype),
+        "page_table": kv.page_table,
+        "slots": rows.slots,
+        "positions": rows.positions,
+        "num_active": rows.num_active,
+        "impl": "native",
+    }
 
 
 @typed
@@ -297,12 +344,60 @@ def correct(
         bias = product(mixed.astype(hidden.dtype), markov.out)
         if config.confidence_with_markov:
             known.append(before)
+    return state, bias, _confidence(params, known)
+
+
+def _confidence(params, known):
+    """Returns the logits of confidences of what is `known` of slots; None: no head."""
     if params.confidence is None or params.confidence_bias is None:
-        return state, bias, None
+        return None
     read = jnp.concatenate(known, axis=-1).astype(jnp.float32)
     row = params.confidence[0].astype(jnp.float32)
     offset = params.confidence_bias[0].astype(jnp.float32)
-    return state, bias, jnp.einsum("...d,d->...", read, row) + offset
+    return jnp.einsum("...d,d->...", read, row) + offset
+
+
+def is_one_call(config: block_params.BlockConfig, impl: str) -> bool:
+    """Returns whether `choose_greedily` can go over the slots of blocks."""
+    return step.is_fused(impl) and config.head in ("none", "vanilla")
+
+
+@typed
+def choose_greedily(
+    params: block_params.BlockParams,
+    config: block_params.BlockConfig,
+    anchor: Int[Array, " B"],
+    hidden: Float[Array, "B W D"],
+    logits: Float[Array, "B W Vd"],
+    *,
+    counts: Int[Array, " B"],
+    impl: str,
+) -> tuple[Int[Array, "B W"], Float[Array, "B W"] | None]:
+    """Takes the most likely token of each slot after the one before it, in one call.
+
+    Args:
+      anchor: the token before the first slot.
+      counts: slots of each block to go over.
+
+    Returns:
+      Tokens of the target, 0 from `counts` on; and the logits of their confidences, as
+      `correct` says them, which mean nothing from there on.
+    """
+    markov = params.markov
+    tokens = step.slots_greedily(
+        logits,
+        anchor,
+        counts,
+        names=params.hot,
+        embed=None if markov is None else markov.embed,
+        out=None if markov is None else markov.out,
+        impl=impl,
+    )
+    known = [hidden]
+    if markov is not None and config.confidence_with_markov:
+        before = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
+        known.append(weights.take_rows(markov.embed, before).astype(hidden.dtype))
+    return tokens, _confidence(params, known)
 
 
 def _mix(config, markov, state, before, hidden, product):

@@ -268,6 +268,10 @@ def prepare(params: BlockParams, impl: str) -> BlockParams:
             embed=markov.embed
         )
     others = params.replace(embed=None, markov=None, confidence=None)
+    embed, dtype = params.embed, params.final_norm.dtype
+    if impl == "native" and embed.dtype != dtype:
+        # One call takes one dtype; a token that is rounded there is the same.
+        embed = weights.matrix(embed).astype(dtype)
     return params_lib.map_matrices(one, others).replace(
-        embed=params.embed, markov=markov, confidence=params.confidence
+        embed=embed, markov=markov, confidence=params.confidence
     )

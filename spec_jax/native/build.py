@@ -31,6 +31,8 @@ import jaxlib.version
 SOURCES = (
     "argmax.h",
     "attention.h",
+    "block_calls.h",
+    "block_step.h",
     "buffers.h",
     "gemm.h",
     "head_step.h",
@@ -58,6 +60,9 @@ TARGETS = (
     "spec_jax_chains",
     "spec_jax_head_step",
     "spec_jax_head_chains",
+    "spec_jax_append_context",
+    "spec_jax_blocks",
+    "spec_jax_slots",
 )
 
 # Contraction off: a product and a sum are one rounding only where the source says so.

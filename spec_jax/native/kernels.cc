@@ -5,6 +5,7 @@
 // by the caller (`calls.py`); no exception leaves a handler.
 
 #include "argmax.h"
+#include "block_calls.h"
 #include "buffers.h"
 #include "move.h"
 #include "projection.h"
@@ -266,3 +267,43 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_head_chains, spec_jax::RunHeadChains,
                                       .Arg<ffi::AnyBuffer>()      // features
                                       .Arg<spec_jax::Ints>()      // names
                                       .Ret<spec_jax::Ints>()));   // drafts
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_append_context, spec_jax::AppendContext,
+                              spec_jax::bind_block(
+                                  ffi::Ffi::Bind()
+                                      .Ctx<ffi::ThreadPool>()
+                                      .Arg<ffi::AnyBuffer>()      // features
+                                      .Arg<spec_jax::Ints>()      // slots
+                                      .Arg<spec_jax::Ints>()      // positions
+                                      .Arg<spec_jax::Scalar>()    // num_active
+                                      .Arg<ffi::AnyBuffer>()      // fc
+                                      .Arg<ffi::AnyBuffer>()));   // hidden_norm
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_blocks, spec_jax::RunBlocks,
+                              spec_jax::bind_block(
+                                  ffi::Ffi::Bind()
+                                      .Ctx<ffi::ThreadPool>()
+                                      .Arg<spec_jax::Ints>()      // tokens
+                                      .Arg<spec_jax::Ints>()      // slots
+                                      .Arg<spec_jax::Ints>()      // positions
+                                      .Arg<spec_jax::Scalar>()    // num_active
+                                      .Arg<ffi::AnyBuffer>()      // embed
+                                      .Arg<ffi::AnyBuffer>()      // final_norm
+                                      .Arg<ffi::AnyBuffer>()      // head
+                                      .Ret<ffi::AnyBuffer>()      // hidden
+                                      .Ret<spec_jax::Floats>()    // logits
+                                      .Attr<int64_t>("block_size")
+                                      .Attr<int64_t>("entries")));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_slots, spec_jax::RunSlots,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<spec_jax::Floats>()  // logits
+                                  .Arg<spec_jax::Ints>()    // anchors
+                                  .Arg<spec_jax::Ints>()    // counts
+                                  .Arg<spec_jax::Ints>()    // names
+                                  .Arg<ffi::AnyBuffer>()    // embed
+                                  .Arg<ffi::AnyBuffer>()    // out
+                                  .Ret<spec_jax::Ints>()    // drafts
+                                  .Attr<int64_t>("entries")
+                                  .Attr<int64_t>("rank"));

@@ -75,10 +75,12 @@ void over_panels(Workers<Pool, T>& workers, const Input<T>& input, int64_t K,
   });
 }
 
-// y [rows, N] = residual + round(norm(x) w^T); `residual` may be null, or y.
+// y [rows, N] = residual + round(norm(x) w^T); `residual` may be null, or y. The rows of y
+// are `stride` apart, unless it is 0.
 template <typename Pool, typename T, typename Out>
 void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w,
-             const T* residual, Out* y) {
+             const T* residual, Out* y, int64_t stride = 0) {
+  if (stride == 0) stride = w.N;
   auto body = [&](int64_t first, int64_t size, int64_t begin, int64_t end,
                   const SideBySide<T>& rows) {
     constexpr int64_t kStride = kMostGrain * kPanel;
@@ -87,7 +89,7 @@ void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& 
              kStride);
     int64_t from = begin * kPanel, to = std::min(end * kPanel, w.N);
     for (int64_t r = 0; r < size; ++r) {
-      Out* out = y + (first + r) * w.N;
+      Out* out = y + (first + r) * stride;
       for (int64_t n = from; n < to; n += kLanes) {
         Vec value = load(sums + r * kStride + n - from);
         if (residual != nullptr) {

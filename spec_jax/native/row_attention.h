@@ -257,10 +257,19 @@ struct Attention {
     end(layer, own, index, queries);
   }
 
+  // Stores the keys and values of all rows that have a page.
+  void write_all(const Layer<T>& layer) {
+    constexpr int64_t kFew = 8;  // heads to write that are not worth a thread's while
+    for (const Span& span : all) {
+      team.run(span.count * K, kFew, [&](int64_t i, int64_t last, int64_t) {
+        for (; i < last; ++i) write(layer, span, span.first + i / K, i % K);
+      });
+    }
+  }
+
   // The whole layer. Active rows without a page become NaN, and are not written, as in the
   // reference.
   void run(const Layer<T>& layer) {
-    constexpr int64_t kFew = 8;  // heads to write that are not worth a thread's while
     int64_t width = layer.N * layer.H, next = 0;
     T nan = round_to<T>(std::numeric_limits<float>::quiet_NaN());
     for (const Span& span : all) {
@@ -268,11 +277,7 @@ struct Attention {
       next = span.first + span.count;
     }
     std::fill(layer.out + next * width, layer.out + rows.live * width, nan);
-    for (const Span& span : all) {
-      team.run(span.count * K, kFew, [&](int64_t i, int64_t last, int64_t) {
-        for (; i < last; ++i) write(layer, span, span.first + i / K, i % K);
-      });
-    }
+    write_all(layer);
     int64_t tasks = all.size() * K;
     team.run(tasks, grain, [&](int64_t i, int64_t last, int64_t worker) {
       while (i < last) {

@@ -6,7 +6,8 @@ The same bits as the operations one by one (`embedding`, `projection`,
 
 import jax
 
-from spec_jax.native import head_steps, steps
+from spec_jax.native import block_steps, head_steps, steps
+from spec_jax.ops import weights
 
 
 Layer = steps.LayerWeights
@@ -15,6 +16,10 @@ Model = steps.Model
 
 HeadModel = head_steps.HeadModel
 """The same of an EAGLE-3 head."""
+
+BlockLayer = block_steps.LayerWeights
+BlockModel = block_steps.BlockModel
+"""The same of a block drafter."""
 
 Pages = list[tuple[jax.Array, jax.Array]]
 
@@ -146,6 +151,84 @@ def head_chains(
         tokens, features, model, *angles, names=names,
         page_table=page_table, starts=starts, pending=pending, counts=counts, most=most,
     )  # fmt: skip
+
+
+def append_context(
+    features: jax.Array,  # [R, taps * D]
+    model: BlockModel,
+    *,
+    fc: weights.Weight,  # [D, taps * D]
+    hidden_norm: jax.Array,  # [D]
+    angles: tuple[jax.Array, jax.Array],  # cosines and sines [R, H / 2]
+    page_table: jax.Array,  # [S, M] int32
+    slots: jax.Array,  # [R] int32
+    positions: jax.Array,  # [R] int32
+    num_active: jax.Array,  # [] int32
+    impl: str,
+) -> Pages:
+    """Returns the pages with the keys and values of the active rows' context."""
+    _check(impl)
+    return block_steps.append_context(
+        features, model, fc=fc, hidden_norm=hidden_norm, at=(page_table, *angles),
+        slots=slots, positions=positions, num_active=num_active,
+    )  # fmt: skip
+
+
+def blocks(
+    tokens: jax.Array,  # [R] int32
+    model: BlockModel,
+    *,
+    block_size: int,
+    embed: weights.Weight,  # [V, D]
+    final_norm: jax.Array,  # [D]
+    head: weights.Weight,  # [Vd, D]
+    angles: tuple[jax.Array, jax.Array],  # cosines and sines [R, H / 2]
+    page_table: jax.Array,  # [S, M] int32
+    slots: jax.Array,  # [R] int32
+    positions: jax.Array,  # [R] int32
+    num_active: jax.Array,  # [] int32
+    impl: str,
+) -> tuple[jax.Array, jax.Array, Pages]:
+    """Runs whole blocks, whose rows see their context and each other.
+
+    Returns:
+      Hidden states `[R, D]` after the final norm, float32 logits `[R, Vd]`, and the
+      pages with the active rows written.
+    """
+    _check(impl)
+    return block_steps.blocks(
+        tokens, model, block_size=block_size, embed=embed, final_norm=final_norm,
+        head=head, at=(page_table, *angles), slots=slots, positions=positions,
+        num_active=num_active,
+    )  # fmt: skip
+
+
+def slots_greedily(
+    logits: jax.Array,  # [S, most, Vd] float32
+    anchors: jax.Array,  # [S] int32
+    counts: jax.Array,  # [S] int32
+    *,
+    names: jax.Array | None,  # [Vd] int32
+    embed: jax.Array | None,  # [V, r]
+    out: weights.Weight | None,  # [Vd, r]
+    impl: str,
+) -> jax.Array:
+    """Takes the highest of each slot's logits, corrected by the token before it.
+
+    Args:
+      anchors: the token before the first slot of each block.
+      counts: slots of each block to go over.
+      names: the token that each of the drafter's own stands for; None: the same.
+      embed, out: of the token before, and what its product with the embedding adds to
+        the logits; None: nothing.
+
+    Returns:
+      Tokens `[S, most]` int32, 0 from `counts` on.
+    """
+    _check(impl)
+    return block_steps.slots_greedily(
+        logits, anchors, counts, names=names, embed=embed, out=out
+    )
 
 
 def _check(impl: str) -> None:
