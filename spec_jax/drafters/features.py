@@ -68,11 +68,10 @@ def append(
     # Past the end, and so dropped.
     at = jnp.where(positions < end[:, None], positions % ring.size, ring.size)
     slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-    written = bits.to_bits(ring.features).at[slots, at].set(
-        bits.to_bits(features.astype(ring.features.dtype)), mode="drop"
-    )
-    features = bits.from_bits(written, ring.features.dtype)
-    return ring.replace(features=features, end=end)
+    dtype = ring.features.dtype
+    added = bits.to_bits(features.astype(dtype))
+    written = bits.to_bits(ring.features).at[slots, at].set(added, mode="drop")
+    return ring.replace(features=bits.from_bits(written, dtype), end=end)
 
 
 def read(
