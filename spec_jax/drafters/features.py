@@ -21,6 +21,7 @@ from spec_jax import pytree
 from spec_jax.drafters import draft_model, draft_slots
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.model import row_model
+from spec_jax.ops import bits
 from spec_jax.paging import allocator, cache as paged
 
 
@@ -67,8 +68,10 @@ def append(
     # Past the end, and so dropped.
     at = jnp.where(positions < end[:, None], positions % ring.size, ring.size)
     slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-    written = ring.features.at[slots, at].set(features, mode="drop")
-    return ring.replace(features=written, end=end)
+    dtype = ring.features.dtype
+    added = bits.to_bits(features.astype(dtype))
+    written = bits.to_bits(ring.features).at[slots, at].set(added, mode="drop")
+    return ring.replace(features=bits.from_bits(written, dtype), end=end)
 
 
 def read(
@@ -77,7 +80,8 @@ def read(
     """Returns `count` features of each slot from position `start` on."""
     positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     slots = jnp.arange(start.shape[0], dtype=jnp.int32)[:, None]
-    return ring.features[slots, positions % ring.size]
+    found = bits.to_bits(ring.features)[slots, positions % ring.size]
+    return bits.from_bits(found, ring.features.dtype)
 
 
 def truncate(
