@@ -18,6 +18,7 @@
 
 #include <unistd.h>
 
+#include "block_step.h"
 #include "head_step.h"
 #include "move.h"
 #include "projection.h"
@@ -372,6 +373,58 @@ void check_head(const Step<T>& step, bool is_normed) {
 
 // A model of two layers, the last active row without a page: in bounds, and what is
 // written is finite or NaN as it should be.
+// Two blocks of two rows, the second without pages, after context of the first: in bounds,
+// and what is written finite or NaN as it should. Then their slots, of two that draft one
+// and both.
+template <typename T>
+void check_blocks(int64_t D, int64_t F) {
+  constexpr int64_t R = 4, V = 21, Vd = 9, N = 4, K = 2, H = 6, P = 3, C = 2, rank = 5;
+  auto matrix = [](int64_t rows, int64_t columns) {
+    auto w = normal<T>(rows * columns, 0.3f);
+    return pack(w, rows, columns);
+  };
+  auto embed = matrix(V, D), q = matrix(N * H, D), kv = matrix(2 * K * H, D);
+  auto o = matrix(D, N * H), gate_up = matrix(2 * F, D), down = matrix(D, F);
+  auto fc = matrix(D, 2 * D), lm_head = matrix(Vd, D), out = matrix(Vd, rank);
+  auto norm = normal<T>(std::max(D, H)), features = normal<T>(2 * 2 * D);
+  auto k = normal<T>(P * C * K * H), v = normal<T>(P * C * K * H), before = normal<T>(V * rank);
+  auto angles = normal<float>(R * (H / 2));
+  int32_t tokens[] = {0, V - 1, 3, 4}, slots[] = {0, 0, 1, 1}, positions[] = {2, 3, 0, 1};
+  int32_t context[] = {0, 1}, table[] = {2, 0, 3, 3};
+  BlockLayer<T> layer{norm.data(), norm.data(), norm.data(), norm.data(),
+                      {q.data(), N * H, D}, {kv.data(), 2 * K * H, D},
+                      {o.data(), D, N * H}, {gate_up.data(), 2 * F, D},
+                      {down.data(), D, F}, k.data(), v.data()};
+  Blocks<T> blocks{{layer, layer}, Rows{table, slots, context, 2, 2, P, C, 2},
+                   angles.data(), angles.data(), N, K, H, 0.4f, 1e-6f};
+  LatePool pool;
+  Team<LatePool> team(pool);
+  append_context(team, blocks, features.data(), Panels<T>{fc.data(), D, 2 * D}, norm.data());
+  blocks.rows.positions = positions;
+  blocks.rows.live = R;
+  auto hidden = untouched<T>(R * D);
+  auto logits = untouched<float>(R * Vd);
+  Table<T> rows{nullptr, {embed.data(), V, D}};
+  run_blocks(team, blocks, 2, tokens, rows, norm.data(), Panels<T>{lm_head.data(), Vd, D},
+             hidden.data(), logits.data());
+  auto check = [&](float value, int64_t r) {
+    expect(r < 2 ? std::isfinite(value) : std::isnan(value), shape<T>("blocks", {D, F, r}));
+  };
+  for (int64_t i = 0; i < R * D; ++i) check(to_float(hidden[i]), i / D);
+  for (int64_t i = 0; i < R * Vd; ++i) check(logits[i], i / Vd);
+  int32_t anchors[] = {V - 1, 0}, counts[] = {1, 2}, drafts[] = {-7, -7, -7, -7};
+  Array<int32_t> names(Vd);
+  for (int64_t n = 0; n < Vd; ++n) names[n] = static_cast<int32_t>(V - 1 - n);
+  auto scores = normal<float>(2 * 2 * Vd);
+  SlotChains chains{scores.data(), anchors, counts, names.data(), 2, 2, Vd, drafts};
+  run_slots(team, Table<T>{before.data(), {nullptr, V, rank}},
+            Panels<T>{out.data(), Vd, rank}, chains);
+  for (int i = 0; i < 4; ++i) {
+    bool fine = i == 1 ? drafts[i] == 0 : drafts[i] >= V - Vd && drafts[i] < V;
+    expect(fine, shape<T>("slots", {D, i}));
+  }
+}
+
 template <typename T>
 void check_step(int64_t D, int64_t F) {
   constexpr int64_t R = 4, live = 3, V = 21, N = 4, K = 2, H = 6, P = 3, C = 2, L = 2;
@@ -413,6 +466,7 @@ void check_step(int64_t D, int64_t F) {
   const Head<T>* none = nullptr;
   check_chains(step, none);
   for (bool is_normed : {false, true}) check_head(step, is_normed);
+  check_blocks<T>(D, F);
 }
 
 // The caller does the helpers' part, and waits for none of them.

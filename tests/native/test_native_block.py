@@ -1,0 +1,260 @@
+"""`block_steps`: a block drafter's calls have the bits of their operations."""
+
+import dataclasses
+import functools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model import block_cases
+
+from spec_jax import testing
+from spec_jax.model import block_draft, block_params, decoder, params, row_model
+from spec_jax.native import block_steps
+from spec_jax.ops import projection, rms_norm, row_attention, step
+from spec_jax.paging import allocator, cache
+
+
+CAPACITY, SLOTS = 40, 3
+SIZE = block_cases.DFLASH.block_size
+PLAIN = block_cases.DFLASH
+MARKOV = block_cases.with_heads("vanilla")
+SMALL = block_cases.with_heads("vanilla", draft_vocab_size=32, slots="fill-in")
+
+
+def make(config=PLAIN, dtype="float32"):
+    """A drafter's config, and its weights for the kernels."""
+    decoding.needs("native")
+    hot = jnp.arange(3, 96, 2, dtype=jnp.int32)[:32] if config is SMALL else None
+    config = dataclasses.replace(
+        config, layer=dataclasses.replace(config.layer, dtype=dtype)
+    )
+    target = params.init(jax.random.key(9), block_cases.TARGET, stddev=0.3)
+    target = params.cast(target, dtype)
+    weights = block_params.init(
+        jax.random.key(5),
+        config,
+        embed=target.embed,
+        lm_head=target.head,
+        hot=hot,
+        stddev=0.3,
+    )
+    return config, block_params.prepare(weights, "native")
+
+
+def new_slots(config):
+    """A cache with pages for all positions of its slots."""
+    model = row_model.RowModel(config=config.layer, impl="native", slab=SIZE)
+    kv = model.new_slots(SLOTS, capacity=CAPACITY, page_size=8)
+    for slot in range(SLOTS):
+        kv = allocator.reserve(kv, slot, jnp.int32(CAPACITY))
+    return kv
+
+
+def native_norm(x, weight, *, eps):
+    """The kernels' own norm: what their product with the identity reads."""
+    flat = x.reshape(-1, x.shape[-1])
+    eye, count = jnp.eye(flat.shape[1], dtype=x.dtype), jnp.int32(flat.shape[0])
+    normed = projection.project(
+        flat, eye, norm=weight, num_active=count, eps=eps, impl="native"
+    )
+    return normed.reshape(x.shape)
+
+
+def run(config, weights, live, append_context=None):
+    """What context of two slots, and blocks of all of them, leave behind."""
+    rng = np.random.default_rng(0)
+    count = 11
+    features = rng.standard_normal((count, config.features_size)).astype(np.float32)
+    features[live:] = np.nan
+    context = decoder.Rows(
+        tokens=jnp.zeros((count,), jnp.int32),
+        slots=jnp.arange(count, dtype=jnp.int32) // 7,
+        positions=jnp.arange(count, dtype=jnp.int32) % 7,
+        num_active=jnp.int32(live),
+    )
+    rows = SLOTS * SIZE
+    own = jnp.arange(rows, dtype=jnp.int32)
+    starts = jnp.array([7, 4, 0], jnp.int32)
+    blocks = decoder.Rows(
+        tokens=own * 5 % 96,
+        slots=own // SIZE,
+        positions=starts[own // SIZE] + own % SIZE,
+        num_active=jnp.int32(min(live // SIZE + 1, SLOTS) * SIZE),
+    )
+
+    @jax.jit
+    def forward(kv):
+        append = (
+            block_draft.append_context if append_context is None else append_context
+        )
+        kv = append(weights, config, context, jnp.asarray(features), kv, impl="native")
+        return block_draft.forward_block(weights, config, blocks, kv, impl="native")
+
+    kv, *outputs = forward(new_slots(config))
+    outputs = [x[: int(blocks.num_active)] for x in outputs]
+    return jax.tree.map(np.asarray, (outputs, kv.k, kv.v))
+
+
+def append_by_operations(weights, config, rows, features, kv, *, impl):
+    """Context one operation after the other: attention of queries that mean nothing."""
+    layer = config.layer
+    shared = {"num_active": rows.num_active, "eps": layer.rms_norm_eps, "impl": impl}
+    features = features.astype(weights.final_norm.dtype)
+    fused = projection.project(features, weights.fc, **shared)
+    cos, sin = decoder.row_angles(layer, rows.positions, dtype=features.dtype)
+    for number, own in enumerate(weights.layers):
+        made = projection.project(fused, own.kv, norm=weights.hidden_norm, **shared)
+        queries = jnp.zeros((made.shape[0], layer.attention_size), made.dtype)
+        _, k, v = row_attention.row_attention(
+            jnp.concatenate([queries, made], axis=1),
+            own.q_norm,
+            own.k_norm,
+            kv.k[number],
+            kv.v[number],
+            page_table=kv.page_table,
+            slots=rows.slots,
+            positions=rows.positions,
+            cos=cos,
+            sin=sin,
+            scale=1.0,
+            **shared,
+        )
+        kv = cache.replace_layer(kv, number, k=k, v=v)
+    return kv
+
+
+def by_operations(patch, config, weights, live, norm=native_norm):
+    """The same by operations one by one, with the kernels' norms."""
+    patch.setattr(step, "is_fused", lambda impl: False)
+    patch.setattr(rms_norm, "rms_norm", norm)
+    return run(config, weights, live, append_by_operations)
+
+
+@pytest.mark.parametrize("live", [0, 3, 11])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_calls_are_their_operations(monkeypatch, dtype, live):
+    """Fails if a call leaves out an operation, or rounds or sums otherwise."""
+    config, weights = make(dtype=dtype)
+    found = run(config, weights, live)
+    expected = by_operations(monkeypatch, config, weights, live)
+    testing.assert_same_bits(found, expected)
+
+
+def test_a_norm_that_differs_is_caught(monkeypatch):
+    """Negative control: norms that are one bit off."""
+    config, weights = make()
+    found = run(config, weights, 11)
+    planted = lambda *given, **eps: jnp.nextafter(
+        native_norm(*given, **eps), jnp.float32(9)
+    )
+    expected = by_operations(monkeypatch, config, weights, 11, planted)
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(found, expected)
+
+
+def go_over(config, weights, counts, *, seed=0):
+    """Tokens and confidences of random slots, in one call and one by one."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    most, width = config.num_drafts, config.hidden_size
+    hidden = draw(SLOTS, most, width).astype(weights.final_norm.dtype)
+    logits = draw(SLOTS, most, config.draft_vocab_size)
+    anchor = jnp.asarray(rng.integers(0, 96, SLOTS), jnp.int32)
+    found = block_draft.choose_greedily(
+        weights, config, anchor, hidden, logits, counts=counts, impl="native"
+    )
+    names = np.arange(96) if weights.hot is None else np.asarray(weights.hot)
+    state, before = block_draft.first_state(config, (SLOTS,)), anchor
+    tokens, chances = [], []
+    for slot in range(most):
+        state, bias, chance = block_draft.correct(
+            weights,
+            config,
+            state,
+            before,
+            hidden[:, slot],
+            product=block_draft.row_product("native"),
+        )
+        corrected = logits[:, slot] if bias is None else logits[:, slot] + bias
+        before = jnp.asarray(names[np.argmax(corrected, axis=-1)], jnp.int32)
+        tokens.append(np.asarray(before))
+        chances.append(None if chance is None else np.asarray(chance))
+    return found, np.stack(tokens, axis=1), chances
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [PLAIN, MARKOV, SMALL], ids=["none", "all", "few"])
+def test_slots_are_gone_over_as_one_by_one(config, dtype):
+    """Fails if a slot is corrected by another token than the one before it."""
+    config, weights = make(config, dtype)
+    counts = jnp.array([config.num_drafts, 0, 2], jnp.int32)
+    (tokens, confidence), expected, chances = go_over(config, weights, counts)
+    is_asked = np.arange(config.num_drafts) < np.asarray(counts)[:, None]
+    np.testing.assert_array_equal(tokens, np.where(is_asked, expected, 0))
+    assert (confidence is None) == (config.head == "none")
+    if confidence is not None:
+        chances = np.stack(chances, axis=1)
+        np.testing.assert_allclose(confidence[is_asked], chances[is_asked], rtol=1e-5)
+
+
+def test_a_slot_that_overlooks_the_token_before_is_caught(monkeypatch):
+    """Negative control: each slot is corrected by the token after the anchor's."""
+    config, weights = make(MARKOV)
+    counts = jnp.full((SLOTS,), config.num_drafts, jnp.int32)
+    real = block_steps.slots_greedily
+    planted = lambda logits, anchors, *given, **more: real(
+        logits, (anchors + 1) % 96, *given, **more
+    )
+    monkeypatch.setattr(block_steps, "slots_greedily", planted)
+    (tokens, _), expected, _ = go_over(config, weights, counts)
+    assert np.any(np.asarray(tokens) != expected)
+
+
+def test_what_a_call_cannot_take_is_refused():
+    """Fails if the kernels are handed what they would read or write outside of."""
+    config, weights = make(MARKOV)
+    kv = new_slots(config)
+    model = block_draft._model(weights, config, kv)
+    half = config.layer.head_dim // 2
+    where = {
+        "slots": jnp.zeros((SIZE + 1,), jnp.int32),
+        "positions": jnp.zeros((SIZE + 1,), jnp.int32),
+        "num_active": jnp.int32(1),
+        "at": (kv.page_table, *(jnp.zeros((SIZE + 1, half)),) * 2),
+    }
+    own = {
+        "block_size": SIZE,
+        "embed": weights.embed,
+        "final_norm": weights.final_norm,
+        "head": weights.lm_head,
+    }
+    tokens = jnp.zeros((SIZE + 1,), jnp.int32)
+    run_blocks = functools.partial(block_steps.blocks, model=model, **own)
+    with pytest.raises(ValueError, match=f"{SIZE + 1} rows are no whole blocks"):
+        run_blocks(tokens, **where)
+    with pytest.raises(ValueError, match="slots has shape"):
+        run_blocks(tokens[1:], **where)
+    with pytest.raises(ValueError, match="fc has shape"):
+        block_steps.append_context(
+            jnp.zeros((SIZE + 1, 7)),
+            model,
+            fc=weights.fc,
+            hidden_norm=weights.hidden_norm,
+            **where,
+        )
+    logits = jnp.zeros((2, 3, config.draft_vocab_size))
+    with pytest.raises(ValueError, match="names has shape"):
+        block_steps.slots_greedily(
+            logits,
+            jnp.zeros((2,), jnp.int32),
+            jnp.zeros((2,), jnp.int32),
+            names=jnp.zeros((5,), jnp.int32),
+            embed=None,
+            out=None,
+        )
+    layer = model.layers[0]._replace(q=model.layers[0].kv)
+    with pytest.raises(ValueError, match="q has shape|attention_out has shape"):
+        dataclasses.replace(model, layers=[layer] * len(model.layers))
