@@ -148,8 +148,8 @@ BLOCKS = (
     Mutant(
         "context goes through the norm of a block's rows",
         "model.block_draft:append_context",
-        "norm=params.hidden_norm",
-        "norm=weight.input_norm",
+        "weight.kv, norm=params.hidden_norm",
+        "weight.kv, norm=weight.input_norm",
         "model/test_block_files.py::test_parity_with_float64[z-lab-xla]",
     ),
     Mutant(
@@ -161,21 +161,29 @@ BLOCKS = (
     ),
     Mutant(
         "slots are read by the other convention",
-        "drafters.block_slots:SlotBlock._draw",
+        "drafters.block_slots:SlotBlock._go_over",
         "slice(head.first_slot,",
         "slice(0,",
         _ORACLE + "[dflash]",
     ),
     Mutant(
         "a confidence knows the token itself",
-        "drafters.block_slots:SlotBlock._draw",
+        "drafters.block_slots:SlotBlock._go_over",
         "probs), (token, confidence)",
         "probs), (token, correct(state, token, hidden)[2])",
         _ORACLE + "[dspark]",
     ),
     Mutant(
+        "a confidence of native kernels knows the token itself",
+        "model.block_draft:choose_greedily",
+        "[anchor[:, None], tokens[:, :-1]]",
+        "[tokens]",
+        "native/test_native_block.py::"
+        "test_slots_are_gone_over_as_one_by_one[all-float32]",
+    ),
+    Mutant(
         "a token is drawn from other probabilities than are stated",
-        "drafters.block_slots:SlotBlock._draw",
+        "drafters.block_slots:SlotBlock._go_over",
         "draw.put(probs, row, number)",
         "draw.put(probs, logits[:, None] * 0.9, number)",
         "drafters/test_block.py::"
