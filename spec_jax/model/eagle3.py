@@ -81,7 +81,7 @@ def forward_rows(
     normed = _row_norm(g, params.hidden_norm, eps)
     x = [_row_norm(token.astype(dtype), params.input_norm, eps), normed]
     heads = projection.project(jnp.concatenate(x, axis=1), params.qkv, **shared)
-    cos, sin = qwen3.row_angles(layer, rows.positions, dtype=dtype)
+    cos, sin = qwen3.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
     attended, k, v = row_attention.row_attention(
         heads,
         params.q_norm,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from spec_jax import compilation
 from spec_jax.model import (
     config as config_lib,
     decoder,
@@ -327,7 +328,9 @@ def _cache_specs(kv: paged.PagedKV) -> paged.PagedKV:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "by_rows", "taps"), donate_argnames=("kv",)
+    compilation.jit,
+    static_argnames=("model", "by_rows", "taps"),
+    donate_argnames=("kv",),
 )
 def _prefill(model, params, kv, tokens, length, slot, *, by_rows, taps=()):
     kv = allocator.reserve(kv, slot, length)

@@ -1,7 +1,6 @@
 """What XLA itself computes in an executable, between the kernels that are ours."""
 
 import collections
-import difflib
 import re
 
 import hopper
@@ -73,18 +72,6 @@ def float_kernels(report: hopper.Report) -> dict[tuple[str, ...], set[tuple[str,
         code = {kernels[name].sass for name in map(_kernel, calls) if name in kernels}
         found.setdefault(tuple(operations), set()).update(code)
     return found
-
-
-def assert_same_code(one, other) -> None:
-    """Asserts that two results of `float_kernels` are equal, and shows what is not."""
-    assert one.keys() == other.keys()
-    for operations, code in one.items():
-        lines = [
-            [line for sass in sorted(each) for line in sass]
-            for each in (code, other[operations])
-        ]
-        differing = "\n".join(difflib.unified_diff(*lines, lineterm="", n=1))
-        assert code == other[operations], f"{operations}:\n{differing}"
 
 
 def assert_same_arithmetic(one, other) -> None:
