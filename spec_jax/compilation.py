@@ -45,7 +45,7 @@ class Jitted:
         return jitted(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if "_plain" not in self.__dict__:  # Not made yet, as while it is copied.
             raise AttributeError(name)
         return getattr(self._jitted, name)
 

@@ -177,7 +177,11 @@ def _next_token(target, params, cache, token, position, sampling):
     if sampling is None:
         return cache, highest, is_finite
     drawn = sampling_lib.sample_rows(
-        logits, sampling, first_position=position, num_active=one
+        logits,
+        sampling,
+        first_position=position,
+        num_active=one,
+        sample=protocols.draw_of(target),
     )[0]
     return cache, jnp.where(sampling.temperature == 0, highest, drawn), is_finite
 

@@ -7,6 +7,7 @@ implementation and slab height.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,7 +22,7 @@ from spec_jax.model import (
     load_shards,
     params as params_lib,
 )
-from spec_jax.ops import argmax, dispatch, weights
+from spec_jax.ops import argmax, dispatch, draw, weights
 from spec_jax.paging import allocator, cache as paged, index, static
 from spec_jax.parallel import shard
 from spec_jax.typing import IMPLS
@@ -279,6 +280,14 @@ class RowModel:
     ) -> Int[Array, " slab"]:
         """The token of highest logit of each active row."""
         return argmax.argmax(logits, num_active=num_active, impl=self.impl)
+
+    @property
+    def draw(self) -> Callable[..., Int[Array, " R"]] | None:
+        """Draws a token from each row, as `sampling.sample_each` does; None where that
+        function draws, for want of kernels."""
+        if not draw.has_kernels(self.impl):
+            return None
+        return functools.partial(draw.draw, impl=self.impl)
 
     def truncate(self, kv: paged.PagedKV, new_len: Int[Array, ""]) -> paged.PagedKV:
         """Forgets the positions from `new_len` on."""
