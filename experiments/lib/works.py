@@ -61,7 +61,7 @@ class Work:
     def trace(self) -> jax.stages.Traced:
         """The timed call as a program; arrays may be shapes."""
         state = jax.eval_shape(self.prepare, self.caches)
-        return jax.jit(self.run, donate_argnums=1).trace(self.params, state)
+        return compilation.jit(self.run, donate_argnums=1).trace(self.params, state)
 
 
 def proposals(lm, sizes, context, *, memory) -> Work:

@@ -66,12 +66,12 @@ def first_tokens(
         raise ValueError(f"rows of {V} logits are not in 1..{MAX_VOCABULARY - 1}")
     rows = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "draws": draws}
     slab.check_shapes(**{name: (array, (R,)) for name, array in rows.items()})
-    inputs = logits, temperature, top_k, top_p, draws.astype(jnp.int32)
+    inputs = logits, temperature, top_k, top_p, programs_that_draw(draws)
     out = [jax.ShapeDtypeStruct((R,), dtype) for dtype in ("float32", "int32", "int32")]
     return Kept(
         *pl.pallas_call(
             _kernel,
-            grid=(R,),
+            grid=inputs[-1].shape,
             in_specs=[plan.whole(x) for x in inputs],
             out_specs=[plan.whole(x) for x in out],
             out_shape=out,
@@ -80,6 +80,16 @@ def first_tokens(
             name="sampling_first_tokens",
         )(*inputs)
     )
+
+
+def programs_that_draw(draws: jax.Array) -> jax.Array:  # [R] bool
+    """Whether each program draws: one for each row, and at least two, int32.
+
+    The only program of a grid is compiled to other code, and a row alone must have the
+    code of a row among others.
+    """
+    missing = max(2 - draws.shape[0], 0)
+    return jnp.pad(draws.astype(jnp.int32), (0, missing))
 
 
 def rank(logits: jax.Array) -> jax.Array:
@@ -99,7 +109,7 @@ def _kernel(
     temperature_ref,  # [R]
     top_k_ref,  # [R]
     top_p_ref,  # [R]
-    draws_ref,  # [R] int32
+    draws_ref,  # one for each program, int32
     highest_ref,  # [R]
     last_ref,  # [R]
     end_ref,  # [R]

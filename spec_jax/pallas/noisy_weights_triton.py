@@ -44,12 +44,12 @@ def noisy_weights(
     rows = {"temperature": temperature, "min_p": min_p, "seeds": seeds}
     rows |= {"positions": positions, "draws": draws}
     slab.check_shapes(**{name: (array, (R,)) for name, array in rows.items()})
-    rows |= {"draws": draws.astype(jnp.int32)}
+    rows["draws"] = first.programs_that_draw(draws)
     inputs = logits, *kept, *rows.values()
     out = jax.ShapeDtypeStruct((R, V), jnp.float32)
     return pl.pallas_call(
         _kernel,
-        grid=(R, pl.cdiv(V, CHUNK)),
+        grid=(*rows["draws"].shape, pl.cdiv(V, CHUNK)),
         in_specs=[plan.whole(x) for x in inputs],
         out_specs=plan.whole(out),
         out_shape=out,
@@ -68,7 +68,7 @@ def _kernel(
     min_p_ref,  # [R]
     seeds_ref,  # [R]
     positions_ref,  # [R]
-    draws_ref,  # [R] int32
+    draws_ref,  # one for each row of programs, int32
     out_ref,  # [R, V]
 ):
     row, chunk, V = pl.program_id(0), pl.program_id(1), logits_ref.shape[1]

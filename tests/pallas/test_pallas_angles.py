@@ -22,8 +22,7 @@ _kernel = functools.partial(angles_triton.angles, interpret=True)
 _angles = jax.jit(_kernel, static_argnames=("scale", "dtype"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scale", [1.0, 1.25])
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.0), ("bfloat16", 1.25)])
 def test_angles_are_those_of_float64(dtype, scale):
     """Fails if a position, a frequency or a half is another's, or scale is left out."""
     found = _angles(POSITIONS, FREQUENCIES, scale=scale, dtype=jnp.dtype(dtype))
@@ -48,7 +47,7 @@ def test_angles_are_those_of_the_reference():
         assert np.mean(one != other) < 0.01 and np.max(np.abs(one - other)) <= 1
 
 
-@pytest.mark.parametrize("half", [1, 8, 48, 64])
+@pytest.mark.parametrize("half", [48, 64])
 def test_a_row_depends_on_its_position_alone(rng, half):
     """Fails if a row's bits depend on its place, or on how many there are."""
     frequencies = rope.inverse_frequencies(2 * half, THETA)
