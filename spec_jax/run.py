@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import results
+from spec_jax import compilation, results
 from spec_jax.analysis import metrics as metrics_lib
 from spec_jax.drafters import each, tree_shapes
 from spec_jax.engine import (
@@ -220,6 +220,7 @@ def provenance(lm: LanguageModel) -> dict[str, Any]:
         "instruction_set": dispatch.instruction_set(lm.target.impl),
         "dtype": lm.target.config.dtype,
         "slab": lm.target.slab,
+        **compilation.describe(),
     }
     return found if layout is None else found | layout.describe()
 

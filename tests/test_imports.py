@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-EVERYWHERE = {"typing", "pytree"}
+EVERYWHERE = {"typing", "pytree", "compilation"}
 """What every part of the package may import."""
 
 LAYERS = (

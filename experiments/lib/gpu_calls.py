@@ -33,7 +33,7 @@ _CALLS = """
 a | 40 | rows of kernels 0.6b | {kernels_0.6b} --check rows {checked} | anew
 a | 40 | rows of kernels 8b | {kernels_8b} --check rows {checked}
 a | 15 | each kernel once 8b | {kernels_8b} --check once --contexts 300 | anew
-a | 40 | exactness | exactness --prompts 2 --gen-tokens 32 --gamma 4 --impl {impl}
+a | 40 | exactness | exactness --prompts 4 --gen-tokens 32 --gamma 4 --impl {impl}
 b | 25 | kernels 8b | {kernels_8b} {turns} --rows 1,5,16
 b | 12 | 32 and 64 rows 8b | {kernels_8b} {turns} --rows 16,32,64 {products}
 b | 30 | plans 8b | {kernels_8b} {turns} --rows 5 {plans} {products}
@@ -45,8 +45,6 @@ c | 60 | steps 8b | {large} {all} --trace {out}/trace
 c | 30 | steps 0.6b | {small} {all}
 c | 12 | no programmatic launch 0.6b | {small} {brief} | {no_pdl}
 c | 25 | no programmatic launch 8b | {large} {brief} | {no_pdl}
-c | 12 | no fusion autotuner 0.6b | {small} {brief} | {no_autotuner}
-c | 25 | no fusion autotuner 8b | {large} {brief} | {no_autotuner}
 c | 12 | loops in command buffers 0.6b | {small} {brief} | {loops}
 c | 25 | loops in command buffers 8b | {large} {brief} | {loops}
 c | 20 | sampling 8b | {large} {brief} --temperature 0.7 --top-k 20 --top-p 0.8
@@ -75,7 +73,6 @@ _WORDS = {
     "attention": "--contexts 128,16384 --only context",
     "brief": "--repeats 10 --contexts 128 --rows 1,5",
     "no_pdl": "--xla_gpu_enable_pdl=false",
-    "no_autotuner": "--xla_gpu_experimental_enable_fusion_autotuner=false",
     "loops": "--xla_gpu_enable_command_buffer=+WHILE",
     "turns": "--repeats 20",
     "plans": "--plans 12",

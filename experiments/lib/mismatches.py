@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from experiments.lib import exact_cells, files, paths, runs
-from spec_jax import loading
+from spec_jax import compilation, loading
 from spec_jax.debug import recorder
 from spec_jax.engine import (
     baseline,
@@ -253,13 +253,13 @@ def _windows(
     return slots.tokens[0, : slots.length[0]].tolist(), seen
 
 
-@jax.jit
+@compilation.jit
 def _next_window(speculator, state):
     """Returns the window of the next round; nothing of the round is kept."""
     return round_lib.run_round(speculator, state)[1].window
 
 
-@functools.partial(jax.jit, static_argnames=("path",))
+@functools.partial(compilation.jit, static_argnames=("path",))
 def _verify(path, params, cache, window):
     """Returns the logits and the choices of a window's rows; nothing is kept."""
     _, verified = path.verify(params, cache, window)

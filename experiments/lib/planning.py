@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from experiments.lib import costs as costs_lib, runs
-from spec_jax import loading
+from spec_jax import compilation, loading
 from spec_jax.analysis import metrics
 from spec_jax.engine import checks, round as round_lib, scheduler as scheduler_lib
 from spec_jax.gamma import theory
@@ -93,7 +93,7 @@ def measure_drafter(
     return measure(windows, gamma_max=settings.gamma, repetition=repetition)
 
 
-@functools.partial(jax.jit, donate_argnums=1)
+@functools.partial(compilation.jit, donate_argnums=1)
 def _run_round(speculator, state):
     return round_lib.run_round(speculator, state)
 

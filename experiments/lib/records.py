@@ -22,6 +22,7 @@ import numpy as np
 
 import spec_jax
 from experiments.lib import files
+from spec_jax import compilation
 
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
@@ -252,6 +253,7 @@ def provenance() -> dict[str, Any]:
         "platform": device.platform,
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),
+        **compilation.describe(),
     }
 
 

@@ -82,6 +82,12 @@ BRIEF = Defaults(
     },
 )
 FULL = Defaults(prompts="300", gen_tokens=512, axes=_EVERY)
+ON_GPU = {"dtype": ("bfloat16",), "impl": ("auto",), "prefill": ("rows",)}
+"""In the place of those axes on a GPU: what its kernels compute, and nothing else.
+
+The library's products, of `xla` and of batched prefill, are chosen there by timing:
+another process may get other bits.
+"""
 
 
 def default_text(axis: str) -> str:
@@ -89,7 +95,8 @@ def default_text(axis: str) -> str:
     brief, full = (
         ",".join(map(str, defaults.axes[axis])) for defaults in (BRIEF, FULL)
     )
-    return brief if brief == full else f"{brief}; {full} with --full"
+    text = brief if brief == full else f"{brief}; {full} with --full"
+    return f"{text}; {ON_GPU[axis][0]} on a GPU" if axis in ON_GPU else text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +111,13 @@ class Planned:
 def from_flags(args: argparse.Namespace) -> Planned:
     """The plan of a run."""
     defaults = FULL if args.full else BRIEF
-    axes = {axis: getattr(args, axis) or defaults.axes[axis] for axis in cells_lib.AXES}
+    is_gpu = dispatch.backend() == "gpu"
+    default_axes = {**defaults.axes, **(ON_GPU if is_gpu else {})}
+    axes = {axis: getattr(args, axis) or default_axes[axis] for axis in cells_lib.AXES}
     axes["impl"] = tuple(dict.fromkeys(map(dispatch.resolve, axes["impl"])))
     cells = (cells_lib.product if args.product else cells_lib.star)(axes)
+    if is_gpu and args.certificate:
+        _check_repeatable(cells)
     settings = {
         "target": _folder_name(args.target),
         "draft": _folder_name(args.draft),
@@ -165,6 +176,18 @@ def from_certificate(
     prompts = planned.plan.prompts[: args.limit]
     plan = dataclasses.replace(planned.plan, prompts=prompts)
     return dataclasses.replace(planned, plan=plan)
+
+
+def _check_repeatable(cells: Sequence[cells_lib.Cell]) -> None:
+    """Raises `ValueError` for cells that another process on a GPU may not repeat."""
+    for cell in cells:
+        if cell.impl not in dispatch.PALLAS or cell.prefill != "rows":
+            raise ValueError(
+                f"--certificate with impl={cell.impl} and prefill={cell.prefill}: on a "
+                "GPU the library's products are chosen by timing, so that another "
+                "process would not verify it; give --impl triton --prefill rows, or "
+                "run without --certificate"
+            )
 
 
 def _first_change(then: Any, now: Any) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from rich import console as rich_console, text as rich_text, tree as rich_tree
 
 from experiments.lib import runs
-from spec_jax import loading
+from spec_jax import compilation, loading
 from spec_jax.engine import round as round_lib
 
 
@@ -32,7 +32,7 @@ def find(
     settings = dataclasses.replace(settings, num_slots=1)
     scheduler = runs.make_scheduler(lm, settings)
     state = scheduler.begin(runs.make_request(lm, settings, prompt))
-    run_round = jax.jit(round_lib.run_round)
+    run_round = compilation.jit(round_lib.run_round)
     best: tuple[int, round_lib.RoundInfo] | None = None
     for number in range(MOST_ROUNDS):
         if not bool(state.slots.running[0]):

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from experiments.lib import noise, timing
-from spec_jax import tree as tree_lib
+from spec_jax import compilation, tree as tree_lib
 from spec_jax.drafters import each
 from spec_jax.engine import (
     baseline,
@@ -61,7 +61,7 @@ class Work:
     def trace(self) -> jax.stages.Traced:
         """The timed call as a program; arrays may be shapes."""
         state = jax.eval_shape(self.prepare, self.caches)
-        return jax.jit(self.run, donate_argnums=1).trace(self.params, state)
+        return compilation.jit(self.run, donate_argnums=1).trace(self.params, state)
 
 
 def proposals(lm, sizes, context, *, memory) -> Work:
@@ -130,7 +130,7 @@ def moves(model, params, sizes, context, *, num_rows, cache) -> Work:
     def prepare(kv: paged.PagedKV) -> paged.PagedKV:
         return noise.at_length(kv, start + num_rows)
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    @functools.partial(compilation.jit, donate_argnums=1)
     def run(params, kv):
         del params
 
@@ -194,7 +194,7 @@ def windows(
 
 
 @functools.partial(
-    jax.jit,
+    compilation.jit,
     static_argnames=("model", "steps", "num_columns", "is_tree"),
     donate_argnames=("kv",),
 )

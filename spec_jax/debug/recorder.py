@@ -8,6 +8,7 @@ models.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -166,6 +167,11 @@ class Recorder:
     ) -> Int[Array, " P"]:
         """Chooses as the target does."""
         return self.target.choose(logits, num_active)
+
+    @property
+    def draw(self) -> Callable[..., Int[Array, " P"]]:
+        """Draws as the target does."""
+        return protocols.draw_of(self.target)
 
     def keep_path(
         self,

@@ -269,7 +269,7 @@ class SlotDraftModel(OfSlots):
         logits = verified.logits.at[last].get(mode="fill", fill_value=0)
         if draws == "coupled":
             samples = drafts & (sampling.temperature != 0)
-            drawn = sampling_lib.sample_each(
+            drawn = protocols.draw_of(self._rows)(
                 logits, sampling, positions=carry.known, draws=samples
             )
             return jnp.where(samples, drawn, token), carry.probs

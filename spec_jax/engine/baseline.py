@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import pytree
+from spec_jax import compilation, pytree
 from spec_jax.engine import checks, loop, protocols, state as states
 from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
 from spec_jax.paging import cache as paged
@@ -177,7 +177,11 @@ def _next_token(target, params, cache, token, position, sampling):
     if sampling is None:
         return cache, highest, is_finite
     drawn = sampling_lib.sample_rows(
-        logits, sampling, first_position=position, num_active=one
+        logits,
+        sampling,
+        first_position=position,
+        num_active=one,
+        sample=protocols.draw_of(target),
     )[0]
     return cache, jnp.where(sampling.temperature == 0, highest, drawn), is_finite
 
@@ -208,7 +212,9 @@ def generate(
     return state
 
 
-@functools.partial(jax.jit, static_argnames=("target",), donate_argnames=("cache",))
+@functools.partial(
+    compilation.jit, static_argnames=("target",), donate_argnames=("cache",)
+)
 def replay(
     target: RowTarget,
     params: protocols.Params,

@@ -7,20 +7,19 @@ from typing import Any
 
 import jax
 
+from spec_jax import compilation
 
-class Loop:
-    """`jax.jit` of a function that donates its argument `state`.
 
-    All that `jax.jit` gives a function, such as `lower`, is there too.
+class Loop(compilation.Jitted):
+    """`compilation.Jitted` of a function that donates its argument `state`.
 
     Raises:
       ValueError: the function has no argument `state`.
     """
 
     def __init__(self, function: Callable, *, static_argnames: tuple[str, ...]):
-        functools.update_wrapper(self, function)
         self._place = list(inspect.signature(function).parameters).index("state")
-        self._jitted = jax.jit(
+        super().__init__(
             function, static_argnames=static_argnames, donate_argnames=("state",)
         )
 
@@ -37,10 +36,7 @@ class Loop:
                 f"give {self.__qualname__} the state that the call returned, or a new "
                 "one; to keep one, copy it first: jax.tree.map(jnp.copy, state)"
             )
-        return self._jitted(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
+        return super().__call__(*args, **kwargs)
 
 
 def donates(*, static_argnames: tuple[str, ...]) -> Callable[[Callable], Loop]:

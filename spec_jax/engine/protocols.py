@@ -5,6 +5,7 @@ A `Target` and a `SlotDrafter` know all slots. A `Drafter` is written for one se
 and `drafters.each.lift` makes a `SlotDrafter` of it.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import jax
@@ -165,6 +166,14 @@ class Target(Protocol):
     def out_of_pages(self, cache: Cache) -> Bool[Array, " B"]:
         """Returns for each slot whether its last window found no page."""
         ...
+
+
+def draw_of(target: Any) -> Callable[..., Int[Array, " P"]]:
+    """Returns what draws a target's tokens: its own `draw`, or `sampling.sample_each`.
+
+    A target with kernels that draw has a `draw`, of the same arguments.
+    """
+    return getattr(target, "draw", None) or sampling.sample_each
 
 
 def is_tree(drafter: Any) -> bool:

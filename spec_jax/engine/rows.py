@@ -228,6 +228,11 @@ class SlotRows:
         """Returns the token of highest logit of each active row."""
         return self.model.choose(logits, num_active)
 
+    @property
+    def draw(self) -> Callable[..., Int[Array, " P"]] | None:
+        """What draws with kernels of the model's own; see `protocols.draw_of`."""
+        return self.model.draw
+
     def keep_path(
         self,
         kv: paged.PagedKV,

@@ -73,7 +73,7 @@ def target_tokens(
     each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
     is_active = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_active
     draws = is_active & (each.temperature != 0)
-    drawn = sampling.sample_each(
+    drawn = protocols.draw_of(target)(
         verified.logits, each, positions=verified.positions + 1, draws=draws
     )
     return jnp.where(draws, drawn, highest), is_finite
@@ -138,7 +138,7 @@ def _along_own_tokens(
     target, verified, proposal, sampling_settings, highest, depth_max, wanted
 ):
     """Follows trees by the target's own tokens, drawn along the path alone."""
-    highest = verified.by_column(highest, fill=0)
+    highest, sample = verified.by_column(highest, fill=0), protocols.draw_of(target)
     is_greedy = sampling_settings is None or getattr(target, "is_drawn", False)
 
     def one(slot):
@@ -151,7 +151,7 @@ def _along_own_tokens(
             logits = verified.logits.at[row].get(mode="clip")
             positions = verified.positions.at[row].get(mode="clip") + 1
             draws = each.temperature != 0
-            drawn = sampling.sample_each(logits, each, positions=positions, draws=draws)
+            drawn = sample(logits, each, positions=positions, draws=draws)
             return jnp.where(draws, drawn, highest[column])[0]
 
         return tree_acceptance.follow(

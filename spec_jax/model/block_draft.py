@@ -81,7 +81,7 @@ def append_context(
     dtype = params.final_norm.dtype
     shared: dict[str, Any] = {"num_active": rows.num_active, "eps": eps, "impl": impl}
     fused = projection.project(features.astype(dtype), params.fc, **shared)
-    cos, sin = decoder.row_angles(layer, rows.positions, dtype=dtype)
+    cos, sin = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
     for number, weight in enumerate(params.layers):
         made = projection.project(fused, weight.kv, norm=params.hidden_norm, **shared)
         k, v = jnp.split(made.reshape(-1, 2 * K, H), 2, axis=1)
@@ -137,7 +137,7 @@ def forward_block(
     x = embedding.embed(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
     ).astype(dtype)
-    cos, sin = decoder.row_angles(layer, rows.positions, dtype=dtype)
+    cos, sin = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
     for number, weight in enumerate(params.layers):
         heads = [
             projection.project(x, w, norm=weight.input_norm, **shared)
@@ -186,7 +186,9 @@ def _model(params, config, kv) -> step.BlockModel:
 def _where(config, rows, kv, dtype) -> dict[str, Any]:
     """Where rows are, for native kernels."""
     return {
-        "angles": decoder.row_angles(config.layer, rows.positions, dtype=dtype),
+        "angles": decoder.row_angles(
+            config.layer, rows.positions, dtype=dtype, impl="native"
+        ),
         "page_table": kv.page_table,
         "slots": rows.slots,
         "positions": rows.positions,

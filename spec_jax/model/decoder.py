@@ -76,7 +76,7 @@ def run_rows(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
     )
     x = see(None, "embed", x)
-    angles = row_angles(config, rows.positions, dtype=x.dtype)
+    angles = row_angles(config, rows.positions, dtype=x.dtype, impl=impl)
     run = functools.partial(run_layer, config=config, impl=impl)
     # Layers differ in their arrays alone: one is traced and lowered for all. A hook
     # is told the number of the layer, and so each is traced.
@@ -103,16 +103,21 @@ def run_rows(
 
 
 def row_angles(
-    config: config_lib.ModelConfig, positions: jax.Array, *, dtype: jnp.dtype
+    config: config_lib.ModelConfig,
+    positions: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    impl: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[R, H/2]` of the rows at `positions`, see `rope.angles`."""
     frequencies, scale = rotary.rope_table(config)
-    return rope.angles(
+    return rope.row_angles(
         # The angles are compiled for themselves too, however positions are made.
         jax.lax.optimization_barrier(positions),
         jnp.asarray(frequencies),
         scale=scale,
         dtype=dtype,
+        impl=impl,
     )
 
 

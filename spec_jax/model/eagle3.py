@@ -98,7 +98,7 @@ def _run_operations(params, config, rows, g, kv, impl):
     normed = _row_norm(g, params.hidden_norm, eps)
     x = [_row_norm(token.astype(g.dtype), params.input_norm, eps), normed]
     heads = projection.project(jnp.concatenate(x, axis=1), params.qkv, **shared)
-    cos, sin = qwen3.row_angles(layer, rows.positions, dtype=g.dtype)
+    cos, sin = qwen3.row_angles(layer, rows.positions, dtype=g.dtype, impl=impl)
     attended, k, v = row_attention.row_attention(
         heads,
         params.q_norm,
@@ -138,7 +138,9 @@ def _fused_step(params, config, rows, g, kv):
         rows.tokens,
         g,
         _model(params, config, kv),
-        angles=qwen3.row_angles(config.layer, rows.positions, dtype=g.dtype),
+        angles=qwen3.row_angles(
+            config.layer, rows.positions, dtype=g.dtype, impl="native"
+        ),
         page_table=kv.page_table,
         slots=rows.slots,
         positions=rows.positions,
@@ -179,7 +181,9 @@ def run_chains(
     num_active = pending[0] if S == 1 else jnp.int32(S * W)
     g = _fuse(params, config, flat, num_active=num_active, impl=impl)
     positions = starts[:, None] + jnp.arange(W + most - 1, dtype=jnp.int32)[None, :]
-    cos, sin = qwen3.row_angles(config.layer, positions.reshape(-1), dtype=g.dtype)
+    cos, sin = qwen3.row_angles(
+        config.layer, positions.reshape(-1), dtype=g.dtype, impl=impl
+    )
     drafts, pages = step.head_chains(
         tokens,
         g.reshape(S, W, -1),

@@ -234,7 +234,7 @@ def _fused_step(params, config, rows, kv, taps, with_logits):
         rows.tokens,
         _model(params, config, kv),
         angles=decoder.row_angles(
-            config, rows.positions, dtype=params.final_norm.dtype
+            config, rows.positions, dtype=params.final_norm.dtype, impl="native"
         ),
         page_table=kv.page_table,
         slots=rows.slots,
@@ -270,7 +270,7 @@ def run_chains(
     places = tokens.shape[1] + most - 1
     positions = starts[:, None] + jnp.arange(places, dtype=jnp.int32)[None, :]
     cos, sin = decoder.row_angles(
-        config, positions.reshape(-1), dtype=params.final_norm.dtype
+        config, positions.reshape(-1), dtype=params.final_norm.dtype, impl=impl
     )
     drafts, pages = step.chains(
         tokens,

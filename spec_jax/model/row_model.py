@@ -7,12 +7,14 @@ implementation and slab height.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from spec_jax import compilation
 from spec_jax.model import (
     config as config_lib,
     decoder,
@@ -20,7 +22,7 @@ from spec_jax.model import (
     load_shards,
     params as params_lib,
 )
-from spec_jax.ops import argmax, dispatch, weights
+from spec_jax.ops import argmax, dispatch, draw, weights
 from spec_jax.paging import allocator, cache as paged, index, static
 from spec_jax.parallel import shard
 from spec_jax.typing import IMPLS
@@ -279,6 +281,14 @@ class RowModel:
         """The token of highest logit of each active row."""
         return argmax.argmax(logits, num_active=num_active, impl=self.impl)
 
+    @property
+    def draw(self) -> Callable[..., Int[Array, " R"]] | None:
+        """Draws a token from each row, as `sampling.sample_each` does; None where that
+        function draws, for want of kernels."""
+        if not draw.has_kernels(self.impl):
+            return None
+        return functools.partial(draw.draw, impl=self.impl)
+
     def truncate(self, kv: paged.PagedKV, new_len: Int[Array, ""]) -> paged.PagedKV:
         """Forgets the positions from `new_len` on."""
         return allocator.truncate(kv, SLOT, new_len)
@@ -327,7 +337,9 @@ def _cache_specs(kv: paged.PagedKV) -> paged.PagedKV:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "by_rows", "taps"), donate_argnames=("kv",)
+    compilation.jit,
+    static_argnames=("model", "by_rows", "taps"),
+    donate_argnames=("kv",),
 )
 def _prefill(model, params, kv, tokens, length, slot, *, by_rows, taps=()):
     kv = allocator.reserve(kv, slot, length)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from spec_jax.ops import dispatch
 from spec_jax.typing import typed
 
 
@@ -86,6 +87,29 @@ def angles(
     return (
         (jnp.cos(radians) * scale).astype(dtype),
         (jnp.sin(radians) * scale).astype(dtype),
+    )
+
+
+@typed
+def row_angles(
+    positions: Int[Array, " R"],
+    inv_freq: Float[Array, " half"],
+    *,
+    scale: float,
+    dtype: str | jnp.dtype,
+    impl: str,
+) -> tuple[Float[Array, "R half"], Float[Array, "R half"]]:
+    """`angles` of a slab of rows, by the kernels of `impl` if they have one for it."""
+    if impl not in dispatch.PALLAS:
+        return angles(positions, inv_freq, scale=scale, dtype=dtype)
+    from spec_jax.pallas import angles_triton
+
+    return angles_triton.angles(
+        positions,
+        inv_freq,
+        scale=scale,
+        dtype=jnp.dtype(dtype),
+        interpret=impl == "interpret",
     )
 
 

@@ -30,6 +30,7 @@ costs nothing, and one executable serves all settings. Greedy is an argmax. Unde
 import enum
 import math
 import numbers
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -396,15 +397,20 @@ def sample_rows(
     *,
     first_position: Int[Array, ""],
     num_active: Int[Array, ""],
+    sample: Callable | None = None,
 ) -> Int[Array, " R"]:
     """Draws one token from each active row, int32; padding rows give 0 at no cost.
 
-    Row `i` gives the token of position `first_position + i`. Row by row, in a loop:
-    a token's bits depend on its own row, its position and the settings.
+    Row `i` gives the token of position `first_position + i`. A token's bits depend on
+    its own row, its position and the settings.
+
+    Args:
+      sample: draws in the place of `sample_each`, with kernels of a target's own.
     """
     offsets = jnp.arange(logits.shape[0], dtype=jnp.int32)
     each = jax.tree.map(lambda x: jnp.broadcast_to(x, offsets.shape), settings)
-    return sample_each(
+    sample = sample or sample_each
+    return sample(
         logits, each, positions=first_position + offsets, draws=offsets < num_active
     )
 
@@ -418,6 +424,8 @@ def sample_each(
     draws: Bool[Array, " R"],
 ) -> Int[Array, " R"]:
     """As `sample_rows`, each row by settings and for a position of its own.
+
+    Row by row, in a loop.
 
     Args:
       settings: with leaves `[R]`.

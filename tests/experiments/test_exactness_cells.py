@@ -115,6 +115,30 @@ def test_a_head_is_exact(folders, tmp_path, capsys):
     commands.assert_fails_with(capsys, arguments, words)
 
 
+def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path):
+    """Fails if a certificate made on a GPU depends on what was fastest there."""
+    monkeypatch.setattr(plans.dispatch, "backend", lambda: "gpu")
+    # The planning alone: no kernel for a GPU runs here.
+    certifying = commands.certifying(tmp_path / "run.json")
+    for more in ((), ("--full",)):
+        flags = [*commands.models(folders), "--prompts", "4", "--gen-tokens", "8"]
+        args = exactness.parse_args([*flags, *more, *certifying])
+        cells = plans.from_flags(args).plan.cells
+        assert {cell.prefill for cell in cells} == {"rows"}
+        assert {cell.impl for cell in cells} == {"triton"}
+        assert {cell.dtype for cell in cells} == {"bfloat16"}
+        assert {cell.slab for cell in cells} == {16}
+    for axes, named in (
+        (("--prefill", "batched"), "impl=triton and prefill=batched"),
+        (("--impl", "triton,xla"), "impl=xla and prefill=rows"),
+    ):
+        asked = [*flags, *axes, *certifying]
+        with pytest.raises(ValueError, match=f"{named}: on a GPU.*chosen by timing"):
+            plans.from_flags(exactness.parse_args(asked))
+        # Within a process both runs have the same products.
+        assert plans.from_flags(exactness.parse_args([*flags, *axes])).plan.cells
+
+
 @pytest.mark.parametrize(
     ("axes", "trees"),
     [

@@ -10,8 +10,8 @@ import sys
 import pytest
 from script_runs import rows_of
 
-from experiments import gpu_report
-from experiments.lib import cli, gpu_calls, processes
+from experiments import exactness, gpu_report
+from experiments.lib import cli, gpu_calls, processes, suite_plan
 
 
 ROOT = processes.ROOT
@@ -62,6 +62,16 @@ def test_every_call_can_be_parsed(impl, quick, tmp_path, monkeypatch):
     # What is compared between processes is compiled in both of them.
     anew = [each.name for each in calls if gpu_calls.ANEW in each.marks]
     assert "rows of kernels 0.6b" in anew and "each kernel once 8b" in anew
+
+
+def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
+    """Fails if its cells are more than its prompts, or than the kernels, can do."""
+    monkeypatch.setattr(suite_plan.dispatch, "backend", lambda: "gpu")
+    calls = gpu_calls.all_calls(impl="triton", quick=False)
+    (found,) = (each for each in calls if each.script == "exactness")
+    planned = suite_plan.from_flags(exactness.parse_args(found.arguments))
+    assert {cell.impl for cell in planned.plan.cells} == {"triton"}
+    assert len({cell.batch for cell in planned.plan.cells}) > 1
 
 
 def test_the_first_call_is_lowered_without_a_gpu(tmp_path, no_gpu, capfd):

@@ -104,7 +104,9 @@ def append_by_operations(weights, config, rows, features, kv, *, impl):
     shared = {"num_active": rows.num_active, "eps": layer.rms_norm_eps, "impl": impl}
     features = features.astype(weights.final_norm.dtype)
     fused = projection.project(features, weights.fc, **shared)
-    cos, sin = decoder.row_angles(layer, rows.positions, dtype=features.dtype)
+    cos, sin = decoder.row_angles(
+        layer, rows.positions, dtype=features.dtype, impl=impl
+    )
     for number, own in enumerate(weights.layers):
         made = projection.project(fused, own.kv, norm=weights.hidden_norm, **shared)
         queries = jnp.zeros((made.shape[0], layer.attention_size), made.dtype)

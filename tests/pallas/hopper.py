@@ -23,9 +23,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from unittest import mock
 
 import jax
 import ptxas_log
+
+from spec_jax import compilation
 
 
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -77,11 +80,16 @@ device_description_str: "{DEVICE}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What to compile: `fn` at `args`, pytrees of `jax.ShapeDtypeStruct`."""
+    """What to compile: `fn` at `args`, pytrees of `jax.ShapeDtypeStruct`.
+
+    Attributes:
+      is_exact: compiled as exact programs are, and not as others.
+    """
 
     fn: Callable
     args: tuple
     donate: tuple[int, ...] = ()
+    is_exact: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +124,7 @@ class Report:
       aliases: `(output index, argument)` as HLO prints them: what is updated in place.
       alias_bytes: the size of those; `temp_bytes` that of all scratch memory.
       hlo: the optimised program as text.
+      options: what XLA was told, as text, by the name of each option.
     """
 
     kernels: tuple[ptxas_log.Kernel, ...]
@@ -124,6 +133,7 @@ class Report:
     alias_bytes: int
     temp_bytes: int
     hlo: str
+    options: dict[str, str]
 
     @property
     def launches(self) -> tuple[Thunk, ...]:
@@ -271,11 +281,15 @@ def _compile(build, args, kwargs) -> Report:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         program.args,
     )
-    jitted = jax.jit(program.fn, donate_argnums=program.donate)
+    jit = compilation.jit if program.is_exact else jax.jit
+    jitted = jit(program.fn, donate_argnums=program.donate)
+    with mock.patch.object(jax, "default_backend", lambda: "gpu"):
+        trace = jitted.trace  # With the options of a GPU.
     with lowering_for(device.device_kind):
-        lowered = jitted.trace(*shapes).lower(lowering_platforms=("cuda",))
+        lowered = trace(*shapes).lower(lowering_platforms=("cuda",))
     compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump)})
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    (told,) = dump.glob("*jit_*.debug_options")
     # There is another, after the first by name, if passes over it changed anything.
     sequence = sorted(dump.glob("*jit_*.thunk_sequence*.txt"))[-1]
     return Report(
@@ -285,6 +299,7 @@ def _compile(build, args, kwargs) -> Report:
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         hlo=hlo,
+        options=dict(re.findall(r"^(\w+): (.*)$", told.read_text(), re.MULTILINE)),
     )
 
 

@@ -25,6 +25,7 @@ from spec_jax.model import (
     row_model,
 )
 from spec_jax.ops import dispatch
+from spec_jax.rules import sampling as sampling_lib
 
 
 CAPACITY, PAGE_SIZE = 4096, 16
@@ -104,21 +105,47 @@ class _Scaled(row_model.RowModel):
 
 
 def _plain_step(target: row_model.RowModel, *, donate) -> hopper.Program:
-    state = jax.eval_shape(
-        lambda text, n, kv, stop_ids: baseline.init_state(
-            text, length=n, limit=n, cache=kv, stop_ids=stop_ids
+    def step(params, state):
+        return baseline.run_step(target, params, state)
+
+    args = (params_lib.shapes(target.config), _plain_state(target))
+    return hopper.Program(fn=step, args=args, donate=donate)
+
+
+def _plain_state(target: row_model.RowModel, *, draws: bool = False):
+    return jax.eval_shape(
+        lambda text, n, kv, stop_ids, sampling: baseline.init_state(
+            text, length=n, limit=n, cache=kv, stop_ids=stop_ids, sampling=sampling
         ),
         _ints(CAPACITY + 1),
         _ints(),
         _cache(target),
         _ints(1),
+        sampling_lib.make_settings() if draws else None,
     )
 
-    def step(params, state):
-        return baseline.run_step(target, params, state)
 
-    args = (params_lib.shapes(target.config), state)
-    return hopper.Program(fn=step, args=args, donate=donate)
+def plain_generate(name: str, *, draws: bool = False, **options) -> hopper.Program:
+    """All of `baseline.generate`, greedy or with settings."""
+    target = model(name, **options)
+
+    def generate(params, state, max_steps):
+        return baseline.generate(target, params, state, max_steps=max_steps)
+
+    state = _plain_state(target, draws=draws)
+    args = (params_lib.shapes(target.config), state, _ints())
+    return hopper.Program(fn=generate, args=args, donate=(1,))
+
+
+def prefill(name: str, *, length: int = 64, by_rows: bool = True, **options):
+    """The prefill of a prompt, by rows or by the library's products."""
+    target = model(name, **options)
+
+    def run(params, kv, tokens, length):
+        return target.prefill(params, kv, tokens, length, by_rows=by_rows)
+
+    args = (params_lib.shapes(target.config), _cache(target), _ints(length), _ints())
+    return hopper.Program(fn=run, args=args, donate=(1,))
 
 
 def verify_step(name: str, **options) -> hopper.Program:
@@ -211,29 +238,52 @@ def head_round(name: str, *, layers: int) -> hopper.Program:
     return _round(target, drafter, params)
 
 
-def spec_round(name: str, *, draft_layers: int | None = None, **options):
+def spec_round(name: str, **options) -> hopper.Program:
     """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
-    target = rows.SlotRows(model=model(name, **options), num_slots=1)
+    return _round(*_pair(name, **options))
+
+
+def spec_generate(
+    name: str, *, draws: bool = False, num_slots: int = 1, **options
+) -> hopper.Program:
+    """All of `round.generate`, of one slot or several, greedy or with settings."""
+    speculator, state = _speculation(
+        *_pair(name, num_slots=num_slots, **options), draws=draws
+    )
+
+    def generate(speculator, state, max_rounds):
+        return round_lib.generate(speculator, state, max_rounds=max_rounds)
+
+    return hopper.Program(fn=generate, args=(speculator, state, _ints()), donate=(1,))
+
+
+def _pair(name: str, *, draft_layers: int | None = None, num_slots: int = 1, **options):
+    """A target, a drafter, and the shapes of their weights."""
+    target = rows.SlotRows(model=model(name, **options), num_slots=num_slots)
     drafter = draft_model.DraftModel(
         model=model(DRAFT, layers=draft_layers, impl=target.model.impl),
         gamma_max=GAMMA_MAX,
     )
     configs = target.config, drafter.model.config
-    return _round(target, drafter, tuple(map(params_lib.shapes, configs)))
+    return target, drafter, tuple(map(params_lib.shapes, configs))
 
 
 def _round(target, drafter, params) -> hopper.Program:
+    def run(speculator, state):
+        return round_lib.run_round(speculator, state)[0]
+
+    args = _speculation(target, drafter, params)
+    return hopper.Program(fn=run, args=args, donate=(1,))
+
+
+def _speculation(target, drafter, params, *, draws: bool = False):
+    """What rounds share, and their state."""
     speculator = round_lib.Speculator(
         params=params,
         target=target,
-        drafter=each.lift(drafter, 1),
+        drafter=each.lift(drafter, target.num_slots),
     )
     slots = scheduler.Scheduler(
         speculator=speculator, capacity=CAPACITY, page_size=PAGE_SIZE
     )
-    state = jax.eval_shape(lambda: slots.empty(draws=False))
-
-    def run(speculator, state):
-        return round_lib.run_round(speculator, state)[0]
-
-    return hopper.Program(fn=run, args=(speculator, state), donate=(1,))
+    return speculator, jax.eval_shape(lambda: slots.empty(draws=draws))

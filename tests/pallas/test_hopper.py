@@ -9,12 +9,16 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from spec_jax import compilation
+
 
 def _double(x_ref, o_ref):
     o_ref[...] = x_ref[...] * 2
 
 
-def doubled(num_warps: int = 4, width: int = 1024) -> hopper.Program:
+def doubled(
+    num_warps: int = 4, width: int = 1024, is_exact: bool = True
+) -> hopper.Program:
     """`x + 2 x` in place, with a kernel that holds a row of `width`."""
     shape = jax.ShapeDtypeStruct((8, width), jnp.float32)
     kernel = pl.pallas_call(
@@ -26,7 +30,9 @@ def doubled(num_warps: int = 4, width: int = 1024) -> hopper.Program:
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
         name="double_rows",
     )
-    return hopper.Program(fn=lambda x: x + kernel(x), args=(shape,), donate=(0,))
+    return hopper.Program(
+        fn=lambda x: x + kernel(x), args=(shape,), donate=(0,), is_exact=is_exact
+    )
 
 
 def outer(width: int) -> hopper.Program:
@@ -69,6 +75,14 @@ def test_a_report(compiler):
     assert hopper.blocks_per_multiprocessor(kernel, launch) == 16
     assert report.aliases == (("{}", 0),) and report.alias_bytes == 8 * 1024 * 4
     assert len(report.launches) == 2
+
+
+def test_nothing_is_chosen_by_timing(compiler):
+    """Fails if the options of exact programs do not reach XLA's compiler for a GPU."""
+    wanted = {name: str(on).lower() for name, on in compilation.options("gpu").items()}
+    for is_exact in (True, False):  # The other way is the negative control.
+        told = compiler.compile(doubled, is_exact=is_exact).options
+        assert (wanted.items() <= told.items()) == is_exact
 
 
 def test_the_code_of_one_program_is_one(compiler):

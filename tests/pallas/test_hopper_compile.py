@@ -6,8 +6,11 @@ import hopper
 import jax
 import jax.numpy as jnp
 import pytest
+import xla_fusions
 
+from spec_jax.ops import draw
 from spec_jax.pallas import argmax_triton, rms_norm_triton, skinny_gemm_triton as gemm
+from spec_jax.rules import sampling
 
 
 ROWS = 16
@@ -102,6 +105,20 @@ def choice(width: int, rows: int = ROWS) -> hopper.Program:
     return hopper.Program(fn=argmax_triton.argmax, args=(shape,))
 
 
+def drawing(rows: int) -> hopper.Program:
+    def fn(logits, settings, positions, draws):
+        how = {"positions": positions, "draws": draws, "impl": "triton"}
+        return draw.draw(logits, settings, **how)
+
+    settings = jax.tree.map(
+        lambda leaf: _shape(rows, dtype=leaf.dtype),
+        jax.eval_shape(sampling.make_settings),
+    )
+    args = _shape(rows, VOCABULARY, dtype="float32"), settings
+    each = _shape(rows, dtype="int32"), _shape(rows, dtype="bool")
+    return hopper.Program(fn=fn, args=(*args, *each))
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products_read_their_weights_once(compiler, name):
     """Fails if a kernel spills, does not fit, or copies more than weights and rows."""
@@ -157,6 +174,31 @@ def test_argmax_is_two_launches(compiler):
     report.assert_fits()
     names = [launch.name for launch in report.launches]
     assert names == ["argmax_chunks", "argmax_rows"]
+
+
+DRAWING = (
+    *("sampling_first_tokens", "sampling_noisy_weights"),
+    *("argmax_chunks", "argmax_rows"),
+)
+
+
+def test_drawing_is_four_launches(compiler):
+    """Fails if a row is drawn by other code than five, or a kernel spills or is more.
+
+    What XLA adds are integers: which rows draw.
+    """
+    one, five = (compiler.compile(drawing, rows) for rows in (1, 5))
+    for report in (one, five):
+        report.assert_fits()
+        names = [thunk.name for thunk in report.launches]
+        assert [name for name in names if name in DRAWING] == list(DRAWING)
+        assert len(names) <= len(DRAWING) + 2
+        assert not xla_fusions.float_work(report.hlo)
+    for name in DRAWING[:2]:
+        kernel = five.kernel(name)
+        assert kernel.sass == one.kernel(name).sass
+        assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
+        assert kernel.count("LDL") == 0
 
 
 def each_number_of_rows(

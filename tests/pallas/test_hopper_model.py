@@ -1,8 +1,8 @@
 """Whole steps and rounds of Qwen3-0.6B and 8B, compiled for an H100: no GPU.
 
 Shown here is what XLA makes of them: which kernels run, in which order and how many of
-them; that the pages stay where they are; and that whatever XLA computes itself
-between two kernels is the same code for plain decoding, verification and a round.
+them; that the pages stay where they are; and that XLA itself computes with no float
+between two kernels.
 """
 
 import dataclasses
@@ -254,26 +254,19 @@ def flat(tree):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", DEPTH)
-def test_what_xla_computes_is_one_code(compiled, name):
-    """Fails if floats outside our kernels depend on who is calling.
+def test_xla_computes_no_float(compiled, name):
+    """Fails if a float is computed outside our kernels, or angles by another code.
 
-    They are the cosines and sines of the positions; tokens are looked up as integers,
-    a logit is looked at to see whether it is finite, and all else is inside the
-    kernels.
+    Tokens are looked up as integers, and a logit is looked at to see whether it is
+    finite.
     """
-    found = [
-        xla_fusions.float_kernels(report)
-        for report in (
-            compiled(models.plain_step, name, layers=2),
-            compiled(models.verify_step, name, layers=2),
-            compiled(models.spec_round, name, layers=2, draft_layers=3),
-        )
-    ]
-    ((operations, code),) = found[0].items()
-    assert "cosine" in str(operations) and "sine" in str(operations)
-    assert len(code) == 1
-    for other in found[1:]:
-        xla_fusions.assert_same_code(other, found[0])
+    reports = (
+        compiled(models.plain_step, name, layers=2),
+        compiled(models.verify_step, name, layers=2),
+        compiled(models.spec_round, name, layers=2, draft_layers=3),
+    )
+    assert not any(map(xla_fusions.float_kernels, reports))
+    assert len({report.kernel("row_angles").sass for report in reports}) == 1
 
 
 def test_mosaic(compiled):
@@ -296,17 +289,13 @@ def test_mosaic(compiled):
 def test_a_float_between_kernels_is_caught(compiled):
     """Negative control: logits that are scaled by XLA before the choice."""
     report = compiled(models.scaled_step, "qwen3-0.6b", layers=1)
-    healthy = compiled(models.plain_step, "qwen3-0.6b", layers=2)
-    healthy = xla_fusions.float_kernels(healthy)
-    assert len(xla_fusions.float_kernels(report)) == len(healthy) + 1
+    ((operations, code),) = xla_fusions.float_kernels(report).items()
+    assert "multiply" in str(operations) and len(code) == 1
 
 
-def test_other_code_is_caught_and_shown():
+def test_other_arithmetic_is_caught():
     """Negative control of the comparison itself."""
     one, other = ({("add",): {("RET ;", f"{name} R0 ;")}} for name in ("FADD", "FFMA"))
-    xla_fusions.assert_same_code(one, one)
-    with pytest.raises(AssertionError, match=r"-FADD R0 ;\n\+FFMA R0 ;"):
-        xla_fusions.assert_same_code(one, other)
     moved = {("add",): {("LDG.E.CONSTANT R0 ;", "@P0 FADD R1 ;", "RET ;")}}
     xla_fusions.assert_same_arithmetic(one, moved)
     with pytest.raises(AssertionError):

@@ -19,6 +19,7 @@ from spec_jax.model import params as params_lib, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import cache
 from spec_jax.pallas import skinny_gemm_triton
+from spec_jax.rules import sampling as sampling_lib
 
 
 SLAB = 16
@@ -162,7 +163,7 @@ def pair():
     return target, draft_model.DraftModel(model=target, gamma_max=GAMMA_MAX), params
 
 
-def run_rounds(pair, draft_params, gamma):
+def run_rounds(pair, draft_params, gamma, sampling):
     target, drafter, params = pair
     speculator = round_lib.Speculator(
         params=(params, draft_params),
@@ -170,7 +171,9 @@ def run_rounds(pair, draft_params, gamma):
         drafter=each.lift(drafter, 1),
     )
     slots = scheduler.Scheduler(speculator=speculator, **SIZES_OF_CACHES)
-    request = scheduler.Request(prompt=PROMPT, max_tokens=MAX_TOKENS, gamma=gamma)
+    request = scheduler.Request(
+        prompt=PROMPT, max_tokens=MAX_TOKENS, gamma=gamma, sampling=sampling
+    )
     state = slots.begin(request)
     state = round_lib.generate(speculator, state, max_rounds=jnp.int32(100))
     slot = scheduler.slot_of(state.slots, 0)
@@ -180,6 +183,13 @@ def run_rounds(pair, draft_params, gamma):
     return slot, state.cache
 
 
+SAMPLINGS = (
+    {"temperature": 0.0},
+    {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 5},
+)
+"""Data: the same executables."""
+
+
 def test_a_generation_is_that_of_plain_decoding(pair):
     """Fails if tokens or committed K/V are not those of plain decoding.
 
@@ -187,24 +197,31 @@ def test_a_generation_is_that_of_plain_decoding(pair):
     kernels of its own: any proposal that is refused is a bit that differed.
     """
     target, _, params = pair
-    kv = target.new_cache(**SIZES_OF_CACHES)
-    plain = baseline.begin(target, params, kv, PROMPT, max_tokens=MAX_TOKENS)
-    plain = baseline.generate(target, params, plain, max_steps=jnp.int32(100))
-    length = int(plain.length)
-    assert length == len(PROMPT) + MAX_TOKENS
     noise = params_lib.init(jax.random.key(2), target.config, stddev=0.02)
     noisy = jax.tree.map(lambda x, n: x + n if x.ndim > 1 else x, params, noise)
-    accepted = set()
-    for gamma in (2, GAMMA_MAX):
-        for draft_params in (params, noisy):
-            slot, kv = run_rounds(pair, draft_params, gamma)
-            assert int(slot.length) == length
-            testing.assert_same_bits(
-                (slot.tokens, written(kv, length - 1)),
-                (plain.tokens, written(plain.cache, length - 1)),
-                what=f"gamma {gamma}",
-            )
-            rate = int(slot.num_accepted) / int(slot.num_proposed)
-            assert draft_params is noisy or rate == 1
-            accepted.add(rate)
-    assert min(accepted) < 1
+    texts = set()
+    for values in SAMPLINGS:
+        sampling = sampling_lib.make_settings(**values)
+        kv = target.new_cache(**SIZES_OF_CACHES)
+        plain = baseline.begin(
+            target, params, kv, PROMPT, max_tokens=MAX_TOKENS, sampling=sampling
+        )
+        plain = baseline.generate(target, params, plain, max_steps=jnp.int32(100))
+        length = int(plain.length)
+        assert length == len(PROMPT) + MAX_TOKENS
+        texts.add(tuple(np.asarray(plain.tokens).tolist()))
+        accepted = set()
+        for gamma in (2, GAMMA_MAX) if values == SAMPLINGS[0] else (GAMMA_MAX,):
+            for draft_params in (params, noisy):
+                slot, kv = run_rounds(pair, draft_params, gamma, sampling)
+                assert int(slot.length) == length
+                testing.assert_same_bits(
+                    (slot.tokens, written(kv, length - 1)),
+                    (plain.tokens, written(plain.cache, length - 1)),
+                    what=f"gamma {gamma}, {values}",
+                )
+                rate = int(slot.num_accepted) / int(slot.num_proposed)
+                assert draft_params is noisy or rate == 1
+                accepted.add(rate)
+        assert min(accepted) < 1
+    assert len(texts) == len(SAMPLINGS)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from spec_jax import testing
+from spec_jax import compilation, testing
 from spec_jax.debug.microscope import faults, fused, scene as scene_lib, trees
 from spec_jax.model import observe, params as params_lib, qwen3, row_model
 from spec_jax.ops import projection
@@ -241,7 +241,7 @@ def _record(path, params, scene, *, fault):
     return kv, values, {name: count for name, count in wrong.items() if count}
 
 
-@functools.partial(jax.jit, static_argnames=("path",))
+@functools.partial(compilation.jit, static_argnames=("path",))
 def run(
     path: Path,
     params: params_lib.Params,
@@ -257,7 +257,7 @@ def run(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("path", "fault"))
+@functools.partial(compilation.jit, static_argnames=("path", "fault"))
 def _run_seen(path, params, kv, *, tokens, start, num_active, fault, layout=None):
     """The cache, and the values that leave the kernels, `[R, width]` by key.
 
@@ -312,7 +312,7 @@ def _injector(path, params, kv, fault, then, start, num_active, layout):
     config, rotation = path.model.config, None
     if path.fused:
         positions, branch = _layout(path, start, layout)
-        angles, by_place = _all_angles(config, positions, branch)
+        angles, by_place = _all_angles(path.model, positions, branch)
         rotation = faults.Rotation(
             params=params,
             config=config,
@@ -370,24 +370,29 @@ def _read_fused(path, params, values, *, tokens, start, num_active, fault, layou
 
 
 # One executable for all layers.
-_layer_values = jax.jit(fused.layer_values, static_argnames=("config", "impl"))
-_layer_unexplained = jax.jit(fused.unexplained, static_argnames=("config", "impl"))
-_normed = jax.jit(fused.normed, static_argnames=("eps", "impl"))
-_project = jax.jit(projection.project, static_argnames=("out_dtype", "impl"))
+_layer_values = compilation.jit(fused.layer_values, static_argnames=("config", "impl"))
+_layer_unexplained = compilation.jit(
+    fused.unexplained, static_argnames=("config", "impl")
+)
+_normed = compilation.jit(fused.normed, static_argnames=("eps", "impl"))
+_project = compilation.jit(projection.project, static_argnames=("out_dtype", "impl"))
 
 
-@functools.partial(jax.jit, static_argnames=("path",))
+@functools.partial(compilation.jit, static_argnames=("path",))
 def _angles(path, start, layout):
-    return _all_angles(path.model.config, *_layout(path, start, layout))
+    return _all_angles(path.model, *_layout(path, start, layout))
 
 
-def _all_angles(config, positions, branch):
+def _all_angles(model, positions, branch):
     """The rows' angles, and those of trees if places were positions."""
-    dtype = jnp.dtype(config.dtype)
-    places = positions if branch is None else branch[:, -1]
-    return tuple(
-        qwen3.row_angles(config, where, dtype=dtype) for where in (positions, places)
+    angles = functools.partial(
+        qwen3.row_angles,
+        model.config,
+        dtype=jnp.dtype(model.config.dtype),
+        impl=model.impl,
     )
+    places = positions if branch is None else branch[:, -1]
+    return angles(positions), angles(places)
 
 
 def _unexplained(path, params, values, num_rows) -> dict[str, int]:

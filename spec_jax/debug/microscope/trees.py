@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import tree as tree_lib
+from spec_jax import compilation, tree as tree_lib
 from spec_jax.debug.microscope import scene as scene_lib
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.model import params as params_lib, row_model
@@ -119,7 +119,7 @@ def verify(
     return keep(model, kv, scene, parents), logits[np.asarray(columns(parents))]
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
+@functools.partial(compilation.jit, static_argnames=("model",))
 def _verify(model, params, kv, window):
     kv, verified = target(model).verify(params, kv, window)
     return kv, verified.by_column(verified.logits, fill=0.0)[0]

@@ -1,0 +1,66 @@
+"""The token that each row draws, by kernels of our own.
+
+Its meaning is `rules.sampling.sample_each`, which is what draws where an implementation
+has no kernels for it:
+
+    argmax(log weights of the tokens that the filters keep + noise of seed and position)
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax.ops import argmax, dispatch
+from spec_jax.typing import typed
+
+
+def has_kernels(impl: str) -> bool:
+    """Whether an implementation has kernels that draw."""
+    return impl in dispatch.PALLAS
+
+
+@typed
+def draw(
+    logits: Float[Array, "R V"],
+    settings: Any,
+    *,
+    positions: Int[Array, " R"],
+    draws: Bool[Array, " R"],
+    impl: str,
+) -> Int[Array, " R"]:
+    """Draws a token from each row that `draws`, int32; the others give 0.
+
+    A token's bits depend on its own row, its position and its settings.
+
+    Args:
+      settings: `sampling.SamplingSettings` with leaves `[R]`.
+      positions: of the tokens to be drawn.
+
+    Raises:
+      NotImplementedError: an implementation without kernels that draw.
+    """
+    if not has_kernels(impl):
+        raise NotImplementedError(
+            f"impl={impl!r} has no kernels that draw: use rules.sampling.sample_each"
+        )
+    from spec_jax.pallas import first_tokens_triton, noisy_weights_triton
+
+    shared = {
+        "temperature": settings.temperature,
+        "draws": draws,
+        "interpret": impl == "interpret",
+    }
+    kept = first_tokens_triton.first_tokens(
+        logits, top_k=settings.top_k, top_p=settings.top_p, **shared
+    )
+    noisy = noisy_weights_triton.noisy_weights(
+        logits,
+        kept,
+        min_p=settings.min_p,
+        seeds=settings.seed,
+        positions=positions,
+        **shared,
+    )
+    tokens = argmax.argmax(noisy, num_active=jnp.int32(draws.shape[0]), impl=impl)
+    return jnp.where(draws, tokens, 0)

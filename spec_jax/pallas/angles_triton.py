@@ -1,0 +1,63 @@
+"""Cosines and sines of positions on a GPU (Pallas Triton): one launch.
+
+    cos, sin = round(scale * cos(position * inv_freq)), likewise sin
+
+As `ops.rope.angles`. Program `r` has row `r`, and everything is elementwise: a row's
+bits depend on its position alone. XLA computed the same in a fusion, which is compiled
+with what surrounds it; with this kernel no float of the row path is left to XLA.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from spec_jax.pallas import attention_plan as plan, slab
+
+
+def angles(
+    positions: jax.Array,  # [R] int32
+    inv_freq: jax.Array,  # [H / 2] float32
+    *,
+    scale: float,
+    dtype: jnp.dtype,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines `[R, H / 2]` in `dtype`.
+
+    Raises:
+      ValueError: positions or frequencies that are no vectors.
+    """
+    R, half = positions.size, inv_freq.size
+    slab.check_shapes(positions=(positions, (R,)), inv_freq=(inv_freq, (half,)))
+    inputs = positions, inv_freq.astype(jnp.float32)
+    out = jax.ShapeDtypeStruct((R, half), dtype)
+    return pl.pallas_call(
+        functools.partial(_kernel, scale=scale),
+        grid=(R,),
+        in_specs=[plan.whole(x) for x in inputs],
+        out_specs=(plan.whole(out), plan.whole(out)),
+        out_shape=(out, out),
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="row_angles",
+    )(*inputs)
+
+
+def _kernel(
+    positions_ref,  # [R]
+    inv_freq_ref,  # [H / 2]
+    cos_ref,  # [R, H / 2]
+    sin_ref,  # [R, H / 2]
+    *,
+    scale: float,
+):
+    row, half = pl.program_id(0), inv_freq_ref.shape[0]
+    lane = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
+    inside = lane < half
+    inv_freq = plt.load(inv_freq_ref.at[lane], mask=inside, other=0.0)
+    radians = positions_ref[row].astype(jnp.float32) * inv_freq
+    for ref, turned in ((cos_ref, jnp.cos(radians)), (sin_ref, jnp.sin(radians))):
+        plt.store(ref.at[row, lane], (turned * scale).astype(ref.dtype), mask=inside)

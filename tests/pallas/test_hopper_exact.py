@@ -1,0 +1,78 @@
+"""Exact programs compiled for an H100, in which XLA computes with no float: no GPU.
+
+What XLA computes it may fuse, tile and round otherwise in another program or, choosing
+by timing, in another process. Loops, sampled ones too, batches and the prefill by rows
+leave nothing of that to it: it moves floats, and every sum is in a kernel of ours.
+"""
+
+import re
+
+import hopper_models as models
+import pytest
+import xla_fusions
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.h100]
+
+PROGRAMS = {
+    "rounds, sampled": (models.spec_generate, {"draft_layers": 1, "draws": True}),
+    "rounds": (models.spec_generate, {"draft_layers": 1}),
+    "plain": (models.plain_generate, {}),
+    "prefill": (models.prefill, {}),
+    "plain, sampled": (models.plain_generate, {"draws": True}),
+    "batch": (models.spec_generate, {"draft_layers": 1, "num_slots": 4}),
+    "batch, sampled": (
+        models.spec_generate,
+        {"draft_layers": 1, "num_slots": 4, "draws": True},
+    ),
+}
+DRAWING = ("sampling_first_tokens", "sampling_noisy_weights")
+
+
+def assert_only_kernels_compute(report) -> None:
+    """Asserts that XLA does nothing with floats but move them."""
+    work = xla_fusions.float_work(report.hlo)
+    assert not work, f"XLA does {sorted(work)}"
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_only_kernels_compute(compiler, name):
+    """Fails if XLA has a float sum, product, transpose or fusion of its own.
+
+    Two layers of a prompt: of the last one only keys and values are left.
+    """
+    build, options = PROGRAMS[name]
+    layers = 2 if name == "prefill" else 1
+    report = compiler.compile(build, "qwen3-0.6b", layers=layers, **options)
+    report.assert_fits()
+    assert_only_kernels_compute(report)
+    launched = {re.sub(r"_+\d*$", "", thunk.name) for thunk in report.launches}
+    assert {"row_angles", "skinny_gemm", "paged_attention_splits"} <= launched
+    assert (set(DRAWING) <= launched) == bool(options.get("draws"))
+
+
+def test_library_products_are_caught(compiler):
+    """Negative control: the prefill that is not by rows."""
+    report = compiler.compile(models.prefill, "qwen3-0.6b", layers=1, by_rows=False)
+    with pytest.raises(AssertionError, match="'cosine'.*'dot'.*'reduce'.*'sine'"):
+        assert_only_kernels_compute(report)
+
+
+def test_other_work_is_caught():
+    """Negative control: sums of two results, transposes, casts and library calls."""
+    body = (
+        "ENTRY %main (x: f32[4]) -> f32[4] {{\n  %x = f32[4]{{0}} parameter(0)\n{}}}\n"
+    )
+    for line, found in (
+        ("(f32[], s32[]) reduce(%x, %i, %c, %d), dimensions={0}", {"reduce"}),
+        ("bf16[4,2]{1,0} transpose(%x), dimensions={1,0}", {"transpose"}),
+        ("bf16[4]{0} convert(%x)", {"convert"}),
+        ('f32[4]{0} custom-call(%x), custom_call_target="__cublas$gemm"',
+         {"__cublas$gemm"}),
+        ("s32[4]{0} add(%i, %i)", set()),
+        ("(f32[4]{0}, s32[]) while(%t), body=%b", set()),
+        ("f32[2]{0} slice(%x), slice={[0:2]}", set()),
+    ):  # fmt: skip
+        hlo = body.format(f"  ROOT %y.1 = {line}\n")
+        assert xla_fusions.float_work(hlo) == found

@@ -1,0 +1,259 @@
+"""Draws by the kernels in interpret mode: the law of `rules.sampling`, row by row.
+
+The oracle sorts in float64. What a GPU makes of the kernels is in `test_hopper_exact`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.ops import draw as draw_op
+from spec_jax.pallas import first_tokens_triton as first, noisy_weights_triton
+from spec_jax.rules import sampling
+
+
+ROWS = 6
+VOCAB = first.BLOCK + 904  # two blocks, the second of which is not full
+SETTINGS = (
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 3},
+    {"temperature": 2.0, "seed": 4},
+    {"temperature": 1.0, "min_p": 0.05, "seed": 2**32 - 1},
+    {"temperature": 1.0, "top_p": 0.95, "seed": 9},
+    {"temperature": 1.3, "top_k": 700, "seed": 3},
+)
+EVERY = np.ones(ROWS, bool)
+
+_draw = jax.jit(functools.partial(draw_op.draw, impl="interpret"))
+_sample_each = jax.jit(sampling.sample_each)
+_first_tokens = jax.jit(functools.partial(first.first_tokens, interpret=True))
+
+
+def stacked(each=SETTINGS) -> sampling.SamplingSettings:
+    made = [sampling.make_settings(**values) for values in each]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
+
+
+def make_rows(rng, scale=3.0):
+    logits = (scale * rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
+    positions = rng.integers(0, 2**20, ROWS).astype(np.int32)
+    positions[1] = positions[5]  # of one seed
+    return logits, positions
+
+
+def kept_by_oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, seed=0):
+    """Tokens that stay, and how far top-p's bound is from letting in one more or less.
+
+    In float64, by sorting.
+    """
+    del seed
+    logits = logits.astype(np.float64)
+    order = np.argsort(-logits, kind="stable")
+    masses = np.exp((logits[order] - logits.max()) / temperature)
+    masses[top_k or logits.size :] = 0
+    shares = np.cumsum(masses) / np.sum(masses)
+    count, margin = top_k or logits.size, 1.0
+    if top_p < 1:
+        count = int(np.searchsorted(shares, top_p)) + 1
+        around = shares[max(count - 2, 0) : count]
+        margin = float(np.min(np.abs(around - top_p)))
+    kept = np.zeros(logits.size, bool)
+    kept[order[:count]] = True
+    return kept, margin
+
+
+def kept_by_kernel(logits, each):
+    """Tokens that stay, `[R, V]`."""
+    settings = stacked(each)
+    found = _first_tokens(
+        logits,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        draws=np.ones(len(each), bool),
+    )
+    assert np.array_equal(found.highest, logits.max(axis=1).astype(np.float32))
+    index = np.arange(logits.shape[1], dtype=np.int32)[None]
+    last, end = (np.asarray(x)[:, None] for x in (found.last, found.end))
+    return np.asarray(first.is_kept(first.rank(jnp.asarray(logits)), index, last, end))
+
+
+FILTERS = (
+    {},
+    {"top_k": 1},
+    {"top_k": 20, "top_p": 0.8, "temperature": 0.7},
+    {"top_k": VOCAB - 1},
+    {"top_p": 0.9, "temperature": 0.6},
+    {"top_p": 0.999, "temperature": 2.0},
+)
+
+
+def test_filters_keep_what_sorting_keeps(rng):
+    """Fails if a block, a bit of the boundary or a filter is left out."""
+    for scale in (0.1, 3.0):  # Nearly even, and peaked.
+        logits, _ = make_rows(rng, scale)
+        found = kept_by_kernel(logits, FILTERS)
+        for row, values in enumerate(FILTERS):
+            expected, margin = kept_by_oracle(logits[row], **values)
+            # Sums in float32 may round past a bound that is as near.
+            allowed = 0 if margin > 1e-5 else 1
+            assert np.sum(found[row] != expected) <= allowed, (scale, values)
+            # Negative control: what another row keeps.
+            assert np.sum(found[row - 1] != expected) > 1
+
+
+def test_ties_are_cut_by_index(rng):
+    """Fails if equal logits are kept together, or the last ones of them."""
+    coarse = np.round(rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
+    coarse[0] = 0
+    coarse[1] = np.where(np.arange(VOCAB) % 2, np.float32(0.0), np.float32(-0.0))
+    each = (
+        *({"top_k": 7}, {"top_k": first.BLOCK + 3}, {"top_k": 1000}, {"top_k": 4990}),
+        *({"top_k": 3000, "top_p": 0.5}, {"top_p": 0.75}),
+    )
+    found = kept_by_kernel(coarse, each)
+    for row, values in enumerate(each):
+        expected, _ = kept_by_oracle(coarse[row], **values)
+        # Of so many equal masses the bound is a multiple, and float32 may round it.
+        off = np.flatnonzero(found[row] != expected)
+        assert off.size <= ("top_p" in values), (values, off)
+    assert np.flatnonzero(found[0]).tolist() == list(range(7))
+    # Negative control: the last seven.
+    assert not np.array_equal(found[0], found[0][::-1])
+
+
+def test_boundaries_are_exact():
+    """As `rules.test_sampling`: the token that reaches p stays, masked ones never."""
+    inf = np.inf
+    rows = (
+        ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.5}, [0, 1]),
+        ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.500001}, [0, 1, 2]),
+        ([0.0, 0.0, 0.0, 0.0], {"top_p": 1e-6}, [0]),
+        ([2.0, 1.0, 1.0, 1.0], {"top_k": 2, "top_p": 0.7}, [0]),
+        ([2.0, 1.0, 1.0, 1.0], {"top_p": 0.7}, [0, 1, 2]),
+        ([-inf, 0.0, -inf, 0.0], {"top_k": 2}, [1, 3]),
+        ([1.0, 5.0, 5.0, -3.0], {"top_k": 1}, [1]),
+        ([1.0, 5.0, 5.0, -3.0], {"temperature": 2.0**-126, "top_p": 0.9}, [1, 2]),
+    )
+    logits = np.array([row[0] for row in rows], np.float32)
+    found = kept_by_kernel(logits, [row[1] for row in rows])
+    assert [np.flatnonzero(row).tolist() for row in found] == [row[2] for row in rows]
+
+
+def test_draws_are_those_of_the_reference(rng):
+    """Fails if a noise, a filter or a setting is another than `rules.sampling`'s.
+
+    Top-p's sums stand in another order: a token at its bound may be kept by one alone,
+    which is drawn so seldom that it shows in no draw here.
+    """
+    settings, differing = stacked(), 0
+    for _ in range(6):
+        logits, positions = make_rows(rng)
+        how = {"positions": positions, "draws": EVERY}
+        ours, theirs = _draw(logits, settings, **how), _sample_each(
+            logits, settings, **how
+        )  # fmt: skip
+        differing += int(np.sum(np.asarray(ours) != np.asarray(theirs)))
+        assert int(ours[0]) == int(np.argmax(logits[0]))  # Greedy.
+    assert differing == 0
+
+
+def test_other_settings_and_positions_are_caught(rng):
+    """Negative control: rolled by a row, and keyed one position late."""
+    logits, positions = make_rows(rng)
+    right = np.asarray(_draw(logits, stacked(), positions=positions, draws=EVERY))
+    rolled = stacked((*SETTINGS[1:], SETTINGS[0]))
+    for settings, late in ((rolled, 0), (stacked(), 1)):
+        found = _draw(logits, settings, positions=positions + late, draws=EVERY)
+        assert np.sum(np.asarray(found) != right) >= ROWS - 2
+
+
+def noise_of(logits, settings, positions):
+    """The noise of each token: what is on top of the log weights."""
+    draws = jnp.ones(positions.shape, bool)
+    shared = {"temperature": settings.temperature, "draws": draws, "interpret": True}
+    kept = first.first_tokens(
+        logits, top_k=settings.top_k, top_p=settings.top_p, **shared
+    )
+    return noisy_weights_triton.noisy_weights(
+        logits,
+        kept,
+        min_p=settings.min_p,
+        seeds=settings.seed,
+        positions=positions,
+        **shared,
+    )
+
+
+def test_noise_has_the_bits_of_threefry(rng):
+    """Fails if a counter, a key or a round of Threefry is another than jax's."""
+    _, positions = make_rows(rng)
+    seeds = [0, 1, 2**31, 2**32 - 1, 7, 7]
+    settings = stacked([{"seed": seed} for seed in seeds])
+    even = np.zeros((ROWS, VOCAB), np.float32)
+    found = np.asarray(jax.jit(noise_of)(even, settings, positions))
+    expected = jax.jit(
+        jax.vmap(functools.partial(sampling.noise, vocab_size=VOCAB))
+    )(settings.seed, positions)  # fmt: skip
+    # Logarithms may be compiled otherwise; 24 bits behind a number are seen above it.
+    np.testing.assert_allclose(found, expected, rtol=3e-7, atol=3e-7)
+    key = tuple(jnp.uint32(x) for x in (3, 2**32 - 5))
+    count = jnp.arange(64, dtype=jnp.uint32)
+    ours = jnp.concatenate(noisy_weights_triton.threefry(key, count[:32], count[32:]))
+    theirs = jax.extend.random.threefry_2x32(jnp.stack(key), count)
+    testing.assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("chosen", [[], [2], [0, 5], [1, 3, 4]])
+def test_rows_that_do_not_draw_are_zero_and_unread(rng, chosen):
+    """Fails if a row's token depends on who else draws, or on NaN beside it."""
+    logits, positions = make_rows(rng)
+    every = np.asarray(_draw(logits, stacked(), positions=positions, draws=EVERY))
+    assert np.count_nonzero(every) == ROWS
+    draws = np.isin(np.arange(ROWS), chosen)
+    poisoned = np.where(draws[:, None], logits, np.float32(np.nan))
+    found = _draw(poisoned, stacked(), positions=positions, draws=draws)
+    np.testing.assert_array_equal(found, np.where(draws, every, 0))
+
+
+def test_a_row_has_the_bits_that_it_has_alone(rng):
+    """Fails if noisy weights depend on a row's place, or on how many rows there are."""
+    logits, positions = make_rows(rng)
+    settings, noisy = stacked(), jax.jit(noise_of)
+    together = np.asarray(noisy(logits, settings, positions))
+    order = np.roll(np.arange(ROWS), 2)
+    moved = noisy(
+        logits[order], jax.tree.map(lambda x: x[order], settings), positions[order]
+    )
+    testing.assert_same_bits(np.asarray(moved), together[order])
+    for row in (1, 4):
+        own = jax.tree.map(lambda x, row=row: x[row : row + 1], settings)
+        alone = noisy(logits[row : row + 1], own, positions[row : row + 1])
+        testing.assert_same_bits(np.asarray(alone), together[row : row + 1])
+    with pytest.raises(AssertionError, match="differ"):  # Negative control.
+        testing.assert_same_bits(np.asarray(moved), together)
+
+
+def test_bfloat16_is_widened(rng):
+    """Fails if anything is computed in the logits' own dtype."""
+    logits, positions = make_rows(rng)
+    narrow = jnp.asarray(logits, jnp.bfloat16)
+    how = {"positions": positions, "draws": EVERY}
+    found = _draw(narrow, stacked(), **how)
+    testing.assert_same_bits(found, _draw(narrow.astype(jnp.float32), stacked(), **how))
+
+
+def test_refusals(rng):
+    """Fails if settings of slots are taken for those of rows, or a draw falls back."""
+    logits, positions = make_rows(rng)
+    how = {"positions": positions, "draws": EVERY}
+    with pytest.raises(ValueError, match=r"temperature has shape \(5,\), not \(6,\)"):
+        _draw(logits, stacked(SETTINGS[1:]), **how)
+    with pytest.raises(ValueError, match=r"rows of 0 logits are not in 1\.\.4194303"):
+        _draw(logits[:, :0], stacked(), **how)
+    with pytest.raises(NotImplementedError, match="impl='xla' has no kernels that dr"):
+        jax.jit(functools.partial(draw_op.draw, impl="xla"))(logits, stacked(), **how)
