@@ -8,10 +8,10 @@ walks K in blocks in ascending order, and writes its tile once, epilogue include
 rows are one tensor-core instruction high, so that the second to the sixteenth are free.
 Of `x` it reads the active rows, 2 * K bytes each, from the L2 cache: those of 16 rows
 are as much as the weights where `block_n` is 16, which is why plans have 32 and more.
-Padding rows are zeros to the product, and are not read.
+Padding rows are neither read nor written.
 
 With `splits` above one, each split of K has its own programs, which store partial sums
-[splits, parts, R, N] in float32; a second kernel adds them in ascending order. No
+[splits, parts, R, N] in float32; `gemm_reduce_triton` adds them in ascending order. No
 atomics: nothing depends on which program ends first.
 
 A plan is a function of the weight's shape alone. That, and rows that an instruction
@@ -30,10 +30,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import rms_norm_triton, slab
+from spec_jax.pallas import gemm_reduce_triton, rms_norm_triton, slab
 
 
-REDUCE_COLUMNS = 64  # of one program of the second kernel
 MIN_BLOCK = 16  # of a tensor-core instruction in any direction
 MAX_SHARED_BYTES = 232_448  # of one program on an H100
 
@@ -120,16 +119,16 @@ def _multiply_kernel(
             first = start + chain * width
             terms = pl.ds(first, width)
             in_terms = first + jnp.arange(width) < num_terms if is_ragged else None
-            tile = _load(x_ref.at[:, terms], is_active, in_terms)
+            tile = slab.load(x_ref.at[:, terms], is_active, in_terms)
             for w_ref in w_refs:
                 if transposed:
                     view, masks = w_ref.at[terms, :], (in_terms, in_columns)
-                    weights = _load(view, *masks, last_use=True)
+                    weights = slab.load(view, *masks, last_use=True)
                 else:
                     view, masks = w_ref.at[:, terms], (in_columns, in_terms)
-                    weights = _load(view, *masks, last_use=True).T
+                    weights = slab.load(view, *masks, last_use=True).T
                 products.append(plt.dot(tile, weights))
-        return _added(sums, products)
+        return slab.each_added(sums, products)
 
     def whole_block(block, sums):
         return accumulate((first_block + block) * plan.block_k, sums, False)
@@ -140,80 +139,13 @@ def _multiply_kernel(
     if num_terms % plan.block_k:
         sums = accumulate(num_blocks * plan.block_k, sums, True)
     chains = [sums[i : i + parts] for i in range(0, len(sums), parts)]
-    sums = functools.reduce(_added, chains)
+    sums = functools.reduce(slab.each_added, chains)
     if plan.splits > 1:
         for out_ref, total in zip(out_refs, sums, strict=True):
-            _store(out_ref.at[...], total, in_columns)
+            slab.store(out_ref.at[...], total, is_active, in_columns)
     else:
         (out_ref,) = out_refs
-        _finish(sums, residual_ref, out_ref, in_columns)
-
-
-def _reduce_kernel(
-    partial_refs,  # of each part [splits, 16, REDUCE_COLUMNS] float32
-    residual_ref,  # [16, REDUCE_COLUMNS] or None
-    out_ref,  # [16, REDUCE_COLUMNS]
-    *,
-    num_columns: int,
-):
-    """Adds the splits, first to last, and does what is left to do with the sums."""
-    columns = pl.program_id(1) * REDUCE_COLUMNS + jnp.arange(REDUCE_COLUMNS)
-    in_columns = columns < num_columns if num_columns % REDUCE_COLUMNS else None
-
-    def accumulate(split, sums):
-        partials = (_load(ref.at[split], last_mask=in_columns) for ref in partial_refs)
-        return _added(sums, partials)
-
-    zeros = jnp.zeros((slab.ROWS, REDUCE_COLUMNS), jnp.float32)
-    splits = partial_refs[0].shape[0]
-    sums = jax.lax.fori_loop(0, splits, accumulate, (zeros,) * len(partial_refs))
-    _finish(sums, residual_ref, out_ref, in_columns)
-
-
-def _added(sums, others):
-    return tuple(a + b for a, b in zip(sums, others, strict=True))
-
-
-def _finish(sums, residual_ref, out_ref, in_columns):
-    """Rounds a tile, gates it or adds the residual, and stores it."""
-    if len(sums) == 2:
-        gate, up = sums
-        result = slab.gated(gate, up, dtype=out_ref.dtype)
-    else:
-        residual = None
-        if residual_ref is not None:
-            residual = _load(residual_ref.at[...], last_mask=in_columns)
-        (total,) = sums
-        result = slab.added(total, residual, out_dtype=out_ref.dtype)
-    _store(out_ref.at[...], result, in_columns)
-
-
-def _load(view, first_mask=None, last_mask=None, *, last_use=False):
-    """A block of two axes; zero, and not read, where the mask of an axis is false.
-
-    `last_use` lets it leave the cache first: weights are read by one program only.
-    """
-    mask = _mask(view.shape, first_mask, last_mask)
-    return plt.load(
-        view,
-        mask=mask,
-        other=None if mask is None else 0,
-        eviction_policy="evict_first" if last_use else None,
-    )
-
-
-def _store(view, block, last_mask):
-    plt.store(view, block, mask=_mask(view.shape, None, last_mask))
-
-
-def _mask(shape, first_mask, last_mask):
-    """Both masks as one of `shape`; None where there is nothing to mask."""
-    masks = []
-    if first_mask is not None:
-        masks.append(jnp.broadcast_to(first_mask[:, None], shape))
-    if last_mask is not None:
-        masks.append(jnp.broadcast_to(last_mask[None, :], shape))
-    return functools.reduce(jnp.logical_and, masks) if masks else None
+        slab.finish(sums, residual_ref, out_ref, is_active, in_columns)
 
 
 def project(
@@ -229,7 +161,7 @@ def project(
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.projection.project`. Padding rows are the product of zeros.
+    """See `ops.projection.project`. Padding rows are uninitialised.
 
     Raises:
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
@@ -278,7 +210,7 @@ def gate(
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.gated_projection.gated_projection`. Padding rows are zeros.
+    """See `ops.gated_projection.gated_projection`. Padding rows are uninitialised.
 
     Raises:
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
@@ -349,8 +281,13 @@ def _multiply(
     )(num_active.reshape(1), x, [w] * parts, residual if has_residual else None)[0]
     if plan.splits == 1:
         return outputs[0]
-    return _reduce(
-        outputs, residual, result, name=f"{name}_reduce", interpret=interpret
+    return gemm_reduce_triton.reduce(
+        outputs,
+        residual,
+        result,
+        num_active=num_active,
+        name=f"{name}_reduce",
+        interpret=interpret,
     )
 
 
@@ -359,26 +296,6 @@ def _part_spec(part: int, terms: int, block_n: int, transposed: bool) -> pl.Bloc
     if transposed:
         return pl.BlockSpec((terms, None, block_n), lambda r, n, s: (0, part, n))
     return pl.BlockSpec((None, block_n, terms), lambda r, n, s: (part, n, 0))
-
-
-def _reduce(partials, residual, result, *, name, interpret):
-    """The second kernel, over `partials`, each `[splits, R, N]`."""
-    (splits, R, N), rows = partials[0].shape, slab.ROWS
-    tile = pl.BlockSpec((rows, REDUCE_COLUMNS), lambda r, n: (r, n))
-    partial = pl.BlockSpec((splits, rows, REDUCE_COLUMNS), lambda r, n: (0, r, n))
-    return pl.pallas_call(
-        functools.partial(_reduce_kernel, num_columns=N),
-        grid=(R // rows, pl.cdiv(N, REDUCE_COLUMNS)),
-        in_specs=[
-            [partial] * len(partials),
-            None if residual is None else tile,
-        ],
-        out_specs=tile,
-        out_shape=result,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        name=name,
-        interpret=interpret,
-    )(partials, residual)
 
 
 def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:

@@ -98,8 +98,11 @@ def norm(width: int, rows: int = ROWS) -> hopper.Program:
 
 
 def choice(width: int, rows: int = ROWS) -> hopper.Program:
-    shape = _shape(rows, width, dtype="float32")
-    return hopper.Program(fn=argmax_triton.argmax, args=(shape,))
+    def fn(logits, num_active):
+        return argmax_triton.argmax(logits, num_active=num_active)
+
+    shapes = _shape(rows, width, dtype="float32"), _shape(dtype="int32")
+    return hopper.Program(fn=fn, args=shapes)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
