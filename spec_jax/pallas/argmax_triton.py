@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from spec_jax.pallas import early_launch
+
 
 CHUNK = 4096  # logits of one program of the first kernel
 MAX_CHUNKS = 1024  # of one row: a block of the second kernel
@@ -46,8 +48,10 @@ def _chunk_kernel(
     index_ref,  # [1, 1] int32
     *,
     width: int,
+    interpret: bool,
 ):
-    indices = pl.program_id(1) * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)[None, :]
+    chunk = early_launch.released(pl.program_id(1), interpret=interpret)[:, None]
+    indices = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)[None, :]
     inside = indices < width
 
     @pl.when(pl.program_id(0) < num_active_ref[0])
@@ -64,8 +68,10 @@ def _row_kernel(
     out_ref,  # [1, 1] int32
     *,
     num_chunks: int,
+    interpret: bool,
 ):
-    is_active = pl.program_id(0) < num_active_ref[0]
+    row = early_launch.released(pl.program_id(0), interpret=interpret)[:, None]
+    is_active = row < num_active_ref[0]
     inside = (jnp.arange(key_ref.shape[1])[None, :] < num_chunks) & is_active
     keys = plt.load(key_ref.at[...], mask=inside, other=_NOTHING)
     indices = plt.load(index_ref.at[...], mask=inside, other=_NAN)
@@ -99,7 +105,7 @@ def argmax(
     partial = jax.ShapeDtypeStruct((R, num_chunks), jnp.int32)
     one = pl.BlockSpec((1, 1), lambda r, c: (r, c))
     keys, indices = pl.pallas_call(
-        functools.partial(_chunk_kernel, width=V),
+        functools.partial(_chunk_kernel, width=V, interpret=interpret),
         grid=(R, num_chunks),
         in_specs=[
             pl.BlockSpec((1,), lambda r, c: (0,)),
@@ -113,7 +119,7 @@ def argmax(
     )(num_active, logits)
     chunks = pl.BlockSpec((1, pl.next_power_of_2(num_chunks)), lambda r: (r, 0))
     out = pl.pallas_call(
-        functools.partial(_row_kernel, num_chunks=num_chunks),
+        functools.partial(_row_kernel, num_chunks=num_chunks, interpret=interpret),
         grid=(R,),
         in_specs=[pl.BlockSpec((1,), lambda r: (0,)), chunks, chunks],
         out_specs=pl.BlockSpec((1, 1), lambda r: (r, 0)),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import slab
+from spec_jax.pallas import early_launch, slab
 
 
 COLUMNS = 64  # of one program
@@ -34,7 +34,7 @@ def reduce(
     tile = pl.BlockSpec((rows, COLUMNS), lambda r, n: (r, n))
     partial = pl.BlockSpec((splits, rows, COLUMNS), lambda r, n: (0, r, n))
     return pl.pallas_call(
-        functools.partial(_kernel, num_columns=N),
+        functools.partial(_kernel, num_columns=N, interpret=interpret),
         grid=(R // rows, pl.cdiv(N, COLUMNS)),
         in_specs=[
             pl.BlockSpec((1,), lambda r, n: (0,)),
@@ -56,9 +56,11 @@ def _kernel(
     out_ref,  # [16, COLUMNS]
     *,
     num_columns: int,
+    interpret: bool,
 ):
-    rows = pl.program_id(0) * slab.ROWS + jnp.arange(slab.ROWS)
-    is_active = rows < num_active_ref[0]
+    first_row = pl.program_id(0) * slab.ROWS
+    first_row = early_launch.released(first_row, interpret=interpret)
+    is_active = first_row + jnp.arange(slab.ROWS) < num_active_ref[0]
     columns = pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS)
     in_columns = columns < num_columns if num_columns % COLUMNS else None
 
