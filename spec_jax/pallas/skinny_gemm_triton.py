@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import gemm_reduce_triton, rms_norm_triton, slab
+from spec_jax.pallas import early_launch, gemm_reduce_triton, row_norm, slab
 
 
 MIN_BLOCK = 16  # of a tensor-core instruction in any direction
@@ -93,6 +93,7 @@ def _block(size: int, largest: int) -> int:
 def _multiply_kernel(
     num_active_ref,  # [1]
     x_ref,  # [16, K], and so to the end of a block
+    norm_ref,  # [K], likewise, or None
     w_refs,  # one, or the gate's and up's: [block_n, K] or [K, block_n], likewise
     residual_ref,  # [16, block_n] or None
     out_refs,  # [16, block_n] one, or where K is split one for each of `w_refs`
@@ -101,6 +102,8 @@ def _multiply_kernel(
     num_columns: int,
     num_terms: int,
     transposed: bool,
+    eps: float,
+    interpret: bool,
 ):
     """One tile of the result, or of a split's partial sums."""
     columns = pl.program_id(1) * plan.block_n + jnp.arange(plan.block_n)
@@ -109,17 +112,43 @@ def _multiply_kernel(
     first_block = pl.program_id(2) * num_blocks if plan.splits > 1 else 0
 
     width = plan.block_k // plan.chains
-    rows = pl.program_id(0) * slab.ROWS + jnp.arange(slab.ROWS)
-    is_active = rows < num_active_ref[0]
+    tile = pl.program_id(0)
+    first_row = early_launch.released(tile * slab.ROWS, interpret=interpret)
+    is_active = first_row + jnp.arange(slab.ROWS) < num_active_ref[0]
+    scales = None
+    if norm_ref is not None:
+        scales = row_norm.scales(
+            x_ref,
+            num_active_ref[0] - tile * slab.ROWS,
+            num_terms=num_terms,
+            block=plan.block_k,
+            eps=eps,
+        )
 
-    def accumulate(start, sums, is_ragged):
+    def norm_weights(start, is_ragged):
+        """Those of one block of k, for each chain."""
+        if norm_ref is None:
+            return (None,) * plan.chains
+        firsts = [start + chain * width for chain in range(plan.chains)]
+        masks = [first + jnp.arange(width) < num_terms for first in firsts]
+        return tuple(
+            plt.load(norm_ref.at[pl.ds(first, width)], mask=mask, other=0)
+            if is_ragged
+            else norm_ref[pl.ds(first, width)]
+            for first, mask in zip(firsts, masks, strict=True)
+        )
+
+    def accumulate(start, sums, weights_of_norm, is_ragged):
         """Adds one block of k to the sum of each chain."""
         products = []
         for chain in range(plan.chains):
             first = start + chain * width
             terms = pl.ds(first, width)
             in_terms = first + jnp.arange(width) < num_terms if is_ragged else None
-            tile = slab.load(x_ref.at[:, terms], is_active, in_terms)
+            rows = slab.load(x_ref.at[:, terms], is_active, in_terms)
+            if scales is not None:
+                weight = weights_of_norm[chain]
+                rows = row_norm.normed(rows, scales, weight, interpret=interpret)
             for w_ref in w_refs:
                 if transposed:
                     view, masks = w_ref.at[terms, :], (in_terms, in_columns)
@@ -127,17 +156,26 @@ def _multiply_kernel(
                 else:
                     view, masks = w_ref.at[:, terms], (in_columns, in_terms)
                     weights = slab.load(view, *masks, last_use=True).T
-                products.append(plt.dot(tile, weights))
+                products.append(plt.dot(rows, weights))
         return slab.each_added(sums, products)
 
-    def whole_block(block, sums):
-        return accumulate((first_block + block) * plan.block_k, sums, False)
+    def whole_block(block, carry):
+        sums, weights_of_norm = carry
+        # Too few bytes for the pipeline: these are asked for a block ahead.
+        coming = first_block + jnp.minimum(block + 1, num_blocks - 1)
+        ahead = norm_weights(coming * plan.block_k, False)
+        start = (first_block + block) * plan.block_k
+        return accumulate(start, sums, weights_of_norm, False), ahead
 
     parts = len(w_refs)
     zeros = jnp.zeros((slab.ROWS, plan.block_n), jnp.float32)
-    sums = jax.lax.fori_loop(0, num_blocks, whole_block, (zeros,) * plan.chains * parts)
+    sums = (zeros,) * plan.chains * parts
+    if num_blocks:
+        begun = sums, norm_weights(first_block * plan.block_k, False)
+        sums, _ = jax.lax.fori_loop(0, num_blocks, whole_block, begun)
     if num_terms % plan.block_k:
-        sums = accumulate(num_blocks * plan.block_k, sums, True)
+        start = num_blocks * plan.block_k
+        sums = accumulate(start, sums, norm_weights(start, True), True)
     chains = [sums[i : i + parts] for i in range(0, len(sums), parts)]
     sums = functools.reduce(slab.each_added, chains)
     if plan.splits > 1:
@@ -179,17 +217,18 @@ def project(
         if out_dtype != x.dtype:
             raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
     slab.check_bfloat16(x=x, w=w, norm=norm, residual=residual)
-    x = slab.padded(x)
     if norm is not None:
-        x = rms_norm_triton.rms_norm(x, norm, eps=eps, interpret=interpret)
+        slab.check_shapes(norm=(norm, (K,)))
     w = w.reshape((K, 1, N) if transposed else (1, N, K))
     if residual is not None:
         residual = slab.padded(residual)
     y = _multiply(
-        x,
+        slab.padded(x),
         w,
         residual,
+        norm,
         num_active=num_active,
+        eps=eps,
         plan=plan or plan_for(N, K),
         out_dtype=out_dtype,
         transposed=transposed,
@@ -220,13 +259,15 @@ def gate(
     slab.check_shapes(
         w=(w, (K, 2 * F) if transposed else (2 * F, K)), num_active=(num_active, ())
     )
+    slab.check_shapes(norm=(norm, (K,)))
     slab.check_bfloat16(x=x, w=w, norm=norm)
-    x = rms_norm_triton.rms_norm(slab.padded(x), norm, eps=eps, interpret=interpret)
     y = _multiply(
-        x,
+        slab.padded(x),
         w.reshape((K, 2, F) if transposed else (2, F, K)),
         None,
+        norm,
         num_active=num_active,
+        eps=eps,
         plan=plan or plan_for(2 * F, K, parts=2),
         out_dtype=x.dtype,
         transposed=transposed,
@@ -237,7 +278,18 @@ def gate(
 
 
 def _multiply(
-    x, w, residual, *, num_active, plan, out_dtype, transposed, name, interpret
+    x,
+    w,
+    residual,
+    norm,
+    *,
+    num_active,
+    eps,
+    plan,
+    out_dtype,
+    transposed,
+    name,
+    interpret,
 ):
     """`[16 n, N]` of `w`, `[parts, N, K]` or `[K, parts, N]`: each part a product."""
     (R, K), (parts, N) = x.shape, (w.shape[1:] if transposed else w.shape[:2])
@@ -259,12 +311,15 @@ def _multiply(
             num_columns=N,
             num_terms=K,
             transposed=transposed,
+            eps=eps,
+            interpret=interpret,
         ),
         # Tiles of rows are neighbours in time: the second finds the weights cached.
         grid=(R // slab.ROWS, pl.cdiv(N, plan.block_n), plan.splits),
         in_specs=[
             pl.BlockSpec((1,), lambda r, n, s: (0,)),
             pl.BlockSpec((slab.ROWS, terms), lambda r, n, s: (r, 0)),
+            None if norm is None else pl.BlockSpec((terms,), lambda r, n, s: (0,)),
             [
                 _part_spec(part, terms, plan.block_n, transposed)
                 for part in range(parts)
@@ -278,7 +333,9 @@ def _multiply(
         ),
         name=name,
         interpret=interpret,
-    )(num_active.reshape(1), x, [w] * parts, residual if has_residual else None)[0]
+    )(num_active.reshape(1), x, norm, [w] * parts, residual if has_residual else None)[
+        0
+    ]
     if plan.splits == 1:
         return outputs[0]
     return gemm_reduce_triton.reduce(
