@@ -23,9 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.h100]
 
 LAYER = (
     "skinny_gemm",
-    "head_rotate",
-    "paged_attention_splits",
-    "paged_attention_combine",
+    "paged_attention",
     "skinny_gemm",
     "skinny_gemm_gate",
     "skinny_gemm",
@@ -35,6 +33,8 @@ LAYER = (
 END = ("skinny_gemm", "argmax_chunks", "argmax_rows")
 KERNELS = {"kKernel", "kCustomKernel", "kCustomCall"}
 DEPTH = {"qwen3-0.6b": 28, "qwen3-8b": 36}
+MOST_OF_A_STEP = {"qwen3-0.6b": 160, "qwen3-8b": 200}
+MOST_OF_A_ROUND = 860  # with a draft of `models.DRAFT`
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_a_plain_step(compiled, name, depth):
     fixed = total - len(LAYER) * depth
     whole = fixed + len(LAYER) * DEPTH[name]
     print(f"{name}: {whole} launches of a plain step, {fixed} of them in no layer")
-    assert fixed <= 21
+    assert whole <= MOST_OF_A_STEP[name]
 
 
 def test_the_function_of_a_layer_is_compiled_away(compiled):
@@ -162,7 +162,7 @@ def test_a_verification(compiled, name):
     fixed = launches(report) - len(LAYER) * 2
     whole = fixed + len(LAYER) * DEPTH[name]
     print(f"{name}: {whole} launches of a verification, {fixed} of them in no layer")
-    assert fixed <= 28
+    assert whole <= MOST_OF_A_STEP[name]
 
 
 @pytest.mark.few(1)
@@ -198,12 +198,9 @@ def test_a_round(compiled, name):
     drafting = once - without
     step = drafting + len(LAYER) * (DEPTH[models.DRAFT] - draft_depth)
     rest = without + len(LAYER) * (DEPTH[name] - depth)
-    print(
-        f"{name}: {rest + gamma * step} launches of a round of {gamma}: {gamma} * "
-        f"{step} + {rest}"
-    )
-    assert drafting - len(LAYER) * draft_depth <= 28
-    assert without - len(LAYER) * depth <= 64
+    total = rest + gamma * step
+    print(f"{name}: {total} launches of a round of {gamma}: {gamma} * {step} + {rest}")
+    assert total <= MOST_OF_A_ROUND
 
 
 HEAD = (*LAYER, *END[:1])
@@ -219,7 +216,7 @@ def test_a_head_step(compiled):
     assert ours(report.launches) == [*HEAD]
     total = launches(report)
     print(f"{total} launches of a head's step")
-    assert abs(total - 22) <= 5
+    assert abs(total - 12) <= 3
 
 
 def test_a_round_with_a_head(compiled):
@@ -240,7 +237,7 @@ def test_a_round_with_a_head(compiled):
     turns = 1, depth - 1, 2, depth
     total = launches(report, *turns)
     print(f"{total} launches of a round of 32 rows: {turns} * {turn} + {rest}")
-    for found, known in zip([*turn, rest], (29, 46, 44, 5, 75), strict=True):
+    for found, known in zip([*turn, rest], (23, 40, 32, 5, 75), strict=True):
         assert abs(found - known) <= 5
 
 
