@@ -73,4 +73,5 @@ def _kernel(
     zeros = jnp.zeros((slab.ROWS, COLUMNS), jnp.float32)
     splits = partial_refs[0].shape[0]
     sums = jax.lax.fori_loop(0, splits, accumulate, (zeros,) * len(partial_refs))
-    slab.finish(sums, residual_ref, out_ref, is_active, in_columns)
+    residual = None if residual_ref is None else residual_ref.at[...]
+    slab.finish(sums, residual, out_ref.at[...], is_active, in_columns)

@@ -20,14 +20,15 @@ GROUP = 8  # rows at once: a window seldom has more
 
 
 def scales(
-    x_ref,  # [16, K], and so to the end of a block
+    x_ref,  # [rows, K], and so to the end of a block
     num_live: jax.Array,  # [] int32, of these rows
     *,
+    first_row: int,
     num_terms: int,
     block: int,
     eps: float,
 ) -> jax.Array:  # [16] float32
-    """One over the root of each live row's mean square; 0 for groups of none."""
+    """One over the root of the mean square of 16 rows; 0 for groups of none."""
     div = jax.lax.div
     rows, of_group = jnp.arange(slab.ROWS), jnp.arange(GROUP)
 
@@ -40,7 +41,8 @@ def scales(
             in_terms = None
             if start + block > num_terms:
                 in_terms = start + jnp.arange(block) < num_terms
-            view = x_ref.at[pl.ds(first, GROUP), pl.ds(start, block)]
+            group_rows = pl.ds(first_row + first, GROUP)
+            view = x_ref.at[group_rows, pl.ds(start, block)]
             x = slab.load(view, is_live, in_terms).astype(jnp.float32)
             squares += x * x
         mean_square = jnp.sum(squares, axis=1) / num_terms

@@ -2,10 +2,11 @@
 
     y[r, n] = sum_k x[r, k] * w[n, k]       bfloat16 in, accumulated in float32
 
-One program owns 16 rows and `block_n` columns, of the gate and of the up half where
-the weights are gated. It reads its 2 * K * block_n bytes of weights once for all rows,
-walks K in blocks in ascending order, and writes its tile once, epilogue included: 16
-rows are one tensor-core instruction high, so that the second to the sixteenth are free.
+One program owns `block_n` columns, of the gate and of the up half where the weights are
+gated, for up to 64 rows. It reads its 2 * K * block_n bytes of weights once for all,
+walks K in blocks in ascending order (`gemm_kernel`), and writes its tiles once,
+epilogue included: 16 rows are one tensor-core instruction high, so that the second to
+the sixteenth are free.
 Of `x` it reads the active rows, 2 * K bytes each, from the L2 cache: those of 16 rows
 are as much as the weights where `block_n` is 16, which is why plans have 32 and more.
 Padding rows are neither read nor written.
@@ -30,11 +31,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import early_launch, gemm_reduce_triton, row_norm, slab
+from spec_jax.pallas import gemm_kernel, gemm_reduce_triton, slab
 
 
 MIN_BLOCK = 16  # of a tensor-core instruction in any direction
 MAX_SHARED_BYTES = 232_448  # of one program on an H100
+SPARE_SHARED_BYTES = 16_384  # of these: for what is not of the pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,102 +90,6 @@ def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
 
 def _block(size: int, largest: int) -> int:
     return max(MIN_BLOCK, min(largest, pl.next_power_of_2(max(size, 1))))
-
-
-def _multiply_kernel(
-    num_active_ref,  # [1]
-    x_ref,  # [16, K], and so to the end of a block
-    norm_ref,  # [K], likewise, or None
-    w_refs,  # one, or the gate's and up's: [block_n, K] or [K, block_n], likewise
-    residual_ref,  # [16, block_n] or None
-    out_refs,  # [16, block_n] one, or where K is split one for each of `w_refs`
-    *,
-    plan: Plan,
-    num_columns: int,
-    num_terms: int,
-    transposed: bool,
-    eps: float,
-    interpret: bool,
-):
-    """One tile of the result, or of a split's partial sums."""
-    columns = pl.program_id(1) * plan.block_n + jnp.arange(plan.block_n)
-    in_columns = columns < num_columns if num_columns % plan.block_n else None
-    num_blocks = num_terms // plan.block_k // plan.splits
-    first_block = pl.program_id(2) * num_blocks if plan.splits > 1 else 0
-
-    width = plan.block_k // plan.chains
-    tile = pl.program_id(0)
-    first_row = early_launch.released(tile * slab.ROWS, interpret=interpret)
-    is_active = first_row + jnp.arange(slab.ROWS) < num_active_ref[0]
-    scales = None
-    if norm_ref is not None:
-        scales = row_norm.scales(
-            x_ref,
-            num_active_ref[0] - tile * slab.ROWS,
-            num_terms=num_terms,
-            block=plan.block_k,
-            eps=eps,
-        )
-
-    def norm_weights(start, is_ragged):
-        """Those of one block of k, for each chain."""
-        if norm_ref is None:
-            return (None,) * plan.chains
-        firsts = [start + chain * width for chain in range(plan.chains)]
-        masks = [first + jnp.arange(width) < num_terms for first in firsts]
-        return tuple(
-            plt.load(norm_ref.at[pl.ds(first, width)], mask=mask, other=0)
-            if is_ragged
-            else norm_ref[pl.ds(first, width)]
-            for first, mask in zip(firsts, masks, strict=True)
-        )
-
-    def accumulate(start, sums, weights_of_norm, is_ragged):
-        """Adds one block of k to the sum of each chain."""
-        products = []
-        for chain in range(plan.chains):
-            first = start + chain * width
-            terms = pl.ds(first, width)
-            in_terms = first + jnp.arange(width) < num_terms if is_ragged else None
-            rows = slab.load(x_ref.at[:, terms], is_active, in_terms)
-            if scales is not None:
-                weight = weights_of_norm[chain]
-                rows = row_norm.normed(rows, scales, weight, interpret=interpret)
-            for w_ref in w_refs:
-                if transposed:
-                    view, masks = w_ref.at[terms, :], (in_terms, in_columns)
-                    weights = slab.load(view, *masks, last_use=True)
-                else:
-                    view, masks = w_ref.at[:, terms], (in_columns, in_terms)
-                    weights = slab.load(view, *masks, last_use=True).T
-                products.append(plt.dot(rows, weights))
-        return slab.each_added(sums, products)
-
-    def whole_block(block, carry):
-        sums, weights_of_norm = carry
-        # Too few bytes for the pipeline: these are asked for a block ahead.
-        coming = first_block + jnp.minimum(block + 1, num_blocks - 1)
-        ahead = norm_weights(coming * plan.block_k, False)
-        start = (first_block + block) * plan.block_k
-        return accumulate(start, sums, weights_of_norm, False), ahead
-
-    parts = len(w_refs)
-    zeros = jnp.zeros((slab.ROWS, plan.block_n), jnp.float32)
-    sums = (zeros,) * plan.chains * parts
-    if num_blocks:
-        begun = sums, norm_weights(first_block * plan.block_k, False)
-        sums, _ = jax.lax.fori_loop(0, num_blocks, whole_block, begun)
-    if num_terms % plan.block_k:
-        start = num_blocks * plan.block_k
-        sums = accumulate(start, sums, norm_weights(start, True), True)
-    chains = [sums[i : i + parts] for i in range(0, len(sums), parts)]
-    sums = functools.reduce(slab.each_added, chains)
-    if plan.splits > 1:
-        for out_ref, total in zip(out_refs, sums, strict=True):
-            slab.store(out_ref.at[...], total, is_active, in_columns)
-    else:
-        (out_ref,) = out_refs
-        slab.finish(sums, residual_ref, out_ref, is_active, in_columns)
 
 
 def project(
@@ -295,30 +201,33 @@ def _multiply(
     (R, K), (parts, N) = x.shape, (w.shape[1:] if transposed else w.shape[:2])
     check_plan(plan, K, parts=parts)
     result = jax.ShapeDtypeStruct((R, N), out_dtype)
-    tile = pl.BlockSpec((slab.ROWS, plan.block_n), lambda r, n, s: (r, n))
+    height = _height(R)
+    tile = pl.BlockSpec((height, plan.block_n), lambda r, n, s: (r, n))
     if plan.splits == 1:
         out_shapes, out_specs = [result], [tile]
     else:
         partial = jax.ShapeDtypeStruct((plan.splits, R, N), jnp.float32)
-        spec = pl.BlockSpec((None, slab.ROWS, plan.block_n), lambda r, n, s: (s, r, n))
+        spec = pl.BlockSpec((None, height, plan.block_n), lambda r, n, s: (s, r, n))
         out_shapes, out_specs = [partial] * parts, [spec] * parts
     terms = pl.cdiv(K, plan.block_k) * plan.block_k
     has_residual = residual is not None and plan.splits == 1
     outputs = pl.pallas_call(
         functools.partial(
-            _multiply_kernel,
-            plan=plan,
-            num_columns=N,
-            num_terms=K,
-            transposed=transposed,
-            eps=eps,
-            interpret=interpret,
+            gemm_kernel.multiply,
+            walk=gemm_kernel.Walk(
+                plan=plan,
+                num_columns=N,
+                num_terms=K,
+                transposed=transposed,
+                eps=eps,
+                interpret=interpret,
+            ),
         ),
-        # Tiles of rows are neighbours in time: the second finds the weights cached.
-        grid=(R // slab.ROWS, pl.cdiv(N, plan.block_n), plan.splits),
+        # Rows past 64 are neighbours in time: the next find the weights cached.
+        grid=(R // height, pl.cdiv(N, plan.block_n), plan.splits),
         in_specs=[
             pl.BlockSpec((1,), lambda r, n, s: (0,)),
-            pl.BlockSpec((slab.ROWS, terms), lambda r, n, s: (r, 0)),
+            pl.BlockSpec((height, terms), lambda r, n, s: (r, 0)),
             None if norm is None else pl.BlockSpec((terms,), lambda r, n, s: (0,)),
             [
                 _part_spec(part, terms, plan.block_n, transposed)
@@ -329,7 +238,8 @@ def _multiply(
         out_specs=[out_specs],
         out_shape=[out_shapes],
         compiler_params=plt.CompilerParams(
-            num_warps=plan.num_warps, num_stages=plan.num_stages
+            num_warps=plan.num_warps,
+            num_stages=_num_stages(plan, height, parts),
         ),
         name=name,
         interpret=interpret,
@@ -346,6 +256,23 @@ def _multiply(
         name=f"{name}_reduce",
         interpret=interpret,
     )
+
+
+def _height(num_rows: int) -> int:
+    """The rows of one program, of whole tiles that share one read of the weights."""
+    tiles = num_rows // slab.ROWS
+    fits = [n for n in range(1, gemm_kernel.MAX_TILES + 1) if tiles % n == 0]
+    return slab.ROWS * fits[-1]
+
+
+def _num_stages(plan: Plan, height: int, parts: int) -> int:
+    """As many of the plan's stages as there is room for: no bit depends on it."""
+    room = MAX_SHARED_BYTES - SPARE_SHARED_BYTES
+    return min(plan.num_stages, room // _stage_bytes(plan, height, parts) + 1)
+
+
+def _stage_bytes(plan: Plan, height: int, parts: int) -> int:
+    return 2 * (height + parts * plan.block_n) * plan.block_k
 
 
 def _part_spec(part: int, terms: int, block_n: int, transposed: bool) -> pl.BlockSpec:
@@ -371,7 +298,7 @@ def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
         raise ValueError(
             f"{num_terms} terms are not {plan.splits} splits of whole {plan.block_k}s"
         )
-    stage = 2 * (slab.ROWS + parts * plan.block_n) * plan.block_k
+    stage = _stage_bytes(plan, slab.ROWS, parts)
     needed = stage * max(plan.num_stages - 1, 1)
     if needed > MAX_SHARED_BYTES:
         raise ValueError(

@@ -60,23 +60,24 @@ def gated(
     return jax.nn.silu(gate).astype(dtype) * up
 
 
-def finish(sums, residual_ref, out_ref, is_active, in_columns) -> None:
+def finish(sums, residual_view, out_view, is_active, in_columns) -> None:
     """Rounds a tile, gates it or adds the residual, and stores it.
 
     Args:
       sums: of a product `[16, n]` float32, or of the gate's and of the up half's.
+      residual_view: of the residual `[16, n]`, or None.
       is_active, in_columns: masks `[16]` and `[n]` or None, of what is there.
     """
     if len(sums) == 2:
         gate, up = sums
-        result = gated(gate, up, dtype=out_ref.dtype)
+        result = gated(gate, up, dtype=out_view.dtype)
     else:
         residual = None
-        if residual_ref is not None:
-            residual = load(residual_ref.at[...], is_active, in_columns)
+        if residual_view is not None:
+            residual = load(residual_view, is_active, in_columns)
         (total,) = sums
-        result = added(total, residual, out_dtype=out_ref.dtype)
-    store(out_ref.at[...], result, is_active, in_columns)
+        result = added(total, residual, out_dtype=out_view.dtype)
+    store(out_view, result, is_active, in_columns)
 
 
 def each_added(sums, others):

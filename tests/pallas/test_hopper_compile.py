@@ -225,8 +225,21 @@ def test_a_plan_by_the_number_of_rows_is_caught(compiler):
         assert_one_kernel(report, "skinny_gemm")
 
 
-def test_two_tiles_are_one_launch(compiler):
-    """Fails if rows past the slab make another kernel of it."""
-    report = compiler.compile(product, WEIGHTS["0.6B out"], rows=32)
+@pytest.mark.parametrize(
+    ("name", "rows"), [("8B out", 64), ("8B gate", 64), ("0.6B qkv", 32)]
+)
+def test_more_tiles_share_one_read_of_the_weights(compiler, name, rows):
+    """Fails if rows past the slab spill, do not fit, or read the weights again."""
+    weights = WEIGHTS[name]
+    report = compiler.compile(product, weights, rows=rows)
     report.assert_fits()
-    assert report.launch("skinny_gemm").grid == (2, 64, 1)
+    kernel, launch = report.kernel("skinny_gemm"), report.launch("skinny_gemm")
+    plan = gemm.plan_for(weights.N, weights.K, parts=weights.parts)
+    columns = weights.parts * plan.block_n
+    assert launch.grid == (1, weights.N // columns, 1)
+    # As with a slab, and of `x` the other tiles.
+    copied = kernel.count("LDGSTS") * BYTES_PER_COPY * launch.threads
+    assert copied % (2 * (rows + columns) * plan.block_k) == 0
+    # The instructions are a tile's, of 16 rows.
+    assert kernel.count("HMMA.16816.F32.BF16") == kernel.count("HMMA") > 0
+    assert not kernel.count("HGMMA")
