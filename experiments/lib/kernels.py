@@ -277,14 +277,29 @@ class Attention(Subject):
         lay = attention_plan.layout(slab, group, config.head_dim, tile=plan.tile)
         num_pages = self.spread * self.copies * fixed["tables"][0].shape[1]
         places = [inputs[name] for name in ("slots", "positions", "num_active")]
-        sizes = {"num_pages": num_pages, "page_size": PAGE_SIZE, "split": plan.split}
-        jobs = functools.partial(_jobs, tile_rows=lay.tile_rows, **sizes)
+        jobs = functools.partial(
+            _jobs,
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            split=plan.split,
+            tile_rows=lay.tile_rows,
+            num_kv_heads=config.num_kv_heads,
+            interpret=impl == "interpret",
+        )
         made = tuple(jobs(table, *places) for table in fixed["tables"])
         return {**inputs, "jobs": made}
 
 
 _jobs = jax.jit(
-    row_jobs.row_jobs, static_argnames=("num_pages", "page_size", "split", "tile_rows")
+    row_jobs.row_jobs,
+    static_argnames=(
+        "num_pages",
+        "page_size",
+        "split",
+        "tile_rows",
+        "num_kv_heads",
+        "interpret",
+    ),
 )
 
 

@@ -22,5 +22,7 @@ def argmax(
     if impl in dispatch.PALLAS:
         from spec_jax.pallas import argmax_triton
 
-        return argmax_triton.argmax(logits, interpret=impl == "interpret")
+        return argmax_triton.argmax(
+            logits, num_active=num_active, interpret=impl == "interpret"
+        )
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)

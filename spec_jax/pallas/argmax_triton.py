@@ -3,7 +3,8 @@
 The programs of the first own `CHUNK` logits of one row each, and give the largest and
 where it is first; one program a row of the second chooses among the chunks. Logits are
 compared as integers of the same order, so that NaN is the largest of all and both
-zeros are one value: nothing is rounded, and no order of comparison can show.
+zeros are one value: nothing is rounded, and no order of comparison can show. Programs
+of padding rows read nothing.
 """
 
 import functools
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+
+from spec_jax.pallas import early_launch
 
 
 CHUNK = 4096  # logits of one program of the first kernel
@@ -39,40 +42,53 @@ def _first_of_largest(keys: jax.Array, indices: jax.Array):
 
 
 def _chunk_kernel(
+    num_active_ref,  # [1]
     x_ref,  # [1, CHUNK]
     key_ref,  # [1, 1] int32
     index_ref,  # [1, 1] int32
     *,
     width: int,
+    interpret: bool,
 ):
-    indices = pl.program_id(1) * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)[None, :]
+    chunk = early_launch.released(pl.program_id(1), interpret=interpret)[:, None]
+    indices = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)[None, :]
     inside = indices < width
-    keys = _ordered(plt.load(x_ref.at[...], mask=inside, other=0))
-    keys = jnp.where(inside, keys, _NOTHING)
-    key_ref[...], index_ref[...] = _first_of_largest(keys, indices)
+
+    @pl.when(pl.program_id(0) < num_active_ref[0])
+    def _():
+        keys = _ordered(plt.load(x_ref.at[...], mask=inside, other=0))
+        keys = jnp.where(inside, keys, _NOTHING)
+        key_ref[...], index_ref[...] = _first_of_largest(keys, indices)
 
 
 def _row_kernel(
+    num_active_ref,  # [1]
     key_ref,  # [1, block] int32
     index_ref,  # [1, block] int32
     out_ref,  # [1, 1] int32
     *,
     num_chunks: int,
+    interpret: bool,
 ):
-    inside = jnp.arange(key_ref.shape[1])[None, :] < num_chunks
+    row = early_launch.released(pl.program_id(0), interpret=interpret)[:, None]
+    is_active = row < num_active_ref[0]
+    inside = (jnp.arange(key_ref.shape[1])[None, :] < num_chunks) & is_active
     keys = plt.load(key_ref.at[...], mask=inside, other=_NOTHING)
     indices = plt.load(index_ref.at[...], mask=inside, other=_NAN)
-    _, out_ref[...] = _first_of_largest(keys, indices)
+    _, index = _first_of_largest(keys, indices)
+    out_ref[...] = jnp.where(is_active, index, 0)
 
 
 def argmax(
     logits: jax.Array,  # [R, V] float32 or bfloat16
     *,
+    num_active: jax.Array,  # [] int32
     interpret: bool = False,
 ) -> jax.Array:  # [R] int32
-    """The index of each row's largest logit: the first of equals, or the first NaN.
+    """The index of each active row's largest logit: the first of equals, or of NaN.
 
-    As `jnp.argmax`. A row's result depends on that row alone.
+    As `jnp.argmax`. A row's result depends on that row alone; that of a padding row is
+    0.
 
     Raises:
       ValueError: no logits, or too many.
@@ -85,28 +101,31 @@ def argmax(
         raise ValueError(f"rows of {V} logits are not in 1..{CHUNK * MAX_CHUNKS}")
     if R == 0:
         return jnp.zeros((0,), jnp.int32)
-    num_chunks = pl.cdiv(V, CHUNK)
+    num_chunks, num_active = pl.cdiv(V, CHUNK), num_active.reshape(1)
     partial = jax.ShapeDtypeStruct((R, num_chunks), jnp.int32)
     one = pl.BlockSpec((1, 1), lambda r, c: (r, c))
     keys, indices = pl.pallas_call(
-        functools.partial(_chunk_kernel, width=V),
+        functools.partial(_chunk_kernel, width=V, interpret=interpret),
         grid=(R, num_chunks),
-        in_specs=[pl.BlockSpec((1, CHUNK), lambda r, c: (r, c))],
+        in_specs=[
+            pl.BlockSpec((1,), lambda r, c: (0,)),
+            pl.BlockSpec((1, CHUNK), lambda r, c: (r, c)),
+        ],
         out_specs=(one, one),
         out_shape=(partial, partial),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         name="argmax_chunks",
         interpret=interpret,
-    )(logits)
+    )(num_active, logits)
     chunks = pl.BlockSpec((1, pl.next_power_of_2(num_chunks)), lambda r: (r, 0))
     out = pl.pallas_call(
-        functools.partial(_row_kernel, num_chunks=num_chunks),
+        functools.partial(_row_kernel, num_chunks=num_chunks, interpret=interpret),
         grid=(R,),
-        in_specs=[chunks, chunks],
+        in_specs=[pl.BlockSpec((1,), lambda r: (0,)), chunks, chunks],
         out_specs=pl.BlockSpec((1, 1), lambda r: (r, 0)),
         out_shape=jax.ShapeDtypeStruct((R, 1), jnp.int32),
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         name="argmax_rows",
         interpret=interpret,
-    )(keys, indices)
+    )(num_active, keys, indices)
     return out[:, 0]

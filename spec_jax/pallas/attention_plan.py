@@ -38,7 +38,7 @@ def default_config(head_dim: int, dtype: jnp.dtype, *, interpret: bool) -> Confi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How queries lie: `[K, rows, heads, width]`, so that a tile is one piece."""
+    """How what is kept of queries lies: `[K, rows, heads, .., width]`."""
 
     group: int  # query heads of a key/value head
     heads: int  # the same, a power of two
@@ -46,6 +46,7 @@ class Layout:
     tile_rows: int
     head_dim: int
     width: int  # the same, a power of two
+    half_width: int  # of half a head, for the tensor cores
 
 
 def layout(num_rows: int, group: int, head_dim: int, *, tile: int) -> Layout:
@@ -67,6 +68,7 @@ def layout(num_rows: int, group: int, head_dim: int, *, tile: int) -> Layout:
         tile_rows=tile_rows,
         head_dim=head_dim,
         width=pl.next_power_of_2(head_dim),
+        half_width=max(16, pl.next_power_of_2(head_dim // 2)),
     )
 
 

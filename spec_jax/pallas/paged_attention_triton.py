@@ -3,10 +3,13 @@
     out[r, n] = sum_t softmax_t(scale * q[r, n] . k[t, n // G]) v[t, n // G]
                 over the positions t = 0 .. positions[r] of the row's slot
 
+for queries and keys that are normed and rotated on the way, and keys and values of the
+rows themselves among those of the pages: one launch a layer.
+
 Flash decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding) with splits of
 a fixed size, not a fixed number: a row's sums are grouped by absolute positions, and
 so do not depend on the capacity, on the page size or on the other rows. Within a split
-the keys go in blocks through an online softmax; `combine_splits_triton` does the rest.
+the keys go in blocks through an online softmax; `split_sums` does the rest.
 
 Programs `(kv_head, worker)` walk the jobs of `row_jobs`: the grid is static, the number
 of jobs follows the real lengths, and which worker does a job leaves its bits alone. A
@@ -14,22 +17,35 @@ program holds a tile of queries (rows by the group's heads), reads each key and 
 of a split once, `4 * split * H` bytes in bfloat16, and writes `4 * (H + 2)` bytes for
 each query that the job is for.
 
+No program waits for another:
+
+- The rows' keys and values are written to their pages by every program that has a job
+  of their head, before it reads any: the same bytes to the same places, so that what a
+  program reads is what it wrote itself, whoever else did.
+- Whichever program finishes the last job of a tile adds the splits of the tile's rows.
+  It counts jobs (`RowJobs.done`): who adds depends on who is last, the order of the sum
+  does not.
+
 No key is read unless every row of the job sees it. A masked key is never more than the
 padding of a last block, and the keys of a row are masked for that row's sake alone.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
 
-from spec_jax.pallas import attention_plan as plan, combine_splits_triton, row_jobs
-from spec_jax.typing import typed
+from spec_jax.pallas import (
+    attention_plan as plan,
+    early_launch,
+    head_rotation,
+    row_jobs,
+    split_sums,
+)
 
 
 NO_JOBS = 2**31 - 1  # no job list is as long
@@ -38,133 +54,33 @@ NO_JOBS = 2**31 - 1  # no job list is as long
 div, rem = jax.lax.div, jax.lax.rem
 
 
-@typed
-def paged_attention(
-    q: Float[Array, "R N H"],
-    k_pages: Float[Array, "P C K H"],
-    v_pages: Float[Array, "P C K H"],
-    *,
-    page_table: Int[Array, "S M"],
-    slots: Int[Array, " R"],
-    positions: Int[Array, " R"],
-    num_active: Int[Array, ""],
-    scale: float,
-    interpret: bool,
-    branch: Int[Array, "R A"] | None = None,
-    config: plan.Config | None = None,
-) -> Float[Array, "R N H"]:
-    """Attends each active row to positions `0 .. positions[r]` of its slot.
-
-    Padding rows return zero; an active row whose slot, position or pages do not exist
-    returns NaN. Bytes that a row may not see never reach it, NaN included.
-
-    Args:
-      branch: for the rows of a tree. `branch[r, a]` is the position in the
-        pages where the key of position `positions[r] - A + 1 + a` lies: that position
-        itself in the prefix, and anywhere in the slot on the row's branch. The last
-        entry is the row's own. Entries of negative positions are not read.
-
-    Raises:
-      NotImplementedError: heads, groups, dtypes or pools that the kernels cannot take.
-    """
-    (P, C, K, H), (R, N) = k_pages.shape, q.shape[:2]
-    config = config or plan.default_config(H, q.dtype, interpret=interpret)
-    lay = plan.layout(R, N // K, H, tile=config.tile)
-    jobs = row_jobs.row_jobs(
-        page_table,
-        slots,
-        positions,
-        num_active,
-        num_pages=P,
-        page_size=C,
-        split=config.split,
-        tile_rows=lay.tile_rows,
-        branch=branch,
-    )
-    packed = q.reshape(R, K, lay.group, H).transpose(1, 0, 2, 3)
-    pad = (0, lay.rows - R), (0, lay.heads - lay.group), (0, lay.width - H)
-    return attend_packed(
-        jnp.pad(packed, ((0, 0), *pad)),
-        k_pages,
-        v_pages,
-        page_table=page_table,
-        jobs=jobs,
-        scale=scale,
-        lay=lay,
-        config=config,
-        branch=branch,
-        interpret=interpret,
-    )
-
-
-def attend_packed(
-    queries: jax.Array,  # [K, rows, heads, width] as `plan.Layout` has them
+def attend(
+    heads: head_rotation.Heads,  # of arrays
     k_pages: jax.Array,  # [P, C, K, H]
     v_pages: jax.Array,  # [P, C, K, H]
     *,
     page_table: jax.Array,  # [S, M] int32
     jobs: row_jobs.RowJobs,
-    scale: float,
-    lay: plan.Layout,
-    config: plan.Config,
-    branch: jax.Array | None,  # [R, A] int32
-    interpret: bool,
-) -> jax.Array:
-    """`paged_attention` for queries that lie in tiles already. Returns `[R, N, H]`."""
-    sums = attend_splits(
-        queries,
-        k_pages,
-        v_pages,
-        page_table=page_table,
-        jobs=jobs,
-        scale=scale,
-        lay=lay,
-        config=config,
-        branch=branch,
-        interpret=interpret,
-    )
-    return combine_splits_triton.combine_splits(
-        *sums,
-        lengths=jobs.lengths,
-        lay=lay,
-        split=config.split,
-        dtype=queries.dtype,
-        interpret=interpret,
-    )
-
-
-def attend_splits(
-    queries: jax.Array,  # [K, rows, heads, width]
-    k_pages: jax.Array,  # [P, C, K, H]
-    v_pages: jax.Array,  # [P, C, K, H]
-    *,
-    page_table: jax.Array,  # [S, M] int32
-    jobs: row_jobs.RowJobs,
+    eps: float,
     scale: float,
     lay: plan.Layout,
     config: plan.Config,
     branch: jax.Array | None,  # [R, A] int32
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each query's unnormed sums, maximum and total over each of its row's splits.
+    """Attended heads `[R, N, H]`, and the pages with the rows written, in place.
 
-    Returns:
-      `[K, rows, heads, splits, width]` and twice `[K, rows, heads, splits]`, float32.
-      What no job writes is uninitialised.
+    Rows are written to `jobs.stored_at`, and nowhere if that is `LOST`; lost rows are
+    NaN, padding rows uninitialised. `jobs.done` is counted in, and left as it was.
     """
-    plan.check_pools(queries, k_pages, v_pages)
-    P, C, K, H = k_pages.shape
-    splits = row_jobs.split_count(page_table.shape[1] * C, config.split)
-    shape = (K, lay.rows, lay.heads, splits)
+    (P, C, K, H), R = k_pages.shape, heads.heads.shape[0]
+    splits = -(-page_table.shape[1] * C // config.split)
     pools = [pool.reshape(P * C, K, H) for pool in (k_pages, v_pages)]
-    # The kernel looks for `branch_width` before it looks at the branch.
-    branch_width = 0 if branch is None else branch.shape[1]
-    branch = page_table if branch is None else branch
-    inputs = [queries, *pools, page_table, branch, *jobs[:-1]]
+    inputs = [*heads, *pools, page_table, branch, *jobs]
     outputs = [
-        jax.ShapeDtypeStruct(shape + (lay.width,), jnp.float32),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
+        jax.ShapeDtypeStruct((R, K * lay.group, H), heads.heads.dtype),
+        *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+        *split_sums.shapes(K, lay, splits),
     ]
     workers = max(config.programs // K, 1)
     kernel = functools.partial(
@@ -172,95 +88,182 @@ def attend_splits(
         page_size=C,
         # exp(x) is exp2(x * log2(e)), and exp2 is an instruction.
         scale=scale * math.log2(math.e),
+        eps=eps,
         lay=lay,
         config=config,
         workers=workers,
-        branch_width=branch_width,
+        interpret=interpret,
     )
-    return pl.pallas_call(
+    first_pool = sum(x is not None for x in heads)
+    out, *pools = pl.pallas_call(
         kernel,
         grid=(K, workers),
-        in_specs=[plan.whole(x) for x in inputs],
+        in_specs=[None if x is None else plan.whole(x) for x in inputs],
         out_specs=[plan.whole(x) for x in outputs],
         out_shape=outputs,
+        input_output_aliases={first_pool: 1, first_pool + 1: 2},
         compiler_params=plt.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
-        name="paged_attention_splits",
-    )(*inputs)
+        name="paged_attention",
+    )(*inputs)[:3]
+    k_pages, v_pages = (pool.reshape(P, C, K, H) for pool in pools)
+    return out, k_pages, v_pages
 
 
-def _kernel(
-    q_ref,  # [K, rows, heads, width]
-    k_ref,  # [P * C, K, H]
-    v_ref,  # [P * C, K, H]
-    table_ref,  # [S, M]
-    branch_ref,  # [R, A] if there is a branch
-    slots_ref,  # this and the next four [R]
-    lengths_ref,
-    full_ref,
-    led_ref,
-    ends_ref,
-    sums_ref,  # [K, rows, heads, splits, width]
-    maxima_ref,  # [K, rows, heads, splits]
-    totals_ref,  # [K, rows, heads, splits]
-    *,
-    page_size,
-    scale,
-    lay,
-    config,
-    workers,
-    branch_width,
-):
+class _Refs(NamedTuple):
+    """What the kernel reads and writes, the pages but once: as they are written."""
+
+    heads: head_rotation.Heads
+    table: Any  # [S, M]
+    branch: Any  # [R, A] or None
+    jobs: row_jobs.RowJobs
+    out: Any  # [R, N, H]
+    k: Any  # [P * C, K, H]
+    v: Any  # [P * C, K, H]
+    splits: split_sums.Splits
+
+
+def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
+    """One worker of one key/value head: `refs` are those of `attend`, in order."""
+    heads, (_, _, table, branch), refs = refs[:5], refs[5:9], refs[9:]
+    jobs, (out, k, v), splits = refs[:7], refs[7:10], refs[10:]
+    refs = _Refs(
+        heads=head_rotation.Heads(*heads),
+        table=table,
+        branch=branch,
+        jobs=row_jobs.RowJobs(*jobs),
+        out=out,
+        k=k,
+        v=v,
+        splits=split_sums.Splits(*splits),
+    )
     kv_head, worker = pl.program_id(0), pl.program_id(1)
-    R = slots_ref.shape[0]
-    width = jnp.arange(lay.width, dtype=jnp.int32)
-    block = config.block
+    R = refs.out.shape[0]
+    turns = div(refs.jobs.job_ends[R - 1] - worker + workers - 1, workers)
+    rows = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
+    rows = early_launch.released(0, interpret=interpret) + rows
+    tokens = plt.load(refs.jobs.stored_at.at[rows], mask=rows < R, other=row_jobs.LOST)
+    head_rotation.write_rows(
+        refs.heads,
+        refs.k,
+        refs.v,
+        kv_head=kv_head,
+        rows=rows,
+        tokens=tokens,
+        is_stored=(tokens >= 0) & (turns > 0),
+        lay=lay,
+        eps=eps,
+    )
+    _lose(refs, kv_head, rows, worker == 0, lay)
+    barrier = (lambda: None) if interpret else plt.debug_barrier
+    barrier()  # All threads of the program see what was written.
 
     def do_job(turn, carry):
         """Attends one split of the keys for the rows that share it."""
-        job = _find_job(
-            worker + turn * workers,
-            (slots_ref, lengths_ref, full_ref, led_ref, ends_ref),
-            config.split,
-        )
-        first_row = div(job.row, lay.tile_rows) * lay.tile_rows
-        tile = q_ref[kv_head, pl.ds(first_row, lay.tile_rows)]
-        tile = tile.reshape(lay.tile_rows * lay.heads, lay.width)
-        locate = functools.partial(
-            _locate, job, table_ref, branch_ref, page_size, branch_width
-        )
-        keys_of = lambda i: job.first + i * block + jnp.arange(block, dtype=jnp.int32)
-
-        def attend_block(i, carry):
-            tokens, sums = carry
-            seen = keys_of(i) < job.end
-            at = tokens[:, None], kv_head, width[None, :]
-            mask = seen[:, None] & (width < lay.head_dim)[None, :]
-            k, v = (
-                plt.load(ref.at[at], mask=mask, other=0.0) for ref in (k_ref, v_ref)
-            )
-            # Where the next keys lie is looked up a block ahead: loads whose places
-            # are known are what the compiler puts in flight early.
-            return locate(keys_of(i + 1)), _accumulate(sums, tile, k, v, seen, scale)
-
-        blocks = div(job.end - job.first + block - 1, block)
-        zero = locate(keys_of(0)), _nothing(*tile.shape)
-        _, sums = jax.lax.fori_loop(0, blocks, attend_block, zero)
-
+        job = _find_job(worker + turn * workers, refs.jobs, config.split)
+        tile = div(job.row, lay.tile_rows)
         query = jnp.arange(lay.tile_rows * lay.heads, dtype=jnp.int32)
-        rows, heads = first_row + div(query, lay.heads), rem(query, lay.heads)
-        mine = (heads < lay.group) & _takes_part(rows, job, slots_ref, full_ref)
-        at = kv_head, rows, heads, job.split
-        for ref, values in zip((maxima_ref, totals_ref), sums[:2], strict=True):
-            plt.store(ref.at[at], values, mask=mine)
-        wide = kv_head, rows[:, None], heads[:, None], job.split, width[None, :]
-        plt.store(sums_ref.at[wide], sums[2], mask=mine[:, None])
+        rows = tile * lay.tile_rows + div(query, lay.heads)
+        heads = rem(query, lay.heads)
+        mine = (heads < lay.group) & _takes_part(rows, job, refs.jobs)
+        at = {"kv_head": kv_head, "rows": rows, "heads": heads}
+        queries = head_rotation.turned(
+            refs.heads,
+            refs.heads.q_norm,
+            rows=rows,
+            heads=kv_head * lay.group + heads,
+            mask=mine,
+            lay=lay,
+            eps=eps,
+        )
+        sums = _attend_split(
+            refs, queries, kv_head, job, page_size, scale, lay, config.block
+        )
+        split_sums.store(refs.splits, sums, **at, split=job.split, mask=mine)
+        barrier()  # All threads have stored: the program may say so.
+        one = jnp.minimum(job.end, 1)  # A constant here cannot be interpreted.
+        done = plt.atomic_add(refs.jobs.done, (kv_head, tile), one)
+
+        @pl.when(done == _num_jobs(tile, refs.jobs, lay.tile_rows) - 1)
+        def _():
+            _finish_tile(refs, **at, lay=lay, split=config.split)
+            refs.jobs.done[kv_head, tile] = 0
+
         return carry
 
-    turns = div(ends_ref[R - 1] - worker + workers - 1, workers)
     jax.lax.fori_loop(0, turns, do_job, 0)
+
+
+def _attend_split(refs, queries, kv_head, job, page_size, scale, lay, block):
+    """The running softmax of a tile's queries over the keys of a job."""
+    locate = functools.partial(_locate, job, refs.table, refs.branch, page_size)
+    keys_of = lambda i: job.first + i * block + jnp.arange(block, dtype=jnp.int32)
+    half = lay.head_dim // 2
+    lane = jnp.arange(lay.half_width, dtype=jnp.int32)[None, :]
+    column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
+
+    def attend_block(i, carry):
+        tokens, sums = carry
+        seen = keys_of(i) < job.end
+
+        def load(ref, columns, size, start=0):
+            mask = seen[:, None] & (columns < size)
+            at = tokens[:, None], kv_head, columns + start
+            return plt.load(ref.at[at], mask=mask, other=0.0)
+
+        keys = load(refs.k, lane, half), load(refs.k, lane, half, half)
+        values = load(refs.v, column, lay.head_dim)
+        # Where the next keys lie is looked up a block ahead: loads whose places
+        # are known are what the compiler puts in flight early.
+        sums = _accumulate(sums, queries, keys, values, seen, scale)
+        return locate(keys_of(i + 1)), sums
+
+    blocks = div(job.end - job.first + block - 1, block)
+    zero = split_sums.nothing(lay.tile_rows * lay.heads, lay.width)
+    begun = locate(keys_of(0)), zero
+    return jax.lax.fori_loop(0, blocks, attend_block, begun)[1]
+
+
+def _num_jobs(tile, jobs, tile_rows):
+    """How many jobs a tile's rows have."""
+    first, (R,) = tile * tile_rows, jobs.job_ends.shape
+    last = jnp.minimum(first + tile_rows, R) - 1
+    before = jnp.where(first > 0, jobs.job_ends[jnp.maximum(first - 1, 0)], 0)
+    return jobs.job_ends[last] - before
+
+
+def _finish_tile(refs, *, kv_head, rows, heads, lay, split):
+    """Adds the splits of a tile's rows, and stores what is attended."""
+    R, N, _ = refs.out.shape
+    is_query = (heads < lay.group) & (rows < R)
+    lengths = plt.load(refs.jobs.lengths.at[rows], mask=is_query, other=0)
+    counts = div(jnp.maximum(lengths, 0) + split - 1, split)
+    out = split_sums.combine(
+        refs.splits, kv_head=kv_head, rows=rows, heads=heads, counts=counts
+    )
+    # What is not stored points past the heads: no two queries to one place.
+    head = jnp.where(is_query, kv_head * lay.group + heads, N)[:, None]
+    column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
+    mask = (counts > 0)[:, None] & (column < lay.head_dim)
+    at = refs.out.at[rows[:, None], head, column]
+    plt.store(at, out.astype(refs.out.dtype), mask=mask)
+
+
+def _lose(refs, kv_head, rows, is_first, lay):
+    """Stores NaN for the rows that have no pages: no job is theirs."""
+    R = refs.out.shape[0]
+    lengths = plt.load(refs.jobs.lengths.at[rows], mask=rows < R, other=0)
+    is_lost = lengths == row_jobs.LOST
+    column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
+    mask = is_lost[:, None] & (column < lay.head_dim)
+
+    @pl.when(is_first & (jnp.max(is_lost.astype(jnp.int32)) > 0))
+    def _():
+        for head in range(lay.group):
+            at = refs.out.at[rows[:, None], kv_head * lay.group + head, column]
+            plt.store(at, jnp.full(mask.shape, jnp.nan, refs.out.dtype), mask=mask)
 
 
 class _Job(NamedTuple):
@@ -275,22 +278,21 @@ class _Job(NamedTuple):
     end: jax.Array
 
 
-def _find_job(number, refs, split) -> _Job:
-    """The job of a number below the last of `ends_ref`."""
-    slots_ref, lengths_ref, full_ref, led_ref, ends_ref = refs
-    R = slots_ref.shape[0]
+def _find_job(number, jobs, split) -> _Job:
+    """The job of a number below the last of `jobs.job_ends`; references."""
+    (R,) = jobs.slots.shape
     every = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
-    ends = plt.load(ends_ref.at[every], mask=every < R, other=NO_JOBS)
+    ends = plt.load(jobs.job_ends.at[every], mask=every < R, other=NO_JOBS)
     past = ends <= number  # rows whose jobs come before
     row = jnp.sum(past.astype(jnp.int32))
     step = number - jnp.max(jnp.where(past, ends, 0))
-    length, led = lengths_ref[row], led_ref[row]
+    length, led = jobs.lengths[row], jobs.led_splits[row]
     shared = step < led
-    index = jnp.where(shared, step, full_ref[row] + step - led)
+    index = jnp.where(shared, step, jobs.full_splits[row] + step - led)
     first, end = index * split, (index + 1) * split
     return _Job(
         row=row,
-        slot=slots_ref[row],
+        slot=jobs.slots[row],
         length=length,
         shared=shared,
         split=index,
@@ -299,35 +301,26 @@ def _find_job(number, refs, split) -> _Job:
     )
 
 
-def _takes_part(rows, job, slots_ref, full_ref):
+def _takes_part(rows, job, jobs):
     """Which rows the job is for: those that see all of a shared split, or its own."""
-    inside = rows < slots_ref.shape[0]
-    slots = plt.load(slots_ref.at[rows], mask=inside, other=0)
-    full = plt.load(full_ref.at[rows], mask=inside, other=0)
+    inside = rows < jobs.slots.shape[0]
+    slots = plt.load(jobs.slots.at[rows], mask=inside, other=0)
+    full = plt.load(jobs.full_splits.at[rows], mask=inside, other=0)
     shares = (slots == job.slot) & (full > job.split)
     return jnp.where(job.shared, shares, rows == job.row)
 
 
-def _locate(job, table_ref, branch_ref, page_size, branch_width, keys):
+def _locate(job, table_ref, branch_ref, page_size, keys):
     """Where the job's keys lie in the pool; any token of it for those past the end."""
     seen = keys < job.end
-    if branch_width:
-        start = job.length - branch_width
+    if branch_ref is not None:
+        start = job.length - branch_ref.shape[1]
         own = seen & (keys >= start) & ~job.shared
         at = plt.load(branch_ref.at[job.row, keys - start], mask=own, other=0)
         keys = jnp.where(own, at, keys)
     at = table_ref.at[job.slot, div(keys, page_size)]
     pages = plt.load(at, mask=seen, other=0)
     return pages * page_size + rem(keys, page_size)
-
-
-def _nothing(queries: int, width: int):
-    """The running softmax of a tile before its first key."""
-    return (
-        jnp.full((queries,), -jnp.inf, jnp.float32),  # maximum, to base 2
-        jnp.zeros((queries,), jnp.float32),  # sum of exponentials
-        jnp.zeros((queries, width), jnp.float32),  # weighted values
-    )
 
 
 def _accumulate(sums, queries, keys, values, seen, scale):
@@ -339,7 +332,8 @@ def _accumulate(sums, queries, keys, values, seen, scale):
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    scores = jnp.where(seen[None, :], dot(queries, keys.T) * scale, -jnp.inf)
+    first, second = (dot(q, k.T) for q, k in zip(queries, keys, strict=True))
+    scores = jnp.where(seen[None, :], (first + second) * scale, -jnp.inf)
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
     # Where every score was -inf so far, -inf - -inf would be NaN.
     shift = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum)

@@ -1,15 +1,14 @@
 """The attention of a layer on the row path: norm, rotate, write, attend.
 
-Three launches: `head_rotate_triton`, the splits of `paged_attention_triton` and
-`combine_splits_triton`. The job list that they share is whole numbers, the same for all
-layers of a step.
+One launch, `paged_attention_triton`, and for all layers of a step one more, the job
+list of `row_jobs`: whole numbers, the same for each.
 """
 
 import jax
 
 from spec_jax.pallas import (
     attention_plan as plan,
-    head_rotate_triton,
+    head_rotation,
     paged_attention_triton,
     row_jobs,
     slab,
@@ -39,11 +38,15 @@ def attend(
     """See `ops.row_attention.row_attention`. The pages are updated in place.
 
     An active row whose slot, position or pages do not exist writes nothing, and its
-    result is NaN; padding rows write nothing, and their result is zero.
+    result is NaN; padding rows write nothing, and their result is uninitialised.
+    Bytes that a row may not see never reach it, NaN included.
 
     Args:
-      branch: see `paged_attention_triton.paged_attention`; the row itself is
-        written to the position of its last entry.
+      branch: for the rows of a tree. `branch[r, a]` is the position in the
+        pages where the key of position `positions[r] - A + 1 + a` lies: that position
+        itself in the prefix, and anywhere in the slot on the row's branch. The last
+        entry is the row's own, where it is written. Entries of negative positions are
+        not read.
       jobs: `row_jobs.row_jobs` of these rows and `config`; made here if None.
 
     Raises:
@@ -66,27 +69,17 @@ def attend(
             page_size=C,
             split=config.split,
             tile_rows=lay.tile_rows,
+            num_kv_heads=K,
+            interpret=interpret,
             branch=branch,
         )
-    queries, k_pages, v_pages = head_rotate_triton.rotate_and_write(
-        heads.reshape(R, N + 2 * K, H),
-        q_norm,
-        k_norm,
-        k_pages,
-        v_pages,
-        cos,
-        sin,
-        jobs=jobs,
-        lay=lay,
-        eps=eps,
-        interpret=interpret,
-    )
-    out = paged_attention_triton.attend_packed(
-        queries,
+    out, k_pages, v_pages = paged_attention_triton.attend(
+        head_rotation.Heads(heads.reshape(R, N + 2 * K, H), q_norm, k_norm, cos, sin),
         k_pages,
         v_pages,
         page_table=page_table,
         jobs=jobs,
+        eps=eps,
         scale=scale,
         lay=lay,
         config=config,

@@ -2,16 +2,17 @@
 
     y[r, n] = sum_k x[r, k] * w[n, k]       bfloat16 in, accumulated in float32
 
-One program owns 16 rows and `block_n` columns, of the gate and of the up half where
-the weights are gated. It reads its 2 * K * block_n bytes of weights once for all rows,
-walks K in blocks in ascending order, and writes its tile once, epilogue included: 16
-rows are one tensor-core instruction high, so that the second to the sixteenth are free.
+One program owns `block_n` columns, of the gate and of the up half where the weights are
+gated, for up to 64 rows. It reads its 2 * K * block_n bytes of weights once for all,
+walks K in blocks in ascending order (`gemm_kernel`), and writes its tiles once,
+epilogue included: 16 rows are one tensor-core instruction high, so that the second to
+the sixteenth are free.
 Of `x` it reads the active rows, 2 * K bytes each, from the L2 cache: those of 16 rows
 are as much as the weights where `block_n` is 16, which is why plans have 32 and more.
-Padding rows are zeros to the product, and are not read.
+Padding rows are neither read nor written.
 
 With `splits` above one, each split of K has its own programs, which store partial sums
-[splits, parts, R, N] in float32; a second kernel adds them in ascending order. No
+[splits, parts, R, N] in float32; `gemm_reduce_triton` adds them in ascending order. No
 atomics: nothing depends on which program ends first.
 
 A plan is a function of the weight's shape alone. That, and rows that an instruction
@@ -30,12 +31,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import rms_norm_triton, slab
+from spec_jax.pallas import gemm_kernel, gemm_reduce_triton, slab
 
 
-REDUCE_COLUMNS = 64  # of one program of the second kernel
 MIN_BLOCK = 16  # of a tensor-core instruction in any direction
 MAX_SHARED_BYTES = 232_448  # of one program on an H100
+SPARE_SHARED_BYTES = 16_384  # of these: for what is not of the pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,131 +92,6 @@ def _block(size: int, largest: int) -> int:
     return max(MIN_BLOCK, min(largest, pl.next_power_of_2(max(size, 1))))
 
 
-def _multiply_kernel(
-    num_active_ref,  # [1]
-    x_ref,  # [16, K], and so to the end of a block
-    w_refs,  # one, or the gate's and up's: [block_n, K] or [K, block_n], likewise
-    residual_ref,  # [16, block_n] or None
-    out_refs,  # [16, block_n] one, or where K is split one for each of `w_refs`
-    *,
-    plan: Plan,
-    num_columns: int,
-    num_terms: int,
-    transposed: bool,
-):
-    """One tile of the result, or of a split's partial sums."""
-    columns = pl.program_id(1) * plan.block_n + jnp.arange(plan.block_n)
-    in_columns = columns < num_columns if num_columns % plan.block_n else None
-    num_blocks = num_terms // plan.block_k // plan.splits
-    first_block = pl.program_id(2) * num_blocks if plan.splits > 1 else 0
-
-    width = plan.block_k // plan.chains
-    rows = pl.program_id(0) * slab.ROWS + jnp.arange(slab.ROWS)
-    is_active = rows < num_active_ref[0]
-
-    def accumulate(start, sums, is_ragged):
-        """Adds one block of k to the sum of each chain."""
-        products = []
-        for chain in range(plan.chains):
-            first = start + chain * width
-            terms = pl.ds(first, width)
-            in_terms = first + jnp.arange(width) < num_terms if is_ragged else None
-            tile = _load(x_ref.at[:, terms], is_active, in_terms)
-            for w_ref in w_refs:
-                if transposed:
-                    view, masks = w_ref.at[terms, :], (in_terms, in_columns)
-                    weights = _load(view, *masks, last_use=True)
-                else:
-                    view, masks = w_ref.at[:, terms], (in_columns, in_terms)
-                    weights = _load(view, *masks, last_use=True).T
-                products.append(plt.dot(tile, weights))
-        return _added(sums, products)
-
-    def whole_block(block, sums):
-        return accumulate((first_block + block) * plan.block_k, sums, False)
-
-    parts = len(w_refs)
-    zeros = jnp.zeros((slab.ROWS, plan.block_n), jnp.float32)
-    sums = jax.lax.fori_loop(0, num_blocks, whole_block, (zeros,) * plan.chains * parts)
-    if num_terms % plan.block_k:
-        sums = accumulate(num_blocks * plan.block_k, sums, True)
-    chains = [sums[i : i + parts] for i in range(0, len(sums), parts)]
-    sums = functools.reduce(_added, chains)
-    if plan.splits > 1:
-        for out_ref, total in zip(out_refs, sums, strict=True):
-            _store(out_ref.at[...], total, in_columns)
-    else:
-        (out_ref,) = out_refs
-        _finish(sums, residual_ref, out_ref, in_columns)
-
-
-def _reduce_kernel(
-    partial_refs,  # of each part [splits, 16, REDUCE_COLUMNS] float32
-    residual_ref,  # [16, REDUCE_COLUMNS] or None
-    out_ref,  # [16, REDUCE_COLUMNS]
-    *,
-    num_columns: int,
-):
-    """Adds the splits, first to last, and does what is left to do with the sums."""
-    columns = pl.program_id(1) * REDUCE_COLUMNS + jnp.arange(REDUCE_COLUMNS)
-    in_columns = columns < num_columns if num_columns % REDUCE_COLUMNS else None
-
-    def accumulate(split, sums):
-        partials = (_load(ref.at[split], last_mask=in_columns) for ref in partial_refs)
-        return _added(sums, partials)
-
-    zeros = jnp.zeros((slab.ROWS, REDUCE_COLUMNS), jnp.float32)
-    splits = partial_refs[0].shape[0]
-    sums = jax.lax.fori_loop(0, splits, accumulate, (zeros,) * len(partial_refs))
-    _finish(sums, residual_ref, out_ref, in_columns)
-
-
-def _added(sums, others):
-    return tuple(a + b for a, b in zip(sums, others, strict=True))
-
-
-def _finish(sums, residual_ref, out_ref, in_columns):
-    """Rounds a tile, gates it or adds the residual, and stores it."""
-    if len(sums) == 2:
-        gate, up = sums
-        result = slab.gated(gate, up, dtype=out_ref.dtype)
-    else:
-        residual = None
-        if residual_ref is not None:
-            residual = _load(residual_ref.at[...], last_mask=in_columns)
-        (total,) = sums
-        result = slab.added(total, residual, out_dtype=out_ref.dtype)
-    _store(out_ref.at[...], result, in_columns)
-
-
-def _load(view, first_mask=None, last_mask=None, *, last_use=False):
-    """A block of two axes; zero, and not read, where the mask of an axis is false.
-
-    `last_use` lets it leave the cache first: weights are read by one program only.
-    """
-    mask = _mask(view.shape, first_mask, last_mask)
-    return plt.load(
-        view,
-        mask=mask,
-        other=None if mask is None else 0,
-        eviction_policy="evict_first" if last_use else None,
-    )
-
-
-def _store(view, block, last_mask):
-    plt.store(view, block, mask=_mask(view.shape, None, last_mask))
-
-
-def _mask(shape, first_mask, last_mask):
-    """Both masks as one of `shape`; None where there is nothing to mask."""
-    masks = []
-    if first_mask is not None:
-        masks.append(jnp.broadcast_to(first_mask[:, None], shape))
-    if last_mask is not None:
-        masks.append(jnp.broadcast_to(last_mask[None, :], shape))
-    return functools.reduce(jnp.logical_and, masks) if masks else None
-
-
 def project(
     x: jax.Array,  # [R, K]
     w: jax.Array,  # [N, K], or [K, N] where transposed
@@ -229,7 +105,7 @@ def project(
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.projection.project`. Padding rows are the product of zeros.
+    """See `ops.projection.project`. Padding rows are uninitialised.
 
     Raises:
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
@@ -247,17 +123,18 @@ def project(
         if out_dtype != x.dtype:
             raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
     slab.check_bfloat16(x=x, w=w, norm=norm, residual=residual)
-    x = slab.padded(x)
     if norm is not None:
-        x = rms_norm_triton.rms_norm(x, norm, eps=eps, interpret=interpret)
+        slab.check_shapes(norm=(norm, (K,)))
     w = w.reshape((K, 1, N) if transposed else (1, N, K))
     if residual is not None:
         residual = slab.padded(residual)
     y = _multiply(
-        x,
+        slab.padded(x),
         w,
         residual,
+        norm,
         num_active=num_active,
+        eps=eps,
         plan=plan or plan_for(N, K),
         out_dtype=out_dtype,
         transposed=transposed,
@@ -278,7 +155,7 @@ def gate(
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.gated_projection.gated_projection`. Padding rows are zeros.
+    """See `ops.gated_projection.gated_projection`. Padding rows are uninitialised.
 
     Raises:
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
@@ -288,13 +165,15 @@ def gate(
     slab.check_shapes(
         w=(w, (K, 2 * F) if transposed else (2 * F, K)), num_active=(num_active, ())
     )
+    slab.check_shapes(norm=(norm, (K,)))
     slab.check_bfloat16(x=x, w=w, norm=norm)
-    x = rms_norm_triton.rms_norm(slab.padded(x), norm, eps=eps, interpret=interpret)
     y = _multiply(
-        x,
+        slab.padded(x),
         w.reshape((K, 2, F) if transposed else (2, F, K)),
         None,
+        norm,
         num_active=num_active,
+        eps=eps,
         plan=plan or plan_for(2 * F, K, parts=2),
         out_dtype=x.dtype,
         transposed=transposed,
@@ -305,34 +184,51 @@ def gate(
 
 
 def _multiply(
-    x, w, residual, *, num_active, plan, out_dtype, transposed, name, interpret
+    x,
+    w,
+    residual,
+    norm,
+    *,
+    num_active,
+    eps,
+    plan,
+    out_dtype,
+    transposed,
+    name,
+    interpret,
 ):
     """`[16 n, N]` of `w`, `[parts, N, K]` or `[K, parts, N]`: each part a product."""
     (R, K), (parts, N) = x.shape, (w.shape[1:] if transposed else w.shape[:2])
     check_plan(plan, K, parts=parts)
     result = jax.ShapeDtypeStruct((R, N), out_dtype)
-    tile = pl.BlockSpec((slab.ROWS, plan.block_n), lambda r, n, s: (r, n))
+    height = _height(R)
+    tile = pl.BlockSpec((height, plan.block_n), lambda r, n, s: (r, n))
     if plan.splits == 1:
         out_shapes, out_specs = [result], [tile]
     else:
         partial = jax.ShapeDtypeStruct((plan.splits, R, N), jnp.float32)
-        spec = pl.BlockSpec((None, slab.ROWS, plan.block_n), lambda r, n, s: (s, r, n))
+        spec = pl.BlockSpec((None, height, plan.block_n), lambda r, n, s: (s, r, n))
         out_shapes, out_specs = [partial] * parts, [spec] * parts
     terms = pl.cdiv(K, plan.block_k) * plan.block_k
     has_residual = residual is not None and plan.splits == 1
     outputs = pl.pallas_call(
         functools.partial(
-            _multiply_kernel,
-            plan=plan,
-            num_columns=N,
-            num_terms=K,
-            transposed=transposed,
+            gemm_kernel.multiply,
+            walk=gemm_kernel.Walk(
+                plan=plan,
+                num_columns=N,
+                num_terms=K,
+                transposed=transposed,
+                eps=eps,
+                interpret=interpret,
+            ),
         ),
-        # Tiles of rows are neighbours in time: the second finds the weights cached.
-        grid=(R // slab.ROWS, pl.cdiv(N, plan.block_n), plan.splits),
+        # Rows past 64 are neighbours in time: the next find the weights cached.
+        grid=(R // height, pl.cdiv(N, plan.block_n), plan.splits),
         in_specs=[
             pl.BlockSpec((1,), lambda r, n, s: (0,)),
-            pl.BlockSpec((slab.ROWS, terms), lambda r, n, s: (r, 0)),
+            pl.BlockSpec((height, terms), lambda r, n, s: (r, 0)),
+            None if norm is None else pl.BlockSpec((terms,), lambda r, n, s: (0,)),
             [
                 _part_spec(part, terms, plan.block_n, transposed)
                 for part in range(parts)
@@ -342,16 +238,41 @@ def _multiply(
         out_specs=[out_specs],
         out_shape=[out_shapes],
         compiler_params=plt.CompilerParams(
-            num_warps=plan.num_warps, num_stages=plan.num_stages
+            num_warps=plan.num_warps,
+            num_stages=_num_stages(plan, height, parts),
         ),
         name=name,
         interpret=interpret,
-    )(num_active.reshape(1), x, [w] * parts, residual if has_residual else None)[0]
+    )(num_active.reshape(1), x, norm, [w] * parts, residual if has_residual else None)[
+        0
+    ]
     if plan.splits == 1:
         return outputs[0]
-    return _reduce(
-        outputs, residual, result, name=f"{name}_reduce", interpret=interpret
+    return gemm_reduce_triton.reduce(
+        outputs,
+        residual,
+        result,
+        num_active=num_active,
+        name=f"{name}_reduce",
+        interpret=interpret,
     )
+
+
+def _height(num_rows: int) -> int:
+    """The rows of one program, of whole tiles that share one read of the weights."""
+    tiles = num_rows // slab.ROWS
+    fits = [n for n in range(1, gemm_kernel.MAX_TILES + 1) if tiles % n == 0]
+    return slab.ROWS * fits[-1]
+
+
+def _num_stages(plan: Plan, height: int, parts: int) -> int:
+    """As many of the plan's stages as there is room for: no bit depends on it."""
+    room = MAX_SHARED_BYTES - SPARE_SHARED_BYTES
+    return min(plan.num_stages, room // _stage_bytes(plan, height, parts) + 1)
+
+
+def _stage_bytes(plan: Plan, height: int, parts: int) -> int:
+    return 2 * (height + parts * plan.block_n) * plan.block_k
 
 
 def _part_spec(part: int, terms: int, block_n: int, transposed: bool) -> pl.BlockSpec:
@@ -359,26 +280,6 @@ def _part_spec(part: int, terms: int, block_n: int, transposed: bool) -> pl.Bloc
     if transposed:
         return pl.BlockSpec((terms, None, block_n), lambda r, n, s: (0, part, n))
     return pl.BlockSpec((None, block_n, terms), lambda r, n, s: (part, n, 0))
-
-
-def _reduce(partials, residual, result, *, name, interpret):
-    """The second kernel, over `partials`, each `[splits, R, N]`."""
-    (splits, R, N), rows = partials[0].shape, slab.ROWS
-    tile = pl.BlockSpec((rows, REDUCE_COLUMNS), lambda r, n: (r, n))
-    partial = pl.BlockSpec((splits, rows, REDUCE_COLUMNS), lambda r, n: (0, r, n))
-    return pl.pallas_call(
-        functools.partial(_reduce_kernel, num_columns=N),
-        grid=(R // rows, pl.cdiv(N, REDUCE_COLUMNS)),
-        in_specs=[
-            [partial] * len(partials),
-            None if residual is None else tile,
-        ],
-        out_specs=tile,
-        out_shape=result,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        name=name,
-        interpret=interpret,
-    )(partials, residual)
 
 
 def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
@@ -397,7 +298,7 @@ def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
         raise ValueError(
             f"{num_terms} terms are not {plan.splits} splits of whole {plan.block_k}s"
         )
-    stage = 2 * (slab.ROWS + parts * plan.block_n) * plan.block_k
+    stage = _stage_bytes(plan, slab.ROWS, parts)
     needed = stage * max(plan.num_stages - 1, 1)
     if needed > MAX_SHARED_BYTES:
         raise ValueError(

@@ -2,10 +2,14 @@
 
 A slab is a tile of `ROWS` rows, the height of one tensor-core instruction. It is
 computed whole, whatever is live: a row's bits cannot depend on how many rows are.
+Padding rows are zeros where they are computed, and are neither loaded nor stored.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import triton as plt
 
 
 ROWS = 16
@@ -54,3 +58,57 @@ def gated(
     """`silu(gate) * up` with the roundings of `ops.swiglu`: of both, and of silu."""
     gate, up = gate.astype(dtype).astype(jnp.float32), up.astype(dtype)
     return jax.nn.silu(gate).astype(dtype) * up
+
+
+def finish(sums, residual_view, out_view, is_active, in_columns) -> None:
+    """Rounds a tile, gates it or adds the residual, and stores it.
+
+    Args:
+      sums: of a product `[16, n]` float32, or of the gate's and of the up half's.
+      residual_view: of the residual `[16, n]`, or None.
+      is_active, in_columns: masks `[16]` and `[n]` or None, of what is there.
+    """
+    if len(sums) == 2:
+        gate, up = sums
+        result = gated(gate, up, dtype=out_view.dtype)
+    else:
+        residual = None
+        if residual_view is not None:
+            residual = load(residual_view, is_active, in_columns)
+        (total,) = sums
+        result = added(total, residual, out_dtype=out_view.dtype)
+    store(out_view, result, is_active, in_columns)
+
+
+def each_added(sums, others):
+    """The sums of two tuples, element by element."""
+    return tuple(a + b for a, b in zip(sums, others, strict=True))
+
+
+def load(view, first_mask=None, last_mask=None, *, last_use=False) -> jax.Array:
+    """A block of two axes; zero, and not read, where the mask of an axis is false.
+
+    `last_use` lets it leave the cache first: weights are read by one program only.
+    """
+    mask = _mask(view.shape, first_mask, last_mask)
+    return plt.load(
+        view,
+        mask=mask,
+        other=None if mask is None else 0,
+        eviction_policy="evict_first" if last_use else None,
+    )
+
+
+def store(view, block, first_mask=None, last_mask=None) -> None:
+    """Stores a block of two axes where both masks are true."""
+    plt.store(view, block, mask=_mask(view.shape, first_mask, last_mask))
+
+
+def _mask(shape, first_mask, last_mask):
+    """Both masks as one of `shape`; None where there is nothing to mask."""
+    masks = []
+    if first_mask is not None:
+        masks.append(jnp.broadcast_to(first_mask[:, None], shape))
+    if last_mask is not None:
+        masks.append(jnp.broadcast_to(last_mask[None, :], shape))
+    return functools.reduce(jnp.logical_and, masks) if masks else None

@@ -15,7 +15,7 @@ from spec_jax.pallas import row_attention_triton
 QWEN3 = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}  # (N, K, H)
 CONTEXT = 32_768
 PAGE = 16
-KERNELS = ("head_rotate", "paged_attention_splits", "paged_attention_combine")
+KERNELS = ("row_jobs", "paged_attention")
 
 
 def layers(
@@ -75,20 +75,22 @@ def test_qwen3(qwen3, model):
     """
     report = qwen3(model)
     report.assert_fits()
-    splits = report.kernel("paged_attention_splits")
-    launch = report.launch("paged_attention_splits")
-    assert splits.registers <= 168 and launch.shared_bytes <= 80_000
-    assert hopper.blocks_per_multiprocessor(splits, launch) == 2
+    kernel = report.kernel("paged_attention")
+    launch = report.launch("paged_attention")
+    assert launch.shared_bytes <= 80_000
+    assert hopper.blocks_per_multiprocessor(kernel, launch) == 2
     # As many as are resident at once: the grid does not grow with the context.
     assert launch.grid[0] * launch.grid[1] <= 264
     # Two blocks of keys and two of values in flight, four bytes a lane and 128 lanes.
-    assert splits.count("HMMA.16816.F32.BF16") == 64
-    assert splits.count("LDGSTS") >= 48
-    for name in ("head_rotate", "paged_attention_combine"):
-        assert report.kernel(name).registers <= 96
-        assert report.launch(name).shared_bytes <= 4096
-    # A product is rounded before it is added, as in `ops.rope`.
-    assert not report.kernel("head_rotate").count("FFMA")
+    assert kernel.count("HMMA.16816.F32.BF16") == 64
+    assert kernel.count("LDGSTS") >= 48
+    # A job is counted once all of it is stored, and whoever is last reads none of it
+    # from a cache that is older.
+    (counted,) = (n for n, line in enumerate(kernel.sass) if "ATOM" in line)
+    assert "MEMBAR" in "".join(kernel.sass[counted - 4 : counted])
+    assert "CCTL.IVALL" in kernel.sass[counted + 1]
+    for name in KERNELS:
+        assert report.kernel(name).count("PREEXIT") == 1
 
 
 @pytest.mark.parametrize(
@@ -103,12 +105,14 @@ def test_other_heads(compiler, heads, changes):
     """Fails if the plan of other head sizes, groups and dtypes does not fit."""
     report = compiler.compile(layers, *heads, **changes)
     report.assert_fits()
-    launch = report.launch("paged_attention_splits")
-    kernel = report.kernel("paged_attention_splits")
-    assert hopper.blocks_per_multiprocessor(kernel, launch) >= 2
+    launch = report.launch("paged_attention")
+    kernel = report.kernel("paged_attention")
+    # Wide float32 heads take eight warps, of which there is room for one block.
+    blocks = 1 if launch.threads > 128 else 2
+    assert hopper.blocks_per_multiprocessor(kernel, launch) >= blocks
 
 
-def test_three_launches_a_layer_and_no_copies(qwen3):
+def test_one_launch_a_layer_and_no_copies(qwen3):
     """Fails if a layer makes its own job list, or a pool is copied."""
     one, two = qwen3("0.6B"), qwen3("0.6B", count=2)
     names = [
@@ -116,9 +120,9 @@ def test_three_launches_a_layer_and_no_copies(qwen3):
         for report in (one, two)
     ]
     counts = [sum(name.startswith(kernel) for name in names[1]) for kernel in KERNELS]
-    assert counts == [2, 2, 2]
-    assert len(names[1]) - len(names[0]) in (3, 4), names  # heads of the next layer
-    assert len(names[0]) <= 3 + 5, names
+    assert counts == [1, 2]
+    assert len(names[1]) - len(names[0]) in (1, 2), names  # heads of the next layer
+    assert len(names[0]) == 2, names
     for report, count in ((one, 1), (two, 2)):
         pool_bytes = (CONTEXT + 8 * PAGE) * 8 * 128 * 2
         assert report.alias_bytes == 2 * count * pool_bytes
@@ -135,7 +139,7 @@ def test_a_tree_computes_as_a_chain(qwen3):
     for report in (qwen3("8B"), qwen3("8B", branch=16)):
         report.assert_fits()
         found = collections.Counter()
-        for line in report.kernel("paged_attention_splits").sass:
+        for line in report.kernel("paged_attention").sass:
             opcode = re.search(r"\b(HMMA|FADD|FMUL|FFMA|MUFU|F2FP|FMNMX)\S*", line)
             found.update([opcode[0]] if opcode else [])
         arithmetic.append(found)

@@ -22,21 +22,19 @@ from spec_jax.engine import protocols
 pytestmark = [pytest.mark.slow, pytest.mark.h100]
 
 LAYER = (
-    "rms_norm",
     "skinny_gemm",
-    "head_rotate",
-    "paged_attention_splits",
-    "paged_attention_combine",
+    "paged_attention",
     "skinny_gemm",
-    "rms_norm",
     "skinny_gemm_gate",
     "skinny_gemm",
 )
 """The kernels of one layer, in order: nothing of XLA's is between them."""
 
-END = ("rms_norm", "skinny_gemm", "argmax_chunks", "argmax_rows")
+END = ("skinny_gemm", "argmax_chunks", "argmax_rows")
 KERNELS = {"kKernel", "kCustomKernel", "kCustomCall"}
 DEPTH = {"qwen3-0.6b": 28, "qwen3-8b": 36}
+MOST_OF_A_STEP = {"qwen3-0.6b": 160, "qwen3-8b": 200}
+MOST_OF_A_ROUND = 850  # with a draft of `models.DRAFT`
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +131,7 @@ def test_a_plain_step(compiled, name, depth):
     fixed = total - len(LAYER) * depth
     whole = fixed + len(LAYER) * DEPTH[name]
     print(f"{name}: {whole} launches of a plain step, {fixed} of them in no layer")
-    assert fixed <= 22
+    assert whole <= MOST_OF_A_STEP[name]
 
 
 def test_the_function_of_a_layer_is_compiled_away(compiled):
@@ -164,7 +162,7 @@ def test_a_verification(compiled, name):
     fixed = launches(report) - len(LAYER) * 2
     whole = fixed + len(LAYER) * DEPTH[name]
     print(f"{name}: {whole} launches of a verification, {fixed} of them in no layer")
-    assert fixed <= 28
+    assert whole <= MOST_OF_A_STEP[name]
 
 
 @pytest.mark.few(1)
@@ -200,15 +198,12 @@ def test_a_round(compiled, name):
     drafting = once - without
     step = drafting + len(LAYER) * (DEPTH[models.DRAFT] - draft_depth)
     rest = without + len(LAYER) * (DEPTH[name] - depth)
-    print(
-        f"{name}: {rest + gamma * step} launches of a round of {gamma}: {gamma} * "
-        f"{step} + {rest}"
-    )
-    assert drafting - len(LAYER) * draft_depth <= 28
-    assert without - len(LAYER) * depth <= 64
+    total = rest + gamma * step
+    print(f"{name}: {total} launches of a round of {gamma}: {gamma} * {step} + {rest}")
+    assert total <= MOST_OF_A_ROUND
 
 
-HEAD = (*LAYER[1:], *END[:2])
+HEAD = (*LAYER, *END[:1])
 """The kernels of a row of a head, whose input XLA norms; of its features, one more."""
 
 
@@ -221,7 +216,7 @@ def test_a_head_step(compiled):
     assert ours(report.launches) == [*HEAD]
     total = launches(report)
     print(f"{total} launches of a head's step")
-    assert abs(total - 22) <= 5
+    assert abs(total - 12) <= 3
 
 
 def test_a_round_with_a_head(compiled):
@@ -234,7 +229,7 @@ def test_a_round_with_a_head(compiled):
     tree = nested(report.thunks)
     loops = [ours(flat([each])) for each in tree if each[0].kind == "kWhile"]
     # Pairs are taken in, levels are grown, slabs are verified, and the path is walked.
-    assert loops == [["skinny_gemm", *HEAD], [*HEAD], [*LAYER * 4, *END[:2]], []]
+    assert loops == [["skinny_gemm", *HEAD], [*HEAD], [*LAYER * 4, *END[:1]], []]
     rest = launches(report, 0, 0, 0, 0)
     once = [[int(at == loop) for at in range(4)] for loop in range(4)]
     turn = [launches(report, *turns) - rest for turns in once]
@@ -242,7 +237,7 @@ def test_a_round_with_a_head(compiled):
     turns = 1, depth - 1, 2, depth
     total = launches(report, *turns)
     print(f"{total} launches of a round of 32 rows: {turns} * {turn} + {rest}")
-    for found, known in zip([*turn, rest], (31, 48, 53, 5, 76), strict=True):
+    for found, known in zip([*turn, rest], (23, 40, 32, 5, 75), strict=True):
         assert abs(found - known) <= 5
 
 

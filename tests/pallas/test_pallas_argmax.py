@@ -14,7 +14,11 @@ CHUNK = argmax_triton.CHUNK
 WIDTHS = (1, 5, CHUNK, CHUNK + 1, 3 * CHUNK - 7)
 WIDTH = 2 * CHUNK + 100
 
-_argmax = jax.jit(functools.partial(argmax_triton.argmax, interpret=True))
+_jitted = jax.jit(functools.partial(argmax_triton.argmax, interpret=True))
+
+
+def _argmax(logits, live=None):
+    return _jitted(logits, num_active=np.int32(len(logits) if live is None else live))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -75,6 +79,9 @@ def test_rows_do_not_see_each_other(rng, rows):
     logits = rng.standard_normal((16, CHUNK + 9)).astype(np.float32)
     expected = np.argmax(logits, axis=-1)
     np.testing.assert_array_equal(_argmax(logits[16 - rows :]), expected[16 - rows :])
+    live = rows // 2
+    some = np.where(np.arange(16) < live, np.roll(expected, rows), 0)[:rows]
+    np.testing.assert_array_equal(_argmax(logits[16 - rows :], live), some)
     logits[16 - rows] = np.nan
     expected[16 - rows] = 0
     np.testing.assert_array_equal(_argmax(logits[16 - rows :]), expected[16 - rows :])

@@ -1,4 +1,4 @@
-"""Paged attention of Triton, interpreted: the job list, edges, and the combine."""
+"""Paged attention of Triton, interpreted: the job list, edges, and who adds splits."""
 
 import dataclasses
 import functools
@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import row_slabs as slabs
+from jax.experimental import pallas as pl
 from native import native_oracle as oracle
 
 from spec_jax import testing
 from spec_jax.ops import paged_attention
 from spec_jax.pallas import (
     attention_plan as plan,
-    paged_attention_triton as paged,
+    head_rotation,
+    row_attention_triton,
     row_jobs,
 )
 
@@ -78,21 +81,41 @@ def make_case(rng) -> Case:
     )
 
 
-def interpreted(fn, **static):
-    """`fn`, compiled for a CPU."""
-    return jax.jit(functools.partial(fn, interpret=True, **static))
+_row_attention = jax.jit(
+    functools.partial(
+        row_attention_triton.attend,
+        q_norm=None,
+        k_norm=None,
+        eps=0.0,
+        scale=H**-0.5,
+        interpret=True,
+    ),
+    static_argnames=("config",),
+)
 
 
-_attend = interpreted(paged.paged_attention, scale=H**-0.5, config=CONFIG)
+def _attend(case, **options) -> np.ndarray:
+    """Rows that are not turned, and whose keys and values lie in the pages already."""
+    inputs = case.inputs()
+    rows = np.arange(R) < case.num_active
+    slots, positions = (np.where(rows, x, 0) for x in (case.slots, case.positions))
+    at = case.page_table[slots, positions // PAGE], positions % PAGE
+    own = (pool[at] for pool in (case.k_pages, case.v_pages))
+    heads = np.concatenate([inputs.pop("q"), *own], axis=1).reshape(R, -1)
+    turn = {"cos": np.ones((R, H // 2)), "sin": np.zeros((R, H // 2))}
+    turn = {name: array.astype(np.float32) for name, array in turn.items()}
+    options = {"config": CONFIG} | options
+    out, *pools = _row_attention(heads, **turn, **inputs, **options)
+    testing.assert_same_bits(pools, [case.k_pages, case.v_pages])
+    return np.asarray(out).reshape(R, K * G, H)
 
 
 def test_edges_of_pages_blocks_and_splits(rng):
     """Fails if a key is missed or seen twice at an edge, the table's end included."""
     case = make_case(rng)
-    out = np.asarray(_attend(**case.inputs()))
+    out = _attend(case)
     near = {"dtype": "float32", "reduction": max(LENGTHS) + H}
     testing.assert_rows_close(out[: case.num_active], case.oracle(), **near)
-    assert not out[case.num_active :].any()
     reference = paged_attention.paged_attention(
         **case.inputs(), scale=H**-0.5, impl="xla"
     )
@@ -100,9 +123,53 @@ def test_edges_of_pages_blocks_and_splits(rng):
     testing.assert_rows_close(out[: case.num_active], reference, **near)
 
 
+def jobs_of(case) -> row_jobs.RowJobs:
+    given = case.inputs()
+    lay = plan.layout(R, G, H, tile=CONFIG.tile)
+    return row_jobs.row_jobs(
+        *(given[name] for name in ("page_table", "slots", "positions", "num_active")),
+        num_pages=len(case.k_pages), page_size=PAGE, split=SPLIT,
+        tile_rows=lay.tile_rows, num_kv_heads=K, interpret=True,
+    )  # fmt: skip
+
+
+def test_whoever_is_last_adds_the_same_splits(rng):
+    """Fails if a row's bits depend on which program does its last job.
+
+    Negative control: a program that believes to be the last one job too early adds a
+    split that is not there yet.
+    """
+    case = make_case(rng)
+    expected = _attend(case)[: case.num_active]
+    several = dataclasses.replace(CONFIG, programs=10)
+    out = _attend(case, config=several)[: case.num_active]
+    testing.assert_same_bits(out, expected)
+    jobs = jobs_of(case)
+    out = _attend(case, jobs=jobs)[: case.num_active]
+    testing.assert_same_bits(out, expected)
+    early = _attend(case, jobs=jobs._replace(done=jobs.done + 1))[: case.num_active]
+    assert np.isnan(early).any()
+
+
+def test_each_program_writes_what_it_reads(rng, monkeypatch):
+    """Negative control: of the programs of a head, the last one writes for all."""
+    real = head_rotation.write_rows
+
+    def write_rows(*args, is_stored, **options):
+        is_last = pl.program_id(1) == pl.num_programs(1) - 1
+        real(*args, is_stored=is_stored & is_last, **options)
+
+    slab = slabs.in_slab(slabs.small_slab(rng), range(8))
+    monkeypatch.setattr(head_rotation, "write_rows", write_rows)
+    # Four programs for each head, and not a config that is compiled already.
+    several = dataclasses.replace(slabs.SMALL, programs=8)
+    planted = slabs.run(slab, 8, config=several)[0][:8].astype(np.float32)
+    assert np.isnan(planted).any()
+
+
 def walk(jobs, tile_rows):
     """What the kernel does: `(rows, split, shared)` for each job."""
-    slots, lengths, full, led, ends, _ = (np.asarray(field) for field in jobs)
+    slots, lengths, full, led, ends, *_ = (np.asarray(field) for field in jobs)
     index = np.arange(len(slots))
     for job in range(ends[-1]):
         row = np.sum(ends <= job)
@@ -126,6 +193,8 @@ def test_each_split_of_each_row_is_one_job(rng, width):
             page_size=8,
             split=split,
             tile_rows=tile_rows,
+            num_kv_heads=3,
+            interpret=True,
         )  # fmt: skip
     )
     table = rng.permutation(P)[: S * M].reshape(S, M).astype(np.int32)
@@ -145,6 +214,7 @@ def test_each_split_of_each_row_is_one_job(rng, width):
         stored_at = table[slots % S, positions % 48 // 8] * 8 + positions % 8
         stored_at = np.where(padding | lost, row_jobs.LOST, stored_at)
         np.testing.assert_array_equal(jobs.stored_at, stored_at)
+        np.testing.assert_array_equal(jobs.done, np.zeros((3, R // tile_rows)))
         done = []
         for rows, index, shared in walk(jobs, tile_rows):
             done += [(int(row), int(index)) for row in rows]
@@ -160,7 +230,8 @@ def test_rows_of_a_slot_share_their_prefix():
     table = jnp.arange(64, dtype=jnp.int32)[None]
     jobs = row_jobs.row_jobs(
         table, slots, positions, jnp.int32(5),
-        num_pages=64, page_size=16, split=256, tile_rows=16,
+        num_pages=64, page_size=16, split=256, tile_rows=16, num_kv_heads=K,
+        interpret=True,
     )  # fmt: skip
     assert list(np.asarray(jobs.led_splits)[:2]) == [3, 0]
     assert jobs.job_ends[-1] == 3 + 5
@@ -169,19 +240,18 @@ def test_rows_of_a_slot_share_their_prefix():
 def test_a_pool_too_large_is_refused():
     """Fails if offsets into a pool could pass 32 bits."""
     pool = jax.ShapeDtypeStruct((2**17, 16, 8, 128), jnp.bfloat16)
-    q = jax.ShapeDtypeStruct((R, 16, 128), jnp.bfloat16)
+    heads = jax.ShapeDtypeStruct((R, 32 * 128), jnp.bfloat16)
+    turn = jax.ShapeDtypeStruct((R, 64), jnp.bfloat16)
     rows = jax.ShapeDtypeStruct((R,), jnp.int32)
-    attend = functools.partial(
-        paged.paged_attention,
-        page_table=jnp.zeros((1, 4), jnp.int32),
-        num_active=jnp.int32(0),
-        scale=1.0,
-        interpret=True,
-    )
+    given = {"page_table": jnp.zeros((1, 4), jnp.int32), "num_active": jnp.int32(0)}
     with pytest.raises(NotImplementedError, match="2147483648 elements of a pool"):
         jax.eval_shape(
-            lambda q, pool, rows: attend(q, pool, pool, slots=rows, positions=rows),
-            q,
-            pool,
-            rows,
+            functools.partial(_row_attention, **given),
+            heads,
+            k_pages=pool,
+            v_pages=pool,
+            cos=turn,
+            sin=turn,
+            slots=rows,
+            positions=rows,
         )

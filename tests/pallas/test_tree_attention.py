@@ -127,6 +127,6 @@ def test_a_chain_as_a_branch_is_the_chain(rng):
     rows = [(1, 40), (1, 63), (1, 64), (1, 71), (0, 12)]
     slab = slabs.small_slab(rng, rows=rows, prefix=(12, 71))
     plain = slabs.run(slabs.in_slab(slab, range(5)), 5)
-    assert np.isfinite(plain[0].astype(np.float32)).all()
+    assert np.isfinite(plain[0][:5].astype(np.float32)).all()
     lies_at = slab.positions[:, None] + np.arange(1 - BRANCH, 1, dtype=np.int32)
     testing.assert_same_bits(attend_tree(slab, lies_at, range(5)), plain)

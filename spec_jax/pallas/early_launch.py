@@ -1,0 +1,34 @@
+"""The next kernel is set up while this one runs: programmatic dependent launch.
+
+XLA launches our kernels so that the next one may begin before the one before has ended,
+and puts a wait before each kernel's first instruction: nothing is read before all that
+was written is seen. What a kernel can do is to say early that the next one may be set
+up. All do, first of all, and so hide the time that a launch takes.
+
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plt
+
+
+_RELEASE = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
+
+
+def released(number: jax.Array, *, interpret: bool) -> jax.Array:
+    """`number`, a scalar int32, as `[1]`, after the next kernel was let go.
+
+    What is not used is not compiled: the kernel must go on with what is returned.
+    """
+    number = jnp.full((1,), number, jnp.int32)
+    if interpret:
+        return number
+    (number,) = plt.elementwise_inline_asm(
+        _RELEASE,
+        args=[number],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
+    )
+    return number

@@ -1,0 +1,111 @@
+"""What the splits of a row's keys give, and their sum within a kernel, in their order.
+
+    out[r, n] = sum_s w[s] sums[s] / sum_s w[s] totals[s],   w[s] = 2 ** (max[s] - max)
+
+over the row's own splits `s = 0, 1, ...`, added one after another: the number of splits
+that the table has room for, and what other rows have, does not come in.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plt
+
+from spec_jax.pallas import attention_plan as plan
+
+
+AT_ONCE = 4  # splits whose loads are in flight together
+
+# Nothing here is negative: no need for the signs of `//` and `%`.
+div, rem = jax.lax.div, jax.lax.rem
+
+
+class Splits(NamedTuple):
+    """References to each query's maximum, total and unnormed sum over each split.
+
+    Float32, maxima to base 2. What no job writes is uninitialised.
+    """
+
+    maxima: Any  # [K, rows, heads, splits]
+    totals: Any  # [K, rows, heads, splits]
+    sums: Any  # [K, rows, heads, splits, width]
+
+
+def shapes(num_kv_heads: int, lay: plan.Layout, splits: int) -> Splits:
+    """The arrays for so many splits of each row."""
+    shape = (num_kv_heads, lay.rows, lay.heads, splits)
+    each = jax.ShapeDtypeStruct(shape, jnp.float32)
+    wide = jax.ShapeDtypeStruct((*shape, lay.width), jnp.float32)
+    return Splits(maxima=each, totals=each, sums=wide)
+
+
+def nothing(queries: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The running softmax of queries before their first key."""
+    return (
+        jnp.full((queries,), -jnp.inf, jnp.float32),
+        jnp.zeros((queries,), jnp.float32),
+        jnp.zeros((queries, width), jnp.float32),
+    )
+
+
+def store(refs: Splits, values, *, kv_head, rows, heads, split, mask) -> None:
+    """Stores a running softmax as the queries' own of one split."""
+    at = kv_head, rows, heads, split
+    for ref, each in zip(refs[:2], values[:2], strict=True):
+        plt.store(ref.at[at], each, mask=mask)
+    column = jnp.arange(values[2].shape[1], dtype=jnp.int32)[None, :]
+    wide = kv_head, rows[:, None], heads[:, None], split, column
+    plt.store(refs.sums.at[wide], values[2], mask=mask[:, None])
+
+
+def combine(
+    refs: Splits,
+    *,
+    kv_head: jax.Array,  # [] int32
+    rows: jax.Array,  # [queries] int32
+    heads: jax.Array,  # [queries] int32
+    counts: jax.Array,  # [queries] int32: splits; 0: not to be combined
+) -> jax.Array:
+    """The normed sums `[queries, width]` of each query over its own splits."""
+    splits, width = refs.sums.shape[3:]
+    column = jnp.arange(width, dtype=jnp.int32)[None, :]
+
+    def add(turn, carry):
+        """Adds the next `AT_ONCE` splits, in the order of their positions."""
+        coming = []
+        for i in range(AT_ONCE):
+            index = turn * AT_ONCE + i
+            mine, at = index < counts, jnp.minimum(index, splits - 1)
+            where = kv_head, rows, heads, at
+            wide = kv_head, rows[:, None], heads[:, None], at, column
+            coming.append(
+                (
+                    mine,
+                    plt.load(refs.maxima.at[where], mask=mine, other=-jnp.inf),
+                    plt.load(refs.totals.at[where], mask=mine, other=0.0),
+                    plt.load(refs.sums.at[wide], mask=mine[:, None], other=0.0),
+                )
+            )
+        for mine, maximum, total, weighted in coming:
+            added = _added(carry, (maximum, total, weighted))
+            # By selection: what is not the query's own adds nothing, not even 0.
+            selects = mine, mine, mine[:, None]
+            carry = tuple(map(jnp.where, selects, added, carry))
+        return carry
+
+    turns = div(jnp.max(counts) + AT_ONCE - 1, AT_ONCE)
+    zero = nothing(rows.shape[0], width)
+    _, total, weighted = jax.lax.fori_loop(0, turns, add, zero)
+    return weighted / total[:, None]
+
+
+def _added(one, other):
+    """Two running softmaxes as one, of which `other` comes later."""
+    maximum = jnp.maximum(one[0], other[0])
+    # Where every score was -inf so far, -inf - -inf would be NaN.
+    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    scales = [jnp.exp2(each[0] - shift) for each in (one, other)]
+    total = one[1] * scales[0] + other[1] * scales[1]
+    weighted = one[2] * scales[0][:, None] + other[2] * scales[1][:, None]
+    return maximum, total, weighted
