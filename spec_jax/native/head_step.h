@@ -101,8 +101,8 @@ void run_head_chains(Pool& pool, Head<T> head, const Chains& chains, const T* fe
     read.clear();
     for (size_t r = 0; r < rows.slots.size(); ++r) {
       int64_t s = rows.slots[r], i = rows.positions[r] - chains.starts[s];
-      bool is_pending = i < chains.pending[s];
-      const T* from = is_pending ? features + (s * chains.width + i) * D : next.data() + s * D;
+      const T* from = next.data() + s * D;
+      if (i < chains.pending[s]) from = features + (s * chains.width + i) * D;
       read.insert(read.end(), from, from + D);
     }
     std::vector<T> left = run_pairs(team, head, read.data());

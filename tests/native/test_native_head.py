@@ -1,5 +1,6 @@
 """`head_steps`: a head's step has the bits of its operations, its chains of steps."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,9 +19,11 @@ from spec_jax.paging import allocator, cache
 SLAB, CAPACITY = 9, 24
 
 
-def make(variant, dtype):
+def make(variant, dtype, **sizes):
     """A head's config, and its weights for the kernels."""
     config = heads.with_dtype(heads.VARIANTS[variant], dtype)
+    layer = dataclasses.replace(config.layer, **sizes)
+    config = dataclasses.replace(config, layer=layer)
     params = heads.make_params(config, dtype)
     return config, eagle3_params.prepare(params, "native")
 

@@ -12,6 +12,7 @@ import pathlib
 import jax
 import native_oracle as oracle
 import numpy as np
+import test_native_head
 import test_native_step
 
 from spec_jax.native import calls
@@ -61,6 +62,11 @@ def computations(rng):
         )
         step = functools.partial(test_native_step.run, config, params)
         yield f"step {dtype}", step, {"live": 6}
+        config, params = test_native_head.make(
+            "plain", dtype, intermediate_size=600, num_heads=24, num_kv_heads=8
+        )
+        step = functools.partial(test_native_head.run, config, params)
+        yield f"head {dtype}", step, {"live": 6}
 
 
 def split_over_threads(x, w, pieces: int):
