@@ -84,9 +84,9 @@ _TREES = (
     f"1,4 --drafter draft-model --gamma-policy fixed {_ONE_KIND} --prompts 8 "
     "--gen-tokens 64"
 )
-_GREEDY_TREES = ("4x8:7@0.8", "4x12:15@0.8", "4x16:31@0.8", "4x6:15@1")
+_GREEDY_TREES = ("4x8:7@0.6", "4x12:15@0.6", "4x16:31@0.6", "4x6:15@1")
 # The second is EAGLE-2's: scored by probability, the most probable children.
-_SAMPLED_TREES = ("4x6:15@0.9", "4x6:15@1/greedy", "4-2-1")
+_SAMPLED_TREES = ("4x6:15@0.7", "4x6:15@1/greedy", "4-2-1")
 _MATCHED_TREES = (
     *("50", "50 --temperature 0.7", "50 --temperature 1", "50 --batch 4"),
     *("50 --batch 4 --temperature 1", f"{DATA}/gsm8k/test.jsonl:50"),
@@ -161,7 +161,7 @@ def _trees() -> Iterator[Step]:
         "native": (*_MATCHED_TREES, *(f"{DATA}/{name}:50" for name in _HELD)),
         "xla": _MATCHED_TREES[:1] + _MATCHED_TREES[4:6],
     }.items():
-        command = f"spec_round --impl {impl} --tree 4x12:15@0.8 --prompts"
+        command = f"spec_round --impl {impl} --tree 4x12:15@0.6 --prompts"
         runs = [f"{command} {prompts}" for prompts in sets]
         yield Step(file=f"matched_trees_{impl}.jsonl", runs=tuple(runs), keep="summary")
 
