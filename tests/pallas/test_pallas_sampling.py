@@ -131,6 +131,16 @@ def test_ties_are_cut_by_index(rng):
     assert not np.array_equal(found[0], found[0][::-1])
 
 
+def test_the_whole_vocabulary(rng):
+    """Fails if chunks or the bits of an index end before 151,936 tokens do."""
+    logits = np.round(rng.standard_normal((1, 151_936)), 3).astype(np.float32)
+    logits[0, -5000:] = logits.max()
+    values = {"top_k": 4000, "top_p": 0.75}
+    found = kept_by_kernel(logits, [values])
+    expected, _ = kept_by_oracle(logits[0], **values)
+    assert np.array_equal(found[0], expected) and expected.sum() == 3000
+
+
 def test_boundaries_are_exact():
     """As `rules.test_sampling`: the token that reaches p stays, masked ones never."""
     inf = np.inf
