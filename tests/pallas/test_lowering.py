@@ -9,8 +9,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 
-KERNELS_OF_A_MODEL = 9 + 4
-"""Of a layer, and of what comes after the last: norm, head and two of the argmax."""
+KERNELS_OF_A_MODEL = 1 + 9 + 4
+"""The angles; those of a layer; and after the last: norm, head, two of the argmax."""
 
 
 @pytest.fixture
