@@ -6,6 +6,7 @@ has no kernels for it:
     argmax(log weights of the tokens that the filters keep + noise of seed and position)
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -51,16 +52,19 @@ def draw(
         "draws": draws,
         "interpret": impl == "interpret",
     }
+    num_active = jnp.int32(draws.shape[0])
+    choose = functools.partial(argmax.argmax, num_active=num_active, impl=impl)
+    highest = jnp.take_along_axis(logits, choose(logits)[:, None], axis=1)[:, 0]
     kept = first_tokens_triton.first_tokens(
-        logits, top_k=settings.top_k, top_p=settings.top_p, **shared
+        logits, highest, top_k=settings.top_k, top_p=settings.top_p, **shared
     )
     noisy = noisy_weights_triton.noisy_weights(
         logits,
+        highest,
         kept,
         min_p=settings.min_p,
         seeds=settings.seed,
         positions=positions,
         **shared,
     )
-    tokens = argmax.argmax(noisy, num_active=jnp.int32(draws.shape[0]), impl=impl)
-    return jnp.where(draws, tokens, 0)
+    return jnp.where(draws, choose(noisy), 0)

@@ -23,6 +23,7 @@ _ONE = 0x3F800000  # the bits of 1.0
 
 def noisy_weights(
     logits: jax.Array,  # [R, V] float32 or bfloat16
+    highest: jax.Array,  # [R], the largest of each row
     kept: first.Kept,
     *,
     temperature: jax.Array,  # [R] float32
@@ -45,7 +46,7 @@ def noisy_weights(
     rows |= {"positions": positions, "draws": draws}
     slab.check_shapes(**{name: (array, (R,)) for name, array in rows.items()})
     rows["draws"] = first.programs_that_draw(draws)
-    inputs = logits, *kept, *rows.values()
+    inputs = logits, highest, *kept, *rows.values()
     out = jax.ShapeDtypeStruct((R, V), jnp.float32)
     return pl.pallas_call(
         _kernel,
@@ -81,7 +82,7 @@ def _kernel(
         logits = logits.astype(jnp.float32)
         temperature = temperature_ref[row]
         is_greedy = temperature == 0
-        scores = logits - highest_ref[row]
+        scores = logits - highest_ref[row].astype(jnp.float32)
         scores = scores / jnp.where(is_greedy, jnp.float32(1), temperature)
         kept = first.is_kept(first.rank(logits), index, last_ref[row], end_ref[row])
         kept &= jnp.exp(scores) >= min_p_ref[row]

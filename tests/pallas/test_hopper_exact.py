@@ -26,7 +26,7 @@ PROGRAMS = {
         {"draft_layers": 1, "num_slots": 4, "draws": True},
     ),
 }
-DRAWING = ("sampling_first_tokens", "sampling_noisy_weights")
+DRAWING = ("sampling_top_k", "sampling_top_p", "sampling_noisy_weights")
 
 
 def assert_only_kernels_compute(report) -> None:

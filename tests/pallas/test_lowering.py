@@ -9,9 +9,9 @@ import pytest
 from jax.experimental import pallas as pl
 
 
-KERNELS_OF_A_MODEL = 6 + 3
-"""Of a layer and its job list, which XLA keeps one of; and of what comes after the
-last: head, and two of the argmax."""
+KERNELS_OF_A_MODEL = 1 + 6 + 3
+"""The angles; those of a layer and its job list, which XLA keeps one of; and of what comes
+after the last: head, and two of the argmax."""
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from spec_jax.rules import sampling
 
 
 ROWS = 6
-VOCAB = first.BLOCK + 904  # two blocks, the second of which is not full
+VOCAB = 2 * first.CHUNK + 904  # three chunks, the last of which is not full
 SETTINGS = (
     {"temperature": 0.0},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 3},
@@ -71,12 +71,12 @@ def kept_by_kernel(logits, each):
     settings = stacked(each)
     found = _first_tokens(
         logits,
+        logits.max(axis=1),
         temperature=settings.temperature,
         top_k=settings.top_k,
         top_p=settings.top_p,
         draws=np.ones(len(each), bool),
     )
-    assert np.array_equal(found.highest, logits.max(axis=1).astype(np.float32))
     index = np.arange(logits.shape[1], dtype=np.int32)[None]
     last, end = (np.asarray(x)[:, None] for x in (found.last, found.end))
     return np.asarray(first.is_kept(first.rank(jnp.asarray(logits)), index, last, end))
@@ -112,7 +112,12 @@ def test_ties_are_cut_by_index(rng):
     coarse[0] = 0
     coarse[1] = np.where(np.arange(VOCAB) % 2, np.float32(0.0), np.float32(-0.0))
     each = (
-        *({"top_k": 7}, {"top_k": first.BLOCK + 3}, {"top_k": 1000}, {"top_k": 4990}),
+        *(
+            {"top_k": 7},
+            {"top_k": 2 * first.CHUNK + 3},
+            {"top_k": 1000},
+            {"top_k": 4990},
+        ),
         *({"top_k": 3000, "top_p": 0.5}, {"top_p": 0.75}),
     )
     found = kept_by_kernel(coarse, each)
@@ -124,6 +129,16 @@ def test_ties_are_cut_by_index(rng):
     assert np.flatnonzero(found[0]).tolist() == list(range(7))
     # Negative control: the last seven.
     assert not np.array_equal(found[0], found[0][::-1])
+
+
+def test_the_whole_vocabulary(rng):
+    """Fails if chunks or the bits of an index end before 151,936 tokens do."""
+    logits = np.round(rng.standard_normal((1, 151_936)), 3).astype(np.float32)
+    logits[0, -5000:] = logits.max()
+    values = {"top_k": 4000, "top_p": 0.75}
+    found = kept_by_kernel(logits, [values])
+    expected, _ = kept_by_oracle(logits[0], **values)
+    assert np.array_equal(found[0], expected) and expected.sum() == 3000
 
 
 def test_boundaries_are_exact():
@@ -176,11 +191,13 @@ def noise_of(logits, settings, positions):
     """The noise of each token: what is on top of the log weights."""
     draws = jnp.ones(positions.shape, bool)
     shared = {"temperature": settings.temperature, "draws": draws, "interpret": True}
+    highest = jnp.max(logits, axis=1)
     kept = first.first_tokens(
-        logits, top_k=settings.top_k, top_p=settings.top_p, **shared
+        logits, highest, top_k=settings.top_k, top_p=settings.top_p, **shared
     )
     return noisy_weights_triton.noisy_weights(
         logits,
+        highest,
         kept,
         min_p=settings.min_p,
         seeds=settings.seed,
@@ -253,7 +270,7 @@ def test_refusals(rng):
     how = {"positions": positions, "draws": EVERY}
     with pytest.raises(ValueError, match=r"temperature has shape \(5,\), not \(6,\)"):
         _draw(logits, stacked(SETTINGS[1:]), **how)
-    with pytest.raises(ValueError, match=r"rows of 0 logits are not in 1\.\.4194303"):
+    with pytest.raises(ValueError, match=r"rows of 0 logits are not in 1\.\.419430"):
         _draw(logits[:, :0], stacked(), **how)
     with pytest.raises(NotImplementedError, match="impl='xla' has no kernels that dr"):
         jax.jit(functools.partial(draw_op.draw, impl="xla"))(logits, stacked(), **how)
