@@ -33,6 +33,7 @@ from spec_jax.paging import allocator, cache as paged, index
 # With kernels whose bits do not depend on the height: so many rows share one read of
 # the weights, and still lie in the second cache.
 NATIVE_TILE = 80
+TRITON_TILE = 64  # in whole slabs: so many share one read too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,8 @@ class SlotRows:
     """Runs a `RowModel` for `num_slots` sequences, which share one cache.
 
     Rows go through the model in tiles of `model.slab` rows, or of up to `NATIVE_TILE`
-    where their bits do not depend on that; as many tiles as active rows need. Where one
-    tile takes all rows there is no loop.
+    or `TRITON_TILE` where their bits do not depend on that; as many tiles as active
+    rows need. Where one tile takes all rows there is no loop.
 
     Raises:
       ValueError: fewer than one slot.
@@ -220,7 +221,10 @@ class SlotRows:
 
     def tile_rows(self, num_rows: int) -> int:
         """Returns the rows of each forward of so many, active or not."""
-        return tile_of(self.model.impl, self.model.slab, num_rows)
+        impl, slab = self.model.impl, self.model.slab
+        if impl in ("triton", "interpret"):
+            return min(-(-num_rows // slab) * slab, TRITON_TILE)
+        return tile_of(impl, slab, num_rows)
 
     def choose(
         self, logits: Float[Array, "P V"], num_active: Int[Array, ""]

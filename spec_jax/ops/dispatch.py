@@ -87,8 +87,9 @@ def products(impl: str) -> tuple[types.ModuleType, bool]:
 def slab_rows(impl: str) -> int | None:
     """Rows that each slab of a resolved implementation has; None if that is free.
 
-    What XLA compiles between two kernels, and how attention tiles its rows, may differ
-    with the height: one height for plain decoding and for verification.
+    One height for plain decoding and for verification of a chain: what XLA compiles
+    between two kernels may differ with it. The Triton kernels themselves have the same
+    bits for any number of slabs.
     """
     if impl not in PALLAS:
         return None

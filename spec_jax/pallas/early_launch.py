@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plt
 _RELEASE = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
 
 
-def released(number: jax.Array, *, interpret: bool) -> jax.Array:
+def released(number: jax.Array | int, *, interpret: bool) -> jax.Array:
     """`number`, a scalar int32, as `[1]`, after the next kernel was let go.
 
     What is not used is not compiled: the kernel must go on with what is returned.

@@ -63,7 +63,7 @@ def multiply(*refs: Any, walk: Walk) -> None:
     is_row = is_row + jnp.arange(slab.ROWS)
     tiles = range(0, height, slab.ROWS)
     active = [is_row + tile < refs.num_active[0] for tile in tiles]
-    scales = [None for _ in tiles]
+    scales: list[jax.Array | None] = [None for _ in tiles]
     if refs.norm is not None:
         scales = [
             row_norm.scales(
@@ -119,7 +119,7 @@ def _sums(refs, walk, rows, in_columns):
 
 def _norm_weights(norm_ref, walk, start, is_ragged):
     """The norm's weights of one block of k, for each chain."""
-    found = []
+    found: list[jax.Array | None] = []
     for chain in range(walk.plan.chains):
         first = start + chain * walk.width
         if norm_ref is None:
@@ -135,7 +135,7 @@ def _norm_weights(norm_ref, walk, start, is_ragged):
 
 def _add_block(refs, walk, rows, in_columns, sums, norm, start, is_ragged):
     """Adds one block of k to the sum of each chain, of each of `rows`."""
-    added = [[] for _ in rows]
+    added: list[list[tuple[jax.Array, ...]]] = [[] for _ in rows]
     for chain in range(walk.plan.chains):
         first = start + chain * walk.width
         terms = pl.ds(first, walk.width)

@@ -44,6 +44,7 @@ from spec_jax.pallas import (
     early_launch,
     head_rotation,
     row_jobs,
+    slab,
     split_sums,
 )
 
@@ -125,11 +126,8 @@ class _Refs(NamedTuple):
     splits: split_sums.Splits
 
 
-def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
-    """One worker of one key/value head: `refs` are those of `attend`, in order."""
-    heads, (_, _, table, branch), refs = refs[:5], refs[5:9], refs[9:]
-    jobs, (out, k, v), splits = refs[:7], refs[7:10], refs[10:]
-    refs = _Refs(
+def _refs(heads, k, v, table, branch, jobs, out, splits) -> _Refs:
+    return _Refs(
         heads=head_rotation.Heads(*heads),
         table=table,
         branch=branch,
@@ -139,24 +137,17 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
         v=v,
         splits=split_sums.Splits(*splits),
     )
+
+
+def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
+    """One worker of one key/value head: `refs` are those of `attend`, in order."""
+    heads, (_, _, table, branch), refs = refs[:5], refs[5:9], refs[9:]
+    jobs, (out, k, v), splits = refs[:7], refs[7:10], refs[10:]
+    refs = _refs(heads, k, v, table, branch, jobs, out, splits)
     kv_head, worker = pl.program_id(0), pl.program_id(1)
-    R = refs.out.shape[0]
-    turns = div(refs.jobs.job_ends[R - 1] - worker + workers - 1, workers)
-    rows = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
-    rows = early_launch.released(0, interpret=interpret) + rows
-    tokens = plt.load(refs.jobs.stored_at.at[rows], mask=rows < R, other=row_jobs.LOST)
-    head_rotation.write_rows(
-        refs.heads,
-        refs.k,
-        refs.v,
-        kv_head=kv_head,
-        rows=rows,
-        tokens=tokens,
-        is_stored=(tokens >= 0) & (turns > 0),
-        lay=lay,
-        eps=eps,
-    )
-    _lose(refs, kv_head, rows, worker == 0, lay)
+    num_jobs = refs.jobs.job_ends[refs.out.shape[0] - 1]
+    turns = div(num_jobs - worker + workers - 1, workers)
+    _write(refs, kv_head, worker == 0, turns > 0, lay, eps, interpret)
     barrier = (lambda: None) if interpret else plt.debug_barrier
     barrier()  # All threads of the program see what was written.
 
@@ -194,6 +185,29 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
         return carry
 
     jax.lax.fori_loop(0, turns, do_job, 0)
+
+
+def _write(refs, kv_head, is_first, has_jobs, lay, eps, interpret):
+    """Puts the rows' keys and values to their pages, where the program has jobs."""
+    R = refs.out.shape[0]
+    group = jnp.arange(slab.ROWS, dtype=jnp.int32)
+    group = early_launch.released(0, interpret=interpret) + group
+    for first in range(0, R, slab.ROWS):
+        rows = first + group
+        at = refs.jobs.stored_at.at[rows]
+        tokens = plt.load(at, mask=rows < R, other=row_jobs.LOST)
+        head_rotation.write_rows(
+            refs.heads,
+            refs.k,
+            refs.v,
+            kv_head=kv_head,
+            rows=rows,
+            tokens=tokens,
+            is_stored=(tokens >= 0) & has_jobs,
+            lay=lay,
+            eps=eps,
+        )
+        _lose(refs, kv_head, rows, is_first, lay)
 
 
 def _attend_split(refs, queries, kv_head, job, page_size, scale, lay, block):

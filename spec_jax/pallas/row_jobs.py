@@ -30,7 +30,7 @@ from spec_jax.typing import typed
 
 
 LOST = -1
-TABLE_COLUMNS = 512  # pages of each row that are looked at together
+TABLE_ENTRIES = 8192  # pages of all rows that are looked at together
 
 # Nothing here is negative: no need for the signs of `//` and `%`.
 div, rem = jax.lax.div, jax.lax.rem
@@ -148,7 +148,11 @@ def _kernel(
     ends = jnp.sum(jnp.where(is_before, count[None, :], 0), axis=1)
     lengths = jnp.where(live & ~valid, LOST, lengths)
     slots = jnp.where(valid, slots, 0)
-    results = slots, lengths, full, led, ends, stored_at
+    _store(out_refs, rows, (slots, lengths, full, led, ends, stored_at), is_row)
+
+
+def _store(out_refs, rows, results, is_row):
+    """Stores what each row has, and zeros for the jobs that are done."""
     for ref, values in zip(out_refs[:-1], results, strict=True):
         plt.store(ref.at[rows], values, mask=is_row)
     done_ref = out_refs[-1]
@@ -169,7 +173,8 @@ def _pages(table_ref, num_pages, slots, columns, mask):
 def _missing_before(look, slots, lengths, page_size, num_columns):
     """How many pages of each row's positions `0 .. lengths` are none."""
     needed = div(lengths + page_size - 1, page_size)
-    width = min(TABLE_COLUMNS, pl.next_power_of_2(num_columns))
+    width = max(TABLE_ENTRIES // slots.shape[0], 1)
+    width = min(width, pl.next_power_of_2(num_columns))
 
     def count(turn, missing):
         columns = (turn * width + jnp.arange(width, dtype=jnp.int32))[None, :]

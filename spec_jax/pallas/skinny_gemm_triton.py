@@ -200,30 +200,27 @@ def _multiply(
     """`[16 n, N]` of `w`, `[parts, N, K]` or `[K, parts, N]`: each part a product."""
     (R, K), (parts, N) = x.shape, (w.shape[1:] if transposed else w.shape[:2])
     check_plan(plan, K, parts=parts)
+    height = _height(R, plan, parts)
     result = jax.ShapeDtypeStruct((R, N), out_dtype)
-    height = _height(R)
     tile = pl.BlockSpec((height, plan.block_n), lambda r, n, s: (r, n))
-    if plan.splits == 1:
-        out_shapes, out_specs = [result], [tile]
-    else:
+    out_shapes, out_specs = [result], [tile]
+    if plan.splits > 1:
         partial = jax.ShapeDtypeStruct((plan.splits, R, N), jnp.float32)
         spec = pl.BlockSpec((None, height, plan.block_n), lambda r, n, s: (s, r, n))
         out_shapes, out_specs = [partial] * parts, [spec] * parts
     terms = pl.cdiv(K, plan.block_k) * plan.block_k
     has_residual = residual is not None and plan.splits == 1
+    walk = gemm_kernel.Walk(
+        plan=plan,
+        num_columns=N,
+        num_terms=K,
+        transposed=transposed,
+        eps=eps,
+        interpret=interpret,
+    )
     outputs = pl.pallas_call(
-        functools.partial(
-            gemm_kernel.multiply,
-            walk=gemm_kernel.Walk(
-                plan=plan,
-                num_columns=N,
-                num_terms=K,
-                transposed=transposed,
-                eps=eps,
-                interpret=interpret,
-            ),
-        ),
-        # Rows past 64 are neighbours in time: the next find the weights cached.
+        functools.partial(gemm_kernel.multiply, walk=walk),
+        # Further rows are neighbours in time: they find the weights cached.
         grid=(R // height, pl.cdiv(N, plan.block_n), plan.splits),
         in_specs=[
             pl.BlockSpec((1,), lambda r, n, s: (0,)),
@@ -258,10 +255,12 @@ def _multiply(
     )
 
 
-def _height(num_rows: int) -> int:
+def _height(num_rows: int, plan: Plan, parts: int) -> int:
     """The rows of one program, of whole tiles that share one read of the weights."""
     tiles = num_rows // slab.ROWS
-    fits = [n for n in range(1, gemm_kernel.MAX_TILES + 1) if tiles % n == 0]
+    # Narrow programs have long blocks of `x`, and registers for few of them.
+    most = gemm_kernel.MAX_TILES if plan.block_n > MIN_BLOCK else 2 // parts
+    fits = [n for n in range(1, most + 1) if tiles % n == 0]
     return slab.ROWS * fits[-1]
 
 

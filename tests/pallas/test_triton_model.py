@@ -115,6 +115,16 @@ def test_rows_do_not_depend_on_their_place_or_neighbours(model, filled):
         )
 
 
+def test_the_height_of_a_slab_does_not_matter():
+    """Fails if a bit depends on how many tiles share a read of the weights."""
+    model = make_model(num_layers=1)
+    kv, rows = rows_lib.make_cache(model.config), window(20, start=0)
+    alone_kv, alone = model.decode_one_by_one(kv, rows)
+    kv, together = rows_lib.Model.run(model, kv, rows, slab=32, forward=_forward)
+    testing.assert_same_bits(together, alone)
+    testing.assert_same_bits(written(kv, 20), written(alone_kv, 20))
+
+
 def test_another_implementation_agrees_but_for_rounding(model, filled):
     """A wrong weight must show; so must an op that runs another kernel's meaning."""
     reference = dataclasses.replace(model, impl="xla")

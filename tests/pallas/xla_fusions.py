@@ -103,10 +103,10 @@ def assert_same_arithmetic(one, other) -> None:
     They may stand in another order, between other loads: an array that the program
     around a fusion never writes is loaded through another cache.
     """
-    assert _arithmetic(one) == _arithmetic(other)
+    assert arithmetic(one) == arithmetic(other)
 
 
-def _arithmetic(found) -> dict[tuple[str, ...], set[frozenset]]:
+def arithmetic(found) -> dict[tuple[str, ...], set[frozenset]]:
     """How often the code of each kernel has each instruction that computes floats."""
     opcodes = r"\b(?:FADD|FMUL|FFMA|FMNMX|FSETP|FSEL|MUFU|F2FP|H(?:MMA|ADD|MUL|FMA))\S*"
     return {
