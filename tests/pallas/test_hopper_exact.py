@@ -48,7 +48,7 @@ def test_only_kernels_compute(compiler, name):
     report.assert_fits()
     assert_only_kernels_compute(report)
     launched = {re.sub(r"_+\d*$", "", thunk.name) for thunk in report.launches}
-    assert {"row_angles", "skinny_gemm", "paged_attention_splits"} <= launched
+    assert {"row_angles", "skinny_gemm", "paged_attention"} <= launched
     assert (set(DRAWING) <= launched) == bool(options.get("draws"))
 
 

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 
 
 KERNELS_OF_A_MODEL = 1 + 6 + 3
-"""The angles; those of a layer and its job list, which XLA keeps one of; and of what comes
-after the last: head, and two of the argmax."""
+"""The angles; those of a layer and its job list, which XLA keeps one of; and, after the
+last: head, and two of the argmax."""
 
 
 @pytest.fixture
