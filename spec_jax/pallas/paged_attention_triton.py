@@ -219,6 +219,7 @@ def _attend_split(refs, queries, kv_head, job, page_size, scale, lay, block):
     column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
 
     def attend_block(i, carry):
+        """Adds the keys of block `i`, whose places the carry holds."""
         tokens, sums = carry
         seen = keys_of(i) < job.end
 

@@ -33,6 +33,7 @@ def scales(
     rows, of_group = jnp.arange(slab.ROWS), jnp.arange(GROUP)
 
     def add_group(group, found):
+        """Adds what one group of rows gives to what others gave."""
         first = group * GROUP
         is_live = first + of_group < num_live
         squares = jnp.zeros((GROUP, block), jnp.float32)
