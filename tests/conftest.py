@@ -66,7 +66,7 @@ LONGEST = (
 _OF_MODELS = "eagle3_head families fingerprint observe parity qwen3 row_model rows"
 BITS = (
     *(f"model/test_{name}.py" for name in (*_OF_MODELS.split(), "tree_rows")),
-    *("ops/", "paging/test_pool_copies.py"),
+    *("ops/", "paging/test_pool_copies.py", "pallas/test_pallas_paged_attention.py"),
     "parallel/test_mesh.py",
     *("engine/test_round.py", "engine/test_trees.py", "engine/test_memory.py"),
     "engine/test_features.py",

@@ -43,6 +43,16 @@ def one_cell(folders, *more: str) -> list[str]:
     ]
 
 
+def several_cells(folders, *more: str) -> list[str]:
+    """The base, and cells of one other value: most share what they compile."""
+    several = (
+        *("--gamma", "3,2", "--page-size", "8,16", "--drafter", "oracle,always-wrong"),
+        *("--sampling", "greedy,sampled", "--batch", "1,2"),
+        *("--gamma-policy", "fixed,threshold"),
+    )
+    return one_cell(folders, *several, *more)
+
+
 def rows_of(path: pathlib.Path) -> list[dict]:
     """All rows of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -28,16 +28,6 @@ def folders(tmp_path_factory):
     return commands.write_pair(tmp_path_factory.mktemp("pair"))
 
 
-def command(folders, *more: str) -> list[str]:
-    """The base, and cells of one other value: most share what they compile."""
-    several = (
-        *("--gamma", "3,2", "--page-size", "8,16", "--drafter", "oracle,always-wrong"),
-        *("--sampling", "greedy,sampled", "--batch", "1,2"),
-        *("--gamma-policy", "fixed,threshold"),
-    )
-    return commands.one_cell(folders, *several, *more)
-
-
 NUM_CELLS = 7
 
 
@@ -46,7 +36,9 @@ def finished(folders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     out, certificate = folder / "rows.jsonl", folder / "run.json"
     more = ("--out", str(out), *commands.certifying(certificate))
-    assert exactness.main(command(folders, *more)) == exactness.EXACT == 0
+    assert (
+        exactness.main(commands.several_cells(folders, *more)) == exactness.EXACT == 0
+    )
     return commands.Finished(out=out, certificate=certificate)
 
 
@@ -120,10 +112,14 @@ def test_an_interrupted_run_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(suite, "run", interrupted)
-        assert exactness.main(command(folders, *more)) == cli.INTERRUPTED == 130
+        assert (
+            exactness.main(commands.several_cells(folders, *more))
+            == cli.INTERRUPTED
+            == 130
+        )
     assert "finished rows are in" in capsys.readouterr().err
     assert len(commands.rows_of(out)) == 1 + num_rows and not certificate.exists()
-    assert exactness.main(command(folders, *more)) == exactness.EXACT
+    assert exactness.main(commands.several_cells(folders, *more)) == exactness.EXACT
     assert f"{num_rows} are there already" in capsys.readouterr().out
     assert certificate.read_text() == finished.certificate.read_text()
 
@@ -144,7 +140,7 @@ def test_going_on_cannot_lose_rows(folders, finished, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(records.JsonLines, "write", write_once)
-        assert exactness.main(command(folders, *more)) == cli.INTERRUPTED
+        assert exactness.main(commands.several_cells(folders, *more)) == cli.INTERRUPTED
     assert out.read_bytes() == b"".join(lines[:6])
 
 
@@ -173,7 +169,7 @@ def test_rows_of_something_else_are_kept(
         content = content(ours)
     out.write_text(ours if content is None else content)
     before = out.read_bytes()
-    arguments = command(folders, "--out", str(out), *more)
+    arguments = commands.several_cells(folders, "--out", str(out), *more)
     commands.assert_fails_with(capsys, arguments, "rows.jsonl", *words)
     assert out.read_bytes() == before
 
@@ -336,7 +332,7 @@ def test_changed_code_is_not_certified(folders, tmp_path, monkeypatch, capsys):
         patch.setattr(plans, "from_flags", lambda args: pytest.fail("it was planned"))
         commands.assert_fails_with(
             capsys,
-            command(folders, "--certificate", str(certificate)),
+            commands.several_cells(folders, "--certificate", str(certificate)),
             *(
                 "names the commit",
                 "spec_jax/load.py, experiments/plan.py and 1 more",

@@ -228,7 +228,8 @@ def test_a_fault_of_trees_is_caught(
     ],
 )
 def test_unusable_flags(folders, capsys, more, words):
-    commands.assert_fails_with(capsys, commands.one_cell(folders, *more), *words)
+    arguments = commands.several_cells(folders, *more)
+    commands.assert_fails_with(capsys, arguments, *words)
 
 
 class FromOutside:

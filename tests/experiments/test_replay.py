@@ -190,7 +190,7 @@ def test_drafters_are_judged_without_the_target(
     monkeypatch.setattr(traces, "load_target", None)
     gone = rewritten(greedy, tmp_path, header_with(target="/nowhere"))
     out = tmp_path / "out.jsonl"
-    outside = "test_exactness:FromOutside"
+    outside = "test_exactness_cells:FromOutside"
     drafters = (
         "--drafter",
         f"oracle,{outside},draft-model",

@@ -281,12 +281,16 @@ def test_other_settings_and_models_are_refused(folders, copied, tmp_path, capsys
     """With all that differs, and the file as it was."""
     before = copied.read_bytes()
     assert_fails_with(
+        sweep.main,
         capsys,
         command(folders, copied, "--gen-tokens", "7", "--seed", "3"),
         *("gen_tokens is 6 there and 7 here", "seed is 0 there and 3 here"),
     )
     assert_fails_with(
-        capsys, command(folders, copied, "--gamma", "4"), "gamma_max is 2 there and 4"
+        sweep.main,
+        capsys,
+        command(folders, copied, "--gamma", "4"),
+        "gamma_max is 2 there and 4",
     )
     other = tiny_pair.write_model(
         tmp_path / "target", tiny_pair.config(num_layers=2), seed=5
