@@ -170,7 +170,7 @@ def test_a_verification(compiled, name):
 def test_a_verification_of_a_tree(compiled, name):
     """Fails if 64 rows at once spill, copy a pool, or take other kernels.
 
-    Fails if what XLA computes of floats for them is other arithmetic than for a slab.
+    Fails if XLA computes floats for them.
     """
     report = compiled(models.verify_tree, name, layers=2)
     report.assert_fits()
@@ -180,11 +180,7 @@ def test_a_verification_of_a_tree(compiled, name):
     assert set(ours(report.launches)) == {*LAYER, *END}
     assert len(ours(report.launches)) == 2 * len(LAYER) + len(END)
     print(f"{name}: {launches(report)} launches of a tree of {slabs} slabs")
-    plain = xla_fusions.float_kernels(compiled(models.plain_step, name, layers=2))
-    of_64 = xla_fusions.float_kernels(report)
-    for found in (plain, of_64):
-        (arithmetic,) = xla_fusions.arithmetic(found).values()
-        assert arithmetic == next(iter(xla_fusions.arithmetic(plain).values()))
+    assert not xla_fusions.float_kernels(report)
 
 
 @pytest.mark.few(1)
