@@ -129,6 +129,7 @@ class Job:
     config: Any  # of the family
     hot: jax.Array | None
     online: targets.Online
+    base: Any  # the drafter of `--base`, or None
 
     @property
     def teacher(self) -> targets.Teacher:
@@ -143,6 +144,8 @@ def prepare(args: argparse.Namespace) -> Job:
       ValueError: no texts, texts too short, or a drafter that this target cannot have.
     """
     texts, family = _texts(args), families.FAMILIES[args.family]
+    target, params = load_lib.load(args.target)
+    base = families.base(args, target, params) if args.base else None
     depth = getattr(args, family.depth)
     if texts.tokens.shape[1] < depth + 2:
         raise ValueError(
@@ -150,9 +153,11 @@ def prepare(args: argparse.Namespace) -> Job:
             f"--{family.depth.replace('_', '-')} {depth}: make rollouts of --length "
             f"{depth + 2} or more"
         )
-    target, params = load_lib.load(args.target)
     size = min(args.draft_vocab, target.vocab_size)
-    hot = targets.draft_vocabulary(texts, size=size, vocab_size=target.vocab_size)
+    if base is None:
+        hot = targets.draft_vocabulary(texts, size=size, vocab_size=target.vocab_size)
+    else:
+        hot = base.hot
     config = family.config(args, target, size)
     config.check_target(target)
     return Job(
@@ -164,6 +169,7 @@ def prepare(args: argparse.Namespace) -> Job:
         online=targets.Online(
             texts=texts, params=params, config=target, taps=config.taps
         ),
+        base=base,
     )
 
 
@@ -186,6 +192,8 @@ def _recipe(args: argparse.Namespace) -> loop.Recipe:
 
 
 def _init(args: argparse.Namespace, job: Job) -> loop.Params:
+    if job.base is not None:
+        return job.family.training.trained(job.base)
     key = jax.random.key(args.seed)
     return job.family.training.init(key, job.config, job.target, job.params, job.hot)
 
@@ -258,6 +266,10 @@ def export(args: argparse.Namespace) -> None:
     }
     deciding = [*_DECIDING, *job.family.flags]
     flags = {name: getattr(args, name) for name in deciding}
+    if job.base is not None:
+        described["went on from, SHA-256 of its weights"] = fingerprint.of_params(
+            job.base
+        )
     card = pair_export.drafter_card(
         args.family, described, _last_held_out(args.work), _text_of(flags), args.note
     )
@@ -307,6 +319,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --prompts FILE=50  texts to continue: a file, or so many of the bundled ones
         --work FOLDER=drafter  rollouts, cache, checkpoints and log
         --out FOLDER=drafter/export  where the export goes
+        --base FOLDER  a drafter of this family to go on from; its shape stands for the
+          flags that would give one, and no calibration of it is kept
         --dialect DIALECT  published format of the export (default: midlayer of eagle3,
           z-lab of dflash, deepspec of dspark); in z-lab's a block's first row predicts
           nothing

@@ -16,6 +16,7 @@ from spec_jax.model import (
     eagle3_dialects,
     eagle3_files,
     eagle3_params,
+    params as params_lib,
 )
 from spec_jax.training import block, eagle3, loop
 
@@ -35,6 +36,8 @@ class Family:
     flags: tuple[str, ...]  # those of its own that decide a bit
     # `(args, target, size of the draft vocabulary) -> config`, checked.
     config: Callable[[argparse.Namespace, config_lib.Qwen3Config, int], Any]
+    # The flags that give `config` back.
+    shape: Callable[[Any], dict[str, Any]]
     # What else `loss` and `measure` are told.
     of_loss: Callable[[argparse.Namespace], dict[str, Any]]
     of_measure: Callable[[argparse.Namespace], dict[str, Any]] = lambda args: {}
@@ -65,6 +68,14 @@ def _eagle3(args, target, size) -> eagle3_params.Eagle3Config:
     return config
 
 
+def _shape(config) -> dict[str, Any]:
+    return {
+        "taps": config.taps,
+        "draft_vocab": config.draft_vocab_size,
+        "mlp": config.layer.intermediate_size,
+    }
+
+
 def _block(args, target, size) -> block_params.BlockConfig:
     is_dspark = args.family == "dspark"
     head = (args.head or "vanilla") if is_dspark else "none"
@@ -84,6 +95,17 @@ def _block(args, target, size) -> block_params.BlockConfig:
     )
     block_dialects.check_config(config, args.dialect)
     return config
+
+
+def _block_shape(config) -> dict[str, Any]:
+    has_head = config.head != "none"
+    return _shape(config) | {
+        "layers": config.layer.num_layers,
+        "block": config.block_size,
+        "mask_token": config.mask_token_id,
+        **({"head": config.head, "rank": config.markov_rank} if has_head else {}),
+        **({"no_confidence": True} if has_head and not config.has_confidence else {}),
+    }
 
 
 def _anchors(args, config, hot) -> block.Anchors:
@@ -106,6 +128,7 @@ _BLOCK: dict[str, Any] = {
     "files": block_files,
     "depth": "block",
     "config": _block,
+    "shape": _block_shape,
     "draw": _anchors,
     "flags": ("block", "layers", "mask_token", "anchors", "rank", *OF_DSPARK),
 }
@@ -118,6 +141,7 @@ FAMILIES = {
         depth="ttt_steps",
         flags=("ttt_steps",),
         config=_eagle3,
+        shape=_shape,
         of_loss=_steps,
         of_measure=_steps,
     ),
@@ -126,6 +150,33 @@ FAMILIES = {
     ),
     "dspark": Family(**_BLOCK, dialect="deepspec", of_loss=_dspark_terms),
 }
+
+
+def base(
+    args: argparse.Namespace,
+    target: config_lib.Qwen3Config,
+    params: params_lib.Params,
+) -> Any:
+    """Reads the drafter of `--base`, and sets the flags of its shape as it has them.
+
+    Raises:
+      CheckpointError: not a drafter of this family for this target.
+      ValueError: a shape that the flags cannot describe.
+    """
+    family = FAMILIES[args.family]
+    config, head = family.files.load(args.base, target, params)
+    for name, value in family.shape(config).items():
+        setattr(args, name, value)
+    if isinstance(config, block_params.BlockConfig):
+        # Of a calibration nothing is left once the weights move.
+        config = dataclasses.replace(config, confidence_temperatures=())
+    made = family.config(args, target, config.draft_vocab_size)
+    if config != made:
+        raise ValueError(
+            f"{args.base}: {config} cannot be trained on as --dialect {args.dialect}, "
+            f"which makes it {made}"
+        )
+    return head
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -109,14 +109,16 @@ def init(
     made = block_params.init(
         key, config, embed=params.embed, lm_head=params.head, hot=hot
     )
-    made = made.replace(
-        embed=None,
-        lm_head=None,
-        hot=None,
-        # A copy: the optimiser's step donates what it is given.
-        final_norm=jnp.array(params.final_norm, copy=True),
-    )
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), made)
+    return trained(made.replace(final_norm=params.final_norm))
+
+
+def trained(head: block_params.BlockParams) -> block_params.BlockParams:
+    """Returns what is trained of a drafter, in float32: all that is not the target's.
+
+    Copies: the optimiser's step donates what it is given.
+    """
+    own = head.replace(embed=None, lm_head=None, hot=None)
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), own)
 
 
 def complete(

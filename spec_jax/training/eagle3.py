@@ -37,15 +37,22 @@ def init(
     """
     config.check_target(target)
     made = eagle3_params.init(key, config, embed=params.embed, hot=hot)
-    made = made.replace(embed=None, hot=None)
     if config.hidden_size == target.hidden_size:
         head = weights.matrix(params.head)
         made = made.replace(
-            # Copies: the optimiser's step donates what it is given.
-            lm_head=jnp.array(head if hot is None else head[hot], copy=True),
-            final_norm=jnp.array(params.final_norm, copy=True),
+            lm_head=head if hot is None else head[hot],
+            final_norm=params.final_norm,
         )
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), made)
+    return trained(made)
+
+
+def trained(head: eagle3_params.Eagle3Params) -> eagle3_params.Eagle3Params:
+    """Returns what is trained of a head, in float32: not the embedding and the ids.
+
+    Copies: the optimiser's step donates what it is given.
+    """
+    own = head.replace(embed=None, hot=None)
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), own)
 
 
 def complete(

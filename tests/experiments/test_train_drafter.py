@@ -16,7 +16,13 @@ from model import eagle3_oracle as oracle
 import spec_jax as sj
 from experiments import ablate_heads, sweep, train_drafter
 from spec_jax import testing
-from spec_jax.model import checkpoint_files as files, eagle3_files, load, sequence
+from spec_jax.model import (
+    block_files,
+    checkpoint_files as files,
+    eagle3_files,
+    load,
+    sequence,
+)
 from spec_jax.training import eagle3, targets
 
 
@@ -193,6 +199,31 @@ def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, caps
             assert fact in card
     assert made[0][0] == job_of(target, work).config
     testing.assert_same_bits(made[0][1], made[1][1])
+    # A run that goes on from it begins with its weights, and its card says so.
+    flags = ["--base", str(out), *("--draft-vocab", "7", "--mlp", "8")]
+    begins_as(made[0][1], target, work, *flags)
+    onwards = tmp_path / "onwards"
+    onwards.mkdir()
+    (onwards / "texts.npz").write_bytes(texts)
+    assert train_drafter.main(command(target, onwards, "train", *flags)) == 0
+    again = command(target, onwards, "export", *flags, "--out", str(onwards / "out"))
+    assert train_drafter.main(again) == 0
+    card = (onwards / "out" / "README.md").read_text()
+    assert "| went on from, SHA-256 of its weights | " in card and "--mlp 24" in card
+
+
+def begins_as(head, target, work, *flags):
+    """Of the drafter of `--base` all that is trained, whatever shape the flags ask."""
+    args = train_drafter.parse_args(command(target, work, "train", *flags))
+    job = train_drafter.prepare(args)
+    first = train_drafter._init(args, job)
+    testing.assert_same_bits(first, job.family.training.trained(head))
+    anew = job.family.training.init(
+        jax.random.key(0), job.config, job.target, job.params, job.hot
+    )
+    assert jax.tree.structure(anew) == jax.tree.structure(first)
+    with pytest.raises(AssertionError):
+        testing.assert_same_bits(first, anew)
 
 
 BLOCKS = [
@@ -234,6 +265,13 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
     assert made.metrics["proposed"] > 0
     assert calibrated(target, tmp_path / "killed", out, lm) in capsys.readouterr().out
+    # Of what was calibrated, weights alone are gone on from.
+    flags = [*BLOCKS, "--base", str(out), "--block", "5"]
+    _, head = block_files.load(out, *load.load(target))
+    begins_as(head, target, work, *flags)
+    args = command(target, work, "train", "--base", str(out))
+    assert train_drafter.main(args) == 1
+    assert "that is known: LlamaForCausalLMEagle3" in capsys.readouterr().err
 
 
 def calibrated(target, work, out, lm) -> str:
