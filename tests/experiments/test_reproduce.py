@@ -7,12 +7,13 @@ import pathlib
 import re
 import shlex
 
+import numpy as np
 import pytest
 from script_runs import assert_fails_with
 
 from experiments import plot, reproduce
 from experiments.lib import cli, figure_source, files, published, records
-from spec_jax import loading
+from spec_jax import loading, testing
 from spec_jax.gamma import theory
 
 
@@ -138,6 +139,7 @@ def place(tmp_path, monkeypatch):
         state["called"].append((script, *arguments[:-2]))
         path = pathlib.Path(arguments[-1])
         rows = [{"kind": "prompt", "by": script}, {"kind": "summary", "by": script}]
+        rows[0]["s"] = 1 / 3
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return state["status"].get(script, 0)
 
@@ -162,7 +164,10 @@ def test_finished_steps_are_skipped(place, capsys):
     assert reproduce.main([]) == reproduce.DONE == 0
     assert state["called"] == [("first", "--gamma", "1"), ("second",), ("third",)]
     assert "more.jsonl: left out" in capsys.readouterr().out
-    assert len(rows_of(folder / "one.jsonl")) == 2
+    assert [row.get("s") for row in rows_of(folder / "one.jsonl")] == [
+        0.333333333,
+        None,
+    ]
     assert [row["by"] for row in rows_of(folder / "two.jsonl")] == ["second", "third"]
     log = rows_of(folder / reproduce.LOG)
     assert [row["step"] for row in log] == ["one.jsonl", "two.jsonl"]
@@ -179,6 +184,18 @@ def test_finished_steps_are_skipped(place, capsys):
     assert reproduce.main(["--only", "^one"]) == 0
     assert state["called"][6:] == [("first", "--gamma", "1")]
     assert len(rows_of(folder / reproduce.LOG)) == 3
+
+
+def test_rows_keep_the_bits_of_float32_and_no_more_digits(tmp_path):
+    path, third = tmp_path / "rows.jsonl", 0.1 + 1 / 3
+    exact = float(np.nextafter(np.float32(third), np.float32(1)))
+    row = {"kind": "a", "s": [third, {"x": 1e-300 / 3}], "n": 12345678901234567890}
+    path.write_text(json.dumps(row | {"exact": exact}) + "\n")
+    reproduce.shorten(path)
+    (found,) = rows_of(path)
+    assert found["s"] == [0.433333333, {"x": 3.33333333e-301}]
+    assert found["n"] == row["n"] and found["exact"] != exact
+    testing.assert_same_bits(np.float32(found["exact"]), np.float32(exact))
 
 
 def test_steps_that_fail_are_run_again(place, capsys):
