@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.lib import files, published, records
+from experiments.lib import files, prompt_files, published, records, sweep_cells
 from spec_jax import loading
 
 
@@ -51,6 +51,7 @@ class Step:
       runs: commands, each a script and its flags; {results} in them is `RESULTS`.
       flag: which names the file; None where the script writes it without being told.
       keep: of several runs whose rows the file holds, the kind that is kept.
+      totals: whether the categories of each set of prompts of a sweep become one row.
       mismatches: whether runs that do not match are expected, and no failure.
     """
 
@@ -58,6 +59,7 @@ class Step:
     runs: tuple[str, ...]
     flag: str | None = "--out"
     keep: str | None = None
+    totals: bool = False
     mismatches: bool = False
 
     @property
@@ -182,7 +184,11 @@ def _heads() -> Iterator[Step]:
     if names:
         listed = ",".join((*names, "draft-model", "ngram", "suffix"))
         command = f"sweep --impl native --drafter {listed} --gamma 7 --temperature 0,1"
-        yield Step(file="evaluation.jsonl", runs=(f"{command} --prompts {DATA}:20",))
+        yield Step(
+            file="evaluation.jsonl",
+            runs=(f"{command} --prompts {DATA}:20",),
+            totals=True,
+        )
 
 
 def _comparisons() -> Iterator[Step]:
@@ -333,7 +339,7 @@ def run_all(args: argparse.Namespace) -> int:
                 "the commit, or its code, changed while a step ran: run it again"
             )
         if step.path.suffix == ".jsonl":
-            shorten(step.path, allow_dirty=args.allow_dirty)
+            shorten(step.path, totals=step.totals, allow_dirty=args.allow_dirty)
         row = {"kind": "step_of_reproduction", "step": step.file}
         row |= {"commands": list(step.runs), "seconds": seconds, "status": status}
         log = [old for old in log if old["step"] != step.file] + [row | here]
@@ -342,11 +348,16 @@ def run_all(args: argparse.Namespace) -> int:
     return worst
 
 
-def shorten(path: pathlib.Path, *, allow_dirty: bool = False) -> None:
-    """Writes the rows of a file anew, its floats with nine digits.
+def shorten(
+    path: pathlib.Path, *, totals: bool = False, allow_dirty: bool = False
+) -> None:
+    """Writes the rows of a file anew, as short as they can be published.
 
-    Which is every bit of a float32, and more than a measured time has; a tenth of what
-    the rows take in the repository.
+    Floats have nine digits, which is every bit of a float32, and more than a measured
+    time has; sources of prompts lack the folders of this machine.
+
+    Args:
+      totals: of a sweep, whether the categories of each set of prompts become one row.
     """
 
     def nine_digits(value: Any) -> Any:
@@ -356,7 +367,14 @@ def shorten(path: pathlib.Path, *, allow_dirty: bool = False) -> None:
             return [nine_digits(entry) for entry in value]
         return float(f"{value:.9g}") if isinstance(value, float) else value
 
-    rows = nine_digits([*files.read_rows(path).values()])
+    rows = [*files.read_rows(path).values()]
+    if totals:
+        # What all rows say, such as the commit, is said of their totals too.
+        shared = {k: v for k, v in rows[0].items() if all(r.get(k) == v for r in rows)}
+        rows = [shared | total for total in sweep_cells.totals(rows)]
+    for row in (rows := nine_digits(rows)):
+        if isinstance(row.get("prompt_source"), str):
+            row["prompt_source"] = prompt_files.without_folders(row["prompt_source"])
     with records.open_rows(path, allow_dirty=allow_dirty) as out:
         out.write_all(rows)
 

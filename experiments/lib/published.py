@@ -241,6 +241,26 @@ def heads() -> Lines:
         )
 
 
+def evaluation() -> Lines:
+    """Tokens a round and speed-up of every drafter on every data set."""
+    found: dict[tuple[str, float], dict[str, Row]] = {}
+    for row in rows_of("evaluation.jsonl", "sweep"):
+        cells = found.setdefault((row["drafter"], row["temperature"]), {})
+        cells[row["prompt_source"].split("/")[0]] = row
+    sets = sorted({name for cells in found.values() for name in cells})
+    yield "`python experiments/sweep.py`", *sets, "all matched"
+    for (drafter, temperature), cells in found.items():
+        yield (
+            f"`{drafter}`, T = {temperature:g}",
+            *(
+                f"{cells[name]['mean_accepted_length']:.2f} "
+                f"({cells[name]['speedup_e2e']:.2f}x)"
+                for name in sets
+            ),
+            "yes" if all(row["matched"] for row in cells.values()) else "no",
+        )
+
+
 def regret() -> Lines:
     """Regret of policies of gamma, and adversarial prompts in real rounds."""
     sets = ("easy", "hard", "mixed", "adversarial")
@@ -270,7 +290,7 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
     made.__name__: made
     for made in (
         *(rounds, hugging_face, llama_cpp, kernels, designs, certificates, batches),
-        *(trees, heads, regret),
+        *(trees, heads, evaluation, regret),
     )
 }
 

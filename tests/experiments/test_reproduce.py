@@ -186,13 +186,16 @@ def test_finished_steps_are_skipped(place, capsys):
     assert len(rows_of(folder / reproduce.LOG)) == 3
 
 
-def test_rows_keep_the_bits_of_float32_and_no_more_digits(tmp_path):
+def test_published_rows_are_short(tmp_path):
+    """They keep the bits of float32, no more digits, and no folder of the machine."""
     path, third = tmp_path / "rows.jsonl", 0.1 + 1 / 3
     exact = float(np.nextafter(np.float32(third), np.float32(1)))
     row = {"kind": "a", "s": [third, {"x": 1e-300 / 3}], "n": 12345678901234567890}
-    path.write_text(json.dumps(row | {"exact": exact}) + "\n")
+    row |= {"exact": exact, "prompt_source": "/home/me/set/test.jsonl:5"}
+    path.write_text(json.dumps(row) + "\n")
     reproduce.shorten(path)
     (found,) = rows_of(path)
+    assert found["prompt_source"] == "set/test.jsonl:5"
     assert found["s"] == [0.433333333, {"x": 3.33333333e-301}]
     assert found["n"] == row["n"] and found["exact"] != exact
     testing.assert_same_bits(np.float32(found["exact"]), np.float32(exact))

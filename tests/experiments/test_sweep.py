@@ -10,7 +10,7 @@ import pytest
 import tiny_pair
 from script_runs import assert_fails_with, models_of, rows_of
 
-from experiments import sweep
+from experiments import reproduce, sweep
 from experiments.lib import (
     cli,
     curves,
@@ -138,6 +138,19 @@ def test_a_total_is_that_of_one_run(swept):
         assert alone[name] == of_gamma[0][name]
     with pytest.raises(ValueError, match="2 cells have no total"):
         cells_lib.total(rows_of(swept))
+
+
+def test_totals_are_published_with_their_commit(copied):
+    before = rows_of(copied)
+    reproduce.shorten(copied, totals=True)
+    rows = rows_of(copied)
+    assert [row["category"] for row in rows] == [cells_lib.ALL] * 2
+    for row, gamma in zip(rows, (1, 2), strict=True):
+        of_gamma = [row for row in before if row["gamma"] == gamma]
+        assert row["accepted"] == sum(row["accepted"] for row in of_gamma)
+        assert row["gamma"] == gamma and "texts" not in row
+        for name in ("git_commit", "target_sha256", "native_isa", "gen_tokens"):
+            assert row[name] == before[0][name]
 
 
 def test_finished_cells_are_not_run_again(folders, copied, monkeypatch, capsys):
