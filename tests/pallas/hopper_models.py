@@ -7,8 +7,16 @@ from unittest import mock
 import hopper
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from spec_jax.drafters import draft_model, each, eagle3 as eagle3_lib, tree_shapes
+from spec_jax.drafters import (
+    block,
+    draft_model,
+    each,
+    eagle3 as eagle3_lib,
+    features,
+    tree_shapes,
+)
 from spec_jax.engine import (
     baseline,
     protocols,
@@ -16,7 +24,9 @@ from spec_jax.engine import (
     rows,
     scheduler,
 )
+from spec_jax.gamma import schedule
 from spec_jax.model import (
+    block_params,
     config as config_lib,
     decoder,
     eagle3,
@@ -238,6 +248,47 @@ def head_round(name: str, *, layers: int) -> hopper.Program:
     return _round(target, drafter, params)
 
 
+BLOCK = 7
+
+
+def block_head(name: str) -> block.BlockDrafter:
+    """DSpark as DeepSpec describes it for 8B, at the shapes of the target `name`."""
+    config = block_params.BlockConfig(
+        layer=dataclasses.replace(
+            CONFIGS[name], num_layers=5, tie_word_embeddings=False
+        ),
+        draft_vocab_size=CONFIGS[name].vocab_size,
+        # Of a target of six layers, which is compiled.
+        taps=(1, 2, 3, 4, 5),
+        block_size=BLOCK,
+        slots="anchor-first",
+        mask_token_id=151_669,
+        head="vanilla",
+        markov_rank=256,
+        has_confidence=True,
+        confidence_with_markov=True,
+    )
+    return block.BlockDrafter(
+        head=config.validate(),
+        gamma_max=config.num_drafts,
+        **features.parts_of(config, model(name), slab=BLOCK),
+    )
+
+
+def scheduled_round(name: str, *, layers: int, num_slots: int) -> hopper.Program:
+    """`round.run_round` of a batch, with DSpark and a schedule of what is verified."""
+    target = rows.SlotRows(model=model(name, layers=layers), num_slots=num_slots)
+    drafter = block_head(name)
+    chosen = schedule.Schedule(gamma_max=drafter.gamma_max)
+    return _round(
+        target,
+        drafter,
+        (params_lib.shapes(target.config), block_params.shapes(drafter.head)),
+        gamma_policy=chosen,
+        policy_state=chosen.init(np.ones(num_slots * (BLOCK + 1) + 1, np.float32)),
+    )
+
+
 def spec_round(name: str, **options) -> hopper.Program:
     """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
     return _round(*_pair(name, **options))
@@ -268,22 +319,34 @@ def _pair(name: str, *, draft_layers: int | None = None, num_slots: int = 1, **o
     return target, drafter, tuple(map(params_lib.shapes, configs))
 
 
-def _round(target, drafter, params) -> hopper.Program:
+def _round(target, drafter, params, **policy) -> hopper.Program:
     def run(speculator, state):
         return round_lib.run_round(speculator, state)[0]
 
-    args = _speculation(target, drafter, params)
+    args = _speculation(target, drafter, params, **policy)
     return hopper.Program(fn=run, args=args, donate=(1,))
 
 
-def _speculation(target, drafter, params, *, draws: bool = False):
+def _speculation(
+    target,
+    drafter,
+    params,
+    *,
+    draws: bool = False,
+    gamma_policy=None,
+    policy_state=None,
+):
     """What rounds share, and their state."""
     speculator = round_lib.Speculator(
         params=params,
         target=target,
         drafter=each.lift(drafter, target.num_slots),
+        gamma_policy=gamma_policy,
     )
     slots = scheduler.Scheduler(
-        speculator=speculator, capacity=CAPACITY, page_size=PAGE_SIZE
+        speculator=speculator,
+        capacity=CAPACITY,
+        page_size=PAGE_SIZE,
+        policy_state=policy_state,
     )
     return speculator, jax.eval_shape(lambda: slots.empty(draws=draws))

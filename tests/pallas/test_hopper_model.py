@@ -84,18 +84,18 @@ def launches(report, *turns) -> int:
     return total
 
 
-def assert_in_place(report, *targets, copies=1) -> None:
+def assert_in_place(report, *targets, copies=1, num_slots=1) -> None:
     """Asserts that pools are aliased and not copied, and that memory is the logits'.
 
     Of which there are `copies`.
     """
     pools = sum(2 * m.config.num_layers * models.pool_bytes(m) for m in targets)
-    assert report.alias_bytes >= pools
+    assert report.alias_bytes >= num_slots * pools
     logits = max(4 * m.slab * m.config.vocab_size for m in targets)
     assert report.temp_bytes < copies * logits + 2**20
     config = targets[0].config
     pool = (
-        rf"bf16\[{models.CAPACITY // models.PAGE_SIZE},{models.PAGE_SIZE},"
+        rf"bf16\[{num_slots * models.CAPACITY // models.PAGE_SIZE},{models.PAGE_SIZE},"
         rf"{config.num_kv_heads},{config.head_dim}\]"
     )
     assert re.search(pool, report.hlo)
@@ -244,6 +244,30 @@ def test_a_round_with_a_head(compiled):
     print(f"{total} launches of a round of 32 rows: {turns} * {turn} + {rest}")
     for found, known in zip([*turn, rest], (23, 40, 5, 95), strict=True):
         assert abs(found - known) <= 5
+
+
+def test_a_scheduled_round_of_blocks(compiled):
+    """Fails if a batch's round with DSpark at 8B's shapes is not one program, or copies
+    a pool, or runs its backbone more than once."""
+    num_slots, layers = 2, 6
+    report = compiled(
+        models.scheduled_round, "qwen3-8b", layers=layers, num_slots=num_slots
+    )
+    report.assert_fits()
+    target = models.model("qwen3-8b", layers=layers)
+    drafter = models.block_head("qwen3-8b")
+    # The logits of the target's rows, those of the blocks, and what is chosen from.
+    assert_in_place(report, target, drafter.model, copies=3, num_slots=num_slots)
+    tree = nested(report.thunks)
+    loops = [ours(flat([each])) for each in tree if each[0].kind == "kWhile"]
+    # Context: the fused features, and keys and values of each layer.
+    context, blocks, *bookkeeping = loops
+    depth = drafter.head.layer.num_layers
+    assert context == ["skinny_gemm"] * (1 + depth)
+    # Of each slot: its block, whose queries are a product apart, and its logits.
+    assert blocks == [*("skinny_gemm", *LAYER) * depth, "skinny_gemm"]
+    assert not any(bookkeeping)
+    print(f"{len(report.launches)} launches stand in the program")
 
 
 def flat(tree):
