@@ -48,7 +48,8 @@ class Step:
 
     Attributes:
       file: below `RESULTS`; the name of the step.
-      runs: commands, each a script and its flags; {results} in them is `RESULTS`.
+      runs: commands, each a script and its flags; {results} in them is `RESULTS`, and
+        {first} the rows of the first run.
       flag: which names the file; None where the script writes it without being told.
       keep: of several runs whose rows the file holds, the kind that is kept.
       totals: whether the categories of each set of prompts of a sweep become one row.
@@ -198,6 +199,8 @@ def _comparisons() -> Iterator[Step]:
     yield Step(file="history.jsonl", runs=(command,), keep="history")
     command = "throughput --repeats 5"
     yield Step(file="throughput.jsonl", runs=(command,), keep="throughput")
+    if "dspark" in loading.shipped_heads():
+        yield _schedule()
     command = "regret --prompts 6 --gen-tokens 96 --live --repeats 2"
     yield Step(file="regret.jsonl", runs=(command,))
     # Recordings of other settings do not go into one file.
@@ -223,6 +226,18 @@ def _comparisons() -> Iterator[Step]:
         runs=("parity --mismatch {results}/mismatches_flash.jsonl:1",),
         mismatches=True,
     )
+
+
+def _schedule() -> Step:
+    """A batch of 16 with what is verified scheduled, beside fixed gammas; plain prompts
+    and mixed ones."""
+    about = "--impl native --drafter dspark --batch 16"
+    runs = [f"profile_steps {about} --gamma 7"]
+    for prompts in ("32", f"{DATA}/spec_bench/question.jsonl:39"):
+        command = f"throughput {about} --repeats 5 --prompts {prompts} --gamma"
+        runs += [f"{command} {gamma}" for gamma in GAMMAS[:-1]]
+        runs += [f"{command} {GAMMAS[-1]} --schedule {{first}}"]
+    return Step(file="schedule.jsonl", runs=tuple(runs), keep="throughput")
 
 
 def _certificates() -> Iterator[Step]:
@@ -276,6 +291,12 @@ def state_of(step: Step, log: Sequence[dict], commit: str | None, data: Any) -> 
     return "finished" if is_logged and step.path.exists() else "to do"
 
 
+def words_of(data: pathlib.Path | None, parts: pathlib.Path) -> dict[str, Any]:
+    """What stands in braces in a command; `parts` is the folder of its runs' rows."""
+    first, scratch = parts / "0.jsonl", parts / "scratch"
+    return {"results": RESULTS, "data": data, "first": first, "scratch": scratch}
+
+
 def run_step(args: argparse.Namespace, step: Step) -> int:
     """Runs a step; returns the worst exit status of its runs.
 
@@ -284,7 +305,7 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
     worst, rows = 0, []
     with tempfile.TemporaryDirectory() as folder:
         parts = pathlib.Path(folder)
-        words = {"results": RESULTS, "data": args.data, "scratch": parts / "scratch"}
+        words = words_of(args.data, parts)
         for number, command in enumerate(step.runs):
             script, *arguments = shlex.split(command.format(**words))
             path = parts / f"{number}.jsonl" if step.keep else step.path

@@ -22,6 +22,7 @@ from experiments.lib import (
     flags,
     models,
     policies,
+    prompt_files,
     records,
     runs,
     tables,
@@ -183,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
         models.announce(args, subject, console)
         out.common = (
             {"drafter": args.drafter, "prompts": len(ids)}
+            | {"prompt_source": prompt_files.without_folders(args.prompts)}
             | {"gamma_policy": args.gamma_policy}
             | models.describe(args, lm)
             | records.provenance()

@@ -190,6 +190,19 @@ def batches() -> Lines:
         yield name, *(f"{ratios[size, is_drafted]:.2f}x" for size in sizes)
 
 
+def schedule() -> Lines:
+    """Batches of 16 with DSpark: fixed gammas, and a schedule of what is verified."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows_of("schedule.jsonl", "throughput"):
+        if row["batch"]:
+            way = row["way"].split(",")[0]
+            found.setdefault(way, {})[row["prompt_source"]] = row
+    sets = list(dict.fromkeys(name for cells in found.values() for name in cells))
+    yield "`python experiments/throughput.py --drafter dspark --batch 16`", *sets
+    for way, cells in found.items():
+        yield way, *(f"{cells[name]['ratio']:.2f}x" for name in sets)
+
+
 def trees() -> Lines:
     """Chains and trees of the embedded pair: tokens, rows and speed."""
     yield (
@@ -290,6 +303,7 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
     made.__name__: made
     for made in (
         *(rounds, hugging_face, llama_cpp, kernels, designs, certificates, batches),
+        schedule,
         *(trees, heads, evaluation, regret),
     )
 }

@@ -113,7 +113,7 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
     for step in steps:
         assert len(step.runs) == 1 or step.keep
         for command in step.runs:
-            words = {"results": tmp_path, "data": "data", "scratch": tmp_path / "x"}
+            words = reproduce.words_of(pathlib.Path("data"), tmp_path)
             script, *arguments = shlex.split(command.format(**words))
             if step.flag and "--record" not in arguments:
                 arguments += [step.flag, str(tmp_path / "out")]
