@@ -103,10 +103,13 @@ _HEAD = (
 )
 _ROUNDS_OF_HEADS = (
     *(f"--gamma {gamma} --temperature {t}" for gamma in (4, 7) for t in (0, 0.7, 1)),
-    *(f"--tree {tree} --temperature {t}" for tree in ("4x6:15", "4x7:31")
-      for t in (0, 1)),
+    *("--tree 4x6:15@0.7 --temperature 1", "--tree 4x7:31@0.7 --temperature 1"),
     *("--gamma 7 --batch 4", "--gamma 7 --batch 4 --temperature 1"),
-)  # fmt: skip
+)
+_TREES_OF_HEADS = {
+    "eagle3": ("4x12:15@0.6", "4x16:31@0.6"),
+    "dspark": ("4x7:15@0.6", "4x7:31@0.6"),  # No deeper than a block.
+}
 _FLASH = "--verify-path flash --prompts 20 --gen-tokens 256"
 
 
@@ -175,6 +178,9 @@ def _heads() -> Iterator[Step]:
     for name in names:
         command = f"spec_round --impl native --drafter {name} --prompts"
         runs = [f"{command} 50 {more}" for more in _ROUNDS_OF_HEADS]
+        runs += [
+            f"{command} 50 --tree {tree}" for tree in _TREES_OF_HEADS.get(name, ())
+        ]
         runs += [f"{command} {DATA}/gsm8k/test.jsonl:50 --gamma 7"]
         yield Step(file=f"{name}_native.jsonl", runs=tuple(runs), keep="summary")
         yield Step(
