@@ -24,7 +24,6 @@ from experiments.lib import (
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import ngram
-from spec_jax.engine import baseline
 
 
 OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
@@ -301,21 +300,13 @@ def next_logits(
     lm: loading.LanguageModel, settings: runs_lib.Settings, tokens: list[int]
 ) -> np.ndarray:
     """Our target's logits after `tokens`, `[V] float32`: prefill, then one row."""
-    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
-    state = baseline.begin(
-        lm.target,
-        lm.params,
-        kv,
-        tokens,
-        max_tokens=1,
-        prefill_by_rows=settings.prefill_by_rows,
-    )
-    n = len(tokens)
+    settings = dataclasses.replace(settings, gen_tokens=1)
+    state = runs_lib.begin_plain(lm, settings, tokens)
     _, logits = lm.target.forward(
         lm.params,
         state.cache,
         tokens=jnp.asarray(tokens[-1:], jnp.int32),
-        start=jnp.int32(n - 1),
+        start=jnp.int32(len(tokens) - 1),
         num_active=jnp.int32(1),
     )
     return np.asarray(logits[0], np.float32)

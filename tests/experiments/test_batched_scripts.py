@@ -1,9 +1,7 @@
 """Batches from the command line: equal texts, rows, exit statuses."""
 
-import dataclasses
-
 import pytest
-from script_runs import assert_fails_with, models_of, rows_of
+from script_runs import assert_fails_with, models_of, rows_of, with_another_token
 
 from experiments import spec_round, throughput
 from experiments.lib import runs, timing
@@ -109,8 +107,7 @@ def test_throughput_of_a_batch_that_differs(folders, monkeypatch):
 
     def corrupted(*args, **kwargs):
         *done, last = real(*args, **kwargs)
-        tokens = [*last.tokens[:-1], (last.tokens[-1] + 1) % 250]
-        return [*done, dataclasses.replace(last, tokens=tokens)]
+        return [*done, with_another_token(last)]
 
     monkeypatch.setattr(runs, "run_batch", corrupted)
     more = ("--batch", "2", "--repeats", "1")

@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import assert_fails_with, rows_of
+from script_runs import assert_fails_with, models_of, rows_of, run_python
 
 from experiments import compare_hf
 from experiments.lib import (
@@ -51,10 +49,9 @@ def folders(tmp_path_factory):
 
 
 def command(folders, *more: str) -> list[str]:
-    target, draft = folders
     return [
-        *("--target", str(target), "--draft", str(draft)),
-        *("--prompts", str(target.parent / "prompts.txt"), "--per-length", "1"),
+        *models_of(folders),
+        *("--prompts", str(folders[0].parent / "prompts.txt"), "--per-length", "1"),
         *("--lengths", "4", "9", "20", "--gammas", "1,3", "--repeats", "1"),
         *("--gen-tokens", str(GEN_TOKENS), "--no-memory"),
         *more,
@@ -347,7 +344,7 @@ def test_hugging_faces_side_never_loads_jax(oracle):
         "import sys; from experiments.lib import hf, peak_memory;"
         "import torch, transformers; sys.exit('jax' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
 def test_a_measurement_that_fails_says_how(monkeypatch):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import assert_fails_with, rows_of
+from script_runs import assert_fails_with, interrupted, rows_of
 
 from experiments import latency
 from experiments.lib import (
@@ -336,9 +336,6 @@ def test_a_preset_that_does_not_fit(monkeypatch, capsys):
 
 
 def test_an_interrupted_run_leaves_whole_rows(folders, tmp_path, monkeypatch, capsys):
-    def interrupted(*arguments, **keywords):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(forced_rounds, "make_runs", interrupted)
     out = tmp_path / "out.jsonl"
     more = ("--forced", "0.5", "--out", str(out))

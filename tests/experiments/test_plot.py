@@ -3,11 +3,10 @@
 import importlib.util
 import json
 import math
-import pathlib
 from xml.etree import ElementTree
 
 import pytest
-from script_runs import assert_fails_with
+from script_runs import assert_fails_with, write_rows
 
 from experiments import plot
 from experiments.lib import cli, curves as curves_lib, figure_source
@@ -141,17 +140,12 @@ ROWS = {
 }
 
 
-def write(path: pathlib.Path, rows: list[dict]) -> pathlib.Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.few(2)
 @needs_matplotlib
 @pytest.mark.parametrize("name", plot.FIGURES)
 def test_the_same_rows_give_the_same_bytes(name, tmp_path):
     """Fails if a date, a random name or an unlabelled axis is in the file."""
-    rows = write(tmp_path / "rows.jsonl", ROWS[name])
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS[name])
     contents = []
     for folder in ("first", "second"):
         out = tmp_path / folder
@@ -306,7 +300,7 @@ def test_all_figures_of_a_mixture(tmp_path, capsys):
     mixture = [*ROWS["speedup"], *ROWS["step_cost"], *ROWS["divergence"]]
     mixture += [{"kind": "prompt"}, {"kind": "prompt"}, {"kind": "weather"}, {"a": 1}]
     mixture += [{"kind": "step", "step": "plain step"}]
-    rows = write(tmp_path / "rows.jsonl", mixture)
+    rows = write_rows(tmp_path / "rows.jsonl", mixture)
     assert plot.main([str(rows), "--out", str(tmp_path / "out")]) == 0
     names = {path.stem for path in (tmp_path / "out").iterdir()}
     kinds = ("speedup", "acceptance", "accepted_lengths", "step_cost", "divergence")
@@ -328,7 +322,7 @@ def test_a_row_of_parity_is_a_figure_of_its_own(tmp_path):
 
 @needs_matplotlib
 def test_one_figure_that_fails_takes_no_other_with_it(tmp_path, capsys):
-    rows = write(tmp_path / "rows.jsonl", [summary(4)])
+    rows = write_rows(tmp_path / "rows.jsonl", [summary(4)])
     assert plot.main([str(rows), "--out", str(tmp_path)]) == cli.UNUSABLE == 1
     assert (
         "speedup is not drawn: no settings were run with two" in capsys.readouterr().err
@@ -457,7 +451,7 @@ def test_bad_files(tmp_path, capsys, content, words):
 
 @needs_matplotlib
 def test_bad_folder(tmp_path, capsys):
-    rows = write(tmp_path / "rows.jsonl", ROWS["step_cost"])
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS["step_cost"])
     assert plot.main([str(rows), "--out", str(rows)]) == 1
     assert "no folder that can be written to" in capsys.readouterr().err
 

@@ -5,8 +5,9 @@ import json
 import pathlib
 
 import pytest
+import script_runs
 import tiny_pair
-from script_runs import rows_of
+from script_runs import rows_of, write_rows
 
 from experiments import replay
 from experiments.lib import (
@@ -51,10 +52,7 @@ def sampled(folders, tmp_path_factory) -> pathlib.Path:
 
 def rewritten(source: pathlib.Path, folder: pathlib.Path, change) -> pathlib.Path:
     """A copy of a file of rows; `change` gets them all, and returns them."""
-    path = folder / "changed.jsonl"
-    lines = [json.dumps(row) for row in change(rows_of(source))]
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
+    return write_rows(folder / "changed.jsonl", change(rows_of(source)))
 
 
 def header_with(**changes):
@@ -256,7 +254,7 @@ def test_costs_as_latency_writes_them(tmp_path):
         {"kind": "step", "step": name, "num_active": num_active, "ms": ms}
         for name, (num_active, ms) in steps.items()
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"kind": "x"}]))
+    write_rows(path, [*rows, {"kind": "x"}])
     curves = step_costs.read(path, ("draft-model", "ngram", "hybrid"))
     curve = theory.CostCurve(
         plain_s=0.002, rows=(1, 2), verify_s=(0.002, 0.003), draft_s=0.0005
@@ -308,17 +306,8 @@ def test_a_recording_is_taken_up(greedy, folders, tmp_path, capsys, monkeypatch)
 
 
 def assert_fails_with(capsys, run, *words: str) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
-    try:
-        status = run()
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    assert status == cli.UNUSABLE == 1
-    lines = [line for line in error.splitlines() if "error:" in line]
-    assert len(lines) == 1, error
-    for word in words:
-        assert word in lines[0], error
+    """Asserts of a call what `script_runs.assert_fails_with` asserts of a script."""
+    script_runs.assert_fails_with(lambda _: run(), capsys, (), *words)
 
 
 @pytest.mark.parametrize(
