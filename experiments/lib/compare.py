@@ -27,6 +27,7 @@ from spec_jax.drafters import ngram
 
 
 OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
+first_difference = runs_lib.first_difference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,14 +254,6 @@ def same_drafts(prompt: PromptRuns) -> list[bool]:
         for run in prompt.generated
         if run.side == THEIRS and run.gamma is not None
     ]
-
-
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first place where two texts differ, or where one of them ends."""
-    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if a != b:
-            return place
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
 
 
 def greedy_row(

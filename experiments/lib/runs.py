@@ -303,3 +303,11 @@ def count_mismatches(
         sampling=settings.sampling,
     )
     return int(np.sum(np.asarray(chosen)[new] != np.asarray(tokens)))
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first place where two texts differ, or where one of them ends."""
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return place
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
