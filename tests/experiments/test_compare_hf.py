@@ -15,7 +15,6 @@ from experiments.lib import (
     hf,
     noise,
     peak_memory,
-    prompt_files,
     prompts as prompts_lib,
     runs,
     subjects,
@@ -27,7 +26,6 @@ from spec_jax.model import (
     load,
     params as params_lib,
     sequence,
-    tokenizer as tokenizer_lib,
 )
 
 
@@ -388,45 +386,6 @@ def test_first_difference(ours, theirs, place):
     assert compare.first_difference(ours, theirs) == place
 
 
-def test_prompts_of_stated_lengths(folders):
-    tokenizer = tokenizer_lib.load(folders[0])
-    prompts = [
-        prompt_files.Prompt(id=str(i), text=text, category=None)
-        for i, text in enumerate(["abcd", "efgh", "ijkl", "mnop"])
-    ]
-    lengths = {"short": 3, "long": 9}
-    made = prompts_lib.of_lengths(
-        prompts, tokenizer, lengths=lengths, per_length=2, raw=False
-    )
-    texts = [(p.length, p.id, tokenizer.decode(p.tokens)) for p in made]
-    assert texts == [
-        ("short", "1", "fgh"),
-        ("short", "3", "nop"),
-        ("long", "1", "cd\n\n\nefgh"),
-        ("long", "3", "kl\n\n\nmnop"),
-    ]
-    with pytest.raises(ValueError, match="5 prompts .* there are 4"):
-        prompts_lib.of_lengths(
-            prompts, tokenizer, lengths=lengths, per_length=5, raw=True
-        )
-    with pytest.raises(ValueError, match="99 tokens .* have 25"):
-        prompts_lib.of_lengths(
-            prompts, tokenizer, lengths={"long": 99}, per_length=1, raw=True
-        )
-
-
-def test_a_chat_template_is_applied_once_for_both_sides(folders):
-    plain = tokenizer_lib.load(folders[0])
-    template = "<{{ messages[0].content }}>"
-    chat = dataclasses.replace(plain, chat_template=template)
-    prompts = [prompt_files.Prompt(id="1", text="abcdef", category=None)]
-    for raw, text in ((False, "<def>"), (True, "def")):
-        (made,) = prompts_lib.of_lengths(
-            prompts, chat, lengths={"short": 3}, per_length=1, raw=raw
-        )
-        assert plain.decode(made.tokens) == text
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("more", "words"),
@@ -441,7 +400,6 @@ def test_a_chat_template_is_applied_once_for_both_sides(folders):
         (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
         (["--target", "missing"], ["missing"]),
         (["--impl", "mosaic"], ["mosaic"]),
-        (["--out", "/nowhere/out.jsonl"], ["/nowhere"]),
     ],
 )
 def test_bad_input(oracle, folders, capsys, more, words):

@@ -319,7 +319,6 @@ def test_noise_is_the_same_in_every_process():
         (["--preset", "qwen3-0.6b"], ["leave out"]),
         (["--draft-preset", "qwen3-0.6b"], ["--preset"]),
         (["--top-k", "5"], ["--temperature 0"]),
-        (["--out", "/nowhere/out.jsonl"], ["/nowhere"]),
     ],
 )
 def test_bad_input(folders, capsys, more, words):

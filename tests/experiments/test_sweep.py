@@ -354,14 +354,12 @@ def test_foreign_and_broken_files_are_refused(
             ["--tree", "none,2x2:4", "--gamma-policy", "fixed,threshold"],
             ["--tree", "--gamma-policy", "run them apart"],
         ),
-        (["--tree", "2x2:4", "--rule", "block"], ["rule='block'", "lossless"]),
         (
             ["--tree", "2x2:4", "--rule", "rejection", "--drafter", "draft-model"],
             ["rule='rejection'", "biases"],
         ),
         (["--prompts", "0"], ["--prompts"]),
         (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
-        (["--out", "/"], ["directory"]),
         (
             ["--figures", "/dev/null/x"],
             ["/dev/null/x", "no folder that can be written to"],

@@ -8,6 +8,7 @@ import hopper
 import jax
 import jax.numpy as jnp
 
+from experiments.lib import subjects
 from spec_jax.drafters import draft_model, each, eagle3 as eagle3_lib, tree_shapes
 from spec_jax.engine import (
     baseline,
@@ -17,7 +18,6 @@ from spec_jax.engine import (
     scheduler,
 )
 from spec_jax.model import (
-    config as config_lib,
     decoder,
     eagle3,
     eagle3_params,
@@ -33,27 +33,7 @@ GAMMA_MAX = 4
 TREE = "4x8:31"  # 32 rows with the root
 DRAFT = "qwen3-0.6b"
 
-SMALL = config_lib.Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=40_960,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-)
-LARGE = dataclasses.replace(
-    SMALL,
-    hidden_size=4096,
-    intermediate_size=12_288,
-    num_layers=36,
-    num_heads=32,
-    tie_word_embeddings=False,
-)
-CONFIGS = {"qwen3-0.6b": SMALL, "qwen3-8b": LARGE}
+CONFIGS = subjects.PRESETS
 
 
 def model(name: str, *, layers: int | None = None, impl="triton") -> row_model.RowModel:
