@@ -25,6 +25,7 @@ from experiments.lib import (
     compare,
     flags,
     hf,
+    models as models_lib,
     peak_memory,
     prompt_files,
     prompts as prompts_lib,
@@ -34,7 +35,6 @@ from experiments.lib import (
     terminal,
 )
 from spec_jax import loading
-from spec_jax.ops import dispatch
 from spec_jax.paging import index
 from spec_jax.typing import IMPLS
 
@@ -282,19 +282,11 @@ def run_all(
 
 def describe(args: argparse.Namespace, sides: compare.Sides) -> dict[str, Any]:
     """What is measured and where, for every row."""
-    lm, settings = sides.lm, sides.settings
     return {
+        **models_lib.describe(args, sides.lm),
         **subjects.names(args),
-        "dtype": args.dtype,
-        "impl": lm.target.impl,
-        "native_isa": dispatch.instruction_set(lm.target.impl),
-        "slab": lm.target.slab,
-        "page_size": settings.page_size,
         "prompt_source": args.prompts,
-        "gen_tokens": args.gen_tokens,
-        "stop_ids": settings.stop_ids,
-        "raw": args.raw,
-        "repeats": args.repeats,
+        "stop_ids": sides.settings.stop_ids,
         "matched_ngram": hf.MATCHED_NGRAM,
         "hf": sides.hf and sides.hf.description,
         **records.provenance(),

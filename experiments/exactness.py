@@ -190,12 +190,7 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
         tables.print_plan(planned.plan, kept, console)
         rows = _run_rows(args, planned.plan, kept, out)
         cells, of_prompts = planned.plan.cells, suite.of_prompts(rows)
-        summaries = [
-            suite.summarise(
-                cell, [row for row in of_prompts if row["cell"] == cell.name]
-            )
-            for cell in cells
-        ]
+        summaries = [suite.summarise(cell, of_prompts) for cell in cells]
         for summary in summaries:
             out.write({"kind": "cell", **summary.to_row()})
     across = suite.across_pages(cells, of_prompts)

@@ -22,14 +22,13 @@ from rich import console as rich_console
 from experiments.lib import (
     flags,
     forced_rounds,
-    lowering,
+    programs,
     records,
     steps,
     subjects,
     tables,
     terminal,
     timing,
-    trace,
 )
 from spec_jax import loading
 from spec_jax.engine import protocols
@@ -177,7 +176,7 @@ def run_all(
         works = [cost.work for group in groups for cost in group if cost.work]
         for name, work in {work.program: work for work in works}.items():
             row = {"kind": "compile", "program": name}
-            lower = lambda w=work, r=row: [r | lowering.lower(w.trace)]
+            lower = lambda w=work, r=row: [r | programs.lower(w.trace)]
             shown.write(records.guarded(name, lower), COMPILE_COLUMNS)
         return FAILED if shown.failed else MEASURED
     for group in groups:
@@ -185,7 +184,7 @@ def run_all(
     traced = (steps.PLAIN, f"round, gamma {args.gamma}")
     for cost in groups[0] if args.trace and groups else ():
         if cost.name in traced:
-            call = lambda c=cost: trace.record(args.trace, c.name, c.thunk())
+            call = lambda c=cost: programs.profile(args.trace, c.name, c.thunk())
             shown.write(records.guarded(cost.name, call), TRACE_COLUMNS)
     for gamma in args.gammas if args.forced else ():
         work = lambda g=gamma: measure_forced(args, lm, g)

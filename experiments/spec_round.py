@@ -31,7 +31,6 @@ from experiments.lib import (
     samples,
     tables,
     terminal,
-    tree_rounds,
 )
 
 
@@ -250,10 +249,10 @@ def show_tree(
 ) -> None:
     """Draws the tree of one round of the first prompt, and writes its row."""
     settings, name = subject.settings, first.prompt.id
-    row = tree_rounds.find(subject.lm, settings, first.prompt_ids, name=name)
+    row = samples.find_tree(subject.lm, settings, first.prompt_ids, name=name)
     out.write(row)
     console.print()
-    tree_rounds.show(row, console)
+    samples.show_tree(row, console)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -148,21 +148,15 @@ def load(
       NotImplementedError: an implementation that cannot run here, or a mesh with a
         drafter or a family that it is not for.
     """
-    named = None if draft is None else pathlib.Path(draft)
-    if target is None:
-        draft = EMBEDDED_DRAFT if draft is None else draft
-    target = pathlib.Path(target or EMBEDDED_TARGET)
     layout = None if mesh is None else shard.Layout(mesh=mesh, segments=segments)
     _check_layout(layout, drafter)
-    common = tokenizer.load(target)
-    # A drafter may need no draft model: what it has is read when it is loaded.
-    folders = [target]
-    has_head = isinstance(drafter, str) and registry.reads_target(drafter, draft)
-    if draft is not None and not has_head:
-        folders.append(pathlib.Path(draft))
-    impls, entries = _agreed(folders, common, dtype=dtype, impl=impl)
+    folder = pathlib.Path(target or EMBEDDED_TARGET)
+    words = tokenizer.load(folder)
+    impls, entries = _agreed(
+        _folders_of(target, draft, drafter), words, dtype=dtype, impl=impl
+    )
     config, params = load_lib.load(
-        target, dtype=dtype, impl=impls[0], vocab_size=entries, layout=layout
+        folder, dtype=dtype, impl=impls[0], vocab_size=entries, layout=layout
     )
     model = row_model.RowModel(
         config=config,
@@ -171,26 +165,16 @@ def load(
         cache=cache,
         layout=layout,
     )
-    parts = registry.Parts(
+    parts = drafter_parts(
+        model,
+        params,
+        words,
+        folder=target,
+        draft=draft,
         gamma_max=gamma_max,
-        vocab_size=config.vocab_size,
-        load_draft=functools.partial(
-            load_draft,
-            draft,
-            common,
-            gamma_max=gamma_max,
-            dtype=dtype,
-            impl=impls[-1],
-            cache=cache,
-            vocab_size=entries,
-            layout=layout,
-            is_cut=cut_draft,
-        ),
-        target=model,
-        target_params=params,
-        draft=named,
-        heads=heads_for(target),
         dtype=dtype,
+        impl=impls[-1],
+        cut_draft=cut_draft,
     )
     chosen, drafter_params = registry.build(drafter, parts)
     checks.check_pair(rows.SlotRows(model=model, num_slots=1), chosen)
@@ -199,9 +183,78 @@ def load(
         params=params,
         drafter=chosen,
         drafter_params=drafter_params,
-        tokenizer=common,
+        tokenizer=words,
     )
     return lm if tree is None else lm.with_tree(tree)
+
+
+def drafter_parts(
+    target: row_model.RowModel,
+    params: params_lib.Params,
+    words: tokenizer.Tokenizer,
+    *,
+    folder: str | pathlib.Path | None,
+    draft: str | pathlib.Path | None,
+    gamma_max: int,
+    dtype: str | None,
+    impl: str | None = None,
+    cut_draft: bool = False,
+) -> registry.Parts:
+    """Returns what drafters of a target are made of; of a draft model, nothing is read.
+
+    Args:
+      words: the target's tokenizer, whose vocabulary a draft model must share.
+      folder: of the target; None: the embedded one.
+      draft, gamma_max, dtype, cut_draft: as in `load`.
+      impl: of a draft model, resolved; None: the target's.
+    """
+    return registry.Parts(
+        gamma_max=gamma_max,
+        vocab_size=target.config.vocab_size,
+        load_draft=functools.partial(
+            load_draft,
+            _draft_folder(folder, draft),
+            words,
+            gamma_max=gamma_max,
+            dtype=dtype,
+            impl=impl or target.impl,
+            cache=target.cache,
+            vocab_size=target.config.vocab_size,
+            layout=target.layout,
+            is_cut=cut_draft,
+        ),
+        target=target,
+        target_params=params,
+        draft=None if draft is None else pathlib.Path(draft),
+        heads=heads_for(folder),
+        dtype=dtype,
+    )
+
+
+def _draft_folder(
+    target: str | pathlib.Path | None, draft: str | pathlib.Path | None
+) -> str | pathlib.Path | None:
+    """Returns the folder of a target's draft model, named or embedded, if any is."""
+    return EMBEDDED_DRAFT if target is None and draft is None else draft
+
+
+def _folders_of(
+    target: str | pathlib.Path | None,
+    draft: str | pathlib.Path | None,
+    drafter: str | protocols.Drafter,
+) -> list[pathlib.Path]:
+    """Returns the models that must agree: the target, and a draft model if any.
+
+    A drafter may need none: what it has is read when it is loaded.
+    """
+    folders, draft = (
+        [pathlib.Path(target or EMBEDDED_TARGET)],
+        _draft_folder(target, draft),
+    )
+    has_head = isinstance(drafter, str) and registry.reads_target(drafter, draft)
+    if draft is not None and not has_head:
+        folders.append(pathlib.Path(draft))
+    return folders
 
 
 def _check_layout(
@@ -219,7 +272,7 @@ def _check_layout(
 
 def _agreed(
     folders: Sequence[pathlib.Path],
-    common: tokenizer.Tokenizer,
+    words: tokenizer.Tokenizer,
     *,
     dtype: str | None,
     impl: Impl,
@@ -234,7 +287,7 @@ def _agreed(
         families.runnable(config, resolved, is_named=impl != "auto")
         for config in configs
     ]
-    return impls, _entries(common, configs)
+    return impls, _entries(words, configs)
 
 
 def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:
@@ -255,7 +308,7 @@ def shipped_heads() -> tuple[str, ...]:
 
 
 def _entries(
-    common: tokenizer.Tokenizer, configs: Sequence[config_lib.ModelConfig]
+    words: tokenizer.Tokenizer, configs: Sequence[config_lib.ModelConfig]
 ) -> int | None:
     """The entries that are loaded of a pair's vocabularies; None: all of both.
 
@@ -264,7 +317,7 @@ def _entries(
     is_kept = all(families.of(config).KEEPS_PADDING for config in configs)
     if is_kept and len({config.vocab_size for config in configs}) == 1:
         return None
-    return common.num_ids
+    return words.num_ids
 
 
 def load_draft(

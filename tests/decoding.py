@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_pair
 
 from spec_jax import testing
 from spec_jax.analysis import metrics
@@ -25,7 +26,7 @@ from spec_jax.engine import (
     scheduler as scheduler_lib,
     state as states,
 )
-from spec_jax.model import config as config_lib, params as params_lib, row_model
+from spec_jax.model import params as params_lib, row_model
 from spec_jax.ops import dispatch
 from spec_jax.paging import cache as paged, static
 from spec_jax.rules import acceptance, sampling as sampling_lib
@@ -40,22 +41,17 @@ FOREVER = jnp.int32(10_000)
 Status = states.Status
 
 
-def make_config(**changes) -> config_lib.Qwen3Config:
-    """A two-layer model with 96 tokens."""
-    sizes = {
-        "vocab_size": 96,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-    }
-    return config_lib.Qwen3Config(**(sizes | changes))
-
+make_config = functools.partial(
+    tiny_pair.config,
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_position_embeddings=512,
+)
+"""A two-layer model with 96 tokens."""
 
 TARGET = row_model.RowModel(config=make_config(), impl="xla", slab=GAMMA_MAX + 1)
 TARGET_PARAMS = params_lib.init(jax.random.key(0), TARGET.config, stddev=0.3)

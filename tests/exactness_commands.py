@@ -1,14 +1,17 @@
 """`experiments/exactness.py` on a tiny pair, and what comes out: shared by tests."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
 import pytest
+import script_runs
 import tiny_pair
+from script_runs import models_of, rows_of
 
 from experiments import exactness
-from experiments.lib import certificates, cli
+from experiments.lib import certificates
 from spec_jax.native import build
 
 
@@ -24,15 +27,10 @@ def write_pair(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     return tiny_pair.write(folder)
 
 
-def models(folders) -> list[str]:
-    """The flags that name the pair."""
-    return ["--target", str(folders[0]), "--draft", str(folders[1])]
-
-
 def one_cell(folders, *more: str) -> list[str]:
     """One cell of every axis's cheapest value; later flags win."""
     return [
-        *models(folders),
+        *models_of(folders),
         *("--gen-tokens", str(GEN_TOKENS), "--prompts", str(NUM_PROMPTS)),
         *("--impl", "native", "--dtype", "float32", "--slab", "4"),
         *("--gamma", "2", "--page-size", "8", "--cache", "paged"),
@@ -53,16 +51,6 @@ def several_cells(folders, *more: str) -> list[str]:
     return one_cell(folders, *several, *more)
 
 
-def rows_of(path: pathlib.Path) -> list[dict]:
-    """All rows of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def of_kind(path: pathlib.Path, kind: str) -> list[dict]:
-    """The rows of one kind."""
-    return [row for row in rows_of(path) if row["kind"] == kind]
-
-
 def certifying(certificate: pathlib.Path) -> list[str]:
     """The flags, which must do in a checkout that is being worked on, too."""
     return ["--certificate", str(certificate), "--allow-dirty"]
@@ -70,7 +58,7 @@ def certifying(certificate: pathlib.Path) -> list[str]:
 
 def verify(folders, certificate: pathlib.Path, *more: str) -> int:
     """The exit status of `--verify`."""
-    return exactness.main([*models(folders), "--verify", str(certificate), *more])
+    return exactness.main([*models_of(folders), "--verify", str(certificate), *more])
 
 
 def edited(
@@ -86,18 +74,8 @@ def edited(
     return path
 
 
-def assert_fails_with(capsys, arguments: list[str], *words: str) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
-    try:
-        status = exactness.main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    assert status == cli.UNUSABLE == 1, error
-    lines = [line for line in error.splitlines() if "error:" in line]
-    assert len(lines) == 1 and "Traceback" not in error, error
-    for word in words:
-        assert word in lines[0], error
+assert_fails_with = functools.partial(script_runs.assert_fails_with, exactness.main)
+"""Of `capsys, arguments, *words`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +87,7 @@ class Finished:
 
     def summary(self, **axes) -> dict:
         """The summary of the first cell that has these values."""
-        rows = of_kind(self.out, "cell")
+        rows = rows_of(self.out, "cell")
         return next(row for row in rows if axes.items() <= row["cell"].items())
 
 
@@ -125,7 +103,7 @@ def run_one_cell(folders, tmp_path, *more) -> tuple[int, list[dict]]:
     """The exit status, and the rows of prompts."""
     out = tmp_path / "wrong.jsonl"
     status = exactness.main(one_cell(folders, *more, "--out", str(out)))
-    return status, of_kind(out, "prompt")
+    return status, rows_of(out, "prompt")
 
 
 def line_of(printed: str, label: str) -> list[str]:

@@ -1,9 +1,13 @@
 """Runs of scripts in tests: their rows, and how unusable input is said."""
 
+import dataclasses
 import importlib
 import json
+import os
 import pathlib
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from experiments.lib import cli
 
@@ -26,6 +30,36 @@ def rows_of(path: pathlib.Path, kind: str | None = None) -> list[dict]:
     """The rows of a file, or those of a kind."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [row for row in rows if kind is None or row["kind"] == kind]
+
+
+def write_rows(path: pathlib.Path, rows: Iterable[Mapping]) -> pathlib.Path:
+    """Writes JSON lines; returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_python(*arguments: object, **variables: str) -> subprocess.CompletedProcess:
+    """Runs Python on the checkout, with these variables in its environment."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths} | variables,
+    )
+
+
+def interrupted(*_, **__) -> None:
+    """In the place of a function: Ctrl-C comes when it is called."""
+    raise KeyboardInterrupt
+
+
+def with_another_token(run):
+    """A run whose last token is another."""
+    return dataclasses.replace(
+        run, tokens=[*run.tokens[:-1], (run.tokens[-1] + 1) % 250]
+    )
 
 
 def models_of(folders) -> list[str]:

@@ -2,12 +2,10 @@
 
 import ast
 import importlib.util
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from script_runs import run_python
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -170,14 +168,8 @@ def test_importing_the_package_is_cheap():
     program = (
         "import spec_jax, sys; print('jax' in sys.modules, 'load' in dir(spec_jax))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout.split() == ["False", "True"]
+    ran = run_python("-c", program)
+    assert ran.stdout.split() == ["False", "True"], ran.stderr
 
 
 PLANTED = {

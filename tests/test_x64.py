@@ -1,14 +1,12 @@
 """With `JAX_ENABLE_X64` the library runs, and writes what it writes without."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import decoding
 import pytest
 import x64_texts
+from script_runs import run_python
 
 
 HERE = pathlib.Path(__file__).parent
@@ -20,13 +18,7 @@ def test_wide_defaults_change_nothing():
 
     Decoding and rounds of two slots, greedy and drawn, against decoding without it.
     """
-    ran = subprocess.run(
-        [sys.executable, str(HERE / "x64_texts.py")],
-        env=os.environ | {"JAX_ENABLE_X64": "1", "PYTHONPATH": str(HERE.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run_python(HERE / "x64_texts.py", JAX_ENABLE_X64="1")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found.pop("x64") is True

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.ablations import round_local
-from experiments.lib import exact_cells as cells, paths
+from experiments.lib import exact_cells as cells, paths, runs
 from spec_jax import loading
 from spec_jax.debug import evidence, recorder
-from spec_jax.drafters import each, oracle, registry
+from spec_jax.drafters import oracle, registry
 from spec_jax.engine import (
     baseline,
     checks,
@@ -135,17 +135,9 @@ def run_plain(
 ) -> Plain:
     """Decodes a prompt with the cell's target."""
     watched = recorder.Recorder(target=lm.target, window=cell.slab)
-    kv = lm.target.new_cache(**settings.cache_sizes(cell.page_size))
-    state = baseline.begin(
-        lm.target,
-        lm.params,
-        _in_another_order(kv),
-        prompt,
-        max_tokens=settings.gen_tokens,
-        prefill_by_rows=cell.prefill == "rows",
-        sampling=cell.settings,
-        stop_ids=settings.stop_ids,
-    )
+    run = _run_settings(cell, settings)
+    kv = _in_another_order(runs.new_cache(lm, run))
+    state = runs.begin_plain(lm, run, prompt, kv)
     state = baseline.generate(
         watched,
         lm.params,
@@ -157,6 +149,20 @@ def run_plain(
     return Plain(
         evidence=evidence.of_decode(state, num_prompt=len(prompt)),
         text=np.array(state.tokens),
+    )
+
+
+def _run_settings(cell: cells.Cell, settings: Settings, **more: Any) -> runs.Settings:
+    """Returns the settings of a cell's runs, plain or in rounds."""
+    return runs.Settings(
+        gamma=cell.gamma,
+        gen_tokens=settings.gen_tokens,
+        **settings.cache_sizes(cell.page_size),
+        stop_ids=settings.stop_ids,
+        prefill_by_rows=cell.prefill == "rows",
+        sampling=cell.settings,
+        num_slots=cell.batch,
+        **more,
     )
 
 
@@ -183,22 +189,19 @@ class Slots:
         """
         self._lm, self._cell, self._settings = lm, cell, settings
         policy = cell.policy(lm.drafter)
-        speculator = round_lib.Speculator(
-            params=(lm.params, lm.drafter_params),
-            target=paths.slot_target(cell.verify_path, lm.target, cell.batch),
-            drafter=each.lift(lm.drafter, cell.batch),
+        run = _run_settings(
+            cell,
+            settings,
             gamma_policy=policy.gamma_policy,
-        )
-        self._scheduler = scheduler_lib.Scheduler(
-            speculator=speculator,
-            **settings.cache_sizes(cell.page_size),
-            stop_ids=settings.stop_ids,
-            prefill_by_rows=cell.prefill == "rows",
             policy_state=policy.state,
+            verifier=paths.slot_target(cell.verify_path, lm.target, cell.batch),
         )
+        self._scheduler = runs.make_scheduler(lm, run)
         # A tree may be taller than a slab.
         window = max(cell.slab, lm.gamma_max + 1)
-        self._watched = recorder.Recorder(target=speculator.target, window=window)
+        self._watched = recorder.Recorder(
+            target=self._scheduler.speculator.target, window=window
+        )
         self._state = self._scheduler.empty(draws=cell.settings is not None)
 
     def run(self, prompts: Sequence[list[int]], plain: Sequence[Plain]) -> list[Rounds]:

@@ -120,14 +120,14 @@ def make(
         lists[digest] = hashes
         return digest
 
-    entries = []
-    for cell in cells:
+    entries, summaries = [], [suite.summarise(cell, rows) for cell in cells]
+    for summary in summaries:
         own = sorted(
-            (row for row in rows if row["cell"] == cell.name),
+            (row for row in rows if row["cell"] == summary.cell.name),
             key=lambda row: row["index"],
         )
         entries.append(
-            suite.summarise(cell, own).to_row()
+            summary.to_row()
             | {
                 kind: {
                     what: put([row[f"{kind}_sha256"][what] for row in own])
@@ -137,13 +137,12 @@ def make(
             }
         )
     is_exact = all(entry["exact"] for entry in entries)
-    warnings = suite.warnings([suite.summarise(cell, rows) for cell in cells])
     body = {
         "format": FORMAT,
         "version": VERSION,
         **header,
         "exact": is_exact and not suite.across_pages(cells, rows),
-        "warnings": warnings,
+        "warnings": suite.warnings(summaries),
         "cells": entries,
         "lists": lists,
     }

@@ -24,10 +24,10 @@ from experiments.lib import (
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import ngram
-from spec_jax.engine import baseline
 
 
 OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
+first_difference = runs_lib.first_difference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,14 +256,6 @@ def same_drafts(prompt: PromptRuns) -> list[bool]:
     ]
 
 
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first place where two texts differ, or where one of them ends."""
-    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if a != b:
-            return place
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
-
-
 def greedy_row(
     sides: Sides, prompt: Any, ours: list[int], theirs: list[int]
 ) -> dict[str, Any]:
@@ -301,21 +293,13 @@ def next_logits(
     lm: loading.LanguageModel, settings: runs_lib.Settings, tokens: list[int]
 ) -> np.ndarray:
     """Our target's logits after `tokens`, `[V] float32`: prefill, then one row."""
-    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
-    state = baseline.begin(
-        lm.target,
-        lm.params,
-        kv,
-        tokens,
-        max_tokens=1,
-        prefill_by_rows=settings.prefill_by_rows,
-    )
-    n = len(tokens)
+    settings = dataclasses.replace(settings, gen_tokens=1)
+    state = runs_lib.begin_plain(lm, settings, tokens)
     _, logits = lm.target.forward(
         lm.params,
         state.cache,
         tokens=jnp.asarray(tokens[-1:], jnp.int32),
-        start=jnp.int32(n - 1),
+        start=jnp.int32(len(tokens) - 1),
         num_active=jnp.int32(1),
     )
     return np.asarray(logits[0], np.float32)

@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -206,7 +205,7 @@ def thunks(
     text = [*prompt, *runs.run_plain(first, settings, prompt).tokens]
     made = {PLAIN: _plain_steps(first, settings, prompt, steps)}
     middle = text[: len(prompt) + steps // 2]
-    kv = _begin(first, settings, middle).cache
+    kv = runs.begin_plain(first, settings, middle).cache
     is_tree = protocols.is_tree(first.drafter)
     for drafts in (0, *_sizes(first)) if is_tree else range(first.gamma_max + 1):
         made[_window(1 + drafts)] = _windows(first, kv, 1 + drafts, steps)
@@ -217,21 +216,11 @@ def thunks(
     return made
 
 
-def _begin(lm, settings, prompt) -> baseline.DecodeState:
-    return baseline.begin(
-        lm.target,
-        lm.params,
-        lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size),
-        prompt,
-        max_tokens=settings.gen_tokens,
-        sampling=settings.sampling,
-    )
-
-
 def _plain_steps(lm, settings, prompt, steps) -> timing.Thunk:
     """Times decoding after the prompt, as the settings choose tokens."""
-    begun, most = _begin(lm, settings, prompt), jnp.int32(steps)
-    return _stopwatch(
+    endless = dataclasses.replace(settings, stop_ids=())
+    begun, most = runs.begin_plain(lm, endless, prompt), jnp.int32(steps)
+    return timing.on_copies(
         lambda state: baseline.generate(lm.target, lm.params, state, max_steps=most),
         begun,
         calls=steps,
@@ -250,7 +239,7 @@ def _windows(lm, kv, num_active, steps) -> timing.Thunk:
         num_columns=lm.gamma_max + 1 if is_tree else None,
         is_tree=is_tree,
     )
-    return _stopwatch(lambda kv: run(kv=kv), kv, calls=steps)
+    return timing.on_copies(lambda kv: run(kv=kv), kv, calls=steps)
 
 
 def costs_of(name: str, timings: timing.Timings, *, gamma_max: int) -> RoundCosts:
@@ -284,19 +273,14 @@ def _seconds(timings: timing.Timings, thunk: str) -> float:
 def rows(timings: timing.Timings) -> list[dict[str, Any]]:
     """A JSON row of each part; ratios to a plain step are medians over the turns."""
     plain = timings.seconds[PLAIN]
-    made = []
-    for name, seconds in timings.seconds.items():
-        ms = timing.spread([1e3 * s for s in seconds])
-        ratio = timing.spread(timing.ratios(seconds, plain))
-        made.append(
-            {
-                **{"kind": "plan_cost", "cost": name, "n": len(seconds)},
-                **{"ms": ms.median, "ms_p10": ms.p10, "ms_p90": ms.p90},
-                **{"ratio": ratio.median, "ratio_p10": ratio.p10},
-                "ratio_p90": ratio.p90,
-            }
-        )
-    return made
+    return [
+        {
+            **{"kind": "plan_cost", "cost": name, "n": len(seconds)},
+            **timing.spread_fields("ms", [1e3 * s for s in seconds]),
+            **timing.spread_fields("ratio", timing.ratios(seconds, plain)),
+        }
+        for name, seconds in timings.seconds.items()
+    ]
 
 
 def _window(num_active: int) -> str:
@@ -361,7 +345,7 @@ class _Walk:
         gamma_max = self._speculator.drafter.gamma_max
         steps, most = self._gen_tokens - gamma_max, jnp.int32(self._gen_tokens)
         made = {
-            _idle(name): _stopwatch(
+            _idle(name): timing.on_copies(
                 lambda s: round_lib.generate(self._speculator, s, max_rounds=most),
                 self._state,
                 calls=self._gen_tokens,
@@ -389,10 +373,4 @@ class _Walk:
             steps=jnp.int32(steps),
             stride=jnp.int32(stride),
         )
-        return _stopwatch(run, self._state.memory, calls=steps)
-
-
-def _stopwatch(run: Callable[[Any], Any], state: Any, *, calls: int) -> timing.Thunk:
-    """Times `run` of a copy of the state, which it donates."""
-    prepare = lambda: jax.tree.map(jnp.copy, state)
-    return timing.stopwatch(run, prepare, calls=calls)
+        return timing.on_copies(run, self._state.memory, calls=steps)

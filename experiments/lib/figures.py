@@ -17,7 +17,6 @@ import matplotlib.ticker
 from experiments.lib import (
     curves,
     divergence as divergence_lib,
-    figure_source,
     figure_style as parts,
 )
 
@@ -32,19 +31,19 @@ def save(figure: Figure, path: pathlib.Path, *, rows: Sequence[Row]) -> None:
     """Writes the figure in the format of the path's suffix; the same bytes each time.
 
     Under it stands which model, machine and prompts it is of. An SVG names the rows
-    that it was drawn from by `figure_source.digests`, see `read_source`.
+    that it was drawn from by `curves.digests`, see `read_source`.
 
     Args:
       rows: those that the figure was drawn from.
     """
     metadata = None
     if path.suffix == ".svg":
-        digests = " ".join(figure_source.digests(rows))
+        digests = " ".join(curves.digests(rows))
         # No date, and no version of what drew it: only SVG would carry them.
         metadata = {"Date": None, "Creator": "spec_jax", "Source": digests}
     with parts.style():
         figure.supxlabel(
-            figure_source.caption(rows), x=0.01, ha="left", fontsize=7, color="#555555"
+            curves.caption(rows), x=0.01, ha="left", fontsize=7, color="#555555"
         )
         try:
             figure.savefig(path, metadata=metadata, dpi=150)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from rich import console as rich_console, table as rich_table
 
-from experiments.lib import kernel_plans, kernels, lowering, records, timing
+from experiments.lib import kernel_plans, kernels, programs, records, timing
 
 
 LEGEND = (
@@ -117,8 +117,8 @@ class Bench:
         """What tracing and lowering the variant for a GPU takes."""
         static, pages, fixed, inputs = self.arguments(variant)
         arguments = (pages[0], fixed, inputs)
-        return lowering.lower(
-            lambda: kernels.repeat.trace(*static, *lowering.abstract(arguments))
+        return programs.lower(
+            lambda: kernels.repeat.trace(*static, *programs.abstract(arguments))
         )
 
 

@@ -268,15 +268,7 @@ def _verify(path, params, cache, window):
 
 def _decoded(lm, settings, text: list[int], num_prompt: int) -> recorder.Recording:
     """Returns what decoding sees at each position of a given text."""
-    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
-    state = baseline.begin(
-        lm.target,
-        lm.params,
-        kv,
-        text[:num_prompt],
-        max_tokens=settings.gen_tokens,
-        prefill_by_rows=settings.prefill_by_rows,
-    )
+    state = runs.begin_plain(lm, settings, text[:num_prompt])
     watched = recorder.Recorder(target=lm.target, window=1, top=TOP)
     tokens = np.array(state.tokens)
     tokens[: len(text)] = text

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,24 +75,13 @@ def with_drafter(
     args: argparse.Namespace, lm: loading.LanguageModel, name: str
 ) -> loading.LanguageModel:
     """Returns the same target with the drafter of that name; raises as `load`."""
-    parts = registry.Parts(
+    parts = loading.drafter_parts(
+        lm.target,
+        lm.params,
+        lm.tokenizer,
+        folder=args.target,
+        draft=args.draft,
         gamma_max=lm.gamma_max,
-        vocab_size=lm.target.config.vocab_size,
-        load_draft=functools.partial(
-            loading.load_draft,
-            args.draft or (None if args.target else loading.EMBEDDED_DRAFT),
-            lm.tokenizer,
-            gamma_max=lm.gamma_max,
-            dtype=args.dtype,
-            impl=lm.target.impl,
-            cache=lm.target.cache,
-            vocab_size=lm.target.config.vocab_size,
-            layout=lm.target.layout,
-        ),
-        target=lm.target,
-        target_params=lm.params,
-        draft=None if args.draft is None else pathlib.Path(args.draft),
-        heads=loading.heads_for(args.target),
         dtype=args.dtype,
     )
     return lm.with_drafter(*registry.build(name, parts))

@@ -10,7 +10,6 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -73,11 +72,12 @@ def measure(
     made: dict[Any, timing.Thunk] = {
         rows: _step(lm, state, rows=rows, steps=steps) for rows in range(1, most + 1)
     }
-    made[_ROUND] = timing.stopwatch(
+    most_rounds = jnp.int32(steps)
+    made[_ROUND] = timing.on_copies(
         lambda state: round_lib.generate(
-            scheduler.speculator, state, max_rounds=jnp.int32(steps)
+            scheduler.speculator, state, max_rounds=most_rounds
         ),
-        lambda: jax.tree.map(jnp.copy, state),
+        state,
         calls=steps,
     )
     timings = timing.interleave(made, repeats=repeats, after_turn=after_turn)
@@ -127,8 +127,7 @@ def _step(
         num_columns=lm.gamma_max + 1,
         steps=steps,
     )
-    copy = lambda: jax.tree.map(jnp.copy, state.cache)
-    return timing.stopwatch(lambda kv: run(kv=kv), copy, calls=steps)
+    return timing.on_copies(lambda kv: run(kv=kv), state.cache, calls=steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

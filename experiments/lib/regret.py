@@ -251,24 +251,18 @@ def live_rows(
     made = []
     for candidate in candidates:
         found = [of_repeat[candidate.name] for of_repeat in by_repeat]
-        spreads = {
-            key: timing.spread([row[key] for row in found])
-            for key in ("seconds", "plain_s", "regret", "speedup")
+        about = {
+            "kind": "regret_live",
+            "set": name,
+            "prompts": num_texts,
+            "policy": candidate.name,
+            "is_fixed": candidate.is_fixed,
+            "matched": live.matched[candidate.name],
+            "best_gamma": [row["best_gamma"] for row in found],
         }
-        made.append(
-            {
-                "kind": "regret_live",
-                "set": name,
-                "prompts": num_texts,
-                "policy": candidate.name,
-                "is_fixed": candidate.is_fixed,
-                "matched": live.matched[candidate.name],
-                "best_gamma": [row["best_gamma"] for row in found],
-                **{key: spread.median for key, spread in spreads.items()},
-                **{f"{key}_p10": spread.p10 for key, spread in spreads.items()},
-                **{f"{key}_p90": spread.p90 for key, spread in spreads.items()},
-            }
-        )
+        for key in ("seconds", "plain_s", "regret", "speedup"):
+            about |= timing.spread_fields(key, [row[key] for row in found])
+        made.append(about)
     return made
 
 

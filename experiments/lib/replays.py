@@ -218,13 +218,12 @@ def differences(
         for name, value in vars(live.counters).items()
         if value != getattr(replayed, name)
     ]
-    if live.tokens != written:
-        pairs = enumerate(zip(live.tokens, written, strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), None)
+    at = runs.first_difference(live.tokens, written)
+    if at is not None:
         found.append(
-            f"{len(live.tokens)} tokens live, {len(written)} in the trace"
-            if at is None
-            else f"token {at}: live {live.tokens[at]}, in the trace {written[at]}"
+            f"token {at}: live {live.tokens[at]}, in the trace {written[at]}"
+            if at < min(len(live.tokens), len(written))
+            else f"{len(live.tokens)} tokens live, {len(written)} in the trace"
         )
     return found
 

@@ -31,6 +31,7 @@ from spec_jax.engine import (
     verification,
 )
 from spec_jax.gamma import policy
+from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -85,11 +86,10 @@ def run_plain(
     lm: loading.LanguageModel, settings: Settings, prompt: list[int]
 ) -> Plain:
     """Decodes one prompt, one token a step."""
-    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
-    max_steps = jnp.int32(settings.gen_tokens)
+    kv, max_steps = new_cache(lm, settings), jnp.int32(settings.gen_tokens)
     jax.block_until_ready((kv, max_steps))
     started = time.perf_counter()
-    state = jax.block_until_ready(_begin_plain(lm, settings, prompt, kv))
+    state = jax.block_until_ready(begin_plain(lm, settings, prompt, kv))
     prefilled = time.perf_counter()
     state = jax.block_until_ready(
         baseline.generate(lm.target, lm.params, state, max_steps=max_steps)
@@ -109,11 +109,26 @@ def run_plain(
     )
 
 
-def _begin_plain(lm, settings, prompt, kv) -> baseline.DecodeState:
+def new_cache(lm: loading.LanguageModel, settings: Settings) -> paged.PagedKV:
+    """Returns an empty cache of the target, of the settings' sizes."""
+    return lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
+
+
+def begin_plain(
+    lm: loading.LanguageModel,
+    settings: Settings,
+    prompt: list[int],
+    kv: paged.PagedKV | None = None,
+) -> baseline.DecodeState:
+    """Returns autoregressive decoding before its first step.
+
+    Args:
+      kv: empty, and donated; a new one if None.
+    """
     return baseline.begin(
         lm.target,
         lm.params,
-        kv,
+        new_cache(lm, settings) if kv is None else kv,
         prompt,
         max_tokens=settings.gen_tokens,
         prefill_by_rows=settings.prefill_by_rows,
@@ -274,8 +289,7 @@ def count_mismatches(
     Replays the text through decoding: every position is decided after the prefix that
     was really committed, whatever came before it.
     """
-    kv = lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
-    state = _begin_plain(lm, settings, prompt, kv)
+    state = begin_plain(lm, settings, prompt)
     new = slice(len(prompt), len(prompt) + len(tokens))
     text = np.array(state.tokens)
     text[new] = tokens
@@ -289,3 +303,11 @@ def count_mismatches(
         sampling=settings.sampling,
     )
     return int(np.sum(np.asarray(chosen)[new] != np.asarray(tokens)))
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first place where two texts differ, or where one of them ends."""
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return place
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))

@@ -204,12 +204,9 @@ class RowModel:
         that of decoding; otherwise through the library's batched products. None is
         `prefills_by_rows`.
         """
-        if by_rows is None:
-            by_rows = self.prefills_by_rows
-        kv, _ = _prefill(
-            self, params, kv, tokens, length, jnp.int32(slot), by_rows=by_rows
-        )
-        return kv
+        return self.prefill_features(
+            params, kv, tokens, length, taps=(), by_rows=by_rows, slot=slot
+        )[0]
 
     def prefill_features(
         self,

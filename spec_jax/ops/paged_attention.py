@@ -15,8 +15,6 @@ each slot is walked for itself, so that a sequence's bits do not depend on its
 neighbours.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -287,8 +285,3 @@ def _accumulate_each(carry, queries, keys, values, visible, group):
         added = _accumulate(own, q, k, v, visible, group)
         done.append(jax.lax.optimization_barrier(added))
     return tuple(map(jnp.concatenate, zip(*done, strict=True)))
-
-
-def key_blocks(length: int) -> int:
-    """Blocks that a row at position `length - 1` walks: the unit of attention cost."""
-    return math.ceil(length / KEY_BLOCK)

@@ -6,6 +6,7 @@ pages; each active row attends to positions `0 .. positions[r]` of its slot, its
 included. One op, because all of it belongs to one key/value head and no other.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -58,7 +59,6 @@ def row_attention(
     Returns:
       The attended heads `[R, N * H]` and the pages with the active rows written.
     """
-    K, H = k_pages.shape[2:]
     places = positions if branch is None else branch[:, -1]
     if block is not None:
         positions, branch = _whole_runs(positions, block)
@@ -68,30 +68,22 @@ def row_attention(
         "positions": positions,
         "num_active": num_active,
     }
-    if impl == "native":
-        return calls.attend(
-            heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
-            **where, branch=branch, eps=eps, scale=scale,
-        )  # fmt: skip
-    if impl in dispatch.PALLAS:
+    if impl == "native" or impl in dispatch.PALLAS:
+        inputs = (heads, q_norm, k_norm, k_pages, v_pages, cos, sin)
+        form = where | {"branch": branch, "eps": eps, "scale": scale}
+        if impl == "native":
+            return calls.attend(*inputs, **form)
         from spec_jax.pallas import row_attention_triton
 
         return row_attention_triton.attend(
-            heads, q_norm, k_norm, k_pages, v_pages, cos, sin,
-            **where, branch=branch, eps=eps, scale=scale,
-            interpret=impl == "interpret",
-        )  # fmt: skip
+            *inputs, **form, interpret=impl == "interpret"
+        )
+    K, H = k_pages.shape[2:]
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)
-
-    def turned(x, norm):
-        normed = x if norm is None else rms_norm.rms_norm(x, norm, eps=eps)
-        return rope.rotate(normed, cos, sin)
-
-    if by_head:
-        q, k = _each_head(turned, q, q_norm, K), _each_head(turned, k, k_norm, K)
-    else:
-        q, k = turned(q, q_norm), turned(k, k_norm)
+    parts = K if by_head else None
+    q = _turned(q, q_norm, cos, sin, eps=eps, parts=parts)
+    k = _turned(k, k_norm, cos, sin, eps=eps, parts=parts)
     at = where | {"positions": places}
     k_pages = page_write.page_write(k_pages, k, **at)
     v_pages = page_write.page_write(v_pages, v, **at)
@@ -102,6 +94,17 @@ def row_attention(
         by_head=by_head,
     )  # fmt: skip
     return out.reshape(out.shape[0], -1), k_pages, v_pages
+
+
+def _turned(x, norm, cos, sin, *, eps, parts=None):
+    """Norms and rotates heads `[R, heads, H]`; in so many `parts`, each by itself."""
+    if parts is not None:
+        split = jax.lax.optimization_barrier(jnp.split(x, parts, axis=1))
+        one = functools.partial(_turned, cos=cos, sin=sin, eps=eps)
+        done = jax.lax.optimization_barrier([one(part, norm) for part in split])
+        return jnp.concatenate(done, axis=1)
+    normed = x if norm is None else rms_norm.rms_norm(x, norm, eps=eps)
+    return rope.rotate(normed, cos, sin)
 
 
 def _whole_runs(
@@ -117,10 +120,3 @@ def _whole_runs(
     columns = jnp.arange(1, block + 1, dtype=jnp.int32)
     branch = first + (own[:, None] + columns[None]) % block
     return first[:, 0] + block - 1, branch
-
-
-def _each_head(turned, x, norm, num_kv_heads):
-    """`turned` of the heads `[R, heads, H]` that belong to one key/value head each."""
-    parts = jax.lax.optimization_barrier(jnp.split(x, num_kv_heads, axis=1))
-    done = jax.lax.optimization_barrier([turned(part, norm) for part in parts])
-    return jnp.concatenate(done, axis=1)

@@ -19,8 +19,11 @@ from spec_jax.engine import checks, protocols, rows
 from spec_jax.testing import bench as bench_lib, compare, one_slot
 
 
+Bench = bench_lib.Bench
+
+
 def check_drafter(
-    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench | None = None
+    drafter: protocols.Drafter, params: Any, bench: Bench | None = None
 ) -> tuple[str, ...]:
     """Raises `AssertionError` unless the drafter keeps all of `protocols.Drafter`.
 
@@ -76,15 +79,13 @@ def _table(drafter, bench, text) -> np.ndarray | None:
     return np.asarray(bench.features(text[:-1], taps)) if taps else None
 
 
-def _buffer(bench: bench_lib.Bench, text: list[int], *, behind: int = 0) -> jax.Array:
+def _buffer(bench: Bench, text: list[int], *, behind: int = 0) -> jax.Array:
     tokens = np.full((bench.capacity + 1,), behind, np.int32)
     tokens[: len(text)] = text
     return jnp.asarray(tokens)
 
 
-def check_static(
-    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
-) -> None:
+def check_static(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """Hashable; memory and proposal have the same shapes and dtypes in every round."""
     clause = "static shapes"
     try:
@@ -108,11 +109,8 @@ def check_static(
         )
         handed = _committed(drafter, _table(drafter, bench, prompt))
         committed = jax.eval_shape(one.commit, params, memory, number, handed)
-        for name, made in (
-            ("prefill", memory),
-            ("propose", proposed),
-            ("commit", committed),
-        ):
+        memories = {"prefill": memory, "propose": proposed, "commit": committed}
+        for name, made in memories.items():
             shapes = _shapes(made)
             why = f"{name} makes a memory of {shapes} from one of {expected}"
             _fail_if(shapes != expected, clause, why)
@@ -140,27 +138,15 @@ def _check_parents(drafter: protocols.Drafter, proposal: Any) -> None:
         _fail_if(not is_right, clause, why)
 
 
-def check_pure(drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench) -> None:
+def check_pure(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """Nothing but the arguments matters, and nothing calls back to the host."""
     one = one_slot.OneSlot(drafter=drafter)
     memory = one.begin(params, bench, bench.prompts[0])
     number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
+    handed = _committed(drafter, _table(drafter, bench, bench.prompts[0]))
     traced: dict[str, tuple[Any, ...]] = {
-        "propose": (
-            one.propose,
-            params,
-            memory,
-            tokens,
-            number,
-            number,
-        ),
-        "commit": (
-            one.commit,
-            params,
-            memory,
-            number,
-            _committed(drafter, _table(drafter, bench, bench.prompts[0])),
-        ),
+        "propose": (one.propose, params, memory, tokens, number, number),
+        "commit": (one.commit, params, memory, number, handed),
     }
     for name, (function, *arguments) in traced.items():
         # A new function each time, as a trace of the same one would be found again.
@@ -189,7 +175,7 @@ def _drafts(proposal: protocols.Proposal) -> list[int]:
     return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()
 
 
-def _gamma(bench: bench_lib.Bench, text: list[int], gamma: int) -> jax.Array:
+def _gamma(bench: Bench, text: list[int], gamma: int) -> jax.Array:
     """`gamma`, or as much of it as there is room for: all that rounds ask for."""
     return jnp.int32(min(gamma, bench.capacity - len(text)))
 
@@ -212,9 +198,7 @@ def _propose(drafter, params, memory, bench, text, *, gamma, behind=0):
     )[1]
 
 
-def check_proposals(
-    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
-) -> None:
+def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """At most gamma tokens, of the vocabulary, from the committed text alone.
 
     And, where it has them, probabilities that these can have been drawn with.
@@ -268,9 +252,7 @@ def _check_probs(proposal: protocols.Proposal) -> None:
         _fail_if(not probs[token] > 0, "probabilities", why)
 
 
-def check_memory(
-    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
-) -> None:
+def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """The memory is its leaves, no more, and all of them can be donated."""
     clause, number = "memory round trip", jnp.int32(1)
     one = one_slot.OneSlot(drafter=drafter)
@@ -291,9 +273,7 @@ def check_memory(
         _fail_if(not _same_program(whole, copied), clause, why)
 
 
-def check_truncation(
-    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
-) -> None:
+def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """After a commit, drafts are those of a memory that never saw any other text."""
     commit = jax.jit(one_slot.OneSlot(drafter=drafter).commit)
     for prompt in bench.prompts:
@@ -320,9 +300,7 @@ def check_truncation(
             memory = commit(params, memory, jnp.int32(length), handed)
 
 
-def check_features(
-    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
-) -> None:
+def check_features(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """Drafts depend on the features of committed rows, each at its position, alone.
 
     Those of one position early or late, and those of rows that were rejected, must make
@@ -382,9 +360,7 @@ def _drafts_by_features(drafter, params, bench, texts, tables, *, rest=0, anew=F
     return found
 
 
-def check_lossless(
-    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
-) -> None:
+def check_lossless(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """Rounds commit the tokens of decoding, by one executable for all of them.
 
     Every prompt with every gamma; limits of one and two tokens, a stop token, and a
@@ -415,9 +391,7 @@ def check_lossless(
             _fail_if(len(traces) > known, "no retrace", why)
 
 
-def check_slots(
-    drafter: protocols.Drafter, params: Any, bench: bench_lib.Bench
-) -> None:
+def check_slots(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """In slots beside others, each with its own gamma and stop token, and in a slot
     that another sequence left, a sequence is what it is alone."""
     requests, expected = [], []
@@ -426,10 +400,8 @@ def check_slots(
         # In the second turn some end early, by a stop token of their own.
         stop_ids = (text[-3],) if number % 2 and number >= len(bench.prompts) else ()
         gamma = number % (drafter.gamma_max + 1)
-        ends: dict[str, Any] = {
-            "max_tokens": bench.max_tokens - number,
-            "stop_ids": stop_ids,
-        }
+        ends: dict[str, Any] = {"max_tokens": bench.max_tokens - number}
+        ends["stop_ids"] = stop_ids
         requests.append(bench.request(prompt, gamma=gamma, **ends))
         expected.append(bench.plain(prompt, **ends))
     num_slots = max(2, len(bench.prompts) - 1)
@@ -448,7 +420,7 @@ def _written(clause, bench, slots, params, requests) -> list[list[int]]:
         raise AssertionError(f"{clause}: {error}, {requests}") from None
 
 
-CLAUSES: dict[str, Callable[[protocols.Drafter, Any, bench_lib.Bench], None]] = {
+CLAUSES: dict[str, Callable[[protocols.Drafter, Any, Bench], None]] = {
     "static": check_static,
     "pure": check_pure,
     "proposals": check_proposals,

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import types
-from typing import Any
 
 import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import wrong_targets
 from decoding import ALWAYS, GAMMA_MAX, PROMPT, SMALL, Ask
 
 from experiments.ablations import decode_rounds, designs, round_local, verify_paths
@@ -132,18 +132,11 @@ def test_a_path_verifies_for_the_engine(name):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wrong:
+class Wrong(wrong_targets.Around):
     """A verify path that always chooses the token after the right one."""
 
-    inner: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
     def choose(self, logits, num_active):
-        return (self.inner.choose(logits, num_active) + 1) % 96
+        return (self.target.choose(logits, num_active) + 1) % 96
 
 
 FLASH = verify_paths.make("flash", SMALL.target)
@@ -165,7 +158,7 @@ def decide(path, ask: Ask):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("path", [FLASH, Wrong(inner=FLASH)], ids=["flash", "wrong"])
+@pytest.mark.parametrize("path", [FLASH, Wrong(target=FLASH)], ids=["flash", "wrong"])
 def test_tokens_and_both_caches_are_those_of_decoding(path):
     """Fails if a bit of verification gets into what is committed; and the counters,
     by hand: an always right drafter never corrects, an always wrong one always."""
@@ -193,7 +186,7 @@ def test_mismatches_are_committed_rows_that_verification_saw_otherwise():
     """Negative control of the counter: a verify path that is always wrong."""
     one, kv = decide(SMALL.target, Ask(run=3))
     assert int(kv.mismatches) == 0
-    wrong = Wrong(inner=SMALL.target)
+    wrong = Wrong(target=SMALL.target)
     one, kv = decide(wrong, Ask(run=3))
     assert int(kv.mismatches) == 40
     text = decoding.text(decoding.decoded(SMALL, Ask()))

@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import assert_fails_with, rows_of
+from script_runs import assert_fails_with, models_of, rows_of, run_python
 
 from experiments import compare_hf
 from experiments.lib import (
@@ -17,7 +15,6 @@ from experiments.lib import (
     hf,
     noise,
     peak_memory,
-    prompt_files,
     prompts as prompts_lib,
     runs,
     subjects,
@@ -29,7 +26,6 @@ from spec_jax.model import (
     load,
     params as params_lib,
     sequence,
-    tokenizer as tokenizer_lib,
 )
 
 
@@ -51,10 +47,9 @@ def folders(tmp_path_factory):
 
 
 def command(folders, *more: str) -> list[str]:
-    target, draft = folders
     return [
-        *("--target", str(target), "--draft", str(draft)),
-        *("--prompts", str(target.parent / "prompts.txt"), "--per-length", "1"),
+        *models_of(folders),
+        *("--prompts", str(folders[0].parent / "prompts.txt"), "--per-length", "1"),
         *("--lengths", "4", "9", "20", "--gammas", "1,3", "--repeats", "1"),
         *("--gen-tokens", str(GEN_TOKENS), "--no-memory"),
         *more,
@@ -347,7 +342,7 @@ def test_hugging_faces_side_never_loads_jax(oracle):
         "import sys; from experiments.lib import hf, peak_memory;"
         "import torch, transformers; sys.exit('jax' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
 def test_a_measurement_that_fails_says_how(monkeypatch):
@@ -391,45 +386,6 @@ def test_first_difference(ours, theirs, place):
     assert compare.first_difference(ours, theirs) == place
 
 
-def test_prompts_of_stated_lengths(folders):
-    tokenizer = tokenizer_lib.load(folders[0])
-    prompts = [
-        prompt_files.Prompt(id=str(i), text=text, category=None)
-        for i, text in enumerate(["abcd", "efgh", "ijkl", "mnop"])
-    ]
-    lengths = {"short": 3, "long": 9}
-    made = prompts_lib.of_lengths(
-        prompts, tokenizer, lengths=lengths, per_length=2, raw=False
-    )
-    texts = [(p.length, p.id, tokenizer.decode(p.tokens)) for p in made]
-    assert texts == [
-        ("short", "1", "fgh"),
-        ("short", "3", "nop"),
-        ("long", "1", "cd\n\n\nefgh"),
-        ("long", "3", "kl\n\n\nmnop"),
-    ]
-    with pytest.raises(ValueError, match="5 prompts .* there are 4"):
-        prompts_lib.of_lengths(
-            prompts, tokenizer, lengths=lengths, per_length=5, raw=True
-        )
-    with pytest.raises(ValueError, match="99 tokens .* have 25"):
-        prompts_lib.of_lengths(
-            prompts, tokenizer, lengths={"long": 99}, per_length=1, raw=True
-        )
-
-
-def test_a_chat_template_is_applied_once_for_both_sides(folders):
-    plain = tokenizer_lib.load(folders[0])
-    template = "<{{ messages[0].content }}>"
-    chat = dataclasses.replace(plain, chat_template=template)
-    prompts = [prompt_files.Prompt(id="1", text="abcdef", category=None)]
-    for raw, text in ((False, "<def>"), (True, "def")):
-        (made,) = prompts_lib.of_lengths(
-            prompts, chat, lengths={"short": 3}, per_length=1, raw=raw
-        )
-        assert plain.decode(made.tokens) == text
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("more", "words"),
@@ -444,7 +400,6 @@ def test_a_chat_template_is_applied_once_for_both_sides(folders):
         (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
         (["--target", "missing"], ["missing"]),
         (["--impl", "mosaic"], ["mosaic"]),
-        (["--out", "/nowhere/out.jsonl"], ["/nowhere"]),
     ],
 )
 def test_bad_input(oracle, folders, capsys, more, words):

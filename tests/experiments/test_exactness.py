@@ -2,11 +2,10 @@
 
 import itertools
 import json
-import subprocess
-import sys
 
 import exactness_commands as commands
 import pytest
+from script_runs import models_of, rows_of, run_python
 
 from experiments import exactness
 from experiments.lib import (
@@ -43,7 +42,7 @@ def finished(folders, tmp_path_factory):
 
 
 def test_every_cell_and_prompt_has_a_row(finished):
-    header, *rows = commands.rows_of(finished.out)
+    header, *rows = rows_of(finished.out)
     assert header["kind"] == "header" and len(header["cells"]) == NUM_CELLS
     prompts = [row for row in rows if row["kind"] == "prompt"]
     summaries = [row for row in rows if row["kind"] == "cell"]
@@ -64,7 +63,7 @@ def test_each_value_does_what_its_name_says(finished):
     tokens = {
         name: {
             row["spec_sha256"]["tokens"]
-            for row in commands.of_kind(finished.out, "prompt")
+            for row in rows_of(finished.out, "prompt")
             if f" {name} |" in row["cell"]
         }
         for name in ("greedy", "sampled")
@@ -118,7 +117,7 @@ def test_an_interrupted_run_goes_on(
             == 130
         )
     assert "finished rows are in" in capsys.readouterr().err
-    assert len(commands.rows_of(out)) == 1 + num_rows and not certificate.exists()
+    assert len(rows_of(out)) == 1 + num_rows and not certificate.exists()
     assert exactness.main(commands.several_cells(folders, *more)) == exactness.EXACT
     assert f"{num_rows} are there already" in capsys.readouterr().out
     assert certificate.read_text() == finished.certificate.read_text()
@@ -262,12 +261,12 @@ def test_certificates_that_mean_something_else(
     folders, finished, tmp_path, capsys, edit, words
 ):
     path = commands.edited(finished.certificate, tmp_path / "c.json", edit)
-    arguments = [*commands.models(folders), "--verify", str(path)]
+    arguments = [*models_of(folders), "--verify", str(path)]
     commands.assert_fails_with(capsys, arguments, *words)
 
 
 def test_files_that_are_no_certificates(folders, finished, tmp_path, capsys):
-    arguments = [*commands.models(folders), "--verify"]
+    arguments = [*models_of(folders), "--verify"]
     nowhere, text = tmp_path / "nowhere", tmp_path / "text"
     commands.assert_fails_with(capsys, [*arguments, str(nowhere)], "nowhere")
     text.write_text("text")
@@ -291,7 +290,7 @@ def test_a_certificate_of_kernels_that_this_machine_lacks(
 
     path = commands.edited(finished.certificate, tmp_path / "c.json", other)
     monkeypatch.setattr(build, "available_isas", lambda: ("avx2", "portable"))
-    arguments = [*commands.models(folders), "--verify", str(path)]
+    arguments = [*models_of(folders), "--verify", str(path)]
     commands.assert_fails_with(
         capsys, arguments, "c.json", "avx512bf16", "it has avx2, portable", "--isa"
     )
@@ -305,13 +304,9 @@ def test_a_certificate_of_narrower_kernels_is_verified(folders, tmp_path):
     """In processes of their own: the kernels of one are those of its first model."""
     certificate, isa = tmp_path / "run.json", build.available_isas()[-1]
     cell = commands.one_cell(folders, *commands.certifying(certificate), "--isa", isa)
-    verify = [*commands.models(folders), "--verify", str(certificate)]
+    verify = [*models_of(folders), "--verify", str(certificate)]
     for arguments in (cell, verify):
-        done = subprocess.run(
-            [sys.executable, exactness.__file__, *arguments],
-            capture_output=True,
-            text=True,
-        )
+        done = run_python(exactness.__file__, *arguments)
         assert done.returncode == exactness.EXACT, done.stderr
     assert "the environment is that of the certificate" in done.stdout
     found = certificates.read(certificate)["environment"]["instruction_set"]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 import tiny_pair
 import wrong_targets
+from script_runs import models_of, rows_of
 
 from experiments import exactness
 from experiments.lib import (
@@ -44,7 +45,7 @@ def of_trees(folders, tmp_path_factory):
 
 def test_trees_are_exact(folders, of_trees, capsys):
     """In tokens, log-probabilities, logits and K/V; chains keep the keys they had."""
-    chain, search, fixed = commands.of_kind(of_trees.out, "cell")
+    chain, search, fixed = rows_of(of_trees.out, "cell")
     assert "tree" not in chain["cell"]
     assert (search["cell"]["tree"], search["cell"]["gamma"]) == ("2x4:7@0.4", 7)
     assert (fixed["cell"]["tree"], fixed["cell"]["gamma"]) == (FIXED, 6)
@@ -53,7 +54,7 @@ def test_trees_are_exact(folders, of_trees, capsys):
         assert set(summary["equal"].values()) == {commands.NUM_PROMPTS}
     assert search["proposed"] > 4 * search["rounds"]  # More rows than a slab has.
     assert search["accepted"] > search["rounds"]
-    assert " tree " not in commands.of_kind(of_trees.out, "prompt")[0]["cell"]
+    assert " tree " not in rows_of(of_trees.out, "prompt")[0]["cell"]
     # The file of the tree is gone: the certificate has its paths.
     more = ("--limit", "2")
     pair = (folders[0], folders[0])
@@ -70,7 +71,7 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, cap
     tiny_pair.write_block(tmp_path / "dspark", folders[0])
     certificate = tmp_path / "run.json"
     more = ("--drafter", "dspark", "--gamma", "3", *commands.certifying(certificate))
-    pair = commands.models(folders)
+    pair = models_of(folders)
     arguments = [one for one in commands.one_cell(folders, *more) if one not in pair]
     assert exactness.main(arguments) == exactness.EXACT
     found = certificates.read(certificate)
@@ -95,7 +96,7 @@ def test_a_head_is_exact(folders, tmp_path, capsys):
     more += ("--sampling", "sampled", "--out", str(out))
     arguments = commands.one_cell(folders, *more, *commands.certifying(certificate))
     assert exactness.main(arguments) == exactness.EXACT
-    chain, tree = commands.of_kind(out, "cell")
+    chain, tree = rows_of(out, "cell")
     for summary in (chain, tree):
         assert summary["cell"]["drafter"] == "eagle3" and summary["proposed"] > 0
         assert set(summary["equal"].values()) == {commands.NUM_PROMPTS}
@@ -108,7 +109,7 @@ def test_a_head_is_exact(folders, tmp_path, capsys):
         ("a certificate of head head; give its folder with --head", ()),
         ("was written with other weights", ("--head", str(other))),
     ):
-        arguments = [*commands.models(folders), "--verify", str(certificate), *named]
+        arguments = [*models_of(folders), "--verify", str(certificate), *named]
         commands.assert_fails_with(capsys, arguments, words)
     arguments = commands.one_cell(folders, "--head", str(head))
     words = "--head is the drafter eagle3's: add that"
@@ -121,7 +122,7 @@ def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path)
     # The planning alone: no kernel for a GPU runs here.
     certifying = commands.certifying(tmp_path / "run.json")
     for more in ((), ("--full",)):
-        flags = [*commands.models(folders), "--prompts", "4", "--gen-tokens", "8"]
+        flags = [*models_of(folders), "--prompts", "4", "--gen-tokens", "8"]
         args = exactness.parse_args([*flags, *more, *certifying])
         cells = plans.from_flags(args).plan.cells
         assert {cell.prefill for cell in cells} == {"rows"}
@@ -171,7 +172,7 @@ def test_a_fault_of_trees_is_caught(
         differences = {d["what"]: d for d in row["differences"]}
         assert what in differences
         assert differences[what]["row"] == (1 if what == "logits" else None)
-    assert not commands.of_kind(tmp_path / "wrong.jsonl", "mismatch")
+    assert not rows_of(tmp_path / "wrong.jsonl", "mismatch")
     assert "parity.py looks into chains alone" in capsys.readouterr().out
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_pair
 import wrong_targets
+from script_runs import rows_of
 
 from experiments import exactness
 from experiments.lib import (
@@ -160,7 +161,7 @@ def test_a_fault_is_found(folders, tmp_path, monkeypatch, plant, cell, found):
     out = tmp_path / "wrong.jsonl"
     lines = [
         number
-        for number, row in enumerate(commands.rows_of(out), start=1)
+        for number, row in enumerate(rows_of(out), start=1)
         if row["kind"] == "mismatch"
     ]
     if plant is pages_of_a_neighbour:

@@ -18,7 +18,7 @@ from experiments.lib import (
     kernel_costs,
     kernel_plans,
     kernels,
-    lowering,
+    programs,
     subjects,
     timing,
 )
@@ -359,7 +359,7 @@ ENTRY %main (s: f32[4]) -> f32[4] {
   ROOT %d = f32[4]{0} copy(w)
 }
 """
-    assert lowering.count_launches(hlo) == 3
+    assert programs.count_launches(hlo) == 3
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,6 @@ ENTRY %main (s: f32[4]) -> f32[4] {
         (["--repeats", "0"], ["--repeats", "at least 1"]),
         (["--only", "draft ("], ["--only", "no regular expression"]),
         (["--only", "nothing"], ["--only nothing", "none of qkv"]),
-        (["--out", "missing/out.jsonl"], ["missing"]),
     ],
 )
 def test_unusable_flags(folder, tmp_path, monkeypatch, capsys, more, words):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import assert_fails_with, rows_of
+from script_runs import assert_fails_with, interrupted, rows_of
 
 from experiments import latency
 from experiments.lib import (
@@ -319,7 +319,6 @@ def test_noise_is_the_same_in_every_process():
         (["--preset", "qwen3-0.6b"], ["leave out"]),
         (["--draft-preset", "qwen3-0.6b"], ["--preset"]),
         (["--top-k", "5"], ["--temperature 0"]),
-        (["--out", "/nowhere/out.jsonl"], ["/nowhere"]),
     ],
 )
 def test_bad_input(folders, capsys, more, words):
@@ -336,9 +335,6 @@ def test_a_preset_that_does_not_fit(monkeypatch, capsys):
 
 
 def test_an_interrupted_run_leaves_whole_rows(folders, tmp_path, monkeypatch, capsys):
-    def interrupted(*arguments, **keywords):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(forced_rounds, "make_runs", interrupted)
     out = tmp_path / "out.jsonl"
     more = ("--forced", "0.5", "--out", str(out))

@@ -1,4 +1,4 @@
-"""Conversations: each turn after the answers of plain decoding to those before it."""
+"""Conversations, each turn after the answers to those before; prompts by length."""
 
 import dataclasses
 
@@ -97,3 +97,43 @@ def test_a_later_turn_that_is_too_long_is_named(pair):
     asked = [prompt_of("9", "one", "x" * 3000)]
     with pytest.raises(ValueError, match="prompt '9 turn 2'"):
         prompts.prepare(pair, asked, raw=True, **SIZES)
+
+
+def test_prompts_of_stated_lengths(pair):
+    tokenizer = pair.tokenizer
+    made_of = [
+        prompt_of(str(i), x) for i, x in enumerate(("abcd", "efgh", "ijkl", "mnop"))
+    ]
+    lengths = {"short": 3, "long": 9}
+    made = prompts.of_lengths(
+        made_of, tokenizer, lengths=lengths, per_length=2, raw=False
+    )
+    texts = [(p.length, p.id, tokenizer.decode(p.tokens)) for p in made]
+    assert texts == [
+        ("short", "1", "fgh"),
+        ("short", "3", "nop"),
+        ("long", "1", "cd\n\n\nefgh"),
+        ("long", "3", "kl\n\n\nmnop"),
+    ]
+    for changes, message in (
+        ({"per_length": 5}, "5 prompts .* there are 4"),
+        ({"lengths": {"long": 99}}, "99 tokens .* have 25"),
+    ):
+        asked = {"lengths": lengths, "per_length": 1, "raw": True} | changes
+        with pytest.raises(ValueError, match=message):
+            prompts.of_lengths(made_of, tokenizer, **asked)
+
+
+def test_a_chat_template_is_applied_to_what_is_cut(pair):
+    chat = dataclasses.replace(
+        pair.tokenizer, chat_template="<{{ messages[0].content }}>"
+    )
+    for raw, text in ((False, "<def>"), (True, "def")):
+        (made,) = prompts.of_lengths(
+            [prompt_of("1", "abcdef")],
+            chat,
+            lengths={"short": 3},
+            per_length=1,
+            raw=raw,
+        )
+        assert chat.decode(made.tokens) == text

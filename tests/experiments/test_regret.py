@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import tiny_pair
 from rich import console as rich_console
-from script_runs import assert_fails_with, models_of, rows_of
+from script_runs import (
+    assert_fails_with,
+    interrupted,
+    models_of,
+    rows_of,
+    with_another_token,
+)
 
 from experiments import regret as script
 from experiments.lib import cli, costs, outcomes, prompt_files, regret, runs
@@ -294,18 +300,11 @@ def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, cap
     """Exit status 2 where seconds are of another text; whole rows are left."""
     real = runs.run_speculative
 
-    def corrupted(*arguments, **keywords):
-        done = real(*arguments, **keywords)
-        return dataclasses.replace(done, tokens=[*done.tokens[:-1], -1])
-
+    corrupted = lambda *args, **keywords: with_another_token(real(*args, **keywords))
     more = ("--live", "--drafter", "ngram", "--policy", "threshold")
     with monkeypatch.context() as patch:
         patch.setattr(runs, "run_speculative", corrupted)
         assert script.main(command(folders, *more)) == script.NOT_MATCHED == 2
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(regret, "run_set", interrupted)
     out = tmp_path / "out.jsonl"
     arguments = command(folders, *more, "--out", str(out))

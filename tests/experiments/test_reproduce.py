@@ -12,7 +12,7 @@ import pytest
 from script_runs import assert_fails_with
 
 from experiments import plot, reproduce
-from experiments.lib import cli, figure_source, files, published, records
+from experiments.lib import cli, curves, files, published, records
 from spec_jax import loading, testing
 from spec_jax.gamma import theory
 
@@ -61,7 +61,7 @@ def test_figures_are_of_these_rows(path):
     paths = published.RESULTS.glob("*.jsonl")
     rows = [row for path in paths for row in files.read_rows(path).values()]
     rows += theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX)
-    assert set(drawn) <= set(figure_source.digests(rows))
+    assert set(drawn) <= set(curves.digests(rows))
 
 
 @needs_matplotlib
@@ -72,7 +72,7 @@ def test_the_table_of_rounds_is_in_the_figure():
     (path,) = (path for path in FIGURES if path.endswith("/speedup.svg"))
     rows = published.rows_of("spec_round*.jsonl", "summary")
     drawn = set(figures.read_source(ROOT / path))
-    assert set(figure_source.digests(rows)) <= drawn
+    assert set(curves.digests(rows)) <= drawn
 
 
 def test_rows_are_of_commits():

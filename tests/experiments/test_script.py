@@ -5,7 +5,6 @@ import ast
 import dataclasses
 import gc
 import io
-import json
 import os
 import pathlib
 import signal
@@ -16,7 +15,15 @@ import time
 
 import jax
 import pytest
-from script_runs import REQUIRED, ROOT, last_line, main_of
+from script_runs import (
+    REQUIRED,
+    ROOT,
+    last_line,
+    main_of,
+    models_of,
+    rows_of,
+    run_python,
+)
 
 from experiments.lib import cli, terminal
 
@@ -164,13 +171,7 @@ sys.meta_path.insert(0, Interrupt())
 def test_an_interrupt_during_the_imports(name):
     """Fails if a script imports jax before it listens: that takes seconds."""
     path = ROOT / "experiments" / f"{name}.py"
-    done = subprocess.run(
-        [sys.executable, "-c", LISTENING + INTERRUPT + RUN, str(path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_python("-c", LISTENING + INTERRUPT + RUN, path)
     assert (done.returncode, done.stderr) == (130, f"{name}.py: interrupted\n")
 
 
@@ -186,9 +187,8 @@ def test_every_script_begins_and_ends_alike(name):
 
 
 def spec_round(folders, out) -> subprocess.Popen:
-    target, draft = folders
     command = [sys.executable, "-c", LISTENING + RUN, "experiments/spec_round.py"]
-    command += ["--target", str(target), "--draft", str(draft), "--out", str(out)]
+    command += [*models_of(folders), "--out", str(out)]
     # More than can be done before the signal comes.
     command += ["--prompts", "50", "--gen-tokens", "300", "--ignore-stop"]
     return subprocess.Popen(
@@ -221,8 +221,7 @@ def test_an_interrupt_ends_a_run_and_keeps_its_rows(folders, tmp_path, num_rows)
     assert process.returncode == 130, error
     line = f"spec_round.py: interrupted; finished rows are in {out}"
     assert error.splitlines()[-1] == line and "Traceback" not in error
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) >= (num_rows or 0)
+    assert len(rows_of(out)) >= (num_rows or 0)
 
 
 def test_interrupts_that_the_shell_ignores_are_ignored(capsys):
@@ -251,13 +250,8 @@ def test_a_platform_that_is_not_there(name, tmp_path, monkeypatch, capsys):
 
 def test_a_platform_that_is_not_installed():
     """As jax has it: what it raises says nothing."""
-    done = subprocess.run(
-        [sys.executable, "experiments/spec_round.py", "--prompts", "1"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "nonsense"},
-    )
+    arguments = ("experiments/spec_round.py", "--prompts", "1")
+    done = run_python(*arguments, JAX_PLATFORMS="nonsense")
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert "JAX_PLATFORMS=nonsense" in line

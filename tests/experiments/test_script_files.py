@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from script_runs import REQUIRED, ROOT, last_line, main_of
+from script_runs import REQUIRED, ROOT, last_line, main_of, models_of
 
 from experiments.lib import cli, files
 
@@ -94,9 +94,8 @@ def test_no_output_replaces_what_comes_with_the_package(name, capsys):
 
 @pytest.mark.parametrize("name", sorted({*OUTPUTS} - {"kernels", "parity"}))
 def test_no_output_replaces_a_model(name, folders, capsys):
-    target, draft = map(str, folders)
     out = folders[1] / "model.safetensors"
-    arguments = ["--target", target, "--draft", draft, "--out", str(out)]
+    arguments = [*models_of(folders), "--out", str(out)]
     required = ["x"] if name == "replay" else []
     line = refused(name, [*required, *arguments], capsys)
     assert f"{out} would replace what --draft reads" in line
@@ -144,9 +143,7 @@ def test_one_sweep_writes_to_a_file(tmp_path, capsys):
 
 def test_nobody_reads_what_has_no_end(folders, capsys):
     """Fails if a device is read until memory ends."""
-    target, draft = map(str, folders)
-    models = ["--target", target, "--draft", draft]
-    assert main_of("sweep")(["--out", "/dev/full", *models]) == cli.UNUSABLE
+    assert main_of("sweep")(["--out", "/dev/full", *models_of(folders)]) == cli.UNUSABLE
     assert "/dev/full: is a device or a pipe" in last_line(capsys)
 
 

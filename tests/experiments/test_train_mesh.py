@@ -1,9 +1,8 @@
 """Training over several devices: what one device learns, up to the order of sums."""
 
-import os
 import pathlib
-import subprocess
-import sys
+
+from script_runs import run_python
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -72,10 +71,5 @@ def test_eight_devices_have_the_gradients_of_one():
     """Fails if a device's sequences are lost, counted twice or not spread."""
     flags = "--xla_force_host_platform_device_count=8"
     flags += " --xla_backend_optimization_level=0"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", PROGRAM, XLA_FLAGS=flags)
     assert done.stdout.split() == ["devices", "agree", "8"], done.stderr

@@ -27,11 +27,7 @@ RECIPE = loop.Recipe(steps=6, batch_size=2, warmup_steps=2, eval_every=3, save_e
 LOSS = functools.partial(losses.text_loss, CONFIG)
 
 
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    """Optax is not written for the strict modes of the other tests."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("optax_promotes")
 
 
 def data() -> np.ndarray:

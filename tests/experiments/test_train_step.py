@@ -30,11 +30,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3}
 MUON_TOLERANCE = 0.04
 
 
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    """Optax is not written for the strict modes of the other tests."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("optax_promotes")
 
 
 def tokens() -> jax.Array:

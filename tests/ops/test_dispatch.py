@@ -2,13 +2,11 @@
 
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
 
 import decoding
 import jax
 import pytest
+from script_runs import run_python
 
 from spec_jax.model import row_model
 from spec_jax.native import build
@@ -69,14 +67,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    said = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ
-        | {"JAX_PLATFORMS": platform, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    said = run_python("-c", program, JAX_PLATFORMS=platform)
     assert said.stdout.startswith(f"JAX_PLATFORMS={platform}: jax cannot start it here")
 
 

@@ -216,7 +216,3 @@ def test_refusals(page_size, impl, error, message):
     case = make_case(page_size=page_size)
     with pytest.raises(error, match=message):
         case.attend(impl=impl)
-
-
-def test_key_blocks():
-    assert [paged_attention.key_blocks(n) for n in (0, 1, 128, 129)] == [0, 1, 1, 2]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.lib import subjects
 from spec_jax.drafters import (
     block,
     draft_model,
@@ -27,7 +28,6 @@ from spec_jax.engine import (
 from spec_jax.gamma import schedule
 from spec_jax.model import (
     block_params,
-    config as config_lib,
     decoder,
     eagle3,
     eagle3_params,
@@ -43,27 +43,7 @@ GAMMA_MAX = 4
 TREE = "4x8:31"  # 32 rows with the root
 DRAFT = "qwen3-0.6b"
 
-SMALL = config_lib.Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=40_960,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-)
-LARGE = dataclasses.replace(
-    SMALL,
-    hidden_size=4096,
-    intermediate_size=12_288,
-    num_layers=36,
-    num_heads=32,
-    tie_word_embeddings=False,
-)
-CONFIGS = {"qwen3-0.6b": SMALL, "qwen3-8b": LARGE}
+CONFIGS = subjects.PRESETS
 
 
 def model(name: str, *, layers: int | None = None, impl="triton") -> row_model.RowModel:

@@ -1,10 +1,12 @@
-"""Programs that are traced, lowered and compiled, and not run: what that takes.
+"""Programs: what tracing, lowering and compiling them takes, and what kernels they run.
 
 On a machine without a GPU a program is lowered for one all the same: the kernels,
 their plans and the work of Python are those of a machine that has one.
 """
 
+import collections
 import contextlib
+import pathlib
 import re
 import time
 import warnings
@@ -16,6 +18,9 @@ import jax
 
 GPU = "NVIDIA H200"
 """What Pallas is told of the GPU, where there is none."""
+
+MOST_NAMES = 40
+"""Of a profiler's trace, the kernels that take longest."""
 
 _LAUNCHED = re.compile(
     r"= \S+ (fusion|custom-call|copy|dynamic-update-slice|dynamic-slice|sort|"
@@ -110,3 +115,37 @@ def count_launches(hlo: str) -> int:
         elif counts_here and _LAUNCHED.search(line):
             count += 1
     return count
+
+
+def profile(folder: pathlib.Path, name: str, call: Callable[[], Any]) -> list[dict]:
+    """Traces one call after a first one; a row of each kernel, the longest first.
+
+    Args:
+      folder: where the trace is kept, for a viewer.
+    """
+    call()
+    with jax.profiler.trace(str(folder / name)):
+        call()
+    path = sorted((folder / name).rglob("*.xplane.pb"))[-1]
+    took, counts = collections.Counter(), collections.Counter()
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if "GPU" not in plane.name and jax.default_backend() == "gpu":
+            continue
+        for line in plane.lines:
+            if jax.default_backend() == "gpu" and "Stream" not in line.name:
+                continue
+            for event in line.events:
+                took[event.name] += event.duration_ns
+                counts[event.name] += 1
+    total = sum(took.values())
+    return [
+        {
+            "kind": "trace",
+            "program": name,
+            "event": event,
+            "calls": counts[event],
+            "us": nanoseconds / 1e3,
+            "share": nanoseconds / total,
+        }
+        for event, nanoseconds in took.most_common(MOST_NAMES)
+    ]
