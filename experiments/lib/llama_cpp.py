@@ -11,6 +11,7 @@ import json
 import pathlib
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 
@@ -34,6 +35,20 @@ _END = b" [end of text]\n"
 _GREEDY = ("--temp", "0", "--samplers", "top_k", "--top-k", "1")
 _TRIES = 3
 """How often a program is run whose log is cut short."""
+
+_SOURCES = re.compile(r"^llama\.cpp_SOURCE_DIR:STATIC=(.+)$", re.MULTILINE)
+_CONVERT = """
+import pathlib, sys
+script, name = sys.argv[1:3]
+sys.path.insert(0, str(pathlib.Path(script).parent))
+from conversion import base
+base.TextModel.get_vocab_base_pre = lambda *_: name
+import convert_hf_to_gguf
+sys.argv[:3] = [script]
+convert_hf_to_gguf.main()
+"""
+"""Runs its converter, which knows the pre-tokenizers of released models, by digests of
+what they make of a text; that of any other is told here."""
 
 _AHEAD = 32
 """Positions that a cache has beside those asked for: the last rounds draft no less."""
@@ -105,6 +120,46 @@ def find(folder: pathlib.Path, *, threads: int, limit_s: float) -> Build:
             "llama.cpp, see docs/measurements.md"
         )
     return Build(folder=folder, threads=threads, limit_s=limit_s)
+
+
+def convert(
+    build: Build,
+    head: pathlib.Path,
+    target: pathlib.Path,
+    path: pathlib.Path,
+    *,
+    pre_tokenizer: str,
+    dtype: str,
+) -> None:
+    """Writes the GGUF file of a head that reads a target, by llama.cpp's converter.
+
+    Args:
+      head, target: folders.
+      pre_tokenizer: llama.cpp's name of the target's.
+      dtype: "bfloat16" or "float32".
+
+    Raises:
+      ValueError: no sources, or a head that it does not convert.
+    """
+    script = _sources(build) / "convert_hf_to_gguf.py"
+    command = ["-c", _CONVERT, str(script), pre_tokenizer, str(head)]
+    command += ["--target-model-dir", str(target), "--outfile", str(path)]
+    command += ["--outtype", {"bfloat16": "bf16", "float32": "f32"}[dtype]]
+    _call(build, script, [sys.executable, *command])
+    if not path.is_file():
+        raise ValueError(f"{script}: wrote no GGUF file of {head}")
+
+
+def _sources(build: Build) -> pathlib.Path:
+    """The folder that a build is of, as CMake noted it."""
+    cache = build.folder.parent / "CMakeCache.txt"
+    found = cache.is_file() and _SOURCES.search(cache.read_text(errors="replace"))
+    if not found or not (pathlib.Path(found[1]) / "convert_hf_to_gguf.py").is_file():
+        raise ValueError(
+            f"{cache}: names no sources of llama.cpp with convert_hf_to_gguf.py, which "
+            "writes heads as GGUF; leave the sources where they were built"
+        )
+    return pathlib.Path(found[1])
 
 
 def bench(
@@ -250,11 +305,18 @@ def _generate(
 def _run(
     build: Build, name: str, arguments: Sequence[str]
 ) -> subprocess.CompletedProcess:
-    """Runs a program to its end."""
+    """Runs one of the programs to its end."""
     program = build.folder / name
+    return _call(build, program, [str(program), *arguments])
+
+
+def _call(
+    build: Build, program: pathlib.Path, command: Sequence[str]
+) -> subprocess.CompletedProcess:
+    """Runs a command to its end; `program` is what errors name."""
     try:
         done = subprocess.run(
-            [str(program), *arguments],
+            command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=build.limit_s,
