@@ -106,6 +106,7 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
     found = {step.file for step in steps}
     assert {f"{name}_native.jsonl" for name in shipped} <= found
     assert ("evaluation.jsonl" in found) == bool(loading.shipped_heads())
+    assert ("compare_llama_cpp_heads.jsonl" in found) == bool(loading.shipped_heads())
     names = [step.file for step in steps]
     assert len(set(names)) == len(names)
     made = {step.path for step in steps}
@@ -113,6 +114,7 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
         assert len(step.runs) == 1 or step.keep
         for command in step.runs:
             words = {"results": tmp_path, "data": "data", "scratch": tmp_path / "x"}
+            words["llama"] = "bin"
             script, *arguments = shlex.split(command.format(**words))
             if step.flag and "--record" not in arguments:
                 arguments += [step.flag, str(tmp_path / "out")]
@@ -147,6 +149,7 @@ def place(tmp_path, monkeypatch):
         reproduce.Step(file="one.jsonl", runs=("first --gamma 1",)),
         reproduce.Step(file="two.jsonl", runs=("second", "third"), keep="summary"),
         reproduce.Step(file="more.jsonl", runs=("fourth --prompts {data}/x:5",)),
+        reproduce.Step(file="peer.jsonl", runs=("fifth --bin {llama}",)),
     ]
     monkeypatch.setattr(reproduce, "steps", lambda: iter(steps))
     return state, tmp_path
@@ -161,7 +164,9 @@ def test_finished_steps_are_skipped(place, capsys):
     state, folder = place
     assert reproduce.main([]) == reproduce.DONE == 0
     assert state["called"] == [("first", "--gamma", "1"), ("second",), ("third",)]
-    assert "more.jsonl: left out" in capsys.readouterr().out
+    shown = capsys.readouterr().out.splitlines()
+    assert "more.jsonl: left out, for want of --data" in shown
+    assert "peer.jsonl: left out, for want of --llama-bin" in shown
     assert len(rows_of(folder / "one.jsonl")) == 2
     assert [row["by"] for row in rows_of(folder / "two.jsonl")] == ["second", "third"]
     log = rows_of(folder / reproduce.LOG)
@@ -175,10 +180,12 @@ def test_finished_steps_are_skipped(place, capsys):
     assert state["called"][3:] == [
         *(("second",), ("third",), ("fourth", "--prompts", "data/x:5"))
     ]
+    assert reproduce.main(["--llama-bin", "a", "--only", "peer"]) == 0
+    assert state["called"].pop() == ("fifth", "--bin", "a")
     state["commit"] = "1" * 40
     assert reproduce.main(["--only", "^one"]) == 0
     assert state["called"][6:] == [("first", "--gamma", "1")]
-    assert len(rows_of(folder / reproduce.LOG)) == 3
+    assert len(rows_of(folder / reproduce.LOG)) == 4
 
 
 def test_steps_that_fail_are_run_again(place, capsys):
