@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 BENCH, PLAIN, SPECULATIVE = PROGRAMS = (
@@ -33,8 +33,9 @@ SPEC_TYPES = {
 _END = b" [end of text]\n"
 # Greedy, by the shortest chain of samplers that it has.
 _GREEDY = ("--temp", "0", "--samplers", "top_k", "--top-k", "1")
-_TRIES = 3
-"""How often a program is run whose log is cut short."""
+_TRIES = 10
+"""How often a program is run whose output is cut short: a thread of llama.cpp's writes
+it, which the end of the program does not wait for, and a busy machine holds up."""
 
 _SOURCES = re.compile(r"^llama\.cpp_SOURCE_DIR:STATIC=(.+)$", re.MULTILINE)
 _CONVERT = """
@@ -105,6 +106,10 @@ class Speed:
     seconds: list[float]  # of the whole prompt, or of one generated token
     build: str  # the commit, or whatever the build says
     cpu: str
+
+
+class Unreadable(ValueError):
+    """An output that lacks something: cut short, or of another version."""
 
 
 def find(folder: pathlib.Path, *, threads: int, limit_s: float) -> Build:
@@ -216,19 +221,22 @@ def complete(
     """
     flags = ["-m", str(model), "-n", str(max_tokens)]
     flags += ["--no-display-prompt", "-no-cnv"]
-    done, found = _generate(build, PLAIN, flags, prompt, _OF_PLAIN, capacity=capacity)
-    text = done.stdout
-    if not text.endswith(b"\n\n"):
-        raise _unreadable(build, PLAIN, text)
-    steps = int(found["steps"])
-    return Generated(
-        text=text.removesuffix(b"\n\n").removesuffix(_END),
-        prompt_tokens=int(found["prompt_tokens"]),
-        tokens=steps + 1,  # The first comes from the prompt's own logits.
-        prefill_s=found["prefill_ms"] / 1e3,
-        decode_s=(found["decode_ms"] + found["sampling_ms"]) / 1e3,
-        steps=steps,
-    )
+
+    def read(done: subprocess.CompletedProcess) -> Generated:
+        found, text = _read(build, PLAIN, done.stderr, _OF_PLAIN), done.stdout
+        if not text.endswith(b"\n\n"):
+            raise _unreadable(build, PLAIN, text)
+        steps = int(found["steps"])
+        return Generated(
+            text=text.removesuffix(b"\n\n").removesuffix(_END),
+            prompt_tokens=int(found["prompt_tokens"]),
+            tokens=steps + 1,  # The first comes from the prompt's own logits.
+            prefill_s=found["prefill_ms"] / 1e3,
+            decode_s=(found["decode_ms"] + found["sampling_ms"]) / 1e3,
+            steps=steps,
+        )
+
+    return _generate(build, PLAIN, flags, prompt, read, capacity=capacity)
 
 
 def speculate(
@@ -251,27 +259,29 @@ def speculate(
     flags = ["-m", str(model), "-md", str(draft), "-n", str(max_tokens - 1)]
     flags += ["--spec-type", SPEC_TYPES[drafter], "--spec-draft-n-max", str(gamma)]
     flags += ["--spec-draft-p-min", "0", "-td", str(build.threads)]
-    done, found = _generate(
-        build, SPECULATIVE, flags, prompt, _OF_SPECULATIVE, capacity=capacity
-    )
-    beginning, end = b"\n\n" + prompt, b"\n\n\n\n"
-    is_whole = done.stdout.startswith(beginning) and done.stdout.endswith(end)
-    speeds = found["prefill_speed"], found["decode_speed"]
-    if not (is_whole and all(speeds) and found["tokens"]):
-        raise _unreadable(build, SPECULATIVE, done.stdout)
-    tokens, accepted = int(found["tokens"]), int(found["accepted"])
-    return Generated(
-        text=done.stdout[len(beginning) : -len(end)],
-        prompt_tokens=int(found["prompt_tokens"]),
-        tokens=tokens,
-        prefill_s=found["prompt_tokens"] / found["prefill_speed"],
-        decode_s=tokens / found["decode_speed"],
-        steps=tokens,
-        # Each round commits one token besides the drafts that it keeps.
-        rounds=tokens - accepted,
-        proposed=int(found["proposed"]),
-        accepted=accepted,
-    )
+
+    def read(done: subprocess.CompletedProcess) -> Generated:
+        found = _read(build, SPECULATIVE, done.stderr, _OF_SPECULATIVE)
+        beginning, end = b"\n\n" + prompt, b"\n\n\n\n"
+        is_whole = done.stdout.startswith(beginning) and done.stdout.endswith(end)
+        speeds = found["prefill_speed"], found["decode_speed"]
+        if not (is_whole and all(speeds) and found["tokens"]):
+            raise _unreadable(build, SPECULATIVE, done.stdout)
+        tokens, accepted = int(found["tokens"]), int(found["accepted"])
+        return Generated(
+            text=done.stdout[len(beginning) : -len(end)],
+            prompt_tokens=int(found["prompt_tokens"]),
+            tokens=tokens,
+            prefill_s=found["prompt_tokens"] / found["prefill_speed"],
+            decode_s=tokens / found["decode_speed"],
+            steps=tokens,
+            # Each round commits one token besides the drafts that it keeps.
+            rounds=tokens - accepted,
+            proposed=int(found["proposed"]),
+            accepted=accepted,
+        )
+
+    return _generate(build, SPECULATIVE, flags, prompt, read, capacity=capacity)
 
 
 def _generate(
@@ -279,14 +289,13 @@ def _generate(
     name: str,
     flags: Sequence[str],
     prompt: bytes,
-    patterns: dict[str, str],
+    read: Callable[[subprocess.CompletedProcess], Generated],
     *,
     capacity: int,
-) -> tuple[subprocess.CompletedProcess, dict[str, float]]:
-    """Runs a program on a prompt, of which nothing is escaped or cut; reads its log.
+) -> Generated:
+    """Runs a program on a prompt, of which nothing is escaped or cut; reads its output.
 
-    A thread of llama.cpp's writes the log, and the end of the program may come before
-    the log's: it is then run again.
+    What is cut short is run again.
     """
     with tempfile.NamedTemporaryFile() as file:
         file.write(prompt)
@@ -295,11 +304,9 @@ def _generate(
         size = ("-c", str(capacity + _AHEAD), "-bf", file.name, "--no-escape")
         arguments = [*flags, *threads, *size, *_GREEDY]
         for _ in range(_TRIES - 1):
-            done = _run(build, name, arguments)
-            with contextlib.suppress(ValueError):
-                return done, _read(build, name, done.stderr, patterns)
-        done = _run(build, name, arguments)
-        return done, _read(build, name, done.stderr, patterns)
+            with contextlib.suppress(Unreadable):
+                return read(_run(build, name, arguments))
+        return read(_run(build, name, arguments))
 
 
 def _run(
@@ -350,12 +357,12 @@ def _read(
 
 def _unreadable(
     build: Build, name: str, output: bytes, *, lacks: str = ""
-) -> ValueError:
+) -> Unreadable:
     """The error of an output that another version prints, perhaps."""
     text = output.decode(errors="replace").strip()
     shown = " ".join(text.split())[-_SHOWN_CHARACTERS:] or "nothing"
     missing = f" ({lacks} is missing)" if lacks else ""
-    return ValueError(
+    return Unreadable(
         f"{build.folder / name}: an output that is not understood{missing}; it ends: "
         f"{shown}"
     )

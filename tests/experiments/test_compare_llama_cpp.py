@@ -38,7 +38,8 @@ if path.name == "llama-bench":
         print(json.dumps(row))
     sys.exit()
 prompt = pathlib.Path(after("-bf")).read_bytes()
-if mode == "cut" and (path.parent / "calls").read_text().count(path.name) < 3:
+is_early = (path.parent / "calls").read_text().count(path.name) < 3
+if mode == "cut" and is_early:
     sys.exit()
 text = bytes.fromhex(said["texts"].get(prompt.hex(), b"??".hex()))
 size = len(prompt) + (mode == "other tokens")
@@ -55,7 +56,8 @@ if path.name == "llama-completion":
     perf("       eval time =       5.50 ms /     7 runs   (    0.79 ms per token)")
     perf("      total time =      40.00 ms /    14 tokens")
 else:
-    out.write(b"\n\n" + prompt + text + b"\n\n" + b"\n\n")
+    end = b"" if mode == "half" and is_early else b"\n\n" + b"\n\n"
+    out.write(b"\n\n" + prompt + text + end)
     speed = size / 0.004
     log(f"encoded {size:4d} tokens in    0.005 seconds, speed: {speed:8.3f} t/s")
     log("decoded    8 tokens in    0.006 seconds, speed: 1333.333 t/s")
@@ -166,15 +168,16 @@ def test_the_end_of_a_text_is_no_text(fake):
     assert complete(find(fake)).text == b"a"
 
 
-def test_a_log_that_is_cut_short_is_asked_for_again(fake):
-    """Fails if one such log ends the comparison, or a program is run for ever."""
-    say(fake, speculative_simple="cut")
+@pytest.mark.parametrize("mode", ["cut", "half"])
+def test_what_is_cut_short_is_asked_for_again(fake, mode):
+    """Fails if one such log or text ends the comparison, or is asked for for ever."""
+    say(fake, speculative_simple=mode)
     assert speculate(find(fake)).accepted == 3
     assert len(calls(fake)) == 3
     say(fake, speculative_simple="garbage")
     with pytest.raises(ValueError, match="not understood"):
         speculate(find(fake))
-    assert len(calls(fake)) == 6
+    assert len(calls(fake)) == 3 + llama_cpp._TRIES
 
 
 def test_programs_are_told_to_decode_greedily(fake):
