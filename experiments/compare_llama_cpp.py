@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import argparse
 import pathlib
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +34,7 @@ from experiments.lib import (
     timing,
 )
 from spec_jax import loading
+from spec_jax.drafters import registry
 from spec_jax.ops import dispatch
 
 
@@ -47,23 +47,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("models")
     flags.add_models(group, has_mesh=False)
     subjects.add_presets(group)
-    flags.add_drafter(group)
+    flags.add_drafters(group, default="draft-model")
     build = parser.add_argument_group("llama.cpp")
     cli.add(
         build,
         """
         --llama-bin DIR  of a build: the folder of llama-bench, llama-completion and
-            llama-speculative-simple (docs/measurements.md says how to build them)
-        --draft-gguf FILE  the drafter as its own converter writes it, for a --drafter
-            that reads the target
+            llama-speculative-simple (docs/measurements.md says how to build them);
+            heads are converted by the script in the sources that it is of
         --threads N  of llama.cpp (default: as many as there are cores)
         --limit-s SECONDS=600  the longest that one of its programs may take
         """,
-        FILE=cli.source,
         SECONDS=float,
     )
     runs = parser.add_argument_group("runs")
-    flags.add_rounds(runs)
+    flags.add_rounds(runs, gammas="4")
     flags.add_prompts(runs, default="50")
     flags.add_gen_tokens(runs, default=64)
     flags.add_repeats(runs, default=3)
@@ -78,45 +76,85 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             "--llama-bin is missing: name the folder `bin` of a build of llama.cpp; "
             "docs/measurements.md says how to make one"
         )
-    if args.drafter not in llama_cpp.SPEC_TYPES:
-        known = ", ".join(llama_cpp.SPEC_TYPES)
-        parser.error(f"--drafter {args.drafter}: llama.cpp is compared on {known}")
-    if (args.drafter != "draft-model") != (args.draft_gguf is not None):
-        parser.error("--draft-gguf goes with a --drafter that reads the target")
-    if args.preset and (args.no_steps or args.drafter != "draft-model"):
+    known = ", ".join(llama_cpp.SPEC_TYPES)
+    for name in args.drafter:
+        if name not in llama_cpp.SPEC_TYPES:
+            parser.error(f"--drafter {name}: llama.cpp is compared on {known}")
+    if args.preset and (args.no_steps or args.drafter != ("draft-model",)):
         parser.error("--preset has steps alone, of models")
     return args
 
 
-def load(args: argparse.Namespace) -> loading.LanguageModel:
+def load(args: argparse.Namespace) -> models.Drafters:
     """Our side, with the slab that it has by default."""
+    sizes = {"gamma_max": max(args.gamma), "dtype": args.dtype, "impl": args.impl}
+    first, *others = args.drafter
     if args.preset:
-        sizes = {"gamma_max": args.gamma, "dtype": args.dtype, "impl": args.impl}
-        slab = max(loading.TARGET_SLAB, args.gamma + 1)
-        return subjects.preset_lm(args.preset, args.draft_preset, slab=slab, **sizes)
-    return loading.load(
-        args.target,
-        draft=args.draft,
-        drafter=args.drafter,
-        gamma_max=args.gamma,
-        dtype=args.dtype,
-        impl=args.impl,
-    )
+        slab = max(loading.TARGET_SLAB, sizes["gamma_max"] + 1)
+        names = args.preset, args.draft_preset
+        return {first: subjects.preset_lm(*names, slab=slab, **sizes)}
+    lm = loading.load(args.target, draft=args.draft, drafter=first, **sizes)
+    return {first: lm} | {name: models.with_drafter(args, lm, name) for name in others}
+
+
+def write_gguf(
+    args: argparse.Namespace,
+    lms: models.Drafters,
+    build: llama_cpp.Build,
+    folder: pathlib.Path,
+) -> tuple[pathlib.Path, dict[str, pathlib.Path]]:
+    """The target, and each drafter, for the other side: heads by its own converter."""
+    lm, drafts = next(iter(lms.values())), {}
+    target = folder / "target.gguf"
+    gguf_files.write(target, lm.target.config, lm.params, lm.tokenizer)
+    for name, one in lms.items():
+        path = folder / f"{name}.gguf"
+        if name not in registry.NEED_TARGET:
+            if one.drafter is None:  # Of a preset alone.
+                continue
+            config = one.drafter.model.config
+            gguf_files.write(path, config, one.drafter_params, lm.tokenizer)
+        else:
+            heads = loading.heads_for(args.target)
+            llama_cpp.convert(
+                build,
+                args.draft or registry.shipped_head(name, heads),
+                args.target or loading.EMBEDDED_TARGET,
+                path,
+                pre_tokenizer=gguf_files.pre_tokenizer_of(lm.tokenizer),
+                dtype=lm.target.config.dtype,
+            )
+        drafts[name] = path
+    return target, drafts
 
 
 def run_prompts(
     args: argparse.Namespace, sides: beside.Sides, subject: models.Subject, out: Any
-) -> list[beside.PromptRuns]:
-    """All prompts, each row written when it is known."""
-    design = results.Design(lm=subject.lm, settings=subject.settings)
-    results.warm_up([design], subject.ids)
+) -> list[dict[str, Any]]:
+    """The figures of all prompts; a row of each is written when it is known."""
+    results.warm_up(sides.designs(), subject.ids)
     done = []
     with terminal.counted("prompts", total=len(subject.prompts)) as advance:
         for prompt, ids in zip(subject.prompts, subject.ids, strict=True):
             done.append(beside.run_prompt(sides, prompt, ids, repeats=args.repeats))
             out.write(done[-1].row())
             advance()
-    return done
+    return beside.rows(done)
+
+
+def run_steps(
+    args: argparse.Namespace, lms: models.Drafters, **files: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The figures of steps, and what llama.cpp's build says of itself."""
+    lm = lms.get("draft-model") or next(iter(lms.values()))
+    with terminal.counted("turns of steps", total=args.repeats + 1) as advance:
+        return beside.measure_steps(
+            lm,
+            page_size=args.page_size,
+            repeats=args.repeats,
+            after_turn=advance,
+            **files,
+        )
 
 
 def run_all(
@@ -126,54 +164,34 @@ def run_all(
     console: rich_console.Console,
 ) -> bool:
     """Loads, measures, writes, prints; returns whether our texts are the same."""
-    started = time.perf_counter()
     threads = args.threads or timing.usable_cores()
     build = llama_cpp.find(args.llama_bin, threads=threads, limit_s=args.limit_s)
     subjects.check_device("cpu")
     gguf_files.check_installed()
-    lm = load(args)
-    target = folder / "target.gguf"
-    gguf_files.write(target, lm.target.config, lm.params, lm.tokenizer)
-    draft = args.draft_gguf
-    has_model = lm.drafter is not None and args.drafter == "draft-model"
-    if has_model:
-        draft = folder / "draft.gguf"
-        config = lm.drafter.model.config
-        gguf_files.write(draft, config, lm.drafter_params, lm.tokenizer)
+    lms = load(args)
+    target, drafts = write_gguf(args, lms, build, folder)
+    lm, found = next(iter(lms.values())), []
     out.common = describe(args, lm, threads)
-    found = []
     if not args.no_steps:
-        with terminal.counted("turns of steps", total=args.repeats + 1) as advance:
-            found, described = beside.measure_steps(
-                lm,
-                build,
-                target=target,
-                draft=draft if has_model else None,
-                page_size=args.page_size,
-                repeats=args.repeats,
-                after_turn=advance,
-            )
+        draft = drafts.get("draft-model")
+        found, described = run_steps(args, lms, build=build, target=target, draft=draft)
         out.common |= {"llama_cpp": described | {"threads": threads}}
         out.write_all(found)
-    if args.preset:
-        beside.print_all(console, found, None)
-        return True
-    subject = models.prepare(args, lm, args.prompts, stop_ids=lm.stop_ids)
-    sides = beside.Sides(
-        lm=lm,
-        settings=subject.settings,
-        drafter=args.drafter,
-        build=build,
-        target=target,
-        draft=draft,
-    )
-    done = run_prompts(args, sides, subject, out)
-    compared = beside.rows(done)
-    out.write_all(compared)
-    summary = beside.agreement(done) | {"total_s": time.perf_counter() - started}
-    out.write({"kind": "summary"} | summary)
-    beside.print_all(console, [*compared, *found], summary)
-    return summary["matched"]
+    if not args.preset:
+        subject = models.prepare(args, lm, args.prompts, stop_ids=lm.stop_ids)
+        sides = beside.Sides(
+            lms=lms,
+            settings=subject.settings,
+            gammas=args.gamma,
+            build=build,
+            target=target,
+            drafts=drafts,
+        )
+        of_prompts = run_prompts(args, sides, subject, out)
+        out.write_all(of_prompts)
+        found = [*of_prompts, *found]
+    beside.print_all(console, found)
+    return all(row["same_ours"] == row["prompts"] for row in found if "prompts" in row)
 
 
 def describe(
@@ -183,7 +201,6 @@ def describe(
     return {
         **subjects.names(args),
         "drafter": args.drafter,
-        "draft_gguf": args.draft_gguf,
         "dtype": lm.target.config.dtype,
         "impl": lm.target.impl,
         "native_isa": dispatch.instruction_set(lm.target.impl),

@@ -77,7 +77,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --gammas K,K,...  tokens drafted a round at forced acceptance (default: that of
             --gamma)
         """,
-        **{"FOLDER": pathlib.Path, "RATE,RATE,...": _rates},
+        **{"FOLDER": pathlib.Path, "RATE,RATE,...": forced_rounds.rates},
     )
     flags.add_repeats(group, default=20)
     flags.add_gen_tokens(group, default=64)
@@ -105,19 +105,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             )
     args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
     return args
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    """The type of `--forced`."""
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = ()
-    if not rates or not all(0 < rate < 1 for rate in rates):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of rates between 0 and 1, such as 0.4,0.6"
-        )
-    return rates
 
 
 def load(args: argparse.Namespace) -> loading.LanguageModel:

@@ -4,8 +4,9 @@ Measures what the parts of a round cost on this machine and how often drafts are
 predicts the speed-up of every drafter and gamma by `spec_jax.gamma.theory`, says which
 pairs cannot win and why, then runs them all, in turn with autoregressive decoding, and
 shows how far the predictions were off. Greedy without --temperature; stop tokens are
-ignored, so that every text has the same length. Exit status: 0 measured and matched, 2
-not matched, 1 the input was unusable.
+ignored, so that every text has the same length. With --preset, random weights in the
+shape of released models: what a draft would bring at each --acceptance, forced. Exit
+status: 0 measured and matched, 2 not matched, 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -26,6 +27,7 @@ from experiments.lib import (
     flags,
     models,
     planning,
+    preset_plans,
     records,
     results as results_lib,
     runs,
@@ -50,7 +52,9 @@ Trees = dict[tuple[str, str], loading.LanguageModel]
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add_models(parser.add_argument_group("models"))
+    group = parser.add_argument_group("models")
+    flags.add_models(group)
+    preset_plans.add_flags(group)
     group = parser.add_argument_group("runs")
     flags.add_drafters(group, default="draft-model,ngram,suffix,hybrid")
     flags.add_rounds(group, gammas="1,2,4")
@@ -74,6 +78,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
+    preset_plans.check(parser, args)
     if args.row_costs and not args.tree:
         parser.error("--row-costs is of trees: give --tree, or leave it out")
     return args
@@ -326,6 +331,9 @@ def run(args: argparse.Namespace) -> int:
     console, gamma_max = terminal.console(), max(args.gamma)
     with records.open_out(args) as out:
         costs_lib.check_gen_tokens(args.gen_tokens, gamma_max)
+        if args.preset:
+            same = preset_plans.run(args, out, console)
+            return MATCHED if same else NOT_MATCHED
         lms = models.load_drafters(args, args.drafter, gamma_max=gamma_max)
         trees = load_trees(args, lms)
         read_row_costs(args, trees)  # Before anything is run.

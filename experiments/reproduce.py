@@ -39,7 +39,8 @@ RESULTS = records.RESULTS
 LOG = "reproduce.jsonl"
 
 DATA = "{data}"
-"""In a command: the folder of `--data`."""
+LLAMA = "{llama}"
+"""In a command: the folders of `--data` and `--llama-bin`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,6 +202,7 @@ def _heads() -> Iterator[Step]:
 def _comparisons() -> Iterator[Step]:
     """Trees, designs, batches, policies, traces, and a path that mismatches."""
     yield from _trees()
+    yield from _beside_llama()
     command = "history --prompts 20"
     yield Step(file="history.jsonl", runs=(command,), keep="history")
     command = "throughput --repeats 5"
@@ -246,6 +248,19 @@ def _schedule() -> Step:
     return Step(file="schedule.jsonl", runs=tuple(runs), keep="throughput")
 
 
+def _beside_llama() -> Iterator[Step]:
+    """Speeds beside llama.cpp, of the pair and of a preset, and what it keeps of the
+    drafts of shipped heads."""
+    runs = {"": "--repeats 5", "_qwen3_0.6b": "--preset qwen3-0.6b --repeats 5"}
+    if heads := loading.shipped_heads():
+        kept = "--gamma 4,7 --no-steps --repeats 1"
+        runs["_heads"] = f"--drafter {','.join(heads)} {kept}"
+    for name, more in runs.items():
+        command = f"compare_llama_cpp --llama-bin {LLAMA} {more}"
+        file = f"compare_llama_cpp{name}.jsonl"
+        yield Step(file=file, runs=(command,), keep="comparison")
+
+
 def _certificates() -> Iterator[Step]:
     gsm8k = f"--prompts {DATA}/gsm8k/test.jsonl:50 --gen-tokens 64"
     for name, more in {
@@ -272,6 +287,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             as 'spec_round|figures'; --list names them (default: all)
         --data DIR  folder of data sets, with gsm8k/test.jsonl; steps that need it are
             left out without it
+        --llama-bin DIR  of a build of llama.cpp, as compare_llama_cpp.py has it; steps
+            that need one are left out without it
         --list  say what would be run and what is finished, and run nothing
         --tables  write the tables of README.md and docs from the rows, and run nothing
         --allow-dirty  from changed code too: rows and certificates say so
@@ -288,19 +305,27 @@ def chosen(args: argparse.Namespace) -> list[Step]:
     return found
 
 
-def state_of(step: Step, log: Sequence[dict], commit: str | None, data: Any) -> str:
-    """ "finished", "left out" for want of data, or "to do"."""
-    if data is None and any(DATA in run for run in step.runs):
-        return "left out"
+def state_of(
+    args: argparse.Namespace, step: Step, log: Sequence[dict], commit: str | None
+) -> str:
+    """ "finished", "left out" for want of a flag, or "to do"."""
+    for word, flag in ((DATA, "data"), (LLAMA, "llama_bin")):
+        if getattr(args, flag) is None and any(word in run for run in step.runs):
+            return f"left out, for want of {cli.flag_of(flag)}"
     wanted = {"step": step.file, "commands": list(step.runs), "git_commit": commit}
     is_logged = any(wanted.items() <= row.items() for row in log)
     return "finished" if is_logged and step.path.exists() else "to do"
 
 
-def words_of(data: pathlib.Path | None, parts: pathlib.Path) -> dict[str, Any]:
+def words_of(args: argparse.Namespace, parts: pathlib.Path) -> dict[str, Any]:
     """What stands in braces in a command; `parts` is the folder of its runs' rows."""
-    first, scratch = parts / "0.jsonl", parts / "scratch"
-    return {"results": RESULTS, "data": data, "first": first, "scratch": scratch}
+    return {
+        "results": RESULTS,
+        "data": args.data,
+        "llama": args.llama_bin,
+        "first": parts / "0.jsonl",
+        "scratch": parts / "scratch",
+    }
 
 
 def run_step(args: argparse.Namespace, step: Step) -> int:
@@ -311,7 +336,7 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
     worst, rows = 0, []
     with tempfile.TemporaryDirectory() as folder:
         parts = pathlib.Path(folder)
-        words = words_of(args.data, parts)
+        words = words_of(args, parts)
         for number, command in enumerate(step.runs):
             script, *arguments = shlex.split(command.format(**words))
             path = parts / f"{number}.jsonl" if step.keep else step.path
@@ -349,7 +374,7 @@ def run_all(args: argparse.Namespace) -> int:
     log = _read_log(path)
     worst = DONE
     for step in chosen(args):
-        state = state_of(step, log, here["git_commit"], args.data)
+        state = state_of(args, step, log, here["git_commit"])
         print(f"{step.file}: {state}", flush=True)
         if state != "to do":
             continue
@@ -419,7 +444,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         log, commit = _read_log(RESULTS / LOG), records.provenance()["git_commit"]
         for step in chosen(args):
-            state = state_of(step, log, commit, args.data)
+            state = state_of(args, step, log, commit)
             print(f"{step.file}: {state}", *step.runs, sep="\n    ")
         return DONE
     return run_all(args)

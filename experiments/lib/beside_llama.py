@@ -15,10 +15,13 @@ from rich import console as rich_console
 from experiments.lib import (
     compare,
     llama_cpp,
+    models,
     prompt_files,
+    results,
     runs as runs_lib,
     steps,
     tables,
+    terminal,
     timing,
 )
 from spec_jax import loading
@@ -27,6 +30,9 @@ from spec_jax.model import tokenizer as tokenizer_lib
 
 OURS, THEIRS = compare.OURS, "llama.cpp"
 PLAIN = "plain"
+FASTEST = "the fastest that drafts, and the fastest of theirs: end to end"
+NAMES = {"draft-model": "speculative"}
+"""What figures call a drafter; the others by their own names."""
 
 CONTEXT = 32
 """Of our steps: the middle of the contexts that `TOKENS` steps after nothing have."""
@@ -48,20 +54,37 @@ DRAFT_TESTS = {"draft step": ("draft step", f"tg{TOKENS}")}
 class Sides:
     """The same models on both sides, and what both are asked for."""
 
-    lm: loading.LanguageModel
+    lms: models.Drafters  # by a name of `llama_cpp.SPEC_TYPES`
     settings: runs_lib.Settings
-    drafter: str  # of `llama_cpp.SPEC_TYPES`
+    gammas: Sequence[int]
     build: llama_cpp.Build
     target: pathlib.Path  # GGUF files
-    draft: pathlib.Path
+    drafts: Mapping[str, pathlib.Path]
+
+    @property
+    def lm(self) -> loading.LanguageModel:
+        """The target, with any of the drafters."""
+        return next(iter(self.lms.values()))
 
     def runs(self) -> list[compare.Run]:
-        """Plain on either side, then speculative."""
+        """Plain on either side, then speculative by each drafter and gamma."""
+        drafted = [(name, gamma) for name in self.lms for gamma in self.gammas]
         return [
             compare.Run(side=side, method=method, gamma=gamma)
-            for method, gamma in ((PLAIN, None), (self.drafter, self.settings.gamma))
+            for method, gamma in [(PLAIN, None), *drafted]
             for side in (OURS, THEIRS)
         ]
+
+    def designs(self) -> list[results.Design]:
+        """All that our side runs, to be warmed up."""
+        return [
+            results.Design(lm=self.lms[run.method], settings=self._settings(run))
+            for run in self.runs()
+            if run.side == OURS and run.gamma
+        ]
+
+    def _settings(self, run: compare.Run) -> runs_lib.Settings:
+        return dataclasses.replace(self.settings, gamma=run.gamma)
 
     def generate(self, run: compare.Run, prompt: list[int]) -> llama_cpp.Generated:
         """One run of a prompt.
@@ -79,7 +102,7 @@ class Sides:
             done = llama_cpp.speculate(
                 self.build,
                 self.target,
-                self.draft,
+                self.drafts[run.method],
                 text,
                 drafter=run.method,
                 gamma=run.gamma,
@@ -98,7 +121,8 @@ class Sides:
         if run.gamma is None:
             done = runs_lib.run_plain(lm, self.settings, prompt)
         else:
-            done = runs_lib.run_speculative(lm, self.settings, prompt)
+            lm = self.lms[run.method]
+            done = runs_lib.run_speculative(lm, self._settings(run), prompt)
             counters = done.counters
         stop = self.settings.stop_ids
         shown = [token for token in done.tokens if token not in stop]
@@ -129,9 +153,15 @@ class PromptRuns:
     generated: Mapping[compare.Run, Sequence[llama_cpp.Generated]]
 
     def first_difference(self, run: compare.Run) -> int | None:
-        """The byte at which a text first differs from that of our plain decoding."""
-        ours = next(iter(self.generated.values()))[0].text
-        return compare.first_difference(self.generated[run][0].text, ours)
+        """The byte at which a text first differs from that of our plain decoding.
+
+        llama.cpp's last round may have more drafts than are asked for: what is beyond
+        our text is not looked at.
+        """
+        ours = next(iter(self.generated.values()))[0]
+        done = self.generated[run][0]
+        end = len(ours.text) if done.tokens > ours.tokens else None
+        return compare.first_difference(done.text[:end], ours.text)
 
     def row(self) -> dict[str, Any]:
         """The JSON row."""
@@ -239,22 +269,28 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
     """Rows of plain and of speculative decoding, over all prompts of a turn.
 
     Decoding is what a token costs after the prompt; end to end is everything, over the
-    tokens.
+    tokens. The last row is of the fastest of ours that drafts, and of theirs at all.
     """
-    made, fastest = [], None
+    made: list[dict[str, Any]] = []
     every = list(prompts[0].generated)
+    drafted, their_e2e = [], []
     for ours, theirs in zip(every[::2], every[1::2], strict=True):
-        kind = PLAIN if ours.gamma is None else f"speculative, {ours.gamma} drafted"
+        kind = PLAIN
+        if ours.gamma is not None:
+            kind = f"{NAMES.get(ours.method, ours.method)}, {ours.gamma} drafted"
         decode = [_per_token(prompts, run, whole=False) for run in (ours, theirs)]
         e2e = [_per_token(prompts, run, whole=True) for run in (ours, theirs)]
-        fastest = min(filter(None, (fastest, e2e[1])), key=sum)
-        drafts = ours.gamma and [_drafts(prompts, run) for run in (ours, theirs)]
+        their_e2e.append(e2e[1])
+        more = same_texts(prompts, ours, theirs)
+        if ours.gamma:
+            drafted.append(e2e[0])
+            more |= {"drafts": _both_drafts(prompts, ours, theirs)}
         made += [
-            compared(f"{kind}: decode", "ms/token", *decode, drafts=drafts),
-            compared(f"{kind}: end to end", "ms/token", *e2e, drafts=drafts),
+            compared(f"{kind}: decode", "ms/token", *decode),
+            compared(f"{kind}: end to end", "ms/token", *e2e, **more),
         ]
-    name = f"{kind}: end to end, and the faster of theirs"
-    return [*made, compared(name, "ms/token", e2e[0], fastest)]
+    fastest = min(drafted, key=sum), min(their_e2e, key=sum)
+    return [*made, compared(FASTEST, "ms/token", *fastest)]
 
 
 def _per_token(
@@ -268,8 +304,27 @@ def _per_token(
     return found
 
 
+def _both_drafts(
+    prompts: Sequence[PromptRuns], ours: compare.Run, theirs: compare.Run
+) -> dict[str, Any]:
+    """What was drafted and kept on either side, in the first turn.
+
+    Texts that part have other drafts from there on: `same` is of the prompts whose text
+    is one and the same.
+    """
+    same = [p for p in prompts if p.first_difference(theirs) is None]
+    return {
+        "ours": _drafts(prompts, ours),
+        "theirs": _drafts(prompts, theirs),
+        "same": {
+            "prompts": len(same),
+            "ours": _drafts(same, ours)["accepted_per_round"],
+            "theirs": _drafts(same, theirs)["accepted_per_round"],
+        },
+    }
+
+
 def _drafts(prompts: Sequence[PromptRuns], run: compare.Run) -> dict[str, Any]:
-    """What was drafted and kept, in the first turn."""
     done = [prompt.generated[run][0] for prompt in prompts]
     rounds, proposed, accepted = (
         sum(getattr(one, name) for one in done)
@@ -280,26 +335,25 @@ def _drafts(prompts: Sequence[PromptRuns], run: compare.Run) -> dict[str, Any]:
         "proposed": proposed,
         "accepted": accepted,
         "acceptance_rate": accepted / proposed if proposed else None,
-        "accepted_per_round": accepted / rounds,
+        "accepted_per_round": accepted / rounds if rounds else None,
     }
 
 
-def agreement(prompts: Sequence[PromptRuns]) -> dict[str, Any]:
-    """How many prompts have the text of our plain decoding, by run.
+def same_texts(
+    prompts: Sequence[PromptRuns], ours: compare.Run, theirs: compare.Run
+) -> dict[str, int]:
+    """Of how many prompts each side's text is that of our plain decoding.
 
-    `matched` is whether our speculative texts all have it, which they must; llama.cpp
-    rounds otherwise, and need not.
+    All of ours must be; llama.cpp rounds otherwise, and its texts need not.
     """
-    ours, theirs, our_drafts, their_drafts = prompts[0].generated
     same = {
-        run: sum(prompt.first_difference(run) is None for prompt in prompts)
-        for run in (theirs, our_drafts, their_drafts)
+        run.side: sum(prompt.first_difference(run) is None for prompt in prompts)
+        for run in (ours, theirs)
     }
     return {
         "prompts": len(prompts),
-        "same_plain": same[theirs],
-        "same_speculative": same[their_drafts],
-        "matched": same[our_drafts] == len(prompts),
+        "same_ours": same[OURS],
+        "same_theirs": same[THEIRS],
     }
 
 
@@ -314,30 +368,32 @@ COLUMNS = {
 }
 """Of the table, for `tables.print_rows`."""
 
+NOTE = (
+    "Texts are compared with that of our plain decoding, which our drafted ones must "
+    "be; llama.cpp keeps K/V in float16 and adds in another order, and need not."
+)
 
-def print_all(
-    console: rich_console.Console,
-    compared_rows: Sequence[tables.Row],
-    summary: tables.Row | None,
-) -> None:
-    """Prints the table, and how far the texts agree."""
-    tables.print_rows(compared_rows, COLUMNS, console)
-    for row in compared_rows:
-        if row.get("drafts") and row["figure"].endswith("end to end"):
-            ours, theirs = row["drafts"]
-            console.print(
-                f"drafts kept a round: {ours['accepted_per_round']:.3f} ours, "
-                f"{theirs['accepted_per_round']:.3f} llama.cpp's, in {ours['rounds']} "
-                f"and {theirs['rounds']} rounds",
-                highlight=False,
+
+def print_all(console: rich_console.Console, rows: Sequence[tables.Row]) -> None:
+    """Prints the table, what was kept of drafts, and how far the texts agree."""
+    tables.print_rows(rows, COLUMNS, console)
+    for row in rows:
+        if "prompts" not in row:
+            continue
+        words = [
+            f"{row['figure'].partition(':')[0]}: our text in {row['same_ours']} of "
+            f"{row['prompts']} prompts, llama.cpp's in {row['same_theirs']}"
+        ]
+        if "drafts" in row:
+            drafts, kept = row["drafts"], "accepted_per_round"
+            same = [
+                terminal.format_value(drafts["same"][side], ".3f")
+                for side in ("ours", "theirs")
+            ]
+            words.append(
+                f"drafts kept a round {drafts['ours'][kept]:.3f} here and "
+                f"{drafts['theirs'][kept]:.3f} there ({' and '.join(same)} where the "
+                f"text is the same)"
             )
-    if summary is None:
-        return
-    console.print(
-        f"llama.cpp's greedy text is ours in {summary['same_plain']} of "
-        f"{summary['prompts']} prompts, its speculative text in "
-        f"{summary['same_speculative']}: its sums are rounded in another order, and it "
-        f"need not be. Our own drafted text is that of decoding: "
-        f"{str(summary['matched']).lower()}.",
-        highlight=False,
-    )
+        console.print("; ".join(words), highlight=False, soft_wrap=True)
+    console.print(NOTE, highlight=False, soft_wrap=True)

@@ -6,6 +6,7 @@ tokens of decoding alone, and its keys and values as integers. The context is no
 the same for all runs, and no prefill is timed.
 """
 
+import argparse
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -36,6 +37,19 @@ from spec_jax.paging import index
 
 
 PLAIN = "plain"
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """The type of a flag that lists rates to be forced."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < rate < 1 for rate in found):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of rates between 0 and 1, such as 0.4,0.6"
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

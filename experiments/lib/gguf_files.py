@@ -160,6 +160,12 @@ def _add_tokenizer(
     writer.add_add_bos_token(False)
 
 
+def pre_tokenizer_of(tokenizer: tokenizer_lib.Tokenizer) -> str:
+    """llama.cpp's name of a tokenizer's pre-tokenizer; raises as `pre_tokenizer`."""
+    raw = json.loads(tokenizer.path.read_text(encoding="utf-8"))
+    return pre_tokenizer(raw, tokenizer.path)
+
+
 def pre_tokenizer(raw: Mapping[str, Any], path: pathlib.Path) -> str:
     """llama.cpp's name of the pre-tokenizer of a `tokenizer.json`.
 

@@ -11,8 +11,9 @@ import json
 import pathlib
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 BENCH, PLAIN, SPECULATIVE = PROGRAMS = (
@@ -32,8 +33,23 @@ SPEC_TYPES = {
 _END = b" [end of text]\n"
 # Greedy, by the shortest chain of samplers that it has.
 _GREEDY = ("--temp", "0", "--samplers", "top_k", "--top-k", "1")
-_TRIES = 3
-"""How often a program is run whose log is cut short."""
+_TRIES = 10
+"""How often a program is run whose output is cut short: a thread of llama.cpp's writes
+it, which the end of the program does not wait for, and a busy machine holds up."""
+
+_SOURCES = re.compile(r"^llama\.cpp_SOURCE_DIR:STATIC=(.+)$", re.MULTILINE)
+_CONVERT = """
+import pathlib, sys
+script, name = sys.argv[1:3]
+sys.path.insert(0, str(pathlib.Path(script).parent))
+from conversion import base
+base.TextModel.get_vocab_base_pre = lambda *_: name
+import convert_hf_to_gguf
+sys.argv[:3] = [script]
+convert_hf_to_gguf.main()
+"""
+"""Runs its converter, which knows the pre-tokenizers of released models, by digests of
+what they make of a text; that of any other is told here."""
 
 _AHEAD = 32
 """Positions that a cache has beside those asked for: the last rounds draft no less."""
@@ -92,6 +108,10 @@ class Speed:
     cpu: str
 
 
+class Unreadable(ValueError):
+    """An output that lacks something: cut short, or of another version."""
+
+
 def find(folder: pathlib.Path, *, threads: int, limit_s: float) -> Build:
     """Returns the build in a folder.
 
@@ -105,6 +125,46 @@ def find(folder: pathlib.Path, *, threads: int, limit_s: float) -> Build:
             "llama.cpp, see docs/measurements.md"
         )
     return Build(folder=folder, threads=threads, limit_s=limit_s)
+
+
+def convert(
+    build: Build,
+    head: pathlib.Path,
+    target: pathlib.Path,
+    path: pathlib.Path,
+    *,
+    pre_tokenizer: str,
+    dtype: str,
+) -> None:
+    """Writes the GGUF file of a head that reads a target, by llama.cpp's converter.
+
+    Args:
+      head, target: folders.
+      pre_tokenizer: llama.cpp's name of the target's.
+      dtype: "bfloat16" or "float32".
+
+    Raises:
+      ValueError: no sources, or a head that it does not convert.
+    """
+    script = _sources(build) / "convert_hf_to_gguf.py"
+    command = ["-c", _CONVERT, str(script), pre_tokenizer, str(head)]
+    command += ["--target-model-dir", str(target), "--outfile", str(path)]
+    command += ["--outtype", {"bfloat16": "bf16", "float32": "f32"}[dtype]]
+    _call(build, script, [sys.executable, *command])
+    if not path.is_file():
+        raise ValueError(f"{script}: wrote no GGUF file of {head}")
+
+
+def _sources(build: Build) -> pathlib.Path:
+    """The folder that a build is of, as CMake noted it."""
+    cache = build.folder.parent / "CMakeCache.txt"
+    found = cache.is_file() and _SOURCES.search(cache.read_text(errors="replace"))
+    if not found or not (pathlib.Path(found[1]) / "convert_hf_to_gguf.py").is_file():
+        raise ValueError(
+            f"{cache}: names no sources of llama.cpp with convert_hf_to_gguf.py, which "
+            "writes heads as GGUF; leave the sources where they were built"
+        )
+    return pathlib.Path(found[1])
 
 
 def bench(
@@ -161,19 +221,22 @@ def complete(
     """
     flags = ["-m", str(model), "-n", str(max_tokens)]
     flags += ["--no-display-prompt", "-no-cnv"]
-    done, found = _generate(build, PLAIN, flags, prompt, _OF_PLAIN, capacity=capacity)
-    text = done.stdout
-    if not text.endswith(b"\n\n"):
-        raise _unreadable(build, PLAIN, text)
-    steps = int(found["steps"])
-    return Generated(
-        text=text.removesuffix(b"\n\n").removesuffix(_END),
-        prompt_tokens=int(found["prompt_tokens"]),
-        tokens=steps + 1,  # The first comes from the prompt's own logits.
-        prefill_s=found["prefill_ms"] / 1e3,
-        decode_s=(found["decode_ms"] + found["sampling_ms"]) / 1e3,
-        steps=steps,
-    )
+
+    def read(done: subprocess.CompletedProcess) -> Generated:
+        found, text = _read(build, PLAIN, done.stderr, _OF_PLAIN), done.stdout
+        if not text.endswith(b"\n\n"):
+            raise _unreadable(build, PLAIN, text)
+        steps = int(found["steps"])
+        return Generated(
+            text=text.removesuffix(b"\n\n").removesuffix(_END),
+            prompt_tokens=int(found["prompt_tokens"]),
+            tokens=steps + 1,  # The first comes from the prompt's own logits.
+            prefill_s=found["prefill_ms"] / 1e3,
+            decode_s=(found["decode_ms"] + found["sampling_ms"]) / 1e3,
+            steps=steps,
+        )
+
+    return _generate(build, PLAIN, flags, prompt, read, capacity=capacity)
 
 
 def speculate(
@@ -196,27 +259,29 @@ def speculate(
     flags = ["-m", str(model), "-md", str(draft), "-n", str(max_tokens - 1)]
     flags += ["--spec-type", SPEC_TYPES[drafter], "--spec-draft-n-max", str(gamma)]
     flags += ["--spec-draft-p-min", "0", "-td", str(build.threads)]
-    done, found = _generate(
-        build, SPECULATIVE, flags, prompt, _OF_SPECULATIVE, capacity=capacity
-    )
-    beginning, end = b"\n\n" + prompt, b"\n\n\n\n"
-    is_whole = done.stdout.startswith(beginning) and done.stdout.endswith(end)
-    speeds = found["prefill_speed"], found["decode_speed"]
-    if not (is_whole and all(speeds) and found["tokens"]):
-        raise _unreadable(build, SPECULATIVE, done.stdout)
-    tokens, accepted = int(found["tokens"]), int(found["accepted"])
-    return Generated(
-        text=done.stdout[len(beginning) : -len(end)],
-        prompt_tokens=int(found["prompt_tokens"]),
-        tokens=tokens,
-        prefill_s=found["prompt_tokens"] / found["prefill_speed"],
-        decode_s=tokens / found["decode_speed"],
-        steps=tokens,
-        # Each round commits one token besides the drafts that it keeps.
-        rounds=tokens - accepted,
-        proposed=int(found["proposed"]),
-        accepted=accepted,
-    )
+
+    def read(done: subprocess.CompletedProcess) -> Generated:
+        found = _read(build, SPECULATIVE, done.stderr, _OF_SPECULATIVE)
+        beginning, end = b"\n\n" + prompt, b"\n\n\n\n"
+        is_whole = done.stdout.startswith(beginning) and done.stdout.endswith(end)
+        speeds = found["prefill_speed"], found["decode_speed"]
+        if not (is_whole and all(speeds) and found["tokens"]):
+            raise _unreadable(build, SPECULATIVE, done.stdout)
+        tokens, accepted = int(found["tokens"]), int(found["accepted"])
+        return Generated(
+            text=done.stdout[len(beginning) : -len(end)],
+            prompt_tokens=int(found["prompt_tokens"]),
+            tokens=tokens,
+            prefill_s=found["prompt_tokens"] / found["prefill_speed"],
+            decode_s=tokens / found["decode_speed"],
+            steps=tokens,
+            # Each round commits one token besides the drafts that it keeps.
+            rounds=tokens - accepted,
+            proposed=int(found["proposed"]),
+            accepted=accepted,
+        )
+
+    return _generate(build, SPECULATIVE, flags, prompt, read, capacity=capacity)
 
 
 def _generate(
@@ -224,14 +289,13 @@ def _generate(
     name: str,
     flags: Sequence[str],
     prompt: bytes,
-    patterns: dict[str, str],
+    read: Callable[[subprocess.CompletedProcess], Generated],
     *,
     capacity: int,
-) -> tuple[subprocess.CompletedProcess, dict[str, float]]:
-    """Runs a program on a prompt, of which nothing is escaped or cut; reads its log.
+) -> Generated:
+    """Runs a program on a prompt, of which nothing is escaped or cut; reads its output.
 
-    A thread of llama.cpp's writes the log, and the end of the program may come before
-    the log's: it is then run again.
+    What is cut short is run again.
     """
     with tempfile.NamedTemporaryFile() as file:
         file.write(prompt)
@@ -240,21 +304,26 @@ def _generate(
         size = ("-c", str(capacity + _AHEAD), "-bf", file.name, "--no-escape")
         arguments = [*flags, *threads, *size, *_GREEDY]
         for _ in range(_TRIES - 1):
-            done = _run(build, name, arguments)
-            with contextlib.suppress(ValueError):
-                return done, _read(build, name, done.stderr, patterns)
-        done = _run(build, name, arguments)
-        return done, _read(build, name, done.stderr, patterns)
+            with contextlib.suppress(Unreadable):
+                return read(_run(build, name, arguments))
+        return read(_run(build, name, arguments))
 
 
 def _run(
     build: Build, name: str, arguments: Sequence[str]
 ) -> subprocess.CompletedProcess:
-    """Runs a program to its end."""
+    """Runs one of the programs to its end."""
     program = build.folder / name
+    return _call(build, program, [str(program), *arguments])
+
+
+def _call(
+    build: Build, program: pathlib.Path, command: Sequence[str]
+) -> subprocess.CompletedProcess:
+    """Runs a command to its end; `program` is what errors name."""
     try:
         done = subprocess.run(
-            [str(program), *arguments],
+            command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=build.limit_s,
@@ -288,12 +357,12 @@ def _read(
 
 def _unreadable(
     build: Build, name: str, output: bytes, *, lacks: str = ""
-) -> ValueError:
+) -> Unreadable:
     """The error of an output that another version prints, perhaps."""
     text = output.decode(errors="replace").strip()
     shown = " ".join(text.split())[-_SHOWN_CHARACTERS:] or "nothing"
     missing = f" ({lacks} is missing)" if lacks else ""
-    return ValueError(
+    return Unreadable(
         f"{build.folder / name}: an output that is not understood{missing}; it ends: "
         f"{shown}"
     )

@@ -97,13 +97,32 @@ def llama_cpp() -> Lines:
     """The embedded pair beside llama.cpp, and the shape of Qwen3-0.6B."""
     command = "`python experiments/compare_llama_cpp.py --llama-bin DIR`"
     yield command, "llama.cpp", "spec_jax", "times faster (p10 to p90)"
-    for row in rows_of("compare_llama_cpp*.jsonl", "comparison"):
-        shape = "" if row["target"] == "embedded" else f"{row['target']}: "
-        low, high = row["ratio_p10"], row["ratio_p90"]
+    for name in ("", "_qwen3_0.6b"):
+        for row in rows_of(f"compare_llama_cpp{name}.jsonl", "comparison"):
+            shape = f"{row['target']}: " if name else ""
+            low, high = row["ratio_p10"], row["ratio_p90"]
+            yield (
+                f"{shape}{row['figure']}, {row['unit']}",
+                *(f"{row[side]:.3f}" for side in ("theirs", "ours")),
+                f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
+            )
+
+
+def llama_cpp_heads() -> Lines:
+    """What either side keeps of the drafts of shipped heads."""
+    command = "`--drafter eagle3,dspark --gamma 4,7 --no-steps --repeats 1`"
+    yield command, "llama.cpp", "spec_jax", "same text", "there", "here"
+    for row in rows_of("compare_llama_cpp_heads.jsonl", "comparison"):
+        if "drafts" not in row:
+            continue
+        drafts, same = row["drafts"], row["drafts"]["same"]
+        kept = [drafts[side]["accepted_per_round"] for side in ("theirs", "ours")]
+        of_same = [same[side] for side in ("theirs", "ours")]
         yield (
-            f"{shape}{row['figure']}, {row['unit']}",
-            *(f"{row[side]:.3f}" for side in ("theirs", "ours")),
-            f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
+            row["figure"].partition(":")[0],
+            *(f"{number:.3f}" for number in kept),
+            f"{same['prompts']} of {row['prompts']}",
+            *("" if number is None else f"{number:.3f}" for number in of_same),
         )
 
 
@@ -302,9 +321,8 @@ def regret() -> Lines:
 TABLES: Mapping[str, Callable[[], Lines]] = {
     made.__name__: made
     for made in (
-        *(rounds, hugging_face, llama_cpp, kernels, designs, certificates, batches),
-        schedule,
-        *(trees, heads, evaluation, regret),
+        *(rounds, hugging_face, llama_cpp, llama_cpp_heads, kernels, designs),
+        *(certificates, batches, schedule, trees, heads, evaluation, regret),
     )
 }
 

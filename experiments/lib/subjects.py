@@ -44,11 +44,17 @@ _SMALL = config_lib.Qwen3Config(
 _LARGE = {"hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36}
 _LARGE |= {"num_heads": 32, "tie_word_embeddings": False}
 
+_TENTH = {"hidden_size": 320, "intermediate_size": 896, "num_layers": 6}
+_TENTH |= {"num_heads": 8, "num_kv_heads": 4}
+
 PRESETS = {
     "qwen3-0.6b": _SMALL,
+    "qwen3-1.7b": dataclasses.replace(_SMALL, hidden_size=2048, intermediate_size=6144),
     "qwen3-8b": dataclasses.replace(_SMALL, **_LARGE),
+    "draft-60m": dataclasses.replace(_SMALL, **_TENTH),
 }
-"""Configs of released models by the name of their preset."""
+"""Configs by the name of their preset: of released models, and of a draft that has a
+tenth of the smallest one's parameters and its vocabulary."""
 
 _GIB = 2**30
 
@@ -109,7 +115,7 @@ def check_device(device: str) -> str:
 def add_presets(group: argparse._ActionsContainer) -> None:
     """`--preset` and `--draft-preset`, for `load` and `check_presets`."""
     for name, what in (("--preset", "target"), ("--draft-preset", "draft")):
-        words = f"a {what} of random weights in the shape of a released model"
+        words = f"a {what} of random weights in that shape, mostly a released model's"
         cli.add(group, f"{name} NAME  {words}", NAME=sorted(PRESETS))
 
 

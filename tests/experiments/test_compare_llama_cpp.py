@@ -10,7 +10,7 @@ import pytest
 from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import compare_llama_cpp
-from experiments.lib import beside_llama as beside, llama_cpp, steps
+from experiments.lib import beside_llama as beside, compare, llama_cpp, steps
 from spec_jax.model import tokenizer
 
 
@@ -38,7 +38,8 @@ if path.name == "llama-bench":
         print(json.dumps(row))
     sys.exit()
 prompt = pathlib.Path(after("-bf")).read_bytes()
-if mode == "cut" and (path.parent / "calls").read_text().count(path.name) < 3:
+is_early = (path.parent / "calls").read_text().count(path.name) < 3
+if mode == "cut" and is_early:
     sys.exit()
 text = bytes.fromhex(said["texts"].get(prompt.hex(), b"??".hex()))
 size = len(prompt) + (mode == "other tokens")
@@ -55,7 +56,8 @@ if path.name == "llama-completion":
     perf("       eval time =       5.50 ms /     7 runs   (    0.79 ms per token)")
     perf("      total time =      40.00 ms /    14 tokens")
 else:
-    out.write(b"\n\n" + prompt + text + b"\n\n" + b"\n\n")
+    end = b"" if mode == "half" and is_early else b"\n\n" + b"\n\n"
+    out.write(b"\n\n" + prompt + text + end)
     speed = size / 0.004
     log(f"encoded {size:4d} tokens in    0.005 seconds, speed: {speed:8.3f} t/s")
     log("decoded    8 tokens in    0.006 seconds, speed: 1333.333 t/s")
@@ -67,11 +69,39 @@ else:
 """
 
 
+CONVERTER = """
+import json, pathlib, sys
+from conversion import base
+def main():
+    path, args = pathlib.Path(__file__).parents[1] / "bin", sys.argv[1:]
+    said = json.loads((path / "said.json").read_text())
+    if said.get("llama-converter") == "fails":
+        sys.exit("NotImplementedError: Architecture 'Other' not supported!")
+    pre = base.TextModel().get_vocab_base_pre("a tokenizer")
+    with (path / "calls").open("a") as calls:
+        calls.write(json.dumps(["convert", pre, *args]) + "\\n")
+    if said.get("llama-converter") != "nothing":
+        pathlib.Path(args[args.index("--outfile") + 1]).write_bytes(b"GGUF")
+"""
+
+
 @pytest.fixture
 def fake(tmp_path):
-    """A folder of the three programs; what they say is in `said.json`."""
+    """A folder of the three programs; what they say is in `said.json`. Beside it what
+    CMake noted, and the sources: their converter."""
     folder = tmp_path / "bin"
     folder.mkdir()
+    sources = tmp_path / "llama cpp"
+    (sources / "conversion").mkdir(parents=True)
+    (sources / "conversion" / "base.py").write_text(
+        "class TextModel:\n    def get_vocab_base_pre(self, tokenizer):\n"
+        "        raise NotImplementedError\n"
+    )
+    (sources / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    (tmp_path / "CMakeCache.txt").write_text(
+        f"ggml_SOURCE_DIR:STATIC={sources}/ggml\n"
+        f"llama.cpp_SOURCE_DIR:STATIC={sources}\nOTHER:STATIC=1\n"
+    )
     for name in llama_cpp.PROGRAMS:
         path = folder / name
         path.write_text(PROGRAM.replace("PYTHON", sys.executable))
@@ -138,15 +168,16 @@ def test_the_end_of_a_text_is_no_text(fake):
     assert complete(find(fake)).text == b"a"
 
 
-def test_a_log_that_is_cut_short_is_asked_for_again(fake):
-    """Fails if one such log ends the comparison, or a program is run for ever."""
-    say(fake, speculative_simple="cut")
+@pytest.mark.parametrize("mode", ["cut", "half"])
+def test_what_is_cut_short_is_asked_for_again(fake, mode):
+    """Fails if one such log or text ends the comparison, or is asked for for ever."""
+    say(fake, speculative_simple=mode)
     assert speculate(find(fake)).accepted == 3
     assert len(calls(fake)) == 3
     say(fake, speculative_simple="garbage")
     with pytest.raises(ValueError, match="not understood"):
         speculate(find(fake))
-    assert len(calls(fake)) == 6
+    assert len(calls(fake)) == 3 + llama_cpp._TRIES
 
 
 def test_programs_are_told_to_decode_greedily(fake):
@@ -215,9 +246,6 @@ def test_rows(folders, fake, tmp_path, capsys):
         folders, fake, "--repeats", "2", "--no-steps", "--out", str(out)
     )
     assert compare_llama_cpp.main(arguments) == compare_llama_cpp.MATCHED == 0
-    (summary,) = rows_of(out, "summary")
-    assert (summary["prompts"], summary["same_plain"]) == (3, 0)
-    assert summary["matched"] is True
     prompts = rows_of(out, "prompt")
     ours, theirs, our_drafts, their_drafts = prompts[0]["runs"]
     assert ours["ids"] == our_drafts["ids"] and len(ours["decode_s"]) == 2
@@ -235,10 +263,17 @@ def test_rows(folders, fake, tmp_path, capsys):
     row = rows["plain: end to end"]
     assert row["theirs"] == pytest.approx((4 + 7) / 8)
     assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
+    assert (row["prompts"], row["same_ours"], row["same_theirs"]) == (3, 3, 0)
     drafted = rows["speculative, 2 drafted: end to end"]
     assert drafted["theirs"] == pytest.approx((4 + 6) / 8)
-    assert drafted["drafts"][1]["acceptance_rate"] == pytest.approx(1 / 3)
-    assert "is ours in 0 of 3 prompts" in " ".join(capsys.readouterr().out.split())
+    theirs = drafted["drafts"]["theirs"]
+    assert theirs["acceptance_rate"] == pytest.approx(1 / 3)
+    assert theirs["accepted_per_round"] == pytest.approx(3 / 5)
+    nothing = {"prompts": 0, "ours": None, "theirs": None}
+    assert drafted["drafts"]["same"] == nothing
+    shown = capsys.readouterr().out
+    assert "plain: our text in 3 of 3 prompts, llama.cpp's in 0" in shown
+    assert "and 0.600 there (- and - where" in shown
 
     # The very texts: now they agree.
     encoder = tokenizer.load(folders[0])
@@ -250,8 +285,55 @@ def test_rows(folders, fake, tmp_path, capsys):
     }
     say(fake, texts=texts)
     assert compare_llama_cpp.main(arguments) == 0
-    (summary,) = rows_of(out, "summary")
-    assert summary["same_plain"] == summary["same_speculative"] == 3
+    rows = {row["figure"]: row for row in rows_of(out, "comparison")}
+    assert rows["plain: end to end"]["same_theirs"] == 3
+    drafted = rows["speculative, 2 drafted: end to end"]
+    assert drafted["same_theirs"] == 3
+    assert drafted["drafts"]["same"]["theirs"] == pytest.approx(3 / 5)
+    ours = drafted["drafts"]["ours"]["accepted_per_round"]
+    assert drafted["drafts"]["same"]["ours"] == pytest.approx(ours)
+
+
+def test_heads_are_converted_and_compared(folders, head, fake, tmp_path):
+    """Fails if a drafter or a gamma is left out, or gets the file of another."""
+    pytest.importorskip("gguf")
+    out = tmp_path / "out.jsonl"
+    more = ("--drafter", "eagle3", "--gamma", "1,2", "--no-steps", "--repeats", "1")
+    arguments = command((folders[0], head), fake, *more, "--out", str(out))
+    assert compare_llama_cpp.main(arguments) == 0
+    rows = {row["figure"]: row for row in rows_of(out, "comparison")}
+    names = [f"eagle3, {gamma} drafted" for gamma in (1, 2)]
+    assert {f"{name}: end to end" for name in ("plain", *names)} <= set(rows)
+    for name in names:
+        drafts = rows[f"{name}: end to end"]["drafts"]
+        assert drafts["ours"]["rounds"] > 0 and drafts["theirs"]["accepted"] == 9
+    done = calls(fake)
+    (converted,) = (call for call in done if call[0] == "convert")
+    assert converted[1:3] == ["gpt-2", str(head)]
+    after = lambda call, flag: call[call.index(flag) + 1]
+    assert after(converted, "--target-model-dir") == str(folders[0])
+    drafted = [call for call in done if call[0] == "llama-speculative-simple"]
+    assert [after(call, "--spec-draft-n-max") for call in drafted] == ["1", "2"] * 3
+    for call in drafted:
+        assert after(call, "-md") == after(converted, "--outfile")
+        assert after(call, "--spec-type") == "draft-eagle3"
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("fails", "ended with status 1: NotImplementedError: Architecture"),
+        ("nothing", "wrote no GGUF file of"),
+        ("no sources", "CMakeCache.txt: names no sources of llama.cpp"),
+    ],
+)
+def test_heads_that_cannot_be_converted(folders, head, fake, mode, words, capsys):
+    pytest.importorskip("gguf")
+    say(fake, converter=mode)
+    if mode == "no sources":
+        (fake.parent / "CMakeCache.txt").write_text("ggml_SOURCE_DIR:STATIC=x\n")
+    arguments = command((folders[0], head), fake, "--drafter", "eagle3", "--no-steps")
+    assert_fails_with(compare_llama_cpp.main, capsys, arguments, words)
 
 
 def test_rows_of_steps(folders, fake, tmp_path, monkeypatch):
@@ -279,7 +361,7 @@ def test_rows_of_steps(folders, fake, tmp_path, monkeypatch):
     benches = [call for call in calls(fake) if call[0] == "llama-bench"]
     assert len(benches) == 2 * 3  # both models, a warm-up and two turns
     models = [call[call.index("-m") + 1].rpartition("/")[2] for call in benches]
-    assert models[:2] == ["target.gguf", "draft.gguf"]
+    assert models[:2] == ["target.gguf", "draft-model.gguf"]
 
 
 def test_another_tokenizer_is_seen(folders, fake, capsys):
@@ -296,8 +378,6 @@ def test_another_tokenizer_is_seen(folders, fake, capsys):
         ((), "--llama-bin is missing: name the folder `bin`"),
         (("--llama-bin", "{tmp}/none"), "no llama-bench, llama-completion"),
         (("--llama-bin", "{tmp}", "--drafter", "ngram"), "--drafter ngram"),
-        (("--llama-bin", "{tmp}", "--drafter", "eagle3"), "--draft-gguf goes with"),
-        (("--llama-bin", "{tmp}", "--draft-gguf", "x"), "--draft-gguf goes with"),
         (
             ("--llama-bin", "{tmp}", "--preset", "qwen3-0.6b", "--no-steps"),
             "--preset has steps alone",
@@ -308,6 +388,23 @@ def test_another_tokenizer_is_seen(folders, fake, capsys):
 def test_unusable_input(tmp_path, capsys, more, words):
     more = [word.replace("{tmp}", str(tmp_path)) for word in more]
     assert_fails_with(compare_llama_cpp.main, capsys, more, words)
+
+
+def test_what_is_beyond_our_text_is_not_compared():
+    """Fails if a last round of theirs that commits more is told as another text."""
+    made = lambda text, tokens: llama_cpp.Generated(
+        text=text, prompt_tokens=1, tokens=tokens, prefill_s=1, decode_s=1, steps=1
+    )
+    plain, drafted = (compare.Run(side="x", method=m) for m in ("plain", "eagle3"))
+    for text, tokens, first in (
+        (b"abcd", 3, None),
+        (b"abcd", 2, 2),  # The control: no more tokens, and another text.
+        (b"ax", 3, 1),
+        (b"a", 3, 1),
+    ):
+        generated = {plain: [made(b"ab", 2)], drafted: [made(text, tokens)]}
+        runs = beside.PromptRuns(prompt=None, generated=generated)
+        assert runs.first_difference(drafted) == first
 
 
 def test_drafts_that_are_not_decodings_are_told(folders, fake, monkeypatch):

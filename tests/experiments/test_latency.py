@@ -291,7 +291,12 @@ def test_a_dry_run_of_the_real_shapes(tmp_path):
 
 @pytest.mark.parametrize(
     ("preset", "num_params"),
-    [("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360)],
+    [
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-8b", 8_190_735_360),
+        ("draft-60m", 59_684_416),
+    ],
 )
 def test_the_real_presets_are_the_released_shapes(preset, num_params):
     config = subjects.PRESETS[preset].validate()

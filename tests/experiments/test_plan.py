@@ -13,10 +13,12 @@ from experiments import plan
 from experiments.lib import (
     cli,
     costs,
+    kernel_checks,
     noise,
     planning,
     results,
     runs,
+    subjects,
     timing,
     works,
 )
@@ -29,6 +31,7 @@ from spec_jax.gamma import theory
 
 GAMMA, GEN_TOKENS, PAGE_SIZE = 2, 8, 16
 PROMPTS = ("def first(x):", "import second")
+PRESET = ("--preset", "qwen3-8b", "--draft-preset", "qwen3-0.6b")
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +199,71 @@ def test_costs_of_rows_that_cannot_be_used(folders, tmp_path, capsys, contents, 
     more = ("--tree", "2x3:5@0.4", "--row-costs", str(tmp_path / "rows.json"))
     more += ("--drafter", "draft-model")
     assert_fails_with(plan.main, capsys, command(folders, *more), words)
+
+
+@pytest.fixture
+def presets(monkeypatch):
+    """Two presets of tiny random weights, and their flags."""
+    monkeypatch.setattr(timing, "LARGE_READ_BYTES", 2**20)
+    for name in ("qwen3-8b", "qwen3-0.6b"):
+        monkeypatch.setitem(subjects.PRESETS, name, tiny_pair.config())
+    sizes = ("--gen-tokens", "12", "--repeats", "2", "--cost-repeats", "2")
+    sizes += ("--gamma", "1,3", "--acceptance", "0.3,0.7")
+    return ["--preset", "qwen3-8b", "--draft-preset", "qwen3-0.6b", *sizes]
+
+
+def test_presets_are_planned_at_forced_acceptance(presets, tmp_path, capsys):
+    """Fails if a prediction is not that of the costs, or a run is of another gamma."""
+    out = tmp_path / "out.jsonl"
+    assert plan.main([*presets, "--out", str(out)]) == plan.MATCHED == 0
+    costs_of = {row["cost"]: row for row in rows_of(out, "plan_cost")}
+    windows = ("1 active row", "2 active rows", "4 active rows")
+    assert list(costs_of) == ["plain step", *windows, "draft step"]
+    plain = costs_of["plain step"]["ms"]
+    rows = rows_of(out, "plan_forced")
+    cells = [(1, 0.3), (1, 0.7), (3, 0.3), (3, 0.7)]
+    assert [(row["gamma"], row["forced_rate"]) for row in rows] == cells
+    for row in rows:
+        assert row["acceptance"] == "forced" and row["equal"] and row["matched"]
+        assert row["target"] == "qwen3-8b" and row["draft"] == "qwen3-0.6b"
+        assert row["acceptance_rate"] == pytest.approx(row["forced_rate"], abs=0.15)
+        gamma = row["gamma"]
+        parts = gamma * costs_of["draft step"]["ratio"]
+        parts += costs_of[f"{gamma + 1} active rows"]["ratio"]
+        assert row["predicted_round_ms"] == pytest.approx(plain * parts)
+        # So many drafts are kept of gamma.
+        tokens = 1 + gamma * row["forced_rate"]
+        assert row["predicted_tokens_per_round"] == pytest.approx(tokens)
+        assert row["predicted_speedup"] == pytest.approx(tokens / parts)
+        error = row["predicted_speedup"] / row["speedup"] - 1
+        assert row["relative_error"] == pytest.approx(error)
+    assert "FORCED acceptance: the weights are random" in capsys.readouterr().out
+
+
+def test_a_preset_that_differs_is_told(presets, monkeypatch):
+    """Negative control of exit status 2: one bit of K/V."""
+    monkeypatch.setattr(kernel_checks, "differing", lambda found, expected: 1)
+    more = ("--gamma", "1", "--acceptance", "0.5", "--repeats", "1")
+    assert plan.main([*presets, *more]) == plan.NOT_MATCHED == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--acceptance", "0.5"], ["--acceptance is forced with --preset"]),
+        (["--preset", "qwen3-0.6b"], ["needs a draft", "--draft-preset"]),
+        (["--draft-preset", "qwen3-0.6b"], ["--draft-preset goes with --preset"]),
+        (["--preset", "qwen3-9b"], ["qwen3-9b"]),
+        ([*PRESET, "--acceptance", "0.5,1"], ["--acceptance", "between 0 and 1"]),
+        ([*PRESET, "--prompts", "3"], ["--prompts", "random weights know no text"]),
+        ([*PRESET, "--drafter", "ngram"], ["--drafter", "know no text"]),
+        ([*PRESET, "--temperature", "1"], ["--temperature", "know no text"]),
+        ([*PRESET, "--target", "x", "--draft", "y"], ["leave out --target"]),
+        ([*PRESET, "--gamma", "70"], ["--gen-tokens 64", "gamma 70"]),
+    ],
+)
+def test_presets_that_cannot_be_planned(capsys, more, words):
+    assert_fails_with(plan.main, capsys, more, *words)
 
 
 def test_where_a_tree_pays():

@@ -1,5 +1,6 @@
 """What is published: tables and figures are of the rows, and all can be made anew."""
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -107,13 +108,15 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
     found = {step.file for step in steps}
     assert {f"{name}_native.jsonl" for name in shipped} <= found
     assert ("evaluation.jsonl" in found) == bool(loading.shipped_heads())
+    assert ("compare_llama_cpp_heads.jsonl" in found) == bool(loading.shipped_heads())
     names = [step.file for step in steps]
     assert len(set(names)) == len(names)
     made = {step.path for step in steps}
     for step in steps:
         assert len(step.runs) == 1 or step.keep
         for command in step.runs:
-            words = reproduce.words_of(pathlib.Path("data"), tmp_path)
+            folders = argparse.Namespace(data="data", llama_bin="bin")
+            words = reproduce.words_of(folders, tmp_path)
             script, *arguments = shlex.split(command.format(**words))
             if step.flag and "--record" not in arguments:
                 arguments += [step.flag, str(tmp_path / "out")]
@@ -149,6 +152,7 @@ def place(tmp_path, monkeypatch):
         reproduce.Step(file="one.jsonl", runs=("first --gamma 1",)),
         reproduce.Step(file="two.jsonl", runs=("second", "third"), keep="summary"),
         reproduce.Step(file="more.jsonl", runs=("fourth --prompts {data}/x:5",)),
+        reproduce.Step(file="peer.jsonl", runs=("fifth --bin {llama}",)),
     ]
     monkeypatch.setattr(reproduce, "steps", lambda: iter(steps))
     return state, tmp_path
@@ -163,11 +167,11 @@ def test_finished_steps_are_skipped(place, capsys):
     state, folder = place
     assert reproduce.main([]) == reproduce.DONE == 0
     assert state["called"] == [("first", "--gamma", "1"), ("second",), ("third",)]
-    assert "more.jsonl: left out" in capsys.readouterr().out
-    assert [row.get("s") for row in rows_of(folder / "one.jsonl")] == [
-        0.333333333,
-        None,
-    ]
+    shown = capsys.readouterr().out.splitlines()
+    assert "more.jsonl: left out, for want of --data" in shown
+    assert "peer.jsonl: left out, for want of --llama-bin" in shown
+    found = [row.get("s") for row in rows_of(folder / "one.jsonl")]
+    assert found == [0.333333333, None]
     assert [row["by"] for row in rows_of(folder / "two.jsonl")] == ["second", "third"]
     log = rows_of(folder / reproduce.LOG)
     assert [row["step"] for row in log] == ["one.jsonl", "two.jsonl"]
@@ -180,10 +184,12 @@ def test_finished_steps_are_skipped(place, capsys):
     assert state["called"][3:] == [
         *(("second",), ("third",), ("fourth", "--prompts", "data/x:5"))
     ]
+    assert reproduce.main(["--llama-bin", "a", "--only", "peer"]) == 0
+    assert state["called"].pop() == ("fifth", "--bin", "a")
     state["commit"] = "1" * 40
     assert reproduce.main(["--only", "^one"]) == 0
     assert state["called"][6:] == [("first", "--gamma", "1")]
-    assert len(rows_of(folder / reproduce.LOG)) == 3
+    assert len(rows_of(folder / reproduce.LOG)) == 4
 
 
 def test_published_rows_are_short(tmp_path):
