@@ -137,7 +137,8 @@ def load(
       slab: rows of every call of the target; None: 8, or `gamma_max + 1` if that is
         more. It is part of what decides bits.
       mesh: devices that share the target, as `parallel.shard.mesh` makes it; None: one
-        device has all of it. Each process reads the parts of its own devices.
+        device has all of it. Each process reads the parts of its own devices. A head
+        that reads the target is on every device, whole.
       segments: of every sum over these devices, which decides bits: with 8 they are the
         same on 1, 2, 4 and 8 devices; with as many as devices it is fastest.
       cut_draft: whether they share the draft model, too, in place of having one each.
@@ -146,14 +147,13 @@ def load(
       ValueError: a folder, a name or a number that cannot be used, or models that do
         not fit together.
       NotImplementedError: an implementation that cannot run here, or a mesh with a
-        drafter or a family that it is not for.
+        family that it is not for.
     """
     named = None if draft is None else pathlib.Path(draft)
     if target is None:
         draft = EMBEDDED_DRAFT if draft is None else draft
     target = pathlib.Path(target or EMBEDDED_TARGET)
     layout = None if mesh is None else shard.Layout(mesh=mesh, segments=segments)
-    _check_layout(layout, drafter)
     common = tokenizer.load(target)
     # A drafter may need no draft model: what it has is read when it is loaded.
     folders = [target]
@@ -202,19 +202,6 @@ def load(
         tokenizer=common,
     )
     return lm if tree is None else lm.with_tree(tree)
-
-
-def _check_layout(
-    layout: shard.Layout | None, drafter: str | protocols.Drafter
-) -> None:
-    """Raises `NotImplementedError` for drafters that a target in parts cannot have."""
-    if layout is None or not isinstance(drafter, str):
-        return
-    if drafter in registry.NEED_TARGET or registry.is_folder(drafter):
-        raise NotImplementedError(
-            f"drafter {drafter!r} shares weights with its target, which a mesh "
-            "cuts: leave the mesh out, or take a drafter such as 'draft-model'"
-        )
 
 
 def _agreed(
