@@ -2,9 +2,10 @@
 
 Starts the processes on this machine, each with devices of its own, joined by
 `jax.distributed`: gloo on a CPU, NCCL on GPUs. Each reads its parts of the target; all
-of them run autoregressive decoding, chains, a tree and a batch. One process with one
-device runs the same, and the SHA-256 of tokens, log-probabilities, logits and K/V are
-compared. Exit status: 0 all are equal, 2 some differ, 1 the input was unusable.
+of them run autoregressive decoding, chains, a batch and, of a drafter that has them, a
+tree. One process with one device runs the same, and the SHA-256 of tokens,
+log-probabilities, logits and K/V are compared. Exit status: 0 all are equal, 2 some
+differ, 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -27,7 +28,7 @@ from typing import Any
 import jax
 
 from experiments.lib import flags, models, processes, records, terminal
-from spec_jax import generation, lossless
+from spec_jax import generation, loading, lossless
 from spec_jax.parallel import shard
 
 
@@ -50,6 +51,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """,
         **{"HOST:PORT": str, "SECONDS": cli.positive},
     )
+    flags.add_drafter(runs)
     flags.add_rounds(runs)
     flags.add_gen_tokens(runs, default=16)
     flags.add_out(parser, rows="one per run, with the hashes of both")
@@ -68,17 +70,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def hashes(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs everything on the mesh of all processes; returns the evidence, as rows."""
-    lm = models.load(args, drafter="draft-model", gamma_max=args.gamma)
+    lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     greedy = {"max_tokens": args.gen_tokens, "stop": (), "page_size": args.page_size}
-    tree = lm.with_tree(f"2x{args.gamma}:{args.gamma}")
     drawn = generation.Sampling(temperature=0.7, seed=1)
-    rows = []
-    for name, model, prompts, settings in (
+    runs: list[tuple[str, loading.LanguageModel, tuple[str, ...], dict[str, Any]]] = [
         ("plain", lm, PROMPTS[:1], {"gamma": 0}),
         ("chain", lm, PROMPTS[:1], {}),
-        ("tree", tree, PROMPTS[:1], {}),
         ("batch", lm, PROMPTS, {"sampling": drawn}),
-    ):
+    ]
+    if hasattr(lm.drafter, "for_tree"):
+        tree = lm.with_tree(f"2x{args.gamma}:{args.gamma}")
+        runs.append(("tree", tree, PROMPTS[:1], {}))
+    rows = []
+    for name, model, prompts, settings in runs:
         found = lossless.evidence_of(model, list(prompts), **greedy, **settings)
         rows.append({"run": name, "hashes": [one.hashes() for one in found]})
     return rows
@@ -106,7 +110,7 @@ def start(args: argparse.Namespace, count: int, devices: int) -> list[dict[str, 
     given = [
         word
         for name in ("target", "draft", "dtype", "impl", "isa", "segments", "gamma")
-        + ("page_size", "gen_tokens")
+        + ("drafter", "page_size", "gen_tokens")
         if getattr(args, name) is not None
         for word in (cli.flag_of(name), str(getattr(args, name)))
     ]
@@ -164,6 +168,7 @@ def run(args: argparse.Namespace) -> int:
             "processes": args.processes,
             "devices": args.devices,
             "segments": args.segments,
+            "drafter": args.drafter,
         }
         several = start(args, args.processes, args.devices)
         alone = start(args, 1, 1)

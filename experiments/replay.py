@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from experiments.lib import (
     traces,
 )
 from spec_jax.drafters import registry
+from spec_jax.model import fingerprint
 from spec_jax.ops import dispatch
 
 
@@ -51,7 +53,7 @@ be given again, and must then agree."""
 
 EVALUATING = (
     *("draft", "drafter", "gamma_policy", "confidence"),
-    *("costs", "ignore_stop", "check", "out"),
+    *("costs", "ignore_stop", "check", "out", "resume"),
 )
 """Flags that recording has no use for."""
 
@@ -111,6 +113,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             )
     elif args.check:
         flags.check_models(parser, args)
+    if args.resume and args.out is None:
+        parser.error("--resume goes on with --out: give both, or neither")
     return args
 
 
@@ -151,6 +155,7 @@ def _parser() -> cli.Parser:
             --out, or a JSON object with plain_s, verify_s by rows, and draft_s
         --ignore-stop  all that was recorded: rounds do not end at stop tokens
         --check  run the target live, too, and compare every counter
+        --resume  go on with --out where an earlier run with these flags ended
         """,
         **{"NAME,...": cli.names(cli.one_of(policies.POLICIES)), "FILE": cli.source},
     )
@@ -176,7 +181,6 @@ def record(args: argparse.Namespace, console: rich_console.Console) -> int:
 
 def evaluate(args: argparse.Namespace, console: rich_console.Console) -> int:
     """Evaluates the drafters, and shows it; returns the exit status."""
-    rows = []
     with records.open_out(args) as out:
         evaluation = replays.prepare(args, _asked(args))
         header = evaluation.header
@@ -185,6 +189,7 @@ def evaluate(args: argparse.Namespace, console: rich_console.Console) -> int:
             "confidence": args.confidence,
             "ignore_stop": args.ignore_stop,
             "costs": None if args.costs is None else str(args.costs),
+            "traces_sha256": hashlib.sha256(args.traces.read_bytes()).hexdigest(),
             **records.provenance(),
         }
         for name in ("kind", "format", "num_prompts"):
@@ -196,19 +201,43 @@ def evaluate(args: argparse.Namespace, console: rich_console.Console) -> int:
         )
         fan = fan_out.of(args, replays.prepare, args, _asked(args))
         tasks = evaluation.tasks()
-        total = len(tasks) * header.num_prompts
+        rows = _taken_up(args, evaluation, out) if args.resume else []
+        left = [task for task in tasks if task not in {*map(_task_of, rows)}]
+        total = len(left) * header.num_prompts
         with terminal.counted("replays", total=total) as advance:
             here = dataclasses.replace(evaluation, after_prompt=advance)
-            for task, found in fan(here, tasks):
+            for _, found in fan(here, left):
                 for row in found:
-                    rows.append(row | {"place": tasks.index(task)})
+                    rows.append(row)
                     out.write(row)
                     for _ in range(header.num_prompts if args.ray else 0):
                         advance()
-    rows.sort(key=lambda row: row["place"])  # On a cluster they come in another order.
+    # On a cluster they come in another order; and the file may have more.
+    placed = {_task_of(row): row for row in rows}
+    rows = [placed[task] for task in tasks]
     console.print()
     print_rows(rows, console)
     return DIFFERS if any(row["differing"] for row in rows) else DONE
+
+
+def _taken_up(
+    args: argparse.Namespace, evaluation: replays.Evaluation, out: records.JsonLines
+) -> list[dict[str, Any]]:
+    """Returns the rows that `--out` has; raises where they are of something else."""
+    checked = evaluation.header.num_prompts if args.check else None
+    rows = records.resume(out, {**out.common, "checked": checked})
+    for name in args.drafter:
+        ours = fingerprint.of_params(evaluation.built[name][1])
+        if {row["drafter_sha256"] for row in rows if row["drafter"] == name} - {ours}:
+            raise ValueError(
+                f"{args.out}: the weights of {name} are others than those of its rows: "
+                "name another file"
+            )
+    return rows
+
+
+def _task_of(row: Mapping[str, Any]) -> replays.Task:
+    return row["drafter"], row["gamma"], row["gamma_policy"]
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:

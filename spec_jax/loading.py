@@ -137,7 +137,8 @@ def load(
       slab: rows of every call of the target; None: 8, or `gamma_max + 1` if that is
         more. It is part of what decides bits.
       mesh: devices that share the target, as `parallel.shard.mesh` makes it; None: one
-        device has all of it. Each process reads the parts of its own devices.
+        device has all of it. Each process reads the parts of its own devices. A head
+        that reads the target is on every device, whole.
       segments: of every sum over these devices, which decides bits: with 8 they are the
         same on 1, 2, 4 and 8 devices; with as many as devices it is fastest.
       cut_draft: whether they share the draft model, too, in place of having one each.
@@ -146,10 +147,9 @@ def load(
       ValueError: a folder, a name or a number that cannot be used, or models that do
         not fit together.
       NotImplementedError: an implementation that cannot run here, or a mesh with a
-        drafter or a family that it is not for.
+        family that it is not for.
     """
     layout = None if mesh is None else shard.Layout(mesh=mesh, segments=segments)
-    _check_layout(layout, drafter)
     folder = pathlib.Path(target or EMBEDDED_TARGET)
     words = tokenizer.load(folder)
     impls, entries = _agreed(
@@ -255,19 +255,6 @@ def _folders_of(
     if draft is not None and not has_head:
         folders.append(pathlib.Path(draft))
     return folders
-
-
-def _check_layout(
-    layout: shard.Layout | None, drafter: str | protocols.Drafter
-) -> None:
-    """Raises `NotImplementedError` for drafters that a target in parts cannot have."""
-    if layout is None or not isinstance(drafter, str):
-        return
-    if drafter in registry.NEED_TARGET or registry.is_folder(drafter):
-        raise NotImplementedError(
-            f"drafter {drafter!r} shares weights with its target, which a mesh "
-            "cuts: leave the mesh out, or take a drafter such as 'draft-model'"
-        )
 
 
 def _agreed(

@@ -49,9 +49,9 @@ def add_folders(group: argparse._ActionsContainer) -> None:
     cli.add(
         group,
         """
-        --target DIR  Hugging Face Qwen3 folder of the target (default: the embedded
+        --target DIR  Hugging Face folder of the target (default: the embedded
             pair)
-        --draft DIR  Hugging Face Qwen3 folder of the draft model
+        --draft DIR  Hugging Face folder of the draft model
         """,
     )
 

@@ -24,7 +24,7 @@ from spec_jax.engine import (
     scheduler as scheduler_lib,
 )
 from spec_jax.gamma import theory
-from spec_jax.model import tokenizer
+from spec_jax.model import fingerprint, tokenizer
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
@@ -274,6 +274,7 @@ class Evaluation:
             "drafter": name,
             "gamma": gamma,
             "gamma_policy": policy,
+            "drafter_sha256": fingerprint.of_params(built[1]),
             **self._row(name, replayer, gamma, policy, features),
         }
 

@@ -15,12 +15,15 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
+import jax
+
 from spec_jax.drafters import block, draft_model, eagle3, hybrid, ngram, oracle, suffix
 from spec_jax.engine import protocols
 from spec_jax.model import (
     block_dialects,
     eagle3_dialects,
     head_dialects,
+    load_shards,
     params as params_lib,
     row_model,
 )
@@ -91,13 +94,21 @@ def _reader(name: str, load: Callable[..., Built], parts: Parts) -> Built:
             f"drafter {name!r} reads the features of a target, and none runs here: "
             "take a drafter that reads tokens alone, such as 'draft-model'"
         )
-    return load(
+    layout, target_params = parts.target.layout, parts.target_params
+    if layout is not None:
+        target_params = load_shards.with_whole_head(
+            target_params, parts.target.config, layout
+        )
+    drafter, params = load(
         shipped_head(name, parts.heads) if parts.draft is None else parts.draft,
         parts.target,
-        parts.target_params,
+        target_params,
         gamma_max=parts.gamma_max,
         dtype=parts.dtype,
     )
+    if layout is not None:  # The features that it reads are on every device.
+        params = jax.tree.map(layout.replicated, params)
+    return drafter, params
 
 
 def _block(name: block.Kind, parts: Parts) -> Built:

@@ -76,14 +76,13 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> LlamaConfig:
         raw["head_dim"] = raw["hidden_size"] // heads
     if raw.get("num_key_value_heads") is None:
         raw["num_key_value_heads"] = heads
-    sizes = config_lib.read_sizes(raw, config_lib.SIZES)
     theta, kind, stated = config_lib.read_rope(raw, kinds=("default", "llama3"))
     scaling = None
     if kind == "llama3":
         stated = config_lib.read_scaling(raw, kind, stated, Llama3Scaling)
         scaling = Llama3Scaling(**stated)
     return LlamaConfig(
-        **sizes,
+        **config_lib.read_sizes(raw, config_lib.SIZES),
         rms_norm_eps=config_lib.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         scaling=scaling,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.model import (
@@ -66,6 +67,27 @@ def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
 def whole(tree: params_lib.Params) -> params_lib.Params:
     """Returns a tree like weights with the head in a place of its own, tied or not."""
     return tree.replace(lm_head=tree.head)
+
+
+def with_whole_head(
+    params: params_lib.Params, config: config_lib.ModelConfig, layout: shard.Layout
+) -> params_lib.Params:
+    """Returns weights whose output projection, as the embedding, is on every device.
+
+    For what multiplies by the head itself; where they are tied, it is the embedding.
+    """
+    if config.tie_word_embeddings:
+        return params.replace(lm_head=None)
+
+    def join(head: Any) -> jax.Array:
+        """Joins the pieces of all devices: consecutive rows, but for padding."""
+        pieces = [jax.vmap(weights.matrix)(piece) for piece in head.pieces]
+        rows = jnp.stack(pieces, axis=1)
+        return rows.reshape(-1, rows.shape[-1])[: head.num_outputs]
+
+    replicated = layout.sharding(shard.REPLICATED)
+    joined = jax.jit(join, out_shardings=replicated)(params.lm_head)
+    return params.replace(lm_head=joined)
 
 
 def required_bytes(shapes: params_lib.Params, layout: shard.Layout) -> tuple[int, int]:

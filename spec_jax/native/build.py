@@ -51,6 +51,7 @@ SOURCES = (
 TARGETS = (
     "spec_jax_pack",
     "spec_jax_project",
+    "spec_jax_project_segments",
     "spec_jax_gate",
     "spec_jax_attend",
     "spec_jax_argmax",

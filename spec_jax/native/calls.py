@@ -104,6 +104,33 @@ def project(
     )
 
 
+def project_segments(
+    x: jax.Array,  # [R, S * K]
+    pieces: Sequence[Weight],  # S times [N, K]
+    *,
+    num_active: jax.Array,  # [] int32
+    isa: str | None = None,
+) -> jax.Array:
+    """The products of `S` segments of rows, added in a balanced tree, `[R, N]` float32.
+
+    In one call the bits of `project` for each and `parallel.collectives.tree_sum`.
+    """
+    (N, K), count, rows = pieces[0].shape, len(pieces), x.shape[0]
+    if count & (count - 1):
+        raise ValueError(f"{count} segments: their number must be a power of two")
+    check_shapes(x=(x, (rows, count * K)), num_active=(num_active, ()))
+    for piece in pieces:
+        check_shapes(piece=(piece, (N, K)))
+    check_dtypes(x, *pieces)
+    missing = -K % panels.word_of(x.dtype)  # Each segment is of whole words.
+    if missing:
+        x = jnp.pad(x.reshape(rows, count, K), ((0, 0), (0, 0), (0, missing)))
+        x = x.reshape(rows, -1)
+    data = [packed(piece, isa).data for piece in pieces]
+    output = jax.ShapeDtypeStruct((rows, N), jnp.float32)
+    return call("spec_jax_project_segments", output, x, num_active, *data, isa=isa)
+
+
 def gate(
     x: jax.Array,  # [R, K]
     w: Weight,  # [2F, K]

@@ -36,6 +36,25 @@ ffi::Error Project(ffi::ThreadPool pool, Any x, Any norm, Any w, Any residual,
   });
 }
 
+ffi::Error ProjectSegments(ffi::ThreadPool pool, Any x, Scalar num_active,
+                           ffi::RemainingArgs w, ffi::Result<Floats> y) {
+  int64_t rows = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
+  int64_t count = w.size();
+  return by_dtype(x.element_type(), [&](auto tag) {
+    using T = decltype(tag);
+    std::vector<Panels<T>> each;
+    for (int64_t i = 0; i < count; ++i) {
+      each.push_back(panels<T>(*w.get<Any>(i), N, K / count));
+    }
+    int64_t live = live_rows(num_active, rows);
+    Team<ffi::ThreadPool> team(pool);
+    Workers<ffi::ThreadPool, T> workers(team, live, K);
+    Input<T> input{data<T>(x), nullptr, 0.0f, live};
+    project_segments(workers, input, each, y->typed_data());
+    return ffi::Error::Success();
+  });
+}
+
 ffi::Error Gate(ffi::ThreadPool pool, Any x, Any norm, Any w, Scalar num_active, Result y,
                 float eps) {
   int64_t rows = x.dimensions()[0], K = x.dimensions()[1], F = y->dimensions()[1];
@@ -163,6 +182,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_project, spec_jax::Project,
                                   .Arg<spec_jax::Scalar>()  // num_active
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_project_segments, spec_jax::ProjectSegments,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<spec_jax::Scalar>()  // num_active
+                                  .RemainingArgs()  // w
+                                  .Ret<spec_jax::Floats>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_gate, spec_jax::Gate,
                               ffi::Ffi::Bind()

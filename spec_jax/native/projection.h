@@ -103,6 +103,49 @@ void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& 
   over_panels(workers, input, w.K, w.count(), body);
 }
 
+// sums [size, kMostGrain * kPanel] = the products of `count` segments of the rows' words, by
+// the panels [begin, end) of as many matrices, added in a balanced tree. `x` is a group.
+template <typename T>
+void add_segments(const Row<T>* x, int64_t size, const Panels<T>* w, int64_t count,
+                  int64_t begin, int64_t end, float* sums) {
+  constexpr int64_t kStride = kMostGrain * kPanel;
+  if (count == 1) {
+    return multiply(x, size, w->panel(begin), end - begin, w->words(), sums, kStride);
+  }
+  int64_t half = count / 2, words = half * w->words();
+  alignas(64) float others[kGroup * kStride];
+  add_segments(x, size, w, half, begin, end, sums);
+  add_segments(x + words * size * kWord<T>, size, w + half, half, begin, end, others);
+  for (int64_t r = 0; r < size; ++r) {
+    for (int64_t n = 0; n < (end - begin) * kPanel; n += kLanes) {
+      float* at = sums + r * kStride + n;
+      store(at, add(load(at), load(others + r * kStride + n)));
+    }
+  }
+}
+
+// y [rows, N] = sum_s x_s w_s^T in a balanced tree: each matrix has N outputs, and its own
+// K elements, whole words, of each row. Their number is a power of two.
+template <typename Pool, typename T>
+void project_segments(Workers<Pool, T>& workers, const Input<T>& input,
+                      const std::vector<Panels<T>>& w, float* y) {
+  int64_t N = w[0].N, K = w[0].K * static_cast<int64_t>(w.size());
+  auto body = [&](int64_t first, int64_t size, int64_t begin, int64_t end,
+                  const SideBySide<T>& rows) {
+    constexpr int64_t kStride = kMostGrain * kPanel;
+    alignas(64) float sums[kGroup * kStride];
+    add_segments<T>(rows.group(first), size, w.data(), w.size(), begin, end, sums);
+    int64_t from = begin * kPanel, to = std::min(end * kPanel, N);
+    for (int64_t r = 0; r < size; ++r) {
+      float* out = y + (first + r) * N;
+      for (int64_t n = from; n < to; n += kLanes) {
+        store_lanes(out + n, to - n, load(sums + r * kStride + n - from));
+      }
+    }
+  };
+  over_panels(workers, input, K, w[0].count(), body);
+}
+
 // y [rows, F] = swiglu(round(norm(x) w^T)); the gate's weights are the first F of w.
 template <typename Pool, typename T>
 void gate(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w, T* y) {

@@ -121,11 +121,14 @@ def _project_inputs(x, w, *, residual, dtype, norm, eps, impl, num_active):
     if norm is not None:
         raise ValueError("inputs that are cut are normed before they are: no norm here")
     del eps
-    partials = [
-        project(part, piece, num_active=num_active, out_dtype="float32", impl=impl)
-        for part, piece in zip(
-            jnp.split(x, len(w.pieces), axis=1), w.pieces, strict=True
-        )
-    ]
+    if impl == "native":
+        partials = [calls.project_segments(x, w.pieces, num_active=num_active)]
+    else:
+        partials = [
+            project(part, piece, num_active=num_active, out_dtype="float32", impl=impl)
+            for part, piece in zip(
+                jnp.split(x, len(w.pieces), axis=1), w.pieces, strict=True
+            )
+        ]
     y = jax.lax.optimization_barrier(collectives.ordered_sum(partials).astype(dtype))
     return y if residual is None else residual + y

@@ -89,10 +89,16 @@ class Layout:
         )
 
     def replicated(self, array: np.ndarray | jax.Array) -> jax.Array:
-        """Copies an array of the host to every device; the same in all processes."""
+        """Copies an array of the host to every device; the same in all processes.
+
+        One that is on all of them already is returned as it is.
+        """
+        wanted = self.sharding(REPLICATED)
+        if isinstance(array, jax.Array) and array.sharding == wanted:
+            return array
         array = np.asarray(array)
         return jax.make_array_from_callback(
-            array.shape, self.sharding(REPLICATED), lambda index: array[index]
+            array.shape, wanted, lambda index: array[index]
         )
 
     def gather(self, tree: Any) -> Any:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
+from model.test_families import NEOX, write_oracle
 from script_runs import assert_fails_with, models_of, rows_of, run_python
 
 from experiments import compare_hf
@@ -117,6 +118,30 @@ def test_rows_of_runs(measured):
     (summary,) = rows_of(measured, "summary")
     assert summary["greedy_identical"] == summary["prompts"] == 6
     assert summary["matched"] is True
+
+
+@pytest.mark.oracle
+@pytest.mark.few(1)
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_gpt_neox_beside_hugging_face(oracle, is_parallel, tmp_path):
+    """64 greedy tokens, at each K of the published runs; the draft is often right."""
+    folders = tmp_path / "target", tmp_path / "draft"
+    sizes = NEOX | {"vocab_size": 257, "use_parallel_residual": is_parallel}
+    for seed, folder in enumerate(folders):
+        write_oracle("GPTNeoX", sizes, folder)
+        tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
+        config, params = load.load(folder)
+        noise = params_lib.init(jax.random.key(1), config, stddev=0.01 * seed)
+        load.save(folder, config, jax.tree.map(lambda a, b: a + b, params, noise))
+    (tmp_path / "prompts.txt").write_text("def first(x):\nimport second, third")
+    out = tmp_path / "out.jsonl"
+    more = ("--gammas", "3,5,7,10", "--gen-tokens", "64", "--ignore-stop")
+    assert compare_hf.main(command(folders, *more, "--out", str(out))) == 0
+    (summary,) = rows_of(out, "summary")
+    assert summary["greedy_identical"] == summary["prompts"] == 3
+    assert summary["matched"] and summary["same_drafts"] == summary["drafted_runs"]
+    assert summary["drafted_runs"] == 3 * 4 * len(hf.METHODS)
+    assert sum(row["accepted"] or 0 for row in rows_of(out, "comparison")) > 0
 
 
 @pytest.mark.oracle

@@ -19,6 +19,7 @@ from experiments.lib import (
 )
 from spec_jax.analysis import metrics
 from spec_jax.drafters import registry
+from spec_jax.model import fingerprint
 
 
 SAMPLED = ("--temperature", "0.7", "--top-k", "20", "--top-p", "0.8", "--seed", "7")
@@ -207,6 +208,37 @@ def test_drafters_are_judged_without_the_target(
     assert best["checked"] is None and best["expected_tok_s"] is None
     assert {row["kind"] for row in rows} == {"replay"} and best["gen_tokens"] == 12
     assert "oracle" in capsys.readouterr().out
+
+
+def test_an_evaluation_goes_on_where_it_ended(
+    greedy, folders, tmp_path, monkeypatch, capsys
+):
+    """Fails if a row is made again, lost, or taken from another evaluation."""
+    out = tmp_path / "out.jsonl"
+    more = ("--drafter", "ngram,suffix", "--out", str(out))
+    assert judge(greedy, *more) == replay.DONE
+    whole = rows_of(out)
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join([lines[0], lines[2], lines[3][:40]]))
+    made, real = [], replays.Evaluation.__call__
+    counting = lambda self, task: made.append(task) or real(self, task)
+    monkeypatch.setattr(replays.Evaluation, "__call__", counting)
+    assert judge(greedy, *more, "--resume") == replay.DONE
+    assert made == [("ngram", 4, "fixed"), ("suffix", 4, "fixed")]
+    key = lambda row: (row["drafter"], row["gamma"])
+    assert sorted(rows_of(out), key=key) == sorted(whole, key=key)
+    assert capsys.readouterr().out.count("suffix") == 4  # Two rows in each table.
+    assert judge(greedy, *more, "--resume", "--ignore-stop") == cli.UNUSABLE
+    words = "ignore_stop is False there and True here"
+    assert words in capsys.readouterr().err
+    assert check(greedy, folders, *more, "--resume") == cli.UNUSABLE
+    assert "checked is None there and 3 here" in capsys.readouterr().err
+    monkeypatch.setattr(fingerprint, "of_params", lambda params: "other")
+    assert judge(greedy, *more, "--resume") == cli.UNUSABLE
+    assert "the weights of ngram are others" in capsys.readouterr().err
+    assert len(rows_of(out)) == 4
+    with pytest.raises(SystemExit):
+        judge(greedy, "--resume")
 
 
 @pytest.mark.few(1)

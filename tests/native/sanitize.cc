@@ -149,6 +149,40 @@ void check_project(int64_t rows, int64_t live, int64_t K, int64_t N) {
   }
 }
 
+// Segments: in bounds, the sums of all, and nothing written to padding rows; bits are
+// compared in Python.
+template <typename T>
+void check_segments(int64_t count, int64_t K, int64_t N) {
+  constexpr int64_t kRows = 11, kLive = 10;
+  int64_t whole = count * K;
+  auto x = normal<T>(kRows * whole);
+  std::vector<Array<T>> weights, packed;
+  std::vector<Panels<T>> panels;
+  for (int64_t i = 0; i < count; ++i) {
+    weights.push_back(normal<T>(N * K));
+    packed.push_back(pack(weights.back(), N, K));
+    panels.push_back({packed.back().data(), N, K});
+  }
+  auto y = untouched<float>(kRows * N);
+  {
+    LatePool pool;
+    Team<LatePool> team(pool);
+    Workers<LatePool, T> workers(team, kLive, whole);
+    project_segments(workers, Input<T>{x.data(), nullptr, 0.0f, kLive}, panels, y.data());
+  }
+  for (int64_t i = 0; i < kRows * N; ++i) {
+    double sum = 0, terms = 0;
+    for (int64_t k = 0; k < whole; ++k) {
+      float w = to_float(weights[k / K][i % N * K + k % K]);
+      double term = double{to_float(x[i / N * whole + k])} * w;
+      sum += term;
+      terms += std::abs(term);
+    }
+    auto what = shape<T>("segments", {count, K, N, i});
+    expect(i / N < kLive ? std::abs(y[i] - sum) <= 1e-6 * terms : y[i] == -77, what);
+  }
+}
+
 // Norm and gate: in bounds; values are compared in Python.
 template <typename T>
 void check_gate(int64_t rows, int64_t live, int64_t K, int64_t F) {
@@ -519,6 +553,7 @@ void check_grid() {
   check_project<T>(3, 3, 0, 5);
   check_project<T>(3, 3, 7, 0);
   check_project<T>(2, 2, 48, 1500);  // several chunks
+  for (int64_t count : {1, 2, 8}) check_segments<T>(count, 6, 290);
   for (int64_t H : {2, 16, 80, 128, 256}) {
     for (int64_t page_size : {1, 8, 16, 64}) {
       for (int64_t at : {int64_t{0}, page_size - 1, page_size, page_size + 1}) {

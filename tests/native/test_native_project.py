@@ -11,6 +11,7 @@ import pytest
 from spec_jax import testing
 from spec_jax.native import calls
 from spec_jax.ops import projection
+from spec_jax.parallel import collectives
 from spec_jax.testing import compare
 
 
@@ -216,3 +217,47 @@ def test_refusals(change, error, message):
     }
     with pytest.raises(error, match=message):
         _project(x, **(options | change))
+
+
+_segments = jax.jit(calls.project_segments, static_argnames="isa")
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("count", "K", "N"), [(1, 7, 5), (2, 33, 13), (8, 16, 64), (8, 5, 290), (16, 1, 9)]
+)
+def test_segments_are_products_added_in_a_tree(rng, isa, dtype, count, K, N):
+    """Fails if a segment reads another's elements, or sums are added in their order."""
+    x = oracle.normal(rng, (SLAB, count * K), dtype)
+    pieces = [oracle.normal(rng, (N, K), dtype) for _ in range(count)]
+    products = [
+        _project(
+            part,
+            w=w,
+            norm=None,
+            residual=None,
+            num_active=np.int32(SLAB),
+            eps=0.0,
+            out_dtype=jnp.dtype("float32"),
+            isa=isa,
+        )
+        for part, w in zip(np.split(x, count, axis=1), pieces, strict=True)
+    ]
+    expected = np.asarray(collectives.tree_sum(products))
+    for live in (SLAB, 3):
+        rows = np.where(np.arange(SLAB)[:, None] < live, x, np.nan).astype(x.dtype)
+        found = np.asarray(_segments(rows, pieces, num_active=np.int32(live), isa=isa))
+        testing.assert_same_bits(found[:live], expected[:live], what=f"{live} live")
+    in_order = np.asarray(functools.reduce(jnp.add, products))
+    if count > 2:  # Negative control: one after the other they are other sums.
+        with pytest.raises(AssertionError, match="elements differ"):
+            testing.assert_same_bits(in_order, expected)
+
+
+def test_segments_that_are_refused():
+    x, piece = jnp.zeros((2, 9)), jnp.zeros((4, 3))
+    with pytest.raises(ValueError, match="3 segments: their number must be a power"):
+        calls.project_segments(x, [piece] * 3, num_active=jnp.int32(2))
+    with pytest.raises(ValueError, match=r"x has shape \(2, 9\), not \(2, 6\)"):
+        calls.project_segments(x, [piece] * 2, num_active=jnp.int32(2))

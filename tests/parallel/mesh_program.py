@@ -1,7 +1,8 @@
 """What `test_mesh` runs in a process of eight devices; prints a JSON row.
 
-One layer, eight key/value heads: a slab of two slots, one with a tree, on a cache that
-an earlier slab filled. All devices, meshes and faults see the same files.
+Slabs of one layer with eight key/value heads: of two slots, and then of a tree, on a
+cache that the earlier slab filled. And whole generations of two layers. All devices,
+meshes and faults see the same files.
 """
 
 import json
@@ -14,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import tiny_pair
 
-from spec_jax import testing, tree
+import spec_jax as sj
+from spec_jax import lossless, testing, tree
+from spec_jax.debug import recorder
 from spec_jax.model import decoder, load, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import allocator
@@ -165,13 +168,68 @@ def check_faults(folder: pathlib.Path) -> dict:
     }
 
 
+PROMPTS = ["import os", "def f(x):"]
+
+
+def generations(folders, drafter: str, **how) -> tuple[list, int]:
+    """Hashes of decoding, of a batch of chains and of a tree, with what was drafted;
+    and how many drafts there were."""
+    target, draft = folders
+    name = "draft-model" if drafter == "cut" else drafter
+    lm = sj.load(target, draft=draft, drafter=name, gamma_max=3,
+                 cut_draft=drafter == "cut", **how)  # fmt: skip
+    tree = lm.with_tree("2x2:4")
+    settings = {"max_tokens": 10, "stop": ()}
+    both = [sj.Sampling(temperature=0.0), sj.Sampling(temperature=0.7, seed=3)]
+    found = [
+        lossless.evidence_of(lm, PROMPTS, sampling=both, gamma=0, **settings),
+        lossless.evidence_of(lm, PROMPTS, sampling=both, **settings),
+        lossless.evidence_of(tree, PROMPTS[:1], **settings),
+    ]
+    # A window holds the token before it, and the drafts after that.
+    windows = [one.decisions.window for run in found[1:] for one in run]
+    hashes = [one.hashes() for run in found for one in run]
+    drafts = sum(int((window != recorder.NONE)[:, 1:].sum()) for window in windows)
+    return [hashes, [window.tolist() for window in windows]], drafts
+
+
+def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) -> dict:
+    """Meshes of so many devices against that of one; and other sums, which differ."""
+    heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 24}
+    config = tiny_pair.config(num_layers=2, tie_word_embeddings=False, **heads)
+    target = tiny_pair.write_model(folder / "target", config, seed=0)
+    if drafter in tiny_pair.WRITE_HEAD:
+        draft = tiny_pair.WRITE_HEAD[drafter](folder / "draft", target)
+    else:
+        other = tiny_pair.config(**heads)
+        draft = tiny_pair.write_model(folder / "draft", other, seed=1)
+    made = {
+        int(count): generations(
+            (target, draft), drafter, impl=impl, mesh=shard.mesh(int(count))
+        )
+        for count in counts
+    }
+    first, drafts = made[int(counts[0])]
+    other, _ = generations(
+        (target, draft), drafter, impl=impl, mesh=shard.mesh(1), segments=1
+    )
+    return {
+        "equal": [one == first for one, _ in made.values()],
+        "drafted": drafts > 0,
+        "other_sums": other == first,
+    }
+
+
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name) / "target"
-        tiny_pair.write_model(folder, CONFIG, seed=0)
-        kind = sys.argv[1]
-        row = check_faults(folder) if kind == "faults" else check(folder, kind)
+        kind, *more = sys.argv[1:]
+        if kind == "generations":
+            row = check_generations(pathlib.Path(name), *more)
+        else:
+            tiny_pair.write_model(folder, CONFIG, seed=0)
+            row = check_faults(folder) if kind == "faults" else check(folder, kind)
     print(json.dumps(row))
 
 

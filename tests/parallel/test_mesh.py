@@ -13,8 +13,8 @@ import tiny_pair
 
 from experiments import spec_round
 from experiments.lib import models
-from spec_jax import loading, run as run_lib
-from spec_jax.model import row_model
+from spec_jax import run as run_lib
+from spec_jax.model import gpt_neox, row_model
 from spec_jax.parallel import shard
 
 
@@ -22,12 +22,20 @@ TESTS = pathlib.Path(__file__).parents[1]
 PROGRAM = pathlib.Path(__file__).parent / "mesh_program.py"
 
 
-def run(*arguments: str) -> dict:
-    """What the program prints, in a process of eight devices."""
+HASTY = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+
+
+def run(*arguments: str, flags: str = "") -> dict:
+    """What the program prints, in a process of eight devices.
+
+    Args:
+      flags: of XLA, besides those of this process.
+    """
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     done = subprocess.run(
         [sys.executable, str(PROGRAM), *arguments],
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": paths, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
     )
@@ -54,12 +62,45 @@ def test_bits_are_the_same_on_any_mesh(impl):
     }
 
 
+ALL = ("1", "2", "4", "8")
+GENERATIONS = (
+    ("eagle3", "native", ("1", "8")),
+    *(
+        pytest.param(drafter, impl, ALL, marks=pytest.mark.slow)
+        for drafter in ("draft-model", "cut", "eagle3", "dflash", "dspark")
+        for impl in ("native", "xla")
+    ),
+)
+
+
+@pytest.mark.parametrize(("drafter", "impl", "meshes"), GENERATIONS)
+def test_generations_are_the_same_on_any_mesh(drafter, impl, meshes):
+    """Decoding, a batch of chains and a tree: tokens, log-probabilities, K/V, drafts.
+
+    Fails if a drafter sees other features on another mesh, or drafts otherwise. Sums of
+    one segment are the control: their bits are others. What is not slow is compiled in
+    haste: of it the kernels are native.
+    """
+    flags = HASTY if meshes != ALL else ""
+    assert run("generations", drafter, impl, *meshes, flags=flags) == {
+        "equal": [True] * len(meshes),
+        "drafted": True,
+        "other_sums": False,
+    }
+
+
 def test_faults_in_the_sum_are_caught():
     """Each of them is a sum too, up to rounding."""
     right = {"ordered_sum": True}
     assert run("faults") == right | dict.fromkeys(
         ("rotated", "rounded", "reduced"), False
     )
+
+
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
+    *("num_kv_heads", "head_dim", "max_position_embeddings", "dtype"),
+)
 
 
 def on_mesh(**changes):
@@ -80,8 +121,11 @@ def test_what_a_mesh_refuses():
     with pytest.raises(ValueError, match="intermediate_size=44 cannot be cut into"):
         on_mesh(intermediate_size=44)
     assert on_mesh().layout.describe() == {"devices": 1, "segments": 8}
-    with pytest.raises(NotImplementedError, match="drafter 'eagle3' shares weights"):
-        loading.load(drafter="eagle3", mesh=one)
+    with pytest.raises(NotImplementedError, match="a mesh of gpt_neox models: only"):
+        sizes = {name: getattr(tiny_pair.config(), name) for name in SIZES}
+        config = gpt_neox.GPTNeoXConfig(**sizes, rotary_size=4)
+        layout = shard.Layout(mesh=one)
+        row_model.RowModel(config=config, impl="xla", slab=4, layout=layout)
 
 
 def test_heads_that_do_not_divide():
