@@ -221,17 +221,18 @@ class SlotBlock(features_lib.SlotReader):
         )
         params = block_params.prepare(params, drafter.model.impl)
         used = slice(head.first_slot, head.first_slot + count)
-        if draw.sampling is None and block_draft.is_one_call(head, drafter.model.impl):
-            probs = None
-            tokens, confidence = block_draft.choose_greedily(
+        if block_draft.is_one_call(head, drafter.model.impl):
+            tokens, confidence, log_weights = block_draft.run_slots(
                 params,
                 head,
                 anchor,
                 hidden[:, used],
                 logits[:, used],
                 counts=wanted,
+                draws=self._native_draws(draw),
                 impl=drafter.model.impl,
             )
+            probs = self._probs(params, log_weights, wanted)
         else:
             tokens, confidence, probs = self._go_over(
                 params, anchor, hidden, logits, draw

@@ -9,8 +9,8 @@ token `x[i + 1]`; it is at place `i` of the head's own cache, and predicts `x[i 
     commit    puts the features of what was committed into the ring
 
 The first round of a text of one token drafts nothing, as no position has features yet.
-What is proposed, chain or tree, is grown by `tree_search`; greedy chains are one call
-of the head where an implementation has that.
+What is proposed, chain or tree, is grown by `tree_search`; chains are one call of the
+head where an implementation has that.
 """
 
 import dataclasses
@@ -96,8 +96,11 @@ class SlotEagle3(features_lib.SlotReader):
         asked &= ring.end > ring.first
         spared = jnp.where(is_full, ring.end - 1, ring.first)
         goal = jnp.where(asked, ring.end, spared)
-        if self._is_one_call(sampling):
-            return self._run_chains(params, memory, tokens, asked, goal, gamma)
+        draw = draft_trees.Draw.of(
+            self.drafter.draws, sampling, length, num_slots=self.num_slots
+        )
+        if self._is_one_call:
+            return self._run_chains(params, memory, tokens, asked, goal, gamma, draw)
         memory, hidden, logits = self._take_in(
             params,
             memory,
@@ -111,24 +114,19 @@ class SlotEagle3(features_lib.SlotReader):
             params,
             memory,
             (hidden, logits),
-            length=length,
             wanted=jnp.where(asked, gamma, 0),
-            sampling=sampling,
+            draw=draw,
         )
         kv = allocator.truncate_each(memory.kv, memory.ring.first, asked=asked)
         return memory.replace(kv=kv), proposal
 
-    def _is_one_call(self, sampling: protocols.Sampling) -> bool:
-        """Whether a round's features and all drafts after them are one call: chains of
-        the tokens of highest logit."""
+    @property
+    def _is_one_call(self) -> bool:
+        """Whether a round's features and all drafts after them are one call."""
         drafter = self.drafter
-        is_greedy = drafter.draws == "greedy" or (
-            drafter.draws == "coupled" and sampling is None
-        )
-        impls = eagle3.CHAIN_IMPLS
-        return is_greedy and drafter.tree is None and drafter.model.impl in impls
+        return drafter.tree is None and drafter.model.impl in eagle3.CHAIN_IMPLS
 
-    def _run_chains(self, params, memory, tokens, asked, goal, gamma):
+    def _run_chains(self, params, memory, tokens, asked, goal, gamma, draw):
         """Returns the memory and the proposal of `propose`.
 
         Pages are handed out as if all slots took in a round's features at a time, and
@@ -154,7 +152,7 @@ class SlotEagle3(features_lib.SlotReader):
         kv, reached = _reserve(kv, end, jnp.where(drafts, after, end), size=1)
         counts = jnp.where(drafts, reached + 1 - end, 0)
         text = jnp.pad(tokens, ((0, 0), (0, size + 1)))
-        kv, found = eagle3.run_chains(
+        kv, found, log_weights = eagle3.run_chains(
             params,
             self.drafter.head,
             kv,
@@ -164,12 +162,17 @@ class SlotEagle3(features_lib.SlotReader):
             pending=jnp.where(drafts, end - starts, 0),
             counts=counts,
             most=self.gamma_max,
+            draws=self._native_draws(draw),
             impl=self.drafter.model.impl,
         )
         kv = allocator.extend_each(kv, end, asked=drafts)
         kv = allocator.truncate_each(kv, end, asked=drafts)
         memory = memory.replace(kv=kv, ring=ring.replace(first=kv.length))
-        return memory, protocols.Proposal(tokens=found, num_drafted=counts)
+        return memory, protocols.Proposal(
+            tokens=found,
+            num_drafted=counts,
+            probs=self._probs(params, log_weights, counts),
+        )
 
     def _take_in(
         self,
@@ -226,14 +229,11 @@ class SlotEagle3(features_lib.SlotReader):
         ring = memory.ring.replace(first=kv.length)
         return memory.replace(kv=kv, ring=ring), hidden, logits
 
-    def _grow(self, params, memory, root, *, length, wanted, sampling):
+    def _grow(self, params, memory, root, *, wanted, draw):
         """Returns the memory with the rows of drafts, and the proposal after `root`:
         hidden state `[B, D]` and logits `[B, Vd]` of the last pair."""
-        tree, drafter = self._tree, self.drafter
-        is_chain = drafter.tree is None
-        draw = draft_trees.Draw.of(
-            drafter.draws, sampling, length, num_slots=self.num_slots
-        )
+        tree, length = self._tree, draw.length
+        is_chain = self.drafter.tree is None
         # Noise is by token of the target; without it the few draft tokens will do.
         hot, widen = params.hot, lambda logits: logits
         if hot is not None and (draw.sampling is not None or tree.top_k > hot.size):

@@ -127,9 +127,6 @@ def forward_block(
             rows.tokens,
             _model(params, config, kv),
             block_size=config.block_size,
-            embed=params.embed,
-            final_norm=params.final_norm,
-            head=params.lm_head,
             **_where(config, rows, kv, dtype),
         )
         return cache.with_pages(kv, pages), hidden, logits
@@ -173,10 +170,13 @@ def _model(params, config, kv) -> step.BlockModel:
     """The layers for native kernels."""
     fields = step.BlockLayer._fields
     return step.BlockModel(
+        embed=params.embed,
         layers=[
             step.BlockLayer(**{name: getattr(weight, name) for name in fields})
             for weight in params.layers
         ],
+        final_norm=params.final_norm,
+        head=params.lm_head,
         pages=list(zip(kv.k, kv.v, strict=True)),
         eps=config.layer.rms_norm_eps,
         scale=config.layer.head_dim**-0.5,
@@ -360,12 +360,12 @@ def _confidence(params, known):
 
 
 def is_one_call(config: block_params.BlockConfig, impl: str) -> bool:
-    """Returns whether `choose_greedily` can go over the slots of blocks."""
+    """Returns whether `run_slots` can go over the slots of blocks."""
     return step.is_fused(impl) and config.head in ("none", "vanilla")
 
 
 @typed
-def choose_greedily(
+def run_slots(
     params: block_params.BlockParams,
     config: block_params.BlockConfig,
     anchor: Int[Array, " B"],
@@ -373,33 +373,39 @@ def choose_greedily(
     logits: Float[Array, "B W Vd"],
     *,
     counts: Int[Array, " B"],
+    draws: step.Draws | None,
     impl: str,
-) -> tuple[Int[Array, "B W"], Float[Array, "B W"] | None]:
-    """Takes the most likely token of each slot after the one before it, in one call.
+) -> tuple[
+    Int[Array, "B W"], Float[Array, "B W"] | None, Float[Array, "B W Vd"] | None
+]:
+    """Chooses the token of each slot after the one before it, in one call.
 
     Args:
       anchor: the token before the first slot.
       counts: slots of each block to go over.
+      draws: see `ops.step.slot_chains`.
 
     Returns:
-      Tokens of the target, 0 from `counts` on; and the logits of their confidences, as
-      `correct` says them, which mean nothing from there on.
+      Tokens of the target, 0 from `counts` on; the logits of their confidences, as
+      `correct` says them, which mean nothing from there on; and of independent draws
+      the log weights of draft tokens that they were drawn from, otherwise None.
     """
     markov = params.markov
-    tokens = step.slots_greedily(
+    tokens, log_weights = step.slot_chains(
         logits,
         anchor,
         counts,
         names=params.hot,
         embed=None if markov is None else markov.embed,
         out=None if markov is None else markov.out,
+        draws=draws,
         impl=impl,
     )
     known = [hidden]
     if markov is not None and config.confidence_with_markov:
         before = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
         known.append(weights.take_rows(markov.embed, before).astype(hidden.dtype))
-    return tokens, _confidence(params, known)
+    return tokens, _confidence(params, known), log_weights
 
 
 def _mix(config, markov, state, before, hidden, product):

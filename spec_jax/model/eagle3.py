@@ -162,9 +162,10 @@ def run_chains(
     pending: Int[Array, " S"],
     counts: Int[Array, " S"],
     most: int,
+    draws: step.Draws | None,
     impl: str,
-) -> tuple[cache.PagedKV, Int[Array, "S most"]]:
-    """Takes in pairs and drafts greedily after them; see `ops.step.head_chains`.
+) -> tuple[cache.PagedKV, Int[Array, "S most"], Float[Array, "S most Vd"] | None]:
+    """Takes in pairs and drafts after them; see `ops.step.head_chains`.
 
     The same tokens and K/V as by `forward_rows`, a row after the other. The pages must
     have been reserved; lengths do not change.
@@ -173,7 +174,8 @@ def run_chains(
       features: of all taps, in their order.
 
     Returns:
-      The cache, and drafts: tokens of the target.
+      The cache; drafts: tokens of the target; and of independent draws the log weights
+      of draft tokens that they were drawn from, otherwise None.
     """
     params = eagle3_params.prepare(params, impl)
     (S, W), flat = tokens.shape, features.reshape(tokens.size, -1)
@@ -184,7 +186,7 @@ def run_chains(
     cos, sin = qwen3.row_angles(
         config.layer, positions.reshape(-1), dtype=g.dtype, impl=impl
     )
-    drafts, pages = step.head_chains(
+    drafts, log_weights, pages = step.head_chains(
         tokens,
         g.reshape(S, W, -1),
         _model(params, config, kv),
@@ -195,9 +197,10 @@ def run_chains(
         pending=pending,
         counts=counts,
         most=most,
+        draws=draws,
         impl=impl,
     )
-    return cache.with_pages(kv, pages), drafts
+    return cache.with_pages(kv, pages), drafts, log_weights
 
 
 def _model(params, config, kv) -> step.HeadModel:

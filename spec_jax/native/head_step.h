@@ -10,7 +10,6 @@
 #include <cstring>
 #include <vector>
 
-#include "argmax.h"
 #include "projection.h"
 #include "side_by_side.h"
 #include "step.h"
@@ -50,17 +49,6 @@ std::vector<T> run_pairs(Team<Pool>& team, const Head<T>& head, const T* feature
   return out;
 }
 
-// Logits [rows, N] of what `rows` rows left behind, [rows, D].
-template <typename Pool, typename T>
-void pair_logits(Team<Pool>& team, const Head<T>& head, const T* left, int64_t rows,
-                 float* logits) {
-  const Step<T>& step = head.step;
-  const T* none = nullptr;
-  Workers<Pool, T> workers(team, rows, step.head.K);
-  Input<T> input{left, step.final_norm, step.eps, rows};
-  project(workers, input, step.head, none, logits);
-}
-
 // The features [rows, D] of the pairs that come next.
 template <typename T>
 void next_features(const Head<T>& head, const T* left, int64_t rows, T* features) {
@@ -80,11 +68,12 @@ void run_head(Team<Pool>& team, const Head<T>& head, const T* features, T* next)
   int64_t live = head.step.rows.live;
   if (live == 0) return;
   std::vector<T> left = run_pairs(team, head, features);
-  pair_logits(team, head, left.data(), live, head.step.logits);
+  Workers<Pool, T> workers(team, live, head.size());
+  row_logits(workers, head.step, left.data(), live, head.step.logits);
   next_features(head, left.data(), live, next);
 }
 
-// Drafts, of a head whose step is as `run_all` takes it.
+// Drafts of a head, whose step is as `run_all` takes it.
 //
 // Args:
 //   features: of what is pending, [S, width, D].
@@ -92,12 +81,10 @@ void run_head(Team<Pool>& team, const Head<T>& head, const T* features, T* next)
 template <typename Pool, typename T>
 void run_head_chains(Pool& pool, Head<T> head, const Chains& chains, const T* features,
                      const int32_t* names) {
-  int64_t S = chains.num_slots, D = head.size(), N = head.step.head.N;
-  std::vector<T> read, last, next(S * D);  // of the next pair of each slot
-  std::vector<float> logits;
-  std::vector<int32_t> highest;
+  int64_t S = chains.num_slots, D = head.size();
+  std::vector<T> read, next(S * D);  // of the next pair of each slot
   Team<Pool> team(pool);
-  run_all(head.step, chains, [&](const ChainRows& rows, int32_t* chosen) {
+  run_all(team, head.step, chains, names, [&](const ChainRows& rows) {
     read.clear();
     for (size_t r = 0; r < rows.slots.size(); ++r) {
       int64_t s = rows.slots[r], i = rows.positions[r] - chains.starts[s];
@@ -106,24 +93,12 @@ void run_head_chains(Pool& pool, Head<T> head, const Chains& chains, const T* fe
       read.insert(read.end(), from, from + D);
     }
     std::vector<T> left = run_pairs(team, head, read.data());
-    // Only the last rows of slots draft, and only they have a next pair.
-    last.clear();
-    for (int64_t s = 0; s < S; ++s) {
-      if (rows.slot_ends[s] == 0) continue;
-      const T* row = left.data() + (rows.slot_ends[s] - 1) * D;
-      next_features(head, row, 1, next.data() + s * D);
-      last.insert(last.end(), row, row + D);
+    // Only the last rows of slots have a next pair.
+    for (size_t j = 0; j < rows.drafts.size(); ++j) {
+      const T* row = left.data() + rows.lasts[j] * D;
+      next_features(head, row, 1, next.data() + rows.drafts[j].slot * D);
     }
-    int64_t count = last.size() / D, from = 0;
-    logits.resize(count * N);
-    highest.resize(count);
-    pair_logits(team, head, last.data(), count, logits.data());
-    argmax(team, logits.data(), highest.data(), count, count, N);
-    for (int64_t s = 0; s < S; ++s) {
-      if (rows.slot_ends[s] == 0) continue;
-      int32_t own = highest[from++];
-      chosen[s] = names == nullptr ? own : names[own];
-    }
+    return left;
   });
 }
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.native import calls, steps
 
@@ -39,11 +38,6 @@ class HeadModel(steps.Model):
         calls.check_dtypes(self.hidden_norm, self.final_norm)
 
     @property
-    def size(self) -> int:
-        """The width of a feature, `D`."""
-        return self.embed.shape[1]
-
-    @property
     def row_size(self) -> int:
         """The values that the layer reads of a row."""
         return 2 * self.size
@@ -54,14 +48,13 @@ class HeadModel(steps.Model):
         assert self.head is not None
         return self.head.shape[0]
 
-    def call(self, target: str, outputs: list, *rows: jax.Array, **how: Any):
+    def call(self, target: str, outputs: list, *own: jax.Array, **how: Any):
         """See `steps.Model.call`: a kernel of heads."""
         return super().call(
             target,
             outputs,
-            *rows,
+            *own,
             self.hidden_norm,
-            own_entries=np.int64(self.num_logits),
             norm_before_residual=self.norm_before_residual,
             norm_output=self.norm_output,
             **how,
@@ -81,30 +74,26 @@ def step(
     num_active: jax.Array,  # [] int32
     branch: jax.Array | None = None,  # [R, A] int32
     isa: str | None = None,
-) -> tuple[jax.Array, jax.Array, list[tuple[jax.Array, jax.Array]]]:
+) -> tuple[jax.Array, jax.Array, steps.Pages]:
     """A whole step in one call: the same bits as the operations one by one.
 
     Returns:
       Logits `[R, N]` float32, the features `[R, D]` of the pairs that come next, and
       the pages, which are updated in place.
     """
-    (R,), half = tokens.shape, model.pages[0][0].shape[3] // 2
-    calls.check_shapes(
-        features=(features, (R, model.size)),
-        slots=(slots, (R,)),
-        positions=(positions, (R,)),
-        cos=(cos, (R, half)),
-        sin=(sin, (R, half)),
-        num_active=(num_active, ()),
-    )
+    calls.check_shapes(features=(features, (*tokens.shape, model.size)))
     calls.check_dtypes(features, model.final_norm)
     outputs = [
-        jax.ShapeDtypeStruct((R, model.num_logits), jnp.float32),
+        jax.ShapeDtypeStruct((tokens.size, model.num_logits), jnp.float32),
         jax.ShapeDtypeStruct(features.shape, features.dtype),
     ]
-    rows = tokens, slots, positions, num_active, calls.branch_of(branch, R), features
-    (logits, following), pages = model.call(
-        "spec_jax_head_step", outputs, *rows, at=(page_table, cos, sin), isa=isa
+    (logits, following), pages = model.run(
+        "spec_jax_head_step",
+        outputs,
+        features,
+        rows=(tokens, slots, positions, num_active, branch),
+        at=(page_table, cos, sin),
+        isa=isa,
     )
     return logits, following, pages
 
@@ -118,8 +107,8 @@ def chains(
     *,
     names: jax.Array | None,  # [N] int32
     **how: Any,
-) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    """Continues texts greedily, in one call; see `ops.step.head_chains`.
+) -> tuple[jax.Array, jax.Array | None, steps.Pages]:
+    """Continues texts in one call; see `ops.step.head_chains`.
 
     Args:
       how: as `steps.chains` takes it.

@@ -248,89 +248,58 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
                                   .Ret<spec_jax::Ints>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
-                              spec_jax::bind_model(
+                              spec_jax::bind_model(spec_jax::bind_rows(
                                   ffi::Ffi::Bind()
                                       .Ctx<ffi::ThreadPool>()
-                                      .Arg<spec_jax::Ints>()          // tokens
-                                      .Arg<spec_jax::Ints>()          // slots
-                                      .Arg<spec_jax::Ints>()          // positions
-                                      .Arg<spec_jax::Scalar>()        // num_active
-                                      .Arg<spec_jax::Ints>()          // branch
-                                      .Ret<spec_jax::Floats>()        // logits
-                                      .Ret<ffi::AnyBuffer>()          // features
-                                      .Attr<ffi::Span<const int64_t>>("taps")));
+                                      .Ret<spec_jax::Floats>()  // logits
+                                      .Ret<ffi::AnyBuffer>()    // features
+                                      .Attr<ffi::Span<const int64_t>>("taps"))));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_chains, spec_jax::RunChains,
-                              spec_jax::bind_model(
-                                  ffi::Ffi::Bind()
-                                      .Ctx<ffi::ThreadPool>()
-                                      .Arg<spec_jax::Ints>()      // tokens
-                                      .Arg<spec_jax::Ints>()      // starts
-                                      .Arg<spec_jax::Ints>()      // pending
-                                      .Arg<spec_jax::Ints>()      // counts
-                                      .Ret<spec_jax::Ints>()));   // drafts
+                              spec_jax::bind_model(spec_jax::bind_chains(
+                                  ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_head_step, spec_jax::RunHeadStep,
-                              spec_jax::bind_head(
+                              spec_jax::bind_head(spec_jax::bind_rows(
                                   ffi::Ffi::Bind()
                                       .Ctx<ffi::ThreadPool>()
-                                      .Arg<spec_jax::Ints>()      // tokens
-                                      .Arg<spec_jax::Ints>()      // slots
-                                      .Arg<spec_jax::Ints>()      // positions
-                                      .Arg<spec_jax::Scalar>()    // num_active
-                                      .Arg<spec_jax::Ints>()      // branch
                                       .Arg<ffi::AnyBuffer>()      // features
                                       .Ret<spec_jax::Floats>()    // logits
-                                      .Ret<ffi::AnyBuffer>()));   // next features
+                                      .Ret<ffi::AnyBuffer>())));  // next features
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_head_chains, spec_jax::RunHeadChains,
-                              spec_jax::bind_head(
+                              spec_jax::bind_head(spec_jax::bind_chains(
                                   ffi::Ffi::Bind()
                                       .Ctx<ffi::ThreadPool>()
-                                      .Arg<spec_jax::Ints>()      // tokens
-                                      .Arg<spec_jax::Ints>()      // starts
-                                      .Arg<spec_jax::Ints>()      // pending
-                                      .Arg<spec_jax::Ints>()      // counts
                                       .Arg<ffi::AnyBuffer>()      // features
-                                      .Arg<spec_jax::Ints>()      // names
-                                      .Ret<spec_jax::Ints>()));   // drafts
+                                      .Arg<spec_jax::Ints>())));  // names
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_append_context, spec_jax::AppendContext,
-                              spec_jax::bind_block(
+                              spec_jax::bind_model(spec_jax::bind_rows(
                                   ffi::Ffi::Bind()
                                       .Ctx<ffi::ThreadPool>()
                                       .Arg<ffi::AnyBuffer>()      // features
-                                      .Arg<spec_jax::Ints>()      // slots
-                                      .Arg<spec_jax::Ints>()      // positions
-                                      .Arg<spec_jax::Scalar>()    // num_active
                                       .Arg<ffi::AnyBuffer>()      // fc
-                                      .Arg<ffi::AnyBuffer>()));   // hidden_norm
+                                      .Arg<ffi::AnyBuffer>())));  // hidden_norm
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_blocks, spec_jax::RunBlocks,
-                              spec_jax::bind_block(
+                              spec_jax::bind_model(spec_jax::bind_rows(
                                   ffi::Ffi::Bind()
                                       .Ctx<ffi::ThreadPool>()
-                                      .Arg<spec_jax::Ints>()      // tokens
-                                      .Arg<spec_jax::Ints>()      // slots
-                                      .Arg<spec_jax::Ints>()      // positions
-                                      .Arg<spec_jax::Scalar>()    // num_active
-                                      .Arg<ffi::AnyBuffer>()      // embed
-                                      .Arg<ffi::AnyBuffer>()      // final_norm
-                                      .Arg<ffi::AnyBuffer>()      // head
-                                      .Ret<ffi::AnyBuffer>()      // hidden
-                                      .Ret<spec_jax::Floats>()    // logits
-                                      .Attr<int64_t>("block_size")
-                                      .Attr<int64_t>("entries")));
+                                      .Ret<ffi::AnyBuffer>()    // hidden
+                                      .Ret<spec_jax::Floats>()  // logits
+                                      .Attr<int64_t>("block_size"))));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_slots, spec_jax::RunSlots,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<spec_jax::Floats>()  // logits
-                                  .Arg<spec_jax::Ints>()    // anchors
-                                  .Arg<spec_jax::Ints>()    // counts
-                                  .Arg<spec_jax::Ints>()    // names
-                                  .Arg<ffi::AnyBuffer>()    // embed
-                                  .Arg<ffi::AnyBuffer>()    // out
-                                  .Ret<spec_jax::Ints>()    // drafts
-                                  .Attr<int64_t>("entries")
-                                  .Attr<int64_t>("rank"));
+                              spec_jax::bind_draws(
+                                  ffi::Ffi::Bind()
+                                      .Ctx<ffi::ThreadPool>()
+                                      .Arg<spec_jax::Floats>()  // logits
+                                      .Arg<spec_jax::Ints>()    // anchors
+                                      .Arg<spec_jax::Ints>()    // counts
+                                      .Arg<spec_jax::Ints>()    // names
+                                      .Arg<ffi::AnyBuffer>()    // embed
+                                      .Arg<ffi::AnyBuffer>()    // out
+                                      .Ret<spec_jax::Ints>()    // drafts
+                                      .Attr<int64_t>("entries")
+                                      .Attr<int64_t>("rank")));

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <vector>
 
-#include "argmax.h"
+#include "draw.h"
 #include "projection.h"
 #include "row_attention.h"
 #include "simd.h"
@@ -24,7 +24,8 @@ template <typename T>
 struct StepLayer {
   const T *input_norm, *q_norm, *k_norm, *mlp_norm;
   Panels<T> qkv, attention_out, gate_up, down;
-  T *k, *v;  // [P, C, K, H]
+  T *k, *v;         // [P, C, K, H]
+  Panels<T> kv{};  // of keys and values, where `qkv` is of queries alone
 };
 
 template <typename T>
@@ -41,6 +42,13 @@ struct Step {
   std::vector<int64_t> taps;  // layers before which the residual is a feature
   float* logits;              // [R, V], or null: nobody asks for them
   T* features;                // [R, taps, D]
+
+  // What attention reads and writes, of queries of `num_heads`.
+  Layer<T> attention(const StepLayer<T>& layer, const T* heads, int64_t num_heads,
+                     T* out) const {
+    return {heads, layer.q_norm, layer.k_norm, cos, sin, layer.k, layer.v, out,
+            num_heads, K, H, scale, eps};
+  }
 };
 
 // The residual x [live, D], where a tap is.
@@ -92,35 +100,52 @@ struct Layers {
   void run(const StepLayer<T>& layer, const Input<T>& from, const T* residual,
            std::vector<T>& x) {
     const T* none = nullptr;
-    project(workers, from, layer.qkv, none, heads.data());
-    attention.run(Layer<T>{heads.data(), layer.q_norm, layer.k_norm, step.cos, step.sin,
-                           layer.k, layer.v, attended.data(), step.N, step.K, step.H,
-                           step.scale, step.eps});
+    int64_t row = (step.N + 2 * step.K) * step.H;
+    project(workers, from, layer.qkv, none, heads.data(), row);
+    if (layer.kv.data != nullptr) {
+      project(workers, from, layer.kv, none, heads.data() + step.N * step.H, row);
+    }
+    attention.run(step.attention(layer, heads.data(), step.N, attended.data()));
     project(workers, input(attended, none), layer.attention_out, residual, x.data());
     gate(workers, input(x, layer.mlp_norm), layer.gate_up, hidden.data());
     project(workers, input(hidden, none), layer.down, x.data(), x.data());
   }
 };
 
+// What the rows leave behind, [live, D], after all layers.
 template <typename Pool, typename T>
-void run_step(Team<Pool>& team, const Step<T>& step) {
-  int64_t live = step.rows.live;
-  if (live == 0) return;
-  std::vector<T> x(live * step.embed.panels.K);
-  Layers<Pool, T> layers(team, step);
-  take_rows(step.embed, step.tokens, x.data(), live);
+std::vector<T> run_layers(Layers<Pool, T>& layers) {
+  const Step<T>& step = layers.step;
+  std::vector<T> x(step.rows.live * step.embed.panels.K);
+  take_rows(step.embed, step.tokens, x.data(), step.rows.live);
   int64_t boundary = 0;
   tap_features(step, boundary, x.data());
   for (const auto& layer : step.layers) {
     layers.run(layer, layers.input(x, layer.input_norm), x.data(), x);
     tap_features(step, ++boundary, x.data());
   }
-  if (step.logits == nullptr) return;
-  const T* none = nullptr;
-  project(layers.workers, layers.input(x, step.final_norm), step.head, none, step.logits);
+  return x;
 }
 
-// Texts that are continued greedily.
+// Logits [rows, N] of what `rows` rows left behind, [rows, D].
+template <typename Pool, typename T>
+void row_logits(Workers<Pool, T>& workers, const Step<T>& step, const T* left,
+                int64_t rows, float* logits) {
+  const T* none = nullptr;
+  project(workers, Input<T>{left, step.final_norm, step.eps, rows}, step.head, none, logits);
+}
+
+template <typename Pool, typename T>
+void run_step(Team<Pool>& team, const Step<T>& step) {
+  if (step.rows.live == 0) return;
+  Layers<Pool, T> layers(team, step);
+  std::vector<T> left = run_layers(layers);
+  if (step.logits != nullptr) {
+    row_logits(layers.workers, step, left.data(), step.rows.live, step.logits);
+  }
+}
+
+// Texts that are continued.
 struct Chains {
   const int32_t* tokens;   // [S, width]: of each slot's text, what no K/V is stored of
   const int32_t* starts;   // [S] the position of the first of them
@@ -128,22 +153,25 @@ struct Chains {
   const int32_t* counts;   // [S] tokens to draft; 0: the slot sits out
   int64_t num_slots, width, most;
   int32_t* drafts;  // [S, most]
+  Draws draws;
 
   int64_t num_places() const { return width + most - 1; }
 };
 
-// The rows of one step of chains, and which of them choose.
+// The rows of one step of chains, and which of them draft.
 struct ChainRows {
   std::vector<int32_t> tokens, slots, positions;
   std::vector<float> cos, sin;
-  std::vector<int64_t> slot_ends;  // [S] the row after the slot's last; 0: none
+  std::vector<Draft> drafts;   // of the slots that have rows
+  std::vector<int64_t> lasts;  // their last rows
 
   // Of the slots that have not drafted enough: first all that is pending, then each draft.
   void take(const Chains& chains, const std::vector<int64_t>& drafted, const float* all_cos,
             const float* all_sin, int64_t half) {
     for (auto* values : {&tokens, &slots, &positions}) values->clear();
     for (auto* values : {&cos, &sin}) values->clear();
-    slot_ends.assign(chains.num_slots, 0);
+    drafts.clear();
+    lasts.clear();
     for (int64_t s = 0; s < chains.num_slots; ++s) {
       if (drafted[s] >= chains.counts[s]) continue;
       bool begins = drafted[s] == 0;
@@ -158,19 +186,24 @@ struct ChainRows {
         cos.insert(cos.end(), all_cos + at, all_cos + at + half);
         sin.insert(sin.end(), all_sin + at, all_sin + at + half);
       }
-      slot_ends[s] = tokens.size();
+      drafts.push_back({s, drafted[s]});
+      lasts.push_back(tokens.size() - 1);
     }
   }
 };
 
-// Runs the steps of chains. `step` has the angles of all places of chains, [S, num_places,
-// H / 2], and neither tokens, rows nor results: it is given those of each step, which
-// `choose` runs. `choose` sets the draft that follows each slot's last row, [S].
-template <typename T, typename Choose>
-void run_all(Step<T>& step, const Chains& chains, const Choose& choose) {
+// Drafts. `step` has the angles of all places of chains, [S, num_places, H / 2], and
+// neither tokens, rows nor results: it is given those of each step. `run` gives what the
+// rows leave behind, [rows, D].
+template <typename Pool, typename T, typename Run>
+void run_all(Team<Pool>& team, Step<T>& step, const Chains& chains, const int32_t* names,
+             const Run& run) {
   const float *cos = step.cos, *sin = step.sin;
+  int64_t D = step.head.K, N = step.head.N;
   std::vector<int64_t> drafted(chains.num_slots);
-  std::vector<int32_t> chosen(chains.num_slots);
+  std::vector<T> last;
+  std::vector<float> logits;
+  std::vector<int32_t> chosen;
   ChainRows rows;
   std::fill(chains.drafts, chains.drafts + chains.num_slots * chains.most, 0);
   for (;;) {
@@ -182,31 +215,33 @@ void run_all(Step<T>& step, const Chains& chains, const Choose& choose) {
     step.rows.live = rows.tokens.size();
     step.cos = rows.cos.data();
     step.sin = rows.sin.data();
-    choose(rows, chosen.data());
-    for (int64_t s = 0; s < chains.num_slots; ++s) {
-      if (rows.slot_ends[s] == 0) continue;
-      chains.drafts[s * chains.most + drafted[s]++] = chosen[s];
+    std::vector<T> left = run(rows);
+    int64_t count = rows.drafts.size();
+    last.clear();
+    for (int64_t row : rows.lasts) {
+      last.insert(last.end(), left.data() + row * D, left.data() + (row + 1) * D);
+    }
+    logits.resize(count * N);
+    chosen.resize(count);
+    Workers<Pool, T> workers(team, count, D);
+    row_logits(workers, step, last.data(), count, logits.data());
+    choose(team, chains.draws, rows.drafts, names, N, logits.data(), chosen.data());
+    for (int64_t j = 0; j < count; ++j) {
+      auto [slot, number] = rows.drafts[j];
+      chains.drafts[slot * chains.most + number] = chosen[j];
+      ++drafted[slot];
     }
   }
 }
 
-// Drafts, with a step as `run_all` takes it.
+// Drafts of a model, with a step as `run_all` takes it.
 template <typename Pool, typename T>
 void run_chains(Pool& pool, Step<T> step, const Chains& chains) {
-  int64_t V = step.head.N;
-  std::vector<float> logits;
-  std::vector<int32_t> highest;
   Team<Pool> team(pool);
-  run_all(step, chains, [&](const ChainRows& rows, int32_t* chosen) {
-    int64_t live = step.rows.live;
-    logits.resize(live * V);
-    highest.resize(live);
-    step.logits = logits.data();
-    run_step(team, step);
-    argmax(team, logits.data(), highest.data(), live, live, V);
-    for (int64_t s = 0; s < chains.num_slots; ++s) {
-      if (rows.slot_ends[s] > 0) chosen[s] = highest[rows.slot_ends[s] - 1];
-    }
+  const int32_t* same = nullptr;
+  run_all(team, step, chains, same, [&](const ChainRows&) {
+    Layers<Pool, T> layers(team, step);
+    return run_layers(layers);
   });
 }
 

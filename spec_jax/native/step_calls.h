@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "buffers.h"
@@ -13,28 +14,25 @@
 namespace spec_jax {
 namespace {
 
-// The buffers of a layer, of a step's arguments and results after those that it names.
+// The buffers of a layer, of a kernel's arguments after those that it names.
 enum StepBuffer { kInputNorm, kQkv, kQNorm, kKNorm, kAttentionOut, kMlpNorm, kGateUp,
-                  kDown, kKeys, kValues, kLayerBuffers };
+                  kDown, kKv, kKeys, kValues, kLayerBuffers };
 
-template <typename T>
-StepLayer<T> step_layer(const ffi::RemainingArgs& rest, int64_t number, int64_t D, int64_t F,
-                        int64_t attention_size, int64_t heads_size) {
-  auto at = [&](StepBuffer which) {
-    return *rest.get<Any>(number * kLayerBuffers + which);
-  };
-  auto vector = [&](StepBuffer which) { return data_or_null<T>(at(which)); };
-  auto pages = [&](StepBuffer which) { return static_cast<T*>(at(which).untyped_data()); };
-  return {vector(kInputNorm),
-          vector(kQNorm),
-          vector(kKNorm),
-          vector(kMlpNorm),
-          panels<T>(at(kQkv), heads_size, D),
-          panels<T>(at(kAttentionOut), D, attention_size),
-          panels<T>(at(kGateUp), 2 * F, D),
-          panels<T>(at(kDown), D, F),
-          pages(kKeys),
-          pages(kValues)};
+// The rows of a step, in the order of `bind_rows`.
+struct RowCall {
+  Ints tokens, slots, positions;
+  Scalar num_active;
+  Ints branch;
+};
+
+template <typename Binding>
+auto bind_rows(Binding own) {
+  return std::move(own)
+      .template Arg<Ints>()    // tokens
+      .template Arg<Ints>()    // slots
+      .template Arg<Ints>()    // positions
+      .template Arg<Scalar>()  // num_active
+      .template Arg<Ints>();   // branch
 }
 
 // What a step is made of, but for its rows: the last arguments of a kernel, the pages
@@ -45,35 +43,56 @@ struct Model {
   Any embed, final_norm, head;
   ffi::RemainingArgs rest;  // of each layer, see StepBuffer
   ffi::RemainingRets pages;
-  int64_t entries, num_heads, mlp_size;
+  int64_t entries, own_entries, num_heads, mlp_size;
   float scale, eps;
 
-  auto page_shape() const { return (*rest.get<Any>(kKeys)).dimensions(); }
+  Any at(int64_t layer, int64_t which) const {
+    return *rest.get<Any>(layer * kLayerBuffers + which);
+  }
+  int64_t num_layers() const { return rest.size() / kLayerBuffers; }
 
   ffi::Error check() const {
-    int64_t num_layers = rest.size() / kLayerBuffers;
-    for (int64_t i = 0; i < num_layers; ++i) {
+    for (int64_t i = 0; i < num_layers(); ++i) {
       for (int j : {0, 1}) {
-        auto in = *rest.get<Any>(i * kLayerBuffers + kKeys + j);
         auto out = *pages.get<Any>(2 * i + j);
-        if (in.untyped_data() != out->untyped_data()) {
+        if (at(i, kKeys + j).untyped_data() != out->untyped_data()) {
           return ffi::Error::Internal("the pages must be updated in place");
         }
       }
     }
-    return check_head_size(page_shape()[3]);
+    return check_head_size(at(0, kKeys).dimensions()[3]);
   }
 
   template <typename T>
-  Step<T> step(const int32_t* slots, const int32_t* positions, int64_t live) const {
-    auto shape = page_shape();
+  StepLayer<T> layer(int64_t i, int64_t D, int64_t K, int64_t H) const {
+    int64_t N = num_heads * H, both = 2 * K * H;
+    bool is_apart = at(i, kKv).element_count() > 0;
+    auto vector = [&](int64_t which) { return data_or_null<T>(at(i, which)); };
+    auto pool = [&](int64_t which) { return static_cast<T*>(at(i, which).untyped_data()); };
+    return {vector(kInputNorm),
+            vector(kQNorm),
+            vector(kKNorm),
+            vector(kMlpNorm),
+            panels<T>(at(i, kQkv), is_apart ? N : N + both, D),
+            panels<T>(at(i, kAttentionOut), D, N),
+            panels<T>(at(i, kGateUp), 2 * mlp_size, D),
+            panels<T>(at(i, kDown), D, mlp_size),
+            pool(kKeys),
+            pool(kValues),
+            {vector(kKv), both, D}};
+  }
+
+  // Without rows, which chains find for themselves.
+  template <typename T>
+  Step<T> step() const {
+    auto shape = at(0, kKeys).dimensions();
     int64_t K = shape[2], H = shape[3], D = final_norm.element_count();
     Step<T> step{};
     step.embed = table_of<T>(embed, entries, D);
     step.final_norm = data<T>(final_norm);
-    step.head = panels<T>(head.element_count() > 0 ? head : embed, entries, D);
-    step.rows = {table.typed_data(),    slots,    positions, table.dimensions()[0],
-                 table.dimensions()[1], shape[0], shape[1],  live};
+    step.head = panels<T>(head.element_count() > 0 ? head : embed, own_entries, D);
+    step.rows = {table.typed_data(),    nullptr,  nullptr,  table.dimensions()[0],
+                 table.dimensions()[1], shape[0], shape[1], 0};
     step.cos = cos.typed_data();
     step.sin = sin.typed_data();
     step.N = num_heads;
@@ -81,10 +100,18 @@ struct Model {
     step.H = H;
     step.scale = scale;
     step.eps = eps;
-    for (size_t i = 0; i < rest.size() / kLayerBuffers; ++i) {
-      step.layers.push_back(step_layer<T>(rest, i, D, mlp_size, num_heads * H,
-                                          (num_heads + 2 * K) * H));
-    }
+    for (int64_t i = 0; i < num_layers(); ++i) step.layers.push_back(layer<T>(i, D, K, H));
+    return step;
+  }
+
+  template <typename T>
+  Step<T> step(const RowCall& rows) const {
+    Step<T> step = this->step<T>();
+    step.tokens = rows.tokens.typed_data();
+    step.rows.slots = rows.slots.typed_data();
+    step.rows.positions = rows.positions.typed_data();
+    step.rows.live = live_rows(rows.num_active, rows.slots.element_count());
+    step.rows = with_branch(step.rows, rows.branch);
     return step;
   }
 };
@@ -101,65 +128,115 @@ auto bind_model(Binding own) {
       .RemainingArgs()              // of each layer
       .RemainingRets()              // keys and values of each layer
       .template Attr<int64_t>("entries")
+      .template Attr<int64_t>("own_entries")
       .template Attr<int64_t>("num_heads")
       .template Attr<int64_t>("mlp_size")
       .template Attr<float>("scale")
       .template Attr<float>("eps");
 }
 
-constexpr auto RunStep = [](ffi::ThreadPool pool, Ints tokens, Ints slots, Ints positions,
-                            Scalar num_active, Ints branch, ffi::Result<Floats> logits,
-                            Result features, ffi::Span<const int64_t> taps,
-                            auto... parts) -> ffi::Error {
-  Model model{parts...};
+// The dtype of a step's arrays.
+template <typename T>
+T element(const Step<T>&);
+template <typename S>
+using element_of = decltype(element(std::declval<S>()));
+
+// Calls `run(team, step)` with the step of a call's rows and model.
+template <typename Run>
+ffi::Error with_step(ffi::ThreadPool& pool, const Model& model, const RowCall& rows,
+                     const Run& run) {
   if (ffi::Error error = model.check(); error.failure()) return error;
-  int64_t live = live_rows(num_active, tokens.element_count());
   return by_dtype(model.final_norm.element_type(), [&](auto tag) {
     using T = decltype(tag);
-    Step<T> step = model.step<T>(slots.typed_data(), positions.typed_data(), live);
-    step.tokens = tokens.typed_data();
-    step.rows = with_branch(step.rows, branch);
-    step.taps.assign(taps.begin(), taps.end());
-    step.logits = logits->element_count() > 0 ? logits->typed_data() : nullptr;
-    step.features = data<T>(features);
     Team<ffi::ThreadPool> team(pool);
-    run_step(team, step);
+    run(team, model.step<T>(rows));
     return ffi::Error::Success();
   });
-};
-
-inline Chains chains_of(Ints tokens, Ints starts, Ints pending, Ints counts,
-                        ffi::Result<Ints>& drafts) {
-  return {tokens.typed_data(),     starts.typed_data(),     pending.typed_data(),
-          counts.typed_data(),     tokens.dimensions()[0],  tokens.dimensions()[1],
-          drafts->dimensions()[1], drafts->typed_data()};
 }
 
-constexpr auto RunChains = [](ffi::ThreadPool pool, Ints tokens, Ints starts, Ints pending,
-                              Ints counts, ffi::Result<Ints> drafts,
-                              auto... parts) -> ffi::Error {
-  Model model{parts...};
-  if (ffi::Error error = model.check(); error.failure()) return error;
-  Chains chains = chains_of(tokens, starts, pending, counts, drafts);
-  return by_dtype(model.final_norm.element_type(), [&](auto tag) {
-    using T = decltype(tag);
-    run_chains(pool, model.step<T>(nullptr, nullptr, 0), chains);
+constexpr auto RunStep = [](ffi::ThreadPool pool, ffi::Result<Floats> logits,
+                            Result features, ffi::Span<const int64_t> taps,
+                            auto... parts) -> ffi::Error {
+  struct { RowCall rows; Model model; } call{parts...};
+  return with_step(pool, call.model, call.rows, [&](auto& team, auto step) {
+    step.taps.assign(taps.begin(), taps.end());
+    step.logits = logits->element_count() > 0 ? logits->typed_data() : nullptr;
+    step.features = data<element_of<decltype(step)>>(features);
+    run_step(team, step);
+  });
+};
+
+// How slots draw, in the order of `bind_draws`: nobody draws where there are no numbers.
+struct DrawCall {
+  Floats numbers;  // [3, S] temperature, top_p, min_p
+  Ints integers;   // [3, S] top_k, seed, position
+  ffi::Result<Floats> log_weights;  // [S, most, N], or empty: not asked for
+  int64_t vocabulary;
+  bool is_independent;
+
+  Draws draws(int64_t most) {
+    if (numbers.element_count() == 0) return {};
+    int64_t S = numbers.dimensions()[1];
+    const float* number = numbers.typed_data();
+    const int32_t* integer = integers.typed_data();
+    float* given = log_weights->element_count() > 0 ? log_weights->typed_data() : nullptr;
+    return {number,      number + S,     number + 2 * S, integer,
+            integer + S, integer + 2 * S, vocabulary,    is_independent,
+            given,       most};
+  }
+};
+
+template <typename Binding>
+auto bind_draws(Binding own) {
+  return std::move(own)
+      .template Arg<Floats>()  // numbers
+      .template Arg<Ints>()    // integers
+      .template Ret<Floats>()  // log weights
+      .template Attr<int64_t>("vocabulary")
+      .template Attr<bool>("is_independent");
+}
+
+// Chains but for their model, in the order of `bind_chains`.
+struct ChainCall {
+  Ints tokens, starts, pending, counts;
+  ffi::Result<Ints> drafts;
+  DrawCall draws;
+
+  Chains chains() {
+    int64_t most = drafts->dimensions()[1];
+    return {tokens.typed_data(), starts.typed_data(),    pending.typed_data(),
+            counts.typed_data(), tokens.dimensions()[0], tokens.dimensions()[1],
+            most,                drafts->typed_data(),   draws.draws(most)};
+  }
+};
+
+template <typename Binding>
+auto bind_chains(Binding own) {
+  return bind_draws(std::move(own)
+                        .template Arg<Ints>()    // tokens
+                        .template Arg<Ints>()    // starts
+                        .template Arg<Ints>()    // pending
+                        .template Arg<Ints>()    // counts
+                        .template Ret<Ints>());  // drafts
+}
+
+constexpr auto RunChains = [](ffi::ThreadPool pool, auto... parts) -> ffi::Error {
+  struct { ChainCall chains; Model model; } call{parts...};
+  if (ffi::Error error = call.model.check(); error.failure()) return error;
+  return by_dtype(call.model.final_norm.element_type(), [&](auto tag) {
+    run_chains(pool, call.model.template step<decltype(tag)>(), call.chains.chains());
     return ffi::Error::Success();
   });
 };
 
-// The same of an EAGLE-3 head, in the order of `bind_head`.
-struct HeadModel {
+// An EAGLE-3 head, in the order of `bind_head`.
+struct HeadCall {
   Any hidden_norm;
-  int64_t own_entries;  // those that `head` has logits of
   bool norm_before_residual, norm_output;
-  Model model;
 
   template <typename T>
-  Head<T> head(const int32_t* slots, const int32_t* positions, int64_t live) const {
-    Step<T> step = model.step<T>(slots, positions, live);
+  Head<T> head(Step<T> step) const {
     step.layers[0].qkv.K *= 2;  // Token and feature, side by side.
-    step.head.N = own_entries;
     return {step, data<T>(hidden_norm), norm_before_residual, norm_output};
   }
 };
@@ -168,47 +245,30 @@ template <typename Binding>
 auto bind_head(Binding own) {
   return bind_model(std::move(own)
                         .template Arg<Any>()  // hidden_norm
-                        .template Attr<int64_t>("own_entries")
                         .template Attr<bool>("norm_before_residual")
                         .template Attr<bool>("norm_output"));
 }
 
-template <typename... Parts>
-HeadModel head_model(Any hidden_norm, int64_t own_entries, bool norm_before_residual,
-                     bool norm_output, Parts... parts) {
-  return {hidden_norm, own_entries, norm_before_residual, norm_output, {parts...}};
-}
-
-constexpr auto RunHeadStep = [](ffi::ThreadPool pool, Ints tokens, Ints slots,
-                                Ints positions, Scalar num_active, Ints branch,
-                                Any features, ffi::Result<Floats> logits, Result next,
+constexpr auto RunHeadStep = [](ffi::ThreadPool pool, Any features,
+                                ffi::Result<Floats> logits, Result next,
                                 auto... parts) -> ffi::Error {
-  HeadModel model = head_model(parts...);
-  if (ffi::Error error = model.model.check(); error.failure()) return error;
-  int64_t live = live_rows(num_active, tokens.element_count());
-  return by_dtype(features.element_type(), [&](auto tag) {
-    using T = decltype(tag);
-    Head<T> head = model.head<T>(slots.typed_data(), positions.typed_data(), live);
-    head.step.tokens = tokens.typed_data();
-    head.step.rows = with_branch(head.step.rows, branch);
-    head.step.logits = logits->typed_data();
-    Team<ffi::ThreadPool> team(pool);
-    run_head(team, head, data<T>(features), data<T>(next));
-    return ffi::Error::Success();
+  struct { RowCall rows; HeadCall head; Model model; } call{parts...};
+  return with_step(pool, call.model, call.rows, [&](auto& team, auto step) {
+    using T = element_of<decltype(step)>;
+    step.logits = logits->typed_data();
+    run_head(team, call.head.template head<T>(step), data<T>(features), data<T>(next));
   });
 };
 
-constexpr auto RunHeadChains = [](ffi::ThreadPool pool, Ints tokens, Ints starts,
-                                  Ints pending, Ints counts, Any features, Ints names,
-                                  ffi::Result<Ints> drafts, auto... parts) -> ffi::Error {
-  HeadModel model = head_model(parts...);
-  if (ffi::Error error = model.model.check(); error.failure()) return error;
-  Chains chains = chains_of(tokens, starts, pending, counts, drafts);
+constexpr auto RunHeadChains = [](ffi::ThreadPool pool, Any features, Ints names,
+                                  auto... parts) -> ffi::Error {
+  struct { ChainCall chains; HeadCall head; Model model; } call{parts...};
+  if (ffi::Error error = call.model.check(); error.failure()) return error;
   return by_dtype(features.element_type(), [&](auto tag) {
     using T = decltype(tag);
     const int32_t* of_own = names.element_count() > 0 ? names.typed_data() : nullptr;
-    Head<T> head = model.head<T>(nullptr, nullptr, 0);
-    run_head_chains(pool, head, chains, data<T>(features), of_own);
+    run_head_chains(pool, call.head.head(call.model.template step<T>()),
+                    call.chains.chains(), data<T>(features), of_own);
     return ffi::Error::Success();
   });
 };

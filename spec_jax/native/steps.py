@@ -6,12 +6,16 @@ See `calls`, of whose functions they have the bits.
 import dataclasses
 import typing
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.native import calls, panels
+from spec_jax.native import calls, draws as draws_lib, panels
+
+
+Pages = list[tuple[jax.Array, jax.Array]]
 
 
 class LayerWeights(typing.NamedTuple):
@@ -40,7 +44,7 @@ class Model:
     """
 
     embed: calls.Weight  # [V, D]
-    layers: Sequence[LayerWeights]
+    layers: Sequence[Any]  # `LayerWeights`, or as a subclass says
     final_norm: jax.Array  # [D]
     head: calls.Weight | None  # [V, D]; None: `embed`, which is then of panels
     pages: Sequence[tuple[jax.Array, jax.Array]]  # keys and values [P, C, K, H]
@@ -48,7 +52,7 @@ class Model:
     scale: float
 
     def __post_init__(self) -> None:
-        D = self.embed.shape[1]
+        D = self.size
         P, C, K, H = self.pages[0][0].shape
         N, F = self._sizes()
         if H % 2 or H > calls.MAX_HEAD:
@@ -71,7 +75,7 @@ class Model:
                 )
             calls.check_shapes(
                 input_norm=(layer.input_norm, (D,)),
-                qkv=(layer.qkv, ((N + 2 * K) * H, self.row_size)),
+                **self._heads(layer, N * H, 2 * K * H),
                 attention_out=(layer.attention_out, (D, N * H)),
                 mlp_norm=(layer.mlp_norm, (D,)),
                 gate_up=(layer.gate_up, (2 * F, D)),
@@ -83,14 +87,27 @@ class Model:
             calls.check_dtypes(*present, k, v, self.final_norm)
 
     @property
+    def size(self) -> int:
+        """The width of a row between layers, `D`."""
+        return self.embed.shape[1]
+
+    @property
     def row_size(self) -> int:
         """The values that a layer reads of a row."""
-        return self.embed.shape[1]
+        return self.size
 
     @property
     def num_logits(self) -> int:
         """The logits of a row."""
         return self.embed.shape[0]
+
+    def _heads(self, layer, queries: int, keys_values: int) -> dict[str, tuple]:
+        """Returns the weights of so many values of heads, and their shapes."""
+        return {"qkv": (layer.qkv, (queries + keys_values, self.row_size))}
+
+    def _weights(self, layer) -> tuple[calls.Weight | None, ...]:
+        """Returns a layer in the order of the kernels, `kv` last."""
+        return (*layer, None)
 
     def _sizes(self) -> tuple[int, int]:
         """Query heads, and the width of the MLP."""
@@ -101,12 +118,12 @@ class Model:
         self,
         target: str,
         outputs: list,
-        *rows: jax.Array,
+        *own: jax.Array,
         at: tuple[jax.Array, jax.Array, jax.Array],
         isa: str | None,
         **attributes,
-    ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
-        """Calls a kernel that takes `rows`, the weights, and the pages.
+    ) -> tuple[list[jax.Array], Pages]:
+        """Calls a kernel that takes `own`, the weights, and the pages.
 
         Args:
           at: the page table, and cosines and sines of the rows.
@@ -124,12 +141,12 @@ class Model:
             return calls.packed(weight, isa).data
 
         page_table, cos, sin = at
-        arguments = [*rows, page_table, cos.astype(jnp.float32)]
+        arguments = [*own, page_table, cos.astype(jnp.float32)]
         arguments += [sin.astype(jnp.float32), calls.data_of(self.embed)]
         arguments += [self.final_norm, data_of(self.head)]
         everything, aliases = list(outputs), {}
         for layer, pools in zip(self.layers, self.pages, strict=True):
-            arguments += map(data_of, layer)
+            arguments += map(data_of, self._weights(layer))
             for pool in pools:
                 aliases[len(arguments)] = len(everything)
                 arguments.append(pool)
@@ -142,6 +159,7 @@ class Model:
             isa=isa,
             aliases=aliases,
             entries=np.int64(self.embed.shape[0]),
+            own_entries=np.int64(self.num_logits),
             num_heads=np.int64(num_heads),
             mlp_size=np.int64(mlp_size),
             eps=np.float32(self.eps),
@@ -150,6 +168,37 @@ class Model:
         )
         pools = found[len(outputs) :]
         return found[: len(outputs)], list(zip(pools[::2], pools[1::2], strict=True))
+
+    def run(
+        self,
+        target: str,
+        outputs: list,
+        *own: jax.Array,
+        rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None],
+        at: tuple[jax.Array, jax.Array, jax.Array],
+        **how: Any,
+    ) -> tuple[list[jax.Array], Pages]:
+        """Calls a kernel that runs rows, as `call` does.
+
+        Args:
+          own: what it takes before the rows.
+          rows: tokens, slots and positions `[R]`, the number of those that are active,
+            and of rows of trees branches `[R, A]`.
+
+        Raises:
+          ValueError: shapes that do not fit each other.
+        """
+        (tokens, slots, positions, num_active, branch), (_, cos, sin) = rows, at
+        (R,), half = tokens.shape, self.pages[0][0].shape[3] // 2
+        calls.check_shapes(
+            slots=(slots, (R,)),
+            positions=(positions, (R,)),
+            cos=(cos, (R, half)),
+            sin=(sin, (R, half)),
+            num_active=(num_active, ()),
+        )
+        where = tokens, slots, positions, num_active, calls.branch_of(branch, R)
+        return self.call(target, outputs, *own, *where, at=at, **how)
 
 
 def step(
@@ -166,7 +215,7 @@ def step(
     taps: tuple[int, ...],
     with_logits: bool,
     isa: str | None = None,
-) -> tuple[jax.Array, jax.Array, list[tuple[jax.Array, jax.Array]]]:
+) -> tuple[jax.Array, jax.Array, Pages]:
     """A whole step in one call: the same bits as the operations one by one.
 
     Args:
@@ -179,25 +228,16 @@ def step(
       updated in place.
     """
     (R,), (V, D) = tokens.shape, model.embed.shape
-    half = model.pages[0][0].shape[3] // 2
     if not all(0 <= tap <= len(model.layers) for tap in taps):
         raise ValueError(f"{taps=} of {len(model.layers)} layers")
-    calls.check_shapes(
-        slots=(slots, (R,)),
-        positions=(positions, (R,)),
-        cos=(cos, (R, half)),
-        sin=(sin, (R, half)),
-        num_active=(num_active, ()),
-    )
     outputs = [
         jax.ShapeDtypeStruct((R if with_logits else 0, V), jnp.float32),
         jax.ShapeDtypeStruct((R, len(taps), D), model.final_norm.dtype),
     ]
-    rows = tokens, slots, positions, num_active, calls.branch_of(branch, R)
-    (logits, features), pages = model.call(
+    (logits, features), pages = model.run(
         "spec_jax_step",
         outputs,
-        *rows,
+        rows=(tokens, slots, positions, num_active, branch),
         at=(page_table, cos, sin),
         isa=isa,
         taps=np.asarray(taps, np.int64),
@@ -216,18 +256,20 @@ def chains(
     pending: jax.Array,  # [S] int32
     counts: jax.Array,  # [S] int32
     most: int,
+    draws: draws_lib.Draws | None = None,
     target: str = "spec_jax_chains",
     own: tuple[jax.Array, ...] = (),
     isa: str | None = None,
-) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    """Continues texts greedily, in one call; see `ops.step.chains`.
+) -> tuple[jax.Array, jax.Array | None, Pages]:
+    """Continues texts in one call; see `ops.step.chains`.
 
     Args:
       target: the kernel of the kind of model, and `own` what it takes more of the rows.
 
     Returns:
-      Drafts `[S, most]` int32, 0 from `counts` on, and the pages, which are updated
-      in place.
+      Drafts `[S, most]` int32, 0 from `counts` on; of independent draws log weights
+      `[S, most, N]`, unspecified from there on, otherwise None; and the pages, which
+      are updated in place.
     """
     S, W = tokens.shape
     shape = S, W + most - 1, model.pages[0][0].shape[3] // 2
@@ -241,11 +283,13 @@ def chains(
     )
     # The kernel indexes by both.
     counts = jnp.where((pending > 0) & (pending <= W), jnp.minimum(counts, most), 0)
-    (drafts,), pages = model.call(
+    how, weighed, attributes = draws_lib.arguments(draws, (S, most, model.num_logits))
+    (drafts, log_weights), pages = model.call(
         target,
-        [jax.ShapeDtypeStruct((S, most), jnp.int32)],
-        *(tokens, starts, pending, counts, *own),
+        [jax.ShapeDtypeStruct((S, most), jnp.int32), weighed],
+        *(*own, tokens, starts, pending, counts, *how),
         at=(page_table, cos, sin),
         isa=isa,
+        **attributes,
     )
-    return drafts, pages
+    return drafts, draws_lib.given(draws, log_weights), pages

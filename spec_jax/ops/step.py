@@ -6,7 +6,7 @@ The same bits as the operations one by one (`embedding`, `projection`,
 
 import jax
 
-from spec_jax.native import block_steps, head_steps, steps
+from spec_jax.native import block_steps, draws as draws_lib, head_steps, steps
 from spec_jax.ops import weights
 
 
@@ -21,7 +21,10 @@ BlockLayer = block_steps.LayerWeights
 BlockModel = block_steps.BlockModel
 """The same of a block drafter."""
 
-Pages = list[tuple[jax.Array, jax.Array]]
+Draws = draws_lib.Draws
+"""How drafts are drawn."""
+
+Pages = steps.Pages
 
 
 def is_fused(impl: str) -> bool:
@@ -89,10 +92,11 @@ def chains(
     """
     _check(impl)
     cos, sin = angles
-    return steps.chains(
+    drafts, _, pages = steps.chains(
         tokens, model, cos, sin,
         page_table=page_table, starts=starts, pending=pending, counts=counts, most=most,
     )  # fmt: skip
+    return drafts, pages
 
 
 def head_step(
@@ -134,21 +138,25 @@ def head_chains(
     pending: jax.Array,  # [S] int32
     counts: jax.Array,  # [S] int32
     most: int,
+    draws: Draws | None,
     impl: str,
-) -> tuple[jax.Array, Pages]:
-    """Continues texts greedily with a head, as `chains` does with a model.
+) -> tuple[jax.Array, jax.Array | None, Pages]:
+    """Continues texts with a head, as `chains` does with a model.
 
     Args:
       tokens: of the pairs whose K/V is not stored yet, and their features; the feature
         of a draft is what the pair before it leaves behind.
       names: the token that each of the head's own stands for; None: the same.
+      draws: None: greedily.
 
     Returns:
-      As `chains`.
+      Drafts and pages as `chains`, and between them what independent drafts were drawn
+      from: float32 log weights `[S, most, N]`, unspecified from `counts` on. None of
+      others.
     """
     _check(impl)
     return head_steps.chains(
-        tokens, features, model, *angles, names=names,
+        tokens, features, model, *angles, names=names, draws=draws,
         page_table=page_table, starts=starts, pending=pending, counts=counts, most=most,
     )  # fmt: skip
 
@@ -179,9 +187,6 @@ def blocks(
     model: BlockModel,
     *,
     block_size: int,
-    embed: weights.Weight,  # [V, D]
-    final_norm: jax.Array,  # [D]
-    head: weights.Weight,  # [Vd, D]
     angles: tuple[jax.Array, jax.Array],  # cosines and sines [R, H / 2]
     page_table: jax.Array,  # [S, M] int32
     slots: jax.Array,  # [R] int32
@@ -197,13 +202,12 @@ def blocks(
     """
     _check(impl)
     return block_steps.blocks(
-        tokens, model, block_size=block_size, embed=embed, final_norm=final_norm,
-        head=head, at=(page_table, *angles), slots=slots, positions=positions,
-        num_active=num_active,
+        tokens, model, block_size=block_size, at=(page_table, *angles),
+        slots=slots, positions=positions, num_active=num_active,
     )  # fmt: skip
 
 
-def slots_greedily(
+def slot_chains(
     logits: jax.Array,  # [S, most, Vd] float32
     anchors: jax.Array,  # [S] int32
     counts: jax.Array,  # [S] int32
@@ -211,9 +215,10 @@ def slots_greedily(
     names: jax.Array | None,  # [Vd] int32
     embed: jax.Array | None,  # [V, r]
     out: weights.Weight | None,  # [Vd, r]
+    draws: Draws | None,
     impl: str,
-) -> jax.Array:
-    """Takes the highest of each slot's logits, corrected by the token before it.
+) -> tuple[jax.Array, jax.Array | None]:
+    """Goes over the slots of blocks, whose logits the token before corrects.
 
     Args:
       anchors: the token before the first slot of each block.
@@ -221,13 +226,15 @@ def slots_greedily(
       names: the token that each of the drafter's own stands for; None: the same.
       embed, out: of the token before, and what its product with the embedding adds to
         the logits; None: nothing.
+      draws: None: the highest logits are taken.
 
     Returns:
-      Tokens `[S, most]` int32, 0 from `counts` on.
+      Tokens `[S, most]` int32, 0 from `counts` on; and log weights `[S, most, Vd]` as
+      those of `head_chains`.
     """
     _check(impl)
-    return block_steps.slots_greedily(
-        logits, anchors, counts, names=names, embed=embed, out=out
+    return block_steps.slot_chains(
+        logits, anchors, counts, names=names, embed=embed, out=out, draws=draws
     )
 
 

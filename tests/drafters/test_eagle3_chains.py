@@ -1,4 +1,4 @@
-"""A head's greedy drafts in one call: those of the path row by row, and its memory."""
+"""A head's drafts in one call: those of the path row by row, and its memory."""
 
 import dataclasses
 
@@ -47,16 +47,30 @@ def plan(num_slots, *, seed, num_rounds, sits_out=0.2):
         length = np.minimum(length + rng.integers(1, 6, num_slots), MAX_LEN)
 
 
-def compiled(slots, params, memory, tokens):
-    """`propose(memory, tokens, length, gamma)` in one call, and row by row."""
+def settings_of(*slots):
+    """Settings of each slot; "greedy", "plain" or "filtered"."""
+    kinds = {
+        "greedy": {"temperature": 0.0},
+        "plain": {"temperature": 1.0},
+        "filtered": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+    }
+    found = [
+        sampling_lib.make_settings(**kinds[kind], seed=seed)
+        for seed, kind in enumerate(slots)
+    ]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+
+
+def compiled(slots, params, memory, tokens, sampling):
+    """`propose(memory, tokens, length, gamma, sampling)` in one call and row by row."""
 
     def compile_now():
-        propose = lambda memory, tokens, length, gamma: slots.propose(
-            params, memory, tokens=tokens, length=length, gamma=gamma, sampling=None
+        propose = lambda memory, tokens, length, gamma, sampling: slots.propose(
+            params, memory, tokens=tokens, length=length, gamma=gamma, sampling=sampling
         )
         number = jnp.zeros(tokens.shape[:1], jnp.int32)
-        lowered = jax.jit(propose).lower(memory, jnp.asarray(tokens), number, number)
-        return lowered.compile()
+        given = memory, jnp.asarray(tokens), number, number, sampling
+        return jax.jit(propose).lower(*given).compile()
 
     with pytest.MonkeyPatch.context() as patch:
         whole = compile_now()
@@ -67,8 +81,19 @@ def compiled(slots, params, memory, tokens):
     return whole, by_rows
 
 
-def rounds(drafter, params, planned, *, fault=lambda memory: memory, **sizes):
+def rounds(
+    drafter,
+    params,
+    planned,
+    *,
+    sampling=None,
+    fault=lambda memory, sampling: (memory, sampling),
+    **sizes,
+):
     """Proposes in every round by both paths, and compares all that they return.
+
+    Args:
+      fault: of what the call is given.
 
     Returns:
       The drafts of every round and slot.
@@ -86,14 +111,15 @@ def rounds(drafter, params, planned, *, fault=lambda memory: memory, **sizes):
         memory = slots.prefill(
             params, memory, prompt, slot=slot, features=jnp.asarray(features[slot])
         )
-    whole, by_rows = compiled(slots, params, memory, tokens)
+    whole, by_rows = compiled(slots, params, memory, tokens, sampling)
     commit, everyone = jax.jit(slots.commit), jnp.ones((num_slots,), bool)
     made = []
     for number, (length, gamma) in enumerate(planned):
         given = jnp.asarray(tokens), jnp.asarray(length, jnp.int32)
         gamma = jnp.asarray(gamma, jnp.int32)
-        expected_memory, expected = by_rows(memory, *given, gamma)
-        memory, found = whole(fault(memory), *given, gamma)
+        expected_memory, expected = by_rows(memory, *given, gamma, sampling)
+        memory, drawn = fault(memory, sampling)
+        memory, found = whole(memory, *given, gamma, drawn)
         counts = np.asarray(found.num_drafted)
         np.testing.assert_array_equal(counts, expected.num_drafted)
         for row, other, count in zip(
@@ -101,6 +127,11 @@ def rounds(drafter, params, planned, *, fault=lambda memory: memory, **sizes):
         ):
             assert row[:count].tolist() == other[:count].tolist()
             made.append(row[:count].tolist())
+        assert (found.probs is None) == (drafter.draws != "independent")
+        if found.probs is not None:
+            is_made = np.arange(slots.gamma_max) < counts[:, None]
+            ours, theirs = (np.asarray(x.probs)[is_made] for x in (found, expected))
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5)
         testing.assert_same_bits(memory, expected_memory)
         if number + 1 < len(planned):
             after = planned[number + 1][0]
@@ -179,27 +210,58 @@ def test_a_hidden_state_of_another_pair_is_caught():
     """Negative control: features of the round that are one place early."""
     drafter, params = make()
 
-    def early(memory):
+    def early(memory, sampling):
         ring = memory.ring
         moved = jnp.roll(ring.features, 1, axis=1)
-        return memory.replace(ring=ring.replace(features=moved))
+        return memory.replace(ring=ring.replace(features=moved)), sampling
 
     with pytest.raises(AssertionError):
         rounds(drafter, params, plan(1, seed=1, num_rounds=4), fault=early, **ROOM)
 
 
+SAMPLED = ("plain", "greedy", "filtered")
+
+
+@pytest.mark.parametrize("draws", ["coupled", "independent"])
+@pytest.mark.parametrize(
+    ("head", "dtype"),
+    [(eagle.HEAD, "float32"), pytest.param(FULL, "bfloat16", marks=eagle.SLOW)],
+    ids=["reduced", "full bfloat16"],
+)
+def test_drawn_drafts_are_those_of_rows(head, dtype, draws):
+    """Fails if a token is drawn with other noise, or from other tokens, than by XLA, or
+    from another distribution than is stated."""
+    drafter, params = make(head, dtype, draws=draws)
+    planned, sampling = list(plan(3, seed=1, num_rounds=9)), settings_of(*SAMPLED)
+    made = rounds(drafter, params, planned, sampling=sampling, **ROOM)
+    assert sum(map(len, made)) > 24
+    greedy = rounds(
+        drafter, params, planned, sampling=settings_of(*["greedy"] * 3), **ROOM
+    )
+    of_slot = lambda found, slot: [row for row in found[slot::3] if row]
+    assert of_slot(made, 1)[0] == of_slot(greedy, 1)[0]
+    assert of_slot(made, 0) != of_slot(greedy, 0)
+
+
+def test_noise_of_another_seed_is_caught():
+    """Negative control: the call draws with the seed after each slot's."""
+    drafter, params = make()
+
+    def other(memory, sampling):
+        return memory, sampling.replace(seed=sampling.seed + 1)
+
+    how = {"sampling": settings_of("plain"), "fault": other, **ROOM}
+    with pytest.raises(AssertionError):
+        rounds(drafter, params, plan(1, seed=1, num_rounds=4), **how)
+
+
 def test_what_is_one_call():
-    """Fails if drafts are greedy that are asked to be drawn."""
-    drafter, _ = make()
-    settings = sampling_lib.make_settings(temperature=1.0)
+    """Fails if a tree, or a head of another implementation, is taken for chains."""
     of = lambda drafter: eagle3_slots.SlotEagle3(drafter=drafter, num_slots=1)
-    greedy = dataclasses.replace(drafter, draws="greedy")
-    independent = dataclasses.replace(drafter, draws="independent")
-    assert of(drafter)._is_one_call(None) and of(greedy)._is_one_call(settings)
-    assert not of(drafter)._is_one_call(settings)
-    assert not of(independent)._is_one_call(None)
-    assert not of(eagle.make("xla"))._is_one_call(None)
-    assert not of(eagle.TREE)._is_one_call(None)
+    drafter, _ = make()
+    assert of(drafter)._is_one_call
+    assert not of(eagle.make("xla"))._is_one_call
+    assert not of(eagle.TREE)._is_one_call
 
 
 def test_a_slot_that_was_never_opened():

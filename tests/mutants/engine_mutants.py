@@ -175,7 +175,7 @@ BLOCKS = (
     ),
     Mutant(
         "a confidence of native kernels knows the token itself",
-        "model.block_draft:choose_greedily",
+        "model.block_draft:run_slots",
         "[anchor[:, None], tokens[:, :-1]]",
         "[tokens]",
         "native/test_native_block.py::"
@@ -350,6 +350,14 @@ HEADS = (
         "jnp.where(positions < (starts + pending)[:, None], positions, positions + 1)"
         ".reshape(-1), dtype",
         _PAIRS,
+    ),
+    Mutant(
+        "drafts of a native call are drawn with the noise of the next position",
+        "drafters.features:SlotReader._native_draws",
+        "positions=draw.length",
+        "positions=draw.length + 1",
+        "drafters/test_eagle3_chains.py::"
+        "test_drawn_drafts_are_those_of_rows[reduced-coupled]",
     ),
     Mutant(
         "a pair has the token of its feature's position",

@@ -5,6 +5,7 @@
 // one fault each, that the sanitizers must stop, and `sanitize wait` one that the alarm
 // must.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -338,16 +339,47 @@ void check_move(int64_t width) {
   }
 }
 
+// How slots draw that take the highest logit, draw and draw from few tokens, and what they
+// draw from.
+struct SomeDraws {
+  float temperature[3] = {0.0f, 0.7f, 1.0f}, top_p[3] = {1, 0.6f, 1}, min_p[3] = {0, 0.1f, 0};
+  int32_t top_k[3] = {1 << 30, 5, 1 << 30}, seeds[3] = {0, -1, 7}, positions[3] = {0, 9, 1 << 30};
+  int64_t most, N;
+  Array<float> log_weights;
+
+  SomeDraws(int64_t most, int64_t N)
+      : most(most), N(N), log_weights(untouched<float>(3 * most * N)) {}
+
+  Draws draws(int64_t vocabulary, bool is_independent) {
+    return {temperature, top_p, min_p, top_k, seeds, positions, vocabulary, is_independent,
+            log_weights.data(), most};
+  }
+
+  // Of each draft that was made some token weighs 1, and none weighs more.
+  void check(const int32_t* counts, int64_t num_slots, const std::string& what) {
+    for (int64_t i = 0; i < num_slots * most; ++i) {
+      const float* row = log_weights.data() + i * N;
+      bool is_made = i % most < counts[i / most];
+      float most_weight = *std::max_element(row, row + N);
+      int64_t kept = std::count_if(row, row + N, [](float x) { return x > -kInfinity; });
+      bool is_few = i / most != 0 || kept == 1;
+      expect(is_made ? most_weight == 0 && is_few : row[0] == -77, what);
+    }
+  }
+};
+
 // Three slots: two that draft, the second beyond its pages, and one that sits out. Of a
 // model, or of a head whose own tokens are named from the last one on.
 template <typename T>
-void check_chains(const Step<T>& step, const Head<T>* head) {
+void check_chains(const Step<T>& step, const Head<T>* head, bool draws) {
   constexpr int64_t S = 3, width = 2, most = 3;
   int32_t tokens[] = {3, 1, 2, 1 << 30, -1, -1}, starts[] = {0, 1, 1 << 30};
   int32_t pending[] = {2, 1, 9}, counts[] = {3, 2, 0}, table[] = {2, 0, 1, 3, -7, 99};
   Array<int32_t> drafts(S * most);
   auto angles = normal<float>(S * (width + most - 1) * (step.H / 2));
   Chains chains{tokens, starts, pending, counts, S, width, most, drafts.data()};
+  SomeDraws how(most, head == nullptr ? step.head.N : head->step.head.N);
+  if (draws) chains.draws = how.draws(step.head.N, head != nullptr);
   Step<T> model = head == nullptr ? step : head->step;
   model.rows = {table, nullptr, nullptr, S, 2, step.rows.num_pages,
                 step.rows.page_size, 0};
@@ -372,6 +404,9 @@ void check_chains(const Step<T>& step, const Head<T>* head) {
     bool fine = is_made ? drafts[i] >= first && drafts[i] < step.head.N : drafts[i] == 0;
     expect(fine, shape<T>("chains", {i, head != nullptr}));
   }
+  // Of the second slot all is NaN, beyond its pages.
+  int32_t whole[] = {counts[0], 0, 0};
+  if (draws) how.check(whole, 1, shape<T>("draws", {head != nullptr}));
 }
 
 // A head of the step's layer: in bounds, and what is written finite or NaN as it should.
@@ -402,7 +437,7 @@ void check_head(const Step<T>& step, bool is_normed) {
   };
   for (int64_t i = 0; i < R * kOwn; ++i) check(logits[i], i / kOwn);
   for (int64_t i = 0; i < R * D; ++i) check(to_float(next[i]), i / D);
-  check_chains(step, &head);
+  for (bool draws : {false, true}) check_chains(step, &head, draws);
 }
 
 // A model of two layers, the last active row without a page: in bounds, and what is
@@ -425,22 +460,22 @@ void check_blocks(int64_t D, int64_t F) {
   auto angles = normal<float>(R * (H / 2));
   int32_t tokens[] = {0, V - 1, 3, 4}, slots[] = {0, 0, 1, 1}, positions[] = {2, 3, 0, 1};
   int32_t context[] = {0, 1}, table[] = {2, 0, 3, 3};
-  BlockLayer<T> layer{norm.data(), norm.data(), norm.data(), norm.data(),
-                      {q.data(), N * H, D}, {kv.data(), 2 * K * H, D},
-                      {o.data(), D, N * H}, {gate_up.data(), 2 * F, D},
-                      {down.data(), D, F}, k.data(), v.data()};
-  Blocks<T> blocks{{layer, layer}, Rows{table, slots, context, 2, 2, P, C, 2},
-                   angles.data(), angles.data(), N, K, H, 0.4f, 1e-6f};
+  Table<T> rows{nullptr, {embed.data(), V, D}};
+  auto logits = untouched<float>(R * Vd);
+  StepLayer<T> layer{norm.data(), norm.data(), norm.data(), norm.data(),
+                     {q.data(), N * H, D}, {o.data(), D, N * H},
+                     {gate_up.data(), 2 * F, D}, {down.data(), D, F}, k.data(), v.data(),
+                     {kv.data(), 2 * K * H, D}};
+  Step<T> blocks{tokens, rows, {layer, layer}, norm.data(), {lm_head.data(), Vd, D},
+                 Rows{table, slots, context, 2, 2, P, C, 2}, angles.data(), angles.data(),
+                 N, K, H, 0.4f, 1e-6f, {}, logits.data(), nullptr};
   LatePool pool;
   Team<LatePool> team(pool);
   append_context(team, blocks, features.data(), Panels<T>{fc.data(), D, 2 * D}, norm.data());
   blocks.rows.positions = positions;
   blocks.rows.live = R;
   auto hidden = untouched<T>(R * D);
-  auto logits = untouched<float>(R * Vd);
-  Table<T> rows{nullptr, {embed.data(), V, D}};
-  run_blocks(team, blocks, 2, tokens, rows, norm.data(), Panels<T>{lm_head.data(), Vd, D},
-             hidden.data(), logits.data());
+  run_blocks(team, blocks, 2, hidden.data());
   auto check = [&](float value, int64_t r) {
     expect(r < 2 ? std::isfinite(value) : std::isnan(value), shape<T>("blocks", {D, F, r}));
   };
@@ -451,12 +486,17 @@ void check_blocks(int64_t D, int64_t F) {
   for (int64_t n = 0; n < Vd; ++n) names[n] = static_cast<int32_t>(V - 1 - n);
   auto scores = normal<float>(2 * 2 * Vd);
   SlotChains chains{scores.data(), anchors, counts, names.data(), 2, 2, Vd, drafts};
-  run_slots(team, Table<T>{before.data(), {nullptr, V, rank}},
-            Panels<T>{out.data(), Vd, rank}, chains);
-  for (int i = 0; i < 4; ++i) {
-    bool fine = i == 1 ? drafts[i] == 0 : drafts[i] >= V - Vd && drafts[i] < V;
-    expect(fine, shape<T>("slots", {D, i}));
+  SomeDraws how(2, Vd);
+  for (bool draws : {false, true}) {
+    if (draws) chains.draws = how.draws(V, true);
+    run_slots(team, Table<T>{before.data(), {nullptr, V, rank}},
+              Panels<T>{out.data(), Vd, rank}, chains);
+    for (int i = 0; i < 4; ++i) {
+      bool fine = i == 1 ? drafts[i] == 0 : drafts[i] >= V - Vd && drafts[i] < V;
+      expect(fine, shape<T>("slots", {D, i, draws}));
+    }
   }
+  how.check(counts, 2, shape<T>("slots' draws", {D}));
 }
 
 template <typename T>
@@ -498,7 +538,7 @@ void check_step(int64_t D, int64_t F) {
     expect(entry == word, shape<T>("features", {D, F, d}));
   }
   const Head<T>* none = nullptr;
-  check_chains(step, none);
+  for (bool draws : {false, true}) check_chains(step, none, draws);
   for (bool is_normed : {false, true}) check_head(step, is_normed);
   check_blocks<T>(D, F);
 }
@@ -531,6 +571,29 @@ void check_exp() {
   expect(exp(-infinity) == 0 && exp(-87.1f) == 0, "exp far below");
   expect(exp(infinity) == infinity && exp(89.0f) == infinity, "exp far above");
   expect(std::isnan(exp(std::nanf(""))), "exp of NaN");
+}
+
+// Known answers of Threefry (Random123), and distances of noise to the truth.
+void check_noise() {
+  Key first = threefry({0, 0}, 0, 0), last = threefry({~0u, ~0u}, ~0u, ~0u);
+  expect(first.high == 0x6b200159u && first.low == 0x99ba4efeu, "threefry of zeros");
+  expect(last.high == 0x1cb996fcu && last.low == 0xbb002be7u, "threefry of ones");
+  float worst = 0;
+  for (uint32_t i = 0; i < 1 << 16; ++i) {
+    Key bits = threefry({3, 4}, 0, i);
+    // Of all sizes that a sum of both has.
+    float high = std::ldexp(static_cast<float>(bits.high >> 9), -23);
+    float low = std::ldexp(static_cast<float>(bits.low >> 9), -23);
+    if (i % 2 == 0) high = std::ldexp(static_cast<float>(bits.high >> 30), -23);
+    if (i % 1024 == 0) high = low = 0;
+    float tiny = std::numeric_limits<float>::min();
+    float x = high >= 0.5f ? high : high + std::ldexp(low, -23) + tiny;
+    double truth = -std::log(-std::log1p(-double{x}));
+    double unit = std::max(std::abs(truth), 0.5) * std::ldexp(1.0, -23);
+    double off = std::abs(gumbel(high, low) - truth) / unit;
+    worst = std::max(worst, static_cast<float>(off));
+  }
+  expect(worst < 3, "noise is off by " + std::to_string(worst) + " units");
 }
 
 template <typename T>
@@ -607,6 +670,7 @@ int main(int count, char** arguments) {
   if (!fault.empty()) return 0;
   spec_jax::check_full_pool(false);
   spec_jax::check_exp();
+  spec_jax::check_noise();
   spec_jax::check_grid<float>();
   spec_jax::check_grid<spec_jax::bf16>();
   std::puts("all in bounds");

@@ -11,10 +11,12 @@ import pytest
 from model import block_cases
 
 from spec_jax import testing
+from spec_jax.drafters import draft_slots
 from spec_jax.model import block_draft, block_params, decoder, params, row_model
-from spec_jax.native import block_steps
+from spec_jax.native import block_steps, build, draws as draws_lib
 from spec_jax.ops import projection, rms_norm, row_attention, step
 from spec_jax.paging import allocator, cache
+from spec_jax.rules import sampling
 
 
 CAPACITY, SLOTS = 40, 3
@@ -157,20 +159,22 @@ def test_a_norm_that_differs_is_caught(monkeypatch):
         testing.assert_same_bits(found, expected)
 
 
-def go_over(config, weights, counts, *, seed=0):
-    """Tokens and confidences of random slots, in one call and one by one."""
+def go_over(config, weights, counts, *, draws=None, seed=0):
+    """What random slots give in one call, and their tokens, confidences and log weights
+    one by one."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     most, width = config.num_drafts, config.hidden_size
     hidden = draw(SLOTS, most, width).astype(weights.final_norm.dtype)
     logits = draw(SLOTS, most, config.draft_vocab_size)
     anchor = jnp.asarray(rng.integers(0, 96, SLOTS), jnp.int32)
-    found = block_draft.choose_greedily(
-        weights, config, anchor, hidden, logits, counts=counts, impl="native"
-    )
-    names = np.arange(96) if weights.hot is None else np.asarray(weights.hot)
+    found = block_draft.run_slots(
+        weights, config, anchor, hidden, logits,
+        counts=counts, draws=draws, impl="native",
+    )  # fmt: skip
+    widen = draft_slots.widened(weights.hot, 96)
     state, before = block_draft.first_state(config, (SLOTS,)), anchor
-    tokens, chances = [], []
+    tokens, chances, weighed = [], [], []
     for slot in range(most):
         state, bias, chance = block_draft.correct(
             weights,
@@ -181,10 +185,37 @@ def go_over(config, weights, counts, *, seed=0):
             product=block_draft.row_product("native"),
         )
         corrected = logits[:, slot] if bias is None else logits[:, slot] + bias
-        before = jnp.asarray(names[np.argmax(corrected, axis=-1)], jnp.int32)
+        before, drawn_from = one_by_one(widen(corrected), draws, slot)
         tokens.append(np.asarray(before))
         chances.append(None if chance is None else np.asarray(chance))
-    return found, np.stack(tokens, axis=1), chances
+        weighed.append(drawn_from)
+    return found, np.stack(tokens, axis=1), chances, np.stack(weighed, axis=1)
+
+
+def one_by_one(logits, draws, slot):
+    """The tokens of a slot of all blocks, and the log weights `[S, V]` of them."""
+    if draws is None:
+        draws = draws_lib.Draws(
+            draft_slots.greedy(SLOTS), jnp.zeros((SLOTS,), jnp.int32), 96, True
+        )
+    tokens, weighed = [], []
+    for s in range(SLOTS):
+        settings = jax.tree.map(lambda leaf, s=s: leaf[s], draws.settings)
+        at, noise = draws.positions[s] + slot, {}
+        if draws.independent:
+            at = draws.positions[s]
+            noise = {"stream": sampling.Stream.DRAFT, "offset": slot}
+        tokens.append(sampling.sample(logits[s], settings, at, **noise))
+        weighed.append(np.asarray(sampling.log_weights(logits[s], settings)))
+    return jnp.stack(tokens), np.stack(weighed)
+
+
+def drawing(*kinds, independent=False):
+    """Draws of each slot, of settings as `kinds` say."""
+    made = [sampling.make_settings(seed=i, **kind) for i, kind in enumerate(kinds)]
+    settings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
+    positions = jnp.arange(SLOTS, dtype=jnp.int32) * 1000 + 7
+    return draws_lib.Draws(settings, positions, 96, independent)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -193,7 +224,7 @@ def test_slots_are_gone_over_as_one_by_one(config, dtype):
     """Fails if a slot is corrected by another token than the one before it."""
     config, weights = make(config, dtype)
     counts = jnp.array([config.num_drafts, 0, 2], jnp.int32)
-    (tokens, confidence), expected, chances = go_over(config, weights, counts)
+    (tokens, confidence, _), expected, chances, _ = go_over(config, weights, counts)
     is_asked = np.arange(config.num_drafts) < np.asarray(counts)[:, None]
     np.testing.assert_array_equal(tokens, np.where(is_asked, expected, 0))
     assert (confidence is None) == (config.head == "none")
@@ -206,13 +237,81 @@ def test_a_slot_that_overlooks_the_token_before_is_caught(monkeypatch):
     """Negative control: each slot is corrected by the token after the anchor's."""
     config, weights = make(MARKOV)
     counts = jnp.full((SLOTS,), config.num_drafts, jnp.int32)
-    real = block_steps.slots_greedily
+    real = block_steps.slot_chains
     planted = lambda logits, anchors, *given, **more: real(
         logits, (anchors + 1) % 96, *given, **more
     )
-    monkeypatch.setattr(block_steps, "slots_greedily", planted)
-    (tokens, _), expected, _ = go_over(config, weights, counts)
+    monkeypatch.setattr(block_steps, "slot_chains", planted)
+    (tokens, *_), expected, *_ = go_over(config, weights, counts)
     assert np.any(np.asarray(tokens) != expected)
+
+
+HOT, COLD = {"temperature": 1.5}, {"temperature": 0.0}
+FILTERED = (
+    {"temperature": 0.9, "top_k": 9},
+    {"temperature": 2.0, "top_k": 30, "top_p": 0.6},
+    {"temperature": 1.1, "top_p": 0.95, "min_p": 0.1},
+)
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("kinds", [(HOT, COLD, HOT), FILTERED], ids=["hot", "filtered"])
+@pytest.mark.parametrize("config", [PLAIN, MARKOV, SMALL], ids=["none", "all", "few"])
+def test_slots_are_drawn_as_one_by_one(config, kinds, independent):
+    """Fails if noise is of another stream, position or token, or a filter keeps more or
+    less than in the reference; of one slot, all slots or none."""
+    config, weights = make(config)
+    counts = jnp.array([config.num_drafts, 2, config.num_drafts - 1], jnp.int32)
+    draws = drawing(*kinds, independent=independent)
+    (tokens, _, given), expected, _, log_weights = go_over(
+        config, weights, counts, draws=draws
+    )
+    is_asked = np.arange(config.num_drafts) < np.asarray(counts)[:, None]
+    np.testing.assert_array_equal(tokens, np.where(is_asked, expected, 0))
+    assert (given is None) == (not independent)
+    if given is not None:
+        wide = np.asarray(draft_slots.widened(weights.hot, 96)(given))
+        np.testing.assert_allclose(wide[is_asked], log_weights[is_asked], rtol=1e-6)
+        assert (wide[is_asked].max(axis=1) == 0).all()
+
+
+def test_draws_of_another_position_are_caught():
+    """Negative control: a round whose first position is one further."""
+    config, weights = make(MARKOV)
+    counts = jnp.full((SLOTS,), config.num_drafts, jnp.int32)
+    for independent in (False, True):
+        draws = drawing(HOT, HOT, HOT, independent=independent)
+        _, expected, *_ = go_over(config, weights, counts, draws=draws)
+        moved = draws._replace(positions=draws.positions + 1)
+        (tokens, *_), *_ = go_over(config, weights, counts, draws=moved)
+        assert np.any(np.asarray(tokens) != expected)
+
+
+def test_noise_is_the_same_on_every_instruction_set():
+    """Fails if a set has other random bits or logarithms: no product is drawn from."""
+    rng = np.random.default_rng(0)
+    V, most = 1500, 4
+    logits = jnp.asarray(rng.standard_normal((SLOTS, most, V)) * 3, jnp.float32)
+    number = jnp.full((SLOTS,), most, jnp.int32)
+    draws = drawing(HOT, HOT, {"temperature": 0.7, "top_k": 300, "top_p": 0.9})
+    draws = draws._replace(vocab_size=V, independent=True)
+    run = functools.partial(
+        block_steps.slot_chains,
+        logits,
+        number,
+        number,
+        names=None,
+        embed=None,
+        out=None,
+    )
+    found = {isa: run(draws=draws, isa=isa) for isa in build.available_isas()}
+    first, *others = found.values()
+    for other in others:
+        testing.assert_same_bits(first, other)
+    # Negative control: other seeds are other tokens.
+    seeds = draws.settings.seed + 1
+    other = draws._replace(settings=draws.settings.replace(seed=seeds))
+    assert np.any(np.asarray(run(draws=other)[0]) != np.asarray(first[0]))
 
 
 def test_what_a_call_cannot_take_is_refused():
@@ -227,14 +326,8 @@ def test_what_a_call_cannot_take_is_refused():
         "num_active": jnp.int32(1),
         "at": (kv.page_table, *(jnp.zeros((SIZE + 1, half)),) * 2),
     }
-    own = {
-        "block_size": SIZE,
-        "embed": weights.embed,
-        "final_norm": weights.final_norm,
-        "head": weights.lm_head,
-    }
     tokens = jnp.zeros((SIZE + 1,), jnp.int32)
-    run_blocks = functools.partial(block_steps.blocks, model=model, **own)
+    run_blocks = functools.partial(block_steps.blocks, model=model, block_size=SIZE)
     with pytest.raises(ValueError, match=f"{SIZE + 1} rows are no whole blocks"):
         run_blocks(tokens, **where)
     with pytest.raises(ValueError, match="slots has shape"):
@@ -249,7 +342,7 @@ def test_what_a_call_cannot_take_is_refused():
         )
     logits = jnp.zeros((2, 3, config.draft_vocab_size))
     with pytest.raises(ValueError, match="names has shape"):
-        block_steps.slots_greedily(
+        block_steps.slot_chains(
             logits,
             jnp.zeros((2,), jnp.int32),
             jnp.zeros((2,), jnp.int32),

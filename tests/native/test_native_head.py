@@ -186,7 +186,7 @@ def by_chains(params, config, *, shift=0):
         last = np.roll(features, shift, axis=0)[STARTS[slot] :]
         read[slot, : PENDING[slot]] = last
     chains = jax.jit(eagle3.run_chains, static_argnames=("config", "most", "impl"))
-    kv, drafts = chains(
+    kv, drafts, _ = chains(
         params,
         config,
         filled(params, config),
@@ -196,6 +196,7 @@ def by_chains(params, config, *, shift=0):
         pending=jnp.asarray(PENDING, jnp.int32),
         counts=jnp.asarray(COUNTS, jnp.int32),
         most=MOST,
+        draws=None,
         impl="native",
     )
     return kv, np.asarray(drafts)

@@ -1,0 +1,209 @@
+// The token of each row: that of the highest logit, or a draw of `rules.sampling`, the
+// highest of log weights and noise.
+//
+// Tokens are the drafter's own; noise is of the target's, which `names` says.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "argmax.h"
+#include "noise.h"
+#include "side_by_side.h"
+#include "simd.h"
+#include "team.h"
+
+namespace spec_jax {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kDrawPiece = 1024;  // tokens that one thread takes at a time
+
+// How each slot draws. Where `temperature` is null none does, and where it is 0 the slot
+// does not.
+struct Draws {
+  const float *temperature = nullptr, *top_p = nullptr, *min_p = nullptr;   // [S]
+  const int32_t *top_k = nullptr, *seeds = nullptr, *positions = nullptr;   // [S]
+  int64_t vocabulary = 0;        // of the target
+  bool is_independent = false;   // by noise of the round's own
+  float* log_weights = nullptr;  // [S, most, N], what was drawn from; null: not asked for
+  int64_t most = 0;
+
+  // Of draft `number` of a slot, whose first one is of position `positions[slot]`.
+  Key key(int64_t slot, int64_t number) const {
+    uint32_t position = positions[slot], seed = seeds[slot], i = number;
+    return is_independent ? noise_key(seed, 1, position, i)
+                          : noise_key(seed, 0, position + i, 0);
+  }
+};
+
+// Which token of a slot's drafts a row gives.
+struct Draft {
+  int64_t slot, number;
+};
+
+// The first tokens of a row in the order of their scores, equal ones by index: those less
+// than `distance` below the highest, and those at it before `end`.
+struct Kept {
+  static constexpr int64_t kNoEnd = std::numeric_limits<int64_t>::max();
+  float distance = kInfinity;
+  int64_t end = kNoEnd;
+
+  bool is_all() const { return distance == kInfinity && end == kNoEnd; }
+  bool holds(float score, int64_t n) const {
+    return -score < distance || (-score == distance && n < end);
+  }
+};
+
+// Distances of a row's tokens from the highest score, and what each weighs, with zeros
+// after the last.
+struct Weighed {
+  static constexpr int64_t kBeside = 4;  // sums that do not wait for each other
+  std::vector<float> distance, weight;
+
+  explicit Weighed(int64_t N) {
+    int64_t most = kBeside * kLanes;
+    distance.assign((N + most - 1) / most * most, kInfinity);
+    weight.assign(distance.size(), 0.0f);
+  }
+
+  // Of all tokens as near as `at`, or nearer.
+  float mass(float at) const {
+    Vec sums[kBeside], bound = broadcast(at);
+    for (auto& sum : sums) sum = zero();
+    for (size_t n = 0; n < distance.size(); n += kBeside * kLanes) {
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < kBeside; ++j) {
+        const float* from = distance.data() + n + j * kLanes;
+        Vec own = load(weight.data() + n + j * kLanes);
+        sums[j] = add(sums[j], where_less(bound, load(from), zero(), own));
+      }
+    }
+    return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+  }
+
+  // The shortest run of first tokens that weighs `wanted`; all, where all weigh less.
+  Kept first(float wanted) const {
+    // Distances are not negative, and so in the order of their bits.
+    auto of_bits = [](uint32_t bits) {
+      float out;
+      std::memcpy(&out, &bits, sizeof out);
+      return out;
+    };
+    uint32_t low = 0, high = 0x7f800000u;
+    while (low < high) {
+      uint32_t middle = low + (high - low) / 2;
+      if (mass(of_bits(middle)) >= wanted) high = middle; else low = middle + 1;
+    }
+    Kept kept{of_bits(low)};
+    float found = low == 0 ? 0.0f : mass(of_bits(low - 1));
+    for (size_t n = 0; n < distance.size(); ++n) {
+      if (distance[n] != kept.distance) continue;
+      found += weight[n];
+      if (found < wanted) continue;
+      kept.end = n + 1;
+      break;
+    }
+    return kept;
+  }
+};
+
+// A row that is drawn from: x [N] logits, of which `most` is the highest.
+struct DrawnRow {
+  float* x;
+  float most, scale, min_p;  // `scale` is 1 / temperature, as XLA divides
+  Key key;
+  Kept kept;
+  float* log_weights;  // [N], or null
+
+  // What is kept by its rank, of N tokens.
+  void filter(int64_t N, int32_t top_k, float top_p) {
+    Weighed tokens(N);
+    for (int64_t n = 0; n < N; ++n) {
+      tokens.distance[n] = (most - x[n]) * scale;
+      tokens.weight[n] = 1.0f;
+    }
+    if (top_k < N) kept = tokens.first(static_cast<float>(top_k));
+    if (!(top_p < 1)) return;
+    for (int64_t n = 0; n < N; n += kLanes) {
+      Vec score = subtract(zero(), load(tokens.distance.data() + n));
+      store(tokens.weight.data() + n, exp(score));
+    }
+    for (int64_t n = 0; n < N; ++n) {
+      if (!kept.holds(-tokens.distance[n], n)) tokens.weight[n] = 0.0f;
+    }
+    kept = tokens.first(top_p * tokens.mass(kInfinity));
+  }
+
+  // Turns the logits of tokens [begin, end) into log weights, and adds noise.
+  void weigh(const int32_t* names, int64_t vocabulary, int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) x[n] = (x[n] - most) * scale;
+    for (int64_t n = begin; !kept.is_all() && n < end; ++n) {
+      if (!kept.holds(x[n], n)) x[n] = -kInfinity;
+    }
+    if (min_p > 0) {
+      for (int64_t n = begin; n < end; n += kLanes) {
+        Vec score = load_lanes(x + n, end - n);
+        Vec none = broadcast(-kInfinity);
+        store_lanes(x + n, end - n, where_less(exp(score), broadcast(min_p), none, score));
+      }
+    }
+    if (log_weights != nullptr) std::copy(x + begin, x + end, log_weights + begin);
+    add_noise(key, names, vocabulary, begin, end, x);
+  }
+};
+
+// Turns the logits [count, N] of rows that draw into noisy log weights. The log weights of
+// the others are those of the highest logit alone.
+template <typename Pool>
+void weigh_rows(Team<Pool>& team, const Draws& draws, const std::vector<Draft>& drafts,
+                const int32_t* names, int64_t N, float* logits, const int32_t* highest) {
+  std::vector<DrawnRow> rows;
+  std::vector<int64_t> slots;
+  for (size_t r = 0; r < drafts.size(); ++r) {
+    auto [slot, number] = drafts[r];
+    float *x = logits + r * N, *out = draws.log_weights;
+    if (out != nullptr) out += (slot * draws.most + number) * N;
+    if (draws.temperature[slot] != 0) {
+      rows.push_back({x, x[highest[r]], 1.0f / draws.temperature[slot], draws.min_p[slot],
+                      draws.key(slot, number), Kept{}, out});
+      slots.push_back(slot);
+    } else if (out != nullptr) {
+      std::fill(out, out + N, -kInfinity);
+      out[highest[r]] = 0.0f;
+    }
+  }
+  int64_t count = rows.size(), pieces = (N + kDrawPiece - 1) / kDrawPiece;
+  auto filters = [&](int64_t slot) {
+    return draws.top_k[slot] < N || draws.top_p[slot] < 1;
+  };
+  if (std::any_of(slots.begin(), slots.end(), filters)) {
+    team.run(count, 1, [&](int64_t r, int64_t, int64_t) {
+      int64_t slot = slots[r];
+      if (filters(slot)) rows[r].filter(N, draws.top_k[slot], draws.top_p[slot]);
+    });
+  }
+  team.run(count * pieces, 1, [&](int64_t i, int64_t, int64_t) {
+    int64_t begin = i % pieces * kDrawPiece, end = std::min(begin + kDrawPiece, N);
+    rows[i / pieces].weigh(names, draws.vocabulary, begin, end);
+  });
+}
+
+// The tokens [count] that rows of logits [count, N] give, which are changed.
+template <typename Pool>
+void choose(Team<Pool>& team, const Draws& draws, const std::vector<Draft>& drafts,
+            const int32_t* names, int64_t N, float* logits, int32_t* tokens) {
+  int64_t count = drafts.size();
+  argmax(team, logits, tokens, count, count, N);
+  if (draws.temperature != nullptr) {
+    weigh_rows(team, draws, drafts, names, N, logits, tokens);
+    argmax(team, logits, tokens, count, count, N);
+  }
+  if (names == nullptr) return;
+  for (int64_t r = 0; r < count; ++r) tokens[r] = names[tokens[r]];
+}
+
+}  // namespace spec_jax

@@ -1,0 +1,113 @@
+// Gumbel noise keyed by seed and position, as `rules.sampling.noise` has it: the same
+// random bits, as integers, and logarithms within a few units of the last place.
+//
+// Plain loops over stretches of tokens, which compilers vectorise: the same operations in
+// the same order, and so the same noise, on every instruction set.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace spec_jax {
+
+// Threefry-2x32 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405).
+struct Key {
+  uint32_t high, low;
+};
+
+inline uint32_t rotate(uint32_t x, int by) { return x << by | x >> (32 - by); }
+
+// Encrypts the counter (high, low).
+inline Key threefry(Key key, uint32_t high, uint32_t low) {
+  constexpr int kTurns[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  const uint32_t keys[] = {key.high, key.low, key.high ^ key.low ^ 0x1bd11bdau};
+  uint32_t x = high + keys[0], y = low + keys[1];
+#pragma GCC unroll 5
+  for (int turn = 0; turn < 5; ++turn) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      x += y;
+      y = rotate(y, kTurns[turn % 2][i]) ^ x;
+    }
+    x += keys[(turn + 1) % 3];
+    y += keys[(turn + 2) % 3] + static_cast<uint32_t>(turn + 1);
+  }
+  return {x, y};
+}
+
+// As `rules.sampling.noise_key`.
+inline Key noise_key(uint32_t seed, uint32_t stream, uint32_t position, uint32_t offset) {
+  Key key{0, seed};
+  for (uint32_t part : {stream, position, offset}) key = threefry(key, 0, part);
+  return key;
+}
+
+// Number `index` of a key's, in [0, 1), of 23 random bits.
+inline float uniform(Key key, uint32_t index) {
+  Key made = threefry(key, 0, index);
+  uint32_t bits = (made.high ^ made.low) >> 9 | 0x3f800000u;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out - 1.0f;
+}
+
+// The logarithm of a normal number, by the polynomial of Cephes `logf`.
+inline float log_of(float x) {
+  constexpr uint32_t kRootHalf = 0x3f3504f3u;
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  // x = m * 2^e, with m from the root of a half to that of two.
+  uint32_t shifted = bits - kRootHalf;
+  int32_t e = static_cast<int32_t>(shifted) >> 23;
+  bits = (shifted & 0x7fffffu) + kRootHalf;
+  float m, exponent = static_cast<float>(e);
+  std::memcpy(&m, &bits, sizeof m);
+  m -= 1.0f;
+  float square = m * m, y = 7.0376836292e-2f;
+  for (float factor : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
+                       1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,
+                       -2.4999993993e-1f, 3.3333331174e-1f}) {
+    y = y * m + factor;
+  }
+  y = y * m * square + exponent * -2.12194440e-4f - 0.5f * square;
+  return m + y + exponent * 0.693359375f;
+}
+
+// -log(-log(1 - x)) of a number x of [0, 1) that is `high`, or below a half more finely
+// `high` and 2^-23 of `low`.
+inline float gumbel(float high, float low) {
+  constexpr float kTiny = 1.17549435e-38f;
+  // Not a branch, into which nothing would be vectorised.
+  float is_small = static_cast<float>(high < 0.5f);
+  float x = high + 1.1920929e-7f * low * is_small + kTiny * is_small;
+  // What 1 - x loses is a part of it again.
+  float rest = 1.0f - x, lost = (1.0f - rest) - x;
+  return -log_of(-(log_of(rest) + lost / rest));
+}
+
+constexpr int64_t kStretch = 64;  // tokens of one vectorised loop
+
+// Adds to x [begin, end) the noise of as many tokens of a vocabulary: those of
+// `names` [begin, end), or of the same numbers where that is null.
+inline void add_noise(Key key, const int32_t* names, int64_t vocabulary, int64_t begin,
+                      int64_t end, float* x) {
+  for (; begin < end; begin += kStretch) {
+    int64_t count = std::min(end - begin, kStretch);
+    uint32_t token[kStretch];
+    float high[kStretch], low[kStretch], made[kStretch];
+    for (int64_t i = 0; i < kStretch; ++i) {
+      int64_t at = begin + std::min(i, count - 1);
+      token[i] = static_cast<uint32_t>(names == nullptr ? at : names[at]);
+    }
+    for (int64_t i = 0; i < kStretch; ++i) high[i] = uniform(key, token[i]);
+    uint32_t after = static_cast<uint32_t>(vocabulary);
+    for (int64_t i = 0; i < kStretch; ++i) low[i] = uniform(key, token[i] + after);
+    for (int64_t i = 0; i < kStretch; ++i) made[i] = gumbel(high[i], low[i]);
+    for (int64_t i = 0; i < count; ++i) x[begin + i] += made[i];
+  }
+}
+
+}  // namespace spec_jax
