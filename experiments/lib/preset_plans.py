@@ -135,7 +135,6 @@ def run(
 ) -> bool:
     """Measures, predicts, runs and prints; returns whether tokens and bits agree."""
     gamma_max = max(args.gamma)
-    subjects.check_device("cpu")
     lm = subjects.load(args, gamma_max=gamma_max, slab=gamma_max + 1, dtype=args.dtype)
     out.common = {
         **subjects.names(args),
