@@ -288,12 +288,12 @@ def test_draws_of_another_position_are_caught():
 
 
 def test_noise_is_the_same_on_every_instruction_set():
-    """Fails if a set has other random bits or logarithms: no product is drawn from."""
+    """Fails if a set has other random bits or logarithms. Nothing is summed here."""
     rng = np.random.default_rng(0)
     V, most = 1500, 4
     logits = jnp.asarray(rng.standard_normal((SLOTS, most, V)) * 3, jnp.float32)
     number = jnp.full((SLOTS,), most, jnp.int32)
-    draws = drawing(HOT, HOT, {"temperature": 0.7, "top_k": 300, "top_p": 0.9})
+    draws = drawing(HOT, HOT, {"temperature": 0.7, "top_k": 300})
     draws = draws._replace(vocab_size=V, independent=True)
     run = functools.partial(
         block_steps.slot_chains,
