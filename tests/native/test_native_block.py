@@ -198,16 +198,28 @@ def one_by_one(logits, draws, slot):
         draws = draws_lib.Draws(
             draft_slots.greedy(SLOTS), jnp.zeros((SLOTS,), jnp.int32), 96, True
         )
-    tokens, weighed = [], []
-    for s in range(SLOTS):
-        settings = jax.tree.map(lambda leaf, s=s: leaf[s], draws.settings)
-        at, noise = draws.positions[s] + slot, {}
-        if draws.independent:
-            at = draws.positions[s]
-            noise = {"stream": sampling.Stream.DRAFT, "offset": slot}
-        tokens.append(sampling.sample(logits[s], settings, at, **noise))
-        weighed.append(np.asarray(sampling.log_weights(logits[s], settings)))
+    stream, at = sampling.Stream.SAMPLE, (slot, 0)
+    if draws.independent:
+        stream, at = sampling.Stream.DRAFT, (0, slot)
+    made = [
+        _one(
+            logits[s],
+            jax.tree.map(lambda leaf, s=s: leaf[s], draws.settings),
+            draws.positions[s] + at[0],
+            jnp.int32(at[1]),
+            stream=stream,
+        )
+        for s in range(SLOTS)
+    ]
+    tokens, weighed = zip(*made, strict=True)
     return jnp.stack(tokens), np.stack(weighed)
+
+
+# One program for all: a process has room for some ten thousand.
+@functools.partial(jax.jit, static_argnames=("stream",))
+def _one(logits, settings, position, offset, *, stream):
+    drawn = sampling.sample(logits, settings, position, stream=stream, offset=offset)
+    return drawn, sampling.log_weights(logits, settings)
 
 
 def drawing(*kinds, independent=False):
