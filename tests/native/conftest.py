@@ -6,7 +6,7 @@ import pytest
 from spec_jax.native import build
 
 
-@pytest.fixture(params=[*build.available_isas(), *emulation.FLAGS])
+@pytest.fixture(params=[*build.available_isas(), *emulation.lacking()])
 def isa(request, monkeypatch) -> str:
     """Every instruction set of this machine in turn, and those that are emulated."""
     try:

@@ -106,6 +106,19 @@ def test_the_widest_set_is_chosen(monkeypatch):
         assert build.available_isas()[0] == isa
 
 
+@pytest.mark.parametrize(
+    ("own", "lacking"),
+    [
+        (("avx2", "portable"), ["emulated_avx512bf16", "emulated_avx512"]),
+        (("avx512", "avx2", "portable"), ["emulated_avx512bf16"]),
+        (("avx512bf16", "avx512", "avx2", "portable"), []),
+    ],
+)
+def test_what_a_processor_lacks_is_emulated(own, lacking, monkeypatch):
+    monkeypatch.setattr(build, "available_isas", lambda: own)
+    assert emulation.lacking() == lacking
+
+
 def test_emulation_can_be_required(monkeypatch):
     """Fails if a run that must emulate AVX-512 passes without."""
     monkeypatch.setattr(emulation, "_is_installed", lambda: False)
