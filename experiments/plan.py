@@ -219,7 +219,7 @@ def predict(
             after_turn=advance,
         )
     out.write_all(rows)
-    tables.print_rows(rows, COSTS, console)
+    tables.print_rows(rows, preset_plans.COSTS, console)
     acceptance = {}
     total = len(lms) * len(subject.ids)
     with terminal.counted("acceptance", total=total) as advance:
@@ -271,13 +271,6 @@ def relative_error(predicted: float | None, measured: float | None) -> float | N
     return predicted / measured - 1
 
 
-COSTS = {
-    "cost": "",
-    "ms": ".3f",
-    "p10": ("ms_p10", ".3f"),
-    "p90": ("ms_p90", ".3f"),
-    "plain steps": ("ratio", ".2f"),
-}
 CURVE = {
     "nodes": "d",
     "rows": ("rows_per_round", ".1f"),
