@@ -21,25 +21,27 @@ import spec_jax
 
 
 ROOT = pathlib.Path(__file__).parents[1]
-MAX_IMPORT_S = 1.5
-MAX_ALL_S = 20.0
-"""Of processor time, which other processes do not lengthen by much."""
+MAX_IMPORT, MAX_ALL = 2.0, 40.0
+"""The package alone, and all up to a first text, in units of what jax takes to import:
+seconds, of the processor too, depend on the machine and on what else runs there."""
 
 BUILD = "from setuptools import build_meta; build_meta.build_wheel('dist')"
 
 USE = """
 import json, pathlib, time
 started = time.process_time()
+import jax.numpy
+of_jax = time.process_time() - started
 import spec_jax as sj
 names = [getattr(sj, name) for name in sj.__all__]  # imported when asked for
-import_s = time.process_time() - started
+imported = time.process_time() - started - of_jax
 lm = sj.load()
 out = sj.generate(lm, "import os", max_tokens=16, gamma=4)
 print(json.dumps({
     "package": str(pathlib.Path(sj.__file__).parent),
     "version": sj.__version__,
-    "import_s": import_s,
-    "all_s": time.process_time() - started,
+    "import": imported / of_jax,
+    "all": (time.process_time() - started) / of_jax,
     "text": out.text,
     "tokens": out.tokens,
     "plain": sj.decode(lm, "import os", max_tokens=16).tokens,
@@ -115,7 +117,7 @@ def test_the_installed_package_works_outside_the_checkout(python, tmp_path):
     assert pathlib.Path(facts["package"]).is_relative_to(python.parents[1])
     assert facts["version"] == spec_jax.__version__ and facts["text"]
     assert facts["tokens"] == facts["plain"] and facts["rounds"] < 16
-    assert facts["import_s"] < MAX_IMPORT_S and facts["all_s"] < MAX_ALL_S
+    assert facts["import"] < MAX_IMPORT and facts["all"] < MAX_ALL
     # Negative control: the scripts are not installed.
     absent = run([str(python), "-c", "import experiments"], cwd=tmp_path)
     assert "No module named 'experiments'" in absent.stderr
