@@ -184,6 +184,7 @@ def test_gamma_is_a_number_or_a_policy(lm):
         sj.generate(lm, PROMPTS[0], gamma=times)
 
 
+@pytest.mark.slow
 def test_other_rules_keep_the_distribution_alone(lm):
     """At temperature 0 that is the text; and they cannot be compared with it."""
     expected = sj.decode(lm, PROMPTS[0], max_tokens=12)

@@ -72,7 +72,7 @@ def rounds(target):
     return run_scripted(target, ASKS)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_recording_moves_no_bit(target, plain, rounds):
     """Fails if the recorder changes anything at all of the last states."""
     assert_same_bits(plain[0], decoding.plain(target=target))

@@ -96,6 +96,7 @@ CASES = itertools.product(
 REST = [pytest.param(*x, marks=eagle.SLOW) for x in CASES if x not in QUICK]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("impl", "num_asks", "name", "sampling", "rule"), [*QUICK, *REST]
 )
@@ -135,6 +136,7 @@ LENGTHS = (7, 8, 11, 12)
 FROM_ONE = (1, 3, 4)  # One token has no context, and drafts all the same.
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HEADS)
 def test_drafts_are_the_oracles(tmp_path, name):
     """Fails if context is at another place, or a slot predicts another token."""
@@ -313,6 +315,7 @@ def test_a_draft_ends_before_a_token_without_confidence(tmp_path):
     assert len(counts) > 1
 
 
+@pytest.mark.slow
 def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     """Fails if a drafter is not found by its folder, or runs under another's name."""
     lm = sj.load(gamma_max=3)

@@ -84,6 +84,7 @@ def differences(name, *, config=None, batch=None) -> float:
 REST = [pytest.param(name, marks=eagle.SLOW) for name in ("dflash", "gated")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["dspark", "rnn", *REST])
 def test_training_computes_what_is_drafted(name):
     """Fails if a block is trained that sees, is at, or predicts anything else."""
@@ -138,6 +139,7 @@ def batch_with_anchors(name, *, count=4):
     return jax.tree.map(jnp.asarray, draw(batch, np.arange(2), 3))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["dspark", "rnn"])
 def test_the_loss_is_that_of_drafting(name, tmp_path):
     """Against a float64 drafter, draft by draft: fails on a shift of any kind."""
@@ -196,6 +198,7 @@ def softmax(x):
     return e / e.sum()
 
 
+@pytest.mark.slow
 def test_what_a_term_trains():
     """Fails if confidence trains the drafts it judges, or a table has no gradient."""
     trained, teacher = inputs_of("dspark", "bfloat16")

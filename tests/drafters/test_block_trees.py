@@ -35,7 +35,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("impl", "num_asks", "name", "tree", "sampling", "rule"), CASES
 )
@@ -66,6 +66,7 @@ def logits_after(head, features, length, path) -> np.ndarray:
     return blocks.of_oracle(head, features, length, drawn=drawn)[1][len(path)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["dspark", "rnn", "dflash"])
 def test_children_are_the_oracles(tmp_path, name, monkeypatch):
     """Fails if a node's children are of another slot, of another node or state."""
@@ -96,6 +97,7 @@ def test_children_are_the_oracles(tmp_path, name, monkeypatch):
     assert is_same == (name == "dflash")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [None, eagle.PLAIN], ids=["greedy", "1"])
 def test_a_tree_of_one_branch_is_the_chain(sampling):
     """Its tokens are the same integers, drawn with the same noise."""
@@ -112,6 +114,7 @@ def test_a_tree_of_one_branch_is_the_chain(sampling):
         assert other.tokens.tolist() == one.tokens.tolist()
 
 
+@pytest.mark.slow
 def test_nodes_are_drawn_from_the_probabilities_they_state(tmp_path):
     """Fails if rejection judges a node by another row than it was drawn from."""
     head, features = blocks.oracle_of(tmp_path, "dspark"), blocks.features_of()

@@ -299,6 +299,7 @@ def test_catching_up_in_taller_slabs_drafts_the_same():
         )
 
 
+@pytest.mark.slow
 @SLOTS
 def test_a_draft_ends_where_the_model_is_not_confident(num_slots):
     """Prefixes of the whole drafts, none at a probability that is never reached; at

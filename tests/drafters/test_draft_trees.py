@@ -58,6 +58,7 @@ def test_what_the_children_of_a_tree_were_drawn_from():
     ).any()
 
 
+@pytest.mark.slow
 def test_trees_of_slots_that_are_admitted_one_after_the_other():
     """Fails if a slot keeps what another committed, or is admitted onto its rows."""
     drafter = as_drafter().for_tree(tree_shapes.parse("2x3:6"))
@@ -71,6 +72,7 @@ def test_trees_of_slots_that_are_admitted_one_after_the_other():
     decoding.assert_as_decoded(SMALL, state, [MIXED[1], MIXED[6]])
 
 
+@pytest.mark.slow
 def test_greedy_children_where_the_target_samples():
     """Fails if EAGLE-2's way draws its children; control: ours depend on the seed."""
     texts = ("2x3:6@1/greedy", "2x3:6@1")
@@ -154,7 +156,7 @@ def continued(kind, drafter, path):
     return held, both, again
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("path", "rows_kept"),
     [
@@ -179,6 +181,7 @@ def test_of_a_tree_the_committed_rows_are_kept(path, rows_kept):
     testing.assert_same_bits(*again)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Immovable, Careless])
 def test_rows_that_are_wrongly_kept_are_caught(kind):
     """Negative controls: K/V where it was, and K/V of what was not committed."""

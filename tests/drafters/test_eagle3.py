@@ -93,7 +93,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("drafter", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("num_asks", [1, 4])
 @pytest.mark.parametrize("impl", ["native", pytest.param("xla", marks=SLOW)])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_tokens_are_those_of_decoding(impl, num_asks, drafter, sampling):
     """Fails if a head can change a token, or the K/V of the target."""
     setting = setting_of(impl)
@@ -215,6 +215,7 @@ def test_drafts_are_those_of_whole_sequences():
     assert right != wrong
 
 
+@pytest.mark.slow
 def test_a_tree_of_one_branch_is_the_chain():
     """Fails if a branch points elsewhere, or a row gets a cousin's hidden state."""
     features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
@@ -247,6 +248,7 @@ def test_one_token_has_no_features_and_no_drafts():
     assert second.tokens.tolist() == of_sequences(TEXT[:2], features, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [CHAIN, pytest.param(FIXED, marks=SLOW)])
 def test_rejection_draws_from_what_it_says(drafter):
     """Fails if a draft has no probability, or one that is never drafted has."""

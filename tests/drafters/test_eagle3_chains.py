@@ -151,6 +151,7 @@ def rounds(
 ROOM = {"capacity": 48, "page_size": 4}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("head", "dtype", "num_slots"),
     [
@@ -169,6 +170,7 @@ def test_drafts_and_memory_are_those_of_rows(head, dtype, num_slots):
     assert sum(map(len, made)) > 8 * num_slots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [pytest.param(1, marks=eagle.SLOW), 3])
 def test_a_slot_that_is_far_behind(num_slots, monkeypatch):
     """Fails if more than a round's features are not taken in, or too early."""
@@ -183,7 +185,7 @@ def test_a_slot_that_is_far_behind(num_slots, monkeypatch):
     assert rounds(drafter, params, planned, **ROOM) == made
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "num_slots", "capacity", "num_pages"),
     [
@@ -222,6 +224,7 @@ def test_a_hidden_state_of_another_pair_is_caught():
 SAMPLED = ("plain", "greedy", "filtered")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draws", ["coupled", "independent"])
 @pytest.mark.parametrize(
     ("head", "dtype"),
@@ -264,6 +267,7 @@ def test_what_is_one_call():
     assert not of(eagle.TREE)._is_one_call
 
 
+@pytest.mark.slow
 def test_a_slot_that_was_never_opened():
     """Fails, by never ending, if a loop waits for pages that are refused."""
     drafter, params = make()

@@ -27,6 +27,7 @@ PARAMS = hybrid.HybridParams(
 SURE, UNSURE = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_a_hybrid_keeps_the_contract():
     assert testing.check_drafter(HYBRID, PARAMS, BENCH) == tuple(testing.CLAUSES)
 

@@ -292,6 +292,7 @@ def test_trees_and_gamma_max_agree():
             make(gamma_max=4, tree=TREE)
 
 
+@pytest.mark.slow
 def test_lookup_trees_keep_the_contract():
     drafter = ngram.PromptLookup(gamma_max=4).for_tree(TREE)
     assert testing.check_drafter(drafter, None, BENCH) == tuple(testing.CLAUSES)

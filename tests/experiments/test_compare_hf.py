@@ -120,6 +120,7 @@ def test_rows_of_runs(measured):
     assert summary["matched"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 @pytest.mark.few(1)
 @pytest.mark.parametrize("is_parallel", [False, True])

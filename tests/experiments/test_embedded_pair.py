@@ -84,6 +84,7 @@ def accepted(lm, texts, *, layers: int = 0, positions: int = 0, order: int = 0):
     return float(found["accepted_length"]) - 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", loading.shipped_heads())
 def test_a_shipped_head_drafts_less_from_shifted_features(name):
     """Alarms: what is wrong with features is seen in what is accepted.

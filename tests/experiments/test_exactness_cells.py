@@ -88,6 +88,7 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, cap
     )
 
 
+@pytest.mark.slow
 def test_a_head_is_exact(folders, tmp_path, capsys):
     """Chains and a tree of a head, which a certificate names and knows again."""
     head = tiny_pair.write_head(tmp_path / "head", folders[0])

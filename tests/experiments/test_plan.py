@@ -430,6 +430,7 @@ def test_a_head_proposes_along_the_text(head, folders, stride):
     assert int(seen) >= 3 * GAMMA
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_a_head_is_planned_for(kind, folders, tmp_path):

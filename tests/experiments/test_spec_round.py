@@ -179,6 +179,7 @@ def test_designs_and_settings_that_change_no_token(folders, tmp_path):
     assert spec_round.main(command(folders, *more, "--prompts", "1")) == 0
 
 
+@pytest.mark.slow
 def test_trees_change_no_token(folders, tmp_path, capsys):
     """Of a draft model and of lookup, one prompt after the other and in slots."""
     out = tmp_path / "out.jsonl"
@@ -402,6 +403,7 @@ def test_tokens_are_compared_and_not_assumed():
     assert results.all_matched([None, False]) is False
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_policies_by_name(folders):
     """The costs that goodput goes by are measured, one for each gamma."""

@@ -334,6 +334,7 @@ OF_ALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):

@@ -156,7 +156,7 @@ KERNELS = ("native", "xla")
 IMPLS = (*KERNELS, pytest.param("interpret", marks=pytest.mark.slow))  # bfloat16 alone
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("impl", "dtype"),
     [
