@@ -35,7 +35,7 @@ def assert_only_kernels_compute(report) -> None:
     assert not work, f"XLA does {sorted(work)}"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_only_kernels_compute(compiler, name):
     """Fails if XLA has a float sum, product, transpose or fusion of its own.

@@ -224,6 +224,7 @@ def test_a_head_step(compiled):
     assert abs(total - 12) <= 3
 
 
+@pytest.mark.rest
 def test_a_round_with_a_head(compiled):
     """Fails if a tree of 32 rows of an EAGLE-3 head of 8B copies a pool."""
     report = compiled(models.head_round, "qwen3-8b", layers=4)
@@ -246,6 +247,7 @@ def test_a_round_with_a_head(compiled):
         assert abs(found - known) <= 5
 
 
+@pytest.mark.rest
 def test_a_scheduled_round_of_blocks(compiled):
     """Fails if a batch's round with DSpark at 8B's shapes is not one program, or copies
     a pool, or runs its backbone more than once."""
@@ -333,6 +335,7 @@ def test_a_copied_pool_is_caught(compiled):
         assert_in_place(report, models.model("qwen3-0.6b", layers=1))
 
 
+@pytest.mark.rest
 def test_a_round_is_one_graph_where_loops_may_be(monkeypatch):
     """Fails if something in a round cannot be part of a CUDA graph.
 
