@@ -28,6 +28,7 @@ def traced(monkeypatch):
     return counts
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("build", "options", "kernels", "characters"),
     [

@@ -74,6 +74,7 @@ def test_a_row_is_that_row_alone_and_float64s(rng, heads, page_size, dtype):
         oracle.assert_rounded_alike(k_pages[new], expected_k[new])
 
 
+@pytest.mark.slow
 def test_heads_without_norms(rng):
     """Fails if heads are normed by what stands in the place of weights."""
     slab = slabs.in_slab(slabs.small_slab(rng, "float32"), range(8))

@@ -115,6 +115,7 @@ def test_rows_do_not_depend_on_their_place_or_neighbours(model, filled):
         )
 
 
+@pytest.mark.slow
 def test_the_height_of_a_slab_does_not_matter():
     """Fails if a bit depends on how many tiles share a read of the weights."""
     model = make_model(num_layers=1)
@@ -200,6 +201,7 @@ SAMPLINGS = (
 """Data: the same executables."""
 
 
+@pytest.mark.slow
 def test_a_generation_is_that_of_plain_decoding(pair):
     """Fails if tokens or committed K/V are not those of plain decoding.
 
