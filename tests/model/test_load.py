@@ -153,11 +153,10 @@ def test_saved_files_are_what_safetensors_reads(tmp_path):
     params = random_params(config).replace(embed=jnp.asarray(embed))
     load_lib.save(tmp_path, config, params, metadata={"note": "hello"})
     path = tmp_path / files.SINGLE_FILE
+    expected = as_tensors(config, params)
     with safetensors.safe_open(path, framework="numpy") as file:
         assert file.metadata() == {"format": "pt", "note": "hello"}
-        names = set(file.keys())
-    expected = as_tensors(config, params)
-    assert names == set(expected)
+        assert set(file.keys()) == set(expected)
     raw = path.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
     assert start % 8 == 0
@@ -304,10 +303,16 @@ def test_weights_that_are_not_finite(folder, name, place, dtype, value):
     if np.isfinite(value):
         load_lib.load(folder)
     rounded = jnp.float32(value).astype(dtype)
-    told = re.escape(
-        f"model.safetensors: {name}{list(place)} is {rounded} in {dtype}: "
-    )
-    assert_refused(folder, told + ".*download", dtype=dtype)
+    told = re.escape(f"{name}{list(place)} is {rounded} in {dtype}")
+    assert_refused(folder, f"model.safetensors: {told}: .*download", dtype=dtype)
+
+
+def write_tied(folder, tensors, dtype, *, last: float = 1) -> None:
+    """The embedding is rounded to a dtype, in which it is the `lm_head` too."""
+    head = tensors[EMBED].astype(dtype)
+    tensors |= {EMBED: head.astype(np.float32), "lm_head.weight": head}
+    tensors[EMBED][-1, -1] *= last
+    write_tensors(folder, tensors)
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -315,13 +320,7 @@ def test_weights_that_are_not_finite(folder, name, place, dtype, value):
 def test_a_tied_lm_head_in_the_file(folder, source, equal):
     """Fails if it is refused for its dtype, accepted for its rounded values, or
     differs in its last value only."""
-
-    tensors = read_tensors(folder)
-    head = tensors[EMBED].astype(source)
-    tensors |= {EMBED: head.astype(np.float32), "lm_head.weight": head}
-    if not equal:
-        tensors[EMBED][-1, -1] *= 1 + 2**-20
-    write_tensors(folder, tensors)
+    write_tied(folder, read_tensors(folder), source, last=1 if equal else 1 + 2**-20)
     if not equal:
         return assert_refused(folder, "lm_head.weight differs from")
     config, params = load_lib.load(folder)
@@ -335,10 +334,8 @@ def test_tied_lm_head_in_another_dtype_is_hugging_faces_embedding(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = dataclasses.replace(CONFIG, num_layers=1)
     tensors = as_tensors(config, random_params(config))
-    head = tensors[EMBED].astype(ml_dtypes.bfloat16)
-    tensors |= {EMBED: head.astype(np.float32), "lm_head.weight": head}
     write_config(tmp_path, config)
-    write_tensors(tmp_path, tensors)
+    write_tied(tmp_path, tensors, ml_dtypes.bfloat16)
     theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype="float32")
     ours = load_lib.load(tmp_path)[1]
     for weight in (theirs.lm_head.weight, theirs.model.embed_tokens.weight):
@@ -349,10 +346,7 @@ def test_tied_lm_head_in_another_dtype_is_hugging_faces_embedding(tmp_path):
     ("change", "message"),
     [
         # Names and shapes of each of them would take hours.
-        (
-            {"num_layers": 100_000_000},
-            "config.json: num_hidden_layers=100000000, but .* of 11 layers; correct",
-        ),
+        ({"num_layers": 10**8}, "json: num_hidden_layers=100000000, .* of 11 layers"),
         ({"tie_word_embeddings": False}, "missing tensors: lm_head.weight"),
     ],
 )
@@ -362,19 +356,18 @@ def test_a_config_of_another_model(folder, change, message):
 
 
 Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
+LAYER_11 = "model.layers.11.down"
 MORE = np.ones(3, np.float32)
 UP_OF_FIVE = re.compile("model.layers.[0-4].mlp.up_proj")
 OTHER_TENSORS = {
-    "missing tensors: model.layers.0.mlp.up_proj.weight, .* and 2 more": lambda found: {
-        name: array for name, array in found.items() if not UP_OF_FIVE.match(name)
-    },
-    f"unexpected tensors: {Q_BIAS}$": lambda found: found | {Q_BIAS: MORE},
-    "unexpected tensors: model.layers.11.down$": (
-        lambda found: found | {"model.layers.11.down": MORE}
+    "missing tensors: model.layers.0.mlp.up_proj.weight, .* and 2 more": (
+        lambda held: {k: v for k, v in held.items() if not UP_OF_FIVE.match(k)}
     ),
+    f"unexpected tensors: {Q_BIAS}$": lambda held: held | {Q_BIAS: MORE},
+    f"unexpected tensors: {LAYER_11}$": lambda held: held | {LAYER_11: MORE},
     # With the right number of values.
     rf"{Q_PROJ} has shape \[24, 60\], config.json asks for \[60, 24\]": (
-        lambda found: found | {Q_PROJ: np.ascontiguousarray(found[Q_PROJ].T)}
+        lambda held: held | {Q_PROJ: np.ascontiguousarray(held[Q_PROJ].T)}
     ),
 }
 
