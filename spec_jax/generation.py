@@ -81,10 +81,9 @@ def generate(
       FloatingPointError: tokens were chosen from logits that are not finite.
       MemoryError: the cache has no page left.
     """
-    prompts, alone = run_lib.encode(lm, prompt)
-    run = run_lib.Run.make(
+    run, alone = prepare(
         lm,
-        prompts,
+        prompt,
         max_tokens=max_tokens,
         gamma=gamma,
         policy_state=policy_state,
@@ -99,7 +98,7 @@ def generate(
     seconds = time.perf_counter() - started
     outs = [
         run.generation(finished[number].slot, number, seconds)
-        for number in range(len(prompts))
+        for number in range(len(run.prompts))
     ]
     return outs[0] if alone else outs
 
@@ -194,17 +193,16 @@ def decode(
       A `Generation` for one prompt, a list of them for a list; every token is the
       target's own (`Origin.BONUS`), in a round of its own.
     """
-    prompts, alone = run_lib.encode(lm, prompt)
-    run = run_lib.Run.make(
+    run, alone = prepare(
         lm,
-        prompts,
+        prompt,
         max_tokens=max_tokens,
         sampling=sampling,
         stop=stop,
         page_size=page_size,
     )
     outs = []
-    for number in range(len(prompts)):
+    for number in range(len(run.prompts)):
         started = time.perf_counter()
         state = run.decode(number)
         baseline.check(state, vocab_size=lm.target.config.vocab_size)

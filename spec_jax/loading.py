@@ -116,54 +116,40 @@ def load(
       (8, 7)
 
     Args:
-      target: a Hugging Face folder of one of `model.families`; None: the embedded
-        pair's target.
-      draft: a folder of the same tokenizer, for drafters with a draft model: where the
-        models pad its vocabulary differently, neither loads the padding; None: the
-        embedded pair's draft, where the target is the embedded one too. For "eagle3",
-        "dflash" and "dspark" the folder of the head, which "hybrid" takes, too; None:
-        the one that is shipped for the embedded target.
+      target: a Hugging Face folder of one of `model.families`; None: the embedded one.
+      draft: a folder of a draft model with the same tokenizer, or of a head that reads
+        the target; None: what comes with the embedded target.
       drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
         a head that was trained for the target, or an object that keeps
         `protocols.Drafter` and has no parameters.
-      gamma_max: the most tokens that are drafted in a round; the rows of a call of the
-        target are derived from it.
-      tree: of drafts, in place of chains of `gamma_max`: such as "4x12:15", for 4
-        children of a node, 12 drafts on a path and 15 in all.
-      dtype: of the weights of both models, "float32" or "bfloat16"; that of their own
-        `config.json` if None.
+      gamma_max: the most tokens that are drafted in a round.
+      tree: of drafts, in place of chains: such as "4x12:15", for 4 children of a node,
+        12 drafts on a path and 15 in all.
+      dtype: of all weights, "float32" or "bfloat16"; None: of each `config.json`.
       impl: kernels, see `ops.dispatch`: "auto" takes the fastest that runs here.
       cache: "paged" or "static", of both models.
-      slab: rows of every call of the target; None: 8, or `gamma_max + 1` if that is
-        more. It is part of what decides bits.
-      mesh: devices that share the target, as `parallel.shard.mesh` makes it; None: one
-        device has all of it. Each process reads the parts of its own devices. A head
-        that reads the target is on every device, whole.
-      segments: of every sum over these devices, which decides bits: with 8 they are the
-        same on 1, 2, 4 and 8 devices; with as many as devices it is fastest.
+      slab: rows of every call of the target, on which bits depend; None: 8, or
+        `gamma_max + 1` if that is more.
+      mesh: devices that share the target, as `parallel.shard.mesh` makes it; None: one.
+      segments: of every sum over these devices, on which bits depend: with 8 they are
+        the same on 1, 2, 4 and 8 devices; with as many as devices it is fastest.
       cut_draft: whether they share the draft model, too, in place of having one each.
 
     Raises:
-      ValueError: a folder, a name or a number that cannot be used, or models that do
-        not fit together.
-      NotImplementedError: an implementation that cannot run here, or a mesh with a
-        family that it is not for.
+      ValueError: what cannot be used, or models that do not fit together.
+      NotImplementedError: an implementation, or a mesh, that cannot run the models.
     """
-    layout = None if mesh is None else shard.Layout(mesh=mesh, segments=segments)
-    folder = pathlib.Path(target or EMBEDDED_TARGET)
-    words = tokenizer.load(folder)
-    impls, entries = _agreed(
-        _folders_of(target, draft, drafter), words, dtype=dtype, impl=impl
-    )
-    config, params = load_lib.load(
-        folder, dtype=dtype, impl=impls[0], vocab_size=entries, layout=layout
-    )
-    model = row_model.RowModel(
-        config=config,
+    folders = _folders_of(target, draft, drafter)
+    words = tokenizer.load(folders[0])
+    impls, entries = _agreed(folders, words, dtype=dtype, impl=impl)
+    model, params = _load_rows(
+        folders[0],
+        dtype=dtype,
         impl=impls[0],
-        slab=row_model.slab_for(impls[0], slab or max(TARGET_SLAB, gamma_max + 1)),
+        slab=slab or max(TARGET_SLAB, gamma_max + 1),
         cache=cache,
-        layout=layout,
+        vocab_size=entries,
+        layout=None if mesh is None else shard.Layout(mesh=mesh, segments=segments),
     )
     parts = drafter_parts(
         model,
@@ -247,10 +233,8 @@ def _folders_of(
 
     A drafter may need none: what it has is read when it is loaded.
     """
-    folders, draft = (
-        [pathlib.Path(target or EMBEDDED_TARGET)],
-        _draft_folder(target, draft),
-    )
+    folders = [pathlib.Path(target or EMBEDDED_TARGET)]
+    draft = _draft_folder(target, draft)
     has_head = isinstance(drafter, str) and registry.reads_target(drafter, draft)
     if draft is not None and not has_head:
         folders.append(pathlib.Path(draft))
@@ -335,22 +319,45 @@ def load_draft(
         )
     folder = pathlib.Path(folder)
     tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(folder))
-    cut = layout if is_cut else None
-    config, params = load_lib.load(
-        folder, dtype=dtype, impl=impl, vocab_size=vocab_size, layout=cut
+    model, params = _load_rows(
+        folder,
+        dtype=dtype,
+        impl=impl,
+        slab=DRAFT_SLAB,
+        cache=cache,
+        vocab_size=vocab_size,
+        layout=layout if is_cut else None,
     )
     if layout is not None and not is_cut:
         params = jax.tree.map(layout.replicated, params)
     drafter = draft_model.DraftModel(
-        model=row_model.RowModel(
-            config=config,
-            impl=impl,
-            slab=row_model.slab_for(impl, DRAFT_SLAB),
-            cache=cache,
-            layout=cut,
-        ),
+        model=model,
         gamma_max=gamma_max,
         # Rows of catch-up at one read of the weights, where their number costs nothing.
         catch_up_rows=row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0,
     )
     return drafter, params
+
+
+def _load_rows(
+    folder: pathlib.Path,
+    *,
+    dtype: str | None,
+    impl: str,
+    slab: int,
+    cache: row_model.CacheKind,
+    vocab_size: int | None,
+    layout: shard.Layout | None,
+) -> tuple[row_model.RowModel, params_lib.Params]:
+    """Reads a model that runs slabs of `slab` rows, or of as many as `impl` takes."""
+    config, params = load_lib.load(
+        folder, dtype=dtype, impl=impl, vocab_size=vocab_size, layout=layout
+    )
+    model = row_model.RowModel(
+        config=config,
+        impl=impl,
+        slab=row_model.slab_for(impl, slab),
+        cache=cache,
+        layout=layout,
+    )
+    return model, params

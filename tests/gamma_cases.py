@@ -30,10 +30,16 @@ def make(name, *, first=None, **changes):
 
 
 def draw_text(stretches, seed=0):
-    """A text of stretches of equal length, each with one chance for all its drafts."""
-    chances = np.repeat(np.array(stretches), NUM_TOKENS // len(stretches))
-    return simulation.draw_text(
-        np.random.default_rng(seed), np.repeat(chances[:, None], GAMMA_MAX, axis=1)
+    """A text of stretches of equal length, each with one chance for all its drafts.
+
+    Or with a chance for each: draft `i` is kept, given that those before it were.
+    A position's luck is drawn once, whatever drafts it: a token that is hard to guess
+    is so for every policy.
+    """
+    chances = np.repeat(np.array(stretches), NUM_TOKENS // len(stretches), axis=0)
+    luck = np.random.default_rng(seed).random((NUM_TOKENS, 1))
+    return luck < np.broadcast_to(
+        chances.reshape(NUM_TOKENS, -1), (NUM_TOKENS, GAMMA_MAX)
     )
 
 
@@ -43,7 +49,19 @@ def simulate(made, run, text, max_rounds=NUM_TOKENS):
     )
 
 
-def measure(name, text, *, catch_up_s=0.0, **changes):
-    return simulation.measure_regret(
-        *make(name, **changes), text, round_s=ROUND_S, catch_up_s=catch_up_s
+def measure_regret(made, state, text, *, round_s=ROUND_S, catch_up_s=0.0):
+    """The policy and every constant gamma on one text, to its end."""
+
+    def seconds(made, state):
+        run = simulate(made, simulation.begin(made, state), text)
+        return run.seconds(round_s, catch_up_s=catch_up_s)
+
+    fixed = policy.Fixed(gamma_max=made.gamma_max)
+    return simulation.Regret(
+        seconds=seconds(made, state),
+        fixed_s=tuple(seconds(fixed, fixed.init(g)) for g in range(len(round_s))),
     )
+
+
+def measure(name, text, *, catch_up_s=0.0, **changes):
+    return measure_regret(*make(name, **changes), text, catch_up_s=catch_up_s)

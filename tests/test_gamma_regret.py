@@ -190,9 +190,7 @@ def rounds_by_hand(text, gamma):
 @pytest.mark.parametrize("gamma", range(GAMMA_MAX + 1))
 def test_simulated_rounds_are_those_of_theory(gamma):
     conditional = np.array([0.9, 0.5, 0.7, 0.3])
-    text = simulation.draw_text(
-        np.random.default_rng(gamma), np.tile(conditional, (NUM_TOKENS, 1))
-    )
+    text = draw_text([conditional], seed=gamma)
     made, state = make("fixed", gamma=gamma)
     run = simulate(made, simulation.begin(made, state), text)
     num_rounds = int(run.rounds_at.sum())
@@ -224,14 +222,3 @@ def test_a_few_rounds_at_a_time_give_the_same_bits(name):
     run = simulate(made, half.replace(state=state), text)
     with pytest.raises(AssertionError):
         testing.assert_same_bits(run, whole)
-
-
-def test_bad_texts_and_times_are_refused():
-    for chance in (-0.1, 1.5, np.nan):
-        with pytest.raises(ValueError, match=r"must lie in 0 \.\. 1"):
-            draw_text([0.5, chance])
-    text = draw_text([0.5])
-    with pytest.raises(ValueError, match="gamma_max=2, the text 4 .* 5 times"):
-        measure("threshold", text, ladder=(0, 1, 2))
-    with pytest.raises(ValueError, match="gamma_max=4, the text 4 .* 4 times"):
-        simulation.measure_regret(*make("goodput"), text, round_s=ROUND_S[1:])

@@ -252,10 +252,11 @@ def heads() -> Lines:
         "`python experiments/spec_round.py --prompts 50`",
         *("tokens a round", "drafts kept, by position", "speed-up", "matched"),
     )
-    for row in rows_of("eagle3_native.jsonl", "summary") + rows_of(
-        "dspark_native.jsonl", "summary"
-    ):
-        flags = f"--drafter {row['drafter']} "
+    both = ("eagle3", "dspark")
+    names = [f"{head}_{impl}.jsonl" for impl in ("native", "xla") for head in both]
+    for row in (row for name in names for row in rows_of(name, "summary")):
+        flags = "--impl xla " if row["impl"] == "xla" else ""
+        flags += f"--drafter {row['drafter']} "
         flags += f"--tree {row['tree']}" if row["tree"] else f"--gamma {row['gamma']}"
         if row["temperature"]:
             flags += f" --temperature {row['temperature']:g}"

@@ -156,7 +156,6 @@ def fit_sts(
     num_accepted: np.ndarray,
     *,
     grid: Sequence[float] = GRID,
-    bins: int = BINS,
 ) -> np.ndarray:
     """Returns a temperature for the confidence of each draft, `[W]` float32.
 
@@ -196,8 +195,7 @@ def fit_sts(
             for temperature in by_nearness
         ]
         is_kept = num_accepted > draft
-        errors = [calibration_error(chances, is_kept, bins=bins)
-                  for chances in products]  # fmt: skip
+        errors = [calibration_error(chances, is_kept) for chances in products]
         best = int(np.argmin(errors))
         before = products[best]
         found.append(by_nearness[best])
@@ -241,9 +239,7 @@ def roc_auc(scores: np.ndarray, is_kept: np.ndarray) -> float | None:
     return float(np.sum(kept * (below + lost / 2)) / pairs)
 
 
-def report(
-    rounds: Rounds, temperatures: np.ndarray, *, bins: int = BINS
-) -> dict[str, Any]:
+def report(rounds: Rounds, temperatures: np.ndarray) -> dict[str, Any]:
     """Returns how well confidences with these temperatures are calibrated.
 
     By draft, over all rounds, the error of the chance that the prefix is kept
@@ -260,11 +256,9 @@ def report(
     chances, drafts = np.cumprod(own, axis=1), np.arange(own.shape[1])
     is_kept = rounds.num_accepted[:, None] > drafts
     reached = rounds.num_accepted[:, None] >= drafts
-    counts, mean, share = reliability(chances.ravel(), is_kept.ravel(), bins=bins)
+    counts, mean, share = reliability(chances.ravel(), is_kept.ravel())
     return {
-        "ece": [
-            calibration_error(chances[:, i], is_kept[:, i], bins=bins) for i in drafts
-        ],
+        "ece": [calibration_error(chances[:, i], is_kept[:, i]) for i in drafts],
         "roc_auc": [
             roc_auc(own[reached[:, i], i], is_kept[reached[:, i], i]) for i in drafts
         ],

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax.drafters import suffix_match, text_tree, tree_shapes
+from spec_jax.drafters import suffix_match, text_tree
 from spec_jax.engine import protocols
 
 
@@ -32,7 +32,7 @@ MATCHES: tuple[str, ...] = get_args(Match)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptLookup:
+class PromptLookup(text_tree.TextDrafter):
     """Drafts by lookup. There are no parameters, and no memory but the text.
 
     Where nothing matches nothing is drafted, and the round is a step of plain
@@ -42,22 +42,19 @@ class PromptLookup:
       n_max, n_min: the longest and the shortest match that is looked for.
       match: one of `MATCHES`, see above.
       stop_ids: a draft ends before the first of these tokens.
-      tree: of the continuations of all matches, in place of the one by `match`; None:
-        chains. `gamma_max` is then the number of its nodes.
+      tree: of the continuations of all matches, in place of the one by `match`.
 
     Raises:
       ValueError: unless `1 <= n_min <= n_max`, or for another `match`.
     """
 
-    gamma_max: int
     n_max: int = 3
     n_min: int = 1
     match: Match = "last"
     stop_ids: tuple[int, ...] = ()
-    tree: tree_shapes.AnyTree | None = None
 
     def __post_init__(self):
-        tree_shapes.check_nodes(self.tree, self.gamma_max)
+        super().__post_init__()
         if not 1 <= self.n_min <= self.n_max:
             raise ValueError(
                 f"n_min={self.n_min} and n_max={self.n_max} are not "
@@ -65,25 +62,6 @@ class PromptLookup:
             )
         if self.match not in MATCHES:
             raise ValueError(f"match={self.match!r} is not one of {', '.join(MATCHES)}")
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return None if self.tree is None else self.tree.depth_max
-
-    def for_tree(self, tree: tree_shapes.AnyTree) -> "PromptLookup":
-        """Returns the lookup that drafts such trees."""
-        return dataclasses.replace(self, tree=tree, gamma_max=tree.nodes)
-
-    def init(self, *, capacity: int, page_size: int) -> tuple[()]:
-        """Nothing."""
-        del capacity, page_size
-        return ()
-
-    def prefill(self, params: None, memory: tuple[()], prompt: list[int]) -> tuple[()]:
-        """Nothing: the prompt is in the text."""
-        del params, prompt
-        return memory
 
     def propose(
         self,
@@ -122,13 +100,6 @@ class PromptLookup:
         return memory, protocols.Proposal(
             tokens=drafts, num_drafted=num_drafted.astype(jnp.int32)
         )
-
-    def commit(
-        self, params: None, memory: tuple[()], length: Int[Array, ""]
-    ) -> tuple[()]:
-        """Nothing."""
-        del params, length
-        return memory
 
 
 def hugging_face(

@@ -32,7 +32,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import suffix_match, text_tree, tree_shapes
+from spec_jax.drafters import suffix_match, text_tree
 from spec_jax.engine import protocols
 
 
@@ -85,7 +85,7 @@ def _corpus(tokens: np.ndarray) -> Corpus:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SuffixDecoding:
+class SuffixDecoding(text_tree.TextDrafter):
     """Drafts the most frequent continuation. The parameters are a `Corpus`.
 
     There is no memory but the text.
@@ -95,20 +95,18 @@ class SuffixDecoding:
       max_factor: tokens drafted per token of the match, at most.
       min_probability: where a path ends.
       tree: of the continuations in both bodies, in place of the path of the highest
-        score; None: chains. `gamma_max` is then the number of its nodes.
+        score.
 
     Raises:
       ValueError: a match or a factor that drafts nothing, or no probability.
     """
 
-    gamma_max: int
     match_max: int = 8
     max_factor: float = 1.0
     min_probability: float = 0.1
-    tree: tree_shapes.AnyTree | None = None
 
     def __post_init__(self):
-        tree_shapes.check_nodes(self.tree, self.gamma_max)
+        super().__post_init__()
         if self.match_max < 1:
             raise ValueError(f"match_max={self.match_max} must be at least 1")
         if not self.match_max * self.max_factor >= 1:
@@ -120,27 +118,6 @@ class SuffixDecoding:
             raise ValueError(
                 f"min_probability={self.min_probability} is outside (0, 1]"
             )
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return None if self.tree is None else self.tree.depth_max
-
-    def for_tree(self, tree: tree_shapes.AnyTree) -> "SuffixDecoding":
-        """Returns the suffix decoder that drafts such trees."""
-        return dataclasses.replace(self, tree=tree, gamma_max=tree.nodes)
-
-    def init(self, *, capacity: int, page_size: int) -> tuple[()]:
-        """Nothing."""
-        del capacity, page_size
-        return ()
-
-    def prefill(
-        self, params: Corpus, memory: tuple[()], prompt: list[int]
-    ) -> tuple[()]:
-        """Nothing: the prompt is in the text."""
-        del params, prompt
-        return memory
 
     def propose(
         self,
@@ -167,13 +144,6 @@ class SuffixDecoding:
         matched = suffix_match.match_lengths(body, suffix)
         return text_tree.propose(body, matched, tree=tree, gamma=gamma)
 
-    def commit(
-        self, params: Corpus, memory: tuple[()], length: Int[Array, ""]
-    ) -> tuple[()]:
-        """Nothing."""
-        del params, length
-        return memory
-
     def look_up(
         self,
         corpus: Corpus,
@@ -182,7 +152,7 @@ class SuffixDecoding:
         length: Int[Array, ""],
         gamma: Int[Array, ""],
     ) -> Lookup:
-        """The path of the highest score, for whoever wants to know the score.
+        """Returns the path of the highest score, and the score.
 
         Nothing is counted, and nothing found, where `gamma` is 0.
         """

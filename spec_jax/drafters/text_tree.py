@@ -1,6 +1,6 @@
-"""Trees of what followed before: every continuation of a match, weighed by its counts.
+"""Drafts of what followed before, and trees of it: all continuations of a match.
 
-Of a body of text some places are marked, those that follow a match with the end of the
+In a body of text those places are marked that follow a match with the end of the
 sequence. A token's weight is the sum over the marked places that hold it; the places of
 its children are the ones after these. `tree_search.grow` does the rest, with the
 logarithm of the weights in the place of a model's logits.
@@ -8,6 +8,9 @@ logarithm of the weights in the place of a model's logits.
 The vocabulary of the search is the body's own places: token `i` is the one at place
 `i`, and equal tokens count at the first of them.
 """
+
+import dataclasses
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,48 @@ from spec_jax.typing import typed
 
 MATCH_WEIGHT = 8.0
 """What a place counts for each token more that it matches: longer matches decide."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextDrafter:
+    """What drafters share that have no memory but the text.
+
+    Attributes:
+      gamma_max: the most tokens of a proposal; with a tree the number of its nodes.
+      tree: of all continuations, in place of chains; None: chains.
+    """
+
+    gamma_max: int
+    tree: tree_shapes.AnyTree | None = None
+
+    def __post_init__(self):
+        tree_shapes.check_nodes(self.tree, self.gamma_max)
+
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return None if self.tree is None else self.tree.depth_max
+
+    def for_tree(self, tree: tree_shapes.AnyTree) -> Self:
+        """Returns the drafter of such trees."""
+        return dataclasses.replace(self, tree=tree, gamma_max=tree.nodes)
+
+    def init(self, *, capacity: int, page_size: int) -> tuple[()]:
+        """Nothing."""
+        del capacity, page_size
+        return ()
+
+    def prefill(self, params: Any, memory: tuple[()], prompt: list[int]) -> tuple[()]:
+        """Nothing: the prompt is in the text."""
+        del params, prompt
+        return memory
+
+    def commit(
+        self, params: Any, memory: tuple[()], length: Int[Array, ""]
+    ) -> tuple[()]:
+        """Nothing."""
+        del params, length
+        return memory
 
 
 @typed

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
 from spec_jax.gamma import policy
@@ -97,29 +97,6 @@ def simulate(
     return run
 
 
-def draw_text(
-    rng: np.random.Generator, conditional: Float[np.ndarray, "num_tokens gamma_max"]
-) -> np.ndarray:
-    """Returns the outcomes `[num_tokens, gamma_max] bool` that `simulate` takes.
-
-    A position's luck is drawn once, whatever drafts it: a token that is hard to guess
-    is so for every policy.
-
-    Args:
-      conditional: the chance that draft `i` is kept at a position, given that those
-        before it were; it may change along the text.
-
-    Raises:
-      ValueError: a chance outside `0 .. 1`.
-    """
-    if not ((conditional >= 0) & (conditional <= 1)).all():  # Also where it is NaN.
-        raise ValueError(
-            f"chances lie in {conditional.min()} .. {conditional.max()}, and must lie "
-            "in 0 .. 1"
-        )
-    return rng.random((len(conditional), 1)) < conditional
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Regret:
     """A policy's time on a text, beside that of every constant gamma.
@@ -146,40 +123,3 @@ class Regret:
     def overhead(self) -> float:
         """Share by which it is slower than gamma 0; negative where drafting pays."""
         return self.seconds / self.fixed_s[0] - 1
-
-
-def measure_regret(
-    gamma_policy: policy.GammaPolicy,
-    state: policy.State,
-    is_kept: Bool[np.ndarray, "num_tokens gamma_max"],
-    *,
-    round_s: np.ndarray,
-    catch_up_s: float = 0.0,
-) -> Regret:
-    """Simulates the policy and every constant gamma on one text, to its end.
-
-    Raises:
-      ValueError: a policy, a text and times that are not of one `gamma_max`.
-    """
-    num_tokens, gamma_max = is_kept.shape
-    if gamma_policy.gamma_max != gamma_max or np.shape(round_s) != (gamma_max + 1,):
-        raise ValueError(
-            f"the policy has gamma_max={gamma_policy.gamma_max}, the text "
-            f"{gamma_max} drafts a position, and there are {np.size(round_s)} times: "
-            "give all for one gamma_max, and a time for gamma 0"
-        )
-
-    def seconds(policy_, state):
-        run = simulate(
-            policy_,
-            begin(policy_, state),
-            jnp.asarray(is_kept),
-            max_rounds=jnp.int32(num_tokens),
-        )
-        return run.seconds(round_s, catch_up_s=catch_up_s)
-
-    fixed = policy.Fixed(gamma_max=gamma_max)
-    return Regret(
-        seconds=seconds(gamma_policy, state),
-        fixed_s=tuple(seconds(fixed, fixed.init(g)) for g in range(gamma_max + 1)),
-    )

@@ -321,17 +321,31 @@ def read(path: pathlib.Path, *, dtype: str | None = None) -> ModelConfig:
         config of a model that can be run.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_object(path)
     except FileNotFoundError:
         hint = hub.hint(path.parent) or "is this a model folder?"
         raise ValueError(f"{path}: no such file; {hint}") from None
+    try:
+        return from_dict(raw, dtype=dtype)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """Reads the JSON object that a file holds.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: the file cannot be read or holds something else; names the file.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: not a JSON object")
-    try:
-        return from_dict(raw, dtype=dtype)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return raw

@@ -4,7 +4,6 @@ Knows files and layers; how each family spells what is its own is in `eagle3_dia
 and `block_dialects`.
 """
 
-import json
 import pathlib
 import reprlib
 from collections.abc import Callable, Collection, Mapping
@@ -54,14 +53,11 @@ def read_config(
 def read_object(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object that a file holds; raises `CheckpointError`."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return config_lib.read_object(path)
     except OSError as error:
         raise files.CheckpointError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise files.CheckpointError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise files.CheckpointError(f"{path}: not a JSON object")
-    return raw
+    except ValueError as error:
+        raise files.CheckpointError(str(error)) from None
 
 
 def architecture(raw: Mapping[str, Any], known: Collection[str], what: str) -> str:

@@ -256,16 +256,9 @@ def _byte_alphabet() -> Mapping[str, int]:
 def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
     """A file's JSON object, or None where there is no such file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return config_lib.read_object(path)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return raw
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

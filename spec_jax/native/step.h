@@ -40,7 +40,7 @@ struct Step {
   int64_t N, K, H;
   float scale, eps;
   std::vector<int64_t> taps;  // layers before which the residual is a feature
-  float* logits;              // [R, V], or null: nobody asks for them
+  float* logits;              // [R, V], or null: not wanted
   T* features;                // [R, taps, D]
 
   // What attention reads and writes, of queries of `num_heads`.

@@ -166,7 +166,7 @@ constexpr auto RunStep = [](ffi::ThreadPool pool, ffi::Result<Floats> logits,
   });
 };
 
-// How slots draw, in the order of `bind_draws`: nobody draws where there are no numbers.
+// How slots draw, in the order of `bind_draws`: greedily where there are no numbers.
 struct DrawCall {
   Floats numbers;  // [3, S] temperature, top_p, min_p
   Ints integers;   // [3, S] top_k, seed, position

@@ -35,7 +35,7 @@ class alignas(64) IndexRange {
     bounds_.store(pack(loop, begin, end), std::memory_order_release);
   }
 
-  // Up to `grain` indices that nobody else gets; none left: an empty range.
+  // Up to `grain` indices that no other thread gets; none left: an empty range.
   bool take(uint64_t loop, int64_t grain, bool from_front, int64_t& begin,
             int64_t& end) {
     uint64_t bounds = bounds_.load(std::memory_order_acquire);

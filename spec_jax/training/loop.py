@@ -143,12 +143,10 @@ def batch(
     return data[rows] if draw is None else draw(data[rows], rows, step)
 
 
-def held_out_loss(
-    loss: Loss, params: Params, data: Data, *, batch_size: int, teacher: Any = None
-) -> float:
+def held_out_loss(loss: Loss, params: Params, data: Data, *, batch_size: int) -> float:
     """Mean loss over `data`, whole batches only."""
     measure = lambda *inputs: {"loss": loss(*inputs)}
-    found = held_out(measure, params, data, batch_size=batch_size, teacher=teacher)
+    found = held_out(measure, params, data, batch_size=batch_size, teacher=None)
     return found["loss"]
 
 

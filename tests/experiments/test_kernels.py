@@ -320,7 +320,7 @@ def test_a_kernel_that_fails_takes_no_other_with_it(folder, tmp_path, monkeypatc
     assert other["kind"] == "hash"
 
 
-def test_a_plan_that_fails_takes_no_other_with_it(monkeypatch):
+def test_a_plan_that_fails_takes_no_other_with_it():
     """Fails if the kernel's own plan is not timed because another cannot run."""
     subject = all_subjects(dtype="bfloat16")["attention out"]
     bad = triton.Plan(block_n=16, block_k=3)

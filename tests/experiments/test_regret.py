@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
+from gamma_cases import measure_regret
 from rich import console as rich_console
 from script_runs import (
     assert_fails_with,
@@ -164,7 +165,7 @@ def test_simulated_rows_are_those_of_the_simulator(texts):
     candidates = [*fixed_candidates(), ladder_candidate()]
     rows = regret.simulated_rows(candidates, {"easy": texts}, COSTS, hand_on=False)
     single = [
-        simulation.measure_regret(
+        measure_regret(
             candidates[-1].gamma_policy,
             candidates[-1].state,
             text.is_kept,

@@ -1,22 +1,16 @@
 """Replay: what it counts is what live rounds count; files, rows, status, bad input."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
 import pytest
-import script_runs
 import tiny_pair
-from script_runs import rows_of, write_rows
+from script_runs import assert_fails_with, models_of, rows_of, write_rows
 
 from experiments import replay
-from experiments.lib import (
-    cli,
-    policies,
-    replays,
-    runs,
-    traces,
-)
+from experiments.lib import cli, policies, replays, runs, traces
 from spec_jax.analysis import metrics
 from spec_jax.drafters import registry
 from spec_jax.model import fingerprint
@@ -26,26 +20,24 @@ SAMPLED = ("--temperature", "0.7", "--top-k", "20", "--top-p", "0.8", "--seed", 
 COSTS = {"plain_s": 1.0, "verify_s": {"1": 1.0, "5": 2.0}, "draft_s": {"oracle": 0.5}}
 
 
-def record(folders, path, *more: str) -> int:
-    return replay.main(
-        [
-            *("--record", str(path), "--target", str(folders[0]), "--impl", "native"),
-            *("--prompts", "3", "--gen-tokens", "12", "--gamma", "1,4", *more),
-        ]
-    )
+def recording(folders, path, *more: str) -> list[str]:
+    return [
+        *("--record", str(path), "--target", str(folders[0]), "--impl", "native"),
+        *("--prompts", "3", "--gen-tokens", "12", "--gamma", "1,4", *more),
+    ]
 
 
 @pytest.fixture(scope="module")
 def greedy(folders, tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("greedy") / "traces.jsonl"
-    assert record(folders, path) == replay.DONE == 0
+    assert replay.main(recording(folders, path)) == replay.DONE == 0
     return path
 
 
 @pytest.fixture(scope="module")
 def sampled(folders, tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("sampled") / "traces.jsonl"
-    assert record(folders, path, *SAMPLED) == 0
+    assert replay.main(recording(folders, path, *SAMPLED)) == 0
     return path
 
 
@@ -58,13 +50,18 @@ def header_with(**changes):
     return lambda rows: [rows[0] | changes, *rows[1:]]
 
 
-def judge(path, *more: str) -> int:
-    return replay.main([str(path), "--drafter", "ngram", "--gamma", "1,4", *more])
+def evaluation(path, *more: str) -> list[str]:
+    return [str(path), "--drafter", "ngram", "--gamma", "1,4", *more]
 
 
-def check(path, folders, *more: str) -> int:
-    target, draft = folders
-    return judge(path, "--check", "--target", str(target), "--draft", str(draft), *more)
+def check(path, folders, *more: str) -> list[str]:
+    return evaluation(path, "--check", *models_of(folders), *more)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Asserts that a command line ends with status 1, and a line of these words."""
+    return functools.partial(assert_fails_with, replay.main, capsys)
 
 
 #
@@ -129,9 +126,8 @@ def test_replayed_counters_are_live_counters(kind, name, folders, request):
 def test_replayed_policies_choose_what_live_ones_choose(greedy, folders):
     """Fails if adaptive rounds learn other counts on a trace."""
     subject = Subject("ngram", greedy, folders[0], folders[1])
-    chosen = policies.make(
-        "threshold", subject.replayer.built[0], gamma=4, round_s=None
-    )
+    drafter = subject.replayer.built[0]
+    chosen = policies.make("threshold", drafter, gamma=4, round_s=None)
     subject.assert_equal(gamma=4, chosen=chosen)
 
 
@@ -178,7 +174,7 @@ def test_what_is_recorded(greedy, folders):
     assert [prompt.to_row() for prompt in prompts] == lines
 
 
-def test_drafters_are_judged_without_the_target(
+def test_drafters_are_evaluated_without_the_target(
     greedy, folders, tmp_path, capsys, monkeypatch
 ):
     """Fails if the target is read, or a row is missing or is another's."""
@@ -188,14 +184,9 @@ def test_drafters_are_judged_without_the_target(
     gone = rewritten(greedy, tmp_path, header_with(target="/nowhere"))
     out = tmp_path / "out.jsonl"
     outside = "test_exactness_cells:FromOutside"
-    drafters = (
-        "--drafter",
-        f"oracle,{outside},draft-model",
-        "--draft",
-        str(folders[1]),
-    )
-    more = (*drafters, "--ignore-stop", "--out", str(out))
-    assert judge(gone, *more) == replay.DONE
+    more = ("--drafter", f"oracle,{outside},draft-model", "--draft", str(folders[1]))
+    more += ("--ignore-stop", "--out", str(out))
+    assert replay.main(evaluation(gone, *more)) == replay.DONE
     rows = rows_of(out)
     assert [(row["drafter"], row["gamma"]) for row in rows] == [
         *(("oracle", 1), ("oracle", 4), (outside, 1), (outside, 4)),
@@ -216,29 +207,32 @@ def test_an_evaluation_goes_on_where_it_ended(
     """Fails if a row is made again, lost, or taken from another evaluation."""
     out = tmp_path / "out.jsonl"
     more = ("--drafter", "ngram,suffix", "--out", str(out))
-    assert judge(greedy, *more) == replay.DONE
+    assert replay.main(evaluation(greedy, *more)) == replay.DONE
     whole = rows_of(out)
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join([lines[0], lines[2], lines[3][:40]]))
     made, real = [], replays.Evaluation.__call__
     counting = lambda self, task: made.append(task) or real(self, task)
     monkeypatch.setattr(replays.Evaluation, "__call__", counting)
-    assert judge(greedy, *more, "--resume") == replay.DONE
+    assert replay.main(evaluation(greedy, *more, "--resume")) == replay.DONE
     assert made == [("ngram", 4, "fixed"), ("suffix", 4, "fixed")]
     key = lambda row: (row["drafter"], row["gamma"])
     assert sorted(rows_of(out), key=key) == sorted(whole, key=key)
     assert capsys.readouterr().out.count("suffix") == 4  # Two rows in each table.
-    assert judge(greedy, *more, "--resume", "--ignore-stop") == cli.UNUSABLE
+    assert (
+        replay.main(evaluation(greedy, *more, "--resume", "--ignore-stop"))
+        == cli.UNUSABLE
+    )
     words = "ignore_stop is False there and True here"
     assert words in capsys.readouterr().err
-    assert check(greedy, folders, *more, "--resume") == cli.UNUSABLE
+    assert replay.main(check(greedy, folders, *more, "--resume")) == cli.UNUSABLE
     assert "checked is None there and 3 here" in capsys.readouterr().err
     monkeypatch.setattr(fingerprint, "of_params", lambda params: "other")
-    assert judge(greedy, *more, "--resume") == cli.UNUSABLE
+    assert replay.main(evaluation(greedy, *more, "--resume")) == cli.UNUSABLE
     assert "the weights of ngram are others" in capsys.readouterr().err
     assert len(rows_of(out)) == 4
     with pytest.raises(SystemExit):
-        judge(greedy, "--resume")
+        replay.main(evaluation(greedy, "--resume"))
 
 
 @pytest.mark.few(1)
@@ -248,12 +242,12 @@ def test_a_head_on_recorded_features(kind, greedy, folders, tmp_path, capsys):
     head = tiny_pair.WRITE_HEAD[kind](tmp_path / kind, folders[0])
     out, target = tmp_path / "out.jsonl", ("--target", str(folders[0]))
     more = ("--drafter", f"ngram,{head}", "--gamma", "4", "--out", str(out))
-    assert judge(greedy, *more, *target, "--check") == replay.DONE
+    assert replay.main(evaluation(greedy, *more, *target, "--check")) == replay.DONE
     lookups, row = rows_of(out)
     assert row["differing"] == [] and row["checked"] == lookups["checked"] == 3
     assert row["proposed"] > 0
     # Without --target, of another target.
-    assert judge(greedy, "--drafter", str(head)) == cli.UNUSABLE
+    assert replay.main(evaluation(greedy, "--drafter", str(head))) == cli.UNUSABLE
     assert "not the target of the traces" in capsys.readouterr().err
 
 
@@ -263,7 +257,10 @@ def test_expected_speed_is_that_of_the_windows(greedy, tmp_path):
     costs.write_text(json.dumps(COSTS))
     more = ("--drafter", "oracle", "--gamma", "4", "--ignore-stop")
     more += ("--policy", "fixed,goodput")
-    assert judge(greedy, *more, "--costs", str(costs), "--out", str(out)) == 0
+    assert (
+        replay.main(evaluation(greedy, *more, "--costs", str(costs), "--out", str(out)))
+        == 0
+    )
     fixed, goodput = rows_of(out)
     # 3 windows of 2 rows and 1 draft, 6 of 5 rows and 4 drafts.
     seconds = 3 * (1.25 + 0.5) + 6 * (2.0 + 4 * 0.5)
@@ -283,7 +280,7 @@ def test_a_check_finds_one_changed_token(kind, folders, tmp_path, request, capsy
         return rows
 
     path = rewritten(request.getfixturevalue(kind), tmp_path, changed)
-    assert check(path, folders, "--gamma", "4") == replay.DIFFERS == 2
+    assert replay.main(check(path, folders, "--gamma", "4")) == replay.DIFFERS == 2
     printed = capsys.readouterr().out
     assert "prompt py-02 differs" in printed and "token 6: live" in printed
     assert "py-01" not in printed and "2/3" in printed
@@ -299,14 +296,9 @@ def test_a_recording_is_taken_up(greedy, folders, tmp_path, capsys, monkeypatch)
         return real(lm, settings, prompt)
 
     monkeypatch.setattr(runs, "run_plain", watched)
-    assert record(folders, path) == 0
+    assert replay.main(recording(folders, path)) == 0
     assert len(seen) == 1 and "2 of them taken up" in capsys.readouterr().out
     assert rows_of(path)[1:] == rows_of(greedy)[1:]
-
-
-def assert_fails_with(capsys, run, *words: str) -> None:
-    """Asserts of a call what `script_runs.assert_fails_with` asserts of a script."""
-    script_runs.assert_fails_with(lambda _: run(), capsys, (), *words)
 
 
 @pytest.mark.parametrize(
@@ -333,25 +325,25 @@ def assert_fails_with(capsys, run, *words: str) -> None:
         (("--costs", "nowhere.json"), ("nowhere.json", "cannot be read")),
     ],
 )
-def test_unusable_flags(greedy, folders, capsys, more, words):
+def test_unusable_flags(greedy, folders, refused, more, words):
     draft = ("--draft", str(folders[1]))
-    assert_fails_with(capsys, lambda: judge(greedy, *draft, *more), *words)
+    refused(evaluation(greedy, *draft, *more), *words)
 
 
-def test_rows_do_not_replace_the_traces(greedy, capsys):
+def test_rows_do_not_replace_the_traces(greedy, refused):
     before = greedy.read_text()
     out = greedy.parent / "." / greedy.name
-    assert_fails_with(capsys, lambda: judge(greedy, "--out", str(out)), "replace")
+    refused(evaluation(greedy, "--out", str(out)), "replace")
     assert greedy.read_text() == before
 
 
-def test_flags_that_repeat_the_recording(sampled, capsys):
+def test_flags_that_repeat_the_recording(sampled, refused):
     """What is given again is no error where it agrees: also where it is a default."""
     more = (*SAMPLED, "--prompts", "3", "--gen-tokens", "12", "--page-size", "16")
-    assert judge(sampled, *more, "--gamma", "1") == 0
+    assert replay.main(evaluation(sampled, *more, "--gamma", "1")) == 0
     # Fails if `--temperature 0` passes for greedy traces, since it is the default.
-    run = lambda: judge(sampled, "--temperature", "0")
-    assert_fails_with(capsys, run, "temperature 0.7 and 0.0")
+    arguments = evaluation(sampled, "--temperature", "0")
+    refused(arguments, "temperature 0.7 and 0.0")
 
 
 @pytest.mark.parametrize(
@@ -378,19 +370,19 @@ def test_flags_that_repeat_the_recording(sampled, capsys):
         ),
     ],
 )
-def test_files_that_are_no_traces(greedy, tmp_path, capsys, change, words):
+def test_files_that_are_no_traces(greedy, tmp_path, refused, change, words):
     path = rewritten(greedy, tmp_path, change)
-    assert_fails_with(capsys, lambda: judge(path), "changed.jsonl", *words)
+    refused(evaluation(path), "changed.jsonl", *words)
 
 
-def test_a_damaged_line_is_named(greedy, tmp_path, capsys):
+def test_a_damaged_line_is_named(greedy, tmp_path, refused):
     path = tmp_path / "damaged.jsonl"
     path.write_text(greedy.read_text()[:-20])
-    assert_fails_with(capsys, lambda: judge(path), "damaged.jsonl, line 4", "no JSON")
-    assert_fails_with(capsys, lambda: judge(tmp_path / "none"), "none", "--record")
+    refused(evaluation(path), "damaged.jsonl, line 4", "no JSON")
+    refused(evaluation(tmp_path / "none"), "none", "--record")
 
 
-def test_traces_of_another_vocabulary(greedy, folders, tmp_path, capsys):
+def test_traces_of_another_vocabulary(greedy, tmp_path, refused):
     """A draft that reads other tokens, by its config or by its tokenizer."""
     wider = tiny_pair.config(vocab_size=280)
     larger = tiny_pair.write_model(tmp_path / "larger", wider, seed=1)
@@ -398,28 +390,28 @@ def test_traces_of_another_vocabulary(greedy, folders, tmp_path, capsys):
     tiny_pair.byte_tokenizer("extra").save(str(other / "tokenizer.json"))
     for draft, word in ((larger, "vocab_size 264 and 280"), (other, "vocabulary '")):
         more = ("--drafter", "ngram,draft-model", "--draft", str(draft))
-        run = lambda more=more: judge(greedy, *more)
-        assert_fails_with(capsys, run, "another vocabulary", word, "--draft")
+        arguments = evaluation(greedy, *more)
+        refused(arguments, "another vocabulary", word, "--draft")
 
 
-def test_traces_of_another_model(greedy, folders, tmp_path, capsys, monkeypatch):
+def test_traces_of_another_model(greedy, folders, tmp_path, refused, monkeypatch):
     """Refused before anything runs, with both fingerprints."""
     other = tiny_pair.write_model(
         tmp_path / "other", tiny_pair.config(num_layers=2), seed=9
     )
     monkeypatch.setattr(replays.Evaluation, "__call__", None)
-    run = lambda: check(greedy, (other, folders[1]))
-    assert_fails_with(capsys, run, "not the target", "fingerprint '", "record again")
+    arguments = check(greedy, (other, folders[1]))
+    refused(arguments, "not the target", "fingerprint '", "record again")
 
 
-def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, capsys):
+def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, refused):
     path = rewritten(greedy, tmp_path, lambda rows: rows[:3])
     before = path.read_text()
-    run = lambda: record(folders, path, "--temperature", "0.5")
-    assert_fails_with(capsys, run, "another recording", "temperature 0.0 and 0.5")
+    arguments = recording(folders, path, "--temperature", "0.5")
+    refused(arguments, "another recording", "temperature 0.0 and 0.5")
     path.write_text(before.replace("py-02", "py-20"))
-    run = lambda: record(folders, path)
-    assert_fails_with(capsys, run, "prompts of another file")
+    arguments = recording(folders, path)
+    refused(arguments, "prompts of another file")
 
 
 @pytest.mark.parametrize(
@@ -435,9 +427,9 @@ def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, capsys):
         (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
     ],
 )
-def test_recordings_that_cannot_be(folders, tmp_path, capsys, more, words):
+def test_recordings_that_cannot_be(folders, tmp_path, refused, more, words):
     path = tmp_path / "traces.jsonl"
-    assert_fails_with(capsys, lambda: record(folders, path, *more), *words)
+    refused(recording(folders, path, *more), *words)
     assert not path.exists() or not path.read_text()
 
 
@@ -445,9 +437,9 @@ def test_recordings_that_cannot_be(folders, tmp_path, capsys, more, words):
     ("verify_s", "words"),
     [({"2": 1.0}, ("must rise from 1",)), ({"1": 1.0, "3": 2.0}, ("4", "3"))],
 )
-def test_costs_that_do_not_fit(greedy, tmp_path, capsys, verify_s, words):
+def test_costs_that_do_not_fit(greedy, tmp_path, refused, verify_s, words):
     """No curve; and one that ends before the windows."""
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(COSTS | {"verify_s": verify_s}))
-    run = lambda: judge(greedy, "--costs", str(path))
-    assert_fails_with(capsys, run, *words)
+    arguments = evaluation(greedy, "--costs", str(path))
+    refused(arguments, *words)

@@ -13,7 +13,7 @@ import pytest
 from script_runs import assert_fails_with
 
 from experiments import plot, reproduce
-from experiments.lib import cli, curves, files, published, records
+from experiments.lib import cli, curves, files, published, records, reproduction
 from spec_jax import loading, testing
 from spec_jax.gamma import theory
 
@@ -104,9 +104,10 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
     for name in shipped:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(HEADS[name]))
-    steps = list(reproduce.steps())
+    steps = list(reproduction.steps())
     found = {step.file for step in steps}
-    assert {f"{name}_native.jsonl" for name in shipped} <= found
+    for impl in ("native", "xla"):
+        assert {f"{name}_{impl}.jsonl" for name in shipped} <= found
     assert ("evaluation.jsonl" in found) == bool(loading.shipped_heads())
     assert ("compare_llama_cpp_heads.jsonl" in found) == bool(loading.shipped_heads())
     names = [step.file for step in steps]
@@ -131,7 +132,6 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """Results of a commit of its own; scripts write what their name says."""
-    monkeypatch.setattr(reproduce, "RESULTS", tmp_path)
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     state = {"commit": "0" * 40, "changes": "", "status": {}, "called": []}
 
@@ -148,13 +148,14 @@ def place(tmp_path, monkeypatch):
 
     monkeypatch.setattr(records, "_git", git)
     monkeypatch.setattr(reproduce, "call", call)
+    Step = reproduction.Step
     steps = [
-        reproduce.Step(file="one.jsonl", runs=("first --gamma 1",)),
-        reproduce.Step(file="two.jsonl", runs=("second", "third"), keep="summary"),
-        reproduce.Step(file="more.jsonl", runs=("fourth --prompts {data}/x:5",)),
-        reproduce.Step(file="peer.jsonl", runs=("fifth --bin {llama}",)),
+        Step(file="one.jsonl", runs=("first --gamma 1",)),
+        Step(file="two.jsonl", runs=("second", "third"), keep="summary"),
+        Step(file="more.jsonl", runs=("fourth --prompts {data}/x:5",)),
+        Step(file="peer.jsonl", runs=("fifth --bin {llama}",)),
     ]
-    monkeypatch.setattr(reproduce, "steps", lambda: iter(steps))
+    monkeypatch.setattr(reproduction, "steps", lambda: iter(steps))
     return state, tmp_path
 
 
@@ -198,9 +199,13 @@ def test_published_rows_are_short(tmp_path):
     exact = float(np.nextafter(np.float32(third), np.float32(1)))
     row = {"kind": "a", "s": [third, {"x": 1e-300 / 3}], "n": 12345678901234567890}
     row |= {"exact": exact, "prompt_source": "/home/me/set/test.jsonl:5"}
-    path.write_text(json.dumps(row) + "\n")
+    row |= {"plain_ids": [1, 2], "spec_ids": [1, 2], "by_category": {"b": {"s": 1}}}
+    rows = [row, {"kind": "b", "plain_ids": [1, 2], "spec_ids": [1, 3]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     reproduce.shorten(path)
-    (found,) = rows_of(path)
+    found, other = rows_of(path)
+    assert other == rows[1]
+    assert found["plain_ids"] == [1, 2] and not {"spec_ids", "by_category"} & set(found)
     assert found["prompt_source"] == "set/test.jsonl:5"
     assert found["s"] == [0.433333333, {"x": 3.33333333e-301}]
     assert found["n"] == row["n"] and found["exact"] != exact

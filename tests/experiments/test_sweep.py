@@ -279,7 +279,9 @@ def test_a_folder_is_all_its_prompt_sets(tmp_path):
         return sweep.parse_args(["--prompts", *prompts, "--out", "x.jsonl"]).prompts
 
     assert sets_of("3", str(tmp_path)) == ["3", *(str(tmp_path / n) for n in names)]
-    assert sets_of(f"{tmp_path}:4") == [f"{tmp_path / name}:4" for name in names]
+    for part in ("4", "4@7"):
+        expected = [f"{tmp_path / name}:{part}" for name in names]
+        assert sets_of(f"{tmp_path}:{part}") == expected
     empty = str(tmp_path / "a/deep/none")
     assert sets_of(empty) == [empty]
     # In figures two files of one name have their folders' names, too.

@@ -21,7 +21,6 @@ _reserve, _extend = jax.jit(allocator.reserve), jax.jit(allocator.extend)
 WIDTH = 6  # of a branch
 PREFIXES = (5, 31, 126, 133)  # around the blocks of keys: 32 and 128 positions
 PAGE_SIZES = (8, 256, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 64)))
-NAN = np.nan
 
 
 @functools.partial(jax.jit, static_argnames=("config", "impl"))

@@ -57,18 +57,16 @@ def moved_by_hand(pools, moves, table=TABLE):
     return all_
 
 
+def arguments_of(moves):
+    slots, sources, targets, is_made = jnp.asarray(moves, jnp.int32).T
+    where = {"page_table": jnp.asarray(TABLE), "slots": slots}
+    return where | {"sources": sources, "targets": targets, "moves": is_made > 0}
+
+
 def move(pools, moves, isa=None):
     """The native result."""
-    columns = jnp.asarray(moves, jnp.int32).T
-    return jax.jit(calls.move, static_argnames="isa")(
-        pools,
-        page_table=jnp.asarray(TABLE),
-        slots=columns[0],
-        sources=columns[1],
-        targets=columns[2],
-        moves=columns[3] > 0,
-        isa=isa,
-    )
+    call = jax.jit(calls.move, static_argnames="isa")
+    return call(pools, **arguments_of(moves), isa=isa)
 
 
 def assert_moved(pools, expected):
@@ -107,17 +105,9 @@ def test_places_that_do_not_exist(rng, isa):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_implementations_agree(rng, dtype):
     """Fails if implementations of the op differ in a bit."""
-    pools, columns = pools_of(rng, dtype), jnp.asarray(MOVES).T
+    pools = pools_of(rng, dtype)
     native, xla = (
-        page_move.page_move(
-            pools,
-            page_table=jnp.asarray(TABLE),
-            slots=columns[0],
-            sources=columns[1],
-            targets=columns[2],
-            moves=columns[3] > 0,
-            impl=impl,
-        )
+        page_move.page_move(pools, **arguments_of(MOVES), impl=impl)
         for impl in ("native", "xla")
     )
     for one, other in zip(native, xla, strict=True):

@@ -32,7 +32,6 @@ from spec_jax import compilation
 
 
 DEVICE = "NVIDIA H100 80GB HBM3"
-MAX_REGISTERS = 255  # of one thread
 MAX_THREADS = 1024  # of one block
 MAX_SHARED_BYTES = 232_448  # of one block, with the opt-in
 REGISTER_FILE = 65_536  # of one multiprocessor, as are the next two

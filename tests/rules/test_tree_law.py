@@ -203,7 +203,7 @@ def test_planted_biases_are_caught(fault, rng, monkeypatch):
         _evaluate.cache_clear()
 
 
-def test_a_sibling_is_not_drawn_again(rng):
+def test_a_sibling_is_not_drawn_again():
     """Fails if the draft's row keeps a child that was tried, or is not normalised."""
     draft = np.array([[0.5, 0.3, 0.2]] * 2, np.float32)
     target = np.array([[0.1, 0.2, 0.7]] * 3, np.float32)
@@ -253,7 +253,7 @@ def test_on_a_chain_it_is_rejection(is_certain, rng):
         np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
-def test_what_no_draw_can_have(rng):
+def test_what_no_draw_can_have():
     """Fails if a draft outside the vocabulary is kept, or one of no probability."""
     target = jnp.full((4, V), 1 / V, jnp.float32)
     for wrong in (jnp.nan, -1.0, 0.0):

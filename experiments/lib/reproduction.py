@@ -1,0 +1,261 @@
+"""Which command makes every published row: the steps of `experiments/reproduce.py`.
+
+Knows the flags of the other scripts, and which heads are shipped. Runs nothing.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+
+from experiments.lib import records
+from spec_jax import loading
+
+
+DATA = "{data}"
+LLAMA = "{llama}"
+"""In a command: the folders of `--data` and `--llama-bin`."""
+
+_GSM8K = f"{DATA}/gsm8k/test.jsonl:50"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """What makes a file of results, or several.
+
+    Attributes:
+      file: below `records.RESULTS`; the name of the step.
+      runs: commands, each a script and its flags; {results} in them is
+        `records.RESULTS`, and {first} the rows of the first run.
+      flag: which names the file; None where the script writes it without being told.
+      keep: of several runs whose rows the file holds, the kind that is kept.
+      totals: whether the categories of each set of prompts of a sweep become one row.
+      mismatches: whether runs that do not match are expected, and no failure.
+    """
+
+    file: str
+    runs: tuple[str, ...]
+    flag: str | None = "--out"
+    keep: str | None = None
+    totals: bool = False
+    mismatches: bool = False
+
+    @property
+    def path(self) -> pathlib.Path:
+        """Where the file is in the end."""
+        return records.RESULTS / self.file
+
+
+GAMMAS = (1, 2, 4, 7)
+_MATCHED = (
+    *("--gamma 1", "--gamma 2", "--gamma 3", "--gamma 7", "--page-size 8"),
+    *("--page-size 64 --dtype float32", "--gen-tokens 256", "--prefill batched"),
+    "--prefill rows",
+)
+_ONE_KIND = "--impl native --dtype bfloat16 --page-size 16 --cache paged"
+_DRAFTERS = (
+    "--product --drafter ngram,suffix,hybrid,draft-model,oracle --gamma-policy "
+    "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled --gamma 4 "
+    f"{_ONE_KIND} --prompts 8 --gen-tokens 64"
+)
+_FULL = "--full --prompts 12 --gen-tokens 256"
+_TREES = (
+    "--product --tree 2x4:7,4x6:15,4x16:31,4x16:63 --sampling greedy,sampled --batch "
+    f"1,4 --drafter draft-model --gamma-policy fixed {_ONE_KIND} --prompts 8 "
+    "--gen-tokens 64"
+)
+_GREEDY_TREES = ("4x8:7@0.6", "4x12:15@0.6", "4x16:31@0.6", "4x6:15@1")
+# The second is EAGLE-2's: scored by probability, the most probable children.
+_SAMPLED_TREES = ("4x6:15@0.7", "4x6:15@1/greedy", "4-2-1")
+_MATCHED_TREES = (
+    *("50", "50 --temperature 0.7", "50 --temperature 1", "50 --batch 4"),
+    *("50 --batch 4 --temperature 1", _GSM8K, f"{_GSM8K} --temperature 1 --batch 4"),
+)
+_HELD = ("humaneval/HumanEval.jsonl", "mbpp/mbpp.jsonl", "mt_bench/question.jsonl")
+"""Data sets on which nothing was ever chosen."""
+_HEAD = (
+    "--product --tree none,4x6:15 --gamma 4,7 --sampling greedy,sampled --batch 1,4 "
+    f"--gamma-policy fixed {_ONE_KIND} --prompts 8 --gen-tokens 64"
+)
+_TREES_OF_HEADS = {
+    "eagle3": ("4x12:15@0.6", "4x16:31@0.6"),
+    "dspark": ("4x7:15@0.6", "4x7:31@0.6"),  # No deeper than a block.
+}
+_FLASH = "--verify-path flash --prompts 20 --gen-tokens 256"
+
+
+def steps() -> Iterator[Step]:
+    """Every step, in order."""
+    yield from _speeds()
+    yield from _comparisons()
+    yield from _heads()
+    yield from _certificates()
+    rounds = [f"spec_round_{i}_gamma{g}" for i in ("native", "xla") for g in GAMMAS]
+    names = [*rounds, "latency_embedded_native", "latency_embedded_xla"]
+    names += ["compare_hf", "parity_flash"]
+    listed = " ".join(f"{{results}}/{name}.jsonl" for name in names)
+    command = f"plot {listed} --out {{results}}/figures --theory"
+    yield Step(file="figures/speedup.svg", runs=(command,), flag=None)
+
+
+def _speeds() -> Iterator[Step]:
+    """Rounds, steps and kernels of both implementations."""
+    for impl, repeats in (("native", 3), ("xla", 2)):
+        for gamma in GAMMAS:
+            command = f"spec_round --impl {impl} --prompts 50 --repeats {repeats}"
+            yield Step(
+                file=f"spec_round_{impl}_gamma{gamma}.jsonl",
+                runs=(f"{command} --gamma {gamma}",),
+            )
+        command = f"spec_round --impl {impl} --prompts"
+        runs = tuple(f"{command} 50 {more}" for more in _MATCHED)
+        yield Step(file=f"matched_{impl}.jsonl", runs=runs, keep="summary")
+        runs = (f"{command} {_GSM8K} --gen-tokens 256",)
+        yield Step(file=f"matched_gsm8k_{impl}.jsonl", runs=runs, keep="summary")
+        command = f"latency --impl {impl}"
+        embedded, preset = f"{command} --repeats 15", f"{command} --preset qwen3-0.6b"
+        yield Step(file=f"latency_embedded_{impl}.jsonl", runs=(embedded,))
+        yield Step(
+            file=f"latency_qwen3_0.6b_{impl}.jsonl", runs=(f"{preset} --repeats 7",)
+        )
+    yield Step(file="compare_hf.jsonl", runs=("compare_hf",))
+    yield Step(file="kernels_embedded.jsonl", runs=("kernels",))
+    command = "kernels --shapes qwen3-0.6b --rows 1,5,8 --repeats 8"
+    yield Step(file="kernels_qwen3_0.6b.jsonl", runs=(command,))
+
+
+def _trees() -> Iterator[Step]:
+    """Rounds of trees: greedy, and drawn; what their rows cost; and that they match,
+    everywhere."""
+    command = "latency --impl native --tree-rows 8,16,32,64 --repeats 20"
+    yield Step(file="latency_trees_native.jsonl", runs=(command,))
+    command = "spec_round --impl native --prompts 50 --tree"
+    runs = [f"{command} {tree}" for tree in _GREEDY_TREES]
+    runs += [f"{command} {tree} --temperature 1" for tree in _SAMPLED_TREES]
+    runs += ["spec_round --impl native --prompts 50 --gamma 7 --temperature 1"]
+    yield Step(file="trees_native.jsonl", runs=tuple(runs), keep="summary")
+    for impl, sets in {
+        "native": (*_MATCHED_TREES, *(f"{DATA}/{name}:50" for name in _HELD)),
+        "xla": _MATCHED_TREES[:1] + _MATCHED_TREES[4:6],
+    }.items():
+        command = f"spec_round --impl {impl} --tree 4x12:15@0.6 --prompts"
+        runs = [f"{command} {prompts}" for prompts in sets]
+        yield Step(file=f"matched_trees_{impl}.jsonl", runs=tuple(runs), keep="summary")
+
+
+def _heads() -> Iterator[Step]:
+    """Rounds and a certificate of each shipped head, and all of them on data sets."""
+    names = loading.shipped_heads()
+    for name in names:
+        for impl in ("native", "xla"):
+            command = f"spec_round --impl {impl} --drafter {name} --prompts"
+            runs = tuple(f"{command} {more}" for more in _rounds_of_head(name, impl))
+            yield Step(file=f"{name}_{impl}.jsonl", runs=runs, keep="summary")
+        yield Step(
+            file=f"certificates/{name}_native_bfloat16.json",
+            runs=(f"exactness --drafter {name} {_HEAD}",),
+            flag="--certificate",
+        )
+    if names:
+        listed = ",".join((*names, "draft-model", "ngram", "suffix"))
+        command = f"sweep --impl native --drafter {listed} --gamma 7 --temperature 0,1"
+        # Samples: the first prompts of Spec-Bench are those of MT-bench.
+        yield Step(
+            file="evaluation.jsonl",
+            runs=(f"{command} --prompts {DATA}:20@0",),
+            totals=True,
+        )
+
+
+def _rounds_of_head(name: str, impl: str) -> Iterator[str]:
+    """The prompts and the flags of each run of a head; with XLA the first of them."""
+    trees = _TREES_OF_HEADS.get(name, ())
+    yield "50 --gamma 4"
+    yield from (f"50 --gamma 7 --temperature {t}" for t in (0, 0.7, 1))
+    yield from (f"50 --tree {tree}" for tree in trees)
+    yield "50 --tree 4x6:15@0.7 --temperature 1"
+    yield from ("50 --gamma 7 --batch 4", "50 --gamma 7 --batch 4 --temperature 1")
+    yield f"{_GSM8K} --gamma 7"
+    if impl == "native":
+        yield from (f"50 --gamma 4 --temperature {t}" for t in (0.7, 1))
+        yield from (f"50 --tree {tree} --batch 4" for tree in trees[:1])
+        yield "50 --tree 4x6:15@0.7 --temperature 0.7"
+        yield "50 --tree 4x7:31@0.7 --temperature 1"
+        yield f"{_GSM8K} --gamma 7 --temperature 1"
+
+
+def _comparisons() -> Iterator[Step]:
+    """Trees, designs, batches, policies, traces, and a path that mismatches."""
+    yield from _trees()
+    yield from _beside_llama()
+    command = "history --prompts 20"
+    yield Step(file="history.jsonl", runs=(command,), keep="history")
+    command = "throughput --repeats 5"
+    yield Step(file="throughput.jsonl", runs=(command,), keep="throughput")
+    if "dspark" in loading.shipped_heads():
+        yield _schedule()
+    command = "regret --prompts 6 --gen-tokens 96 --live --repeats 2"
+    yield Step(file="regret.jsonl", runs=(command,))
+    # Recordings of other settings do not go into one file.
+    record = "replay --record {{scratch}}_{} --prompts 50 --gamma 7{}"
+    sampled = " --temperature 0.7 --top-k 20 --top-p 0.8"
+    yield Step(
+        file="replay_check.jsonl",
+        runs=tuple(
+            run
+            for name, more in (("greedy", ""), ("drawn", sampled))
+            for run in (record.format(name, more), f"replay {{scratch}}_{name} --check")
+        ),
+        keep="replay",
+    )
+    yield Step(
+        file="mismatches_flash.jsonl",
+        runs=(f"spec_round --impl native {_FLASH} --temperature 0",),
+        flag="--dump-verify-mismatches",
+        mismatches=True,
+    )
+    yield Step(
+        file="parity_flash.jsonl",
+        runs=("parity --mismatch {results}/mismatches_flash.jsonl:1",),
+        mismatches=True,
+    )
+
+
+def _schedule() -> Step:
+    """A batch of 16 with what is verified scheduled, beside fixed gammas; plain prompts
+    and mixed ones."""
+    about = "--impl native --drafter dspark --batch 16"
+    runs = [f"profile_steps {about} --gamma 7"]
+    for prompts in ("32", f"{DATA}/spec_bench/question.jsonl:39@0"):
+        command = f"throughput {about} --repeats 5 --prompts {prompts} --gamma"
+        runs += [f"{command} {gamma}" for gamma in GAMMAS[:-1]]
+        runs += [f"{command} {GAMMAS[-1]} --schedule {{first}}"]
+    return Step(file="schedule.jsonl", runs=tuple(runs), keep="throughput")
+
+
+def _beside_llama() -> Iterator[Step]:
+    """Speeds beside llama.cpp, of the pair and of a preset, and what it keeps of the
+    drafts of shipped heads."""
+    runs = {"": "--repeats 5", "_qwen3_0.6b": "--preset qwen3-0.6b --repeats 5"}
+    if heads := loading.shipped_heads():
+        kept = "--gamma 4,7 --no-steps --repeats 1"
+        runs["_heads"] = f"--drafter {','.join(heads)} {kept}"
+    for name, more in runs.items():
+        command = f"compare_llama_cpp --llama-bin {LLAMA} {more}"
+        file = f"compare_llama_cpp{name}.jsonl"
+        yield Step(file=file, runs=(command,), keep="comparison")
+
+
+def _certificates() -> Iterator[Step]:
+    gsm8k = f"--prompts {_GSM8K} --gen-tokens 64"
+    for name, more in {
+        "default": "",
+        "drafters_native_bfloat16": f" {_DRAFTERS}",
+        "trees_native_bfloat16": f" {_TREES}",
+        "full_native_bfloat16": f" {_FULL}",
+        "gsm8k_native_bfloat16": f" {gsm8k} --impl native --dtype bfloat16",
+    }.items():
+        yield Step(
+            file=f"certificates/{name}.json",
+            runs=(f"exactness{more}",),
+            flag="--certificate",
+        )
