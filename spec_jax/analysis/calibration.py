@@ -64,14 +64,10 @@ class Fit:
 
     Attributes:
       tau: one of those that were tried.
-      nats: mean negative log likelihood of a token with it.
-      nats_at_one: the same with tau 1, the probabilities as they are.
       is_inside: whether a smaller and a larger tau were tried, and were worse.
     """
 
     tau: float
-    nats: float
-    nats_at_one: float
     is_inside: bool
 
 
@@ -80,7 +76,7 @@ def fit(sums: np.ndarray, taus: np.ndarray, *, num_tokens: int) -> Fit:
 
     Args:
       sums: `[G]`, of `negative_log_likelihood` over all tokens.
-      taus: `[G]`, increasing, 1 between the first and the last.
+      taus: `[G]`, increasing.
 
     Raises:
       ValueError: no token, or sums that are not finite: a token without any weight.
@@ -93,8 +89,6 @@ def fit(sums: np.ndarray, taus: np.ndarray, *, num_tokens: int) -> Fit:
     best = int(np.argmin(sums))
     return Fit(
         tau=float(taus[best]),
-        nats=float(sums[best]) / num_tokens,
-        nats_at_one=float(np.interp(1.0, taus, sums)) / num_tokens,
         is_inside=0 < best < len(taus) - 1,
     )
 

@@ -24,7 +24,6 @@ def test_the_tau_of_the_tokens_is_found(tau, rng):
     sums = calibration.negative_log_likelihood(weights, tokens, taus)
     found = calibration.fit(np.asarray(sums), np.asarray(taus), num_tokens=len(tokens))
     assert found.tau == pytest.approx(tau, rel=0.12) and found.is_inside
-    assert found.nats <= found.nats_at_one + 1e-6
     # Negative control: tokens of another row say nothing of a row.
     sums = calibration.negative_log_likelihood(weights, jnp.roll(tokens, 1), taus)
     other = calibration.fit(np.asarray(sums), np.asarray(taus), num_tokens=len(tokens))

@@ -59,7 +59,7 @@ def check(path, folders, *more: str) -> list[str]:
 
 
 @pytest.fixture
-def refused(capsys):
+def assert_refused(capsys):
     """Asserts that a command line ends with status 1, and a line of these words."""
     return functools.partial(assert_fails_with, replay.main, capsys)
 
@@ -325,25 +325,25 @@ def test_a_recording_is_taken_up(greedy, folders, tmp_path, capsys, monkeypatch)
         (("--costs", "nowhere.json"), ("nowhere.json", "cannot be read")),
     ],
 )
-def test_unusable_flags(greedy, folders, refused, more, words):
+def test_unusable_flags(greedy, folders, assert_refused, more, words):
     draft = ("--draft", str(folders[1]))
-    refused(evaluation(greedy, *draft, *more), *words)
+    assert_refused(evaluation(greedy, *draft, *more), *words)
 
 
-def test_rows_do_not_replace_the_traces(greedy, refused):
+def test_rows_do_not_replace_the_traces(greedy, assert_refused):
     before = greedy.read_text()
     out = greedy.parent / "." / greedy.name
-    refused(evaluation(greedy, "--out", str(out)), "replace")
+    assert_refused(evaluation(greedy, "--out", str(out)), "replace")
     assert greedy.read_text() == before
 
 
-def test_flags_that_repeat_the_recording(sampled, refused):
+def test_flags_that_repeat_the_recording(sampled, assert_refused):
     """What is given again is no error where it agrees: also where it is a default."""
     more = (*SAMPLED, "--prompts", "3", "--gen-tokens", "12", "--page-size", "16")
     assert replay.main(evaluation(sampled, *more, "--gamma", "1")) == 0
     # Fails if `--temperature 0` passes for greedy traces, since it is the default.
     arguments = evaluation(sampled, "--temperature", "0")
-    refused(arguments, "temperature 0.7 and 0.0")
+    assert_refused(arguments, "temperature 0.7 and 0.0")
 
 
 @pytest.mark.parametrize(
@@ -370,19 +370,19 @@ def test_flags_that_repeat_the_recording(sampled, refused):
         ),
     ],
 )
-def test_files_that_are_no_traces(greedy, tmp_path, refused, change, words):
+def test_files_that_are_no_traces(greedy, tmp_path, assert_refused, change, words):
     path = rewritten(greedy, tmp_path, change)
-    refused(evaluation(path), "changed.jsonl", *words)
+    assert_refused(evaluation(path), "changed.jsonl", *words)
 
 
-def test_a_damaged_line_is_named(greedy, tmp_path, refused):
+def test_a_damaged_line_is_named(greedy, tmp_path, assert_refused):
     path = tmp_path / "damaged.jsonl"
     path.write_text(greedy.read_text()[:-20])
-    refused(evaluation(path), "damaged.jsonl, line 4", "no JSON")
-    refused(evaluation(tmp_path / "none"), "none", "--record")
+    assert_refused(evaluation(path), "damaged.jsonl, line 4", "no JSON")
+    assert_refused(evaluation(tmp_path / "none"), "none", "--record")
 
 
-def test_traces_of_another_vocabulary(greedy, tmp_path, refused):
+def test_traces_of_another_vocabulary(greedy, tmp_path, assert_refused):
     """A draft that reads other tokens, by its config or by its tokenizer."""
     wider = tiny_pair.config(vocab_size=280)
     larger = tiny_pair.write_model(tmp_path / "larger", wider, seed=1)
@@ -391,27 +391,29 @@ def test_traces_of_another_vocabulary(greedy, tmp_path, refused):
     for draft, word in ((larger, "vocab_size 264 and 280"), (other, "vocabulary '")):
         more = ("--drafter", "ngram,draft-model", "--draft", str(draft))
         arguments = evaluation(greedy, *more)
-        refused(arguments, "another vocabulary", word, "--draft")
+        assert_refused(arguments, "another vocabulary", word, "--draft")
 
 
-def test_traces_of_another_model(greedy, folders, tmp_path, refused, monkeypatch):
+def test_traces_of_another_model(
+    greedy, folders, tmp_path, assert_refused, monkeypatch
+):
     """Refused before anything runs, with both fingerprints."""
     other = tiny_pair.write_model(
         tmp_path / "other", tiny_pair.config(num_layers=2), seed=9
     )
     monkeypatch.setattr(replays.Evaluation, "__call__", None)
     arguments = check(greedy, (other, folders[1]))
-    refused(arguments, "not the target", "fingerprint '", "record again")
+    assert_refused(arguments, "not the target", "fingerprint '", "record again")
 
 
-def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, refused):
+def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, assert_refused):
     path = rewritten(greedy, tmp_path, lambda rows: rows[:3])
     before = path.read_text()
     arguments = recording(folders, path, "--temperature", "0.5")
-    refused(arguments, "another recording", "temperature 0.0 and 0.5")
+    assert_refused(arguments, "another recording", "temperature 0.0 and 0.5")
     path.write_text(before.replace("py-02", "py-20"))
     arguments = recording(folders, path)
-    refused(arguments, "prompts of another file")
+    assert_refused(arguments, "prompts of another file")
 
 
 @pytest.mark.parametrize(
@@ -427,9 +429,9 @@ def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, refused)
         (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
     ],
 )
-def test_recordings_that_cannot_be(folders, tmp_path, refused, more, words):
+def test_recordings_that_cannot_be(folders, tmp_path, assert_refused, more, words):
     path = tmp_path / "traces.jsonl"
-    refused(recording(folders, path, *more), *words)
+    assert_refused(recording(folders, path, *more), *words)
     assert not path.exists() or not path.read_text()
 
 
@@ -437,9 +439,9 @@ def test_recordings_that_cannot_be(folders, tmp_path, refused, more, words):
     ("verify_s", "words"),
     [({"2": 1.0}, ("must rise from 1",)), ({"1": 1.0, "3": 2.0}, ("4", "3"))],
 )
-def test_costs_that_do_not_fit(greedy, tmp_path, refused, verify_s, words):
+def test_costs_that_do_not_fit(greedy, tmp_path, assert_refused, verify_s, words):
     """No curve; and one that ends before the windows."""
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(COSTS | {"verify_s": verify_s}))
     arguments = evaluation(greedy, "--costs", str(path))
-    refused(arguments, *words)
+    assert_refused(arguments, *words)
