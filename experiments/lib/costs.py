@@ -2,8 +2,8 @@
 
 Proposals are timed along a text that decoding wrote, one token further each, as if the
 target had kept none: what a drafter looks up depends on what stands there. The other
-parts are timed at lengths of the same text. Every thunk runs many steps in one
-compiled call, and returns the seconds of one.
+parts, and rounds of trees, are timed on the same text. Every thunk runs many steps in
+one compiled call, and returns the seconds of one.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -83,10 +84,10 @@ class TreeCosts:
     """Seconds of the parts of a round of trees, by the nodes that are asked for."""
 
     plain_s: float  # a step of autoregressive decoding
-    idle_s: float  # a round that asks for no node
     nodes: tuple[int, ...]  # from 0 on; what follows is of these
     verify_s: tuple[float, ...]  # the target's forward over the root and as many nodes
-    propose_s: tuple[float, ...]
+    # All else that a round takes: drafting, acceptance, moving what is kept
+    beyond_s: tuple[float, ...]
 
     @property
     def gamma_max(self) -> int:
@@ -98,10 +99,8 @@ class TreeCosts:
 
         Between numbers that were timed, along a line.
         """
-        proposal_s = float(np.interp(nodes, self.nodes, self.propose_s))
-        rows_s = float(np.interp(drafted, self.nodes, self.verify_s))
-        beyond_rows = max(0.0, self.idle_s - self.verify_s[0])
-        return beyond_rows + max(0.0, proposal_s - self.propose_s[0]) + rows_s
+        beyond_s = float(np.interp(nodes, self.nodes, self.beyond_s))
+        return beyond_s + float(np.interp(drafted, self.nodes, self.verify_s))
 
     def with_free_rows(self) -> "TreeCosts":
         """Returns the costs where a forward takes as long as with one row, of any
@@ -115,9 +114,7 @@ class TreeCosts:
         num_rows = np.asarray(self.nodes) + 1
         steps = np.interp(num_rows, curve.rows, curve.verify_s) / curve.plain_s
         verify_s = tuple((steps * self.plain_s).tolist())
-        # What a round has beyond its rows stays as it is.
-        idle_s = self.idle_s - self.verify_s[0] + verify_s[0]
-        return dataclasses.replace(self, verify_s=verify_s, idle_s=idle_s)
+        return dataclasses.replace(self, verify_s=verify_s)
 
     def round_s(self) -> np.ndarray:
         """Seconds of a round by its nodes, `[gamma_max + 1]`."""
@@ -133,18 +130,28 @@ def measure_tree(
     repeats: int,
     after_turn: Callable[[], None] = lambda: None,
 ) -> tuple[TreeCosts, list[dict[str, Any]]]:
-    """Times all parts in turn, as `measure` does, of a drafter of trees."""
-    made = thunks({name: lm}, settings, prompt)
+    """Times windows and whole rounds in turn, as `measure` does, of trees.
+
+    Rounds, and not proposals: a draft's weights are not in the caches any more where a
+    forward of the target came between, and what is kept is moved.
+    """
+    nodes = (0, *_sizes(lm))
+    made, text = _of_target(lm, settings, prompt, nodes)
+    walk = _Walk(lm, settings, text, num_prompt=len(prompt))
+    rounds = {n: walk.rounds(n) for n in nodes}
+    made |= {_round(name, n): thunk for n, (thunk, _) in rounds.items()}
     timings = timing.interleave(made, repeats=repeats, after_turn=after_turn)
     seconds = functools.partial(_seconds, timings)
-    nodes = (0, *_sizes(lm))
-    windows = [seconds(_window(1 + n)) for n in nodes]
+    windows = np.maximum.accumulate([seconds(_window(1 + n)) for n in nodes])
+    beyond_s = [
+        seconds(_round(name, n)) - np.interp(drafted, nodes, windows)
+        for n, (_, drafted) in rounds.items()
+    ]
     found = TreeCosts(
         plain_s=statistics.median(timings.seconds[PLAIN]),
-        idle_s=seconds(_idle(name)),
         nodes=nodes,
-        verify_s=tuple(np.maximum.accumulate(windows).tolist()),
-        propose_s=tuple(seconds(_proposal(name, n)) for n in nodes),
+        verify_s=tuple(windows.tolist()),
+        beyond_s=tuple(np.maximum(beyond_s, 0.0).tolist()),
     )
     return found, rows(timings)
 
@@ -193,27 +200,36 @@ def thunks(
     """Returns everything that `costs_of` needs, by name.
 
     Args:
-      lms: one target with several drafters, by their names; all of one `gamma_max`,
-        and all of chains or all of trees.
+      lms: one target with several drafters of chains, by their names; all of one
+        `gamma_max`.
       settings: of one slot; `settings.gen_tokens` are walked, more than `gamma_max`.
       prompt: a prompt of typical length.
       catch_up: whether to time what tokens cost that a drafter sat out.
     """
     first = next(iter(lms.values()))
-    # As far as the last proposal has room for all of its drafts.
-    steps = settings.gen_tokens - first.gamma_max
-    text = [*prompt, *runs.run_plain(first, settings, prompt).tokens]
-    made = {PLAIN: _plain_steps(first, settings, prompt, steps)}
-    middle = text[: len(prompt) + steps // 2]
-    kv = runs.begin_plain(first, settings, middle).cache
-    is_tree = protocols.is_tree(first.drafter)
-    for drafts in (0, *_sizes(first)) if is_tree else range(first.gamma_max + 1):
-        made[_window(1 + drafts)] = _windows(first, kv, 1 + drafts, steps)
+    made, text = _of_target(first, settings, prompt, range(first.gamma_max + 1))
     for name, lm in lms.items():
         walk = _Walk(lm, settings, text, num_prompt=len(prompt))
-        gammas = (0, *_sizes(lm)) if is_tree else sorted({0, 1, lm.gamma_max})
-        made |= walk.thunks(name, gammas, catch_up=catch_up)
+        made |= walk.thunks(name, catch_up=catch_up)
     return made
+
+
+def _of_target(
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
+    prompt: list[int],
+    drafts: Sequence[int],
+) -> tuple[dict[str, timing.Thunk], list[int]]:
+    """Returns thunks of plain steps and of windows of so many drafts, and the text."""
+    # As far as the last proposal has room for all of its drafts.
+    steps = settings.gen_tokens - lm.gamma_max
+    text = [*prompt, *runs.run_plain(lm, settings, prompt).tokens]
+    made = {PLAIN: _plain_steps(lm, settings, prompt, steps)}
+    middle = text[: len(prompt) + steps // 2]
+    kv = runs.begin_plain(lm, settings, middle).cache
+    for count in drafts:
+        made[_window(1 + count)] = _windows(lm, kv, 1 + count, steps)
+    return made, text
 
 
 def _plain_steps(lm, settings, prompt, steps) -> timing.Thunk:
@@ -258,7 +274,7 @@ def costs_of(name: str, timings: timing.Timings, *, gamma_max: int) -> RoundCost
     return RoundCosts(
         plain_s=statistics.median(timings.seconds[PLAIN]),
         verify_s=tuple(np.maximum.accumulate(windows).tolist()),
-        idle_s=seconds(_idle(name)),
+        idle_s=seconds(_round(name, 0)),
         propose_s=tuple(seconds(_proposal(name, g)) for g in (0, 1, gamma_max)),
         catch_up_s=catch_up_s,
     )
@@ -287,8 +303,8 @@ def _window(num_active: int) -> str:
     return f"{num_active} active row{'s' * (num_active > 1)}"
 
 
-def _idle(drafter: str) -> str:
-    return f"{drafter}: round, gamma 0"
+def _round(drafter: str, gamma: int) -> str:
+    return f"{drafter}: round, gamma {gamma}"
 
 
 def _proposal(drafter: str, gamma: int) -> str:
@@ -338,20 +354,18 @@ class _Walk:
                 taps=taps,
             )
 
-    def thunks(
-        self, name: str, gammas: Sequence[int], *, catch_up: bool
-    ) -> dict[str, timing.Thunk]:
+    def thunks(self, name: str, *, catch_up: bool) -> dict[str, timing.Thunk]:
         """Returns a round without drafts, and proposals along the text."""
         gamma_max = self._speculator.drafter.gamma_max
         steps, most = self._gen_tokens - gamma_max, jnp.int32(self._gen_tokens)
         made = {
-            _idle(name): timing.on_copies(
+            _round(name, 0): timing.on_copies(
                 lambda s: round_lib.generate(self._speculator, s, max_rounds=most),
                 self._state,
                 calls=self._gen_tokens,
             )
         }
-        for gamma in gammas:
+        for gamma in sorted({0, 1, gamma_max}):
             made[_proposal(name, gamma)] = self._proposals(gamma, steps=steps)
         if catch_up:
             # Equally many proposals a call, so that the call itself costs the same.
@@ -359,6 +373,18 @@ class _Walk:
             made[_prompt(name)] = self._proposals(1, steps=few)
             made[_late(name)] = self._proposals(1, steps=few, stride=STRIDE)
         return made
+
+    def rounds(self, nodes: int) -> tuple[timing.Thunk, float]:
+        """Returns rounds that ask for so many nodes, to the text's end; and how many
+        they verify on average."""
+        slots, most = self._state.slots, jnp.int32(self._gen_tokens)
+        asks = slots.replace(gamma=jnp.full_like(slots.gamma, nodes))
+        begun = self._state.replace(slots=asks)
+        run = lambda s: round_lib.generate(self._speculator, s, max_rounds=most)
+        done = run(jax.tree.map(jnp.copy, begun)).slots
+        count = int(done.num_rounds[0])
+        drafted = int(done.num_proposed[0]) / count
+        return timing.on_copies(run, begun, calls=count), drafted
 
     def _proposals(self, gamma: int, *, steps: int, stride: int = 1) -> timing.Thunk:
         run = functools.partial(

@@ -219,7 +219,7 @@ def tensors(config: GPTNeoXConfig) -> params_lib.Params:
 
 
 def _qkv_order(config: GPTNeoXConfig) -> np.ndarray:
-    """The row of a checkpoint's fused projection that each of our rows is.
+    """The row of a checkpoint's fused projection that each of our rows is, `[3, D]`.
 
     There queries, keys and values alternate from head to head.
     """
@@ -229,7 +229,7 @@ def _qkv_order(config: GPTNeoXConfig) -> np.ndarray:
     paired = np.concatenate([np.concatenate(half) for half in zip(*pairs, strict=True)])
     stored = np.arange(3 * N * H).reshape(N, 3, H)
     kinds = stored[:, 0, paired], stored[:, 1, paired], stored[:, 2]
-    return np.concatenate([kind.reshape(-1) for kind in kinds])
+    return np.stack([kind.reshape(-1) for kind in kinds])
 
 
 def rope_table(config: GPTNeoXConfig) -> tuple[np.ndarray, float]:
@@ -291,13 +291,21 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl):
         eps=0.0,
         scale=config.head_dim**-0.5,
         branch=rows.branch,
+        by_head=isinstance(layer.qkv.weight, weights.Split),
         **shared,
     )
     attended = linear(attended, layer.attention_out)
     if not config.has_parallel_residual:
         x = _add(attended, x)
     hidden = linear(norm(x, layer.mlp_norm), layer.up)
-    down = linear(_act(hidden, config=config, impl=impl), layer.down)
+    act = functools.partial(_act, config=config, impl=impl)
+    if isinstance(layer.down.weight, weights.Split):
+        # Segment after segment, all of one shape.
+        parts = jnp.split(hidden, len(layer.down.weight.pieces), axis=1)
+        hidden = jnp.concatenate([act(part) for part in parts], axis=1)
+    else:
+        hidden = act(hidden)
+    down = linear(hidden, layer.down)
     if config.has_parallel_residual:
         down = _add(down, attended)
     return _add(down, x), k, v

@@ -136,7 +136,7 @@ def assemble(
         tensor_values.read_into(dataclasses.replace(entries[name], shape=shape), part)
         tensor_values.check_finite(entries[name], part)
         start += shape[0]
-    return buffer if sources.order is None else buffer[sources.order]
+    return buffer if sources.order is None else buffer[sources.order.reshape(-1)]
 
 
 def save(
@@ -360,7 +360,7 @@ def pending(params: Any, names: Any) -> list[files.Pending]:
     )
     for leaf, sources in zip(leaves, jax.tree.leaves(names), strict=True):
         start = 0
-        back = None if sources.order is None else np.argsort(sources.order)
+        back = None if sources.order is None else np.argsort(sources.order.reshape(-1))
         for name, shape in sources.parts:
             stop = start + shape[0]
             rows = slice(start, stop) if back is None else back[start:stop]

@@ -1,9 +1,10 @@
 """Weights of a model on a mesh: each device's pieces, and no others, from the files.
 
 Queries, keys and values go with their key/value head, gate and up with their unit of
-the MLP, the head with its tokens: cut by outputs, each device computes its own. The
-products after them are cut by their inputs, which are those outputs. The embedding and
-the norms are on every device.
+the MLP, the head with its tokens: cut by outputs, each device computes its own, and has
+the biases of these. The products after them are cut by their inputs, which are those
+outputs; their biases are added once, to whole sums. These, the embedding and the norms
+are on every device.
 """
 
 import dataclasses
@@ -29,12 +30,14 @@ CUTS: Mapping[str, weights.Cut] = {
     "qkv": "outputs",
     "attention_out": "inputs",
     "gate_up": "outputs",
+    "up": "outputs",
     "down": "inputs",
     "lm_head": "outputs",
 }
-"""How each weight is cut; all others are on every device."""
+"""How each weight is cut, and its bias where outputs are; all others are on every
+device."""
 
-FAMILIES = ("qwen3", "llama")
+FAMILIES = ("qwen3", "llama", "gpt_neox")
 """Whose layers are made of these weights."""
 
 
@@ -47,8 +50,8 @@ def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
     """
     if config.model_type not in FAMILIES:
         raise NotImplementedError(
-            f"a mesh of {config.model_type} models: only {' and '.join(FAMILIES)} can "
-            "be cut; leave the mesh out"
+            f"a mesh of {config.model_type} models: only those of "
+            f"{', '.join(FAMILIES)} can be cut; leave the mesh out"
         )
     layout.check_divides(num_kv_heads=config.num_kv_heads)
     H = config.head_dim
@@ -62,6 +65,14 @@ def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
                 f"{name}={size} cannot be cut into segments={layout.segments}: take "
                 f"fewer, such as segments={layout.devices}"
             )
+
+
+def cut_of(path: Any, leaf: jax.ShapeDtypeStruct) -> weights.Cut | None:
+    """Returns how the leaf at a path of weights is cut; None: it is on every device."""
+    names = [getattr(key, "name", "") for key in path]
+    cut = next((CUTS[name] for name in names if name in CUTS), None)
+    is_bias = len(leaf.shape) == 1
+    return None if is_bias and cut == "inputs" else cut
 
 
 def whole(tree: params_lib.Params) -> params_lib.Params:
@@ -95,8 +106,8 @@ def required_bytes(shapes: params_lib.Params, layout: shard.Layout) -> tuple[int
     a piece of the host's, the same on the device, and a copy of it in its place."""
     total = largest = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(whole(shapes)):
-        is_cut = path[-1].name in CUTS
-        share = -(-params_lib.num_bytes(leaf) // (layout.devices if is_cut else 1))
+        count = 1 if cut_of(path, leaf) is None else layout.devices
+        share = -(-params_lib.num_bytes(leaf) // count)
         total, largest = total + share, max(largest, share)
     return total, 3 * largest + 2 * tensor_values.BLOCK_BYTES
 
@@ -121,23 +132,25 @@ def read(
     """
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> Any:
-        name = path[-1].name
-        if name not in CUTS:
+        cut = cut_of(path, leaf)
+        if cut is None:
             ends = 0, leaf.shape[0]
             array = _rows(sources, entries, [ends], leaf.shape[1:], leaf.dtype)
             return jax.block_until_ready(layout.replicated(array))
-        split = _inputs if CUTS[name] == "inputs" else _outputs
-        return split(leaf, sources, entries, layout, impl, gathers=name == "lm_head")
+        split, is_head = _inputs if cut == "inputs" else _outputs, len(path) == 1
+        return split(leaf, sources, entries, layout, impl, gathers=is_head)
 
     return jax.tree_util.tree_map_with_path(one, whole(shapes), whole(names))
 
 
 def _outputs(leaf, sources, entries, layout, impl, *, gathers):
     """A weight of which each device has rows: in each piece some of every tensor."""
-    # The native kernels compute each output for itself: one piece is enough.
-    per_device = 1 if impl == "native" else layout.segments // layout.devices
+    # The native kernels compute each output for itself, and so does a sum with a bias:
+    # one piece is enough.
+    is_one = impl == "native" or len(leaf.shape) == 1
+    per_device = 1 if is_one else layout.segments // layout.devices
     count = per_device * layout.devices
-    sizes = tuple(-(-shape[0] // count) for _, shape in sources.parts)
+    sizes = tuple(-(-height // count) for height in sources.heights)
 
     def read_piece(device, piece):
         number = device * per_device + piece
@@ -171,7 +184,13 @@ def _inputs(leaf, sources, entries, layout, impl, *, gathers):
 
 
 def _rows(sources, entries, ends, tail, dtype):
-    """The rows `[start, stop)` of each tensor, stacked; past a tensor's end zeros."""
+    """The rows `[start, stop)` of each matrix, stacked; past a tensor's end zeros."""
+    if sources.order is not None:
+        parts = zip(sources.order, ends, strict=True)
+        wanted = np.concatenate([order[start:stop] for order, (start, stop) in parts])
+        first = wanted.min()
+        stored, ends = params_lib.Parts(sources.parts), [(first, wanted.max() + 1)]
+        return _rows(stored, entries, ends, tail, dtype)[wanted - first]
     out = np.zeros((sum(stop - start for start, stop in ends), *tail), dtype)
     at = 0
     for (name, shape), (start, stop) in zip(sources.parts, ends, strict=True):
@@ -195,7 +214,8 @@ def _place(layout, impl, per_device, read_piece):
 
     def one(number, device, piece):
         read = jax.device_put(read_piece(number, piece), device)
-        return jax.block_until_ready(weights.prepare(read, impl))
+        made = weights.prepare(read, impl) if read.ndim == 2 else read
+        return jax.block_until_ready(made)
 
     local = list(layout.local())
     return tuple(

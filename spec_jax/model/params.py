@@ -52,11 +52,20 @@ class Parts:
 
     Attributes:
       parts: names and shapes, stacked by rows.
-      order: the stacked row that each row of the array is; None: as they are stacked.
+      order: the stacked row that each row of the array is, `[matrices, rows]` by the
+        matrices of one height that are fused; None: as they are stacked, each tensor a
+        matrix.
     """
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     order: np.ndarray | None = None
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Rows of the matrices that the array fuses."""
+        if self.order is not None:
+            return (self.order.shape[1],) * len(self.order)
+        return tuple(shape[0] for _, shape in self.parts)
 
 
 def shapes(config: config_lib.ModelConfig) -> Params:

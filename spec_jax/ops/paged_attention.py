@@ -276,12 +276,39 @@ def _accumulate(carry, queries, keys, values, visible, group):
 
 
 def _accumulate_each(carry, queries, keys, values, visible, group):
-    """As `_accumulate`, each key/value head for itself, in programs of one shape."""
-    done = []
-    for head in range(keys.shape[0]):
-        *own, q, k, v = jax.lax.optimization_barrier(
-            [x[head : head + 1] for x in (*carry, queries, keys, values)]
-        )
-        added = _accumulate(own, q, k, v, visible, group)
-        done.append(jax.lax.optimization_barrier(added))
-    return tuple(map(jnp.concatenate, zip(*done, strict=True)))
+    """As `_accumulate`, each key/value head for itself."""
+
+    def one(carry, queries, keys, values):
+        return _accumulate(carry, queries, keys, values, visible, group)
+
+    return each_head(one, carry, queries, keys, values, out=carry)
+
+
+def each_head(function, *of_heads, out):
+    """Applies a function to one key/value head after the other, of arrays `[K, ..]`.
+
+    In a loop, whose body is a program of one shape: what XLA makes of several heads
+    side by side depends on how many there are. The arrays are given one head more,
+    which is not run: a slice of all would be no slice to XLA.
+
+    Args:
+      of_heads: arguments, pytrees of arrays; the function gets their slices `[1, ..]`.
+      out: arrays of the shapes of all results, whose place these take.
+    """
+    # 0, as XLA does not know: it would unroll a loop of one head.
+    some = jax.tree.leaves(of_heads)[-1].reshape(-1)[0].astype(jnp.float32)
+    some = jax.lax.bitcast_convert_type(some, jnp.uint32) >> 1
+    zero = jnp.minimum(some.astype(jnp.int32), 0)
+    count = jax.tree.leaves(out)[0].shape[0]
+    widen = lambda x: jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
+    of_heads = jax.lax.optimization_barrier(jax.tree.map(widen, of_heads))
+
+    def step(head, out):
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1)
+        one = jax.lax.optimization_barrier(jax.tree.map(cut, of_heads))
+        made = jax.lax.optimization_barrier(function(*one))
+        put = lambda all_, x: jax.lax.dynamic_update_slice_in_dim(all_, x, head, 0)
+        return jax.tree.map(put, out, made)
+
+    out = jax.lax.fori_loop(zero, count, step, jax.tree.map(widen, out))
+    return jax.tree.map(lambda x: x[:count], out)

@@ -28,7 +28,7 @@ def project(
     num_active: Int[Array, ""],
     norm: Float[Array, " K"] | None = None,
     residual: Float[Array, "R N"] | None = None,
-    bias: Float[Array, " N"] | None = None,
+    bias: Float[Array, " N"] | weights.Split | None = None,
     eps: float = 0.0,
     out_dtype: str | None = None,
     impl: str,
@@ -41,18 +41,20 @@ def project(
     Args:
       num_active: how many rows are real; "native" computes no others.
       norm: weight of an RMSNorm that comes first, with `eps`.
-      bias: added to the float32 sums, before they are rounded.
+      bias: added to the float32 sums, before they are rounded; of outputs that are cut
+        a piece as well.
       out_dtype: of the result where nothing is added; that of `x` if None. Float32
         for logits: they are not rounded.
     """
     dtype = jnp.dtype(out_dtype or x.dtype)
     if bias is not None:
+        own: Any = bias.pieces[0] if isinstance(bias, weights.Split) else bias
         sums = project(
             x, w, num_active=num_active, norm=norm, eps=eps, out_dtype="float32",
             impl=impl,
         )  # fmt: skip
         # Each sum is rounded once, whatever is fused.
-        wide = jnp.broadcast_to(bias.astype(jnp.float32), sums.shape)
+        wide = jnp.broadcast_to(own.astype(jnp.float32), sums.shape)
         y = jax.lax.optimization_barrier((sums + wide).astype(dtype))
         return y if residual is None else residual + y
     if residual is not None and dtype != x.dtype:

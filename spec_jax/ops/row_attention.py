@@ -9,7 +9,6 @@ included. One op, because all of it belongs to one key/value head and no other.
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -81,9 +80,10 @@ def row_attention(
     K, H = k_pages.shape[2:]
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)
-    parts = K if by_head else None
-    q = _turned(q, q_norm, cos, sin, eps=eps, parts=parts)
-    k = _turned(k, k_norm, cos, sin, eps=eps, parts=parts)
+    turn = functools.partial(_turned, cos=cos, sin=sin, eps=eps)
+    if by_head:
+        turn = functools.partial(_each_turned, turn, K)
+    q, k = turn(q, q_norm), turn(k, k_norm)
     at = where | {"positions": places}
     k_pages = page_write.page_write(k_pages, k, **at)
     v_pages = page_write.page_write(v_pages, v, **at)
@@ -96,13 +96,18 @@ def row_attention(
     return out.reshape(out.shape[0], -1), k_pages, v_pages
 
 
-def _turned(x, norm, cos, sin, *, eps, parts=None):
-    """Norms and rotates heads `[R, heads, H]`; in so many `parts`, each by itself."""
-    if parts is not None:
-        split = jax.lax.optimization_barrier(jnp.split(x, parts, axis=1))
-        one = functools.partial(_turned, cos=cos, sin=sin, eps=eps)
-        done = jax.lax.optimization_barrier([one(part, norm) for part in split])
-        return jnp.concatenate(done, axis=1)
+def _each_turned(turn, parts, x, norm):
+    """As `turn` of all heads, in so many parts, each by itself."""
+    R, heads, H = x.shape
+    split = x.reshape(R, parts, -1, H).transpose(1, 0, 2, 3)
+    done = paged_attention.each_head(
+        lambda part: turn(part[0], norm)[None], split, out=split
+    )
+    return done.transpose(1, 0, 2, 3).reshape(R, heads, H)
+
+
+def _turned(x, norm, *, cos, sin, eps):
+    """Norms and rotates heads `[R, heads, H]`."""
     normed = x if norm is None else rms_norm.rms_norm(x, norm, eps=eps)
     return rope.rotate(normed, cos, sin)
 

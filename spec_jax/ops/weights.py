@@ -24,7 +24,9 @@ Cut = Literal["outputs", "inputs"]
 
 
 class Split(pytree.Node):
-    """The part of a weight that a device of a mesh has, in pieces of one shape.
+    """The part of a weight, or of its bias, that a device of a mesh has.
+
+    In pieces of one shape; a bias, which is added to outputs that are cut, is one.
 
     Outside of a `shard_map` a piece has a leading axis of devices.
 

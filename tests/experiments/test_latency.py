@@ -71,8 +71,9 @@ def test_rows_of_trees(folders, tmp_path):
     assert rows["moving 2 of 6 tree rows"] == rows["6 chain rows"] == "plain step"
 
 
-def test_a_path_is_moved(lm):
-    """Fails if what is timed moves nothing."""
+def test_a_path_is_moved(lm, monkeypatch):
+    """Fails if what is timed moves nothing, or something else than a round."""
+    monkeypatch.setattr(works, "MOVES", 1)
     sizes = works.Sizes(capacity=32, page_size=PAGE_SIZE, steps=1)
     kv = noise.noisy_cache(lm.target, capacity=32, page_size=PAGE_SIZE)
     work = works.moves(lm.target, lm.params, sizes, 8, num_rows=7, cache=kv)

@@ -180,7 +180,7 @@ def test_trees_are_planned_next_to_chains(folders, tmp_path, capsys):
     assert curve[1]["tokens_per_round"] == pytest.approx(1 + sum(found[:3]) / rounds)
     names = {row["cost"] for row in rows_of(out, "plan_cost")}
     name = f"draft-model, tree {tree}"
-    assert {f"{name}: proposal, gamma {n}" for n in (0, 1, 3, 5)} <= names
+    assert {f"{name}: round, gamma {n}" for n in (0, 1, 3, 5)} <= names
     assert "6 active rows" in names
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{name}: " in printed and "of 1 predicted within 15% of" in printed
@@ -267,17 +267,16 @@ def test_presets_that_cannot_be_planned(capsys, more, words):
 
 
 def test_where_a_tree_pays():
-    """A round's proposal, its rows and what else it costs, over the tokens it keeps."""
+    """A round's rows and what else it costs, over the tokens it keeps."""
     parts = costs.TreeCosts(
         plain_s=10.0,
-        idle_s=11.0,
         nodes=(0, 1, 3),
         verify_s=(10.0, 12.0, 20.0),
-        propose_s=(0.5, 1.5, 2.5),
+        beyond_s=(1.0, 2.0, 3.0),
     )
-    assert parts.seconds(1, drafted=1) == 1 + 1 + 12
+    assert parts.seconds(1, drafted=1) == 2 + 12
     # Between measured windows on a line: lookups may find fewer than they are asked.
-    assert parts.seconds(3, drafted=2) == 1 + 2 + 16
+    assert parts.seconds(3, drafted=2) == 3 + 16
     counters = metrics.Counters(
         tokens=20, rounds=10, proposed=20, kept_by_rank=(6, 2, 2)
     )
@@ -298,7 +297,7 @@ def test_where_a_tree_pays():
     )
     moved = parts.with_rows_of(elsewhere)
     assert moved.verify_s == (11.0, 14.0, 15.0)
-    assert moved.seconds(1, drafted=1) == 1 + 1 + 14
+    assert moved.seconds(1, drafted=1) == 2 + 14
     found = planning.predict_tree(counters, parts, rows_of=elsewhere)
     assert found[1].other_rows_speedup == pytest.approx(2.0 / 1.75)
     words = planning.words_of_tree("d", found)

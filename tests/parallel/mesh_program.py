@@ -18,7 +18,7 @@ import tiny_pair
 import spec_jax as sj
 from spec_jax import lossless, testing, tree
 from spec_jax.debug import recorder
-from spec_jax.model import decoder, load, row_model
+from spec_jax.model import decoder, gpt_neox, load, params as params_lib, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import allocator
 from spec_jax.parallel import collectives, shard
@@ -33,6 +33,25 @@ CONFIG = tiny_pair.config(
     intermediate_size=80,
 )
 ROWS = 4
+
+
+def write_neox(folder: pathlib.Path) -> pathlib.Path:
+    """A GPT-NeoX model of the same sizes, whose biases and norms are random too.
+
+    Two segments share a head, of which some dimensions are rotated.
+    """
+    names = ("vocab_size", "intermediate_size", "num_layers", "max_position_embeddings")
+    config = gpt_neox.GPTNeoXConfig(
+        **{name: getattr(CONFIG, name) for name in names},
+        **{"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 64},
+        rotary_size=4,
+        dtype="float32",
+    )
+    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
+    shift = lambda leaf: leaf + jax.random.normal(jax.random.key(leaf.size), leaf.shape)
+    params = jax.tree.map(lambda x: shift(x) if x.ndim == 1 else x, params)
+    load.save(folder, config, params)
+    return folder
 
 
 def model(folder: pathlib.Path, impl: str, layout: shard.Layout | None):
@@ -90,6 +109,21 @@ def same(a, b) -> bool:
     return all(np.array_equal(one, other) for one, other in zip(a, b, strict=True))
 
 
+def close(a, b) -> bool:
+    return all(
+        np.allclose(one.view(np.float32), other.view(np.float32), rtol=1e-3, atol=1e-3)
+        for one, other in zip(a, b, strict=True)
+    )
+
+
+def _shifted(layer):
+    """A layer with another bias of a sum over devices, or another norm."""
+    if isinstance(layer, params_lib.LayerParams):
+        return layer.replace(mlp_norm=layer.mlp_norm * 1.1)
+    down = layer.down
+    return layer.replace(down=down.replace(bias=down.bias * 1.1))
+
+
 def on_mesh(devices: int, segments: int = shard.SEGMENTS) -> shard.Layout:
     return shard.Layout(mesh=shard.mesh(devices), segments=segments)
 
@@ -101,13 +135,12 @@ def check(folder: pathlib.Path, impl: str) -> dict:
         made[devices], texts[devices] = forward(
             *model(folder, impl, on_mesh(devices)), text=devices == 8
         )
-    whole, _ = forward(*model(folder, impl, None))
+    target, params = model(folder, impl, None)
+    wrong = params.replace(layers=tuple(map(_shifted, params.layers)))
+    whole, other = (forward(target, each)[0] for each in (params, wrong))
     return {
         "equal": [same(made[devices], made[1]) for devices in (2, 4, 8)],
-        "close": all(
-            np.allclose(a.view(np.float32), b.view(np.float32), rtol=1e-3, atol=1e-3)
-            for a, b in zip(made[8], whole, strict=True)
-        ),
+        "close": [close(made[8], each) for each in (whole, other)],
         "all_reduce": "all-reduce" in texts[8],
         "all_gathers": texts[8].count("all-gather(")
         + texts[8].count("all-gather-start("),
@@ -227,9 +260,11 @@ def main() -> None:
         kind, *more = sys.argv[1:]
         if kind == "generations":
             row = check_generations(pathlib.Path(name), *more)
+        elif kind == "gpt_neox":
+            row = check(write_neox(folder), *more)
         else:
             tiny_pair.write_model(folder, CONFIG, seed=0)
-            row = check_faults(folder) if kind == "faults" else check(folder, kind)
+            row = check_faults(folder) if kind == "faults" else check(folder, *more)
     print(json.dumps(row))
 
 

@@ -1,0 +1,64 @@
+"""Heads one by one, as XLA attends on a mesh: their bits do not depend on how many."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import testing
+from spec_jax.ops import row_attention
+
+
+R, K, H = 4, 8, 8
+FIRST = 3  # position of the first row; before it are keys of zeros
+
+
+def attend(heads, norm, cos, sin, *, by_head):
+    """Rows of one slot, `heads [R, 3, heads, H]` of queries, keys and values."""
+    pages = jnp.zeros((1, 8, heads.shape[2], H))
+    out, *_ = row_attention.row_attention(
+        heads.reshape(R, -1),
+        norm,
+        norm,
+        pages,
+        pages,
+        page_table=jnp.zeros((1, 1), jnp.int32),
+        slots=jnp.zeros((R,), jnp.int32),
+        positions=FIRST + jnp.arange(R, dtype=jnp.int32),
+        num_active=jnp.int32(R),
+        cos=cos,
+        sin=sin,
+        eps=1e-6,
+        scale=H**-0.5,
+        impl="xla",
+        by_head=by_head,
+    )
+    return out
+
+
+def of_devices(count: int, *, by_head: bool = True) -> np.ndarray:
+    """What all heads give, on so many devices one after the other."""
+    drawn = np.random.default_rng(0).normal(size=(2 * R, 3, K, H)).astype("float32")
+    angles, norm = drawn[R:, 0, 0, : H // 2], 1 + 0.1 * drawn[R, 1, 0]
+    run = jax.jit(functools.partial(attend, by_head=by_head))
+    shared = norm, np.cos(angles), np.sin(angles)
+    parts = np.split(3 * drawn[:R], count, axis=2)
+    return np.concatenate([run(part, *shared) for part in parts], axis=1)
+
+
+def test_heads_are_the_same_on_any_number_of_devices():
+    """Fails if XLA computes heads in shapes, or loops, that their number decides."""
+    whole = of_devices(1)
+    for count in (2, 8):
+        testing.assert_same_bits(of_devices(count), whole)
+
+
+def test_heads_side_by_side_are_others():
+    """Negative control: without loops over heads one of these differs in a bit."""
+    whole = of_devices(1, by_head=False)
+    others = [of_devices(count, by_head=False) for count in (2, 8)]
+    assert any(
+        (other.view(np.uint32) != whole.view(np.uint32)).any() for other in others
+    )
+    np.testing.assert_allclose(of_devices(8), whole, rtol=1e-5, atol=1e-6)
