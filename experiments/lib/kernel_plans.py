@@ -36,8 +36,9 @@ _TRITON = (
     (128, 128, 1, 1, 8, 4),
     (16, 512, 4, 1, 2, 4),
 )
-# block_n, block_k, splits, stages
-_MOSAIC = ((64, 128, 1, 6), (64, 128, 2, 8), (128, 128, 1, 5), (64, 64, 4, 8))
+# block_n, block_k, stages
+_MOSAIC = ((32, 128, 4), (32, 128, 8), (16, 128, 10), (64, 128, 3), (64, 128, 6),
+           (128, 128, 4), (8, 256, 6))  # fmt: skip
 
 
 def of_product(
@@ -47,10 +48,11 @@ def of_product(
     if impl not in dispatch.PALLAS:
         return (None,)
     if impl == "mosaic":
-        own = mosaic.plan_for(num_columns, num_terms)
-        names = ("block_n", "block_k", "splits", "stages")
+        own = mosaic.plan_for(num_columns, num_terms, parts=parts)
+        names = ("block_n", "block_k", "stages")
         made = [mosaic.Plan(**dict(zip(names, c, strict=True))) for c in _MOSAIC]
-        usable = [p for p in made if _fits(mosaic, p, num_columns, num_terms)]
+        sizes = num_columns, num_terms
+        usable = [p for p in made if _fits(mosaic, p, *sizes, parts=parts)]
         return (None, *(p for p in usable if p != own))[:most]
     own = triton.plan_for(num_columns, num_terms, parts=parts)
     names = ("block_n", "block_k", "chains", "splits", "num_warps", "num_stages")

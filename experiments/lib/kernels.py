@@ -35,14 +35,15 @@ from spec_jax.ops import (
 from spec_jax.paging import index
 from spec_jax.pallas import (
     attention_plan,
-    rms_norm_triton,
-    row_attention_triton,
     row_jobs,
 )
 
 
 IMPLS = {"cpu": ("native", "xla"), "gpu": ("triton", "mosaic", "xla")}
 """Implementations by the platform that they run on: our kernels, then XLA's."""
+
+LISTED = ("triton", "interpret")
+"""Those whose attention takes plans, and a list of jobs that is made before."""
 
 CONTEXTS = {"cpu": (256, 1024, 4096), "gpu": (128, 1024, 4096, 16_384, 32_768)}
 PAGE_SIZE = 16
@@ -162,7 +163,7 @@ class Projection(Subject):
         if plan is None:
             return function(x, w, impl=impl, **shared), pages
         # What the op calls, with a plan that is not its own.
-        kernels, interpret = dispatch.products(impl)
+        kernels, interpret = dispatch.kernels("skinny_gemm", impl)
         shared |= {"plan": plan, "interpret": interpret}
         if self.kernel == "gate":
             return kernels.gate(x, w, **shared), pages
@@ -187,9 +188,11 @@ class Rows(Subject):
             return found[:, None], pages
         if impl == "xla":
             return rms_norm.rms_norm(x, fixed["weight"], eps=1e-6), pages
-        interpret = impl == "interpret"
-        norm = rms_norm_triton.rms_norm
-        return norm(x, fixed["weight"], eps=1e-6, interpret=interpret), pages
+        kernels, interpret = dispatch.kernels("rms_norm", impl)
+        shared = {"eps": 1e-6, "interpret": interpret}
+        if impl == "mosaic":
+            shared["num_active"] = inputs["num_active"]
+        return kernels.rms_norm(x, fixed["weight"], **shared), pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +217,7 @@ class Attention(Subject):
         return dataclasses.replace(self, copies=1) if impl == "xla" else self
 
     def plans(self, impl: str, most: int) -> Sequence[Any]:
-        if impl not in dispatch.PALLAS:
+        if impl not in LISTED:
             return (None,)
         return kernel_plans.of_attention(self.config, most=most)
 
@@ -256,10 +259,11 @@ class Attention(Subject):
         shared["eps"] = config.rms_norm_eps
         shared["scale"] = config.head_dim**-0.5
         if impl in dispatch.PALLAS:
-            shared["interpret"] = impl == "interpret"
-            shared["config"] = plan
-            shared["jobs"] = inputs["jobs"][number] if "jobs" in inputs else None
-            attend = row_attention_triton.attend
+            kernels, shared["interpret"] = dispatch.kernels("row_attention", impl)
+            attend = kernels.attend
+            if impl in LISTED:
+                shared["config"] = plan
+                shared["jobs"] = inputs["jobs"][number] if "jobs" in inputs else None
         else:
             attend = functools.partial(row_attention.row_attention, impl=impl)
         y, *pages = attend(x, norm, norm, *pages, page_table=table, **shared)
@@ -267,7 +271,7 @@ class Attention(Subject):
 
     def with_jobs(self, impl: str, plan: Any, fixed: Any, inputs: Arrays) -> Arrays:
         """The inputs with the job list of each table, where `impl` has one."""
-        if impl not in dispatch.PALLAS:
+        if impl not in LISTED:
             return inputs
         config, slab = self.config, inputs["slots"].shape[0]
         plan = plan or attention_plan.default_config(

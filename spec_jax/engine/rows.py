@@ -33,7 +33,7 @@ from spec_jax.paging import allocator, cache as paged, index
 # With kernels whose bits do not depend on the height: so many rows share one read of
 # the weights, and still lie in the second cache.
 NATIVE_TILE = 80
-TRITON_TILE = 64  # in whole slabs: so many share one read too
+TRITON_TILE = 64  # in whole slabs: so many share one read, on Mosaic too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class SlotRows:
     def tile_rows(self, num_rows: int) -> int:
         """Returns the rows of each forward of so many, active or not."""
         impl, slab = self.model.impl, self.model.slab
-        if impl in ("triton", "interpret"):
+        if impl in ("triton", "mosaic", "interpret"):
             return min(-(-num_rows // slab) * slab, TRITON_TILE)
         return tile_of(impl, slab, num_rows)
 

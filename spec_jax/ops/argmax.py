@@ -20,9 +20,6 @@ def argmax(
     if impl == "native":
         return calls.argmax(logits, num_active=num_active)
     if impl in dispatch.PALLAS:
-        from spec_jax.pallas import argmax_triton
-
-        return argmax_triton.argmax(
-            logits, num_active=num_active, interpret=impl == "interpret"
-        )
+        kernels, interpret = dispatch.kernels("argmax", impl)
+        return kernels.argmax(logits, num_active=num_active, interpret=interpret)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)

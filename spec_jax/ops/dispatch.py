@@ -3,7 +3,10 @@
     xla        the reference form of each op, compiled by XLA; anywhere
     native     C++ kernels; on a CPU
     triton     Pallas Triton kernels; on a GPU
-    mosaic     products on Pallas Mosaic, all else as "triton"; on a GPU
+    mosaic     Pallas Mosaic kernels, for Hopper, of heads of 128: products and their
+               epilogues, norms, angles, rotation, appending to pages, attention and
+               its sums, argmax. Not on Mosaic are sampling, whose kernels are those
+               of "triton", and the list of attention's jobs: whole numbers, by XLA
     interpret  the Triton kernels, interpreted op by op: slow, for tests; on a CPU
 
 A named implementation runs or raises `NotImplementedError(why)`; only "auto" chooses,
@@ -14,6 +17,7 @@ import as jax itself, and most processes run no kernel of it.
 """
 
 import functools
+import importlib
 import logging
 import types
 
@@ -67,21 +71,27 @@ def resolve(impl: Impl) -> str:
             "xla or native, or interpret for the same kernels slowly; for a GPU "
             "install the extra cuda12 or cuda13, and leave JAX_PLATFORMS unset"
         )
+    if impl == "mosaic" and jax.__version_info__ < (0, 11):
+        raise NotImplementedError(
+            f"impl='mosaic' updates pages in place, which kernels on Mosaic can from "
+            f"jax 0.11 on, and this is {jax.__version__}: use triton"
+        )
     if impl == "native":
         build.load()
     return impl
 
 
-def products(impl: str) -> tuple[types.ModuleType, bool]:
-    """The module of `project` and `gate` of an implementation in `PALLAS`.
+def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
+    """The module of kernels of a name, of an implementation in `PALLAS`.
 
-    And whether it is to be interpreted.
+    And whether they are to be interpreted. Both backends have modules of the same
+    functions: "skinny_gemm", "row_attention", "angles" and "argmax". Sampling,
+    "first_tokens" and "noisy_weights", is on Triton alone.
     """
-    from spec_jax.pallas import skinny_gemm_mosaic, skinny_gemm_triton
-
-    if impl == "mosaic":
-        return skinny_gemm_mosaic, False
-    return skinny_gemm_triton, impl == "interpret"
+    on_mosaic = impl == "mosaic" and name not in ("first_tokens", "noisy_weights")
+    backend = "mosaic" if on_mosaic else "triton"
+    module = importlib.import_module(f"spec_jax.pallas.{name}_{backend}")
+    return module, impl == "interpret"
 
 
 def slab_rows(impl: str) -> int | None:

@@ -45,20 +45,20 @@ def draw(
         raise NotImplementedError(
             f"impl={impl!r} has no kernels that draw: use rules.sampling.sample_each"
         )
-    from spec_jax.pallas import first_tokens_triton, noisy_weights_triton
-
+    filters, interpret = dispatch.kernels("first_tokens", impl)
+    noise, _ = dispatch.kernels("noisy_weights", impl)
     shared = {
         "temperature": settings.temperature,
         "draws": draws,
-        "interpret": impl == "interpret",
+        "interpret": interpret,
     }
     num_active = jnp.int32(draws.shape[0])
     choose = functools.partial(argmax.argmax, num_active=num_active, impl=impl)
     highest = jnp.take_along_axis(logits, choose(logits)[:, None], axis=1)[:, 0]
-    kept = first_tokens_triton.first_tokens(
+    kept = filters.first_tokens(
         logits, highest, top_k=settings.top_k, top_p=settings.top_p, **shared
     )
-    noisy = noisy_weights_triton.noisy_weights(
+    noisy = noise.noisy_weights(
         logits,
         highest,
         kept,

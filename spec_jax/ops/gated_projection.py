@@ -45,7 +45,7 @@ def gated_projection(
         return calls.gate(x, w, num_active=num_active, norm=norm, eps=eps)
     if impl in dispatch.PALLAS:
         w = weights.matrix(w)
-        kernels, interpret = dispatch.products(impl)
+        kernels, interpret = dispatch.kernels("skinny_gemm", impl)
         return kernels.gate(
             x, w, num_active=num_active, norm=norm, eps=eps, interpret=interpret
         )

@@ -77,7 +77,7 @@ def project(
         )
     w = weights.matrix(w)
     if impl in dispatch.PALLAS:
-        kernels, interpret = dispatch.products(impl)
+        kernels, interpret = dispatch.kernels("skinny_gemm", impl)
         return kernels.project(
             x,
             w,

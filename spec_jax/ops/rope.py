@@ -102,14 +102,9 @@ def row_angles(
     """`angles` of a slab of rows, by the kernels of `impl` if they have one for it."""
     if impl not in dispatch.PALLAS:
         return angles(positions, inv_freq, scale=scale, dtype=dtype)
-    from spec_jax.pallas import angles_triton
-
-    return angles_triton.angles(
-        positions,
-        inv_freq,
-        scale=scale,
-        dtype=jnp.dtype(dtype),
-        interpret=impl == "interpret",
+    kernels, interpret = dispatch.kernels("angles", impl)
+    return kernels.angles(
+        positions, inv_freq, scale=scale, dtype=jnp.dtype(dtype), interpret=interpret
     )
 
 

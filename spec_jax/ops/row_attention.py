@@ -72,11 +72,8 @@ def row_attention(
         form = where | {"branch": branch, "eps": eps, "scale": scale}
         if impl == "native":
             return calls.attend(*inputs, **form)
-        from spec_jax.pallas import row_attention_triton
-
-        return row_attention_triton.attend(
-            *inputs, **form, interpret=impl == "interpret"
-        )
+        kernels, interpret = dispatch.kernels("row_attention", impl)
+        return kernels.attend(*inputs, **form, interpret=interpret)
     K, H = k_pages.shape[2:]
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)

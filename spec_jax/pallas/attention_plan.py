@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from spec_jax.pallas import slab
+
 
 MAX_HEAD = 256
 MAX_GROUP = 16
@@ -83,6 +85,29 @@ def check_pools(x: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
         raise ValueError(f"keys {k_pages.shape} against values {v_pages.shape}")
     if k_pages.size >= 2**31:
         raise NotImplementedError(f"{k_pages.size} elements of a pool: below 2**31")
+
+
+def check_heads(
+    heads, k_pages, q_norm, k_norm, cos, sin, slots, positions, num_active
+) -> int:
+    """The number of query heads; raises `ValueError` where shapes do not fit."""
+    _, _, K, H = k_pages.shape
+    R = heads.shape[0]
+    N = heads.shape[1] // H - 2 * K
+    if N < 1 or N % K:
+        raise ValueError(f"{N} query heads for {K} key/value heads")
+    slab.check_shapes(
+        heads=(heads, (R, (N + 2 * K) * H)),
+        cos=(cos, (R, H // 2)),
+        sin=(sin, (R, H // 2)),
+        slots=(slots, (R,)),
+        positions=(positions, (R,)),
+        num_active=(num_active, ()),
+    )
+    for norm in (q_norm, k_norm):
+        if norm is not None:
+            slab.check_shapes(norm=(norm, (H,)))
+    return N
 
 
 def whole(array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:

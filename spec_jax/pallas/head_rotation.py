@@ -54,7 +54,7 @@ def turned(
     if norm_ref is not None:
         weights = [load(norm_ref, lane + start, where=inside) for start in (0, half)]
     turn = [load(ref, rows[:, None], lane, where=mine) for ref in (refs.cos, refs.sin)]
-    return _norm_and_rotate(x, weights, turn, lay.head_dim, eps, refs.heads.dtype)
+    return norm_and_rotate(x, weights, turn, lay.head_dim, eps, refs.heads.dtype)
 
 
 def write_rows(
@@ -95,16 +95,18 @@ def write_rows(
     plt.store(v_ref.at[at, kv_head, column], value, mask=mask)
 
 
-def _norm_and_rotate(x, weights, turn, head_dim, eps, dtype):
+def norm_and_rotate(x, weights, turn, head_dim, eps, dtype):
     """Halves of heads, normed and rotated, in `dtype`; all that comes in is float32.
 
-    Without `weights` they are rotated only.
+    Of each two are taken: of the heads, of the weights, and cosines and sines. Without
+    `weights` the heads are rotated only.
     """
     rounded = lambda value: value.astype(dtype).astype(jnp.float32)
     first, second = x
     if weights is not None:
-        squares = sum(jnp.sum(half * half, axis=1, keepdims=True) for half in x)
+        squares = sum(jnp.sum(half * half, axis=1) for half in x)
         scale = jax.lax.rsqrt(squares / head_dim + eps)
+        scale = jax.lax.broadcast_in_dim(scale, first.shape, (0,))
         first, second = (
             rounded(rounded(half * scale) * weight)
             for half, weight in zip(x, weights, strict=True)

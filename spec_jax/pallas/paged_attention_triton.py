@@ -281,19 +281,7 @@ def _lose(refs, kv_head, rows, is_first, lay):
             plt.store(at, jnp.full(mask.shape, jnp.nan, refs.out.dtype), mask=mask)
 
 
-class _Job(NamedTuple):
-    """One split for the rows that share it; all scalars."""
-
-    row: jax.Array  # the first of the rows, and the only one unless shared
-    slot: jax.Array
-    length: jax.Array  # of `row`, which need not see a shared split itself
-    shared: jax.Array  # bool
-    split: jax.Array  # its number
-    first: jax.Array  # keys `first .. end`
-    end: jax.Array
-
-
-def _find_job(number, jobs, split) -> _Job:
+def _find_job(number, jobs, split) -> row_jobs.Job:
     """The job of a number below the last of `jobs.job_ends`; references."""
     (R,) = jobs.slots.shape
     every = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
@@ -301,19 +289,7 @@ def _find_job(number, jobs, split) -> _Job:
     past = ends <= number  # rows whose jobs come before
     row = jnp.sum(past.astype(jnp.int32))
     step = number - jnp.max(jnp.where(past, ends, 0))
-    length, led = jobs.lengths[row], jobs.led_splits[row]
-    shared = step < led
-    index = jnp.where(shared, step, jobs.full_splits[row] + step - led)
-    first, end = index * split, (index + 1) * split
-    return _Job(
-        row=row,
-        slot=jobs.slots[row],
-        length=length,
-        shared=shared,
-        split=index,
-        first=first,
-        end=jnp.where(shared, end, jnp.minimum(end, length)),
-    )
+    return row_jobs.job_of(row, step, jobs, split)
 
 
 def _takes_part(rows, job, jobs):
@@ -340,7 +316,6 @@ def _locate(job, table_ref, branch_ref, page_size, keys):
 
 def _accumulate(sums, queries, keys, values, seen, scale):
     """One block of keys into the running softmax of a tile, in float32."""
-    maximum, total, weighted = sums
     # The highest precision is IEEE float32, and says nothing of bfloat16.
     dot = functools.partial(
         jax.lax.dot,
@@ -349,13 +324,5 @@ def _accumulate(sums, queries, keys, values, seen, scale):
     )
     first, second = (dot(q, k.T) for q, k in zip(queries, keys, strict=True))
     scores = jnp.where(seen[None, :], (first + second) * scale, -jnp.inf)
-    new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
-    # Where every score was -inf so far, -inf - -inf would be NaN.
-    shift = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum)
-    rescale = jnp.exp2(maximum - shift)
-    probs = jnp.exp2(scores - shift[:, None])
-    return (
-        new_maximum,
-        total * rescale + jnp.sum(probs, axis=1),
-        weighted * rescale[:, None] + dot(probs.astype(values.dtype), values),
-    )
+    weigh = lambda probs: dot(probs.astype(values.dtype), values)
+    return split_sums.with_block(sums, scores, weigh)

@@ -11,7 +11,6 @@ from spec_jax.pallas import (
     head_rotation,
     paged_attention_triton,
     row_jobs,
-    slab,
 )
 
 
@@ -54,8 +53,9 @@ def attend(
       NotImplementedError: heads, groups, dtypes or pools that the kernels cannot take.
     """
     (P, C, K, H), R = k_pages.shape, heads.shape[0]
-    N = _check_shapes(heads, k_pages, q_norm, k_norm, cos, sin, slots, positions)
-    slab.check_shapes(num_active=(num_active, ()))
+    N = plan.check_heads(
+        heads, k_pages, q_norm, k_norm, cos, sin, slots, positions, num_active
+    )
     config = config or plan.default_config(H, heads.dtype, interpret=interpret)
     lay = plan.layout(R, N // K, H, tile=config.tile)
     plan.check_pools(heads, k_pages, v_pages)
@@ -87,23 +87,3 @@ def attend(
         interpret=interpret,
     )
     return out.reshape(R, N * H), k_pages, v_pages
-
-
-def _check_shapes(heads, k_pages, q_norm, k_norm, cos, sin, slots, positions) -> int:
-    """The number of query heads; raises `ValueError` as `attend`."""
-    _, _, K, H = k_pages.shape
-    R = heads.shape[0]
-    N = heads.shape[1] // H - 2 * K
-    if N < 1 or N % K:
-        raise ValueError(f"{N} query heads for {K} key/value heads")
-    slab.check_shapes(
-        heads=(heads, (R, (N + 2 * K) * H)),
-        cos=(cos, (R, H // 2)),
-        sin=(sin, (R, H // 2)),
-        slots=(slots, (R,)),
-        positions=(positions, (R,)),
-    )
-    for norm in (q_norm, k_norm):
-        if norm is not None:
-            slab.check_shapes(norm=(norm, (H,)))
-    return N

@@ -17,7 +17,8 @@ part of the page table: a dozen operations of XLA would be a dozen launches.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,35 @@ class RowJobs(NamedTuple):
     # [K, tiles]: the jobs of a tile that are done. A kernel that counts in it leaves it
     # as it was, all zeros, so that the next layer's has it too.
     done: jax.Array
+
+
+class Job(NamedTuple):
+    """One split for the rows that share it; all scalars."""
+
+    row: jax.Array  # the first of the rows, and the only one unless shared
+    slot: jax.Array
+    length: jax.Array  # of `row`, which need not see a shared split itself
+    shared: jax.Array  # bool
+    split: jax.Array  # its number
+    first: jax.Array  # keys `first .. end`
+    end: jax.Array
+
+
+def job_of(row: jax.Array, step: jax.Array, jobs: RowJobs, split: int) -> Job:
+    """The job of a number among those of a row; `jobs` are references."""
+    length, led = jobs.lengths[row], jobs.led_splits[row]
+    shared = step < led
+    index = jnp.where(shared, step, jobs.full_splits[row] + step - led)
+    first, end = index * split, (index + 1) * split
+    return Job(
+        row=row,
+        slot=jobs.slots[row],
+        length=length,
+        shared=shared,
+        split=index,
+        first=first,
+        end=jnp.where(shared, end, jnp.minimum(end, length)),
+    )
 
 
 @typed
@@ -98,6 +128,49 @@ def row_jobs(
     return RowJobs(*made)
 
 
+def by_xla(
+    page_table: jax.Array,  # [S, M] int32
+    slots: jax.Array,  # [R] int32
+    positions: jax.Array,  # [R] int32
+    num_active: jax.Array,  # [] int32
+    *,
+    num_pages: int,
+    page_size: int,
+    split: int,
+    tile_rows: int,
+    branch: jax.Array | None = None,  # [R, A] int32
+) -> RowJobs:
+    """As `row_jobs`, by XLA: whole numbers, exact however they are fused.
+
+    Nothing counts in `done`: it is empty.
+    """
+
+    def load(array, at, mask):
+        return jnp.where(mask, array[at], 0)
+
+    made = _listed(
+        _Source(page_table, slots, positions, branch, load),
+        jnp.arange(slots.shape[0], dtype=jnp.int32),
+        num_active,
+        num_pages=num_pages,
+        page_size=page_size,
+        split=split,
+        tile_rows=tile_rows,
+        width=page_table.shape[1],
+    )
+    return RowJobs._make([*made, jnp.zeros((0, 0), jnp.int32)])
+
+
+class _Source(NamedTuple):
+    """What a list is made from: references and their masked loads, or arrays."""
+
+    table: Any  # [S, M]
+    slots: Any  # [R]
+    positions: Any  # [R]
+    branch: Any  # [R, A] or None
+    load: Callable[..., jax.Array]  # of one of these, indices and a mask; else 0
+
+
 def _kernel(
     num_active_ref,  # [1]
     table_ref,  # [S, M]
@@ -111,30 +184,54 @@ def _kernel(
     tile_rows,
     interpret,
 ):
-    (S, M), (R,) = table_ref.shape, slots_ref.shape
+    (R,) = slots_ref.shape
     rows = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
     rows = early_launch.released(0, interpret=interpret) + rows
+
+    def load(ref, at, mask):
+        return plt.load(ref.at[at], mask=mask, other=0)
+
+    width = max(TABLE_ENTRIES // rows.shape[0], 1)
+    made = _listed(
+        _Source(table_ref, slots_ref, positions_ref, branch_ref, load),
+        rows,
+        num_active_ref[0],
+        num_pages=num_pages,
+        page_size=page_size,
+        split=split,
+        tile_rows=tile_rows,
+        width=min(width, pl.next_power_of_2(table_ref.shape[1])),
+    )
+    _store(out_refs, rows, made, rows < R)
+
+
+def _listed(source, rows, num_active, *, num_pages, page_size, split, tile_rows, width):
+    """All of `RowJobs` but `done`, of these rows.
+
+    Args:
+      width: columns of the table that are looked at together.
+    """
+    (S, M), (R,) = source.table.shape, source.slots.shape
     is_row = rows < R
-    live = is_row & (rows < num_active_ref[0])
+    live = is_row & (rows < num_active)
     slots, positions = (
-        plt.load(ref.at[rows], mask=is_row, other=0)
-        for ref in (slots_ref, positions_ref)
+        source.load(each, rows, is_row) for each in (source.slots, source.positions)
     )
     exists = live & (slots >= 0) & (slots < S)
     exists &= (positions >= 0) & (positions < M * page_size)
     # Positions of lost rows may be the largest integer: no sum before the selection.
     slots, positions = (jnp.where(exists, x, 0) for x in (slots, positions))
     lengths = jnp.where(exists, positions + 1, 0)
-    look = functools.partial(_pages, table_ref, num_pages)
-    if branch_ref is None:
+    look = functools.partial(_pages, source, num_pages)
+    if source.branch is None:
         own_branch, places = 0, positions
-        missing = _missing_before(look, slots, lengths, page_size, M)
+        missing = _missing_before(look, slots, lengths, page_size, width, M)
     else:
-        own_branch = branch_ref.shape[1]
+        own_branch = source.branch.shape[1]
         prefix = jnp.maximum(lengths - own_branch, 0)
-        missing = _missing_before(look, slots, prefix, page_size, M)
+        missing = _missing_before(look, slots, prefix, page_size, width, M)
         on_branch, places = _branch(
-            look, branch_ref, rows, slots, lengths, page_size, M * page_size
+            look, source, rows, slots, lengths, page_size, M * page_size
         )
         missing += on_branch
     valid = exists & (missing == 0)
@@ -148,7 +245,7 @@ def _kernel(
     ends = jnp.sum(jnp.where(is_before, count[None, :], 0), axis=1)
     lengths = jnp.where(live & ~valid, LOST, lengths)
     slots = jnp.where(valid, slots, 0)
-    _store(out_refs, rows, (slots, lengths, full, led, ends, stored_at), is_row)
+    return slots, lengths, full, led, ends, stored_at
 
 
 def _store(out_refs, rows, results, is_row):
@@ -164,41 +261,42 @@ def _store(out_refs, rows, results, is_row):
     plt.store(at, jnp.zeros(inside.shape, jnp.int32), mask=inside)
 
 
-def _pages(table_ref, num_pages, slots, columns, mask):
+def _pages(source, num_pages, slots, columns, mask):
     """Entries of the table, 0 outside of the mask, and which in it are no page."""
-    pages = plt.load(table_ref.at[slots, columns], mask=mask, other=0)
+    pages = source.load(source.table, (slots, columns), mask)
     return pages, mask & ((pages < 0) | (pages >= num_pages))
 
 
-def _missing_before(look, slots, lengths, page_size, num_columns):
+def _missing_before(look, slots, lengths, page_size, width, num_columns):
     """How many pages of each row's positions `0 .. lengths` are none."""
     needed = div(lengths + page_size - 1, page_size)
-    width = max(TABLE_ENTRIES // slots.shape[0], 1)
-    width = min(width, pl.next_power_of_2(num_columns))
 
     def count(turn, missing):
         columns = (turn * width + jnp.arange(width, dtype=jnp.int32))[None, :]
         _, is_none = look(slots[:, None], columns, columns < needed[:, None])
         return missing + jnp.sum(is_none.astype(jnp.int32), axis=1)
 
+    if width >= num_columns:
+        return count(0, jnp.zeros_like(needed))
     turns = div(jnp.max(needed) + width - 1, width)
     return jax.lax.fori_loop(0, turns, count, jnp.zeros_like(needed))
 
 
-def _branch(look, branch_ref, rows, slots, lengths, page_size, capacity):
+def _branch(look, source, rows, slots, lengths, page_size, capacity):
     """How many places of each row's branch have no page, and the last of them."""
-    R, A = branch_ref.shape
+    R, A = source.branch.shape
     steps = jnp.arange(pl.next_power_of_2(A), dtype=jnp.int32)[None, :]
     # Entries before position 0 are of no row, nor is any of a row that sees no key.
     counts = (steps < A) & (lengths[:, None] - A + steps >= 0) & (lengths > 0)[:, None]
-    at = branch_ref.at[rows[:, None], steps]
-    places = plt.load(at, mask=counts & (rows < R)[:, None], other=0)
+    is_row = rows < R
+    at = rows[:, None], steps
+    places = source.load(source.branch, at, counts & is_row[:, None])
     inside = counts & (places >= 0) & (places < capacity)
     _, is_none = look(
         slots[:, None], div(jnp.where(inside, places, 0), page_size), inside
     )
     missing = (is_none | (counts & ~inside)).astype(jnp.int32)
-    own = plt.load(branch_ref.at[rows, A - 1], mask=rows < R, other=0)
+    own = source.load(source.branch, (rows, A - 1), is_row)
     own = jnp.where((own >= 0) & (own < capacity), own, 0)
     return jnp.sum(missing, axis=1), own
 

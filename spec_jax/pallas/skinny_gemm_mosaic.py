@@ -2,59 +2,69 @@
 
     y[r, n] = sum_k x[r, k] * w[n, k]       bfloat16 in, accumulated in float32
 
-Weights and rows change places: a block of weights is the tall operand of `wgmma`, at
-least 64 rows high, and the slab of 16 rows the narrow one. One program owns `block_n`
-columns, one of `splits` parts of K and one slab; a pipeline of `stages` brings blocks
-of both by TMA, the weights once, and the sums are taken in ascending order of K. The
-partial sums [splits, N, R] are float32 and are added first to last, rounded and gated
-by XLA: element by element, nothing that could be ordered otherwise.
+One program owns `block_n` columns, of the gate and of the up half where the weights are
+gated, for up to 64 rows: that is how high an instruction of `wgmma` is, and rows that
+are not there cost nothing that a product bound by memory would feel. Blocks of weights
+and rows come by TMA, `stages` of them on their way, the weights once; the sums are
+taken in ascending order of K. The epilogue is the program's own.
 
-As in `skinny_gemm_triton`, a plan is a function of the weight's shape alone.
+As in `skinny_gemm_triton`, a plan is a function of the weight's shape alone. Rows are
+normed by a kernel of their own, `rms_norm_mosaic`.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from spec_jax.pallas import rms_norm_triton, slab
+from spec_jax.pallas import rms_norm_mosaic, slab, warpgroup
 
 
-WGMMA_ROWS = 64  # of one instruction: `block_n` is a multiple
-SWIZZLE_BYTES = 128  # of a row of a block in shared memory
-TILE = SWIZZLE_BYTES // 2  # elements of that row: `block_k` is a multiple
-MAX_SHARED_BYTES = 232_448  # of one program on an H100
-PROGRAMS = 132  # one for each multiprocessor of an H100
-MIN_SPLIT = 512  # terms
+MIN_COLUMNS, MAX_COLUMNS = 8, 128  # of one program
+MAX_STAGES = 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a weight matrix is walked: a function of its shape, never of the rows."""
+    """How a weight matrix is walked: a function of its shape, never of the rows.
+
+    Attributes:
+      block_n: columns of one program, in each part of the weights.
+      block_k: terms of a sum between two steps of the pipeline.
+      stages: of the pipeline.
+    """
 
     block_n: int
     block_k: int
-    splits: int = 1
-    stages: int = 6
+    stages: int
 
 
-def plan_for(num_columns: int, num_terms: int) -> Plan:
-    """The plan of weights `[N, K]`: as many splits as give each multiprocessor work.
+def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
+    """The plan of weights `[N, K]`, `parts` of which are walked by one program.
 
-    No timing is behind it yet.
+    As wide as gives each multiprocessor a program; two fit where there are more. From
+    sizes: no timing is behind it yet.
     """
-    block_k = 2 * TILE if num_terms % (2 * TILE) == 0 else TILE
-    splits = 1
-    while (
-        splits * num_columns // WGMMA_ROWS < PROGRAMS
-        and num_terms % (2 * splits * block_k) == 0
-        and num_terms // (2 * splits) >= MIN_SPLIT
+    block_k = 2 * warpgroup.TILE if num_terms % (2 * warpgroup.TILE) == 0 else (
+        warpgroup.TILE
+    )  # fmt: skip
+    columns = num_columns // parts
+    block_n = MAX_COLUMNS // parts
+    while block_n > MIN_COLUMNS and (
+        columns % block_n or columns // block_n < warpgroup.PROGRAMS - 4
     ):
-        splits *= 2
-    return Plan(block_n=WGMMA_ROWS, block_k=block_k, splits=splits)
+        block_n //= 2
+    plan = Plan(block_n=block_n, block_k=block_k, stages=1)
+    room = warpgroup.MAX_SHARED_BYTES
+    if columns // block_n > warpgroup.PROGRAMS:
+        room = room // 2 - 1024  # the system's share of each
+    room -= _epilogue_bytes(plan)
+    return dataclasses.replace(
+        plan, stages=max(1, min(MAX_STAGES, room // _stage_bytes(plan, parts)))
+    )
 
 
 def project(
@@ -69,7 +79,7 @@ def project(
     plan: Plan | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `ops.projection.project`. All rows are computed, `num_active` or not.
+    """See `ops.projection.project`. Padding rows are unspecified.
 
     Args:
       interpret: False, or jax's `InterpretGPUParams()`; `True` interprets no copies.
@@ -87,12 +97,13 @@ def project(
         slab.check_shapes(residual=(residual, (R, N)))
         if out_dtype != x.dtype:
             raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
+        residual = slab.padded(residual)
     slab.check_bfloat16(x=x, w=w, norm=norm, residual=residual)
-    total = _product(x, w, norm, eps=eps, plan=plan, interpret=interpret)
-    if out_dtype == jnp.float32:
-        return total
-    y = _rounded(total).astype(out_dtype)
-    return y if residual is None else residual + y
+    rows = _rows(x, norm, num_active, eps, interpret)
+    plan = plan or plan_for(N, K)
+    y = _multiply(rows, w, residual, plan=plan, parts=1, out_dtype=out_dtype,
+                  interpret=interpret)  # fmt: skip
+    return y[:R]
 
 
 def gate(
@@ -105,7 +116,7 @@ def gate(
     plan: Plan | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `ops.gated_projection.gated_projection`. All rows are computed.
+    """See `ops.gated_projection.gated_projection`. Padding rows are unspecified.
 
     Args:
       interpret: as in `project`.
@@ -114,124 +125,175 @@ def gate(
       ValueError: shapes that do not fit, or that are not whole blocks.
       NotImplementedError: arrays that are not bfloat16.
     """
-    (_, K), F = x.shape, w.shape[0] // 2
+    (R, K), F = x.shape, w.shape[0] // 2
     slab.check_shapes(w=(w, (2 * F, K)), num_active=(num_active, ()))
     slab.check_bfloat16(x=x, w=w, norm=norm)
-    total = _product(x, w, norm, eps=eps, plan=plan, interpret=interpret)
-    gates, up = jnp.split(_rounded(total), 2, axis=-1)
-    return (_rounded(jax.nn.silu(gates)) * up).astype(x.dtype)
+    rows = _rows(x, norm, num_active, eps, interpret)
+    plan = plan or plan_for(2 * F, K, parts=2)
+    y = _multiply(rows, w, None, plan=plan, parts=2, out_dtype=x.dtype,
+                  interpret=interpret)  # fmt: skip
+    return y[:R]
 
 
-def _rounded(x: jax.Array) -> jax.Array:
-    """Float32 rounded to bfloat16: XLA may leave out a cast there and back."""
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+def _rows(x, norm, num_active, eps, interpret):
+    """Whole slabs of rows, normed where there is a norm."""
+    x = slab.padded(x)
+    if norm is None:
+        return x
+    return rms_norm_mosaic.rms_norm(
+        x, norm, num_active=num_active, eps=eps, interpret=interpret
+    )
 
 
-def _product(x, w, norm, *, eps, plan, interpret):
-    """`norm(x) w^T` in float32, `[R, N]`, splits added in their order."""
-    R, rows = x.shape[0], slab.padded(x)
-    if norm is not None:
-        interpreted = bool(interpret)
-        rows = rms_norm_triton.rms_norm(rows, norm, eps=eps, interpret=interpreted)
-    plan = plan or plan_for(*w.shape)
-    check_plan(plan, *w.shape)
-    partials = _multiply(rows, w, plan=plan, interpret=interpret)
-    total = partials[0]
-    for split in range(1, plan.splits):
-        total = total + partials[split]
-    return total.T[:R]
+def _multiply(x, w, residual, *, plan, parts, out_dtype, interpret):
+    """The kernel: `[16 n, N]`, of the columns of one of the parts of `w`."""
+    (R, K), N = x.shape, w.shape[0] // parts
+    check_plan(plan, w.shape[0], K, parts=parts)
+    height = _height(R)
+    steps, stages = K // plan.block_k, min(plan.stages, K // plan.block_k)
+    tile = warpgroup.ROWS, plan.block_n
+    width = parts * plan.block_n
+    scratch = [
+        plgpu.SMEM((stages, warpgroup.ROWS, plan.block_k), x.dtype,
+                   transforms=warpgroup.OPERAND),
+        plgpu.SMEM((stages, width, plan.block_k), w.dtype,
+                   transforms=warpgroup.OPERAND),
+        plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
+        plgpu.SMEM(tile, out_dtype),
+    ]  # fmt: skip
+    if residual is not None:
+        scratch += [plgpu.SMEM(tile, residual.dtype), plgpu.Barrier()]
 
+    walk = _Walk(
+        plan=plan,
+        parts=parts,
+        height=height,
+        num_columns=N,
+        steps=steps,
+        stages=stages,
+        has_residual=residual is not None,
+    )
 
-def _multiply(x, w, *, plan, interpret):
-    """The kernel: partial sums `[splits, N, R]` in float32."""
-    (R, K), N = x.shape, w.shape[0]
-    steps = K // plan.splits // plan.block_k
-    behind = min(1, steps - 1)  # a block is free when the next one is multiplied
-    tiled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
+    def skinny_gemm(*refs: Any) -> None:
+        _program(refs, walk)
 
-    def weights_spec(n, first):
-        """Blocks of k of one block of weight rows, from block `first`."""
-        return plgpu.BlockSpec(
-            (plan.block_n, plan.block_k),
-            lambda k: (n, first + k),
-            transforms=tiled,
-            delay_release=behind,
-        )
-
-    def rows_spec(r, first):
-        """Blocks of k of one slab of rows, from block `first`."""
-        # The interpreter of jax 0.10 has no views: there `x` comes transposed.
-        if interpret:
-            block = (plan.block_k, slab.ROWS)
-            return plgpu.BlockSpec(
-                block, lambda k: (first + k, r), delay_release=behind
-            )
-        return plgpu.BlockSpec(
-            (slab.ROWS, plan.block_k),
-            lambda k: (r, first + k),
-            transforms=tiled,
-            delay_release=behind,
-        )
-
-    def skinny_gemm(x_ref, w_ref, out_ref):
-        """One slab of rows by one block of weight rows over one split of k."""
-        r, n, split = (jax.lax.axis_index(name) for name in ("r", "n", "split"))
-
-        def accumulate(sums_ref):
-            """Streams the blocks of k of this split through the tensor cores."""
-
-            def step(_, w_block, x_block):  # [block_n, block_k], [16, block_k]
-                if not interpret:
-                    x_block = _transposed(x_block)
-                plgpu.wgmma(sums_ref, w_block, x_block)
-                plgpu.wgmma_wait(behind)
-
-            first = split * steps
-            plgpu.emit_pipeline(
-                step,
-                grid=(steps,),
-                in_specs=[weights_spec(n, first), rows_spec(r, first)],
-                max_concurrent_steps=min(plan.stages, steps),
-            )(w_ref, x_ref)
-            return sums_ref[...]
-
-        columns = pl.ds(n * plan.block_n, plan.block_n)
-        # jax does not list it as a public name.
-        shape = plan.block_n, slab.ROWS
-        sums = plgpu.ACC(shape, jnp.float32)  # type: ignore[attr-defined]
-        out_ref[split, columns, pl.ds(r * slab.ROWS, slab.ROWS)] = pl.run_scoped(
-            accumulate, sums
-        )
-
-    return plgpu.kernel(
+    operands = [x, w] if residual is None else [x, w, residual]
+    return warpgroup.kernel(
         skinny_gemm,
-        out_type=jax.ShapeDtypeStruct((plan.splits, N, R), jnp.float32),
-        grid=(R // slab.ROWS, N // plan.block_n, plan.splits),
-        grid_names=("r", "n", "split"),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        outputs=jax.ShapeDtypeStruct((R, N), out_dtype),
+        grid={"r": R // height, "n": N // plan.block_n},
+        scratch=scratch,
         interpret=interpret,
-    )(x.T if interpret else x, w)
+    )(*operands)
 
 
-def _transposed(ref):
-    # A method from jax 0.11 on, where the function is deprecated.
-    return ref.T if hasattr(type(ref), "T") else plgpu.transpose_ref(ref, (1, 0))
+class _Walk(NamedTuple):
+    """How a program walks its weights; all static."""
+
+    plan: Plan
+    parts: int
+    height: int  # rows
+    num_columns: int  # of each part
+    steps: int
+    stages: int
+    has_residual: bool
 
 
-def check_plan(plan: Plan, num_columns: int, num_terms: int) -> None:
+def _program(refs, walk):
+    """Up to 64 rows by one block of columns: `refs` are those of `_multiply`."""
+    x_ref, w_ref, *refs = refs
+    residual_ref, *refs = refs if walk.has_residual else (None, *refs)
+    out_ref, x_blocks, w_blocks, loaded, out_tile, *rest = refs
+    plan, height = walk.plan, walk.height
+    rows = pl.ds(jax.lax.axis_index("r") * height, height)
+    first = jax.lax.axis_index("n") * plan.block_n
+    columns = pl.ds(first, plan.block_n)
+
+    def load(step):
+        """Asks for the blocks of a step."""
+        stage = jax.lax.rem(step, walk.stages)
+        terms, ready = pl.ds(step * plan.block_k, plan.block_k), loaded.at[stage]
+        for part in range(walk.parts):
+            own = pl.ds(first + part * walk.num_columns, plan.block_n)
+            block = w_blocks.at[stage, pl.ds(part * plan.block_n, plan.block_n)]
+            plgpu.copy_gmem_to_smem(w_ref.at[own, terms], block, ready)
+        block = x_blocks.at[stage, pl.ds(0, height)]
+        plgpu.copy_gmem_to_smem(x_ref.at[rows, terms], block, ready)
+
+    for step in range(walk.stages):
+        load(jnp.int32(step))
+    if residual_ref is not None:
+        added_tile, added = rest
+        block = added_tile.at[pl.ds(0, height)]
+        plgpu.copy_gmem_to_smem(residual_ref.at[rows, columns], block, added)
+    total = _total(x_blocks, w_blocks, loaded, load, walk)
+    if walk.parts == 2:
+        halves = total[:, : plan.block_n], total[:, plan.block_n :]
+        result = slab.gated(*halves, dtype=out_ref.dtype)
+    else:
+        residual = None
+        if residual_ref is not None:
+            plgpu.barrier_wait(added)
+            residual = warpgroup.load(added_tile, warpgroup.TABLE)
+        result = slab.added(total, residual, out_dtype=out_ref.dtype)
+    out_tile[...] = result
+    done = out_tile.at[pl.ds(0, height)], out_ref.at[rows, columns]
+    warpgroup.store_from_shared(done)
+
+
+def _total(x_blocks, w_blocks, loaded, load, walk):
+    """The sums of a program, float32 `[64, columns]`: block after block of k."""
+
+    def accumulate(sums_ref):
+        def add(step, _):
+            stage = jax.lax.rem(step, walk.stages)
+            plgpu.barrier_wait(loaded.at[stage])
+            block = warpgroup.transposed(w_blocks.at[stage])
+            plgpu.wgmma(sums_ref, x_blocks.at[stage], block)
+            # All but the last are done: the stage before is free.
+            plgpu.wgmma_wait(1)
+            later = step - 1 + walk.stages
+            pl.when((step > 0) & (later < walk.steps))(lambda: load(later))
+
+        jax.lax.fori_loop(0, walk.steps, add, None)
+        return sums_ref[...]
+
+    shape = warpgroup.ROWS, w_blocks.shape[1]
+    return pl.run_scoped(accumulate, warpgroup.sums(shape))
+
+
+def _height(num_rows: int) -> int:
+    """The rows of one program, of whole slabs that share one read of the weights."""
+    slabs = num_rows // slab.ROWS
+    most = warpgroup.ROWS // slab.ROWS
+    return slab.ROWS * max(n for n in range(1, most + 1) if slabs % n == 0)
+
+
+def _stage_bytes(plan: Plan, parts: int) -> int:
+    return 2 * (parts * plan.block_n + warpgroup.ROWS) * plan.block_k
+
+
+def _epilogue_bytes(plan: Plan) -> int:
+    """At most: of the result, and of a residual; with what barriers take."""
+    return 6 * warpgroup.ROWS * plan.block_n + 1024
+
+
+def check_plan(plan: Plan, num_columns: int, num_terms: int, *, parts: int = 1) -> None:
     """Raises `ValueError` where weights `[N, K]` are not whole blocks of the plan."""
-    if plan.block_n < 1 or plan.block_n % WGMMA_ROWS or plan.block_k % TILE:
-        raise ValueError(f"{plan} is not in blocks of {WGMMA_ROWS} by {TILE}")
-    if num_columns % plan.block_n:
-        raise ValueError(f"{num_columns} columns are not whole {plan.block_n}s")
-    if not num_terms or num_terms % (plan.splits * plan.block_k):
+    block_n = plan.block_n
+    if block_n < MIN_COLUMNS or block_n % MIN_COLUMNS or plan.block_k % warpgroup.TILE:
         raise ValueError(
-            f"{num_terms} terms are not {plan.splits} splits of whole {plan.block_k}s"
+            f"{plan} is not in blocks of {MIN_COLUMNS} by {warpgroup.TILE}"
         )
-    needed = 2 * (plan.block_n + slab.ROWS) * plan.block_k * plan.stages
-    if needed > MAX_SHARED_BYTES:
+    if parts * block_n > 256:
+        raise ValueError(f"{plan} has more columns than the 256 of an instruction")
+    if num_columns % (parts * block_n):
+        raise ValueError(f"{num_columns} columns are not whole {parts * block_n}s")
+    if not num_terms or num_terms % plan.block_k:
+        raise ValueError(f"{num_terms} terms are not whole {plan.block_k}s")
+    needed = _stage_bytes(plan, parts) * plan.stages + _epilogue_bytes(plan)
+    if plan.stages < 1 or needed > warpgroup.MAX_SHARED_BYTES:
         raise ValueError(
-            f"{plan} needs {needed} of {MAX_SHARED_BYTES} bytes of shared memory"
+            f"{plan} needs {needed} of {warpgroup.MAX_SHARED_BYTES} bytes of shared "
+            "memory, and at least a stage"
         )

@@ -6,6 +6,7 @@ over the row's own splits `s = 0, 1, ...`, added one after another: the number o
 that the table has room for, and what other rows have, does not come in.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -88,10 +89,10 @@ def combine(
                 )
             )
         for mine, maximum, total, weighted in coming:
-            added = _added(carry, (maximum, total, weighted))
+            summed = added(carry, (maximum, total, weighted))
             # By selection: what is not the query's own adds nothing, not even 0.
             selects = mine, mine, mine[:, None]
-            carry = tuple(map(jnp.where, selects, added, carry))
+            carry = tuple(map(jnp.where, selects, summed, carry))
         return carry
 
     turns = div(jnp.max(counts) + AT_ONCE - 1, AT_ONCE)
@@ -100,12 +101,46 @@ def combine(
     return weighted / total[:, None]
 
 
-def _added(one, other):
-    """Two running softmaxes as one, of which `other` comes later."""
+def added(one, other):
+    """Two running softmaxes as one, of which `other` comes later.
+
+    Of one query, or of several.
+    """
     maximum = jnp.maximum(one[0], other[0])
-    # Where every score was -inf so far, -inf - -inf would be NaN.
-    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    shift = _shift(maximum)
     scales = [jnp.exp2(each[0] - shift) for each in (one, other)]
     total = one[1] * scales[0] + other[1] * scales[1]
-    weighted = one[2] * scales[0][:, None] + other[2] * scales[1][:, None]
-    return maximum, total, weighted
+    wide = [_spread(scale, one[2].shape) for scale in scales]
+    return maximum, total, one[2] * wide[0] + other[2] * wide[1]
+
+
+def with_block(
+    sums: tuple[jax.Array, jax.Array, jax.Array],
+    scores: jax.Array,  # [queries, keys], -inf where a key is not seen
+    weigh: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A running softmax and one block of keys more.
+
+    Args:
+      weigh: from the keys' weights `[queries, keys]`, their values' sum.
+    """
+    maximum, total, weighted = sums
+    new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
+    shift = _shift(new_maximum)
+    rescale = jnp.exp2(maximum - shift)
+    probs = jnp.exp2(scores - _spread(shift, scores.shape))
+    return (
+        new_maximum,
+        total * rescale + jnp.sum(probs, axis=1),
+        weighted * _spread(rescale, weighted.shape) + weigh(probs),
+    )
+
+
+def _shift(maximum):
+    """What scores are shifted by; where all were -inf, -inf - -inf would be NaN."""
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
+
+
+def _spread(values, shape):
+    """What there is once for each query, over its row."""
+    return values if not values.ndim else jax.lax.broadcast_in_dim(values, shape, (0,))

@@ -93,7 +93,6 @@ def test_implementations_that_cannot_run_raise(backend, impl, message, monkeypat
     [
         ("gpu", "auto", "triton"),
         ("gpu", "triton", "triton"),
-        ("gpu", "mosaic", "mosaic"),
         ("cpu", "interpret", "interpret"),
         ("cpu", "xla", "xla"),
         ("tpu", "auto", "xla"),
@@ -103,6 +102,27 @@ def test_kernels_by_device(backend, impl, runs, monkeypatch):
     """Fails if a device is denied its kernels, or given another's."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert dispatch.resolve(impl) == runs
+
+
+def test_mosaic_needs_views_that_are_updated(monkeypatch):
+    """Fails if another implementation runs where this one cannot."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert dispatch.resolve("mosaic") == "mosaic"
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    with pytest.raises(NotImplementedError, match="from jax 0.11 on.*use triton"):
+        dispatch.resolve("mosaic")
+
+
+def test_both_backends_have_the_same_kernels():
+    """Fails if "mosaic" runs a kernel of Triton that it does not name, or none."""
+    names = {"skinny_gemm", "row_attention", "angles", "argmax"}
+    for name in names | {"first_tokens", "noisy_weights"}:
+        module, interpreted = dispatch.kernels(name, "mosaic")
+        assert module.__name__.endswith("_mosaic") == (name in names)
+        assert not interpreted
+        module, interpreted = dispatch.kernels(name, "interpret")
+        assert module.__name__.endswith(f"{name}_triton") and interpreted
 
 
 def test_a_slab_that_kernels_do_not_have_is_refused():

@@ -295,21 +295,58 @@ def test_xla_computes_no_float(compiled, name):
     assert len({report.kernel("row_angles").sass for report in reports}) == 1
 
 
-def test_mosaic(compiled):
-    """Fails if the sums that XLA adds and rounds after Mosaic are other arithmetic."""
-    reports = [
-        compiled(build, "qwen3-0.6b", layers=1, impl="mosaic")
-        for build in (models.plain_step, models.verify_step)
-    ]
-    step, verify = (xla_fusions.float_kernels(report) for report in reports)
-    xla_fusions.assert_same_arithmetic(step, verify)
-    for report in reports:
-        report.assert_fits()
-        # The logits come transposed.
-        assert_in_place(report, models.model("qwen3-0.6b", layers=1), copies=2)
-        assert_in_graphs(report)
-        assert sum(thunk.kind == "kCustomCall" for thunk in report.launches) == 5
-    print(f"mosaic: {launches(reports[0])} launches of a plain step of one layer")
+MOSAIC_LAYER = (
+    *("rms_norm", "skinny_gemm"),
+    *("rotate_and_append", "paged_attention", "combine_splits", "skinny_gemm"),
+    *("rms_norm", "skinny_gemm", "skinny_gemm"),
+)
+MOSAIC_END = ("rms_norm", "skinny_gemm", "argmax_chunks", "argmax_rows")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "build", "layers"),
+    [
+        ("qwen3-0.6b", models.plain_step, 2),
+        ("qwen3-8b", models.plain_step, 2),
+        ("qwen3-8b", models.verify_tree, 1),
+        ("qwen3-0.6b", models.verify_step, 1),
+    ],
+)
+def test_mosaic(compiled, name, build, layers):
+    """Fails if a kernel of Triton is left, one spills, or a pool is copied.
+
+    Fails if XLA computes with floats.
+    """
+    report = compiled(build, name, layers=layers, impl="mosaic")
+    report.assert_fits()
+    assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
+    assert not xla_fusions.float_kernels(report)
+    is_tree = build is models.verify_tree
+    slabs = protocols.MAX_TREE_ROWS // 16 if is_tree else 1
+    target = models.model(name, layers=layers, impl="mosaic")
+    assert_in_place(report, target, copies=slabs + is_tree)
+    assert not any(
+        each.kind == "kCustomCall" and not each.in_graph for each in report.launches
+    )
+    # A thunk does not say which kernel it is: the program does.
+    kernels = re.findall(r"mosaic_gpu_v2.*?op_name=\"[^\"]*?(\w+)/mpmd_map", report.hlo)
+    expected = ["row_angles", *MOSAIC_LAYER * layers, *MOSAIC_END]
+    assert sorted(kernels) == sorted(expected)
+    ours = sum(each.kind == "kCustomCall" for each in report.launches)
+    assert ours == len(expected)
+    print(
+        f"{name}, mosaic: {ours} + {launches(report) - ours} launches, {layers} layers"
+    )
+
+
+def test_triton_in_a_mosaic_program_is_caught(compiled):
+    """Negative control: a draw, whose kernels are Triton's."""
+    report = compiled(
+        models.plain_generate, "qwen3-0.6b", layers=1, impl="mosaic", draws=True
+    )
+    both = {xla_fusions.MOSAIC, xla_fusions.TRITON}
+    assert xla_fusions.called(report.hlo) == both
 
 
 def test_a_float_between_kernels_is_caught(compiled):

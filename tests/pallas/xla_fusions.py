@@ -29,7 +29,8 @@ MOVED = {
     "while",
 }
 _FLOAT = r"\b(?:f16|bf16|f32|f64)\["
-_KERNEL = "__gpu$xla.gpu.triton"
+TRITON, MOSAIC = "__gpu$xla.gpu.triton", "mosaic_gpu_v2"
+"""What our kernels are called by, in a program."""
 
 
 def computations(hlo: str) -> dict[str, list[str]]:
@@ -59,7 +60,12 @@ def float_work(hlo: str) -> set[str]:
         for name, _ in _made(lines)
         if name not in MOVED - {"transpose"}
     }
-    return found | set(re.findall(r'custom_call_target="([^"]*)"', hlo)) - {_KERNEL}
+    return found | called(hlo) - {TRITON, MOSAIC}
+
+
+def called(hlo: str) -> set[str]:
+    """What a program calls besides its own computations."""
+    return set(re.findall(r'custom_call_target="([^"]*)"', hlo))
 
 
 def _made(lines: list[str]) -> Iterator[tuple[str, str]]:

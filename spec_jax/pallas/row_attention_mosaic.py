@@ -1,0 +1,126 @@
+"""The attention of a layer on the row path, on Pallas Mosaic: three launches.
+
+Norm, rotate and append (`head_rotation_mosaic`), attend to the splits of the keys
+(`paged_attention_mosaic`), and add them (`split_sums_mosaic`); for all layers of a step
+one job list, which XLA makes: whole numbers, exact however they are fused.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from spec_jax.pallas import (
+    attention_plan as plan,
+    head_rotation,
+    head_rotation_mosaic,
+    paged_attention_mosaic,
+    row_jobs,
+    split_sums_mosaic,
+    warpgroup,
+)
+
+
+CONFIG = plan.Config(programs=warpgroup.PROGRAMS, tile=warpgroup.ROWS)
+"""The plan. As a program reads with TMA, one is enough for a multiprocessor."""
+
+HEAD = 128  # elements: one for each thread of a warpgroup
+
+
+def attend(
+    heads: jax.Array,  # [R, (N + 2K) * H]
+    q_norm: jax.Array | None,  # [H]
+    k_norm: jax.Array | None,  # [H]
+    k_pages: jax.Array,  # [P, C, K, H]
+    v_pages: jax.Array,  # [P, C, K, H]
+    cos: jax.Array,  # [R, H / 2]
+    sin: jax.Array,  # [R, H / 2]
+    *,
+    page_table: jax.Array,  # [S, M] int32
+    slots: jax.Array,  # [R] int32
+    positions: jax.Array,  # [R] int32
+    num_active: jax.Array,  # [] int32
+    eps: float,
+    scale: float,
+    interpret: Any = False,
+    branch: jax.Array | None = None,  # [R, A] int32
+    config: plan.Config = CONFIG,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `row_attention_triton.attend`, of bfloat16 heads of whole warpgroups.
+
+    Args:
+      interpret: False, or jax's `InterpretGPUParams()`.
+
+    Raises:
+      ValueError: shapes that do not belong together.
+      NotImplementedError: heads, groups, pages, dtypes or pools that the kernels cannot
+        take.
+    """
+    (P, C, K, H), R = k_pages.shape, heads.shape[0]
+    N = plan.check_heads(
+        heads, k_pages, q_norm, k_norm, cos, sin, slots, positions, num_active
+    )
+    _check(heads, k_pages, q_norm, k_norm, config)
+    plan.check_pools(heads, k_pages, v_pages)
+    tile_rows = min(warpgroup.ROWS // (N // K), R)
+    lay = plan.Layout(
+        group=N // K,
+        heads=N // K,
+        rows=pl.cdiv(R, tile_rows) * tile_rows,
+        tile_rows=tile_rows,
+        head_dim=H,
+        width=H,
+        half_width=H // 2,
+    )
+    jobs = row_jobs.by_xla(
+        page_table,
+        slots,
+        positions,
+        num_active,
+        num_pages=P,
+        page_size=C,
+        split=config.split,
+        tile_rows=tile_rows,
+        branch=branch,
+    )
+    shared: dict[str, Any] = {"jobs": jobs, "lay": lay, "interpret": interpret}
+    pools = jax.new_ref(k_pages), jax.new_ref(v_pages)
+    queries = head_rotation_mosaic.append(
+        head_rotation.Heads(heads.reshape(R, N + 2 * K, H), q_norm, k_norm, cos, sin),
+        *pools,
+        eps=eps,
+        **shared,
+    )
+    splits = paged_attention_mosaic.attend(
+        queries, *pools, page_table=page_table, scale=scale, config=config,
+        branch=branch, **shared,
+    )  # fmt: skip
+    out = split_sums_mosaic.combine(
+        splits, dtype=heads.dtype, split=config.split, **shared
+    )
+    k_pages, v_pages = (jax.freeze(pool) for pool in pools)
+    return out.reshape(R, N * H), k_pages, v_pages
+
+
+def _check(heads, k_pages, q_norm, k_norm, config):
+    """Raises `NotImplementedError` for what the kernels cannot take."""
+    _, C, K, H = k_pages.shape
+    group = heads.shape[1] // H // K - 2
+    if heads.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"the Mosaic kernels take bfloat16, not {heads.dtype}"
+        )
+    if H != HEAD:
+        raise NotImplementedError(f"head size {H}: the Mosaic kernels take {HEAD}")
+    if group > plan.MAX_GROUP:
+        raise NotImplementedError(
+            f"{group} query heads to a key/value head: at most {plan.MAX_GROUP}"
+        )
+    if (q_norm is None) != (k_norm is None):
+        raise NotImplementedError("queries or keys alone are normed: both, or neither")
+    if C % 8 or (C % config.block and config.block % C):
+        raise NotImplementedError(
+            f"pages of {C} positions: a multiple of 8 that divides {config.block}, or "
+            "that it divides"
+        )

@@ -1,0 +1,100 @@
+"""What the kernels on Pallas Mosaic have in common: programs of one warpgroup.
+
+A value of two axes lies in registers as a tensor-core instruction leaves its sums, 64
+rows high: a warp has 16 rows, and each of its threads 2 columns of every 8. Rows that
+are not there are computed with, whatever they are, and never stored: no row meets
+another. What comes from memory and goes there is copied by TMA, rows of shared memory
+from 128 bytes on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+ROWS = 64  # of an instruction, and of a value of two axes
+THREADS = 128  # of a warpgroup: a value of one axis has a multiple of it
+MAX_SHARED_BYTES = 232_448  # of one program on an H100
+PROGRAMS = 132  # one for each multiprocessor of an H100
+
+SWIZZLE_BYTES = 128  # of a row of a tile in shared memory
+TILE = SWIZZLE_BYTES // 2  # bfloat16 elements of that row
+OPERAND = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
+"""How an operand of `wgmma` lies in shared memory."""
+
+TABLE = plgpu.Layout.WGMMA
+OF_ROW, OF_COLUMN = TABLE.reduce(1), TABLE.reduce(0)
+"""How what there is once for a row of a table, or for a column, lies in registers."""
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    outputs: Any,
+    grid: Mapping[str, int],
+    scratch: Sequence[Any] = (),
+    interpret: Any,
+) -> Callable[..., Any]:
+    """The function of arrays that runs `body` on a grid of single warpgroups.
+
+    Args:
+      body: takes references to inputs, outputs and scratch; its name is the kernel's.
+      outputs: `jax.ShapeDtypeStruct`, one or a list.
+      interpret: False, or jax's `InterpretGPUParams()`; `True` interprets no copies.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=outputs,
+        scratch_types=list(scratch),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )
+
+
+def sums(shape: tuple[int, int]) -> Any:
+    """The accumulator of `wgmma`, float32, for `pl.run_scoped`."""
+    # jax does not list it as a public name.
+    return plgpu.ACC(shape, jnp.float32)  # type: ignore[attr-defined]
+
+
+def transposed(ref: Any) -> Any:
+    """A view of a reference to a matrix."""
+    # A method from jax 0.11 on, where the function is deprecated.
+    return ref.T if hasattr(type(ref), "T") else plgpu.transpose_ref(ref, (1, 0))
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """A value from a reference, as it is to lie in registers."""
+    # What to load of it is deprecated from jax 0.11 on, and necessary before.
+    all_of_it = () if jax.__version_info__ >= (0, 11) else (...,)
+    return plgpu.load(ref, *all_of_it, layout=layout, optimized=False)
+
+
+def of_rows(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A table from what there is once for each of its rows."""
+    return jax.lax.broadcast_in_dim(values, shape, (0,))
+
+
+def of_columns(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A table from what there is once for each of its columns."""
+    return jax.lax.broadcast_in_dim(values, shape, (1,))
+
+
+def numbers(shape: tuple[int, int], axis: int) -> jax.Array:
+    """The number of each element's row or column, int32."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TABLE)
+
+
+def store_from_shared(*pairs: tuple[Any, Any]) -> None:
+    """Copies references of shared memory to global memory, and waits."""
+    plgpu.commit_smem()
+    for source, target in pairs:
+        plgpu.copy_smem_to_gmem(source, target)
+    plgpu.wait_smem_to_gmem(0)
