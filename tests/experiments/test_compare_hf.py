@@ -22,12 +22,7 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
-from spec_jax.model import (
-    config as config_lib,
-    load,
-    params as params_lib,
-    sequence,
-)
+from spec_jax.model import config as config_lib, load, params as params_lib, sequence
 
 
 GEN_TOKENS = 8
