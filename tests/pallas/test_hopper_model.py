@@ -12,6 +12,7 @@ import re
 
 import hopper
 import hopper_models as models
+import jax
 import pytest
 import xla_fusions
 
@@ -295,6 +296,9 @@ def test_xla_computes_no_float(compiled, name):
     assert len({report.kernel("row_angles").sass for report in reports}) == 1
 
 
+on_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason='impl="mosaic" is for jax 0.11 on'
+)
 MOSAIC_LAYER = (
     *("rms_norm", "skinny_gemm"),
     *("rotate_and_append", "paged_attention", "combine_splits", "skinny_gemm"),
@@ -303,6 +307,7 @@ MOSAIC_LAYER = (
 MOSAIC_END = ("rms_norm", "skinny_gemm", "argmax_chunks", "argmax_rows")
 
 
+@on_mosaic
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "build", "layers"),
@@ -340,6 +345,7 @@ def test_mosaic(compiled, name, build, layers):
     )
 
 
+@on_mosaic
 def test_triton_in_a_mosaic_program_is_caught(compiled):
     """Negative control: a draw, whose kernels are Triton's."""
     report = compiled(
