@@ -46,6 +46,7 @@ def test_the_folders_are_complete_and_small():
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in notice
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", loading.shipped_heads())
 def test_a_shipped_head_has_a_card_and_is_of_use(name, tmp_path):
     """Fails if a head is of another target, was not trained, or says too little."""
@@ -84,7 +85,7 @@ def accepted(lm, texts, *, layers: int = 0, positions: int = 0, order: int = 0):
     return float(found["accepted_length"]) - 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", loading.shipped_heads())
 def test_a_shipped_head_drafts_less_from_shifted_features(name):
     """Alarms: what is wrong with features is seen in what is accepted.

@@ -36,7 +36,9 @@ def run(*arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", pytest.param("gpt_neox", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "impl", [pytest.param("xla", marks=pytest.mark.slow), "native"]
 )
