@@ -91,8 +91,19 @@ def stopwatch(
 
 
 def on_copies(run: Callable[[Any], Any], state: Any, *, calls: int = 1) -> Thunk:
-    """As `stopwatch`, of copies of arrays that `run` donates."""
-    return stopwatch(run, lambda: jax.tree.map(jnp.copy, state), calls=calls)
+    """As `stopwatch` of warm caches, of copies of arrays that `run` donates."""
+    copies = lambda: jax.tree.map(jnp.copy, state)
+    return stopwatch(run, lambda: warmed(run, copies), calls=calls)
+
+
+def warmed(run: Callable[[Any], Any], prepare: Callable[[], Any]) -> Any:
+    """Runs once, untimed, on what `prepare` returns; then prepares anew.
+
+    What ran before has filled the processor's caches with its own bytes, and put other
+    threads to sleep: the first of a few steps would be several times as long.
+    """
+    jax.block_until_ready(run(prepare()))
+    return prepare()
 
 
 def interleave(

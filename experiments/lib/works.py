@@ -57,10 +57,10 @@ class Work:
 
     def thunk(self) -> timing.Thunk:
         """Seconds of one."""
+        run = functools.partial(self.run, self.params)
+        prepare = functools.partial(self.prepare, self.caches)
         return timing.stopwatch(
-            lambda state: self.run(self.params, state),
-            lambda: self.prepare(self.caches),
-            calls=self.calls,
+            run, lambda: timing.warmed(run, prepare), calls=self.calls
         )
 
     def trace(self) -> jax.stages.Traced:
