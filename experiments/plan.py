@@ -1,6 +1,6 @@
-"""Which drafter and which gamma pay here, predicted from parts, and is that so?
+"""Which drafter and which gamma pay here, as predicted, and is that so?
 
-Measures what the parts of a round cost on this machine and how often drafts are kept,
+Measures what rounds of each gamma cost on this machine and how often drafts are kept,
 predicts the speed-up of every drafter and gamma by `spec_jax.gamma.theory`, says which
 pairs cannot win and why, then runs them all, in turn with autoregressive decoding, and
 shows how far the predictions were off. Greedy without --temperature; stop tokens are
@@ -173,9 +173,8 @@ def predict_trees(
         name = f"{drafter}, tree {tree}"
         settings = dataclasses.replace(subject.settings, gamma=lm.gamma_max)
         with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
-            costs, rows = costs_lib.measure_tree(
-                name,
-                lm,
+            costs, rows = costs_lib.measure(
+                {name: lm},
                 settings,
                 typical,
                 repeats=args.cost_repeats,
@@ -184,7 +183,7 @@ def predict_trees(
         out.write_all(rows)
         done = [runs.run_speculative(lm, settings, ids) for ids in subject.ids]
         counters = metrics.total(run.counters for run in done)
-        predictions = planning.predict_tree(counters, costs, rows_of=rows_of)
+        predictions = planning.predict_tree(counters, costs[name], rows_of=rows_of)
         rows = [
             {"kind": "plan_tree", "drafter": drafter, "tree": tree}
             | dataclasses.asdict(prediction)
@@ -237,10 +236,9 @@ def predict(
     console.print()
     predictions = {}
     for name, measured in acceptance.items():
-        curve = costs[name].curve()
-        for prediction in planning.predict(measured, curve):
+        for prediction in planning.predict(measured, costs[name]):
             predictions[name, prediction.gamma] = prediction
-        recommendation = planning.recommend(measured, curve)
+        recommendation = planning.recommend(measured, costs[name])
         out.write(recommendation.row(name))
         console.print(recommendation.words(name))
     console.print()
@@ -368,8 +366,7 @@ def run(args: argparse.Namespace) -> int:
         out.write_all(rows)
     tables.print_rows(rows, PLAN, console)
     tables.print_note(NOTE, console)
-    errors = [row["relative_error"] for row in rows if "tree" in row]
-    if words := planning.words_of_errors(errors):
+    if words := planning.words_of_errors([row["relative_error"] for row in rows]):
         console.print(words, highlight=False)
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 

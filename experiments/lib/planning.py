@@ -154,15 +154,15 @@ class TreePrediction:
     # Of a round: the tokens that it must commit to be as fast as decoding
     plain_steps: float
     speedup: float  # over autoregressive decoding
-    # And where rows cost nothing (`TreeCosts.with_free_rows`); drafting costs the same
+    # And where rows cost nothing (`RoundCosts.without`); drafting costs the same
     free_rows_speedup: float
-    # And where they cost what a curve says (`TreeCosts.with_rows_of`); None without one
+    # And where they cost what a curve says, by `RoundCosts.with_rows_of`, or None
     other_rows_speedup: float | None = None
 
 
 def predict_tree(
     counters: metrics.Counters,
-    costs: costs_lib.TreeCosts,
+    costs: costs_lib.RoundCosts,
     *,
     rows_of: theory.CostCurve | None = None,
 ) -> list[TreePrediction]:
@@ -176,10 +176,10 @@ def predict_tree(
       rows_of: what rows cost elsewhere, to predict that too.
     """
     drafted = counters.proposed / counters.rounds
-    made, all_costs = [], [costs, costs.with_free_rows()]
+    made, all_costs = [], [costs, costs.without("verification")]
     if rows_of is not None:
         all_costs.append(costs.with_rows_of(rows_of))
-    for nodes in costs.nodes[1:]:
+    for nodes in costs.drafts[1:]:
         tokens = 1 + sum(counters.kept_by_rank[:nodes]) / counters.rounds
         num_rows = min(drafted, nodes)
         steps, *elsewhere = (
@@ -229,12 +229,12 @@ def _highest(speedups: Sequence[tuple[int, float]]) -> str:
     return f"{speedup:.2f}x with {nodes}"
 
 
-TREE_BAR = 0.15
-"""Share by which a tree's measured speed-up may miss the predicted one."""
+ERROR_BAR = 0.15
+"""Share by which a measured speed-up may miss the predicted one."""
 
 
 def words_of_errors(errors: Sequence[float | None]) -> str | None:
-    """Returns how far the predictions of trees were off, in words; None of none.
+    """Returns how far predictions were off, in words; None of none.
 
     Args:
       errors: predicted over measured less 1; None where nothing was measured.
@@ -242,10 +242,10 @@ def words_of_errors(errors: Sequence[float | None]) -> str | None:
     known = [abs(error) for error in errors if error is not None]
     if not known:
         return None
-    within = sum(error <= TREE_BAR for error in known)
+    within = sum(error <= ERROR_BAR for error in known)
     return (
-        f"trees: {within} of {len(known)} predicted within {TREE_BAR:.0%} of what was "
-        f"measured, off by {max(known):.0%} at most"
+        f"{within} of {len(known)} predictions are within {ERROR_BAR:.0%} of what was "
+        f"measured; they are off by {max(known):.0%} at most"
     )
 
 
@@ -306,7 +306,7 @@ class Recommendation:
         )
 
 
-def predict(acceptance: Acceptance, costs: theory.CostCurve) -> list[Prediction]:
+def predict(acceptance: Acceptance, costs: costs_lib.RoundCosts) -> list[Prediction]:
     """A prediction for each gamma from 1 that acceptance is known for."""
     chances = np.array(acceptance.known, np.float64)
     tokens = theory.tokens_by_gamma(chances)
@@ -323,14 +323,14 @@ def predict(acceptance: Acceptance, costs: theory.CostCurve) -> list[Prediction]
     ]
 
 
-def recommend(acceptance: Acceptance, costs: theory.CostCurve) -> Recommendation:
+def recommend(acceptance: Acceptance, costs: costs_lib.RoundCosts) -> Recommendation:
     """The recommendation, over the gammas that acceptance is known for."""
     best = _best(predict(acceptance, costs))
+    names: tuple[theory.Free, ...] = ("drafting", "verification", "both")
     free = {
-        name: _best(predict(acceptance, costs.without(name))).speedup
-        for name in ("drafting", "verification", "both")
+        name: _best(predict(acceptance, costs.without(name))).speedup for name in names
     }
-    one = costs.round_s(1)[1]
+    one = costs.round_s()[1]
     return Recommendation(
         best=best,
         ceilings=free,
@@ -344,8 +344,7 @@ def _best(predictions: list[Prediction]) -> Prediction:
     return max(predictions, key=lambda prediction: prediction.speedup)
 
 
-def _round_s(acceptance: Acceptance, costs: theory.CostCurve) -> np.ndarray:
+def _round_s(acceptance: Acceptance, costs: costs_lib.RoundCosts) -> np.ndarray:
     """Seconds of a round by gamma, on average; windows that end early cost less."""
-    full_s = costs.round_s(len(acceptance.known))
-    added_s = np.diff(full_s) * acceptance.drafted[: len(acceptance.known)]
-    return np.concatenate([full_s[:1], full_s[0] + np.cumsum(added_s)])
+    drafted = np.cumsum([0.0, *acceptance.drafted[: len(acceptance.known)]])
+    return np.array([costs.seconds(n, drafted=d) for n, d in enumerate(drafted)])

@@ -144,11 +144,8 @@ def with_policy(
 
 def measure_costs(
     lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
-) -> costs.RoundCosts | costs.TreeCosts:
-    """What rounds of each gamma cost here, with the drafter.
-
-    The costs are those of gammas up to the drafter's `gamma_max`; of trees, by nodes.
-    """
+) -> costs.RoundCosts:
+    """What rounds of each gamma up to the drafter's `gamma_max` cost here."""
     # Long enough for a window of every height, several times.
     missing = max(0, 4 * (lm.drafter.gamma_max + 1) - settings.gen_tokens)
     longer = dataclasses.replace(
@@ -157,7 +154,5 @@ def measure_costs(
         gen_tokens=settings.gen_tokens + missing,
         capacity=settings.capacity + missing,
     )
-    if protocols.is_tree(lm.drafter):
-        return costs.measure_tree("drafter", lm, longer, prompt, repeats=TURNS)[0]
     found, _ = costs.measure({"drafter": lm}, longer, prompt, repeats=TURNS)
     return found["drafter"]

@@ -7,6 +7,7 @@ import tiny_pair
 
 from experiments import plan
 from experiments.lib import (
+    costs,
     planning,
     prompt_files,
     results,
@@ -98,19 +99,18 @@ def full_windows(*kept: float) -> planning.Acceptance:
     return planning.Acceptance(kept=kept, drafted=(1.0,) * len(kept), windows=100)
 
 
-def curve(draft_s: float, *verify_s: float, overhead_s=0.0) -> theory.CostCurve:
-    return theory.CostCurve(
+def of_rounds(draft_s: float, *verify_s: float) -> costs.RoundCosts:
+    return costs.RoundCosts(
         plain_s=1.0,
-        rows=tuple(range(1, len(verify_s) + 1)),
+        drafts=tuple(range(len(verify_s))),
         verify_s=verify_s,
-        draft_s=draft_s,
-        overhead_s=overhead_s,
+        beyond_s=tuple(draft_s * n for n in range(len(verify_s))),
     )
 
 
 def test_predictions_are_those_of_the_paper():
     """One acceptance for all positions, verification free: Theorem 3.8."""
-    found = planning.predict(full_windows(0.8, 0.8, 0.8), curve(0.1, 1, 1, 1, 1))
+    found = planning.predict(full_windows(0.8, 0.8, 0.8), of_rounds(0.1, 1, 1, 1, 1))
     assert [prediction.gamma for prediction in found] == [1, 2, 3]
     for prediction in found:
         expected = theory.walltime_improvement(0.8, 0.1, prediction.gamma)
@@ -121,28 +121,29 @@ def test_windows_that_end_early_cost_less():
     """Negative control: those of the same acceptance that were always full."""
     kept = (0.4, 0.4)
     rare = planning.Acceptance(kept=kept, drafted=(0.5, 0.25), windows=100)
-    of_rounds = curve(0.1, 1, 1.5, 2)
-    found = planning.predict(rare, of_rounds)
-    assert [p.round_s for p in found] == pytest.approx([1.3, 1.45])
-    full = planning.predict(full_windows(*kept), of_rounds)
+    parts = of_rounds(0.1, 1, 1.5, 2)
+    found = planning.predict(rare, parts)
+    # What drafting costs was measured in rounds that ask for as many, found or not.
+    assert [p.round_s for p in found] == pytest.approx([0.1 + 1.25, 0.2 + 1.375])
+    full = planning.predict(full_windows(*kept), parts)
     assert [p.round_s for p in full] == pytest.approx([1.6, 2.2])
 
 
 def test_a_pair_that_cannot_win_is_told_so():
     """By numbers: what free verification would bring, and the condition of Leviathan
     et al., which fails, or holds where verification is what costs."""
-    dear = planning.recommend(full_windows(0.2, 0.1), curve(0.3, 1, 1.2, 1.4))
+    dear = planning.recommend(full_windows(0.2, 0.1), of_rounds(0.3, 1, 1.2, 1.4))
     assert not dear.can_win
     words = dear.words("draft-model")
     assert "draft-model: cannot win, 0.80x with gamma 1" in words
     assert "free verification at most 0.92x" in words and "with both 1.22x" in words
     assert "a = 0.200" in words and "not above" in words and "c = 0.300" in words
-    rows_cost = planning.recommend(full_windows(0.4), curve(0.1, 1, 1.9))
+    rows_cost = planning.recommend(full_windows(0.4), of_rounds(0.1, 1, 1.9))
     words = rows_cost.words("suffix")
     assert f"free verification at most {1.4 / 1.1:.2f}x" in words
     assert "which is above" in words and "1.000 plain steps longer" in words
     # Negative control: the same drafts, kept more often.
-    wins = planning.recommend(full_windows(0.95), curve(0.1, 1, 1.5))
+    wins = planning.recommend(full_windows(0.95), of_rounds(0.1, 1, 1.5))
     assert wins.can_win and "can win" in wins.words("suffix")
 
 

@@ -34,9 +34,9 @@ SETTINGS = runs.Settings(
 )
 COSTS = costs.RoundCosts(
     plain_s=1.0,
+    drafts=(0, 1, 2),
     verify_s=(1.0, 1.25, 1.5),
-    idle_s=1.0,
-    propose_s=(0.0, 0.25, 0.5),
+    beyond_s=(0.0, 0.25, 0.5),
     catch_up_s=0.125,
 )
 
