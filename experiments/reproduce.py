@@ -149,6 +149,11 @@ def run_all(args: argparse.Namespace) -> int:
         if state != "to do":
             continue
         step.path.parent.mkdir(parents=True, exist_ok=True)
+        if step.totals and any(old["step"] == step.file for old in log):
+            # A sweep goes on with its rows; those of another commit are totals by now.
+            log = [old for old in log if old["step"] != step.file]
+            _write_log(path, log, args)
+            step.path.unlink(missing_ok=True)
         started = time.perf_counter()
         status = run_step(args, step)
         seconds = round(time.perf_counter() - started, 1)
@@ -165,8 +170,7 @@ def run_all(args: argparse.Namespace) -> int:
         row = {"kind": "step_of_reproduction", "step": step.file}
         row |= {"commands": list(step.runs), "seconds": seconds, "status": status}
         log = [old for old in log if old["step"] != step.file] + [row | here]
-        with records.open_rows(path, allow_dirty=args.allow_dirty) as out:
-            out.write_all(log)
+        _write_log(path, log, args)
     return worst
 
 
@@ -209,6 +213,14 @@ def shorten(
 
 def _read_log(path: pathlib.Path) -> list[dict[str, Any]]:
     return [*files.read_rows(path).values()] if path.exists() else []
+
+
+def _write_log(path: pathlib.Path, log: list[dict[str, Any]], args) -> None:
+    if not log:
+        path.unlink(missing_ok=True)  # What is opened for no row is left as it was.
+        return
+    with records.open_rows(path, allow_dirty=args.allow_dirty) as out:
+        out.write_all(log)
 
 
 def run(args: argparse.Namespace) -> int:

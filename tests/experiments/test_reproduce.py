@@ -193,6 +193,30 @@ def test_finished_steps_are_skipped(place, capsys):
     assert len(rows_of(folder / reproduce.LOG)) == 4
 
 
+def test_a_sweep_goes_on_with_rows_of_its_commit_alone(place, monkeypatch):
+    """Fails if it adds to totals of another commit, or forgets what was interrupted."""
+    state, folder = place
+    path = folder / "swept.jsonl"
+    step = reproduction.Step(file=path.name, runs=("sweep",), totals=True)
+    monkeypatch.setattr(reproduction, "steps", lambda: iter([step]))
+    monkeypatch.setattr(reproduce, "shorten", lambda *_, **__: None)
+    seen = []
+
+    def call(script, arguments):
+        before = path.read_text() if path.exists() else ""
+        seen.append(before)
+        path.write_text(before + json.dumps({"commit": state["commit"][0]}) + "\n")
+        return state["status"].get(script, 0)
+
+    monkeypatch.setattr(reproduce, "call", call)
+    assert reproduce.main([]) == 0
+    state["commit"], state["status"] = "1" * 40, {"sweep": 1}
+    assert reproduce.main([]) == reproduce.FAILED
+    state["status"] = {}
+    assert reproduce.main([]) == 0
+    assert seen == ["", "", '{"commit": "1"}\n']
+
+
 def test_published_rows_are_short(tmp_path):
     """They keep the bits of float32, no more digits, and no folder of the machine."""
     path, third = tmp_path / "rows.jsonl", 0.1 + 1 / 3
