@@ -210,8 +210,8 @@ def prefill_rows(
       The cache, and the features of the prompt; None without `taps`.
     """
     padded = jnp.pad(tokens, (0, slab))
-    params = params_lib.prepare(params, impl)
-    if forward is None:
+    if forward is None:  # Of a mesh the weights are pieces, which are prepared.
+        params = params_lib.prepare(params, impl)
 
         def forward(params, rows, kv, **how):
             return families.of(config).forward_rows(

@@ -35,7 +35,7 @@ CONFIG = tiny_pair.config(
 ROWS = 4
 
 
-def write_neox(folder: pathlib.Path) -> pathlib.Path:
+def write_neox(folder: pathlib.Path, seed: int = 0, **changes) -> pathlib.Path:
     """A GPT-NeoX model of the same sizes, whose biases and norms are random too.
 
     Two segments share a head, of which some dimensions are rotated.
@@ -44,13 +44,13 @@ def write_neox(folder: pathlib.Path) -> pathlib.Path:
     config = gpt_neox.GPTNeoXConfig(
         **{name: getattr(CONFIG, name) for name in names},
         **{"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 64},
-        rotary_size=4,
-        dtype="float32",
+        **({"rotary_size": 4, "dtype": "float32"} | changes),
     )
-    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
-    shift = lambda leaf: leaf + jax.random.normal(jax.random.key(leaf.size), leaf.shape)
-    params = jax.tree.map(lambda x: shift(x) if x.ndim == 1 else x, params)
+    params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
+    noise = lambda x: jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
+    params = jax.tree.map(lambda x: x + noise(x) if x.ndim == 1 else x, params)
     load.save(folder, config, params)
+    tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -208,7 +208,7 @@ def generations(folders, drafter: str, **how) -> tuple[list, int]:
     """Hashes of decoding, of a batch of chains and of a tree, with what was drafted;
     and how many drafts there were."""
     target, draft = folders
-    name = "draft-model" if drafter == "cut" else drafter
+    name = "draft-model" if drafter in ("cut", "gpt_neox") else drafter
     lm = sj.load(target, draft=draft, drafter=name, gamma_max=3,
                  cut_draft=drafter == "cut", **how)  # fmt: skip
     tree = lm.with_tree("2x2:4")
@@ -227,11 +227,18 @@ def generations(folders, drafter: str, **how) -> tuple[list, int]:
 
 
 def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) -> dict:
-    """Meshes of so many devices against that of one; and other sums, which differ."""
+    """Meshes of so many devices against that of one; and other sums, which differ.
+
+    Of "gpt_neox" target and draft model are, with residuals one after the other.
+    """
     heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 24}
     config = tiny_pair.config(num_layers=2, tie_word_embeddings=False, **heads)
     target = tiny_pair.write_model(folder / "target", config, seed=0)
-    if drafter in tiny_pair.WRITE_HEAD:
+    if drafter == "gpt_neox":
+        how = {"has_parallel_residual": False}
+        target = write_neox(folder / "neox", **how)
+        draft = write_neox(folder / "draft", seed=1, **how)
+    elif drafter in tiny_pair.WRITE_HEAD:
         draft = tiny_pair.WRITE_HEAD[drafter](folder / "draft", target)
     else:
         other = tiny_pair.config(**heads)

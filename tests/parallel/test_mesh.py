@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import mesh_program
 import pytest
 import tiny_pair
 
@@ -62,7 +63,7 @@ def test_bits_are_the_same_on_any_mesh(impl, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["native", "xla"])
 @pytest.mark.parametrize(
-    "drafter", ["draft-model", "cut", "eagle3", "dflash", "dspark"]
+    "drafter", ["draft-model", "cut", "eagle3", "dflash", "dspark", "gpt_neox"]
 )
 def test_generations_are_the_same_on_any_mesh(drafter, impl):
     """Decoding, a batch of chains and a tree: tokens, log-probabilities, K/V, drafts.
@@ -77,11 +78,19 @@ def test_generations_are_the_same_on_any_mesh(drafter, impl):
     }
 
 
-def test_a_mesh_from_the_front_door(tmp_path):
-    """A generation and decoding on a mesh of one device: the slow test has more."""
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])
+def test_a_mesh_from_the_front_door(family, tmp_path):
+    """A generation and decoding on a mesh of one device: the slow test has more.
+
+    Fails if a bias, which is in pieces too, is prepared as a matrix is.
+    """
     target, draft = tiny_pair.write(tmp_path)
-    config = tiny_pair.config(num_heads=8, num_kv_heads=8, head_dim=8)
-    tiny_pair.write_model(target, config, seed=0)
+    if family == "gpt_neox":
+        mesh_program.write_neox(target)
+        mesh_program.write_neox(draft, seed=1)
+    else:
+        config = tiny_pair.config(num_heads=8, num_kv_heads=8, head_dim=8)
+        tiny_pair.write_model(target, config, seed=0)
     lm = sj.load(target, draft=draft, mesh=shard.mesh(1), gamma_max=2, impl="native")
     settings = {"max_tokens": 6, "stop": ()}
     found = sj.generate(lm, "import os", **settings)
