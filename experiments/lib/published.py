@@ -319,11 +319,39 @@ def regret() -> Lines:
         )
 
 
+def plans() -> Lines:
+    """Predicted and measured speed-ups: of the embedded pair, and of a preset at forced
+    acceptance."""
+    yield (
+        "`python experiments/plan.py --impl native`",
+        *("tokens a round", "predicted", "measured (p10 to p90)"),
+    )
+    for row in rows_of("plan_native.jsonl", "plan"):
+        drafted = (
+            f"--tree {row['tree']}" if "tree" in row else f"--gamma {row['gamma']}"
+        )
+        yield _plan(f"`{drafted}`", row, "measured_speedup", ("p10", "p90"))
+    for row in rows_of("plan_qwen3_0.6b.jsonl", "plan_forced"):
+        name = f"`--preset {row['target']} --draft-preset {row['draft']}`, "
+        name += f"gamma {row['gamma']}, {row['forced_rate']:.0%} of drafts kept"
+        yield _plan(name, row, "speedup", ("q1", "q3"))
+
+
+def _plan(name: str, row: Row, measured: str, ends: Sequence[str]) -> Sequence[str]:
+    low, high = (row[f"{measured}_{end}"] for end in ends)
+    return (
+        name,
+        f"{row['predicted_tokens_per_round']:.2f}",
+        f"{row['predicted_speedup']:.2f}",
+        f"{row[measured]:.2f} ({low:.2f} to {high:.2f})",
+    )
+
+
 TABLES: Mapping[str, Callable[[], Lines]] = {
     made.__name__: made
     for made in (
         *(rounds, hugging_face, llama_cpp, llama_cpp_heads, kernels, designs),
-        *(certificates, batches, schedule, trees, heads, evaluation, regret),
+        *(certificates, batches, schedule, trees, heads, evaluation, regret, plans),
     )
 }
 

@@ -195,6 +195,7 @@ def _comparisons() -> Iterator[Step]:
         yield _schedule()
     command = "regret --prompts 6 --gen-tokens 96 --live --repeats 2"
     yield Step(file="regret.jsonl", runs=(command,))
+    yield from _plans()
     # Recordings of other settings do not go into one file.
     record = "replay --record {{scratch}}_{} --prompts 50 --gamma 7{}"
     sampled = " --temperature 0.7 --top-k 20 --top-p 0.8"
@@ -218,6 +219,19 @@ def _comparisons() -> Iterator[Step]:
         runs=("parity --mismatch {results}/mismatches_flash.jsonl:1",),
         mismatches=True,
     )
+
+
+def _plans() -> Iterator[Step]:
+    """Predicted speed-ups beside measured ones: of the pair, and of a preset."""
+    trees = ",".join(_GREEDY_TREES[:-1])
+    pair = f"--drafter draft-model --gamma 1,4,7 --tree {trees} --prompts 10"
+    preset = "--preset qwen3-0.6b --draft-preset draft-60m --gamma 2,4"
+    for name, more, kind in (
+        ("plan_native", pair, "plan"),
+        ("plan_qwen3_0.6b", preset, "plan_forced"),
+    ):
+        command = f"plan --impl native {more}"
+        yield Step(file=f"{name}.jsonl", runs=(command,), keep=kind)
 
 
 def _schedule() -> Step:
