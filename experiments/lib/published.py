@@ -217,7 +217,8 @@ def schedule() -> Lines:
             way = row["way"].split(",")[0]
             found.setdefault(way, {})[row["prompt_source"]] = row
     sets = list(dict.fromkeys(name for cells in found.values() for name in cells))
-    yield "`python experiments/throughput.py --drafter dspark --batch 16`", *sets
+    command = "throughput.py --drafter dspark --batch 16 --gamma 1,2,4,7"
+    yield f"`python experiments/{command}`", *sets
     for way, cells in found.items():
         yield way, *(f"{cells[name]['ratio']:.2f}x" for name in sets)
 

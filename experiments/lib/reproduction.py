@@ -221,14 +221,17 @@ def _comparisons() -> Iterator[Step]:
 
 
 def _schedule() -> Step:
-    """A batch of 16 with what is verified scheduled, beside fixed gammas; plain prompts
-    and mixed ones."""
+    """A batch of 16 with what is verified scheduled, in turn with fixed gammas; code,
+    and prompts of all kinds."""
     about = "--impl native --drafter dspark --batch 16"
-    runs = [f"profile_steps {about} --gamma 7"]
-    for prompts in ("32", f"{DATA}/spec_bench/question.jsonl:39@0"):
-        command = f"throughput {about} --repeats 5 --prompts {prompts} --gamma"
-        runs += [f"{command} {gamma}" for gamma in GAMMAS[:-1]]
-        runs += [f"{command} {GAMMAS[-1]} --schedule {{first}}"]
+    gammas = ",".join(map(str, GAMMAS))
+    command = f"throughput {about} --repeats 5 --gamma {gammas} --schedule {{first}}"
+    runs = [f"profile_steps {about} --gamma {GAMMAS[-1]}"]
+    runs += [
+        f"{command} --prompts {prompts}"
+        # Short ones: prefill, which no gamma changes, is most of a run of long ones.
+        for prompts in ("32", f"{DATA}/mt_bench/question.jsonl:32@0")
+    ]
     return Step(file="schedule.jsonl", runs=tuple(runs), keep="throughput")
 
 
