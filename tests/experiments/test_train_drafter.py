@@ -285,7 +285,9 @@ def calibrated(target, work, out, lm) -> str:
     assert row["roc_auc"] == row["roc_auc_before"]
     found = sj.load(target, drafter=str(out), impl="xla").drafter.head
     assert found.confidence_temperatures == tuple(row["temperatures"])
-    assert dataclasses.replace(found, confidence_temperatures=()) == lm.drafter.head
+    assert found.confidence_shifts == tuple(row["shifts"])
+    none = {"confidence_temperatures": (), "confidence_shifts": ()}
+    assert dataclasses.replace(found, **none) == lm.drafter.head
     return "ECE before"
 
 
