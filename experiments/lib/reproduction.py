@@ -226,7 +226,8 @@ def _schedule() -> Step:
     about = "--impl native --drafter dspark --batch 16"
     gammas = ",".join(map(str, GAMMAS))
     command = f"throughput {about} --repeats 5 --gamma {gammas} --schedule {{first}}"
-    runs = [f"profile_steps {about} --gamma {GAMMAS[-1]}"]
+    sizes = f"--gamma {GAMMAS[-1]} --contexts 128 --steps 10 --repeats 7"
+    runs = [f"profile_steps {about} {sizes}"]
     runs += [
         f"{command} --prompts {prompts}"
         # Short ones: prefill, which no gamma changes, is most of a run of long ones.
