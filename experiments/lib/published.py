@@ -295,6 +295,29 @@ def evaluation() -> Lines:
         )
 
 
+def ablations() -> Lines:
+    """DSpark's variants, trained for the same steps: what they agree, what is kept."""
+    yield (
+        "`python experiments/ablate_heads.py --prompts 20`",
+        *("steps", "held-out accepted length", "agreement of slots 1, 2, 4, 7"),
+        *("tokens a round, T = 0", "T = 1", "all matched"),
+    )
+    found: dict[str, dict[float, Row]] = {}
+    for row in rows_of("ablations.jsonl", "ablation"):
+        found.setdefault(row["variant"], {})[row["temperature"]] = row
+    for variant, by_temperature in found.items():
+        greedy, drawn = by_temperature[0], by_temperature[1]
+        slots = [greedy[f"held_out_agreement_{slot - 1}"] for slot in (1, 2, 4, 7)]
+        yield (
+            f"`{variant}`",
+            str(greedy["steps"]),
+            f"{greedy['held_out_accepted_length']:.2f}",
+            ", ".join(f"{share:.2f}" for share in slots),
+            *(f"{row['mean_accepted_length']:.2f}" for row in (greedy, drawn)),
+            "yes" if greedy["matched"] and drawn["matched"] else "no",
+        )
+
+
 def regret() -> Lines:
     """Regret of policies of gamma, and adversarial prompts in real rounds."""
     sets = ("easy", "hard", "mixed", "adversarial")
@@ -324,7 +347,8 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
     made.__name__: made
     for made in (
         *(rounds, hugging_face, llama_cpp, llama_cpp_heads, kernels, designs),
-        *(certificates, batches, schedule, trees, heads, evaluation, regret),
+        *(certificates, batches, schedule, trees, heads, evaluation, ablations),
+        regret,
     )
 }
 
