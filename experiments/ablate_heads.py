@@ -152,7 +152,7 @@ def rows_by_variant(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]
 
 
 def draw(args: argparse.Namespace, console: rich_console.Console) -> None:
-    """Draws the figures of `sweep.py`, in which a curve is a variant."""
+    """Draws what is kept by position, a curve for each variant."""
     rows = [
         row | {"drafter": variant}
         for variant, own in rows_by_variant(args).items()
@@ -162,10 +162,8 @@ def draw(args: argparse.Namespace, console: rich_console.Console) -> None:
         folder = args.figures / f"temperature_{temperature:g}"
         plot.check_folder(folder)
         own = [row for row in rows if row["temperature"] == temperature]
-        for name in sweep.FIGURES:
-            _, line = plot.draw_rows(name, own, folder)
-            if line:
-                console.print(line, soft_wrap=True)
+        _, line = plot.draw_rows("sweep_positions", own, folder)
+        console.print(line, soft_wrap=True)
 
 
 def in_short(
