@@ -5,7 +5,8 @@ confidence head, each left out by itself; and DFlash, of equal blocks. All on th
 of one `train_drafter.py --stage rollouts`, in `--work`. Each variant is trained as
 `train_drafter.py` trains it, and exported to `--work`/NAME/head; `sweep.py` then runs
 them all: rows, tables of the accepted length and of acceptance by position, a figure.
-The same command goes on where it was interrupted, in training and in evaluation. What
+`--work`/ablations.jsonl has both in short, a row for each variant and temperature. The
+same command goes on where it was interrupted, in training and in evaluation. What
 stands after `--` are flags of `train_drafter.py`, for all variants:
 
     ablate_heads.py --work drafter --out rows.jsonl -- --steps 500 --prompts my.jsonl
@@ -25,8 +26,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import console as rich_console
+
 from experiments import plot, sweep, train_drafter
-from experiments.lib import files, flags, tables, terminal
+from experiments.lib import files, flags, records, sweep_cells, tables, terminal
+from spec_jax.training import loop
 
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
@@ -55,7 +59,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --variants NAME,...={",".join(VARIANTS)}  what is trained and evaluated
         --work FOLDER=drafter  has the rollouts, and gets a folder for each variant
         --temperature T,...=0,1  of the evaluation; 0 is greedy
-        --figures DIR  folder of the figures; made if it is not there
+        --figures DIR  folder of the figures, in a folder for each temperature; made
+            if it is not there
         """,
         **{"NAME,...": cli.names(cli.one_of(VARIANTS)), "T,...": flags.temperatures},
         FOLDER=pathlib.Path,
@@ -87,7 +92,7 @@ def training_of(
 
 
 def train(args: argparse.Namespace, variant: str) -> dict[str, Any]:
-    """Trains and exports a variant, or goes on; returns its held-out numbers."""
+    """Trains and exports a variant, or goes on; returns what it saw and measured."""
     trained = training_of(args, variant, "train")
     texts = args.work / TEXTS
     if not texts.exists():
@@ -102,7 +107,9 @@ def train(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     found = train_drafter.train(trained)
     files.check_folder(trained.out)
     train_drafter.export(training_of(args, variant, "export"))
-    return {"variant": variant, **found}
+    measured = {name: x for name, x in found.items() if name.startswith("held_out")}
+    seen = {"steps": found["step"] + 1, "tokens_seen": loop.tokens_seen(trained.work)}
+    return {"variant": variant, **seen, **measured}
 
 
 def _is_copy(one: pathlib.Path, other: pathlib.Path) -> bool:
@@ -123,19 +130,64 @@ def evaluate(args: argparse.Namespace) -> int:
         "--gen-tokens": args.gen_tokens,
         "--out": args.out,
     }
-    if args.figures is not None:
-        told["--figures"] = args.figures
     given = [text for flag, value in told.items() for text in (flag, str(value))]
     more = ["--allow-dirty"] * args.allow_dirty + ["--raw"] * target.raw
     return sweep.run(sweep.parse_args([*given, *more]))
 
 
-TRAINED = {
+EVALUATED = (
+    *("temperature", "gamma", "prompts", "prompt_source", "gen_tokens", "impl"),
+    *("mean_accepted_length", "matched"),
+)
+"""What a row in short has of those of `sweep.py`, besides where they come from."""
+
+
+def rows_by_variant(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of `sweep.py`."""
+    rows, found = [*files.read_rows(args.out).values()], {}
+    for variant in args.variants:
+        head = str(training_of(args, variant, "export").out)
+        found[variant] = [row for row in rows if row["drafter"] == head]
+    return found
+
+
+def draw(args: argparse.Namespace, console: rich_console.Console) -> None:
+    """Draws what is kept by position, a curve for each variant."""
+    rows = [
+        row | {"drafter": variant}
+        for variant, own in rows_by_variant(args).items()
+        for row in own
+    ]
+    for temperature in args.temperature:
+        folder = args.figures / f"temperature_{temperature:g}"
+        plot.check_folder(folder)
+        own = [row for row in rows if row["temperature"] == temperature]
+        _, line = plot.draw_rows("sweep_positions", own, folder)
+        console.print(line, soft_wrap=True)
+
+
+def in_short(
+    args: argparse.Namespace, trained: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns a row for each variant and temperature, of training and evaluation."""
+    rows, short = rows_by_variant(args), []
+    for of_variant in trained:
+        own = rows[of_variant["variant"]]
+        facts = {name: own[0].get(name) for name in (*EVALUATED, *records.provenance())}
+        for total in sweep_cells.totals(own):
+            found = {name: total.get(name, fact) for name, fact in facts.items()}
+            short.append({"kind": "ablation", **of_variant, **found})
+    return short
+
+
+COLUMNS = {
     "variant": "",
+    "temperature": "g",
     "held-out loss": ("held_out_loss", ".4f"),
-    "accepted length": ("held_out_accepted_length", ".3f"),
+    "accepted length there": ("held_out_accepted_length", ".3f"),
+    "evaluated": ("mean_accepted_length", ".3f"),
 }
-"""Columns of the table of what training measured."""
+"""Of the table, for `tables.print_rows`."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -144,9 +196,16 @@ def run(args: argparse.Namespace) -> int:
         plot.check_folder(args.figures)
     for variant in args.variants:
         train_drafter.families.check_flags(training_of(args, variant, "train"))
-    rows = [train(args, variant) for variant in args.variants]
-    tables.print_rows(rows, TRAINED, terminal.console())
-    return evaluate(args)
+    trained = [train(args, variant) for variant in args.variants]
+    status = evaluate(args)
+    rows = in_short(args, trained)
+    with records.open_rows(args.work / "ablations.jsonl", allow_dirty=True) as out:
+        out.write_all(rows)
+    console = terminal.console()
+    tables.print_rows(rows, COLUMNS, console)
+    if args.figures is not None:
+        draw(args, console)
+    return status
 
 
 main = cli.script(

@@ -1,12 +1,13 @@
-"""Which temperatures make a drafter's scores and confidences chances?
+"""What makes a drafter's scores and confidences chances?
 
 Decodes each prompt with the target alone, greedily and by each --temperature, runs the
 draft model over the text, and fits tau to the tokens that the target wrote; where it
 drew them the draft's weights include the noise of that draw, as in a search for a
 tree. Prints one row a temperature, with the shares of tokens among the draft's first 1,
-2, 4 and 8 children. With --gamma it runs rounds, too, and fits a temperature for the
-confidence of each draft, so that their products are the chances a prefix is kept.
-Half of the prompts fit; nats, errors of calibration and ROC-AUC are of the other half.
+2, 4 and 8 children. With --gamma it runs rounds, too, and fits a temperature and a
+shift for the confidence of each draft, so that their products are the chances a prefix
+is kept. Half of the prompts fit; nats, errors of calibration and ROC-AUC are of the
+other half.
 Exit status: 0 fitted, 1 the input was unusable.
 """
 

@@ -93,7 +93,7 @@ def words_of(args: argparse.Namespace, parts: pathlib.Path) -> dict[str, Any]:
         "results": records.RESULTS,
         "data": args.data,
         "llama": args.llama_bin,
-        "first": parts / "0.jsonl",
+        "before": parts / "before.jsonl",
         "scratch": parts / "scratch",
     }
 
@@ -121,6 +121,8 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
                 return status
             if step.keep and not is_recorded:
                 rows += files.read_rows(path).values()
+                with words["before"].open("ab") as before:
+                    before.write(path.read_bytes())
         if step.keep:
             with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
                 out.write_all(row for row in rows if row["kind"] == step.keep)

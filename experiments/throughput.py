@@ -1,8 +1,10 @@
 """How many tokens a second do batches give, with and without speculation?
 
 Decodes the same prompts one by one, and then in batches of several sizes, without
-drafts (gamma 0) and speculatively, in turn in one process. Every text is compared with
-that of its prompt alone. Times are from the first prefill to the last token.
+drafts (gamma 0), with each gamma and by a schedule of what is verified, in turn in one
+process. Every text is compared with that of its prompt alone. Times are from the first
+prefill to the last token. Programs are of the largest gamma, in which a smaller one is
+data; a schedule goes with the largest.
 
 Exit status: 0 all texts equal; 2 some differ; 1 the input was unusable.
 """
@@ -76,7 +78,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_models(parser.add_argument_group("models"))
     group = parser.add_argument_group("runs")
     cli.add(group, "--batch N,N,...=1,2,4,8,16  sequences at once")
-    flags.add_rounds(group)
+    flags.add_rounds(group, gammas="4")
     flags.add_tree(group)
     flags.add_drafter(group)
     flags.add_rule(group)
@@ -90,7 +92,24 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
     flags.check_tree(parser, args, "gamma_policy", "schedule")
+    if args.tree is not None and len(args.gamma) > 1:
+        parser.error("--tree has drafts of its own number: leave the list --gamma out")
     return args
+
+
+def ways_of(
+    args: argparse.Namespace, settings: runs.Settings, *, num_prompts: int
+) -> list[Way]:
+    """Returns what is run, in order; settings are of the largest gamma."""
+    tree, most = args.tree and str(args.tree), settings.gamma
+    gammas = [most] if tree else [min(gamma, most) for gamma in args.gamma]
+    ways = [ALONE]
+    for batch in dict.fromkeys(min(each, num_prompts) for each in args.batch):
+        ways.append(Way(batch=batch))
+        ways += [Way(batch=batch, gamma=gamma, tree=tree) for gamma in gammas]
+        if args.schedule:
+            ways.append(Way(batch=batch, gamma=most, scheduled=True))
+    return [*dict.fromkeys(ways)]
 
 
 def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
@@ -163,7 +182,10 @@ def run(args: argparse.Namespace) -> int:
     console = terminal.console()
     with records.open_out(args) as out:
         lm = models.load(
-            args, drafter=args.drafter, gamma_max=args.gamma, confidence=args.confidence
+            args,
+            drafter=args.drafter,
+            gamma_max=max(args.gamma),
+            confidence=args.confidence,
         )
         sampling = flags.sampling_settings(args)
         subject = models.prepare(
@@ -171,15 +193,9 @@ def run(args: argparse.Namespace) -> int:
         )
         ids = subject.ids
         settings = policies.with_policy(args.gamma_policy, lm, subject.settings, ids[0])
-        ways: list[Way] = [ALONE]
-        drafted = {"gamma": settings.gamma, "tree": args.tree and str(args.tree)}
         if max(args.batch) > len(ids):
             console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
-        for batch in dict.fromkeys(min(each, len(ids)) for each in args.batch):
-            ways.append(Way(batch=batch))
-            ways.append(Way(batch=batch, **drafted))
-            if args.schedule:
-                ways.append(Way(batch=batch, scheduled=True, **drafted))
+        ways = ways_of(args, settings, num_prompts=len(ids))
         made = {way: settings_of(args, subject, settings, way) for way in ways}
         models.announce(args, subject, console)
         out.common = (

@@ -7,7 +7,7 @@ Stages, in this order, each resumable after a kill with the same results:
     cache     the target's features of these texts, on disk (for --targets cache)
     train     the drafter, towards the target's distributions, several drafts deep
     export    the newest checkpoint, as a folder in a published format, with a card
-    calibrate of DSpark: temperatures that make the export's confidences chances,
+    calibrate of DSpark: the scaling that makes the export's confidences chances,
               fitted to rounds that it drafts, and stored with it
 
 Everything but the export goes to `--work`. The log there has the held-out agreement of

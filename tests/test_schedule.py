@@ -99,13 +99,16 @@ def test_what_a_drafter_says_wrongly_only_costs_time():
     assert idle.tolist() == [0, 0, 0]
 
 
-def test_temperatures_divide_the_logit_of_each_drafts_own_chance():
-    own, temperatures = np.array([[0.9, 0.6, 0.2]]), np.array([2.0, 1.0, 0.5])
-    logits = np.log(own / (1 - own)) / temperatures
+def test_the_logit_of_each_drafts_own_chance_is_scaled():
+    own = np.array([[0.9, 0.6, 0.2]])
+    temperatures, shifts = np.array([2.0, 1.0, 0.5]), np.array([-0.5, 0.3, 0.0])
+    logits = np.log(own / (1 - own)) / temperatures + shifts
     survival = jnp.asarray(np.cumprod(own, axis=1), jnp.float32)
-    found = confidence.recalibrated(survival, jnp.asarray(temperatures, jnp.float32))
+    scaling = [jnp.asarray(each, jnp.float32) for each in (temperatures, shifts)]
+    found = confidence.recalibrated(survival, *scaling)
     np.testing.assert_allclose(found, np.cumprod(1 / (1 + np.exp(-logits)), 1), 1e-5)
-    ends = confidence.recalibrated(jnp.array([[1.0, 0.0, 0.0]]), jnp.ones(3))
+    ends = jnp.array([[1.0, 0.0, 0.0]])
+    ends = confidence.recalibrated(ends, jnp.ones(3), jnp.zeros(3))
     np.testing.assert_allclose(ends, [[1, 0, 0]], atol=1e-6)
 
 
@@ -146,7 +149,11 @@ def test_the_global_maximum_is_refused_where_it_would_bias(rule):
 
 @pytest.mark.parametrize("bad", [[1.0] * 3, [1.0, 1.0, 1.0, 0.0], [np.nan] * 4])
 def test_temperatures_that_are_none_are_refused(bad):
-    with pytest.raises(ValueError, match="one for each draft"):
-        schedule_lib.Schedule(gamma_max=W).init(STEP_S, temperatures=bad)
+    made = schedule_lib.Schedule(gamma_max=W)
+    with pytest.raises(ValueError, match="temperatures=.*one for each draft"):
+        made.init(STEP_S, temperatures=bad)
+    made.init(STEP_S, shifts=[-1.0, 0.0, 1.0, 2.0])  # Negative control.
+    with pytest.raises(ValueError, match="shifts=.*one for each draft"):
+        made.init(STEP_S, shifts=[0.0, np.inf, 0.0, 0.0])
     with pytest.raises(ValueError, match="gamma_max=0"):
         schedule_lib.Schedule(gamma_max=0)

@@ -1,4 +1,4 @@
-"""Confidences of a drafter: recorded rounds, and the temperatures that they fit."""
+"""Confidences of a drafter: recorded rounds, and the scaling that they fit."""
 
 import dataclasses
 from typing import Any
@@ -14,6 +14,7 @@ COLUMNS = {
     "temperature": "g",
     "draft": "d",
     "of its confidence": ("temperatures", ".2f"),
+    "shift": ("shifts", ".2f"),
     "ECE before": ("ece_before", ".3f"),
     "ECE": ("ece", ".3f"),
     "ROC-AUC before": ("roc_auc_before", ".3f"),
@@ -58,10 +59,11 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
         )
         for half in halves
     )
-    found = calibration.fit_sts(fitted.logits, fitted.num_accepted)
-    before = calibration.report(reported, np.ones_like(found))
+    found = calibration.fit_platt(fitted.logits, fitted.num_accepted)
+    before = calibration.report(reported, calibration.unscaled(lm.gamma_max))
     row = {"kind": profiles.CALIBRATION, "temperature": temperature}
-    row |= {"gamma": lm.gamma_max, "temperatures": found.tolist()}
+    row |= {"gamma": lm.gamma_max}
+    row |= {name: values.tolist() for name, values in vars(found).items()}
     row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
     row |= {f"{name}_before": values for name, values in before.items()}
     return row | calibration.report(reported, found)
@@ -69,7 +71,7 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
 
 def by_draft(row: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of confidences as a line for each draft."""
-    names = ("temperatures", "ece_before", "ece", "roc_auc_before", "roc_auc")
+    names = ("temperatures", "shifts", "ece_before", "ece", "roc_auc_before", "roc_auc")
     return [
         {"temperature": row["temperature"], "draft": draft + 1}
         | {name: row[name][draft] for name in names}

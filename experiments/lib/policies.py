@@ -74,9 +74,7 @@ def scheduled(
     made = schedule.Schedule(
         gamma_max=settings.gamma, stops_early=stops_early, asks=settings.gamma_policy
     )
-    state = made.init(
-        profile.step_s, temperatures=profile.temperatures, asks=settings.policy_state
-    )
+    state = made.init(**vars(profile), asks=settings.policy_state)
     return dataclasses.replace(settings, gamma_policy=made, policy_state=state)
 
 

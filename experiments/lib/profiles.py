@@ -135,7 +135,9 @@ class Profile:
     """What a file says for a run."""
 
     step_s: np.ndarray  # [rows + 1], with what drafting adds
-    temperatures: np.ndarray | None  # [gamma]; None: the file has no calibration
+    # [gamma], of confidences; None: the file has no calibration
+    temperatures: np.ndarray | None
+    shifts: np.ndarray | None
 
 
 def read(
@@ -149,7 +151,8 @@ def read(
 ) -> Profile:
     """Returns the profile of so many slots whose context is nearest.
 
-    And the temperatures of confidences, where the file has rows of these too.
+    And how confidences are scaled, where the file has rows of these too; one without
+    shifts has temperatures alone.
 
     Args:
       path: JSON lines of `profile_steps.py`, and maybe of `fit_scores.py --gamma`.
@@ -182,20 +185,22 @@ def read(
         step_s = schedule.times([row["step_s"][0], *row["step_s"]]) + row["draft_s"]
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise ValueError(f"{path}: no times of steps ({error})") from None
-    return Profile(
-        step_s=step_s,
-        temperatures=_temperatures(path, of_run, gamma=gamma, temperature=temperature),
-    )
+    scaling = _scaling(path, of_run, gamma=gamma, temperature=temperature)
+    return Profile(step_s=step_s, **scaling)
 
 
-def _temperatures(path, rows, *, gamma, temperature) -> np.ndarray | None:
-    """The temperatures of a file's calibration, if it has any of the drafter."""
+def _scaling(path, rows, *, gamma, temperature) -> dict[str, np.ndarray | None]:
+    """A file's calibration of the drafter; None of what it does not have."""
     fitted = [row for row in rows if row.get("kind") == CALIBRATION]
     if not fitted:
-        return None
+        return {"temperatures": None, "shifts": None}
     for row in fitted:
         if row["temperature"] == temperature and len(row["temperatures"]) >= gamma:
-            return np.asarray(row["temperatures"][:gamma], np.float32)
+            row = {"shifts": [0.0] * gamma} | row
+            return {
+                name: np.asarray(row[name][:gamma], np.float32)
+                for name in ("temperatures", "shifts")
+            }
     there = [(row["temperature"], len(row["temperatures"])) for row in fitted]
     raise ValueError(
         f"{path}: confidences are calibrated at (temperature, drafts) {there}, and not "

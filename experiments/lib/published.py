@@ -217,7 +217,8 @@ def schedule() -> Lines:
             way = row["way"].split(",")[0]
             found.setdefault(way, {})[row["prompt_source"]] = row
     sets = list(dict.fromkeys(name for cells in found.values() for name in cells))
-    yield "`python experiments/throughput.py --drafter dspark --batch 16`", *sets
+    command = "throughput.py --drafter dspark --batch 16 --gamma 1,2,4,7"
+    yield f"`python experiments/{command}`", *sets
     for way, cells in found.items():
         yield way, *(f"{cells[name]['ratio']:.2f}x" for name in sets)
 
@@ -294,6 +295,29 @@ def evaluation() -> Lines:
         )
 
 
+def ablations() -> Lines:
+    """DSpark's variants, trained for the same steps: what they agree, what is kept."""
+    yield (
+        "`python experiments/ablate_heads.py --prompts 20`",
+        *("steps", "held-out accepted length", "agreement of slots 1, 2, 4, 7"),
+        *("tokens a round, T = 0", "T = 1", "all matched"),
+    )
+    found: dict[str, dict[float, Row]] = {}
+    for row in rows_of("ablations.jsonl", "ablation"):
+        found.setdefault(row["variant"], {})[row["temperature"]] = row
+    for variant, by_temperature in found.items():
+        greedy, drawn = by_temperature[0], by_temperature[1]
+        slots = [greedy[f"held_out_agreement_{slot - 1}"] for slot in (1, 2, 4, 7)]
+        yield (
+            f"`{variant}`",
+            str(greedy["steps"]),
+            f"{greedy['held_out_accepted_length']:.2f}",
+            ", ".join(f"{share:.2f}" for share in slots),
+            *(f"{row['mean_accepted_length']:.2f}" for row in (greedy, drawn)),
+            "yes" if greedy["matched"] and drawn["matched"] else "no",
+        )
+
+
 def regret() -> Lines:
     """Regret of policies of gamma, and adversarial prompts in real rounds."""
     sets = ("easy", "hard", "mixed", "adversarial")
@@ -351,7 +375,8 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
     made.__name__: made
     for made in (
         *(rounds, hugging_face, llama_cpp, llama_cpp_heads, kernels, designs),
-        *(certificates, batches, schedule, trees, heads, evaluation, regret, plans),
+        *(certificates, batches, schedule, trees, heads, evaluation, ablations),
+        *(regret, plans),
     )
 }
 

@@ -25,7 +25,7 @@ class Step:
     Attributes:
       file: below `records.RESULTS`; the name of the step.
       runs: commands, each a script and its flags; {results} in them is
-        `records.RESULTS`, and {first} the rows of the first run.
+        `records.RESULTS`, and {before} a file of the rows of the runs before.
       flag: which names the file; None where the script writes it without being told.
       keep: of several runs whose rows the file holds, the kind that is kept.
       totals: whether the categories of each set of prompts of a sweep become one row.
@@ -235,14 +235,23 @@ def _plans() -> Iterator[Step]:
 
 
 def _schedule() -> Step:
-    """A batch of 16 with what is verified scheduled, beside fixed gammas; plain prompts
-    and mixed ones."""
-    about = "--impl native --drafter dspark --batch 16"
-    runs = [f"profile_steps {about} --gamma 7"]
-    for prompts in ("32", f"{DATA}/spec_bench/question.jsonl:39@0"):
-        command = f"throughput {about} --repeats 5 --prompts {prompts} --gamma"
-        runs += [f"{command} {gamma}" for gamma in GAMMAS[:-1]]
-        runs += [f"{command} {GAMMAS[-1]} --schedule {{first}}"]
+    """A batch of 16 with what is verified scheduled, in turn with fixed gammas; code,
+    and prompts of all kinds."""
+    about = "--impl native --drafter dspark"
+    gammas = ",".join(map(str, GAMMAS))
+    command = f"throughput {about} --batch 16 --repeats 5 --gamma {gammas}"
+    command += " --schedule {before}"
+    about += f" --gamma {GAMMAS[-1]}"
+    sizes = "--batch 16 --contexts 128 --steps 10 --repeats 7"
+    runs = [f"profile_steps {about} {sizes}"]
+    # The shipped calibration is of drawn texts, and these are greedy.
+    of_others = f"--temperature 0 --prompts {DATA}/{_HELD[0]}:100"
+    runs += [f"fit_scores {about} {of_others}"]
+    runs += [
+        f"{command} --prompts {prompts}"
+        # Short ones: prefill, which no gamma changes, is most of a run of long ones.
+        for prompts in ("32", f"{DATA}/mt_bench/question.jsonl:32@0")
+    ]
     return Step(file="schedule.jsonl", runs=tuple(runs), keep="throughput")
 
 

@@ -1,4 +1,4 @@
-"""Calibrates an exported DSpark: temperatures of its confidences, stored with it."""
+"""Calibrates an exported DSpark: the scaling of its confidences, stored with it."""
 
 import argparse
 import dataclasses
@@ -24,7 +24,7 @@ _HEADING = "\n## Calibration\n"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Fits the temperatures of the drafter in `args.out`, and writes them there.
+    """Fits the confidences of the drafter in `args.out`, and writes them there.
 
     Its card and `calibration.jsonl` in `args.work` have what was found.
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     )
     assert isinstance(lm.drafter, block.BlockDrafter)
     # Of logits as the head gives them, whatever an earlier calibration found.
-    head = dataclasses.replace(config, confidence_temperatures=())
+    head = dataclasses.replace(config, confidence_temperatures=(), confidence_shifts=())
     drafter = dataclasses.replace(lm.drafter, head=head)
     sizes = argparse.Namespace(
         raw=args.raw, gen_tokens=args.length - args.prefix, page_size=16
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> None:
     )
     confidences.check_prompts(subject)
     row = confidences.fit(subject, args.temperature, seed=args.seed)
-    block_dialects.write_temperatures(path, target, row["temperatures"])
+    found = {name: row[name] for name in ("temperatures", "shifts")}
+    block_dialects.write_scaling(path, target, **found)
     _add_to_card(args.out / CARD, row)
     row |= {"drafter": args.family, "prompts": len(subject.ids)}
     row |= {"gen_tokens": sizes.gen_tokens, **records.provenance()}
@@ -72,14 +73,15 @@ def _add_to_card(path: pathlib.Path, row: Mapping[str, Any]) -> None:
     """Writes what was found into a card, in the place of an older calibration."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     table = [
-        f"Temperatures of its confidences, fitted to {row['fitted_rounds']:,} rounds "
-        f"at temperature {row['temperature']:g}; errors of calibration (ECE) and "
-        f"ROC-AUC of {row['rounds']:,} others.",
+        "Its confidences are `sigmoid(logit / temperature + shift)` (Platt scaling), "
+        f"fitted to {row['fitted_rounds']:,} rounds at temperature "
+        f"{row['temperature']:g}; errors of calibration (ECE) and ROC-AUC of "
+        f"{row['rounds']:,} others.",
         "",
-        "| draft | temperature | ECE before | ECE | ROC-AUC |",
-        "| --- | --- | --- | --- | --- |",
+        "| draft | temperature | shift | ECE before | ECE | ROC-AUC |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    names = ("temperatures", "ece_before", "ece", "roc_auc")
+    names = ("temperatures", "shifts", "ece_before", "ece", "roc_auc")
     for draft, values in enumerate(zip(*(row[n] for n in names), strict=True), 1):
         shown = ["-" if value is None else f"{value:.3f}" for value in values]
         table.append(f"| {draft} | {' | '.join(shown)} |")

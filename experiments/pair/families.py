@@ -169,7 +169,9 @@ def base(
         setattr(args, name, value)
     if isinstance(config, block_params.BlockConfig):
         # Of a calibration nothing is left once the weights move.
-        config = dataclasses.replace(config, confidence_temperatures=())
+        config = dataclasses.replace(
+            config, confidence_temperatures=(), confidence_shifts=()
+        )
     made = family.config(args, target, config.draft_vocab_size)
     if config != made:
         raise ValueError(

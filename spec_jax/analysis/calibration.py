@@ -1,17 +1,18 @@
-"""Calibration: which temperatures make a drafter's scores and confidences chances.
+"""Calibration: what makes a drafter's scores and confidences chances.
 
 The score of a tree's node is `log_softmax(log_weights / tau)`, with the noise of the
 target's draw among the log weights where it samples. With the tau that gives the
 target's tokens the highest likelihood, scores are as close to chances as one number can
 make them, and the best nodes by score are those most likely to be kept.
 
-The confidence of a chain's draft is `sigmoid(logit / temperature)`, with a temperature
-for each draft, of which `fit_sts` makes the products chances that a prefix is kept.
+The confidence of a chain's draft is `sigmoid(logit / temperature + shift)`, with both
+for each draft, which `fit_platt` finds; their products are the chances that a prefix is
+kept. A temperature alone, as in DSpark's sequential temperature scaling
+(https://arxiv.org/abs/2607.05147), leaves a logit of 0 where it is, and so a bias.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -138,25 +139,36 @@ def _run_rounds(speculator, state, *, max_rounds):
     return jax.lax.scan(step, state, length=max_rounds)[1]
 
 
-GRID = tuple(np.geomspace(0.25, 4.0, 65).tolist())
+TEMPERATURES = tuple(np.geomspace(0.25, 4.0, 65).tolist())
 """Temperatures of confidences that are tried; 1 is one of them."""
 
 BINS = 20
 """Of equal width, of chances, for errors of calibration."""
 
 
-def fit_sts(
-    logits: np.ndarray,
-    num_accepted: np.ndarray,
-    *,
-    grid: Sequence[float] = GRID,
-) -> np.ndarray:
-    """Returns a temperature for the confidence of each draft, `[W]` float32.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """What makes confidences chances: `sigmoid(logit / temperature + shift)`."""
 
-    Sequential temperature scaling (DSpark, https://arxiv.org/abs/2607.05147): draft by
-    draft, that of the grid with which the product of all chances so far, sigmoids of
-    `logits / temperature`, has the least error of calibration; those before it stay as
-    they were found. Of equal ones the one nearest to 1.
+    temperatures: np.ndarray  # [W] float32, above 0
+    shifts: np.ndarray  # [W] float32
+
+
+def unscaled(width: int) -> Scaling:
+    """Returns the scaling that changes nothing, of so many drafts."""
+    return Scaling(
+        temperatures=np.ones(width, np.float32), shifts=np.zeros(width, np.float32)
+    )
+
+
+def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
+    """Returns the temperature and the shift of the confidence of each draft.
+
+    Those of highest likelihood over the rounds that kept all drafts before, which is
+    that of all counts together (Platt, Probabilistic Outputs for Support Vector
+    Machines, 1999; with his targets, a round of each kind more, no chance becomes 0 or
+    1). Temperatures are above 0: no ranking within a draft changes. A draft that no
+    round reached keeps its confidence.
 
     Args:
       logits: `[n, W]`, of each draft's chance, if those before it are kept.
@@ -181,19 +193,44 @@ def fit_sts(
             f"num_accepted is {num_accepted.min()} .. {num_accepted.max()}, and "
             f"{width} drafts can be kept"
         )
-    by_nearness = sorted(grid, key=lambda temperature: abs(np.log(temperature)))
-    before, found = np.ones(len(logits)), []
+    found = []
     for draft in range(width):
-        products = [
-            before / (1 + np.exp(-logits[:, draft] / temperature))
-            for temperature in by_nearness
-        ]
-        is_kept = num_accepted > draft
-        errors = [calibration_error(chances, is_kept) for chances in products]
-        best = int(np.argmin(errors))
-        before = products[best]
-        found.append(by_nearness[best])
-    return np.array(found, np.float32)
+        reached = num_accepted >= draft
+        found.append(_platt(logits[reached, draft], num_accepted[reached] > draft))
+    temperatures, shifts = np.array(found, np.float32).T
+    return Scaling(temperatures=temperatures, shifts=shifts)
+
+
+def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
+    """The temperature and the shift of one draft, of the rounds that reached it."""
+    num_kept, count = int(is_kept.sum()), len(logits)
+    if not count:
+        return 1.0, 0.0
+    kept, lost = (num_kept + 1) / (num_kept + 2), 1 / (count - num_kept + 2)
+    targets = np.where(is_kept, kept, lost)
+    best, highest = (1.0, 0.0), -np.inf
+    # Of equal ones the temperature nearest to 1.
+    for temperature in sorted(TEMPERATURES, key=lambda each: abs(np.log(each))):
+        scaled = logits / temperature
+        shift = _shift(scaled, float(targets.mean()))
+        shifted = scaled + shift
+        likelihood = np.sum(targets * shifted - np.logaddexp(0, shifted))
+        if likelihood > highest:
+            best, highest = (temperature, shift), likelihood
+    return best
+
+
+def _shift(logits: np.ndarray, mean: float) -> float:
+    """The shift of highest likelihood: with it chances have this mean."""
+    middle = np.log(mean) - np.log1p(-mean)
+    low, high = middle - logits.max(), middle - logits.min()
+    for _ in range(40):
+        shift = (low + high) / 2
+        if np.mean(1 / (1 + np.exp(-logits - shift))) < mean:
+            low = shift
+        else:
+            high = shift
+    return (low + high) / 2
 
 
 def reliability(
@@ -233,20 +270,22 @@ def roc_auc(scores: np.ndarray, is_kept: np.ndarray) -> float | None:
     return float(np.sum(kept * (below + lost / 2)) / pairs)
 
 
-def report(rounds: Rounds, temperatures: np.ndarray) -> dict[str, Any]:
-    """Returns how well confidences with these temperatures are calibrated.
+def report(rounds: Rounds, scaling: Scaling) -> dict[str, Any]:
+    """Returns how well confidences that are scaled so are calibrated.
 
     By draft, over all rounds, the error of the chance that the prefix is kept
     (`ece`); over the rounds that kept all before it, how well its own confidence tells
-    apart what is kept (`roc_auc`), which no temperature changes; and of all drafts
-    together the bins of `reliability`.
+    apart what is kept (`roc_auc`), which no scaling changes; and of all drafts together
+    the bins of `reliability`.
 
     Raises:
       ValueError: no round.
     """
     if not len(rounds.logits):
         raise ValueError("no round verified all drafts: record longer texts")
-    own = 1 / (1 + np.exp(-rounds.logits.astype(np.float64) / temperatures))
+    logits = rounds.logits.astype(np.float64)
+    logits = logits / scaling.temperatures + scaling.shifts
+    own = 1 / (1 + np.exp(-logits))
     chances, drafts = np.cumprod(own, axis=1), np.arange(own.shape[1])
     is_kept = rounds.num_accepted[:, None] > drafts
     reached = rounds.num_accepted[:, None] >= drafts

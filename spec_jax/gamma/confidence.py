@@ -51,9 +51,12 @@ def logits_of(survival: Float32[Array, "*rows W"]) -> Float32[Array, "*rows W"]:
 
 @typed
 def recalibrated(
-    survival: Float32[Array, "*rows W"], temperatures: Float32[Array, " W"]
+    survival: Float32[Array, "*rows W"],
+    temperatures: Float32[Array, " W"],
+    shifts: Float32[Array, " W"],
 ) -> Float32[Array, "*rows W"]:
-    """Returns the survival with each draft's logit divided by its temperature."""
-    divisors = temperatures.reshape((1,) * (survival.ndim - 1) + (-1,))
-    chances = jax.nn.sigmoid(logits_of(survival) / divisors)
-    return jnp.cumprod(chances, axis=-1)
+    """Returns the survival with each draft's logit divided by its temperature, and its
+    shift added."""
+    one = (1,) * (survival.ndim - 1) + (-1,)
+    logits = logits_of(survival) / temperatures.reshape(one) + shifts.reshape(one)
+    return jnp.cumprod(jax.nn.sigmoid(logits), axis=-1)

@@ -116,7 +116,8 @@ class ScheduleState(pytree.Node):
     """The state of `Schedule`, of which no round changes but what `asks` is."""
 
     step_s: jax.Array  # [rows + 1] float32
-    temperatures: jax.Array | None  # [gamma_max] float32; None: survival as it is
+    # Temperatures and shifts, [gamma_max] float32; None: survival as it is.
+    scaling: tuple[jax.Array, jax.Array] | None
     asks: policy_lib.State  # of the policy that says how much is drafted
 
 
@@ -161,6 +162,7 @@ class Schedule:
         step_s: np.ndarray,
         *,
         temperatures: np.ndarray | None = None,
+        shifts: np.ndarray | None = None,
         asks: policy_lib.State = None,
     ) -> ScheduleState:
         """Returns the state.
@@ -168,29 +170,39 @@ class Schedule:
         Args:
           step_s: measured seconds of a step by its rows, `[rows + 1]`, up to
             `num_slots * (gamma_max + 1)` rows; what drafting takes may be in them.
-          temperatures: of each draft's confidence, `analysis.calibration.fit_sts`;
-            None: the drafter's survival is calibrated.
+          temperatures, shifts: of each draft's confidence, from
+            `analysis.calibration.fit_platt`; without shifts they are 0; without either
+            the drafter's survival is calibrated.
           asks: the first state of the policy `asks`.
 
         Raises:
-          ValueError: as `times`; temperatures that are not one above 0 for each draft;
-            or a policy without its state.
+          ValueError: as `times`; temperatures that are not one above 0 for each draft,
+            or shifts that are not one for each; or a policy without its state.
         """
         if (self.asks is None) != (asks is None):
             raise ValueError("the policy `asks` and its first state go together")
-        state = ScheduleState(
-            step_s=jnp.array(times(step_s)), temperatures=None, asks=asks
-        )
-        if temperatures is None:
-            return state
-        found = np.asarray(temperatures, np.float32)
-        is_fine = found.shape == (self.gamma_max,) and np.isfinite(found).all()
-        if not is_fine or (found <= 0).any():
-            raise ValueError(
-                f"temperatures={found} of gamma_max={self.gamma_max}: give one for "
-                "each draft, finite and above 0"
+        made = ScheduleState(step_s=jnp.array(times(step_s)), scaling=None, asks=asks)
+        if temperatures is None and shifts is None:
+            return made
+        return made.replace(
+            scaling=(
+                self._of_each("temperatures", temperatures, neutral=1.0),
+                self._of_each("shifts", shifts, neutral=0.0),
             )
-        return state.replace(temperatures=jnp.array(found))
+        )
+
+    def _of_each(self, name: str, given: np.ndarray | None, *, neutral: float):
+        """The numbers of all drafts, checked."""
+        if given is None:
+            return jnp.full(self.gamma_max, neutral, jnp.float32)
+        found = np.asarray(given, np.float32)
+        is_fine = found.shape == (self.gamma_max,) and np.isfinite(found).all()
+        if not is_fine or (name == "temperatures" and (found <= 0).any()):
+            raise ValueError(
+                f"{name}={found} of gamma_max={self.gamma_max}: give one for each "
+                "draft, finite, and temperatures above 0"
+            )
+        return jnp.array(found)
 
     def check(self, state: ScheduleState, *, num_slots: int, rule: str) -> None:
         """Raises `ValueError` unless so many slots can be scheduled under the rule."""
@@ -236,9 +248,9 @@ class Schedule:
           state: of all slots, leaves `[B, ..]`, which are all alike.
         """
         survival = survival[:, : self.gamma_max]
-        if state.temperatures is not None:
-            width = survival.shape[1]
-            survival = confidence.recalibrated(survival, state.temperatures[0, :width])
+        if state.scaling is not None:
+            own = (each[0, : survival.shape[1]] for each in state.scaling)
+            survival = confidence.recalibrated(survival, *own)
         return schedule(
             survival,
             num_drafted,

@@ -44,10 +44,12 @@ SLOTS: Mapping[str, block_params.Slots] = {
 """What slots predict where no flag says it; speculators' files have one."""
 
 _ANCHOR_FLAGS = ("sample_from_anchor", "query_zero_predicts_next")
-_TEMPERATURES = "confidence_temperatures"
+_SCALINGS = ("confidence_temperatures", "confidence_shifts")
+"""Lists of numbers, of each draft; fields of a `BlockConfig`."""
+
 _OWN = (
     *_ANCHOR_FLAGS,
-    _TEMPERATURES,
+    *_SCALINGS,
     "block_size",
     "confidence_head_with_markov",
     "enable_confidence_head",
@@ -100,20 +102,25 @@ def read_config(
     return head_dialects.read_config(path, target, _from_dict, dtype=dtype)
 
 
-def write_temperatures(
-    path: pathlib.Path, target: config_lib.ModelConfig, temperatures: Sequence[float]
+def write_scaling(
+    path: pathlib.Path,
+    target: config_lib.ModelConfig,
+    *,
+    temperatures: Sequence[float] = (),
+    shifts: Sequence[float] = (),
 ) -> None:
-    """Writes temperatures of confidences into a drafter's `config.json`, or none.
+    """Writes how confidences are scaled into a drafter's `config.json`, or nothing.
 
     Raises:
       CheckpointError: as `read_config`, of a file with these numbers, which must be one
-        above 0 for each draft of a block; it is as it was then.
+        for each draft of a block; it is as it was then.
     """
     raw = head_dialects.read_object(path)
-    for place in (raw, raw.get("dflash_config", {})):
-        place.pop(_TEMPERATURES, None)
-    if temperatures:
-        raw[_TEMPERATURES] = [float(value) for value in temperatures]
+    for key, values in zip(_SCALINGS, (temperatures, shifts), strict=True):
+        for place in (raw, raw.get("dflash_config", {})):
+            place.pop(key, None)
+        if values:
+            raw[key] = [float(value) for value in values]
     whole = path.with_name(f".{path.name}.part")
     try:
         whole.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
@@ -211,9 +218,6 @@ def _from_dict(
     head, rank = _head(said)
     has_confidence = _has_confidence(said)
     with_markov = _flag(said, "confidence_head_with_markov", default=rank > 0)
-    scales = said.get(_TEMPERATURES, [])
-    if not isinstance(scales, list) or not all(type(t) in (int, float) for t in scales):
-        raise ValueError(f"{_TEMPERATURES}={reprlib.repr(scales)} must be numbers")
     config = block_params.BlockConfig(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
@@ -225,7 +229,7 @@ def _from_dict(
         markov_rank=rank,
         has_confidence=has_confidence,
         confidence_with_markov=has_confidence and with_markov,
-        confidence_temperatures=tuple(float(t) for t in scales),
+        **{key: _numbers(said, key) for key in _SCALINGS},
     )
     check_config(config, dialect)
     return dialect, config
@@ -242,6 +246,13 @@ def _flag(said: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
     if type(value) is not bool:
         raise ValueError(f"{key}={reprlib.repr(value)} must be true or false")
     return value
+
+
+def _numbers(said: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    values = said.get(key, [])
+    if not isinstance(values, list) or not all(type(x) in (int, float) for x in values):
+        raise ValueError(f"{key}={reprlib.repr(values)} must be numbers")
+    return tuple(float(value) for value in values)
 
 
 def _head(said: Mapping[str, Any]) -> tuple[block_params.Head, int]:
@@ -322,9 +333,9 @@ def to_dict(config: block_params.BlockConfig, dialect: Dialect) -> dict[str, Any
     layer = config_lib.to_dict(config.layer)
     layer["layer_types"] = ["full_attention"] * config.layer.num_layers
     is_first = config.slots == "anchor-first"
-    scales = list(config.confidence_temperatures)
     own: dict[str, Any] = {"block_size": config.block_size}
-    own |= {_TEMPERATURES: scales} if scales else {}
+    scalings = {key: list(getattr(config, key)) for key in _SCALINGS}
+    own |= {key: values for key, values in scalings.items() if values}
     inner: dict[str, Any] = {"mask_token_id": config.mask_token_id}
     heads = {
         "markov_rank": config.markov_rank,

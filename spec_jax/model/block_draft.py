@@ -432,9 +432,13 @@ def survival(
     """Returns the chance that each draft is kept, of logits of confidences.
 
     That of draft `i` is known before its token is drawn. Calibrated, where the config
-    has temperatures.
+    has temperatures and shifts.
     """
     count = confidence.shape[-1]
-    scale = jnp.asarray(config.confidence_temperatures[:count] or 1.0, jnp.float32)
-    scale = jnp.broadcast_to(scale, confidence.shape)
-    return jnp.cumprod(jax.nn.sigmoid(confidence / scale), axis=-1)
+    scales = config.confidence_temperatures[:count] or 1.0
+    shifts = config.confidence_shifts[:count] or 0.0
+    scale, shift = (
+        jnp.broadcast_to(jnp.asarray(each, jnp.float32), confidence.shape)
+        for each in (scales, shifts)
+    )
+    return jnp.cumprod(jax.nn.sigmoid(confidence / scale + shift), axis=-1)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax import pytree
 from spec_jax.model import (
@@ -52,8 +53,10 @@ class BlockConfig:
     markov_rank: int = 0  # r, of a head
     has_confidence: bool = False
     confidence_with_markov: bool = False  # it reads the token before, too
-    # By which the logits of confidences are divided, slot by slot; empty: by 1.
+    # By which the logits of confidences are divided, slot by slot, and what is added
+    # then; empty: 1 and 0.
     confidence_temperatures: tuple[float, ...] = ()
+    confidence_shifts: tuple[float, ...] = ()
 
     @property
     def hidden_size(self) -> int:
@@ -123,6 +126,12 @@ class BlockConfig:
             raise ValueError(
                 f"confidence_temperatures={scales} must be {self.num_drafts} numbers "
                 "above 0, one for each draft of a block"
+            )
+        shifts = self.confidence_shifts
+        if shifts and (len(shifts) != self.num_drafts or not np.isfinite(shifts).all()):
+            raise ValueError(
+                f"confidence_shifts={shifts} must be {self.num_drafts} finite numbers, "
+                "one for each draft of a block"
             )
         return self
 

@@ -21,7 +21,10 @@ ASKS = (decoding.MIXED[1], decoding.MIXED[2], *decoding.MIXED[5:])
 # Each row costs as much as half a step: only what is likely is worth one.
 STEP_S = 1 + np.arange(4 * (decoding.GAMMA_MAX + 1) + 1) / 2
 IMPL = decoding.SMALL.target.impl
-TEMPERATURES = np.linspace(0.5, 2, decoding.GAMMA_MAX)
+SCALING = {
+    "temperatures": np.linspace(0.5, 2, decoding.GAMMA_MAX),
+    "shifts": np.linspace(-1, 0.5, decoding.GAMMA_MAX),
+}
 
 
 def make(
@@ -47,7 +50,7 @@ def make(
         num_slots=num_slots,
         rule=rule,
         gamma_policy=made,
-        policy_state=made.init(step_s, temperatures=TEMPERATURES, asks=first),
+        policy_state=made.init(step_s, asks=first, **SCALING),
     )
 
 

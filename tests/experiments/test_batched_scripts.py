@@ -34,10 +34,10 @@ def test_a_batch_of_any_drafter(folders, tmp_path, more):
 
 def test_throughput(folders, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    more = ("--batch", "1,2", "--repeats", "2", "--out", str(out))
+    more = ("--batch", "1,2", "--gamma", "1,2", "--repeats", "2", "--out", str(out))
     assert throughput.main(command(folders, *more)) == throughput.MATCHED
     rows = rows_of(out)
-    ways = [*((None, 0), (1, 0), (1, 2)), *((2, 0), (2, 2))]
+    ways = [(None, 0), *((batch, gamma) for batch in (1, 2) for gamma in (0, 1, 2))]
     assert [(row["batch"], row["gamma"]) for row in rows] == 3 * ways
     of_runs, rows = rows[: 2 * len(ways)], rows[2 * len(ways) :]
     assert [row["repeat"] for row in of_runs] == [0] * len(ways) + [1] * len(ways)
@@ -68,6 +68,9 @@ def test_trees_that_cannot_run(folders, capsys):
     """What else cannot is refused where `spec_round.py` refuses it."""
     more = ("--tree", "2-1", "--gamma-policy", "goodput")
     words = ("--gamma-policy", "chains")
+    assert_fails_with(throughput.main, capsys, command(folders, *more), *words)
+    more = ("--tree", "2-1", "--gamma", "1,2")
+    words = ("--tree", "list --gamma")
     assert_fails_with(throughput.main, capsys, command(folders, *more), *words)
 
 

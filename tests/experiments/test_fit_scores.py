@@ -1,5 +1,7 @@
 """The tau that makes scores chances: fitted to tokens whose law is known."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,34 +55,58 @@ def test_nothing_to_fit_is_refused(sums, count):
         calibration.fit(np.array(sums), np.array([0.5, 2.0]), num_tokens=count)
 
 
-TRUE = np.array([3.0, 1.5, 0.6])
-"""By which the logits of each draft are too large."""
+TRUE = calibration.Scaling(
+    temperatures=np.array([3.0, 1.5, 0.6]), shifts=np.array([-0.7, 0.0, 0.4])
+)
+"""What makes the logits of each draft those of chances."""
 
 
 def judged(rng, *, size=12_000):
     """Rounds whose drafts are kept with chances that their logits exaggerate."""
-    logits = rng.normal(0.8, 1.2, size=(size, len(TRUE)))
+    logits = rng.normal(0.8, 1.2, size=(size, len(TRUE.shifts)))
     is_kept = rng.random(logits.shape) < 1 / (1 + np.exp(-logits))
     accepted = np.sum(np.cumprod(is_kept, axis=1), axis=1)
-    return calibration.Rounds(logits=logits * TRUE, num_accepted=accepted)
+    logits = (logits - TRUE.shifts) * TRUE.temperatures
+    return calibration.Rounds(logits=logits, num_accepted=accepted)
 
 
-def test_the_temperatures_of_confidences_are_found(rng):
+def test_the_scaling_of_confidences_is_found(rng):
     """On one half; on the other errors fall by far, and no ranking changes.
 
-    Negative control: the temperatures of other drafts make them worse.
+    Negative controls: the scaling of other drafts makes them worse, and so does a
+    temperature, or a shift, alone.
     """
-    found = calibration.fit_sts(*vars(judged(rng)).values())
-    np.testing.assert_allclose(found, TRUE, rtol=0.2)
-    other = judged(rng)
-    before = calibration.report(other, np.ones(3))
+    found = calibration.fit_platt(*vars(judged(rng)).values())
+    np.testing.assert_allclose(found.temperatures, TRUE.temperatures, rtol=0.1)
+    np.testing.assert_allclose(found.shifts, TRUE.shifts, atol=0.1)
+    other, none = judged(rng), calibration.unscaled(3)
+    before = calibration.report(other, none)
     after = calibration.report(other, found)
-    assert sum(after["ece"]) < 0.3 * sum(before["ece"]) and max(after["ece"]) < 0.02
+    assert sum(after["ece"]) < 0.15 * sum(before["ece"]) and max(after["ece"]) < 0.02
     assert after["roc_auc"] == before["roc_auc"] and min(after["roc_auc"]) > 0.7
-    wrong = calibration.report(other, found[::-1])
-    assert sum(wrong["ece"]) > 5 * sum(after["ece"])
-    assert wrong["roc_auc"] == before["roc_auc"]
     assert sum(after["bin_rounds"]) == other.logits.size
+    for wrong in (
+        calibration.Scaling(**{name: x[::-1] for name, x in vars(found).items()}),
+        dataclasses.replace(found, shifts=none.shifts),
+        dataclasses.replace(found, temperatures=none.temperatures),
+    ):
+        made = calibration.report(other, wrong)
+        assert sum(made["ece"]) > 5 * sum(after["ece"])
+        assert made["roc_auc"] == before["roc_auc"]
+
+
+def test_a_scaling_of_few_rounds_is_finite(rng):
+    """Fails if chances become 0 or 1 where all drafts were kept or none, or a draft
+    that no round reached is scaled."""
+    all_kept = calibration.fit_platt(rng.normal(size=(5, 1)), np.full(5, 1))
+    assert 0 < all_kept.shifts[0] < 5 and np.isfinite(all_kept.temperatures).all()
+    none = calibration.fit_platt(rng.normal(size=(5, 2)), np.zeros(5))
+    assert -5 < none.shifts[0] < 0
+    assert (none.temperatures[1], none.shifts[1]) == (1, 0)
+    # Confidences that say nothing have the mean of all, whatever their logits.
+    same = calibration.fit_platt(np.full((99, 1), 3.0), np.repeat([0, 1], [66, 33]))
+    chance = 1 / (1 + np.exp(-3.0 / same.temperatures - same.shifts))
+    np.testing.assert_allclose(chance, 1 / 3, atol=0.01)
 
 
 def test_errors_of_calibration_and_rankings_by_hand(rng):
@@ -107,7 +133,7 @@ def test_errors_of_calibration_and_rankings_by_hand(rng):
 )
 def test_rounds_that_cannot_be_fitted_are_refused(logits, accepted, reason):
     with pytest.raises(ValueError, match=reason):
-        calibration.fit_sts(logits, accepted)
+        calibration.fit_platt(logits, accepted)
 
 
 def test_the_script_fits_each_temperature(folders, tmp_path, capsys):
@@ -131,7 +157,7 @@ def test_the_script_calibrates_confidences(folders, tmp_path, capsys):
     assert fit_scores.main([*sizes, "--out", str(out)]) == 0
     (row,) = rows_of(out, "confidences")
     assert row["temperature"] == 0 and row["drafter"] == "draft-model"
-    for name in ("temperatures", "ece", "ece_before", "roc_auc"):
+    for name in ("temperatures", "shifts", "ece", "ece_before", "roc_auc"):
         assert len(row[name]) == row["gamma"] == 2
     # Of six tokens a round each, but for the last that have no room for drafts.
     assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6

@@ -56,7 +56,7 @@ def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
     """Sampled, in a batch; calibrated by a row of the same file."""
     profile, out = tmp_path / "both.jsonl", tmp_path / "out.jsonl"
     row = rows_of(measured[0])[0] | {"kind": profiles.CALIBRATION}
-    row |= {"temperature": 0.7, "temperatures": [0.5, 2.0]}
+    row |= {"temperature": 0.7, "temperatures": [0.5, 2.0], "shifts": [-0.5, 1.0]}
     profile.write_text(measured[0].read_text() + json.dumps(row) + "\n")
     more = ("--temperature", "0.7", "--gamma-policy", "threshold", "--out", str(out))
     assert spec_round.main(command(folders, profile, *more)) == 0
@@ -68,14 +68,16 @@ def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
     assert_fails_with(spec_round.main, capsys, greedy, words)
 
 
-def test_throughput_compares_with_the_fixed_gamma(folders, measured, tmp_path):
+def test_throughput_compares_with_fixed_gammas(folders, measured, tmp_path):
+    """Fails if the schedule is of any but the largest, or a gamma is not that."""
     out = tmp_path / "out.jsonl"
-    more = ("--repeats", "1", "--out", str(out))
+    more = ("--repeats", "1", "--gamma", "1,2", "--out", str(out))
     assert throughput.main(command(folders, measured[0], *more)) == throughput.MATCHED
     rows = rows_of(out, "throughput")
     assert rows[-1]["way"] == "gamma 2 scheduled, batch 2" and rows[-1]["scheduled"]
     assert all(row["prompts_equal"] == 3 for row in rows)
-    assert [row["gamma"] for row in rows] == [0, 0, 2, 2]
+    assert [row["gamma"] for row in rows] == [0, 0, 1, 2, 2]
+    assert [row["way"] for row in rows if row.get("scheduled")] == [rows[-1]["way"]]
 
 
 def changed(path, out, **changes):

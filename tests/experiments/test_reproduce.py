@@ -217,6 +217,26 @@ def test_a_sweep_goes_on_with_rows_of_its_commit_alone(place, monkeypatch):
     assert seen == ["", "", '{"commit": "1"}\n']
 
 
+def test_runs_read_the_rows_of_those_before(place, monkeypatch):
+    """Fails if a run does not find them, or finds its own."""
+    _, folder = place
+    runs, found = ("first", "second", "third --of {before}", "fourth {before}"), []
+    step = reproduction.Step(file="all.jsonl", runs=runs, keep="summary")
+    monkeypatch.setattr(reproduction, "steps", lambda: iter([step]))
+    real = reproduce.call
+
+    def call(script, arguments):
+        paths = [pathlib.Path(each) for each in arguments if "before" in each]
+        found.append([row["by"] for path in paths for row in rows_of(path)])
+        return real(script, arguments)
+
+    monkeypatch.setattr(reproduce, "call", call)
+    assert reproduce.main([]) == 0
+    two = ["first", "first", "second", "second"]
+    assert found == [[], [], two, [*two, "third", "third"]]
+    assert [row["kind"] for row in rows_of(folder / "all.jsonl")] == ["summary"] * 4
+
+
 def test_published_rows_are_short(tmp_path):
     """They keep the bits of float32, no more digits, and no folder of the machine."""
     path, third = tmp_path / "rows.jsonl", 0.1 + 1 / 3

@@ -285,7 +285,9 @@ def calibrated(target, work, out, lm) -> str:
     assert row["roc_auc"] == row["roc_auc_before"]
     found = sj.load(target, drafter=str(out), impl="xla").drafter.head
     assert found.confidence_temperatures == tuple(row["temperatures"])
-    assert dataclasses.replace(found, confidence_temperatures=()) == lm.drafter.head
+    assert found.confidence_shifts == tuple(row["shifts"])
+    none = {"confidence_temperatures": (), "confidence_shifts": ()}
+    assert dataclasses.replace(found, **none) == lm.drafter.head
     return "ECE before"
 
 
@@ -339,6 +341,7 @@ OF_ALL = [
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
     """By one command, which runs nothing again; of other weights there are no rows."""
+    figures = pytest.importorskip("experiments.lib.figures")
     out, head = tmp_path / "rows.jsonl", tmp_path / "none/head"
     flags = ["--work", str(tmp_path), "--out", str(out), "--variants", "none"]
     flags += ["--prompts", "2", "--gen-tokens", "8", "--temperature", "0,1"]
@@ -346,8 +349,12 @@ def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
     assert ablate_heads.main(flags) == 1
     assert "texts.npz: no such file" in capsys.readouterr().err
     (tmp_path / "texts.npz").write_bytes((work / "texts.npz").read_bytes())
+    drawn = tmp_path / "figures"
     for missing in (2, 0):
-        assert ablate_heads.main(flags) == 0
+        assert ablate_heads.main(["--figures", str(drawn), *flags]) == 0
+        for temperature in (0, 1):
+            figure = drawn / f"temperature_{temperature}" / "sweep_positions.svg"
+            assert figures.read_source(figure)
         said = capsys.readouterr().out
         assert f"2 cells, {2 - missing} of them in" in said
         assert "by position" in said and "held-out" in said
@@ -356,6 +363,13 @@ def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
     for row in rows:
         assert row["drafter"] == str(head) and row["matched"] and row["gamma"] == 3
         assert len(row["conditional_acceptance"]) == 3
+    short = [json.loads(line) for line in (tmp_path / "ablations.jsonl").open()]
+    assert len(short) == 2 and str(tmp_path) not in str(short)
+    for row, whole in zip(short, rows, strict=True):
+        assert (row["kind"], row["variant"], row["steps"]) == ("ablation", "none", 2)
+        assert row["tokens_seen"] > 0 and row["held_out_accepted_length"] >= 1
+        same = ("temperature", "mean_accepted_length", "git_commit", "jax_version")
+        assert [row[name] for name in same] == [whole[name] for name in same]
     assert not sj.load(target, drafter=str(head), impl="xla").drafter.head.markov_rank
     (tmp_path / "texts.npz").write_bytes(b"others")
     assert ablate_heads.main(flags) == 1

@@ -42,6 +42,7 @@ CASES = {
             draft_vocab_size=32,
             slots="fill-in",
             confidence_temperatures=(0.5, 1.0, 2.0),
+            confidence_shifts=(0.0, -1.5, 0.5),
         ),
     ),
     "speculators dflash": ("speculators", DFLASH),

@@ -103,8 +103,9 @@ def draft(head: Head, features, anchor: int, drawn=None):
             read = np.concatenate([h[k], e]) if with_markov else h[k]
             w = head["confidence_head.proj"][0]
             scale = head.config.get("confidence_temperatures", [1.0] * len(h))
+            shift = head.config.get("confidence_shifts", [0.0] * len(h))
             logit = w @ read + head.tensors["confidence_head.proj.bias"][0]
-            survival *= sigmoid(logit / scale[len(tokens)])
+            survival *= sigmoid(logit / scale[len(tokens)] + shift[len(tokens)])
         logits.append(U[k] + bias)
         choice = int(np.argmax(logits[-1]))
         if "d2t" in head.tensors:

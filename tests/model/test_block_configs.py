@@ -108,6 +108,16 @@ BAD_CONFIGS = {
         lambda raw: raw | {"confidence_temperatures": [1.0, 0.0, 1.0]},
         "must be 3 numbers above 0",
     ),
+    "shifts": (
+        "speculators",
+        lambda raw: raw | {"confidence_shifts": [1.0, float("inf"), 1.0]},
+        "must be 3 finite numbers",
+    ),
+    "shifts of no numbers": (
+        "specforge",
+        lambda raw: raw | {"confidence_shifts": "0"},
+        "confidence_shifts='0' must be numbers",
+    ),
 }
 
 

@@ -75,27 +75,31 @@ def test_copies_of_the_target_may_be_left_out(target_params, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["deepspec", "specforge", "speculators"])
-def test_temperatures_are_written_into_a_config(case, target_params, tmp_path):
+def test_a_scaling_is_written_into_a_config(case, target_params, tmp_path):
     """Fails if older ones stay, another field changes, or wrong ones are stored."""
     config, _ = saved(tmp_path, case, target_params)
     path = tmp_path / "config.json"
     read = lambda: dialects.read_config(path, TARGET)[1]
     given = tuple(0.5 + draft for draft in range(config.num_drafts))
-    for temperatures in (given, given[::-1], ()):
-        dialects.write_temperatures(path, TARGET, temperatures)
+    for temperatures, shifts in ((given, ()), (given[::-1], given), ((), ())):
+        scaling = {"temperatures": temperatures, "shifts": shifts}
+        dialects.write_scaling(path, TARGET, **scaling)
         assert read() == dataclasses.replace(
-            config, confidence_temperatures=temperatures
+            config, confidence_temperatures=temperatures, confidence_shifts=shifts
         )
     if case == "specforge":  # As others may have written it.
         raw = json.loads(path.read_text())
-        raw["dflash_config"]["confidence_temperatures"] = list(given)
+        raw["dflash_config"]["confidence_shifts"] = list(given)
         path.write_text(json.dumps(raw))
-    dialects.write_temperatures(path, TARGET, given[::-1])
+    dialects.write_scaling(path, TARGET, temperatures=given[::-1])
     before = path.read_bytes()
     for wrong in (given[1:], (-1.0, *given[1:])):
         with pytest.raises(files.CheckpointError, match="one for each draft"):
-            dialects.write_temperatures(path, TARGET, wrong)
+            dialects.write_scaling(path, TARGET, temperatures=wrong)
+    with pytest.raises(files.CheckpointError, match="one for each draft"):
+        dialects.write_scaling(path, TARGET, shifts=given[1:])
     assert path.read_bytes() == before and read().confidence_temperatures == given[::-1]
+    assert not read().confidence_shifts
     assert {each.name for each in tmp_path.iterdir()} == {
         "config.json",
         "model.safetensors",
