@@ -334,10 +334,8 @@ def test_mosaic(compiled, name, build, layers):
     assert not any(
         each.kind == "kCustomCall" and not each.in_graph for each in report.launches
     )
-    # A thunk does not say which kernel it is: the program does.
-    kernels = re.findall(r"mosaic_gpu_v2.*?op_name=\"[^\"]*?(\w+)/mpmd_map", report.hlo)
     expected = ["row_angles", *MOSAIC_LAYER * layers, *MOSAIC_END]
-    assert sorted(kernels) == sorted(expected)
+    assert sorted(xla_fusions.mosaic_kernels(report.hlo)) == sorted(expected)
     ours = sum(each.kind == "kCustomCall" for each in report.launches)
     assert ours == len(expected)
     print(
@@ -346,11 +344,23 @@ def test_mosaic(compiled, name, build, layers):
 
 
 @on_mosaic
-def test_triton_in_a_mosaic_program_is_caught(compiled):
-    """Negative control: a draw, whose kernels are Triton's."""
+def test_a_sampled_round_on_mosaic(compiled):
+    """Fails if a kernel of Triton is left in it, one spills, or XLA has floats."""
     report = compiled(
-        models.plain_generate, "qwen3-0.6b", layers=1, impl="mosaic", draws=True
-    )
+        models.spec_round, "qwen3-0.6b", layers=1, draft_layers=1, impl="mosaic",
+        draws=True,
+    )  # fmt: skip
+    report.assert_fits()
+    assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
+    assert not xla_fusions.float_work(report.hlo)
+    drawing = {"sampling_top_k", "sampling_top_p", "sampling_noisy_weights"}
+    assert drawing <= set(xla_fusions.mosaic_kernels(report.hlo))
+
+
+@on_mosaic
+def test_triton_in_a_mosaic_program_is_caught(compiled):
+    """Negative control: a choice by Triton's kernels."""
+    report = compiled(models.mixed_step, "qwen3-0.6b", layers=1, impl="mosaic")
     both = {xla_fusions.MOSAIC, xla_fusions.TRITON}
     assert xla_fusions.called(report.hlo) == both
 
