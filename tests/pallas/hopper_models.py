@@ -106,15 +106,14 @@ def scaled_step(name: str, **options) -> hopper.Program:
     return _plain_step(_Scaled(**vars(target)), donate=(1,))
 
 
-def mixed_step(name: str, **options) -> hopper.Program:
-    """As `plain_step`, for a negative control: Triton chooses."""
-    target = model(name, **options)
-    return _plain_step(_Mixed(**vars(target)), donate=(1,))
+def choices(*impls: str) -> hopper.Program:
+    """The choice of a slab of rows, by each implementation."""
 
+    def fn(logits, num_active):
+        return [argmax.argmax(logits, num_active=num_active, impl=i) for i in impls]
 
-class _Mixed(row_model.RowModel):
-    def choose(self, logits, num_active):
-        return argmax.argmax(logits, num_active=num_active, impl="triton")
+    logits = jax.ShapeDtypeStruct((16, VOCABULARY), jnp.float32)
+    return hopper.Program(fn=fn, args=(logits, _ints()))
 
 
 class _Scaled(row_model.RowModel):

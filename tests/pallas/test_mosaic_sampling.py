@@ -128,6 +128,7 @@ KERNELS = (
 )
 
 
+@pytest.mark.slow
 def test_drawing_is_a_few_launches(compiler):
     """Fails if a kernel of Triton is left, spills or is more, or XLA adds floats."""
     report = compiler.compile(models.drawing, 5, impl="mosaic")
