@@ -151,7 +151,7 @@ def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
     x, (num_columns, K) = slab.padded(x), w.shape
     R, N = x.shape[0], num_columns // parts
     check_plan(plan, num_columns, K, parts=parts)
-    # Which of the two also refuses rows that are not whole warpgroups.
+    # Rows that are not whole warpgroups are for that kernel to refuse.
     if norm.weight is not None and (R > slab.ROWS or K % warpgroup.THREADS):
         x = rms_norm_mosaic.rms_norm(
             x, norm.weight, num_active=norm.num_active, eps=norm.eps,

@@ -300,12 +300,11 @@ on_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason='impl="mosaic" is for jax 0.11 on'
 )
 MOSAIC_LAYER = (
-    "skinny_gemm",
-    *("rotate_and_append", "paged_attention", "combine_splits"),
+    *("skinny_gemm", "paged_attention", "combine_splits"),
     *("skinny_gemm", "skinny_gemm", "skinny_gemm"),
 )
 MOSAIC_END = ("skinny_gemm", "argmax_chunks", "argmax_rows")
-MOST_ON_MOSAIC = {"qwen3-0.6b": 220, "qwen3-8b": 276}
+MOST_ON_MOSAIC = {"qwen3-0.6b": 194, "qwen3-8b": 242}
 
 
 @on_mosaic
@@ -359,7 +358,7 @@ def test_a_head_step_on_mosaic(compiled):
     assert sorted(xla_fusions.mosaic_kernels(report.hlo)) == sorted(expected)
     total = launches(report)
     print(f"{total} launches of a head's step on mosaic")
-    assert total - len(expected) <= 14
+    assert total - len(expected) <= 15
 
 
 @on_mosaic

@@ -123,7 +123,8 @@ def test_rows_of_a_block_see_all_of_it(rng, monkeypatch):
     here = lambda name, impl: (kernels, mosaic_interpreter.params())
     monkeypatch.setattr(dispatch, "kernels", here)
     rows = [(1, 126 + i) for i in range(ROWS)]
-    slab = slabs.small_slab(rng, rows=rows, prefix=(3, 126), **SIZES)
+    sizes = {"N": 4, "K": 2, "H": 128}
+    slab = slabs.small_slab(rng, rows=rows, prefix=(3, 126), **sizes)
     for pool in (slab.k_pages, slab.v_pages):  # XLA's form reads all of a page.
         pool[np.isnan(pool.astype(np.float32))] = 0
     inputs = {name: jnp.asarray(x) for name, x in slab.arguments(ROWS).items()}
