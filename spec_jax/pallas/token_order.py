@@ -122,9 +122,12 @@ def _search(launch, rows, asked, *, num_sums, unroll):
         sums=jnp.zeros((R, WAYS, num_sums), jnp.float32),
     )
 
+    # Traced and lowered once, and not for each launch; XLA inlines it.
+    once = jax.jit(launch)
+
     def run():
         def narrow(number, search):
-            return launch(jnp.full((1,), number, jnp.int32), rows, search)
+            return once(jnp.full((1,), number, jnp.int32), rows, search)
 
         # The last one settles what the one before it weighed.
         num_passes = _RANK_PASSES + _index_passes(V) + 1

@@ -348,6 +348,7 @@ def test_mosaic(compiled, name, build, layers):
 
 
 @on_mosaic
+@pytest.mark.rest
 def test_a_head_step_on_mosaic(compiled):
     """Fails if a head at 8B's shapes has a kernel of Triton or a launch more."""
     report = compiled(models.head_step, "qwen3-8b", impl="mosaic")
