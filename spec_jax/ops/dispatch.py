@@ -3,10 +3,10 @@
     xla        the reference form of each op, compiled by XLA; anywhere
     native     C++ kernels; on a CPU
     triton     Pallas Triton kernels; on a GPU
-    mosaic     Pallas Mosaic kernels, for Hopper, of heads of 128: products and their
-               epilogues, norms, angles, rotation, appending to pages, attention and
-               its sums, argmax. Not on Mosaic are sampling, whose kernels are those
-               of "triton", and the list of attention's jobs: whole numbers, by XLA
+    mosaic     Pallas Mosaic kernels, for Hopper, of heads of 128: products with norms
+               and epilogues, angles, attention with rotation and appending to pages,
+               its sums, argmax, sampling. The list of attention's jobs, whole numbers,
+               is XLA's
     interpret  the Triton kernels, interpreted op by op: slow, for tests; on a CPU
 
 A named implementation runs or raises `NotImplementedError(why)`; only "auto" chooses,
@@ -85,11 +85,10 @@ def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
     """The module of kernels of a name, of an implementation in `PALLAS`.
 
     And whether they are to be interpreted. Both backends have modules of the same
-    functions: "skinny_gemm", "row_attention", "angles" and "argmax". Sampling,
-    "first_tokens" and "noisy_weights", is on Triton alone.
+    functions: "skinny_gemm", "row_attention", "angles", "argmax", and for sampling
+    "first_tokens" and "noisy_weights".
     """
-    on_mosaic = impl == "mosaic" and name not in ("first_tokens", "noisy_weights")
-    backend = "mosaic" if on_mosaic else "triton"
+    backend = "mosaic" if impl == "mosaic" else "triton"
     module = importlib.import_module(f"spec_jax.pallas.{name}_{backend}")
     return module, impl == "interpret"
 

@@ -9,13 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from spec_jax.pallas import argmax_order as order, warpgroup
 
 
 CHUNK = 4096  # logits of one program of the first kernel
-ALIGNED = 8  # logits: a row begins where a load may
 
 
 def argmax(
@@ -35,21 +33,11 @@ def argmax(
     """
     R, V = logits.shape
     order.check(logits)
-    if V < warpgroup.THREADS or V % ALIGNED:
-        raise ValueError(
-            f"rows of {V} logits: a multiple of {ALIGNED}, and {warpgroup.THREADS} or "
-            "more"
-        )
+    size = warpgroup.chunk_of(V, CHUNK)
     if R == 0:
         return jnp.zeros((0,), jnp.int32)
-    size = min(CHUNK, V // warpgroup.THREADS * warpgroup.THREADS)
     num_chunks = pl.cdiv(V, size)
-    width = pl.cdiv(num_chunks, warpgroup.THREADS) * warpgroup.THREADS
-    num_active = num_active.reshape(1)
-    number = lambda length: plgpu.broadcasted_iota(
-        jnp.int32, (length,), 0,
-        layout=plgpu.Layout.WG_STRIDED((length,), vec_size=_vector(length)),
-    )  # fmt: skip
+    width, num_active = warpgroup.whole(num_chunks), num_active.reshape(1)
 
     def argmax_chunks(num_active_ref, x_ref, key_ref, index_ref):
         row, chunk = jax.lax.axis_index("r"), jax.lax.axis_index("chunk")
@@ -57,13 +45,15 @@ def argmax(
         @pl.when(row < num_active_ref[0])
         def _():
             first = jnp.minimum(chunk * size, V - size)
-            keys = order.ordered(x_ref[row, pl.ds(first, size)])
-            largest, index = order.first_of_largest(keys, first + number(size))
+            view = x_ref.at[row, pl.ds(first, size)]
+            keys = order.ordered(warpgroup.load(view, warpgroup.line(size)))
+            index = first + warpgroup.line_numbers(size)
+            largest, index = order.first_of_largest(keys, index)
             key_ref[row, chunk], index_ref[row, chunk] = largest, index
 
     def argmax_rows(num_active_ref, key_ref, index_ref, out_ref):
         row = jax.lax.axis_index("r")
-        inside = number(width) < num_chunks
+        inside = warpgroup.line_numbers(width) < num_chunks
 
         @pl.when(row < num_active_ref[0])
         def _():
@@ -88,9 +78,3 @@ def argmax(
         grid={"r": R},
         interpret=interpret,
     )(num_active, *found)
-
-
-def _vector(length: int) -> int:
-    """Elements of a thread at once, as references of int32 are loaded."""
-    each = length // warpgroup.THREADS
-    return 2 if each % 2 == 0 else 1

@@ -21,13 +21,18 @@ div, rem = jax.lax.div, jax.lax.rem
 
 
 def scratch(block: int, head_dim: int, length: int, dtype: jnp.dtype) -> list[Any]:
-    """Shared memory for the keys and values of a block, and what it takes to fill it.
+    """Shared memory for the values of a block, and what it takes to fill it.
 
-    One place more than the block has is for keys that are not in it.
+    Its keys have a tile as high that is there.
     """
-    tile = plgpu.SMEM((block + 1, head_dim), dtype)
     copies = 2 * AT_ONCE * pl.cdiv(length, AT_ONCE)
-    return [tile, tile, plgpu.Barrier(num_arrivals=copies)]
+    values = plgpu.SMEM((height(block), head_dim), dtype)
+    return [values, plgpu.Barrier(num_arrivals=copies)]
+
+
+def height(block: int) -> int:
+    """The rows of a tile for a block: one more is for keys that are not in it."""
+    return block + 1
 
 
 def replace(refs, job, kv_head, first, k_block, v_block) -> None:

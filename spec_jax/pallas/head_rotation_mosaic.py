@@ -1,108 +1,143 @@
-"""Norm and rotation of heads, keys and values to their pages (Pallas Mosaic).
+"""Norm and rotation of heads within a kernel, keys and values to their pages (Mosaic).
 
     q = rotate(rms_norm(q, q_norm), cos, sin);  k likewise;  pages[row's token] = k, v
 
-One program a row, which has all of its heads: as `head_rotation` computes them within
-the attention of Triton. Queries go to the tiles that `paged_attention_mosaic` reads.
+As `head_rotation` has it on Triton, for tiles of 64 heads in shared memory.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from spec_jax.pallas import attention_plan as plan, head_rotation, row_jobs, warpgroup
+from spec_jax.pallas import head_rotation, warpgroup
 
 
-def append(
-    heads: head_rotation.Heads,  # of arrays
-    k_pages: Any,  # [P, C, K, H], a reference
-    v_pages: Any,  # [P, C, K, H], a reference
+AT_ONCE = 16  # rows whose places are looked up together
+
+# Nothing here is negative: no need for the signs of `//` and `%`.
+div, rem = jax.lax.div, jax.lax.rem
+
+
+class Tiles(NamedTuple):
+    """Shared memory in which heads are turned, and barriers of what comes there."""
+
+    heads: Any  # [64 or more, H]
+    cos: Any  # [64, H / 2]
+    sin: Any  # [64, H / 2]
+    values_came: Any
+    keys_came: Any
+    queries_came: Any
+
+
+def scratch(head_dim: int, tile_rows: int, dtype: jnp.dtype, *, height: int) -> Tiles:
+    """What a kernel is to allocate; `height` are rows of `heads`, 64 at least."""
+    angles = plgpu.SMEM((warpgroup.ROWS, head_dim // 2), dtype)
+    return Tiles(
+        heads=plgpu.SMEM((height, head_dim), dtype),
+        cos=angles,
+        sin=angles,
+        values_came=plgpu.Barrier(),
+        keys_came=plgpu.Barrier(num_arrivals=3),
+        queries_came=plgpu.Barrier(num_arrivals=tile_rows + 2),
+    )
+
+
+def write_rows(
+    refs: head_rotation.Heads,
+    k_pages: Any,  # [P, C, K, H]
+    v_pages: Any,  # [P, C, K, H]
+    stored_at: Any,  # [R] int32
+    tiles: Tiles,
     *,
-    jobs: row_jobs.RowJobs,
+    kv_head: jax.Array,  # [] int32
     eps: float,
-    lay: plan.Layout,
-    interpret: Any,
-) -> jax.Array:
-    """Writes the rows that have a place; returns the queries `[K, tiles, 64, H]`.
+) -> None:
+    """Puts the keys, turned, and the values of one head to the tokens of the pool.
 
-    Of the queries those of rows without pages and of no row are uninitialised.
+    Of the rows that have one. What this program reads of the pool later is there.
     """
-    (_, C, K, H), R = k_pages.shape, heads.heads.shape[0]
-    N, dtype = K * lay.group, heads.heads.dtype
-    tiles = lay.rows // lay.tile_rows
-    has_norm = heads.q_norm is not None
-
-    def rotate_and_append(stored_ref: Any, *refs: Any) -> None:
-        """One row."""
-        x_ref, cos_ref, sin_ref = refs[:3]
-        norms = refs[3:5] if has_norm else (None, None)
-        k_ref, v_ref, out_ref, q_tile, k_tile, v_tile, loaded = refs[-7:]
-        row = jax.lax.axis_index("r")
-        token = stored_ref[row]
-
-        @pl.when(token >= 0)
-        def _():
-            spans = (q_tile, 0, N), (k_tile, N, K), (v_tile, N + K, K)
-            for tile, first, count in spans:
-                source = x_ref.at[row, pl.ds(first, count)]
-                plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(0, count)], loaded)
-            plgpu.barrier_wait(loaded)
-            angles = cos_ref.at[row], sin_ref.at[row]
-            for tile, norm in zip((q_tile, k_tile), norms, strict=True):
-                _turn(tile, norm, angles, eps)
-            page, place = jax.lax.div(token, C), jax.lax.rem(token, C)
-            copies = [
-                (k_tile.at[pl.ds(0, K)], k_ref.at[page, place]),
-                (v_tile.at[pl.ds(0, K)], v_ref.at[page, place]),
-            ]
-            number = jax.lax.div(row, lay.tile_rows)
-            first = jax.lax.rem(row, lay.tile_rows) * lay.group
-            for head in range(K):
-                own = q_tile.at[pl.ds(head * lay.group, lay.group)]
-                to = out_ref.at[head, number, pl.ds(first, lay.group)]
-                copies.append((own, to))
-            warpgroup.store_from_shared(*copies)
-
-    height = lambda count: pl.cdiv(count, warpgroup.ROWS) * warpgroup.ROWS
-    inputs = [jobs.stored_at, heads.heads, heads.cos, heads.sin]
-    inputs += [heads.q_norm, heads.k_norm] if has_norm else []
-    return warpgroup.kernel(
-        rotate_and_append,
-        outputs=jax.ShapeDtypeStruct((K, tiles, warpgroup.ROWS, H), dtype),
-        grid={"r": R},
-        scratch=[
-            plgpu.SMEM((height(N), H), dtype),
-            plgpu.SMEM((height(K), H), dtype),
-            plgpu.SMEM((K, H), dtype),
-            plgpu.Barrier(num_arrivals=3),
-        ],
-        interpret=interpret,
-    )(*inputs, k_pages, v_pages)
+    R, K = refs.heads.shape[0], k_pages.shape[2]
+    key_head = refs.heads.shape[1] - 2 * K + kv_head
+    for first in range(0, R, warpgroup.ROWS):
+        count = min(warpgroup.ROWS, R - first)
+        rows, place = pl.ds(first, count), pl.ds(0, count)
+        heads = tiles.heads.at[place]
+        came = tiles.values_came
+        plgpu.copy_gmem_to_smem(refs.heads.at[rows, key_head + K], heads, came)
+        plgpu.barrier_wait(came)
+        _store_rows(tiles.heads, v_pages, stored_at, kv_head, first, count)
+        came = tiles.keys_came
+        plgpu.copy_gmem_to_smem(refs.heads.at[rows, key_head], heads, came)
+        for ref, tile in ((refs.cos, tiles.cos), (refs.sin, tiles.sin)):
+            plgpu.copy_gmem_to_smem(ref.at[rows], tile.at[place], came)
+        plgpu.barrier_wait(came)
+        whole = tiles.heads.at[pl.ds(0, warpgroup.ROWS)]
+        turn(tiles, refs.k_norm, eps=eps, to=whole)
+        _store_rows(tiles.heads, k_pages, stored_at, kv_head, first, count)
 
 
-def _turn(tile, norm, angles, eps):
-    """Norms and rotates the heads of a tile `[64 n, H]` in place."""
-    rows, H = tile.shape
-    shape = warpgroup.ROWS, H // 2
+def _store_rows(tile, pages, stored_at, kv_head, first, count):
+    """Copies rows of a tile to their tokens of one head, and waits."""
+    C = pages.shape[1]
 
-    def by_column(ref, start=0):
-        part = ref.at[pl.ds(start, H // 2)]
+    def store(turn, _):
+        places = [turn * AT_ONCE + i for i in range(min(AT_ONCE, count))]
+        # The last one more than once: to one place the same.
+        places = [jnp.minimum(place, count - 1) for place in places]
+        tokens = [stored_at[first + place] for place in places]
+        for place, token in zip(places, tokens, strict=True):
+
+            @pl.when(token >= 0)
+            def _(place=place, token=token):
+                to = pages.at[div(token, C), rem(token, C), kv_head]
+                plgpu.copy_smem_to_gmem(tile.at[place], to)
+
+    plgpu.commit_smem()
+    jax.lax.fori_loop(0, pl.cdiv(count, AT_ONCE), store, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def fetch_queries(
+    refs: head_rotation.Heads,
+    of_queries: tuple[Any, Any],  # cosines and sines [tiles * queries, H / 2]
+    tiles: Tiles,
+    *,
+    kv_head: jax.Array,  # [] int32
+    tile: jax.Array,  # [] int32
+    tile_rows: int,
+    group: int,
+) -> None:
+    """Asks for the queries of a tile and for what turns them."""
+    R, came = refs.heads.shape[0], tiles.queries_came
+    for i in range(tile_rows):
+        row = jnp.minimum(tile * tile_rows + i, R - 1)
+        source = refs.heads.at[row, pl.ds(kv_head * group, group)]
+        own = tiles.heads.at[pl.ds(i * group, group)]
+        plgpu.copy_gmem_to_smem(source, own, came)
+    count = tile_rows * group
+    for ref, each in zip(of_queries, (tiles.cos, tiles.sin), strict=True):
+        source = ref.at[pl.ds(tile * count, count)]
+        plgpu.copy_gmem_to_smem(source, each.at[pl.ds(0, count)], came)
+
+
+def turn(tiles: Tiles, norm: Any, *, eps: float, to: Any) -> None:
+    """Norms and rotates the heads of a tile into `to`, `[64, H]` in shared memory."""
+    rows, H = warpgroup.ROWS, to.shape[1]
+    starts, shape = (0, H // 2), (rows, H // 2)
+    load = lambda ref: warpgroup.load(ref, warpgroup.TABLE).astype(jnp.float32)
+
+    def by_column(start):
+        part = norm.at[pl.ds(start, H // 2)]
         loaded = warpgroup.load(part, warpgroup.OF_COLUMN)
         return warpgroup.of_columns(loaded.astype(jnp.float32), shape)
 
-    starts = 0, H // 2
-    turn = [by_column(ref) for ref in angles]
-    weights = None if norm is None else [by_column(norm, start) for start in starts]
-    for first in range(0, rows, warpgroup.ROWS):
-        parts = [
-            tile.at[pl.ds(first, warpgroup.ROWS), pl.ds(start, H // 2)]
-            for start in starts
-        ]
-        x = [warpgroup.load(part, warpgroup.TABLE) for part in parts]
-        x = [half.astype(jnp.float32) for half in x]
-        turned = head_rotation.norm_and_rotate(x, weights, turn, H, eps, tile.dtype)
-        for part, half in zip(parts, turned, strict=True):
-            part[...] = half
+    weights = None if norm is None else [by_column(start) for start in starts]
+    x = [load(tiles.heads.at[pl.ds(0, rows), pl.ds(at, H // 2)]) for at in starts]
+    angles = [load(tile) for tile in (tiles.cos, tiles.sin)]
+    dtype = tiles.heads.dtype
+    turned = head_rotation.norm_and_rotate(x, weights, angles, H, eps, dtype)
+    for start, half in zip(starts, turned, strict=True):
+        to[:, pl.ds(start, H // 2)] = half

@@ -1,10 +1,12 @@
 """Attention of a slab of rows over splits of the keys in their pages (Pallas Mosaic).
 
 Flash decoding with splits of a fixed size at absolute positions, jobs and tiles as in
-`paged_attention_triton`; keys and values are in their pages by now, and the splits of a
-row are added by `split_sums_mosaic`. A program `(kv_head, worker)` holds a tile of 64
-queries, has blocks of keys and values come by TMA, page by page and `stages` at once,
-and multiplies them by `wgmma`.
+`paged_attention_triton`, and as there a program with jobs first writes the keys and
+values of all rows to their pages: the same bytes to the same places, so that what it
+reads is what it wrote itself, whoever else did. The splits of a row are added by
+`split_sums_mosaic`. A program `(kv_head, worker)` holds a tile of 64 queries, has
+blocks of keys and values come by TMA, page by page and `stages` at once, and multiplies
+them by `wgmma`.
 
 No key is read unless every row of the job sees it. What a last block has past the end
 of its job is not scored, and its values are zeros: pages hold anything, NaN included.
@@ -22,6 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from spec_jax.pallas import (
     attention_plan as plan,
     branch_keys_mosaic as branch_keys,
+    head_rotation,
+    head_rotation_mosaic as rotation,
     row_jobs,
     split_sums as softmax,
     split_sums_mosaic as split_sums,
@@ -34,20 +38,24 @@ div, rem = jax.lax.div, jax.lax.rem
 
 
 def attend(
-    queries: jax.Array,  # [K, tiles, 64, H]
+    heads: head_rotation.Heads,  # of arrays
     k_pages: Any,  # [P, C, K, H], a reference
     v_pages: Any,  # [P, C, K, H], a reference
     *,
     page_table: jax.Array,  # [S, M] int32
     jobs: row_jobs.RowJobs,
+    eps: float,
     scale: float,
     lay: plan.Layout,
     config: plan.Config,
     branch: jax.Array | None,  # [R, A] int32
     interpret: Any,
 ) -> jax.Array:
-    """Returns what each query has of each split, `split_sums_mosaic.shape`."""
-    (_, C, K, H), dtype = k_pages.shape, queries.dtype
+    """Writes the rows that have a place, and attends.
+
+    Returns what each query has of each split, `split_sums_mosaic.shape`.
+    """
+    (_, C, K, H), dtype = k_pages.shape, heads.heads.dtype
     splits = pl.cdiv(page_table.shape[1] * C, config.split)
     workers = max(config.programs // K, 1)
     pieces = pl.cdiv(config.block, C)
@@ -61,15 +69,23 @@ def attend(
         operand(block),
         operand((warpgroup.ROWS, config.block)),
         plgpu.SMEM((warpgroup.ROWS, out.shape[-1]), jnp.float32),
-        plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=2 * pieces, num_barriers=stages),
     ]
-    inputs = [queries, page_table, *jobs[:5]]
+    # The tile in which heads are turned has a branch's keys later.
+    height = max(warpgroup.ROWS, branch_keys.height(config.block))
+    scratch += rotation.scratch(H, lay.tile_rows, dtype, height=height)
+    inputs = [heads.heads, heads.cos, heads.sin]
+    inputs += [_of_queries(angles, lay) for angles in (heads.cos, heads.sin)]
+    inputs += [page_table, *jobs[:5], jobs.stored_at]
+    has_norm, has_branch = heads.q_norm is not None, branch is not None
+    if has_norm:
+        inputs += [heads.q_norm, heads.k_norm]
     if branch is not None:
         inputs.append(branch)
         scratch += branch_keys.scratch(config.block, H, branch.shape[1], dtype)
     walk = _Walk(
         page_size=C,
+        eps=eps,
         # exp(x) is exp2(x * log2(e)), and exp2 is an instruction.
         scale=scale * math.log2(math.e),
         lay=lay,
@@ -79,7 +95,7 @@ def attend(
     )
 
     def paged_attention(*refs: Any) -> None:
-        _work(_refs(refs, has_branch=branch is not None), walk)
+        _work(_refs(refs, has_norm=has_norm, has_branch=has_branch), walk)
 
     return warpgroup.kernel(
         paged_attention,
@@ -90,10 +106,18 @@ def attend(
     )(*inputs, k_pages, v_pages)
 
 
+def _of_queries(angles, lay):
+    """What turns each query of each tile, from what turns each row."""
+    missing = lay.rows - angles.shape[0]
+    padded = jnp.pad(angles, ((0, missing), (0, 0))) if missing else angles
+    return jnp.repeat(padded, lay.group, axis=0)
+
+
 class _Walk(NamedTuple):
     """How a worker walks its jobs; all static."""
 
     page_size: int
+    eps: float
     scale: float
     lay: plan.Layout
     config: plan.Config
@@ -104,9 +128,11 @@ class _Walk(NamedTuple):
 class _Refs(NamedTuple):
     """What a worker reads, writes and holds in shared memory."""
 
-    queries: Any  # [K, tiles, 64, H]
+    heads: head_rotation.Heads
+    of_queries: tuple[Any, Any]  # cosines and sines [tiles * queries, H / 2]
     table: Any  # [S, M]
     jobs: row_jobs.RowJobs
+    stored_at: Any  # [R]
     branch: Any  # [R, A] or None
     k: Any  # [P, C, K, H]
     v: Any  # [P, C, K, H]
@@ -116,19 +142,30 @@ class _Refs(NamedTuple):
     v_blocks: Any  # [stages, block, H]
     weights: Any  # [64, block]
     sums: Any  # [64, H + 32] float32
-    queried: Any  # barriers: of the queries,
-    loaded: Any  # and of each stage
-    own: Any  # of `branch_keys_mosaic.scratch`, or None
+    loaded: Any  # barriers of each stage
+    tiles: rotation.Tiles
+    own: Any  # of `branch_keys_mosaic.scratch`, and the tile of its keys; or None
 
 
-def _refs(refs, *, has_branch) -> _Refs:
+def _refs(refs, *, has_norm, has_branch) -> _Refs:
     """Those of `attend`, in order; of jobs there are the first five."""
-    (queries, table), jobs, refs = refs[:2], refs[2:7], refs[7:]
-    branch, own = None, None
-    if has_branch:
-        (branch, *refs), own = refs[:-3], refs[-3:]
-    jobs = row_jobs.RowJobs._make([*jobs, None, None])
-    return _Refs._make([queries, table, jobs, branch, *refs, own])
+    refs = list(refs)
+    take = lambda count: [refs.pop(0) for _ in range(count)]
+    heads, cos, sin, *of_queries = take(5)
+    (table,), jobs, (stored_at,) = take(1), take(5), take(1)
+    q_norm, k_norm = take(2) if has_norm else (None, None)
+    branch = refs.pop(0) if has_branch else None
+    shared, tiles = take(9), rotation.Tiles(*take(6))
+    inputs = [
+        head_rotation.Heads(heads, q_norm, k_norm, cos, sin),
+        tuple(of_queries),
+        table,
+        row_jobs.RowJobs._make([*jobs, None, None]),
+        stored_at,
+        branch,
+    ]
+    own = (tiles.heads, *refs) if has_branch else None
+    return _Refs._make([*inputs, *shared, tiles, own])
 
 
 def _work(refs, walk):
@@ -138,24 +175,30 @@ def _work(refs, walk):
     num_jobs = refs.jobs.job_ends[R - 1]
     turns = div(num_jobs - worker + walk.workers - 1, walk.workers)
 
-    # Never: but a kernel that writes the pages hands them on, so that XLA lets nothing
-    # write to them before this one has read them, and need not copy them for that.
-    @pl.when(num_jobs < 0)
+    @pl.when(turns > 0)
     def _():
-        for pages in (refs.k, refs.v):
-            pages[0, 0, 0, 0] = jnp.zeros((), pages.dtype)
+        rotation.write_rows(
+            refs.heads, refs.k, refs.v, refs.stored_at, refs.tiles,
+            kv_head=kv_head, eps=walk.eps,
+        )  # fmt: skip
 
     def do_job(turn, _):
         """Attends one split of the keys for the rows that share it."""
         job = _find_job(worker + turn * walk.workers, refs.jobs, walk.config.split)
         tile = div(job.row, walk.lay.tile_rows)
-        source = refs.queries.at[kv_head, tile]
-        plgpu.copy_gmem_to_smem(source, refs.query_tile, refs.queried)
+        rotation.fetch_queries(
+            refs.heads, refs.of_queries, refs.tiles,
+            kv_head=kv_head, tile=tile, tile_rows=walk.lay.tile_rows,
+            group=walk.lay.group,
+        )  # fmt: skip
         blocks = div(job.end - job.first + walk.config.block - 1, walk.config.block)
         fetch = functools.partial(_fetch, refs, walk, job, kv_head)
         for i in range(walk.stages):
             pl.when(i < blocks)(functools.partial(fetch, jnp.int32(i)))
-        plgpu.barrier_wait(refs.queried)
+        plgpu.barrier_wait(refs.tiles.queries_came)
+        q_norm = refs.heads.q_norm
+        rotation.turn(refs.tiles, q_norm, eps=walk.eps, to=refs.query_tile)
+        plgpu.commit_smem()
 
         def attend_block(i, sums):
             sums = _attend_block(refs, walk, job, kv_head, i, sums)
@@ -165,6 +208,8 @@ def _work(refs, walk):
 
         H = refs.query_tile.shape[1]
         sums = jax.lax.fori_loop(0, blocks, attend_block, split_sums.nothing(H))
+        # Nothing of the rows is worked out before this, and kept in registers for it.
+        tile = jax.lax.optimization_barrier(tile)
         split_sums.store(
             refs.splits, refs.sums, sums, _takes_part(job, tile, refs.jobs, walk.lay),
             kv_head=kv_head, split=job.split, lay=walk.lay, tile=tile,

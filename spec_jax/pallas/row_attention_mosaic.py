@@ -1,8 +1,8 @@
-"""The attention of a layer on the row path, on Pallas Mosaic: three launches.
+"""The attention of a layer on the row path, on Pallas Mosaic: two launches.
 
-Norm, rotate and append (`head_rotation_mosaic`), attend to the splits of the keys
-(`paged_attention_mosaic`), and add them (`split_sums_mosaic`); for all layers of a step
-one job list, which XLA makes: whole numbers, exact however they are fused.
+Norm, rotate, append and attend to the splits of the keys (`paged_attention_mosaic`),
+and add them (`split_sums_mosaic`); for all layers of a step one job list, which XLA
+makes: whole numbers, exact however they are fused.
 """
 
 from typing import Any
@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from spec_jax.pallas import (
     attention_plan as plan,
     head_rotation,
-    head_rotation_mosaic,
     paged_attention_mosaic,
     row_jobs,
     split_sums_mosaic,
@@ -86,16 +85,16 @@ def attend(
     )
     shared: dict[str, Any] = {"jobs": jobs, "lay": lay, "interpret": interpret}
     pools = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    queries = head_rotation_mosaic.append(
+    splits = paged_attention_mosaic.attend(
         head_rotation.Heads(heads.reshape(R, N + 2 * K, H), q_norm, k_norm, cos, sin),
         *pools,
+        page_table=page_table,
         eps=eps,
+        scale=scale,
+        config=config,
+        branch=branch,
         **shared,
     )
-    splits = paged_attention_mosaic.attend(
-        queries, *pools, page_table=page_table, scale=scale, config=config,
-        branch=branch, **shared,
-    )  # fmt: skip
     out = split_sums_mosaic.combine(
         splits, dtype=heads.dtype, split=config.split, **shared
     )

@@ -8,8 +8,12 @@ are not there cost nothing that a product bound by memory would feel. Blocks of 
 and rows come by TMA, `stages` of them on their way, the weights once; the sums are
 taken in ascending order of K. The epilogue is the program's own.
 
-As in `skinny_gemm_triton`, a plan is a function of the weight's shape alone. Rows are
-normed by a kernel of their own, `rms_norm_mosaic`.
+As in `skinny_gemm_triton`, a plan is a function of the weight's shape alone.
+
+A program norms the rows of a slab for itself: it finds their scales, `2 * K` bytes of
+an active row from the L2 cache, while the first weights are on their way, and turns
+each block of rows in shared memory. Of more rows than a slab each program would wait
+for too long: these are normed by a kernel of their own, `rms_norm_mosaic`, alike.
 """
 
 import dataclasses
@@ -25,6 +29,7 @@ from spec_jax.pallas import rms_norm_mosaic, slab, warpgroup
 
 MIN_COLUMNS, MAX_COLUMNS = 8, 128  # of one program
 MAX_STAGES = 12
+NORMED_AT_ONCE = 4  # rows whose squares are in flight together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,10 +104,9 @@ def project(
             raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
         residual = slab.padded(residual)
     slab.check_bfloat16(x=x, w=w, norm=norm, residual=residual)
-    rows = _rows(x, norm, num_active, eps, interpret)
-    plan = plan or plan_for(N, K)
-    y = _multiply(rows, w, residual, plan=plan, parts=1, out_dtype=out_dtype,
-                  interpret=interpret)  # fmt: skip
+    how = _Norm(norm, num_active, eps)
+    y = _multiply(x, w, how, residual, plan=plan or plan_for(N, K), parts=1,
+                  out_dtype=out_dtype, interpret=interpret)  # fmt: skip
     return y[:R]
 
 
@@ -128,56 +132,68 @@ def gate(
     (R, K), F = x.shape, w.shape[0] // 2
     slab.check_shapes(w=(w, (2 * F, K)), num_active=(num_active, ()))
     slab.check_bfloat16(x=x, w=w, norm=norm)
-    rows = _rows(x, norm, num_active, eps, interpret)
-    plan = plan or plan_for(2 * F, K, parts=2)
-    y = _multiply(rows, w, None, plan=plan, parts=2, out_dtype=x.dtype,
-                  interpret=interpret)  # fmt: skip
+    how = _Norm(norm, num_active, eps)
+    y = _multiply(x, w, how, None, plan=plan or plan_for(2 * F, K, parts=2), parts=2,
+                  out_dtype=x.dtype, interpret=interpret)  # fmt: skip
     return y[:R]
 
 
-def _rows(x, norm, num_active, eps, interpret):
-    """Whole slabs of rows, normed where there is a norm."""
-    x = slab.padded(x)
-    if norm is None:
-        return x
-    return rms_norm_mosaic.rms_norm(
-        x, norm, num_active=num_active, eps=eps, interpret=interpret
-    )
+class _Norm(NamedTuple):
+    """How rows are normed before they are multiplied."""
+
+    weight: jax.Array | None  # [K]; None: not at all
+    num_active: jax.Array  # [] int32
+    eps: float
 
 
-def _multiply(x, w, residual, *, plan, parts, out_dtype, interpret):
+def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
     """The kernel: `[16 n, N]`, of the columns of one of the parts of `w`."""
-    (R, K), N = x.shape, w.shape[0] // parts
-    check_plan(plan, w.shape[0], K, parts=parts)
-    height = _height(R)
-    steps, stages = K // plan.block_k, min(plan.stages, K // plan.block_k)
+    x, (num_columns, K) = slab.padded(x), w.shape
+    R, N = x.shape[0], num_columns // parts
+    check_plan(plan, num_columns, K, parts=parts)
+    # Rows that are not whole warpgroups are for that kernel to refuse.
+    if norm.weight is not None and (R > slab.ROWS or K % warpgroup.THREADS):
+        x = rms_norm_mosaic.rms_norm(
+            x, norm.weight, num_active=norm.num_active, eps=norm.eps,
+            interpret=interpret,
+        )  # fmt: skip
+        norm = norm._replace(weight=None)
+    height, stages = _height(R), min(plan.stages, K // plan.block_k)
     tile = warpgroup.ROWS, plan.block_n
     width = parts * plan.block_n
-    scratch = [
-        plgpu.SMEM((stages, warpgroup.ROWS, plan.block_k), x.dtype,
-                   transforms=warpgroup.OPERAND),
-        plgpu.SMEM((stages, width, plan.block_k), w.dtype,
-                   transforms=warpgroup.OPERAND),
-        plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
-        plgpu.SMEM(tile, out_dtype),
-    ]  # fmt: skip
-    if residual is not None:
-        scratch += [plgpu.SMEM(tile, residual.dtype), plgpu.Barrier()]
-
     walk = _Walk(
         plan=plan,
         parts=parts,
         height=height,
         num_columns=N,
-        steps=steps,
+        steps=K // plan.block_k,
         stages=stages,
+        eps=None if norm.weight is None else norm.eps,
         has_residual=residual is not None,
     )
+    operands = [x, w]
+    arrivals = 1 + parts + walk.has_norm
+    scratch = [
+        plgpu.SMEM((stages, warpgroup.ROWS, plan.block_k), x.dtype,
+                   transforms=warpgroup.OPERAND),
+        plgpu.SMEM((stages, width, plan.block_k), w.dtype,
+                   transforms=warpgroup.OPERAND),
+        plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        plgpu.SMEM(tile, out_dtype),
+    ]  # fmt: skip
+    if walk.has_norm:
+        operands += [norm.weight, norm.num_active.reshape(1)]
+        scratch += [
+            plgpu.SMEM((stages, plan.block_k), norm.weight.dtype),
+            plgpu.SMEM((warpgroup.ROWS,), jnp.float32),
+        ]
+    if residual is not None:
+        operands.append(residual)
+        scratch += [plgpu.SMEM(tile, residual.dtype), plgpu.Barrier()]
 
     def skinny_gemm(*refs: Any) -> None:
-        _program(refs, walk)
+        _program(_refs(refs, walk), walk)
 
-    operands = [x, w] if residual is None else [x, w, residual]
     return warpgroup.kernel(
         skinny_gemm,
         outputs=jax.ShapeDtypeStruct((R, N), out_dtype),
@@ -196,15 +212,48 @@ class _Walk(NamedTuple):
     num_columns: int  # of each part
     steps: int
     stages: int
+    eps: float | None  # of the norm; None: there is none
     has_residual: bool
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether rows are normed here."""
+        return self.eps is not None
+
+
+class _Refs(NamedTuple):
+    """What a program reads, writes and holds in shared memory; None is not there."""
+
+    x: Any  # [R, K]
+    w: Any  # [parts * N, K]
+    norm: Any  # [K]
+    num_active: Any  # [1]
+    residual: Any  # [R, N]
+    out: Any  # [R, N]
+    x_blocks: Any  # [stages, 64, block_k]
+    w_blocks: Any  # [stages, columns, block_k]
+    loaded: Any  # barriers, one for each stage
+    out_tile: Any  # [64, block_n]
+    norm_blocks: Any  # [stages, block_k]
+    scales: Any  # [64] float32, of the rows
+    added_tile: Any  # [64, block_n], of the residual
+    added: Any  # its barrier
+
+
+def _refs(refs, walk) -> _Refs:
+    """Those of `_multiply`, in order."""
+    refs = iter(refs)
+    has = {name: walk.has_norm for name in ("norm", "num_active", "norm_blocks",
+                                            "scales")}  # fmt: skip
+    has |= dict.fromkeys(("residual", "added_tile", "added"), walk.has_residual)
+    return _Refs._make(
+        next(refs) if has.get(name, True) else None for name in _Refs._fields
+    )
 
 
 def _program(refs, walk):
-    """Up to 64 rows by one block of columns: `refs` are those of `_multiply`."""
-    x_ref, w_ref, *refs = refs
-    residual_ref, *refs = refs if walk.has_residual else (None, *refs)
-    out_ref, x_blocks, w_blocks, loaded, out_tile, *rest = refs
-    plan, height = walk.plan, walk.height
+    """Up to 64 rows by one block of columns."""
+    plan, height, out_tile = walk.plan, walk.height, refs.out_tile
     rows = pl.ds(jax.lax.axis_index("r") * height, height)
     first = jax.lax.axis_index("n") * plan.block_n
     columns = pl.ds(first, plan.block_n)
@@ -212,44 +261,80 @@ def _program(refs, walk):
     def load(step):
         """Asks for the blocks of a step."""
         stage = jax.lax.rem(step, walk.stages)
-        terms, ready = pl.ds(step * plan.block_k, plan.block_k), loaded.at[stage]
+        terms, ready = pl.ds(step * plan.block_k, plan.block_k), refs.loaded.at[stage]
         for part in range(walk.parts):
             own = pl.ds(first + part * walk.num_columns, plan.block_n)
-            block = w_blocks.at[stage, pl.ds(part * plan.block_n, plan.block_n)]
-            plgpu.copy_gmem_to_smem(w_ref.at[own, terms], block, ready)
-        block = x_blocks.at[stage, pl.ds(0, height)]
-        plgpu.copy_gmem_to_smem(x_ref.at[rows, terms], block, ready)
+            block = refs.w_blocks.at[stage, pl.ds(part * plan.block_n, plan.block_n)]
+            plgpu.copy_gmem_to_smem(refs.w.at[own, terms], block, ready)
+        block = refs.x_blocks.at[stage, pl.ds(0, height)]
+        plgpu.copy_gmem_to_smem(refs.x.at[rows, terms], block, ready)
+        if walk.has_norm:
+            block = refs.norm_blocks.at[stage]
+            plgpu.copy_gmem_to_smem(refs.norm.at[terms], block, ready)
 
     for step in range(walk.stages):
         load(jnp.int32(step))
-    if residual_ref is not None:
-        added_tile, added = rest
-        block = added_tile.at[pl.ds(0, height)]
-        plgpu.copy_gmem_to_smem(residual_ref.at[rows, columns], block, added)
-    total = _total(x_blocks, w_blocks, loaded, load, walk)
+    if walk.has_residual:
+        block = refs.added_tile.at[pl.ds(0, height)]
+        plgpu.copy_gmem_to_smem(refs.residual.at[rows, columns], block, refs.added)
+    if walk.has_norm:
+        _find_scales(refs, walk.eps)
+    total = _total(refs, load, walk)
     if walk.parts == 2:
         halves = total[:, : plan.block_n], total[:, plan.block_n :]
-        result = slab.gated(*halves, dtype=out_ref.dtype)
+        result = slab.gated(*halves, dtype=refs.out.dtype)
     else:
         residual = None
-        if residual_ref is not None:
-            plgpu.barrier_wait(added)
-            residual = warpgroup.load(added_tile, warpgroup.TABLE)
-        result = slab.added(total, residual, out_dtype=out_ref.dtype)
+        if walk.has_residual:
+            plgpu.barrier_wait(refs.added)
+            residual = warpgroup.load(refs.added_tile, warpgroup.TABLE)
+        result = slab.added(total, residual, out_dtype=refs.out.dtype)
     out_tile[...] = result
-    done = out_tile.at[pl.ds(0, height)], out_ref.at[rows, columns]
+    done = out_tile.at[pl.ds(0, height)], refs.out.at[rows, columns]
     warpgroup.store_from_shared(done)
 
 
-def _total(x_blocks, w_blocks, loaded, load, walk):
+def _find_scales(refs, eps):
+    """Finds what each active row of a slab is scaled by; the others have anything."""
+    num_live = jnp.minimum(refs.num_active[0], slab.ROWS)
+
+    def find(turn, _):
+        """The next rows; the last one more than once."""
+        first = turn * NORMED_AT_ONCE
+        rows = [jnp.minimum(first + i, num_live - 1) for i in range(NORMED_AT_ONCE)]
+        layout = warpgroup.line(refs.x.shape[1])
+        loaded = [warpgroup.load(refs.x.at[row], layout) for row in rows]
+        for row, x in zip(rows, loaded, strict=True):
+            refs.scales[row] = rms_norm_mosaic.scale_of(x, eps)
+
+    turns = jax.lax.div(num_live + NORMED_AT_ONCE - 1, NORMED_AT_ONCE)
+    jax.lax.fori_loop(0, turns, find, None)
+
+
+def _norm_block(refs, stage):
+    """Norms a block of rows where it lies."""
+    block = refs.x_blocks.at[stage]
+    scale = warpgroup.load(refs.scales, warpgroup.OF_ROW)
+    weight = warpgroup.load(refs.norm_blocks.at[stage], warpgroup.OF_COLUMN)
+    block[...] = rms_norm_mosaic.normed(
+        warpgroup.load(block, warpgroup.TABLE),
+        warpgroup.of_rows(scale, block.shape),
+        warpgroup.of_columns(weight, block.shape),
+    )
+    plgpu.commit_smem()
+
+
+def _total(refs, load, walk):
     """The sums of a program, float32 `[64, columns]`: block after block of k."""
 
     def accumulate(sums_ref):
         def add(step, _):
             stage = jax.lax.rem(step, walk.stages)
-            plgpu.barrier_wait(loaded.at[stage])
-            block = warpgroup.transposed(w_blocks.at[stage])
-            plgpu.wgmma(sums_ref, x_blocks.at[stage], block)
+            plgpu.barrier_wait(refs.loaded.at[stage])
+            if walk.has_norm:
+                _norm_block(refs, stage)
+            block = warpgroup.transposed(refs.w_blocks.at[stage])
+            plgpu.wgmma(sums_ref, refs.x_blocks.at[stage], block)
             # All but the last are done: the stage before is free.
             plgpu.wgmma_wait(1)
             later = step - 1 + walk.stages
@@ -258,7 +343,7 @@ def _total(x_blocks, w_blocks, loaded, load, walk):
         jax.lax.fori_loop(0, walk.steps, add, None)
         return sums_ref[...]
 
-    shape = warpgroup.ROWS, w_blocks.shape[1]
+    shape = warpgroup.ROWS, refs.w_blocks.shape[1]
     return pl.run_scoped(accumulate, warpgroup.sums(shape))
 
 
@@ -270,11 +355,12 @@ def _height(num_rows: int) -> int:
 
 
 def _stage_bytes(plan: Plan, parts: int) -> int:
-    return 2 * (parts * plan.block_n + warpgroup.ROWS) * plan.block_k
+    """Of the weights, of the rows, and of what the rows are normed with."""
+    return 2 * (parts * plan.block_n + warpgroup.ROWS + 1) * plan.block_k
 
 
 def _epilogue_bytes(plan: Plan) -> int:
-    """At most: of the result, and of a residual; with what barriers take."""
+    """At most: of the result, and of a residual; with barriers and scales."""
     return 6 * warpgroup.ROWS * plan.block_n + 1024
 
 

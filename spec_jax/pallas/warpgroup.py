@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # of an instruction, and of a value of two axes
 THREADS = 128  # of a warpgroup: a value of one axis has a multiple of it
+ALIGNED = 8  # logits: a row begins where a load may
 MAX_SHARED_BYTES = 232_448  # of one program on an H100
 PROGRAMS = 132  # one for each multiprocessor of an H100
 
@@ -75,6 +76,35 @@ def load(ref: Any, layout: Any) -> jax.Array:
     # What to load of it is deprecated from jax 0.11 on, and necessary before.
     all_of_it = () if jax.__version_info__ >= (0, 11) else (...,)
     return plgpu.load(ref, *all_of_it, layout=layout, optimized=False)
+
+
+def whole(length: int) -> int:
+    """The length of the shortest value of one axis that has so many elements."""
+    return -(-length // THREADS) * THREADS
+
+
+def line(length: int) -> Any:
+    """How a value of one axis lies in registers, of whatever dtype."""
+    vector = 2 if length // THREADS % 2 == 0 else 1
+    return plgpu.Layout.WG_STRIDED((length,), vec_size=vector)
+
+
+def line_numbers(length: int) -> jax.Array:
+    """The number of each element of a value of one axis, int32."""
+    return plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=line(length))
+
+
+def chunk_of(width: int, most: int) -> int:
+    """The logits of one program of a row of `width`: `most`, or whole warpgroups.
+
+    Raises:
+      ValueError: too few logits, or rows that do not begin where a load may.
+    """
+    if width < THREADS or width % ALIGNED:
+        raise ValueError(
+            f"rows of {width} logits: a multiple of {ALIGNED}, and {THREADS} or more"
+        )
+    return min(most, width // THREADS * THREADS)
 
 
 def of_rows(values: jax.Array, shape: tuple[int, int]) -> jax.Array:

@@ -34,7 +34,7 @@ from spec_jax.model import (
     params as params_lib,
     row_model,
 )
-from spec_jax.ops import dispatch
+from spec_jax.ops import argmax, dispatch, draw
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -42,6 +42,7 @@ CAPACITY, PAGE_SIZE = 4096, 16
 GAMMA_MAX = 4
 TREE = "4x8:31"  # 32 rows with the root
 DRAFT = "qwen3-0.6b"
+VOCABULARY = 151_936
 
 CONFIGS = subjects.PRESETS
 
@@ -72,6 +73,22 @@ def plain_step(name: str, *, donate=(1,), **options) -> hopper.Program:
     return _plain_step(model(name, **options), donate=donate)
 
 
+def drawing(rows: int, *, impl: str = "triton") -> hopper.Program:
+    """The draws of a slab of rows."""
+
+    def fn(logits, settings, positions, draws):
+        how = {"positions": positions, "draws": draws, "impl": impl}
+        return draw.draw(logits, settings, **how)
+
+    settings = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((rows,), leaf.dtype),
+        jax.eval_shape(sampling_lib.make_settings),
+    )
+    logits = jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)
+    draws = jax.ShapeDtypeStruct((rows,), jnp.bool_)
+    return hopper.Program(fn=fn, args=(logits, settings, _ints(rows), draws))
+
+
 def unrolled_step(name: str, **options) -> hopper.Program:
     """As `plain_step`, its layers in the program itself and not in a function."""
     program = plain_step(name, **options)
@@ -87,6 +104,16 @@ def scaled_step(name: str, **options) -> hopper.Program:
     """As `plain_step`, for a negative control: XLA computes with the logits."""
     target = model(name, **options)
     return _plain_step(_Scaled(**vars(target)), donate=(1,))
+
+
+def choices(*impls: str) -> hopper.Program:
+    """The choice of a slab of rows, by each implementation."""
+
+    def fn(logits, num_active):
+        return [argmax.argmax(logits, num_active=num_active, impl=i) for i in impls]
+
+    logits = jax.ShapeDtypeStruct((16, VOCABULARY), jnp.float32)
+    return hopper.Program(fn=fn, args=(logits, _ints()))
 
 
 class _Scaled(row_model.RowModel):
@@ -182,7 +209,7 @@ def verify_tree(name: str, **options) -> hopper.Program:
     return hopper.Program(fn=verify, args=args, donate=(1,))
 
 
-def head(name: str) -> eagle3_lib.Eagle3:
+def head(name: str, **options) -> eagle3_lib.Eagle3:
     """A published head of dialect A, at the shapes of the target `name`."""
     config = eagle3_params.Eagle3Config(
         layer=dataclasses.replace(
@@ -193,13 +220,13 @@ def head(name: str) -> eagle3_lib.Eagle3:
         # Of a target of four layers, which is compiled.
         taps=(1, 2, 3),
     )
-    drafts = dataclasses.replace(model(name), config=config.layer)
+    drafts = dataclasses.replace(model(name, **options), config=config.layer)
     return eagle3_lib.Eagle3(head=config, model=drafts, gamma_max=GAMMA_MAX)
 
 
-def head_step(name: str) -> hopper.Program:
+def head_step(name: str, **options) -> hopper.Program:
     """A slab of drafted rows of a head, each with the hidden state of another."""
-    drafter = head(name)
+    drafter = head(name, **options)
     slab, config = drafter.model.slab, drafter.head
     rows = decoder.Rows(
         tokens=_ints(slab),
@@ -220,10 +247,10 @@ def head_step(name: str) -> hopper.Program:
     return hopper.Program(fn=step, args=args, donate=(1,))
 
 
-def head_round(name: str, *, layers: int) -> hopper.Program:
+def head_round(name: str, *, layers: int, **options) -> hopper.Program:
     """`round.run_round` of one slot, with a tree of a head."""
-    target = rows.SlotRows(model=model(name, layers=layers), num_slots=1)
-    drafter = head(name).for_tree(tree_shapes.parse(TREE))
+    target = rows.SlotRows(model=model(name, layers=layers, **options), num_slots=1)
+    drafter = head(name, **options).for_tree(tree_shapes.parse(TREE))
     params = params_lib.shapes(target.config), eagle3_params.shapes(drafter.head)
     return _round(target, drafter, params)
 
@@ -231,7 +258,7 @@ def head_round(name: str, *, layers: int) -> hopper.Program:
 BLOCK = 7
 
 
-def block_head(name: str) -> block.BlockDrafter:
+def block_head(name: str, **options) -> block.BlockDrafter:
     """DSpark as DeepSpec describes it for 8B, at the shapes of the target `name`."""
     config = block_params.BlockConfig(
         layer=dataclasses.replace(
@@ -251,14 +278,17 @@ def block_head(name: str) -> block.BlockDrafter:
     return block.BlockDrafter(
         head=config.validate(),
         gamma_max=config.num_drafts,
-        **features.parts_of(config, model(name), slab=BLOCK),
+        **features.parts_of(config, model(name, **options), slab=BLOCK),
     )
 
 
-def scheduled_round(name: str, *, layers: int, num_slots: int) -> hopper.Program:
+def scheduled_round(
+    name: str, *, layers: int, num_slots: int, **options
+) -> hopper.Program:
     """`round.run_round` of a batch, with DSpark and a schedule of what is verified."""
-    target = rows.SlotRows(model=model(name, layers=layers), num_slots=num_slots)
-    drafter = block_head(name)
+    own = model(name, layers=layers, **options)
+    target = rows.SlotRows(model=own, num_slots=num_slots)
+    drafter = block_head(name, **options)
     chosen = schedule.Schedule(gamma_max=drafter.gamma_max)
     return _round(
         target,
@@ -269,9 +299,9 @@ def scheduled_round(name: str, *, layers: int, num_slots: int) -> hopper.Program
     )
 
 
-def spec_round(name: str, **options) -> hopper.Program:
+def spec_round(name: str, *, draws: bool = False, **options) -> hopper.Program:
     """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
-    return _round(*_pair(name, **options))
+    return _round(*_pair(name, **options), draws=draws)
 
 
 def spec_generate(

@@ -4,23 +4,22 @@ import dataclasses
 import re
 
 import hopper
+import hopper_models as models
 import jax
 import jax.numpy as jnp
 import pytest
 import xla_fusions
 
-from spec_jax.ops import draw
 from spec_jax.pallas import (
     argmax_triton,
     rms_norm_triton,
     row_norm,
     skinny_gemm_triton as gemm,
 )
-from spec_jax.rules import sampling
 
 
 ROWS = 16
-VOCABULARY = 151_936
+VOCABULARY = models.VOCABULARY
 BYTES_PER_COPY = 16  # of one thread's asynchronous copy to shared memory
 
 
@@ -118,20 +117,6 @@ def choice(width: int, rows: int = ROWS) -> hopper.Program:
     return hopper.Program(fn=fn, args=shapes)
 
 
-def drawing(rows: int) -> hopper.Program:
-    def fn(logits, settings, positions, draws):
-        how = {"positions": positions, "draws": draws, "impl": "triton"}
-        return draw.draw(logits, settings, **how)
-
-    settings = jax.tree.map(
-        lambda leaf: _shape(rows, dtype=leaf.dtype),
-        jax.eval_shape(sampling.make_settings),
-    )
-    args = _shape(rows, VOCABULARY, dtype="float32"), settings
-    each = _shape(rows, dtype="int32"), _shape(rows, dtype="bool")
-    return hopper.Program(fn=fn, args=(*args, *each))
-
-
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products_read_their_weights_once(compiler, name):
     """Fails if a kernel spills, does not fit, or copies more than weights and rows."""
@@ -204,7 +189,7 @@ def test_drawing_is_a_few_launches(compiler):
 
     What XLA adds moves integers, and starts from zeros; filters are skipped together.
     """
-    one, five = (compiler.compile(drawing, rows) for rows in (1, 5))
+    one, five = (compiler.compile(models.drawing, rows) for rows in (1, 5))
     for report in (one, five):
         report.assert_fits()
         ours = [re.sub(r"__\d+$", "", thunk.name) for thunk in report.launches]

@@ -8,6 +8,7 @@ leave nothing of that to it: it moves floats, and every sum is in a kernel of ou
 import re
 
 import hopper_models as models
+import jax
 import pytest
 import xla_fusions
 
@@ -42,14 +43,35 @@ def test_only_kernels_compute(compiler, name):
 
     Two layers of a prompt: of the last one only keys and values are left.
     """
+    report = compiled(compiler, name, impl="triton")
+    launched = {re.sub(r"_+\d*$", "", thunk.name) for thunk in report.launches}
+    assert_launched(name, launched)
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="mosaic is for 0.11 on")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_only_kernels_of_mosaic_compute(compiler, name):
+    """Fails if a kernel of Triton is in any program on Mosaic, or XLA's is."""
+    report = compiled(compiler, name, impl="mosaic")
+    assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
+    assert_launched(name, set(xla_fusions.mosaic_kernels(report.hlo)))
+
+
+def compiled(compiler, name, *, impl):
+    """The report of a program in which only kernels compute."""
     build, options = PROGRAMS[name]
     layers = 2 if name == "prefill" else 1
-    report = compiler.compile(build, "qwen3-0.6b", layers=layers, **options)
+    report = compiler.compile(build, "qwen3-0.6b", layers=layers, impl=impl, **options)
     report.assert_fits()
     assert_only_kernels_compute(report)
-    launched = {re.sub(r"_+\d*$", "", thunk.name) for thunk in report.launches}
+    return report
+
+
+def assert_launched(name, launched):
+    """Asserts that rows run, and that tokens are drawn where they are to be."""
     assert {"row_angles", "skinny_gemm", "paged_attention"} <= launched
-    assert (set(DRAWING) <= launched) == bool(options.get("draws"))
+    assert (set(DRAWING) <= launched) == bool(PROGRAMS[name][1].get("draws"))
 
 
 def test_library_products_are_caught(compiler):

@@ -300,11 +300,11 @@ on_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason='impl="mosaic" is for jax 0.11 on'
 )
 MOSAIC_LAYER = (
-    *("rms_norm", "skinny_gemm"),
-    *("rotate_and_append", "paged_attention", "combine_splits", "skinny_gemm"),
-    *("rms_norm", "skinny_gemm", "skinny_gemm"),
+    *("skinny_gemm", "paged_attention", "combine_splits"),
+    *("skinny_gemm", "skinny_gemm", "skinny_gemm"),
 )
-MOSAIC_END = ("rms_norm", "skinny_gemm", "argmax_chunks", "argmax_rows")
+MOSAIC_END = ("skinny_gemm", "argmax_chunks", "argmax_rows")
+MOST_ON_MOSAIC = {"qwen3-0.6b": 194, "qwen3-8b": 242}
 
 
 @on_mosaic
@@ -316,12 +316,13 @@ MOSAIC_END = ("rms_norm", "skinny_gemm", "argmax_chunks", "argmax_rows")
         ("qwen3-8b", models.plain_step, 2),
         ("qwen3-8b", models.verify_tree, 1),
         ("qwen3-0.6b", models.verify_step, 1),
+        ("qwen3-8b", models.verify_step, 2),
     ],
 )
 def test_mosaic(compiled, name, build, layers):
     """Fails if a kernel of Triton is left, one spills, or a pool is copied.
 
-    Fails if XLA computes with floats.
+    Fails if XLA computes with floats, or a launch is added.
     """
     report = compiled(build, name, layers=layers, impl="mosaic")
     report.assert_fits()
@@ -334,23 +335,75 @@ def test_mosaic(compiled, name, build, layers):
     assert not any(
         each.kind == "kCustomCall" and not each.in_graph for each in report.launches
     )
-    # A thunk does not say which kernel it is: the program does.
-    kernels = re.findall(r"mosaic_gpu_v2.*?op_name=\"[^\"]*?(\w+)/mpmd_map", report.hlo)
     expected = ["row_angles", *MOSAIC_LAYER * layers, *MOSAIC_END]
-    assert sorted(kernels) == sorted(expected)
+    # Of more rows than a slab each norm is a kernel.
+    expected += ["rms_norm"] * is_tree * (2 * layers + 1)
+    assert sorted(xla_fusions.mosaic_kernels(report.hlo)) == sorted(expected)
     ours = sum(each.kind == "kCustomCall" for each in report.launches)
     assert ours == len(expected)
-    print(
-        f"{name}, mosaic: {ours} + {launches(report) - ours} launches, {layers} layers"
-    )
+    total = launches(report)
+    whole = total + len(MOSAIC_LAYER) * (DEPTH[name] - layers)
+    print(f"{name}, mosaic: {whole} launches, {total - ours} of them XLA's")
+    assert is_tree or whole <= MOST_ON_MOSAIC[name]
+
+
+@on_mosaic
+@pytest.mark.rest
+def test_a_head_step_on_mosaic(compiled):
+    """Fails if a head at 8B's shapes has a kernel of Triton or a launch more."""
+    report = compiled(models.head_step, "qwen3-8b", impl="mosaic")
+    report.assert_fits()
+    assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
+    assert_in_place(report, models.head("qwen3-8b", impl="mosaic").model)
+    expected = ["row_angles", *MOSAIC_LAYER, "skinny_gemm"]
+    assert sorted(xla_fusions.mosaic_kernels(report.hlo)) == sorted(expected)
+    total = launches(report)
+    print(f"{total} launches of a head's step on mosaic")
+    assert total - len(expected) <= 15
+
+
+@on_mosaic
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("build", "options", "norms"),
+    [
+        # The norms of a tree's 32 rows, of four layers and the end.
+        (models.head_round, {"layers": 4}, 2 * 4 + 1),
+        (models.scheduled_round, {"layers": 6, "num_slots": 2}, 0),
+    ],
+)
+def test_rounds_with_heads_on_mosaic(compiled, build, options, norms):
+    """Fails if a round with EAGLE-3's or DSpark's head at 8B's shapes has a kernel of
+    Triton, spills, or norms in more kernels than it must."""
+    report = compiled(build, "qwen3-8b", impl="mosaic", **options)
+    report.assert_fits()
+    # The search of a tree's best is XLA's: drafts may be any.
+    called = xla_fusions.called(report.hlo) - {"__gpu$TopK"}
+    assert called == {xla_fusions.MOSAIC}
+    kernels = xla_fusions.mosaic_kernels(report.hlo)
+    assert {*MOSAIC_LAYER, *MOSAIC_END} <= set(kernels)
+    print(f"{len(kernels)} kernels of ours of {len(report.launches)} in the program")
+    assert kernels.count("rms_norm") == norms
+
+
+@on_mosaic
+def test_a_sampled_round_on_mosaic(compiled):
+    """Fails if a kernel of Triton is left in it, one spills, or XLA has floats."""
+    report = compiled(
+        models.spec_round, "qwen3-0.6b", layers=1, draft_layers=1, impl="mosaic",
+        draws=True,
+    )  # fmt: skip
+    report.assert_fits()
+    assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
+    assert not xla_fusions.float_work(report.hlo)
+    drawing = {"sampling_top_k", "sampling_top_p", "sampling_noisy_weights"}
+    assert drawing <= set(xla_fusions.mosaic_kernels(report.hlo))
 
 
 @on_mosaic
 def test_triton_in_a_mosaic_program_is_caught(compiled):
-    """Negative control: a draw, whose kernels are Triton's."""
-    report = compiled(
-        models.plain_generate, "qwen3-0.6b", layers=1, impl="mosaic", draws=True
-    )
+    """Negative control: a choice by Triton's kernels beside one by Mosaic's."""
+    report = compiled(models.choices, "mosaic", "triton")
     both = {xla_fusions.MOSAIC, xla_fusions.TRITON}
     assert xla_fusions.called(report.hlo) == both
 

@@ -1,8 +1,10 @@
 """The Mosaic attention of a layer, interpreted: rows alone, together and on trees."""
 
 import functools
+import types
 
 import jax
+import jax.numpy as jnp
 import mosaic_interpreter
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import row_slabs as slabs
 from native import native_oracle as oracle
 
 from spec_jax import testing
+from spec_jax.ops import dispatch, row_attention
 from spec_jax.pallas import attention_plan as plan, row_attention_mosaic
 
 
@@ -108,6 +111,34 @@ def test_a_row_without_a_page_is_lost(rng):
     kept = [0, 1, 3]
     testing.assert_same_bits(lost[kept], out[kept])
     testing.assert_same_bits(after, run(slab, kept, branch=BRANCHES)[1])
+
+
+def test_rows_of_a_block_see_all_of_it(rng, monkeypatch):
+    """Fails if a row of a block drafter's sees less than its block, or more.
+
+    As XLA's form has it, whose keys go in the order of positions.
+    """
+    attend = functools.partial(row_attention_mosaic.attend, config=CONFIG)
+    kernels = types.SimpleNamespace(attend=attend)
+    here = lambda name, impl: (kernels, mosaic_interpreter.params())
+    monkeypatch.setattr(dispatch, "kernels", here)
+    rows = [(1, 30 + i) for i in range(ROWS)]
+    slab = slabs.small_slab(rng, rows=rows, prefix=(3, 30), **SIZES)
+    for pool in (slab.k_pages, slab.v_pages):  # XLA's form reads all of a page.
+        pool[np.isnan(pool.astype(np.float32))] = 0
+    inputs = {name: jnp.asarray(x) for name, x in slab.arguments(ROWS).items()}
+    run = functools.partial(
+        row_attention.row_attention, **inputs, **slabs.numbers(slab)
+    )
+    attended = lambda **how: jax.jit(functools.partial(run, **how))()[0]
+    found = attended(block=ROWS, impl="mosaic")
+    expected = attended(block=ROWS, impl="xla")
+    close = functools.partial(
+        testing.assert_rows_close, dtype="bfloat16", reduction=128 + 34
+    )
+    close(found, expected)
+    with pytest.raises(AssertionError):  # Negative control: each to its own position.
+        close(attended(impl="xla"), expected)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_plan_by_the_number_of_rows_is_caught(rng):
             "not in blocks of 8 by 64",
         ),
         ((512, 64), dataclasses.replace(PLAN, block_n=512), "256 of an instruction"),
-        ((64, 64), dataclasses.replace(PLAN, stages=24), "needs 252928 of 232448"),
+        ((64, 64), dataclasses.replace(PLAN, stages=24), "needs 256000 of 232448"),
     ],
 )
 def test_refusals(shape, plan, message):

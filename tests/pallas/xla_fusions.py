@@ -68,6 +68,11 @@ def called(hlo: str) -> set[str]:
     return set(re.findall(r'custom_call_target="([^"]*)"', hlo))
 
 
+def mosaic_kernels(hlo: str) -> list[str]:
+    """The names of the Mosaic kernels of a program: a thunk does not say them."""
+    return re.findall(rf"{MOSAIC}.*?op_name=\"[^\"]*?(\w+)/mpmd_map", hlo)
+
+
 def _made(lines: list[str]) -> Iterator[tuple[str, str]]:
     """The name and the text of each operation that gives a float, or several."""
     for line in lines:
