@@ -182,18 +182,21 @@ def shorten(
     """Writes the rows of a file anew, as short as they can be published.
 
     Floats have nine digits, which is every bit of a float32, and more than a measured
-    time has; sources of prompts lack the folders of this machine; tokens that are the
-    same with and without speculation are written once, and a summary has no parts.
+    time has; files of this checkout and sources of prompts lack the folders of this
+    machine; tokens that are the same with and without speculation are written once, and
+    a summary has no parts.
 
     Args:
       totals: of a sweep, whether the categories of each set of prompts become one row.
     """
 
-    def nine_digits(value: Any) -> Any:
+    def shortened(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: nine_digits(entry) for name, entry in value.items()}
+            return {name: shortened(entry) for name, entry in value.items()}
         if isinstance(value, list):
-            return [nine_digits(entry) for entry in value]
+            return [shortened(entry) for entry in value]
+        if isinstance(value, str):
+            return value.replace(f"{published.ROOT}/", "")
         return float(f"{value:.9g}") if isinstance(value, float) else value
 
     rows = [*files.read_rows(path).values()]
@@ -203,7 +206,7 @@ def shorten(
         rows = [shared | total for total in sweep_cells.totals(rows)]
         for row in rows:
             del row["conventions"]  # Other tools' names of the same counts.
-    for row in (rows := nine_digits(rows)):
+    for row in (rows := shortened(rows)):
         if isinstance(row.get("prompt_source"), str):
             row["prompt_source"] = prompt_files.without_folders(row["prompt_source"])
         row.pop("by_category", None)

@@ -18,7 +18,7 @@ from spec_jax import loading, testing
 from spec_jax.gamma import theory
 
 
-ROOT = published.ROOT
+ROOT, RESULTS = published.ROOT, published.RESULTS
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FIGURE = re.compile(r"\]\((?:\.\./)?(experiments/results/figures/\w+\.svg)\)")
 FIGURES = sorted({path for page in PAGES for path in FIGURE.findall(page.read_text())})
@@ -80,6 +80,11 @@ def test_rows_are_of_commits():
     paths = published.RESULTS.glob("*.jsonl")
     rows = [row for path in paths for row in files.read_rows(path).values()]
     assert not any(row.get("git_dirty") for row in rows)
+
+
+def test_rows_name_no_folder_of_a_machine():
+    for path in (*RESULTS.glob("*.jsonl"), *RESULTS.glob("certificates/*.json")):
+        assert '"/' not in path.read_text(), path
 
 
 #
@@ -244,6 +249,7 @@ def test_published_rows_are_short(tmp_path):
     row = {"kind": "a", "s": [third, {"x": 1e-300 / 3}], "n": 12345678901234567890}
     row |= {"exact": exact, "prompt_source": "/home/me/set/test.jsonl:5"}
     row |= {"plain_ids": [1, 2], "spec_ids": [1, 2], "by_category": {"b": {"s": 1}}}
+    row |= {"argv": ["--out", f"{ROOT}/experiments/results/a.jsonl"]}
     rows = [row, {"kind": "b", "plain_ids": [1, 2], "spec_ids": [1, 3]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     reproduce.shorten(path)
@@ -251,6 +257,7 @@ def test_published_rows_are_short(tmp_path):
     assert other == rows[1]
     assert found["plain_ids"] == [1, 2] and not {"spec_ids", "by_category"} & set(found)
     assert found["prompt_source"] == "set/test.jsonl:5"
+    assert found["argv"] == ["--out", "experiments/results/a.jsonl"]
     assert found["s"] == [0.433333333, {"x": 3.33333333e-301}]
     assert found["n"] == row["n"] and found["exact"] != exact
     testing.assert_same_bits(np.float32(found["exact"]), np.float32(exact))
