@@ -353,6 +353,15 @@ def assert_in_place(compiled: jax.stages.Compiled, kv: paged.PagedKV) -> None:
     assert usage.temp_size_in_bytes < pool_bytes / 8
 
 
+def assert_proposes_in_place(drafter, params, memory, pool: paged.PagedKV) -> None:
+    """Fails if a proposal of a drafter for slots copies `pool`, a part of `memory`."""
+    number = jnp.ones((drafter.num_slots,), jnp.int32)
+    tokens = jnp.zeros((drafter.num_slots, 64), jnp.int32)
+    asked = {"tokens": tokens, "length": number, "gamma": number, "sampling": None}
+    jitted = jax.jit(drafter.propose, donate_argnums=1)
+    assert_in_place(jitted.lower(params, memory, **asked).compile(), pool)
+
+
 def check_cache(kv: paged.PagedKV) -> None:
     """The invariant of the pages, of either kind of cache; nothing was refused."""
     is_static = isinstance(kv, static.StaticKV)
@@ -407,6 +416,18 @@ def run(
     scheduler = scheduler or setting.scheduler(num_slots=num_slots or len(placed))
     requests = {slot: scripted(setting, ask) for slot, ask in placed.items()}
     return generate(scheduler, admit(scheduler, requests, draws=draws))
+
+
+@functools.partial(jax.jit, static_argnames="drafter")
+def propose(drafter, params, memory, **asked):
+    """`drafter.propose`, compiled whole: quicker than one operation after another."""
+    return drafter.propose(params, memory, **asked)
+
+
+@functools.partial(jax.jit, static_argnames="drafter")
+def commit(drafter, params, memory, length, **asked):
+    """`drafter.commit`, as above."""
+    return drafter.commit(params, memory, length, **asked)
 
 
 def slot_of(state: states.State, slot: int = 0) -> states.Slots:

@@ -357,20 +357,7 @@ def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
 def test_a_proposal_copies_no_pool():
     slots = make(DSPARK).for_slots(2)
     memory = slots.init(capacity=20_000, page_size=8)
-    number = jnp.full((2,), 3, jnp.int32)
-
-    def propose(memory):
-        return slots.propose(
-            PARAMS["dspark"],
-            memory,
-            tokens=jnp.zeros((2, 64), jnp.int32),
-            length=number,
-            gamma=number,
-            sampling=None,
-        )
-
-    compiled = jax.jit(propose, donate_argnums=0).lower(memory).compile()
-    decoding.assert_in_place(compiled, memory.kv)
+    decoding.assert_proposes_in_place(slots, PARAMS["dspark"], memory, memory.kv)
 
 
 def test_settings_that_no_drafter_has():

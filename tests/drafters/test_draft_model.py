@@ -1,7 +1,6 @@
 """Draft models: what their cache holds, what they draw, and slots beside each other."""
 
 import dataclasses
-import functools
 
 import decoding
 import jax
@@ -194,15 +193,9 @@ def begin(drafter=None, num_pages=None):
     return slots, memory, jnp.asarray(tokens)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _propose(slots, memory, tokens, length, gamma):
-    return slots.propose(
-        NEARLY, memory, tokens=tokens, length=length, gamma=gamma, sampling=None
-    )
-
-
 def propose(slots, memory, tokens, gamma, *, length=LENGTHS):
-    return _propose(slots, memory, tokens, length, jnp.array(gamma))
+    asked = {"tokens": tokens, "length": length, "gamma": jnp.array(gamma)}
+    return decoding.propose(slots, NEARLY, memory, **asked, sampling=None)
 
 
 def kv_of(memory, slot):
@@ -381,8 +374,5 @@ def test_the_pool_of_a_draft_model_is_not_copied():
     """Fails if the loop of a proposal hands the pool through a copy."""
     slots = each.lift(as_drafter(catch_up_rows=8), 3)
     memory = slots.init(capacity=8 * 1024, page_size=8)
-    tokens, number = jnp.zeros((3, 64), jnp.int32), jnp.ones((3,), jnp.int32)
-    jitted = jax.jit(_propose.__wrapped__, static_argnums=0, donate_argnums=1)
-    compiled = jitted.lower(slots, memory, tokens, number, number).compile()
-    decoding.assert_in_place(compiled, memory)
+    decoding.assert_proposes_in_place(slots, NEARLY, memory, memory)
     assert bench.TINY.vocab_size == slots.vocab_size

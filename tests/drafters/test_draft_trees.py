@@ -25,7 +25,8 @@ def drawn(drafter, text, *, seed=5):
     slots = each.lift(drafter, 1)
     memory = slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
     settings = sampling.make_settings(temperature=0.8, top_k=20, seed=seed)
-    _, proposal = slots.propose(
+    _, proposal = decoding.propose(
+        slots,
         NEARLY,
         memory,
         tokens=jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text)),
@@ -130,7 +131,9 @@ def continued(kind, drafter, path):
     def propose(memory, text):
         tokens = jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text))
         length = jnp.array([len(text)])
-        return slots.propose(NEARLY, memory, tokens=tokens, length=length, **args)
+        return decoding.propose(
+            slots, NEARLY, memory, tokens=tokens, length=length, **args
+        )
 
     begun = lambda text: slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
     memory, proposal = propose(begun(PROMPT), PROMPT)
@@ -139,9 +142,9 @@ def continued(kind, drafter, path):
     chosen = [int(drafts[node]) if node >= 0 else 95 for node in path]
     text = [*PROMPT, *chosen, 94]
     asked = jnp.ones((1,), bool)
-    memory = slots.commit(NEARLY, memory, jnp.array([len(text)]), asked=asked)
+    memory = decoding.commit(slots, NEARLY, memory, jnp.array([len(text)]), asked=asked)
     padded = jnp.zeros((1, 80), jnp.int32).at[0, : len(text)].set(jnp.array(text))
-    kv = slots._keep_committed(memory, padded, jnp.array([len(text)]))
+    kv = jax.jit(slots._keep_committed)(memory, padded, jnp.array([len(text)]))
     decoding.check_cache(kv)
     held = int(kv.length[0])
     fresh = prompt_lib.prefill(
@@ -198,7 +201,8 @@ def test_a_prompt_takes_the_pages_of_rows_that_nothing_was_committed_of():
     drafter = as_drafter().for_tree(UNEVEN)
     slots = each.lift(drafter, 2)
     memory = slots.prefill(NEARLY, slots.init(**SMALL.sizes), PROMPT, slot=0)
-    memory, _ = slots.propose(
+    memory, _ = decoding.propose(
+        slots,
         NEARLY,
         memory,
         tokens=jnp.zeros((2, 64), jnp.int32)
@@ -210,13 +214,13 @@ def test_a_prompt_takes_the_pages_of_rows_that_nothing_was_committed_of():
     )
     asked = jnp.array([True, False])
     length = jnp.array([len(PROMPT) + 2, 1])
-    memory = slots.commit(NEARLY, memory, length, asked=asked)
+    memory = decoding.commit(slots, NEARLY, memory, length, asked=asked)
     assert int(memory.kv.length[0]) > len(PROMPT)
     memory = slots.prefill(NEARLY, memory, PROMPT[:5], slot=1)
     assert memory.kv.length.tolist() == [len(PROMPT), 4]
     decoding.check_cache(memory.kv)
     # A slot that is released keeps nothing.
-    memory = slots.commit(NEARLY, memory, length * 0 + 1, asked=asked | True)
+    memory = decoding.commit(slots, NEARLY, memory, length * 0 + 1, asked=asked | True)
     assert memory.kv.length.tolist() == [0, 0] and not memory.is_run.any()
 
 

@@ -294,13 +294,4 @@ def test_the_pool_of_a_head_is_not_copied():
     drafter, params = make()
     slots = each.lift(drafter, 3)
     memory = slots.init(capacity=8 * 1024, page_size=8)
-    number = jnp.ones((3,), jnp.int32)
-    compiled = (
-        jax.jit(slots.propose, donate_argnums=1)
-        .lower(
-            params, memory, tokens=jnp.zeros((3, 64), jnp.int32), length=number,
-            gamma=number, sampling=None,
-        )
-        .compile()
-    )  # fmt: skip
-    decoding.assert_in_place(compiled, memory.kv)
+    decoding.assert_proposes_in_place(slots, params, memory, memory.kv)

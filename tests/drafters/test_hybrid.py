@@ -1,10 +1,8 @@
 """Suffix statistics first, a draft model otherwise: which is asked, and its price."""
 
 import dataclasses
-import functools
 
 import decoding
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,14 +30,6 @@ def test_a_hybrid_keeps_the_contract():
     assert testing.check_drafter(HYBRID, PARAMS, BENCH) == tuple(testing.CLAUSES)
 
 
-@functools.partial(jax.jit, static_argnames="slots")
-def propose(slots, params, memory, tokens, length):
-    gamma = jnp.full(length.shape, GAMMA_MAX, jnp.int32)
-    return slots.propose(
-        params, memory, tokens=tokens, length=length, gamma=gamma, sampling=None
-    )
-
-
 def after(drafter, params, texts):
     """Memory and proposal after texts that were prefilled, one a slot."""
     slots = each.lift(drafter, len(texts))
@@ -49,7 +39,9 @@ def after(drafter, params, texts):
         memory = slots.prefill(params, memory, text, slot=slot)
         tokens[slot, : len(text)] = text
     length = jnp.array([len(text) for text in texts], jnp.int32)
-    return propose(slots, params, memory, jnp.asarray(tokens), length)
+    gamma = jnp.full(length.shape, GAMMA_MAX, jnp.int32)
+    asked = {"tokens": jnp.asarray(tokens), "length": length, "gamma": gamma}
+    return decoding.propose(slots, params, memory, **asked, sampling=None)
 
 
 @pytest.mark.few(1)
@@ -83,12 +75,7 @@ def test_the_hybrids_cache_is_not_copied():
     """Fails if the branch hands the pool through: nothing of its size is temporary."""
     slots = each.lift(HYBRID, 3)
     memory = slots.init(capacity=8 * 1024, page_size=8)
-    tokens, length = jnp.zeros((3, 64), jnp.int32), jnp.ones((3,), jnp.int32)
-    donating = jax.jit(
-        propose.__wrapped__, static_argnames="slots", donate_argnames="memory"
-    )
-    compiled = donating.lower(slots, PARAMS, memory, tokens, length).compile()
-    decoding.assert_in_place(compiled, memory)
+    decoding.assert_proposes_in_place(slots, PARAMS, memory, memory)
 
 
 def test_hybrids_that_do_not_fit_together_are_refused():

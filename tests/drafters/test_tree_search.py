@@ -1,5 +1,6 @@
 """Tree search: the nodes of EAGLE's published bookkeeping, and every prefix a tree."""
 
+import functools
 import itertools
 
 import decoding
@@ -74,13 +75,9 @@ def grown(head, tree, wanted=None, *, size=VOCAB, **how):
         return memory, rows, num_rows > 0
 
     wanted = tree.nodes if wanted is None else wanted
-    _, proposal = tree_search.grow(
-        expand,
-        jnp.asarray(head(()))[None],
-        (),
-        tree=tree,
-        wanted=jnp.array([wanted], jnp.int32),
-        **how,
+    grow = jax.jit(functools.partial(tree_search.grow, expand, tree=tree))
+    _, proposal = grow(
+        jnp.asarray(head(()))[None], (), wanted=jnp.array([wanted], jnp.int32), **how
     )
     return paths(jax.tree.map(lambda leaf: leaf[0], proposal))
 
@@ -245,7 +242,8 @@ TEXT = [5, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 6, 1, 2]
 
 def looked_up(drafter, params=None, text=TEXT, gamma=None):
     tokens = jnp.zeros((40,), jnp.int32).at[: len(text)].set(jnp.array(text))
-    _, proposal = drafter.propose(
+    _, proposal = decoding.propose(
+        drafter,
         params,
         (),
         tokens=tokens,
