@@ -15,6 +15,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+# Traces are millions of objects, which a collection walks for a tenth of a test's time.
+gc.set_threshold(100_000, 50, 100)
+
 # No example fails, and none is refused, because the machine is busy with others.
 hypothesis.settings.register_profile(
     "unhurried",
