@@ -158,6 +158,7 @@ def _heads() -> Iterator[Step]:
     if names:
         listed = ",".join((*names, "draft-model", "ngram", "suffix"))
         command = f"sweep --impl native --drafter {listed} --gamma 7 --temperature 0,1"
+        command += " --repeats 3"  # Of one, a disturbed prompt is the speed-up.
         # Samples: the first prompts of Spec-Bench are those of MT-bench.
         yield Step(
             file="evaluation.jsonl",
