@@ -300,6 +300,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_slots, spec_jax::RunSlots,
                                       .Arg<spec_jax::Ints>()    // names
                                       .Arg<ffi::AnyBuffer>()    // embed
                                       .Arg<ffi::AnyBuffer>()    // out
+                                      .Arg<ffi::AnyBuffer>()    // mix
+                                      .Arg<ffi::AnyBuffer>()    // mix_bias
+                                      .Arg<ffi::AnyBuffer>()    // hidden
                                       .Ret<spec_jax::Ints>()    // drafts
                                       .Attr<int64_t>("entries")
                                       .Attr<int64_t>("rank")));

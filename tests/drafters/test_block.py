@@ -160,6 +160,34 @@ def test_drafts_are_the_oracles(tmp_path, name):
             assert proposal.survival is None
 
 
+GATED = dataclasses.replace(DSPARK, head="gated", draft_vocab_size=64)
+
+
+@pytest.mark.parametrize("head", [RNN, GATED], ids=["rnn", "gated"])
+def test_native_drafts_are_those_of_xla(head):
+    """Fails if the one call draws with other noise, or mixes otherwise.
+
+    No promise of bits: sums of these two differ, and a tie might be decided otherwise.
+    """
+    decoding.needs("native")
+    params, features = params_of(head), features_of()
+    params = params.replace(markov=params.markov.replace(out=8 * params.markov.out))
+
+    def drawn(impl, seed, temperature):
+        one = sampling_lib.make_settings(temperature=temperature, seed=seed)
+        told = {"sampling": jax.tree.map(lambda x: jnp.broadcast_to(x, (2,)), one)}
+        rounds = eagle.rounds_of(
+            make(head, impl), features, LENGTHS, params=params, **told
+        )
+        return [proposal.tokens.tolist() for _, proposal in rounds]
+
+    for seed, temperature in ((0, 0.0), (1, 4.0), (2, 9.0)):
+        found = drawn("native", seed, temperature)
+        assert found == drawn("xla", seed, temperature)
+        # Negative control: it is the noise that decides.
+        assert (found == drawn("xla", seed + 1, temperature)) == (temperature == 0)
+
+
 def swapped(config):
     slots = "fill-in" if config.slots == "anchor-first" else "anchor-first"
     return dataclasses.replace(config, slots=slots)
