@@ -230,7 +230,7 @@ class SlotBlock(features_lib.SlotReader):
                 hidden[:, : used.stop],
                 logits[:, used],
                 counts=wanted,
-                draws=self._native_draws(draw),
+                draws=draw.native(self.vocab_size),
                 impl=drafter.model.impl,
             )
             probs = self._probs(params, log_weights, wanted)

@@ -56,7 +56,7 @@ def published(head, tree):
     return {paths[at] for at in keep}
 
 
-def grown(head, tree, wanted=None, *, size=VOCAB, **how):
+def grown(head, tree, wanted=None, *, size=VOCAB, hot=None):
     """The paths of `grow`, in the order of its nodes; the head is asked on the host."""
     paths_of = {0: ()}
 
@@ -71,16 +71,15 @@ def grown(head, tree, wanted=None, *, size=VOCAB, **how):
 
         shape = jax.ShapeDtypeStruct((1, tree.width, size), jnp.float32)
         rows = jax.pure_callback(ask, shape, tokens, parents, first)
-        return memory, rows, num_rows > 0
+        return memory, tree_search.children(rows, tree, hot), num_rows > 0
 
     wanted = tree.nodes if wanted is None else wanted
     _, proposal = tree_search.grow(
         expand,
-        jnp.asarray(head(()))[None],
+        tree_search.children(jnp.asarray(head(()))[None, None], tree, hot),
         (),
         tree=tree,
         wanted=jnp.array([wanted], jnp.int32),
-        **how,
     )
     return paths(jax.tree.map(lambda leaf: leaf[0], proposal))
 

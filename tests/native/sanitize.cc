@@ -20,6 +20,7 @@
 #include <unistd.h>
 
 #include "block_step.h"
+#include "children.h"
 #include "head_step.h"
 #include "move.h"
 #include "projection.h"
@@ -368,6 +369,40 @@ struct SomeDraws {
   }
 };
 
+// Rows of two slots, one of which is none, drawn or not, and of a third that sits out.
+void check_children(int64_t N, int64_t most) {
+  constexpr int64_t S = 3, width = 2, V = 5000;
+  auto logits = normal<float>(S * width * N, 3.0f), scores = untouched<float>(S * width * most);
+  for (int64_t n = 0; n < N; ++n) logits[3 * N + n] = -kInfinity;
+  int32_t counts[] = {2, 9, 0}, numbers[] = {4, 5};
+  Array<int32_t> names(N), tokens(S * width * most);
+  for (int64_t n = 0; n < N; ++n) names[n] = static_cast<int32_t>(V - 1 - n);
+  SomeDraws how(width, N);
+  for (bool draws : {false, true}) {
+    ChildRows rows{logits.data(), counts, numbers, names.data(), S, width, N, most, 0.5f,
+                   scores.data(), tokens.data(), {}};
+    if (draws) rows.draws = how.draws(V, false);
+    rows.draws.log_weights = nullptr;
+    LatePool pool;
+    Team<LatePool> team(pool);
+    best_children(team, rows);
+    for (int64_t i = 0; i < S * width * most; ++i) {
+      int64_t row = i / most, token = tokens[i];
+      auto what = "children " + std::to_string(N) + " " + std::to_string(i);
+      bool is_first = i % most == 0;
+      expect(is_first || scores[i] <= scores[i - 1], what);
+      if (row < 3) expect(token > V - 1 - N - 1 && token < V, what);
+      if (row < 3 && is_first) expect(std::isfinite(scores[i]) && scores[i] <= 0, what);
+      if (row >= 3) expect(scores[i] == -kInfinity, what);
+      if (row > 3) expect(token == 0, what);
+      if (row > 1 || draws) continue;
+      int64_t n = V - 1 - token, before = 0;
+      for (int64_t j = 0; j < N; ++j) before += logits[row * N + j] > logits[row * N + n];
+      expect(before == i % most, what);
+    }
+  }
+}
+
 // Three slots: two that draft, the second beyond its pages, and one that sits out. Of a
 // model, or of a head whose own tokens are named from the last one on.
 template <typename T>
@@ -711,6 +746,7 @@ int main(int count, char** arguments) {
   spec_jax::check_full_pool(false);
   spec_jax::check_exp();
   spec_jax::check_noise();
+  for (int64_t N : {1, 7, 1024, 2049}) spec_jax::check_children(N, std::min<int64_t>(N, 4));
   spec_jax::check_grid<float>();
   spec_jax::check_grid<spec_jax::bf16>();
   std::puts("all in bounds");
