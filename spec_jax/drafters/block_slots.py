@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from spec_jax.drafters import draft_slots, draft_trees, features as features_lib
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.model import block_draft, block_params
+from spec_jax.ops import step
 from spec_jax.paging import allocator, index
 
 
@@ -221,15 +222,15 @@ class SlotBlock(features_lib.SlotReader):
         )
         params = block_params.prepare(params, drafter.model.impl)
         used = slice(head.first_slot, head.first_slot + count)
-        if block_draft.is_one_call(head, drafter.model.impl):
+        if step.is_fused(drafter.model.impl):
             tokens, confidence, log_weights = block_draft.run_slots(
                 params,
                 head,
                 anchor,
-                hidden[:, used],
+                hidden[:, : used.stop],
                 logits[:, used],
                 counts=wanted,
-                draws=self._native_draws(draw),
+                draws=draw.native(self.vocab_size),
                 impl=drafter.model.impl,
             )
             probs = self._probs(params, log_weights, wanted)

@@ -59,6 +59,13 @@ class SlotBlockTree(block_slots.SlotBlock):
         impl, slots = drafter.model.impl, self.num_slots
         draw = draft_trees.Draw.of(drafter.draws, sampling, length, num_slots=slots)
         widen = draft_slots.widened(params.hot, self.vocab_size)
+        children = functools.partial(
+            draw.children,
+            tree=tree,
+            vocab_size=self.vocab_size,
+            hot=params.hot,
+            impl=impl,
+        )
         correct = functools.partial(
             block_draft.correct,
             block_params.prepare(params, impl),
@@ -76,7 +83,7 @@ class SlotBlockTree(block_slots.SlotBlock):
             if bias is not None:
                 rows += bias
             by_slot = lambda x: x.reshape(slots, count, -1)
-            return by_slot(states), by_slot(widen(rows))
+            return by_slot(states), by_slot(rows)
 
         def expand(carry, tokens, parents, first, num_rows):
             """Runs the rows of a level; see `tree_search.Expand`."""
@@ -86,9 +93,9 @@ class SlotBlockTree(block_slots.SlotBlock):
             before = states[jnp.arange(slots, dtype=jnp.int32)[:, None], above]
             new, rows = run(before, tokens, head.first_slot + level)
             states = jax.lax.dynamic_update_slice_in_dim(states, new, first, axis=1)
-            probs = draw.put(probs, rows, first)
-            weights = draw.weights(rows, level=level, width=tree.width)
-            return (states, probs), weights, num_rows > 0
+            probs = draw.put(probs, widen(rows), first)
+            found = children(rows, level=level, counts=num_rows)
+            return (states, probs), found, num_rows > 0
 
         state = block_draft.first_state(head, (slots,))
         if head.first_slot:  # Predicts nothing, but a recurrent state passes through.
@@ -101,10 +108,10 @@ class SlotBlockTree(block_slots.SlotBlock):
         if draw.has_probs:
             # One row more, which is no node's: that of leaves.
             shape = slots, tree.num_columns + 1, self.vocab_size
-            probs = draw.put(jnp.zeros(shape, jnp.float32), root, first)
+            probs = draw.put(jnp.zeros(shape, jnp.float32), widen(root), first)
         (_, probs), proposal = tree_search.grow(
             expand,
-            draw.weights(root, level=first, width=tree.width)[:, 0],
+            children(root, level=first, counts=jnp.minimum(wanted, 1)),
             (states, probs),
             tree=tree,
             wanted=wanted,

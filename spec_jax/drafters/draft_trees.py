@@ -12,6 +12,7 @@ from spec_jax import pytree
 from spec_jax.drafters import draft_slots, tree_search, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import params as params_lib
+from spec_jax.ops import children as children_op, step
 from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
 
@@ -133,6 +134,12 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             kv=kv, start=length - 1, is_run=jnp.zeros_like(memory.is_run)
         )
         draw = Draw.of(self.drafter.draws, sampling, length, num_slots=self.num_slots)
+        children = functools.partial(
+            draw.children,
+            tree=tree,
+            vocab_size=self.vocab_size,
+            impl=self.drafter.model.impl,
+        )
 
         def expand(carry, tokens, parents, first, num_rows):
             """Runs the rows of a level; see `tree_search.Expand`."""
@@ -152,8 +159,8 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             level = tree_search.level_of(tree, first)
             rows = verified.by_column(verified.logits, fill=0.0)
             probs = draw.put(probs, rows, first)
-            weights = draw.weights(rows, level=level, width=tree.width)
-            return (memory, probs), weights, has_run
+            found = children(rows, level=level, counts=num_rows)
+            return (memory, probs), found, has_run
 
         first, root = jnp.int32(0), logits[:, None]
         probs = None
@@ -163,7 +170,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             probs = draw.put(jnp.zeros(shape, jnp.float32), root, first)
         (memory, probs), proposal = tree_search.grow(
             expand,
-            draw.weights(root, level=first, width=tree.width)[:, 0],
+            children(root, level=first, counts=asked.astype(jnp.int32)),
             (memory, probs),
             tree=tree,
             wanted=jnp.where(asked, gamma, 0),
@@ -275,9 +282,7 @@ class Draw(pytree.Node):
         """
         if self.sampling is None:
             return logits
-        # By a row's level and its place there: however many rows other levels have.
-        first = jnp.maximum(1 + (level - 1) * width, 0)
-        columns = first + jnp.arange(logits.shape[1], dtype=jnp.int32)
+        columns = _columns(level, logits.shape[1], width)
 
         def one(slot):
             """Adds noise to the rows of a slot, one by one."""
@@ -296,6 +301,60 @@ class Draw(pytree.Node):
 
         return jax.lax.map(one, (logits, self.sampling, self.length))
 
+    def children(
+        self,
+        logits: Float[Array, "B K Vd"],
+        *,
+        level: jax.Array,
+        counts: Int[Array, " B"],
+        tree: tree_shapes.AnyTree,
+        vocab_size: int,
+        hot: Int[Array, " Vd"] | None = None,
+        impl: str,
+    ) -> tree_search.Children:
+        """Returns the best children of a level's rows.
+
+        Args:
+          level: of the rows; that of the root is 0.
+          counts: rows of each slot that count, the first ones.
+          vocab_size: of the target.
+          hot: the target's token of each of the drafter's own; None: the same.
+          impl: resolved; whose kernels find them, if it has such.
+        """
+        is_native, width = children_op.has_kernels(impl), tree.width
+        if hot is not None and tree.top_k > hot.size:
+            logits, hot = draft_slots.widened(hot, vocab_size)(logits), None
+        if not is_native:
+            if hot is not None and self.sampling is not None:  # By the target's tokens.
+                logits, hot = draft_slots.widened(hot, vocab_size)(logits), None
+            weights = self.weights(logits, level=level, width=width)
+            return tree_search.children(weights, tree, hot)
+        count = logits.shape[1]
+        numbers = jnp.broadcast_to(level, (count,))
+        if self.has_probs:
+            numbers = _columns(level, count, width)
+        return children_op.children(
+            logits,
+            counts,
+            numbers,
+            most=tree.top_k,
+            tau=tree.tau,
+            names=hot,
+            draws=self.native(vocab_size),
+            impl=impl,
+        )
+
+    def native(self, vocab_size: int) -> step.Draws | None:
+        """Returns how a native call draws; None: by the logits alone."""
+        if self.sampling is None:
+            return None
+        return step.Draws(
+            settings=self.sampling,
+            positions=self.length,
+            vocab_size=vocab_size,
+            independent=self.has_probs,
+        )
+
     def put(
         self, probs: Array | None, logits: Float[Array, "B K V"], first: jax.Array
     ) -> Array | None:
@@ -306,3 +365,10 @@ class Draw(pytree.Node):
             lambda slot: sampling_lib.distribution(*slot), (logits, self.sampling)
         )
         return jax.lax.dynamic_update_slice(probs, rows, (0, first, 0))
+
+
+def _columns(level: jax.Array, count: int, width: int) -> Int[Array, " K"]:
+    """Returns the columns of a level's rows, `width` at most: by their level and their
+    places there, however many rows other levels have."""
+    first = jnp.maximum(1 + (level - 1) * width, 0)
+    return first + jnp.arange(count, dtype=jnp.int32)

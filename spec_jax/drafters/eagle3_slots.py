@@ -162,7 +162,7 @@ class SlotEagle3(features_lib.SlotReader):
             pending=jnp.where(drafts, end - starts, 0),
             counts=counts,
             most=self.gamma_max,
-            draws=self._native_draws(draw),
+            draws=draw.native(self.vocab_size),
             impl=self.drafter.model.impl,
         )
         kv = allocator.extend_each(kv, end, asked=drafts)
@@ -234,10 +234,14 @@ class SlotEagle3(features_lib.SlotReader):
         hidden state `[B, D]` and logits `[B, Vd]` of the last pair."""
         tree, length = self._tree, draw.length
         is_chain = self.drafter.tree is None
-        # Noise is by token of the target; without it the few draft tokens will do.
-        hot, widen = params.hot, lambda logits: logits
-        if hot is not None and (draw.sampling is not None or tree.top_k > hot.size):
-            widen, hot = draft_slots.widened(hot, self.vocab_size), None
+        widen = draft_slots.widened(params.hot, self.vocab_size)
+        children = functools.partial(
+            draw.children,
+            tree=tree,
+            vocab_size=self.vocab_size,
+            hot=params.hot,
+            impl=self.drafter.model.impl,
+        )
 
         def expand(carry, tokens, parents, first, num_rows):
             """Runs the rows of a level; see `tree_search.Expand`."""
@@ -260,27 +264,26 @@ class SlotEagle3(features_lib.SlotReader):
                 hidden, by_column(new), first, axis=1
             )
             level = tree_search.level_of(tree, first)
-            logits = widen(by_column(logits))
-            probs = draw.put(probs, logits, first)
-            weights = draw.weights(logits, level=level, width=tree.width)
-            return (kv, hidden, probs), weights, (num_rows > 0) & ~kv.out_of_pages
+            logits = by_column(logits)
+            probs = draw.put(probs, widen(logits), first)
+            found = children(logits, level=level, counts=num_rows)
+            return (kv, hidden, probs), found, (num_rows > 0) & ~kv.out_of_pages
 
         states, logits = root
-        first, logits = jnp.int32(0), widen(logits)[:, None]
+        first, logits = jnp.int32(0), logits[:, None]
         hidden = jnp.zeros((self.num_slots, tree.num_columns, states.shape[1]))
         hidden = hidden.astype(states.dtype).at[:, 0].set(states)
         probs = None
         if draw.has_probs:
             # One row more, which is no node's: that of leaves.
             shape = self.num_slots, tree.num_columns + 1, self.vocab_size
-            probs = draw.put(jnp.zeros(shape, jnp.float32), logits, first)
+            probs = draw.put(jnp.zeros(shape, jnp.float32), widen(logits), first)
         (kv, _, probs), proposal = tree_search.grow(
             expand,
-            draw.weights(logits, level=first, width=tree.width)[:, 0],
+            children(logits, level=first, counts=jnp.minimum(wanted, 1)),
             (memory.kv, hidden, probs),
             tree=tree,
             wanted=wanted,
-            hot=hot,
         )
         if probs is not None:
             columns = cast(tree_shapes.FixedTree, tree).columns

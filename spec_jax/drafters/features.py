@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_model, draft_slots, draft_trees
+from spec_jax.drafters import draft_model, draft_slots
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.model import row_model
-from spec_jax.ops import bits, step
+from spec_jax.ops import bits
 from spec_jax.paging import allocator, cache as paged
 
 
@@ -224,17 +224,6 @@ class SlotReader(draft_slots.OfSlots):
         asked = is_whole & (gamma > 0) & (ring.end == length - 1)
         is_full = is_whole & overflows(ring, most=self._rows_most)
         return memory.replace(kv=kv), asked, is_full
-
-    def _native_draws(self, draw: draft_trees.Draw) -> step.Draws | None:
-        """Returns how a native call draws drafts; None: greedily."""
-        if draw.sampling is None:
-            return None
-        return step.Draws(
-            settings=draw.sampling,
-            positions=draw.length,
-            vocab_size=self.vocab_size,
-            independent=draw.has_probs,
-        )
 
     def _probs(
         self,

@@ -104,11 +104,12 @@ def propose(
         after = jnp.roll(jnp.where(holds, above, 0.0), 1, axis=1).at[:, 0].set(0.0)
         after = jnp.where(is_token[None, :], after, 0.0)
         places = jax.lax.dynamic_update_slice(places, after, (start, jnp.int32(0)))
-        return places, votes(after)[None], num_rows > 0
+        found = tree_search.children(votes(after)[None], tree)
+        return places, found, num_rows > 0
 
     _, proposal = tree_search.grow(
         expand,
-        votes(weights[None]),
+        tree_search.children(votes(weights[None])[None], tree),
         places,
         tree=tree,
         wanted=jnp.where(jnp.any(weights > 0), gamma, 0)[None],

@@ -32,15 +32,19 @@ from spec_jax.engine import protocols
 from spec_jax.typing import typed
 
 
+Children = tuple[jax.Array, jax.Array]
+"""The scores and tokens `[.., K]` of the best children of rows, best first; -inf: no
+draft."""
+
 Expand = Callable[
     [Any, jax.Array, jax.Array, jax.Array, jax.Array],
-    tuple[Any, jax.Array, jax.Array],
+    tuple[Any, Children, jax.Array],
 ]
 """`expand(memory, tokens [B, K], parents [B, num_columns], first, num_rows [B])` runs
 the frontier of a level. Its rows are the columns from `first` on of the tree whose
 parents are given; what is found of rows from `num_rows` on is not used, and the next
-level may have their columns. Returns the memory, each row's log weights `[B, K, V]`,
-and which slots were run; the others grow no further."""
+level may have their columns. Returns the memory, the children of each row, and which
+slots were run; the others grow no further."""
 
 
 def level_of(tree: tree_shapes.AnyTree, first: Int[Array, ""]) -> Int[Array, ""]:
@@ -65,25 +69,22 @@ class _Search(pytree.Node):
 @typed
 def grow(
     expand: Expand,
-    root: Float[Array, "B V"],
+    root: tuple[Float32[Array, "B 1 K"], Int[Array, "B 1 K"]],
     memory: Any,
     *,
     tree: tree_shapes.AnyTree,
     wanted: Int[Array, " B"],
-    hot: Int[Array, " V"] | None = None,
 ) -> tuple[Any, protocols.Proposal]:
     """Returns the memory, and the best `wanted` nodes below the root of each slot.
 
     Levels are expanded as long as one of their nodes may be among the best.
 
     Args:
-      root: log weights of the token after the pending one; not normalised.
+      root: the `Children` of the pending token.
       wanted: nodes, at most `tree.nodes`; 0: the slot sits out.
-      hot: token of each entry of the log weights, if these are of a vocabulary of the
-        drafter's own: the best are found there, and named afterwards.
     """
-    scores, tokens = _children(root, tree, hot)
-    shape = root.shape[0], tree.num_candidates
+    scores, tokens = (values[:, 0] for values in root)
+    shape = scores.shape[0], tree.num_candidates
 
     def pad(values, fill):
         missing = shape[1] - values.shape[1]
@@ -104,7 +105,7 @@ def grow(
         return search.active & tree.may_grow(search.score, search.frontier, wanted)
 
     def step(search):
-        return _expand_level(expand, search, may_grow(search), tree, hot)
+        return _expand_level(expand, search, may_grow(search), tree)
 
     if tree.depth > 1:
         search = jax.lax.while_loop(
@@ -120,12 +121,18 @@ def grow(
     )
 
 
-def _children(
+@typed
+def children(
     log_weights: Float[Array, "*rows V"],
     tree: tree_shapes.AnyTree,
-    hot: Int[Array, " V"] | None,
+    hot: Int[Array, " V"] | None = None,
 ) -> tuple[Float32[Array, "*rows K"], Int[Array, "*rows K"]]:
-    """Returns the scores and tokens of the best children."""
+    """Returns the best children of rows, by log weights that are not normalised.
+
+    Args:
+      hot: token of each entry of the log weights, if these are of a vocabulary of the
+        drafter's own: the best are found there, and named afterwards.
+    """
     scores = jax.nn.log_softmax(log_weights.astype(jnp.float32) / tree.tau)
     # NaN where no token has a weight, or a weight is NaN: no draft.
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
@@ -134,20 +141,19 @@ def _children(
 
 
 def _expand_level(
-    expand: Expand, search: _Search, active: Bool[Array, " B"], tree, hot
+    expand: Expand, search: _Search, active: Bool[Array, " B"], tree
 ) -> _Search:
     """Runs the frontier, and adds its children to the candidates."""
     num_slots, K = search.frontier.shape[0], tree.top_k
     level = search.level
     first = tree.first(level)
-    memory, log_weights, has_run = expand(
+    memory, (own, tokens), has_run = expand(
         search.memory,
         _at(search.token, search.frontier),
         search.columns,
         first,
         jnp.where(active, tree.rows(level), 0),
     )
-    own, tokens = _children(log_weights, tree, hot)
     scores = _at(search.score, search.frontier)[:, :, None] + own
     scores = jnp.where(has_run[:, None, None], scores, -jnp.inf).reshape(num_slots, -1)
     put = lambda all_, new: jax.lax.dynamic_update_slice(

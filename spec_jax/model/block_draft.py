@@ -28,6 +28,7 @@ from spec_jax.ops import (
     dispatch,
     embedding,
     gated_projection,
+    mixed_slots,
     projection,
     rms_norm,
     rope,
@@ -359,17 +360,12 @@ def _confidence(params, known):
     return jnp.einsum("...d,d->...", read, row) + offset
 
 
-def is_one_call(config: block_params.BlockConfig, impl: str) -> bool:
-    """Returns whether `run_slots` can go over the slots of blocks."""
-    return step.is_fused(impl) and config.head in ("none", "vanilla")
-
-
 @typed
 def run_slots(
     params: block_params.BlockParams,
     config: block_params.BlockConfig,
     anchor: Int[Array, " B"],
-    hidden: Float[Array, "B W D"],
+    hidden: Float[Array, "B H D"],
     logits: Float[Array, "B W Vd"],
     *,
     counts: Int[Array, " B"],
@@ -382,6 +378,8 @@ def run_slots(
 
     Args:
       anchor: the token before the first slot.
+      hidden: from the first row of blocks on; the last `W` are of the slots.
+      logits: of slots that predict.
       counts: slots of each block to go over.
       draws: see `ops.step.slot_chains`.
 
@@ -390,18 +388,28 @@ def run_slots(
       `correct` says them, which mean nothing from there on; and of independent draws
       the log weights of draft tokens that they were drawn from, otherwise None.
     """
-    markov = params.markov
-    tokens, log_weights = step.slot_chains(
-        logits,
-        anchor,
-        counts,
-        names=params.hot,
-        embed=None if markov is None else markov.embed,
-        out=None if markov is None else markov.out,
-        draws=draws,
-        impl=impl,
-    )
-    known = [hidden]
+    markov, used = params.markov, hidden[:, -logits.shape[1] :]
+    shared: dict[str, Any] = {
+        "names": params.hot,
+        "embed": None if markov is None else markov.embed,
+        "out": None if markov is None else markov.out,
+        "draws": draws,
+        "impl": impl,
+    }
+    mix, bias = (None, None) if markov is None else (markov.mix, markov.mix_bias)
+    if mix is None or bias is None:
+        tokens, log_weights = step.slot_chains(logits, anchor, counts, **shared)
+    else:
+        tokens, log_weights = mixed_slots.slot_chains(
+            logits,
+            hidden if config.head == "rnn" else used,
+            anchor,
+            counts,
+            mix=mix,
+            mix_bias=bias,
+            **shared,
+        )
+    known = [used]
     if markov is not None and config.confidence_with_markov:
         before = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
         known.append(weights.take_rows(markov.embed, before).astype(hidden.dtype))

@@ -34,11 +34,13 @@ constexpr auto RunBlocks = [](ffi::ThreadPool pool, Result hidden,
 };
 
 ffi::Error RunSlots(ffi::ThreadPool pool, Floats logits, Ints anchors, Ints counts,
-                    Ints names, Any embed, Any out, ffi::Result<Ints> drafts,
-                    int64_t entries, int64_t rank, Floats numbers, Ints integers,
-                    ffi::Result<Floats> log_weights, int64_t vocabulary,
-                    bool is_independent) {
+                    Ints names, Any embed, Any out, Any mix, Any mix_bias, Any hidden,
+                    ffi::Result<Ints> drafts, int64_t entries, int64_t rank,
+                    Floats numbers, Ints integers, ffi::Result<Floats> log_weights,
+                    int64_t vocabulary, bool is_independent) {
   auto shape = logits.dimensions();
+  int64_t D = hidden.dimensions()[2], gates = mix_bias.element_count();
+  int64_t width = D + (gates == rank ? rank : 2 * rank);
   DrawCall draws{numbers, integers, log_weights, vocabulary, is_independent};
   SlotChains chains{logits.typed_data(), anchors.typed_data(), counts.typed_data(),
                     names.element_count() > 0 ? names.typed_data() : nullptr,
@@ -47,8 +49,13 @@ ffi::Error RunSlots(ffi::ThreadPool pool, Floats logits, Ints anchors, Ints coun
   return by_dtype(out.element_type(), [&](auto tag) {
     using T = decltype(tag);
     Panels<T> w{data_or_null<T>(out), chains.N, rank};
+    Mix<T> head{};
+    if (gates > 0) {
+      head = {panels<T>(mix, gates, width), data<T>(mix_bias), data<T>(hidden), D,
+              hidden.dimensions()[1] - shape[1]};
+    }
     Team<ffi::ThreadPool> team(pool);
-    run_slots(team, table_of<T>(embed, entries, rank), w, chains);
+    run_slots(team, table_of<T>(embed, entries, rank), w, head, chains);
     return ffi::Error::Success();
   });
 }

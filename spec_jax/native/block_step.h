@@ -87,31 +87,119 @@ struct SlotChains {
   Draws draws;
 };
 
+// A sequential head that mixes the token before a slot with what the slot's row left
+// behind: gated [r, D + r], of hidden state and embedding; or recurrent [3r, 2r + D], of a
+// state of its own, the embedding and the hidden state.
+template <typename T>
+struct Mix {
+  Panels<T> w;      // without data: the embedding is taken as it is
+  const T* bias;    // [w.N]
+  const T* hidden;  // [S, passed + most, D]
+  int64_t D, passed;  // slots before the first that predicts, which a state passes through
+};
+
+inline Vec sigmoid(Vec x) {
+  return divide(broadcast(1.0f), add(broadcast(1.0f), exp(subtract(zero(), x))));
+}
+// Within a few units of the last place of 1.
+inline Vec tanh(Vec x) {
+  return subtract(broadcast(1.0f),
+                  divide(broadcast(2.0f), add(broadcast(1.0f), exp(add(x, x)))));
+}
+
+// What such a head carries from slot to slot.
+template <typename T>
+struct Mixer {
+  const Mix<T>& mix;
+  int64_t r;
+  std::vector<float> state, made;  // [S, r], [rows, w.N]
+  std::vector<T> read;             // [rows, w.K]
+
+  Mixer(const Mix<T>& mix, int64_t num_slots, int64_t r)
+      : mix(mix), r(r), state(num_slots * r), made(num_slots * mix.w.N),
+        read(num_slots * mix.w.K) {}
+
+  bool is_recurrent() const { return mix.w.N != r; }
+
+  // What the product reads of a slot's row `hidden`: after the state's place.
+  void gather(const float* own, const T* before, const T* hidden, T* to) const {
+    if (!is_recurrent()) {
+      std::copy(before, before + r, std::copy(hidden, hidden + mix.D, to));
+      return;
+    }
+    for (int64_t n = 0; n < r; n += kLanes) {
+      store_lanes(to + n, r - n, load_lanes(own + n, r - n));
+    }
+    std::copy(hidden, hidden + mix.D, std::copy(before, before + r, to + r));
+  }
+
+  // The gates of one row, made [w.N], on its state and on the embedding before it [r].
+  void gate(const float* made, float* own, T* before) const {
+    for (int64_t n = 0; n < r; n += kLanes) {
+      auto at = [&](int64_t part) {
+        int64_t from = part * r + n;
+        return add(load_lanes(made + from, r - n), load_lanes(mix.bias + from, r - n));
+      };
+      if (!is_recurrent()) {
+        Vec token = load_lanes(before + n, r - n);
+        store_lanes(before + n, r - n, mul(sigmoid(at(0)), token));
+        continue;
+      }
+      Vec kept = sigmoid(at(0)), old = load_lanes(own + n, r - n);
+      Vec fresh = mul(subtract(broadcast(1.0f), kept), tanh(at(1)));
+      store_lanes(own + n, r - n, add(mul(kept, old), fresh));
+      store_lanes(before + n, r - n, tanh(at(2)));
+    }
+  }
+
+  // Turns embeddings before [rows, r] into what the head's second product reads; `rows`
+  // says which slots of which blocks they are of.
+  template <typename Pool>
+  void run(Workers<Pool, T>& workers, const std::vector<Draft>& rows, int64_t most,
+           T* before) {
+    int64_t live = rows.size();
+    for (int64_t j = 0; j < live; ++j) {
+      auto [slot, number] = rows[j];
+      int64_t at = slot * (mix.passed + most) + mix.passed + number;
+      gather(state.data() + slot * r, before + j * r, mix.hidden + at * mix.D,
+             read.data() + j * mix.w.K);
+    }
+    const T* none = nullptr;
+    project(workers, Input<T>{read.data(), none, 0.0f, live}, mix.w, none, made.data());
+    for (int64_t j = 0; j < live; ++j) {
+      gate(made.data() + j * mix.w.N, state.data() + rows[j].slot * r, before + j * r);
+    }
+  }
+};
+
 // Chooses by each slot's logits, to which the product of `out` [N, r] with the embedding of
-// the token before is added, unless `out` is null.
+// the token before, or with what `mix` makes of it, is added, unless `out` is null.
 template <typename Pool, typename T>
 void run_slots(Team<Pool>& team, const Table<T>& embed, const Panels<T>& out,
-               const SlotChains& chains) {
+               const Mix<T>& mix, const SlotChains& chains) {
   int64_t S = chains.num_slots, N = chains.N;
   std::vector<T> before(S * out.K);
   std::vector<float> scores(S * N);
   std::vector<int32_t> tokens(S), chosen(S);
   std::vector<Draft> asked;
-  Workers<Pool, T> workers(team, S, out.K);
+  Workers<Pool, T> workers(team, S, std::max(out.K, mix.w.K));
+  Mixer<T> mixer(mix, S, out.K);
   std::fill(chains.drafts, chains.drafts + S * chains.most, 0);
-  for (int64_t i = 0; i < chains.most; ++i) {
+  for (int64_t i = -mix.passed; i < chains.most; ++i) {
     asked.clear();
     for (int64_t s = 0; s < S; ++s) {
-      if (i >= chains.counts[s]) continue;
-      const int32_t* last = chains.drafts + s * chains.most + i - 1;
-      tokens[asked.size()] = i == 0 ? chains.anchors[s] : *last;
+      if (std::max<int64_t>(i, 0) >= chains.counts[s]) continue;
+      const int32_t* own = chains.drafts + s * chains.most;
+      tokens[asked.size()] = i <= 0 ? chains.anchors[s] : own[i - 1];
       asked.push_back({s, i});
     }
     int64_t live = asked.size();
     if (live == 0) return;
+    if (out.data != nullptr) take_rows(embed, tokens.data(), before.data(), live);
+    if (mix.w.data != nullptr) mixer.run(workers, asked, chains.most, before.data());
+    if (i < 0) continue;
     if (out.data != nullptr) {
       const T* none = nullptr;
-      take_rows(embed, tokens.data(), before.data(), live);
       Input<T> input{before.data(), none, 0.0f, live};
       project(workers, input, out, none, scores.data());
     }

@@ -61,6 +61,18 @@ class BlockModel(steps.Model):
         return layer
 
 
+class Mix(typing.NamedTuple):
+    """What a gated or a recurrent head makes of the token before, by the hidden state.
+
+    Of hidden states there are as many more than of logits as slots are passed through,
+    with the anchor, before the first one that predicts.
+    """
+
+    weight: calls.Weight  # gated [r, D + r], recurrent [3r, 2r + D]
+    bias: jax.Array  # [r] or [3r]
+    hidden: jax.Array  # [S, passed + most, D]
+
+
 def append_context(
     features: jax.Array,  # [R, taps * D]
     model: BlockModel,
@@ -138,10 +150,14 @@ def slot_chains(
     names: jax.Array | None,  # [Vd] int32
     embed: jax.Array | None,  # [V, r]
     out: calls.Weight | None,  # [Vd, r]
+    mix: Mix | None = None,
     draws: draws_lib.Draws | None = None,
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Goes over the slots of blocks in one call; see `ops.step.slot_chains`.
+
+    Args:
+      mix: of a head that `ops.mixed_slots` tells of; it has an `embed` and an `out`.
 
     Returns:
       Tokens `[S, most]` int32, 0 from `counts` on; and of independent draws log weights
@@ -161,14 +177,42 @@ def slot_chains(
         calls.check_shapes(out=(out, (Vd, rank)))
         calls.check_dtypes(embed, out)
         table, data = calls.data_of(embed), calls.packed(out, isa).data
+    gates = _mix_arguments(mix, (S, most, rank), data.dtype, isa)
     how, weighed, attributes = draws_lib.arguments(draws, (S, most, Vd))
     tokens, log_weights = calls.call(
         "spec_jax_slots",
         [jax.ShapeDtypeStruct((S, most), jnp.int32), weighed],
-        *(logits, anchors, jnp.minimum(counts, most), names, table, data, *how),
+        *(logits, anchors, jnp.minimum(counts, most), names, table, data, *gates, *how),
         isa=isa,
         entries=np.int64(entries),
         rank=np.int64(rank),
         **attributes,
     )
     return tokens, draws_lib.given(draws, log_weights)
+
+
+def _mix_arguments(mix: Mix | None, shape: tuple[int, int, int], dtype, isa) -> tuple:
+    """Returns the arrays of a mix, empty where there is none.
+
+    Args:
+      shape: blocks, slots of each that predict, and the rank of the head.
+    """
+    if mix is None:
+        empty = jnp.zeros((0,), dtype)
+        return empty, empty, jnp.zeros((0, 0, 0), dtype)
+    weight, bias, hidden = mix
+    (S, most, rank), (_, places, D) = shape, hidden.shape
+    if places < most or bias.size not in (rank, 3 * rank):
+        raise ValueError(
+            f"{places} hidden states for {most} slots, and {bias.size} gates of a head "
+            f"of rank {rank}: give as many states at least, and {rank} gates, or "
+            f"{3 * rank} of a recurrent head"
+        )
+    width = D + (rank if bias.size == rank else 2 * rank)
+    calls.check_shapes(
+        hidden=(hidden, (S, places, D)),
+        bias=(bias, (bias.size,)),
+        weight=(weight, (bias.size, width)),
+    )
+    calls.check_dtypes(weight, bias, hidden, jnp.zeros((0,), dtype))
+    return calls.packed(weight, isa).data, bias, hidden

@@ -7,6 +7,7 @@
 #include "argmax.h"
 #include "block_calls.h"
 #include "buffers.h"
+#include "children.h"
 #include "move.h"
 #include "projection.h"
 #include "row_attention.h"
@@ -163,6 +164,24 @@ ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_active,
   });
 }
 
+ffi::Error FindChildren(ffi::ThreadPool pool, Floats logits, Ints counts, Ints numbers,
+                        Ints names, ffi::Result<Floats> scores, ffi::Result<Ints> tokens,
+                        float tau, Floats how, Ints integers,
+                        ffi::Result<Floats> log_weights, int64_t vocabulary,
+                        bool is_independent) {
+  auto shape = logits.dimensions();
+  DrawCall draws{how, integers, log_weights, vocabulary, is_independent};
+  ChildRows rows{logits.typed_data(), counts.typed_data(), numbers.typed_data(),
+                 names.element_count() > 0 ? names.typed_data() : nullptr,
+                 shape[0], shape[1], shape[2], scores->dimensions()[2], tau,
+                 scores->typed_data(), tokens->typed_data(), draws.draws(shape[1])};
+  return by_dtype(ffi::DataType::F32, [&](auto) {
+    Team<ffi::ThreadPool> team(pool);
+    best_children(team, rows);
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace
 }  // namespace spec_jax
 
@@ -247,6 +266,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
                                   .Arg<spec_jax::Scalar>()  // num_active
                                   .Ret<spec_jax::Ints>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_children, spec_jax::FindChildren,
+                              spec_jax::bind_draws(
+                                  ffi::Ffi::Bind()
+                                      .Ctx<ffi::ThreadPool>()
+                                      .Arg<spec_jax::Floats>()  // logits
+                                      .Arg<spec_jax::Ints>()    // counts
+                                      .Arg<spec_jax::Ints>()    // numbers
+                                      .Arg<spec_jax::Ints>()    // names
+                                      .Ret<spec_jax::Floats>()  // scores
+                                      .Ret<spec_jax::Ints>()    // tokens
+                                      .Attr<float>("tau")));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
                               spec_jax::bind_model(spec_jax::bind_rows(
                                   ffi::Ffi::Bind()
@@ -300,6 +331,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_slots, spec_jax::RunSlots,
                                       .Arg<spec_jax::Ints>()    // names
                                       .Arg<ffi::AnyBuffer>()    // embed
                                       .Arg<ffi::AnyBuffer>()    // out
+                                      .Arg<ffi::AnyBuffer>()    // mix
+                                      .Arg<ffi::AnyBuffer>()    // mix_bias
+                                      .Arg<ffi::AnyBuffer>()    // hidden
                                       .Ret<spec_jax::Ints>()    // drafts
                                       .Attr<int64_t>("entries")
                                       .Attr<int64_t>("rank")));

@@ -126,9 +126,10 @@ def features_of(taps=DFLASH.taps) -> np.ndarray:
     return np.asarray(eagle.BENCH.features(eagle.TEXT[:-1], taps))
 
 
-def drafts_of(head, params, features, lengths, **asked):
+def drafts_of(head, params, features, lengths, *, impl=SMALL.target.impl, **asked):
     """What a drafter proposes after prefixes of a text."""
-    rounds = eagle.rounds_of(make(head), features, lengths, params=params, **asked)
+    drafter = make(head, impl)
+    rounds = eagle.rounds_of(drafter, features, lengths, params=params, **asked)
     return [proposal for _, proposal in rounds]
 
 
@@ -136,17 +137,19 @@ LENGTHS = (7, 8, 11, 12)
 FROM_ONE = (1, 3, 4)  # One token has no context, and drafts all the same.
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
+@pytest.mark.parametrize("impl", ["native", "xla"])
 @pytest.mark.parametrize("name", HEADS)
-def test_drafts_are_the_oracles(tmp_path, name):
+def test_drafts_are_the_oracles(tmp_path, name, impl):
     """Fails if context is at another place, or a slot predicts another token."""
+    decoding.needs(impl)
     head, features = oracle_of(tmp_path, name), features_of()
     made = [
         (length, proposal)
         for lengths in (LENGTHS, FROM_ONE)
         for length, proposal in zip(
             lengths,
-            drafts_of(HEADS[name], PARAMS[name], features, lengths),
+            drafts_of(HEADS[name], PARAMS[name], features, lengths, impl=impl),
             strict=True,
         )
     ]
@@ -158,6 +161,34 @@ def test_drafts_are_the_oracles(tmp_path, name):
             np.testing.assert_allclose(proposal.survival, survival, rtol=1e-3)
         else:
             assert proposal.survival is None
+
+
+GATED = dataclasses.replace(DSPARK, head="gated", draft_vocab_size=64)
+
+
+@pytest.mark.parametrize("head", [RNN, GATED], ids=["rnn", "gated"])
+def test_native_drafts_are_those_of_xla(head):
+    """Fails if the one call draws with other noise, or mixes otherwise.
+
+    No promise of bits: sums of these two differ, and a tie might be decided otherwise.
+    """
+    decoding.needs("native")
+    params, features = params_of(head), features_of()
+    params = params.replace(markov=params.markov.replace(out=8 * params.markov.out))
+
+    def drawn(impl, seed, temperature):
+        one = sampling_lib.make_settings(temperature=temperature, seed=seed)
+        told = {"sampling": jax.tree.map(lambda x: jnp.broadcast_to(x, (2,)), one)}
+        rounds = eagle.rounds_of(
+            make(head, impl), features, LENGTHS, params=params, **told
+        )
+        return [proposal.tokens.tolist() for _, proposal in rounds]
+
+    for seed, temperature in ((0, 0.0), (1, 4.0), (2, 9.0)):
+        found = drawn("native", seed, temperature)
+        assert found == drawn("xla", seed, temperature)
+        # Negative control: it is the noise that decides.
+        assert (found == drawn("xla", seed + 1, temperature)) == (temperature == 0)
 
 
 def swapped(config):
@@ -220,9 +251,11 @@ def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(tmp_path, monkeyp
     assert last.tokens[:2].tolist() == expected[:2]
 
 
-def test_independent_draws_are_from_the_probabilities_they_state(tmp_path):
+@pytest.mark.parametrize("impl", ["native", "xla"])
+def test_independent_draws_are_from_the_probabilities_they_state(tmp_path, impl):
     """Fails if a token is drawn from another array than the rule judges it by."""
-    drafter = each.lift(make(DSPARK), 2, rule="rejection").drafter
+    decoding.needs(impl)
+    drafter = each.lift(make(DSPARK, impl), 2, rule="rejection").drafter
     testing.CLAUSES["proposals"](drafter, PARAMS["dspark"], eagle.BENCH)
     head, features, seed = oracle_of(tmp_path, "dspark"), features_of(), 5
     one = sampling_lib.make_settings(temperature=1.5, seed=seed)

@@ -71,8 +71,11 @@ def logits_after(head, features, length, path) -> np.ndarray:
 def test_children_are_the_oracles(tmp_path, name, monkeypatch):
     """Fails if a node's children are of another slot, of another node or state."""
     params = blocks.PARAMS[name]
-    if params.markov is not None:  # So that the token before decides.
+    if params.markov is not None:  # So that the token before decides, and the state.
         markov = params.markov.replace(out=8 * params.markov.out)
+        if markov.mix is not None:
+            both = 2 * markov.embed.shape[1]
+            markov = markov.replace(mix=markov.mix.at[:, :both].multiply(8))
         monkeypatch.setitem(blocks.PARAMS, name, params.replace(markov=markov))
     head, features = blocks.oracle_of(tmp_path, name), blocks.features_of()
     rounds = eagle.rounds_of(

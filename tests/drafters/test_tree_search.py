@@ -57,7 +57,7 @@ def published(head, tree):
     return {paths[at] for at in keep}
 
 
-def grown(head, tree, wanted=None, *, size=VOCAB, **how):
+def grown(head, tree, wanted=None, *, size=VOCAB, hot=None):
     """The paths of `grow`, in the order of its nodes; the head is asked on the host."""
     paths_of = {0: ()}
 
@@ -72,12 +72,14 @@ def grown(head, tree, wanted=None, *, size=VOCAB, **how):
 
         shape = jax.ShapeDtypeStruct((1, tree.width, size), jnp.float32)
         rows = jax.pure_callback(ask, shape, tokens, parents, first)
-        return memory, rows, num_rows > 0
+        return memory, tree_search.children(rows, tree, hot), num_rows > 0
 
     wanted = tree.nodes if wanted is None else wanted
     grow = jax.jit(functools.partial(tree_search.grow, expand, tree=tree))
     _, proposal = grow(
-        jnp.asarray(head(()))[None], (), wanted=jnp.array([wanted], jnp.int32), **how
+        tree_search.children(jnp.asarray(head(()))[None, None], tree, hot),
+        (),
+        wanted=jnp.array([wanted], jnp.int32),
     )
     return paths(jax.tree.map(lambda leaf: leaf[0], proposal))
 

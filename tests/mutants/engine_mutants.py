@@ -157,21 +157,21 @@ BLOCKS = (
         "model.block_draft:forward_block",
         "block=config.block_size",
         "block=None",
-        _ORACLE + "[dspark]",
+        _ORACLE + "[dspark-xla]",
     ),
     Mutant(
         "slots are read by the other convention",
         "drafters.block_slots:SlotBlock._go_over",
         "slice(head.first_slot,",
         "slice(0,",
-        _ORACLE + "[dflash]",
+        _ORACLE + "[dflash-xla]",
     ),
     Mutant(
         "a confidence knows the token itself",
         "drafters.block_slots:SlotBlock._go_over",
         "probs), (token, confidence)",
         "probs), (token, correct(state, token, hidden)[2])",
-        _ORACLE + "[dspark]",
+        _ORACLE + "[dspark-xla]",
     ),
     Mutant(
         "a confidence of native kernels knows the token itself",
@@ -187,14 +187,14 @@ BLOCKS = (
         "draw.put(probs, row, number)",
         "draw.put(probs, logits[:, None] * 0.9, number)",
         "drafters/test_block.py::"
-        "test_independent_draws_are_from_the_probabilities_they_state",
+        "test_independent_draws_are_from_the_probabilities_they_state[xla]",
     ),
     Mutant(
         "the context of a prompt is one position late",
         "drafters.features:SlotReader._prompt_rows",
         "start[slot]",
         "start[slot] + 1",
-        _ORACLE + "[dspark]",
+        _ORACLE + "[dspark-xla]",
     ),
     Mutant(
         "a level of a block's tree is of the slot before",
@@ -290,7 +290,7 @@ TREES = (
         "drafters.tree_search:_expand_level",
         "_at(search.score, search.frontier)[:, :, None] + own",
         "own",
-        "drafters/test_tree_search.py::test_nodes_are_those_of_eagle[3]",
+        "drafters/test_tree_search.py::test_nodes_are_those_of_eagle[6]",
     ),
     Mutant(
         "entries of a tree's rows are moved from the row before",
@@ -353,11 +353,10 @@ HEADS = (
     ),
     Mutant(
         "drafts of a native call are drawn with the noise of the next position",
-        "drafters.features:SlotReader._native_draws",
-        "positions=draw.length",
-        "positions=draw.length + 1",
-        "drafters/test_eagle3_chains.py::"
-        "test_drawn_drafts_are_those_of_rows[reduced-coupled]",
+        "drafters.draft_trees:Draw.native",
+        "positions=self.length",
+        "positions=self.length + 1",
+        "native/test_native_children.py::test_children_are_those_of_xla[warm-all]",
     ),
     Mutant(
         "a pair has the token of its feature's position",
@@ -381,8 +380,15 @@ HEADS = (
         "model/test_eagle3_files.py::test_saved_and_loaded_is_the_same[midlayer]",
     ),
     Mutant(
+        "children of a native call are drawn with the noise of the level before",
+        "drafters.draft_trees:Draw.children",
+        "jnp.broadcast_to(level, (count,))",
+        "jnp.broadcast_to(level - 1, (count,))",
+        "native/test_native_children.py::test_children_are_those_of_xla[warm-all]",
+    ),
+    Mutant(
         "drafted tokens are named twice",
-        "drafters.tree_search:_children",
+        "drafters.tree_search:children",
         "hot[tokens]",
         "hot[hot[tokens]]",
         "drafters/test_tree_search.py::"

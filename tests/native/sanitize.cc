@@ -20,6 +20,7 @@
 #include <unistd.h>
 
 #include "block_step.h"
+#include "children.h"
 #include "head_step.h"
 #include "move.h"
 #include "projection.h"
@@ -368,6 +369,40 @@ struct SomeDraws {
   }
 };
 
+// Rows of two slots, one of which is none, drawn or not, and of a third that sits out.
+void check_children(int64_t N, int64_t most) {
+  constexpr int64_t S = 3, width = 2, V = 5000;
+  auto logits = normal<float>(S * width * N, 3.0f), scores = untouched<float>(S * width * most);
+  for (int64_t n = 0; n < N; ++n) logits[3 * N + n] = -kInfinity;
+  int32_t counts[] = {2, 9, 0}, numbers[] = {4, 5};
+  Array<int32_t> names(N), tokens(S * width * most);
+  for (int64_t n = 0; n < N; ++n) names[n] = static_cast<int32_t>(V - 1 - n);
+  SomeDraws how(width, N);
+  for (bool draws : {false, true}) {
+    ChildRows rows{logits.data(), counts, numbers, names.data(), S, width, N, most, 0.5f,
+                   scores.data(), tokens.data(), {}};
+    if (draws) rows.draws = how.draws(V, false);
+    rows.draws.log_weights = nullptr;
+    LatePool pool;
+    Team<LatePool> team(pool);
+    best_children(team, rows);
+    for (int64_t i = 0; i < S * width * most; ++i) {
+      int64_t row = i / most, token = tokens[i];
+      auto what = "children " + std::to_string(N) + " " + std::to_string(i);
+      bool is_first = i % most == 0;
+      expect(is_first || scores[i] <= scores[i - 1], what);
+      if (row < 3) expect(token > V - 1 - N - 1 && token < V, what);
+      if (row < 3 && is_first) expect(std::isfinite(scores[i]) && scores[i] <= 0, what);
+      if (row >= 3) expect(scores[i] == -kInfinity, what);
+      if (row > 3) expect(token == 0, what);
+      if (row > 1 || draws) continue;
+      int64_t n = V - 1 - token, before = 0;
+      for (int64_t j = 0; j < N; ++j) before += logits[row * N + j] > logits[row * N + n];
+      expect(before == i % most, what);
+    }
+  }
+}
+
 // Three slots: two that draft, the second beyond its pages, and one that sits out. Of a
 // model, or of a head whose own tokens are named from the last one on.
 template <typename T>
@@ -440,11 +475,39 @@ void check_head(const Step<T>& step, bool is_normed) {
   for (bool draws : {false, true}) check_chains(step, &head, draws);
 }
 
-// A model of two layers, the last active row without a page: in bounds, and what is
-// written is finite or NaN as it should be.
+// Gates of one row, against double.
+template <typename T>
+void check_gates(int64_t r, int64_t D, const Mix<T>& mix) {
+  Mixer<T> mixer(mix, 1, r);
+  auto made = normal<float>(3 * r, 4.0f), state = normal<float>(r);
+  auto before = normal<T>(r);
+  std::vector<double> expected;
+  auto gate = [&](int64_t n) {
+    return double{to_float(mix.bias[n])} + made[n];
+  };
+  for (int64_t n = 0; n < r; ++n) {
+    double kept = 1 / (1 + std::exp(-gate(n)));
+    expected.push_back(kept * state[n] + (1 - kept) * std::tanh(gate(r + n)));
+  }
+  mixer.gate(made.data(), state.data(), before.data());
+  for (int64_t n = 0; n < r; ++n) {
+    auto what = shape<T>("gates", {D, n});
+    expect(std::abs(state[n] - expected[n]) <= 1e-6, what);
+    double out = std::tanh(gate(2 * r + n));
+    expect(std::abs(to_float(before[n]) - out) <= 1e-6 + unit<T>() * std::abs(out), what);
+  }
+  for (float x : {-INFINITY, -100.0f, 100.0f, INFINITY}) {
+    float lane[kLanes];
+    store(lane, tanh(broadcast(x)));
+    expect(lane[0] == std::copysign(1.0f, x), "tanh far away");
+    store(lane, sigmoid(broadcast(x)));
+    expect(lane[0] == (x > 0 ? 1.0f : 0.0f), "sigmoid far away");
+  }
+}
+
 // Two blocks of two rows, the second without pages, after context of the first: in bounds,
 // and what is written finite or NaN as it should. Then their slots, of two that draft one
-// and both.
+// and both, with each kind of head.
 template <typename T>
 void check_blocks(int64_t D, int64_t F) {
   constexpr int64_t R = 4, V = 21, Vd = 9, N = 4, K = 2, H = 6, P = 3, C = 2, rank = 5;
@@ -486,19 +549,31 @@ void check_blocks(int64_t D, int64_t F) {
   for (int64_t n = 0; n < Vd; ++n) names[n] = static_cast<int32_t>(V - 1 - n);
   auto scores = normal<float>(2 * 2 * Vd);
   SlotChains chains{scores.data(), anchors, counts, names.data(), 2, 2, Vd, drafts};
-  SomeDraws how(2, Vd);
-  for (bool draws : {false, true}) {
-    if (draws) chains.draws = how.draws(V, true);
-    run_slots(team, Table<T>{before.data(), {nullptr, V, rank}},
-              Panels<T>{out.data(), Vd, rank}, chains);
-    for (int i = 0; i < 4; ++i) {
-      bool fine = i == 1 ? drafts[i] == 0 : drafts[i] >= V - Vd && drafts[i] < V;
-      expect(fine, shape<T>("slots", {D, i, draws}));
+  Table<T> known{before.data(), {nullptr, V, rank}};
+  Panels<T> product{out.data(), Vd, rank};
+  auto gates = matrix(rank, D + rank), gates_of_state = matrix(3 * rank, D + 2 * rank);
+  auto bias = normal<T>(3 * rank), read = normal<T>(2 * 3 * D);
+  const Mix<T> heads[] = {
+      {},
+      {{gates.data(), rank, D + rank}, bias.data(), read.data(), D, 0},
+      {{gates_of_state.data(), 3 * rank, D + 2 * rank}, bias.data(), read.data(), D, 1}};
+  for (const Mix<T>& head : heads) {
+    SomeDraws how(2, Vd);
+    for (bool draws : {false, true}) {
+      chains.draws = draws ? how.draws(V, true) : Draws{};
+      run_slots(team, known, product, head, chains);
+      for (int i = 0; i < 4; ++i) {
+        bool fine = i == 1 ? drafts[i] == 0 : drafts[i] >= V - Vd && drafts[i] < V;
+        expect(fine, shape<T>("slots", {D, head.w.N, i, draws}));
+      }
     }
+    how.check(counts, 2, shape<T>("slots' draws", {D, head.w.N}));
   }
-  how.check(counts, 2, shape<T>("slots' draws", {D}));
+  check_gates<T>(rank, D, heads[2]);
 }
 
+// A model of two layers, the last active row without a page: in bounds, and what is
+// written is finite or NaN as it should be.
 template <typename T>
 void check_step(int64_t D, int64_t F) {
   constexpr int64_t R = 4, live = 3, V = 21, N = 4, K = 2, H = 6, P = 3, C = 2, L = 2;
@@ -671,6 +746,7 @@ int main(int count, char** arguments) {
   spec_jax::check_full_pool(false);
   spec_jax::check_exp();
   spec_jax::check_noise();
+  for (int64_t N : {1, 7, 1024, 2049}) spec_jax::check_children(N, std::min<int64_t>(N, 4));
   spec_jax::check_grid<float>();
   spec_jax::check_grid<spec_jax::bf16>();
   std::puts("all in bounds");

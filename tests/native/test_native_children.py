@@ -1,0 +1,232 @@
+"""`ops.children`: the children that XLA finds, by the very noise of the target."""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.drafters import draft_slots, draft_trees, tree_shapes
+from spec_jax.native import children as native
+from spec_jax.ops import children as op
+from spec_jax.rules import sampling
+
+
+SLOTS, ROWS, V = 3, 4, 2500
+TREE = tree_shapes.parse("4x3:9@0.6")
+FIXED = tree_shapes.parse("3-2-2")
+HOT = jnp.asarray(np.random.default_rng(7).permutation(V)[:1100].astype(np.int32))
+COUNTS = jnp.array([ROWS, 0, 2], jnp.int32)
+
+WARM = {"temperature": 1.3}
+KINDS = {
+    "greedy": None,
+    "warm": (WARM, WARM, WARM),
+    "mixed": (WARM, {"temperature": 0.0}, {"temperature": 0.4, "top_k": 50}),
+    "filtered": (
+        {"temperature": 0.9, "top_k": 3},
+        {"temperature": 2.0, "top_p": 0.3},
+        {"temperature": 1.1, "top_p": 0.95, "min_p": 0.05},
+    ),
+}
+
+
+def draw_of(kinds, *, has_probs=False, length=50) -> draft_trees.Draw:
+    settings = None
+    if kinds is not None:
+        made = [sampling.make_settings(seed=i, **kind) for i, kind in enumerate(kinds)]
+        settings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
+    if has_probs and settings is None:
+        settings = draft_slots.greedy(SLOTS)
+    lengths = length + 10 * jnp.arange(SLOTS, dtype=jnp.int32)
+    return draft_trees.Draw(sampling=settings, length=lengths, has_probs=has_probs)
+
+
+def logits_of(seed=0, size=V, rows=ROWS):
+    rng = np.random.default_rng(seed)
+    made = rng.standard_normal((SLOTS, rows, size)) * 3
+    return jnp.asarray(made, jnp.float32)
+
+
+def found(impl, draw, logits, *, tree=TREE, hot=None, level=2, counts=COUNTS):
+    """The scores and tokens of children; those of rows that do not count are cut."""
+    run = jax.jit(
+        lambda draw, logits, level, counts: draw.children(
+            logits,
+            level=level,
+            counts=counts,
+            tree=tree,
+            vocab_size=V,
+            hot=hot,
+            impl=impl,
+        )
+    )
+    if impl == "native":
+        decoding.needs("native")
+    scores, tokens = run(draw, logits, jnp.int32(level), counts)
+    is_row = np.arange(logits.shape[1])[None] < np.asarray(counts)[:, None]
+    return np.asarray(scores)[is_row], np.asarray(tokens)[is_row]
+
+
+def assert_same(one, other, *, has_names=False):
+    """Scores are sums of two implementations; tokens are the same integers.
+
+    Of tokens without a weight those of the lowest numbers come first, which with names
+    are others.
+    """
+    is_draft = (other[0] > -np.inf) | (not has_names)
+    np.testing.assert_array_equal(one[1][is_draft], other[1][is_draft])
+    np.testing.assert_allclose(one[0], other[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("hot", [None, HOT], ids=["all", "few"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_children_are_those_of_xla(kind, hot):
+    """Fails if a child is drawn with other noise, filtered otherwise, or misnamed."""
+    draw = draw_of(KINDS[kind])
+    logits = logits_of(size=V if hot is None else hot.size)
+    for level in (0, 2):
+        told = {"hot": hot, "level": level}
+        one, other = (found(x, draw, logits, **told) for x in ("native", "xla"))
+        assert_same(one, other, has_names=hot is not None)
+
+
+def test_independent_children_are_those_of_xla():
+    """Fails if a node is drawn with noise of another node of the round."""
+    draw = draw_of(KINDS["mixed"], has_probs=True)
+    told = {"tree": FIXED, "level": 2}
+    one = found("native", draw, logits_of(), **told)
+    assert_same(one, found("xla", draw, logits_of(), **told))
+    # Negative control: the level above is of other columns.
+    other = found("native", draw, logits_of(), tree=FIXED, level=1)
+    assert np.any(one[1] != other[1])
+
+
+def test_the_best_child_is_the_targets_own_draw():
+    """Fails if the noise is not that of the position: this is what accepts a child."""
+    level, counts = 3, jnp.full((SLOTS,), ROWS, jnp.int32)
+    draw, logits = draw_of(KINDS["warm"]), logits_of()
+    drawn = sampling.sample_each(
+        logits[:, 0],
+        draw.sampling,
+        positions=draw.length + level,
+        draws=jnp.ones((SLOTS,), bool),
+    )
+    told = {"level": level, "counts": counts}
+    best = found("native", draw, logits, **told)[1][::ROWS, 0]
+    np.testing.assert_array_equal(best, drawn)
+    # Negative control: noise of the next position.
+    moved = dataclasses.replace(draw, length=draw.length + 1)
+    assert np.any(found("native", moved, logits, **told)[1][::ROWS, 0] != drawn)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "filtered"])
+def test_rows_are_alike_beside_others(kind):
+    """Fails if a child's score depends on which rows and slots are looked at."""
+    draw, logits = draw_of(KINDS[kind]), logits_of()
+    all_ = jnp.full((SLOTS,), ROWS, jnp.int32)
+    together = found("native", draw, logits, counts=all_)
+    for slot in range(SLOTS):
+        alone = found("native", draw, logits, counts=all_.at[:].set(0).at[slot].set(2))
+        rows = slice(slot * ROWS, slot * ROWS + 2)
+        testing.assert_same_bits(alone, tuple(each[rows] for each in together))
+    # Negative control: another row has other scores.
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(together[0][:1], together[0][1:2])
+
+
+def test_rows_that_do_not_count_have_no_draft():
+    decoding.needs("native")
+    scores, tokens = native.children(
+        logits_of(), COUNTS, jnp.arange(ROWS, dtype=jnp.int32),
+        most=5, tau=1.0, names=None, draws=None,
+    )  # fmt: skip
+    is_row = np.arange(ROWS)[None] < np.asarray(COUNTS)[:, None]
+    assert (np.isfinite(scores) == is_row[..., None]).all()
+    assert not np.asarray(tokens)[~is_row].any()
+
+
+@pytest.mark.parametrize("size", [5, 16, 1023, 1024, 1025, 2500])
+def test_any_number_of_tokens(isa, size):
+    """Fails if the end of a row or of a piece is overlooked, or read past."""
+    logits = logits_of(size=size)
+    shape, tau = (SLOTS, ROWS, 5), 0.7
+    numbers = jnp.zeros((ROWS,), jnp.int32)
+    all_ = jnp.full((SLOTS,), ROWS, jnp.int32)
+    scores, tokens = native.children(
+        logits, all_, numbers, most=5, tau=tau, names=None, draws=None, isa=isa
+    )
+    wide = np.asarray(logits, np.float64) / tau
+    order = np.argsort(-wide, axis=-1, kind="stable")[..., :5]
+    np.testing.assert_array_equal(tokens, order)
+    top = np.take_along_axis(wide, order, axis=-1)
+    highest = wide.max(axis=-1, keepdims=True)
+    total = np.exp(wide - highest).sum(axis=-1, keepdims=True)
+    expected = top - highest - np.log(total)
+    np.testing.assert_allclose(scores, expected.reshape(shape), rtol=2e-6, atol=2e-6)
+
+
+SPOILT = {
+    "NaN": lambda row: row.at[1030].set(jnp.nan),
+    "NaN first": lambda row: row.at[0].set(jnp.nan),
+    "NaN among nothing": lambda row: jnp.full_like(row, -jnp.inf).at[1030].set(jnp.nan),
+    "all NaN": lambda row: jnp.full_like(row, jnp.nan),
+    "infinite": lambda row: row.at[2000].set(jnp.inf),
+    "two infinite": lambda row: row.at[jnp.array([3, 2000])].set(jnp.inf),
+    "nothing": lambda row: jnp.full_like(row, -jnp.inf),
+    "one token": lambda row: jnp.full_like(row, -jnp.inf).at[2100].set(-5.0),
+    "three tokens": lambda row: (
+        jnp.full_like(row, -jnp.inf).at[jnp.array([7, 1024, 2499])].set(2.0)
+    ),
+    "a piece of nothing": lambda row: row.at[1024:2048].set(-jnp.inf),
+    "equal": lambda row: jnp.full_like(row, 0.25),
+    "equal pieces": lambda row: jnp.round(row),
+    "huge": lambda row: row * 1e37,
+    "denormal": lambda row: row * 1e-40,
+}
+
+
+@pytest.mark.parametrize("kind", ["greedy", "warm"])
+@pytest.mark.parametrize("fault", SPOILT)
+def test_rows_of_no_use_are_those_of_xla(fault, kind):
+    """Fails if what is no number is a draft, spoils a row beside, or ties are decided
+    otherwise."""
+    if fault == "denormal" and kind == "greedy":
+        pytest.skip("whether denormals are equal is the processor's mode")
+    logits = logits_of()
+    spoilt = logits.at[0, 1].set(SPOILT[fault](logits[0, 1]))
+    draw = draw_of(KINDS[kind])
+    one, other = found("native", draw, spoilt), found("xla", draw, spoilt)
+    assert_same(one, other)
+    clean = found("native", draw, logits)
+    others = [0, 2, 3, 4, 5]
+    testing.assert_same_bits(
+        tuple(each[others] for each in one), tuple(each[others] for each in clean)
+    )
+    is_useless = fault.split()[0] in ("NaN", "all", "infinite", "two", "nothing")
+    assert (one[0][1] == -np.inf).all() == is_useless
+
+
+def test_what_the_kernels_cannot_take_is_refused():
+    decoding.needs("native")
+    logits, numbers = logits_of(), jnp.zeros((ROWS,), jnp.int32)
+    told = {"tau": 1.0, "draws": None}
+    for message, given in {
+        "0 children of 2500 tokens": (logits, COUNTS, numbers, 0, None),
+        "2501 children of 2500 tokens": (logits, COUNTS, numbers, V + 1, None),
+        "counts has shape": (logits, COUNTS[:2], numbers, 2, None),
+        "numbers has shape": (logits, COUNTS, numbers[:2], 2, None),
+        "names has shape": (logits, COUNTS, numbers, 2, HOT),
+    }.items():
+        *arrays, most, names = given
+        with pytest.raises(ValueError, match=message):
+            native.children(*arrays, most=most, names=names, **told)
+    with pytest.raises(NotImplementedError, match="children take float32"):
+        native.children(
+            logits.astype(jnp.bfloat16), COUNTS, numbers, most=2, names=None, **told
+        )
+    with pytest.raises(NotImplementedError, match="no kernels that find children"):
+        op.children(logits, COUNTS, numbers, most=2, names=None, impl="xla", **told)
