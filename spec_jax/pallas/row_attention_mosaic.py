@@ -1,8 +1,8 @@
-"""The attention of a layer on the row path, on Pallas Mosaic: two launches.
+"""The attention of a layer on the row path, on Pallas Mosaic: one launch.
 
-Norm, rotate, append and attend to the splits of the keys (`paged_attention_mosaic`),
-and add them (`split_sums_mosaic`); for all layers of a step one job list, which XLA
-makes: whole numbers, exact however they are fused.
+Norm, rotate, append, attend to the splits of the keys and add them
+(`paged_attention_mosaic`); for all layers of a step one job list, which XLA makes:
+whole numbers, exact however they are fused.
 """
 
 from typing import Any
@@ -16,7 +16,6 @@ from spec_jax.pallas import (
     head_rotation,
     paged_attention_mosaic,
     row_jobs,
-    split_sums_mosaic,
     warpgroup,
 )
 
@@ -81,22 +80,21 @@ def attend(
         page_size=C,
         split=config.split,
         tile_rows=tile_rows,
+        num_kv_heads=K,
         branch=branch,
     )
-    shared: dict[str, Any] = {"jobs": jobs, "lay": lay, "interpret": interpret}
     pools = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    splits = paged_attention_mosaic.attend(
+    out = paged_attention_mosaic.attend(
         head_rotation.Heads(heads.reshape(R, N + 2 * K, H), q_norm, k_norm, cos, sin),
         *pools,
         page_table=page_table,
+        jobs=jobs,
         eps=eps,
         scale=scale,
+        lay=lay,
         config=config,
         branch=branch,
-        **shared,
-    )
-    out = split_sums_mosaic.combine(
-        splits, dtype=heads.dtype, split=config.split, **shared
+        interpret=interpret,
     )
     k_pages, v_pages = (jax.freeze(pool) for pool in pools)
     return out.reshape(R, N * H), k_pages, v_pages

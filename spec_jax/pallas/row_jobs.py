@@ -80,6 +80,14 @@ def job_of(row: jax.Array, step: jax.Array, jobs: RowJobs, split: int) -> Job:
     )
 
 
+def jobs_of_tile(tile: jax.Array, jobs: RowJobs, tile_rows: int) -> jax.Array:
+    """How many jobs the rows of a tile have; `jobs` are references."""
+    first, (R,) = tile * tile_rows, jobs.job_ends.shape
+    last = jnp.minimum(first + tile_rows, R) - 1
+    before = jnp.where(first > 0, jobs.job_ends[jnp.maximum(first - 1, 0)], 0)
+    return jobs.job_ends[last] - before
+
+
 @typed
 def row_jobs(
     page_table: Int[Array, "S M"],
@@ -138,12 +146,10 @@ def by_xla(
     page_size: int,
     split: int,
     tile_rows: int,
+    num_kv_heads: int,
     branch: jax.Array | None = None,  # [R, A] int32
 ) -> RowJobs:
-    """As `row_jobs`, by XLA: whole numbers, exact however they are fused.
-
-    Nothing counts in `done`: it is empty.
-    """
+    """As `row_jobs`, by XLA: whole numbers, exact however they are fused."""
 
     def load(array, at, mask):
         return jnp.where(mask, array[at], 0)
@@ -158,7 +164,8 @@ def by_xla(
         tile_rows=tile_rows,
         width=page_table.shape[1],
     )
-    return RowJobs._make([*made, jnp.zeros((0, 0), jnp.int32)])
+    tiles = pl.cdiv(slots.shape[0], tile_rows)
+    return RowJobs._make([*made, jnp.zeros((num_kv_heads, tiles), jnp.int32)])
 
 
 class _Source(NamedTuple):
