@@ -1,8 +1,7 @@
 """The attention of a layer on the row path, on Pallas Mosaic: one launch.
 
 Norm, rotate, append, attend to the splits of the keys and add them
-(`paged_attention_mosaic`); for all layers of a step one job list, which XLA makes:
-whole numbers, exact however they are fused.
+(`paged_attention_mosaic`); for all layers of a step one more, `row_jobs_mosaic`.
 """
 
 from typing import Any
@@ -15,7 +14,7 @@ from spec_jax.pallas import (
     attention_plan as plan,
     head_rotation,
     paged_attention_mosaic,
-    row_jobs,
+    row_jobs_mosaic,
     warpgroup,
 )
 
@@ -71,7 +70,7 @@ def attend(
         width=H,
         half_width=H // 2,
     )
-    jobs = row_jobs.by_xla(
+    jobs = row_jobs_mosaic.row_jobs(
         page_table,
         slots,
         positions,
@@ -81,6 +80,7 @@ def attend(
         split=config.split,
         tile_rows=tile_rows,
         num_kv_heads=K,
+        interpret=interpret,
         branch=branch,
     )
     pools = jax.new_ref(k_pages), jax.new_ref(v_pages)
