@@ -77,9 +77,8 @@ def attend(
     ]
     # The tile in which heads are turned has a branch's keys later.
     height = max(warpgroup.ROWS, branch_keys.height(config.block))
-    scratch += rotation.scratch(H, lay.tile_rows, dtype, height=height)
+    scratch += rotation.scratch(H, lay.group, dtype, height=height)
     inputs = [heads.heads, heads.cos, heads.sin]
-    inputs += [_of_queries(angles, lay) for angles in (heads.cos, heads.sin)]
     inputs += [page_table, *jobs]
     has_norm, has_branch = heads.q_norm is not None, branch is not None
     if has_norm:
@@ -112,13 +111,6 @@ def attend(
     return out
 
 
-def _of_queries(angles, lay):
-    """What turns each query of each tile, from what turns each row."""
-    missing = lay.rows - angles.shape[0]
-    padded = jnp.pad(angles, ((0, missing), (0, 0))) if missing else angles
-    return jnp.repeat(padded, lay.group, axis=0)
-
-
 class _Walk(NamedTuple):
     """How a worker walks its jobs; all static."""
 
@@ -136,7 +128,6 @@ class _Refs(NamedTuple):
     """What a worker reads, writes and holds in shared memory."""
 
     heads: head_rotation.Heads
-    of_queries: tuple[Any, Any]  # cosines and sines [tiles * queries, H / 2]
     table: Any  # [S, M]
     jobs: row_jobs.RowJobs
     branch: Any  # [R, A] or None
@@ -159,14 +150,13 @@ def _refs(refs, *, has_norm, has_branch) -> _Refs:
     """Those of `attend`, in order."""
     refs = list(refs)
     take = lambda count: [refs.pop(0) for _ in range(count)]
-    heads, cos, sin, *of_queries = take(5)
+    heads, cos, sin = take(3)
     (table,), jobs = take(1), row_jobs.RowJobs(*take(7))
     q_norm, k_norm = take(2) if has_norm else (None, None)
     branch = refs.pop(0) if has_branch else None
     shared, tiles = take(11), rotation.Tiles(*take(6))
     inputs = [
         head_rotation.Heads(heads, q_norm, k_norm, cos, sin),
-        tuple(of_queries),
         table,
         jobs,
         branch,
@@ -197,9 +187,11 @@ def _work(refs, walk):
         """Attends one split of the keys for the rows that share it."""
         job = _find_job(worker + turn * walk.workers, refs.jobs, walk.config.split)
         tile = div(job.row, walk.lay.tile_rows)
-        sums = _attend_split(refs, walk, job, kv_head, tile)
-        # Nothing of the rows is worked out before this, and kept in registers for it.
-        tile, own_head = jax.lax.optimization_barrier((tile, kv_head))
+        # What follows from the head is not worked out for all jobs at once, nor what
+        # follows from the rows before their keys are seen: registers would be kept.
+        own_head = jax.lax.optimization_barrier(kv_head)
+        sums = _attend_split(refs, walk, job, own_head, tile)
+        tile, own_head = jax.lax.optimization_barrier((tile, own_head))
         at = {"kv_head": own_head, "tile": tile}
         takes_part = functools.partial(_takes_part, job, tile, refs.jobs, walk.lay)
         split_sums.store(
@@ -229,7 +221,7 @@ def _work(refs, walk):
 def _attend_split(refs, walk, job, kv_head, tile):
     """The running softmax of a tile's queries over the keys of a job."""
     rotation.fetch_queries(
-        refs.heads, refs.of_queries, refs.tiles,
+        refs.heads, refs.tiles,
         kv_head=kv_head, tile=tile, tile_rows=walk.lay.tile_rows, group=walk.lay.group,
     )  # fmt: skip
     blocks = div(job.end - job.first + walk.config.block - 1, walk.config.block)
@@ -264,14 +256,11 @@ def _find_job(number, jobs, split) -> row_jobs.Job:
 
 def _takes_part(job, tile, jobs, lay):
     """For each row of a tile whether the job is for it: as a list of scalars."""
-    (R,) = jobs.slots.shape
     found = []
     for i in range(lay.tile_rows):
         row = tile * lay.tile_rows + i
-        at = jnp.minimum(row, R - 1)
-        shares = (jobs.slots[at] == job.slot) & (jobs.full_splits[at] > job.split)
-        mine = jnp.where(job.shared, shares, row == job.row)
-        found.append(mine & (row < R))
+        shares = (jobs.slots[row] == job.slot) & (jobs.full_splits[row] > job.split)
+        found.append(jnp.where(job.shared, shares, row == job.row))
     return found
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from spec_jax.pallas import (
     attention_plan as plan,
@@ -60,11 +59,13 @@ def attend(
     )
     _check(heads, k_pages, q_norm, k_norm, config)
     plan.check_pools(heads, k_pages, v_pages)
-    tile_rows = min(warpgroup.ROWS // (N // K), R)
+    # Whole tiles: which rows are together changes no bit.
+    most = warpgroup.ROWS // (N // K)
+    tile_rows = max(n for n in range(1, most + 1) if R % n == 0)
     lay = plan.Layout(
         group=N // K,
         heads=N // K,
-        rows=pl.cdiv(R, tile_rows) * tile_rows,
+        rows=R,
         tile_rows=tile_rows,
         head_dim=H,
         width=H,

@@ -40,7 +40,7 @@ def store(splits_ref, tile_ref, values, takes_part, *, kv_head, split, lay, tile
     """Stores a running softmax as one split of the rows that take part.
 
     Args:
-      tile_ref: shared memory `[64, H + 32]` float32.
+      tile_ref: shared memory `[64, H + 32]` float32, head by head the tile's rows.
       takes_part: gives for each row of the tile a scalar.
     """
     maximum, total, weighted = values
@@ -55,8 +55,9 @@ def store(splits_ref, tile_ref, values, takes_part, *, kv_head, split, lay, tile
 
         @pl.when(mine)
         def _(i=i, row=row):
-            own = tile_ref.at[pl.ds(i * lay.group, lay.group)]
-            plgpu.copy_smem_to_gmem(own, splits_ref.at[kv_head, row, split])
+            for head in range(lay.group):
+                own = tile_ref.at[head * lay.tile_rows + i]
+                plgpu.copy_smem_to_gmem(own, splits_ref.at[kv_head, row, split, head])
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -115,11 +116,10 @@ def finish(
 
     The splits of a query one after another, in the order of their positions.
     """
-    (R,), group = lengths.shape, lay.group
+    group = lay.group
     first, num_rows = tile * lay.tile_rows, jnp.int32(0)
     for i in range(lay.tile_rows):
-        length = lengths[jnp.minimum(first + i, R - 1)]
-        num_rows = jnp.where((length > 0) & (first + i < R), i + 1, num_rows)
+        num_rows = jnp.where(lengths[first + i] > 0, i + 1, num_rows)
     at_once = max(n for n in range(1, HEADS_AT_ONCE + 1) if group % n == 0)
     parts = group // at_once
 
