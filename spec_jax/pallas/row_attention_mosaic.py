@@ -60,7 +60,7 @@ def attend(
     _check(heads, k_pages, q_norm, k_norm, config)
     plan.check_pools(heads, k_pages, v_pages)
     # Whole tiles: which rows are together changes no bit.
-    most = warpgroup.ROWS // (N // K)
+    most = config.tile // (N // K)
     tile_rows = max(n for n in range(1, most + 1) if R % n == 0)
     lay = plan.Layout(
         group=N // K,

@@ -21,7 +21,8 @@ from spec_jax.pallas import (
 )
 
 
-CONFIG = plan.Config(split=128, block=64, programs=2, num_stages=2)
+# Two rows to a tile.
+CONFIG = plan.Config(split=128, block=64, tile=4, programs=2, num_stages=2)
 SIZES = {"N": 2, "K": 1, "H": 128}
 ROWS = 4  # of every slab here
 
