@@ -12,6 +12,7 @@ from spec_jax import pytree
 from spec_jax.drafters import draft_slots, tree_search, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import params as params_lib
+from spec_jax.ops import draw as draw_op
 from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
 
@@ -132,7 +133,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         memory = memory.replace(
             kv=kv, start=length - 1, is_run=jnp.zeros_like(memory.is_run)
         )
-        draw = Draw.of(self.drafter.draws, sampling, length, num_slots=self.num_slots)
+        draw = Draw.of(self.drafter, sampling, length, num_slots=self.num_slots)
 
         def expand(carry, tokens, parents, first, num_rows):
             """Runs the rows of a level; see `tree_search.Expand`."""
@@ -247,22 +248,26 @@ class Draw(pytree.Node):
     Attributes:
       sampling: of the target's draws; None: by the logits alone.
       length: of the text of each slot.
+      impl: of the drafter, whose kernels add the noise of the target's draws.
       has_probs: whether children are drawn with noise of the round's own, another for
         each node, rather than with that of the target's draw for their position.
     """
 
     sampling: protocols.Sampling
     length: jax.Array  # [B] int32
+    impl: str = pytree.static()
     has_probs: bool = pytree.static()
 
     @classmethod
-    def of(cls, draws, sampling, length, *, num_slots: int) -> "Draw":
-        """Returns how `DraftModel.draws` says it."""
+    def of(cls, drafter, sampling, length, *, num_slots: int) -> "Draw":
+        """Returns how a drafter's `draws` says it, as of `DraftModel`."""
+        draws, impl = drafter.draws, drafter.model.impl
         if draws == "independent" and sampling is None:
             sampling = draft_slots.greedy(num_slots)
         if draws == "greedy":
             sampling = None
-        return cls(sampling=sampling, length=length, has_probs=draws == "independent")
+        has_probs = draws == "independent"
+        return cls(sampling=sampling, length=length, impl=impl, has_probs=has_probs)
 
     def weights(
         self, logits: Float[Array, "B K V"], *, level: jax.Array, width: int
@@ -275,6 +280,8 @@ class Draw(pytree.Node):
         """
         if self.sampling is None:
             return logits
+        if not self.has_probs and draw_op.has_kernels(self.impl):
+            return self._by_kernels(logits, self.length + level)
         # By a row's level and its place there: however many rows other levels have.
         first = jnp.maximum(1 + (level - 1) * width, 0)
         columns = first + jnp.arange(logits.shape[1], dtype=jnp.int32)
@@ -295,6 +302,20 @@ class Draw(pytree.Node):
             return jax.lax.map(noisy, (rows, columns))
 
         return jax.lax.map(one, (logits, self.sampling, self.length))
+
+    def _by_kernels(self, logits, positions):
+        """As `weights`, of all rows at once, with the noise of positions `[B]`."""
+        B, K, V = logits.shape
+        each, positions = jax.tree.map(
+            lambda leaf: jnp.repeat(leaf, K), (self.sampling, positions)
+        )
+        rows, draws = logits.reshape(B * K, V), each.temperature != 0
+        noisy = draw_op.noisy_weights(
+            rows, each, positions=positions, draws=draws, impl=self.impl
+        )
+        return jnp.where(draws[:, None], noisy, rows.astype(jnp.float32)).reshape(
+            logits.shape
+        )
 
     def put(
         self, probs: Array | None, logits: Float[Array, "B K V"], first: jax.Array
