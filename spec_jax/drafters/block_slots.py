@@ -217,9 +217,7 @@ class SlotBlock(features_lib.SlotReader):
     def _draw(self, params, anchor, hidden, logits, *, length, sampling, wanted):
         """Returns the proposal of whole blocks, of `wanted[b]` drafts at least."""
         drafter, head, count = self.drafter, self.drafter.head, self.gamma_max
-        draw = draft_trees.Draw.of(
-            drafter.draws, sampling, length, num_slots=self.num_slots
-        )
+        draw = draft_trees.Draw.of(drafter, sampling, length, num_slots=self.num_slots)
         params = block_params.prepare(params, drafter.model.impl)
         used = slice(head.first_slot, head.first_slot + count)
         if step.is_fused(drafter.model.impl):

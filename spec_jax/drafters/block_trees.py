@@ -57,14 +57,13 @@ class SlotBlockTree(block_slots.SlotBlock):
         """Returns the proposal of whole blocks, level after level."""
         drafter, head, tree = self.drafter, self.drafter.head, self._tree
         impl, slots = drafter.model.impl, self.num_slots
-        draw = draft_trees.Draw.of(drafter.draws, sampling, length, num_slots=slots)
+        draw = draft_trees.Draw.of(drafter, sampling, length, num_slots=slots)
         widen = draft_slots.widened(params.hot, self.vocab_size)
         children = functools.partial(
             draw.children,
             tree=tree,
             vocab_size=self.vocab_size,
             hot=params.hot,
-            impl=impl,
         )
         correct = functools.partial(
             block_draft.correct,

@@ -12,7 +12,7 @@ from spec_jax import pytree
 from spec_jax.drafters import draft_slots, tree_search, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import params as params_lib
-from spec_jax.ops import children as children_op, step
+from spec_jax.ops import children as children_op, draw as draw_op, step
 from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
 
@@ -133,12 +133,9 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         memory = memory.replace(
             kv=kv, start=length - 1, is_run=jnp.zeros_like(memory.is_run)
         )
-        draw = Draw.of(self.drafter.draws, sampling, length, num_slots=self.num_slots)
+        draw = Draw.of(self.drafter, sampling, length, num_slots=self.num_slots)
         children = functools.partial(
-            draw.children,
-            tree=tree,
-            vocab_size=self.vocab_size,
-            impl=self.drafter.model.impl,
+            draw.children, tree=tree, vocab_size=self.vocab_size
         )
 
         def expand(carry, tokens, parents, first, num_rows):
@@ -254,22 +251,26 @@ class Draw(pytree.Node):
     Attributes:
       sampling: of the target's draws; None: by the logits alone.
       length: of the text of each slot.
+      impl: of the drafter, whose kernels add the noise of the target's draws.
       has_probs: whether children are drawn with noise of the round's own, another for
         each node, rather than with that of the target's draw for their position.
     """
 
     sampling: protocols.Sampling
     length: jax.Array  # [B] int32
+    impl: str = pytree.static()
     has_probs: bool = pytree.static()
 
     @classmethod
-    def of(cls, draws, sampling, length, *, num_slots: int) -> "Draw":
-        """Returns how `DraftModel.draws` says it."""
+    def of(cls, drafter, sampling, length, *, num_slots: int) -> "Draw":
+        """Returns how a drafter's `draws` says it, as of `DraftModel`."""
+        draws, impl = drafter.draws, drafter.model.impl
         if draws == "independent" and sampling is None:
             sampling = draft_slots.greedy(num_slots)
         if draws == "greedy":
             sampling = None
-        return cls(sampling=sampling, length=length, has_probs=draws == "independent")
+        has_probs = draws == "independent"
+        return cls(sampling=sampling, length=length, impl=impl, has_probs=has_probs)
 
     def weights(
         self, logits: Float[Array, "B K V"], *, level: jax.Array, width: int
@@ -282,6 +283,8 @@ class Draw(pytree.Node):
         """
         if self.sampling is None:
             return logits
+        if not self.has_probs and draw_op.has_kernels(self.impl):
+            return self._by_kernels(logits, self.length + level)
         columns = _columns(level, logits.shape[1], width)
 
         def one(slot):
@@ -301,6 +304,20 @@ class Draw(pytree.Node):
 
         return jax.lax.map(one, (logits, self.sampling, self.length))
 
+    def _by_kernels(self, logits, positions):
+        """As `weights`, of all rows at once, with the noise of positions `[B]`."""
+        B, K, V = logits.shape
+        each, positions = jax.tree.map(
+            lambda leaf: jnp.repeat(leaf, K), (self.sampling, positions)
+        )
+        rows, draws = logits.reshape(B * K, V), each.temperature != 0
+        noisy = draw_op.noisy_weights(
+            rows, each, positions=positions, draws=draws, impl=self.impl
+        )
+        return jnp.where(draws[:, None], noisy, rows.astype(jnp.float32)).reshape(
+            logits.shape
+        )
+
     def children(
         self,
         logits: Float[Array, "B K Vd"],
@@ -310,7 +327,6 @@ class Draw(pytree.Node):
         tree: tree_shapes.AnyTree,
         vocab_size: int,
         hot: Int[Array, " Vd"] | None = None,
-        impl: str,
     ) -> tree_search.Children:
         """Returns the best children of a level's rows.
 
@@ -319,9 +335,8 @@ class Draw(pytree.Node):
           counts: rows of each slot that count, the first ones.
           vocab_size: of the target.
           hot: the target's token of each of the drafter's own; None: the same.
-          impl: resolved; whose kernels find them, if it has such.
         """
-        is_native, width = children_op.has_kernels(impl), tree.width
+        is_native, width = children_op.has_kernels(self.impl), tree.width
         if hot is not None and tree.top_k > hot.size:
             logits, hot = draft_slots.widened(hot, vocab_size)(logits), None
         if not is_native:
@@ -341,7 +356,7 @@ class Draw(pytree.Node):
             tau=tree.tau,
             names=hot,
             draws=self.native(vocab_size),
-            impl=impl,
+            impl=self.impl,
         )
 
     def native(self, vocab_size: int) -> step.Draws | None:

@@ -97,7 +97,7 @@ class SlotEagle3(features_lib.SlotReader):
         spared = jnp.where(is_full, ring.end - 1, ring.first)
         goal = jnp.where(asked, ring.end, spared)
         draw = draft_trees.Draw.of(
-            self.drafter.draws, sampling, length, num_slots=self.num_slots
+            self.drafter, sampling, length, num_slots=self.num_slots
         )
         if self._is_one_call:
             return self._run_chains(params, memory, tokens, asked, goal, gamma, draw)
@@ -240,7 +240,6 @@ class SlotEagle3(features_lib.SlotReader):
             tree=tree,
             vocab_size=self.vocab_size,
             hot=params.hot,
-            impl=self.drafter.model.impl,
         )
 
         def expand(carry, tokens, parents, first, num_rows):

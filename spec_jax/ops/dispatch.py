@@ -3,10 +3,7 @@
     xla        the reference form of each op, compiled by XLA; anywhere
     native     C++ kernels; on a CPU
     triton     Pallas Triton kernels; on a GPU
-    mosaic     Pallas Mosaic kernels, for Hopper, of heads of 128: products with norms
-               and epilogues, angles, attention with rotation and appending to pages,
-               its sums, argmax, sampling. The list of attention's jobs, whole numbers,
-               is XLA's
+    mosaic     Pallas Mosaic kernels of the same, for Hopper, of heads of 128
     interpret  the Triton kernels, interpreted op by op: slow, for tests; on a CPU
 
 A named implementation runs or raises `NotImplementedError(why)`; only "auto" chooses,

@@ -6,11 +6,10 @@ has no kernels for it:
     argmax(log weights of the tokens that the filters keep + noise of seed and position)
 """
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from spec_jax.ops import argmax, dispatch
 from spec_jax.typing import typed
@@ -34,6 +33,23 @@ def draw(
 
     A token's bits depend on its own row, its position and its settings.
 
+    Args: as in `noisy_weights`.
+    """
+    noisy = noisy_weights(logits, settings, positions=positions, draws=draws, impl=impl)
+    return jnp.where(draws, _highest(noisy, impl), 0)
+
+
+@typed
+def noisy_weights(
+    logits: Float[Array, "R V"],
+    settings: Any,
+    *,
+    positions: Int[Array, " R"],
+    draws: Bool[Array, " R"],
+    impl: str,
+) -> Float32[Array, "R V"]:
+    """Returns what `draw` takes the highest of; of rows that do not draw, anything.
+
     Args:
       settings: `sampling.SamplingSettings` with leaves `[R]`.
       positions: of the tokens to be drawn.
@@ -52,13 +68,12 @@ def draw(
         "draws": draws,
         "interpret": interpret,
     }
-    num_active = jnp.int32(draws.shape[0])
-    choose = functools.partial(argmax.argmax, num_active=num_active, impl=impl)
-    highest = jnp.take_along_axis(logits, choose(logits)[:, None], axis=1)[:, 0]
+    at = _highest(logits, impl)[:, None]
+    highest = jnp.take_along_axis(logits, at, axis=1)[:, 0]
     kept = filters.first_tokens(
         logits, highest, top_k=settings.top_k, top_p=settings.top_p, **shared
     )
-    noisy = noise.noisy_weights(
+    return noise.noisy_weights(
         logits,
         highest,
         kept,
@@ -67,4 +82,9 @@ def draw(
         positions=positions,
         **shared,
     )
-    return jnp.where(draws, choose(noisy), 0)
+
+
+def _highest(logits, impl):
+    """The argmax of each row."""
+    num_active = jnp.int32(logits.shape[0])
+    return argmax.argmax(logits, num_active=num_active, impl=impl)

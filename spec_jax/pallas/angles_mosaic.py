@@ -36,24 +36,25 @@ def angles(
         raise ValueError(f"{half} frequencies are not whole {COLUMNS}s")
     shape, tiles = (warpgroup.ROWS, COLUMNS), pl.cdiv(R, warpgroup.ROWS)
     height = min(R, warpgroup.ROWS)
-    missing = tiles * warpgroup.ROWS - R
-    padded = jnp.pad(positions, (0, missing)).reshape(tiles, warpgroup.ROWS)
 
     def row_angles(positions_ref, inv_freq_ref, *refs):
         """Up to 64 rows of a few columns."""
         tile, first = (jax.lax.axis_index(name) for name in ("tile", "column"))
         columns = pl.ds(first * COLUMNS, COLUMNS)
+        outs, places, tables = refs[:2], refs[2], refs[3:]
+        for i in range(height):
+            row = jnp.minimum(tile * warpgroup.ROWS + i, R - 1)
+            places[i] = positions_ref[row]
+        plgpu.commit_smem()
 
         def load(ref, layout, spread):
             loaded = warpgroup.load(ref, layout)
             return spread(loaded.astype(jnp.float32), shape)
 
-        row = positions_ref.at[tile]
-        radians = load(row, warpgroup.OF_ROW, warpgroup.of_rows)
+        radians = load(places, warpgroup.OF_ROW, warpgroup.of_rows)
         radians *= load(
             inv_freq_ref.at[columns], warpgroup.OF_COLUMN, warpgroup.of_columns
         )
-        outs, tables = refs[:2], refs[2:]
         for table, turn in zip(tables, (jnp.cos, jnp.sin), strict=True):
             table[...] = (turn(radians) * scale).astype(dtype)
         rows = pl.ds(tile * warpgroup.ROWS, height)
@@ -69,7 +70,10 @@ def angles(
         row_angles,
         outputs=[out, out],
         grid={"tile": tiles, "column": half // COLUMNS},
-        scratch=[plgpu.SMEM(shape, dtype)] * 2,
+        scratch=[
+            plgpu.SMEM((warpgroup.ROWS,), jnp.int32),
+            *[plgpu.SMEM(shape, dtype)] * 2,
+        ],
         interpret=interpret,
-    )(padded, inv_freq.astype(jnp.float32))
+    )(positions, inv_freq.astype(jnp.float32))
     return cos, sin

@@ -55,7 +55,9 @@ def replace(refs, job, kv_head, first, k_block, v_block) -> None:
             steps = [jnp.minimum(turn * AT_ONCE + i, A - 1) for i in range(AT_ONCE)]
             # Those before position 0 are of no row: the row's own is always there.
             steps = [jnp.where(start + step >= 0, step, A - 1) for step in steps]
-            places = [refs.branch[job.row, step] for step in steps]
+            # Looked up for each block anew: registers would be kept for all of them.
+            row = jax.lax.optimization_barrier(job.row)
+            places = [refs.branch[row, step] for step in steps]
             pages = [refs.table[job.slot, div(place, C)] for place in places]
             for step, place, page in zip(steps, places, pages, strict=True):
                 key = start + step

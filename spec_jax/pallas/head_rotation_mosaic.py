@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
     queries_came: Any
 
 
-def scratch(head_dim: int, tile_rows: int, dtype: jnp.dtype, *, height: int) -> Tiles:
+def scratch(head_dim: int, group: int, dtype: jnp.dtype, *, height: int) -> Tiles:
     """What a kernel is to allocate; `height` are rows of `heads`, 64 at least."""
     angles = plgpu.SMEM((warpgroup.ROWS, head_dim // 2), dtype)
     return Tiles(
@@ -41,7 +41,7 @@ def scratch(head_dim: int, tile_rows: int, dtype: jnp.dtype, *, height: int) -> 
         sin=angles,
         values_came=plgpu.Barrier(),
         keys_came=plgpu.Barrier(num_arrivals=3),
-        queries_came=plgpu.Barrier(num_arrivals=tile_rows + 2),
+        queries_came=plgpu.Barrier(num_arrivals=3 * group),
     )
 
 
@@ -102,7 +102,6 @@ def _store_rows(tile, pages, stored_at, kv_head, first, count):
 
 def fetch_queries(
     refs: head_rotation.Heads,
-    of_queries: tuple[Any, Any],  # cosines and sines [tiles * queries, H / 2]
     tiles: Tiles,
     *,
     kv_head: jax.Array,  # [] int32
@@ -110,17 +109,14 @@ def fetch_queries(
     tile_rows: int,
     group: int,
 ) -> None:
-    """Asks for the queries of a tile and for what turns them."""
-    R, came = refs.heads.shape[0], tiles.queries_came
-    for i in range(tile_rows):
-        row = jnp.minimum(tile * tile_rows + i, R - 1)
-        source = refs.heads.at[row, pl.ds(kv_head * group, group)]
-        own = tiles.heads.at[pl.ds(i * group, group)]
-        plgpu.copy_gmem_to_smem(source, own, came)
-    count = tile_rows * group
-    for ref, each in zip(of_queries, (tiles.cos, tiles.sin), strict=True):
-        source = ref.at[pl.ds(tile * count, count)]
-        plgpu.copy_gmem_to_smem(source, each.at[pl.ds(0, count)], came)
+    """Asks for the queries of a tile and for what turns them: head by head its rows."""
+    rows, came = pl.ds(tile * tile_rows, tile_rows), tiles.queries_came
+    for i in range(group):
+        own = pl.ds(i * tile_rows, tile_rows)
+        source = refs.heads.at[rows, kv_head * group + i]
+        plgpu.copy_gmem_to_smem(source, tiles.heads.at[own], came)
+        for ref, each in ((refs.cos, tiles.cos), (refs.sin, tiles.sin)):
+            plgpu.copy_gmem_to_smem(ref.at[rows], each.at[own], came)
 
 
 def turn(tiles: Tiles, norm: Any, *, eps: float, to: Any) -> None:

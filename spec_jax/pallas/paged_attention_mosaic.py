@@ -3,10 +3,10 @@
 Flash decoding with splits of a fixed size at absolute positions, jobs and tiles as in
 `paged_attention_triton`, and as there a program with jobs first writes the keys and
 values of all rows to their pages: the same bytes to the same places, so that what it
-reads is what it wrote itself, whoever else did. The splits of a row are added by
-`split_sums_mosaic`. A program `(kv_head, worker)` holds a tile of 64 queries, has
-blocks of keys and values come by TMA, page by page and `stages` at once, and multiplies
-them by `wgmma`.
+reads is what it wrote itself, whoever else did; and whichever finishes the last job of
+a tile adds the splits of its rows (`split_sums_mosaic`). A program `(kv_head, worker)`
+holds a tile of 64 queries, has blocks of keys and values come by TMA, page by page and
+`stages` at once, and multiplies them by `wgmma`.
 
 No key is read unless every row of the job sees it. What a last block has past the end
 of its job is not scored, and its values are zeros: pages hold anything, NaN included.
@@ -53,14 +53,17 @@ def attend(
 ) -> jax.Array:
     """Writes the rows that have a place, and attends.
 
-    Returns what each query has of each split, `split_sums_mosaic.shape`.
+    Returns the attended heads `[R, N, H]`: NaN of lost rows, padding rows
+    uninitialised. `jobs.done` is counted in, and left as it was.
     """
     (_, C, K, H), dtype = k_pages.shape, heads.heads.dtype
     splits = pl.cdiv(page_table.shape[1] * C, config.split)
     workers = max(config.programs // K, 1)
     pieces = pl.cdiv(config.block, C)
     stages = min(config.num_stages, config.split // config.block)
-    out = split_sums.shape(K, lay, splits)
+    of_splits = split_sums.shape(K, lay, splits)
+    R = heads.heads.shape[0]
+    out = jax.ShapeDtypeStruct((R, K * lay.group, H), dtype)
     block = stages, config.block, H
     operand = functools.partial(plgpu.SMEM, dtype=dtype, transforms=warpgroup.OPERAND)
     scratch = [
@@ -68,15 +71,15 @@ def attend(
         operand(block),
         operand(block),
         operand((warpgroup.ROWS, config.block)),
-        plgpu.SMEM((warpgroup.ROWS, out.shape[-1]), jnp.float32),
+        plgpu.SMEM((warpgroup.ROWS, of_splits.shape[-1]), jnp.float32),
         plgpu.Barrier(num_arrivals=2 * pieces, num_barriers=stages),
+        plgpu.SMEM((1,), jnp.int32),
     ]
     # The tile in which heads are turned has a branch's keys later.
     height = max(warpgroup.ROWS, branch_keys.height(config.block))
-    scratch += rotation.scratch(H, lay.tile_rows, dtype, height=height)
+    scratch += rotation.scratch(H, lay.group, dtype, height=height)
     inputs = [heads.heads, heads.cos, heads.sin]
-    inputs += [_of_queries(angles, lay) for angles in (heads.cos, heads.sin)]
-    inputs += [page_table, *jobs[:5], jobs.stored_at]
+    inputs += [page_table, *jobs]
     has_norm, has_branch = heads.q_norm is not None, branch is not None
     if has_norm:
         inputs += [heads.q_norm, heads.k_norm]
@@ -92,25 +95,20 @@ def attend(
         config=config,
         stages=stages,
         workers=workers,
+        interpret=interpret,
     )
 
     def paged_attention(*refs: Any) -> None:
         _work(_refs(refs, has_norm=has_norm, has_branch=has_branch), walk)
 
-    return warpgroup.kernel(
+    out, _ = warpgroup.kernel(
         paged_attention,
-        outputs=out,
+        outputs=[out, of_splits],
         grid={"kv_head": K, "worker": workers},
         scratch=scratch,
         interpret=interpret,
     )(*inputs, k_pages, v_pages)
-
-
-def _of_queries(angles, lay):
-    """What turns each query of each tile, from what turns each row."""
-    missing = lay.rows - angles.shape[0]
-    padded = jnp.pad(angles, ((0, missing), (0, 0))) if missing else angles
-    return jnp.repeat(padded, lay.group, axis=0)
+    return out
 
 
 class _Walk(NamedTuple):
@@ -123,19 +121,19 @@ class _Walk(NamedTuple):
     config: plan.Config
     stages: int
     workers: int
+    interpret: Any
 
 
 class _Refs(NamedTuple):
     """What a worker reads, writes and holds in shared memory."""
 
     heads: head_rotation.Heads
-    of_queries: tuple[Any, Any]  # cosines and sines [tiles * queries, H / 2]
     table: Any  # [S, M]
     jobs: row_jobs.RowJobs
-    stored_at: Any  # [R]
     branch: Any  # [R, A] or None
     k: Any  # [P, C, K, H]
     v: Any  # [P, C, K, H]
+    out: Any  # [R, N, H]
     splits: Any  # `split_sums_mosaic.shape`
     query_tile: Any  # [64, H]
     k_blocks: Any  # [stages, block, H]
@@ -143,25 +141,24 @@ class _Refs(NamedTuple):
     weights: Any  # [64, block]
     sums: Any  # [64, H + 32] float32
     loaded: Any  # barriers of each stage
+    counted: Any  # [1] int32
     tiles: rotation.Tiles
     own: Any  # of `branch_keys_mosaic.scratch`, and the tile of its keys; or None
 
 
 def _refs(refs, *, has_norm, has_branch) -> _Refs:
-    """Those of `attend`, in order; of jobs there are the first five."""
+    """Those of `attend`, in order."""
     refs = list(refs)
     take = lambda count: [refs.pop(0) for _ in range(count)]
-    heads, cos, sin, *of_queries = take(5)
-    (table,), jobs, (stored_at,) = take(1), take(5), take(1)
+    heads, cos, sin = take(3)
+    (table,), jobs = take(1), row_jobs.RowJobs(*take(7))
     q_norm, k_norm = take(2) if has_norm else (None, None)
     branch = refs.pop(0) if has_branch else None
-    shared, tiles = take(9), rotation.Tiles(*take(6))
+    shared, tiles = take(11), rotation.Tiles(*take(6))
     inputs = [
         head_rotation.Heads(heads, q_norm, k_norm, cos, sin),
-        tuple(of_queries),
         table,
-        row_jobs.RowJobs._make([*jobs, None, None]),
-        stored_at,
+        jobs,
         branch,
     ]
     own = (tiles.heads, *refs) if has_branch else None
@@ -171,51 +168,79 @@ def _refs(refs, *, has_norm, has_branch) -> _Refs:
 def _work(refs, walk):
     """Does every job of a worker's turns."""
     kv_head, worker = jax.lax.axis_index("kv_head"), jax.lax.axis_index("worker")
-    (R,) = refs.jobs.job_ends.shape
+    (R,), group = refs.jobs.job_ends.shape, walk.lay.group
     num_jobs = refs.jobs.job_ends[R - 1]
     turns = div(num_jobs - worker + walk.workers - 1, walk.workers)
+
+    @pl.when(worker == 0)
+    def _():
+        split_sums.lose(refs.out, refs.jobs.lengths, kv_head=kv_head, group=group)
 
     @pl.when(turns > 0)
     def _():
         rotation.write_rows(
-            refs.heads, refs.k, refs.v, refs.stored_at, refs.tiles,
+            refs.heads, refs.k, refs.v, refs.jobs.stored_at, refs.tiles,
             kv_head=kv_head, eps=walk.eps,
         )  # fmt: skip
 
-    def do_job(turn, _):
+    def do_job(turn, carry):
         """Attends one split of the keys for the rows that share it."""
         job = _find_job(worker + turn * walk.workers, refs.jobs, walk.config.split)
         tile = div(job.row, walk.lay.tile_rows)
-        rotation.fetch_queries(
-            refs.heads, refs.of_queries, refs.tiles,
-            kv_head=kv_head, tile=tile, tile_rows=walk.lay.tile_rows,
-            group=walk.lay.group,
-        )  # fmt: skip
-        blocks = div(job.end - job.first + walk.config.block - 1, walk.config.block)
-        fetch = functools.partial(_fetch, refs, walk, job, kv_head)
-        for i in range(walk.stages):
-            pl.when(i < blocks)(functools.partial(fetch, jnp.int32(i)))
-        plgpu.barrier_wait(refs.tiles.queries_came)
-        q_norm = refs.heads.q_norm
-        rotation.turn(refs.tiles, q_norm, eps=walk.eps, to=refs.query_tile)
-        plgpu.commit_smem()
-
-        def attend_block(i, sums):
-            sums = _attend_block(refs, walk, job, kv_head, i, sums)
-            later = i + walk.stages
-            pl.when(later < blocks)(functools.partial(fetch, later))
-            return sums
-
-        H = refs.query_tile.shape[1]
-        sums = jax.lax.fori_loop(0, blocks, attend_block, split_sums.nothing(H))
-        # Nothing of the rows is worked out before this, and kept in registers for it.
-        tile = jax.lax.optimization_barrier(tile)
+        # What follows from the head is not worked out for all jobs at once, nor what
+        # follows from the rows before their keys are seen: registers would be kept.
+        own_head = jax.lax.optimization_barrier(kv_head)
+        sums = _attend_split(refs, walk, job, own_head, tile)
+        tile, own_head = jax.lax.optimization_barrier((tile, own_head))
+        at = {"kv_head": own_head, "tile": tile}
+        takes_part = functools.partial(_takes_part, job, tile, refs.jobs, walk.lay)
         split_sums.store(
-            refs.splits, refs.sums, sums, _takes_part(job, tile, refs.jobs, walk.lay),
-            kv_head=kv_head, split=job.split, lay=walk.lay, tile=tile,
+            refs.splits, refs.sums, sums, takes_part,
+            **at, split=job.split, lay=walk.lay,
         )  # fmt: skip
+        is_last = split_sums.is_last(
+            refs.jobs.done,
+            refs.counted,
+            **at,
+            num_jobs=row_jobs.jobs_of_tile(tile, refs.jobs, walk.lay.tile_rows),
+            interpret=walk.interpret,
+        )
+
+        @pl.when(is_last)
+        def _():
+            split_sums.finish(
+                refs.splits, refs.out, refs.jobs.lengths,
+                **at, lay=walk.lay, split=walk.config.split,
+            )  # fmt: skip
+
+        return carry
 
     jax.lax.fori_loop(0, turns, do_job, None)
+
+
+def _attend_split(refs, walk, job, kv_head, tile):
+    """The running softmax of a tile's queries over the keys of a job."""
+    rotation.fetch_queries(
+        refs.heads, refs.tiles,
+        kv_head=kv_head, tile=tile, tile_rows=walk.lay.tile_rows, group=walk.lay.group,
+    )  # fmt: skip
+    blocks = div(job.end - job.first + walk.config.block - 1, walk.config.block)
+    fetch = functools.partial(_fetch, refs, walk, job, kv_head)
+    for i in range(walk.stages):
+        pl.when(i < blocks)(functools.partial(fetch, jnp.int32(i)))
+    plgpu.barrier_wait(refs.tiles.queries_came)
+    q_norm = refs.heads.q_norm
+    rotation.turn(refs.tiles, q_norm, eps=walk.eps, to=refs.query_tile)
+    plgpu.commit_smem()
+
+    def attend_block(i, sums):
+        sums = _attend_block(refs, walk, job, kv_head, i, sums)
+        later = i + walk.stages
+        pl.when(later < blocks)(functools.partial(fetch, later))
+        return sums
+
+    H = refs.query_tile.shape[1]
+    return jax.lax.fori_loop(0, blocks, attend_block, split_sums.nothing(H))
 
 
 def _find_job(number, jobs, split) -> row_jobs.Job:
@@ -231,14 +256,11 @@ def _find_job(number, jobs, split) -> row_jobs.Job:
 
 def _takes_part(job, tile, jobs, lay):
     """For each row of a tile whether the job is for it: as a list of scalars."""
-    (R,) = jobs.slots.shape
     found = []
     for i in range(lay.tile_rows):
         row = tile * lay.tile_rows + i
-        at = jnp.minimum(row, R - 1)
-        shares = (jobs.slots[at] == job.slot) & (jobs.full_splits[at] > job.split)
-        mine = jnp.where(job.shared, shares, row == job.row)
-        found.append(mine & (row < R))
+        shares = (jobs.slots[row] == job.slot) & (jobs.full_splits[row] > job.split)
+        found.append(jnp.where(job.shared, shares, row == job.row))
     return found
 
 

@@ -177,7 +177,7 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
         one = jnp.minimum(job.end, 1)  # A constant here cannot be interpreted.
         done = plt.atomic_add(refs.jobs.done, (kv_head, tile), one)
 
-        @pl.when(done == _num_jobs(tile, refs.jobs, lay.tile_rows) - 1)
+        @pl.when(done == row_jobs.jobs_of_tile(tile, refs.jobs, lay.tile_rows) - 1)
         def _():
             _finish_tile(refs, **at, lay=lay, split=config.split)
             refs.jobs.done[kv_head, tile] = 0
@@ -239,14 +239,6 @@ def _attend_split(refs, queries, kv_head, job, page_size, scale, lay, block):
     zero = split_sums.nothing(lay.tile_rows * lay.heads, lay.width)
     begun = locate(keys_of(0)), zero
     return jax.lax.fori_loop(0, blocks, attend_block, begun)[1]
-
-
-def _num_jobs(tile, jobs, tile_rows):
-    """How many jobs a tile's rows have."""
-    first, (R,) = tile * tile_rows, jobs.job_ends.shape
-    last = jnp.minimum(first + tile_rows, R) - 1
-    before = jnp.where(first > 0, jobs.job_ends[jnp.maximum(first - 1, 0)], 0)
-    return jobs.job_ends[last] - before
 
 
 def _finish_tile(refs, *, kv_head, rows, heads, lay, split):

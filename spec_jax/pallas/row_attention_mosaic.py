@@ -1,22 +1,19 @@
-"""The attention of a layer on the row path, on Pallas Mosaic: two launches.
+"""The attention of a layer on the row path, on Pallas Mosaic: one launch.
 
-Norm, rotate, append and attend to the splits of the keys (`paged_attention_mosaic`),
-and add them (`split_sums_mosaic`); for all layers of a step one job list, which XLA
-makes: whole numbers, exact however they are fused.
+Norm, rotate, append, attend to the splits of the keys and add them
+(`paged_attention_mosaic`); for all layers of a step one more, `row_jobs_mosaic`.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from spec_jax.pallas import (
     attention_plan as plan,
     head_rotation,
     paged_attention_mosaic,
-    row_jobs,
-    split_sums_mosaic,
+    row_jobs_mosaic,
     warpgroup,
 )
 
@@ -62,17 +59,19 @@ def attend(
     )
     _check(heads, k_pages, q_norm, k_norm, config)
     plan.check_pools(heads, k_pages, v_pages)
-    tile_rows = min(warpgroup.ROWS // (N // K), R)
+    # Whole tiles: which rows are together changes no bit.
+    most = config.tile // (N // K)
+    tile_rows = max(n for n in range(1, most + 1) if R % n == 0)
     lay = plan.Layout(
         group=N // K,
         heads=N // K,
-        rows=pl.cdiv(R, tile_rows) * tile_rows,
+        rows=R,
         tile_rows=tile_rows,
         head_dim=H,
         width=H,
         half_width=H // 2,
     )
-    jobs = row_jobs.by_xla(
+    jobs = row_jobs_mosaic.row_jobs(
         page_table,
         slots,
         positions,
@@ -81,22 +80,22 @@ def attend(
         page_size=C,
         split=config.split,
         tile_rows=tile_rows,
+        num_kv_heads=K,
+        interpret=interpret,
         branch=branch,
     )
-    shared: dict[str, Any] = {"jobs": jobs, "lay": lay, "interpret": interpret}
     pools = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    splits = paged_attention_mosaic.attend(
+    out = paged_attention_mosaic.attend(
         head_rotation.Heads(heads.reshape(R, N + 2 * K, H), q_norm, k_norm, cos, sin),
         *pools,
         page_table=page_table,
+        jobs=jobs,
         eps=eps,
         scale=scale,
+        lay=lay,
         config=config,
         branch=branch,
-        **shared,
-    )
-    out = split_sums_mosaic.combine(
-        splits, dtype=heads.dtype, split=config.split, **shared
+        interpret=interpret,
     )
     k_pages, v_pages = (jax.freeze(pool) for pool in pools)
     return out.reshape(R, N * H), k_pages, v_pages

@@ -1,7 +1,7 @@
 """The attention of a layer on the row path: norm, rotate, write, attend.
 
 One launch, `paged_attention_triton`, and for all layers of a step one more, the job
-list of `row_jobs`: whole numbers, the same for each.
+list of `row_jobs_triton`: whole numbers, the same for each.
 """
 
 import jax
@@ -11,6 +11,7 @@ from spec_jax.pallas import (
     head_rotation,
     paged_attention_triton,
     row_jobs,
+    row_jobs_triton,
 )
 
 
@@ -46,7 +47,7 @@ def attend(
         itself in the prefix, and anywhere in the slot on the row's branch. The last
         entry is the row's own, where it is written. Entries of negative positions are
         not read.
-      jobs: `row_jobs.row_jobs` of these rows and `config`; made here if None.
+      jobs: `row_jobs_triton.row_jobs` of these rows and `config`; made here if None.
 
     Raises:
       ValueError: shapes that do not belong together.
@@ -60,7 +61,7 @@ def attend(
     lay = plan.layout(R, N // K, H, tile=config.tile)
     plan.check_pools(heads, k_pages, v_pages)
     if jobs is None:
-        jobs = row_jobs.row_jobs(
+        jobs = row_jobs_triton.row_jobs(
             page_table,
             slots,
             positions,

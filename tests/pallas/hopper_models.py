@@ -24,6 +24,7 @@ from spec_jax.engine import (
     round as round_lib,
     rows,
     scheduler,
+    verification,
 )
 from spec_jax.gamma import schedule
 from spec_jax.model import (
@@ -299,9 +300,19 @@ def scheduled_round(
     )
 
 
-def spec_round(name: str, *, draws: bool = False, **options) -> hopper.Program:
+def spec_round(
+    name: str,
+    *,
+    draws: bool = False,
+    rule: verification.Rule = "coupled",
+    tree: str | None = None,
+    **options,
+) -> hopper.Program:
     """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
-    return _round(*_pair(name, **options), draws=draws)
+    target, drafter, params = _pair(name, **options)
+    if tree:
+        drafter = drafter.for_tree(tree_shapes.parse(tree))
+    return _round(target, drafter.for_rule(rule), params, draws=draws, rule=rule)
 
 
 def spec_generate(
@@ -329,11 +340,11 @@ def _pair(name: str, *, draft_layers: int | None = None, num_slots: int = 1, **o
     return target, drafter, tuple(map(params_lib.shapes, configs))
 
 
-def _round(target, drafter, params, **policy) -> hopper.Program:
+def _round(target, drafter, params, **how) -> hopper.Program:
     def run(speculator, state):
         return round_lib.run_round(speculator, state)[0]
 
-    args = _speculation(target, drafter, params, **policy)
+    args = _speculation(target, drafter, params, **how)
     return hopper.Program(fn=run, args=args, donate=(1,))
 
 
@@ -343,6 +354,7 @@ def _speculation(
     params,
     *,
     draws: bool = False,
+    rule: verification.Rule = "coupled",
     gamma_policy=None,
     policy_state=None,
 ):
@@ -351,6 +363,7 @@ def _speculation(
         params=params,
         target=target,
         drafter=each.lift(drafter, target.num_slots),
+        rule=rule,
         gamma_policy=gamma_policy,
     )
     slots = scheduler.Scheduler(

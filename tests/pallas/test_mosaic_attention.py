@@ -13,10 +13,16 @@ from native import native_oracle as oracle
 
 from spec_jax import testing
 from spec_jax.ops import dispatch, row_attention
-from spec_jax.pallas import attention_plan as plan, row_attention_mosaic
+from spec_jax.pallas import (
+    attention_plan as plan,
+    row_attention_mosaic,
+    row_jobs_mosaic,
+    row_jobs_triton,
+)
 
 
-CONFIG = plan.Config(split=128, block=64, programs=2, num_stages=2)
+# Two rows to a tile.
+CONFIG = plan.Config(split=128, block=64, tile=4, programs=2, num_stages=2)
 SIZES = {"N": 2, "K": 1, "H": 128}
 ROWS = 4  # of every slab here
 
@@ -111,6 +117,37 @@ def test_a_row_without_a_page_is_lost(rng):
     kept = [0, 1, 3]
     testing.assert_same_bits(lost[kept], out[kept])
     testing.assert_same_bits(after, run(slab, kept, branch=BRANCHES)[1])
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_the_jobs_are_those_of_triton(rng, monkeypatch, width):
+    """Fails if a row lies elsewhere, is lost for another reason, or leads other splits.
+
+    A slot's pages are two lines of the table.
+    """
+    monkeypatch.setattr(row_jobs_mosaic, "TABLE_ENTRIES", 128)
+    S, M, P, R = 3, 130, 400, 7
+    sizes = {"num_pages": P, "page_size": 8, "split": 256, "tile_rows": 4}
+    kinds = (row_jobs_triton, True), (row_jobs_mosaic, mosaic_interpreter.params())
+    make, twin = (
+        jax.jit(
+            functools.partial(
+                module.row_jobs, **sizes, num_kv_heads=2, interpret=interpret
+            )
+        )
+        for module, interpret in kinds
+    )
+    table = rng.permutation(P)[: S * M].reshape(S, M).astype(np.int32)
+    table[0, 129] = P  # Of its last place alone.
+    for live, first in ((R, 1000), (R, 1030), (3, 500), (0, 0)):
+        slots = np.asarray([0, 1, 1, 0, 1, 3, -1], np.int32)
+        positions = first + np.asarray([3, 9, 2, 5, 2**30, 1, 1], np.int32)
+        at = positions[:, None] + rng.permuted(
+            np.tile(np.arange(1 - width, 1, dtype=np.int32), (R, 1)), axis=1
+        )
+        branch = {"branch": at} if width else {}
+        given = table, slots, positions, np.int32(live)
+        testing.assert_same_bits(twin(*given, **branch), make(*given, **branch))
 
 
 def test_rows_of_a_block_see_all_of_it(rng, monkeypatch):

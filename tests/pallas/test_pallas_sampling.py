@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
+from spec_jax.drafters import draft_trees
 from spec_jax.ops import draw as draw_op
 from spec_jax.pallas import (
     first_tokens_triton as first,
@@ -281,3 +282,27 @@ def test_refusals(rng):
         _draw(logits[:, :0], stacked(), **how)
     with pytest.raises(NotImplementedError, match="impl='xla' has no kernels that dr"):
         jax.jit(functools.partial(draw_op.draw, impl="xla"))(logits, stacked(), **how)
+
+
+def test_trees_have_the_noise_of_the_draws_they_aim_at(rng):
+    """Fails if a level's rows have the noise of other positions, or other settings."""
+    logits, _ = make_rows(rng)
+    logits = jnp.asarray(logits).reshape(2, 3, VOCAB)
+    settings, length = stacked(SETTINGS[-1:] + SETTINGS[:1]), jnp.asarray([40, 9])
+
+    def weights(impl, level):
+        draw = draft_trees.Draw(
+            sampling=settings, length=length, impl=impl, has_probs=False
+        )
+        find = jax.jit(functools.partial(draw.weights, width=3))
+        return np.asarray(find(logits, level=jnp.int32(level)))
+
+    expected = weights("xla", 2)
+    np.testing.assert_array_equal(np.isfinite(expected).sum(axis=-1)[0], 700)
+    testing.assert_rows_close(
+        weights("interpret", 2)[1], logits[1], dtype="float32", reduction=1
+    )
+    near = functools.partial(np.testing.assert_allclose, desired=expected, rtol=1e-5)
+    near(weights("interpret", 2), atol=1e-5)
+    with pytest.raises(AssertionError):
+        near(weights("interpret", 3), atol=1e-5)
