@@ -59,7 +59,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --llama-bin DIR  of a build of llama.cpp, as compare_llama_cpp.py has it; steps
             that need one are left out without it
         --work DIR  of train_drafter.py, with its rollouts, for the step that trains
-            DSpark's variants, which takes hours; it is left out without it
+            DSpark's variants, which takes hours; and for a calibration DIR/head, a copy
+            of the shipped DSpark, and DIR/pieces.jsonl, prompts; without DIR left out
         --list  say what would be run and what is finished, and run nothing
         --tables  write the tables of README.md and docs from the rows, and run nothing
         --allow-dirty  from changed code too: rows and certificates say so
@@ -121,7 +122,7 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
             is_recorded = "--record" in arguments
             if step.flag and not is_recorded:
                 arguments += [step.flag, str(path)]
-            if args.allow_dirty and script != "plot":
+            if args.allow_dirty and script not in ("plot", "train_drafter"):
                 arguments.insert(0, "--allow-dirty")
             status = call(script, arguments)
             worst = max(worst, 0 if status == FAILED and step.mismatches else status)

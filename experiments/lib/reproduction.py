@@ -95,7 +95,7 @@ def steps() -> Iterator[Step]:
     yield from _certificates()
     rounds = [f"spec_round_{i}_gamma{g}" for i in ("native", "xla") for g in GAMMAS]
     names = [*rounds, "latency_embedded_native", "latency_embedded_xla"]
-    names += ["compare_hf", "parity_flash"]
+    names += ["compare_hf", "parity_flash", "calibration"]
     listed = " ".join(f"{{results}}/{name}.jsonl" for name in names)
     command = f"plot {listed} --out {{results}}/figures --theory"
     yield Step(file="figures/speedup.svg", runs=(command,), flag=None)
@@ -171,8 +171,16 @@ def _heads() -> Iterator[Step]:
 
 
 def _trainings() -> Iterator[Step]:
-    """DSpark's variants, trained from nothing: hours, on rollouts that are not part of
-    this checkout."""
+    """The calibration of the shipped DSpark, on texts that are not part of this
+    checkout; and its variants, trained from nothing: hours, on rollouts that are none
+    either."""
+    command = f"train_drafter --family dspark --stage calibrate --work {WORK} --raw"
+    yield Step(
+        file="calibration.jsonl",
+        runs=(f"{command} --out {WORK}/head --prompts {WORK}/pieces.jsonl",),
+        flag=None,
+        made=f"{WORK}/calibration.jsonl",
+    )
     command = f"ablate_heads --work {WORK} --prompts 20 --out {{scratch}}_swept.jsonl"
     training = "--draft-vocab 4096 --mlp 384 --steps 160 --seed 3"
     yield Step(

@@ -247,6 +247,17 @@ def test_what_a_training_leaves_is_published(place, monkeypatch, capsys):
     assert rows_of(work / "own.jsonl") == [row]
 
 
+@pytest.mark.skipif("dspark" not in loading.shipped_heads(), reason="no such head")
+def test_the_shipped_calibration_is_the_published_one():
+    """Fails if the figure is of another head than the one that is shipped."""
+    (row,) = rows_of(RESULTS / "calibration.jsonl")
+    head = json.loads((loading.ASSETS / "dspark" / "config.json").read_text())
+    shipped = np.asarray(head["confidence_shifts"])
+    assert np.abs(row["shifts"] - shipped).max() < 0.1
+    # Negative control: another draft's.
+    assert np.abs(row["shifts"] - shipped[::-1]).max() > 0.1
+
+
 def test_runs_read_the_rows_of_those_before(place, monkeypatch):
     """Fails if a run does not find them, or finds its own."""
     _, folder = place
