@@ -21,6 +21,7 @@ import argparse
 import os
 import pathlib
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             left out without it
         --llama-bin DIR  of a build of llama.cpp, as compare_llama_cpp.py has it; steps
             that need one are left out without it
+        --work DIR  of train_drafter.py, with its rollouts, for the step that trains
+            DSpark's variants, which takes hours; and for a calibration DIR/head, a copy
+            of the shipped DSpark, and DIR/pieces.jsonl, prompts; without DIR left out
         --list  say what would be run and what is finished, and run nothing
         --tables  write the tables of README.md and docs from the rows, and run nothing
         --allow-dirty  from changed code too: rows and certificates say so
@@ -78,7 +82,11 @@ def state_of(
     args: argparse.Namespace, step: Step, log: Sequence[dict], commit: str | None
 ) -> str:
     """ "finished", "left out" for want of a flag, or "to do"."""
-    needed = {reproduction.DATA: "data", reproduction.LLAMA: "llama_bin"}
+    needed = {
+        reproduction.DATA: "data",
+        reproduction.LLAMA: "llama_bin",
+        reproduction.WORK: "work",
+    }
     for word, flag in needed.items():
         if getattr(args, flag) is None and any(word in run for run in step.runs):
             return f"left out, for want of {cli.flag_of(flag)}"
@@ -93,6 +101,7 @@ def words_of(args: argparse.Namespace, parts: pathlib.Path) -> dict[str, Any]:
         "results": records.RESULTS,
         "data": args.data,
         "llama": args.llama_bin,
+        "work": args.work,
         "before": parts / "before.jsonl",
         "scratch": parts / "scratch",
     }
@@ -113,7 +122,7 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
             is_recorded = "--record" in arguments
             if step.flag and not is_recorded:
                 arguments += [step.flag, str(path)]
-            if args.allow_dirty and script != "plot":
+            if args.allow_dirty and script not in ("plot", "train_drafter"):
                 arguments.insert(0, "--allow-dirty")
             status = call(script, arguments)
             worst = max(worst, 0 if status == FAILED and step.mismatches else status)
@@ -126,6 +135,8 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
         if step.keep:
             with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
                 out.write_all(row for row in rows if row["kind"] == step.keep)
+        if step.made:
+            shutil.copyfile(step.made.format(**words), step.path)
     return worst
 
 

@@ -13,7 +13,8 @@ from spec_jax import loading
 
 DATA = "{data}"
 LLAMA = "{llama}"
-"""In a command: the folders of `--data` and `--llama-bin`."""
+WORK = "{work}"
+"""In a command: the folders of `--data`, `--llama-bin` and `--work`."""
 
 _GSM8K = f"{DATA}/gsm8k/test.jsonl:50"
 
@@ -30,6 +31,7 @@ class Step:
       keep: of several runs whose rows the file holds, the kind that is kept.
       totals: whether the categories of each set of prompts of a sweep become one row.
       mismatches: whether runs that do not match are expected, and no failure.
+      made: where the script leaves the file, if it cannot be told; a copy is published.
     """
 
     file: str
@@ -38,6 +40,7 @@ class Step:
     keep: str | None = None
     totals: bool = False
     mismatches: bool = False
+    made: str | None = None
 
     @property
     def path(self) -> pathlib.Path:
@@ -88,10 +91,11 @@ def steps() -> Iterator[Step]:
     yield from _speeds()
     yield from _comparisons()
     yield from _heads()
+    yield from _trainings()
     yield from _certificates()
     rounds = [f"spec_round_{i}_gamma{g}" for i in ("native", "xla") for g in GAMMAS]
     names = [*rounds, "latency_embedded_native", "latency_embedded_xla"]
-    names += ["compare_hf", "parity_flash"]
+    names += ["compare_hf", "parity_flash", "calibration"]
     listed = " ".join(f"{{results}}/{name}.jsonl" for name in names)
     command = f"plot {listed} --out {{results}}/figures --theory"
     yield Step(file="figures/speedup.svg", runs=(command,), flag=None)
@@ -165,6 +169,27 @@ def _heads() -> Iterator[Step]:
             runs=(f"{command} --prompts {DATA}:20@0",),
             totals=True,
         )
+
+
+def _trainings() -> Iterator[Step]:
+    """The calibration of the shipped DSpark, on texts that are not part of this
+    checkout; and its variants, trained from nothing: hours, on rollouts that are none
+    either."""
+    command = f"train_drafter --family dspark --stage calibrate --work {WORK} --raw"
+    yield Step(
+        file="calibration.jsonl",
+        runs=(f"{command} --out {WORK}/head --prompts {WORK}/pieces.jsonl",),
+        flag=None,
+        made=f"{WORK}/calibration.jsonl",
+    )
+    command = f"ablate_heads --work {WORK} --prompts 20 --out {{scratch}}_swept.jsonl"
+    training = "--draft-vocab 4096 --mlp 384 --steps 160 --seed 3"
+    yield Step(
+        file="ablations.jsonl",
+        runs=(f"{command} -- {training}",),
+        flag=None,
+        made=f"{WORK}/ablations.jsonl",
+    )
 
 
 def _rounds_of_head(name: str, impl: str) -> Iterator[str]:

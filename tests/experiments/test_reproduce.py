@@ -121,7 +121,7 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
     for step in steps:
         assert len(step.runs) == 1 or step.keep
         for command in step.runs:
-            folders = argparse.Namespace(data="data", llama_bin="bin")
+            folders = argparse.Namespace(data="data", llama_bin="bin", work=tmp_path)
             words = reproduce.words_of(folders, tmp_path)
             script, *arguments = shlex.split(command.format(**words))
             if step.flag and "--record" not in arguments:
@@ -129,7 +129,7 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
             importlib.import_module(f"experiments.{script}").parse_args(arguments)
     # And what the tables and the certificates of today are made of is among them.
     files_of_today = {p for p in published.RESULTS.glob("certificates/*.json")}
-    files_of_today |= set(published.RESULTS.glob("[c-t]*.jsonl"))
+    files_of_today |= set(published.RESULTS.glob("*.jsonl"))
     files_of_today -= {published.RESULTS / reproduce.LOG}
     assert files_of_today <= made
 
@@ -220,6 +220,42 @@ def test_a_sweep_goes_on_with_rows_of_its_commit_alone(place, monkeypatch):
     state["status"] = {}
     assert reproduce.main([]) == 0
     assert seen == ["", "", '{"commit": "1"}\n']
+
+
+def test_what_a_training_leaves_is_published(place, monkeypatch, capsys):
+    """Fails if it is asked for without its folder, or its file is not taken."""
+    _, folder = place
+    step = reproduction.Step(
+        file="trained.jsonl",
+        runs=("train --work {work} -- {work}/swept.jsonl",),
+        flag=None,
+        made="{work}/own.jsonl",
+    )
+    monkeypatch.setattr(reproduction, "steps", lambda: iter([step]))
+    assert reproduce.main([]) == 0
+    shown = capsys.readouterr().out
+    assert "trained.jsonl: left out, for want of --work" in shown
+    work = folder / "work"
+    work.mkdir()
+    row = {"kind": "ablation", "s": 1 / 3, "by_category": {}, "steps": 160}
+    (work / "own.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(reproduce, "call", lambda *_: 0)
+    assert reproduce.main(["--work", str(work)]) == 0
+    assert rows_of(folder / "trained.jsonl") == [
+        {"kind": "ablation", "s": 0.333333333, "steps": 160}
+    ]
+    assert rows_of(work / "own.jsonl") == [row]
+
+
+@pytest.mark.skipif("dspark" not in loading.shipped_heads(), reason="no such head")
+def test_the_shipped_calibration_is_the_published_one():
+    """Fails if the figure is of another head than the one that is shipped."""
+    (row,) = rows_of(RESULTS / "calibration.jsonl")
+    head = json.loads((loading.ASSETS / "dspark" / "config.json").read_text())
+    shipped = np.asarray(head["confidence_shifts"])
+    assert np.abs(row["shifts"] - shipped).max() < 0.1
+    # Negative control: another draft's.
+    assert np.abs(row["shifts"] - shipped[::-1]).max() > 0.1
 
 
 def test_runs_read_the_rows_of_those_before(place, monkeypatch):

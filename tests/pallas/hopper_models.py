@@ -248,9 +248,12 @@ def head_step(name: str, **options) -> hopper.Program:
     return hopper.Program(fn=step, args=args, donate=(1,))
 
 
-def head_round(name: str, *, layers: int, **options) -> hopper.Program:
-    """`round.run_round` of one slot, with a tree of a head."""
-    target = rows.SlotRows(model=model(name, layers=layers, **options), num_slots=1)
+def head_round(
+    name: str, *, layers: int, num_slots: int = 1, **options
+) -> hopper.Program:
+    """`round.run_round` of one slot or several, with trees of a head."""
+    own = model(name, layers=layers, **options)
+    target = rows.SlotRows(model=own, num_slots=num_slots)
     drafter = head(name, **options).for_tree(tree_shapes.parse(TREE))
     params = params_lib.shapes(target.config), eagle3_params.shapes(drafter.head)
     return _round(target, drafter, params)

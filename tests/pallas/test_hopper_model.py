@@ -38,6 +38,11 @@ MOST_OF_A_STEP = {"qwen3-0.6b": 160, "qwen3-8b": 200}
 MOST_OF_A_ROUND = 850  # with a draft of `models.DRAFT`
 
 
+on_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason='impl="mosaic" is for jax 0.11 on'
+)
+
+
 @pytest.fixture(scope="module")
 def compiled(compiler):
     """Compiles each program once."""
@@ -254,6 +259,23 @@ def test_a_round_with_a_head(compiled):
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("impl", ["triton", pytest.param("mosaic", marks=on_mosaic)])
+def test_a_head_of_several_slots(compiled, impl):
+    """Fails if more rows of a head than a slab, those of four trees, spill or copy.
+
+    Of a level they are two slabs, and of the target two tiles of 64.
+    """
+    num_slots, how = 4, {"layers": 4, "impl": impl}
+    report = compiled(models.head_round, "qwen3-8b", num_slots=num_slots, **how)
+    report.assert_fits()
+    target, head = models.model("qwen3-8b", **how), models.head("qwen3-8b", impl=impl)
+    # The logits of all rows, and what the search keeps of a level.
+    copies = 2 * 2 * num_slots + 4
+    assert_in_place(report, target, head.model, copies=copies, num_slots=num_slots)
+    assert not xla_fusions.float_work(report.hlo) & {"dot", "cosine", "sine"}
+
+
+@pytest.mark.rest
 def test_a_scheduled_round_of_blocks(compiled):
     """Fails if a batch's round with DSpark at 8B's shapes is not one program, or copies
     a pool, or runs its backbone more than once."""
@@ -301,9 +323,6 @@ def test_xla_computes_no_float(compiled, name):
     assert len({report.kernel("row_angles").sass for report in reports}) == 1
 
 
-on_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason='impl="mosaic" is for jax 0.11 on'
-)
 MOSAIC_LAYER = ("skinny_gemm", "paged_attention", *["skinny_gemm"] * 3)
 MOSAIC_END = ("skinny_gemm", "argmax_chunks", "argmax_rows")
 
