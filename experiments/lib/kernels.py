@@ -33,10 +33,7 @@ from spec_jax.ops import (
     weights,
 )
 from spec_jax.paging import index
-from spec_jax.pallas import (
-    attention_plan,
-    row_jobs,
-)
+from spec_jax.pallas import attention_plan, row_jobs_triton
 
 
 IMPLS = {"cpu": ("native", "xla"), "gpu": ("triton", "mosaic", "xla")}
@@ -295,7 +292,7 @@ class Attention(Subject):
 
 
 _jobs = jax.jit(
-    row_jobs.row_jobs,
+    row_jobs_triton.row_jobs,
     static_argnames=(
         "num_pages",
         "page_size",

@@ -42,7 +42,9 @@ def draw_of(kinds, *, has_probs=False, length=50) -> draft_trees.Draw:
     if has_probs and settings is None:
         settings = draft_slots.greedy(SLOTS)
     lengths = length + 10 * jnp.arange(SLOTS, dtype=jnp.int32)
-    return draft_trees.Draw(sampling=settings, length=lengths, has_probs=has_probs)
+    return draft_trees.Draw(
+        sampling=settings, length=lengths, impl="xla", has_probs=has_probs
+    )
 
 
 def logits_of(seed=0, size=V, rows=ROWS):
@@ -61,11 +63,11 @@ def found(impl, draw, logits, *, tree=TREE, hot=None, level=2, counts=COUNTS):
             tree=tree,
             vocab_size=V,
             hot=hot,
-            impl=impl,
         )
     )
     if impl == "native":
         decoding.needs("native")
+    draw = dataclasses.replace(draw, impl=impl)
     scores, tokens = run(draw, logits, jnp.int32(level), counts)
     is_row = np.arange(logits.shape[1])[None] < np.asarray(counts)[:, None]
     return np.asarray(scores)[is_row], np.asarray(tokens)[is_row]
