@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.drafters import draft_slots, draft_trees, features as features_lib
 from spec_jax.engine import protocols, rows as rows_lib
-from spec_jax.model import block_draft, block_params
+from spec_jax.model import block_draft, block_heads, block_params
 from spec_jax.ops import step
 from spec_jax.paging import allocator, index
 
@@ -221,7 +221,7 @@ class SlotBlock(features_lib.SlotReader):
         params = block_params.prepare(params, drafter.model.impl)
         used = slice(head.first_slot, head.first_slot + count)
         if step.is_fused(drafter.model.impl):
-            tokens, confidence, log_weights = block_draft.run_slots(
+            tokens, confidence, log_weights = block_heads.run_slots(
                 params,
                 head,
                 anchor,
@@ -238,7 +238,7 @@ class SlotBlock(features_lib.SlotReader):
             )
         survival, num_drafted = None, jnp.full((self.num_slots,), count, jnp.int32)
         if confidence is not None:
-            survival = block_draft.survival(head, confidence)
+            survival = block_heads.survival(head, confidence)
             if drafter.min_confidence:
                 num_drafted = _until(survival, drafter.min_confidence)
             # What is not asked for may not have been drafted.
@@ -258,12 +258,12 @@ class SlotBlock(features_lib.SlotReader):
         head, count = self.drafter.head, self.gamma_max
         widen = draft_slots.widened(params.hot, self.vocab_size)
         correct = functools.partial(
-            block_draft.correct,
+            block_heads.correct,
             params,
             head,
-            product=block_draft.row_product(self.drafter.model.impl),
+            product=block_heads.row_product(self.drafter.model.impl),
         )
-        state = block_draft.first_state(head, (self.num_slots,))
+        state = block_heads.first_state(head, (self.num_slots,))
         if head.first_slot:  # Predicts nothing, but a recurrent state passes through.
             state, _, _ = correct(state, anchor, hidden[:, 0])
 

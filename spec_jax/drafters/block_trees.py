@@ -26,7 +26,7 @@ from spec_jax.drafters import (
     tree_search,
     tree_shapes,
 )
-from spec_jax.model import block_draft, block_params
+from spec_jax.model import block_heads, block_params
 from spec_jax.ops import dispatch
 
 
@@ -66,10 +66,10 @@ class SlotBlockTree(block_slots.SlotBlock):
             hot=params.hot,
         )
         correct = functools.partial(
-            block_draft.correct,
+            block_heads.correct,
             block_params.prepare(params, impl),
             head,
-            product=block_draft.row_product(impl),
+            product=block_heads.row_product(impl),
         )
 
         def run(states, before, slot):
@@ -96,7 +96,7 @@ class SlotBlockTree(block_slots.SlotBlock):
             found = children(rows, level=level, counts=num_rows)
             return (states, probs), found, num_rows > 0
 
-        state = block_draft.first_state(head, (slots,))
+        state = block_heads.first_state(head, (slots,))
         if head.first_slot:  # Predicts nothing, but a recurrent state passes through.
             state, _, _ = correct(state, anchor, hidden[:, 0])
         first = jnp.int32(0)

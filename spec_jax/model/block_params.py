@@ -2,7 +2,7 @@
 
 DFlash and DSpark are one drafter: a backbone that runs a block of rows, and on it no
 sequential head (DFlash) or one of three (DSpark). What the weights compute is
-`block_draft`'s matter, and the files are `block_files`'.
+`block_draft`'s and `block_heads`' matter, and the files are `block_files`'.
 """
 
 import dataclasses

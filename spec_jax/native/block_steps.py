@@ -157,7 +157,7 @@ def slot_chains(
     """Goes over the slots of blocks in one call; see `ops.step.slot_chains`.
 
     Args:
-      mix: of a head that `ops.mixed_slots` tells of; it has an `embed` and an `out`.
+      mix: of a head that has an `embed` and an `out`, too.
 
     Returns:
       Tokens `[S, most]` int32, 0 from `counts` on; and of independent draws log weights

@@ -21,6 +21,9 @@ BlockLayer = block_steps.LayerWeights
 BlockModel = block_steps.BlockModel
 """The same of a block drafter."""
 
+Mix = block_steps.Mix
+"""Of a block drafter's head that mixes the token before with hidden states."""
+
 Draws = draws_lib.Draws
 """How drafts are drawn."""
 
@@ -215,6 +218,7 @@ def slot_chains(
     names: jax.Array | None,  # [Vd] int32
     embed: jax.Array | None,  # [V, r]
     out: weights.Weight | None,  # [Vd, r]
+    mix: Mix | None,
     draws: Draws | None,
     impl: str,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -226,6 +230,9 @@ def slot_chains(
       names: the token that each of the drafter's own stands for; None: the same.
       embed, out: of the token before, and what its product with the embedding adds to
         the logits; None: nothing.
+      mix: what a gated or a recurrent head makes of the embedding first, by the hidden
+        state of the slot, as `model.block_heads.correct` does, though not to the bit;
+        None: nothing.
       draws: None: the highest logits are taken.
 
     Returns:
@@ -234,7 +241,14 @@ def slot_chains(
     """
     _check(impl)
     return block_steps.slot_chains(
-        logits, anchors, counts, names=names, embed=embed, out=out, draws=draws
+        logits,
+        anchors,
+        counts,
+        names=names,
+        embed=embed,
+        out=out,
+        mix=mix,
+        draws=draws,
     )
 
 

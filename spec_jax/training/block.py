@@ -19,6 +19,7 @@ import numpy as np
 
 from spec_jax.model import (
     block_draft,
+    block_heads,
     block_params,
     config as config_lib,
     params as params_lib,
@@ -221,7 +222,7 @@ def drafts(
 
     def step(state, slot):
         token, hidden = slot
-        state, bias, confidence = block_draft.correct(
+        state, bias, confidence = block_heads.correct(
             whole, config, state, token, hidden, product=product
         )
         return state, (bias, confidence)
@@ -232,7 +233,7 @@ def drafts(
     by_slot = lambda x: jnp.moveaxis(x, 2, 0)
     _, found = jax.lax.scan(
         step,
-        block_draft.first_state(config, anchors.shape),
+        block_heads.first_state(config, anchors.shape),
         (by_slot(before), by_slot(hidden)),
     )
     found = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)

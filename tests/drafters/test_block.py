@@ -21,7 +21,7 @@ from rules import enumeration
 import spec_jax as sj
 from spec_jax import loading, testing
 from spec_jax.drafters import block, each, features as features_lib, tree_shapes
-from spec_jax.model import block_draft, block_files, block_params, row_model
+from spec_jax.model import block_files, block_heads, block_params, row_model
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -311,14 +311,14 @@ def test_rejection_by_a_heads_probabilities_is_exact():
         found = []
         for k, before in enumerate((jnp.asarray([2]), jnp.arange(4))):
             count = len(before)
-            state = block_draft.first_state(head, (count,))
-            _, bias, _ = block_draft.correct(
+            state = block_heads.first_state(head, (count,))
+            _, bias, _ = block_heads.correct(
                 params,
                 head,
                 state,
                 before,
                 jnp.broadcast_to(hidden[k], (count, 48)),
-                product=block_draft.row_product("xla"),
+                product=block_heads.row_product("xla"),
             )
             rows = jnp.broadcast_to(logits[k], (count, 4)) + bias * is_corrected
             found.append(np.asarray(sampling_lib.distribution(rows, one)))

@@ -17,6 +17,7 @@ from spec_jax.model import (
     block_dialects as dialects,
     block_draft,
     block_files,
+    block_heads,
     block_params,
     checkpoint_files as files,
     decoder,
@@ -181,11 +182,11 @@ def inputs(config, count: int = 9):
 
 def drafted(params, config, impl, hidden, logits, anchor):
     """What the heads make of a block, greedily; as the drafter does, slot by slot."""
-    product = block_draft.row_product(impl)
-    state, before = block_draft.first_state(config, (1,)), jnp.asarray([anchor])
+    product = block_heads.row_product(impl)
+    state, before = block_heads.first_state(config, (1,)), jnp.asarray([anchor])
     tokens, rows, logit = [], [], []
     for k in range(config.block_size):
-        state, bias, confidence = block_draft.correct(
+        state, bias, confidence = block_heads.correct(
             params, config, state, before, hidden[k : k + 1], product=product
         )
         if k < config.first_slot:
@@ -195,7 +196,7 @@ def drafted(params, config, impl, hidden, logits, anchor):
         before = (token if params.hot is None else params.hot[token])[None]
         tokens.append(int(before[0]))
         logit.append(jnp.zeros(()) if confidence is None else confidence[0])
-    return tokens, np.stack(rows), block_draft.survival(config, jnp.stack(logit))
+    return tokens, np.stack(rows), block_heads.survival(config, jnp.stack(logit))
 
 
 @pytest.mark.parametrize("impl", ["xla", "native"])

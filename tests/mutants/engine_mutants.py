@@ -175,7 +175,7 @@ BLOCKS = (
     ),
     Mutant(
         "a confidence of native kernels knows the token itself",
-        "model.block_draft:run_slots",
+        "model.block_heads:run_slots",
         "[anchor[:, None], tokens[:, :-1]]",
         "[tokens]",
         "native/test_native_block.py::"

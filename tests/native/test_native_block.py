@@ -12,7 +12,14 @@ from model import block_cases
 
 from spec_jax import testing
 from spec_jax.drafters import draft_slots
-from spec_jax.model import block_draft, block_params, decoder, params, row_model
+from spec_jax.model import (
+    block_draft,
+    block_heads,
+    block_params,
+    decoder,
+    params,
+    row_model,
+)
 from spec_jax.native import block_steps, build, draws as draws_lib
 from spec_jax.ops import projection, rms_norm, row_attention, step
 from spec_jax.paging import allocator, cache
@@ -188,14 +195,14 @@ def go_over(config, weights, counts, *, draws=None, seed=0, change=lambda x: x):
     hidden = hidden.astype(weights.final_norm.dtype)
     logits = draw(SLOTS, most, config.draft_vocab_size)
     anchor = jnp.asarray(rng.integers(0, 96, SLOTS), jnp.int32)
-    found = block_draft.run_slots(
+    found = block_heads.run_slots(
         weights, config, anchor, hidden, logits,
         counts=counts, draws=draws, impl="native",
     )  # fmt: skip
     widen = draft_slots.widened(weights.hot, 96)
-    state, before = block_draft.first_state(config, (SLOTS,)), anchor
+    state, before = block_heads.first_state(config, (SLOTS,)), anchor
     correct = functools.partial(
-        block_draft.correct, weights, config, product=block_draft.row_product("native")
+        block_heads.correct, weights, config, product=block_heads.row_product("native")
     )
     if first:
         state, _, _ = correct(state, before, hidden[:, 0])
