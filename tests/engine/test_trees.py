@@ -171,7 +171,10 @@ def test_a_full_cache(cache):
 
 def test_a_small_pool_is_shared():
     """Fails if admission counts no pages for nodes: a slot would end without one."""
-    asks = [dataclasses.replace(ask, gamma=WIDTH) for ask in asks_of(Ask(), 3)]
+    # As many positions as fill six pages; the nodes of the last rounds have a seventh.
+    # Alike, so that all slots want it at once.
+    full = 6 * decoding.PAGE_SIZE + 1
+    asks = [Ask(max_tokens=full - len(PROMPT), gamma=WIDTH)] * 3
     scheduler = scheduler_of(num_slots=3, num_pages=14)
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
     for finished in scheduler.run(requests):
