@@ -9,6 +9,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+import random_weights
 
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -17,6 +18,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # Traces are millions of objects, which a collection walks for a tenth of a test's time.
 gc.set_threshold(100_000, 50, 100)
+
+random_weights.install()
 
 # No example fails, and none is refused, because the machine is busy with others.
 hypothesis.settings.register_profile(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_weights
 import tiny_pair
 
 from spec_jax import testing
@@ -88,12 +89,12 @@ def quickest_bench(gamma_max: int) -> bench.Bench:
 def perturbed(params, scale: float, *, seed: int = 7):
     """Weights that mostly agree with `params`, and sometimes do not."""
     leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    keys = random_weights.split(jax.random.key(seed), len(leaves))
     moved = [
-        leaf + scale * jax.random.normal(key, leaf.shape, leaf.dtype)
+        np.asarray(leaf) + np.float32(scale) * random_weights.normal(key, leaf.shape)
         for leaf, key in zip(leaves, keys, strict=True)
     ]
-    return jax.tree.unflatten(structure, moved)
+    return jax.tree.map(jnp.asarray, jax.tree.unflatten(structure, moved))
 
 
 NEARLY_TARGET = perturbed(TARGET_PARAMS, 0.02)

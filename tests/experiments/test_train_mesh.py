@@ -1,5 +1,6 @@
 """Training over several devices: what one device learns, up to the order of sums."""
 
+import os
 import pathlib
 
 from script_runs import run_python
@@ -9,10 +10,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 PROGRAM = """
 import functools, pathlib, tempfile
-import jax, numpy as np
+import jax, numpy as np, random_weights
 from spec_jax.model import block_params, config as config_lib, params as params_lib
 from spec_jax.training import block, loop, losses, targets
 
+random_weights.install()
 config = config_lib.Qwen3Config(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2,
     num_kv_heads=1, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True,
@@ -71,5 +73,6 @@ def test_eight_devices_have_the_gradients_of_one():
     """Fails if a device's sequences are lost, counted twice or not spread."""
     flags = "--xla_force_host_platform_device_count=8"
     flags += " --xla_backend_optimization_level=0"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     done = run_python("-c", PROGRAM, XLA_FLAGS=flags)
     assert done.stdout.split() == ["devices", "agree", "8"], done.stderr

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_weights
 import safetensors.numpy
 from block_cases import CASES, DFLASH, LAYER, TARGET
 
@@ -45,11 +46,12 @@ def make_params(config, target_params) -> block_params.BlockParams:
         hot=hot,
         stddev=0.3,
     )
-    keys = iter(jax.random.split(jax.random.key(1), 60))
+    keys = iter(random_weights.split(jax.random.key(1), 60))
     shared = {name: getattr(made, name) for name in ("hot", "embed", "lm_head")}
 
     def moved(leaf):
-        return leaf + 0.3 * jax.random.normal(next(keys), leaf.shape, leaf.dtype)
+        noise = np.float32(0.3) * random_weights.normal(next(keys), leaf.shape)
+        return jnp.asarray(np.asarray(leaf) + noise.astype(leaf.dtype))
 
     own = jax.tree.map(moved, made.replace(**dict.fromkeys(shared)))
     return own.replace(**shared)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_weights
 
 from spec_jax import testing, tree
 from spec_jax.model import eagle3, eagle3_params, qwen3, row_model
@@ -48,14 +49,18 @@ _sequence = jax.jit(eagle3.forward_sequence, static_argnames=("config",))
 
 def make_params(config, dtype="float32"):
     """Random weights, norms too, so that one that is left out or swapped shows."""
-    embed = jax.random.normal(jax.random.key(5), (96, 48), jnp.float32)
+    embed = jnp.asarray(random_weights.normal(jax.random.key(5), (96, 48)))
     made = eagle3_params.init(jax.random.key(0), config, embed=embed, stddev=0.3)
-    keys = iter(jax.random.split(jax.random.key(1), 40))
+    keys = iter(random_weights.split(jax.random.key(1), 40))
 
     def moved(leaf):
-        if leaf.ndim == 1 and leaf.dtype != jnp.int32:
-            leaf *= 1 + 0.3 * jax.random.normal(next(keys), leaf.shape, leaf.dtype)
-        return leaf if leaf.dtype == jnp.int32 else leaf.astype(dtype)
+        values = np.asarray(leaf)
+        if leaf.dtype == jnp.int32:
+            return leaf
+        if leaf.ndim == 1:
+            noise = random_weights.normal(next(keys), leaf.shape, leaf.dtype)
+            values = values * (1 + np.float32(0.3) * noise)
+        return jnp.asarray(values.astype(dtype))
 
     return jax.tree.map(moved, made)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_weights
 
 from spec_jax import testing
 from spec_jax.model import (
@@ -189,12 +190,13 @@ def make_params(config: config_lib.ModelConfig) -> params_lib.Params:
     """Random biases too; the embedding of token 0 is NaN."""
     params = params_lib.init(jax.random.key(0), config, stddev=0.2)
     leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
+    keys = random_weights.split(jax.random.key(1), len(leaves))
+    noise = lambda key, shape: np.float32(0.1) * random_weights.normal(key, shape)
     noisy = [
-        leaf + (0.1 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+        np.asarray(leaf) + noise(key, leaf.shape).astype(leaf.dtype)
         for key, leaf in zip(keys, leaves, strict=True)
     ]
-    params = jax.tree.unflatten(structure, noisy)
+    params = jax.tree.unflatten(structure, map(jnp.asarray, noisy))
     return params.replace(embed=params.embed.at[0].set(jnp.nan))
 
 

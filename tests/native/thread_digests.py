@@ -12,6 +12,7 @@ import pathlib
 import jax
 import native_oracle as oracle
 import numpy as np
+import random_weights
 import test_native_head
 import test_native_step
 
@@ -81,6 +82,7 @@ def split_over_threads(x, w, pieces: int):
 
 
 def main() -> None:
+    random_weights.install()
     rng = np.random.default_rng(0)
     found = {}
     for name, call, arguments in computations(rng):

@@ -13,6 +13,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import random_weights
 import tiny_pair
 
 import spec_jax as sj
@@ -47,7 +48,7 @@ def write_neox(folder: pathlib.Path, seed: int = 0, **changes) -> pathlib.Path:
         **({"rotary_size": 4, "dtype": "float32"} | changes),
     )
     params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
-    noise = lambda x: jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
+    noise = lambda x: random_weights.normal(jax.random.key(x.size), x.shape, x.dtype)
     params = jax.tree.map(lambda x: x + noise(x) if x.ndim == 1 else x, params)
     load.save(folder, config, params)
     tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -262,6 +263,7 @@ def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) ->
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
+    random_weights.install()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name) / "target"
         kind, *more = sys.argv[1:]

@@ -1,0 +1,85 @@
+"""Random weights of tests, drawn by NumPy: the numbers of `jax.random`, up to rounding.
+
+Drawn by XLA, each shape is a program of its own, whose compilation takes a quarter of a
+second: the weights of a small model take longer than the test they are for.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.model import params as params_lib
+
+
+DRAWN_BY_XLA = params_lib.draw
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_CENTRAL = (
+    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087,
+    -0.00125372503, -0.00417768164, 0.246640727, 1.50140941,
+)  # fmt: skip
+_TAILS = (
+    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773,
+    -0.0076224613, 0.00943887047, 1.00167406, 2.83297682,
+)  # fmt: skip
+
+
+def _threefry(key: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both words of the first `count` blocks of a key's stream, which are uint32."""
+    first, second = np.asarray(jax.random.key_data(key), np.uint32)
+    keys = (first, second, first ^ second ^ np.uint32(0x1BD11BDA))
+    high = np.full(count, keys[0], np.uint32)
+    low = np.arange(count, dtype=np.uint32) + keys[1]
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            high += low
+            low = (low << rotation) | (low >> (32 - rotation))
+            low ^= high
+        high += keys[(group + 1) % 3]
+        low += keys[(group + 2) % 3] + np.uint32(group + 1)
+    return high, low
+
+
+def split(key: jax.Array, num: int) -> list[jax.Array]:
+    """The keys of `jax.random.split`."""
+    words = np.stack(_threefry(key, num), axis=-1)
+    return [jax.random.wrap_key_data(jnp.asarray(word)) for word in words]
+
+
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = np.float32):
+    """The numbers of `jax.random.normal`, drawn in float32, of a NumPy array."""
+    high, low = _threefry(key, int(np.prod(shape)))
+    ones = ((high ^ low) >> 9) | np.uint32(0x3F800000)
+    least = np.nextafter(np.float32(-1), np.float32(0))
+    x = (ones.view(np.float32) - np.float32(1)) * (np.float32(1) - least) + least
+    x = np.maximum(x, least)
+    w = -np.log1p(-x * x)
+    is_tail = w >= 5
+    w = np.where(is_tail, np.sqrt(w) - 3, w - np.float32(2.5)).astype(np.float32)
+    y = np.where(is_tail, np.float32(_TAILS[0]), np.float32(_CENTRAL[0]))
+    for tail, central in zip(_TAILS[1:], _CENTRAL[1:], strict=True):
+        y = np.where(is_tail, np.float32(tail), np.float32(central)) + y * w
+    return (np.float32(np.sqrt(2)) * y * x).reshape(shape).astype(dtype)
+
+
+def draw(key: jax.Array, tree: Any, *, stddev: float) -> Any:
+    """As `spec_jax.model.params.draw`, in whose place `install` puts it."""
+    if isinstance(key, jax.core.Tracer):
+        return DRAWN_BY_XLA(key, tree, stddev=stddev)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    drawn = []
+    for one, (path, leaf) in zip(split(key, len(leaves)), leaves, strict=True):
+        if jax.tree_util.keystr(path).endswith("bias"):
+            values = np.zeros(leaf.shape, leaf.dtype)
+        elif len(leaf.shape) == 1:
+            values = np.ones(leaf.shape, leaf.dtype)
+        else:
+            values = (normal(one, leaf.shape) * np.float32(stddev)).astype(leaf.dtype)
+        drawn.append(jnp.asarray(values))
+    return jax.tree.unflatten(structure, drawn)
+
+
+def install() -> None:
+    """Has all random weights of this process drawn here."""
+    params_lib.draw = draw
