@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from test_rows import SLAB, make_cache, make_config, make_params
 from spec_jax import testing, tree
 from spec_jax.model import qwen3
 from spec_jax.ops import dispatch
-from spec_jax.paging import allocator, cache
+from spec_jax.paging import allocator
 
 
 _reserve, _extend = jax.jit(allocator.reserve), jax.jit(allocator.extend)
@@ -84,7 +85,7 @@ def run(model, kv, tokens, positions, branch, order):
     )
     kv, outputs = _forward(model.params, model.config, rows, kv, impl=model.impl)
     back = np.argsort(order)
-    return kv, jax.tree.map(lambda x: np.asarray(x[:count])[back], outputs)
+    return kv, jax.tree.map(lambda x: np.asarray(x)[:count][back], outputs)
 
 
 @functools.cache
@@ -100,9 +101,9 @@ def tree_rows(found, tokens, parents, *, order=None, layout=_layout):
     start = found.prefix
     # Of one shape: compiled once.
     padded = np.pad(np.asarray(parents, np.int32), (0, SLAB - len(parents)))
-    positions, branch = (x[: len(tokens)] for x in layout(padded, jnp.int32(start)))
+    columns = (np.asarray(x)[: len(tokens)] for x in layout(padded, jnp.int32(start)))
     kv = _reserve(found.kv, 0, start + len(tokens))
-    return run(found, kv, tokens, np.asarray(positions), np.asarray(branch), order)
+    return run(found, kv, tokens, *columns, order)
 
 
 def path_of(parents, column):
@@ -124,13 +125,11 @@ def assert_is_decoding(found, tokens, parents, **options):
             outputs.features[column], expected.features[0], what=what
         )
         at, position = found.prefix + column, found.prefix + len(path) - 1
-        for layer in range(found.config.num_layers):
-            for ours, theirs in zip(
-                cache.gather(kv, layer, 0, at + 1),
-                cache.gather(alone, layer, 0, position + 1),
-                strict=True,
-            ):
-                testing.assert_same_bits(ours[at], theirs[position], what=what)
+        testing.assert_same_bits(
+            [x[at] for x in decoding.held(kv, at + 1)],
+            [x[position] for x in decoding.held(alone, position + 1)],
+            what=what,
+        )
 
 
 @st.composite
