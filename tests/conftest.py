@@ -63,7 +63,7 @@ LONGEST = (
     "test_front_door.py",
     "test_microscope.py",
     "test_recorder.py",
-    "test_examples.py",
+    "test_quickstart.py",
     "test_x64.py",
 )
 """Files that one process would be left with at the end, while the other waits."""
@@ -76,8 +76,8 @@ BITS = (
     "parallel/test_mesh.py",
     *("engine/test_round.py", "engine/test_trees.py", "engine/test_memory.py"),
     "engine/test_features.py",
-    *("experiments/test_embedded_pair.py", "test_examples.py", "test_readme.py"),
-    *("test_microscope.py", "experiments/test_parity_script.py"),
+    *("experiments/test_embedded_pair.py", "experiments/test_parity_script.py"),
+    *("test_examples.py", "test_microscope.py"),
 )
 """Files and folders whose tests compare bits of compiled programs, or look at these:
 they are marked `bits`, and CI compiles them as users do."""
