@@ -69,6 +69,15 @@ class Mutant:
             function.__code__ = sound
             _forget()
 
+    def check(self) -> None:
+        """Plants the fault and takes it back: nothing is run, and nothing forgotten.
+
+        Raises as `planted`.
+        """
+        function = self._function()
+        sound, function.__code__ = function.__code__, self._faulty_code(function)
+        function.__code__ = sound
+
     def _function(self) -> types.FunctionType:
         try:
             return inspect.unwrap(pkgutil.resolve_name(f"spec_jax.{self.where}"))
