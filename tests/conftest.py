@@ -65,6 +65,8 @@ LONGEST = (
     "test_recorder.py",
     "test_quickstart.py",
     "test_x64.py",
+    "test_mesh.py",
+    "test_tree_rows.py",
 )
 """Files that one process would be left with at the end, while the other waits."""
 
