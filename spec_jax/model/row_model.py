@@ -40,19 +40,19 @@ NATIVE_PREFILL_SLAB = 40
 
 
 def slab_for(impl: str, rows: int) -> int:
-    """The height of a slab that `rows` rows fit in: `rows`, or what `impl` prescribes.
+    """The height of slabs for windows of `rows` rows: `rows`, or what `impl` has.
 
     Raises:
-      ValueError: no such implementation, or more rows than a slab of it has.
+      ValueError: no such implementation, or more rows than it runs at once.
     """
     impl = _resolved(impl)
-    height = dispatch.slab_rows(impl)
-    if height is None:
+    height, most = dispatch.slab_rows(impl), dispatch.most_rows(impl)
+    if height is None or most is None:
         return rows
-    if rows > height:
+    if rows > most:
         raise ValueError(
-            f"{rows} rows do not fit impl={impl!r}, whose slab has {height}: at most "
-            f"gamma {height - 1}"
+            f"{rows} rows do not fit impl={impl!r}, which runs {most} at once: at most "
+            f"gamma {most - 1}"
         )
     return height
 
@@ -71,8 +71,8 @@ class RowModel:
     Attributes:
       impl: an implementation, see `ops.dispatch`; "auto" is resolved at once, and the
         attribute then names what was chosen.
-      slab: rows of every call, live or not; at least the longest window. `slab_for`
-        knows what `impl` takes.
+      slab: rows of every call, live or not; at least the longest window, but where
+        `impl` has slabs of its own. `slab_for` knows what it takes.
       cache: what `new_cache` allocates, `PagedKV` or `StaticKV`. No bit of a row
         depends on it, and every method takes either.
       layout: of a model on a mesh, whose weights `load.load` reads with the same; None:

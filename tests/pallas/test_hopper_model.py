@@ -41,6 +41,7 @@ MOST_OF_A_ROUND = 850  # with a draft of `models.DRAFT`
 on_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason='impl="mosaic" is for jax 0.11 on'
 )
+IMPLS = ["triton", pytest.param("mosaic", marks=on_mosaic)]
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +260,7 @@ def test_a_round_with_a_head(compiled):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("impl", ["triton", pytest.param("mosaic", marks=on_mosaic)])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_head_of_several_slots(compiled, impl):
     """Fails if more rows of a head than a slab, those of four trees, spill or copy.
 
@@ -273,6 +274,32 @@ def test_a_head_of_several_slots(compiled, impl):
     copies = 2 * 2 * num_slots + 4
     assert_in_place(report, target, head.model, copies=copies, num_slots=num_slots)
     assert not xla_fusions.float_work(report.hlo) & {"dot", "cosine", "sine"}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("size", "num_blocks"), [(17, 1), (64, 1), (17, 3)])
+def test_a_block_of_several_slabs(compiled, size, num_blocks, impl):
+    """Fails if a block of more than 16 rows spills, copies a pool, reads the weights
+    twice, or XLA computes floats for it."""
+    report = compiled(
+        models.block_step, "qwen3-8b", size=size, num_blocks=num_blocks, impl=impl
+    )
+    report.assert_fits()
+    drafter = models.block_head("qwen3-8b", size=size, depth=1, impl=impl)
+    slabs = -(-size * num_blocks // 16)
+    assert_in_place(report, drafter.model, copies=slabs + 1, num_slots=num_blocks)
+    assert not xla_fusions.float_kernels(report)
+    if impl == "mosaic":
+        assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
+        kernels = xla_fusions.mosaic_kernels(report.hlo)
+    else:
+        kernels = [re.sub(r"__\d+$", "", each.name) for each in report.launches]
+    # Queries are a product apart, and the last norm is a kernel.
+    products = sum(kernels.count(name) for name in {*LAYER} - {"paged_attention"})
+    assert (kernels.count("paged_attention"), products) == (1, 6)
+    assert kernels.count("rms_norm") == (1 if impl == "triton" else 4)
+    print(f"{impl}: {launches(report)} launches of {num_blocks} blocks of {size}")
 
 
 @pytest.mark.rest

@@ -11,6 +11,7 @@ import hopper
 MOVED = {
     "bitcast",
     "broadcast",
+    "concatenate",
     "conditional",
     "constant",
     "copy",
