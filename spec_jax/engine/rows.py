@@ -27,7 +27,7 @@ from spec_jax.model import (
     prompt as prompt_lib,
     row_model,
 )
-from spec_jax.ops import dispatch
+from spec_jax.ops import dispatch, draw as draw_op
 from spec_jax.paging import allocator, cache as paged, index
 
 
@@ -236,6 +236,11 @@ class SlotRows:
     def draw(self) -> Callable[..., Int[Array, " P"]] | None:
         """What draws with kernels of the model's own; see `protocols.draw_of`."""
         return self.model.draw
+
+    @property
+    def sums(self) -> draw_op.Sums | None:
+        """What computes distributions likewise; see `protocols.sums_of`."""
+        return self.model.sums
 
     def keep_path(
         self,

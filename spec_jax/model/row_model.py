@@ -22,7 +22,7 @@ from spec_jax.model import (
     load_shards,
     params as params_lib,
 )
-from spec_jax.ops import argmax, dispatch, draw, weights
+from spec_jax.ops import argmax, dispatch, draw as draw_op, weights
 from spec_jax.paging import allocator, cache as paged, index, static
 from spec_jax.parallel import shard
 from spec_jax.typing import IMPLS
@@ -282,9 +282,14 @@ class RowModel:
     def draw(self) -> Callable[..., Int[Array, " R"]] | None:
         """Draws a token from each row, as `sampling.sample_each` does; None where that
         function draws, for want of kernels."""
-        if not draw.has_kernels(self.impl):
+        if not draw_op.has_kernels(self.impl):
             return None
-        return functools.partial(draw.draw, impl=self.impl)
+        return functools.partial(draw_op.draw, impl=self.impl)
+
+    @property
+    def sums(self) -> draw_op.Sums | None:
+        """How distributions are computed; None: by XLA."""
+        return draw_op.sums(self.impl)
 
     def truncate(self, kv: paged.PagedKV, new_len: Int[Array, ""]) -> paged.PagedKV:
         """Forgets the positions from `new_len` on."""

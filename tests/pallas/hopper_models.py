@@ -91,6 +91,20 @@ def drawing(rows: int, *, impl: str = "triton") -> hopper.Program:
     return hopper.Program(fn=fn, args=(logits, settings, _ints(rows), draws))
 
 
+def distribution(rows: int, *, impl: str | None) -> hopper.Program:
+    """The probabilities of a slab of rows, and what is left of their sums; None: by
+    XLA."""
+    sums = protocols.sums_of(impl and model("qwen3-0.6b", impl=impl))
+
+    def fn(logits, settings):
+        probs = sums.distribution(logits, settings)
+        return probs, sums.row_sums(jnp.maximum(probs - 1e-3, 0))
+
+    logits = jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)
+    settings = jax.eval_shape(sampling_lib.make_settings)
+    return hopper.Program(fn=fn, args=(logits, settings))
+
+
 def unrolled_step(name: str, **options) -> hopper.Program:
     """As `plain_step`, its layers in the program itself and not in a function."""
     program = plain_step(name, **options)

@@ -64,6 +64,20 @@ def float_work(hlo: str) -> set[str]:
     return found | called(hlo) - {TRITON, MOSAIC}
 
 
+def float_sums(hlo: str) -> list[str]:
+    """The operations of a program that reduce floats by adding them."""
+    bodies = computations(hlo)
+    adds = re.compile(rf"ROOT %\S+ = {_FLOAT[2:]}\]\S* add\(")
+    adders = {name for name, lines in bodies.items() if any(map(adds.search, lines))}
+    return [
+        line.strip()
+        for lines in bodies.values()
+        for line in lines
+        if re.search(r" reduce(?:-window)?\(", line)
+        and re.search(r"to_apply=%([\w.-]+)", line)[1] in adders
+    ]
+
+
 def called(hlo: str) -> set[str]:
     """What a program calls besides its own computations."""
     return set(re.findall(r'custom_call_target="([^"]*)"', hlo))
