@@ -303,18 +303,25 @@ def test_a_block_of_several_slabs(compiled, size, num_blocks, impl):
 
 
 @pytest.mark.rest
-def test_a_scheduled_round_of_blocks(compiled):
+@pytest.mark.parametrize("size", [models.BLOCK, 17])
+def test_a_scheduled_round_of_blocks(compiled, size):
     """Fails if a batch's round with DSpark at 8B's shapes is not one program, or copies
     a pool, or runs its backbone more than once."""
     num_slots, layers = 2, 6
     report = compiled(
-        models.scheduled_round, "qwen3-8b", layers=layers, num_slots=num_slots
+        models.scheduled_round,
+        "qwen3-8b",
+        layers=layers,
+        num_slots=num_slots,
+        size=size,
     )
     report.assert_fits()
     target = models.model("qwen3-8b", layers=layers)
-    drafter = models.block_head("qwen3-8b")
+    drafter = models.block_head("qwen3-8b", size=size)
     # The logits of the target's rows, those of the blocks, and what is chosen from.
-    assert_in_place(report, target, drafter.model, copies=3, num_slots=num_slots)
+    slabs = -(-num_slots * (size + 1) // 16)
+    copies = 3 * slabs
+    assert_in_place(report, target, drafter.model, copies=copies, num_slots=num_slots)
     tree = nested(report.thunks)
     loops = [ours(flat([each])) for each in tree if each[0].kind == "kWhile"]
     # Context: the fused features, and keys and values of each layer.
@@ -416,7 +423,8 @@ def test_a_head_step_on_mosaic(compiled):
     [
         # The norms of a tree's 32 rows, of four layers and the end.
         (models.head_round, {"layers": 4}, 2 * 4 + 1),
-        (models.scheduled_round, {"layers": 6, "num_slots": 2}, 0),
+        # The last one of the blocks.
+        (models.scheduled_round, {"layers": 6, "num_slots": 2}, 1),
     ],
 )
 def test_rounds_with_heads_on_mosaic(compiled, build, options, norms):
