@@ -102,9 +102,9 @@ def _kernel(
     look = functools.partial(_pages, table_ref, num_pages)
     if branch_ref is None:
         own_branch, places = 0, positions
+        missing = _missing_before(look, slots, lengths, page_size, M)
         if places_ref is not None:
             places = plt.load(places_ref.at[rows], mask=exists, other=0)
-        missing = _missing_before(look, slots, lengths, page_size, M)
     else:
         own_branch = branch_ref.shape[1]
         prefix = jnp.maximum(lengths - own_branch, 0)
