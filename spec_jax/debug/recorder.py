@@ -173,6 +173,11 @@ class Recorder:
         """Draws as the target does."""
         return protocols.draw_of(self.target)
 
+    @property
+    def sums(self) -> protocols.Sums:
+        """As the target's; see `protocols.sums_of`."""
+        return protocols.sums_of(self.target)
+
     def keep_path(
         self,
         cache: Recording,

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from spec_jax.drafters import draft_slots, draft_trees, features as features_lib
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.model import block_draft, block_heads, block_params
-from spec_jax.ops import step
+from spec_jax.ops import dispatch, step
 from spec_jax.paging import allocator, index
 
 
@@ -31,21 +31,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotBlock(features_lib.SlotReader):
-    """A `BlockDrafter` for `num_slots` sequences: their blocks are one forward.
+    """A `BlockDrafter` for `num_slots` sequences: their blocks are one forward, or as
+    few as have room for them.
 
     Raises:
-      NotImplementedError: more blocks than one slab of the implementation has room for.
+      NotImplementedError: a block of more rows than the implementation runs at once.
     """
 
     drafter: "block.BlockDrafter"
 
     def __post_init__(self) -> None:
-        size, model = self.drafter.head.block_size, self.drafter.model
-        if model.impl not in ("xla", "native") and size * self.num_slots > model.slab:
+        size, impl = self.drafter.head.block_size, self.drafter.model.impl
+        most = dispatch.most_rows(impl)
+        if most and size > most:
             raise NotImplementedError(
-                f"{self.num_slots} slots with blocks of {size} rows do not fit the "
-                f"{model.slab} rows of a slab of impl={model.impl!r}: take fewer "
-                "slots, or 'xla' or 'native'"
+                f"a block of {size} rows does not fit the {most} that {impl=} runs at "
+                "once: take a drafter with smaller blocks, or 'xla' or 'native'"
             )
 
     def init(
@@ -177,12 +178,11 @@ class SlotBlock(features_lib.SlotReader):
             num_active=jnp.where(asked, size, 0),
         )
         # Whole blocks: the rows of one see each other.
-        tile = slots * size
+        tile, most = slots * size, dispatch.most_rows(model.impl)
         if model.impl == "native":
-            most = max(rows_lib.NATIVE_TILE // size, 1) * size
-            tile = min(tile, most)
-        elif model.impl != "xla":
-            tile = model.slab
+            most = rows_lib.NATIVE_TILE
+        if most:
+            tile = min(tile, max(most // size, 1) * size)
 
         def forward(kv, rows, inputs):
             del inputs

@@ -27,7 +27,6 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.model import block_heads, block_params
-from spec_jax.ops import dispatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,23 +34,12 @@ class SlotBlockTree(block_slots.SlotBlock):
     """A `BlockDrafter` with a tree, for `num_slots` sequences.
 
     Raises:
-      NotImplementedError: as `SlotBlock`; levels of more rows than a slab has.
+      NotImplementedError: as `SlotBlock`.
     """
 
     @property
     def _tree(self) -> tree_shapes.AnyTree:
         return cast(tree_shapes.AnyTree, self.drafter.tree)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        impl, rows = self.drafter.model.impl, self.num_slots * self._tree.width
-        most = dispatch.slab_rows(impl)
-        if most and rows > most:
-            raise NotImplementedError(
-                f"{self.num_slots} slots with {self._tree.width} rows a level do not "
-                f"fit the {most} rows of a slab of {impl=}: take fewer slots or a "
-                "narrower tree, or 'xla' or 'native'"
-            )
 
     def _draw(self, params, anchor, hidden, logits, *, length, sampling, wanted):
         """Returns the proposal of whole blocks, level after level."""

@@ -18,18 +18,41 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float32, Int, UInt32
 
 from spec_jax import pytree
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib
+from spec_jax.ops import draw as draw_op
 from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
 
 
 if TYPE_CHECKING:
     from spec_jax.drafters import draft_model
+
+
+def own_noise(
+    seeds: UInt32[Array, " R"],
+    positions: Int[Array, " R"],
+    offsets: Int[Array, " R"],
+    *,
+    vocab_size: int,
+) -> Float32[Array, "R {vocab_size}"]:
+    """Returns the noise of independent drafts: of the first position of a round, and an
+    offset into it."""
+
+    def one(seed, position, offset):
+        return sampling_lib.noise(
+            seed,
+            position,
+            vocab_size=vocab_size,
+            stream=sampling_lib.Stream.DRAFT,
+            offset=offset,
+        )
+
+    return jax.vmap(one)(seeds, positions, offsets)
 
 
 def goal_of(
@@ -277,6 +300,17 @@ class SlotDraftModel(OfSlots):
             )
             return jnp.where(samples, drawn, token), carry.probs
 
+        offset = carry.known - length
+        at = jnp.where(drafts, offset, self.gamma_max)
+        slots = jnp.arange(self.num_slots, dtype=jnp.int32)
+        keep = lambda rows: carry.probs.at[slots, at].set(rows, mode="drop")
+        impl = self.drafter.model.impl
+        if draw_op.has_kernels(impl):
+            weights = draw_op.log_weights(logits, sampling, impl=impl)
+            noise = own_noise(sampling.seed, length, offset, vocab_size=self.vocab_size)
+            token = self._rows.choose(weights + noise, jnp.int32(self.num_slots))
+            return token, keep(draw_op.distribution(logits, sampling, impl=impl))
+
         def draw(slot):
             logits, settings, position, offset = slot
             stream = sampling_lib.Stream.DRAFT
@@ -285,11 +319,8 @@ class SlotDraftModel(OfSlots):
             )
             return token, sampling_lib.distribution(logits, settings)
 
-        offset = carry.known - length
         token, rows = jax.lax.map(draw, (logits, sampling, length, offset))
-        at = jnp.where(drafts, offset, self.gamma_max)
-        slots = jnp.arange(self.num_slots, dtype=jnp.int32)
-        return token, carry.probs.at[slots, at].set(rows, mode="drop")
+        return token, keep(rows)
 
     def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:
         """Takes in, of the slots that are asked, what is left by more than a slab of

@@ -283,9 +283,9 @@ class Draw(pytree.Node):
         """
         if self.sampling is None:
             return logits
-        if not self.has_probs and draw_op.has_kernels(self.impl):
-            return self._by_kernels(logits, self.length + level)
         columns = _columns(level, logits.shape[1], width)
+        if draw_op.has_kernels(self.impl):
+            return self._by_kernels(logits, level, columns)
 
         def one(slot):
             """Adds noise to the rows of a slot, one by one."""
@@ -304,19 +304,31 @@ class Draw(pytree.Node):
 
         return jax.lax.map(one, (logits, self.sampling, self.length))
 
-    def _by_kernels(self, logits, positions):
-        """As `weights`, of all rows at once, with the noise of positions `[B]`."""
+    def _by_kernels(self, logits, level, columns):
+        """As `weights`, of all rows at once."""
         B, K, V = logits.shape
-        each, positions = jax.tree.map(
-            lambda leaf: jnp.repeat(leaf, K), (self.sampling, positions)
-        )
-        rows, draws = logits.reshape(B * K, V), each.temperature != 0
-        noisy = draw_op.noisy_weights(
-            rows, each, positions=positions, draws=draws, impl=self.impl
-        )
+        rows, each, lengths = self._flat(logits)
+        draws = each.temperature != 0
+        if self.has_probs:
+            noisy = draw_op.log_weights(rows, each, impl=self.impl)
+            noisy += draft_slots.own_noise(
+                each.seed, lengths, jnp.tile(columns, B), vocab_size=V
+            )
+        else:
+            noisy = draw_op.noisy_weights(
+                rows, each, positions=lengths + level, draws=draws, impl=self.impl
+            )
         return jnp.where(draws[:, None], noisy, rows.astype(jnp.float32)).reshape(
             logits.shape
         )
+
+    def _flat(self, logits):
+        """Returns rows `[B * K, V]`, and the settings and the length of each."""
+        B, K, V = logits.shape
+        each = jax.tree.map(
+            lambda leaf: jnp.repeat(leaf, K), (self.sampling, self.length)
+        )
+        return logits.reshape(B * K, V), *each
 
     def children(
         self,
@@ -343,7 +355,10 @@ class Draw(pytree.Node):
             if hot is not None and self.sampling is not None:  # By the target's tokens.
                 logits, hot = draft_slots.widened(hot, vocab_size)(logits), None
             weights = self.weights(logits, level=level, width=width)
-            return tree_search.children(weights, tree, hot)
+            log_softmax = jax.nn.log_softmax
+            if draw_op.has_kernels(self.impl):
+                log_softmax = functools.partial(draw_op.log_softmax, impl=self.impl)
+            return tree_search.children(weights, tree, hot, log_softmax=log_softmax)
         count = logits.shape[1]
         numbers = jnp.broadcast_to(level, (count,))
         if self.has_probs:
@@ -376,9 +391,14 @@ class Draw(pytree.Node):
         """Returns `probs` with the distributions of rows from column `first` on."""
         if probs is None:
             return None
-        rows = jax.lax.map(
-            lambda slot: sampling_lib.distribution(*slot), (logits, self.sampling)
-        )
+        if draw_op.has_kernels(self.impl):
+            flat, each, _ = self._flat(logits)
+            rows = draw_op.distribution(flat, each, impl=self.impl)
+            rows = rows.reshape(logits.shape)
+        else:
+            rows = jax.lax.map(
+                lambda slot: sampling_lib.distribution(*slot), (logits, self.sampling)
+            )
         return jax.lax.dynamic_update_slice(probs, rows, (0, first, 0))
 
 

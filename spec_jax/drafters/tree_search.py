@@ -126,14 +126,17 @@ def children(
     log_weights: Float[Array, "*rows V"],
     tree: tree_shapes.AnyTree,
     hot: Int[Array, " V"] | None = None,
+    *,
+    log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
 ) -> tuple[Float32[Array, "*rows K"], Int[Array, "*rows K"]]:
     """Returns the best children of rows, by log weights that are not normalised.
 
     Args:
       hot: token of each entry of the log weights, if these are of a vocabulary of the
         drafter's own: the best are found there, and named afterwards.
+      log_softmax: of each row.
     """
-    scores = jax.nn.log_softmax(log_weights.astype(jnp.float32) / tree.tau)
+    scores = log_softmax(log_weights.astype(jnp.float32) / tree.tau)
     # NaN where no token has a weight, or a weight is NaN: no draft.
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
     scores, tokens = jax.lax.top_k(scores, tree.top_k)

@@ -5,8 +5,9 @@ A `Target` and a `SlotDrafter` know all slots. A `Drafter` is written for one se
 and `drafters.each.lift` makes a `SlotDrafter` of it.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,19 @@ def draw_of(target: Any) -> Callable[..., Int[Array, " P"]]:
     A target with kernels that draw has a `draw`, of the same arguments.
     """
     return getattr(target, "draw", None) or sampling.sample_each
+
+
+class Sums(NamedTuple):
+    """What the rules that compare distributions sum over a vocabulary with."""
+
+    distribution: Callable[..., jax.Array]  # as `sampling.distribution`
+    row_sums: Callable[[jax.Array], jax.Array]  # `[*rows, V]` to `[*rows]`
+
+
+def sums_of(target: Any) -> Sums:
+    """Returns a target's own `sums`, a pair of such functions; else XLA's."""
+    own = getattr(target, "sums", None)
+    return Sums(*own or (sampling.distribution, functools.partial(jnp.sum, axis=-1)))
 
 
 def is_tree(drafter: Any) -> bool:

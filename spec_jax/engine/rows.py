@@ -27,13 +27,13 @@ from spec_jax.model import (
     prompt as prompt_lib,
     row_model,
 )
+from spec_jax.ops import dispatch, draw as draw_op
 from spec_jax.paging import allocator, cache as paged, index
 
 
 # With kernels whose bits do not depend on the height: so many rows share one read of
 # the weights, and still lie in the second cache.
 NATIVE_TILE = 80
-TRITON_TILE = 64  # in whole slabs: so many share one read, on Mosaic too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class SlotRows:
     """Runs a `RowModel` for `num_slots` sequences, which share one cache.
 
     Rows go through the model in tiles of `model.slab` rows, or of up to `NATIVE_TILE`
-    or `TRITON_TILE` where their bits do not depend on that; as many tiles as active
-    rows need. Where one tile takes all rows there is no loop.
+    or `dispatch.most_rows` where their bits do not depend on that; as many tiles as
+    active rows need. Where one tile takes all rows there is no loop.
 
     Raises:
       ValueError: fewer than one slot.
@@ -63,7 +63,7 @@ class SlotRows:
     @property
     def max_rows(self) -> int:
         """The most columns of a window of a chain."""
-        return self.model.slab
+        return dispatch.most_rows(self.model.impl) or self.model.slab
 
     def new_cache(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
@@ -221,10 +221,10 @@ class SlotRows:
 
     def tile_rows(self, num_rows: int) -> int:
         """Returns the rows of each forward of so many, active or not."""
-        impl, slab = self.model.impl, self.model.slab
-        if impl in ("triton", "mosaic", "interpret"):
-            return min(-(-num_rows // slab) * slab, TRITON_TILE)
-        return tile_of(impl, slab, num_rows)
+        impl = self.model.impl
+        if most := dispatch.most_rows(impl):
+            return min(dispatch.whole_slabs(impl, num_rows), most)
+        return tile_of(impl, self.model.slab, num_rows)
 
     def choose(
         self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
@@ -236,6 +236,11 @@ class SlotRows:
     def draw(self) -> Callable[..., Int[Array, " P"]] | None:
         """What draws with kernels of the model's own; see `protocols.draw_of`."""
         return self.model.draw
+
+    @property
+    def sums(self) -> draw_op.Sums | None:
+        """What computes distributions likewise; see `protocols.sums_of`."""
+        return self.model.sums
 
     def keep_path(
         self,

@@ -121,15 +121,24 @@ def decide(
             target, verified, proposal, sampling_settings, highest, depth_max, wanted
         )
     else:
+        sums = protocols.sums_of(target)
         by_rule = {
             "rejection": acceptance.accept_rejection,
-            "block": acceptance.accept_block,
+            "block": functools.partial(acceptance.accept_block, row_sums=sums.row_sums),
         }
         decide_one = functools.partial(_chain_by_uniforms, by_rule[rule])
         if proposal.parents is not None:
-            decide_one = functools.partial(_tree_by_uniforms, depth_max)
+            decide_one = functools.partial(
+                _tree_by_uniforms, depth_max, row_sums=sums.row_sums
+            )
         outcome = _by_uniforms(
-            decide_one, verified, proposal, sampling_settings, first_position, wanted
+            decide_one,
+            verified,
+            proposal,
+            sampling_settings,
+            first_position,
+            wanted,
+            sums.distribution,
         )
     return outcome, verified.by_column(is_finite, fill=True)
 
@@ -171,7 +180,13 @@ def _along_own_tokens(
 
 
 def _by_uniforms(
-    decide_one, verified, proposal, sampling_settings, first_position, wanted
+    decide_one,
+    verified,
+    proposal,
+    sampling_settings,
+    first_position,
+    wanted,
+    distribution,
 ):
     """Decides slot by slot, in a loop: of one slot at a time all logits are copied."""
     num_slots, gamma_max = proposal.tokens.shape
@@ -188,7 +203,7 @@ def _by_uniforms(
         logits = verified.logits.at[at].get(mode="fill", fill_value=0)
         return decide_one(
             proposal,
-            sampling.distribution(logits, settings),
+            distribution(logits, settings),
             wanted,
             uniforms=sampling.uniforms(settings.seed, position, gamma=gamma_max),
             noise=sampling.noise(

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax.model import block_params, decoder, rotary, sequence
 from spec_jax.ops import (
+    dispatch,
     embedding,
     gated_projection,
     projection,
@@ -126,6 +127,8 @@ def forward_block(
             **_where(config, rows, kv, dtype),
         )
         return cache.with_pages(kv, pages), hidden, logits
+    (R,) = rows.tokens.shape
+    rows = _padded(rows, dispatch.whole_slabs(impl, R) - R)
     shared: dict[str, Any] = {"num_active": rows.num_active, "eps": eps, "impl": impl}
     x = embedding.embed(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
@@ -157,9 +160,17 @@ def forward_block(
             x, weight.gate_up, norm=weight.mlp_norm, **shared
         )
         x = projection.project(inner, weight.down, residual=x, **shared)
-    hidden = rms_norm.rms_norm(x, params.final_norm, eps=eps)
+    hidden = rms_norm.row_norm(x, params.final_norm, **shared)
     logits = projection.project(hidden, params.lm_head, out_dtype="float32", **shared)
-    return kv, hidden, logits
+    return kv, hidden[:R], logits[:R]
+
+
+def _padded(rows: decoder.Rows, count: int) -> decoder.Rows:
+    """Returns the rows, and so many of padding after them."""
+    pad = lambda values: jnp.pad(values, (0, count)) if count else values
+    return rows.replace(
+        tokens=pad(rows.tokens), slots=pad(rows.slots), positions=pad(rows.positions)
+    )
 
 
 def _model(params, config, kv) -> step.BlockModel:

@@ -31,7 +31,7 @@ def row_product(impl: str) -> Product:
 
     def product(x: jax.Array, w: weights.Weight) -> jax.Array:
         count = x.shape[0]
-        height = dispatch.slab_rows(impl) or max(count, skinny_gemm.MIN_ROWS)
+        height = dispatch.whole_slabs(impl, max(count, skinny_gemm.MIN_ROWS))
         y = projection.project(
             jnp.pad(x, ((0, height - count), (0, 0))),
             w,

@@ -22,7 +22,7 @@ from spec_jax.model import (
     load_shards,
     params as params_lib,
 )
-from spec_jax.ops import argmax, dispatch, draw, weights
+from spec_jax.ops import argmax, dispatch, draw as draw_op, weights
 from spec_jax.paging import allocator, cache as paged, index, static
 from spec_jax.parallel import shard
 from spec_jax.typing import IMPLS
@@ -40,19 +40,19 @@ NATIVE_PREFILL_SLAB = 40
 
 
 def slab_for(impl: str, rows: int) -> int:
-    """The height of a slab that `rows` rows fit in: `rows`, or what `impl` prescribes.
+    """The height of slabs for windows of `rows` rows: `rows`, or what `impl` has.
 
     Raises:
-      ValueError: no such implementation, or more rows than a slab of it has.
+      ValueError: no such implementation, or more rows than it runs at once.
     """
     impl = _resolved(impl)
-    height = dispatch.slab_rows(impl)
-    if height is None:
+    height, most = dispatch.slab_rows(impl), dispatch.most_rows(impl)
+    if height is None or most is None:
         return rows
-    if rows > height:
+    if rows > most:
         raise ValueError(
-            f"{rows} rows do not fit impl={impl!r}, whose slab has {height}: at most "
-            f"gamma {height - 1}"
+            f"{rows} rows do not fit impl={impl!r}, which runs {most} at once: at most "
+            f"gamma {most - 1}"
         )
     return height
 
@@ -71,8 +71,8 @@ class RowModel:
     Attributes:
       impl: an implementation, see `ops.dispatch`; "auto" is resolved at once, and the
         attribute then names what was chosen.
-      slab: rows of every call, live or not; at least the longest window. `slab_for`
-        knows what `impl` takes.
+      slab: rows of every call, live or not; at least the longest window, but where
+        `impl` has slabs of its own. `slab_for` knows what it takes.
       cache: what `new_cache` allocates, `PagedKV` or `StaticKV`. No bit of a row
         depends on it, and every method takes either.
       layout: of a model on a mesh, whose weights `load.load` reads with the same; None:
@@ -282,9 +282,14 @@ class RowModel:
     def draw(self) -> Callable[..., Int[Array, " R"]] | None:
         """Draws a token from each row, as `sampling.sample_each` does; None where that
         function draws, for want of kernels."""
-        if not draw.has_kernels(self.impl):
+        if not draw_op.has_kernels(self.impl):
             return None
-        return functools.partial(draw.draw, impl=self.impl)
+        return functools.partial(draw_op.draw, impl=self.impl)
+
+    @property
+    def sums(self) -> draw_op.Sums | None:
+        """How distributions are computed; None: by XLA."""
+        return draw_op.sums(self.impl)
 
     def truncate(self, kv: paged.PagedKV, new_len: Int[Array, ""]) -> paged.PagedKV:
         """Forgets the positions from `new_len` on."""

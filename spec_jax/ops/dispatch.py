@@ -93,15 +93,32 @@ def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
 def slab_rows(impl: str) -> int | None:
     """Rows that each slab of a resolved implementation has; None if that is free.
 
-    One height for plain decoding and for verification of a chain: what XLA compiles
-    between two kernels may differ with it. The Triton kernels themselves have the same
-    bits for any number of slabs.
+    One height for plain decoding and for verification of a short chain. The kernels
+    have the same bits for any number of slabs, see `most_rows`.
     """
     if impl not in PALLAS:
         return None
     from spec_jax.pallas import slab
 
     return slab.ROWS
+
+
+def most_rows(impl: str) -> int | None:
+    """Rows, in whole slabs, that share one read of the weights; None if that is free.
+
+    With a resolved implementation: the most rows of a window, and of a block.
+    """
+    if impl not in PALLAS:
+        return None
+    from spec_jax.pallas import slab
+
+    return slab.MOST_ROWS
+
+
+def whole_slabs(impl: str, num_rows: int) -> int:
+    """`num_rows`, and those that fill their slabs up where there are slabs."""
+    slab = slab_rows(impl) or 1
+    return -(-num_rows // slab) * slab
 
 
 def instruction_set(impl: str) -> str | None:

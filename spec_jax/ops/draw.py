@@ -1,13 +1,20 @@
-"""The token that each row draws, by kernels of our own.
+"""The token that each row draws, and what it is drawn from, by kernels of our own.
 
-Its meaning is `rules.sampling.sample_each`, which is what draws where an implementation
+Their meaning is that of `rules.sampling`, whose functions run where an implementation
 has no kernels for it:
 
-    argmax(log weights of the tokens that the filters keep + noise of seed and position)
+    draw          argmax(log weights of the tokens that the filters keep + noise of seed
+                  and position)
+    distribution  softmax(log weights), for the rules that compare distributions
+
+Sums over a vocabulary are the kernels', in an order that depends on its size alone.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -15,9 +22,23 @@ from spec_jax.ops import argmax, dispatch
 from spec_jax.typing import typed
 
 
+Sums = tuple[Callable[..., jax.Array], Callable[[jax.Array], jax.Array]]
+"""`distribution` and `row_sums` of an implementation."""
+
+
 def has_kernels(impl: str) -> bool:
     """Whether an implementation has kernels that draw."""
     return impl in dispatch.PALLAS
+
+
+def sums(impl: str) -> Sums | None:
+    """How an implementation's kernels compute; None where it has none."""
+    if not has_kernels(impl):
+        return None
+    return (
+        functools.partial(distribution, impl=impl),
+        functools.partial(row_sums, impl=impl),
+    )
 
 
 @typed
@@ -57,6 +78,60 @@ def noisy_weights(
     Raises:
       NotImplementedError: an implementation without kernels that draw.
     """
+    at = _highest(logits, impl)
+    return _weights(logits, at, settings, positions, draws, impl, with_noise=True)
+
+
+@typed
+def log_weights(
+    logits: Float[Array, "R V"], settings: Any, *, impl: str
+) -> Float32[Array, "R V"]:
+    """Returns `sampling.log_weights` of each row.
+
+    Args: as in `noisy_weights`.
+    """
+    at, is_greedy = _highest(logits, impl), settings.temperature == 0
+    weights = _weights(
+        logits, at, settings, jnp.zeros_like(at), ~is_greedy, impl, with_noise=False
+    )
+    is_best = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] == at[:, None]
+    best = jnp.where(is_best, jnp.float32(0), -jnp.inf)
+    return jnp.where(is_greedy[:, None], best, weights)
+
+
+@typed
+def distribution(
+    logits: Float[Array, "R V"], settings: Any, *, impl: str
+) -> Float32[Array, "R V"]:
+    """Returns `sampling.distribution` of each row.
+
+    Args: as in `noisy_weights`, or with scalar leaves.
+    """
+    each = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, logits.shape[:1]), settings)
+    # The highest weighs 1: no sum is 0.
+    weights = jnp.exp(log_weights(logits, each, impl=impl))
+    return weights / row_sums(weights, impl=impl)[:, None]
+
+
+@typed
+def log_softmax(
+    x: Float32[Array, "*rows V"], *, impl: str
+) -> Float32[Array, "*rows V"]:
+    """Returns the log-softmax of each row."""
+    shifted = x - jnp.max(x, axis=-1, keepdims=True)
+    return shifted - jnp.log(row_sums(jnp.exp(shifted), impl=impl))[..., None]
+
+
+@typed
+def row_sums(x: Float32[Array, "*rows V"], *, impl: str) -> Float32[Array, "*rows"]:
+    """Returns the sum of each row."""
+    kernels, interpret = dispatch.kernels("row_sums", impl)
+    rows = x.reshape(-1, x.shape[-1])
+    return kernels.row_sums(rows, interpret=interpret).reshape(x.shape[:-1])
+
+
+def _weights(logits, at, settings, positions, draws, impl, *, with_noise):
+    """The log weights of rows that draw, whose highest logits are `at [R]`."""
     if not has_kernels(impl):
         raise NotImplementedError(
             f"impl={impl!r} has no kernels that draw: use rules.sampling.sample_each"
@@ -68,8 +143,7 @@ def noisy_weights(
         "draws": draws,
         "interpret": interpret,
     }
-    at = _highest(logits, impl)[:, None]
-    highest = jnp.take_along_axis(logits, at, axis=1)[:, 0]
+    highest = jnp.take_along_axis(logits, at[:, None], axis=1)[:, 0]
     kept = filters.first_tokens(
         logits, highest, top_k=settings.top_k, top_p=settings.top_p, **shared
     )
@@ -80,6 +154,7 @@ def noisy_weights(
         min_p=settings.min_p,
         seeds=settings.seed,
         positions=positions,
+        with_noise=with_noise,
         **shared,
     )
 

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from spec_jax.ops import dispatch
 from spec_jax.typing import typed
 
 
@@ -20,3 +21,25 @@ def rms_norm(
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     normed = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
     return normed * jnp.broadcast_to(weight, x.shape)
+
+
+@typed
+def row_norm(
+    x: Float[Array, "R D"],
+    weight: Float[Array, " D"],
+    *,
+    num_active: Int[Array, ""],
+    eps: float,
+    impl: str,
+) -> Float[Array, "R D"]:
+    """`rms_norm` of a slab of rows, by the kernels of `impl` if they have one for it.
+
+    Padding rows are unspecified. Those kernels sum a row in one order, whatever the
+    number of rows; XLA's order may depend on it.
+    """
+    if impl not in dispatch.PALLAS:
+        return rms_norm(x, weight, eps=eps)
+    kernels, interpret = dispatch.kernels("rms_norm", impl)
+    return kernels.rms_norm(
+        x, weight, num_active=num_active, eps=eps, interpret=interpret
+    )

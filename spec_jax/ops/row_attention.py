@@ -72,6 +72,8 @@ def row_attention(
         form = where | {"branch": branch, "eps": eps, "scale": scale}
         if impl == "native":
             return calls.attend(*inputs, **form)
+        if block is not None:
+            form |= {"branch": None, "places": places}
         kernels, interpret = dispatch.kernels("row_attention", impl)
         return kernels.attend(*inputs, **form, interpret=interpret)
     K, H = k_pages.shape[2:]
@@ -115,7 +117,7 @@ def _whole_runs(
     """Returns how far the rows of runs see, and branches that say where they lie.
 
     A softmax does not depend on the order of its keys: a row's own comes last, where
-    kernels look for the place to write it to.
+    native kernels look for the place to write it to.
     """
     own = jnp.arange(positions.shape[0], dtype=jnp.int32) % block
     first = (positions - own)[:, None]

@@ -58,18 +58,22 @@ def noisy(
     row: jax.Array,  # [] int32
     refs: Rows,
     *,
-    log1p: Callable[[jax.Array], jax.Array],
+    log1p: Callable[[jax.Array], jax.Array] | None,
 ) -> jax.Array:
-    """Noisy log weights of a row's tokens; its logits as they are at temperature 0."""
+    """Noisy log weights of a row's tokens; its logits as they are at temperature 0.
+
+    Without noise where `log1p` is None.
+    """
     temperature, width = refs.temperature[row], refs.logits.shape[1]
     is_greedy = temperature == 0
     scores = logits - refs.highest[row].astype(jnp.float32)
     scores = scores / jnp.where(is_greedy, jnp.float32(1), temperature)
     kept = order.is_kept(order.rank(logits), index, refs.last[row], refs.end[row])
     kept &= jnp.exp(scores) >= refs.min_p[row]
-    key = _key(refs.seeds[row], refs.positions[row])
-    noise = _gumbel(key, index, width, log1p)
-    result = jnp.where(kept, scores + noise, -jnp.inf)
+    if log1p is not None:
+        key = _key(refs.seeds[row], refs.positions[row])
+        scores += _gumbel(key, index, width, log1p)
+    result = jnp.where(kept, scores, -jnp.inf)
     return jnp.where(is_greedy, logits, result)
 
 

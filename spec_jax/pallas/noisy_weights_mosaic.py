@@ -16,7 +16,9 @@ from spec_jax.pallas import gumbel_noise, warpgroup
 CHUNK = 1024  # tokens of a program
 
 
-def noisy_weights(*rows, interpret: Any, **settings) -> jax.Array:
+def noisy_weights(
+    *rows, interpret: Any, with_noise: bool = True, **settings
+) -> jax.Array:
     """See `noisy_weights_triton.noisy_weights`.
 
     Raises:
@@ -40,9 +42,11 @@ def noisy_weights(*rows, interpret: Any, **settings) -> jax.Array:
             logits = warpgroup.load(refs.logits.at[row, place], warpgroup.line(size))
             logits = logits.astype(jnp.float32)
             out_ref[row, place] = gumbel_noise.noisy(
-                logits, index, row, refs, log1p=log1p
+                logits, index, row, refs, log1p=log1p if with_noise else None
             )
 
+    if not with_noise:
+        sampling_noisy_weights.__name__ = "sampling_log_weights"
     return warpgroup.kernel(
         sampling_noisy_weights,
         outputs=jax.ShapeDtypeStruct((R, V), jnp.float32),

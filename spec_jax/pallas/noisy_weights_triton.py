@@ -2,10 +2,12 @@
 
     log weights of the tokens that the filters keep + Gumbel noise;  -inf of the others
 
-as `rules.sampling.noisy_weights` with the noise of `Stream.SAMPLE`; what is computed is
-`gumbel_noise`'s. Program `(r, c)` has `CHUNK` tokens of row `r`. Rows that do not draw
-are neither read nor written.
+as `rules.sampling.noisy_weights` with the noise of `Stream.SAMPLE`, or without any as
+`log_weights`; what is computed is `gumbel_noise`'s. Program `(r, c)` has `CHUNK` tokens
+of row `r`. Rows that do not draw are neither read nor written.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,9 @@ from spec_jax.pallas import attention_plan as plan, gumbel_noise
 CHUNK = 1024  # tokens of a program
 
 
-def noisy_weights(*rows, interpret: bool, **settings) -> jax.Array:
+def noisy_weights(
+    *rows, interpret: bool, with_noise: bool = True, **settings
+) -> jax.Array:
     """Returns the noisy log weights `[R, V]` float32 of the rows that draw.
 
     Those of the others are uninitialised. The logits as they are where a temperature
@@ -27,18 +31,18 @@ def noisy_weights(*rows, interpret: bool, **settings) -> jax.Array:
     inputs = gumbel_noise.rows_of(*rows, **settings)
     out = jax.ShapeDtypeStruct(inputs.logits.shape, jnp.float32)
     return pl.pallas_call(
-        _kernel,
+        functools.partial(_kernel, log1p=jnp.log1p if with_noise else None),
         grid=(*inputs.draws.shape, pl.cdiv(out.shape[1], CHUNK)),
         in_specs=[plan.whole(x) for x in inputs],
         out_specs=plan.whole(out),
         out_shape=out,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="sampling_noisy_weights",
+        name="sampling_noisy_weights" if with_noise else "sampling_log_weights",
     )(*inputs)
 
 
-def _kernel(*refs):
+def _kernel(*refs, log1p):
     *rows, out_ref = refs
     refs = gumbel_noise.Rows(*rows)
     row, chunk = pl.program_id(0), pl.program_id(1)
@@ -49,5 +53,5 @@ def _kernel(*refs):
         inside = index < refs.logits.shape[1]
         logits = plt.load(refs.logits.at[row, index], mask=inside, other=-jnp.inf)
         logits = logits.astype(jnp.float32)
-        noisy = gumbel_noise.noisy(logits, index, row, refs, log1p=jnp.log1p)
+        noisy = gumbel_noise.noisy(logits, index, row, refs, log1p=log1p)
         plt.store(out_ref.at[row, index], noisy, mask=inside)

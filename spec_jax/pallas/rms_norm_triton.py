@@ -2,7 +2,7 @@
 
 A program reads its row once, 2 D bytes, and writes it once. The row is one block of a
 power of two, the same whatever is beside it, so that its squares are summed in one
-order: XLA chooses its own by the number of rows.
+order: XLA chooses its own by the number of rows. Programs of padding rows read nothing.
 """
 
 import functools
@@ -20,6 +20,7 @@ NUM_WARPS = 8
 
 
 def _kernel(
+    num_active_ref,  # [1]
     x_ref,  # [1, block]
     weight_ref,  # [1, block]
     out_ref,  # [1, block]
@@ -31,27 +32,33 @@ def _kernel(
     block = x_ref.shape[1]
     mask = jnp.arange(block)[None, :] < width if width % block else None
     other = None if mask is None else 0
-    x = plt.load(x_ref.at[...], mask=mask, other=other).astype(jnp.float32)
-    weight = plt.load(weight_ref.at[...], mask=mask, other=other)
-    mean_square = jnp.sum(x * x, axis=1, keepdims=True) / width
-    normed = (x * jax.lax.rsqrt(mean_square + eps)).astype(x_ref.dtype)
-    plt.store(out_ref.at[...], normed * weight, mask=mask)
+
+    @pl.when(pl.program_id(0) < num_active_ref[0])
+    def _():
+        x = plt.load(x_ref.at[...], mask=mask, other=other).astype(jnp.float32)
+        weight = plt.load(weight_ref.at[...], mask=mask, other=other)
+        mean_square = jnp.sum(x * x, axis=1, keepdims=True) / width
+        normed = (x * jax.lax.rsqrt(mean_square + eps)).astype(x_ref.dtype)
+        plt.store(out_ref.at[...], normed * weight, mask=mask)
 
 
 def rms_norm(
     x: jax.Array,  # [R, D]
     weight: jax.Array,  # [D]
     *,
+    num_active: jax.Array,  # [] int32
     eps: float,
     interpret: bool = False,
 ) -> jax.Array:
     """See `ops.rms_norm.rms_norm`, for rows of at most `MAX_WIDTH` elements.
 
+    Padding rows are uninitialised.
+
     Raises:
       ValueError: a weight of another shape or dtype, or rows that are too wide.
     """
     R, D = x.shape
-    slab.check_shapes(weight=(weight, (D,)))
+    slab.check_shapes(weight=(weight, (D,)), num_active=(num_active, ()))
     if x.dtype != weight.dtype:
         raise ValueError(f"rows are {x.dtype} but the weight is {weight.dtype}")
     if not 0 < D <= MAX_WIDTH:
@@ -63,11 +70,15 @@ def rms_norm(
     y = pl.pallas_call(
         functools.partial(_kernel, width=D, eps=eps),
         grid=(x.shape[0],),
-        in_specs=[row, pl.BlockSpec((1, block), lambda r: (0, 0))],
+        in_specs=[
+            pl.BlockSpec((1,), lambda r: (0,)),
+            row,
+            pl.BlockSpec((1, block), lambda r: (0, 0)),
+        ],
         out_specs=row,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         compiler_params=plt.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
         name="rms_norm",
         interpret=interpret,
-    )(x, weight.reshape(1, D))
+    )(num_active.reshape(1), x, weight.reshape(1, D))
     return y[:R]

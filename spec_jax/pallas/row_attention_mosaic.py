@@ -41,6 +41,7 @@ def attend(
     scale: float,
     interpret: Any = False,
     branch: jax.Array | None = None,  # [R, A] int32
+    places: jax.Array | None = None,  # [R] int32
     config: plan.Config = CONFIG,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `row_attention_triton.attend`, of bfloat16 heads of whole warpgroups.
@@ -83,6 +84,7 @@ def attend(
         num_kv_heads=K,
         interpret=interpret,
         branch=branch,
+        places=places,
     )
     pools = jax.new_ref(k_pages), jax.new_ref(v_pages)
     out = paged_attention_mosaic.attend(

@@ -32,6 +32,7 @@ def attend(
     scale: float,
     interpret: bool,
     branch: jax.Array | None = None,  # [R, A] int32
+    places: jax.Array | None = None,  # [R] int32
     config: plan.Config | None = None,
     jobs: row_jobs.RowJobs | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -47,6 +48,9 @@ def attend(
         itself in the prefix, and anywhere in the slot on the row's branch. The last
         entry is the row's own, where it is written. Entries of negative positions are
         not read.
+      places: for rows that lie elsewhere than at the last position that they see: at
+        which position before it. All rows of a slot then see the same keys. Not with
+        `branch`.
       jobs: `row_jobs_triton.row_jobs` of these rows and `config`; made here if None.
 
     Raises:
@@ -73,6 +77,7 @@ def attend(
             num_kv_heads=K,
             interpret=interpret,
             branch=branch,
+            places=places,
         )
     out, k_pages, v_pages = paged_attention_triton.attend(
         head_rotation.Heads(heads.reshape(R, N + 2 * K, H), q_norm, k_norm, cos, sin),

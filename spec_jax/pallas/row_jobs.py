@@ -6,7 +6,8 @@ all of it are attended together, and the keys are read once. What is left of a r
 the split that it sees in part (and in a tree the splits of its own branch), is
 *private* to it. Which of the two a split is follows from the row's own position, so
 that no row ever meets a key that it may not see, and none needs a mask for the sake
-of another.
+of another. Rows of a slot that all see the same keys, those of a block drafter's block,
+share every split, the last one too.
 
 A job is one split for the rows that share it. Row by row, a job list has the shared
 splits that the row leads (the first row of its slot in its tile does) and then its
@@ -52,7 +53,8 @@ def job_of(row: jax.Array, step: jax.Array, jobs: RowJobs, split: int) -> Job:
     """The job of a number among those of a row; `jobs` are references."""
     length, led = jobs.lengths[row], jobs.led_splits[row]
     shared = step < led
-    index = jnp.where(shared, step, jobs.full_splits[row] + step - led)
+    full = jobs.full_splits[row]
+    index = jnp.where(shared, step, full + step - led)
     first, end = index * split, (index + 1) * split
     return Job(
         row=row,
@@ -61,7 +63,8 @@ def job_of(row: jax.Array, step: jax.Array, jobs: RowJobs, split: int) -> Job:
         shared=shared,
         split=index,
         first=first,
-        end=jnp.where(shared, end, jnp.minimum(end, length)),
+        # A split that the row does not see is seen in full by those that share it.
+        end=jnp.where(shared & (index >= full), end, jnp.minimum(end, length)),
     )
 
 

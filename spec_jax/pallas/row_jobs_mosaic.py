@@ -37,6 +37,7 @@ def row_jobs(
     num_kv_heads: int,
     interpret: Any,
     branch: jax.Array | None = None,  # [R, A] int32
+    places: jax.Array | None = None,  # [R] int32
 ) -> jobs_lib.RowJobs:
     """See `row_jobs_triton.row_jobs`.
 
@@ -56,15 +57,16 @@ def row_jobs(
         width=math.gcd(whole, TABLE_ENTRIES),
     )
     inputs = [num_active.reshape(1), page_table, slots, positions]
-    if branch is not None:
-        inputs.append(branch)
+    others = (("branch", branch), ("places", places))
+    extra = {name: array for name, array in others if array is not None}
+    inputs += extra.values()
     counts = num_kv_heads, pl.cdiv(R, tile_rows)
     line = plgpu.SMEM((warpgroup.whole(R),), jnp.int32)
 
     def list_jobs(*refs: Any) -> None:
-        source, refs = _Source._make([*refs[:4], None]), refs[4:]
-        if branch is not None:
-            source, refs = source._replace(branch=refs[0]), refs[1:]
+        source, refs = _Source(*refs[:4]), refs[4:]
+        given = dict(zip(extra, refs, strict=False))
+        source, refs = source._replace(**given), refs[len(given) :]
         _list(source, jobs_lib.RowJobs(*refs[:7]), _Known(*refs[7:]), walk)
 
     made = warpgroup.kernel(
@@ -97,7 +99,8 @@ class _Source(NamedTuple):
     table: Any  # [S, M]
     slots: Any  # [R]
     positions: Any  # [R]
-    branch: Any  # [R, A] or None
+    branch: Any = None  # [R, A]
+    places: Any = None  # [R]
 
 
 class _Known(NamedTuple):
@@ -166,7 +169,9 @@ def _place(source, jobs, known, walk, rows):
         valid = (length > 0) & (before + on_branch == 0)
         page = source.table[slot, div(place, walk.page_size)]
         token = page * walk.page_size + rem(place, walk.page_size)
-        full = jnp.where(valid, div(prefix, walk.split), 0)
+        # Where rows lie apart from what they see, all of a slot see the same.
+        part = 0 if source.places is None else walk.split - 1
+        full = jnp.where(valid, div(prefix + part, walk.split), 0)
         seen = jnp.where(valid, length, 0)
         known.slots[row], known.lengths[row] = slot, seen
         known.full_splits[row] = jobs.full_splits[row] = full
@@ -186,6 +191,8 @@ def _find(source, walk, row):
     # That of a lost row may be the largest integer: no sum before the selection.
     slot, place = (jnp.where(exists, x, 0) for x in (slot, position))
     length = jnp.where(exists, place + 1, 0)
+    if source.places is not None:
+        place = jnp.where(exists, source.places[row], 0)
     if source.branch is None:
         return slot, length, place, 0, length
     (_, A), missing = source.branch.shape, jnp.int32(0)

@@ -36,6 +36,7 @@ def row_jobs(
     num_kv_heads: int,
     interpret: bool,
     branch: Int[Array, "R A"] | None = None,
+    places: Int[Array, " R"] | None = None,
 ) -> jobs_lib.RowJobs:
     """The jobs of a slab whose tiles are `tile_rows` consecutive rows.
 
@@ -43,10 +44,10 @@ def row_jobs(
     is not one of `num_pages`: it has no jobs and is stored nowhere.
 
     Args:
-      branch: see `row_attention_triton.attend`.
+      branch, places: see `row_attention_triton.attend`; at most one of them.
     """
     (R,) = slots.shape
-    inputs = [num_active.reshape(1), page_table, slots, positions, branch]
+    inputs = [num_active.reshape(1), page_table, slots, positions, branch, places]
     row, counts = (R,), (num_kv_heads, pl.cdiv(R, tile_rows))
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [row] * 6 + [counts]]
     kernel = functools.partial(
@@ -76,6 +77,7 @@ def _kernel(
     slots_ref,  # [R]
     positions_ref,  # [R]
     branch_ref,  # [R, A] or None
+    places_ref,  # [R] or None
     *out_refs,  # of `RowJobs`
     num_pages,
     page_size,
@@ -101,6 +103,8 @@ def _kernel(
     if branch_ref is None:
         own_branch, places = 0, positions
         missing = _missing_before(look, slots, lengths, page_size, M)
+        if places_ref is not None:
+            places = plt.load(places_ref.at[rows], mask=exists, other=0)
     else:
         own_branch = branch_ref.shape[1]
         prefix = jnp.maximum(lengths - own_branch, 0)
@@ -115,7 +119,9 @@ def _kernel(
         valid, pages * page_size + rem(places, page_size), jobs_lib.LOST
     )
     lengths = jnp.where(valid, lengths, 0)
-    full = div(jnp.maximum(lengths - own_branch, 0), split)
+    # Where rows lie apart from what they see, all of a slot see the same.
+    part = 0 if places_ref is None else split - 1
+    full = div(jnp.maximum(lengths - own_branch, 0) + part, split)
     led = _led_splits(rows, slots, full, tile_rows)
     count = led + div(lengths + split - 1, split) - full
     is_before = rows[None, :] <= rows[:, None]

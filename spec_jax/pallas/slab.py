@@ -3,6 +3,7 @@
 A slab is a tile of `ROWS` rows, the height of one tensor-core instruction. It is
 computed whole, whatever is live: a row's bits cannot depend on how many rows are.
 Padding rows are zeros where they are computed, and are neither loaded nor stored.
+Up to `MOST_ROWS` rows, in whole slabs, share one read of the weights.
 """
 
 import functools
@@ -13,6 +14,7 @@ from jax.experimental.pallas import triton as plt
 
 
 ROWS = 16
+MOST_ROWS = 64
 
 
 def padded(x: jax.Array) -> jax.Array:

@@ -22,6 +22,8 @@ output has the target's distribution all the same. Nor is a draft kept whose own
 probability is 0, negative or NaN, which no draw can have.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
@@ -81,6 +83,10 @@ def accept_exact(
     )
 
 
+RowSums = Callable[[jax.Array], jax.Array]
+"""Sums `[*rows, V]` to `[*rows]`, in an order of its own; None leaves that to XLA."""
+
+
 class AcceptanceProbabilities(pytree.Node):
     """What a rule makes of one chain or tree, before any uniform is drawn.
 
@@ -117,6 +123,8 @@ def block_probabilities(
     draft_probs: Float32[Array, "gamma V"],
     target_probs: Float32[Array, "gamma+1 V"],
     num_drafted: Int[Array, ""],
+    *,
+    row_sums: RowSums | None = None,
 ) -> AcceptanceProbabilities:
     """Returns the probabilities of keeping at least the first `i + 1` drafts.
 
@@ -139,7 +147,7 @@ def block_probabilities(
     own = residual(joint[:, None] * target_probs, draft_probs)
     # Nothing was drafted after the last draft: its residual weighs `joint`, and so do
     # its probabilities, which is the algorithm's other case.
-    lacking = jnp.sum(own, axis=-1)
+    lacking = row_sums(own) if row_sums else jnp.sum(own, axis=-1)
     keep = ratio(lacking, lacking + (1 - joint))
     return AcceptanceProbabilities(keep=keep[1:], own=own)
 
@@ -192,6 +200,7 @@ def accept_block(
     *,
     uniforms: Float32[Array, " gamma"],
     noise: Float32[Array, " V"],
+    row_sums: RowSums | None = None,
 ) -> Outcome:
     """Keeps a prefix of the draft, verified as a block, in the target's distribution.
 
@@ -207,10 +216,10 @@ def accept_block(
     What stays depends on all drafts and all uniforms of the round, also on those past
     the last kept draft: the next round must use noise of its own.
 
-    Args: as in `accept_rejection`.
+    Args: as in `accept_rejection`, and `row_sums`.
     """
     probabilities = block_probabilities(
-        draft_tokens, draft_probs, target_probs, num_drafted
+        draft_tokens, draft_probs, target_probs, num_drafted, row_sums=row_sums
     )
     lengths = jnp.arange(1, uniforms.shape[0] + 1, dtype=jnp.int32)
     stays = (uniforms < probabilities.keep) & (lengths <= num_drafted)

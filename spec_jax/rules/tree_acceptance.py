@@ -60,6 +60,8 @@ def tree_probabilities(
     draft_probs: Float32[Array, "W V"] | None,
     target_probs: Float32[Array, "W+1 V"],
     num_drafted: Int[Array, ""],
+    *,
+    row_sums: acceptance.RowSums | None = None,
 ) -> acceptance.AcceptanceProbabilities:
     """Siblings are tried in turn, each against what those before it have left.
 
@@ -87,12 +89,13 @@ def tree_probabilities(
         )
         keep = acceptance.ratio(at(target_row), at(draft_row))
         rest = acceptance.residual(target_row, draft_row)
-        target = target.put(parent, acceptance.or_else(rest, target_row), is_real)
+        rest = acceptance.or_else(rest, target_row)
+        target = target.put(parent, rest, is_real, row_sums)
         if draft is not None:
             others = draft_row.at[token].set(
                 0.0, mode="drop", wrap_negative_indices=False
             )
-            draft = draft.put(parent, others, is_real)
+            draft = draft.put(parent, others, is_real, row_sums)
         return (target, draft), keep
 
     is_real = jnp.arange(num_drafts, dtype=jnp.int32) < num_drafted
@@ -117,9 +120,15 @@ class _Left(pytree.Node):
         """Returns a column's probabilities."""
         return self.weights[column] / self.totals[column]
 
-    def put(self, column: jax.Array, weights: jax.Array, is_real: jax.Array) -> "_Left":
+    def put(
+        self,
+        column: jax.Array,
+        weights: jax.Array,
+        is_real: jax.Array,
+        row_sums: acceptance.RowSums | None,
+    ) -> "_Left":
         """Returns this with other weights of a column, if the child is real."""
-        total = jnp.sum(weights)
+        total = row_sums(weights) if row_sums else jnp.sum(weights)
         # Nothing is left to draw where a row had fewer tokens than children.
         total = jnp.where(total > 0, total, 1.0)
         column = jnp.where(is_real, column, self.totals.shape[0])
@@ -141,6 +150,7 @@ def accept_tree(
     uniforms: Float32[Array, " W"],
     noise: Float32[Array, " V"],
     depth_max: int,
+    row_sums: acceptance.RowSums | None = None,
 ) -> acceptance.Outcome:
     """Keeps a path of a tree so that the output has the target's distribution.
 
@@ -162,11 +172,16 @@ def accept_tree(
       target_probs: after each column: the root, then the drafts; rows sum to one.
       num_drafted: how many drafts are real, in `0 .. W`.
       wanted: drafts to keep, at most.
-      uniforms, noise: as in `accept_rejection`.
+      uniforms, noise: as in `accept_rejection`; `row_sums` as in `accept_block`.
       depth_max: drafts on a path, at most; deeper ones are not reached.
     """
     probabilities = tree_probabilities(
-        draft_tokens, parents, draft_probs, target_probs, num_drafted
+        draft_tokens,
+        parents,
+        draft_probs,
+        target_probs,
+        num_drafted,
+        row_sums=row_sums,
     )
     stays = uniforms < probabilities.keep
     walk = _walk(

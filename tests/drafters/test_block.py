@@ -406,9 +406,9 @@ def test_settings_that_no_drafter_has():
     with pytest.raises(ValueError, match="not that of the head's layer"):
         make(DSPARK, model=SMALL.target)
     model = row_model.RowModel(config=LAYER, impl="interpret", slab=16)
-    with pytest.raises(NotImplementedError, match="5 slots with blocks of 4 rows"):
-        make(DSPARK, model=model).for_slots(5)
-    wide = make(DSPARK, model=model).for_tree(tree_shapes.parse("6x3:9"))
-    assert wide.for_slots(2).gamma_max == 9
-    with pytest.raises(NotImplementedError, match="3 slots with 6 rows a level"):
-        wide.for_slots(3)
+    high = dataclasses.replace(DFLASH, block_size=65)
+    with pytest.raises(
+        NotImplementedError, match="block of 65 rows .* the 64 that imp"
+    ):
+        make(high, model=model).for_slots(1)
+    assert make(high).for_slots(2).gamma_max == 64

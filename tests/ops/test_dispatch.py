@@ -127,11 +127,13 @@ def test_both_backends_have_the_same_kernels():
 
 
 def test_a_slab_that_kernels_do_not_have_is_refused():
-    """Fails if rows past a slab of the kernels are cut off, or their height differs."""
-    assert row_model.slab_for("xla", 5) == 5
-    assert row_model.slab_for("triton", 5) == row_model.slab_for("interpret", 16) == 16
-    with pytest.raises(ValueError, match="17 rows do not fit impl='triton'.*gamma 15"):
-        row_model.slab_for("triton", 17)
+    """Fails if rows past all slabs are cut off, or the height of one differs."""
+    assert row_model.slab_for("xla", 65) == 65
+    assert row_model.slab_for("triton", 5) == row_model.slab_for("interpret", 64) == 16
+    with pytest.raises(ValueError, match="65 rows do not fit impl='triton'.*gamma 63"):
+        row_model.slab_for("triton", 65)
+    assert [dispatch.whole_slabs("mosaic", n) for n in (1, 16, 17)] == [16, 16, 32]
+    assert dispatch.whole_slabs("native", 17) == 17
     with pytest.raises(ValueError, match="slab=8, but impl='mosaic' has slabs of 16"):
         dataclasses.replace(decoding.TARGET, impl="mosaic", slab=8)
 

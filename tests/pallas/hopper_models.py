@@ -28,6 +28,7 @@ from spec_jax.engine import (
 )
 from spec_jax.gamma import schedule
 from spec_jax.model import (
+    block_draft,
     block_params,
     decoder,
     eagle3,
@@ -88,6 +89,20 @@ def drawing(rows: int, *, impl: str = "triton") -> hopper.Program:
     logits = jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)
     draws = jax.ShapeDtypeStruct((rows,), jnp.bool_)
     return hopper.Program(fn=fn, args=(logits, settings, _ints(rows), draws))
+
+
+def distribution(rows: int, *, impl: str | None) -> hopper.Program:
+    """The probabilities of a slab of rows, and what is left of their sums; None: by
+    XLA."""
+    sums = protocols.sums_of(impl and model("qwen3-0.6b", impl=impl))
+
+    def fn(logits, settings):
+        probs = sums.distribution(logits, settings)
+        return probs, sums.row_sums(jnp.maximum(probs - 1e-3, 0))
+
+    logits = jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)
+    settings = jax.eval_shape(sampling_lib.make_settings)
+    return hopper.Program(fn=fn, args=(logits, settings))
 
 
 def unrolled_step(name: str, **options) -> hopper.Program:
@@ -166,11 +181,11 @@ def prefill(name: str, *, length: int = 64, by_rows: bool = True, **options):
     return hopper.Program(fn=run, args=args, donate=(1,))
 
 
-def verify_step(name: str, **options) -> hopper.Program:
-    """A window of `GAMMA_MAX + 1` rows of one slot, chosen from and rolled back."""
+def verify_step(name: str, *, gamma: int = GAMMA_MAX, **options) -> hopper.Program:
+    """A window of `gamma + 1` rows of one slot, chosen from and rolled back."""
     target = rows.SlotRows(model=model(name, **options), num_slots=1)
     window = protocols.Window(
-        tokens=_ints(1, GAMMA_MAX + 1), start=_ints(1), num_active=_ints(1)
+        tokens=_ints(1, gamma + 1), start=_ints(1), num_active=_ints(1)
     )
 
     def verify(params, kv, window, new_len):
@@ -262,16 +277,18 @@ def head_round(
 BLOCK = 7
 
 
-def block_head(name: str, **options) -> block.BlockDrafter:
+def block_head(
+    name: str, *, size: int = BLOCK, depth: int = 5, **options
+) -> block.BlockDrafter:
     """DSpark as DeepSpec describes it for 8B, at the shapes of the target `name`."""
     config = block_params.BlockConfig(
         layer=dataclasses.replace(
-            CONFIGS[name], num_layers=5, tie_word_embeddings=False
+            CONFIGS[name], num_layers=depth, tie_word_embeddings=False
         ),
         draft_vocab_size=CONFIGS[name].vocab_size,
         # Of a target of six layers, which is compiled.
         taps=(1, 2, 3, 4, 5),
-        block_size=BLOCK,
+        block_size=size,
         slots="anchor-first",
         mask_token_id=151_669,
         head="vanilla",
@@ -282,24 +299,46 @@ def block_head(name: str, **options) -> block.BlockDrafter:
     return block.BlockDrafter(
         head=config.validate(),
         gamma_max=config.num_drafts,
-        **features.parts_of(config, model(name, **options), slab=BLOCK),
+        **features.parts_of(config, model(name, **options), slab=size),
     )
 
 
+def block_step(name: str, *, size: int, num_blocks: int = 1, **options):
+    """A layer of the backbone on blocks of `size` rows, each of a slot."""
+    drafter = block_head(name, size=size, depth=1, **options)
+    config, rows = drafter.head, size * num_blocks
+    cache = jax.eval_shape(
+        lambda: drafter.model.new_slots(
+            num_blocks, capacity=CAPACITY, page_size=PAGE_SIZE
+        )
+    )
+
+    def step(params, kv, rows):
+        return block_draft.forward_block(
+            params, config, rows, kv, impl=drafter.model.impl
+        )
+
+    rows = decoder.Rows(
+        tokens=_ints(rows), slots=_ints(rows), positions=_ints(rows), num_active=_ints()
+    )
+    args = block_params.shapes(config), cache, rows
+    return hopper.Program(fn=step, args=args, donate=(1,))
+
+
 def scheduled_round(
-    name: str, *, layers: int, num_slots: int, **options
+    name: str, *, layers: int, num_slots: int, size: int = BLOCK, **options
 ) -> hopper.Program:
     """`round.run_round` of a batch, with DSpark and a schedule of what is verified."""
     own = model(name, layers=layers, **options)
     target = rows.SlotRows(model=own, num_slots=num_slots)
-    drafter = block_head(name, **options)
+    drafter = block_head(name, size=size, **options)
     chosen = schedule.Schedule(gamma_max=drafter.gamma_max)
     return _round(
         target,
         drafter,
         (params_lib.shapes(target.config), block_params.shapes(drafter.head)),
         gamma_policy=chosen,
-        policy_state=chosen.init(np.ones(num_slots * (BLOCK + 1) + 1, np.float32)),
+        policy_state=chosen.init(np.ones(num_slots * (size + 1) + 1, np.float32)),
     )
 
 

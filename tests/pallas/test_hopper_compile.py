@@ -103,10 +103,11 @@ def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
 
 
 def norm(width: int, rows: int = ROWS) -> hopper.Program:
-    def fn(x, weight):
-        return rms_norm_triton.rms_norm(x, weight, eps=1e-6)
+    def fn(x, weight, num_active):
+        return rms_norm_triton.rms_norm(x, weight, num_active=num_active, eps=1e-6)
 
-    return hopper.Program(fn=fn, args=(_shape(rows, width), _shape(width)))
+    args = _shape(rows, width), _shape(width), _shape(dtype="int32")
+    return hopper.Program(fn=fn, args=args)
 
 
 def choice(width: int, rows: int = ROWS) -> hopper.Program:

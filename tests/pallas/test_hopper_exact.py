@@ -69,11 +69,12 @@ def test_only_kernels_of_mosaic_compute(compiler, name):
         ("coupled", "4x4:12", "mosaic"),
     ],
 )
-def test_what_is_not_exact_compiles_too(compiler, rule, tree, impl):
-    """Fails if a round of another rule, or of a drawn tree, spills or calls a library.
+def test_other_rules_sum_in_kernels(compiler, rule, tree, impl):
+    """Fails if a round of another rule, or of a drawn tree, spills or calls a library,
+    or XLA adds floats in an order that it chooses.
 
-    XLA's sums there are named in `docs/sampling.md`. Of noise, a coupled tree has that
-    of kernels: XLA has none of its logarithms of uniforms.
+    Of noise, a coupled tree has that of kernels: XLA has none of its logarithms of
+    uniforms.
     """
     if impl == "mosaic" and jax.__version_info__ < (0, 11):
         pytest.skip("mosaic is for 0.11 on")
@@ -83,7 +84,7 @@ def test_what_is_not_exact_compiles_too(compiler, rule, tree, impl):
     )  # fmt: skip
     report.assert_fits()
     work = xla_fusions.float_work(report.hlo)
-    assert "reduce" in work
+    assert not xla_fusions.float_sums(report.hlo)
     assert not work & {"dot", "cosine", "sine", "transpose"}
     assert ("log-plus-one" in work) == (rule != "coupled")
     kernels = {"triton": xla_fusions.TRITON, "mosaic": xla_fusions.MOSAIC}
@@ -104,6 +105,19 @@ def assert_launched(name, launched):
     """Asserts that rows run, and that tokens are drawn where they are to be."""
     assert {"row_angles", "skinny_gemm", "paged_attention"} <= launched
     assert (set(DRAWING) <= launched) == bool(PROGRAMS[name][1].get("draws"))
+
+
+@pytest.mark.parametrize("impl", ["triton", "mosaic"])
+def test_distributions_sum_in_kernels(compiler, impl):
+    """Fails if a kernel spills, or XLA filters or sums; that it is seen to do so."""
+    if impl == "mosaic" and jax.__version_info__ < (0, 11):
+        pytest.skip("mosaic is for 0.11 on")
+    report = compiler.compile(models.distribution, 5, impl=impl)
+    report.assert_fits()
+    assert not xla_fusions.float_sums(report.hlo)
+    # Negative control.
+    by_xla = compiler.compile(models.distribution, 5, impl=None)
+    assert xla_fusions.float_sums(by_xla.hlo)
 
 
 def test_library_products_are_caught(compiler):

@@ -41,6 +41,7 @@ MOST_OF_A_ROUND = 850  # with a draft of `models.DRAFT`
 on_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason='impl="mosaic" is for jax 0.11 on'
 )
+IMPLS = ["triton", pytest.param("mosaic", marks=on_mosaic)]
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +260,7 @@ def test_a_round_with_a_head(compiled):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("impl", ["triton", pytest.param("mosaic", marks=on_mosaic)])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_head_of_several_slots(compiled, impl):
     """Fails if more rows of a head than a slab, those of four trees, spill or copy.
 
@@ -275,19 +276,52 @@ def test_a_head_of_several_slots(compiled, impl):
     assert not xla_fusions.float_work(report.hlo) & {"dot", "cosine", "sine"}
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("size", "num_blocks"), [(17, 1), (64, 1), (17, 3)])
+def test_a_block_of_several_slabs(compiled, size, num_blocks, impl):
+    """Fails if a block of more than 16 rows spills, copies a pool, reads the weights
+    twice, or XLA computes floats for it."""
+    report = compiled(
+        models.block_step, "qwen3-8b", size=size, num_blocks=num_blocks, impl=impl
+    )
+    report.assert_fits()
+    drafter = models.block_head("qwen3-8b", size=size, depth=1, impl=impl)
+    slabs = -(-size * num_blocks // 16)
+    assert_in_place(report, drafter.model, copies=slabs + 1, num_slots=num_blocks)
+    assert not xla_fusions.float_kernels(report)
+    if impl == "mosaic":
+        assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
+        kernels = xla_fusions.mosaic_kernels(report.hlo)
+    else:
+        kernels = [re.sub(r"__\d+$", "", each.name) for each in report.launches]
+    # Queries are a product apart, and the last norm is a kernel.
+    products = sum(kernels.count(name) for name in {*LAYER} - {"paged_attention"})
+    assert (kernels.count("paged_attention"), products) == (1, 6)
+    assert kernels.count("rms_norm") == (1 if impl == "triton" else 4)
+    print(f"{impl}: {launches(report)} launches of {num_blocks} blocks of {size}")
+
+
 @pytest.mark.rest
-def test_a_scheduled_round_of_blocks(compiled):
+@pytest.mark.parametrize("size", [models.BLOCK, 17])
+def test_a_scheduled_round_of_blocks(compiled, size):
     """Fails if a batch's round with DSpark at 8B's shapes is not one program, or copies
     a pool, or runs its backbone more than once."""
     num_slots, layers = 2, 6
     report = compiled(
-        models.scheduled_round, "qwen3-8b", layers=layers, num_slots=num_slots
+        models.scheduled_round,
+        "qwen3-8b",
+        layers=layers,
+        num_slots=num_slots,
+        size=size,
     )
     report.assert_fits()
     target = models.model("qwen3-8b", layers=layers)
-    drafter = models.block_head("qwen3-8b")
+    drafter = models.block_head("qwen3-8b", size=size)
     # The logits of the target's rows, those of the blocks, and what is chosen from.
-    assert_in_place(report, target, drafter.model, copies=3, num_slots=num_slots)
+    slabs = -(-num_slots * (size + 1) // 16)
+    copies = 3 * slabs
+    assert_in_place(report, target, drafter.model, copies=copies, num_slots=num_slots)
     tree = nested(report.thunks)
     loops = [ours(flat([each])) for each in tree if each[0].kind == "kWhile"]
     # Context: the fused features, and keys and values of each layer.
@@ -389,7 +423,8 @@ def test_a_head_step_on_mosaic(compiled):
     [
         # The norms of a tree's 32 rows, of four layers and the end.
         (models.head_round, {"layers": 4}, 2 * 4 + 1),
-        (models.scheduled_round, {"layers": 6, "num_slots": 2}, 0),
+        # The last one of the blocks.
+        (models.scheduled_round, {"layers": 6, "num_slots": 2}, 1),
     ],
 )
 def test_rounds_with_heads_on_mosaic(compiled, build, options, norms):

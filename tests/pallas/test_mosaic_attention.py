@@ -16,6 +16,7 @@ from spec_jax.ops import dispatch, row_attention
 from spec_jax.pallas import (
     attention_plan as plan,
     row_attention_mosaic,
+    row_attention_triton,
     row_jobs_mosaic,
     row_jobs_triton,
 )
@@ -119,11 +120,12 @@ def test_a_row_without_a_page_is_lost(rng):
     testing.assert_same_bits(after, run(slab, kept, branch=BRANCHES)[1])
 
 
-@pytest.mark.parametrize("width", [0, 3])
+@pytest.mark.parametrize("width", [0, 3, None])
 def test_the_jobs_are_those_of_triton(rng, monkeypatch, width):
     """Fails if a row lies elsewhere, is lost for another reason, or leads other splits.
 
-    A slot's pages are two lines of the table.
+    A slot's pages are two lines of the table. Rows without a width lie one position
+    before the last that they see.
     """
     monkeypatch.setattr(row_jobs_mosaic, "TABLE_ENTRIES", 128)
     S, M, P, R = 3, 130, 400, 7
@@ -142,36 +144,43 @@ def test_the_jobs_are_those_of_triton(rng, monkeypatch, width):
     for live, first in ((R, 1000), (R, 1030), (3, 500), (0, 0)):
         slots = np.asarray([0, 1, 1, 0, 1, 3, -1], np.int32)
         positions = first + np.asarray([3, 9, 2, 5, 2**30, 1, 1], np.int32)
-        at = positions[:, None] + rng.permuted(
-            np.tile(np.arange(1 - width, 1, dtype=np.int32), (R, 1)), axis=1
-        )
-        branch = {"branch": at} if width else {}
+        branch = {}
+        if width:
+            steps = np.tile(np.arange(1 - width, 1, dtype=np.int32), (R, 1))
+            branch["branch"] = positions[:, None] + rng.permuted(steps, axis=1)
+        if width is None:
+            branch["places"] = positions - 1
         given = table, slots, positions, np.int32(live)
         testing.assert_same_bits(twin(*given, **branch), make(*given, **branch))
 
 
-def test_rows_of_a_block_see_all_of_it(rng, monkeypatch):
-    """Fails if a row of a block drafter's sees less than its block, or more.
+BLOCK = 17  # of rows that lie on both sides of a split's end
+BACKENDS = {
+    "mosaic": (row_attention_mosaic, CONFIG, mosaic_interpreter.params()),
+    "triton": (row_attention_triton, slabs.SMALL, True),
+}
 
-    As XLA's form has it, whose keys go in the order of positions.
-    """
-    attend = functools.partial(row_attention_mosaic.attend, config=CONFIG)
+
+@pytest.mark.parametrize("impl", BACKENDS)
+def test_rows_of_a_block_see_all_of_it(rng, monkeypatch, impl):
+    """Fails if a row of a block drafter's sees less than its block, or more."""
+    module, config, interpret = BACKENDS[impl]
+    attend = functools.partial(module.attend, config=config)
     kernels = types.SimpleNamespace(attend=attend)
-    here = lambda name, impl: (kernels, mosaic_interpreter.params())
-    monkeypatch.setattr(dispatch, "kernels", here)
-    rows = [(1, 30 + i) for i in range(ROWS)]
-    slab = slabs.small_slab(rng, rows=rows, prefix=(3, 30), **SIZES)
+    monkeypatch.setattr(dispatch, "kernels", lambda name, impl: (kernels, interpret))
+    rows = [(1, 120 + i) for i in range(BLOCK)]
+    slab = slabs.small_slab(rng, rows=rows, prefix=(3, 120), **SIZES)
     for pool in (slab.k_pages, slab.v_pages):  # XLA's form reads all of a page.
         pool[np.isnan(pool.astype(np.float32))] = 0
-    inputs = {name: jnp.asarray(x) for name, x in slab.arguments(ROWS).items()}
+    inputs = {name: jnp.asarray(x) for name, x in slab.arguments(BLOCK).items()}
     run = functools.partial(
         row_attention.row_attention, **inputs, **slabs.numbers(slab)
     )
     attended = lambda **how: jax.jit(functools.partial(run, **how))()[0]
-    found = attended(block=ROWS, impl="mosaic")
-    expected = attended(block=ROWS, impl="xla")
+    found = attended(block=BLOCK, impl=impl)
+    expected = attended(block=BLOCK, impl="xla")
     close = functools.partial(
-        testing.assert_rows_close, dtype="bfloat16", reduction=128 + 34
+        testing.assert_rows_close, dtype="bfloat16", reduction=128 + 137
     )
     close(found, expected)
     with pytest.raises(AssertionError):  # Negative control: each to its own position.

@@ -28,8 +28,9 @@ def test_norms_are_those_of_triton(rng):
     norm = jax.jit(
         functools.partial(rms_norm_mosaic.rms_norm, eps=1e-6, interpret=PARAMS)
     )
-    found = norm(x, weight, num_active=np.int32(2))
-    expected = rms_norm_triton.rms_norm(x, weight, eps=1e-6, interpret=True)
+    two = {"num_active": np.int32(2)}
+    found = norm(x, weight, **two)
+    expected = rms_norm_triton.rms_norm(x, weight, **two, eps=1e-6, interpret=True)
     # Squares may be summed in another order.
     testing.assert_rows_close(found[:2], expected[:2], dtype="bfloat16", reduction=1)
     turned = norm(x[::-1], weight, num_active=np.int32(3))

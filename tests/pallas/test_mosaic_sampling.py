@@ -16,6 +16,7 @@ from spec_jax.pallas import (
     first_tokens_mosaic,
     first_tokens_triton,
     noisy_weights_mosaic,
+    row_sums_mosaic,
 )
 
 
@@ -31,7 +32,7 @@ SETTINGS = (
 @pytest.fixture
 def draw(monkeypatch):
     """`draw(logits, settings, ..)` by the interpreted kernels, of chunks of 128."""
-    for module in (first_tokens_mosaic, noisy_weights_mosaic):
+    for module in (first_tokens_mosaic, noisy_weights_mosaic, row_sums_mosaic):
         monkeypatch.setattr(module, "CHUNK", 128)
     real = dispatch.kernels
 
@@ -69,6 +70,23 @@ def test_draws_are_those_of_triton(rng, draw):
     # Negative control: keyed one position late.
     late = triton(logits, settings, positions=positions + 1, draws=every)
     assert found[2] != late[2]
+
+
+def test_distributions_are_those_of_triton(rng, draw):
+    """Fails if a chunk is counted twice, or a row's sum depends on another row."""
+    del draw  # Its kernels are interpreted.
+    settings, (logits, _) = plain.stacked(SETTINGS), inputs(rng)
+    made, triton = (
+        jax.jit(functools.partial(draw_op.distribution, impl=impl))
+        for impl in ("mosaic", "interpret")
+    )
+    found = np.asarray(made(logits, settings))
+    np.testing.assert_allclose(found, triton(logits, settings), rtol=1e-5)
+    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-5)
+    one = jax.tree.map(lambda leaf: leaf[2:], settings)
+    testing.assert_same_bits(made(logits[2:], one), found[2:])
+    with pytest.raises(ValueError, match="rows of 100 logits"):
+        row_sums_mosaic.row_sums(logits[:, :100], interpret=PARAMS)
 
 
 def kept(module, logits, values, interpret):

@@ -16,10 +16,15 @@ from spec_jax.pallas import rms_norm_triton
 
 EPS = 1e-3  # large enough to be seen in rows of small values
 
-_norm = jax.jit(
+_norm_active = jax.jit(
     functools.partial(rms_norm_triton.rms_norm, interpret=True),
     static_argnames=("eps",),
 )
+
+
+def _norm(x, weight, *, eps):
+    """Of rows that are all active."""
+    return _norm_active(x, weight, num_active=np.int32(len(x)), eps=eps)
 
 
 def inputs(rng, width, rows=16):
@@ -71,6 +76,8 @@ def test_a_row_is_that_row_alone(rng):
     y = np.asarray(_norm(spoilt, weight, eps=EPS))
     testing.assert_same_bits(y[others], alone[others])
     assert np.isnan(y[3]).all()
+    some = _norm_active(x, weight, num_active=np.int32(5), eps=EPS)
+    testing.assert_same_bits(some[:5], alone[:5])
 
 
 TRACED_BY_A_NEW_PROCESS = """
@@ -82,7 +89,9 @@ traces = []
 @jax.jit
 def norm(x):
     traces.append(x)
-    return rms_norm_triton.rms_norm(x, x[0], eps=1e-6, interpret=True)
+    return rms_norm_triton.rms_norm(
+        x, x[0], num_active=jnp.int32(16), eps=1e-6, interpret=True
+    )
 
 for _ in range(3):
     norm(jnp.ones((16, 64), jnp.bfloat16))

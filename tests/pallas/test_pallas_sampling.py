@@ -3,6 +3,7 @@
 The oracle sorts in float64. What a GPU makes of the kernels is in `test_hopper_exact`.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -12,11 +13,13 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.drafters import draft_trees
+from spec_jax.engine import protocols, verification
 from spec_jax.ops import draw as draw_op
 from spec_jax.pallas import (
     first_tokens_triton as first,
     gumbel_noise,
     noisy_weights_triton,
+    row_sums_triton,
     token_order,
 )
 from spec_jax.rules import sampling
@@ -263,6 +266,57 @@ def test_a_row_has_the_bits_that_it_has_alone(rng):
         testing.assert_same_bits(np.asarray(moved), together)
 
 
+_distribution = jax.jit(functools.partial(draw_op.distribution, impl="interpret"))
+
+
+def test_distributions_are_those_of_the_rules(rng):
+    """Fails if a filter, a temperature or a token is left out of a row, or summed
+    twice."""
+    logits, _ = make_rows(rng)
+    settings = stacked()
+    found = np.asarray(_distribution(logits, settings))
+    rule = jax.jit(sampling.distribution)
+    expected = np.stack(
+        [
+            rule(row, sampling.make_settings(**values))
+            for row, values in zip(logits, SETTINGS, strict=True)
+        ]
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert (found == 0).any(axis=1).tolist() == [True, True, False, True, True, True]
+    assert found[0, np.argmax(logits[0])] == found[0].sum() == 1
+    # Negative control: the row's own settings decide.
+    with pytest.raises(AssertionError):
+        turned = jax.tree.map(lambda leaf: leaf[::-1], settings)
+        np.testing.assert_allclose(_distribution(logits, turned), expected, rtol=1e-5)
+    # One for all rows; and a row alone.
+    one = sampling.make_settings(**SETTINGS[4])
+    testing.assert_same_bits(_distribution(logits[4:5], one), found[4:5])
+
+
+def test_sums_have_one_order(rng):
+    """Fails if a chunk is left out, or a row's sum depends on other rows."""
+    x = np.exp(make_rows(rng)[0])
+    sums = jax.jit(functools.partial(draw_op.row_sums, impl="interpret"))
+    found = np.asarray(sums(x))
+    np.testing.assert_allclose(found, x.sum(axis=1, dtype=np.float64), rtol=1e-5)
+    for row in range(ROWS):
+        testing.assert_same_bits(sums(x[row]), found[row])
+    parts = np.asarray(sums(x[:, : first.CHUNK])), np.asarray(sums(x[:, first.CHUNK :]))
+    # Negative control: other chunks are another order.
+    assert (np.add(*parts) != found).any()
+    with pytest.raises(ValueError, match=r"rows bfloat16\[1, 8\]"):
+        row_sums_triton.row_sums(jnp.zeros((1, 8), jnp.bfloat16), interpret=True)
+
+
+def test_scores_of_children_are_log_softmaxes(rng):
+    """Fails if a row is normed by another's sum, or not at all."""
+    logits, _ = make_rows(rng)
+    found = draw_op.log_softmax(jnp.asarray(logits).reshape(2, 3, -1), impl="interpret")
+    expected = jax.nn.log_softmax(logits).reshape(2, 3, -1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_bfloat16_is_widened(rng):
     """Fails if anything is computed in the logits' own dtype."""
     logits, positions = make_rows(rng)
@@ -284,19 +338,25 @@ def test_refusals(rng):
         jax.jit(functools.partial(draw_op.draw, impl="xla"))(logits, stacked(), **how)
 
 
-def test_trees_have_the_noise_of_the_draws_they_aim_at(rng):
-    """Fails if a level's rows have the noise of other positions, or other settings."""
+@pytest.mark.parametrize("has_probs", [False, True])
+def test_trees_have_the_noise_of_the_draws_they_aim_at(rng, has_probs):
+    """Fails if a level's rows have the noise of other positions, or other settings; of
+    independent draws, of other columns, or are from other probabilities."""
     logits, _ = make_rows(rng)
     logits = jnp.asarray(logits).reshape(2, 3, VOCAB)
     settings, length = stacked(SETTINGS[-1:] + SETTINGS[:1]), jnp.asarray([40, 9])
 
     def weights(impl, level):
         draw = draft_trees.Draw(
-            sampling=settings, length=length, impl=impl, has_probs=False
+            sampling=settings, length=length, impl=impl, has_probs=has_probs
         )
+        if has_probs:
+            put = jax.jit(draw.put)(jnp.zeros((2, 7, VOCAB)), logits, jnp.int32(level))
+            columns.append(np.asarray(put))
         find = jax.jit(functools.partial(draw.weights, width=3))
         return np.asarray(find(logits, level=jnp.int32(level)))
 
+    columns = []
     expected = weights("xla", 2)
     np.testing.assert_array_equal(np.isfinite(expected).sum(axis=-1)[0], 700)
     testing.assert_rows_close(
@@ -306,3 +366,76 @@ def test_trees_have_the_noise_of_the_draws_they_aim_at(rng):
     near(weights("interpret", 2), atol=1e-5)
     with pytest.raises(AssertionError):
         near(weights("interpret", 3), atol=1e-5)
+    if has_probs:
+        np.testing.assert_allclose(columns[1], columns[0], rtol=1e-5)
+        assert np.flatnonzero(columns[1][0].any(axis=1)).tolist() == [2, 3, 4]
+        assert np.flatnonzero(columns[-1][0].any(axis=1)).tolist() == [3, 4, 5]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What decides by logits that are given to it."""
+
+    sums: draw_op.Sums | None
+
+    def choose(self, logits, num_active):
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("rule", "parents"),
+    [("rejection", None), ("block", None), ("rejection", (0, 0, 1))],
+)
+def test_rules_decide_as_they_do_by_xla(rng, rule, parents):
+    """Fails if a rule is told of other sums, rows or settings by the kernels.
+
+    Their bits differ: a uniform number so near a bound has not been met.
+    """
+    logits = jnp.asarray(make_rows(rng, 1.0)[0][:4])
+    sharper = sampling.make_settings(top_k=50, temperature=0.6)
+    drafted = sampling.distribution(logits[:3], sharper)
+    verified = protocols.Verified(
+        logits=logits,
+        slots=jnp.zeros(4, jnp.int32),
+        positions=jnp.arange(4, dtype=jnp.int32),
+        num_active=jnp.int32(4),
+        at=jnp.arange(4, dtype=jnp.int32)[None],
+    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def decide(target, settings, tokens):
+        proposal = protocols.Proposal(
+            tokens=tokens[None],
+            num_drafted=jnp.asarray([3], jnp.int32),
+            probs=drafted[None],
+            parents=None if parents is None else jnp.asarray([parents], jnp.int32),
+        )
+        return verification.decide(
+            target,
+            verified,
+            proposal,
+            jax.tree.map(lambda leaf: leaf[None], settings),
+            first_position=jnp.asarray([7], jnp.int32),
+            rule=rule,
+            depth_max=2,
+            wanted=jnp.asarray([3], jnp.int32),
+        )[0]
+
+    columns = jnp.asarray(parents or (0, 1, 2))
+    best = jax.lax.top_k(logits[columns], 3)[1]
+
+    def outcomes(impl, top_k=50):
+        target = Target(draw_op.sums(impl))
+        found = []
+        for seed in range(12):
+            settings = sampling.make_settings(seed=seed, top_k=top_k, temperature=0.9)
+            found.append(decide(target, settings, best[:, seed % 3]))
+        return jax.tree.map(np.asarray, found)
+
+    by_xla = outcomes("xla")
+    testing.assert_same_bits(outcomes("interpret"), by_xla)
+    accepted = {int(each.num_accepted[0]) for each in by_xla}
+    assert len(accepted) > 1
+    with pytest.raises(AssertionError):  # Negative control: by other settings.
+        testing.assert_same_bits(outcomes("interpret", top_k=4), by_xla)

@@ -160,26 +160,27 @@ def test_a_plan_by_active_rows_is_caught(monkeypatch):
         testing.assert_same_bits(together, alone)
 
 
-GAMMA_MAX, MAX_TOKENS = 4, 24
+GAMMAS, MAX_TOKENS = (4, 18), 24  # windows of one slab, and of two
 PROMPT = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77]
 SIZES_OF_CACHES = {"capacity": 64, "page_size": 8}
 
 
-@pytest.fixture(scope="module")
-def pair():
+@pytest.fixture(scope="module", params=GAMMAS)
+def pair(request):
     """A target of one layer, and a drafter of the same shape."""
     config = rows_lib.make_config("bfloat16", **SIZES, num_layers=1)
     target = row_model.RowModel(config=config, impl="interpret", slab=SLAB)
     params = params_lib.init(jax.random.key(0), config, stddev=0.1)
-    return target, draft_model.DraftModel(model=target, gamma_max=GAMMA_MAX), params
+    return target, draft_model.DraftModel(model=target, gamma_max=request.param), params
 
 
-def run_rounds(pair, draft_params, gamma, sampling):
+def run_rounds(pair, draft_params, gamma, sampling, rule="coupled"):
     target, drafter, params = pair
     speculator = round_lib.Speculator(
         params=(params, draft_params),
         target=rows.SlotRows(model=target, num_slots=1),
-        drafter=each.lift(drafter, 1),
+        drafter=each.lift(drafter.for_rule(rule), 1),
+        rule=rule,
     )
     slots = scheduler.Scheduler(speculator=speculator, **SIZES_OF_CACHES)
     request = scheduler.Request(
@@ -201,6 +202,26 @@ SAMPLINGS = (
 """Data: the same executables."""
 
 
+def noisy_params(pair):
+    """Those of a drafter that is sometimes right."""
+    target, _, params = pair
+    noise = params_lib.init(jax.random.key(2), target.config, stddev=0.02)
+    return jax.tree.map(lambda x, n: x + n if x.ndim > 1 else x, params, noise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_drafts_from_the_targets_own_distribution_are_kept(pair, rule):
+    """Fails if drafts are drawn from, or judged by, other sums than the target's."""
+    sampling = sampling_lib.make_settings(**SAMPLINGS[1])
+    rates = []
+    for draft_params in (pair[2], noisy_params(pair)):
+        slot, _ = run_rounds(pair, draft_params, 4, sampling, rule)
+        assert int(slot.length) == len(PROMPT) + MAX_TOKENS
+        rates.append(int(slot.num_accepted) / int(slot.num_proposed))
+    assert rates[0] == 1 > rates[1]
+
+
 @pytest.mark.slow
 def test_a_generation_is_that_of_plain_decoding(pair):
     """Fails if tokens or committed K/V are not those of plain decoding.
@@ -208,9 +229,8 @@ def test_a_generation_is_that_of_plain_decoding(pair):
     The perfect drafter is the target itself, and proposes from a cache and through
     kernels of its own: any proposal that is refused is a bit that differed.
     """
-    target, _, params = pair
-    noise = params_lib.init(jax.random.key(2), target.config, stddev=0.02)
-    noisy = jax.tree.map(lambda x, n: x + n if x.ndim > 1 else x, params, noise)
+    target, drafter, params = pair
+    most, noisy = drafter.gamma_max, noisy_params(pair)
     texts = set()
     for values in SAMPLINGS:
         sampling = sampling_lib.make_settings(**values)
@@ -223,7 +243,7 @@ def test_a_generation_is_that_of_plain_decoding(pair):
         assert length == len(PROMPT) + MAX_TOKENS
         texts.add(tuple(np.asarray(plain.tokens).tolist()))
         accepted = set()
-        for gamma in (2, GAMMA_MAX) if values == SAMPLINGS[0] else (GAMMA_MAX,):
+        for gamma in (2, most) if values == SAMPLINGS[0] else (most,):
             for draft_params in (params, noisy):
                 slot, kv = run_rounds(pair, draft_params, gamma, sampling)
                 assert int(slot.length) == length

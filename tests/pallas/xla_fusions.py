@@ -11,6 +11,7 @@ import hopper
 MOVED = {
     "bitcast",
     "broadcast",
+    "concatenate",
     "conditional",
     "constant",
     "copy",
@@ -61,6 +62,20 @@ def float_work(hlo: str) -> set[str]:
         if name not in MOVED - {"transpose"}
     }
     return found | called(hlo) - {TRITON, MOSAIC}
+
+
+def float_sums(hlo: str) -> list[str]:
+    """The operations of a program that reduce floats by adding them."""
+    bodies = computations(hlo)
+    adds = re.compile(rf"ROOT %\S+ = {_FLOAT[2:]}\]\S* add\(")
+    adders = {name for name, lines in bodies.items() if any(map(adds.search, lines))}
+    return [
+        line.strip()
+        for lines in bodies.values()
+        for line in lines
+        if re.search(r" reduce(?:-window)?\(", line)
+        and re.search(r"to_apply=%([\w.-]+)", line)[1] in adders
+    ]
 
 
 def called(hlo: str) -> set[str]:

@@ -1,0 +1,114 @@
+"""Blocks of more rows than a slab, on the Triton kernels interpreted: as bits.
+
+The oracle is the block of one slot, run alone: 17 rows in two slabs.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model import block_cases
+
+from spec_jax import testing
+from spec_jax.drafters import block
+from spec_jax.model import (
+    block_heads,
+    block_params,
+    params as params_lib,
+    row_model,
+)
+from spec_jax.paging import allocator
+
+
+SIZE, SLOTS = 17, 4  # 68 rows: more than run at once
+CONTEXT = (0, 3, 9, 5)
+ANCHORS = (3, 5, 7, 11)
+HEAD = dataclasses.replace(
+    block_cases.DFLASH,
+    layer=dataclasses.replace(block_cases.LAYER, num_layers=1, dtype="bfloat16"),
+    block_size=SIZE,
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    target = params_lib.init(
+        jax.random.key(9),
+        dataclasses.replace(block_cases.TARGET, dtype="bfloat16"),
+        stddev=0.3,
+    )
+    return block_params.init(
+        jax.random.key(0), HEAD, embed=target.embed, lm_head=target.head, stddev=0.3
+    )
+
+
+def run(params, impl, which):
+    """Of a batch of these slots: keys, and the hidden states and logits of blocks.
+
+    The context of each slot is keys and values at random.
+    """
+    which = np.asarray(which)
+    model = row_model.RowModel(
+        config=HEAD.layer, impl=impl, slab=row_model.slab_for(impl, SIZE)
+    )
+    drafter = block.BlockDrafter(head=HEAD, model=model, gamma_max=HEAD.num_drafts)
+    slots = drafter.for_slots(len(which))
+    memory = slots.init(capacity=16, page_size=8)
+    kv = memory.kv
+    for slot in range(len(which)):
+        kv = allocator.reserve(kv, slot, kv.slot_capacity)
+    pools = [np.zeros(pages.shape, jnp.bfloat16) for pages in (*kv.k, *kv.v)]
+    for slot, known in enumerate(which):
+        rng = np.random.default_rng(known)
+        for pool in pools:
+            at = np.asarray(kv.page_table)[slot]
+            pool[at] = rng.normal(size=(len(at), *pool.shape[1:]))
+    k, v = map(jnp.asarray, pools)
+    lengths, anchors = (jnp.asarray(x, jnp.int32)[which] for x in (CONTEXT, ANCHORS))
+
+    @jax.jit
+    def blocks(params, kv):
+        asked = jnp.ones(len(which), bool)
+        kv, _, *outputs = slots._run_block(params, kv, anchors[:, None], lengths, asked)
+        return kv.k[0][kv.page_table], *outputs
+
+    return jax.tree.map(
+        np.asarray, blocks(params, kv.replace(k=(k,), v=(v,), length=lengths))
+    )
+
+
+@pytest.fixture(scope="module")
+def together(params):
+    return run(params, "interpret", range(SLOTS))
+
+
+def test_a_block_is_that_block_alone(params, together):
+    """Fails if a row's bits depend on how many slabs or tiles there are."""
+    alone = run(params, "interpret", [2])
+    testing.assert_same_bits(alone, tuple(x[2:3] for x in together))
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(alone, tuple(x[3:] for x in together))
+
+
+def test_blocks_are_those_of_xla(params, together):
+    """Fails if a row sees less than its block, or another's."""
+    found = together[1].astype(np.float32)
+    expected = run(params, "xla", range(SLOTS))[1].astype(np.float32)
+    size = np.linalg.norm(expected, axis=2)
+    assert (np.linalg.norm(found - expected, axis=2) < 0.02 * size).all()
+    # Negative control: that of another slot.
+    assert (np.linalg.norm(found[1:] - expected[:-1], axis=2) > 0.1 * size[1:]).all()
+
+
+def test_a_product_of_more_rows_than_a_slab():
+    """Fails if a level of trees, or slots, past 16 rows are refused or cut off."""
+    rng = np.random.default_rng(5)
+    x, w = (jnp.asarray(rng.normal(size=(n, 32)), jnp.bfloat16) for n in (70, 48))
+    product = block_heads.row_product("interpret")
+    y = product(x, w)
+    testing.assert_same_bits(product(x[66:67], w), y[66:67])
+    testing.assert_same_bits(product(x[:17], w), y[:17])
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    testing.assert_rows_close(y, expected, dtype="float32", reduction=32)
