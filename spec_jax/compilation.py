@@ -3,13 +3,22 @@
 On a GPU, XLA by default times several ways to compile a fusion and takes the fastest:
 two processes, or two programs with fusions of one meaning, may then round differently.
 Exact programs are compiled without that.
+
+On a CPU each operation that XLA does not fuse is a kernel: to compile one takes some
+ten milliseconds, and to start one as long as some hundred additions. `one_kernel` makes
+one of all that a function of a few integers does.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import xla_metadata
+from jax.extend import core
 
 
 def options(platform: str) -> dict[str, bool]:
@@ -62,6 +71,141 @@ class Jitted:
 def jit(function: Callable, **how: Any) -> Jitted:
     """Returns `Jitted` of a function, to be used as `jax.jit` is."""
     return Jitted(function, **how)
+
+
+# What the compiler of `one_kernel` is known to take. It has no scatters, sorts or calls
+# of other kernels; loops and branches that leave a value unread end the process.
+_TAKEN = frozenset(
+    """
+    add and argmax argmin broadcast_in_dim clamp concatenate convert_element_type
+    cumprod cumsum div dynamic_slice dynamic_update_slice eq gather ge gt iota
+    is_finite jit le lt max min mul ne neg not or pad pjit reduce_and reduce_max
+    reduce_min reduce_or reduce_sum rem reshape rev select_n sign slice split squeeze
+    sub transpose xor
+    """.split()
+)
+# Of floats it moves bits alone: it may contract what other compilers round twice.
+_MOVES = frozenset(
+    """
+    broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather jit pad pjit
+    reshape rev select_n slice split squeeze transpose
+    """.split()
+)
+_MARKS = {"inlineable": "false", "xla_cpu_small_call": "true"}
+_SMALL = 64
+_tracing = threading.local()
+
+
+def one_kernel(function: Callable) -> Callable:
+    """Has XLA make one kernel of a function on a CPU: bookkeeping of a few integers.
+
+    No value changes, and nothing does on other platforms, outside of a trace, and where
+    the function does what such a kernel cannot, as scattering or adding floats. What it
+    passes on or never reads takes no part, as the pages of a cache. A function within
+    it that is decorated too is a part of its kernel.
+
+    Args:
+      function: of pytrees; leaves that are no arrays of jax are static. Where it reads
+        an array of more than 64 elements and returns one of that shape, the second
+        depends on the first.
+    """
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        if getattr(_tracing, "one_kernel", False) or not _is_traced(leaves):
+            return function(*args, **kwargs)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+        def of_arrays(*values):
+            given = dict(enumerate(leaves)) | dict(zip(places, values, strict=True))
+            args, kwargs = jax.tree.unflatten(structure, given.values())
+            return function(*args, **kwargs)
+
+        arrays = [leaves[i] for i in places]
+        with _within_one_kernel():
+            closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        if not _primitives(closed.jaxpr) <= _TAKEN:
+            return function(*args, **kwargs)
+        return jax.tree.unflatten(jax.tree.structure(shapes), _run(closed, arrays))
+
+    return call
+
+
+def _run(closed: core.ClosedJaxpr, arrays: list[jax.Array]) -> list[Any]:
+    """Returns what a traced function makes of arrays, as one kernel on a CPU."""
+    jaxpr = closed.jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    known = dict(zip(inputs, [*closed.consts, *arrays], strict=True))
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    asked = list(dict.fromkeys(v for v in jaxpr.outvars if _is_in(v, made)))
+    read = [v for eqn in jaxpr.eqns for v in eqn.invars if _is_in(v, known)]
+    read = list(dict.fromkeys(read))
+
+    def compute(*values):
+        now = known | dict(zip(read, values, strict=True))
+        whole = core.ClosedJaxpr(jaxpr, [now[v] for v in jaxpr.constvars])
+        outputs = core.jaxpr_as_fun(whole)(*(now[v] for v in jaxpr.invars))
+        by_place = zip(jaxpr.outvars, outputs, strict=True)
+        found = {v: output for v, output in by_place if _is_in(v, made)}
+        return [found[v] for v in asked]
+
+    def as_one(*values):
+        def run(*values):
+            with xla_metadata.set_xla_metadata(**dict.fromkeys(_MARKS)):
+                results = compute(*values)
+            # XLA's compiler ends the process over an argument that nothing reads, as
+            # may happen once constants are folded: what is returned is read. A large
+            # array that is changed in place would be copied for that.
+            changed = {_kind(result) for result in results}
+            kept = [v for v in values if v.size <= _SMALL or _kind(v) not in changed]
+            return results, jax.lax.optimization_barrier(kept)
+
+        with xla_metadata.set_xla_metadata(**_MARKS):
+            returned = jax.jit(run)(*values)
+        return jax.lax.optimization_barrier(returned)[0]  # So that all is returned.
+
+    found = dict(known)
+    if asked:
+        values = (known[v] for v in read)
+        results = jax.lax.platform_dependent(*values, cpu=as_one, default=compute)
+        found |= zip(asked, results, strict=True)
+    return [v.val if isinstance(v, core.Literal) else found[v] for v in jaxpr.outvars]
+
+
+def _is_in(variable: Any, variables: Any) -> bool:
+    """Whether a variable is one of these; a literal, which has no hash, is none."""
+    return not isinstance(variable, core.Literal) and variable in variables
+
+
+def _kind(value: jax.Array) -> tuple[Any, ...]:
+    return value.shape, value.dtype
+
+
+def _primitives(jaxpr: core.Jaxpr) -> set[str]:
+    """Returns the names of all that a traced function does, and what it calls; of what
+    it does with floats but for moving them, other names."""
+    names = set()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        floats = [v for v in eqn.outvars if _is_float(v)]
+        names.add(f"{name} of floats" if floats and name not in _MOVES else name)
+        for inner in core.jaxprs_in_params(eqn.params):
+            names |= _primitives(inner)
+    return names
+
+
+def _is_float(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+
+
+@contextlib.contextmanager
+def _within_one_kernel() -> Iterator[None]:
+    _tracing.one_kernel = True
+    try:
+        yield
+    finally:
+        _tracing.one_kernel = False
 
 
 def _is_traced(values: Any) -> bool:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
-from spec_jax import pytree
+from spec_jax import compilation, pytree
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib
@@ -55,6 +55,7 @@ def own_noise(
     return jax.vmap(one)(seeds, positions, offsets)
 
 
+@compilation.one_kernel
 def goal_of(
     kv: paged.PagedKV, length: Int[Array, " B"], gamma: Int[Array, " B"]
 ) -> Int[Array, " B"]:
@@ -64,6 +65,14 @@ def goal_of(
     not caught up on either: it would fail in every round.
     """
     return jnp.maximum(length, jnp.minimum(length + gamma, kv.slot_capacity + 1))
+
+
+@compilation.one_kernel
+def _pending(
+    kv: paged.PagedKV, length: Int[Array, " B"], gamma: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Returns the tokens of each slot that have no K/V yet, and how many to draft."""
+    return length - kv.length, goal_of(kv, length, gamma) - length
 
 
 def new_cache(
@@ -173,19 +182,18 @@ class SlotDraftModel(OfSlots):
         """Drafts `gamma[b]` tokens; fewer where the cache has no room, or where the
         draft is not confident. None in a slot whose sequence the cache cannot hold."""
         slab, gamma_max = self._slab, self.gamma_max
-        width = max(slab, self.drafter.catch_up_rows) + gamma_max
         # What an earlier round found says nothing of this one.
         memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
-        text = jnp.pad(tokens, ((0, 0), (0, width)))
         goal = goal_of(memory, length, gamma)
-        memory = self._catch_up(params, memory, text, length, asked=goal > length)
+        memory = self._catch_up(params, memory, tokens, length, asked=goal > length)
         if self._is_one_call(sampling):
+            pending, counts = _pending(memory, length, gamma)
             memory, drafts, num_drafted = self._rows.run_chains(
                 params,
                 memory,
-                tokens=windows(text, memory.length, slab),
-                pending=length - memory.length,
-                counts=goal - length,
+                tokens=windows(tokens, memory.length, slab),
+                pending=pending,
+                counts=counts,
                 most=gamma_max,
             )
             return memory, protocols.Proposal(tokens=drafts, num_drafted=num_drafted)
@@ -199,7 +207,7 @@ class SlotDraftModel(OfSlots):
                 sampling = greedy(self.num_slots)
         drafting = _Drafting(
             kv=memory,
-            text=text,
+            text=jnp.pad(tokens, ((0, 0), (0, gamma_max))),
             known=length,
             goes_on=jnp.ones((self.num_slots,), bool),
             probs=probs,
@@ -370,12 +378,14 @@ def greedy(num_slots: int) -> sampling_lib.SamplingSettings:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), greedy)
 
 
+@compilation.one_kernel
 def windows(
     text: Int[Array, "B max_len"], starts: Int[Array, " B"], size: int
 ) -> Int[Array, "B size"]:
-    """Returns `size` tokens of each text, from its start on."""
-    cut = lambda row, start: jax.lax.dynamic_slice(row, (start,), (size,))
-    return jax.vmap(cut)(text, starts)
+    """Returns `size` tokens of each text, from its start on; past its end, zeros."""
+    rows = jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
+    columns = starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    return text.at[rows, columns].get(mode="fill", fill_value=0)
 
 
 def widened(

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import pytree
+from spec_jax import compilation, pytree
 from spec_jax.engine import loop, protocols, state as state_lib, verification
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.rules import acceptance
@@ -87,13 +87,7 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     gamma = _gamma(speculator, slots)
     memory, proposal = _draft(speculator, state, gamma)
     depth_max = protocols.depth_max(drafter)
-    pending = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
-    window = protocols.Window(
-        tokens=jnp.concatenate([pending, proposal.tokens], axis=1),
-        start=slots.length - 1,
-        num_active=jnp.where(running, proposal.num_drafted + 1, 0),
-        **_tree_of(proposal, depth_max),
-    )
+    window = _window(slots, proposal, depth_max)
     taps = protocols.taps_of(drafter)
     # Not passed where none are asked for: most targets and drafters know no features.
     asked = {"taps": taps} if taps else {}
@@ -116,24 +110,43 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
         is_finite=is_finite,
         out_of_pages=running & target.out_of_pages(cache),
     )
-    commit = functools.partial(commit_slot, gamma_policy=speculator.gamma_policy)
-    slots = state_lib.map_slots(commit, slots, info)
+    return _end(speculator, state, cache, memory, verified, info), info
+
+
+@compilation.one_kernel
+def _end(
+    speculator: Speculator,
+    state: State,
+    cache: protocols.Cache,
+    memory: protocols.Memory,
+    verified: protocols.Verified,
+    info: RoundInfo,
+) -> State:
+    """Commits what was decided, and cuts target and drafter to it."""
+    target, drafter = speculator.target, speculator.drafter
+    before, running, outcome = state.slots.length, state.slots.running, info.outcome
+    slots = state.slots
+    if speculator.gamma_policy is not None:
+        update = functools.partial(_update_policy, speculator.gamma_policy)
+        slots = slots.replace(policy=state_lib.map_slots(update, slots, info))
+    slots = commit(slots, info)
     if outcome.path is not None:
         # The target's own token, the last that is committed, has no K/V yet.
-        num_kept = slots.length - state.slots.length - 1
-        cache = target.keep_path(cache, outcome.path, num_kept, start=window.start)
+        num_kept = slots.length - before - 1
+        cache = target.keep_path(cache, outcome.path, num_kept, start=info.window.start)
     features = {}
-    if taps:
-        num_kept = slots.length - state.slots.length
-        features["features"] = _features(verified, outcome, num_kept, depth_max)
-    state = State(
+    if protocols.taps_of(drafter):
+        num_kept = slots.length - before
+        features["features"] = _features(
+            verified, outcome, num_kept, protocols.depth_max(drafter)
+        )
+    return State(
         slots=slots,
         cache=target.truncate(cache, slots.length - 1, asked=running),
         memory=drafter.commit(
-            draft_params, memory, slots.length, asked=running, **features
+            speculator.params[1], memory, slots.length, asked=running, **features
         ),
     )
-    return state, info
 
 
 def _draft(
@@ -149,24 +162,49 @@ def _draft(
         gamma=gamma,
         sampling=slots.sampling,
     )
-    # The limit of a sequence and the room in the cache are met because of this clip,
-    # and not because a drafter keeps its promise. Its tokens need no such bound: no
-    # rule accepts one outside the vocabulary.
-    num_drafted = jnp.clip(proposal.num_drafted, 0, gamma)
+    proposal = _clipped(proposal, gamma)
     if policy_lib.schedules(speculator.gamma_policy):
         num_drafted = cast(Any, speculator.gamma_policy).trim(
             slots.policy,
             survival=protocols.survival_of(drafter, proposal),
-            num_drafted=num_drafted,
+            num_drafted=proposal.num_drafted,
             active=slots.running,
         )
-    proposal = proposal.replace(num_drafted=num_drafted, parents=_parents(proposal))
+        proposal = proposal.replace(num_drafted=num_drafted)
     if proposal.parents is None and protocols.is_tree(drafter):
         raise ValueError(
             f"{type(drafter).__name__} has depth_max={protocols.depth_max(drafter)}, "
             "and proposes no parents: name each draft's, or leave depth_max out"
         )
     return memory, proposal
+
+
+@compilation.one_kernel
+def _clipped(
+    proposal: protocols.Proposal, gamma: Int[Array, " B"]
+) -> protocols.Proposal:
+    """Returns the proposal within `gamma`, whatever the drafter says of it."""
+    # The limit of a sequence and the room in the cache are met because of this clip,
+    # and not because a drafter keeps its promise. Its tokens need no such bound: no
+    # rule accepts one outside the vocabulary.
+    return proposal.replace(
+        num_drafted=jnp.clip(proposal.num_drafted, 0, gamma),
+        parents=_parents(proposal),
+    )
+
+
+@compilation.one_kernel
+def _window(
+    slots: Slots, proposal: protocols.Proposal, depth_max: int
+) -> protocols.Window:
+    """Returns the columns of a round: each slot's pending token, and its drafts."""
+    pending = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
+    return protocols.Window(
+        tokens=jnp.concatenate([pending, proposal.tokens], axis=1),
+        start=slots.length - 1,
+        num_active=jnp.where(slots.running, proposal.num_drafted + 1, 0),
+        **_tree_of(proposal, depth_max),
+    )
 
 
 def _features(
@@ -205,6 +243,7 @@ def _tree_of(proposal: protocols.Proposal, depth_max: int) -> dict[str, Any]:
     return {"parents": parents, "depth_max": depth_max}
 
 
+@compilation.one_kernel
 def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
     """Returns what each slot asks for: nothing where it does not generate."""
     wanted = slots.limit - slots.length - 1
@@ -227,18 +266,20 @@ def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
     return jnp.where(slots.running, gamma, 0)
 
 
-def commit_slot(
-    slot: Slots, info: RoundInfo, *, gamma_policy: policy_lib.GammaPolicy | None
-) -> Slots:
-    """Commits ONE slot's tokens, cut after the first stop token; counts the round.
+@compilation.one_kernel
+def commit(slots: Slots, info: RoundInfo) -> Slots:
+    """Commits each slot's tokens, cut after the first stop token; counts the round.
 
     A slot that does not generate stays as it is; a round that found no page commits and
-    counts nothing. All leaves are without the axis of slots.
+    counts nothing.
     """
+    return state_lib.map_slots(commit_slot, slots, info)
+
+
+def commit_slot(slot: Slots, info: RoundInfo) -> Slots:
+    """As `commit`, of ONE slot: leaves are without the axis of slots."""
     outcome = info.outcome
-    counts = slot.running & ~info.out_of_pages
-    if gamma_policy is not None:
-        slot = _update_policy(gamma_policy, slot, info, counts)
+    counts = _counts(slot, info)
     offsets = jnp.arange(outcome.tokens.shape[0], dtype=jnp.int32)
     is_stop = verification.is_stop(outcome.tokens, slot.stop_ids)
     is_stop = is_stop & (offsets <= outcome.num_accepted)
@@ -246,14 +287,11 @@ def commit_slot(
         jnp.any(is_stop), jnp.argmax(is_stop) + 1, outcome.num_accepted + 1
     ).astype(jnp.int32)
     num_kept = jnp.where(counts, num_kept, 0)
-    # Tokens that are not committed are aimed past the end, and dropped. (-1 would not
-    # do: a negative index wraps around, even with mode="drop".)
-    n = slot.length
-    at = jnp.where(offsets < num_kept, n + offsets, slot.tokens.shape[0])
-    length = n + num_kept
+    length = slot.length + num_kept
+    origins = _origins(outcome, _reached(info))
     slot = slot.replace(
-        tokens=slot.tokens.at[at].set(outcome.tokens, mode="drop"),
-        origins=slot.origins.at[at].set(_origins(outcome, _reached(info)), mode="drop"),
+        tokens=_write(slot.tokens, outcome.tokens, slot.length, num_kept),
+        origins=_write(slot.origins, origins, slot.length, num_kept),
         length=length,
         status=_status(slot, length, jnp.any(is_stop), info.out_of_pages),
         num_nonfinite=slot.num_nonfinite
@@ -262,6 +300,25 @@ def commit_slot(
         ),
     )
     return _count(slot, info, num_kept, rounds=counts.astype(jnp.int32))
+
+
+def _counts(slot: Slots, info: RoundInfo) -> Bool[Array, ""]:
+    """Returns whether a slot's round counts: it generates, and found its pages."""
+    return slot.running & ~info.out_of_pages
+
+
+def _write(
+    row: jax.Array, values: jax.Array, start: jax.Array, count: jax.Array
+) -> jax.Array:
+    """Returns the row with the first `count` values in it, from `start` on."""
+    # Not a scatter, which is several kernels. Near the end the window begins before.
+    size = min(values.shape[0], row.shape[0])
+    first = jnp.clip(start, 0, row.shape[0] - size)
+    old = jax.lax.dynamic_slice(row, (first,), (size,))
+    offsets = jnp.arange(size, dtype=jnp.int32) - (start - first)
+    is_new = (offsets >= 0) & (offsets < count)
+    new = jnp.where(is_new, values.at[offsets].get(mode="clip"), old)
+    return jax.lax.dynamic_update_slice(row, new, (first,))
 
 
 def _along(outcome: acceptance.Outcome, columns: Bool[Array, " R"]) -> jax.Array:
@@ -286,12 +343,10 @@ def _status(
 
 
 def _update_policy(
-    gamma_policy: policy_lib.GammaPolicy,
-    slot: Slots,
-    info: RoundInfo,
-    counts: Bool[Array, ""],
-) -> Slots:
-    """Updates the policy by a round, or by zeros, which teach it nothing."""
+    gamma_policy: policy_lib.GammaPolicy, slot: Slots, info: RoundInfo
+) -> policy_lib.State:
+    """Returns the policy's state after a round, or after zeros, which teach nothing."""
+    counts = _counts(slot, info)
     numbers = info.gamma, info.proposal.num_drafted, info.outcome.num_accepted
     gamma, drafted, accepted = (jnp.where(counts, number, 0) for number in numbers)
     more = {}
@@ -299,10 +354,9 @@ def _update_policy(
         ranks = _kept_ranks(slot, info)
         is_kept = jnp.zeros(slot.kept_by_rank.shape, bool)
         more["kept"] = is_kept.at[ranks].set(counts, mode="drop")
-    policy = gamma_policy.update(
+    return gamma_policy.update(
         slot.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted, **more
     )
-    return slot.replace(policy=policy)
 
 
 def _kept_ranks(slot: Slots, info: RoundInfo) -> Int[Array, " D"]:
@@ -349,10 +403,19 @@ def _count(
         num_proposed=slot.num_proposed + rounds * g,
         num_accepted=slot.num_accepted + rounds * a,
         num_cut=slot.num_cut + rounds * (a + 1 - num_kept),
-        accepted_hist=slot.accepted_hist.at[a].add(rounds),
+        accepted_hist=_add_at(slot.accepted_hist, a[None], rounds),
         proposed_at=slot.proposed_at + rounds * _reached(info).astype(jnp.int32),
         accepted_at=slot.accepted_at + rounds * is_kept.astype(jnp.int32),
-        kept_by_rank=slot.kept_by_rank.at[ranks].add(rounds, mode="drop"),
+        kept_by_rank=_add_at(slot.kept_by_rank, ranks, rounds),
+    )
+
+
+def _add_at(counts: jax.Array, indices: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns the counts with a number added at each index; past the end, to none."""
+    # In no scatter, which `one_kernel` does not take.
+    places = jnp.arange(counts.shape[0], dtype=jnp.int32)[None]
+    return counts + number * jnp.sum(
+        indices[:, None] == places, axis=0, dtype=jnp.int32
     )
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import tree
+from spec_jax import compilation, tree
 from spec_jax.engine import protocols
 from spec_jax.model import (
     config as config_lib,
@@ -174,13 +174,8 @@ class SlotRows:
           The cache, in which all but the last draft of a slot have K/V; drafts; and how
           many each slot has, fewer than `counts` where it finds too few pages.
         """
-        wanted = (counts > 0) & (pending > 0) & (pending <= tokens.shape[1])
-        starts = kv.length
-        length = starts + pending
-        kv = allocator.reserve_each(kv, length + counts - 1, asked=wanted)
-        # A slot that finds too few pages goes as far as its own do.
-        room = kv.num_owned * kv.page_size + 1 - length
-        counts = jnp.where(wanted, jnp.clip(counts, 0, room), 0)
+        starts, length = kv.length, kv.length + pending
+        kv, counts = _reserve_chains(kv, tokens.shape[1], pending, counts)
         kv, drafts = families.of(self.config).run_chains(
             params,
             self.config,
@@ -192,8 +187,7 @@ class SlotRows:
             most=most,
             impl=self.model.impl,
         )
-        kv = allocator.extend_each(kv, length + counts - 1, asked=counts > 0)
-        return kv, drafts, counts
+        return _extend_to(kv, length + counts - 1, counts), drafts, counts
 
     def _run(self, params, kv, window, *, taps=(), with_logits=True):
         """Runs the columns as `run_window` does, whose outputs are logits and features,
@@ -309,18 +303,9 @@ def run_window(
       The rows, where each column went among them, the cache, and the outputs of all
       rows, leaves `[P, ..]`.
     """
-    asked = window.num_active > 0
-    start = window.start
-    if window.first is not None:
-        start = start + window.first
-    follows = (start == kv.length) | ~asked
-    kv = kv.replace(refused=kv.refused | ~follows)
-    kv = allocator.reserve_each(kv, start + window.num_active, asked=asked)
-    num_active = jnp.where(kv.out_of_pages, 0, window.num_active)
-    rows, at, inputs = _pack(
-        window.replace(num_active=num_active), tile=tile, inputs=inputs
-    )
+    kv, window, rows, at = _reserve_window(kv, window, tile)
     (height,) = rows.tokens.shape
+    inputs = jax.tree.map(functools.partial(_packed, window, height), inputs)
 
     def step(number, carry):
         kv, outputs = carry
@@ -340,14 +325,57 @@ def run_window(
         outputs = empty(height)
         num_tiles = -(-rows.num_active // tile)
         kv, outputs = jax.lax.fori_loop(0, num_tiles, step, (kv, outputs))
-    kv = allocator.extend_each(kv, start + num_active, asked=num_active > 0)
+    kv = _extend_to(kv, _first_place(window) + window.num_active, window.num_active)
     return rows, at, kv, outputs
 
 
+@compilation.one_kernel
+def _reserve_chains(
+    kv: paged.PagedKV,
+    most_pending: int,
+    pending: Int[Array, " B"],
+    counts: Int[Array, " B"],
+) -> tuple[paged.PagedKV, Int[Array, " B"]]:
+    """Reserves the pages of chains, and says how long they can be."""
+    wanted = (counts > 0) & (pending > 0) & (pending <= most_pending)
+    length = kv.length + pending
+    kv = allocator.reserve_each(kv, length + counts - 1, asked=wanted)
+    # A slot that finds too few pages goes as far as its own do.
+    room = kv.num_owned * kv.page_size + 1 - length
+    return kv, jnp.where(wanted, jnp.clip(counts, 0, room), 0)
+
+
+@compilation.one_kernel
+def _reserve_window(
+    kv: paged.PagedKV, window: protocols.Window, tile: int
+) -> tuple[paged.PagedKV, protocols.Window, decoder.Rows, Int[Array, "B R"]]:
+    """Reserves the pages of a window, and packs the columns that have theirs."""
+    asked, start = window.num_active > 0, _first_place(window)
+    follows = (start == kv.length) | ~asked
+    kv = kv.replace(refused=kv.refused | ~follows)
+    kv = allocator.reserve_each(kv, start + window.num_active, asked=asked)
+    num_active = jnp.where(kv.out_of_pages, 0, window.num_active)
+    window = window.replace(num_active=num_active)
+    return kv, window, *_pack(window, tile=tile)
+
+
+def _first_place(window: protocols.Window) -> Int[Array, " B"]:
+    """Returns where the K/V of the first of a window's tokens goes."""
+    return window.start if window.first is None else window.start + window.first
+
+
+@compilation.one_kernel
+def _extend_to(
+    kv: paged.PagedKV, new_len: Int[Array, " B"], counts: Int[Array, " B"]
+) -> paged.PagedKV:
+    """Declares what was written valid, of slots with any rows."""
+    return allocator.extend_each(kv, new_len, asked=counts > 0)
+
+
 def _pack(
-    window: protocols.Window, *, tile: int, inputs: Any = None
-) -> tuple[decoder.Rows, Int[Array, "B R"], Any]:
-    """Returns all active columns, slot after slot, where each went, and their inputs.
+    window: protocols.Window, *, tile: int
+) -> tuple[decoder.Rows, Int[Array, "B R"]]:
+    """Returns all active columns, slot after slot, and where each went.
 
     Whole tiles, a tree's parents before their children; a column that is not run goes
     past the end.
@@ -358,14 +386,7 @@ def _pack(
     columns = jnp.arange(R, dtype=jnp.int32)[None, :]
     at = (ends - window.num_active)[:, None] + columns
     at = jnp.where(columns < window.num_active[:, None], at, height)
-
-    def pack(values):
-        values = jnp.broadcast_to(values, (B, R, *values.shape[2:]))
-        if B == 1:  # They are packed already: a pad, and no scatter to compile.
-            return jnp.pad(values[0], [(0, height - R)] + [(0, 0)] * (values.ndim - 2))
-        packed = jnp.zeros((height, *values.shape[2:]), values.dtype)
-        return packed.at[at].set(values, mode="drop")
-
+    pack = functools.partial(_packed, window, height)
     positions, branch = _layout(window, num_rows=R)
     rows = decoder.Rows(
         tokens=pack(window.tokens),
@@ -374,7 +395,20 @@ def _pack(
         num_active=ends[-1],
         branch=None if branch is None else pack(branch),
     )
-    return rows, at, jax.tree.map(pack, inputs)
+    return rows, at
+
+
+def _packed(window: protocols.Window, height: int, values: jax.Array) -> jax.Array:
+    """Returns the values of active columns as rows, and zeros after them."""
+    B, R = window.tokens.shape
+    values = jnp.broadcast_to(values, (B, R, *values.shape[2:]))
+    if B == 1:  # They are packed already.
+        return jnp.pad(values[0], [(0, height - R)] + [(0, 0)] * (values.ndim - 2))
+    ends = jnp.cumsum(window.num_active, dtype=jnp.int32)
+    rows = jnp.arange(height, dtype=jnp.int32)
+    slots = jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+    columns = rows - (ends - window.num_active).at[slots].get(mode="clip")
+    return values.at[slots, columns].get(mode="fill", fill_value=0)
 
 
 def _layout(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from spec_jax import compilation
 from spec_jax.engine import protocols, state as state_lib
 from spec_jax.rules import acceptance, sampling, tree_acceptance
 
@@ -108,12 +109,7 @@ def decide(
         )
     if rule == "coupled" and proposal.parents is None:
         own, is_finite = target_tokens(target, verified, sampling_settings)
-        own = verified.by_column(own, fill=0)
-        accept = acceptance.accept_exact
-        outcome = state_lib.map_slots(
-            accept, proposal.tokens, own, proposal.num_drafted
-        )
-        return outcome, verified.by_column(is_finite, fill=True)
+        return _along_chains(own, is_finite, verified, proposal)
     highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
     if rule == "coupled":
@@ -140,6 +136,18 @@ def decide(
             wanted,
             sums.distribution,
         )
+    return outcome, verified.by_column(is_finite, fill=True)
+
+
+@compilation.one_kernel
+def _along_chains(own, is_finite, verified, proposal):
+    """Follows chains by the target's own tokens."""
+    outcome = state_lib.map_slots(
+        acceptance.accept_exact,
+        proposal.tokens,
+        verified.by_column(own, fill=0),
+        proposal.num_drafted,
+    )
     return outcome, verified.by_column(is_finite, fill=True)
 
 

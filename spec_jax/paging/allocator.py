@@ -16,6 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from spec_jax import compilation
 from spec_jax.paging import cache, index
 
 
@@ -128,6 +129,7 @@ def release(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
     )
 
 
+@compilation.one_kernel
 def reserve_each(
     kv: cache.PagedKV, up_to: jax.Array, *, asked: jax.Array
 ) -> cache.PagedKV:
@@ -148,10 +150,10 @@ def reserve_each(
         num_free = tables[3]
         fits = (missing[slot] <= num_free) & (wanted[slot] <= kv.page_table.shape[1])
         tables = _take(tables, slot, jnp.where(fits, missing[slot], 0))
-        out_of_pages = out_of_pages.at[slot].set(
-            jnp.where(missing[slot] > 0, ~fits, out_of_pages[slot])
+        out_of_pages = _put(
+            out_of_pages, slot, jnp.where(missing[slot] > 0, ~fits, out_of_pages[slot])
         )
-        return tables, out_of_pages, missing.at[slot].set(0)
+        return tables, out_of_pages, _put(missing, slot, 0)
 
     carry = _tables(kv), out_of_pages, missing
     if kv.num_slots == 1:
@@ -163,6 +165,7 @@ def reserve_each(
     return _with_tables(kv, tables)
 
 
+@compilation.one_kernel
 def extend_each(
     kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array
 ) -> cache.PagedKV:
@@ -175,6 +178,7 @@ def extend_each(
     )
 
 
+@compilation.one_kernel
 def truncate_each(
     kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array
 ) -> cache.PagedKV:
@@ -197,7 +201,7 @@ def truncate_each(
     def free(carry):
         tables, surplus = carry
         slot = jnp.argmax(surplus > 0).astype(jnp.int32)
-        return _give(tables, slot, surplus[slot]), surplus.at[slot].set(0)
+        return _give(tables, slot, surplus[slot]), _put(surplus, slot, 0)
 
     tables, _ = jax.lax.while_loop(
         lambda carry: jnp.any(carry[1] > 0), free, (_tables(kv), surplus)
@@ -284,7 +288,7 @@ def _take(tables, slot, count):
     row = jnp.where(moves, stack.at[num_free - 1 - turn].get(mode="clip"), row)
     left = num_free - count
     stack = jnp.where(jnp.arange(nowhere, dtype=jnp.int32) < left, stack, nowhere)
-    return table.at[slot].set(row), owned.at[slot].add(count), stack, left
+    return _put(table, slot, row), _put(owned, slot, owned[slot] + count), stack, left
 
 
 @functools.partial(jax.jit, inline=True)
@@ -297,4 +301,9 @@ def _give(tables, slot, count):
     stack = jnp.where(moves, row.at[owned[slot] - 1 - turn].get(mode="clip"), stack)
     left = owned[slot] - count
     row = jnp.where(jnp.arange(row.shape[0], dtype=jnp.int32) < left, row, nowhere)
-    return table.at[slot].set(row), owned.at[slot].set(left), stack, num_free + count
+    return _put(table, slot, row), _put(owned, slot, left), stack, num_free + count
+
+
+def _put(values: jax.Array, slot: jax.Array, value: jax.Array | int) -> jax.Array:
+    """Returns the values with one slot's changed; no scatter, for `one_kernel`."""
+    return jax.lax.dynamic_update_index_in_dim(values, value, slot, axis=0)

@@ -200,13 +200,13 @@ def _pack(**changes):
     """`_pack` with the packed rows changed."""
 
     def wrap(real):
-        def pack(window, *, tile, inputs):
-            packed, at, inputs = real(window, tile=tile, inputs=inputs)
+        def pack(window, *, tile):
+            packed, at = real(window, tile=tile)
             parts = {"slots": packed.slots, "positions": packed.positions, "at": at}
             for name, change in changes.items():
                 parts[name] = change(parts[name])
             at = parts.pop("at")
-            return dataclasses.replace(packed, **parts), at, inputs
+            return dataclasses.replace(packed, **parts), at
 
         return pack
 

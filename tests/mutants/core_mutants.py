@@ -116,13 +116,13 @@ KERNELS = (
     Mutant(
         "chains begin one position late",
         "engine.rows:SlotRows.run_chains",
-        "starts = kv.length",
-        "starts = kv.length + 1",
+        "starts=starts,",
+        "starts=starts + 1,",
         "native/test_native_chains.py::test_drafts_are_those_of_single_steps[float32]",
     ),
     Mutant(
         "chains draft where there is no page",
-        "engine.rows:SlotRows.run_chains",
+        "engine.rows:_reserve_chains",
         "jnp.clip(counts, 0, room)",
         "counts",
         "native/test_native_chains.py::test_without_pages_a_slot_goes_as_far_as_it_can",

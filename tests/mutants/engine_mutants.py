@@ -82,7 +82,7 @@ SCHEDULES = (
 SLOTS = (
     Mutant(
         "a slot that ended commits",
-        _COMMIT,
+        "engine.round:_counts",
         "slot.running & ~info.out_of_pages",
         "~info.out_of_pages",
         "engine/test_round.py::test_a_slot_that_ended_stays_as_it_is",

@@ -1,0 +1,148 @@
+"""Bookkeeping is one kernel on a CPU, with the values that it has without."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spec_jax as sj
+from experiments.lib import runs
+from spec_jax import compilation
+from spec_jax.engine import round as round_lib
+
+
+MARK = "inlineable"
+CASES = [
+    (name, length)
+    for name in ("all sorts", "folds away", "nested")
+    for length in (1, 5, 64, 300)
+    # A large array that is returned depends on what it was.
+    if name != "folds away" or length <= 64
+]
+
+
+def _all_sorts(state, size, *, start):
+    """A bit of everything that bookkeeping does, of any size."""
+    row, count, flag, pages = state
+    places = jnp.arange(row.shape[0], dtype=jnp.int32)
+    is_new = (places >= start) & (places < start + size)
+    count = count + jnp.sum(is_new, dtype=jnp.int32)
+    row = jnp.where(is_new, row.at[places * 2].get(mode="clip") - count, row)
+    row = jax.lax.dynamic_update_index_in_dim(row, count, start, axis=0)
+    flag = flag | (jnp.argmax(row).astype(jnp.int32) == jnp.max(row)) | jnp.any(is_new)
+    return (row, count, flag, pages), {"static": size, "none": None, "one": 1}
+
+
+def _folds_away(state, size, *, start):
+    """All of the row, the flag and the start goes once constants are known."""
+    row, count, flag, pages = state
+    never = jnp.sum(row * 0, dtype=jnp.int32) + start - start
+    return (row * 0, count + never, flag & False, pages), row.shape[0] + size
+
+
+def _nested(state, size, *, start):
+    state, _ = compilation.one_kernel(_all_sorts)(state, size, start=start)
+    return compilation.one_kernel(_all_sorts)(state, size, start=start + 1)
+
+
+FUNCTIONS = {"all sorts": _all_sorts, "folds away": _folds_away, "nested": _nested}
+
+
+def _arguments(length):
+    row = jnp.asarray(np.random.default_rng(length).integers(-9, 9, length), jnp.int32)
+    pages = jnp.ones((4, 3), jnp.bfloat16)
+    return (row, jnp.int32(3), jnp.asarray(False), pages), jnp.int32(min(1, length - 1))
+
+
+def _compiled(function, state, start, size=2, **how):
+    marked = compilation.one_kernel(function)
+    lowered = jax.jit(lambda state, start: marked(state, size, start=start)).trace(
+        state, start
+    )
+    return lowered.lower(**how)
+
+
+@pytest.mark.parametrize(("name", "length"), CASES)
+def test_one_kernel_of_the_same_values(name, length):
+    state, start = _arguments(length)
+    compiled = _compiled(FUNCTIONS[name], state, start).compile()
+    entry = compiled.as_text().split("ENTRY")[1]
+    assert entry.count(" call(") == 1
+    assert " fusion(" not in entry
+    found = jax.tree.leaves(compiled(state, start))
+    expected = jax.tree.leaves(FUNCTIONS[name](state, 2, start=start))
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def _scatters(state, size, *, start):
+    return state[0].at[state[0]].add(size, mode="drop"), start + 1
+
+
+def _adds_floats(state, size, *, start):
+    return state[0].astype(jnp.float32) * 0.1, start + 1
+
+
+def _loops(state, size, *, start):
+    return jax.lax.while_loop(lambda x: x < 9, lambda x: x + size, start), start + 1
+
+
+@pytest.mark.parametrize("function", [_scatters, _adds_floats, _loops])
+def test_what_it_cannot_do_stays_as_it_is(function):
+    """Negative control: the mark is looked for where it is not, too."""
+    state, start = _arguments(9)
+    compiled = _compiled(function, state, start).compile()
+    assert MARK not in compiled.as_text()
+    found = compiled(state, start)
+    expected = jax.jit(lambda s, x: function(s, 2, start=x))(state, start)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert MARK in _compiled(_all_sorts, state, start).compile().as_text()
+
+
+def test_other_platforms_compile_what_they_did():
+    state, start = _arguments(9)
+    text = _compiled(_all_sorts, state, start, lowering_platforms=("cuda",)).as_text()
+    assert MARK not in text
+    assert MARK in _compiled(_all_sorts, state, start).as_text()
+
+
+def test_nothing_is_traced_outside_of_a_trace():
+    state, start = _arguments(9)
+    seen = []
+
+    def looks(state, size, *, start):
+        seen.append(isinstance(state[0], jax.core.Tracer))
+        return start
+
+    compilation.one_kernel(looks)(state, 2, start=start)
+    jax.jit(lambda s, x: compilation.one_kernel(looks)(s, 2, start=x))(state, start)
+    assert seen == [False, True]
+
+
+def _kernels_of_a_round(lm) -> list[str]:
+    """The operations of a round's program that are kernels, of its outermost loop."""
+    settings = runs.Settings(gamma=4, gen_tokens=8, capacity=4096, page_size=16)
+    scheduler = runs.make_scheduler(lm, settings)
+    state = scheduler.begin(runs.make_request(lm, settings, [1, 2, 3]))
+    lowered = round_lib.generate.lower(
+        scheduler.speculator, state, max_rounds=jnp.int32(8)
+    )
+    bodies = re.split(r"\n(?=(?:ENTRY )?%[^\n]*\{\n)", lowered.compile().as_text())
+    of_rounds = max(bodies, key=lambda body: body.count("custom-call("))
+    kinds = "call|conditional|copy|custom-call|fusion|while"
+    return re.findall(rf"= (.*? (?:{kinds}))\(", of_rounds)
+
+
+def test_a_native_round_has_few_kernels(monkeypatch):
+    lm = sj.load(impl="native", gamma_max=4)
+    kernels = _kernels_of_a_round(lm)
+    assert len(kernels) <= 44
+    # What a round commits is written in place: the text is not copied.
+    assert not [kernel for kernel in kernels if "4097]" in kernel and "copy" in kernel]
+    jax.clear_caches()
+    monkeypatch.setattr(compilation, "_TAKEN", frozenset())
+    assert len(_kernels_of_a_round(lm)) > 60
