@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.drafters import draft_slots, draft_trees, features as features_lib
-from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.engine import protocols, rows as rows_lib, windows
 from spec_jax.model import block_draft, block_heads, block_params
 from spec_jax.ops import dispatch, step
 from spec_jax.paging import allocator, index
@@ -151,7 +151,7 @@ class SlotBlock(features_lib.SlotReader):
             )
             tile = rows_lib.tile_of(model.impl, model.slab, tokens.size)
             inputs = read(kv.length)
-            *_, kv, _ = rows_lib.run_window(
+            *_, kv, _ = windows.run(
                 forward, kv, window, tile=tile, empty=lambda height: (), inputs=inputs
             )
             wanted &= kv.length > window.start  # Else there is no room, or no slot.
@@ -199,7 +199,7 @@ class SlotBlock(features_lib.SlotReader):
 
         def run(carry):
             kv, _, _ = carry
-            _, at, kv, outputs = rows_lib.run_window(
+            _, at, kv, outputs = windows.run(
                 forward, kv, window, tile=tile, empty=empty
             )
             by_column = lambda rows: rows.at[at].get(mode="fill", fill_value=0)

@@ -30,7 +30,7 @@ from spec_jax.drafters import (
     tree_search,
     tree_shapes,
 )
-from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.engine import protocols, rows as rows_lib, windows
 from spec_jax.model import eagle3, eagle3_params
 from spec_jax.paging import allocator, cache
 
@@ -315,7 +315,7 @@ class SlotEagle3(features_lib.SlotReader):
             )
 
         tile = rows_lib.tile_of(model.impl, model.slab, window.tokens.size)
-        _, at, kv, outputs = rows_lib.run_window(
+        _, at, kv, outputs = windows.run(
             forward, kv, window, tile=tile, empty=empty, inputs=features
         )
         return at, kv, outputs

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.engine import protocols, rows
+from spec_jax.engine import protocols, rows, windows
 from spec_jax.model import params as params_lib, row_model
 from spec_jax.paging import allocator, cache as paged
 
@@ -230,7 +230,7 @@ def test_planted_faults_are_caught(fault, rng, monkeypatch):
     """Negative control: rows at another's position, in another's slot, and so on."""
     scene = make_scene("native-float32")
     name, plant = FAULTS[fault]
-    monkeypatch.setattr(rows, name, plant(getattr(rows, name)))
+    monkeypatch.setattr(windows, name, plant(getattr(windows, name)))
     monkeypatch.setattr(rows, "NATIVE_TILE", 3)
     with pytest.raises((AssertionError, ValueError)):
         walk(scene, anew(scene).together, rng, num_steps=4)

@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 
-_COMMIT = "engine.round:commit_slot"
+_COMMIT = "engine.commit:commit_slot"
 _STREAM = "engine/test_sampled.py::test_the_stream_is_that_of_decoding"
 
 ROUNDS = (
@@ -82,7 +82,7 @@ SCHEDULES = (
 SLOTS = (
     Mutant(
         "a slot that ended commits",
-        "engine.round:_counts",
+        "engine.commit:_counts",
         "slot.running & ~info.out_of_pages",
         "~info.out_of_pages",
         "engine/test_round.py::test_a_slot_that_ended_stays_as_it_is",
@@ -280,7 +280,7 @@ TREES = (
     ),
     Mutant(
         "ranks are counted by depth",
-        "engine.round:_kept_ranks",
+        "engine.commit:_kept_ranks",
         "outcome.path - 1",
         "depths",
         _COUNTERS,
