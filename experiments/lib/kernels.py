@@ -183,13 +183,8 @@ class Rows(Subject):
         if self.kernel == "argmax":
             found = argmax.argmax(x, num_active=inputs["num_active"], impl=impl)
             return found[:, None], pages
-        if impl == "xla":
-            return rms_norm.rms_norm(x, fixed["weight"], eps=1e-6), pages
-        kernels, interpret = dispatch.kernels("rms_norm", impl)
-        shared = {"eps": 1e-6, "interpret": interpret}
-        if impl == "mosaic":
-            shared["num_active"] = inputs["num_active"]
-        return kernels.rms_norm(x, fixed["weight"], **shared), pages
+        how = {"num_active": inputs["num_active"], "eps": 1e-6, "impl": impl}
+        return rms_norm.row_norm(x, fixed["weight"], **how), pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
