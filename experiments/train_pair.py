@@ -11,7 +11,8 @@ Stages, in this order, each resumable after a kill with the same loss curve:
 
 Everything but the export goes to `--work`. The tokenizer, a byte-level BPE of 4096
 entries, is trained by the first stage that runs. With `--base`, a published pair stands
-for the stages before: its draft is aligned further, to texts of its target.
+for the stages before: its models are trained further, and its draft is aligned to
+texts of its target.
 """
 
 from experiments.lib import cli
@@ -165,9 +166,13 @@ def restore(args: argparse.Namespace, name: str) -> tuple[params_lib.Params, int
     stage = STAGES[name]
     folder = args.work / stage.folder
     if args.base and not folder.exists():
-        base = args.base / stage.model
-        return load_lib.load(base, dtype=stage.config.dtype)[1], 0
+        return _published(args, stage), 0
     return loop.restore(stage.recipe(None, args.seed), stage.init(args.seed), folder)
+
+
+def _published(args: argparse.Namespace, stage: Stage) -> params_lib.Params:
+    """The parameters of a stage's model in `--base`."""
+    return load_lib.load(args.base / stage.model, dtype=stage.config.dtype)[1]
 
 
 def train(args: argparse.Namespace) -> float:
@@ -177,6 +182,8 @@ def train(args: argparse.Namespace) -> float:
     print(f"{description['corpus']}: {description['train_tokens']:,} training tokens")
     init, teacher = stage.init(args.seed), None
     loss = functools.partial(losses.text_loss, _in_bfloat16(stage.config))
+    if args.base and args.stage in ("target", "draft"):
+        init = _published(args, stage)
     if args.stage in ("distill", "align"):
         before = {"distill": "draft", "align": "distill"}[args.stage]
         init, _ = restore(args, before)

@@ -180,6 +180,29 @@ def test_a_published_pair_stands_for_the_stages_before(tmp_path):
         train_pair.restore(args, "align")
 
 
+@pytest.mark.parametrize("stage", ["target", "draft"])
+def test_text_is_learned_on_from_a_published_pair(stage, tmp_path, monkeypatch):
+    """Fails if a stage of text begins anew where there is a model to go on from."""
+    begun = []
+    monkeypatch.setattr(
+        train_pair.loop,
+        "run",
+        lambda name, recipe, init, *rest, **more: begun.append(init),
+    )
+    monkeypatch.setattr(train_pair.loop, "last_held_out_loss", lambda folder: 0.0)
+    text = np.zeros((1, 3), np.int32)
+    description = {"corpus": "none", "train_tokens": 2}
+    monkeypatch.setattr(train_pair, "prepare", lambda args: (text, text, description))
+    flags = ["--stage", stage, "--work", str(tmp_path)]
+    for more in (["--base", str(loading.ASSETS)], []):
+        train_pair.train(train_pair.parse_args([*flags, *more]))
+    _, expected = load.load(loading.ASSETS / stage)
+    published, anew = (params_lib.cast(init, "bfloat16") for init in begun)
+    testing.assert_same_bits(published, expected)
+    with pytest.raises(AssertionError):
+        testing.assert_same_bits(anew, expected)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
