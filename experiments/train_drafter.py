@@ -193,7 +193,7 @@ def _recipe(args: argparse.Namespace) -> loop.Recipe:
 
 def _init(args: argparse.Namespace, job: Job) -> loop.Params:
     if job.base is not None:
-        return job.family.training.trained(job.base)
+        return job.family.training.trained(job.config, job.base)
     key = jax.random.key(args.seed)
     return job.family.training.init(key, job.config, job.target, job.params, job.hot)
 
@@ -328,6 +328,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --prefix N=48  most tokens of a prompt: its last ones
         --length N=177  tokens of a rollout, its prompt included
         --draft-vocab N=32000  draft tokens: the most frequent of the rollouts
+        --width N  of an EAGLE-3 head, which then has an embedding of its own (default:
+          the target's)
         --mlp N  width of the drafter's MLP (default: the target's)
         --targets WHERE=online  the target's features: computed in each step, or read
         --steps N=1000  optimiser steps

@@ -21,6 +21,9 @@ from spec_jax.model import (
 from spec_jax.training import block, eagle3, loop
 
 
+OF_EAGLE3 = ("width",)
+"""Flags of that family alone."""
+
 OF_DSPARK = ("head", "no_tv", "no_confidence", "no_copies")
 """Flags of that family alone: its ablations, and what its layout may leave out."""
 
@@ -58,7 +61,9 @@ def _layer(args, target, num_layers: int) -> config_lib.Qwen3Config:
 
 def _eagle3(args, target, size) -> eagle3_params.Eagle3Config:
     config = eagle3_params.Eagle3Config(
-        layer=_layer(args, target, 1),
+        layer=dataclasses.replace(
+            _layer(args, target, 1), hidden_size=args.width or target.hidden_size
+        ),
         draft_vocab_size=size,
         target_hidden_size=target.hidden_size,
         taps=args.taps or eagle3_params.default_taps(target.num_layers),
@@ -73,6 +78,12 @@ def _shape(config) -> dict[str, Any]:
         "taps": config.taps,
         "draft_vocab": config.draft_vocab_size,
         "mlp": config.layer.intermediate_size,
+    }
+
+
+def _eagle3_shape(config) -> dict[str, Any]:
+    return _shape(config) | {
+        "width": config.hidden_size if config.has_own_embed else None
     }
 
 
@@ -139,9 +150,9 @@ FAMILIES = {
         files=eagle3_files,
         dialect="midlayer",
         depth="ttt_steps",
-        flags=("ttt_steps",),
+        flags=("width", "ttt_steps"),
         config=_eagle3,
-        shape=_shape,
+        shape=_eagle3_shape,
         of_loss=_steps,
         of_measure=_steps,
     ),
@@ -185,9 +196,10 @@ def check_flags(args: argparse.Namespace) -> None:
     """Passes if the flags go together.
 
     Raises:
-      ValueError: a flag of DSpark's with another family.
+      ValueError: a flag of one family's with another.
     """
-    given = [name for name in OF_DSPARK if getattr(args, name)]
-    if given and args.family != "dspark":
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"{flags} with --family {args.family}: of dspark alone")
+    for family, names in (("dspark", OF_DSPARK), ("eagle3", OF_EAGLE3)):
+        given = [name for name in names if getattr(args, name)]
+        if given and args.family != family:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(f"{flags} with --family {args.family}: of {family} alone")

@@ -284,8 +284,9 @@ def forward_sequence(
     layer = config.layer
     (B, T), eps = tokens.shape, layer.rms_norm_eps
     dtype = params.final_norm.dtype
-    # The embedding is the target's, and not trained.
-    token = jax.lax.stop_gradient(weights.take_rows(params.embed, tokens))
+    token = weights.take_rows(params.embed, tokens)
+    if not config.has_own_embed:  # It is the target's, and not trained.
+        token = jax.lax.stop_gradient(token)
     g = features.astype(dtype)
     if config.features_size == features.shape[-1]:
         g = _norm_features(params, config, g, norm=sequence.norm)

@@ -48,8 +48,8 @@ def load(
     folder = pathlib.Path(folder)
     dialect, config = dialects.read_config(folder / "config.json", target, dtype=dtype)
     entries = head_files.find(folder)
-    has_own = config.hidden_size != target.hidden_size  # needs an embedding of its own
-    names = _names(config, dialect, has_embed=has_own or _EMBED in entries)
+    has_embed = config.has_own_embed or _EMBED in entries
+    names = _names(config, dialect, has_embed=has_embed)
     head_files.check_entries(
         folder,
         entries,
@@ -91,7 +91,8 @@ def save(
     """Writes what `load` reads back bit for bit, in one of the published dialects.
 
     Args:
-      with_embed: whether the embedding is written; None: where the dialect has it.
+      with_embed: whether the embedding is written; None: where the dialect has it,
+        or it is the head's own.
       metadata: further entries of the file's `__metadata__`.
 
     Raises:
@@ -100,7 +101,7 @@ def save(
     """
     dialects.check_config(config, dialect)
     if with_embed is None:
-        with_embed = dialect != "midlayer"
+        with_embed = config.has_own_embed or dialect != "midlayer"
     names = _names(config, dialect, has_embed=with_embed)
     written = params.replace(hot=None, embed=params.embed if with_embed else None)
     head_files.write(

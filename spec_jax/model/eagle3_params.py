@@ -39,6 +39,11 @@ class Eagle3Config:
         return self.layer.hidden_size
 
     @property
+    def has_own_embed(self) -> bool:
+        """Whether it is of another width than the target, whose embedding it lacks."""
+        return self.hidden_size != self.target_hidden_size
+
+    @property
     def features_size(self) -> int:
         """Width of the features of a position, of all taps."""
         return len(self.taps) * self.target_hidden_size

@@ -110,14 +110,17 @@ def init(
     made = block_params.init(
         key, config, embed=params.embed, lm_head=params.head, hot=hot
     )
-    return trained(made.replace(final_norm=params.final_norm))
+    return trained(config, made.replace(final_norm=params.final_norm))
 
 
-def trained(head: block_params.BlockParams) -> block_params.BlockParams:
+def trained(
+    config: block_params.BlockConfig, head: block_params.BlockParams
+) -> block_params.BlockParams:
     """Returns what is trained of a drafter, in float32: all that is not the target's.
 
     Copies: the optimiser's step donates what it is given.
     """
+    del config  # Embedding and output projection are the target's, always.
     own = head.replace(embed=None, lm_head=None, hot=None)
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), own)
 

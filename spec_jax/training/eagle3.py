@@ -30,28 +30,43 @@ def init(
     params: params_lib.Params,
     hot: jax.Array | None,
 ) -> eagle3_params.Eagle3Params:
-    """Returns what is trained: float32 weights, without the embedding and the ids.
+    """Returns what is trained: float32 weights, without what is the target's.
 
     The output projection begins as the target's rows of the draft vocabulary, and the
-    norm before it as the target's. Consumes `key`.
+    norm before it as the target's; in a head of another width as what a narrower one
+    can hold of them, and so its own embedding. Consumes `key`.
     """
     config.check_target(target)
-    made = eagle3_params.init(key, config, embed=params.embed, hot=hot)
-    if config.hidden_size == target.hidden_size:
-        head = weights.matrix(params.head)
-        made = made.replace(
-            lm_head=head if hot is None else head[hot],
-            final_norm=params.final_norm,
-        )
-    return trained(made)
+    embed, head = weights.matrix(params.embed), weights.matrix(params.head)
+    if config.has_own_embed:
+        embed, head = (_resized(x, config.hidden_size) for x in (embed, head))
+    made = eagle3_params.init(key, config, embed=embed, hot=hot)
+    made = made.replace(lm_head=head if hot is None else head[hot])
+    if not config.has_own_embed:
+        made = made.replace(final_norm=params.final_norm)
+    return trained(config, made)
 
 
-def trained(head: eagle3_params.Eagle3Params) -> eagle3_params.Eagle3Params:
-    """Returns what is trained of a head, in float32: not the embedding and the ids.
+def _resized(x: jax.Array, width: int) -> jax.Array:
+    """Returns `[V, width]`, a narrower `x [V, D]` along its leading directions.
+
+    A wider one is `x`, and zeros.
+    """
+    wide = x.astype(jnp.float32)
+    if width > x.shape[1]:
+        return jnp.pad(wide, ((0, 0), (0, width - x.shape[1])))
+    _, _, directions = jnp.linalg.svd(wide, full_matrices=False)
+    return wide @ directions[:width].T
+
+
+def trained(
+    config: eagle3_params.Eagle3Config, head: eagle3_params.Eagle3Params
+) -> eagle3_params.Eagle3Params:
+    """Returns what is trained of a head, in float32: not what is the target's.
 
     Copies: the optimiser's step donates what it is given.
     """
-    own = head.replace(embed=None, hot=None)
+    own = head.replace(hot=None, embed=head.embed if config.has_own_embed else None)
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), own)
 
 
@@ -59,7 +74,8 @@ def complete(
     params: eagle3_params.Eagle3Params, teacher: targets_lib.Teacher
 ) -> eagle3_params.Eagle3Params:
     """Returns the head of trained weights, with what is the target's."""
-    return params.replace(embed=teacher.embed, hot=teacher.hot)
+    embed = teacher.embed if params.embed is None else params.embed
+    return params.replace(embed=embed, hot=teacher.hot)
 
 
 def loss(

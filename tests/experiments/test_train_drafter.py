@@ -217,13 +217,51 @@ def begins_as(head, target, work, *flags):
     args = train_drafter.parse_args(command(target, work, "train", *flags))
     job = train_drafter.prepare(args)
     first = train_drafter._init(args, job)
-    testing.assert_same_bits(first, job.family.training.trained(head))
+    testing.assert_same_bits(first, job.family.training.trained(job.config, head))
     anew = job.family.training.init(
         jax.random.key(0), job.config, job.target, job.params, job.hot
     )
     assert jax.tree.structure(anew) == jax.tree.structure(first)
     with pytest.raises(AssertionError):
         testing.assert_same_bits(first, anew)
+
+
+# As above.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
+    """Fails if it is not trained, is lost in the file, or is taken for the target's."""
+    (tmp_path / "texts.npz").write_bytes((work / "texts.npz").read_bytes())
+    flags = ["--width", "16"]
+    assert train_drafter.main(command(target, tmp_path, "train", *flags)) == 0
+    out = tmp_path / "export"
+    exported = command(target, tmp_path, "export", *flags, "--out", str(out))
+    assert train_drafter.main(exported) == 0
+    assert "--width 16" in (out / "README.md").read_text()
+    config, head = eagle3_files.load(out, *load.load(target))
+    job = job_of(target, work, *flags)
+    assert config == job.config and head.embed.shape == (tiny_pair.VOCAB_SIZE, 16)
+    first = eagle3.init(jax.random.key(0), config, job.target, job.params, job.hot)
+    with pytest.raises(AssertionError):
+        testing.assert_same_bits(head.embed, first.embed)
+    for impl in ("xla", "native"):
+        lm = sj.load(target, drafter=str(out), impl=impl)
+        made = sj.generate(lm, "import os", max_tokens=8)
+        assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
+        assert made.metrics["proposed"] > 0
+    begins_as(head, target, work, "--base", str(out))
+
+
+@pytest.mark.parametrize(("width", "kept"), [(4, 0.999), (3, 0.8), (8, 0.999)])
+def test_a_resized_table_holds_what_its_width_can(rng, width, kept):
+    """Fails if other directions than the leading ones are kept, or a wide one moves."""
+    x = rng.normal(size=(50, 6)) @ np.diag([4.0, 3.0, 2.0, 1.0, 0.0, 0.0])
+    made = np.asarray(eagle3._resized(jnp.asarray(x, jnp.float32), width), float)
+    assert made.shape == (50, width)
+    gram, whole = made @ made.T, x @ x.T
+    assert np.trace(gram) >= kept * np.trace(whole)
+    if kept > 0.9:
+        np.testing.assert_allclose(gram, whole, atol=1e-3)
 
 
 BLOCKS = [
@@ -387,6 +425,11 @@ def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
     ("stage", "flags", "message"),
     [
         ("train", ["--head", "rnn", "--no-tv"], "--head, --no-tv with --family eagle3"),
+        (
+            "train",
+            ["--family", "dspark", "--width", "9"],
+            "--width with --family dspark",
+        ),
         ("train", ["--family", "dspark", "--block", "15"], "--length 17 or more"),
         ("train", ["--family", "dflash", "--dialect", "midlayer"], "one of z-lab"),
         ("train", ["--family", "dflash"], "z-lab has the whole vocabulary"),
