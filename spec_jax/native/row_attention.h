@@ -1,7 +1,9 @@
 // The attention of a layer on the row path: norm, rotate, write to pages, attend.
 //
 // All active rows write their keys and values, and attend after: a row sees no position
-// past its own. Work is split over key/value heads and slots, which share nothing.
+// past its own. Work is split over key/value heads and slots, which share nothing: where
+// all rows of a slot are attended to together, whoever does writes them first, and nobody
+// waits in between.
 //
 // Rows of a tree see, at one position, the keys of different places. The blocks of keys
 // that lie where all rows of a span look for them are walked for the span; each row goes
@@ -145,13 +147,19 @@ struct Attention {
   const Rows& rows;
   std::vector<Span> all;
   int64_t K, grain;  // key/value heads, and how many of them a worker takes at a time
+  bool is_apart = true;  // whether each slot has one span
   std::vector<std::vector<Queries<T>>> queries;  // [workers, grain]
   std::vector<Queries<T>> alone;                 // [workers], of one row of a tree
 
   Attention(Team<Pool>& team, const Rows& rows, int64_t K, int64_t group, int64_t H)
       : team(team), rows(rows), all(spans(rows)), K(K) {
     int64_t most = 0, tasks = all.size() * K;
-    for (const Span& span : all) most = std::max(most, span.count);
+    for (size_t i = 0; i < all.size(); ++i) {
+      most = std::max(most, all[i].count);
+      for (size_t j = 0; j < i; ++j) {
+        is_apart &= rows.slots[all[i].first] != rows.slots[all[j].first];
+      }
+    }
     grain = std::clamp<int64_t>(tasks / team.size(), 1, K);
     queries.assign(team.size(), {});
     for (auto& of_worker : queries) {
@@ -215,7 +223,10 @@ struct Attention {
     }
     if (rows.branch != nullptr) reach = common / kKeyBlock * kKeyBlock;
     Pages where = pages(span, layer);
-    for (int64_t i = first; i < last; ++i) begin(layer, span, i, queries[i - first]);
+    for (int64_t i = first; i < last; ++i) {
+      if (is_apart) write_rows(layer, span, i);
+      begin(layer, span, i, queries[i - first]);
+    }
     if (reach > 0) where.block(0, reach, next);
     for (int64_t start = 0; start < reach; start += kKeyBlock) {
       bool more = start + kKeyBlock < reach;
@@ -257,14 +268,19 @@ struct Attention {
     end(layer, own, index, queries);
   }
 
+  // Stores the keys and values of a span for key/value head `index`.
+  void write_rows(const Layer<T>& layer, const Span& span, int64_t index) const {
+    for (int64_t i = 0; i < span.count; ++i) write(layer, span, span.first + i, index);
+  }
+
   // Stores the keys and values of all rows that have a page.
   void write_all(const Layer<T>& layer) {
     constexpr int64_t kFew = 8;  // heads to write that are not worth a thread's while
-    for (const Span& span : all) {
-      team.run(span.count * K, kFew, [&](int64_t i, int64_t last, int64_t) {
-        for (; i < last; ++i) write(layer, span, span.first + i / K, i % K);
-      });
-    }
+    if (all.empty()) return;
+    int64_t some = std::max<int64_t>(kFew / all.front().count, 1);
+    team.run(all.size() * K, some, [&](int64_t i, int64_t last, int64_t) {
+      for (; i < last; ++i) write_rows(layer, all[i / K], i % K);
+    });
   }
 
   // The whole layer. Active rows without a page become NaN, and are not written, as in the
@@ -277,7 +293,7 @@ struct Attention {
       next = span.first + span.count;
     }
     std::fill(layer.out + next * width, layer.out + rows.live * width, nan);
-    write_all(layer);
+    if (!is_apart) write_all(layer);
     int64_t tasks = all.size() * K;
     team.run(tasks, grain, [&](int64_t i, int64_t last, int64_t worker) {
       while (i < last) {
