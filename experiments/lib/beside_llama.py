@@ -25,6 +25,7 @@ from experiments.lib import (
     timing,
 )
 from spec_jax import loading
+from spec_jax.engine import checks
 from spec_jax.model import tokenizer as tokenizer_lib
 
 
@@ -124,6 +125,7 @@ class Sides:
             lm = self.lms[run.method]
             done = runs_lib.run_speculative(lm, self._settings(run), prompt)
             counters = done.counters
+        checks.check_finite(done.nonfinite)
         stop = self.settings.stop_ids
         shown = [token for token in done.tokens if token not in stop]
         return llama_cpp.Generated(

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from experiments.lib import files, interrupts as interrupts_lib
 
 
-UNUSABLE, INTERRUPTED = 1, 130
+UNUSABLE, NOT_FINITE, INTERRUPTED = 1, 2, 130
 
 FIGURES = (".png", ".svg")
 """What figures can be written as."""
@@ -63,7 +63,8 @@ def run(
     """Returns the exit status of `work(parse())`.
 
     Unusable input, an interrupt, a full disk and the like become one line on standard
-    error; a reader that closes the pipe of standard output ends the script in silence
+    error, and so do logits of NaN, of which nothing is to be concluded (`NOT_FINITE`);
+    a reader that closes the pipe of standard output ends the script in silence
     (`PIPE_CLOSED`). Characters that standard output cannot encode are replaced.
 
     Args:
@@ -100,6 +101,8 @@ def run(
                 if line is None:
                     raise
                 line = f"error: {line}"
+                if isinstance(error, FloatingPointError):
+                    status = NOT_FINITE
             print(f"{name}: {line}", file=sys.stderr)
             return status
 

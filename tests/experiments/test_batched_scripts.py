@@ -54,6 +54,17 @@ def test_throughput(folders, tmp_path, capsys):
     assert "gamma 2, batch 2" in capsys.readouterr().out
 
 
+def test_throughput_of_logits_that_are_not_finite(overflowing, tmp_path, capsys):
+    """All texts are equal, and the exit status is 2; under a rule without equal texts,
+    too."""
+    out = tmp_path / "out.jsonl"
+    more = ("--batch", "2", "--repeats", "1", "--out", str(out))
+    assert throughput.main(command(overflowing, *more)) == throughput.NOT_MATCHED == 2
+    for row in rows_of(out, "throughput"):
+        assert row["prompts_equal"] == 0 < row["nonfinite_logits"] <= row["tokens"]
+    assert "hold NaN or infinity" in capsys.readouterr().out
+
+
 def test_throughput_of_a_tree(folders, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     more = ("--batch", "2", "--repeats", "1", "--tree", "2x3:5", "--out", str(out))

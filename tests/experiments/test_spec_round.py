@@ -1,6 +1,7 @@
 """The main job from its command line: exit status, lines written, bad input."""
 
 import dataclasses
+import io
 import json
 import pathlib
 import re
@@ -8,6 +9,7 @@ import shutil
 
 import pytest
 import tiny_pair
+from rich import console as rich_console
 from script_runs import (
     assert_fails_with,
     interrupted,
@@ -400,6 +402,33 @@ def test_tokens_are_compared_and_not_assumed():
     of_nan = dataclasses.replace(plain, nonfinite=1)
     assert not dataclasses.replace(result, plain=[of_nan], spec=[same]).matched
     assert results.all_matched([True, None]) is None
+
+
+def test_a_sample_of_nan_is_equal_to_nothing(folders):
+    """Neither where tokens are to be equal nor where their distribution is."""
+    plain = runs.Plain(tokens=[1, 2], timing=None)
+    run = runs.Speculative(
+        tokens=[1, 2], origins=[1, 1], timing=None, counters=metrics.Counters()
+    )
+    sample = samples.Sample(
+        **{"prompt_id": "py-01", "prompt_ids": [1], "how": "greedy"},
+        **{"run": run, "plain": plain, "is_measured": True},
+    )
+    assert sample.matched
+    assert dataclasses.replace(sample, is_exact=False).matched is None
+    wrong_plain = {"plain": dataclasses.replace(plain, nonfinite=1)}
+    of_nan = dataclasses.replace(run, counters=metrics.Counters(nonfinite=1))
+    lm = loading.load(folders[0], drafter="ngram")
+    for changes in (wrong_plain, {"run": of_nan}):
+        for is_exact in (True, False):
+            wrong = dataclasses.replace(sample, is_exact=is_exact, **changes)
+            assert wrong.matched is False
+            console = rich_console.Console(file=io.StringIO(), width=200)
+            samples.show(wrong, lm, console)
+            assert "1 tokens of NaN or infinity" in console.file.getvalue()
+
+
+def test_summaries_of_matches():
     assert results.all_matched([None, False]) is False
 
 
