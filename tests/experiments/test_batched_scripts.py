@@ -85,6 +85,17 @@ def test_trees_that_cannot_run(folders, capsys):
     assert_fails_with(throughput.main, capsys, command(folders, *more), *words)
 
 
+def test_settings_have_no_more_slots_than_prompts(folders):
+    """Before anything is compiled; the test below runs them."""
+    more = ("--prompts", "1", "--drafter", "ngram")
+    args = spec_round.parse_args(command(folders, *more, "--batch", "1000"))
+    subject = spec_round.load(args)
+    assert subject.settings.num_slots == 1
+    args = throughput.parse_args(command(folders, *more, "--batch", "1,500,1000"))
+    ways = throughput.ways_of(args, subject.settings, num_prompts=1)
+    assert [way.batch for way in ways] == [None, 1, 1]
+
+
 @pytest.mark.slow
 def test_no_more_slots_than_prompts(folders, tmp_path, capsys, monkeypatch):
     """Fails if a thousand slots are compiled for one prompt."""
@@ -107,7 +118,6 @@ def test_no_more_slots_than_prompts(folders, tmp_path, capsys, monkeypatch):
     assert set(slots) == {1}
 
 
-@pytest.mark.slow
 def test_throughput_of_a_batch_that_differs(folders, monkeypatch):
     """Exit status 2: a planted token in the last prompt's text."""
     real = runs.run_batch
