@@ -44,6 +44,40 @@ def test_tables_are_of_the_rows(name):
     assert published.update(text[:digit] + other + text[digit + 1 :]) == text
 
 
+@pytest.mark.parametrize("value", [0.5, None])
+def test_tables_of_acceptance_say_how_texts_repeat(monkeypatch, value):
+    """And `-` where the rows are of a version that did not count it."""
+    real, share = published.rows_of, {} if value is None else {"repetition": value}
+
+    def changed(pattern, kind):
+        for row in real(pattern, kind):
+            row = {k: v for k, v in row.items() if k != "repetition"} | share
+            if "drafts" in row:
+                row["drafts"] = {side: {**x} for side, x in row["drafts"].items()}
+                row["drafts"]["ours"].pop("repetition", None)
+                row["drafts"]["ours"] |= share
+            yield row
+
+    monkeypatch.setattr(published, "rows_of", changed)
+    for name in ("rounds", "heads", "llama_cpp_heads"):
+        heading, *lines = published.TABLES[name]()
+        (column,) = (i for i, cell in enumerate(heading) if "repeated" in cell)
+        assert lines
+        assert {line[column] for line in lines} == {"-" if value is None else "50%"}
+
+
+def test_printed_acceptance_has_repetition_beside_it():
+    """Fails if an example prints the one without the other."""
+    shown = [
+        line
+        for page in (*PAGES, ROOT / "spec_jax" / "__init__.py")
+        for line in page.read_text().splitlines()
+        if "print(" in line and "acceptance_rate" in line
+    ]
+    assert len(shown) >= 3
+    assert all("repetition" in line for line in shown), shown
+
+
 def test_every_table_is_on_a_page():
     pages = "".join(page.read_text() for page in PAGES)
     found = re.findall(r"<!-- rows: (\w+) -->", pages)
