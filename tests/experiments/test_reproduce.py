@@ -110,10 +110,38 @@ def test_the_table_of_rounds_is_in_the_figure():
     assert set(curves.digests(rows)) <= drawn
 
 
+WITHOUT_COMMIT = {"mismatches_flash.jsonl"}
+"""Written by a version that named none; to be made anew, and removed from here."""
+
+
+def without_commit(rows) -> list[dict]:
+    """The rows that name no clean commit; of prompts their summary does, at the end."""
+    *_, last = rows
+    is_named = lambda row: bool(row.get("git_commit")) and row.get("git_dirty") is False
+    return [
+        row
+        for row in rows
+        if not is_named(
+            last if (row["kind"], last["kind"]) == ("prompt", "summary") else row
+        )
+    ]
+
+
 def test_rows_are_of_commits():
-    paths = published.RESULTS.glob("*.jsonl")
-    rows = [row for path in paths for row in files.read_rows(path).values()]
-    assert not any(row.get("git_dirty") for row in rows)
+    """Fails if a row says of no commit, or of changed code, what it measured."""
+    found = {
+        path.name: without_commit(files.read_rows(path).values())
+        for path in published.RESULTS.glob("*.jsonl")
+    }
+    assert {name for name, rows in found.items() if rows} == WITHOUT_COMMIT
+    # Negative controls.
+    clean = {"kind": "summary", "git_commit": "c0ffee", "git_dirty": False}
+    prompt = {"kind": "prompt"}
+    assert without_commit([prompt, clean]) == []
+    for wrong in ({"git_commit": None}, {"git_dirty": True}, {"git_dirty": None}):
+        assert len(without_commit([prompt, clean | wrong])) == 2
+    assert without_commit([{"kind": "mismatch"}, clean]) == [{"kind": "mismatch"}]
+    assert without_commit([clean, prompt]) == [prompt]
 
 
 def test_rows_name_no_folder_of_a_machine():

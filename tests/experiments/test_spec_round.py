@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import shutil
+import types
 
 import pytest
 import tiny_pair
@@ -21,7 +22,17 @@ from script_runs import (
 )
 
 from experiments import spec_round
-from experiments.lib import cli, policies, results, runs, samples, tables
+from experiments.lib import (
+    cli,
+    mismatches,
+    policies,
+    prompt_files,
+    records,
+    results,
+    runs,
+    samples,
+    tables,
+)
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.gamma import goodput, threshold
@@ -244,6 +255,26 @@ def test_interrupts_leave_what_is_finished(folders, tmp_path, monkeypatch, capsy
     assert spec_round.main(command(folders, "--out", str(out))) == cli.INTERRUPTED
     assert [row["id"] for row in rows_of(out)] == ["py-01"]
     assert f"finished rows are in {out}" in capsys.readouterr().err
+
+
+def test_mismatches_name_their_commit(tmp_path, monkeypatch):
+    """Fails if a published row cannot be said to be of any code."""
+    monkeypatch.setattr(mismatches, "find", lambda *_, **__: [{"kind": "mismatch"}])
+    path = tmp_path / "lines.jsonl"
+    args = spec_round.parse_args(["--dump-verify-mismatches", str(path)])
+    prompt = prompt_files.Prompt(id="py-01", text="", category=None)
+    result = results.PromptResult(
+        prompt=prompt, prompt_ids=[1], plain=[], spec=[], mismatches=1
+    )
+    subject = types.SimpleNamespace(lm=None, settings=None)
+    with records.open_rows(path, allow_dirty=True) as lines:
+        said = spec_round.dump_mismatches(args, subject, [result], lines)
+    assert said.startswith("1 of 1 mismatches reproduced")
+    (row,) = rows_of(path)
+    assert row["kind"] == "mismatch"
+    provenance = records.provenance()
+    assert {name: row[name] for name in provenance} == provenance
+    assert {"git_commit", "git_dirty"} <= set(row)
 
 
 def test_conversations_and_categories(folders, tmp_path, capsys):
