@@ -34,11 +34,26 @@ PIPE_CLOSED = 141
 def start() -> None:
     """Lets Ctrl-C end the process with a line, until `run` is called.
 
-    The first call of a script, before the imports: jax takes seconds.
+    The first call of a script, before the imports: jax takes seconds. Standard streams
+    that are closed, as by the shell's `>&-`, print nothing from here on.
     """
+    _open_closed_streams()
     # A script that a shell runs in the background ignores interrupts.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _open_closed_streams() -> None:
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free, which else the next file would get, and
+            # with it what libraries and processes print.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            stream = open(number, "w" if number else "r", closefd=False)
+            setattr(sys, name, stream)
 
 
 def _end_at_once(*_) -> NoReturn:
