@@ -195,10 +195,12 @@ def run(args: argparse.Namespace) -> int:
     if args.figures is not None:
         plot.check_folder(args.figures)
     for variant in args.variants:
-        train_drafter.families.check_flags(training_of(args, variant, "train"))
-    trained = [train(args, variant) for variant in args.variants]
+        trained = training_of(args, variant, "train")
+        train_drafter.families.check_flags(trained)
+        train_drafter.check_export(trained)
+    measured = [train(args, variant) for variant in args.variants]
     status = evaluate(args)
-    rows = in_short(args, trained)
+    rows = in_short(args, measured)
     with records.open_rows(args.work / "ablations.jsonl", allow_dirty=True) as out:
         out.write_all(rows)
     console = terminal.console()

@@ -8,7 +8,7 @@ tree. Prints one row a temperature, with the shares of tokens among the draft's 
 shift for the confidence of each draft, so that their products are the chances a prefix
 is kept. Half of the prompts fit; nats, errors of calibration and ROC-AUC are of the
 other half.
-Exit status: 0 fitted, 1 the input was unusable.
+Exit status: 0 fitted, 2 logits are not finite, 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -87,7 +87,7 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
     sums, tokens = np.zeros((2, len(taus))), np.zeros(2, int)
     ranks: list[np.ndarray] = []
     for number, prompt in enumerate(subject.ids):
-        written = runs.run_plain(lm, run, prompt).tokens
+        written = runs.write(lm, run, prompt)
         text = [*prompt, *written]
         found, at = _along(lm, settings, jnp.asarray(taus), text, len(prompt))
         sums[number % 2] += np.asarray(found, np.float64)

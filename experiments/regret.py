@@ -4,8 +4,8 @@ Records the outcome of every draft along the texts of autoregressive decoding, m
 what rounds cost on this machine, and simulates every policy and every constant gamma on
 easy, hard and mixed texts, and on adversarial ones, where no draft is ever right. With
 --live all of them run in real rounds too, in turn with autoregressive decoding. Greedy;
-stop tokens are ignored. Exit status: 0 measured and matched, 2 not matched, 1 the input
-was unusable.
+stop tokens are ignored. Exit status: 0 measured and matched, 2 not matched or logits
+that are not finite, 1 the input was unusable.
 """
 
 from experiments.lib import cli

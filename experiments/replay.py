@@ -9,8 +9,8 @@ reads the target's features, the target runs once over each text.
     python experiments/replay.py --record traces.jsonl --prompts 50
     python experiments/replay.py traces.jsonl --drafter ngram,suffix --gamma 2,4
 
-Exit status: 0 evaluated, and equal where checked; 2 a live run differs from its replay;
-1 the input was unusable.
+Exit status: 0 evaluated, and equal where checked; 2 a live run differs from its replay,
+or a text to be recorded is of logits that are not finite; 1 the input was unusable.
 """
 
 from experiments.lib import cli

@@ -213,6 +213,7 @@ def dump_mismatches(
 
     counted, written = sum(result.mismatches for result in results), 0
     design = {"verify_path": args.verify_path, "acceptance": args.acceptance}
+    lines.common = records.provenance()
     for result in results:
         if result.mismatches:
             found = mismatches.find(

@@ -2,11 +2,13 @@
 
 Decodes the same prompts one by one, and then in batches of several sizes, without
 drafts (gamma 0), with each gamma and by a schedule of what is verified, in turn in one
-process. Every text is compared with that of its prompt alone. Times are from the first
-prefill to the last token. Programs are of the largest gamma, in which a smaller one is
-data; a schedule goes with the largest.
+process. Every text is compared with that of its prompt alone; one of logits that are
+not finite is equal to none. Times are from the first prefill to the last token.
+Programs are of the largest gamma, in which a smaller one is data; a schedule goes with
+the largest.
 
-Exit status: 0 all texts equal; 2 some differ; 1 the input was unusable.
+Exit status: 0 all texts equal; 2 some differ, or have logits that are not finite; 1 the
+input was unusable.
 """
 
 from experiments.lib import cli
@@ -62,14 +64,24 @@ ALONE = Way()
 
 @dataclasses.dataclass(kw_only=True)
 class Result:
-    """What a way did: the texts, and the seconds of each repeat."""
+    """What a way did: its last runs of all prompts, and the seconds of each repeat."""
 
-    texts: list[list[int]] = dataclasses.field(default_factory=list)
+    done: list[runs.Plain | runs.Speculative] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def num_equal(self, other: "Result") -> int:
         """How many texts are those of the other."""
-        return sum(a == b for a, b in zip(self.texts, other.texts, strict=True))
+        return sum(map(runs.matches, self.done, other.done))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts."""
+        return sum(len(run.tokens) for run in self.done)
+
+    @property
+    def nonfinite(self) -> int:
+        """Tokens that were chosen from logits that are not finite."""
+        return sum(run.nonfinite for run in self.done)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -114,11 +126,12 @@ def ways_of(
 
 def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
     """The row of a way, after all repeats."""
-    num_tokens = sum(map(len, result.texts))
+    num_tokens = result.num_tokens
     return {
         "kind": "throughput",
         **way.to_row(),
         "prompts_equal": result.num_equal(alone),
+        "nonfinite_logits": result.nonfinite,
         "tokens": num_tokens,
         **timing.spread_fields("tok_s", [num_tokens / s for s in result.seconds]),
         **timing.spread_fields("ratio", timing.ratios(alone.seconds, result.seconds)),
@@ -148,7 +161,7 @@ def run_ways(lm, settings, ids, results, *, repeats: int) -> Iterator[dict[str, 
             advance()
         for repeat in range(repeats):
             for way, result in results.items():
-                result.texts, seconds = _once(lm, settings[way], ids, way)
+                result.done, seconds = _once(lm, settings[way], ids, way)
                 result.seconds.append(seconds)
                 yield {
                     **{"kind": "throughput_run", **way.to_row(), "repeat": repeat},
@@ -158,13 +171,13 @@ def run_ways(lm, settings, ids, results, *, repeats: int) -> Iterator[dict[str, 
                 advance()
 
 
-def _once(lm, settings, ids, way: Way) -> tuple[list[list[int]], float]:
-    """One way over all prompts: their texts, and the seconds of it."""
+def _once(lm, settings, ids, way: Way) -> tuple[list, float]:
+    """One way over all prompts: their runs, and the seconds of it."""
     if way.batch is None:
         done = [runs.run_plain(lm, settings, prompt) for prompt in ids]
     else:
         done = runs.run_batch(lm, settings, ids)
-    return [run.tokens for run in done], sum(run.timing.e2e_s for run in done)
+    return done, sum(run.timing.e2e_s for run in done)
 
 
 COLUMNS = {
@@ -172,7 +185,9 @@ COLUMNS = {
     "tokens/s": ("tok_s", ",.0f"),
     "x plain alone": ("ratio", ".2f"),
     "p10-p90": lambda row: f"{row['ratio_p10']:.2f}-{row['ratio_p90']:.2f}",
-    "equal": lambda row: f"{row['prompts_equal']}/{row['prompts']}",
+    "equal": lambda row: tables.wrong(
+        f"{row['prompts_equal']}/{row['prompts']}", bool(row["nonfinite_logits"])
+    ),
 }
 """Of the table, for `tables.print_rows`."""
 
@@ -212,7 +227,11 @@ def run(args: argparse.Namespace) -> int:
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)
     is_equal = all(row["prompts_equal"] == len(ids) for row in rows)
     # A rule that keeps the distribution alone has texts of its own.
-    return MATCHED if is_equal or not settings.is_exact else NOT_MATCHED
+    is_equal |= not settings.is_exact
+    is_finite = not any(row["nonfinite_logits"] for row in rows)
+    if not is_finite:
+        console.print("logits hold NaN or infinity: equality means nothing there")
+    return MATCHED if is_equal and is_finite else NOT_MATCHED
 
 
 main = cli.script("throughput.py", parse_args, run)

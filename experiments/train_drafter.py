@@ -380,11 +380,18 @@ STAGES = {
 }
 
 
+def check_export(args: argparse.Namespace) -> None:
+    """Raises `ValueError` where the export would replace what it is made of."""
+    read = {"--target": args.target, "--base": args.base}
+    files.check_apart("--out", args.out, read)
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs one stage; returns the exit status."""
     families.check_flags(args)
     files.check_folder(args.work)
     if args.stage == "export":
+        check_export(args)
         files.check_folder(args.out)
     if args.length <= args.prefix:
         raise ValueError(

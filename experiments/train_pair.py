@@ -366,6 +366,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Runs one stage; returns the exit status."""
+    if args.stage == "export":
+        read = {f"--before {name}": folder for name, folder in args.before}
+        files.check_apart("--assets", args.assets, {"--base": args.base} | read)
     files.check_folder(args.assets if args.stage == "export" else args.work)
     if args.stage == "export":
         export_pair(args)

@@ -4,7 +4,7 @@ import spec_jax as sj
 
 lm = sj.load()  # the embedded pair; or sj.load("Qwen3-8B", draft="Qwen3-0.6B")
 out = sj.generate(lm, "def quicksort(xs):", max_tokens=64, gamma=4)
-print(out.text, out.metrics["acceptance_rate"])
+print(out.text, out.metrics["acceptance_rate"], out.metrics["repetition"])
 """
 
 import importlib

@@ -110,6 +110,7 @@ class Run:
                 number = min(DEFAULT_GAMMA, number)
         if num_slots is None:
             num_slots = min(len(prompts), 8)
+        checks.check_count(num_slots=num_slots)
         num_slots = min(num_slots, len(prompts))
         speculator = round_lib.Speculator(
             params=(lm.params, lm.drafter_params),

@@ -214,8 +214,15 @@ BAD = {
     "gamma": ({"gamma": 5}, r"gamma=5 is outside \[0, 4\]"),
     "half a gamma": ({"gamma": 1.5}, "gamma=1.5 must be a whole number in 0 .. 4"),
     "a rule": ({"rule": "luck"}, "rule='luck' is not one of coupled, rejection, block"),
-    "no slots": ({"num_slots": 0}, "num_slots=0 must be at least 1"),
-    "no page": ({"page_size": 0}, "page_size=0 must be at least 1"),
+    "no slots": ({"num_slots": 0}, "num_slots=0 must be a whole number of at least 1"),
+    "slots in words": ({"num_slots": "a"}, "num_slots='a' must be a whole number of"),
+    "no page": ({"page_size": 0}, "page_size=0 must be a whole number of at least 1"),
+    "half a page": ({"page_size": 1.5}, "page_size=1.5 must be a whole number of at"),
+    "a page larger than any text": (
+        {"page_size": 10**9},
+        r"page_size=1000000000 is above 2048, the positions of the model \("
+        r"max_position_embeddings\): ask for smaller pages",
+    ),
     "stop text": ({"stop": ["ab"]}, "stop text 'ab' is 2 tokens: give text of one tok"),
     "stop numbers": ({"stop": [1.5]}, "stop has shape .* give one row of token ids"),
     "sampling": (

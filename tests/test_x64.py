@@ -4,12 +4,28 @@ import json
 import pathlib
 
 import decoding
+import jax
 import pytest
 import x64_texts
 from script_runs import run_python
 
+from spec_jax.drafters import ngram
+
 
 HERE = pathlib.Path(__file__).parent
+
+
+def test_rounds_are_traced_with_wide_defaults():
+    """Fails if a write of the rounds of two slots is wider than what it writes to.
+
+    Only traced, which takes a second; the test below runs the loops, and other ones.
+    """
+    found = ngram.PromptLookup(gamma_max=decoding.GAMMA_MAX)
+    # Promotion as users have it: there are sums of both widths, whose dtype is said.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        assert jax.numpy.asarray(0).dtype == "int64"
+        scheduler = decoding.SMALL.scheduler(found, num_slots=2)
+        x64_texts.trace(scheduler, draws=False)
 
 
 @pytest.mark.slow

@@ -71,6 +71,13 @@ def texts_of(name: str) -> list[list[int]]:
     return found + [decoding.text(state, slot) for slot in range(2)]
 
 
+def trace(scheduler: scheduler_lib.Scheduler, *, draws: bool) -> None:
+    """Traces all rounds of the slots, and checks what they begin with."""
+    state = scheduler.empty(draws=draws)
+    check_widths(state)
+    round_lib.generate.trace(scheduler.speculator, state, max_rounds=decoding.FOREVER)
+
+
 def trace_the_rest() -> None:
     """Traces what is not run: loops whose dtypes would change as they turn."""
     draft = decoding.draft_drafter(impl=SMALL.target.impl, min_confidence=0.01)
@@ -85,10 +92,7 @@ def trace_the_rest() -> None:
         SMALL.scheduler(found, **adaptive),
     ):
         for draws in (False, True):
-            state = scheduler.empty(draws=draws)
-            round_lib.generate.trace(
-                scheduler.speculator, state, max_rounds=decoding.FOREVER
-            )
+            trace(scheduler, draws=draws)
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ from experiments.lib import (
     timing,
 )
 from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.engine import checks
 from spec_jax.model import tokenizer as tokenizer_lib
 
 
@@ -124,6 +126,7 @@ class Sides:
             lm = self.lms[run.method]
             done = runs_lib.run_speculative(lm, self._settings(run), prompt)
             counters = done.counters
+        checks.check_finite(done.nonfinite)
         stop = self.settings.stop_ids
         shown = [token for token in done.tokens if token not in stop]
         return llama_cpp.Generated(
@@ -336,7 +339,18 @@ def _drafts(prompts: Sequence[PromptRuns], run: compare.Run) -> dict[str, Any]:
         "accepted": accepted,
         "acceptance_rate": accepted / proposed if proposed else None,
         "accepted_per_round": accepted / rounds if rounds else None,
+        "repetition": _repetition(done),
     }
+
+
+def _repetition(done: Sequence[llama_cpp.Generated]) -> float | None:
+    """How far texts repeat themselves; None of those without tokens, llama.cpp's."""
+    counts = [
+        metrics.text_counts(one.ids, metrics.Counters())
+        for one in done
+        if one.ids is not None
+    ]
+    return metrics.mean_repetition(counts) if len(counts) == len(done) else None
 
 
 def same_texts(
@@ -390,10 +404,11 @@ def print_all(console: rich_console.Console, rows: Sequence[tables.Row]) -> None
                 terminal.format_value(drafts["same"][side], ".3f")
                 for side in ("ours", "theirs")
             ]
-            words.append(
+            words += [
                 f"drafts kept a round {drafts['ours'][kept]:.3f} here and "
                 f"{drafts['theirs'][kept]:.3f} there ({' and '.join(same)} where the "
-                f"text is the same)"
-            )
+                "text is the same)",
+                f"our texts repeat {drafts['ours']['repetition']:.0%} of their 4-grams",
+            ]
         console.print("; ".join(words), highlight=False, soft_wrap=True)
     console.print(NOTE, highlight=False, soft_wrap=True)

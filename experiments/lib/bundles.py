@@ -119,7 +119,7 @@ def load(path: pathlib.Path) -> Bundle:
     try:
         meta = json.loads(str(arrays[_META]))
         found = meta["format"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path}: a bundle without a readable {_META}") from None
     if found != FORMAT:
         raise ValueError(

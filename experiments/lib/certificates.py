@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.lib import exact_cells as cells_lib, suite
+from experiments.lib import exact_cells as cells_lib, files, suite
 from spec_jax.debug import evidence
 
 
@@ -171,14 +171,16 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     """Reads a certificate.
 
     Raises:
-      ValueError: no certificate, one of another version, or one whose content is not
-        what its own hash says.
+      ValueError: no regular file, no certificate, one of another version, or one whose
+        content is not what its own hash says.
     """
     try:
-        certificate = json.loads(path.read_bytes())
+        data = files.read(path)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    try:
+        certificate = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON, and so no certificate ({error})") from None
     if not isinstance(certificate, dict) or certificate.get("format") != FORMAT:
         raise ValueError(

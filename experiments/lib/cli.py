@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from experiments.lib import files, interrupts as interrupts_lib
 
 
-UNUSABLE, INTERRUPTED = 1, 130
+UNUSABLE, NOT_FINITE, INTERRUPTED = 1, 2, 130
 
 FIGURES = (".png", ".svg")
 """What figures can be written as."""
@@ -34,11 +34,26 @@ PIPE_CLOSED = 141
 def start() -> None:
     """Lets Ctrl-C end the process with a line, until `run` is called.
 
-    The first call of a script, before the imports: jax takes seconds.
+    The first call of a script, before the imports: jax takes seconds. Standard streams
+    that are closed, as by the shell's `>&-`, print nothing from here on.
     """
+    _open_closed_streams()
     # A script that a shell runs in the background ignores interrupts.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _open_closed_streams() -> None:
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free, which else the next file would get, and
+            # with it what libraries and processes print.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            stream = open(number, "w" if number else "r", closefd=False)
+            setattr(sys, name, stream)
 
 
 def _end_at_once(*_) -> NoReturn:
@@ -63,7 +78,8 @@ def run(
     """Returns the exit status of `work(parse())`.
 
     Unusable input, an interrupt, a full disk and the like become one line on standard
-    error; a reader that closes the pipe of standard output ends the script in silence
+    error, and so do logits of NaN, of which nothing is to be concluded (`NOT_FINITE`);
+    a reader that closes the pipe of standard output ends the script in silence
     (`PIPE_CLOSED`). Characters that standard output cannot encode are replaced.
 
     Args:
@@ -100,6 +116,8 @@ def run(
                 if line is None:
                     raise
                 line = f"error: {line}"
+                if isinstance(error, FloatingPointError):
+                    status = NOT_FINITE
             print(f"{name}: {line}", file=sys.stderr)
             return status
 

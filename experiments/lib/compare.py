@@ -170,15 +170,24 @@ def speeds(prompts: Sequence[PromptRuns], run: Run) -> list[float]:
 
 
 def counted(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
-    """Drafts of a run over its prompts; None where nothing was drafted."""
+    """Drafts of a run over its prompts, and how far its texts repeat themselves.
+
+    Drafts are None where nothing was drafted.
+    """
     names = ("rounds", "proposed", "accepted", "acceptance_rate", "accepted_hist")
-    counters = [prompt.generated[run].counters for prompt in prompts]
+    done = [prompt.generated[run] for prompt in prompts]
+    repetition = {"repetition": metrics.mean_repetition([*map(_counts_of, done)])}
+    counters = [one.counters for one in done]
     if None in counters:
-        return dict.fromkeys(names)
+        return dict.fromkeys(names) | repetition
     total = metrics.total(counters)
     rate = total.accepted / total.proposed if total.proposed else None
     values = (total.rounds, total.proposed, total.accepted, rate, total.accepted_hist)
-    return dict(zip(names, values, strict=True))
+    return dict(zip(names, values, strict=True)) | repetition
+
+
+def _counts_of(done: hf.Generated) -> metrics.TextCounts:
+    return metrics.text_counts(done.tokens, done.counters or metrics.Counters())
 
 
 def prompt_row(prompt: PromptRuns) -> dict[str, Any]:
@@ -314,6 +323,7 @@ COLUMNS = {
     "vs plain": ("vs_plain", ".2f"),
     "vs HF": ("vs_hf", ".2f"),
     "accepted": ("acceptance_rate", ".3f"),
+    "rep": ("repetition", ".3f"),
     "same": ("identical", "d"),
 }
 GREEDY = {
@@ -365,8 +375,8 @@ def print_all(
     console.print(
         "tok/s: prefill included, median and percentiles over the turns; vs plain, HF: "
         "times autoregressive decoding of that side, and Hugging Face's; accepted: of "
-        "the proposed; same: prompts of which every token is that of Hugging Face's "
-        "greedy decoding in this dtype.\n"
+        "the proposed; rep: share of repeated 4-grams in the texts; same: prompts of "
+        "which every token is that of Hugging Face's greedy decoding in this dtype.\n"
         f"{summary['compared_dtype']}: {summary['greedy_identical']} of "
         f"{summary['prompts']} prompts as Hugging Face's greedy decoding; drafted as "
         f"without drafts: {str(summary['matched']).lower()}; drafted and accepted as "

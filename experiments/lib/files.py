@@ -182,6 +182,33 @@ def check_folder(path: pathlib.Path) -> None:
         ) from None
 
 
+def check_apart(
+    flag: str, folder: pathlib.Path, others: Mapping[str, pathlib.Path | None]
+) -> None:
+    """Raises `ValueError` where writing to a folder would replace what is read.
+
+    Args:
+      flag: that named the folder.
+      others: folders that are read, by their flags.
+    """
+    for reader, other in others.items():
+        if other is None:
+            continue
+        if is_same(folder, other) or _identities(folder) & _identities(other):
+            raise ValueError(
+                f"{flag} {folder} would replace what {reader} reads: name another "
+                "folder"
+            )
+
+
+def _identities(folder: pathlib.Path) -> set[tuple[int, int]]:
+    """What stands for each file and folder in a folder, whatever it is called."""
+    if not folder.is_dir():
+        return set()
+    found = [path.stat() for path in folder.iterdir() if path.exists()]
+    return {(status.st_dev, status.st_ino) for status in found}
+
+
 def is_same(one: pathlib.Path, other: pathlib.Path) -> bool:
     """Whether both name one file, through links too, or would once it is written."""
     try:

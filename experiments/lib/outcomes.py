@@ -48,8 +48,8 @@ def record(
     prompt: prompt_files.Prompt,
     prompt_ids: list[int],
 ) -> Text:
-    """Decodes the prompt, and asks the drafter after every token."""
-    generated = runs.run_plain(lm, settings, prompt_ids).tokens
+    """Decodes the prompt, and asks the drafter after every token; raises as `write`."""
+    generated = runs.write(lm, settings, prompt_ids)
     text = [*prompt_ids, *generated]
     scheduler = runs.make_scheduler(lm, settings)
     state = scheduler.begin(runs.make_request(lm, settings, prompt_ids))

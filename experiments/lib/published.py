@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.lib import files
+from experiments.lib import files, terminal
 from spec_jax.drafters import tree_shapes
 
 
@@ -65,13 +65,18 @@ def rounds() -> Lines:
         yield (
             name,
             f"{row['acceptance_rate']:.3f} ({thirds})",
-            f"{row['repetition']:.0%}",
+            _repeated(row),
             f"{row['tokens_per_target_step']:.2f}",
             f"{row['baseline_e2e_tpot_ms']:.2f} ms/token",
             f"{row['spec_e2e_tpot_ms']:.2f} ms/token",
             f"{row['speedup_e2e']:.2f} ({low:.2f} to {high:.2f})",
             f"{row['speedup_decode']:.2f}",
         )
+
+
+def _repeated(row: Row) -> str:
+    """How far a row's texts repeat themselves; rows of earlier versions do not say."""
+    return terminal.format_value(row.get("repetition"), ".0%")
 
 
 def hugging_face() -> Lines:
@@ -111,7 +116,10 @@ def llama_cpp() -> Lines:
 def llama_cpp_heads() -> Lines:
     """What either side keeps of the drafts of shipped heads."""
     command = "`--drafter eagle3,dspark --gamma 4,7 --no-steps --repeats 1`"
-    yield command, "llama.cpp", "spec_jax", "same text", "there", "here"
+    yield (
+        *(command, "llama.cpp", "spec_jax", "repeated 4-grams here"),
+        *("same text", "there", "here"),
+    )
     for row in rows_of("compare_llama_cpp_heads.jsonl", "comparison"):
         if "drafts" not in row:
             continue
@@ -121,6 +129,7 @@ def llama_cpp_heads() -> Lines:
         yield (
             row["figure"].partition(":")[0],
             *(f"{number:.3f}" for number in kept),
+            _repeated(drafts["ours"]),
             f"{same['prompts']} of {row['prompts']}",
             *("" if number is None else f"{number:.3f}" for number in of_same),
         )
@@ -251,7 +260,8 @@ def heads() -> Lines:
     """Rounds of the shipped heads: tokens a round, what is kept, speed."""
     yield (
         "`python experiments/spec_round.py --prompts 50`",
-        *("tokens a round", "drafts kept, by position", "speed-up", "matched"),
+        *("tokens a round", "drafts kept, by position", "repeated 4-grams"),
+        *("speed-up", "matched"),
     )
     both = ("eagle3", "dspark")
     names = [f"{head}_{impl}.jsonl" for impl in ("native", "xla") for head in both]
@@ -270,6 +280,7 @@ def heads() -> Lines:
             f"`{flags}`",
             f"{row['mean_accepted_length']:.2f}",
             "" if row["tree"] else kept,
+            _repeated(row),
             f"{row['speedup_e2e']:.2f}",
             "yes" if row["matched"] else "no",
         )

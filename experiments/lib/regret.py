@@ -186,7 +186,8 @@ class LiveSet:
     """Seconds of decoding a set of texts, without prefill, by candidate and repeat."""
 
     seconds: Mapping[str, Sequence[float]]  # by the candidate's name, or `PLAIN`
-    # Whether all tokens of the candidate are those of autoregressive decoding
+    # Whether all tokens of the candidate are those of autoregressive decoding, and none
+    # is chosen from logits that are not finite
     matched: Mapping[str, bool]
 
 
@@ -223,7 +224,7 @@ def run_set(
                     used, asked, text.prompt_ids, draft_params=known
                 )
                 seconds[candidate.name][repeat] += done.timing.decode_s
-                matched[candidate.name] &= done.tokens == plain.tokens
+                matched[candidate.name] &= runs.matches(done, plain)
                 if hand_on:
                     states[candidate.name] = done.policy_state
             after_text()

@@ -81,6 +81,29 @@ class Speculative:
     mismatches: int | None = None
     policy_state: policy.State = None  # of the gamma policy, after the last round
 
+    @property
+    def nonfinite(self) -> int:
+        """Tokens that were chosen from logits that are not finite."""
+        return self.counters.nonfinite
+
+
+def matches(run: Plain | Speculative, plain: Plain) -> bool:
+    """Whether a run's tokens are those of decoding, none of them of NaN or infinity."""
+    return run.tokens == plain.tokens and not run.nonfinite and not plain.nonfinite
+
+
+def write(
+    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
+) -> list[int]:
+    """Returns the tokens of decoding, for what is to be concluded from them alone.
+
+    Raises:
+      FloatingPointError: some were chosen from logits that are not finite.
+    """
+    done = run_plain(lm, settings, prompt)
+    checks.check_finite(done.nonfinite)
+    return done.tokens
+
 
 def run_plain(
     lm: loading.LanguageModel, settings: Settings, prompt: list[int]

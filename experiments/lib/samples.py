@@ -30,14 +30,24 @@ class Sample:
     prompt_ids: list[int]
     how: str  # the settings that drew it, in words
     run: runs.Speculative  # the speculative run
-    plain: list[int]  # tokens of autoregressive decoding under the same settings
+    plain: runs.Plain  # autoregressive decoding under the same settings
     is_measured: bool  # whether the metrics count this run
     is_exact: bool = True  # whether the text is to be that of autoregressive decoding
 
     @property
     def matched(self) -> bool | None:
-        """Whether the text is that of decoding alone; None where it need not be."""
-        return self.run.tokens == self.plain if self.is_exact else None
+        """Whether the text is that of decoding alone; None where it need not be.
+
+        One of logits that are not finite is wrong, whatever it is compared with.
+        """
+        if self.nonfinite or self.is_exact:
+            return runs.matches(self.run, self.plain)
+        return None
+
+    @property
+    def nonfinite(self) -> int:
+        """The most tokens of either run of logits that are not finite."""
+        return max(self.run.nonfinite, self.plain.nonfinite)
 
 
 def draw(
@@ -60,7 +70,7 @@ def draw(
         prompt_ids=first.prompt_ids,
         how=describe(**SETTINGS, seed=seed),
         run=runs.run_speculative(lm, settings, first.prompt_ids),
-        plain=runs.run_plain(lm, settings, first.prompt_ids).tokens,
+        plain=runs.run_plain(lm, settings, first.prompt_ids),
         is_measured=False,
         is_exact=settings.is_exact,
     )
@@ -73,7 +83,7 @@ def of_measured(first: results.PromptResult, *, how: str) -> Sample:
         prompt_ids=first.prompt_ids,
         how=how,
         run=first.spec[0],
-        plain=first.plain[0].tokens,
+        plain=first.plain[0],
         is_measured=True,
         is_exact=first.mismatches is not None,
     )
@@ -102,12 +112,14 @@ def show(
 ) -> None:
     """Prints a heading, and the text, its tokens told apart by where they came from."""
     heading = rich_text.Text(f"Prompt {sample.prompt_id}: {sample.how}; ", style="bold")
-    if sample.matched is None:
+    if sample.nonfinite:
+        heading.append(f"{sample.nonfinite} tokens of NaN or infinity", "bold red")
+    elif sample.matched is None:
         heading.append("of the distribution of autoregressive decoding")
     elif sample.matched:
         heading.append("equal to autoregressive decoding")
     else:
-        place = runs.first_difference(sample.run.tokens, sample.plain)
+        place = runs.first_difference(sample.run.tokens, sample.plain.tokens)
         heading.append(
             f"NOT EQUAL to autoregressive decoding at token {place}", "bold red"
         )

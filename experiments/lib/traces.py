@@ -152,7 +152,7 @@ class Recording:
             id=prompt.id,
             category=prompt.category,
             prompt_ids=ids,
-            generated_ids=runs.run_plain(self.lm, self.settings, ids).tokens,
+            generated_ids=runs.write(self.lm, self.settings, ids),
         )
 
 
@@ -213,6 +213,7 @@ def record(args: argparse.Namespace) -> tuple[Header, int]:
 
     Raises:
       ValueError: input that cannot be used, or a file that holds something else.
+      FloatingPointError: as `runs.write`; the prompts before are in the file.
     """
     recording = prepare(args)
     header, path = recording.header, args.record

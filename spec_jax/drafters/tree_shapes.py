@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import pathlib
+import stat
 from collections.abc import Sequence
 
 import jax
@@ -24,6 +25,9 @@ TAU = 0.4
 """Divides log weights unless another is fitted: sharper than probabilities, since the
 target's token is the draft's most probable one more often than its probability says."""
 
+
+_MAX_BYTES = 2**20
+"""Of a file of paths: those of 64 nodes take a few thousand."""
 
 GREEDY = "greedy"
 """In the text of a tree, after a slash: `Tree.greedy`."""
@@ -366,10 +370,7 @@ def parse(text: str) -> AnyTree:
       ValueError: another text, an unreadable file, or a tree that cannot be.
     """
     if text.endswith(".json"):
-        try:
-            return _of_json(pathlib.Path(text).read_text(encoding="utf-8"), text)
-        except OSError as error:
-            raise ValueError(f"{text}: {error.strerror}") from None
+        return _of_json(_read(pathlib.Path(text)), text)
     if text.lstrip().startswith("["):
         return _of_json(text, "the tree")
     if ":" not in text and all(part.isdigit() for part in text.split("-")):
@@ -377,10 +378,23 @@ def parse(text: str) -> AnyTree:
     return Tree.parse(text)
 
 
-def _of_json(text: str, name: str) -> FixedTree:
+def _read(path: pathlib.Path) -> bytes:
+    """Returns what a file holds; a device or a pipe may have no end, and is refused."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            raise ValueError(
+                f"{path}: name a regular file of at most {_MAX_BYTES:,} bytes"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+
+
+def _of_json(text: str | bytes, name: str) -> FixedTree:
     try:
         paths = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is no JSON: {error}") from None
     if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
         raise ValueError(f"{name}: give a list of paths, such as [[0],[1],[0,0]]")

@@ -63,9 +63,15 @@ def check_prompt(
 
 def check_max_tokens(max_tokens: int) -> None:
     """Raises `ValueError` unless `max_tokens` is a whole number of at least 1."""
-    is_whole = isinstance(max_tokens, numbers.Integral)
-    if not is_whole or isinstance(max_tokens, bool) or max_tokens < 1:
-        raise ValueError(f"{max_tokens=} must be a whole number of at least 1")
+    check_count(max_tokens=max_tokens)
+
+
+def check_count(**counts: int) -> None:
+    """Raises `ValueError` unless each, by its name, is a whole number from 1 on."""
+    for name, value in counts.items():
+        is_whole = isinstance(value, numbers.Integral)
+        if not is_whole or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
 
 
 def check_gamma(gamma: int, gamma_max: int) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation
-from spec_jax.engine import protocols, windows
+from spec_jax.engine import checks, protocols, windows
 from spec_jax.model import (
     config as config_lib,
     families,
@@ -48,8 +48,7 @@ class SlotRows:
     num_slots: int
 
     def __post_init__(self) -> None:
-        if self.num_slots < 1:
-            raise ValueError(f"num_slots={self.num_slots} must be at least 1")
+        checks.check_count(num_slots=self.num_slots)
 
     @property
     def config(self) -> config_lib.ModelConfig:
@@ -72,7 +71,7 @@ class SlotRows:
             static cache has no other choice.
 
         Raises:
-          ValueError: a size below one, or fewer pages than slots.
+          ValueError: as `RowModel.new_slots`.
         """
         if self.model.cache == "static" and num_pages is not None:
             raise ValueError(

@@ -103,9 +103,9 @@ class Scheduler:
       policy_state: the first state of the gamma policy, for every request.
 
     Raises:
-      ValueError: a size below one, fewer pages than slots, a target and a drafter of
-        different numbers of slots, a drafter that does not fit, or a policy without
-        its state.
+      ValueError: a size below one, a page of more positions than the model has, fewer
+        pages than slots, a target and a drafter of different numbers of slots, a
+        drafter that does not fit, or a policy without its state.
     """
 
     speculator: round_lib.Speculator
@@ -120,11 +120,10 @@ class Scheduler:
     def __post_init__(self) -> None:
         target, drafter = self.target, self.drafter
         slots = target.num_slots
-        if self.capacity < 1 or self.page_size < 1:
-            raise ValueError(
-                f"capacity={self.capacity} and page_size={self.page_size} must be at "
-                "least 1"
-            )
+        checks.check_count(capacity=self.capacity)
+        config = getattr(target, "config", None)
+        positions = None if config is None else config.max_position_embeddings
+        index.check_page_size(self.page_size, num_positions=positions)
         if self.num_pages is not None and self.num_pages < slots:
             raise ValueError(
                 f"num_pages={self.num_pages} is fewer than {slots} slots, and every "

@@ -110,7 +110,7 @@ class RowModel:
         """An empty cache of `capacity` positions or a little more, slot 0 open.
 
         Raises:
-          ValueError: a size below one.
+          ValueError: as `new_slots`.
         """
         return self.new_slots(1, capacity=capacity, page_size=page_size)
 
@@ -130,10 +130,13 @@ class RowModel:
             them in full.
 
         Raises:
-          ValueError: a size below one, or fewer pages than slots.
+          ValueError: a size below one, pages of more positions than the model has, or
+            fewer of them than slots.
         """
-        if capacity < 1 or page_size < 1:
-            raise ValueError(f"{capacity=} and {page_size=} must be at least 1")
+        if capacity < 1:
+            raise ValueError(f"{capacity=} must be at least 1")
+        positions = self.config.max_position_embeddings
+        index.check_page_size(page_size, num_positions=positions)
         pages_per_slot = index.pages_for(capacity, page_size)
         if num_pages is None:
             num_pages = num_slots * pages_per_slot

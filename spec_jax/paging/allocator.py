@@ -306,4 +306,5 @@ def _give(tables, slot, count):
 
 def _put(values: jax.Array, slot: jax.Array, value: jax.Array | int) -> jax.Array:
     """Returns the values with one slot's changed; no scatter, for `one_kernel`."""
+    value = jnp.asarray(value, values.dtype)  # An int is wider with wide defaults.
     return jax.lax.dynamic_update_index_in_dim(values, value, slot, axis=0)

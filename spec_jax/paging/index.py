@@ -1,5 +1,6 @@
-"""How many pages a sequence has."""
+"""How large a page is, and how many of them a sequence has."""
 
+import numbers
 from typing import TypeVar
 
 import jax
@@ -7,6 +8,22 @@ import jax.numpy as jnp
 
 
 _Count = TypeVar("_Count", int, jax.Array)
+
+
+def check_page_size(page_size: int, *, num_positions: int | None) -> None:
+    """Raises `ValueError` for pages that are none, or larger than any sequence.
+
+    Args:
+      num_positions: of the model, which no sequence has more of; None bounds nothing.
+    """
+    is_whole = isinstance(page_size, numbers.Integral)
+    if not is_whole or isinstance(page_size, bool) or page_size < 1:
+        raise ValueError(f"{page_size=} must be a whole number of at least 1")
+    if num_positions is not None and page_size > num_positions:
+        raise ValueError(
+            f"{page_size=} is above {num_positions}, the positions of the model "
+            "(max_position_embeddings): ask for smaller pages"
+        )
 
 
 def pages_for(length: _Count, page_size: int) -> _Count:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 
 import decoding
 import jax
@@ -220,6 +221,7 @@ def test_what_a_fixed_tree_is():
         ("[[0.5]]", "whole numbers from 0 on"),
         ("[0, 1]", "a list of paths"),
         ("[[0]", "is no JSON"),
+        ("[" * 100_000, "is no JSON: maximum recursion depth"),
         ("8-8", "more than the 64 rows"),
         ("64", "more than the 64 rows"),
         ("3-0-1", "children from 1 on"),
@@ -237,6 +239,21 @@ def test_a_file_of_paths(tmp_path):
     path = tmp_path / "medusa.json"
     path.write_text("[[0], [0, 0], [1]]")
     assert tree_shapes.parse(str(path)).paths == ((0,), (1,), (0, 0))
+
+
+@pytest.mark.parametrize("kind", ["a device", "a pipe", "too large"])
+def test_files_without_an_end_are_no_trees(tmp_path, kind):
+    """Fails if a device is read until memory ends, or a pipe waited for."""
+    path = tmp_path / "tree.json"
+    if kind == "a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.touch()
+        os.truncate(path, 2**20 + 1)
+    with pytest.raises(ValueError, match="tree.json: name a regular file of at most"):
+        tree_shapes.parse(str(path))
 
 
 TEXT = [5, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 6, 1, 2]

@@ -221,11 +221,18 @@ def test_pairs_that_do_not_fit_together():
 
 
 @pytest.mark.parametrize("kind", row_model.CACHE_KINDS)
-@pytest.mark.parametrize("sizes", [(0, 8), (-1, 8), (96, 0)])
-def test_impossible_sizes_are_refused(kind, sizes):
-    capacity, page_size = sizes
+@pytest.mark.parametrize(
+    ("capacity", "page_size", "message"),
+    [
+        (0, 8, "capacity=0 must be at least 1"),
+        (-1, 8, "capacity=-1 must be at least 1"),
+        (96, 0, "page_size=0 must be a whole number of at least 1"),
+        (96, 513, "page_size=513 is above 512, the positions of the model"),
+    ],
+)
+def test_impossible_sizes_are_refused(kind, capacity, page_size, message):
     target = dataclasses.replace(SMALL.target, cache=kind)
-    with pytest.raises(ValueError, match=f"{capacity=} and {page_size=} must be at"):
+    with pytest.raises(ValueError, match=message):
         target.new_cache(capacity=capacity, page_size=page_size)
     with pytest.raises(ValueError, match="cache='dynamic' is not one of paged, static"):
         dataclasses.replace(SMALL.target, cache="dynamic")

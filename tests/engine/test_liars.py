@@ -99,41 +99,54 @@ def asks(num_slots: int, temperature: float) -> list[Ask]:
     ]
 
 
-def request_of(ask: Ask, what: dict):
+def request_of(ask: Ask, what: dict, setting=SMALL):
     """A request whose drafts are of the greedy text, but for the lie."""
     greedy = dataclasses.replace(ask, sampling=decoding.COLD, max_tokens=200)
-    text = decoding.decoded(SMALL, greedy).tokens
+    text = decoding.decoded(setting, greedy).tokens
     return ask.request(draft_params=lie(text, **what))
 
 
-@pytest.mark.few(1)
+# The rules and both implementations by the cheapest cases that show them; the others
+# are slow.
+QUICK = [
+    ("rejection", True, 3, "native"),
+    ("block", False, 1, "native"),
+    ("coupled", False, 1, "xla"),
+]
+OTHERS = [
+    (rule, has_probs, num_slots, impl)
+    for rule in ("coupled", "rejection", "block")
+    for has_probs in ((False,) if rule == "coupled" else (False, True))
+    for num_slots in (1, 3)
+    for impl in ("native", "xla")
+    if (rule, has_probs, num_slots, impl) not in QUICK
+]
+
+
 @pytest.mark.parametrize(
-    ("rule", "has_probs", "num_slots"),
-    [
-        ("coupled", False, 3),
-        ("rejection", True, 3),
-        ("block", False, 1),
-        pytest.param("coupled", False, 1, marks=pytest.mark.slow),
-        pytest.param("rejection", False, 1, marks=pytest.mark.slow),
-        pytest.param("block", True, 3, marks=pytest.mark.slow),
-    ],
+    ("rule", "has_probs", "num_slots", "impl"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
-def test_no_proposal_makes_the_output_wrong(rule, has_probs, num_slots):
+def test_no_proposal_makes_the_output_wrong(rule, has_probs, num_slots, impl):
     """Fails if a number of drafts, or a token, is taken on trust by any rule.
 
     At temperature 0 every rule writes the text of decoding; above, with a rule that
     draws uniforms, no text is known, but its length is, and that its tokens are some.
     """
-    scheduler = SMALL.scheduler(
+    decoding.needs(impl)
+    target = dataclasses.replace(decoding.TARGET, impl=impl)
+    setting = decoding.Setting(target=target)
+    scheduler = setting.scheduler(
         Liar(has_probs=has_probs), num_slots=num_slots, rule=rule
     )
     for name, what in LIES.items():
         for temperature in (0.0, 1.0):
             wanted = asks(num_slots, temperature)
-            state = decoding.admit(scheduler, [request_of(ask, what) for ask in wanted])
+            requests = [request_of(ask, what, setting) for ask in wanted]
+            state = decoding.admit(scheduler, requests)
             state = decoding.generate(scheduler, state)
             if temperature == 0 or rule == "coupled":
-                decoding.assert_as_decoded(SMALL, state, wanted)
+                decoding.assert_as_decoded(setting, state, wanted)
                 if name == "none" and temperature == 0:
                     one = decoding.slot_of(state)
                     assert one.num_accepted == one.num_proposed > 0
@@ -141,7 +154,7 @@ def test_no_proposal_makes_the_output_wrong(rule, has_probs, num_slots):
             for slot, ask in enumerate(wanted):
                 one = decoding.slot_of(state, slot)
                 checks.check_slot(one, vocab_size=VOCAB_SIZE)
-                assert one.length == decoding.decoded(SMALL, ask).length, name
+                assert one.length == decoding.decoded(setting, ask).length, name
 
 
 TRUSTED = {
@@ -153,7 +166,6 @@ TRUSTED = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", TRUSTED)
 def test_trust_in_a_drafter_is_caught(fault, monkeypatch):
     """Negative control: without either bound the checks tell what was committed."""

@@ -280,8 +280,8 @@ def test_schedulers_that_make_no_sense():
             "a gamma policy and its first state go together",
         ),
         ({"policy_state": jnp.int32(2)}, "a gamma policy and its first state go"),
-        ({"capacity": 0}, "capacity=0 and page_size=8 must be at least 1"),
-        ({"page_size": 0}, "capacity=96 and page_size=0 must be at least 1"),
+        ({"capacity": 0}, "capacity=0 must be a whole number of at least 1"),
+        ({"page_size": 0}, "page_size=0 must be a whole number of at least 1"),
         ({"num_pages": 2}, "num_pages=2 is fewer than 3 slots"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -12,6 +12,13 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def overflowing(tmp_path_factory):
+    """As `folders`, with finite weights whose logits are not finite."""
+    folder = tmp_path_factory.mktemp("overflowing")
+    return tiny_pair.write_scaled(folder, final_norm=3e38)
+
+
+@pytest.fixture(scope="session")
 def head(folders, tmp_path_factory):
     """The folder of a head for the target."""
     return tiny_pair.write_head(tmp_path_factory.mktemp("pair") / "head", folders[0])

@@ -34,10 +34,10 @@ def test_a_batch_of_any_drafter(folders, tmp_path, more):
 
 def test_throughput(folders, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    more = ("--batch", "1,2", "--gamma", "1,2", "--repeats", "2", "--out", str(out))
+    more = ("--batch", "2", "--gamma", "1,2", "--repeats", "2", "--out", str(out))
     assert throughput.main(command(folders, *more)) == throughput.MATCHED
     rows = rows_of(out)
-    ways = [(None, 0), *((batch, gamma) for batch in (1, 2) for gamma in (0, 1, 2))]
+    ways = [(None, 0), *((2, gamma) for gamma in (0, 1, 2))]
     assert [(row["batch"], row["gamma"]) for row in rows] == 3 * ways
     of_runs, rows = rows[: 2 * len(ways)], rows[2 * len(ways) :]
     assert [row["repeat"] for row in of_runs] == [0] * len(ways) + [1] * len(ways)
@@ -52,6 +52,17 @@ def test_throughput(folders, tmp_path, capsys):
         assert row["n"] == 2 and row["tok_s"] > 0
     assert rows[0]["ratio"] == 1
     assert "gamma 2, batch 2" in capsys.readouterr().out
+
+
+def test_throughput_of_logits_that_are_not_finite(overflowing, tmp_path, capsys):
+    """All texts are equal, and the exit status is 2; under a rule without equal texts,
+    too."""
+    out = tmp_path / "out.jsonl"
+    more = ("--batch", "2", "--repeats", "1", "--out", str(out))
+    assert throughput.main(command(overflowing, *more)) == throughput.NOT_MATCHED == 2
+    for row in rows_of(out, "throughput"):
+        assert row["prompts_equal"] == 0 < row["nonfinite_logits"] <= row["tokens"]
+    assert "hold NaN or infinity" in capsys.readouterr().out
 
 
 def test_throughput_of_a_tree(folders, tmp_path, capsys):
@@ -72,6 +83,20 @@ def test_trees_that_cannot_run(folders, capsys):
     more = ("--tree", "2-1", "--gamma", "1,2")
     words = ("--tree", "list --gamma")
     assert_fails_with(throughput.main, capsys, command(folders, *more), *words)
+
+
+def test_settings_have_no_more_slots_than_prompts(folders):
+    """Before anything is compiled; the test below runs them."""
+    more = ("--prompts", "1", "--drafter", "ngram")
+    args = spec_round.parse_args(command(folders, *more, "--batch", "1000"))
+    subject = spec_round.load(args)
+    assert subject.settings.num_slots == 1
+    args = throughput.parse_args(command(folders, *more, "--batch", "1,500,1000"))
+    ways = throughput.ways_of(args, subject.settings, num_prompts=1)
+    assert [way.batch for way in ways] == [None, 1, 1]
+    ways = throughput.ways_of(args, subject.settings, num_prompts=600)
+    sizes = [(batch, gamma) for batch in (1, 500, 600) for gamma in (0, 2)]
+    assert [(way.batch, way.gamma) for way in ways] == [(None, 0), *sizes]
 
 
 @pytest.mark.slow
@@ -96,7 +121,6 @@ def test_no_more_slots_than_prompts(folders, tmp_path, capsys, monkeypatch):
     assert set(slots) == {1}
 
 
-@pytest.mark.slow
 def test_throughput_of_a_batch_that_differs(folders, monkeypatch):
     """Exit status 2: a planted token in the last prompt's text."""
     real = runs.run_batch

@@ -108,6 +108,9 @@ def test_rows_of_runs(measured):
         assert row["dtype"] == "float32" and row["hf"]["torch_version"]
         if row["gamma"] is None:
             assert row["proposed"] is row["acceptance_rate"] is None
+        texts = [prompt["hf_ids"] for prompt in of_length]  # Which all runs wrote.
+        repeated = [metrics.repetition(text) for text in texts]
+        assert row["repetition"] == pytest.approx(np.mean(repeated))
         is_reference = (row["side"], row["gamma"]) == ("transformers", None)
         assert not is_reference or row["vs_hf"] == row["vs_hf_p90"] == 1
     (summary,) = rows_of(measured, "summary")

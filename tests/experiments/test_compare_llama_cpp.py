@@ -11,6 +11,7 @@ from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import compare_llama_cpp
 from experiments.lib import beside_llama as beside, compare, llama_cpp, steps
+from spec_jax.analysis import metrics
 from spec_jax.model import tokenizer
 
 
@@ -269,11 +270,19 @@ def test_rows(folders, fake, tmp_path, capsys):
     theirs = drafted["drafts"]["theirs"]
     assert theirs["acceptance_rate"] == pytest.approx(1 / 3)
     assert theirs["accepted_per_round"] == pytest.approx(3 / 5)
+    assert theirs["repetition"] is None  # It prints no tokens.
+    texts = [prompt["runs"][2]["ids"] for prompt in prompts]
+    counts = [metrics.text_counts(text, metrics.Counters()) for text in texts]
+    repetition = metrics.mean_repetition(counts)
+    assert drafted["drafts"]["ours"]["repetition"] == repetition
     nothing = {"prompts": 0, "ours": None, "theirs": None}
     assert drafted["drafts"]["same"] == nothing
     shown = capsys.readouterr().out
     assert "plain: our text in 3 of 3 prompts, llama.cpp's in 0" in shown
     assert "and 0.600 there (- and - where" in shown
+    assert f"our texts repeat {repetition:.0%} of their 4-grams" in " ".join(
+        shown.split()
+    )
 
     # The very texts: now they agree.
     encoder = tokenizer.load(folders[0])

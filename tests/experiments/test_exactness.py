@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import exactness_commands as commands
 import pytest
@@ -271,6 +272,13 @@ def test_files_that_are_no_certificates(folders, finished, tmp_path, capsys):
     commands.assert_fails_with(capsys, [*arguments, str(nowhere)], "nowhere")
     text.write_text("text")
     commands.assert_fails_with(capsys, [*arguments, str(text)], "no JSON")
+    text.write_text("[" * 100_000)
+    commands.assert_fails_with(capsys, [*arguments, str(text)], "no JSON", "depth")
+    endless = tmp_path / "pipe"
+    os.mkfifo(endless)
+    for path in ("/dev/zero", str(endless)):
+        words = (f"{path}: is a device or a pipe", "regular file")
+        commands.assert_fails_with(capsys, [*arguments, path], *words)
     path = commands.edited(
         finished.certificate, tmp_path / "c.json", forge_first_tokens, signed=False
     )

@@ -206,6 +206,7 @@ def test_a_fault_of_trees_is_caught(
         (("--prompts", "1000"), ("1000 prompts", "at most")),
         (("--prompts", "nowhere.jsonl"), ("nowhere.jsonl",)),
         (("--gen-tokens", "2048"), ("py-01", "holds 0")),
+        (("--page-size", "1000000000"), ("page_size=1000000000 is above 2048",)),
         (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
         (("--certificate", "/nowhere/c.json"), ("/nowhere",)),
         (("--certificate", "."), ("directory",)),

@@ -6,6 +6,7 @@ from script_runs import assert_fails_with, models_of, rows_of
 from experiments import history
 from experiments.ablations import verify_paths
 from experiments.lib import cli, results, runs
+from spec_jax.analysis import metrics
 
 
 def command(folders, *more: str) -> list[str]:
@@ -46,19 +47,23 @@ def test_every_rung_is_run_and_written(folders, tmp_path, capsys, monkeypatch):
     assert status == (0 if history.story_holds(rows) else history.DOES_NOT_HOLD)
 
 
-@pytest.mark.slow
 def test_an_interrupted_ladder_leaves_the_prompts_before(
     folders, tmp_path, monkeypatch, capsys
 ):
-    """Fails if rows are written at the end only."""
-    real, ladder = results.run_designs, history.LADDER[-1:]
-    monkeypatch.setattr(history, "LADDER", ladder)
+    """Fails if rows are written at the end only. Nothing is run or compiled."""
+    timing = metrics.Timing(prefill_s=1.0, decode_s=1.0, tokens=1)
+    plain = runs.Plain(tokens=[5], timing=timing)
+    counters = metrics.Counters(tokens=1, rounds=1, accepted_hist=(1,))
+    spec = runs.Speculative(tokens=[5], origins=[], counters=counters, timing=timing)
 
     def interrupted(designs, prompt, ids, **keywords):
         if prompt.id == "py-02":
             raise KeyboardInterrupt
-        return real(designs, prompt, ids, **keywords)
+        about = {"prompt": prompt, "prompt_ids": ids, "mismatches": 0}
+        done = results.PromptResult(**about, plain=[plain], spec=[spec])
+        return dict.fromkeys(designs, done)
 
+    monkeypatch.setattr(results, "warm_up", lambda designs, prompts: 0.0)
     monkeypatch.setattr(results, "run_designs", interrupted)
     out = tmp_path / "out.jsonl"
     more = ("--prompts", "2", "--out", str(out))

@@ -314,6 +314,18 @@ def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, cap
     assert str(out) in capsys.readouterr().err
 
 
+def test_texts_of_nan_match_nothing(overflowing, folders, texts, capsys):
+    """Neither what is simulated nor live rounds: equal tokens, and exit status 2."""
+    arguments = [*command(folders), *models_of(overflowing), "--drafter", "ngram"]
+    assert script.main(arguments) == script.NOT_MATCHED == 2
+    assert "hold NaN or infinity" in capsys.readouterr().err
+    lm = loading.load(overflowing[0], drafter="ngram", gamma_max=GAMMA, slab=GAMMA + 1)
+    candidates = regret.candidates([], lm, SETTINGS, texts[0].prompt_ids)
+    how = {"repeats": 1, "hand_on": False}
+    live = regret.run_set(lm, SETTINGS, texts[:1], candidates, **how)
+    assert live.matched == {"fixed 0": False, "fixed 1": False, "fixed 2": False}
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -301,6 +301,15 @@ def test_a_recording_is_taken_up(greedy, folders, tmp_path, capsys, monkeypatch)
     assert rows_of(path)[1:] == rows_of(greedy)[1:]
 
 
+def test_texts_of_nan_are_not_recorded(overflowing, tmp_path, capsys):
+    """Exit status 2, and no trace that could be evaluated."""
+    path = tmp_path / "traces.jsonl"
+    assert replay.main(recording(overflowing, path)) == cli.NOT_FINITE == 2
+    assert "hold NaN or infinity" in capsys.readouterr().err
+    assert [row["kind"] for row in rows_of(path)] == ["traces"]
+    assert replay.main(evaluation(path)) == cli.UNUSABLE
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

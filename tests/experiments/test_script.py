@@ -264,6 +264,8 @@ from experiments.lib import cli
 def work(args):
     for i in range(int(sys.argv[1])):
         print(i, "\\u27e6", "x" * 100)
+    with open(__import__("os").devnull) as file:
+        assert file.fileno() > 2
     return 0
 
 def main():
@@ -330,6 +332,14 @@ def test_a_console_whose_reader_has_gone(monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdout", Unbuffered(pipe))
         work = lambda: terminal.console().print("x")
         assert run(work) == cli.PIPE_CLOSED
+
+
+@pytest.mark.parametrize("output", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(output):
+    """Runs without them; and fails if a file of the script is taken for one."""
+    done = end(10_000, output=output)
+    assert done.returncode == 0 and done.stderr == b""
+    assert (done.stdout == b"") == (">&-" in output.replace("2>&-", ""))
 
 
 def test_characters_that_cannot_be_printed_are_replaced():

@@ -9,15 +9,18 @@ from experiments.lib import cli, files
 
 
 OUTPUTS = {
+    "ablate_heads": ("--out",),
     "compare_hf": ("--out", "--plot"),
     "compare_llama_cpp": ("--out",),
     "exactness": ("--out", "--certificate"),
+    "fit_scores": ("--out",),
     "history": ("--out",),
     "kernels": ("--out",),
     "latency": ("--out",),
     "multi_process": ("--out",),
     "parity": ("--out", "--heatmap", "--save-bundle"),
     "plan": ("--out",),
+    "profile_steps": ("--out",),
     "regret": ("--out",),
     "replay": ("--out", "--record"),
     "spec_round": ("--out", "--dump-verify-mismatches"),
@@ -32,6 +35,7 @@ SOURCES = {
     "latency": ("--target",),
     "multi_process": ("--target",),
     "parity": ("--prompts", "--mismatch", "--bundle"),
+    "profile_steps": ("--target",),
     "replay": ("--prompts", "traces", "--costs"),
 }
 """Flags that name a file to be read; `--prompts` where none are named here."""
@@ -92,13 +96,56 @@ def test_no_output_replaces_what_comes_with_the_package(name, capsys):
     assert prompts.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", sorted({*OUTPUTS} - {"kernels", "parity"}))
+@pytest.mark.parametrize(
+    "name", sorted({*OUTPUTS} - {"ablate_heads", "kernels", "parity"})
+)
 def test_no_output_replaces_a_model(name, folders, capsys):
     out = folders[1] / "model.safetensors"
     arguments = [*models_of(folders), "--out", str(out)]
     required = ["x"] if name == "replay" else []
     line = refused(name, [*required, *arguments], capsys)
     assert f"{out} would replace what --draft reads" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "source"),
+    [
+        ("train_drafter", "--out", "--target"),
+        ("train_drafter", "--out", "--base"),
+        ("train_pair", "--assets", "--base"),
+        ("train_pair", "--assets", "--before"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["the same", "a link", "a linked file"])
+def test_no_export_replaces_what_it_is_made_of(
+    name, output, source, kind, tmp_path, capsys
+):
+    """By identity: a link to the folder is it, and so is one to what is in it."""
+    read, written = tmp_path / "read", tmp_path / "written"
+    read.mkdir()
+    (read / "README.md").write_text("a card")
+    if kind == "the same":
+        written = tmp_path / "no" / ".." / ".." / tmp_path.name / "read"
+        (tmp_path / "no").mkdir()
+    elif kind == "a link":
+        written.symlink_to(read)
+    else:
+        written.mkdir()
+        os.link(read / "README.md", written / "card.md")
+    family = ["--family", "eagle3"] if name == "train_drafter" else []
+    value = f"mine={read}" if source == "--before" else str(read)
+    work = ["--work", str(tmp_path / "work")]
+    arguments = [*family, *work, "--stage", "export", output, str(written)]
+    assert main_of(name)([*arguments, source, value]) == cli.UNUSABLE
+    assert f"{output} {written} would replace what {source}" in last_line(capsys)
+    assert [path.name for path in read.iterdir()] == ["README.md"]
+
+
+def test_an_export_beside_what_it_is_made_of(tmp_path):
+    """Negative control: folders that share nothing, one within the other too."""
+    (tmp_path / "target" / "export").mkdir(parents=True)
+    for folder in (tmp_path / "export", tmp_path / "target" / "export"):
+        files.check_apart("--out", folder, {"--target": tmp_path / "target"})
 
 
 @pytest.mark.parametrize("name", ["compare_hf", "exactness", "parity", "spec_round"])

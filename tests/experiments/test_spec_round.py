@@ -1,13 +1,16 @@
 """The main job from its command line: exit status, lines written, bad input."""
 
 import dataclasses
+import io
 import json
 import pathlib
 import re
 import shutil
+import types
 
 import pytest
 import tiny_pair
+from rich import console as rich_console
 from script_runs import (
     assert_fails_with,
     interrupted,
@@ -19,7 +22,17 @@ from script_runs import (
 )
 
 from experiments import spec_round
-from experiments.lib import cli, policies, results, runs, samples, tables
+from experiments.lib import (
+    cli,
+    mismatches,
+    policies,
+    prompt_files,
+    records,
+    results,
+    runs,
+    samples,
+    tables,
+)
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.gamma import goodput, threshold
@@ -244,6 +257,26 @@ def test_interrupts_leave_what_is_finished(folders, tmp_path, monkeypatch, capsy
     assert f"finished rows are in {out}" in capsys.readouterr().err
 
 
+def test_mismatches_name_their_commit(tmp_path, monkeypatch):
+    """Fails if a published row cannot be said to be of any code."""
+    monkeypatch.setattr(mismatches, "find", lambda *_, **__: [{"kind": "mismatch"}])
+    path = tmp_path / "lines.jsonl"
+    args = spec_round.parse_args(["--dump-verify-mismatches", str(path)])
+    prompt = prompt_files.Prompt(id="py-01", text="", category=None)
+    result = results.PromptResult(
+        prompt=prompt, prompt_ids=[1], plain=[], spec=[], mismatches=1
+    )
+    subject = types.SimpleNamespace(lm=None, settings=None)
+    with records.open_rows(path, allow_dirty=True) as lines:
+        said = spec_round.dump_mismatches(args, subject, [result], lines)
+    assert said.startswith("1 of 1 mismatches reproduced")
+    (row,) = rows_of(path)
+    assert row["kind"] == "mismatch"
+    provenance = records.provenance()
+    assert {name: row[name] for name in provenance} == provenance
+    assert {"git_commit", "git_dirty"} <= set(row)
+
+
 def test_conversations_and_categories(folders, tmp_path, capsys):
     """Every turn is run; counts stand by category, in the table and in the summary."""
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
@@ -400,6 +433,33 @@ def test_tokens_are_compared_and_not_assumed():
     of_nan = dataclasses.replace(plain, nonfinite=1)
     assert not dataclasses.replace(result, plain=[of_nan], spec=[same]).matched
     assert results.all_matched([True, None]) is None
+
+
+def test_a_sample_of_nan_is_equal_to_nothing(folders):
+    """Neither where tokens are to be equal nor where their distribution is."""
+    plain = runs.Plain(tokens=[1, 2], timing=None)
+    run = runs.Speculative(
+        tokens=[1, 2], origins=[1, 1], timing=None, counters=metrics.Counters()
+    )
+    sample = samples.Sample(
+        **{"prompt_id": "py-01", "prompt_ids": [1], "how": "greedy"},
+        **{"run": run, "plain": plain, "is_measured": True},
+    )
+    assert sample.matched
+    assert dataclasses.replace(sample, is_exact=False).matched is None
+    wrong_plain = {"plain": dataclasses.replace(plain, nonfinite=1)}
+    of_nan = dataclasses.replace(run, counters=metrics.Counters(nonfinite=1))
+    lm = loading.load(folders[0], drafter="ngram")
+    for changes in (wrong_plain, {"run": of_nan}):
+        for is_exact in (True, False):
+            wrong = dataclasses.replace(sample, is_exact=is_exact, **changes)
+            assert wrong.matched is False
+            console = rich_console.Console(file=io.StringIO(), width=200)
+            samples.show(wrong, lm, console)
+            assert "1 tokens of NaN or infinity" in console.file.getvalue()
+
+
+def test_summaries_of_matches():
     assert results.all_matched([None, False]) is False
 
 
