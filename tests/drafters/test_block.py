@@ -142,14 +142,14 @@ def test_scheduled_tokens_are_those_of_decoding(impl, num_slots, sampling):
     proposed, rounds = {}, {}
     for credit in (np.inf, 8.0):
         chosen = schedule.Schedule(gamma_max=drafter.gamma_max, credit=credit)
-        step_s = 1 + 0.4 * np.arange(num_slots * 4 + 1) / num_slots
+        rows = np.arange(num_slots * (drafter.gamma_max + 1) + 1)
         state = eagle.run(
             setting,
             drafter,
             asks,
             params=PARAMS["dspark"],
             gamma_policy=chosen,
-            policy_state=chosen.init(step_s, draft_s=0.2),
+            policy_state=chosen.init(1 + 0.4 * rows / num_slots, draft_s=0.2),
         )
         decoding.assert_as_decoded(setting, state, asks)
         decoding.check_cache(state.memory.kv)
