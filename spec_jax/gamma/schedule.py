@@ -171,7 +171,7 @@ class Schedule:
     asks: policy_lib.GammaPolicy | None = None
     credit: float = 8.0
     savings: float = 32.0
-    allowance: float = 0.02
+    allowance: float = 0.01
 
     schedules = True
     """`trim` is asked how many of the drafts are verified, and `settle` told what the
