@@ -156,7 +156,7 @@ def test_scheduled_tokens_are_those_of_decoding(impl, num_slots, sampling):
         proposed[credit] = int(state.slots.num_proposed.sum())
         rounds[credit] = int(state.slots.num_rounds.sum())
     always, weighed = proposed.values()
-    assert 0 < weighed < 0.5 * always < 0.5 * drafter.gamma_max * rounds[np.inf]
+    assert 0 < weighed < 0.8 * always < 0.8 * drafter.gamma_max * rounds[np.inf]
 
 
 @pytest.mark.parametrize("name", ["dspark", pytest.param("dflash", marks=eagle.SLOW)])
