@@ -32,7 +32,6 @@ from experiments.lib import (
     fan_out,
     flags,
     paths,
-    policies,
     records,
     suite,
     suite_plan as plans,
@@ -154,7 +153,7 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
         ("drafter", drafters, "what proposes tokens, a head, or package.module:Name"),
         ("gamma", None, "tokens drafted per round, or the most of them"),
         ("sampling", cells_lib.SAMPLINGS, "of tokens; how is in the certificate"),
-        ("gamma-policy", policies.POLICIES, "what chooses each round's gamma"),
+        ("gamma-policy", cells_lib.GAMMA_POLICIES, "what chooses each round's gamma"),
         ("batch", None, "prompts that share a forward"),
     ):
         default = plans.default_text(axis.replace("-", "_"))

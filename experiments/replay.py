@@ -52,7 +52,7 @@ RECORDED = (
 be given again, and must then agree."""
 
 EVALUATING = (
-    *("draft", "drafter", "gamma_policy", "confidence"),
+    *("draft", "drafter", "gamma_policy", "schedule", "confidence"),
     *("costs", "ignore_stop", "check", "out", "resume"),
 )
 """Flags that recording has no use for."""
@@ -159,6 +159,7 @@ def _parser() -> cli.Parser:
         """,
         **{"NAME,...": cli.names(cli.one_of(policies.POLICIES)), "FILE": cli.source},
     )
+    policies.add_schedule(group)
     policies.add_confidence(group)
     flags.add_out(group, rows="one per drafter and gamma, as the table shows them")
     fan_out.add_flags(parser.add_argument_group("prompts or rows on a cluster"))
@@ -187,6 +188,7 @@ def evaluate(args: argparse.Namespace, console: rich_console.Console) -> int:
         out.common = header.to_row() | {
             "draft": str(args.draft or traces.EMBEDDED),
             "confidence": args.confidence,
+            "schedule": args.schedule and args.schedule.name,
             "ignore_stop": args.ignore_stop,
             "costs": None if args.costs is None else str(args.costs),
             "traces_sha256": hashlib.sha256(args.traces.read_bytes()).hexdigest(),

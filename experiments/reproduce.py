@@ -37,6 +37,7 @@ from experiments.lib import (
     reproduction,
     sweep_cells,
 )
+from spec_jax import loading
 
 
 DONE, FAILED = 0, 2
@@ -61,6 +62,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --work DIR  of train_drafter.py, with its rollouts, for the step that trains
             DSpark's variants, which takes hours; and for a calibration DIR/head, a copy
             of the shipped DSpark, and DIR/pieces.jsonl, prompts; without DIR left out
+        --dflash DIR  a DFlash for the embedded target, which is not shipped, for the
+            steps that look at it; left out without it
         --list  say what would be run and what is finished, and run nothing
         --tables  write the tables of README.md and docs from the rows, and run nothing
         --allow-dirty  from changed code too: rows and certificates say so
@@ -86,6 +89,7 @@ def state_of(
         reproduction.DATA: "data",
         reproduction.LLAMA: "llama_bin",
         reproduction.WORK: "work",
+        reproduction.DFLASH: "dflash",
     }
     for word, flag in needed.items():
         if getattr(args, flag) is None and any(word in run for run in step.runs):
@@ -102,6 +106,8 @@ def words_of(args: argparse.Namespace, parts: pathlib.Path) -> dict[str, Any]:
         "data": args.data,
         "llama": args.llama_bin,
         "work": args.work,
+        "dflash": args.dflash,
+        "dspark": loading.ASSETS / "dspark",
         "before": parts / "before.jsonl",
         "scratch": parts / "scratch",
     }

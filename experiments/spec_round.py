@@ -123,9 +123,7 @@ def load(args: argparse.Namespace) -> models.Subject:
     )
     num_slots = min(args.batch or 1, len(subject.prompts))
     settings = dataclasses.replace(subject.settings, num_slots=num_slots)
-    settings = policies.with_policy(args.gamma_policy, lm, settings, subject.ids[0])
-    if args.schedule:
-        settings = policies.scheduled(args, subject, settings)
+    settings = policies.of_run(args, subject, settings, name=args.gamma_policy)
     settings = dataclasses.replace(
         settings,
         verifier=designs.verifier(

@@ -64,6 +64,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_gen_tokens(shared, default=64)
     flags.add_repeats(shared)
     flags.add_text(shared)
+    policies.add_schedule(shared)
     cli.add(
         shared,
         """
@@ -92,7 +93,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             "the latter, or leave it out"
         )
     flags.check_sampling(parser, args)
-    flags.check_tree(parser, args, "gamma_policy")
+    flags.check_tree(parser, args, "gamma_policy", "schedule")
     return args
 
 
@@ -181,6 +182,7 @@ def shared_settings(
 def grid(args: argparse.Namespace, sets: Sets) -> list[Cell]:
     """Every cell that was asked for; those that share models follow each other."""
     axes = (args.drafter, args.temperature, sets, args.gamma_policy, _drafts(args))
+    schedule = {"schedule": args.schedule.name} if args.schedule else {}
     return [
         Cell(
             drafter=drafter,
@@ -190,6 +192,7 @@ def grid(args: argparse.Namespace, sets: Sets) -> list[Cell]:
             gamma=gamma,
             category=category,
             tree=tree,
+            **schedule,
         )
         for drafter, temperature, source, policy, (tree, gamma) in itertools.product(
             *axes
@@ -270,7 +273,10 @@ def run_cell(
     )
     if cell.tree != flags.NO_TREE:
         lm = models.with_tree(args, lm, cell.tree)
-    settings = policies.with_policy(cell.gamma_policy, lm, settings, ids[0])
+    subject = dataclasses.replace(subject, lm=lm, ids=list(ids))
+    settings = policies.of_run(
+        args, subject, settings, name=cell.gamma_policy, drafter=cell.drafter
+    )
     design = results_lib.Design(lm=lm, settings=settings)
     # What an earlier cell has compiled is not compiled again.
     results_lib.warm_up([design], ids)

@@ -5,7 +5,8 @@ drafts (gamma 0), with each gamma and by a schedule of what is verified, in turn
 process. Every text is compared with that of its prompt alone; one of logits that are
 not finite is equal to none. Times are from the first prefill to the last token.
 Programs are of the largest gamma, in which a smaller one is data; a schedule goes with
-the largest.
+the largest. With --adversarial no draft is ever kept: what is slower then than without
+drafts is the price of trying.
 
 Exit status: 0 all texts equal; 2 some differ, or have logits that are not finite; 1 the
 input was unusable.
@@ -24,6 +25,7 @@ from typing import Any
 
 from experiments.lib import (
     flags,
+    forced_drafter,
     models,
     policies,
     prompt_files,
@@ -97,13 +99,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_prompts(group, default="32")
     flags.add_gen_tokens(group, default=64)
     flags.add_repeats(group, default=3)
+    cli.add(
+        group,
+        """
+        --adversarial  let the drafter work as always, and have each of its drafts be
+            wrong, however sure it is of it
+        """,
+    )
     policies.add_policy(parser.add_argument_group("adaptive gamma"))
     flags.add_sampling(parser.add_argument_group("sampling"))
     flags.add_out(parser, rows="one per run as it finishes, then one per way")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
-    flags.check_tree(parser, args, "gamma_policy", "schedule")
+    flags.check_tree(parser, args, "gamma_policy", "schedule", "adversarial")
     if args.tree is not None and len(args.gamma) > 1:
         parser.error("--tree has drafts of its own number: leave the list --gamma out")
     return args
@@ -149,7 +158,9 @@ def settings_of(
     if way.batch is None:
         return settings
     settings = dataclasses.replace(settings, gamma=way.gamma, num_slots=way.batch)
-    return policies.scheduled(args, subject, settings) if way.scheduled else settings
+    if not way.scheduled:
+        return settings
+    return policies.of_run(args, subject, settings, name=args.gamma_policy)
 
 
 def run_ways(lm, settings, ids, results, *, repeats: int) -> Iterator[dict[str, Any]]:
@@ -206,6 +217,9 @@ def run(args: argparse.Namespace) -> int:
         subject = models.prepare(
             args, lm, args.prompts, rule=args.rule, sampling=sampling
         )
+        if args.adversarial:
+            lm = forced_drafter.adversarial(lm)
+            subject = dataclasses.replace(subject, lm=lm)
         ids = subject.ids
         settings = policies.with_policy(args.gamma_policy, lm, subject.settings, ids[0])
         if max(args.batch) > len(ids):
@@ -216,7 +230,7 @@ def run(args: argparse.Namespace) -> int:
         out.common = (
             {"drafter": args.drafter, "prompts": len(ids)}
             | {"prompt_source": prompt_files.without_folders(args.prompts)}
-            | {"gamma_policy": args.gamma_policy}
+            | {"gamma_policy": args.gamma_policy, "adversarial": args.adversarial}
             | models.describe(args, lm)
             | records.provenance()
         )

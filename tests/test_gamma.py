@@ -15,7 +15,7 @@ from spec_jax import testing
 from spec_jax.gamma import confidence, goodput, policy, theory, threshold
 
 
-BRIEF = policy.Probing(every=3, longest=10)
+BRIEF = policy.Probing(every=3, longest=10, bound=1.0)
 """Short enough for histories of some dozen rounds."""
 
 
@@ -347,11 +347,26 @@ def test_confident_is_a_bound_on_the_largest_probability():
 
 
 @pytest.mark.parametrize(
+    ("added", "every"),
+    [(0.0, 16), (0.32, 16), (0.33, 17), (1.5, 75), (1e12, 2**31 - 1)],
+)
+def test_dear_probes_are_rarer(added, every):
+    """By as much as keeps them below 2 % of the time; never more often than stated."""
+    made = policy.Probing()
+    found = made.init(added=added)
+    assert int(found.every) == int(found.interval) == int(found.wait) + 1 == every
+    assert int(found.longest) == min(8 * every, 2**31 - 1)
+    dear = goodput.Goodput(gamma_max=1).init(np.array([1.0, 1.0 + added], np.float32))
+    assert abs(int(dear.probe.every) - every) <= 1 + every // 1000
+
+
+@pytest.mark.parametrize(
     "build, message",
     [
         (lambda: policy.Probing(every=0), "every=0 and longest=128 are not 1 <="),
         (lambda: policy.Probing(every=9, longest=8), "in that order"),
         (lambda: policy.Probing(longest=2**31), r"longest < 2\*\*31"),
+        (lambda: policy.Probing(bound=0.0), "bound=0.0 of probing"),
         (lambda: threshold.Threshold(ladder=(0,)), "at least one gamma above"),
         (lambda: threshold.Threshold(ladder=(1, 2)), r"ladder=\(1, 2\) must rise"),
         (lambda: threshold.Threshold(ladder=(0, 2, 2)), "must rise from 0"),

@@ -111,7 +111,7 @@ def test_a_short_adversarial_text_is_not_much_slower_either(name):
 def test_probing_every_round_breaks_the_bound(name):
     """Negative control of adversarial texts: the same check, the same costs."""
     adversarial = draw_text([0.0])
-    always = policy.Probing(every=1, longest=1)
+    always = policy.Probing(every=1, longest=1, bound=1.0)
     assert measure(name, adversarial).overhead <= 0.03
     assert measure(name, adversarial, probing=always).overhead > 0.03
     # Without back-off, what `every` alone allows is met, and not passed.

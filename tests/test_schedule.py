@@ -1,9 +1,13 @@
 """Which drafts a schedule verifies: against the algorithm in Python, and bad input."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax import testing
 from spec_jax.gamma import confidence, schedule as schedule_lib
 
 
@@ -157,3 +161,104 @@ def test_temperatures_that_are_none_are_refused(bad):
         made.init(STEP_S, shifts=[0.0, np.inf, 0.0, 0.0])
     with pytest.raises(ValueError, match="gamma_max=0"):
         schedule_lib.Schedule(gamma_max=0)
+
+
+DRAFT_S = 0.25
+ACCOUNT = schedule_lib.Schedule(gamma_max=W)
+
+
+def played(made, kept, *, rounds, num_active=B, verified=B):
+    """Seconds of rounds with `kept` of their drafts, and of plain steps for as many
+    tokens; and how many rounds drafted."""
+    state = made.init(STEP_S, draft_s=DRAFT_S)
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * B), state)
+    settle = jax.jit(made.settle)
+    seconds, tokens, drafted = 0.0, 0, 0
+    for number in range(rounds):
+        asked = int(made.choose(jax.tree.map(lambda leaf: leaf[0], state))) > 0
+        verifies = verified if asked else 0
+        accepted = kept(number) if asked else 0
+        state = settle(
+            state,
+            asked=jnp.bool_(asked),
+            num_active=jnp.int32(num_active),
+            num_verified=jnp.int32(verifies),
+            num_accepted=jnp.int32(accepted),
+        )
+        seconds += STEP_S[num_active + verifies] + DRAFT_S * asked
+        tokens, drafted = tokens + num_active + accepted, drafted + asked
+    assert len({*np.asarray(state.balance).tolist()}) == 1  # Alike in all slots.
+    return seconds, tokens / num_active * STEP_S[num_active], drafted
+
+
+def test_drafts_that_are_never_kept_cost_what_the_docstring_says():
+    """Negative control: an account that is never empty drafts on."""
+    for rounds in (50, 400, 3000):
+        seconds, plain_s, drafted = played(ACCOUNT, lambda _: 0, rounds=rounds)
+        lost = STEP_S[2 * B] + DRAFT_S - STEP_S[B]  # By one round.
+        spent = ACCOUNT.credit / B * STEP_S[B] + lost
+        assert 0 < drafted and seconds <= (1 + ACCOUNT.allowance) * plain_s + spent
+    assert seconds > (1 + 0.9 * ACCOUNT.allowance) * plain_s  # What is allowed is used.
+    always = dataclasses.replace(ACCOUNT, credit=np.inf)
+    seconds, plain_s, drafted = played(always, lambda _: 0, rounds=400)
+    assert drafted == 400 and seconds > 1.2 * plain_s
+
+
+def test_drafts_that_pay_are_always_made_and_again_where_they_come_to_pay():
+    """Two of three drafts kept bring more here than a round takes; one does not."""
+    _, _, drafted = played(ACCOUNT, lambda _: 2, rounds=300)
+    assert drafted == 300
+    for kept in (1, 0):
+        _, _, drafted = played(ACCOUNT, lambda _, kept=kept: kept, rounds=300)
+        assert 0 < drafted < 60
+    turns = lambda number: 2 if number >= 300 else 0
+    _, _, found = played(ACCOUNT, turns, rounds=600)
+    # As soon as what the last try lost is earned again.
+    assert found - drafted > 200
+    # What was saved in good times is little: it does not last through hard ones.
+    fails = lambda number: 2 if number < 300 else 0
+    _, _, found = played(ACCOUNT, fails, rounds=600)
+    assert 300 < found < 300 + drafted + ACCOUNT.savings / lost_tokens()
+
+
+def lost_tokens():
+    return B * (STEP_S[2 * B] + DRAFT_S) / STEP_S[B] - B
+
+
+def test_a_round_without_slots_books_nothing():
+    state = jax.tree.map(
+        lambda leaf: jnp.stack([leaf] * B), ACCOUNT.init(STEP_S, draft_s=DRAFT_S)
+    )
+    none = dict.fromkeys(("num_active", "num_verified", "num_accepted"), jnp.int32(0))
+    found = ACCOUNT.settle(state, asked=jnp.bool_(False), **none)
+    testing.assert_same_bits(found.balance, state.balance)
+
+
+def test_drafting_is_weighed_once_it_is_paid():
+    """What it took makes more drafts worth a row: they share it."""
+    chances = [[0.75, 0.4, 0.2, 0.1], [0.0] * 4, [0.0] * 4]
+    counts = [
+        int(
+            schedule_lib.schedule(
+                jnp.asarray(chances, jnp.float32),
+                jnp.full(B, W, jnp.int32),
+                jnp.asarray([True, False, False]),
+                jnp.asarray(1 + np.arange(16) / 2, jnp.float32),
+                draft_s,
+                stops_early=True,
+            )[0]
+        )
+        for draft_s in (0.0, 1.0, 10.0)
+    ]
+    assert counts == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"credit": 0.0}, {"savings": -1.0}, {"allowance": 0.0}, {"allowance": 2.0}]
+)
+def test_accounts_that_are_none_are_refused(bad):
+    with pytest.raises(ValueError, match="drafting would never be tried"):
+        schedule_lib.Schedule(gamma_max=W, **bad)
+    for draft_s in (-1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="draft_s=.* finite and not below 0"):
+            ACCOUNT.init(STEP_S, draft_s=draft_s)

@@ -26,7 +26,7 @@ KINDS = {
         ("seed", 3),
     ),
 }
-PROBING = policy.Probing(every=2, longest=8)
+PROBING = policy.Probing(every=2, longest=8, bound=1.0)
 
 
 def ask(name: str) -> Ask:

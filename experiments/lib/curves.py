@@ -188,8 +188,9 @@ _CELL_AXES = ("prompt_source", "temperature", "drafter", "gamma_policy")
 
 
 def is_cell(row: Row) -> bool:
-    """Whether the row is a finished cell of `sweep.py`, of chains."""
-    return row.get("kind") == "sweep" and "tree" not in row
+    """Whether the row is a finished cell of `sweep.py`, of chains of one length."""
+    is_of_chains = "tree" not in row and "schedule" not in row
+    return row.get("kind") == "sweep" and is_of_chains
 
 
 def has_category(row: Row) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from experiments.lib import flags, paths, policies
 from spec_jax.drafters import tree_shapes
 from spec_jax.engine import protocols
+from spec_jax.gamma import schedule
 from spec_jax.model import row_model
 from spec_jax.rules import sampling as sampling_lib
 
@@ -24,10 +25,16 @@ CONSTANTS: Mapping[str, Mapping[str, float]] = {
     # A round without drafts takes 1, in any unit, and each draft adds to it: enough
     # for texts of some difficulty to be drafted for by fewer than the most.
     "goodput": {"round": 1.0, "draft": 0.25},
+    # A step takes 1 and more for each row of all slots, and drafting is paid beside it:
+    # enough for some drafts to be verified, and not all.
+    "schedule": {"step": 1.0, "row": 0.04, "draft": 0.2},
 }
 """Part of what a certificate says."""
 
 SAMPLINGS = ("greedy", "sampled")
+GAMMA_POLICIES = (*policies.POLICIES, "schedule")
+"""Those of command lines, and a schedule of what a batch verifies: `--schedule` of
+other scripts, with stated times in the place of a profile."""
 NO_TREE = flags.NO_TREE
 PREFILLS = ("rows", "batched")
 DRAFT_CACHES = ("persistent", "round")
@@ -53,7 +60,7 @@ class Cell:
     # and so the cheapest axis
     gamma: int
     sampling: str = "greedy"  # of `SAMPLINGS`
-    gamma_policy: str = "fixed"  # of `policies.POLICIES`
+    gamma_policy: str = "fixed"  # of `GAMMA_POLICIES`
     # Slots that share a forward: prompts at once, each compared with decoding alone
     batch: int = 1
     # `NO_TREE`, or the text of a tree that is drafted in place of chains; `gamma` is
@@ -99,9 +106,18 @@ class Cell:
         """Returns the policy, for all gammas that the drafter can draft.
 
         A cell's gamma is data on top of it, so that cells of any gamma share
-        executables. Goodput gets stated costs in the place of measured ones.
+        executables. Goodput and a schedule get stated costs in the place of measured
+        ones.
         """
-        costs, gamma_max = CONSTANTS["goodput"], drafter.gamma_max
+        gamma_max = drafter.gamma_max
+        if self.gamma_policy == "schedule":
+            costs = CONSTANTS["schedule"]
+            rows = np.arange(self.batch * (gamma_max + 1) + 1)
+            made = schedule.Schedule(gamma_max=gamma_max)
+            step_s = costs["step"] + costs["row"] * rows
+            state = made.init(step_s, draft_s=costs["draft"])
+            return policies.Chosen(gamma_policy=made, state=state)
+        costs = CONSTANTS["goodput"]
         return policies.make(
             self.gamma_policy,
             drafter,

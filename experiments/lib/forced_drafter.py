@@ -7,6 +7,7 @@ a run shows is the cost of rounds at an acceptance, never an acceptance.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import pytree
+from spec_jax import loading, pytree
 from spec_jax.drafters import draft_slots, each, oracle
 from spec_jax.engine import protocols
 
@@ -60,6 +61,28 @@ class ForcedDrafter:
     def feature_size(self) -> int:
         """The width of a feature. No attribute where the real drafter takes any."""
         return self.inner.feature_size  # type: ignore[attr-defined]
+
+    def for_rule(self, rule: str) -> "ForcedDrafter":
+        """Returns the drafter whose real one draws as that rule of acceptance has it.
+
+        Raises:
+          ValueError: a rule by which drafts that nobody drew cannot be judged.
+        """
+        if rule != "coupled":
+            raise ValueError(
+                f"{rule=} asks what drafts were drawn from, and forced ones were not: "
+                "take the rule 'coupled'"
+            )
+        return self._of_inner("for_rule", rule)
+
+    def for_schedule(self) -> "ForcedDrafter":
+        """Returns the drafter that also says how sure the real one is of its drafts."""
+        return self._of_inner("for_schedule")
+
+    def _of_inner(self, name: str, *args: Any) -> "ForcedDrafter":
+        """Returns the drafter with that method of the real one called, if it is one."""
+        make = getattr(self.inner, name, None)
+        return self if make is None else dataclasses.replace(self, inner=make(*args))
 
     def for_slots(self, num_slots: int) -> "SlotForced":
         """Returns the drafter for `num_slots` sequences."""
@@ -150,6 +173,32 @@ class SlotForced(draft_slots.OfSlots):
         """Commits to the real drafter's memory."""
         inner = self.inner.commit(params, memory.inner, length, asked=asked, **features)
         return memory.replace(inner=inner)
+
+
+def adversarial(lm: loading.LanguageModel) -> loading.LanguageModel:
+    """Returns the model with its drafter at work, and each of its drafts wrong.
+
+    Requests bring `never_kept` of their texts.
+    """
+    drafter = ForcedDrafter(inner=lm.drafter, vocab_size=lm.target.config.vocab_size)
+    return dataclasses.replace(lm, drafter=drafter)
+
+
+def never_kept(
+    draft: Any, text: Sequence[int], *, size: int | None = None
+) -> ForcedParams:
+    """What a request brings whose drafts are to be wrong, each of them.
+
+    Args:
+      draft: parameters of the real drafter.
+      text: the prompt, and what autoregressive decoding writes behind it.
+      size: of the arrays, at least as long as the text.
+    """
+    trace = np.zeros(size or len(text), np.int32)
+    trace[: len(text)] = text
+    return ForcedParams(
+        draft=draft, trace=jnp.asarray(trace), kept=jnp.zeros(trace.shape, bool)
+    )
 
 
 def choose_mask(

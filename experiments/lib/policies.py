@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -30,14 +32,25 @@ def add_policy(group: argparse._ActionsContainer) -> None:
             nothing (fixed), the share of drafts that were kept (threshold), or expected
             tokens per second by step costs that are measured before (goodput); of a
             tree goodput chooses the number of nodes
-        --schedule PROFILE  of what is drafted, verify those tokens of the whole batch
-            that pay, by the chance that each is kept and the step times of this file of
-            profile_steps.py; rows of fit_scores.py --gamma in it calibrate the chances
         """,
         NAME=POLICIES,
+    )
+    add_schedule(group)
+    add_confidence(group)
+
+
+def add_schedule(group: argparse._ActionsContainer) -> None:
+    """`--schedule`."""
+    cli.add(
+        group,
+        """
+        --schedule PROFILE  of what is drafted, verify those tokens of the whole batch
+            that pay, by the chance that each is kept and the step times of this file of
+            profile_steps.py, and draft while that pays; rows of fit_scores.py --gamma
+            in it calibrate the chances
+        """,
         PROFILE=cli.source,
     )
-    add_confidence(group)
 
 
 def add_confidence(group: argparse._ActionsContainer) -> None:
@@ -49,33 +62,6 @@ def add_confidence(group: argparse._ActionsContainer) -> None:
             less than this probability; 0 is never
         """,
     )
-
-
-def scheduled(
-    args: argparse.Namespace, subject: models.Subject, settings: runs.Settings
-) -> runs.Settings:
-    """Returns the settings with the schedule of `--schedule`, for so many slots.
-
-    The policy that they have says how many tokens are drafted.
-
-    Raises:
-      ValueError: as `profiles.read`, and as `schedule.Schedule.check`.
-    """
-    lengths = statistics.median(map(len, subject.ids))
-    profile = profiles.read(
-        args.schedule,
-        models.describe(args, subject.lm) | {"drafter": args.drafter},
-        num_slots=settings.num_slots,
-        gamma=settings.gamma,
-        context=int(lengths) + settings.gen_tokens // 2,
-        temperature=args.temperature or 0.0,
-    )
-    stops_early = settings.rule != "coupled"
-    made = schedule.Schedule(
-        gamma_max=settings.gamma, stops_early=stops_early, asks=settings.gamma_policy
-    )
-    state = made.init(**vars(profile), asks=settings.policy_state)
-    return dataclasses.replace(settings, gamma_policy=made, policy_state=state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +101,85 @@ def make(
         state = chosen.init(round_s()[: gamma + 1])
         return Chosen(gamma_policy=chosen, state=state)
     raise ValueError(f"gamma policy {name!r} is not one of {', '.join(POLICIES)}")
+
+
+def scheduled(
+    path: pathlib.Path,
+    about: Mapping[str, Any],
+    drafter: protocols.Drafter,
+    *,
+    name: str,
+    gamma: int,
+    num_slots: int,
+    context: int,
+    temperature: float,
+    rule: str = "coupled",
+) -> Chosen:
+    """Returns the schedule of a profile, `--schedule`.
+
+    Args:
+      about: what is run, with the keys `profiles.SAME`.
+      name: of the policy that says how many tokens are drafted, by the profile's costs
+        where it needs any.
+      context: tokens that a slot has in the middle of its text.
+
+    Raises:
+      ValueError: as `profiles.read`; and trees.
+    """
+    if protocols.is_tree(drafter):
+        raise ValueError("--schedule is of chains: leave it out, or the tree")
+    profile = profiles.read(
+        path,
+        about,
+        num_slots=num_slots,
+        gamma=gamma,
+        context=context,
+        temperature=temperature,
+    )
+    round_s = lambda: profile.round_s(num_slots, gamma)
+    asks = make(name, drafter, gamma=gamma, round_s=round_s)
+    made = schedule.Schedule(
+        gamma_max=gamma, stops_early=rule != "coupled", asks=asks.gamma_policy
+    )
+    state = made.init(**vars(profile), asks=asks.state)
+    return Chosen(gamma_policy=made, state=state)
+
+
+def of_run(
+    args: argparse.Namespace,
+    subject: models.Subject,
+    settings: runs.Settings,
+    *,
+    name: str,
+    drafter: str | None = None,
+) -> runs.Settings:
+    """Returns the settings with the policy of that name, and with `--schedule`.
+
+    Args:
+      drafter: its name; None: `--drafter`.
+
+    Raises:
+      ValueError: as `scheduled`.
+    """
+    if not args.schedule:
+        return with_policy(name, subject.lm, settings, subject.ids[0])
+    about = models.describe(args, subject.lm) | {"drafter": drafter or args.drafter}
+    lengths = statistics.median(map(len, subject.ids))
+    drawn = settings.sampling
+    chosen = scheduled(
+        args.schedule,
+        about,
+        subject.lm.drafter,
+        name=name,
+        gamma=settings.gamma,
+        num_slots=settings.num_slots,
+        context=int(lengths) + settings.gen_tokens // 2,
+        temperature=0.0 if drawn is None else float(drawn.temperature),
+        rule=settings.rule,
+    )
+    return dataclasses.replace(
+        settings, gamma_policy=chosen.gamma_policy, policy_state=chosen.state
+    )
 
 
 def with_policy(

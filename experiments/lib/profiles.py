@@ -1,7 +1,7 @@
 """Profiles for schedules: measured seconds of a step by its rows, made and read.
 
 A profile is of one number of slots, whose rows are spread over them as evenly as they
-go, after contexts of one length; what drafting adds to a round is in it too.
+go, after contexts of one length; what drafting adds to a round is in it, too, apart.
 """
 
 import dataclasses
@@ -144,10 +144,17 @@ def _step(
 class Profile:
     """What a file says for a run."""
 
-    step_s: np.ndarray  # [rows + 1], with what drafting adds
+    step_s: np.ndarray  # [rows + 1]
+    draft_s: float  # what drafting adds to a round of all slots
     # [gamma], of confidences; None: the file has no calibration
     temperatures: np.ndarray | None
     shifts: np.ndarray | None
+
+    def round_s(self, num_slots: int, gamma: int) -> np.ndarray:
+        """Returns seconds of a round in which each slot verifies 0 to `gamma` drafts;
+        of the first no slot drafts."""
+        drafts = np.arange(gamma + 1)
+        return self.step_s[num_slots * (drafts + 1)] + self.draft_s * (drafts > 0)
 
 
 def read(
@@ -192,11 +199,12 @@ def read(
         )
     try:
         row = min(fits, key=lambda row: abs(row["context"] - context))
-        step_s = schedule.times([row["step_s"][0], *row["step_s"]]) + row["draft_s"]
+        step_s = schedule.times([row["step_s"][0], *row["step_s"]])
+        draft_s = float(row["draft_s"])
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise ValueError(f"{path}: no times of steps ({error})") from None
     scaling = _scaling(path, of_run, gamma=gamma, temperature=temperature)
-    return Profile(step_s=step_s, **scaling)
+    return Profile(step_s=step_s, draft_s=draft_s, **scaling)
 
 
 def _scaling(path, rows, *, gamma, temperature) -> dict[str, np.ndarray | None]:
@@ -205,7 +213,8 @@ def _scaling(path, rows, *, gamma, temperature) -> dict[str, np.ndarray | None]:
     if not fitted:
         return {"temperatures": None, "shifts": None}
     for row in fitted:
-        if row["temperature"] == temperature and len(row["temperatures"]) >= gamma:
+        is_same = np.float32(row["temperature"]) == np.float32(temperature)
+        if is_same and len(row["temperatures"]) >= gamma:
             row = {"shifts": [0.0] * gamma} | row
             return {
                 name: np.asarray(row[name][:gamma], np.float32)

@@ -219,7 +219,9 @@ def run_set(
                 asked = _asked(settings, candidate, states[candidate.name])
                 used, known = candidate.lm or lm, None
                 if text.is_adversarial:
-                    used, known = _adversarial(used, text)
+                    written = [*text.prompt_ids, *text.tokens]
+                    known = forced_drafter.never_kept(used.drafter_params, written)
+                    used = forced_drafter.adversarial(used)
                 done = runs.run_speculative(
                     used, asked, text.prompt_ids, draft_params=known
                 )
@@ -281,19 +283,3 @@ def _asked(
         gamma_policy=candidate.gamma_policy,
         policy_state=state,
     )
-
-
-def _adversarial(
-    lm: loading.LanguageModel, text: outcomes.Text
-) -> tuple[loading.LanguageModel, forced_drafter.ForcedParams]:
-    """The model whose drafter works as always and is always wrong, and its text."""
-    written = jnp.asarray(np.array([*text.prompt_ids, *text.tokens], np.int32))
-    drafter = forced_drafter.ForcedDrafter(
-        inner=lm.drafter, vocab_size=lm.target.config.vocab_size
-    )
-    known = forced_drafter.ForcedParams(
-        draft=lm.drafter_params,
-        trace=written,
-        kept=jnp.zeros(written.shape, bool),
-    )
-    return dataclasses.replace(lm, drafter=drafter), known

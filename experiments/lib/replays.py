@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -123,7 +124,7 @@ class Replayer:
             target=trace_lib.TraceTarget(
                 max_rows=self.header.slab, size=size, **_features_of(drafter, features)
             ),
-            drafter=each.lift(drafter, 1),
+            drafter=each.lift(drafter, 1, gamma_policy=chosen.gamma_policy),
             gamma_policy=chosen.gamma_policy,
         )
         scheduler = scheduler_lib.Scheduler(
@@ -289,15 +290,32 @@ class Evaluation:
             ]
         return self.recorded[taps]
 
+    def _chosen(self, name, drafter, gamma, policy) -> policies.Chosen:
+        """Returns a policy, with `--schedule` by the profile of one slot."""
+        if not self.args.schedule:
+            curve = self.curves.get(name)
+            return policies.make(
+                policy, drafter, gamma=gamma, round_s=lambda: curve.round_s(gamma)
+            )
+        header = self.header
+        about = {"drafter": name, "target": header.target, "dtype": header.dtype}
+        about |= {"impl": header.impl, "native_isa": header.native_isa}
+        lengths = statistics.median(len(prompt.prompt_ids) for prompt in self.prompts)
+        return policies.scheduled(
+            self.args.schedule,
+            about,
+            drafter,
+            name=policy,
+            gamma=gamma,
+            num_slots=1,
+            context=int(lengths) + header.gen_tokens // 2,
+            temperature=header.temperature,
+        )
+
     def _row(self, name, replayer, gamma, policy, features) -> dict[str, Any]:
         """Returns what one drafter does with one gamma and policy, over all prompts."""
         curve = self.curves.get(name)
-        chosen = policies.make(
-            policy,
-            replayer.built[0],
-            gamma=gamma,
-            round_s=lambda: curve.round_s(gamma),
-        )
+        chosen = self._chosen(name, replayer.built[0], gamma, policy)
         run = {"gamma": gamma, "chosen": chosen}
         found, forwards, differing = [], [], []
         for prompt, of_prompt in zip(self.prompts, features, strict=True):
@@ -343,7 +361,8 @@ def prepare(args: argparse.Namespace, asked: Mapping[str, Any]) -> Evaluation:
       asked: fields of the traces' header, by name, that they must have.
     """
     path, gamma_max = args.traces, max(args.gamma)
-    if "goodput" in args.gamma_policy and args.costs is None:
+    has_costs = args.costs is not None or args.schedule is not None
+    if "goodput" in args.gamma_policy and not has_costs:
         raise ValueError(
             "gamma policy goodput expects speeds from step costs: give --costs"
         )

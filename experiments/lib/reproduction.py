@@ -14,7 +14,8 @@ from spec_jax import loading
 DATA = "{data}"
 LLAMA = "{llama}"
 WORK = "{work}"
-"""In a command: the folders of `--data`, `--llama-bin` and `--work`."""
+DFLASH = "{dflash}"
+"""In a command: the folders of `--data`, `--llama-bin`, `--work` and `--dflash`."""
 
 _GSM8K = f"{DATA}/gsm8k/test.jsonl:50"
 
@@ -79,10 +80,15 @@ _HEAD = (
     "--product --tree none,4x6:15 --gamma 4,7 --sampling greedy,sampled --batch 1,4 "
     f"--gamma-policy fixed {_ONE_KIND} --prompts 8 --gen-tokens 64"
 )
+_SCHEDULED = (
+    "--product --gamma 4,7 --sampling greedy,sampled --batch 1,4 --gamma-policy "
+    f"schedule {_ONE_KIND} --prompts 8 --gen-tokens 64"
+)
 _TREES_OF_HEADS = {
     "eagle3": ("4x12:15@0.6", "4x16:31@0.6"),
     "dspark": ("4x7:15@0.6", "4x7:31@0.6"),  # No deeper than a block.
 }
+_TREES_OF_HEADS["dflash"] = _TREES_OF_HEADS["dspark"]
 _FLASH = "--verify-path flash --prompts 20 --gen-tokens 256"
 
 
@@ -149,16 +155,18 @@ def _trees() -> Iterator[Step]:
 def _heads() -> Iterator[Step]:
     """Rounds and a certificate of each shipped head, and all of them on data sets."""
     names = loading.shipped_heads()
-    for name in names:
+    for name, drafter in {**{name: name for name in names}, "dflash": DFLASH}.items():
         for impl in ("native", "xla"):
-            command = f"spec_round --impl {impl} --drafter {name} --prompts"
+            command = f"spec_round --impl {impl} --drafter {drafter} --prompts"
             runs = tuple(f"{command} {more}" for more in _rounds_of_head(name, impl))
             yield Step(file=f"{name}_{impl}.jsonl", runs=runs, keep="summary")
         yield Step(
             file=f"certificates/{name}_native_bfloat16.json",
-            runs=(f"exactness --drafter {name} {_HEAD}",),
+            runs=(f"exactness --drafter {drafter} {_HEAD}",),
             flag="--certificate",
         )
+    if "dspark" in names:
+        yield from _beyond_dspark()
     if names:
         listed = ",".join((*names, "draft-model", "ngram", "suffix"))
         command = f"sweep --impl native --drafter {listed} --gamma 7 --temperature 0,1"
@@ -169,6 +177,19 @@ def _heads() -> Iterator[Step]:
             runs=(f"{command} --prompts {DATA}:20@0",),
             totals=True,
         )
+
+
+def _beyond_dspark() -> Iterator[Step]:
+    """What the paper has not: DSpark in a hybrid, and trees whose number of nodes is
+    chosen by goodput."""
+    command = "spec_round --impl native --prompts 50"
+    hybrid = f"{command} --drafter hybrid --draft {{dspark}} --gamma 7 --temperature"
+    tree = f"{command} --drafter dspark --gamma-policy goodput --tree"
+    runs = [f"{hybrid} {t}{more}" for t in (0, 0.7, 1) for more in ("", " --batch 4")]
+    yield Step(file="hybrid_dspark_native.jsonl", runs=tuple(runs), keep="summary")
+    runs = [f"{tree} {name}" for name in _TREES_OF_HEADS["dspark"]]
+    runs += [f"{tree} 4x6:15@0.7 --temperature {t}" for t in (0.7, 1)]
+    yield Step(file="rank_goodput_dspark.jsonl", runs=tuple(runs), keep="summary")
 
 
 def _trainings() -> Iterator[Step]:
@@ -218,7 +239,7 @@ def _comparisons() -> Iterator[Step]:
     command = "throughput --repeats 5"
     yield Step(file="throughput.jsonl", runs=(command,), keep="throughput")
     if "dspark" in loading.shipped_heads():
-        yield _schedule()
+        yield from _schedules()
     command = "regret --prompts 6 --gen-tokens 96 --live --repeats 2"
     yield Step(file="regret.jsonl", runs=(command,))
     yield from _plans()
@@ -260,25 +281,50 @@ def _plans() -> Iterator[Step]:
         yield Step(file=f"{name}.jsonl", runs=(command,), keep=kind)
 
 
-def _schedule() -> Step:
-    """A batch of 16 with what is verified scheduled, in turn with fixed gammas; code,
-    and prompts of all kinds."""
-    about = "--impl native --drafter dspark"
+def _schedules() -> Iterator[Step]:
+    """A batch of 16 with what is verified scheduled: in turn with fixed gammas, on code
+    and on prompts of all kinds; with a drafter that is always wrong; and that its
+    tokens match, greedy and drawn. And a certificate, by times that it states."""
     gammas = ",".join(map(str, GAMMAS))
-    command = f"throughput {about} --batch 16 --repeats 5 --gamma {gammas}"
-    command += " --schedule {before}"
-    about += f" --gamma {GAMMAS[-1]}"
-    sizes = "--batch 16 --contexts 128 --steps 10 --repeats 7"
-    runs = [f"profile_steps {about} {sizes}"]
-    # The shipped calibration is of drawn texts, and these are greedy.
-    of_others = f"--temperature 0 --prompts {DATA}/{_HELD[0]}:100"
-    runs += [f"fit_scores {about} {of_others}"]
-    runs += [
+    command = "throughput --impl native --drafter dspark --batch 16 --repeats 5"
+    command += f" --gamma {gammas} --schedule {{before}}"
+    measured = _profile("native", temperatures=(0,))
+    runs = [
         f"{command} --prompts {prompts}"
         # Short ones: prefill, which no gamma changes, is most of a run of long ones.
         for prompts in ("32", f"{DATA}/mt_bench/question.jsonl:32@0")
     ]
-    return Step(file="schedule.jsonl", runs=tuple(runs), keep="throughput")
+    yield Step(file="schedule.jsonl", runs=(*measured, *runs), keep="throughput")
+    yield Step(
+        file="schedule_adversarial.jsonl",
+        runs=(*measured, f"{command} --adversarial --prompts 32"),
+        keep="throughput",
+    )
+    for impl, temperatures in (("native", (0, 0.7, 1)), ("xla", (0, 0.7, 1))):
+        command = f"spec_round --impl {impl} --drafter dspark --prompts 50 --gamma 7"
+        command += " --batch 16 --schedule {before} --temperature"
+        # Of XLA's only tokens are looked at: confidences as the head says them.
+        measured = _profile(impl, temperatures if impl == "native" else ())
+        runs = [f"{command} {temperature}" for temperature in temperatures]
+        file = f"dspark_scheduled_{impl}.jsonl"
+        yield Step(file=file, runs=(*measured, *runs), keep="summary")
+    yield Step(
+        file="certificates/dspark_scheduled_native_bfloat16.json",
+        runs=(f"exactness --drafter dspark {_SCHEDULED}",),
+        flag="--certificate",
+    )
+
+
+def _profile(impl: str, temperatures: tuple[float, ...]) -> tuple[str, ...]:
+    """What a schedule of 16 slots reads: step times, and a calibration for each
+    temperature. The shipped one is of drawn texts."""
+    about = f"--impl {impl} --drafter dspark --gamma {GAMMAS[-1]}"
+    sizes = "--batch 16 --contexts 128 --steps 10 --repeats 7"
+    of_others = f"--prompts {DATA}/{_HELD[0]}:100"
+    return (
+        f"profile_steps {about} {sizes}",
+        *(f"fit_scores {about} --temperature {t} {of_others}" for t in temperatures),
+    )
 
 
 def _beside_llama() -> Iterator[Step]:

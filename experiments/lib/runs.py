@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.lib import forced_drafter
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import each, oracle
@@ -190,16 +191,24 @@ def make_scheduler(
 def make_request(
     lm: loading.LanguageModel, settings: Settings, prompt: list[int]
 ) -> scheduler_lib.Request:
-    """Returns a prompt's request; an oracle's has the trace of decoding, made here."""
-    trace = None
-    if isinstance(lm.drafter, oracle.Oracle):
-        trace = oracle.make_trace([*prompt, *run_plain(lm, settings, prompt).tokens])
+    """Returns a prompt's request; that of a drafter that is told the text of decoding
+    has it, made here."""
+    known = None
+    is_forced = isinstance(lm.drafter, forced_drafter.ForcedDrafter)
+    if is_forced or isinstance(lm.drafter, oracle.Oracle):
+        text = [*prompt, *run_plain(lm, settings, prompt).tokens]
+        known = oracle.make_trace(text)
+    if is_forced:
+        # Of one size, so that no request compiles.
+        known = forced_drafter.never_kept(
+            lm.drafter_params, text, size=settings.capacity
+        )
     return scheduler_lib.Request(
         prompt=prompt,
         max_tokens=settings.gen_tokens,
         gamma=settings.gamma,
         sampling=settings.sampling,
-        draft_params=trace,
+        draft_params=known,
     )
 
 

@@ -95,24 +95,25 @@ class SlotBlock(features_lib.SlotReader):
         )
         asked &= memory.ring.first == memory.ring.end
         anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
-        kv, asked, hidden, logits = self._run_block(
-            params, memory.kv, anchor, length - 1, asked
-        )
-        kv = allocator.truncate_each(kv, memory.ring.first, asked=asked)
         draw = functools.partial(
-            self._draw,
-            params,
-            anchor[:, 0],
-            hidden,
-            logits,
-            length=length,
-            sampling=sampling,
-            wanted=jnp.where(asked, gamma, 0),
+            self._draw, params, anchor[:, 0], length=length, sampling=sampling
         )
-        nothing = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(draw)
+
+        def run(carry):
+            kv, _, _ = carry
+            kv, hidden, logits = self._run_block(params, kv, anchor, length - 1, asked)
+            wanted = jnp.where(asked & ~kv.out_of_pages, gamma, 0)
+            return kv, draw(hidden, logits, wanted=wanted), jnp.bool_(False)
+
+        sizes = self.num_slots, self.drafter.head.block_size
+        shapes = jax.eval_shape(lambda: draw(*self._empty(*sizes), wanted=gamma))
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        # One turn, or none where no slot is asked: a branch would copy the cache.
+        kv, proposal, _ = jax.lax.while_loop(
+            lambda carry: carry[2], run, (memory.kv, nothing, jnp.any(asked))
         )
-        proposal = jax.lax.cond(jnp.any(asked), draw, lambda: nothing)
+        asked &= ~kv.out_of_pages
+        kv = allocator.truncate_each(kv, memory.ring.first, asked=asked)
         num_drafted = jnp.where(asked, jnp.minimum(gamma, proposal.num_drafted), 0)
         return memory.replace(kv=kv), proposal.replace(num_drafted=num_drafted)
 
@@ -166,8 +167,7 @@ class SlotBlock(features_lib.SlotReader):
         """Runs the blocks of the slots that are asked.
 
         Returns:
-          The cache, the slots whose block was run, and hidden states `[B, block, D]`
-          and logits `[B, block, Vd]` of these.
+          The cache, and hidden states `[B, block, D]` and logits `[B, block, Vd]`.
         """
         head, model, slots = self.drafter.head, self.drafter.model, self.num_slots
         size = head.block_size
@@ -191,28 +191,20 @@ class SlotBlock(features_lib.SlotReader):
             )
             return kv, tuple(outputs)
 
-        def empty(height):
-            return (
-                jnp.zeros((height, head.hidden_size), head.layer.dtype),
-                jnp.zeros((height, head.draft_vocab_size), jnp.float32),
-            )
-
-        def run(carry):
-            kv, _, _ = carry
-            _, at, kv, outputs = windows.run(
-                forward, kv, window, tile=tile, empty=empty
-            )
-            by_column = lambda rows: rows.at[at].get(mode="fill", fill_value=0)
-            return kv, jax.tree.map(by_column, outputs), jnp.bool_(False)
-
-        outputs = jax.tree.map(
-            lambda rows: rows.reshape(slots, size, -1), empty(slots * size)
+        _, at, kv, outputs = windows.run(
+            forward, kv, window, tile=tile, empty=self._empty
         )
-        # One turn, or none where no slot is asked.
-        kv, (hidden, logits), _ = jax.lax.while_loop(
-            lambda carry: carry[2], run, (kv, outputs, jnp.any(asked))
+        by_column = lambda rows: rows.at[at].get(mode="fill", fill_value=0)
+        hidden, logits = (by_column(rows).reshape(slots, size, -1) for rows in outputs)
+        return kv, hidden, logits
+
+    def _empty(self, *sizes: int) -> tuple[jax.Array, jax.Array]:
+        """Returns hidden states and logits of no rows yet."""
+        head = self.drafter.head
+        return (
+            jnp.zeros((*sizes, head.hidden_size), head.layer.dtype),
+            jnp.zeros((*sizes, head.draft_vocab_size), jnp.float32),
         )
-        return kv, asked & ~kv.out_of_pages, hidden, logits
 
     def _draw(self, params, anchor, hidden, logits, *, length, sampling, wanted):
         """Returns the proposal of whole blocks, of `wanted[b]` drafts at least."""

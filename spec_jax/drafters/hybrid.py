@@ -79,6 +79,15 @@ class Hybrid:
         """Returns the hybrid with the draft model for that rule of acceptance."""
         return dataclasses.replace(self, draft=self.draft.for_rule(rule))
 
+    def for_schedule(self) -> "Hybrid":
+        """Returns the hybrid that says what chance each of its drafts has.
+
+        Of a lookup that is the share of the places found that go on so, as counted: a
+        continuation that was seen once is certain. It is a function of the committed
+        text, as the draft is. `fit_scores.py` calibrates both kinds together.
+        """
+        return dataclasses.replace(self, draft=self.draft.for_schedule())
+
     def for_slots(self, num_slots: int) -> "SlotHybrid":
         """Returns the hybrid for `num_slots` sequences."""
         return SlotHybrid(drafter=self, num_slots=num_slots)
@@ -149,6 +158,7 @@ class SlotHybrid(draft_slots.OfSlots):
             tokens=jnp.where(is_sure[:, None], proposal.tokens, drafted.tokens),
             num_drafted=jnp.where(is_sure, proposal.num_drafted, drafted.num_drafted),
             probs=_probs(drafted, proposal, is_sure),
+            survival=_survival(drafted, proposal, is_sure),
         )
 
     def commit(
@@ -172,3 +182,10 @@ def _probs(drafted, found, is_sure):
         found.tokens, drafted.probs.shape[-1], dtype=drafted.probs.dtype
     )
     return jnp.where(is_sure[:, None, None], certain, drafted.probs)
+
+
+def _survival(drafted, found, is_sure):
+    """Returns what chance drafts have, where the draft model says it of its own."""
+    if drafted.survival is None:
+        return None
+    return jnp.where(is_sure[:, None], found.survival, drafted.survival)

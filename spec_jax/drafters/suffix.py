@@ -241,9 +241,12 @@ class SuffixDecoding(text_tree.TextDrafter):
         start = (places, jnp.float32(1), jnp.bool_(True))
         offsets = jnp.arange(self.gamma_max, dtype=jnp.int32)
         _, (drafts, probabilities, is_drafted) = jax.lax.scan(step, start, offsets)
+        survival = jnp.where(is_drafted, probabilities, 0.0)
         return Lookup(
             proposal=protocols.Proposal(
-                tokens=drafts, num_drafted=jnp.sum(is_drafted, dtype=jnp.int32)
+                tokens=drafts,
+                num_drafted=jnp.sum(is_drafted, dtype=jnp.int32),
+                survival=survival,
             ),
-            score=jnp.sum(jnp.where(is_drafted, probabilities, 0)),
+            score=jnp.sum(survival),
         )

@@ -4,6 +4,8 @@ Functions here know what was decided, and neither targets nor drafters. What con
 one sequence is written for one and mapped over the slots.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -65,7 +67,7 @@ def commit_slot(slot: Slots, info: RoundInfo) -> Slots:
     return _count(slot, info, num_kept, rounds=counts.astype(jnp.int32))
 
 
-def _counts(slot: Slots, info: RoundInfo) -> Bool[Array, ""]:
+def _counts(slot: Slots, info: RoundInfo) -> Bool[Array, "..."]:
     """Returns whether a slot's round counts: it generates, and found its pages."""
     return slot.running & ~info.out_of_pages
 
@@ -120,6 +122,20 @@ def update_policy(
     return gamma_policy.update(
         slot.policy, gamma=gamma, num_drafted=drafted, num_accepted=accepted, **more
     )
+
+
+def settle(schedule: Any, slots: Slots, info: RoundInfo) -> Slots:
+    """Returns the slots with what a schedule learnt of the round of all of them."""
+    counts = _counts(slots, info)
+    total = lambda numbers: jnp.sum(jnp.where(counts, numbers, 0), dtype=jnp.int32)
+    policy = schedule.settle(
+        slots.policy,
+        asked=total(info.gamma) > 0,
+        num_active=total(1),
+        num_verified=total(info.proposal.num_drafted),
+        num_accepted=total(info.outcome.num_accepted),
+    )
+    return slots.replace(policy=policy)
 
 
 def _kept_ranks(slot: Slots, info: RoundInfo) -> Int[Array, " D"]:

@@ -100,7 +100,8 @@ class Scheduler:
       num_stop: stop tokens of a request at most; as many as `stop_ids` if None. More of
         them is another shape, and compiles again.
       prefill_by_rows: of the target, see `row_model.RowModel.prefill`.
-      policy_state: the first state of the gamma policy, for every request.
+      policy_state: the first state of the gamma policy, for every request; or for the
+        first of each slot, where the policy goes on: `policy.hands_on`.
 
     Raises:
       ValueError: a size below one, a page of more positions than the model has, fewer
@@ -270,6 +271,7 @@ class Scheduler:
             state,
             np.int32(slot),
             refills=refills,
+            goes_on=policy_lib.hands_on(self.speculator.gamma_policy),
             request={
                 "tokens": checks.text_buffer(prompt, self.slot_capacity),
                 "length": np.int32(len(prompt)),
@@ -383,11 +385,12 @@ def _ended(slots: states.Slots, running: dict[int, int]):
             yield running.pop(slot), slot_of(slots, slot)
 
 
-@loop.donates(static_argnames=("target", "drafter", "refills"))
-def _occupy(target, drafter, draft_params, state, slot, *, refills, request):
+@loop.donates(static_argnames=("target", "drafter", "refills", "goes_on"))
+def _occupy(target, drafter, draft_params, state, slot, *, refills, goes_on, request):
     """Initialises a slot and frees the pages of all finished slots.
 
-    Admission counts those pages as free, and so they are freed here at the latest.
+    Admission counts those pages as free, and so they are freed here at the latest. A
+    policy that goes on keeps what it knows.
     """
     slots = state.slots
     one = states.begin_slot(
@@ -398,6 +401,8 @@ def _occupy(target, drafter, draft_params, state, slot, *, refills, request):
     occupied = jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one)
     if not refills:
         return state.replace(slots=occupied)
+    if goes_on:
+        occupied = occupied.replace(policy=slots.policy)
     is_slot = jnp.arange(state.num_slots, dtype=jnp.int32) == slot
     asked = ~slots.running | is_slot
     zeros = jnp.zeros_like(slots.length)

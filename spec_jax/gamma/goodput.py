@@ -58,6 +58,9 @@ class Goodput:
     prior_weight: float = 2.0
     probing: policy.Probing = policy.Probing()
 
+    hands_on = True
+    """What was kept of one text is the best guess for the next."""
+
     def __post_init__(self):
         if self.gamma_max < 1:
             raise ValueError(f"gamma_max={self.gamma_max} must be at least 1")
@@ -87,7 +90,7 @@ class Goodput:
             reached=jnp.zeros((self.gamma_max,), jnp.float32),
             kept=jnp.zeros((self.gamma_max,), jnp.float32),
             round_s=jnp.array(times),
-            probe=self.probing.init(),
+            probe=self.probing.init(added=float(times[1] / times[0]) - 1),
         )
         return state.replace(gamma=self._best(state))
 

@@ -12,6 +12,7 @@ measures nothing. `Probing` says when one draft is risked all the same.
 """
 
 import dataclasses
+import math
 from typing import Any, Protocol
 
 import jax
@@ -38,6 +39,9 @@ class GammaPolicy(Protocol):
     that was kept.
 
     A policy that has `schedules = True` decides after drafting, too: see `schedule`.
+
+    One that has `hands_on = True` goes on in a slot, where another request begins, with
+    what it learnt there; else it begins with its first state.
     """
 
     @property
@@ -104,11 +108,18 @@ def schedules(policy: Any) -> bool:
     return getattr(policy, "schedules", False)
 
 
+def hands_on(policy: Any) -> bool:
+    """Returns whether a policy goes on where a slot's next request begins."""
+    return getattr(policy, "hands_on", False)
+
+
 class ProbeState(pytree.Node):
     """When a policy that is off tries again."""
 
     wait: jax.Array  # [] int32, rounds with gamma 0 before the next probe
     interval: jax.Array  # [] int32, rounds from the last probe to the next
+    every: jax.Array  # [] int32, the shortest interval
+    longest: jax.Array  # [] int32, the longest one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,29 +135,32 @@ class Probing:
 
         (round_s[1] - round_s[0]) / (every * round_s[0]),
 
-    and in the long run by that with `longest` in place of `every`. The defaults keep
-    below 2 %, and 0.25 % in the long run, wherever the first draft makes a round longer
-    by at most 0.32 of itself. Two things come on top: the rounds before a policy is
-    off; and, at each probe, a drafter that takes in the tokens that it sat out. Those
-    are the whole text in the end, so that what they cost is a share of its time that
-    rarer probes do not lower (`Simulation.num_caught_up`).
+    and in the long run by that with `longest` in place of `every`. With the defaults
+    that is below 2 %, and 0.25 % in the long run: where times are known both intervals
+    are as much longer as it takes; else it holds wherever the first draft makes a round
+    longer by at most 0.32 of itself. Two things come on top: the rounds before a policy
+    is off; and, at each probe, a drafter that takes in the tokens that it sat out.
+    Those are the whole text in the end, so that what they cost is a share of its time
+    that rarer probes do not lower (`Simulation.num_caught_up`).
 
     What it brings: a text that becomes easy is probed within `longest` rounds, and a
     probe that is kept is followed at once.
 
     Attributes:
-      every, longest: intervals, in rounds.
+      every, longest: intervals, in rounds, at least.
       silence_is_free: how to take a round that was asked for drafts and got none. It
         counts as one rejected draft, unless it costs nothing, as with drafters that
         look up: then it is no evidence, and no probe either.
+      bound: share of the time of gamma 0 that probes may take, where times are known.
 
     Raises:
-      ValueError: unless `1 <= every <= longest < 2**31`.
+      ValueError: unless `1 <= every <= longest < 2**31`, or a bound outside (0, 1].
     """
 
     every: int = 16
     longest: int = 128
     silence_is_free: bool = False
+    bound: float = 0.02
 
     def __post_init__(self):
         if not 1 <= self.every <= self.longest < 2**31:
@@ -154,11 +168,23 @@ class Probing:
                 f"every={self.every} and longest={self.longest} are not "
                 "1 <= every <= longest < 2**31: give intervals in rounds, in that order"
             )
+        if not 0 < self.bound <= 1:
+            raise ValueError(f"bound={self.bound} of probing must lie in (0, 1]")
 
-    def init(self) -> ProbeState:
-        """The first probe is `every` rounds away."""
+    def init(self, *, added: float = 0.0) -> ProbeState:
+        """The first probe is `every` rounds away, or more.
+
+        Args:
+          added: by how much of itself a first draft makes a round longer, if known.
+        """
+        most, scale = 2**31 - 1, self.longest / self.every
+        every = min(max(self.every, math.ceil(min(added / self.bound, most))), most)
+        longest = max(self.longest, min(int(every * scale), most))
         return ProbeState(
-            wait=jnp.int32(self.every - 1), interval=jnp.int32(self.every)
+            wait=jnp.int32(every - 1),
+            interval=jnp.int32(every),
+            every=jnp.int32(every),
+            longest=jnp.int32(longest),
         )
 
     def count_verified(
@@ -180,16 +206,16 @@ class Probing:
         """Counts a round of a policy that was on or off before it."""
         probed = is_off & (num_verified > 0)
         kept = probed & (num_accepted > 0)
-        # Never past `longest`, and no sum that could overflow on the way.
+        # Never past the longest, and no sum that could overflow on the way.
         longer = state.interval + jnp.minimum(
-            state.interval, self.longest - state.interval
+            state.interval, state.longest - state.interval
         )
         interval = jnp.where(probed, longer, state.interval)
-        interval = jnp.where(kept, self.every, interval)
+        interval = jnp.where(kept, state.every, interval)
         waited = jnp.maximum(state.wait - 1, 0)
         wait = jnp.where(is_off & ~probed, waited, interval - 1)
         # A policy that a kept probe has not convinced yet asks again at once.
-        return ProbeState(wait=jnp.where(kept, 0, wait), interval=interval)
+        return state.replace(wait=jnp.where(kept, 0, wait), interval=interval)
 
 
 def or_probe(gamma: jax.Array, probe: ProbeState) -> jax.Array:

@@ -6,7 +6,10 @@ round verifies the drafts of highest survival, of all slots together, as many as
 most tokens per second: with `R` slots, `a_1 >= a_2 >= ..` the survivals of all drafts
 and `step_s[n]` the seconds of a step of `n` rows,
 
-    theta_k = (R + a_1 + .. + a_k) / step_s[R + k].
+    theta_k = (R + a_1 + .. + a_k) / (step_s[R + k] + draft_s).
+
+That is of a round that drafted, which takes `draft_s` whatever it verifies. Whether a
+round drafts at all is settled before, by what such rounds brought: see `Schedule`.
 
 How far that search may look is a question of the rule of acceptance. "coupled" writes
 one stream whatever is verified: the global maximum of theta is lossless. Under the
@@ -35,6 +38,7 @@ def schedule(
     num_drafted: Int[Array, " B"],
     active: Bool[Array, " B"],
     step_s: Float32[Array, " rows"],
+    draft_s: Float32[Array, ""] | float = 0.0,
     *,
     stops_early: bool,
 ) -> Int[Array, " B"]:
@@ -49,6 +53,7 @@ def schedule(
       num_drafted: of each slot; what is past them is never taken.
       active: slots that generate; each has a row of its own.
       step_s: seconds of a step by its rows, above 0, of all rows that there can be.
+      draft_s: that drafting took, whatever is verified.
       stops_early: take drafts up to the first that raises theta no further
         (Algorithm 1); otherwise up to its global maximum, lossless under the rule
         "coupled" alone.
@@ -75,7 +80,7 @@ def schedule(
     kept = jnp.cumsum(jnp.maximum(by_column[order], 0.0))
     expected = num_active.astype(jnp.float32) + jnp.pad(kept, (1, 0))
     counts = jnp.arange(num_slots * width + 1, dtype=jnp.int32)
-    theta = expected / step_s[num_active + counts]
+    theta = expected / (step_s[num_active + counts] + draft_s)
     theta = jnp.where(counts <= num_real, theta, -jnp.inf)
     if stops_early:
         rises = (theta[1:] > theta[:-1]).astype(jnp.int32)
@@ -113,40 +118,67 @@ def times(step_s: np.ndarray) -> np.ndarray:
 
 
 class ScheduleState(pytree.Node):
-    """The state of `Schedule`, of which no round changes but what `asks` is."""
+    """The state of `Schedule`, alike in all slots but for what `asks` is."""
 
     step_s: jax.Array  # [rows + 1] float32
+    draft_s: jax.Array  # [] float32
     # Temperatures and shifts, [gamma_max] float32; None: survival as it is.
     scaling: tuple[jax.Array, jax.Array] | None
+    balance: jax.Array  # [] float32, tokens
     asks: policy_lib.State  # of the policy that says how much is drafted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Verifies those drafts of a batch that pay: see `schedule`.
+    """Verifies those drafts of a batch that pay, and drafts while that pays.
 
     A policy of gamma for drafters that give `Proposal.survival`; gamma, the number of
     rows that each slot verifies, is data, and may differ from slot to slot and round to
-    round.
+    round: see `schedule`.
+
+    Drafting itself is weighed against steps of one row for each of the `R` slots, in
+    an account of tokens that all slots share. A round that drafted and verified `k`
+    drafts, of which `A` were kept, puts in
+
+        (R + A) - R * (step_s[R + k] + draft_s) / step_s[R],
+
+    what it committed beyond what plain steps would have in its time, and takes out what
+    is below 0. While there is something in the account all slots draft, and else none
+    does: then each plain step puts in `allowance` for each slot. So a drafter of no
+    use, also one that is sure of itself, makes a text slower than plain decoding by no
+    more than `allowance`, by the profile's times, and beside that by `savings` and one
+    round; the less it loses, the sooner it is tried again, and by all slots together,
+    which share a forward of the drafter.
 
     Attributes:
       gamma_max: tokens to draft a round.
       stops_early: whether the search ends where theta first does not rise. False, the
         global maximum, is for the rule "coupled" alone, and `check` refuses others.
-      asks: how many tokens are drafted, of which a slot verifies some; None: always
-        `gamma_max`. With `Threshold`, a slot whose drafts are not verified, or not
-        kept, drafts no more but for a probe now and then.
+      asks: how many tokens are drafted while the account allows any, of which a slot
+        verifies some; None: `gamma_max`. With `Threshold`, a slot whose drafts are not
+        verified, or not kept, drafts no more but for a probe now and then.
+      credit: tokens in the account at first; infinite: drafting is never weighed.
+      savings: the most that is kept there, so that a text that turns hard is noticed.
+      allowance: share of the time of plain steps that trying may cost.
 
     Raises:
-      ValueError: gamma_max below 1, or below that of `asks`.
+      ValueError: gamma_max below 1, or below that of `asks`; or an account with numbers
+        that are none.
     """
 
     gamma_max: int
     stops_early: bool = False
     asks: policy_lib.GammaPolicy | None = None
+    credit: float = 8.0
+    savings: float = 32.0
+    allowance: float = 0.01
 
     schedules = True
-    """`trim` is asked how many of the drafts are verified."""
+    """`trim` is asked how many of the drafts are verified, and `settle` told what the
+    round of all slots brought."""
+
+    hands_on = True
+    """What is known of drafting is of all slots, and outlives their requests."""
 
     def __post_init__(self):
         if self.gamma_max < 1:
@@ -156,11 +188,17 @@ class Schedule:
                 f"gamma_max={self.gamma_max} of a schedule whose policy asks for up to "
                 f"{self.asks.gamma_max} drafts: give both the same"
             )
+        if not (0 < self.credit and 0 < self.savings and 0 < self.allowance <= 1):
+            raise ValueError(
+                f"credit={self.credit} and savings={self.savings} must be above 0, and "
+                f"allowance={self.allowance} in (0, 1]: drafting would never be tried"
+            )
 
     def init(
         self,
         step_s: np.ndarray,
         *,
+        draft_s: float = 0.0,
         temperatures: np.ndarray | None = None,
         shifts: np.ndarray | None = None,
         asks: policy_lib.State = None,
@@ -169,19 +207,29 @@ class Schedule:
 
         Args:
           step_s: measured seconds of a step by its rows, `[rows + 1]`, up to
-            `num_slots * (gamma_max + 1)` rows; what drafting takes may be in them.
+            `num_slots * (gamma_max + 1)` rows.
+          draft_s: seconds by which drafting makes a round of all slots longer.
           temperatures, shifts: of each draft's confidence, from
             `analysis.calibration.fit_platt`; without shifts they are 0; without either
             the drafter's survival is calibrated.
           asks: the first state of the policy `asks`.
 
         Raises:
-          ValueError: as `times`; temperatures that are not one above 0 for each draft,
-            or shifts that are not one for each; or a policy without its state.
+          ValueError: as `times`; a time of drafting that is none; temperatures that are
+            not one above 0 for each draft, or shifts that are not one for each; or a
+            policy without its state.
         """
         if (self.asks is None) != (asks is None):
             raise ValueError("the policy `asks` and its first state go together")
-        made = ScheduleState(step_s=jnp.array(times(step_s)), scaling=None, asks=asks)
+        if not 0 <= draft_s < np.inf:
+            raise ValueError(f"{draft_s=} must be finite and not below 0")
+        made = ScheduleState(
+            step_s=jnp.array(times(step_s)),
+            draft_s=jnp.float32(draft_s),
+            scaling=None,
+            balance=jnp.float32(self.credit),
+            asks=asks,
+        )
         if temperatures is None and shifts is None:
             return made
         return made.replace(
@@ -223,16 +271,48 @@ class Schedule:
             )
 
     def choose(self, state: ScheduleState) -> Int[Array, ""]:
-        """Returns what `asks` chooses, or all: survival is of what was drafted."""
-        if self.asks is None:
-            return jnp.int32(self.gamma_max)
-        return self.asks.choose(state.asks)
+        """Returns what `asks` chooses, or all; 0 while drafting does not pay."""
+        asked = jnp.int32(self.gamma_max)
+        if self.asks is not None:
+            asked = self.asks.choose(state.asks)
+        return jnp.where(state.balance > 0, asked, 0)
 
     def update(self, state: ScheduleState, **numbers: jax.Array) -> ScheduleState:
         """Tells `asks` of a round. Drafts that were not verified are none to it."""
         if self.asks is None:
             return state
         return state.replace(asks=self.asks.update(state.asks, **numbers))
+
+    def settle(
+        self,
+        state: ScheduleState,
+        *,
+        asked: Bool[Array, ""],
+        num_active: Int[Array, ""],
+        num_verified: Int[Array, ""],
+        num_accepted: Int[Array, ""],
+    ) -> ScheduleState:
+        """Books a round of all slots.
+
+        Args:
+          state: of all slots, leaves `[B, ..]`.
+          asked: whether any slot was to draft.
+          num_active: slots that the round committed to, of which a round without any
+            books nothing.
+          num_verified, num_accepted: drafts, of these slots together.
+        """
+        step_s, slots = state.step_s[0], num_active.astype(jnp.float32)
+        round_s = step_s[num_active + num_verified] + state.draft_s[0]
+        committed = slots + num_accepted.astype(jnp.float32)
+        gain = committed - slots * round_s / step_s[num_active]
+        gain = jnp.where(asked, gain, self.allowance * slots)
+        balance = state.balance + jnp.where(num_active > 0, gain, 0.0)
+        return state.replace(balance=jnp.minimum(balance, self.most))
+
+    @property
+    def most(self) -> float:
+        """Tokens that the account holds at most."""
+        return max(self.credit, self.savings)
 
     def trim(
         self,
@@ -247,14 +327,22 @@ class Schedule:
         Args:
           state: of all slots, leaves `[B, ..]`, which are all alike.
         """
-        survival = survival[:, : self.gamma_max]
-        if state.scaling is not None:
-            own = (each[0, : survival.shape[1]] for each in state.scaling)
-            survival = confidence.recalibrated(survival, *own)
-        return schedule(
-            survival,
-            num_drafted,
-            active,
-            state.step_s[0],
-            stops_early=self.stops_early,
+
+        def some():
+            chances = survival[:, : self.gamma_max]
+            if state.scaling is not None:
+                own = (each[0, : chances.shape[1]] for each in state.scaling)
+                chances = confidence.recalibrated(chances, *own)
+            return schedule(
+                chances,
+                num_drafted,
+                active,
+                state.step_s[0],
+                state.draft_s[0],
+                stops_early=self.stops_early,
+            )
+
+        # A plain step sorts nothing.
+        return jax.lax.cond(
+            jnp.any(num_drafted > 0), some, lambda: jnp.zeros_like(num_drafted)
         )

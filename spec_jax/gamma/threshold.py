@@ -49,6 +49,9 @@ class Threshold:
     weight: float = 0.0625
     probing: policy.Probing = policy.Probing()
 
+    hands_on = True
+    """What was kept of one text is the best guess for the next."""
+
     def __post_init__(self):
         rises = all(a < b for a, b in zip(self.ladder, self.ladder[1:], strict=False))
         if len(self.ladder) < 2 or self.ladder[0] != 0 or not rises:

@@ -21,6 +21,7 @@ from rules import enumeration
 import spec_jax as sj
 from spec_jax import loading, testing
 from spec_jax.drafters import block, each, features as features_lib, tree_shapes
+from spec_jax.gamma import schedule
 from spec_jax.model import block_files, block_heads, block_params, row_model
 from spec_jax.rules import sampling as sampling_lib
 
@@ -114,6 +115,48 @@ def test_tokens_are_those_of_decoding(impl, num_asks, name, sampling, rule):
         decoding.assert_as_decoded(setting, state, asks)
     assert int(state.slots.num_proposed[0]) > 0
     decoding.check_cache(state.memory.kv)
+
+
+SCHEDULED_QUICK = (("native", 4, eagle.PLAIN), ("xla", 16, ()))
+SCHEDULED = itertools.product(
+    ("native", "xla"), (1, 4, 16), ((), eagle.WARM, eagle.PLAIN)
+)
+SCHEDULED_REST = [
+    pytest.param(*x, marks=eagle.SLOW) for x in SCHEDULED if x not in SCHEDULED_QUICK
+]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("impl", "num_slots", "sampling"), [*SCHEDULED_QUICK, *SCHEDULED_REST]
+)
+def test_scheduled_tokens_are_those_of_decoding(impl, num_slots, sampling):
+    """Fails if a schedule of a block's drafts can change a token, or K/V.
+
+    Some are verified, and not all: rows cost something, and all of a block is asked
+    for while any is. By the account that is soon nothing, for the weights are random.
+    """
+    setting, drafter = eagle.setting_of(impl), make(HEADS["dspark"], impl)
+    asks = eagle.drawn(sampling) if sampling else eagle.ASKS
+    asks = [dataclasses.replace(ask, gamma=None) for ask in (*asks,) * 4][:num_slots]
+    proposed, rounds = {}, {}
+    for credit in (np.inf, 8.0):
+        chosen = schedule.Schedule(gamma_max=drafter.gamma_max, credit=credit)
+        rows = np.arange(num_slots * (drafter.gamma_max + 1) + 1)
+        state = eagle.run(
+            setting,
+            drafter,
+            asks,
+            params=PARAMS["dspark"],
+            gamma_policy=chosen,
+            policy_state=chosen.init(1 + 0.4 * rows / num_slots, draft_s=0.2),
+        )
+        decoding.assert_as_decoded(setting, state, asks)
+        decoding.check_cache(state.memory.kv)
+        proposed[credit] = int(state.slots.num_proposed.sum())
+        rounds[credit] = int(state.slots.num_rounds.sum())
+    always, weighed = proposed.values()
+    assert 0 < weighed < 0.8 * always < 0.8 * drafter.gamma_max * rounds[np.inf]
 
 
 @pytest.mark.parametrize("name", ["dspark", pytest.param("dflash", marks=eagle.SLOW)])

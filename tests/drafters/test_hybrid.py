@@ -9,6 +9,7 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.drafters import draft_model, each, hybrid, suffix
+from spec_jax.gamma import schedule
 
 
 GAMMA_MAX = 4
@@ -62,6 +63,39 @@ def test_the_draft_model_is_asked_only_where_statistics_are_not_sure(texts):
         testing.assert_same_bits(
             decoding.held(memory, length, slot=slot), decoding.held(alone, length)
         )
+
+
+def test_the_survival_of_a_draft_is_that_of_whoever_drafted_it():
+    """And a hybrid is scheduled by it. Without a schedule nobody says it."""
+    texts = [SURE, UNSURE]
+    _, proposal = after(HYBRID.for_schedule(), PARAMS, texts)
+    _, expected = after(DRAFT.for_schedule(), PARAMS.draft, [UNSURE])
+    assert proposal.survival[0].tolist() == [1.0] * GAMMA_MAX  # Seen so, and else not.
+    testing.assert_same_bits(proposal.survival[1], expected.survival[0])
+    assert 0 < float(proposal.survival[1, 0]) < 1
+    _, unasked = after(HYBRID, PARAMS, texts)
+    assert unasked.survival is None
+
+
+@pytest.mark.few(1)
+def test_scheduled_hybrids_decode_as_the_target():
+    setting = decoding.SMALL
+    drafter = dataclasses.replace(
+        HYBRID, draft=decoding.draft_drafter(impl=setting.target.impl)
+    )
+    asks = [dataclasses.replace(ask, gamma=None) for ask in decoding.MIXED[1:3]]
+    chosen = schedule.Schedule(gamma_max=GAMMA_MAX)
+    scheduler = setting.scheduler(
+        drafter,
+        num_slots=2,
+        draft_params=PARAMS.replace(draft=decoding.NEARLY_TARGET),
+        gamma_policy=chosen,
+        policy_state=chosen.init(np.ones(2 * (GAMMA_MAX + 1) + 1)),
+    )
+    requests = [ask.request() for ask in asks]
+    state = decoding.generate(scheduler, decoding.admit(scheduler, requests))
+    decoding.assert_as_decoded(setting, state, asks)
+    assert int(state.slots.num_accepted.sum()) > 0
 
 
 def test_a_threshold_is_a_threshold():

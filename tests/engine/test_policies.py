@@ -16,7 +16,7 @@ from spec_jax.gamma import goodput, policy, threshold
 
 SLOTS = pytest.mark.parametrize("num_slots", [1, 3])
 ROUND_S = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
-PROBING = policy.Probing(every=2, longest=8)
+PROBING = policy.Probing(every=2, longest=8, bound=1.0)
 LONG = Ask(max_tokens=60)
 
 

@@ -119,6 +119,42 @@ def test_a_policy_may_say_how_much_is_drafted():
         schedule_lib.Schedule(gamma_max=4, asks=asks).init(STEP_S)
 
 
+class Forgets(schedule_lib.Schedule):
+    """Planted: what one request taught is not known to the next one in its slot."""
+
+    hands_on = False
+
+
+def refilled(kind, **changes):
+    """Requests that follow each other in two slots: rounds, and drafts verified."""
+    made = kind(gamma_max=decoding.GAMMA_MAX, savings=8.0)
+    scheduler = decoding.SMALL.scheduler(
+        drafter=decoding.draft_drafter(impl=IMPL),
+        num_slots=2,
+        gamma_policy=made,
+        policy_state=made.init(STEP_S[:11], draft_s=0.5),
+        **changes,
+    )
+    asks = [dataclasses.replace(ask, gamma=None) for ask in (*ASKS, *ASKS)]
+    done = list(scheduler.run([ask.request() for ask in asks]))
+    for one in done:
+        ask = asks[one.number]
+        written = decoding.text(decoding.decoded(decoding.SMALL, ask))
+        assert [*ask.prompt, *one.tokens] == written
+    counts = [(int(d.slot.num_rounds), int(d.slot.num_proposed)) for d in done]
+    return np.sum(counts, axis=0)
+
+
+def test_slots_that_are_refilled_know_that_drafting_does_not_pay():
+    """And verify no more than a few drafts in all. Negative control: one that forgets
+    tries again with each request."""
+    wrong = {"draft_params": decoding.perturbed(decoding.TARGET_PARAMS, 2.0)}
+    rounds, proposed = refilled(schedule_lib.Schedule, **wrong)
+    assert 0 < proposed < 0.3 * rounds
+    _, forgotten = refilled(Forgets, **wrong)
+    assert forgotten > 1.5 * proposed
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_other_rules_go_with_the_stop_alone(rule):

@@ -1,5 +1,7 @@
 """The pair that ships with the package: whole, small, trained, and lossless."""
 
+import dataclasses
+import functools
 import json
 
 import jax
@@ -85,17 +87,10 @@ def accepted(lm, texts, *, layers: int = 0, positions: int = 0, order: int = 0):
     return float(found["accepted_length"]) - 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", loading.shipped_heads())
-def test_a_shipped_head_drafts_less_from_shifted_features(name):
-    """Alarms: what is wrong with features is seen in what is accepted.
-
-    EAGLE-3 reads the feature beside each token: a neighbouring position halves what is
-    accepted. A block sees the whole context, of which a shift costs little; its layers
-    in another order cost it a third. A layer further on costs either something.
-    """
-    lm = sj.load(drafter=name, impl="xla")
-    prompts = prompt_files.parse("6", default_file=prompt_files.BUNDLED)
+@functools.cache
+def texts_of(count):
+    """What the embedded target writes behind prompts."""
+    prompts = prompt_files.parse(str(count), default_file=prompt_files.BUNDLED)
     written = sj.decode(
         sj.load(),
         [one.messages[0]["content"] for one in prompts],
@@ -103,13 +98,76 @@ def test_a_shipped_head_drafts_less_from_shifted_features(name):
         stop=(),
     )
     tokens = np.array([one.tokens for one in written], np.int32)
-    texts = targets.Texts(tokens=tokens, mask=np.ones(tokens.shape, bool))
+    return targets.Texts(tokens=tokens, mask=np.ones(tokens.shape, bool))
+
+
+@pytest.mark.slow
+def test_a_shipped_eagle3_drafts_less_from_shifted_features():
+    """Alarms: a layer further on costs it something. It reads the feature beside each
+    token, and a neighbouring position halves what is accepted."""
+    lm, texts = sj.load(drafter="eagle3", impl="xla"), texts_of(6)
     right = accepted(lm, texts)
     assert right > 0.5
     assert accepted(lm, texts, layers=1) < right
-    shifted = [accepted(lm, texts, positions=shift) for shift in (1, -1)]
-    if name == "eagle3":
-        assert max(shifted) < right / 2
+    assert max(accepted(lm, texts, positions=shift) for shift in (1, -1)) < right / 2
+
+
+def with_slots_of_others(lm):
+    """Each draft is of the slot after its own, or before it."""
+    head = lm.drafter.head
+    other = "fill-in" if head.slots == "anchor-first" else "anchor-first"
+    changed = dataclasses.replace(head, slots=other)
+    drafter = dataclasses.replace(
+        lm.drafter, head=changed, gamma_max=min(changed.num_drafts, head.num_drafts)
+    )
+    return dataclasses.replace(lm, drafter=drafter)
+
+
+def with_norm(lm, name, change):
+    """The weights of a norm are read with another convention."""
+    params = lm.drafter_params
+    if hasattr(params, name):
+        params = params.replace(**{name: change(getattr(params, name))})
     else:
-        assert max(shifted) < right
-        assert accepted(lm, texts, order=1) < 0.7 * right
+        layers = [x.replace(**{name: change(getattr(x, name))}) for x in params.layers]
+        params = params.replace(layers=tuple(layers))
+    return dataclasses.replace(lm, drafter_params=params)
+
+
+FAULTS = {
+    # What is planted, and the most of its drafts that a head may keep: measured (see
+    # the test), and half as much again of what is lost.
+    "norm of features": (
+        lambda lm: (with_norm(lm, "hidden_norm", lambda w: w - 1), {}),
+        0.5,
+    ),
+    "norm of the MLP": (
+        lambda lm: (with_norm(lm, "mlp_norm", lambda w: w + 1), {}),
+        0.6,
+    ),
+    "slot convention": (lambda lm: (with_slots_of_others(lm), {}), 0.9),
+    "position, later": (lambda lm: (lm, {"positions": 1}), 0.92),
+    "position, earlier": (lambda lm: (lm, {"positions": -1}), 0.98),
+    "layer index": (lambda lm: (lm, {"layers": 1}), 0.99),
+    "layer index, below": (lambda lm: (lm, {"layers": -1}), 0.99),
+    "order of layers": (lambda lm: (lm, {"order": 1}), 0.8),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in list(FAULTS)[1:]]
+
+
+@pytest.mark.parametrize("fault", [next(iter(FAULTS)), *SLOW])
+def test_a_shipped_dspark_drafts_less_with_what_is_off_by_one(fault):
+    """Alarms, each with the share of drafts that is left of 3.17 a round.
+
+    Norm of features 0.14, of the MLP 0.33; slot convention 0.82; position 0.84 and
+    0.94; layer index 0.97 both ways. The last ones do not halve what is accepted: a
+    block sees the whole context, of which neighbours say much the same, and the Markov
+    head drafts half of it from the token before alone. They are caught because a draft
+    is no longer the one of the files: `tests/drafters/test_block.py` plants them.
+    """
+    lm, texts = sj.load(drafter="dspark", impl="xla"), texts_of(6)
+    plant, most = FAULTS[fault]
+    planted, shifted = plant(lm)
+    right = accepted(lm, texts)
+    assert right > 2
+    assert accepted(planted, texts, **shifted) < most * right

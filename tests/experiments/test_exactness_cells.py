@@ -10,6 +10,7 @@ from script_runs import models_of, rows_of
 from experiments import exactness
 from experiments.lib import (
     certificates,
+    exact_cells,
     suite_plan as plans,
 )
 from spec_jax import loading
@@ -273,6 +274,18 @@ def test_every_kind_of_drafter_has_batches(folders, tmp_path):
     status, rows = commands.run_one_cell(folders, tmp_path, *cells, "--batch", "2")
     assert status == exactness.EXACT and len(rows) == 2 * commands.NUM_PROMPTS
     assert sum(row["proposed"] for row in rows[: commands.NUM_PROMPTS]) > 0
+
+
+def test_a_schedule_is_exact(folders, tmp_path):
+    """With stated times, that a certificate names: the same drafts anywhere."""
+    cells = ("--drafter", "draft-model", "--gamma-policy", "schedule", "--batch", "2")
+    certificate = tmp_path / "run.json"
+    more = ("--sampling", "sampled", *commands.certifying(certificate))
+    status, rows = commands.run_one_cell(folders, tmp_path, *cells, *more)
+    assert status == exactness.EXACT and len(rows) == commands.NUM_PROMPTS
+    assert sum(row["proposed"] for row in rows) > 0
+    stated = certificates.read(certificate)["constants"]["schedule"]
+    assert stated == exact_cells.CONSTANTS["schedule"]
 
 
 @pytest.mark.few(1)

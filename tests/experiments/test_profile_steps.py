@@ -7,7 +7,7 @@ import pytest
 from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import profile_steps, spec_round, throughput
-from experiments.lib import profiles, works
+from experiments.lib import profiles, runs, works
 
 
 GAMMA = ("--gamma", "2")
@@ -84,6 +84,46 @@ def test_throughput_compares_with_fixed_gammas(folders, measured, tmp_path):
     assert all(row["prompts_equal"] == 3 for row in rows)
     assert [row["gamma"] for row in rows] == [0, 0, 1, 2, 2]
     assert [row["way"] for row in rows if row.get("scheduled")] == [rows[-1]["way"]]
+
+
+def test_an_adversarial_drafter_is_never_right(
+    folders, measured, tmp_path, monkeypatch
+):
+    """And works all the same. Negative control: without the flag it sometimes is."""
+    counted, real = [], runs.run_batch
+
+    def watched(*args, **kwargs):
+        found = real(*args, **kwargs)
+        counted.extend(run.counters for run in found)
+        return found
+
+    monkeypatch.setattr(runs, "run_batch", watched)
+    sizes = ("--repeats", "1", "--gamma", "2", "--gen-tokens", "12")
+    kept = {}
+    for flag in ("--adversarial", None):
+        out = tmp_path / f"{flag}.jsonl"
+        more = [*sizes, "--out", str(out), *filter(None, [flag])]
+        arguments = command(folders, measured[0], *more)
+        assert throughput.main(arguments) == throughput.MATCHED
+        rows = rows_of(out, "throughput")
+        assert all(row["adversarial"] is bool(flag) for row in rows)
+        assert any(row.get("scheduled") for row in rows)
+        proposed = sum(counters.proposed for counters in counted)
+        kept[flag] = sum(counters.accepted for counters in counted)
+        assert proposed > 0
+        counted.clear()
+    assert kept["--adversarial"] == 0 < kept[None]
+
+
+def test_costs_of_a_batch_are_the_profiles():
+    """Fails if what drafting takes is in plain steps too, or is left out."""
+    made = profiles.Profile(
+        step_s=np.array([1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0]),
+        draft_s=0.5,
+        temperatures=None,
+        shifts=None,
+    )
+    assert made.round_s(2, 2).tolist() == [2.0, 5.5, 13.5]
 
 
 def changed(path, out, **changes):

@@ -18,7 +18,15 @@ from script_runs import (
 )
 
 from experiments import regret as script
-from experiments.lib import cli, costs, outcomes, prompt_files, regret, runs
+from experiments.lib import (
+    cli,
+    costs,
+    forced_drafter,
+    outcomes,
+    prompt_files,
+    regret,
+    runs,
+)
 from spec_jax import loading
 from spec_jax.gamma import policy, simulation, threshold
 
@@ -202,11 +210,8 @@ def test_what_was_learnt_is_handed_on(texts):
 def test_adversarial_rounds_accept_nothing(pairs, texts):
     """And draft as always, at the cost of the real drafter; tokens stay the same."""
     pair = pairs["itself"]
-    text = dataclasses.replace(texts[0], is_adversarial=True)
-    adversarial, known = regret._adversarial(pair, text)
-    run = runs.run_speculative(
-        adversarial, SETTINGS, text.prompt_ids, draft_params=known
-    )
+    text, adversarial = texts[0], forced_drafter.adversarial(pair)
+    run = runs.run_speculative(adversarial, SETTINGS, text.prompt_ids)
     assert run.tokens == text.tokens
     assert run.counters.accepted == 0 < run.counters.proposed
     # Negative control: the drafter as it is.

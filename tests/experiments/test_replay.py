@@ -10,7 +10,7 @@ import tiny_pair
 from script_runs import assert_fails_with, models_of, rows_of, write_rows
 
 from experiments import replay
-from experiments.lib import cli, policies, replays, runs, traces
+from experiments.lib import cli, policies, profiles, replays, runs, traces
 from spec_jax.analysis import metrics
 from spec_jax.drafters import registry
 from spec_jax.model import fingerprint
@@ -129,6 +129,24 @@ def test_replayed_policies_choose_what_live_ones_choose(greedy, folders):
     drafter = subject.replayer.built[0]
     chosen = policies.make("threshold", drafter, gamma=4, round_s=None)
     subject.assert_equal(gamma=4, chosen=chosen)
+
+
+def test_scheduled_replays_verify_what_live_rounds_do(greedy, folders, tmp_path):
+    """By a profile of one slot. Fails if a trace's drafter says no survival."""
+    header = rows_of(greedy)[0]
+    profile = {"kind": profiles.KIND, "num_slots": 1, "context": 9, "gamma": 4}
+    profile |= {name: header[name] for name in ("target", "dtype", "impl")}
+    profile |= {"native_isa": header["native_isa"], "drafter": "draft-model"}
+    profile |= {"step_s": [1.0, 1.1, 1.6, 1.7, 2.6], "draft_s": 0.1}
+    path, out = tmp_path / "profile.jsonl", tmp_path / "out.jsonl"
+    write_rows(path, [profile])
+    more = ("--drafter", "draft-model", "--gamma", "4", "--out", str(out))
+    assert replay.main(check(greedy, folders, *more, "--schedule", str(path))) == 0
+    (scheduled,) = rows_of(out)
+    assert scheduled["schedule"] == "profile.jsonl" and scheduled["checked"] == 3
+    assert replay.main(evaluation(greedy, "--draft", str(folders[1]), *more)) == 0
+    (always,) = rows_of(out)
+    assert 0 < sum(scheduled["proposed_at"]) < sum(always["proposed_at"])
 
 
 def test_whatever_differs_is_named(greedy, folders):

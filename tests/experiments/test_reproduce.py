@@ -158,6 +158,7 @@ HEADS = {
     "eagle3": {"architectures": ["LlamaForCausalLMEagle3"]},
     "dspark": {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8},
 }
+DFLASH = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}
 
 
 @pytest.mark.parametrize("shipped", [(), tuple(HEADS)], ids=["none", "heads"])
@@ -171,10 +172,16 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
     for name in shipped:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(HEADS[name]))
+    sister = tmp_path / "sister"
+    sister.mkdir()
+    (sister / "config.json").write_text(json.dumps(DFLASH))
     steps = list(reproduction.steps())
     found = {step.file for step in steps}
     for impl in ("native", "xla"):
         assert {f"{name}_{impl}.jsonl" for name in shipped} <= found
+    assert "dflash_native.jsonl" in found
+    has_dspark = "dspark" in loading.shipped_heads()
+    assert ("schedule_adversarial.jsonl" in found) == has_dspark
     assert ("evaluation.jsonl" in found) == bool(loading.shipped_heads())
     assert ("compare_llama_cpp_heads.jsonl" in found) == bool(loading.shipped_heads())
     names = [step.file for step in steps]
@@ -184,6 +191,7 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
         assert len(step.runs) == 1 or step.keep
         for command in step.runs:
             folders = argparse.Namespace(data="data", llama_bin="bin", work=tmp_path)
+            folders.dflash = sister
             words = reproduce.words_of(folders, tmp_path)
             script, *arguments = shlex.split(command.format(**words))
             if step.flag and "--record" not in arguments:

@@ -14,6 +14,7 @@ from experiments.lib import (
     cli,
     curves,
     flags,
+    profiles,
     results,
     runs,
     sweep_cells as cells_lib,
@@ -204,6 +205,25 @@ def test_trees_add_to_the_file(folders, copied, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "run_cell", must_not_run)
     assert sweep.main(command(folders, copied, *more)) == 0
     assert "8 cells, 8 of them in" in " ".join(capsys.readouterr().out.split())
+
+
+def test_scheduled_cells_add_to_the_file(folders, copied, tmp_path, capsys):
+    """By the profile of one slot and of the cell's own drafter."""
+    before = copied.read_bytes()
+    facts = rows_of(copied)[0]
+    profile = {name: facts[name] for name in profiles.SAME} | {"kind": profiles.KIND}
+    profile |= {"drafter": "draft-model", "num_slots": 1, "context": 9, "gamma": 2}
+    profile |= {"step_s": [1.0, 1.5, 3.0], "draft_s": 0.1}
+    path = write_rows(tmp_path / "profile.jsonl", [profile])
+    more = ("--drafter", "draft-model", "--gamma", "2", "--schedule", str(path))
+    assert sweep.main(command(folders, copied, *more)) == 0
+    assert copied.read_bytes().startswith(before) and b'"schedule"' not in before
+    new = rows_of(copied)[4:]
+    assert [row["schedule"] for row in new] == ["profile.jsonl"] * 2
+    assert all(row["matched"] for row in new)
+    assert "gamma 2, scheduled" in capsys.readouterr().out
+    arguments = command(folders, copied, "--schedule", str(path))
+    assert_fails_with(sweep.main, capsys, arguments, "no profile of", "'ngram'")
 
 
 def test_an_interrupted_sweep_goes_on(folders, tmp_path, monkeypatch, capsys):

@@ -23,7 +23,7 @@ from spec_jax.model import (
     load,
     sequence,
 )
-from spec_jax.training import eagle3, targets
+from spec_jax.training import eagle3, loop, targets
 
 
 STEPS = 3  # of drafting, where the loss is looked at
@@ -264,6 +264,14 @@ def test_a_resized_table_holds_what_its_width_can(rng, width, kept):
         np.testing.assert_allclose(gram, whole, atol=1e-3)
 
 
+def trained(target, folder):
+    """The weights of the newest checkpoint of blocks, float32."""
+    args = train_drafter.parse_args(command(target, folder, "train", *BLOCKS))
+    first = train_drafter._init(args, train_drafter.prepare(args))
+    weights, _ = loop.restore(train_drafter._recipe(args), first, args.work)
+    return weights
+
+
 BLOCKS = [
     *("--family", "dspark", "--head", "rnn", "--rank", "4", "--taps", "0,2"),
     *("--block", "3", "--layers", "1", "--anchors", "3", "--dialect", "speculators"),
@@ -275,8 +283,8 @@ BLOCKS = [
 def test_blocks_are_trained_resumed_exported_and_drafted(
     target, work, tmp_path, capsys
 ):
-    """Fails if a resumed run draws other anchors, or an export drafts otherwise, or is
-    loaded without what it was calibrated by."""
+    """Fails if a resumed run draws other anchors, or has other weights by a bit, or an
+    export drafts otherwise, or is loaded without what it was calibrated by."""
     texts = (work / "texts.npz").read_bytes()
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
@@ -287,8 +295,13 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     assert train_drafter.train(whole)["held_out_accepted_length"] >= 1
     args = command(target, tmp_path / "killed", "train", *BLOCKS)
     train_drafter.train(train_drafter.parse_args(args), stop_after=3)
+    at_stop = trained(target, tmp_path / "killed")
     assert train_drafter.main(args) == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    uninterrupted = trained(target, tmp_path / "whole")
+    testing.assert_same_bits(trained(target, tmp_path / "killed"), uninterrupted)
+    with pytest.raises(AssertionError):
+        testing.assert_same_bits(at_stop, uninterrupted)
     assert losses(tmp_path / "killed")[-1][1] < losses(tmp_path / "killed")[0][1]
     out = tmp_path / "export"
     exported = command(target, tmp_path / "killed", "export", *BLOCKS)

@@ -46,4 +46,8 @@ CASES = {
         ),
     ),
     "speculators dflash": ("speculators", DFLASH),
+    "speculators dflash, anchor first": (
+        "speculators",
+        dataclasses.replace(DFLASH, slots="anchor-first"),
+    ),
 }

@@ -129,6 +129,8 @@ def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
     raw = json.loads((tmp_path / "config.json").read_text())
     has_heads = config.head != "none"
     assert dialects.kind_of(raw) == ("dspark" if has_heads else "dflash")
+    if case.startswith("speculators"):
+        assert raw["sample_from_anchor"] is (config.slots == "anchor-first")
 
 
 _append = jax.jit(block_draft.append_context, static_argnames=("config", "impl"))

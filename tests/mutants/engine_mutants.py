@@ -77,6 +77,22 @@ SCHEDULES = (
         "cast(Any, speculator.gamma_policy).trim(",
         "engine/test_scheduled_rounds.py::test_a_scheduled_batch_is_as_decoded[True]",
     ),
+    Mutant(
+        "a schedule is not told what a round brought",
+        "engine.round:run_round",
+        "commit_lib.settle(speculator.gamma_policy, slots, info)",
+        "slots",
+        "engine/test_scheduled_rounds.py::"
+        "test_slots_that_are_refilled_know_that_drafting_does_not_pay",
+    ),
+    Mutant(
+        "drafting costs a schedule nothing",
+        "gamma.schedule:Schedule.settle",
+        "step_s[num_active + num_verified] + state.draft_s[0]",
+        "step_s[num_active + num_verified]",
+        "test_schedule.py::"
+        "test_drafts_that_pay_are_always_made_and_again_where_they_come_to_pay",
+    ),
 )
 
 SLOTS = (

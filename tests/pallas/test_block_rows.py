@@ -71,7 +71,7 @@ def run(params, impl, which):
     @jax.jit
     def blocks(params, kv):
         asked = jnp.ones(len(which), bool)
-        kv, _, *outputs = slots._run_block(params, kv, anchors[:, None], lengths, asked)
+        kv, *outputs = slots._run_block(params, kv, anchors[:, None], lengths, asked)
         return kv.k[0][kv.page_table], *outputs
 
     return jax.tree.map(
