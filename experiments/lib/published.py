@@ -247,9 +247,8 @@ def trees() -> Lines:
         flags = f"--gamma {row['gamma']}"
         if row["tree"]:
             flags = f"--tree {tree_shapes.parse(row['tree'])}"
-        drawn = f" --temperature {row['temperature']:g}" if row["temperature"] else ""
         yield (
-            f"`{flags}{drawn}`",
+            f"`{flags}{_drawn(row)}`",
             f"{row['mean_accepted_length']:.2f}",
             f"{row['rows_per_round']:.1f}",
             f"{row['speedup_e2e']:.2f}",
@@ -269,8 +268,7 @@ def heads() -> Lines:
         flags = "--impl xla " if row["impl"] == "xla" else ""
         flags += f"--drafter {row['drafter']} "
         flags += f"--tree {row['tree']}" if row["tree"] else f"--gamma {row['gamma']}"
-        if row["temperature"]:
-            flags += f" --temperature {row['temperature']:g}"
+        flags += _drawn(row)
         if row["batch"]:
             flags += f" --batch {row['batch']}"
         if row["prompt_source"] != "50":
@@ -282,8 +280,15 @@ def heads() -> Lines:
             "" if row["tree"] else kept,
             _repeated(row),
             f"{row['speedup_e2e']:.2f}",
-            "yes" if row["matched"] else "no",
+            # A rule that keeps the distribution has texts of its own.
+            "-" if row["matched"] is None else "yes" if row["matched"] else "no",
         )
+
+
+def _drawn(row: Row) -> str:
+    """The flags by which tokens are drawn, and kept."""
+    flags = f" --temperature {row['temperature']:g}" if row["temperature"] else ""
+    return flags if row["rule"] == "coupled" else f"{flags} --rule {row['rule']}"
 
 
 def evaluation() -> Lines:

@@ -17,7 +17,9 @@ WORK = "{work}"
 DFLASH = "{dflash}"
 """In a command: the folders of `--data`, `--llama-bin`, `--work` and `--dflash`."""
 
-_GSM8K = f"{DATA}/gsm8k/test.jsonl:50"
+# XLA's steps take six times as long as the native ones.
+_COUNT = {"native": 50, "xla": 20}
+_GSM8K = {impl: f"{DATA}/gsm8k/test.jsonl:{n}" for impl, n in _COUNT.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,10 +72,8 @@ _TREES = (
 _GREEDY_TREES = ("4x8:7@0.6", "4x12:15@0.6", "4x16:31@0.6", "4x6:15@1")
 # The second is EAGLE-2's: scored by probability, the most probable children.
 _SAMPLED_TREES = ("4x6:15@0.7", "4x6:15@1/greedy", "4-2-1")
-_MATCHED_TREES = (
-    *("50", "50 --temperature 0.7", "50 --temperature 1", "50 --batch 4"),
-    *("50 --batch 4 --temperature 1", _GSM8K, f"{_GSM8K} --temperature 1 --batch 4"),
-)
+_MATCHED_TREES = ("", " --batch 4 --temperature 1")
+_MATCHED_TREES_NATIVE = (" --temperature 0.7", " --temperature 1", " --batch 4")
 _HELD = ("humaneval/HumanEval.jsonl", "mbpp/mbpp.jsonl", "mt_bench/question.jsonl")
 """Data sets on which nothing was ever chosen."""
 _HEAD = (
@@ -117,9 +117,9 @@ def _speeds() -> Iterator[Step]:
                 runs=(f"{command} --gamma {gamma}",),
             )
         command = f"spec_round --impl {impl} --prompts"
-        runs = tuple(f"{command} 50 {more}" for more in _MATCHED)
+        runs = tuple(f"{command} {_COUNT[impl]} {more}" for more in _MATCHED)
         yield Step(file=f"matched_{impl}.jsonl", runs=runs, keep="summary")
-        runs = (f"{command} {_GSM8K} --gen-tokens 256",)
+        runs = (f"{command} {_GSM8K[impl]} --gen-tokens 256",)
         yield Step(file=f"matched_gsm8k_{impl}.jsonl", runs=runs, keep="summary")
         command = f"latency --impl {impl}"
         embedded, preset = f"{command} --repeats 15", f"{command} --preset qwen3-0.6b"
@@ -141,12 +141,15 @@ def _trees() -> Iterator[Step]:
     command = "spec_round --impl native --prompts 50 --tree"
     runs = [f"{command} {tree}" for tree in _GREEDY_TREES]
     runs += [f"{command} {tree} --temperature 1" for tree in _SAMPLED_TREES]
-    runs += ["spec_round --impl native --prompts 50 --gamma 7 --temperature 1"]
+    chain = "spec_round --impl native --prompts 50 --gamma 7 --temperature 1"
+    runs += [f"{chain}{rule}" for rule in ("", " --rule block")]
     yield Step(file="trees_native.jsonl", runs=tuple(runs), keep="summary")
-    for impl, sets in {
-        "native": (*_MATCHED_TREES, *(f"{DATA}/{name}:50" for name in _HELD)),
-        "xla": _MATCHED_TREES[:1] + _MATCHED_TREES[4:6],
-    }.items():
+    for impl, count in _COUNT.items():
+        sets = [*(f"{count}{more}" for more in _MATCHED_TREES), _GSM8K[impl]]
+        if impl == "native":
+            sets += [f"{count}{more}" for more in _MATCHED_TREES_NATIVE]
+            sets += [f"{_GSM8K[impl]} --temperature 1 --batch 4"]
+            sets += [f"{DATA}/{name}:{count}" for name in _HELD]
         command = f"spec_round --impl {impl} --tree 4x12:15@0.6 --prompts"
         runs = [f"{command} {prompts}" for prompts in sets]
         yield Step(file=f"matched_trees_{impl}.jsonl", runs=tuple(runs), keep="summary")
@@ -215,19 +218,20 @@ def _trainings() -> Iterator[Step]:
 
 def _rounds_of_head(name: str, impl: str) -> Iterator[str]:
     """The prompts and the flags of each run of a head; with XLA the first of them."""
-    trees = _TREES_OF_HEADS.get(name, ())
-    yield "50 --gamma 4"
-    yield from (f"50 --gamma 7 --temperature {t}" for t in (0, 0.7, 1))
-    yield from (f"50 --tree {tree}" for tree in trees)
-    yield "50 --tree 4x6:15@0.7 --temperature 1"
-    yield from ("50 --gamma 7 --batch 4", "50 --gamma 7 --batch 4 --temperature 1")
-    yield f"{_GSM8K} --gamma 7"
+    trees, n = _TREES_OF_HEADS.get(name, ()), _COUNT[impl]
+    yield f"{n} --gamma 4"
+    yield from (f"{n} --gamma 7 --temperature {t}" for t in (0, 0.7, 1))
+    yield from (f"{n} --tree {tree}" for tree in trees)
+    yield f"{n} --tree 4x6:15@0.7 --temperature 1"
+    yield from (f"{n} --gamma 7 --batch 4{more}" for more in ("", " --temperature 1"))
+    yield f"{_GSM8K[impl]} --gamma 7"
     if impl == "native":
-        yield from (f"50 --gamma 4 --temperature {t}" for t in (0.7, 1))
-        yield from (f"50 --tree {tree} --batch 4" for tree in trees[:1])
-        yield "50 --tree 4x6:15@0.7 --temperature 0.7"
-        yield "50 --tree 4x7:31@0.7 --temperature 1"
-        yield f"{_GSM8K} --gamma 7 --temperature 1"
+        yield f"{n} --gamma 7 --temperature 1 --rule block"
+        yield from (f"{n} --gamma 4 --temperature {t}" for t in (0.7, 1))
+        yield from (f"{n} --tree {tree} --batch 4" for tree in trees[:1])
+        yield f"{n} --tree 4x6:15@0.7 --temperature 0.7"
+        yield f"{n} --tree 4x7:31@0.7 --temperature 1"
+        yield f"{_GSM8K[impl]} --gamma 7 --temperature 1"
 
 
 def _comparisons() -> Iterator[Step]:
@@ -301,8 +305,8 @@ def _schedules() -> Iterator[Step]:
         keep="throughput",
     )
     for impl, temperatures in (("native", (0, 0.7, 1)), ("xla", (0, 0.7, 1))):
-        command = f"spec_round --impl {impl} --drafter dspark --prompts 50 --gamma 7"
-        command += " --batch 16 --schedule {before} --temperature"
+        command = f"spec_round --impl {impl} --drafter dspark --prompts {_COUNT[impl]}"
+        command += " --gamma 7 --batch 16 --schedule {before} --temperature"
         # Of XLA's only tokens are looked at: confidences as the head says them.
         measured = _profile(impl, temperatures if impl == "native" else ())
         runs = [f"{command} {temperature}" for temperature in temperatures]
@@ -341,7 +345,7 @@ def _beside_llama() -> Iterator[Step]:
 
 
 def _certificates() -> Iterator[Step]:
-    gsm8k = f"--prompts {_GSM8K} --gen-tokens 64"
+    gsm8k = f"--prompts {_GSM8K['native']} --gen-tokens 64"
     for name, more in {
         "default": "",
         "drafters_native_bfloat16": f" {_DRAFTERS}",
