@@ -13,6 +13,7 @@ import re
 import hopper
 import hopper_models as models
 import jax
+import ptxas_log
 import pytest
 import xla_fusions
 
@@ -117,6 +118,21 @@ def assert_in_graphs(report) -> None:
     assert len(alone) <= 8
 
 
+def assert_launched_early(report) -> None:
+    """Asserts that our kernels wait for others, and let the next one go then.
+
+    Ahead of that a product on Mosaic asks for weights, which no operation makes.
+    """
+    kernels = [each for each in report.kernels if "fusion" not in each.name]
+    assert kernels
+    for kernel in kernels:
+        is_product = "skinny_gemm_mosaic" in kernel.name
+        weights = kernel.ahead("UTMALDG") if is_product else 0
+        assert bool(weights) == is_product, kernel.name
+        assert kernel.ahead(*ptxas_log.ACCESSES) == weights, kernel.name
+    assert not xla_fusions.made_weights(report.hlo)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "depth"),
@@ -130,6 +146,7 @@ def test_a_plain_step(compiled, name, depth):
     """Fails if a step spills, copies a pool, or has a launch more than it needs."""
     report = compiled(models.plain_step, name, layers=depth)
     report.assert_fits()
+    assert_launched_early(report)
     assert_in_place(report, models.model(name, layers=depth))
     assert_in_graphs(report)
     assert ours(report.launches) == [*LAYER * depth, *END]
@@ -286,6 +303,7 @@ def test_a_block_of_several_slabs(compiled, size, num_blocks, impl):
         models.block_step, "qwen3-8b", size=size, num_blocks=num_blocks, impl=impl
     )
     report.assert_fits()
+    assert_launched_early(report)
     drafter = models.block_head("qwen3-8b", size=size, depth=1, impl=impl)
     slabs = -(-size * num_blocks // 16)
     assert_in_place(report, drafter.model, copies=slabs + 1, num_slots=num_blocks)
@@ -380,6 +398,7 @@ def test_mosaic(compiled, name, build, layers):
     """
     report = compiled(build, name, layers=layers, impl="mosaic")
     report.assert_fits()
+    assert_launched_early(report)
     assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
     assert not xla_fusions.float_kernels(report)
     is_tree = build is models.verify_tree
@@ -407,6 +426,7 @@ def test_a_head_step_on_mosaic(compiled):
     """Fails if a head at 8B's shapes has a kernel of Triton or a launch more."""
     report = compiled(models.head_step, "qwen3-8b", impl="mosaic")
     report.assert_fits()
+    assert_launched_early(report)
     assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
     assert_in_place(report, models.head("qwen3-8b", impl="mosaic").model)
     expected = ["list_jobs", "row_angles", *MOSAIC_LAYER, "skinny_gemm"]
@@ -432,6 +452,7 @@ def test_rounds_with_heads_on_mosaic(compiled, build, options, norms):
     Triton, spills, or norms in more kernels than it must."""
     report = compiled(build, "qwen3-8b", impl="mosaic", **options)
     report.assert_fits()
+    assert_launched_early(report)
     # The search of a tree's best is XLA's: drafts may be any.
     called = xla_fusions.called(report.hlo) - {"__gpu$TopK"}
     assert called == {xla_fusions.MOSAIC}
@@ -451,6 +472,7 @@ def test_a_round_on_mosaic(compiled, name):
         models.spec_round, name, layers=depth, draft_layers=draft_depth, impl="mosaic"
     )
     report.assert_fits()
+    assert_launched_early(report)
     assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
     assert not xla_fusions.float_kernels(report)
     own = models.model(name, layers=depth, impl="mosaic")
@@ -464,6 +486,7 @@ def test_drawing_on_mosaic(compiled):
     """Fails if draws have a kernel of Triton, one spills, or XLA has floats."""
     report = compiled(models.drawing, 5, impl="mosaic")
     report.assert_fits()
+    assert_launched_early(report)
     assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
     assert not xla_fusions.float_work(report.hlo)
     drawing = {"sampling_top_k", "sampling_top_p", "sampling_noisy_weights"}
@@ -478,6 +501,15 @@ def test_whoever_is_last_reads_what_others_stored(compiled):
     assert sass.count("ATOMG.E.INC.STRONG.GPU") == 1
     assert "CCTL.IVALL" in sass.partition("ATOMG")[2]
     assert not re.search(r"LDG\S*\.CONSTANT", sass)
+
+
+@on_mosaic
+def test_weights_that_are_made_are_caught(compiled):
+    """Negative control: a head whose weights are the result of an operation."""
+    report = compiled(models.made_head, "qwen3-0.6b", layers=1, impl="mosaic")
+    (made,) = xla_fusions.made_weights(report.hlo)
+    with pytest.raises(AssertionError, match=made):
+        assert_launched_early(report)
 
 
 @on_mosaic
