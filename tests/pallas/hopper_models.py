@@ -122,16 +122,6 @@ def scaled_step(name: str, **options) -> hopper.Program:
     return _plain_step(_Scaled(**vars(target)), donate=(1,))
 
 
-def made_head(name: str, **options) -> hopper.Program:
-    """As `plain_step`, for a negative control: XLA makes the weights of the head."""
-    program = plain_step(name, **options)
-
-    def step(params, state):
-        return program.fn(params.replace(embed=params.embed[:, ::-1]), state)
-
-    return dataclasses.replace(program, fn=step)
-
-
 def choices(*impls: str) -> hopper.Program:
     """The choice of a slab of rows, by each implementation."""
 

@@ -71,6 +71,11 @@ class Kernel:
         lines = (re.sub(r"/\*.*?\*/", "", line).strip() for line in body)
         return tuple(line for line in lines if line and not line.startswith("//"))
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is no kernel that XLA made of its own operations."""
+        return not re.search("fusion|wrapped", self.name)
+
     def count(self, *opcodes: str) -> int:
         """How many instructions start with one of `opcodes`, their predicate aside."""
         return len(self._places(*opcodes))

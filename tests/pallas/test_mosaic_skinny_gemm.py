@@ -6,6 +6,7 @@ from unittest import mock
 
 import gemm_oracle as oracle
 import hopper
+import hopper_launches as checks
 import jax
 import jax.numpy as jnp
 import mosaic_interpreter
@@ -148,6 +149,8 @@ def three_rows(
 
     def fn(x, w, num_active, norm):
         how = {"num_active": num_active, "eps": EPS}
+        if order == "weights made":
+            w = w[:, ::-1]
         with mock.patch.object(warpgroup, "kernel", reordered):
             if kind == "gate":
                 return gemm.gate(x, w, norm=norm, **how)
@@ -189,6 +192,18 @@ def test_another_order_is_caught(compiler, order, found):
     report = compiler.compile(three_rows, *PREFETCHED[0], order=order)
     with pytest.raises(AssertionError, match=found):
         assert_weights_come_first(report, *PREFETCHED[0])
+
+
+def test_weights_that_are_made_are_caught(compiler):
+    """Fails if what would be read before it is there is not seen in a program."""
+    if jax.__version_info__ < (0, 11):
+        pytest.skip(f"jax {jax.__version__} names no kernel in a program: 0.11 does")
+    product = 1024, 1024, "norm"
+    checks.assert_launched_early(compiler.compile(three_rows, *product))
+    # Negative control.
+    report = compiler.compile(three_rows, *product, order="weights made")
+    with pytest.raises(AssertionError, match="are weights that"):
+        checks.assert_launched_early(report)
 
 
 def logits_program(N: int, K: int, rows: int = 16) -> hopper.Program:
