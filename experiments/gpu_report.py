@@ -52,7 +52,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             as '0.6b' or 'gamma 4'; --list names them (default: all)
         --budget N=540  seconds for all calls together
         --quick  fewer repeats, plans and contexts
-        --impl NAME=triton  kernels of steps and rounds
+        --impl NAME=triton  kernels of steps and rounds; those of triton and mosaic are
+            measured at the shapes of Qwen3 whatever this is
         --list  say what would be called, and call nothing
         --dry-run  run nothing, and need no GPU: trace and lower all programs
         --out FOLDER  rows of each call, what it printed, report.md and compiled
@@ -115,9 +116,10 @@ def run_call(
         compiled = None if gpu_calls.ANEW in call.marks else args.out / COMPILED
         variables = processes.environment(
             compiled=compiled,
-            xla_flags=call.xla_flags,
+            xla_flags=f"{gpu_calls.XLA_FLAGS} {call.xla_flags}".strip(),
             memory_share=0.45 if gpu_calls.HALF in call.marks else 0.9,
         )
+        variables |= dict(word.split("=", 1) for word in call.variables)
         outcome = processes.run(
             module,
             arguments,
@@ -132,6 +134,7 @@ def run_call(
         "name": call.name,
         "command": f"python -m {module} {' '.join(call.arguments)}",
         "xla_flags": call.xla_flags,
+        "variables": list(call.variables),
         **dataclasses.asdict(outcome),
         "rows": len(rows),
         "errors": [row["error"] for row in rows if row["kind"] == "error"],
@@ -233,8 +236,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         for call in chosen(args):
             flags = f"XLA_FLAGS={call.xla_flags} " if call.xla_flags else ""
-            arguments = " ".join(call.arguments)
-            print(f"({call.section}) {call.name}: {flags}{call.script} {arguments}")
+            words = " ".join((*call.variables, call.script, *call.arguments))
+            print(f"({call.section}) {call.name}: {flags}{words}")
         return DONE
     if not args.dry_run and processes.nvidia_smi("name") is None:
         raise ValueError(

@@ -4,6 +4,8 @@ import dataclasses
 import re
 import shlex
 
+from spec_jax.pallas import early_launch
+
 
 SECTIONS = {
     "0": "first light",
@@ -26,14 +28,17 @@ ANEW = "anew"
 HALF = "half"
 """A mark of a call that leaves half of the GPU's memory to torch."""
 
-# Section, share of the time, name, command; then flags of XLA, or a mark.
+XLA_FLAGS = "--xla_enable_command_buffers_during_profiling=true"
+"""Of every call: a trace is to show the launches that are timed."""
+
+# Section, share of the time, name, command; then flags of XLA, variables, or a mark.
 _CALLS = """
 0 | 25 | each kernel once 0.6b | {kernels_0.6b} --check once --contexts 128
 0 | 25 | a step 0.6b | {small} --contexts 128 --repeats 3 --trace {out}/trace
 a | 40 | rows of kernels 0.6b | {kernels_0.6b} --check rows {checked} | anew
 a | 40 | rows of kernels 8b | {kernels_8b} --check rows {checked}
 a | 15 | each kernel once 8b | {kernels_8b} --check once --contexts 300 | anew
-a | 40 | exactness | exactness --prompts 4 --gen-tokens 32 --gamma 4 --impl {impl}
+a | 40 | exactness | exactness --prompts 4 --gen-tokens 32 --gamma 4 --impl {pair}
 b | 25 | kernels 8b | {kernels_8b} {turns} --rows 1,5,16
 b | 12 | 32 and 64 rows 8b | {kernels_8b} {turns} --rows 16,32,64 {products}
 b | 30 | plans 8b | {kernels_8b} {turns} --rows 5 {plans} {products}
@@ -43,21 +48,27 @@ b | 30 | plans 0.6b | {kernels_0.6b} {turns} --rows 5 {plans} {products}
 b | 30 | plans of attention 8b | {kernels_8b} {turns} --rows 5 {plans} {attention}
 c | 60 | steps 8b | {large} {all} --trace {out}/trace
 c | 30 | steps 0.6b | {small} {all}
+c | 40 | steps 8b, {other} | {large_other} {all} --trace {out}/trace-{other}
+c | 20 | steps 0.6b, {other} | {small_other} {all}
+c | 12 | no early launch 0.6b | {small} {brief} | {not_early}
+c | 25 | no early launch 8b | {large} {brief} | {not_early}
+c | 25 | no early launch 8b, {other} | {large_other} {brief} | {not_early}
 c | 12 | no programmatic launch 0.6b | {small} {brief} | {no_pdl}
 c | 25 | no programmatic launch 8b | {large} {brief} | {no_pdl}
 c | 12 | loops in command buffers 0.6b | {small} {brief} | {loops}
 c | 25 | loops in command buffers 8b | {large} {brief} | {loops}
 c | 20 | sampling 8b | {large} {brief} --temperature 0.7 --top-k 20 --top-p 0.8
 d | 20 | rounds gamma 4 | {large} {forced} --gammas 4
+d | 15 | rounds gamma 4, {other} | {large_other} {forced} --gammas 4
 d | 12 | rounds gamma 2 | {large} {forced} --gammas 2
 d | 12 | rounds gamma 1 | {large} {forced} --gammas 1
 d | 12 | rounds gamma 3 | {large} {forced} --gammas 3
 d | 12 | rounds gamma 5 | {large} {forced} --gammas 5
 d | 12 | rounds gamma 6 | {large} {forced} --gammas 6
 d | 12 | rounds gamma 7 | {large} {forced} --gammas 7
-d | 25 | rounds of the embedded pair | spec_round --prompts 5 --impl {impl}
-e | 50 | transformers 8b | {compared} {presets} --dtype bfloat16 --per-length 1 | half
-e | 40 | transformers, embedded pair | {compared} | half
+d | 25 | rounds of the embedded pair | spec_round --prompts 5 --impl {pair}
+e | 50 | transformers 8b | {compared} --impl {impl} {presets} {one} | half
+e | 40 | transformers, embedded pair | {compared} --impl {pair} | half
 f | 45 | compile 8b | {large} --dry-run --contexts 128 32768 | anew
 """
 
@@ -67,12 +78,16 @@ _WORDS = {
     "presets": "--preset qwen3-8b --draft-preset qwen3-0.6b",
     "large": "latency {presets} --steps 64 --impl {impl}",
     "small": "latency --preset qwen3-0.6b --steps 64 --impl {impl}",
-    "compared": "compare_hf --gammas 4 --lengths 32 128 512 --no-memory --impl {impl}",
+    "large_other": "latency {presets} --steps 64 --impl {other}",
+    "small_other": "latency --preset qwen3-0.6b --steps 64 --impl {other}",
+    "compared": "compare_hf --gammas 4 --lengths 32 128 512 --no-memory",
+    "one": "--dtype bfloat16 --per-length 1",
     "checked": "--contexts 300,4096,16384",
     "products": "--only '^(qkv|att|gate|down|head)'",
     "attention": "--contexts 128,16384 --only context",
     "brief": "--repeats 10 --contexts 128 --rows 1,5",
     "no_pdl": "--xla_gpu_enable_pdl=false",
+    "not_early": f"{early_launch.VARIABLE}=0",
     "loops": "--xla_gpu_enable_command_buffer=+WHILE",
     "turns": "--repeats 20",
     "plans": "--plans 12",
@@ -99,6 +114,7 @@ class Call:
     arguments: tuple[str, ...]  # `{out}` in them is the folder of the report
     seconds: float  # its share of the time, relative to those of the calls after it
     xla_flags: str = ""  # besides those that are set
+    variables: tuple[str, ...] = ()  # of the environment: NAME=VALUE
     marks: tuple[str, ...] = ()  # `ANEW` and `HALF`
 
     @property
@@ -110,24 +126,31 @@ class Call:
     def can_dry_run(self) -> bool:
         """Whether it compiles programs that no other call does, without weights."""
         is_ours = self.script in ("kernels", "latency")
-        return is_ours and not self.xla_flags and "--no-steps" not in self.arguments
+        is_other = self.xla_flags or self.variables or "--no-steps" in self.arguments
+        return is_ours and not is_other
 
 
 def all_calls(*, impl: str, quick: bool) -> list[Call]:
     """Every call of the report, in order.
 
     Args:
-      impl: of steps and rounds.
+      impl: of steps and rounds; another of ours is measured beside it. Mosaic's take
+        no heads as small as those of the embedded pair.
       quick: fewer repeats, plans, contexts and rates.
     """
     words = _WORDS | {"impl": impl} | (_QUICK if quick else {})
+    words["other"] = "triton" if impl == "mosaic" else "mosaic"
+    words["pair"] = "triton" if impl == "mosaic" else impl
     calls = []
     for line in _CALLS.strip().splitlines():
-        for _ in range(2):  # Words that hold words.
+        for _ in range(3):  # Words that hold words.
             line = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), line)
         section, seconds, name, command, *special = map(str.strip, line.split(" | "))
         script, *arguments = shlex.split(command)
-        marks = tuple(mark for mark in special if mark in (ANEW, HALF))
+        words_of = " ".join(special).split()
+        marks = tuple(word for word in words_of if word in (ANEW, HALF))
+        xla_flags = " ".join(word for word in words_of if word.startswith("--"))
+        variables = tuple(w for w in words_of if w not in marks and w[0] != "-")
         calls.append(
             Call(
                 section=section,
@@ -135,7 +158,8 @@ def all_calls(*, impl: str, quick: bool) -> list[Call]:
                 script=script,
                 arguments=tuple(arguments),
                 seconds=float(seconds),
-                xla_flags=" ".join(word for word in special if word not in marks),
+                xla_flags=xla_flags,
+                variables=variables,
                 marks=marks,
             )
         )

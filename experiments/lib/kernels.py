@@ -24,6 +24,7 @@ from spec_jax.model import config as config_lib, params as params_lib, rotary
 from spec_jax.ops import (
     argmax,
     dispatch,
+    draw,
     gated_projection,
     projection,
     rms_norm,
@@ -33,14 +34,20 @@ from spec_jax.ops import (
     weights,
 )
 from spec_jax.paging import index
-from spec_jax.pallas import attention_plan, row_jobs_triton
+from spec_jax.pallas import (
+    attention_plan,
+    row_attention_mosaic,
+    row_jobs_mosaic,
+    row_jobs_triton,
+)
+from spec_jax.rules import sampling
 
 
 IMPLS = {"cpu": ("native", "xla"), "gpu": ("triton", "mosaic", "xla")}
 """Implementations by the platform that they run on: our kernels, then XLA's."""
 
-LISTED = ("triton", "interpret")
-"""Those whose attention takes plans, and a list of jobs that is made before."""
+PLANNED = ("triton", "interpret")
+"""Those whose attention takes plans."""
 
 CONTEXTS = {"cpu": (256, 1024, 4096), "gpu": (128, 1024, 4096, 16_384, 32_768)}
 PAGE_SIZE = 16
@@ -61,7 +68,7 @@ class Subject:
     """A kernel at one shape. Hashable: `repeat` is compiled for it."""
 
     name: str  # unique; as the tables show it
-    kernel: str  # which one: "project", "gate", "attend", "norm" or "argmax"
+    kernel: str  # which one: "project", "gate", "attend", or one of `Rows`
     shape: tuple[int, ...]  # of a call's weights `[N, K]`, keys `[T, K, H]` or rows
     dtype: str  # of what is read
     copies: int = 1  # sets of `num_bytes` that the calls take in turn
@@ -170,16 +177,24 @@ class Projection(Subject):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows(Subject):
-    """A kernel that reads nothing but its rows: "norm" or "argmax"."""
+    """What reads nothing but its rows: "norm", "argmax", or all kernels of a "draw"."""
 
     def allocate(self) -> tuple[Any, Any]:
         return {"weight": jnp.ones((self.shape[1],), self.dtype)}, ()
 
     def inputs(self, impl: str, plan: Any, slab: int, num_rows: int) -> Arrays:
         x = noise.normal(1, (slab, self.shape[1]), self.dtype)
-        return {"x": x, "num_active": jnp.int32(num_rows)}
+        positions = jnp.arange(slab, dtype=jnp.int32)
+        return {"x": x, "positions": positions, "num_active": jnp.int32(num_rows)}
 
     def call(self, impl, plan, number, x, pages, fixed, inputs):
+        if self.kernel == "draw":
+            slab = x.shape[0]
+            settings = sampling.make_settings(temperature=0.7, top_k=20, top_p=0.8)
+            settings = jax.tree.map(lambda leaf: jnp.full((slab,), leaf), settings)
+            draws = jnp.arange(slab, dtype=jnp.int32) < inputs["num_active"]
+            where = {"positions": inputs["positions"], "draws": draws}
+            return draw.draw(x, settings, **where, impl=impl)[:, None], pages
         if self.kernel == "argmax":
             found = argmax.argmax(x, num_active=inputs["num_active"], impl=impl)
             return found[:, None], pages
@@ -209,7 +224,7 @@ class Attention(Subject):
         return dataclasses.replace(self, copies=1) if impl == "xla" else self
 
     def plans(self, impl: str, most: int) -> Sequence[Any]:
-        if impl not in LISTED:
+        if impl not in PLANNED:
             return (None,)
         return kernel_plans.of_attention(self.config, most=most)
 
@@ -253,9 +268,9 @@ class Attention(Subject):
         if impl in dispatch.PALLAS:
             kernels, shared["interpret"] = dispatch.kernels("row_attention", impl)
             attend = kernels.attend
-            if impl in LISTED:
+            shared["jobs"] = inputs["jobs"][number] if "jobs" in inputs else None
+            if impl in PLANNED:
                 shared["config"] = plan
-                shared["jobs"] = inputs["jobs"][number] if "jobs" in inputs else None
         else:
             attend = functools.partial(row_attention.row_attention, impl=impl)
         y, *pages = attend(x, norm, norm, *pages, page_table=table, **shared)
@@ -263,22 +278,27 @@ class Attention(Subject):
 
     def with_jobs(self, impl: str, plan: Any, fixed: Any, inputs: Arrays) -> Arrays:
         """The inputs with the job list of each table, where `impl` has one."""
-        if impl not in LISTED:
+        if impl not in dispatch.PALLAS:
             return inputs
         config, slab = self.config, inputs["slots"].shape[0]
-        plan = plan or attention_plan.default_config(
-            config.head_dim, config.dtype, interpret=impl == "interpret"
-        )
         group = config.num_heads // config.num_kv_heads
-        lay = attention_plan.layout(slab, group, config.head_dim, tile=plan.tile)
+        if impl == "mosaic":
+            plan, make = row_attention_mosaic.CONFIG, _mosaic_jobs
+            tile_rows = row_attention_mosaic.tile_rows(slab, group)
+        else:
+            plan = plan or attention_plan.default_config(
+                config.head_dim, config.dtype, interpret=impl == "interpret"
+            )
+            lay = attention_plan.layout(slab, group, config.head_dim, tile=plan.tile)
+            make, tile_rows = _triton_jobs, lay.tile_rows
         num_pages = self.spread * self.copies * fixed["tables"][0].shape[1]
         places = [inputs[name] for name in ("slots", "positions", "num_active")]
         jobs = functools.partial(
-            _jobs,
+            make,
             num_pages=num_pages,
             page_size=PAGE_SIZE,
             split=plan.split,
-            tile_rows=lay.tile_rows,
+            tile_rows=tile_rows,
             num_kv_heads=config.num_kv_heads,
             interpret=impl == "interpret",
         )
@@ -286,16 +306,19 @@ class Attention(Subject):
         return {**inputs, "jobs": made}
 
 
-_jobs = jax.jit(
-    row_jobs_triton.row_jobs,
-    static_argnames=(
-        "num_pages",
-        "page_size",
-        "split",
-        "tile_rows",
-        "num_kv_heads",
-        "interpret",
-    ),
+_triton_jobs, _mosaic_jobs = (
+    jax.jit(
+        module.row_jobs,
+        static_argnames=(
+            "num_pages",
+            "page_size",
+            "split",
+            "tile_rows",
+            "num_kv_heads",
+            "interpret",
+        ),
+    )
+    for module in (row_jobs_triton, row_jobs_mosaic)
 )
 
 
@@ -360,8 +383,8 @@ def all_subjects(
     streamed_bytes: int | None = None,
 ) -> list[Subject]:
     """What a step of the model calls: five products, attention over `contexts`.
-    And the smallest product, which costs what any call costs; on a GPU norm and argmax,
-    which are kernels there.
+    And the smallest product, which costs what any call costs; on a GPU norm, argmax and
+    a draw, which are kernels there.
 
     Between two reads of a weight a step reads all others, so calls take turns in
     reading as many copies as a step has bytes: what of them a cache still holds, it
@@ -387,6 +410,8 @@ def all_subjects(
             name="head", shape=shapes.head.shape, has_norm=True, out_dtype="float32"
         ),
     ]
+    # Mosaic's take heads of one size.
+    of_heads = ("mosaic",) if config.head_dim == row_attention_mosaic.HEAD else ()
     made += [
         Attention(
             name=f"context {context}",
@@ -395,7 +420,7 @@ def all_subjects(
             dtype=dtype,
             context=context,
             config=config,
-            only=("native", "triton", "interpret", "xla"),
+            only=("native", "triton", "interpret", "xla", *of_heads),
         )
         for context in contexts
         if context <= config.max_position_embeddings
@@ -410,13 +435,13 @@ def all_subjects(
     smallest = product(name="a call", shape=(48, 32), copies=8, has_norm=True)
     if platform == "cpu":
         return [*made, smallest]
-    rows, only = slab_of("triton", 1), ("triton", "interpret", "xla")
+    rows, ours = slab_of("triton", 1), ("triton", "mosaic", "interpret")
     width, vocabulary = (rows, config.hidden_size), (rows, config.vocab_size)
-    small = {"copies": 8, "only": only}
+    of = functools.partial(Rows, copies=8)
+    logits = {"shape": vocabulary, "dtype": "float32"}
     return [
         *made,
-        Rows(name="norm", kernel="norm", shape=width, dtype=dtype, **small),
-        Rows(
-            name="argmax", kernel="argmax", shape=vocabulary, dtype="float32", **small
-        ),
+        of(name="norm", kernel="norm", shape=width, dtype=dtype, only=(*ours, "xla")),
+        of(name="argmax", kernel="argmax", **logits, only=(*ours, "xla")),
+        of(name="draw", kernel="draw", **logits, only=ours),
     ]

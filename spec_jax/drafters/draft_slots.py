@@ -127,6 +127,7 @@ class _Drafting(pytree.Node):
     text: jax.Array  # [B, padded] int32, committed tokens and drafts
     known: jax.Array  # [B] int32, their number
     goes_on: jax.Array  # [B] bool: the cache has room, and the draft is confident
+    any_left: jax.Array  # [] bool: a slot that goes on is short of its goal
     probs: jax.Array | None  # [B, gamma_max, V] float32, of independent draws
     chances: jax.Array | None  # [B, gamma_max] float32, of each draft; 1: none yet
 
@@ -210,11 +211,13 @@ class SlotDraftModel(OfSlots):
             text=jnp.pad(tokens, ((0, 0), (0, gamma_max))),
             known=length,
             goes_on=jnp.ones((self.num_slots,), bool),
+            any_left=jnp.any(length < goal),
             probs=probs,
             chances=chances,
         )
         drafting = jax.lax.while_loop(
-            lambda carry: jnp.any((carry.known < goal) & carry.goes_on),
+            # Found out in the step, which has a kernel for it: no launch of its own.
+            lambda carry: carry.any_left,
             lambda carry: self._step(params, carry, length, goal, sampling),
             drafting,
         )
@@ -282,11 +285,13 @@ class SlotDraftModel(OfSlots):
         # many launches for each token.
         columns = jnp.arange(carry.text.shape[1], dtype=jnp.int32)[None, :]
         is_next = drafts[:, None] & (columns == carry.known[:, None])
+        known = carry.known + drafts.astype(jnp.int32)
         return _Drafting(
             kv=kv,
             text=jnp.where(is_next, token[:, None], carry.text),
-            known=carry.known + drafts.astype(jnp.int32),
+            known=known,
             goes_on=goes_on,
+            any_left=jnp.any((known < goal) & goes_on),
             probs=probs,
             chances=chances,
         )
@@ -385,7 +390,9 @@ def windows(
     """Returns `size` tokens of each text, from its start on; past its end, zeros."""
     rows = jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
     columns = starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    return text.at[rows, columns].get(mode="fill", fill_value=0)
+    # What `mode="fill"` asks of each index is a launch of its own on a GPU.
+    found = text.at[rows, columns].get(mode="clip")
+    return jnp.where(columns < text.shape[1], found, 0)
 
 
 def widened(

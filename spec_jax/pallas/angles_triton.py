@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan, slab
+from spec_jax.pallas import attention_plan as plan, early_launch, slab
 
 
 def angles(
@@ -35,7 +35,7 @@ def angles(
     inputs = positions, inv_freq.astype(jnp.float32)
     out = jax.ShapeDtypeStruct((R, half), dtype)
     return pl.pallas_call(
-        functools.partial(_kernel, scale=scale),
+        functools.partial(_kernel, scale=scale, interpret=interpret),
         grid=(R,),
         in_specs=[plan.whole(x) for x in inputs],
         out_specs=(plan.whole(out), plan.whole(out)),
@@ -53,8 +53,9 @@ def _kernel(
     sin_ref,  # [R, H / 2]
     *,
     scale: float,
+    interpret: bool,
 ):
-    row, half = pl.program_id(0), inv_freq_ref.shape[0]
+    row, half = early_launch.program(0, interpret=interpret), inv_freq_ref.shape[0]
     lane = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
     inside = lane < half
     inv_freq = plt.load(inv_freq_ref.at[lane], mask=inside, other=0.0)

@@ -3,15 +3,24 @@
 XLA launches our kernels so that the next one may begin before the one before has ended,
 and puts a wait before each kernel's first instruction: nothing is read before all that
 was written is seen. What a kernel can do is to say early that the next one may be set
-up. All do, first of all, and so hide the time that a launch takes.
+up. All do, first of all, and so hide the time that a launch takes. Kernels on Mosaic
+say so too, and have to wait for themselves (`warpgroup`).
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """
 
+import os
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+
+VARIABLE = "SPEC_JAX_EARLY_LAUNCH"
+"""Of the environment: 0 leaves all of this out, to measure what it is worth."""
+
+IS_EARLY = os.environ.get(VARIABLE, "1") != "0"
 
 _RELEASE = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
 
@@ -22,7 +31,7 @@ def released(number: jax.Array | int, *, interpret: bool) -> jax.Array:
     What is not used is not compiled: the kernel must go on with what is returned.
     """
     number = jnp.full((1,), number, jnp.int32)
-    if interpret:
+    if interpret or not IS_EARLY:
         return number
     (number,) = plt.elementwise_inline_asm(
         _RELEASE,
@@ -32,3 +41,8 @@ def released(number: jax.Array | int, *, interpret: bool) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
     )
     return number
+
+
+def program(axis: int, *, interpret: bool) -> jax.Array:
+    """The number of the program, a scalar, after the next kernel was let go."""
+    return jnp.sum(released(pl.program_id(axis), interpret=interpret))

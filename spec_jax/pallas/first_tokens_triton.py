@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan, token_order as order
+from spec_jax.pallas import attention_plan as plan, early_launch, token_order as order
 
 
 CHUNK, LANES = 2048, 256  # tokens of a program, and those that it holds at once
@@ -33,7 +33,7 @@ def first_tokens(logits: jax.Array, *args, interpret: bool, **kwargs) -> order.K
 def _launch(number, rows: order.Rows, search: order.Search, *, is_mass, interpret):
     """A `token_order.Launch`."""
     call = pl.pallas_call(
-        functools.partial(_kernel, is_mass=is_mass),
+        functools.partial(_kernel, is_mass=is_mass, interpret=interpret),
         grid=(*rows.asked.shape, search.sums.shape[2]),
         in_specs=[plan.whole(x) for x in (number, *rows, *search)],
         out_specs=[plan.whole(x) for x in search],
@@ -49,6 +49,7 @@ def _kernel(
     number_ref,  # [1] int32, of the launch
     *refs,  # `Rows`, `Search` before this launch, and after it
     is_mass: bool,
+    interpret: bool,
 ):
     rows = order.Rows(*refs[:7])
     before, after = order.Search(*refs[7:11]), order.Search(*refs[11:])
@@ -56,7 +57,7 @@ def _kernel(
     width = rows.logits.shape[1]
     way = jnp.arange(order.WAYS, dtype=jnp.int32)[:, None]
 
-    @pl.when(rows.asked[row] != 0)
+    @pl.when(rows.asked[early_launch.program(0, interpret=interpret)] != 0)
     def _():
         number, target = number_ref[0], rows.target[row]
         wanted_of = functools.partial(order.wanted_of, target, is_mass=is_mass)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan, gumbel_noise
+from spec_jax.pallas import attention_plan as plan, early_launch, gumbel_noise
 
 
 CHUNK = 1024  # tokens of a program
@@ -31,7 +31,9 @@ def noisy_weights(
     inputs = gumbel_noise.rows_of(*rows, **settings)
     out = jax.ShapeDtypeStruct(inputs.logits.shape, jnp.float32)
     return pl.pallas_call(
-        functools.partial(_kernel, log1p=jnp.log1p if with_noise else None),
+        functools.partial(
+            _kernel, log1p=jnp.log1p if with_noise else None, interpret=interpret
+        ),
         grid=(*inputs.draws.shape, pl.cdiv(out.shape[1], CHUNK)),
         in_specs=[plan.whole(x) for x in inputs],
         out_specs=plan.whole(out),
@@ -42,12 +44,12 @@ def noisy_weights(
     )(*inputs)
 
 
-def _kernel(*refs, log1p):
+def _kernel(*refs, log1p, interpret):
     *rows, out_ref = refs
     refs = gumbel_noise.Rows(*rows)
     row, chunk = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(refs.draws[row] != 0)
+    @pl.when(refs.draws[early_launch.program(0, interpret=interpret)] != 0)
     def _():
         index = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         inside = index < refs.logits.shape[1]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import slab
+from spec_jax.pallas import early_launch, slab
 
 
 MAX_WIDTH = 16_384  # a row is held in registers
@@ -27,13 +27,14 @@ def _kernel(
     *,
     width: int,
     eps: float,
+    interpret: bool,
 ):
     """One row; elements past `width` are zeros that are not read."""
     block = x_ref.shape[1]
     mask = jnp.arange(block)[None, :] < width if width % block else None
     other = None if mask is None else 0
 
-    @pl.when(pl.program_id(0) < num_active_ref[0])
+    @pl.when(early_launch.program(0, interpret=interpret) < num_active_ref[0])
     def _():
         x = plt.load(x_ref.at[...], mask=mask, other=other).astype(jnp.float32)
         weight = plt.load(weight_ref.at[...], mask=mask, other=other)
@@ -68,7 +69,7 @@ def rms_norm(
     block = pl.next_power_of_2(D)
     row = pl.BlockSpec((1, block), lambda r: (r, 0))
     y = pl.pallas_call(
-        functools.partial(_kernel, width=D, eps=eps),
+        functools.partial(_kernel, width=D, eps=eps, interpret=interpret),
         grid=(x.shape[0],),
         in_specs=[
             pl.BlockSpec((1,), lambda r: (0,)),

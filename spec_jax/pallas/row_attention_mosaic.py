@@ -13,6 +13,7 @@ from spec_jax.pallas import (
     attention_plan as plan,
     head_rotation,
     paged_attention_mosaic,
+    row_jobs as jobs_lib,
     row_jobs_mosaic,
     warpgroup,
 )
@@ -43,11 +44,13 @@ def attend(
     branch: jax.Array | None = None,  # [R, A] int32
     places: jax.Array | None = None,  # [R] int32
     config: plan.Config = CONFIG,
+    jobs: jobs_lib.RowJobs | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `row_attention_triton.attend`, of bfloat16 heads of whole warpgroups.
 
     Args:
       interpret: False, or jax's `InterpretGPUParams()`.
+      jobs: made for these rows and `tile_rows`; None makes them.
 
     Raises:
       ValueError: shapes that do not belong together.
@@ -60,19 +63,16 @@ def attend(
     )
     _check(heads, k_pages, q_norm, k_norm, config)
     plan.check_pools(heads, k_pages, v_pages)
-    # Whole tiles: which rows are together changes no bit.
-    most = config.tile // (N // K)
-    tile_rows = max(n for n in range(1, most + 1) if R % n == 0)
     lay = plan.Layout(
         group=N // K,
         heads=N // K,
         rows=R,
-        tile_rows=tile_rows,
+        tile_rows=tile_rows(R, N // K, config),
         head_dim=H,
         width=H,
         half_width=H // 2,
     )
-    jobs = row_jobs_mosaic.row_jobs(
+    jobs = jobs or row_jobs_mosaic.row_jobs(
         page_table,
         slots,
         positions,
@@ -80,7 +80,7 @@ def attend(
         num_pages=P,
         page_size=C,
         split=config.split,
-        tile_rows=tile_rows,
+        tile_rows=lay.tile_rows,
         num_kv_heads=K,
         interpret=interpret,
         branch=branch,
@@ -101,6 +101,12 @@ def attend(
     )
     k_pages, v_pages = (jax.freeze(pool) for pool in pools)
     return out.reshape(R, N * H), k_pages, v_pages
+
+
+def tile_rows(num_rows: int, group: int, config: plan.Config = CONFIG) -> int:
+    """The rows of a tile, whole tiles: which rows are together changes no bit."""
+    most = config.tile // group
+    return max(n for n in range(1, most + 1) if num_rows % n == 0)
 
 
 def _check(heads, k_pages, q_norm, k_norm, config):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan
+from spec_jax.pallas import attention_plan as plan, early_launch
 
 
 CHUNK = 2048  # elements of a program
@@ -37,7 +37,7 @@ def _sum_chunks(x, interpret):
     R, V = x.shape
     out = jax.ShapeDtypeStruct((R, pl.cdiv(V, CHUNK)), jnp.float32)
     return pl.pallas_call(
-        functools.partial(_kernel, num_rows=R),
+        functools.partial(_kernel, num_rows=R, interpret=interpret),
         # A grid of one program is other code: the compiler knows which program it is.
         grid=(max(R, 2), out.shape[1]),
         in_specs=[plan.whole(x)],
@@ -49,10 +49,10 @@ def _sum_chunks(x, interpret):
     )(x)
 
 
-def _kernel(x_ref, out_ref, *, num_rows):
+def _kernel(x_ref, out_ref, *, num_rows, interpret):
     row, chunk = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(row < num_rows)
+    @pl.when(early_launch.program(0, interpret=interpret) < num_rows)
     def _():
         index = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         inside = index < x_ref.shape[1]

@@ -8,6 +8,10 @@ are not there cost nothing that a product bound by memory would feel. Blocks of 
 and rows come by TMA, `stages` of them on their way, the weights once; the sums are
 taken in ascending order of K. The epilogue is the program's own.
 
+No kernel writes weights: the first blocks of them are asked for before the kernel that
+makes the rows has ended. Of the rows only the active ones, by eights, are read, and
+only they are written.
+
 As in `skinny_gemm_triton`, a plan is a function of the weight's shape alone.
 
 A program norms the rows of a slab for itself: it finds their scales, `2 * K` bytes of
@@ -17,6 +21,7 @@ for too long: these are normed by a kernel of their own, `rms_norm_mosaic`, alik
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +35,7 @@ from spec_jax.pallas import rms_norm_mosaic, slab, warpgroup
 MIN_COLUMNS, MAX_COLUMNS = 8, 128  # of one program
 MAX_STAGES = 12
 NORMED_AT_ONCE = 4  # rows whose squares are in flight together
+ROWS_OF_COPY = 8  # as high as the tiles of an operand
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +90,10 @@ def project(
     plan: Plan | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `ops.projection.project`. Padding rows are unspecified.
+    """See `ops.projection.project`. Padding rows are uninitialised.
 
     Args:
+      w: not the result of an operation in the same program, which may still be at it.
       interpret: False, or jax's `InterpretGPUParams()`; `True` interprets no copies.
 
     Raises:
@@ -120,9 +127,10 @@ def gate(
     plan: Plan | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `ops.gated_projection.gated_projection`. Padding rows are unspecified.
+    """See `ops.gated_projection.gated_projection`. Padding rows are uninitialised.
 
     Args:
+      w: as in `project`.
       interpret: as in `project`.
 
     Raises:
@@ -171,7 +179,7 @@ def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
         eps=None if norm.weight is None else norm.eps,
         has_residual=residual is not None,
     )
-    operands = [x, w]
+    operands = [x, w, norm.num_active.reshape(1)]
     arrivals = 1 + parts + walk.has_norm
     scratch = [
         plgpu.SMEM((stages, warpgroup.ROWS, plan.block_k), x.dtype,
@@ -182,7 +190,7 @@ def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
         plgpu.SMEM(tile, out_dtype),
     ]  # fmt: skip
     if walk.has_norm:
-        operands += [norm.weight, norm.num_active.reshape(1)]
+        operands.append(norm.weight)
         scratch += [
             plgpu.SMEM((stages, plan.block_k), norm.weight.dtype),
             plgpu.SMEM((warpgroup.ROWS,), jnp.float32),
@@ -190,6 +198,10 @@ def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
     if residual is not None:
         operands.append(residual)
         scratch += [plgpu.SMEM(tile, residual.dtype), plgpu.Barrier()]
+
+    def first_weights(*refs: Any) -> None:
+        for step in range(stages):
+            _load_weights(_refs(refs, walk), walk, jnp.int32(step))
 
     def skinny_gemm(*refs: Any) -> None:
         _program(_refs(refs, walk), walk)
@@ -199,6 +211,7 @@ def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
         outputs=jax.ShapeDtypeStruct((R, N), out_dtype),
         grid={"r": R // height, "n": N // plan.block_n},
         scratch=scratch,
+        prologue=first_weights,
         interpret=interpret,
     )(*operands)
 
@@ -216,6 +229,12 @@ class _Walk(NamedTuple):
     has_residual: bool
 
     @property
+    def heights(self) -> list[int]:
+        """How many rows a copy may have, in ascending order."""
+        sizes = ROWS_OF_COPY, 2 * ROWS_OF_COPY, 4 * ROWS_OF_COPY
+        return [*(size for size in sizes if size < self.height), self.height]
+
+    @property
     def has_norm(self) -> bool:
         """Whether rows are normed here."""
         return self.eps is not None
@@ -226,8 +245,8 @@ class _Refs(NamedTuple):
 
     x: Any  # [R, K]
     w: Any  # [parts * N, K]
-    norm: Any  # [K]
     num_active: Any  # [1]
+    norm: Any  # [K]
     residual: Any  # [R, N]
     out: Any  # [R, N]
     x_blocks: Any  # [stages, 64, block_k]
@@ -243,42 +262,78 @@ class _Refs(NamedTuple):
 def _refs(refs, walk) -> _Refs:
     """Those of `_multiply`, in order."""
     refs = iter(refs)
-    has = {name: walk.has_norm for name in ("norm", "num_active", "norm_blocks",
-                                            "scales")}  # fmt: skip
+    has = dict.fromkeys(("norm", "norm_blocks", "scales"), walk.has_norm)
     has |= dict.fromkeys(("residual", "added_tile", "added"), walk.has_residual)
     return _Refs._make(
         next(refs) if has.get(name, True) else None for name in _Refs._fields
     )
 
 
+def _load_weights(refs, walk, step):
+    """Asks for the weights of a step, of the product and of the norm."""
+    block_n, block_k = walk.plan.block_n, walk.plan.block_k
+    first = jax.lax.axis_index("n") * block_n
+    stage, terms = jax.lax.rem(step, walk.stages), pl.ds(step * block_k, block_k)
+    ready = refs.loaded.at[stage]
+    for part in range(walk.parts):
+        own = pl.ds(first + part * walk.num_columns, block_n)
+        block = refs.w_blocks.at[stage, pl.ds(part * block_n, block_n)]
+        plgpu.copy_gmem_to_smem(refs.w.at[own, terms], block, ready)
+    if walk.has_norm:
+        block = refs.norm_blocks.at[stage]
+        plgpu.copy_gmem_to_smem(refs.norm.at[terms], block, ready)
+
+
+def _load_rows(refs, walk, num_live, step):
+    """Asks for a step's terms of the rows."""
+    block_k = walk.plan.block_k
+    stage, terms = jax.lax.rem(step, walk.stages), pl.ds(step * block_k, block_k)
+
+    def load(first, count):
+        block = refs.x_blocks.at[stage, pl.ds(0, count)]
+        source = refs.x.at[pl.ds(first, count), terms]
+        plgpu.copy_gmem_to_smem(source, block, refs.loaded.at[stage])
+
+    _load_live(load, walk, num_live)
+
+
+def _load_live(load, walk, num_live):
+    """Calls `load(first, count)` once, of the rows of this program: all live ones.
+
+    And a few more: a copy has a fixed height.
+    """
+    first, least = jax.lax.axis_index("r") * walk.height, -1
+    for count in walk.heights:
+        # The last one is for all the others.
+        fits = num_live <= count if count < walk.height else True
+        pl.when((num_live > least) & fits)(functools.partial(load, first, count))
+        least = count
+
+
 def _program(refs, walk):
-    """Up to 64 rows by one block of columns."""
+    """Up to 64 rows by one block of columns; the first weights are on their way."""
     plan, height, out_tile = walk.plan, walk.height, refs.out_tile
-    rows = pl.ds(jax.lax.axis_index("r") * height, height)
-    first = jax.lax.axis_index("n") * plan.block_n
-    columns = pl.ds(first, plan.block_n)
+    first = jax.lax.axis_index("r") * height
+    num_live = jnp.clip(refs.num_active[0] - first, 0, height)
+    columns = pl.ds(jax.lax.axis_index("n") * plan.block_n, plan.block_n)
+    load_rows = functools.partial(_load_rows, refs, walk, num_live)
+    for step in range(walk.stages):
+        load_rows(jnp.int32(step))
+    if walk.has_residual:
+
+        def load_residual(first, count):
+            block = refs.added_tile.at[pl.ds(0, count)]
+            source = refs.residual.at[pl.ds(first, count), columns]
+            plgpu.copy_gmem_to_smem(source, block, refs.added)
+
+        _load_live(load_residual, walk, num_live)
+    if walk.has_norm:
+        _find_scales(refs, num_live, walk.eps)
 
     def load(step):
-        """Asks for the blocks of a step."""
-        stage = jax.lax.rem(step, walk.stages)
-        terms, ready = pl.ds(step * plan.block_k, plan.block_k), refs.loaded.at[stage]
-        for part in range(walk.parts):
-            own = pl.ds(first + part * walk.num_columns, plan.block_n)
-            block = refs.w_blocks.at[stage, pl.ds(part * plan.block_n, plan.block_n)]
-            plgpu.copy_gmem_to_smem(refs.w.at[own, terms], block, ready)
-        block = refs.x_blocks.at[stage, pl.ds(0, height)]
-        plgpu.copy_gmem_to_smem(refs.x.at[rows, terms], block, ready)
-        if walk.has_norm:
-            block = refs.norm_blocks.at[stage]
-            plgpu.copy_gmem_to_smem(refs.norm.at[terms], block, ready)
+        _load_weights(refs, walk, step)
+        load_rows(step)
 
-    for step in range(walk.stages):
-        load(jnp.int32(step))
-    if walk.has_residual:
-        block = refs.added_tile.at[pl.ds(0, height)]
-        plgpu.copy_gmem_to_smem(refs.residual.at[rows, columns], block, refs.added)
-    if walk.has_norm:
-        _find_scales(refs, walk.eps)
     total = _total(refs, load, walk)
     if walk.parts == 2:
         halves = total[:, : plan.block_n], total[:, plan.block_n :]
@@ -290,13 +345,27 @@ def _program(refs, walk):
             residual = warpgroup.load(refs.added_tile, warpgroup.TABLE)
         result = slab.added(total, residual, out_dtype=refs.out.dtype)
     out_tile[...] = result
-    done = out_tile.at[pl.ds(0, height)], refs.out.at[rows, columns]
-    warpgroup.store_from_shared(done)
+    _store_live(out_tile, refs.out, first, num_live, columns)
 
 
-def _find_scales(refs, eps):
-    """Finds what each active row of a slab is scaled by; the others have anything."""
-    num_live = jnp.minimum(refs.num_active[0], slab.ROWS)
+def _store_live(tile, out, first, num_live, columns):
+    """Stores the live rows of a tile, as many as can be eight by eight."""
+    whole = jax.lax.div(num_live, ROWS_OF_COPY)
+
+    def store(number, count):
+        rows = pl.ds(number * count, count)
+        to = out.at[pl.ds(first + number * count, count), columns]
+        plgpu.copy_smem_to_gmem(tile.at[rows], to)
+
+    plgpu.commit_smem()
+    jax.lax.fori_loop(0, whole, lambda i, _: store(i, ROWS_OF_COPY), None)
+    rest = whole * ROWS_OF_COPY
+    jax.lax.fori_loop(rest, num_live, lambda i, _: store(i, 1), None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _find_scales(refs, num_live, eps):
+    """Finds what each live row of a slab is scaled by; the others have anything."""
 
     def find(turn, _):
         """The next rows; the last one more than once."""

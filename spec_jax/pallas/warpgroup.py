@@ -5,14 +5,23 @@ rows high: a warp has 16 rows, and each of its threads 2 columns of every 8. Row
 are not there are computed with, whatever they are, and never stored: no row meets
 another. What comes from memory and goes there is copied by TMA, rows of shared memory
 from 128 bytes on.
+
+XLA launches the next kernel as soon as all programs of this one let it go, long before
+they have ended (programmatic dependent launch, as in `early_launch`); what to wait for
+before a kernel's first access is for the kernel itself to say. All do, with all their
+threads, and let the next one go only then: so that whoever has waited sees what every
+kernel before it wrote, and who has not yet must keep off the last one's alone.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from spec_jax.pallas import early_launch
 
 
 ROWS = 64  # of an instruction, and of a value of two axes
@@ -37,17 +46,32 @@ def kernel(
     outputs: Any,
     grid: Mapping[str, int],
     scratch: Sequence[Any] = (),
+    prologue: Callable[..., None] | None = None,
     interpret: Any,
 ) -> Callable[..., Any]:
     """The function of arrays that runs `body` on a grid of single warpgroups.
 
     Args:
       body: takes references to inputs, outputs and scratch; its name is the kernel's.
+        What it does comes after all that the kernels before this one do.
       outputs: `jax.ShapeDtypeStruct`, one or a list.
+      prologue: takes what `body` takes, and may run beside the kernel before: it reads
+        nothing that a kernel of the program writes, and writes to no global memory.
       interpret: False, or jax's `InterpretGPUParams()`; `True` interprets no copies.
     """
+
+    @functools.wraps(body)
+    def run(*refs: Any) -> None:
+        if prologue is not None:
+            prologue(*refs)
+        if not interpret:  # There one kernel runs after another.
+            plgpu.griddepcontrol_wait()
+            if early_launch.IS_EARLY:
+                plgpu.griddepcontrol_launch_dependents()
+        body(*refs)
+
     return plgpu.kernel(
-        body,
+        run,
         out_type=outputs,
         scratch_types=list(scratch),
         grid=tuple(grid.values()),

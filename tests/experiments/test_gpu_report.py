@@ -42,7 +42,8 @@ def calls_are(monkeypatch, *calls: gpu_calls.Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("impl", "quick"), list(itertools.product(("triton", "xla"), (False, True)))
+    ("impl", "quick"),
+    list(itertools.product(("triton", "mosaic", "xla"), (False, True))),
 )
 def test_every_call_can_be_parsed(impl, quick, tmp_path, monkeypatch):
     """Fails if a script loses a flag, or two calls write to one file."""
@@ -59,6 +60,12 @@ def test_every_call_can_be_parsed(impl, quick, tmp_path, monkeypatch):
     for names in ([each.name for each in calls], [each.file for each in calls]):
         assert len(set(names)) == len(names)
     assert {each.section for each in calls} == set(gpu_calls.SECTIONS)
+    # Both backends, whatever the others run on; of small heads Mosaic has no kernels.
+    words = [" ".join((each.script, *each.arguments)) for each in calls]
+    for backend in {"triton", "mosaic"} - {impl}:
+        assert any(f"latency --preset qwen3-0.6b --steps 64 --impl {backend}" in each
+                   for each in words) or impl == "xla"  # fmt: skip
+    assert not any("--impl mosaic" in each for each in words if "preset" not in each)
     # What is compared between processes is compiled in both of them.
     anew = [each.name for each in calls if gpu_calls.ANEW in each.marks]
     assert "rows of kernels 0.6b" in anew and "each kernel once 8b" in anew

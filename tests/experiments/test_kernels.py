@@ -142,6 +142,7 @@ def test_shapes_are_those_of_the_model(monkeypatch):
         "context 256": ("attend", (256, 8, 128)),
         "norm": ("norm", (16, 1024)),
         "argmax": ("argmax", (16, 151936)),
+        "draw": ("draw", (16, 151936)),
     }
     assert made["context 256"].num_bytes == 2 * 2 * 256 * 8 * 128
     for name in ("qkv", "gate and up", "head", "context 256"):
@@ -344,6 +345,19 @@ def test_a_dry_run_lowers_for_a_gpu(folder, tmp_path):
     found = {(row["program"], row["kernels"]) for row in rows_of(out)}
     assert {("attention out, triton", 1), ("context 8, triton", 1)} <= found
     assert {("argmax, triton", 2), ("attention out, xla", 0)} <= found
+
+
+def test_kernels_of_mosaic_are_lowered_for_a_gpu(tmp_path):
+    """Fails if one is not measured, or its list of jobs is made in every call."""
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("mosaic is for jax 0.11 on")
+    out = tmp_path / "out.jsonl"
+    flags = ["--device", "gpu", "--dry-run", "--impls", "mosaic", "--rows", "1,32"]
+    flags += ["--shapes", "qwen3-0.6b", "--contexts", "128", "--out", str(out)]
+    assert script.main([*flags, "--only", "^(down|context|norm|argmax|draw)"]) == 0
+    found = {row["program"]: row["kernels"] for row in rows_of(out)}
+    expected = {"down": 1, "context 128": 1, "norm": 1, "argmax": 2, "draw": 7}
+    assert found == {f"{name}, mosaic": count for name, count in expected.items()}
 
 
 def test_launches_are_counted_outside_of_fusions():

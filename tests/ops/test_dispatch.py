@@ -104,6 +104,18 @@ def test_kernels_by_device(backend, impl, runs, monkeypatch):
     assert dispatch.resolve(impl) == runs
 
 
+def test_the_best_on_a_gpu_is_by_its_kind(monkeypatch):
+    """Fails if "auto" forgets what measured best, or takes another kind's."""
+    best = {"": "triton", "NVIDIA H": "xla", "NVIDIA H100": "mosaic"}
+    monkeypatch.setattr(dispatch, "BEST_ON_GPU", best)
+    for kind, expected in (
+        ("NVIDIA H100 80GB HBM3", "mosaic"),
+        ("NVIDIA H200", "xla"),
+        ("another", "triton"),
+    ):
+        assert dispatch._best(kind) == expected
+
+
 def test_mosaic_needs_views_that_are_updated(monkeypatch):
     """Fails if another implementation runs where this one cannot."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

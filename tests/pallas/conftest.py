@@ -6,6 +6,10 @@ import hopper
 import pytest
 
 
+# What is asserted there is to say what it found, as in a test.
+pytest.register_assert_rewrite("hopper_launches")
+
+
 @pytest.fixture(scope="module")
 def compiler():
     """A `hopper.Compiler` that the tests of a module share.

@@ -278,9 +278,18 @@ BLOCK = 7
 
 
 def block_head(
-    name: str, *, size: int = BLOCK, depth: int = 5, **options
+    name: str,
+    *,
+    size: int = BLOCK,
+    depth: int = 5,
+    head: block_params.Head = "vanilla",
+    **options,
 ) -> block.BlockDrafter:
-    """DSpark as DeepSpec describes it for 8B, at the shapes of the target `name`."""
+    """DSpark as DeepSpec describes it for 8B, at the shapes of the target `name`.
+
+    Or DFlash, which has no `head`.
+    """
+    has_head = head != "none"
     config = block_params.BlockConfig(
         layer=dataclasses.replace(
             CONFIGS[name], num_layers=depth, tie_word_embeddings=False
@@ -289,12 +298,12 @@ def block_head(
         # Of a target of six layers, which is compiled.
         taps=(1, 2, 3, 4, 5),
         block_size=size,
-        slots="anchor-first",
+        slots="anchor-first" if has_head else "fill-in",
         mask_token_id=151_669,
-        head="vanilla",
-        markov_rank=256,
-        has_confidence=True,
-        confidence_with_markov=True,
+        head=head,
+        markov_rank=256 if has_head else 0,
+        has_confidence=has_head,
+        confidence_with_markov=has_head,
     )
     return block.BlockDrafter(
         head=config.validate(),
@@ -323,6 +332,18 @@ def block_step(name: str, *, size: int, num_blocks: int = 1, **options):
     )
     args = block_params.shapes(config), cache, rows
     return hopper.Program(fn=step, args=args, donate=(1,))
+
+
+def block_round(
+    name: str, *, layers: int, num_slots: int = 1, size: int = 16, **options
+) -> hopper.Program:
+    """`round.run_round` of one slot or several, with DFlash."""
+    target = rows.SlotRows(
+        model=model(name, layers=layers, **options), num_slots=num_slots
+    )
+    drafter = block_head(name, size=size, head="none", **options)
+    shapes = params_lib.shapes(target.config), block_params.shapes(drafter.head)
+    return _round(target, drafter, shapes)
 
 
 def scheduled_round(

@@ -71,10 +71,36 @@ class Kernel:
         lines = (re.sub(r"/\*.*?\*/", "", line).strip() for line in body)
         return tuple(line for line in lines if line and not line.startswith("//"))
 
-    def count(self, opcode: str) -> int:
-        """How many instructions start with `opcode`, their predicate aside."""
-        pattern = re.compile(rf"(@!?U?P\w+ +)?{re.escape(opcode)}\b")
-        return sum(bool(pattern.match(line)) for line in self.sass)
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is no kernel that XLA made of its own operations."""
+        return not re.search("fusion|wrapped", self.name)
+
+    def count(self, *opcodes: str) -> int:
+        """How many instructions start with one of `opcodes`, their predicate aside."""
+        return len(self._places(*opcodes))
+
+    def ahead(self, *opcodes: str) -> int:
+        """How many of them there are before it waits for the kernels before it.
+
+        Raises:
+          AssertionError: it does not wait once, and then let the next one go.
+        """
+        waits, releases = self._places("ACQBULK"), self._places("PREEXIT")
+        if (len(waits), len(releases)) != (1, 1) or releases < waits:
+            raise AssertionError(
+                f"{self.name} waits at {waits}, releases at {releases}"
+            )
+        return sum(place < waits[0] for place in self._places(*opcodes))
+
+    def _places(self, *opcodes: str) -> list[int]:
+        names = "|".join(map(re.escape, opcodes))
+        pattern = re.compile(rf"(@!?U?P\w+ +)?({names})\b")
+        return [n for n, line in enumerate(self.sass) if pattern.match(line)]
+
+
+ACCESSES = "LDG STG ATOMG RED REDG LD ST ATOM LDGSTS UBLKCP UTMALDG UTMASTG".split()
+"""Instructions that read or write global memory."""
 
 
 def install(cuda: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:

@@ -7,6 +7,7 @@ import hopper
 import hopper_models as models
 import jax
 import jax.numpy as jnp
+import ptxas_log
 import pytest
 import xla_fusions
 
@@ -169,6 +170,7 @@ def test_norms_are_one_launch(compiler, width):
     report = compiler.compile(norm, width)
     report.assert_fits()
     assert [launch.name for launch in report.launches] == ["rms_norm"]
+    assert not report.kernel("rms_norm").ahead(*ptxas_log.ACCESSES)
     assert report.launch("rms_norm").grid == (ROWS, 1, 1)
 
 
@@ -198,6 +200,10 @@ def test_drawing_is_a_few_launches(compiler):
         assert ours == [*ARGMAX, *FILTERS, "sampling_noisy_weights", *ARGMAX]
         assert sum(thunk.kind == "kConditional" for thunk in report.thunks) == 2
         assert all(thunk.in_graph for thunk in report.launches)
+        # None reads anything before it waits, nor is the next one late.
+        kernels = [each for each in report.kernels if each.is_ours]
+        assert {re.sub(r"__\d+$", "", each.name) for each in kernels} == set(ours)
+        assert not sum(each.ahead(*ptxas_log.ACCESSES) for each in kernels)
         assert len(report.launches) <= len(ours) + 14
         assert not xla_fusions.float_work(report.hlo)
     for name in (*sorted(set(FILTERS)), "sampling_noisy_weights"):

@@ -7,6 +7,7 @@ leave nothing of that to it: it moves floats, and every sum is in a kernel of ou
 
 import re
 
+import hopper_launches as checks
 import hopper_models as models
 import jax
 import pytest
@@ -15,6 +16,7 @@ import xla_fusions
 
 pytestmark = [pytest.mark.slow, pytest.mark.h100]
 
+MODELS = ("qwen3-8b", "qwen3-0.6b")
 PROGRAMS = {
     "rounds, sampled": (models.spec_generate, {"draft_layers": 1, "draws": True}),
     "rounds": (models.spec_generate, {"draft_layers": 1}),
@@ -27,6 +29,18 @@ PROGRAMS = {
         {"draft_layers": 1, "num_slots": 4, "draws": True},
     ),
 }
+LAUNCHES = {
+    "rounds, sampled": 155,
+    "rounds": 69,
+    "plain": 24,
+    "prefill": 23,
+    "plain, sampled": 75,
+    "batch": 85,
+    "batch, sampled": 174,
+}
+"""That stand in a program of so few layers, on either backend, those of a loop once; of
+each further layer five more (`test_hopper_model`)."""
+
 DRAWING = ("sampling_top_k", "sampling_top_p", "sampling_noisy_weights")
 
 
@@ -37,23 +51,26 @@ def assert_only_kernels_compute(report) -> None:
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_only_kernels_compute(compiler, name):
+def test_only_kernels_compute(compiler, name, model):
     """Fails if XLA has a float sum, product, transpose or fusion of its own.
 
+    Or if a kernel spills, a pool is copied, or there are more launches than are stated.
     Two layers of a prompt: of the last one only keys and values are left.
     """
-    report = compiled(compiler, name, impl="triton")
+    report = compiled(compiler, name, model, impl="triton")
     launched = {re.sub(r"_+\d*$", "", thunk.name) for thunk in report.launches}
     assert_launched(name, launched)
 
 
 @pytest.mark.rest
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="mosaic is for 0.11 on")
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_only_kernels_of_mosaic_compute(compiler, name):
+def test_only_kernels_of_mosaic_compute(compiler, name, model):
     """Fails if a kernel of Triton is in any program on Mosaic, or XLA's is."""
-    report = compiled(compiler, name, impl="mosaic")
+    report = compiled(compiler, name, model, impl="mosaic")
     assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
     assert_launched(name, set(xla_fusions.mosaic_kernels(report.hlo)))
 
@@ -91,13 +108,22 @@ def test_other_rules_sum_in_kernels(compiler, rule, tree, impl):
     assert xla_fusions.called(report.hlo) - {"__gpu$TopK"} == {kernels[impl]}
 
 
-def compiled(compiler, name, *, impl):
+def compiled(compiler, name, model, *, impl):
     """The report of a program in which only kernels compute."""
     build, options = PROGRAMS[name]
-    layers = 2 if name == "prefill" else 1
-    report = compiler.compile(build, "qwen3-0.6b", layers=layers, impl=impl, **options)
+    how = {"layers": 2 if name == "prefill" else 1, "impl": impl}
+    report = compiler.compile(build, model, **how, **options)
     report.assert_fits()
     assert_only_kernels_compute(report)
+    pools = [models.model(model, **how)]
+    if "draft_layers" in options:
+        pools.append(models.model(models.DRAFT, layers=1, impl=impl))
+    num_slots = options.get("num_slots", 1)
+    # Of all slots' rows, and what is drawn from.
+    copies = num_slots + ("draws" in options)
+    checks.assert_in_place(report, *pools, copies=copies, num_slots=num_slots)
+    what = f"{name} of {model} on {impl}"
+    checks.assert_near(len(report.launches), LAUNCHES[name], what)
     return report
 
 

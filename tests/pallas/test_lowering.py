@@ -1,6 +1,10 @@
 """What Qwen3 at full depth costs before XLA: traced and lowered for a GPU, on a CPU."""
 
 import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import hopper
 import hopper_models as models
@@ -9,9 +13,12 @@ import pytest
 from jax.experimental import pallas as pl
 
 
-KERNELS_OF_A_MODEL = 1 + 6 + 3
-"""The angles; those of a layer and its job list, which XLA keeps one of; and, after the
-last: head, and two of the argmax."""
+MODEL = 1 + 6 + 3
+"""Kernels: the angles; those of a layer and its job list, which XLA keeps one of; and,
+after the last: head, and two of the argmax."""
+
+DRAWS = 2 + 1 + 2 + 2
+"""A filter has two, the noise one, and the largest is looked for before and after."""
 
 
 @pytest.fixture
@@ -28,29 +35,98 @@ def traced(monkeypatch):
     return counts
 
 
-@pytest.mark.few(3)
+def trace(program: hopper.Program) -> Any:
+    """The program as jax traces it for the H100."""
+    with hopper.lowering_for(hopper.DEVICE):
+        return jax.jit(program.fn, donate_argnums=program.donate).trace(*program.args)
+
+
+def equations(jaxpr: Any, seen: dict[int, Any] | None = None) -> int:
+    """The equations of a program, those of a function that is called often once."""
+    seen = {} if seen is None else seen
+    if id(jaxpr) in seen:
+        return 0
+    seen[id(jaxpr)] = jaxpr  # Kept, so that no other one gets its number.
+    inside = (each for eqn in jaxpr.eqns for each in functions(eqn))
+    return len(jaxpr.eqns) + sum(equations(each, seen) for each in inside)
+
+
+def functions(eqn: Any) -> Iterator[Any]:
+    """What an equation calls: loops, branches, functions and kernels."""
+    for value in eqn.params.values():
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            each = getattr(each, "jaxpr", each)
+            if hasattr(each, "eqns"):
+                yield each
+
+
+@pytest.mark.few(5)  # Every other one.
 @pytest.mark.parametrize(
-    ("build", "options", "kernels", "characters"),
+    ("build", "options", "kernels", "size", "characters"),
     [
-        (models.plain_generate, {}, KERNELS_OF_A_MODEL, 450_000),
-        (models.spec_generate, {}, 2 * KERNELS_OF_A_MODEL, 900_000),
-        (models.verify_tree, {}, KERNELS_OF_A_MODEL, 1_100_000),
+        (models.plain_generate, {}, MODEL, 2094, 450_000),
+        (models.plain_generate, {"draws": True}, MODEL + DRAWS, 3204, 600_000),
+        (models.spec_generate, {"draws": True}, 2 * (MODEL + DRAWS), 6724, 1_200_000),
+        (models.spec_generate, {}, 2 * MODEL, 4502, 900_000),
+        (
+            models.spec_generate,
+            {"num_slots": 4, "draws": True},
+            2 * (MODEL + DRAWS),
+            8488,
+            1_450_000,
+        ),
+        (models.spec_generate, {"num_slots": 4}, 2 * MODEL, 6283, 1_150_000),
+        (models.verify_tree, {}, MODEL, 6977, 1_100_000),
         # A head takes features in, and grows its tree in a loop.
-        (models.head_round, {"layers": 36}, 31, 1_600_000),
+        (models.head_round, {"layers": 36}, 31, 9948, 1_600_000),
         # Of five layers, each of which keeps its context and runs blocks.
-        (models.scheduled_round, {"layers": 36, "num_slots": 2}, 56, 2_100_000),
+        (models.block_round, {"layers": 36}, 55, 12_896, 2_000_000),
+        (
+            models.scheduled_round,
+            {"layers": 36, "num_slots": 2},
+            56,
+            12_800,
+            2_100_000,
+        ),
     ],
 )
 def test_each_layer_is_traced_and_lowered_once(
-    traced, build, options, kernels, characters
+    traced, build, options, kernels, size, characters
 ):
-    """Fails if a kernel is traced or lowered again for each of 36 and 28 layers."""
-    program = build("qwen3-8b", **options)
-    with hopper.lowering_for(hopper.DEVICE):
-        trace = jax.jit(program.fn, donate_argnums=program.donate).trace(*program.args)
-        text = trace.lower(lowering_platforms=("cuda",)).as_text()
+    """Fails if a kernel is traced or lowered again for each of 36 and 28 layers.
+
+    Or if jax has a twentieth more to trace, of whatever kind.
+    """
+    program = trace(build("qwen3-8b", **options))
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
     # One is lowered once for two equal calls.
     assert kernels <= traced.total() <= kernels + 1
     assert text.count("stablehlo.custom_call") == kernels
+    count = equations(program.jaxpr.jaxpr)
+    print(f"{build.__name__}, {options}: {count} equations")
+    assert count <= 1.05 * size
     # 5 and 9 million characters of `generate` where every layer has its own kernels.
     assert len(text) < characters
+
+
+def test_layers_that_are_traced_apart_are_counted():
+    """Negative control: of each layer that is no function its equations are there."""
+
+    def apart(program):
+        def step(*args):
+            with mock.patch.object(jax, "jit", lambda function, **unused: function):
+                return program.fn(*args)
+
+        return dataclasses.replace(program, fn=step)
+
+    def of_a_layer(changed):
+        one, three = (
+            equations(
+                trace(changed(models.plain_step("qwen3-8b", layers=layers))).jaxpr.jaxpr
+            )
+            for layers in (1, 3)
+        )
+        return (three - one) / 2
+
+    assert of_a_layer(lambda program: program) < 20
+    assert of_a_layer(apart) > 200

@@ -2,17 +2,22 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import gemm_oracle as oracle
 import hopper
+import hopper_launches as checks
 import jax
 import jax.numpy as jnp
 import mosaic_interpreter
 import numpy as np
+import ptxas_log
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from spec_jax import testing
-from spec_jax.pallas import skinny_gemm_mosaic as gemm
+from spec_jax.pallas import skinny_gemm_mosaic as gemm, warpgroup
 
 
 EPS = 1e-6
@@ -34,9 +39,11 @@ def inputs(rng, K=256, N=32, rows=16):
     return x, w, norm, oracle.normal(rng, rows, N)
 
 
-def project(x, w, *, norm=None, residual=None, out_dtype=jnp.bfloat16, plan=PLAN):
+def project(
+    x, w, *, norm=None, residual=None, out_dtype=jnp.bfloat16, plan=PLAN, live=None
+):
     options = {"norm": norm, "residual": residual, "plan": plan, "eps": EPS}
-    live = np.int32(len(x))
+    live = np.int32(len(x) if live is None else live)
     y = _jitted("project")(x, w, num_active=live, out_dtype=out_dtype, **options)
     return np.asarray(y)
 
@@ -65,6 +72,20 @@ def test_a_row_is_that_row_alone(rng):
     alone = np.full_like(x, np.nan)
     alone[17] = x[3]
     testing.assert_same_bits(product(alone)[17], together[3])
+
+
+@pytest.mark.parametrize(("rows", "live"), [(16, 3), (16, 8), (16, 13), (32, 17)])
+def test_padding_rows_are_neither_read_nor_written(rng, rows, live):
+    """Fails if more is stored than the active rows, or fewer are read or stored."""
+    x, w, _, residual = inputs(rng, N=16, rows=rows)
+    product = functools.partial(project, w=w)
+    y = product(x, live=live, residual=residual[:, :16])
+    testing.assert_same_bits(y[:live], product(x, residual=residual[:, :16])[:live])
+    # What nothing is stored to is NaN where this is interpreted.
+    assert np.isnan(y[live:].astype(np.float32)).all()
+    # So are the rows that are not read, of those past the copy of eight or sixteen.
+    x[live:] = np.nan
+    testing.assert_same_bits(product(x, live=live, residual=residual[:, :16]), y)
 
 
 def test_a_plan_by_the_number_of_rows_is_caught(rng):
@@ -99,6 +120,92 @@ def test_refusals(shape, plan, message):
         gemm.project(x, w, out_dtype=jnp.bfloat16, plan=plan, **options)
 
 
+PREFETCHED = (1024, 2048), (6144, 4096, "norm"), (24_576, 4096, "gate")
+
+
+def three_rows(
+    N: int, K: int, kind: str = "plain", *, order: str = "weights first"
+) -> hopper.Program:
+    """A product; as negative controls those that read in another `order`."""
+    kernel = warpgroup.kernel
+
+    def reordered(body, *, prologue, **options):
+        def early(*refs):
+            prologue(*refs)
+            if order == "rows first":
+                x, x_blocks, loaded = (refs[place] for place in (0, 4, 6))
+                block = x_blocks.at[0, pl.ds(0, 8)]
+                rows = x.at[pl.ds(0, 8), pl.ds(0, block.shape[1])]
+                plgpu.copy_gmem_to_smem(rows, block, loaded.at[0])
+
+        def late(*refs):
+            early(*refs)
+            body(*refs)
+
+        late.__name__ = body.__name__
+        if order == "nothing first":
+            return kernel(late, **options)
+        return kernel(body, prologue=early, **options)
+
+    def fn(x, w, num_active, norm):
+        how = {"num_active": num_active, "eps": EPS}
+        if order == "weights made":
+            w = w[:, ::-1]
+        with mock.patch.object(warpgroup, "kernel", reordered):
+            if kind == "gate":
+                return gemm.gate(x, w, norm=norm, **how)
+            weight = norm if kind == "norm" else None
+            return gemm.project(
+                x, w, norm=weight, residual=None, out_dtype=jnp.bfloat16, **how
+            )
+
+    shapes = (3, K), (N, K), (), (K,)
+    dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.bfloat16
+    return hopper.Program(fn=fn, args=tuple(map(jax.ShapeDtypeStruct, shapes, dtypes)))
+
+
+def assert_weights_come_first(report, N, K, kind="plain") -> None:
+    """Asserts that the first weights, and no rows, are asked for before the wait."""
+    kernel = report.kernel("skinny_gemm_mosaic")
+    parts = 2 if kind == "gate" else 1
+    plan = gemm.plan_for(N, K, parts=parts)
+    stages = min(plan.stages, K // plan.block_k)
+    copies = stages * (parts + (kind != "plain"))
+    assert kernel.ahead(*ptxas_log.ACCESSES) == kernel.ahead("UTMALDG") == copies
+    # Of eight rows, and of sixteen.
+    assert kernel.count("UTMALDG") >= copies + 2 * stages
+
+
+@pytest.mark.parametrize("product", PREFETCHED)
+def test_weights_come_before_what_other_kernels_write(compiler, product):
+    """Fails if weights wait for the kernel before, or anything else does not."""
+    report = compiler.compile(three_rows, *product)
+    report.assert_fits()
+    assert_weights_come_first(report, *product)
+
+
+@pytest.mark.parametrize(
+    ("order", "found"), [("nothing first", "0 == 12"), ("rows first", "13 == 12")]
+)
+def test_another_order_is_caught(compiler, order, found):
+    """Negative control: weights that wait too, and rows that do not."""
+    report = compiler.compile(three_rows, *PREFETCHED[0], order=order)
+    with pytest.raises(AssertionError, match=found):
+        assert_weights_come_first(report, *PREFETCHED[0])
+
+
+def test_weights_that_are_made_are_caught(compiler):
+    """Fails if what would be read before it is there is not seen in a program."""
+    if jax.__version_info__ < (0, 11):
+        pytest.skip(f"jax {jax.__version__} names no kernel in a program: 0.11 does")
+    product = 1024, 1024, "norm"
+    checks.assert_launched_early(compiler.compile(three_rows, *product))
+    # Negative control.
+    report = compiler.compile(three_rows, *product, order="weights made")
+    with pytest.raises(AssertionError, match="are weights that"):
+        checks.assert_launched_early(report)
+
+
 def logits_program(N: int, K: int, rows: int = 16) -> hopper.Program:
     def fn(x, w, num_active):
         options = {"norm": None, "residual": None, "eps": 0.0}
@@ -120,7 +227,8 @@ def test_it_compiles_for_the_tensor_cores(compiler, shape, width):
     assert kernel.count(f"HGMMA.64x{width}x16.F32.BF16") > 0
     assert kernel.count("UTMALDG.4D") > 0
     assert kernel.count("UTMASTG.2D") > 0
-    assert kernel.count("LDG") == kernel.count("STG") == kernel.count("LDL") == 0
+    # What is read otherwise is the number of active rows.
+    assert (kernel.count("LDG"), kernel.count("STG", "LDL")) == (1, 0)
 
 
 def test_one_row_and_sixteen_are_one_kernel(compiler):

@@ -88,6 +88,37 @@ def mosaic_kernels(hlo: str) -> list[str]:
     return re.findall(rf"{MOSAIC}.*?op_name=\"[^\"]*?(\w+)/mpmd_map", hlo)
 
 
+def made_weights(hlo: str) -> list[str]:
+    """The weights of Mosaic's products that an operation of the program makes.
+
+    They are read while the operation before the product may still be at work.
+    """
+    found = []
+    for lines in computations(hlo).values():
+        made = {}
+        for line in lines:
+            name, operation, inside = re.match(
+                r"\s+(?:ROOT )?%(\S+) = .*? ([\w-]+)\((.*?)\)(?:, |$)", line
+            ).groups()
+            operands = re.findall(r"%([\w.-]+)", inside)
+            made[name] = operation, operands
+            if re.search(rf'"{MOSAIC}".*/skinny_gemm/mpmd_map', line):
+                layouts = re.search(r"operand_layout_constraints=\{(.*?\})\}", line)[1]
+                is_vector = ["," not in s for s in re.findall(r"\[(.*?)\]", layouts)]
+                # After the number of rows there is a vector where rows are normed.
+                weights = [operands[1], *(operands[3:4] if any(is_vector[3:]) else ())]
+                found += [each for each in weights if not _is_given(each, made)]
+    return found
+
+
+def _is_given(name: str, made: dict[str, tuple[str, list[str]]]) -> bool:
+    """Whether an operand is a parameter of its computation, or a part of one."""
+    operation, operands = made[name]
+    if operation in ("bitcast", "get-tuple-element"):
+        return _is_given(operands[0], made)
+    return operation == "parameter"
+
+
 def _made(lines: list[str]) -> Iterator[tuple[str, str]]:
     """The name and the text of each operation that gives a float, or several."""
     for line in lines:

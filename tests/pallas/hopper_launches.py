@@ -1,0 +1,91 @@
+"""What an executable launches, and where it keeps its pools: shared by tests."""
+
+import re
+
+import hopper_models as models
+import ptxas_log
+import xla_fusions
+
+
+KERNELS = {"kKernel", "kCustomKernel", "kCustomCall"}
+SLACK = 5  # launches, more or less than stated
+
+
+def nested(thunks) -> list:
+    """`(thunk, those inside of it)`, as deep as they are."""
+    found = []
+    for i, thunk in enumerate(thunks):
+        if thunk.depth == thunks[0].depth:
+            rest = thunks[i + 1 :]
+            ends = [n for n, each in enumerate(rest) if each.depth <= thunk.depth]
+            found.append((thunk, nested(rest[: ends[0] if ends else None])))
+    return found
+
+
+def count(tree, turns) -> int:
+    """Launches of `tree`; `turns` are taken from by each loop, in their order."""
+    total = 0
+    for thunk, inside in tree:
+        if thunk.kind == "kWhile":
+            times = turns.pop(0)
+            # The condition comes first: one kernel, evaluated once more than the body;
+            # or none, where the body finds out.
+            has_condition = inside[0][0].kind in KERNELS
+            total += (times + 1) * has_condition
+            total += times * count(inside[has_condition:], turns)
+        else:
+            total += (thunk.kind in KERNELS) + count(inside, turns)
+    return total
+
+
+def launches(report, *turns) -> int:
+    """Launches of an executable whose loops turn so many times, in their order."""
+    turns = list(turns)
+    total = count(nested(report.thunks), turns)
+    assert not turns
+    return total
+
+
+def assert_in_place(report, *targets, copies=1, num_slots=1) -> None:
+    """Asserts that pools are aliased and not copied, and that memory is the logits'.
+
+    Of which there are `copies`.
+    """
+    pools = sum(2 * m.config.num_layers * models.pool_bytes(m) for m in targets)
+    assert report.alias_bytes >= num_slots * pools
+    logits = max(4 * m.slab * m.config.vocab_size for m in targets)
+    assert report.temp_bytes < copies * logits + 2**20
+    num_pages = num_slots * models.CAPACITY // models.PAGE_SIZE
+    for config in (each.config for each in targets):
+        heads = rf"{config.num_kv_heads},{config.head_dim}"
+        pool = rf"bf16\[{num_pages},{models.PAGE_SIZE},{heads}\]"
+        assert re.search(pool, report.hlo)
+        assert not re.search(rf"{pool}\S* (copy|fusion)", report.hlo)
+
+
+def flat(tree):
+    for thunk, inside in tree:
+        yield thunk
+        yield from flat(inside)
+
+
+def assert_launched_early(report) -> None:
+    """Asserts that our kernels wait for others, and let the next one go then.
+
+    Ahead of that a product on Mosaic asks for weights, which no operation makes.
+    """
+    kernels = [each for each in report.kernels if each.is_ours]
+    assert kernels
+    for kernel in kernels:
+        is_product = "skinny_gemm_mosaic" in kernel.name
+        weights = kernel.ahead("UTMALDG") if is_product else 0
+        assert bool(weights) == is_product, kernel.name
+        assert kernel.ahead(*ptxas_log.ACCESSES) == weights, kernel.name
+    made = xla_fusions.made_weights(report.hlo)
+    assert not made, f"{made} are weights that an operation makes"
+
+
+def assert_near(found: int, stated: int, what: str) -> None:
+    """Asserts that there are as many launches as are stated, or nearly."""
+    print(f"{what}: {found} launches, {stated} are stated")
+    assert abs(found - stated) <= SLACK, f"{what}: {found} launches, not {stated}"
