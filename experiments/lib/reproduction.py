@@ -115,6 +115,7 @@ def _speeds() -> Iterator[Step]:
             yield Step(
                 file=f"spec_round_{impl}_gamma{gamma}.jsonl",
                 runs=(f"{command} --gamma {gamma}",),
+                keep=None if gamma == 4 else "summary",  # One with each prompt's row.
             )
         command = f"spec_round --impl {impl} --prompts"
         runs = tuple(f"{command} {_COUNT[impl]} {more}" for more in _MATCHED)

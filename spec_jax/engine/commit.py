@@ -125,7 +125,7 @@ def update_policy(
 
 
 def settle(schedule: Any, slots: Slots, info: RoundInfo) -> Slots:
-    """Returns the slots with what a schedule learnt of the round of all of them."""
+    """Returns the slots with what a schedule learned from the round of all of them."""
     counts = _counts(slots, info)
     total = lambda numbers: jnp.sum(jnp.where(counts, numbers, 0), dtype=jnp.int32)
     policy = schedule.settle(

@@ -41,7 +41,7 @@ class GammaPolicy(Protocol):
     A policy that has `schedules = True` decides after drafting, too: see `schedule`.
 
     One that has `hands_on = True` goes on in a slot, where another request begins, with
-    what it learnt there; else it begins with its first state.
+    what it learned there; else it begins with its first state.
     """
 
     @property

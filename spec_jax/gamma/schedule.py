@@ -292,13 +292,13 @@ class Schedule:
         num_verified: Int[Array, ""],
         num_accepted: Int[Array, ""],
     ) -> ScheduleState:
-        """Books a round of all slots.
+        """Returns the state with a round of all slots in the account.
 
         Args:
           state: of all slots, leaves `[B, ..]`.
           asked: whether any slot was to draft.
           num_active: slots that the round committed to, of which a round without any
-            books nothing.
+            changes nothing.
           num_verified, num_accepted: drafts, of these slots together.
         """
         step_s, slots = state.step_s[0], num_active.astype(jnp.float32)

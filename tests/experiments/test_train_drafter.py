@@ -244,11 +244,10 @@ def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
     first = eagle3.init(jax.random.key(0), config, job.target, job.params, job.hot)
     with pytest.raises(AssertionError):
         testing.assert_same_bits(head.embed, first.embed)
-    for impl in ("xla", "native"):
-        lm = sj.load(target, drafter=str(out), impl=impl)
-        made = sj.generate(lm, "import os", max_tokens=8)
-        assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
-        assert made.metrics["proposed"] > 0
+    lm = sj.load(target, drafter=str(out), impl="native")
+    made = sj.generate(lm, "import os", max_tokens=8)
+    assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
+    assert made.metrics["proposed"] > 0
     begins_as(head, target, work, "--base", str(out))
 
 
