@@ -8,7 +8,7 @@ of anchor `a`, with the text's tokens before it:
     confidence       binary cross-entropy towards `1 - L1 / 2`, which is not trained
 
 DFlash (https://arxiv.org/abs/2602.06036) has the first alone. A draft counts
-`exp(-i / decay)`, until the first whose token is not to be learned: past the text's end,
+`exp(-i / decay)`, until the first whose token cannot be learned: past the text's end,
 masked, or none that can be drafted. As in DeepSpec, no draft is left out because one
 before it would have been wrong: the tokens before a draft are the text's own, and that
 later ones are rarely reached is what the decay says.
