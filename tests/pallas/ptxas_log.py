@@ -74,7 +74,7 @@ class Kernel:
     @property
     def is_ours(self) -> bool:
         """Whether it is no kernel that XLA made of its own operations."""
-        return not re.search("fusion|wrapped", self.name)
+        return not re.search(r"fusion|wrapped|^sort_\d", self.name)
 
     def count(self, *opcodes: str) -> int:
         """How many instructions start with one of `opcodes`, their predicate aside."""
