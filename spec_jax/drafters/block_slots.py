@@ -113,7 +113,9 @@ class SlotBlock(features_lib.SlotReader):
             lambda carry: carry[2], run, (memory.kv, nothing, jnp.any(asked))
         )
         asked &= ~kv.out_of_pages
-        kv = allocator.truncate_each(kv, memory.ring.first, asked=asked)
+        kv = allocator.truncate_each(
+            kv, memory.ring.first, asked=asked, impl=self.drafter.model.cache_impl
+        )
         num_drafted = jnp.where(asked, jnp.minimum(gamma, proposal.num_drafted), 0)
         return memory.replace(kv=kv), proposal.replace(num_drafted=num_drafted)
 
@@ -153,7 +155,13 @@ class SlotBlock(features_lib.SlotReader):
             tile = rows_lib.tile_of(model.impl, model.slab, tokens.size)
             inputs = read(kv.length)
             *_, kv, _ = windows.run(
-                forward, kv, window, tile=tile, empty=lambda height: (), inputs=inputs
+                forward,
+                kv,
+                window,
+                tile=tile,
+                empty=lambda height: (),
+                impl=model.cache_impl,
+                inputs=inputs,
             )
             wanted &= kv.length > window.start  # Else there is no room, or no slot.
             return kv, wanted & (kv.length < goal)
@@ -192,7 +200,12 @@ class SlotBlock(features_lib.SlotReader):
             return kv, tuple(outputs)
 
         _, at, kv, outputs = windows.run(
-            forward, kv, window, tile=tile, empty=self._empty
+            forward,
+            kv,
+            window,
+            tile=tile,
+            empty=self._empty,
+            impl=model.cache_impl,
         )
         by_column = lambda rows: rows.at[at].get(mode="fill", fill_value=0)
         hidden, logits = (by_column(rows).reshape(slots, size, -1) for rows in outputs)

@@ -117,7 +117,12 @@ class SlotEagle3(features_lib.SlotReader):
             wanted=jnp.where(asked, gamma, 0),
             draw=draw,
         )
-        kv = allocator.truncate_each(memory.kv, memory.ring.first, asked=asked)
+        kv = allocator.truncate_each(
+            memory.kv,
+            memory.ring.first,
+            asked=asked,
+            impl=self.drafter.model.cache_impl,
+        )
         return memory.replace(kv=kv), proposal
 
     @property
@@ -316,7 +321,13 @@ class SlotEagle3(features_lib.SlotReader):
 
         tile = rows_lib.tile_of(model.impl, model.slab, window.tokens.size)
         _, at, kv, outputs = windows.run(
-            forward, kv, window, tile=tile, empty=empty, inputs=features
+            forward,
+            kv,
+            window,
+            tile=tile,
+            empty=empty,
+            impl=model.cache_impl,
+            inputs=features,
         )
         return at, kv, outputs
 

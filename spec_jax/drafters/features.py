@@ -193,7 +193,12 @@ class SlotReader(draft_slots.OfSlots):
             flat = features.reshape(*features.shape[:2], -1)
             ring = append(ring, flat, length - 1, asked=asked)
         ring = truncate(ring, length - 1, asked=asked)
-        kv = allocator.truncate_each(memory.kv, ring.first, asked=asked)
+        kv = allocator.truncate_each(
+            memory.kv,
+            ring.first,
+            asked=asked,
+            impl=self.drafter.model.cache_impl,
+        )
         return memory.replace(kv=kv, ring=ring)
 
     def _prompt_rows(

@@ -182,7 +182,8 @@ class SlotRows:
             most=most,
             impl=self.model.impl,
         )
-        return windows.extend_to(kv, length + counts - 1, counts), drafts, counts
+        kv = allocator.extend_each(kv, length + counts - 1, asked=counts > 0)
+        return kv, drafts, counts
 
     def _run(self, params, kv, window, *, taps=(), with_logits=True):
         """Runs the columns as `windows.run` does, whose outputs are logits and
@@ -206,7 +207,9 @@ class SlotRows:
             return logits, features
 
         tile = self.tile_rows(window.tokens.size)
-        return windows.run(forward, kv, window, tile=tile, empty=empty)
+        return windows.run(
+            forward, kv, window, tile=tile, empty=empty, impl=self.model.cache_impl
+        )
 
     def tile_rows(self, num_rows: int) -> int:
         """Returns the rows of each forward of so many, active or not."""
@@ -249,15 +252,16 @@ class SlotRows:
             sources=(start[:, None] + path).reshape(-1),
             targets=(start[:, None] + steps + 1).reshape(-1),
             moves=(steps < num_kept[:, None]).reshape(-1),
-            # A kernel's call would ask for all pages on each device of a mesh.
-            impl=self.model.impl if self.model.layout is None else "xla",
+            impl=self.model.cache_impl,
         )
 
     def truncate(
         self, kv: paged.PagedKV, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
     ) -> paged.PagedKV:
         """Forgets the positions from `new_len` on, of the slots that are asked."""
-        return allocator.truncate_each(kv, new_len, asked=asked)
+        return allocator.truncate_each(
+            kv, new_len, asked=asked, impl=self.model.cache_impl
+        )
 
     def out_of_pages(self, kv: paged.PagedKV) -> Bool[Array, " B"]:
         """Returns for each slot whether its last reservation found no page."""

@@ -29,20 +29,22 @@ def run(
     *,
     tile: int,
     empty: Callable[[int], Any],
+    impl: str,
     inputs: Any = None,
 ) -> tuple[decoder.Rows, Int[Array, "B R"], paged.PagedKV, Any]:
-    """Reserves pages, runs all tiles with active rows, and extends the slots.
+    """Makes room for the rows of a window, and runs all tiles with active ones.
 
     Args:
       tile: rows of a forward.
       empty: makes the outputs of so many rows, which those of tiles are put into.
+      impl: of what is done with the cache, see `allocator.append_each`.
       inputs: of the columns, leaves `[B, R, ..]`; `forward` gets those of its rows.
 
     Returns:
       The rows, where each column went among them, the cache, and the outputs of all
       rows, leaves `[P, ..]`.
     """
-    kv, window, rows, at = _reserve_window(kv, window, tile)
+    kv, window, rows, at = _append(kv, window, tile, impl)
     (height,) = rows.tokens.shape
     inputs = jax.tree.map(functools.partial(_packed, window, height), inputs)
 
@@ -64,61 +66,42 @@ def run(
         outputs = empty(height)
         num_tiles = -(-rows.num_active // tile)
         kv, outputs = jax.lax.fori_loop(0, num_tiles, step, (kv, outputs))
-    kv = extend_to(kv, _first_place(window) + window.num_active, window.num_active)
     return rows, at, kv, outputs
 
 
 @compilation.one_kernel
-def _reserve_window(
-    kv: paged.PagedKV, window: protocols.Window, tile: int
+def _append(
+    kv: paged.PagedKV, window: protocols.Window, tile: int, impl: str
 ) -> tuple[paged.PagedKV, protocols.Window, decoder.Rows, Int[Array, "B R"]]:
-    """Reserves the pages of a window, and packs the columns that have theirs."""
-    asked, start = window.num_active > 0, _first_place(window)
-    follows = (start == kv.length) | ~asked
-    kv = kv.replace(refused=kv.refused | ~follows)
-    kv = allocator.reserve_each(kv, start + window.num_active, asked=asked)
-    num_active = jnp.where(kv.out_of_pages, 0, window.num_active)
-    window = window.replace(num_active=num_active)
-    return kv, window, *_pack(window, tile=tile)
-
-
-def _first_place(window: protocols.Window) -> Int[Array, " B"]:
-    """Returns where the K/V of the first of a window's tokens goes."""
-    return window.start if window.first is None else window.start + window.first
-
-
-@compilation.one_kernel
-def extend_to(
-    kv: paged.PagedKV, new_len: Int[Array, " B"], counts: Int[Array, " B"]
-) -> paged.PagedKV:
-    """Declares what was written valid, of slots with any rows."""
-    return allocator.extend_each(kv, new_len, asked=counts > 0)
-
-
-def _pack(
-    window: protocols.Window, *, tile: int
-) -> tuple[decoder.Rows, Int[Array, "B R"]]:
-    """Returns all active columns, slot after slot, and where each went.
+    """Returns all active columns that there is room for as rows, slot after slot, and
+    where each went.
 
     Whole tiles, a tree's parents before their children; a column that is not run goes
     past the end.
     """
     B, R = window.tokens.shape
     height = -(-B * R // tile) * tile
-    ends = jnp.cumsum(window.num_active, dtype=jnp.int32)
+    first = window.start if window.first is None else window.start + window.first
+    kv, num_active, slots, positions = allocator.append_each(
+        kv, first + window.num_active, window.num_active, num_rows=height, impl=impl
+    )
+    window = window.replace(num_active=num_active)
+    ends = jnp.cumsum(num_active, dtype=jnp.int32)
     columns = jnp.arange(R, dtype=jnp.int32)[None, :]
-    at = (ends - window.num_active)[:, None] + columns
-    at = jnp.where(columns < window.num_active[:, None], at, height)
+    at = (ends - num_active)[:, None] + columns
+    at = jnp.where(columns < num_active[:, None], at, height)
+    branch = None
     pack = functools.partial(_packed, window, height)
-    positions, branch = _layout(window, num_rows=R)
+    if window.parents is not None:
+        positions, branch = map(pack, _layout(window, num_rows=R))
     rows = decoder.Rows(
         tokens=pack(window.tokens),
-        slots=pack(jnp.arange(B, dtype=jnp.int32)[:, None]),
-        positions=pack(positions),
+        slots=slots,
+        positions=positions,
         num_active=ends[-1],
-        branch=None if branch is None else pack(branch),
+        branch=branch,
     )
-    return rows, at
+    return kv, window, rows, at
 
 
 def _packed(window: protocols.Window, height: int, values: jax.Array) -> jax.Array:
@@ -136,11 +119,8 @@ def _packed(window: protocols.Window, height: int, values: jax.Array) -> jax.Arr
 
 def _layout(
     window: protocols.Window, *, num_rows: int
-) -> tuple[Int[Array, "B R"], Int[Array, "B R A"] | None]:
-    """Returns the positions of a window's rows and, of trees, their branches."""
-    columns = jnp.arange(num_rows, dtype=jnp.int32)[None, :]
-    if window.parents is None:
-        return window.start[:, None] + columns, None
+) -> tuple[Int[Array, "B R"], Int[Array, "B R A"]]:
+    """Returns the positions of the rows of trees, and their branches."""
     width = cast(int, window.depth_max) + 1
     layout = functools.partial(tree.layout, width=width)
     laid_out = jax.vmap(lambda parents, start: layout(parents, start=start))(

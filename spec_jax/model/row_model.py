@@ -262,24 +262,36 @@ class RowModel:
         (window,) = tokens.shape
         if window > self.slab:
             raise ValueError(f"{window} rows do not fit a slab of {self.slab}")
-        follows = start == kv.length[SLOT]
-        kv = kv.replace(refused=kv.refused.at[SLOT].set(kv.refused[SLOT] | ~follows))
-        kv = allocator.reserve(kv, SLOT, start + num_active)
-        num_active = jnp.where(self.is_out_of_pages(kv), 0, num_active)
+        is_own = jnp.arange(kv.num_slots, dtype=jnp.int32) == SLOT
+        kv, counts, slots, positions = allocator.append_each(
+            kv,
+            jnp.where(is_own, start + num_active, 0),
+            jnp.where(is_own, num_active, 0),
+            num_rows=self.slab,
+            impl=self.cache_impl,
+        )
         rows = decoder.Rows(
             tokens=jnp.pad(tokens, (0, self.slab - window)),
-            slots=jnp.full((self.slab,), SLOT, jnp.int32),
-            positions=start + jnp.arange(self.slab, dtype=jnp.int32),
-            num_active=num_active,
+            slots=slots,
+            positions=positions,
+            num_active=counts[SLOT],
         )
         kv, outputs = self.forward_rows(params, rows, kv)
-        return allocator.extend(kv, SLOT, start + num_active), outputs.logits
+        return kv, outputs.logits
 
     def choose(
         self, logits: Float[Array, "slab V"], num_active: Int[Array, ""]
     ) -> Int[Array, " slab"]:
         """The token of highest logit of each active row."""
         return argmax.argmax(logits, num_active=num_active, impl=self.impl)
+
+    @property
+    def cache_impl(self) -> str:
+        """The implementation of what is done with a cache, and not with its rows.
+
+        A kernel's call would ask for all pages on each device of a mesh.
+        """
+        return self.impl if self.layout is None else "xla"
 
     @property
     def draw(self) -> Callable[..., Int[Array, " R"]] | None:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import compilation
+from spec_jax.ops import dispatch
 from spec_jax.paging import cache, index
 
 
@@ -179,13 +180,63 @@ def extend_each(
 
 
 @compilation.one_kernel
+def append_each(
+    kv: cache.PagedKV,
+    up_to: jax.Array,
+    counts: jax.Array,
+    *,
+    num_rows: int,
+    impl: str = "xla",
+) -> tuple[cache.PagedKV, jax.Array, jax.Array, jax.Array]:
+    """Makes room for `counts` rows of each slot, and declares them valid: they are to
+    be written before any is read. All arrays are `[S]`.
+
+    They come before `up_to`, and are to follow what the slot has: others are a fault of
+    the caller, and flagged as refused. A slot without room for all of its rows has
+    none, and stays as long as it is.
+
+    Args:
+      num_rows: of all slots together, at least.
+      impl: of `dispatch`; those with kernels have one for all of this.
+
+    Returns:
+      The cache; how many rows there is room for `[S]`; and the slot and the position of
+      each `[num_rows]`, slot after slot. What follows them is unspecified.
+    """
+    if impl in dispatch.PALLAS:
+        shapes = counts.shape, (num_rows,), (num_rows,)
+        inputs = up_to, counts
+        kv, made = _by_kernel("append_each", kv, *inputs, impl=impl, shapes=shapes)
+        num_active, slots, positions = made
+        return kv, num_active, slots, positions
+    starts, asked = up_to - counts, counts > 0
+    kv = kv.replace(refused=kv.refused | (asked & (starts != kv.length)))
+    kv = reserve_each(kv, up_to, asked=asked)
+    counts = jnp.where(kv.out_of_pages, 0, counts)
+    kv = extend_each(kv, starts + counts, asked=counts > 0)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    if kv.num_slots == 1:
+        return kv, counts, jnp.zeros_like(rows), starts[0] + rows
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    slots = jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+    slots = jnp.minimum(slots, kv.num_slots - 1)
+    positions = rows + (starts + counts - ends).at[slots].get(mode="clip")
+    return kv, counts, slots, positions
+
+
+@compilation.one_kernel
 def truncate_each(
-    kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array
+    kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array, impl: str = "xla"
 ) -> cache.PagedKV:
     """`truncate` of every slot that is asked; all arrays `[S]`.
 
     Costs the slots that give pages back, not the slots there are.
+
+    Args:
+      impl: of `dispatch`; those with kernels have one for all of this.
     """
+    if impl in dispatch.PALLAS:
+        return _by_kernel("truncate_each", kv, new_len, asked, impl=impl)[0]
     valid = asked & kv.registered & (new_len >= 0) & (new_len <= kv.length)
     kept = jnp.maximum(index.pages_for(new_len, kv.page_size), 1)
     kv = kv.replace(
@@ -262,6 +313,29 @@ def _give_back(kv: cache.PagedKV, slot: jax.Array, kept: jax.Array) -> cache.Pag
         return kv
     count = jnp.maximum(kv.num_owned[slot] - kept, 0)
     return _with_tables(kv, _give(_tables(kv), slot, count))
+
+
+def _by_kernel(
+    name: str, kv: cache.PagedKV, *inputs: jax.Array, impl: str, shapes: tuple = ()
+) -> tuple[cache.PagedKV, list[jax.Array]]:
+    """Returns the cache after an operation of `pallas.allocation`, and what else it
+    makes, int32 of these shapes."""
+    from spec_jax.pallas import allocation
+
+    kernels, interpret = dispatch.kernels("allocation", impl)
+    fields = {name: getattr(kv, name) for name in allocation.Tables._fields}
+    fields["num_free"] = kv.num_free.reshape(1)
+    pages = allocation.Pages(kv.num_pages, kv.page_size, kv.pages_change_hands)
+    tables, made = kernels.run(
+        getattr(allocation, name),
+        allocation.Tables(**fields),
+        *inputs,
+        shapes=shapes,
+        pages=pages,
+        interpret=interpret,
+    )
+    changed = tables._asdict() | {"num_free": tables.num_free.reshape(())}
+    return kv.replace(**changed), made
 
 
 def _tables(kv: cache.PagedKV) -> tuple[jax.Array, ...]:

@@ -196,27 +196,27 @@ def test_native_rows_of_several_tiles(rng, monkeypatch):
     assert walk(scene, anew(scene).together, rng) == scene.num_slots * WINDOW
 
 
-def _pack(**changes):
-    """`_pack` with the packed rows changed."""
+def _append(**changes):
+    """`_append` with the packed rows changed."""
 
     def wrap(real):
-        def pack(window, *, tile):
-            packed, at = real(window, tile=tile)
+        def append(*args):
+            kv, window, packed, at = real(*args)
             parts = {"slots": packed.slots, "positions": packed.positions, "at": at}
             for name, change in changes.items():
                 parts[name] = change(parts[name])
             at = parts.pop("at")
-            return dataclasses.replace(packed, **parts), at
+            return kv, window, dataclasses.replace(packed, **parts), at
 
-        return pack
+        return append
 
     return wrap
 
 
 FAULTS = {
-    "the next position": ("_pack", _pack(positions=lambda x: x + 1)),
-    "the neighbour's slot": ("_pack", _pack(slots=lambda x: (x + 1) % 4)),
-    "the neighbour's rows": ("_pack", _pack(at=lambda x: jnp.roll(x, 1, axis=0))),
+    "the next position": ("_append", _append(positions=lambda x: x + 1)),
+    "the neighbour's slot": ("_append", _append(slots=lambda x: (x + 1) % 4)),
+    "the neighbour's rows": ("_append", _append(at=lambda x: jnp.roll(x, 1, axis=0))),
     "the first tile again": (
         "_tile_of",
         lambda real: lambda rows, start, height: real(rows, 0, height),

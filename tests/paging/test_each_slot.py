@@ -11,24 +11,84 @@ import pytest
 from hypothesis import strategies as st
 
 from spec_jax import testing
+from spec_jax.ops import dispatch
 from spec_jax.paging import allocator, cache, static
+from spec_jax.pallas import allocation
 
 
 SLOTS, PAGES, PAGE_SIZE, WIDTH = 4, 9, 4, 4
 CLOSED = 3  # a slot that is never opened
 LARGEST = 2**31 - 1
 
+NUM_ROWS = SLOTS * 14
+
+IMPLS = ["xla", "interpret", "mosaic"]
+"""One operation at a time by XLA; all in one kernel by Triton, and by Mosaic."""
+
+
+def appended(length, number):
+    """What a number has appended to a slot: the end, and how many rows.
+
+    Two numbers ask for rows that do not follow.
+    """
+    start = jnp.where(number == -1, length + 1, length)
+    start = jnp.where(number == LARGEST, LARGEST - 2, start)
+    count = jnp.where(number == LARGEST, 3, jnp.where(number == -1, 1, number % 14))
+    return start + count, count
+
+
+def append_each(kv, numbers, *, asked, impl="xla"):
+    up_to, counts = appended(kv.length, numbers)
+    counts = jnp.where(asked, counts, 0)
+    how = {"num_rows": NUM_ROWS, "impl": impl}
+    return allocator.append_each(kv, up_to, counts, **how)[0]
+
+
+def append(kv, slot, number):
+    """The same to one slot, in the single steps of the allocator."""
+    up_to, count = appended(kv.length[slot], number)
+    start = up_to - count
+    refused = kv.refused[slot] | ((count > 0) & (start != kv.length[slot]))
+    kv = kv.replace(refused=kv.refused.at[slot].set(refused))
+    kv = jax.lax.cond(
+        count > 0, lambda kv: allocator.reserve(kv, slot, up_to), lambda kv: kv, kv
+    )
+    count = jnp.where(kv.out_of_pages[slot], 0, count)
+    up_to = start + count
+    return jax.lax.cond(
+        count > 0, lambda kv: allocator.extend(kv, slot, up_to), lambda kv: kv, kv
+    )
+
+
 EACH = {
     "reserve": allocator.reserve_each,
     "extend": allocator.extend_each,
     "truncate": allocator.truncate_each,
+    "append": append_each,
 }
 RELATIVE = {"grow": ("extend", 1), "roll back": ("truncate", -1)}
 SINGLE = {
     "reserve": allocator.reserve,
     "extend": allocator.extend,
     "truncate": allocator.truncate,
+    "append": append,
 }
+WITH_KERNELS = {"truncate", "append"}
+
+
+@pytest.fixture
+def impl(request, monkeypatch):
+    """An implementation; that of Mosaic is interpreted."""
+    if request.param == "mosaic":
+        if jax.__version_info__ < (0, 11):
+            pytest.skip(f"jax {jax.__version__} cannot interpret it: 0.11 can")
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        from spec_jax.pallas import allocation_mosaic
+
+        found = allocation_mosaic, plgpu.InterpretGPUParams()
+        monkeypatch.setattr(dispatch, "kernels", lambda name, impl: found)
+    return request.param
 
 
 def make(kind: str) -> cache.PagedKV:
@@ -71,11 +131,13 @@ def _singly(name):
 
 
 @functools.cache
-def _at_once(operation):
-    return jax.jit(lambda kv, numbers, asked: operation(kv, numbers, asked=asked))
+def _at_once(operation, **how):
+    return jax.jit(
+        lambda kv, numbers, asked: operation(kv, numbers, asked=asked, **how)
+    )
 
 
-def run(kind, steps, faults=None) -> collections.Counter:
+def run(kind, steps, faults=None, impl="xla") -> collections.Counter:
     """Raises unless each step does to the cache what the single operations do.
 
     Args:
@@ -96,27 +158,33 @@ def run(kind, steps, faults=None) -> collections.Counter:
             numbers = np.asarray(kv.length) + sign * (numbers % 6 - 1)
         kv = kv.replace(refused=jnp.zeros_like(kv.refused))
         expected = _singly(name)(kv, numbers, asked)
-        found = _at_once(operations[name])(kv, numbers, asked)
+        how = {} if name not in WITH_KERNELS or impl == "xla" else {"impl": impl}
+        found = _at_once(operations[name], **how)(kv, numbers, asked)
         testing.assert_same_bits(found, expected, what=name)
         check(found)
-        _check_others(kv, found, asked)
+        # Rows that do not follow are appended, and flagged.
+        refused = np.asarray(found.refused) & (name != "append")
+        _check_others(kv, found, ~asked | refused, asked)
         out_of_pages, refused = (
             np.asarray(found.out_of_pages),
             np.asarray(found.refused),
         )
         for slot in np.flatnonzero(asked):
             outcome = "refused" if refused[slot] else "done"
-            if name == "reserve" and out_of_pages[slot] and not refused[slot]:
+            if (
+                name in ("reserve", "append")
+                and out_of_pages[slot]
+                and not refused[slot]
+            ):
                 outcome = "out_of_pages"
             outcomes[name, outcome] += 1
         kv = found
     return outcomes
 
 
-def _check_others(before, after, asked) -> None:
+def _check_others(before, after, still, asked) -> None:
     """Slots that were not asked, and those that were refused, are as they were."""
     for name in ("page_table", "num_owned", "length", "registered", "out_of_pages"):
-        still = ~asked | np.asarray(after.refused)
         old, new = (np.asarray(getattr(kv, name))[still] for kv in (before, after))
         np.testing.assert_array_equal(new, old, err_msg=name)
     assert not np.asarray(after.refused)[~asked].any()
@@ -130,19 +198,20 @@ def steps_strategy():
         st.sampled_from([-1, WIDTH * PAGE_SIZE + 1, LARGEST]),
     )
     step = st.tuples(
-        st.sampled_from([*EACH, *["reserve", "grow", "roll back"] * 2]),
+        st.sampled_from([*EACH, *["reserve", "grow", "append"] * 2, "roll back"]),
         st.lists(number, min_size=SLOTS, max_size=SLOTS),
         st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS),
     )
     return st.lists(step, min_size=12, max_size=12)
 
 
-def test_random_walks():
+@pytest.mark.parametrize("impl", ["xla", "interpret"], indirect=True)
+def test_random_walks(impl):
     """Fails if a page is lost, a slot is served out of turn, or a flag is another."""
     outcomes = collections.Counter()
 
     @hypothesis.settings(
-        max_examples=16,
+        max_examples=40,
         derandomize=True,
         database=None,
         deadline=None,
@@ -150,13 +219,14 @@ def test_random_walks():
     )
     @hypothesis.given(steps_strategy())
     def walk(steps):
-        outcomes.update(run("paged", steps))
+        outcomes.update(run("paged", steps, impl=impl))
 
     walk()
     for name in EACH:
         assert outcomes[name, "done"] >= 10, outcomes
         assert outcomes[name, "refused"] >= 10, outcomes
-    assert outcomes["reserve", "out_of_pages"] >= 10, outcomes
+    for name in ("reserve", "append"):
+        assert outcomes[name, "out_of_pages"] >= 10, outcomes
 
 
 EVERY = [True, True, True, False]
@@ -174,15 +244,43 @@ FIXED = (
     ("reserve", [16, 4, 9, 0], [False, True, False, False]),
     ("extend", [12, -1, 40, 0], EVERY),
     ("reserve", [1, 1, 1, 1], [True] * 4),
+    ("append", [3, 4, 9, 0], EVERY),
+    ("truncate", [2, 1, 9, 0], EVERY),
+    # Rows that do not follow, rows past the largest position, and a closed slot.
+    ("append", [5, -1, LARGEST, 2], [True] * 4),
+    # The first finds too few pages, and leaves them to the second.
+    ("append", [9, 6, 0, 0], EVERY),
+    ("append", [9, 9, 9, 0], [False] * 4),
 )
 
 
+@pytest.mark.parametrize("impl", IMPLS, indirect=True)
 @pytest.mark.parametrize("kind", ["paged", "static"])
-def test_a_fixed_walk(kind):
+def test_a_fixed_walk(kind, impl):
     """The walk that the planted faults below must break is itself in order."""
-    outcomes = run(kind, FIXED)
+    outcomes = run(kind, FIXED, impl=impl)
     assert outcomes["extend", "refused"] == 2
     assert outcomes["reserve", "out_of_pages"] == (2 if kind == "paged" else 0)
+    assert outcomes["append", "refused"] == 3
+    assert outcomes["append", "out_of_pages"] == (1 if kind == "paged" else 0)
+
+
+@pytest.mark.parametrize("impl", IMPLS, indirect=True)
+def test_rows_of_slots_are_placed_one_after_another(impl):
+    """Fails if a row that has room is left out, moved or of another slot."""
+    append = functools.partial(allocator.append_each, num_rows=NUM_ROWS, impl=impl)
+    kv, had = make("paged"), jnp.array([5, 0, 6, 0])
+    kv = allocator.append_each(kv, had, had, num_rows=NUM_ROWS)[0]
+    # Of nine pages five are owned; and a closed slot's rows are lost, but run.
+    more = jnp.array([8, 13, 1, 2])
+    kv, counts, slots, positions = jax.jit(append)(kv, had + more, more)
+    assert counts.tolist() == [8, 0, 1, 2]
+    expected = [
+        (slot, had[slot] + i) for slot in (0, 2, 3) for i in range(counts[slot])
+    ]
+    found = list(zip(slots.tolist(), positions.tolist(), strict=True))
+    assert found[: len(expected)] == expected
+    assert kv.length.tolist() == [13, 0, 7, 0]
 
 
 def _last_slot_first(kv, numbers, *, asked):
@@ -234,6 +332,8 @@ FAULTS = {
     "cut as the neighbour": ("truncate", _of_the_neighbour("truncate")),
     "cut without giving back": ("truncate", _keeps_its_pages),
     "one refusal is that of all slots": ("extend", _refuses_all),
+    "appends to all": ("append", _whoever_is_there("append")),
+    "appends as the neighbour": ("append", _of_the_neighbour("append")),
 }
 
 
@@ -244,3 +344,38 @@ def test_planted_faults_are_caught(fault):
     name, operation = FAULTS[fault]
     with pytest.raises((AssertionError, ValueError)):
         run("paged", FIXED, faults={name: operation})
+
+
+KERNEL_FAULTS = {
+    "a page too many": ("covering", lambda real: lambda *args: real(*args) + 1),
+    "one page for all": (
+        "move",
+        lambda real: (
+            lambda pages, count, source, last, target, first: real(
+                pages, jnp.minimum(count, 1), source, last, target, first
+            )
+        ),
+    ),
+    "the next page": (
+        "move",
+        lambda real: (
+            lambda pages, count, source, last, target, first: real(
+                pages, count, source, last - 1, target, first
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", sorted(WITH_KERNELS))
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_faults_in_kernels_are_caught(fault, name, monkeypatch):
+    """Negative control of the fixed walk by kernels."""
+    attribute, plant = KERNEL_FAULTS[fault]
+    real = getattr(allocation.Pages, attribute)
+    monkeypatch.setattr(allocation.Pages, attribute, plant(real))
+    # A function of its own, which no other test has traced.
+    planted = lambda *args, **how: EACH[name](*args, **how)
+    with pytest.raises((AssertionError, ValueError)):
+        run("paged", FIXED, faults={name: planted}, impl="interpret")
