@@ -8,7 +8,8 @@ walks K in blocks in ascending order (`gemm_kernel`), and writes its tiles once,
 epilogue included: 16 rows are one tensor-core instruction high, so that the second to
 the sixteenth are free.
 Of `x` it reads the active rows, 2 * K bytes each, from the L2 cache: those of 16 rows
-are as much as the weights where `block_n` is 16, which is why plans have 32 and more.
+are as much as the weights where `block_n` is 16, which is why wide matrices have 32
+and more.
 Padding rows are neither read nor written.
 
 With `splits` above one, each split of K has its own programs, which store partial sums
@@ -74,17 +75,22 @@ compiled code: registers, resident blocks, bytes on their way; not yet from timi
 def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
     """The plan of weights `[N, K]`, `parts` of which are walked by one program.
 
-    The rule keeps 16 KiB of weights in a stage. Wide programs read less of `x` for
-    their weights, but a matrix of few columns has too few of them for 132
-    multiprocessors.
+    The rule keeps 16 KiB in a stage: of weights, or where a program has few columns, of
+    which the rows take as much again, of both. Wide programs read less of `x` for their
+    weights, but a matrix of few columns has too few of them for 132 multiprocessors.
     """
     if (parts, num_columns, num_terms) in PLANS:
         return PLANS[parts, num_columns, num_terms]
     width = 64 if num_columns >= 16_384 else 32 if num_columns >= 2048 else 16
+    block_n = _block(num_columns // parts, width // parts)
+    is_narrow = block_n == MIN_BLOCK
+    terms = (4096 if is_narrow else 8192) // width
     return Plan(
-        block_n=_block(num_columns // parts, width // parts),
-        block_k=max(2 * MIN_BLOCK, _block(num_terms, 8192 // width)),
-        chains=1 if width == 64 else 2,
+        block_n=block_n,
+        block_k=max(2 * MIN_BLOCK, _block(num_terms, terms)),
+        # The gate's and the up half's sums do not wait for each other.
+        chains=1 if width == 64 or parts == 2 else 2,
+        num_stages=7 if is_narrow else 4,
     )
 
 
@@ -200,7 +206,7 @@ def _multiply(
     """`[16 n, N]` of `w`, `[parts, N, K]` or `[K, parts, N]`: each part a product."""
     (R, K), (parts, N) = x.shape, (w.shape[1:] if transposed else w.shape[:2])
     check_plan(plan, K, parts=parts)
-    height = _height(R, plan, parts)
+    height = _height(R)
     result = jax.ShapeDtypeStruct((R, N), out_dtype)
     tile = pl.BlockSpec((height, plan.block_n), lambda r, n, s: (r, n))
     out_shapes, out_specs = [result], [tile]
@@ -255,12 +261,10 @@ def _multiply(
     )
 
 
-def _height(num_rows: int, plan: Plan, parts: int) -> int:
+def _height(num_rows: int) -> int:
     """The rows of one program, of whole tiles that share one read of the weights."""
     tiles = num_rows // slab.ROWS
-    # Narrow programs have long blocks of `x`, and registers for few of them.
-    most = gemm_kernel.MAX_TILES if plan.block_n > MIN_BLOCK else 2 // parts
-    fits = [n for n in range(1, most + 1) if tiles % n == 0]
+    fits = [n for n in range(1, gemm_kernel.MAX_TILES + 1) if tiles % n == 0]
     return slab.ROWS * fits[-1]
 
 

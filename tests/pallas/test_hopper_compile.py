@@ -262,8 +262,9 @@ def test_a_plan_by_the_number_of_rows_is_caught(compiler):
         assert_one_kernel(report, "skinny_gemm")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
-    ("name", "rows"), [("8B out", 64), ("8B gate", 64), ("0.6B qkv", 32)]
+    ("name", "rows"), [("0.6B qkv", 32), *((name, 64) for name in reversed(WEIGHTS))]
 )
 def test_more_tiles_share_one_read_of_the_weights(compiler, name, rows):
     """Fails if rows past the slab spill, do not fit, or read the weights again."""
