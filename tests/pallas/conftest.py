@@ -1,5 +1,6 @@
 """The compiler for the H100, skipped where it is not installed unless it must run."""
 
+import functools
 import os
 
 import hopper
@@ -24,3 +25,9 @@ def compiler():
         pytest.skip(why)
     with hopper.Compiler() as compiler:
         yield compiler
+
+
+@pytest.fixture(scope="module")
+def compiled(compiler):
+    """Compiles each program once."""
+    return functools.cache(compiler.compile)

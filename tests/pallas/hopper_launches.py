@@ -3,12 +3,28 @@
 import re
 
 import hopper_models as models
+import jax
 import ptxas_log
+import pytest
 import xla_fusions
 
 
 KERNELS = {"kKernel", "kCustomKernel", "kCustomCall"}
 SLACK = 5  # launches, more or less than stated
+OF_A_LAYER = 5  # launches, with either backend
+
+DEPTH = {"qwen3-0.6b": 28, "qwen3-8b": 36}
+LARGEST_FIRST = sorted(DEPTH, reverse=True)
+STEP = {"qwen3-0.6b": 150, "qwen3-8b": 190}
+ROUND = {"qwen3-0.6b": 769, "qwen3-8b": 809}
+"""Launches: of a plain step; of a round of gamma 4 with a draft of `models.DRAFT`."""
+
+MOST_OF_A_STEP = {"qwen3-0.6b": 150, "qwen3-8b": 190}
+MOST_OF_A_ROUND = {"qwen3-0.6b": 770, "qwen3-8b": 810}
+
+on_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason='impl="mosaic" is for jax 0.11 on'
+)
 
 
 def nested(thunks) -> list:
@@ -89,3 +105,14 @@ def assert_near(found: int, stated: int, what: str) -> None:
     """Asserts that there are as many launches as are stated, or nearly."""
     print(f"{what}: {found} launches, {stated} are stated")
     assert abs(found - stated) <= SLACK, f"{what}: {found} launches, not {stated}"
+
+
+def assert_few_launches(report, name, depth, draft_depth) -> None:
+    """Asserts what a round launches of models as deep as they are released."""
+    gamma = models.GAMMA_MAX
+    without, once = (launches(report, times) for times in (0, 1))
+    step = once - without + OF_A_LAYER * (DEPTH[models.DRAFT] - draft_depth)
+    rest = without + OF_A_LAYER * (DEPTH[name] - depth)
+    total = rest + gamma * step
+    assert_near(total, ROUND[name], f"a round of {name}, {gamma} * {step}")
+    assert total <= MOST_OF_A_ROUND[name]

@@ -30,13 +30,13 @@ PROGRAMS = {
     ),
 }
 LAUNCHES = {
-    "rounds, sampled": 155,
-    "rounds": 69,
-    "plain": 24,
+    "rounds, sampled": 148,
+    "rounds": 51,
+    "plain": 17,
     "prefill": 23,
-    "plain, sampled": 75,
-    "batch": 88,  # 85 on Triton, 91 on Mosaic
-    "batch, sampled": 174,
+    "plain, sampled": 68,
+    "batch": 55,  # 52 on Triton, 58 on Mosaic
+    "batch, sampled": 142,
 }
 """That stand in a program of so few layers, on either backend, those of a loop once; of
 each further layer five more (`test_hopper_model`)."""

@@ -6,14 +6,12 @@ between two kernels.
 """
 
 import dataclasses
-import functools
 import operator
 import re
 
 import hopper
 import hopper_launches as checks
 import hopper_models as models
-import jax
 import pytest
 import xla_fusions
 
@@ -33,26 +31,8 @@ LAYER = (
 """The kernels of one layer, in order: nothing of XLA's is between them."""
 
 END = ("skinny_gemm", "argmax_chunks", "argmax_rows")
-DEPTH = {"qwen3-0.6b": 28, "qwen3-8b": 36}
-LARGEST_FIRST = sorted(DEPTH, reverse=True)
-STEP = {"qwen3-0.6b": 150, "qwen3-8b": 190}
-ROUND = {"qwen3-0.6b": 769, "qwen3-8b": 809}
-"""Launches: of a plain step; of a round of gamma 4 with a draft of `models.DRAFT`."""
 
-MOST_OF_A_STEP = {"qwen3-0.6b": 150, "qwen3-8b": 190}
-MOST_OF_A_ROUND = {"qwen3-0.6b": 770, "qwen3-8b": 810}
-
-
-on_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason='impl="mosaic" is for jax 0.11 on'
-)
-IMPLS = ["triton", pytest.param("mosaic", marks=on_mosaic)]
-
-
-@pytest.fixture(scope="module")
-def compiled(compiler):
-    """Compiles each program once."""
-    return functools.cache(compiler.compile)
+IMPLS = ["triton", pytest.param("mosaic", marks=checks.on_mosaic)]
 
 
 def ours(thunks) -> list[str]:
@@ -75,7 +55,7 @@ def assert_in_graphs(report) -> None:
     [
         ("qwen3-0.6b", 2),
         ("qwen3-8b", 2),
-        ("qwen3-0.6b", DEPTH["qwen3-0.6b"]),
+        ("qwen3-0.6b", checks.DEPTH["qwen3-0.6b"]),
     ],
 )
 def test_a_plain_step(compiled, name, depth):
@@ -89,9 +69,9 @@ def test_a_plain_step(compiled, name, depth):
     # Without a loop: nothing is asked of the host.
     total = checks.launches(report)
     fixed = total - len(LAYER) * depth
-    whole = fixed + len(LAYER) * DEPTH[name]
-    checks.assert_near(whole, STEP[name], f"a plain step of {name}")
-    assert whole <= MOST_OF_A_STEP[name]
+    whole = fixed + len(LAYER) * checks.DEPTH[name]
+    checks.assert_near(whole, checks.STEP[name], f"a plain step of {name}")
+    assert whole <= checks.MOST_OF_A_STEP[name]
 
 
 def test_the_function_of_a_layer_is_compiled_away(compiled):
@@ -111,7 +91,7 @@ def test_the_function_of_a_layer_is_compiled_away(compiled):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", DEPTH)
+@pytest.mark.parametrize("name", checks.DEPTH)
 def test_a_verification(compiled, name):
     """Fails if verification has other kernels than plain decoding, or copies."""
     report = compiled(models.verify_step, name, layers=2)
@@ -120,13 +100,13 @@ def test_a_verification(compiled, name):
     assert_in_graphs(report)
     assert ours(report.launches) == [*LAYER * 2, *END]
     fixed = checks.launches(report) - len(LAYER) * 2
-    whole = fixed + len(LAYER) * DEPTH[name]
-    checks.assert_near(whole, STEP[name], f"a verification of {name}")
-    assert whole <= MOST_OF_A_STEP[name]
+    whole = fixed + len(LAYER) * checks.DEPTH[name]
+    checks.assert_near(whole, checks.STEP[name], f"a verification of {name}")
+    assert whole <= checks.MOST_OF_A_STEP[name]
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", DEPTH)
+@pytest.mark.parametrize("name", checks.DEPTH)
 def test_a_verification_of_a_tree(compiled, name):
     """Fails if 64 rows at once spill, copy a pool, or take other kernels.
 
@@ -144,7 +124,7 @@ def test_a_verification_of_a_tree(compiled, name):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", LARGEST_FIRST)
+@pytest.mark.parametrize("name", checks.LARGEST_FIRST)
 def test_a_round(compiled, name):
     """Fails if a round is not `gamma` draft steps and one verification."""
     depth, draft_depth = 2, 3
@@ -161,18 +141,7 @@ def test_a_round(compiled, name):
     (drafts,) = loops
     assert ours(checks.flat(tree[drafts : drafts + 1])) == [*LAYER * draft_depth, *END]
     assert ours(checks.flat(tree[drafts + 1 :])) == [*LAYER * depth, *END]
-    assert_few_launches(report, name, depth, draft_depth)
-
-
-def assert_few_launches(report, name, depth, draft_depth) -> None:
-    """Asserts what a round launches of models as deep as they are released."""
-    gamma = models.GAMMA_MAX
-    without, once = (checks.launches(report, times) for times in (0, 1))
-    step = once - without + len(LAYER) * (DEPTH[models.DRAFT] - draft_depth)
-    rest = without + len(LAYER) * (DEPTH[name] - depth)
-    total = rest + gamma * step
-    checks.assert_near(total, ROUND[name], f"a round of {name}, {gamma} * {step}")
-    assert total <= MOST_OF_A_ROUND[name]
+    checks.assert_few_launches(report, name, depth, draft_depth)
 
 
 HEAD = (*LAYER, *END[:1])
@@ -302,7 +271,7 @@ def test_a_scheduled_round_of_blocks(compiled, size):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", DEPTH)
+@pytest.mark.parametrize("name", checks.DEPTH)
 def test_xla_computes_no_float(compiled, name):
     """Fails if a float is computed outside our kernels, or angles by another code.
 
@@ -316,151 +285,6 @@ def test_xla_computes_no_float(compiled, name):
     )
     assert not any(map(xla_fusions.float_kernels, reports))
     assert len({report.kernel("row_angles").sass for report in reports}) == 1
-
-
-MOSAIC_LAYER = ("skinny_gemm", "paged_attention", *["skinny_gemm"] * 3)
-MOSAIC_END = ("skinny_gemm", "argmax_chunks", "argmax_rows")
-
-
-@on_mosaic
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("name", "build", "layers"),
-    [
-        ("qwen3-0.6b", models.plain_step, 2),
-        ("qwen3-8b", models.plain_step, 2),
-        ("qwen3-8b", models.verify_tree, 1),
-        ("qwen3-0.6b", models.verify_step, 1),
-        ("qwen3-8b", models.verify_step, 2),
-    ],
-)
-def test_mosaic(compiled, name, build, layers):
-    """Fails if a kernel of Triton is left, one spills, or a pool is copied.
-
-    Fails if XLA computes with floats, or a launch is added.
-    """
-    report = compiled(build, name, layers=layers, impl="mosaic")
-    report.assert_fits()
-    checks.assert_launched_early(report)
-    assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
-    assert not xla_fusions.float_kernels(report)
-    is_tree = build is models.verify_tree
-    slabs = protocols.MAX_TREE_ROWS // 16 if is_tree else 1
-    target = models.model(name, layers=layers, impl="mosaic")
-    checks.assert_in_place(report, target, copies=slabs + is_tree)
-    assert not any(
-        each.kind == "kCustomCall" and not each.in_graph for each in report.launches
-    )
-    expected = ["append_each", "list_jobs", "row_angles"]
-    expected += [*MOSAIC_LAYER * layers, *MOSAIC_END]
-    expected += ["truncate_each"] * (build is not models.plain_step)
-    # Of more rows than a slab each norm is a kernel.
-    expected += ["rms_norm"] * is_tree * (2 * layers + 1)
-    assert sorted(xla_fusions.mosaic_kernels(report.hlo)) == sorted(expected)
-    ours = sum(each.kind == "kCustomCall" for each in report.launches)
-    assert ours == len(expected)
-    total = checks.launches(report)
-    whole = total + len(MOSAIC_LAYER) * (DEPTH[name] - layers)
-    if is_tree:
-        checks.assert_near(total, 31, f"a layer of a tree, {name} on mosaic")
-    else:
-        checks.assert_near(whole, STEP[name], f"a step of {name} on mosaic")
-        assert whole <= MOST_OF_A_STEP[name]
-
-
-@on_mosaic
-@pytest.mark.rest
-def test_a_head_step_on_mosaic(compiled):
-    """Fails if a head at 8B's shapes has a kernel of Triton or a launch more."""
-    report = compiled(models.head_step, "qwen3-8b", impl="mosaic")
-    report.assert_fits()
-    checks.assert_launched_early(report)
-    assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
-    checks.assert_in_place(report, models.head("qwen3-8b", impl="mosaic").model)
-    expected = ["list_jobs", "row_angles", *MOSAIC_LAYER, "skinny_gemm"]
-    assert sorted(xla_fusions.mosaic_kernels(report.hlo)) == sorted(expected)
-    checks.assert_near(checks.launches(report), 12, "a head's step on mosaic")
-
-
-@on_mosaic
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    ("build", "options", "norms", "stated", "copies"),
-    [
-        # The norms of a tree's 32 rows, of four layers and the end.
-        (models.head_round, {"layers": 4}, 2 * 4 + 1, 175, 2 * 2 + 1),
-        # The last one of the blocks.
-        (models.scheduled_round, {"layers": 6, "num_slots": 2}, 1, 219, 3),
-    ],
-)
-def test_rounds_with_heads_on_mosaic(compiled, build, options, norms, stated, copies):
-    """Fails if a round with EAGLE-3's or DSpark's head at 8B's shapes has a kernel of
-    Triton, spills, copies a pool, or norms in more kernels than it must."""
-    report = compiled(build, "qwen3-8b", impl="mosaic", **options)
-    report.assert_fits()
-    checks.assert_launched_early(report)
-    # The search of a tree's best is XLA's: drafts may be any.
-    called = xla_fusions.called(report.hlo) - {"__gpu$TopK"}
-    assert called == {xla_fusions.MOSAIC}
-    kernels = xla_fusions.mosaic_kernels(report.hlo)
-    assert {*MOSAIC_LAYER, *MOSAIC_END} <= set(kernels)
-    assert kernels.count("rms_norm") == norms
-    own = models.model("qwen3-8b", layers=options["layers"], impl="mosaic")
-    head = models.head if build is models.head_round else models.block_head
-    drafts, num_slots = head("qwen3-8b", impl="mosaic"), options.get("num_slots", 1)
-    checks.assert_in_place(
-        report, own, drafts.model, copies=copies, num_slots=num_slots
-    )
-    checks.assert_near(len(report.launches), stated, build.__name__)
-
-
-@on_mosaic
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", LARGEST_FIRST)
-def test_a_round_on_mosaic(compiled, name):
-    """Fails if a kernel of Triton is left in a round, or a launch is added."""
-    depth, draft_depth = 1, 2
-    report = compiled(
-        models.spec_round, name, layers=depth, draft_layers=draft_depth, impl="mosaic"
-    )
-    report.assert_fits()
-    checks.assert_launched_early(report)
-    assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
-    assert not xla_fusions.float_kernels(report)
-    own = models.model(name, layers=depth, impl="mosaic")
-    draft = models.model(models.DRAFT, layers=draft_depth, impl="mosaic")
-    checks.assert_in_place(report, own, draft)
-    assert_few_launches(report, name, depth, draft_depth)
-
-
-@on_mosaic
-def test_drawing_on_mosaic(compiled):
-    """Fails if draws have a kernel of Triton, one spills, or XLA has floats."""
-    report = compiled(models.drawing, 5, impl="mosaic")
-    report.assert_fits()
-    checks.assert_launched_early(report)
-    assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
-    assert not xla_fusions.float_work(report.hlo)
-    drawing = {"sampling_top_k", "sampling_top_p", "sampling_noisy_weights"}
-    assert drawing <= set(xla_fusions.mosaic_kernels(report.hlo))
-
-
-@on_mosaic
-def test_whoever_is_last_reads_what_others_stored(compiled):
-    """Fails if the splits of a row may come from a cache that is not told of others."""
-    report = compiled(models.plain_step, "qwen3-0.6b", layers=2, impl="mosaic")
-    sass = "\n".join(report.kernel("paged_attention").sass)
-    assert sass.count("ATOMG.E.INC.STRONG.GPU") == 1
-    assert "CCTL.IVALL" in sass.partition("ATOMG")[2]
-    assert not re.search(r"LDG\S*\.CONSTANT", sass)
-
-
-@on_mosaic
-def test_triton_in_a_mosaic_program_is_caught(compiled):
-    """Negative control: a choice by Triton's kernels beside one by Mosaic's."""
-    report = compiled(models.choices, "mosaic", "triton")
-    both = {xla_fusions.MOSAIC, xla_fusions.TRITON}
-    assert xla_fusions.called(report.hlo) == both
 
 
 def test_a_float_between_kernels_is_caught(compiled):

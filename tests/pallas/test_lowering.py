@@ -21,6 +21,16 @@ DRAWS = 2 + 1 + 2 + 2
 """A filter has two, the noise one, and the largest is looked for before and after."""
 
 
+CACHE = "append_each", "truncate_each"
+"""Kernels of a cache, which are no part of a layer. They are traced twice: once to see
+whether they are the bookkeeping of a CPU."""
+
+CALLS = {models.plain_generate: 1, models.verify_tree: 2, models.spec_generate: 4}
+"""Of `CACHE`: a plain step truncates nothing, a round both caches."""
+
+CALLS_WITH_A_HEAD = 6
+
+
 @pytest.fixture
 def traced(monkeypatch):
     """Counts the kernels that are traced, by name."""
@@ -100,8 +110,10 @@ def test_each_layer_is_traced_and_lowered_once(
     program = trace(build("qwen3-8b", **options))
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     # One is lowered once for two equal calls.
-    assert kernels <= traced.total() <= kernels + 1
-    assert text.count("stablehlo.custom_call") == kernels
+    of_cache = sum(traced[name] for name in CACHE)
+    assert kernels <= traced.total() - of_cache <= kernels + 1
+    calls = CALLS.get(build, CALLS_WITH_A_HEAD)
+    assert text.count("stablehlo.custom_call") == kernels + calls
     count = equations(program.jaxpr.jaxpr)
     print(f"{build.__name__}, {options}: {count} equations")
     assert count <= 1.05 * size
