@@ -326,10 +326,12 @@ def _by_kernel(
     fields = {name: getattr(kv, name) for name in allocation.Tables._fields}
     fields["num_free"] = kv.num_free.reshape(1)
     pages = allocation.Pages(kv.num_pages, kv.page_size, kv.pages_change_hands)
+    # Not of weak types, between which and a constant Triton's lowering cannot choose.
+    strong = [jax.lax.convert_element_type(x, x.dtype) for x in inputs]
     tables, made = kernels.run(
         getattr(allocation, name),
         allocation.Tables(**fields),
-        *inputs,
+        *strong,
         shapes=shapes,
         pages=pages,
         interpret=interpret,
