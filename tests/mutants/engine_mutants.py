@@ -194,7 +194,7 @@ BLOCKS = (
         "model.block_heads:run_slots",
         "[anchor[:, None], tokens[:, :-1]]",
         "[tokens]",
-        "native/test_native_block.py::"
+        "native/test_native_slot_chains.py::"
         "test_slots_are_gone_over_as_one_by_one[all-float32]",
     ),
     Mutant(

@@ -1,0 +1,57 @@
+"""Block drafters of few weights for the native kernels: shared by tests."""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import pytest
+from model import block_cases
+
+from spec_jax.model import block_params, params
+
+
+CAPACITY, SLOTS = 40, 3
+SIZE = block_cases.DFLASH.block_size
+PLAIN = block_cases.DFLASH
+MARKOV = block_cases.with_heads("vanilla")
+SMALL = block_cases.with_heads("vanilla", draft_vocab_size=32, slots="fill-in")
+GATED = block_cases.with_heads("gated", draft_vocab_size=32)
+RNN = block_cases.with_heads("rnn", markov_rank=19)  # of no whole lanes
+PASSED = block_cases.with_heads("rnn", slots="fill-in")
+HEADS = {
+    "none": PLAIN,
+    "all": MARKOV,
+    "few": SMALL,
+    "gated": GATED,
+    "rnn": RNN,
+    "passed": PASSED,
+}
+each_head = pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
+
+
+def make(config=PLAIN, dtype="float32"):
+    """A drafter's config, and its weights for the kernels."""
+    decoding.needs("native")
+    is_small = config.draft_vocab_size == 32
+    hot = jnp.arange(3, 96, 2, dtype=jnp.int32)[:32] if is_small else None
+    config = dataclasses.replace(
+        config, layer=dataclasses.replace(config.layer, dtype=dtype)
+    )
+    target = params.init(jax.random.key(9), block_cases.TARGET, stddev=0.3)
+    target = params.cast(target, dtype)
+    weights = block_params.init(
+        jax.random.key(5),
+        config,
+        embed=target.embed,
+        lm_head=target.head,
+        hot=hot,
+        stddev=0.3,
+    )
+    if (markov := weights.markov) is not None:
+        markov = markov.replace(out=8 * markov.out)  # So that the token before decides.
+        if markov.mix_bias is not None:
+            bias = jax.random.normal(jax.random.key(6), markov.mix_bias.shape)
+            markov = markov.replace(mix_bias=bias.astype(dtype))
+        weights = weights.replace(markov=markov)
+    return config, block_params.prepare(weights, "native")
