@@ -4,7 +4,7 @@
 
 One program owns `block_n` columns, of the gate and of the up half where the weights are
 gated, for up to 64 rows. It reads its 2 * K * block_n bytes of weights once for all,
-walks K in blocks in ascending order (`gemm_kernel`), and writes its tiles once,
+walks K in blocks in ascending order (`gemm_kernel_triton`), and writes its tiles once,
 epilogue included: 16 rows are one tensor-core instruction high, so that the second to
 the sixteenth are free.
 Of `x` it reads the active rows, 2 * K bytes each, from the L2 cache: those of 16 rows
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import gemm_kernel, gemm_reduce_triton, slab
+from spec_jax.pallas import gemm_kernel_triton, gemm_reduce_triton, slab
 
 
 MIN_BLOCK = 16  # of a tensor-core instruction in any direction
@@ -216,7 +216,7 @@ def _multiply(
         out_shapes, out_specs = [partial] * parts, [spec] * parts
     terms = pl.cdiv(K, plan.block_k) * plan.block_k
     has_residual = residual is not None and plan.splits == 1
-    walk = gemm_kernel.Walk(
+    walk = gemm_kernel_triton.Walk(
         plan=plan,
         num_columns=N,
         num_terms=K,
@@ -225,7 +225,7 @@ def _multiply(
         interpret=interpret,
     )
     outputs = pl.pallas_call(
-        functools.partial(gemm_kernel.multiply, walk=walk),
+        functools.partial(gemm_kernel_triton.multiply, walk=walk),
         # Further rows are neighbours in time: they find the weights cached.
         grid=(R // height, pl.cdiv(N, plan.block_n), plan.splits),
         in_specs=[
@@ -264,7 +264,7 @@ def _multiply(
 def _height(num_rows: int) -> int:
     """The rows of one program, of whole tiles that share one read of the weights."""
     tiles = num_rows // slab.ROWS
-    fits = [n for n in range(1, gemm_kernel.MAX_TILES + 1) if tiles % n == 0]
+    fits = [n for n in range(1, gemm_kernel_triton.MAX_TILES + 1) if tiles % n == 0]
     return slab.ROWS * fits[-1]
 
 
