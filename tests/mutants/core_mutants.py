@@ -79,8 +79,8 @@ KERNELS = (
     ),
     Mutant(
         "rows that do not follow the cache are let pass",
-        "model.row_model:RowModel.forward",
-        "| ~follows",
+        "paging.allocator:append_each",
+        "| (asked & (starts != kv.length))",
         "",
         "model/test_row_model.py::test_rows_that_do_not_follow_are_refused",
     ),
