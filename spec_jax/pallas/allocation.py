@@ -124,6 +124,7 @@ def truncate_each(tables: Tables, new_lens, asked, pages: Pages) -> None:
     """`allocator.truncate_each`, to `new_lens` `[S]` where `asked` `[S]`."""
 
     def cut(slot, num_free):
+        """One slot. Returns the free pages, with those that it gives back."""
         new_len, is_asked = new_lens[slot], asked[slot]
         length, owned = tables.length[slot], tables.num_owned[slot]
         registered, refused = tables.registered[slot], tables.refused[slot]

@@ -209,6 +209,8 @@ def _total(refs, load, walk):
     """The sums of a program, float32 `[64, columns]`: block after block of k."""
 
     def accumulate(sums_ref):
+        """Adds each block, and asks for the one that takes its place."""
+
         def add(step, _):
             stage = jax.lax.rem(step, walk.stages)
             plgpu.barrier_wait(refs.loaded.at[stage])

@@ -146,6 +146,8 @@ def test_an_export_beside_what_it_is_made_of(tmp_path):
     (tmp_path / "target" / "export").mkdir(parents=True)
     for folder in (tmp_path / "export", tmp_path / "target" / "export"):
         files.check_apart("--out", folder, {"--target": tmp_path / "target"})
+    with pytest.raises(ValueError, match="would replace what --target reads"):
+        files.check_apart("--out", folder, {"--target": folder})
 
 
 @pytest.mark.parametrize("name", ["compare_hf", "exactness", "parity", "spec_round"])
