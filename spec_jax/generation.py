@@ -45,7 +45,7 @@ def generate(
     rule: verification.Rule = "coupled",
     page_size: int = run_lib.PAGE_SIZE,
 ) -> Any:
-    """Generates text speculatively; every token is what `decode` would have written.
+    """Generates text speculatively; by default every token is what `decode` writes.
 
     Examples:
       >>> import spec_jax as sj
@@ -68,7 +68,7 @@ def generate(
       sampling: how tokens are drawn, one for all prompts or one for each; None: greedy.
       stop: tokens that end a generation, as ids or as text of one token; None: those of
         the model's folder; (): none.
-      num_slots: prompts at once; None: one prompt after the other, or all of up to 8.
+      num_slots: prompts at once; None: all of them, up to 8.
       rule: how drafts are accepted: "coupled" writes the stream of autoregressive
         decoding; "rejection" and "block" keep its distribution.
       page_size: positions a page of the cache.

@@ -329,5 +329,5 @@ def _capacity(lm: LanguageModel, prompts: list[list[int]], max_tokens: int) -> i
             f"a prompt of {longest} tokens and {max_tokens=} make {needed} positions, "
             f"and the model has {most} (max_position_embeddings): shorten one of them"
         )
-    step = max(64, 1 << (int(math.log2(needed)) - 2))
+    step = max(64, 1 << max(int(math.log2(needed)) - 2, 0))
     return min(-(-needed // step) * step, most)

@@ -73,6 +73,15 @@ def test_prompts_of_any_kind(lm, kind):
     assert expected.text == lm.tokenizer.decode(expected.tokens)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("prompt, max_tokens", [([7], 1), ([7, 8], 1)])
+def test_the_shortest_texts(lm, prompt, max_tokens):
+    """Fails if a capacity of two or three positions cannot be rounded up."""
+    expected = sj.decode(lm, prompt, max_tokens=max_tokens)
+    assert sj.generate(lm, prompt, max_tokens=max_tokens).tokens == expected.tokens
+    assert len(expected.tokens) == max_tokens
+
+
 def test_messages_go_through_the_chat_template(lm):
     """One chat, several, and a list of chats and texts."""
     chat = [{"role": "user", "content": "hi"}]
@@ -198,6 +207,10 @@ def test_other_rules_keep_the_distribution_alone(lm):
 BAD = {
     "no prompt": ({"prompt": []}, "the list of prompts is empty: give at least one"),
     "an empty text": ({"prompt": ""}, "prompt is empty: there is no token to decode"),
+    "no token for an answer of one": (
+        {"prompt": "", "max_tokens": 1},
+        "prompt is empty: there is no token to decode",
+    ),
     "no text at all": ({"prompt": 7}, "a prompt of type int: give text, token ids, me"),
     "a prompt of numbers": ({"prompt": [[1.5]]}, "give one row of token ids, whole n"),
     "a token of another vocabulary": ({"prompt": [3, 264]}, r"264, outside \[0, 264\)"),

@@ -302,7 +302,8 @@ def _until(survival: Float[Array, "B W"], threshold: float) -> Int[Array, " B"]:
     it are, with a chance of at least `threshold`."""
     before = jnp.pad(survival[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
     goes_on: Bool[Array, "B W"] = survival >= threshold * before
-    return jnp.sum(jnp.cumprod(goes_on.astype(jnp.int32), axis=1), axis=1)
+    kept = jnp.cumprod(goes_on.astype(jnp.int32), axis=1)
+    return jnp.sum(kept, axis=1, dtype=jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -91,19 +91,11 @@ class SlotBlockTree(block_slots.SlotBlock):
         after, root = run(state[:, None], anchor[:, None], head.first_slot)
         states = jnp.zeros((slots, tree.num_columns, state.shape[1]), state.dtype)
         states = states.at[:, :1].set(after)
-        probs = None
-        if draw.has_probs:
-            # One row more, which is no node's: that of leaves.
-            shape = slots, tree.num_columns + 1, self.vocab_size
-            probs = draw.put(jnp.zeros(shape, jnp.float32), widen(root), first)
         (_, probs), proposal = tree_search.grow(
             expand,
             children(root, level=first, counts=jnp.minimum(wanted, 1)),
-            (states, probs),
+            (states, draw.begin(widen(root), tree)),
             tree=tree,
             wanted=wanted,
         )
-        if probs is not None:
-            columns = cast(tree_shapes.FixedTree, tree).columns
-            proposal = proposal.replace(probs=probs[:, columns[:-1]])
-        return proposal
+        return draft_trees.with_probs(proposal, probs, tree)

@@ -205,7 +205,7 @@ class SlotDraftModel(OfSlots):
             shape = (self.num_slots, gamma_max, self.vocab_size)
             probs = jnp.zeros(shape, jnp.float32)
             if sampling is None:
-                sampling = greedy(self.num_slots)
+                sampling = sampling_lib.greedy(self.num_slots)
         drafting = _Drafting(
             kv=memory,
             text=jnp.pad(tokens, ((0, 0), (0, gamma_max))),
@@ -375,12 +375,6 @@ class SlotDraftModel(OfSlots):
         """Forgets drafts that were not committed."""
         kept = jnp.minimum(memory.length, length - 1)
         return self._rows.truncate(memory, kept, asked=asked)
-
-
-def greedy(num_slots: int) -> sampling_lib.SamplingSettings:
-    """Returns settings of slots whose target takes the highest logit."""
-    greedy = sampling_lib.make_settings(temperature=0.0)
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), greedy)
 
 
 @compilation.one_kernel

@@ -160,22 +160,14 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             return (memory, probs), found, has_run
 
         first, root = jnp.int32(0), logits[:, None]
-        probs = None
-        if draw.has_probs:
-            # One row more, which is no node's: that of leaves.
-            shape = self.num_slots, tree.num_columns + 1, self.vocab_size
-            probs = draw.put(jnp.zeros(shape, jnp.float32), root, first)
         (memory, probs), proposal = tree_search.grow(
             expand,
             children(root, level=first, counts=asked.astype(jnp.int32)),
-            (memory, probs),
+            (memory, draw.begin(root, tree)),
             tree=tree,
             wanted=jnp.where(asked, gamma, 0),
         )
-        if probs is not None:
-            columns = cast(tree_shapes.FixedTree, tree).columns
-            proposal = proposal.replace(probs=probs[:, columns[:-1]])
-        return memory, proposal
+        return memory, with_probs(proposal, probs, tree)
 
     def _root(self, params, memory, text, length, asked):
         """Returns the memory of the whole text, and the logits `[B, V]` after it."""
@@ -266,7 +258,7 @@ class Draw(pytree.Node):
         """Returns how a drafter's `draws` says it, as of `DraftModel`."""
         draws, impl = drafter.draws, drafter.model.impl
         if draws == "independent" and sampling is None:
-            sampling = draft_slots.greedy(num_slots)
+            sampling = sampling_lib.greedy(num_slots)
         if draws == "greedy":
             sampling = None
         has_probs = draws == "independent"
@@ -385,6 +377,17 @@ class Draw(pytree.Node):
             independent=self.has_probs,
         )
 
+    def begin(
+        self, root: Float[Array, "B 1 V"], tree: tree_shapes.AnyTree
+    ) -> Array | None:
+        """Returns what `put` adds to, with the root's distribution; None: no need."""
+        if not self.has_probs:
+            return None
+        num_slots, _, vocab_size = root.shape
+        # One row more, which is no node's: that of leaves.
+        shape = num_slots, tree.num_columns + 1, vocab_size
+        return self.put(jnp.zeros(shape, jnp.float32), root, jnp.int32(0))
+
     def put(
         self, probs: Array | None, logits: Float[Array, "B K V"], first: jax.Array
     ) -> Array | None:
@@ -399,7 +402,18 @@ class Draw(pytree.Node):
             rows = jax.lax.map(
                 lambda slot: sampling_lib.distribution(*slot), (logits, self.sampling)
             )
-        return jax.lax.dynamic_update_slice(probs, rows, (0, first, 0))
+        zero = jnp.zeros((), first.dtype)
+        return jax.lax.dynamic_update_slice(probs, rows, (zero, first, zero))
+
+
+def with_probs(
+    proposal: protocols.Proposal, probs: Array | None, tree: tree_shapes.AnyTree
+) -> protocols.Proposal:
+    """Returns the proposal with what the children of each column were drawn from."""
+    if probs is None:
+        return proposal
+    columns = cast(tree_shapes.FixedTree, tree).columns
+    return proposal.replace(probs=probs[:, columns[:-1]])
 
 
 def _columns(level: jax.Array, count: int, width: int) -> Int[Array, " K"]:

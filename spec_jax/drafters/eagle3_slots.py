@@ -16,7 +16,7 @@ head where an implementation has that.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -277,11 +277,7 @@ class SlotEagle3(features_lib.SlotReader):
         first, logits = jnp.int32(0), logits[:, None]
         hidden = jnp.zeros((self.num_slots, tree.num_columns, states.shape[1]))
         hidden = hidden.astype(states.dtype).at[:, 0].set(states)
-        probs = None
-        if draw.has_probs:
-            # One row more, which is no node's: that of leaves.
-            shape = self.num_slots, tree.num_columns + 1, self.vocab_size
-            probs = draw.put(jnp.zeros(shape, jnp.float32), widen(logits), first)
+        probs = draw.begin(widen(logits), tree)
         (kv, _, probs), proposal = tree_search.grow(
             expand,
             children(logits, level=first, counts=jnp.minimum(wanted, 1)),
@@ -289,9 +285,7 @@ class SlotEagle3(features_lib.SlotReader):
             tree=tree,
             wanted=wanted,
         )
-        if probs is not None:
-            columns = cast(tree_shapes.FixedTree, tree).columns
-            proposal = proposal.replace(probs=probs[:, columns[:-1]])
+        proposal = draft_trees.with_probs(proposal, probs, tree)
         if is_chain:
             # Without room the chain ends where the last row was run.
             num_run = jnp.maximum(kv.length - memory.kv.length + 1, 0)
@@ -300,7 +294,7 @@ class SlotEagle3(features_lib.SlotReader):
         return memory.replace(kv=kv), proposal
 
     def _run(self, params, kv, window, features):
-        """Runs a window with features `[B, R, width]`; see `rows.run_window`.
+        """Runs a window with features `[B, R, width]`; see `windows.run`.
 
         Returns:
           Where each column went, the cache, and hidden states and logits by row.

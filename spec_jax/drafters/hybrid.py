@@ -36,8 +36,8 @@ class Hybrid:
       threshold: the score from which on the draft model is not asked.
 
     Raises:
-      ValueError: drafters of different `gamma_max`, or a threshold of 0 or less, which
-        would never ask the draft model.
+      ValueError: drafters of different `gamma_max`, one that drafts trees, or a
+        threshold of 0 or less, which would never ask the draft model.
     """
 
     suffix: suffix.SuffixDecoding
@@ -45,6 +45,11 @@ class Hybrid:
     threshold: float = 1.0
 
     def __post_init__(self):
+        if protocols.is_tree(self.suffix) or protocols.is_tree(self.draft):
+            raise ValueError(
+                "a hybrid drafts chains, and one of its drafters has a tree: give it "
+                "drafters without"
+            )
         if self.suffix.gamma_max != self.draft.gamma_max:
             raise ValueError(
                 f"the suffix drafter has gamma_max={self.suffix.gamma_max} and the "

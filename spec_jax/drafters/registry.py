@@ -76,7 +76,7 @@ def _hybrid(parts: Parts) -> Built:
     if parts.draft is not None and is_head(parts.draft):
         kind = kind_of(parts.draft)
     draft, draft_params = BUILDERS[kind](parts)
-    statistics = suffix.SuffixDecoding(gamma_max=parts.gamma_max)
+    statistics = suffix.SuffixDecoding(gamma_max=draft.gamma_max)
     drafter = hybrid.Hybrid(suffix=statistics, draft=draft)
     params = hybrid.HybridParams(draft=draft_params, corpus=suffix.empty_corpus(1))
     return drafter, params
@@ -255,10 +255,14 @@ def _from_outside(name: str, found: Any, parts: Parts) -> Built:
         made = found(parts)
     else:
         known = {field.name for field in dataclasses.fields(parts)}
+        # Of any number, and so of none.
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         missing = [
             parameter.name
             for parameter in parameters.values()
-            if parameter.default is parameter.empty and parameter.name not in known
+            if parameter.default is parameter.empty
+            and parameter.kind not in variable
+            and parameter.name not in known
         ]
         if missing:
             raise ValueError(

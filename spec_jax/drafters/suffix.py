@@ -140,7 +140,8 @@ class SuffixDecoding(text_tree.TextDrafter):
         suffix = suffix_match.suffix_of(tokens, length, self.match_max)
         is_known = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length
         own = jnp.where(is_known, tokens, suffix_match.NONE)
-        body = jnp.concatenate([own, jnp.array([suffix_match.NONE]), corpus.tokens])
+        none = jnp.full((1,), suffix_match.NONE, jnp.int32)
+        body = jnp.concatenate([own, none, corpus.tokens])
         matched = suffix_match.match_lengths(body, suffix)
         return text_tree.propose(body, matched, tree=tree, gamma=gamma)
 

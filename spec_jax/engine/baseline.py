@@ -257,10 +257,7 @@ def check(state: DecodeState, *, vocab_size: int) -> None:
         may write: a fault of the program.
     """
     checks.check_slot(state, vocab_size=vocab_size)
-    slots = jax.tree.map(
-        lambda leaf: leaf[None], {"status": state.status, "length": state.length}
-    )
-    checks.check_pages(slots["status"], slots["length"], state.cache)
+    checks.check_pages(state.status[None], state.length[None], state.cache)
     checks.check_refused([state.cache])
 
 

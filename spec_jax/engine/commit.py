@@ -110,7 +110,10 @@ def _status(
 def update_policy(
     gamma_policy: policy_lib.GammaPolicy, slot: Slots, info: RoundInfo
 ) -> policy_lib.State:
-    """Returns the policy's state after a round, or after zeros, which teach nothing."""
+    """Returns the policy's state after a round.
+
+    Where none counts it is told zeros: to a policy that is off, a round of waiting.
+    """
     counts = _counts(slot, info)
     numbers = info.gamma, info.proposal.num_drafted, info.outcome.num_accepted
     gamma, drafted, accepted = (jnp.where(counts, number, 0) for number in numbers)

@@ -238,9 +238,11 @@ class Drafter(Protocol):
     memory is a pytree of arrays, no two of which share a buffer, of shapes and dtypes
     that never change; everything that changes is in it. `init` and `prefill` run on
     the host, `propose` and `commit` are traced into the loop and call nothing outside
-    of it. No proposal can make the output wrong: a bad one only costs time. That holds
-    for one that breaks its promises, too: rounds bound the number of drafts, and no
-    rule keeps a draft outside the vocabulary.
+    of it. Under the rule "coupled" no proposal can make the output wrong: a bad one
+    only costs time. That holds for one that breaks its promises, too: rounds bound the
+    number of drafts, and no rule keeps a draft outside the vocabulary. The rules
+    "rejection" and "block" trust one promise: that drafts were drawn from
+    `Proposal.probs`.
 
     A drafter with a vocabulary of its own says so by an attribute `vocab_size`, which
     `checks.check_pair` compares with the target's. `testing.check_drafter` checks

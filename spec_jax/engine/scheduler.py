@@ -88,6 +88,23 @@ def generated(slot: states.Slots) -> list[int]:
     return np.asarray(slot.tokens)[is_new].tolist()
 
 
+def _check_policy(policy: Any, drafter: protocols.SlotDrafter) -> None:
+    """Raises `ValueError` for a policy of what this drafter does not draft."""
+    name = type(policy).__name__
+    if not policy_lib.reads_ranks(policy):
+        if protocols.is_tree(drafter):
+            raise ValueError(
+                f"{name} chooses the length of a chain from how many of its drafts "
+                "stay, which says nothing of a tree's nodes: give gamma as a number of "
+                "nodes, take gamma.goodput.RankGoodput, or draft chains"
+            )
+    elif policy.gamma_max != drafter.gamma_max:
+        raise ValueError(
+            f"{name} counts drafts up to rank {policy.gamma_max}, and the drafter has "
+            f"gamma_max={drafter.gamma_max}: give both the same"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheduler:
     """A speculator whose target and drafter have slots, and sizes for all requests.
@@ -97,8 +114,9 @@ class Scheduler:
       num_pages: of all slots together; None is enough for all of them in full. With
         fewer, a request waits until what it may need is free. An empty slot has one.
       stop_ids: of requests that do not name their own.
-      num_stop: stop tokens of a request at most; as many as `stop_ids` if None. More of
-        them is another shape, and compiles again.
+      num_stop: stop tokens of a request at most; as many as `stop_ids` if None. A
+        request with more is refused; another number is another shape, and compiles
+        again.
       prefill_by_rows: of the target, see `row_model.RowModel.prefill`.
       policy_state: the first state of the gamma policy, for every request; or for the
         first of each slot, where the policy goes on: `policy.hands_on`.
@@ -137,13 +155,8 @@ class Scheduler:
             )
         checks.check_pair(target, drafter)
         policy = self.speculator.gamma_policy
-        is_for_chains = policy is not None and not policy_lib.reads_ranks(policy)
-        if is_for_chains and protocols.is_tree(drafter):
-            raise ValueError(
-                f"{type(policy).__name__} chooses the length of a chain from how many "
-                "of its drafts stay, which says nothing of a tree's nodes: give gamma "
-                "as a number of nodes, take gamma.goodput.RankGoodput, or draft chains"
-            )
+        if policy is not None:
+            _check_policy(policy, drafter)
         if (self.speculator.gamma_policy is None) != (self.policy_state is None):
             raise ValueError("a gamma policy and its first state go together")
         if policy_lib.schedules(policy):

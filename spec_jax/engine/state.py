@@ -65,7 +65,7 @@ class Slots(pytree.Node):
     num_rounds: jax.Array  # [B] int32
     num_proposed: jax.Array  # [B] int32
     num_accepted: jax.Array  # [B] int32
-    num_cut: jax.Array  # [B] int32, accepted by a round, but past a stop token
+    num_cut: jax.Array  # [B] int32, a round's drafts and own token past a stop token
     # By depth, of which a chain of gamma drafts has gamma:
     accepted_hist: jax.Array  # [B, depth_max + 1] int32, rounds by accepted drafts
     proposed_at: jax.Array  # [B, depth_max] int32, rounds that reached depth i

@@ -200,10 +200,7 @@ def _by_uniforms(
     num_slots, gamma_max = proposal.tokens.shape
     vocab_size = verified.logits.shape[-1]
     if sampling_settings is None:
-        greedy = sampling.make_settings(temperature=0.0)
-        sampling_settings = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), greedy
-        )
+        sampling_settings = sampling.greedy(num_slots)
 
     def one(slot):
         """Decides one slot's proposal."""

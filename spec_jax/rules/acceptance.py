@@ -3,7 +3,7 @@
 Functions here take ONE sequence and know arrays only: no batches, pages or models. What
 is random is handed in, so they are pure functions of it. Three rules:
 
-    sample path   `accept_exact` on the target's own draws (`sampling.sample_rows`; at
+    coupled       `accept_exact` on the target's own draws (`sampling.sample_rows`; at
                   temperature 0 their argmax). The committed tokens are those of plain
                   decoding with the same seed, bit for bit, whatever drafted them. A
                   drafter that draws with the same noise is kept more often.

@@ -153,6 +153,12 @@ def make_settings(
     )
 
 
+def greedy(num_slots: int) -> SamplingSettings:
+    """Settings of slots that all take the highest logit, leaves `[num_slots]`."""
+    one = make_settings(temperature=0.0)
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), one)
+
+
 def copied(settings: SamplingSettings | None) -> SamplingSettings | None:
     """The settings in arrays of their own; None, which is greedy, stays None."""
     return jax.tree.map(jnp.array, settings)

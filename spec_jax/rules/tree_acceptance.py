@@ -2,7 +2,7 @@
 
 As `acceptance`, for proposals that branch: functions of ONE sequence, of arrays alone.
 
-    sample path   `follow`, on the target's own draws: any tree is lossless.
+    coupled       `follow`, on the target's own draws: any tree is lossless.
     rejection     `accept_tree`: siblings are tried in turn. The drafts of a random tree
                   must not have decided its shape.
 
@@ -191,7 +191,7 @@ def accept_tree(
         wanted,
         depth_max=depth_max,
     )
-    # Where no more drafts were wanted no child was tried.
+    # Where no more drafts were wanted, or none so deep, no child was tried.
     weights = jnp.where(
         walk.is_cut, target_probs[walk.last], probabilities.own[walk.last]
     )
@@ -207,7 +207,7 @@ class _Walk(pytree.Node):
     reached: jax.Array  # [D] bool
     last: jax.Array  # [] int32, the column where it ended
     own: jax.Array  # [] int32, what `try_children` said there
-    is_cut: jax.Array  # [] bool: at its last column no draft was wanted any more
+    is_cut: jax.Array  # [] bool: no child of the last column was tried: deep enough
 
     def outcome(self, draft_tokens: jax.Array, own: jax.Array) -> acceptance.Outcome:
         """Returns the drafts of the path, and the target's `own` token after them."""
@@ -258,7 +258,7 @@ def _walk(
     depths = jnp.arange(depth_max + 1, dtype=jnp.int32)
     (last, own, _), steps = jax.lax.scan(descend, start, depths)
     path, is_kept, reached = (step[:depth_max] for step in steps)
-    is_cut = jnp.sum(is_kept, dtype=jnp.int32) >= wanted
+    is_cut = jnp.sum(is_kept, dtype=jnp.int32) >= most
     return _Walk(
         path=path, is_kept=is_kept, reached=reached, last=last, own=own, is_cut=is_cut
     )

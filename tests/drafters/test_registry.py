@@ -9,7 +9,7 @@ import readme_blocks
 import tiny_pair
 
 import spec_jax as sj
-from spec_jax import testing
+from spec_jax import loading, testing
 from spec_jax.drafters import hybrid, registry
 from spec_jax.model import load
 from spec_jax.testing import bench
@@ -40,6 +40,11 @@ class NeedsMore(Bigram):
 
 def make(parts):
     return Bigram(gamma_max=parts.gamma_max, vocab_size=parts.vocab_size), {"made": 1}
+
+
+def make_any(*, gamma_max, vocab_size, **options):
+    assert not options
+    return Bigram(gamma_max=gamma_max, vocab_size=vocab_size)
 
 
 def nothing(parts):
@@ -121,6 +126,18 @@ def test_names_that_are_none_are_refused_in_one_line(folders, installed, name):
     with pytest.raises(ValueError) as caught:
         load_with(folders, name)
     assert UNKNOWN[name] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_arguments_of_any_number_need_none(folders, installed):
+    """Fails if `**options` is asked for a default, which it cannot have."""
+    made = load_with(folders, f"{installed}:make_any")
+    assert made.drafter == load_with(folders, f"{installed}:Bigram").drafter
+
+
+def test_a_hybrid_is_as_long_as_its_block():
+    """Fails if the statistics draft more than the head, of which one number is told."""
+    lm = sj.load(drafter="hybrid", draft=loading.ASSETS / "dspark", gamma_max=9)
+    assert lm.gamma_max == lm.drafter.suffix.gamma_max == 7
 
 
 def test_an_object_that_is_no_drafter(folders):

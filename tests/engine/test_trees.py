@@ -21,6 +21,7 @@ from spec_jax.debug import recorder
 from spec_jax.drafters import tree_shapes
 from spec_jax.engine import baseline, protocols, round as round_lib, rows
 from spec_jax.engine.state import Origin
+from spec_jax.gamma import goodput
 from spec_jax.rules import acceptance, tree_acceptance
 
 
@@ -441,3 +442,7 @@ def test_what_cannot_be_a_tree_is_refused():
         decoding.generate(made, made.begin(request))
     with pytest.raises(ValueError, match="object chooses the length of a chain"):
         scheduler_of("none", gamma_policy=object(), policy_state=())
+    wide = goodput.RankGoodput(gamma_max=WIDTH + 1)
+    ranks = {"gamma_policy": wide, "policy_state": wide.init(np.ones(WIDTH + 2))}
+    with pytest.raises(ValueError, match=f"up to rank {WIDTH + 1}, and .*={WIDTH}:"):
+        scheduler_of("none", **ranks)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import draft_slots, draft_trees, tree_shapes
+from spec_jax.drafters import draft_trees, tree_shapes
 from spec_jax.native import children as native
 from spec_jax.ops import children as op
 from spec_jax.rules import sampling
@@ -40,7 +40,7 @@ def draw_of(kinds, *, has_probs=False, length=50) -> draft_trees.Draw:
         made = [sampling.make_settings(seed=i, **kind) for i, kind in enumerate(kinds)]
         settings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
     if has_probs and settings is None:
-        settings = draft_slots.greedy(SLOTS)
+        settings = sampling.greedy(SLOTS)
     lengths = length + 10 * jnp.arange(SLOTS, dtype=jnp.int32)
     return draft_trees.Draw(
         sampling=settings, length=lengths, impl="xla", has_probs=has_probs

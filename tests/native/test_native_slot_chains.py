@@ -51,7 +51,7 @@ def one_by_one(logits, draws, slot):
     """The tokens of a slot of all blocks, and the log weights `[S, V]` of them."""
     if draws is None:
         draws = draws_lib.Draws(
-            draft_slots.greedy(models.SLOTS),
+            sampling.greedy(models.SLOTS),
             jnp.zeros((models.SLOTS,), jnp.int32),
             96,
             True,

@@ -253,6 +253,26 @@ def test_on_a_chain_it_is_rejection(is_certain, rng):
         np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
+@pytest.mark.parametrize("depth_max, own", ((1, 0), (2, 1)))
+def test_children_that_are_too_deep_are_not_tried(depth_max, own):
+    """Fails if the own token after a node lacks what children would have, of which none
+    was tried: with `depth_max` 2 the second draft is, and is not kept."""
+    draft = jnp.asarray([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], jnp.float32)
+    target = jnp.asarray([[0.0, 0.0, 1.0]] + [[0.6, 0.3, 0.1]] * 2, jnp.float32)
+    found = tree_acceptance.accept_tree(
+        jnp.array([2, 0], jnp.int32),
+        jnp.array([0, 1], jnp.int32),
+        draft,
+        target,
+        jnp.int32(2),
+        jnp.int32(9),
+        uniforms=jnp.array([0.5, 0.9], jnp.float32),
+        noise=jnp.zeros((V,), jnp.float32),
+        depth_max=depth_max,
+    )
+    assert found.tokens[:2].tolist() == [2, own]
+
+
 def test_what_no_draw_can_have():
     """Fails if a draft outside the vocabulary is kept, or one of no probability."""
     target = jnp.full((4, V), 1 / V, jnp.float32)
