@@ -21,6 +21,7 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import filecmp
 import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
@@ -101,8 +102,10 @@ def train(args: argparse.Namespace, variant: str) -> dict[str, Any]:
         )
     trained.work.mkdir(parents=True, exist_ok=True)
     if not (trained.work / TEXTS).exists():
-        shutil.copy(texts, trained.work / TEXTS)
-    elif not _is_copy(trained.work / TEXTS, texts):
+        whole = trained.work / f"whole_{TEXTS}"
+        shutil.copy(texts, whole)
+        whole.replace(trained.work / TEXTS)
+    elif not filecmp.cmp(trained.work / TEXTS, texts, shallow=False):
         raise ValueError(f"{trained.work / TEXTS}: of other rollouts; delete {variant}")
     found = train_drafter.train(trained)
     files.check_folder(trained.out)
@@ -110,10 +113,6 @@ def train(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     measured = {name: x for name, x in found.items() if name.startswith("held_out")}
     seen = {"steps": found["step"] + 1, "tokens_seen": loop.tokens_seen(trained.work)}
     return {"variant": variant, **seen, **measured}
-
-
-def _is_copy(one: pathlib.Path, other: pathlib.Path) -> bool:
-    return one.read_bytes() == other.read_bytes()
 
 
 def evaluate(args: argparse.Namespace) -> int:

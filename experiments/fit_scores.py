@@ -56,7 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_prompts(runs_group, default="50")
     flags.add_gen_tokens(runs_group, default=64)
     flags.add_page_size(runs_group)
-    flags.add_text(runs_group)
+    flags.add_raw(runs_group)
     cli.add(
         runs_group,
         """

@@ -168,18 +168,19 @@ def run_all(
         "shapes": args.shapes,
         "dtype": subjects.read_config(args.shapes, dtype=args.dtype).dtype,
         "repeats": args.repeats,
+        "asked": [impls, args.rows, args.plans, args.check, args.dry_run],
         "native_isa": build.load() if "native" in impls else None,
         "last_level_cache_bytes": timing.cache_bytes(),
         **records.provenance(),
     }
     earlier = records.resume(out, description) if args.resume else []
-    finished = {row.get("subject") for row in earlier}
+    finished = {row["job"] for row in earlier if row["kind"] != "error"}
     console.print(_title(args, description), highlight=False)
     failed = False
     for name, work in jobs(args, chosen, impls):
         if name in finished:
             continue
-        rows = records.guarded(name, work)
+        rows = [row | {"job": name} for row in records.guarded(name, work)]
         out.write_all(rows)
         failed |= any(records.is_failure(row) for row in rows)
         if rows[0]["kind"] == "kernel":

@@ -165,6 +165,9 @@ def run_all(args: argparse.Namespace) -> int:
     for step in chosen(args):
         state = state_of(args, step, log, here["git_commit"])
         print(f"{step.file}: {state}", flush=True)
+        if state == "finished":
+            (row,) = (old for old in log if old["step"] == step.file)
+            worst = max(worst, row["status"])
         if state != "to do":
             continue
         step.path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,6 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -91,7 +90,9 @@ def roll_out(args: argparse.Namespace) -> None:
     """Writes `texts.npz`: what the target makes of each prompt, greedily and drawn."""
     slabs = slabs_of(args)
     fan = fan_out.of(args, slabs_of, args)
-    tokens = rollouts.generate(slabs, kept=args.work / "texts.part", fan=fan)
+    tokens = rollouts.generate(
+        slabs, kept=args.work / f"texts_{slabs.digest}.part", fan=fan
+    )
     count = slabs.wanted
     mask = np.arange(args.length) >= slabs.given[:count, None] - 1
     # In another order than the prompts', so that the held-out ones are of all kinds.
@@ -233,7 +234,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         mesh=loop.data_mesh(args.devices),
         stop_after=stop_after,
     )
-    return _last_held_out(args.work)
+    return loop.last_held_out(args.work)
 
 
 _DECIDING = "taps length draft_vocab mlp steps batch part learning_rate seed".split()
@@ -244,6 +245,7 @@ def export(args: argparse.Namespace) -> None:
     """Writes the newest checkpoint to `--out`, in the target's dtype, with a card."""
     job = prepare(args)
     trained, step = loop.restore(_recipe(args), _init(args, job), args.work)
+    measured = loop.last_held_out(args.work, step)
     narrow = jax.tree.map(lambda leaf: leaf.astype(job.target.dtype), trained)
     job.family.files.save(
         args.out,
@@ -262,7 +264,7 @@ def export(args: argparse.Namespace) -> None:
         "texts of the target": len(texts),
         "tokens of a text": texts.tokens.shape[1],
         "steps": step,
-        "tokens seen": loop.tokens_seen(args.work),
+        "tokens seen": loop.tokens_seen(args.work, step),
     }
     deciding = [*_DECIDING, *job.family.flags]
     flags = {name: getattr(args, name) for name in deciding}
@@ -271,7 +273,7 @@ def export(args: argparse.Namespace) -> None:
             job.base
         )
     card = pair_export.drafter_card(
-        args.family, described, _last_held_out(args.work), _text_of(flags), args.note
+        args.family, described, measured, _text_of(flags), args.note
     )
     (args.out / "README.md").write_text(card, encoding="utf-8")
 
@@ -284,11 +286,6 @@ def _text_of(flags: dict[str, Any]) -> str:
         if x is not None and x is not False
     }
     return " ".join(n if x is True else f"{n} {x}" for n, x in texts.items())
-
-
-def _last_held_out(work: pathlib.Path) -> dict[str, float]:
-    rows = map(json.loads, (work / "log.jsonl").open(encoding="utf-8"))
-    return [row for row in rows if "held_out_loss" in row][-1]
 
 
 def _taps(text: str) -> tuple[int, ...]:

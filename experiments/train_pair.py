@@ -138,7 +138,9 @@ def prepare(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, dict]:
     if args.base:
         shutil.copy(args.base / "target" / "tokenizer.json", path)
     elif not path.exists():
-        corpus.train_tokenizer(texts.train).save(str(path))
+        whole = work / "tokenizer_whole.json"
+        corpus.train_tokenizer(texts.train).save(str(whole))
+        whole.replace(path)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     train = corpus.windows(corpus.encode(tokenizer, texts.train), WINDOW)
     held_out = corpus.windows(corpus.encode(tokenizer, texts.held_out), WINDOW)
@@ -149,7 +151,9 @@ def prepare(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, dict]:
         "train_tokens": int(train[:, 1:].size),
         "held_out_tokens": int(held_out[:, 1:].size),
     }
-    np.savez(kept, train=train, held_out=held_out, description=json.dumps(description))
+    whole = work / "corpus_whole.npz"
+    np.savez(whole, train=train, held_out=held_out, description=json.dumps(description))
+    whole.replace(kept)  # Which is never half a file.
     return train, held_out, description
 
 
@@ -205,7 +209,7 @@ def train(args: argparse.Namespace) -> float:
         folder,
         teacher=teacher,
     )
-    return loop.last_held_out_loss(folder)
+    return loop.last_held_out(folder)["held_out_loss"]
 
 
 def _taught(tokens: np.ndarray, target: params_lib.Params) -> targets.Online:
@@ -264,13 +268,12 @@ def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
 def roll_out(args: argparse.Namespace) -> None:
     """Writes `rollouts.npy [--rollouts, ROLLOUT_LENGTH]` of the target in bfloat16.
 
-    A killed run goes on from `rollouts_STEP.part`, which is of that step's target.
+    A killed run goes on from `rollouts_DIGEST.part`, of these prefixes and weights.
     """
     slabs = slabs_of(args)
-    _, step = restore(args, "target")
     text = rollouts.generate(
         slabs,
-        kept=args.work / f"rollouts_{step}.part",
+        kept=args.work / f"rollouts_{slabs.digest}.part",
         fan=fan_out.of(args, slabs_of, args),
     )
     whole = args.work / "rollouts_whole.npy"

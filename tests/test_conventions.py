@@ -100,6 +100,9 @@ def test_hugging_face_by_hand():
     # With the cut round as the library reports it, the kept draft behind it is lost.
     cut = conventions.from_hugging_face([*rounds[:3], (1, 0)], gamma_max=3)
     assert (cut.tokens, cut.accepted, cut.cut) == (8, 4, 0)
+    # Counted before the cut, nothing is.
+    known = conventions.from_hugging_face(rounds, gamma_max=3, tokens=8)
+    assert known == dataclasses.replace(HAND, kept_by_rank=())
 
 
 @PROPERTY
@@ -244,6 +247,11 @@ EAGLE = conventions.to_eagle(FULL)
             conventions.from_hugging_face,
             dict(rounds=[(5, 3)], gamma_max=4),
             "drafted 5 tokens and matched 3, with gamma_max=4",
+        ),
+        (
+            conventions.from_hugging_face,
+            dict(rounds=[(3, 3)], gamma_max=3, tokens=5),
+            "the numbers contradict each other",
         ),
     ],
 )

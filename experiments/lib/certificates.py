@@ -50,8 +50,13 @@ def read_rows(
     if path is None or not path.is_file() or not path.stat().st_size:
         return [], 0
     lines = path.read_bytes().splitlines(keepends=True)
-    if len(lines) > 1 and not lines[-1].endswith(b"\n"):
+    # Of one line alone, that may be something else.
+    begins = b'{"kind": "header"'
+    is_ours = len(lines) > 1 or begins.startswith(lines[-1][: len(begins)])
+    if is_ours and not lines[-1].endswith(b"\n"):
         lines.pop()
+    if not lines:
+        return [], 0
     first, *rows = _parse(path, lines)
     if first.get("kind") != "header":
         raise ValueError(
@@ -65,6 +70,9 @@ def read_rows(
         )
     is_kept = [row.get("kind") in ("prompt", "mismatch") for row in rows]
     count = [*is_kept, False].index(False)
+    # After a prompt that differs comes its window, which an interrupt may have cut off.
+    if 0 < count == len(rows) and rows[count - 1].get("differences"):
+        count -= 1
     return rows[:count], sum(map(len, lines[: 1 + count]))
 
 
@@ -147,16 +155,6 @@ def make(
         "lists": lists,
     }
     return body | {"sha256": sha256_of(body)}
-
-
-def check_writable(path: pathlib.Path) -> None:
-    """Raises `ValueError` for a path that cannot be written, before the work."""
-    if path.is_dir():
-        raise ValueError(f"{path}: is a directory; name a file, such as run.json")
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"{path}: the directory {path.parent} does not exist; make it first"
-        )
 
 
 def write(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spec_jax.analysis import metrics
+from spec_jax.analysis import conventions, metrics
 
 
 INSTALL = "pip install -e '.[oracle]'"
@@ -238,44 +238,10 @@ def generate(
     tokens = output[0, len(prompt) :].tolist()
     if method == PLAIN:
         return Generated(tokens=tokens, counters=None)
-    return Generated(tokens=tokens, counters=count(drafts, len(tokens), gamma))
-
-
-def count(
-    drafts: Sequence[tuple[int, int]], num_tokens: int, gamma: int
-) -> metrics.Counters:
-    """The counters of rounds that drafted and kept so many tokens.
-
-    As in our rounds, what is kept is counted before a stop token cuts it.
-
-    Args:
-      drafts: `(proposed, accepted)` of each round.
-      num_tokens: generated in all of them, after the cut.
-      gamma: the most that a round drafted.
-
-    Raises:
-      IdentityError: rounds that cannot have generated these tokens.
-    """
-    accepted = sum(kept for _, kept in drafts)
-    accepted_at = tuple(sum(i < kept for _, kept in drafts) for i in range(gamma))
-    counters = metrics.Counters(
-        tokens=num_tokens,
-        rounds=len(drafts),
-        proposed=sum(proposed for proposed, _ in drafts),
-        accepted=accepted,
-        cut=accepted + len(drafts) - num_tokens,
-        accepted_hist=tuple(
-            sum(kept == length for _, kept in drafts) for length in range(gamma + 1)
-        ),
-        proposed_at=tuple(
-            sum(i < proposed and i <= kept for proposed, kept in drafts)
-            for i in range(gamma)
-        ),
-        accepted_at=accepted_at,
-        kept_by_rank=accepted_at,  # A chain's drafts are kept in their order.
+    counters = conventions.from_hugging_face(
+        drafts, gamma_max=gamma, tokens=len(tokens)
     )
-    metrics.identities(counters)
-    return counters
+    return Generated(tokens=tokens, counters=counters)
 
 
 def next_logits(baseline: Baseline, tokens: Sequence[int]) -> list[float]:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from experiments.lib import prompt_files, runs
 from spec_jax import loading
-from spec_jax.engine import protocols
+from spec_jax.analysis import trace
+from spec_jax.engine import protocols, rows as rows_lib
 
 
 SETS = ("easy", "hard", "mixed", "adversarial")
@@ -60,6 +61,7 @@ def record(
         lm.drafter_params,
         state.memory,
         jnp.asarray(tokens),
+        _features(lm, settings, text, num_prompt=len(prompt_ids)),
         start=jnp.int32(len(prompt_ids)),
         stop=jnp.int32(len(text)),
     )
@@ -72,6 +74,29 @@ def record(
             np.asarray(drafts)[asked], np.asarray(num_drafted)[asked], generated
         ),
     )
+
+
+def _features(
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
+    text: list[int],
+    *,
+    num_prompt: int,
+) -> np.ndarray | None:
+    """Returns the text's features `[capacity, taps, D]`; None: nobody reads them."""
+    taps = protocols.taps_of(lm.drafter)
+    if not taps:
+        return None
+    found = trace.record_features(
+        rows_lib.SlotRows(model=lm.target, num_slots=1),
+        lm.params,
+        text,
+        num_prompt=num_prompt,
+        taps=taps,
+        capacity=settings.capacity,
+    )
+    # Of one size, so that texts share an executable.
+    return np.pad(found, ((0, settings.capacity - len(found)), (0, 0), (0, 0)))
 
 
 def outcomes(
@@ -138,6 +163,7 @@ def _ask_at_each(
     params: protocols.Params,
     memory: protocols.Memory,
     tokens: Int[Array, " max_len"],
+    features: Float[Array, "T taps D"] | None,
     *,
     start: Int[Array, ""],
     stop: Int[Array, ""],
@@ -159,8 +185,13 @@ def _ask_at_each(
             gamma=gamma[None],
             sampling=None,
         )
+        handed = {}
+        if features is not None:
+            shape = 1, 1 + protocols.depth_max(drafter), *features.shape[1:]
+            row = features[length - 1]
+            handed["features"] = jnp.zeros(shape, row.dtype).at[0, 0].set(row)
         memory = drafter.commit(
-            params, memory, length[None] + 1, asked=jnp.ones((1,), bool)
+            params, memory, length[None] + 1, asked=jnp.ones((1,), bool), **handed
         )
         drafts = drafts.at[length].set(proposal.tokens[0])
         return memory, drafts, num_drafted.at[length].set(proposal.num_drafted[0])

@@ -15,6 +15,7 @@ from rich import console as rich_console
 
 from experiments.lib import (
     cli,
+    costs as costs_lib,
     forced_drafter,
     forced_rounds,
     planning,
@@ -89,17 +90,8 @@ def measure_costs(
         repeats=repeats,
         after_turn=after_turn,
     )
-    plain = timings.seconds[steps.PLAIN]
-    plain_s, rows = statistics.median(plain), []
-    for name, seconds in timings.seconds.items():
-        ratios = timing.ratios(seconds, plain)
-        rows.append(
-            {
-                **{"kind": "plan_cost", "cost": name, "n": len(seconds)},
-                **timing.spread_fields("ms", [1e3 * s for s in seconds]),
-                **timing.spread_fields("ratio", ratios),
-            }
-        )
+    rows = costs_lib.rows(timings)
+    plain_s = statistics.median(timings.seconds[steps.PLAIN])
     seconds_of = {row["cost"]: plain_s * row["ratio"] for row in rows}
     curve = theory.CostCurve(
         plain_s=plain_s,

@@ -217,37 +217,43 @@ def record(args: argparse.Namespace) -> tuple[Header, int]:
     """
     recording = prepare(args)
     header, path = recording.header, args.record
-    known = _taken_up(path, header, recording.prepared)
+    known, num_bytes = _taken_up(path, header, recording.prepared)
     missing = range(len(known), header.num_prompts)
     fan = fan_out.of(args, prepare_like, args, header)
     with (
         records.open_rows(path, allow_dirty=args.allow_dirty) as out,
         terminal.counted("prompts", total=len(missing)) as advance,
     ):
-        out.write(header.to_row() | records.provenance())
-        out.write_all(one.to_row() for one in known)
+        out.keep(num_bytes)
+        if not num_bytes:
+            out.write(header.to_row() | records.provenance())
         for traces in fan_out.in_order(fan(recording, missing), missing):
             out.write_all(one.to_row() for one in traces)
             advance()
     return header, len(known)
 
 
-def _taken_up(path, header, prepared) -> list[PromptTrace]:
-    """Returns the traces that an interrupted recording of the same left behind."""
+def _taken_up(path, header, prepared) -> tuple[list[PromptTrace], int]:
+    """Returns the traces that an interrupted recording of the same left behind, and
+    how many bytes they and the header have."""
     if not path.is_file() or not path.stat().st_size:
-        return []
+        return [], 0
     theirs, known = read(path, is_complete=False)
     changes = theirs.changes(dataclasses.asdict(header))
     pairs = zip(prepared.prompts, prepared.ids, strict=True)
     named = [(prompt.id, ids) for prompt, ids in pairs]
     if not changes and [(k.id, k.prompt_ids) for k in known] != named[: len(known)]:
         changes = ["prompts of another file"]
+    there = next(iter(files.read_rows(path).values())).get("git_commit")
+    here = records.provenance()["git_commit"]
+    if there != here:
+        changes.append(f"git_commit {there} and {here}")
     if changes:
         raise ValueError(
             f"{path}: holds traces of another recording ({'; '.join(changes)}); name "
             "another file, or remove this one"
         )
-    return known
+    return known, path.stat().st_size
 
 
 _LEAST = {"slab": 2, "gen_tokens": 1, "page_size": 1, "num_prompts": 1}

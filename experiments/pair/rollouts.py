@@ -6,6 +6,7 @@ they are shipped (bfloat16), so that the text is the target's own to the last bi
 
 import dataclasses
 import functools
+import hashlib
 import pathlib
 from collections.abc import Iterator
 
@@ -15,8 +16,13 @@ import numpy as np
 from rich import progress
 
 from experiments.lib import fan_out
-from spec_jax.model import config as config_lib, params as params_lib, qwen3
-from spec_jax.ops import argmax
+from spec_jax.model import (
+    config as config_lib,
+    fingerprint,
+    params as params_lib,
+    qwen3,
+)
+from spec_jax.ops import argmax, dispatch
 from spec_jax.paging import allocator, cache
 from spec_jax.rules import sampling
 
@@ -53,6 +59,16 @@ class Slabs:
         if self.lengths is not None:
             return self.lengths
         return np.full(len(self.prefixes), self.prefixes.shape[1], np.int32)
+
+    @property
+    def digest(self) -> str:
+        """Twelve digits of the SHA-256 of all that decides the texts."""
+        isa = dispatch.instruction_set(self.impl)
+        told = hashlib.sha256(fingerprint.of_params(self.params).encode())
+        told.update(f"{self.config} {self.length} {self.impl} {isa}".encode())
+        for part in (self.prefixes, self.given, self.seeds):
+            told.update(b"-" if part is None else np.asarray(part, np.int64).tobytes())
+        return told.hexdigest()[:12]
 
     def __call__(self, number: int) -> Iterator[np.ndarray]:
         """Yields the texts of one slab, int32 `[SLOTS, length]`."""

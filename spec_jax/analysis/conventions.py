@@ -315,18 +315,20 @@ def hugging_face_matches(counters: metrics.Counters) -> int:
 
 
 def from_hugging_face(
-    rounds: Sequence[tuple[int, int]], *, gamma_max: int
+    rounds: Sequence[tuple[int, int]], *, gamma_max: int, tokens: int | None = None
 ) -> metrics.Counters:
     """The counters of rounds of assisted generation; totals alone do not suffice.
-
-    What the cut took is lost: `cut` comes back as 0, and `accepted` smaller by it.
 
     Args:
       rounds: of each round, the tokens drafted and `num_matches`.
       gamma_max: the most that a round may draft.
+      tokens: generated in all rounds, where `num_matches` are those before the cut.
+        None: what the cut took is lost, `cut` comes back as 0, and `accepted` smaller
+        by it.
 
     Raises:
-      ValueError: rounds that do not satisfy `0 <= matches <= drafted <= gamma_max`.
+      ValueError: rounds that do not satisfy `0 <= matches <= drafted <= gamma_max`, or
+        cannot have generated so many tokens.
     """
     for drafted, matches in rounds:
         if not 0 <= matches <= drafted <= gamma_max:
@@ -337,7 +339,7 @@ def from_hugging_face(
     kept = [matches for _, matches in rounds]
     at = tuple(sum(n > i for n in kept) for i in range(gamma_max))
     return _checked(
-        tokens=sum(kept) + len(rounds),
+        tokens=sum(kept) + len(rounds) if tokens is None else tokens,
         rounds=len(rounds),
         proposed=sum(drafted for drafted, _ in rounds),
         accepted=sum(kept),

@@ -281,7 +281,7 @@ def run(
         state, teacher = _resumed(manager, state, teacher, mesh)
         first = int(state["step"])
         evaluate = jax.jit(evaluated)
-        with _open_log(folder / "log.jsonl", first) as log, _progress(name) as bar:
+        with _open_log(folder, first) as log, _progress(name) as bar:
             task = bar.add_task("", total=recipe.steps, completed=first)
             for step in range(first, recipe.steps):
                 tokens = batch(
@@ -385,28 +385,51 @@ def _abstract(state: dict) -> dict:
     return jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
 
 
-def _open_log(path: pathlib.Path, first_step: int):
+def _open_log(folder: pathlib.Path, first_step: int):
     """Opens the log for appending, without the lines past the checkpoint."""
-    kept = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break  # The line that the kill cut in half.
-            if row["step"] < first_step:
-                kept.append(line)
-    path.write_text("".join(line + "\n" for line in kept))
+    path, whole = folder / "log.jsonl", folder / "log_whole.jsonl"
+    lines = (json.dumps(row) + "\n" for row in log_of(folder, first_step))
+    whole.write_text("".join(lines), encoding="utf-8")
+    whole.replace(path)  # Which is never half a file.
     return path.open("a", encoding="utf-8")
 
 
-def last_held_out_loss(folder: pathlib.Path) -> float:
-    """The newest held-out loss in a run's log."""
-    rows = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [row["held_out_loss"] for row in rows if "held_out_loss" in row][-1]
+def log_of(folder: pathlib.Path, num_steps: int | None = None) -> list[dict[str, Any]]:
+    """Returns the rows of a run's log.
+
+    A line that a kill cut in half is none.
+
+    Args:
+      num_steps: of the first steps alone, as of a checkpoint; None: of all.
+    """
+    path = folder / "log.jsonl"
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if num_steps is None or row["step"] < num_steps:
+            rows.append(row)
+    return rows
 
 
-def tokens_seen(folder: pathlib.Path) -> int:
-    """Training tokens of all steps in a run's log."""
-    with (folder / "log.jsonl").open(encoding="utf-8") as log:
-        return sum(json.loads(line)["tokens"] for line in log)
+def last_held_out(folder: pathlib.Path, num_steps: int | None = None) -> dict[str, Any]:
+    """Returns the newest row with held-out numbers; `num_steps` as of `log_of`.
+
+    Raises:
+      ValueError: nothing was measured so far.
+    """
+    rows = [row for row in log_of(folder, num_steps) if "held_out_loss" in row]
+    if not rows:
+        raise ValueError(
+            f"{folder}: no held-out text was measured yet: train more steps"
+        )
+    return rows[-1]
+
+
+def tokens_seen(folder: pathlib.Path, num_steps: int | None = None) -> int:
+    """Returns the training tokens in a run's log; `num_steps` as of `log_of`."""
+    return sum(row["tokens"] for row in log_of(folder, num_steps))

@@ -385,18 +385,6 @@ def test_a_measurement_that_fails_says_how(monkeypatch):
         peak_memory.measure("spec_jax", request)
 
 
-def test_counts_of_rounds():
-    """Written out by hand: proposed and kept, in three rounds of at most 3."""
-    counters = hf.count([(3, 3), (3, 1), (2, 0)], num_tokens=7, gamma=3)
-    assert counters == metrics.Counters(
-        **{"tokens": 7, "rounds": 3, "proposed": 8, "accepted": 4, "cut": 0},
-        **{"accepted_hist": (1, 1, 0, 1), "proposed_at": (3, 2, 1)},
-        **dict.fromkeys(("accepted_at", "kept_by_rank"), (2, 1, 1)),
-    )
-    with pytest.raises(metrics.IdentityError):
-        hf.count([(3, 3)], num_tokens=5, gamma=3)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "place"),
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)],

@@ -144,6 +144,30 @@ def test_going_on_cannot_lose_rows(folders, finished, tmp_path, monkeypatch):
     assert out.read_bytes() == b"".join(lines[:6])
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_the_window_of_a_difference_is_not_lost(tmp_path, differs):
+    """Fails if a prompt that differs is kept without what came after it."""
+    rows = [{"kind": "header"}, {"kind": "prompt"}, {"kind": "prompt"}]
+    rows[2]["differences"] = ["logits"] if differs else []
+    path, lines = tmp_path / "rows.jsonl", [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines))
+    kept, num_bytes = certificates.read_rows(path, rows[0])
+    assert kept == rows[1 : 2 if differs else 3]
+    assert num_bytes == sum(map(len, lines[: 2 if differs else 3]))
+    path.write_text("".join([*lines, '{"kind": "mismatch"}\n']))
+    assert len(certificates.read_rows(path, rows[0])[0]) == 3
+
+
+def test_half_a_header_is_no_row(tmp_path):
+    """Of a machine that stopped while it wrote the first line."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"kind": "header", "gen_to')
+    assert certificates.read_rows(path, {"kind": "header"}) == ([], 0)
+    path.write_text('{"kind": "other", "gen_to')
+    with pytest.raises(ValueError, match="no JSON"):
+        certificates.read_rows(path, {"kind": "header"})
+
+
 def other_commit(content: str) -> str:
     header, *rows = content.splitlines(keepends=True)
     header = json.loads(header)

@@ -107,6 +107,8 @@ def test_a_run_goes_on(folder, tmp_path, monkeypatch, capsys):
     assert [row["subject"] for row in rows_of(out)] == ["qkv"] * 3 + ["down"] * 3
     assert script.main(command(folder, *more, "--resume", "--repeats", "4")) == 1
     assert "repeats is 3 there and 4 here" in capsys.readouterr().err
+    assert script.main(command(folder, *more, "--resume", "--impls", "xla")) == 1
+    assert "asked is [['native'" in capsys.readouterr().err
 
 
 def test_ratios_are_of_the_turns():
@@ -299,6 +301,9 @@ def test_bits_from_the_command_line(folder, tmp_path, impl, only, grids):
         assert control["kind"] == "control" and control["seen"]
     assert [row["kind"] for row in rows] == ["hash"] + ["bitwise"] * grids
     assert all(row["equal"] for row in rows[1:])
+    before = out.read_bytes()
+    assert script.main(command(folder, *more, "--resume")) == 0
+    assert out.read_bytes() == before  # Nothing is run twice.
 
 
 def test_a_kernel_that_fails_takes_no_other_with_it(folder, tmp_path, monkeypatch):

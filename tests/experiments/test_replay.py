@@ -245,6 +245,8 @@ def test_an_evaluation_goes_on_where_it_ended(
     assert words in capsys.readouterr().err
     assert replay.main(check(greedy, folders, *more, "--resume")) == cli.UNUSABLE
     assert "checked is None there and 3 here" in capsys.readouterr().err
+    header = rows_of(out)[0]
+    assert header["costs_sha256"] is None is header["schedule_sha256"]
     monkeypatch.setattr(fingerprint, "of_params", lambda params: "other")
     assert replay.main(evaluation(greedy, *more, "--resume")) == cli.UNUSABLE
     assert "the weights of ngram are others" in capsys.readouterr().err
@@ -314,9 +316,11 @@ def test_a_recording_is_taken_up(greedy, folders, tmp_path, capsys, monkeypatch)
         return real(lm, settings, prompt)
 
     monkeypatch.setattr(runs, "run_plain", watched)
+    before = path.read_bytes()
     assert replay.main(recording(folders, path)) == 0
     assert len(seen) == 1 and "2 of them taken up" in capsys.readouterr().out
     assert rows_of(path)[1:] == rows_of(greedy)[1:]
+    assert path.read_bytes().startswith(before)  # An interrupt cannot lose them.
 
 
 def test_texts_of_nan_are_not_recorded(overflowing, tmp_path, capsys):
@@ -438,9 +442,13 @@ def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, assert_r
     before = path.read_text()
     arguments = recording(folders, path, "--temperature", "0.5")
     assert_refused(arguments, "another recording", "temperature 0.0 and 0.5")
-    path.write_text(before.replace("py-02", "py-20"))
     arguments = recording(folders, path)
+    path.write_text(before.replace("py-02", "py-20"))
     assert_refused(arguments, "prompts of another file")
+    header, *rows = before.splitlines(keepends=True)
+    header = json.loads(header) | {"git_commit": "0" * 40}
+    path.write_text("".join([json.dumps(header) + "\n", *rows]))
+    assert_refused(arguments, "another recording", "git_commit 0000")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The target's own text: that it is greedy, and that a killed run goes on."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -89,3 +91,27 @@ def test_the_text_is_greedy(tmp_path):
     assert is_clear.mean() > 0.9
     chosen = logits.argmax(axis=-1)
     np.testing.assert_array_equal(chosen[is_clear], text[:, PREFIX:][is_clear])
+
+
+def test_a_kept_file_is_named_after_all_that_decides_its_texts():
+    """Fails if another target, seed or kernel goes on with the texts of one before."""
+    slabs = rollouts.Slabs(
+        params=params_lib.init(jax.random.key(0), CONFIG),
+        config=CONFIG,
+        prefixes=prefixes(),
+        length=LENGTH,
+        impl="xla",
+        seeds=np.full(len(prefixes()), -1),
+    )
+    others = {
+        "params": params_lib.init(jax.random.key(1), CONFIG),
+        "config": dataclasses.replace(CONFIG, rms_norm_eps=1e-4),
+        "prefixes": prefixes(1),
+        "length": LENGTH + 1,
+        "impl": "interpret",
+        "lengths": np.full(len(prefixes()), PREFIX - 1),
+        "seeds": np.arange(len(prefixes())),
+    }
+    found = [dataclasses.replace(slabs, **{k: v}).digest for k, v in others.items()]
+    assert len({slabs.digest, *found}) == 1 + len(others)
+    assert dataclasses.replace(slabs).digest == slabs.digest

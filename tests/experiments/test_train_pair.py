@@ -45,6 +45,20 @@ def logged(folder) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows]
 
 
+def test_a_log_is_read_to_the_checkpoint(tmp_path):
+    """Fails if a card states what its weights have not seen, or half a line ends it."""
+    rows = [{"step": step, "tokens": 10} for step in range(4)]
+    rows[1]["held_out_loss"], rows[3]["held_out_loss"] = 2.0, 1.0
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "log.jsonl").write_text(text + '{"step": 4, "to')
+    assert loop.tokens_seen(tmp_path) == 40 and loop.tokens_seen(tmp_path, 3) == 30
+    assert loop.last_held_out(tmp_path) == rows[3]
+    assert loop.last_held_out(tmp_path, 3) == rows[1]
+    with pytest.raises(ValueError, match="no held-out text was measured yet"):
+        loop.last_held_out(tmp_path, 1)
+    assert loop.log_of(tmp_path / "nowhere") == []
+
+
 # Orbax leaves its event loops to the garbage collector.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -62,7 +76,7 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path):
     assert [step for step, _ in logged(killed)] == list(range(6))
     testing.assert_same_bits(resumed, whole)
     assert logged(killed)[-1][1] < logged(killed)[0][1]
-    assert loop.last_held_out_loss(killed) > 0
+    assert loop.last_held_out(killed)["held_out_loss"] > 0
     assert loop.tokens_seen(killed) == 6 * 2 * 12
     # Negative control: another seed is another curve.
     other = tmp_path / "other"
@@ -189,7 +203,9 @@ def test_text_is_learned_on_from_a_published_pair(stage, tmp_path, monkeypatch):
         "run",
         lambda name, recipe, init, *rest, **more: begun.append(init),
     )
-    monkeypatch.setattr(train_pair.loop, "last_held_out_loss", lambda folder: 0.0)
+    monkeypatch.setattr(
+        train_pair.loop, "last_held_out", lambda folder: {"held_out_loss": 0.0}
+    )
     text = np.zeros((1, 3), np.int32)
     description = {"corpus": "none", "train_tokens": 2}
     monkeypatch.setattr(train_pair, "prepare", lambda args: (text, text, description))
