@@ -27,11 +27,11 @@ from experiments.lib import (
     gguf_files,
     llama_cpp,
     models,
+    processes,
     records,
     results,
     subjects,
     terminal,
-    timing,
 )
 from spec_jax import loading
 from spec_jax.drafters import registry
@@ -164,7 +164,7 @@ def run_all(
     console: rich_console.Console,
 ) -> bool:
     """Loads, measures, writes, prints; returns whether our texts are the same."""
-    threads = args.threads or timing.usable_cores()
+    threads = args.threads or processes.usable_cores()
     build = llama_cpp.find(args.llama_bin, threads=threads, limit_s=args.limit_s)
     subjects.check_device("cpu")
     gguf_files.check_installed()

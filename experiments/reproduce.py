@@ -31,6 +31,7 @@ from typing import Any
 
 from experiments.lib import (
     files,
+    processes,
     prompt_files,
     published,
     records,
@@ -150,9 +151,8 @@ def call(script: str, arguments: Sequence[str]) -> int:
     """Runs a script in a process of its own, and returns its exit status."""
     print(f"$ python -m experiments.{script} {shlex.join(arguments)}", flush=True)
     command = [sys.executable, "-m", f"experiments.{script}", *arguments]
-    paths = [str(published.ROOT), os.environ.get("PYTHONPATH", "")]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(command, env={**os.environ, **variables}).returncode
+    variables = {**os.environ, "PYTHONPATH": processes.python_path()}
+    return subprocess.run(command, env=variables).returncode
 
 
 def run_all(args: argparse.Namespace) -> int:

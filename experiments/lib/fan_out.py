@@ -284,9 +284,7 @@ def _variables() -> dict[str, str]:
     sent = {name: v for name, v in os.environ.items() if name.startswith(_SENT)}
     if jax.config.jax_num_cpu_devices > 0:
         sent["JAX_NUM_CPU_DEVICES"] = str(jax.config.jax_num_cpu_devices)
-    own = os.environ.get("PYTHONPATH")
-    paths = [str(processes.ROOT), *([own] if own else [])]
-    return sent | {"PYTHONPATH": os.pathsep.join(paths)}
+    return sent | {"PYTHONPATH": processes.python_path()}
 
 
 def add_flags(group: argparse._ActionsContainer) -> None:

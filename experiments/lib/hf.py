@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from experiments.lib import processes
 from spec_jax.analysis import conventions, metrics
 
 
@@ -129,16 +130,9 @@ def _import() -> str | None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(_num_cores())
+    torch.set_num_threads(processes.usable_cores())
     # None: torch had been loaded by the caller, and the policy is unknown.
     return wait_policy
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check_device(backend: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from rich import console as rich_console, table as rich_table
 
-from experiments.lib import kernel_plans, kernels, programs, records, timing
+from experiments.lib import kernel_plans, kernels, processes, programs, records, timing
 
 
 LEGEND = (
@@ -90,7 +90,7 @@ class Bench:
         Compiled in threads: XLA lets go of Python's lock.
         """
         made, failed, pending = {}, [], {}
-        with futures.ThreadPoolExecutor(timing.usable_cores()) as pool:
+        with futures.ThreadPoolExecutor(processes.usable_cores()) as pool:
             for variant in tried:
                 try:
                     static, pages, *rest = self.arguments(variant)

@@ -8,14 +8,12 @@ line a mismatch, which `experiments/parity.py` takes up by `read`.
 import dataclasses
 import functools
 import itertools
-import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from experiments.lib import exact_cells, files, paths, runs
@@ -309,6 +307,4 @@ def _compare(lm, entry, decoded, position) -> dict[str, Any]:
 
 def ulp(value: float, dtype: str) -> float:
     """Returns the distance of neighbouring numbers of `dtype` at a finite `value`."""
-    info = ml_dtypes.finfo(dtype)
-    exponent = math.frexp(max(abs(value), float(info.smallest_normal)))[1] - 1
-    return math.ldexp(1.0, exponent - info.nmant)
+    return float(np.spacing(np.abs(np.float64(value)).astype(np.dtype(dtype))))

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-import experiments
+from experiments.lib import processes
 
 
 OURS, THEIRS = "spec_jax", "transformers"
@@ -23,7 +23,6 @@ SIDES = (OURS, THEIRS)
 Peaks = dict[str, dict[str, int | None]]
 """By stage: "libraries", "weights", and then each way to generate, in this order."""
 
-_ROOT = pathlib.Path(experiments.__path__[0]).resolve().parent
 _STATUS = pathlib.Path("/proc/self/status")
 
 
@@ -54,13 +53,10 @@ def measure(side: str, request: Request) -> Peaks:
       MemoryError: the operating system ended the process.
       RuntimeError: it failed; the message says how.
     """
-    variables = dict(os.environ)
-    paths = [str(_ROOT), variables.get("PYTHONPATH", "")]
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [sys.executable, "-m", "experiments.lib.peak_memory", side],
         input=json.dumps(dataclasses.asdict(request)),
-        env=variables,
+        env={**os.environ, "PYTHONPATH": processes.python_path()},
         capture_output=True,
         text=True,
     )

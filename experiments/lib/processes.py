@@ -38,6 +38,18 @@ class Outcome:
     seconds: float  # that it ran
 
 
+def python_path() -> str:
+    """Returns the value of PYTHONPATH with which a process finds this checkout."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def usable_cores() -> int:
+    """Returns how many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def environment(
     *, compiled: pathlib.Path | None, xla_flags: str = "", memory_share: float = 0.9
 ) -> dict[str, str]:
@@ -49,9 +61,7 @@ def environment(
       xla_flags: besides those that are set.
       memory_share: of a GPU's memory that JAX may take.
     """
-    variables = dict(os.environ)
-    paths = [str(ROOT), variables.get("PYTHONPATH", "")]
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    variables = {**os.environ, "PYTHONPATH": python_path()}
     if compiled is None:
         variables["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     for name, value in {

@@ -9,7 +9,6 @@ nor the dispatch of an executable is measured.
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import noise
+from experiments.lib import noise, processes
 
 
 Thunk = Callable[[], float]
@@ -266,7 +265,7 @@ def host_read(num_bytes: int) -> Loop:
       num_bytes: of the array, rounded up to whole words.
     """
     words = np.ones(math.ceil(num_bytes / 8), np.uint64)
-    num_threads = usable_cores()
+    num_threads = processes.usable_cores()
     size = min(_PIECE_WORDS, math.ceil(words.size / num_threads))
     pieces = [words[at : at + size] for at in range(0, words.size, size)]
     pool = futures.ThreadPoolExecutor(num_threads)
@@ -284,13 +283,6 @@ def host_read(num_bytes: int) -> Loop:
             done.result()
 
     return Loop(run=run, calls=passes, num_bytes=num_bytes)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cache_bytes() -> int | None:

@@ -58,7 +58,7 @@ def oracle():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "_num_cores", lambda: 1)
+        patch.setattr(hf.processes, "usable_cores", lambda: 1)
         yield
 
 
