@@ -62,7 +62,7 @@ def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
     config, params = load_lib.load(args.target, impl=impl)
     tokenizer = tokenizer_lib.load(args.target)
     prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
-    ids = [tokenizer.encode(_text(tokenizer, prompt, args.raw)) for prompt in prompts]
+    ids = [_encode(tokenizer, prompt, args.raw) for prompt in prompts]
     # The end of a longer prompt: its continuation has the more to go on.
     ids = [prompt[-args.prefix :] for prompt in ids] * args.samples
     count = -(-len(ids) // rollouts.SLOTS) * rollouts.SLOTS
@@ -102,10 +102,11 @@ def roll_out(args: argparse.Namespace) -> None:
     whole.replace(_texts_path(args))  # Which is never half a file.
 
 
-def _text(tokenizer, prompt, raw: bool) -> str:
+def _encode(tokenizer, prompt, raw: bool) -> list[int]:
     if tokenizer.has_chat_template and not raw:
-        return tokenizer.apply_chat(prompt.messages)
-    return "\n\n".join(message["content"] for message in prompt.messages)
+        return tokenizer.encode(tokenizer.apply_chat(prompt.messages))
+    text = "\n\n".join(message["content"] for message in prompt.messages)
+    return tokenizer.encode(text, begins=True)
 
 
 def _texts_path(args: argparse.Namespace) -> pathlib.Path:

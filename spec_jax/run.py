@@ -274,7 +274,7 @@ def _is_one(prompt: Any) -> bool:
     return bool(prompt) and isinstance(prompt[0], int | np.integer | Mapping)
 
 
-def _encode(lm: LanguageModel, prompt: Any) -> list[int]:
+def _encode(lm: LanguageModel, prompt: Any, *, begins: bool = True) -> list[int]:
     """Returns the token ids of one prompt."""
     is_chat = not isinstance(prompt, str) and len(prompt) > 0
     is_chat = is_chat and isinstance(prompt[0], Mapping)
@@ -283,7 +283,7 @@ def _encode(lm: LanguageModel, prompt: Any) -> list[int]:
     if lm.tokenizer is None:
         raise ValueError("the model has no tokenizer: give token ids")
     text = lm.tokenizer.apply_chat(prompt) if is_chat else prompt
-    return lm.tokenizer.encode(text)
+    return lm.tokenizer.encode(text, begins=begins and not is_chat)
 
 
 def _settings(
@@ -306,7 +306,7 @@ def _stop_ids(lm: LanguageModel, stop: Sequence[int | str]) -> tuple[int, ...]:
     """Returns the ids of stop tokens."""
     ids: list[int] = []
     for one in [stop] if isinstance(stop, str | int) else stop:
-        encoded = _encode(lm, one) if isinstance(one, str) else [one]
+        encoded = _encode(lm, one, begins=False) if isinstance(one, str) else [one]
         if len(encoded) != 1:
             raise ValueError(
                 f"stop text {one!r} is {len(encoded)} tokens: give text of one token, "

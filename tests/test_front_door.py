@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
+import tokenizers
 
 import spec_jax as sj
+from experiments.lib import prompt_files, prompts
 from spec_jax import lossless, testing
 from spec_jax.drafters import ngram
 from spec_jax.gamma import goodput, threshold
@@ -91,6 +93,26 @@ def test_messages_go_through_the_chat_template(lm):
     assert (out.tokens, out.prompt_tokens) == (expected.tokens, expected.prompt_tokens)
     outs = sj.generate(lm, [chat, text, tuple(chat)], max_tokens=6)
     assert [one.tokens for one in outs] == [expected.tokens] * 3
+
+
+def test_a_text_begins_as_its_tokenizer_says(lm):
+    """Fails if a text lacks Llama's first token, or a chat or a stop text gets it."""
+    backend = tokenizers.Tokenizer.from_str(lm.tokenizer.backend.to_str())
+    begin = tiny_pair.END_OF_TEXT
+    first = backend.token_to_id(begin)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, first)]
+    )
+    tokenizer = dataclasses.replace(lm.tokenizer, backend=backend)
+    other = dataclasses.replace(lm, tokenizer=tokenizer)
+    ids = lm.tokenizer.encode("hi")
+    chat = [{"role": "user", "content": "hi"}]
+    asked = sj.decode(other, ["hi", ids, chat], max_tokens=2, stop=["a"])
+    of_chat = lm.tokenizer.encode("[user]hi[assistant]")
+    assert [one.prompt_tokens for one in asked] == [[first, *ids], ids, of_chat]
+    named = [prompt_files.Prompt(id="1", text="hi", category=None)]
+    assert prompts.encode(other, named, raw=True) == [[first, *ids]]
+    assert prompts.encode(other, named, raw=False) == [of_chat]
 
 
 SAMPLING = [sj.Sampling(temperature=0.0), sj.Sampling(seed=4, top_k=50), sj.Sampling()]

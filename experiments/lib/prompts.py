@@ -106,7 +106,7 @@ def encode(
         else JOINT.join(message["content"] for message in prompt.messages)
         for prompt in prompts
     ]
-    return [tokenizer.encode(text) for text in texts]
+    return [tokenizer.encode(text, begins=not use_chat) for text in texts]
 
 
 def check_lengths(

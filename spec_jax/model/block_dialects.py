@@ -173,7 +173,7 @@ def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
         stated |= {k: x for k, x in nested.items() if k not in (*_OWN, *_IGNORED)}
     stated |= {key: raw[key] for key in _KNOWN if key in raw}
     for key, value in stated.items():
-        if value not in (None, False, _KNOWN.get(key)):
+        if value not in (None, _KNOWN.get(key, False)):
             raise ValueError(f"{key}={reprlib.repr(value)} is not supported")
     projector = said.get("projector_type", "dflash")
     allowed = ("dspark",) if dialect == "specforge" else ("dflash",)
@@ -192,9 +192,6 @@ def _from_dict(
     dialect = _dialect_of(raw)
     said = _own_keys(raw, dialect)
     stated = head_dialects.stated_layers(raw, is_nested=dialect == "speculators")
-    kinds = stated.get("layer_types") or ["full_attention"]
-    if set(kinds) != {"full_attention"}:
-        raise ValueError(f"layer_types={reprlib.repr(kinds)}: only full_attention")
     if stated.get("model_type") not in ("qwen3", "dspark"):
         raise ValueError(
             f"model_type={reprlib.repr(stated.get('model_type'))}: layers are Qwen3's"

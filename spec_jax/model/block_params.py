@@ -266,21 +266,12 @@ def prepare(params: BlockParams, impl: str) -> BlockParams:
 
     To be done once, where they are loaded: within a step it is done at every step.
     """
-
-    def one(leaf: Any) -> Any:
-        return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
-
     # Tables whose rows are looked up, and a single row, are no products of kernels.
     markov = params.markov
     if markov is not None:
-        markov = params_lib.map_matrices(one, markov.replace(embed=None)).replace(
-            embed=markov.embed
-        )
+        products = params_lib.prepare_matrices(markov.replace(embed=None), impl)
+        markov = products.replace(embed=markov.embed)
     others = params.replace(embed=None, markov=None, confidence=None)
-    embed, dtype = params.embed, params.final_norm.dtype
-    if impl == "native" and embed.dtype != dtype:
-        # One call takes one dtype; a token that is rounded there is the same.
-        embed = weights.matrix(embed).astype(dtype)
-    return params_lib.map_matrices(one, others).replace(
-        embed=embed, markov=markov, confidence=params.confidence
+    return params_lib.prepare_matrices(others, impl).replace(
+        embed=params.embed, markov=markov, confidence=params.confidence
     )

@@ -66,12 +66,14 @@ def _from_dict(
             raise ValueError(f"{key}={reprlib.repr(flag)} must be true or false")
     if dialect == "deepspec":
         if any(flags.values()):
-            raise ValueError(f"{', '.join(f for f in flags if flags[f])}: not of heads")
+            set_ = ", ".join(key for key, flag in flags.items() if flag)
+            raise ValueError(f"{set_} is true: heads of deepspec have no such norms")
         draft_vocab_size = layer.vocab_size
     else:
         draft_vocab_size = raw.get("draft_vocab_size") or layer.vocab_size
     width = raw.get("target_hidden_size") or layer.hidden_size
-    for key, size in (("draft_vocab_size", draft_vocab_size), ("target_hidden", width)):
+    sizes = {"draft_vocab_size": draft_vocab_size, "target_hidden_size": width}
+    for key, size in sizes.items():
         if type(size) is not int:
             raise ValueError(f"{key}={reprlib.repr(size)} must be a whole number")
     return dialect, eagle3_params.Eagle3Config(
@@ -93,6 +95,10 @@ def _taps(
         key, ids, shift = "target_layer_ids", raw.get("target_layer_ids"), 1
     else:
         nested = raw.get("eagle_config") or {}
+        if not isinstance(nested, dict):
+            raise ValueError(
+                f"eagle_config={reprlib.repr(nested)} must be an object or null"
+            )
         key, ids, shift = _AUX, raw.get(_AUX) or nested.get(_AUX), 0
         if ids and nested.get(_AUX, ids) != ids:
             raise ValueError(

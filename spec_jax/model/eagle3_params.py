@@ -207,11 +207,7 @@ def prepare(params: Eagle3Params, impl: str) -> Eagle3Params:
 
     To be done once, where they are loaded: within a step it is done at every step.
     """
-
-    def one(leaf: Any) -> Any:
-        return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
-
-    prepared = params_lib.map_matrices(one, params.replace(embed=None))
+    prepared = params_lib.prepare_matrices(params.replace(embed=None), impl)
     embed, dtype = params.embed, params.final_norm.dtype
     if impl == "native" and embed.dtype != dtype:
         # One call takes one dtype; a token that is rounded there is the same.

@@ -108,6 +108,15 @@ def layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Confi
         "model_type": "qwen3",
         "tie_word_embeddings": False,
     }
+    kinds = raw.get("layer_types") or ["full_attention"]
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ValueError(f"layer_types={reprlib.repr(kinds)}: only full_attention")
+    for key in ("rope_is_neox_style", "is_neox_style"):
+        if raw.get(key) not in (None, True):
+            raise ValueError(
+                f"{key}={reprlib.repr(raw[key])} is not supported: RoPE turns the "
+                "halves of a head, not neighbours"
+            )
     if raw.get("head_dim") is None:  # As Llama has it.
         width, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
         if not (type(width) is type(heads) is int and heads > 0 and not width % heads):

@@ -60,6 +60,7 @@ def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
         "num_kv_heads * head_dim": config.num_kv_heads * H,
         "intermediate_size": config.intermediate_size,
     }.items():
+        layout.check_divides(**{name: size})
         if size % layout.segments:
             raise ValueError(
                 f"{name}={size} cannot be cut into segments={layout.segments}: take "

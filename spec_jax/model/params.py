@@ -116,6 +116,15 @@ def map_matrices(function: Callable, params: Any) -> Any:
     )
 
 
+def prepare_matrices(params: Any, impl: str) -> Any:
+    """Returns a pytree with each matrix as the kernels of a resolved `impl` read it."""
+
+    def one(leaf: weights.Weight) -> weights.Weight:
+        return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
+
+    return map_matrices(one, params)
+
+
 def prepare(params: Params, impl: str) -> Params:
     """The same weights as the kernels of a resolved `impl` read them.
 
@@ -123,11 +132,8 @@ def prepare(params: Params, impl: str) -> Params:
     where the weights are loaded (`load.load` does), and the given ones dropped. Inside
     a compiled step it is done at every step.
     """
-
-    def one(leaf: weights.Weight) -> weights.Weight:
-        return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
-
     # Rows of a table are looked up; where it is the head, too, they are multiplied.
-    is_head = params.lm_head is None
-    embed = one(params.embed) if is_head else weights.matrix(params.embed)
-    return map_matrices(one, params.replace(embed=None)).replace(embed=embed)
+    if params.lm_head is None:
+        return prepare_matrices(params, impl)
+    embed = weights.matrix(params.embed)
+    return prepare_matrices(params.replace(embed=None), impl).replace(embed=embed)

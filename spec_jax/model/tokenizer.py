@@ -44,9 +44,14 @@ class Tokenizer:
     stop_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Special tokens in it are recognised; none is added."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        """Token ids of `text`, in which special tokens are recognised.
+
+        Args:
+          begins: whether a text begins here, before which the file may want a token,
+            as Llama's wants `<|begin_of_text|>`. Chat templates write it themselves.
+        """
+        return self.backend.encode(text, add_special_tokens=begins).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included.

@@ -45,10 +45,15 @@ class Layout:
                 f"parallel.shard.mesh, with the one axis {collectives.AXIS!r}"
             )
         segments, devices = self.segments, self.mesh.size
+        if devices & (devices - 1):
+            raise ValueError(
+                f"{devices} devices do not add in one order whatever their number: "
+                f"take a power of two of them, such as {1 << devices.bit_length() - 1}"
+            )
         if segments < 1 or segments & (segments - 1) or segments % devices:
             raise ValueError(
-                f"{segments=} on {devices} devices: take a power of two that the "
-                f"number of devices divides, such as {SEGMENTS}"
+                f"{segments=} on {devices} devices: take a power of two that is a "
+                f"multiple of the number of devices, such as {max(SEGMENTS, devices)}"
             )
 
     @property
@@ -64,7 +69,8 @@ class Layout:
         """Raises `ValueError` for a size that the devices cannot share."""
         for name, size in sizes.items():
             if size % self.devices:
-                most = max(n for n in range(1, self.devices) if size % n == 0)
+                counts = (1 << i for i in range(self.devices.bit_length() - 1))
+                most = max(n for n in counts if size % n == 0)
                 raise ValueError(
                     f"{name}={size} cannot be cut for {self.devices} devices: take a "
                     f"number of devices that divides it, {most} at most here"

@@ -82,7 +82,7 @@ def learning_rate(recipe: Recipe, peak: float) -> optax.Schedule:
     """Returns the learning rate by step: it rises, stays at `peak`, and falls.
 
     It falls linearly to nothing over the last `decay_share` of the steps. Until then a
-    run does not depend on `steps`, so that it can be made longer.
+    run of at least two warm-ups does not depend on `steps`, and can be made longer.
     """
     warmup = min(recipe.warmup_steps, recipe.steps // 2)
     decay = round(recipe.decay_share * recipe.steps)
@@ -130,7 +130,8 @@ def labels(params: Params) -> Params:
 def batch(
     data: Data, *, size: int, step: int, seed: int, draw: Draw | None = None
 ) -> Batch:
-    """The sequences of optimiser step `step`: every sequence once an epoch.
+    """The sequences of optimiser step `step`: each at most once an epoch, whose last
+    ones are left out where they fill no batch.
 
     A pure function of its arguments, so that a resumed run sees the same batches.
     """

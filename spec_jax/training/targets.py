@@ -136,7 +136,10 @@ def write(folder: pathlib.Path, online: Online) -> None:
     index, described = folder / _INDEX, _describe(online)
     if index.exists():
         _check(index, described)
-    index.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    else:
+        whole = index.with_name(index.name + ".partial")
+        whole.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        whole.replace(index)  # Which is never half a file.
     for number, start in enumerate(range(0, len(online), SHARD)):
         path = folder / _shard(number)
         if path.exists():
@@ -204,6 +207,7 @@ def _describe(online: Online) -> dict:
     digest.update(np.ascontiguousarray(online.texts.mask).tobytes())
     return {
         "target_sha256": fingerprint.of_params(online.params),
+        "target_config": config_lib.to_dict(online.config),
         "texts_sha256": digest.hexdigest(),
         "taps": list(online.taps),
         "sequences": len(online),

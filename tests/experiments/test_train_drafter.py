@@ -90,6 +90,9 @@ def test_a_cache_has_the_bits_of_the_target(target, work):
         testing.assert_same_bits(cached[rows][name], array, what=name)
     with pytest.raises(ValueError, match="cache.json: of another taps; delete"):
         targets.Cached(work / "cache", job_of(target, work, "--taps", "0,2,1").online)
+    turned = dataclasses.replace(job.online.config, rope_theta=5e5)  # The same weights.
+    with pytest.raises(ValueError, match="cache.json: of another target_config; del"):
+        targets.Cached(work / "cache", dataclasses.replace(job.online, config=turned))
     with pytest.raises(ValueError, match="holds no cache; run the stage cache first"):
         targets.Cached(work / "nothing", job.online)
 

@@ -31,6 +31,16 @@ BAD_CONFIGS = {
         lambda raw: raw | {"dflash_config": None},
         "dflash_config is missing",
     ),
+    "interleaved": (
+        "z-lab",
+        nested(rope_is_neox_style=False),
+        "rope_is_neox_style=False is not supported",
+    ),
+    "interleaved, as others say it": (
+        "z-lab",
+        lambda raw: raw | {"is_neox_style": False},
+        "is_neox_style=False is not supported",
+    ),
     "mask": ("z-lab", nested(mask_token_id=96), "mask_token_id=96 is outside"),
     "no mask": ("z-lab", nested(mask_token_id=None), "mask_token_id=None must be a"),
     "last tap": ("z-lab", nested(target_layer_ids=[0, 3]), r"taps=\(1, 4\) of a"),

@@ -341,6 +341,14 @@ BAD_CONFIGS = {
         r"PEagleDraftModel.* no dialect of .*LlamaForCausalLMEagle3.*Qwen3Eagle3",
     ),
     "bias": ({"bias": True}, "bias is true: heads with biases"),
+    "window": ({"layer_types": ["sliding_attention"]}, "only full_attention"),
+    "kinds": ({"layer_types": "full_attention"}, "only full_attention"),
+    "interleaved": ({"rope_is_neox_style": False}, "rope_is_neox_style=False is not"),
+    "no object": ({"eagle_config": "x"}, "eagle_config='x' must be an object or null"),
+    "width in words": (
+        {"target_hidden_size": "x"},
+        "target_hidden_size='x' must be a whole",
+    ),
     "layers": ({"num_hidden_layers": 2}, "num_hidden_layers=2: only"),
     "flag": ({"fc_norm": "yes"}, "fc_norm='yes' must be true or false"),
     "taps": (

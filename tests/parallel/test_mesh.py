@@ -17,7 +17,7 @@ from experiments import spec_round
 from experiments.lib import models
 from spec_jax import run as run_lib
 from spec_jax.model import load_shards, row_model
-from spec_jax.parallel import shard
+from spec_jax.parallel import collectives, shard
 
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -124,6 +124,17 @@ def test_what_a_mesh_refuses(monkeypatch):
         shard.mesh(99)
     with pytest.raises(ValueError, match="intermediate_size=44 cannot be cut into"):
         on_mesh(intermediate_size=44)
+    for devices, fewer in ((3, 2), (12, 8)):
+        several = jax.sharding.AbstractMesh((devices,), (collectives.AXIS,))
+        words = f"{devices} devices do not add in one order .* of them, such as {fewer}"
+        with pytest.raises(ValueError, match=words):
+            shard.Layout(mesh=several)
+    several = jax.sharding.AbstractMesh((16,), (collectives.AXIS,))
+    with pytest.raises(ValueError, match="segments=8 on 16 devices: .* such as 16"):
+        shard.Layout(mesh=several)
+    four = shard.Layout(mesh=jax.sharding.AbstractMesh((4,), (collectives.AXIS,)))
+    with pytest.raises(ValueError, match="num_kv_heads=6 cannot be cut for 4 .* 2 at"):
+        four.check_divides(num_kv_heads=6)
     assert on_mesh().layout.describe() == {"devices": 1, "segments": 8}
     monkeypatch.setattr(load_shards, "FAMILIES", ("llama", "gpt_neox"))
     with pytest.raises(NotImplementedError, match="of qwen3 models: only those of"):
@@ -146,7 +157,7 @@ LOADS = """
 import pathlib, re, sys
 import jax
 from spec_jax.model import load
-from spec_jax.parallel import shard
+from spec_jax.parallel import collectives, shard
 
 folder, address, number = sys.argv[1:]
 devices = None
