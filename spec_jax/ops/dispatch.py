@@ -86,8 +86,8 @@ def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
     """The module of kernels of a name, of an implementation in `PALLAS`.
 
     And whether they are to be interpreted. Both backends have modules of the same
-    functions: "skinny_gemm", "row_attention", "angles", "argmax", "allocation", and for
-    sampling "first_tokens" and "noisy_weights".
+    functions: "skinny_gemm", "rms_norm", "row_attention", "angles", "argmax",
+    "allocation", and for sampling "first_tokens", "noisy_weights" and "row_sums".
     """
     backend = "mosaic" if impl == "mosaic" else "triton"
     module = importlib.import_module(f"spec_jax.pallas.{name}_{backend}")

@@ -79,7 +79,7 @@ def check_pools(x: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
     dtypes = {str(array.dtype) for array in (x, k_pages, v_pages)}
     if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
         raise NotImplementedError(
-            f"the Triton kernels take float32 or bfloat16, one of them: {dtypes}"
+            f"heads and pages of one dtype, float32 or bfloat16, not {sorted(dtypes)}"
         )
     if k_pages.shape != v_pages.shape:
         raise ValueError(f"keys {k_pages.shape} against values {v_pages.shape}")

@@ -1,8 +1,8 @@
 """The kernel of the skinny GEMM on Pallas Triton: one program of a product.
 
-It walks its columns of the weights once, for up to `MAX_TILES` tiles of 16 rows: each
-block is multiplied by one tile after the other, a product of its own for each. A row's
-sums are the same products in the same order whatever the number of tiles.
+It walks its columns of the weights once, for up to `slab.MOST_ROWS` rows, in tiles of
+16: each block is multiplied by one tile after the other, a product of its own for each.
+A row's sums are the same products in the same order whatever the number of tiles.
 """
 
 import dataclasses
@@ -15,9 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from spec_jax.pallas import early_launch, row_norm, slab
-
-
-MAX_TILES = 4  # of rows, of one program
 
 
 class Refs(NamedTuple):

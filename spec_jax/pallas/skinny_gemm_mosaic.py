@@ -9,8 +9,8 @@ and rows come by TMA, `stages` of them on their way, the weights once; the sums 
 taken in ascending order of K. The epilogue is the program's own.
 
 No kernel writes weights: the first blocks of them are asked for before the kernel that
-makes the rows has ended. Of the rows only the active ones, by eights, are read, and
-only they are written.
+makes the rows has ended. Of the rows the first 8, 16, 32 or all are read, as many as
+cover the active ones; only the active ones are written.
 
 As in `skinny_gemm_triton`, a plan is a function of the weight's shape alone.
 
@@ -31,7 +31,7 @@ from spec_jax.pallas import gemm_kernel_mosaic, rms_norm_mosaic, slab, warpgroup
 
 
 MIN_COLUMNS, MAX_COLUMNS = 8, 128  # of one program
-MAX_STAGES = 12
+MIN_STAGES, MAX_STAGES = 2, 12  # a step asks for what a later one multiplies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,9 @@ class Plan:
 def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
     """The plan of weights `[N, K]`, `parts` of which are walked by one program.
 
-    As wide as gives each multiprocessor a program; two fit where there are more. From
-    sizes: no timing is behind it yet.
+    As wide as gives each multiprocessor a program. Where there are more, two fit: one
+    loads while the other begins or ends, and shorter blocks leave each of them three
+    stages. From sizes: no timing is behind it yet.
     """
     block_k = 2 * warpgroup.TILE if num_terms % (2 * warpgroup.TILE) == 0 else (
         warpgroup.TILE
@@ -64,14 +65,14 @@ def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
         columns % block_n or columns // block_n < warpgroup.PROGRAMS - 4
     ):
         block_n //= 2
-    plan = Plan(block_n=block_n, block_k=block_k, stages=1)
-    room = warpgroup.MAX_SHARED_BYTES
+    plan = Plan(block_n=block_n, block_k=block_k, stages=3)
+    room = slab.MAX_SHARED_BYTES
     if columns // block_n > warpgroup.PROGRAMS:
         room = room // 2 - 1024  # the system's share of each
-    room -= _epilogue_bytes(plan)
-    return dataclasses.replace(
-        plan, stages=max(1, min(MAX_STAGES, room // _stage_bytes(plan, parts)))
-    )
+        if _needed_bytes(plan, parts) > room:
+            plan = dataclasses.replace(plan, block_k=warpgroup.TILE)
+    fits = (room - _epilogue_bytes(plan)) // _stage_bytes(plan, parts)
+    return dataclasses.replace(plan, stages=min(MAX_STAGES, fits))
 
 
 def project(
@@ -89,7 +90,8 @@ def project(
     """See `ops.projection.project`. Padding rows are uninitialised.
 
     Args:
-      w: not the result of an operation in the same program, which may still be at it.
+      w, norm: not results of an operation in the same program, which may still be at
+        it: they are read before the kernel waits for others.
       interpret: False, or jax's `InterpretGPUParams()`; `True` interprets no copies.
 
     Raises:
@@ -97,16 +99,13 @@ def project(
       NotImplementedError: arrays that are not bfloat16, or another `out_dtype`.
     """
     (R, K), N = x.shape, w.shape[0]
-    slab.check_shapes(w=(w, (N, K)), num_active=(num_active, ()))
     out_dtype = jnp.dtype(out_dtype)
-    if out_dtype not in (x.dtype, jnp.float32):
-        raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
+    slab.check_product(
+        x, w, (N, K), num_columns=N, num_active=num_active, norm=norm,
+        residual=residual, out_dtype=out_dtype,
+    )  # fmt: skip
     if residual is not None:
-        slab.check_shapes(residual=(residual, (R, N)))
-        if out_dtype != x.dtype:
-            raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
         residual = slab.padded(residual)
-    slab.check_bfloat16(x=x, w=w, norm=norm, residual=residual)
     how = _Norm(norm, num_active, eps)
     y = _multiply(x, w, how, residual, plan=plan or plan_for(N, K), parts=1,
                   out_dtype=out_dtype, interpret=interpret)  # fmt: skip
@@ -126,7 +125,7 @@ def gate(
     """See `ops.gated_projection.gated_projection`. Padding rows are uninitialised.
 
     Args:
-      w: as in `project`.
+      w, norm: as in `project`.
       interpret: as in `project`.
 
     Raises:
@@ -134,8 +133,10 @@ def gate(
       NotImplementedError: arrays that are not bfloat16.
     """
     (R, K), F = x.shape, w.shape[0] // 2
-    slab.check_shapes(w=(w, (2 * F, K)), num_active=(num_active, ()))
-    slab.check_bfloat16(x=x, w=w, norm=norm)
+    slab.check_product(
+        x, w, (2 * F, K), num_columns=F, num_active=num_active, norm=norm,
+        residual=None, out_dtype=x.dtype,
+    )  # fmt: skip
     how = _Norm(norm, num_active, eps)
     y = _multiply(x, w, how, None, plan=plan or plan_for(2 * F, K, parts=2), parts=2,
                   out_dtype=x.dtype, interpret=interpret)  # fmt: skip
@@ -162,7 +163,7 @@ def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
             interpret=interpret,
         )  # fmt: skip
         norm = norm._replace(weight=None)
-    height, stages = _height(R), min(plan.stages, K // plan.block_k)
+    height, stages = slab.height(R), min(plan.stages, K // plan.block_k)
     tile = warpgroup.ROWS, plan.block_n
     width = parts * plan.block_n
     walk = gemm_kernel_mosaic.Walk(
@@ -211,21 +212,21 @@ def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
     )(*operands)
 
 
-def _height(num_rows: int) -> int:
-    """The rows of one program, of whole slabs that share one read of the weights."""
-    slabs = num_rows // slab.ROWS
-    most = warpgroup.ROWS // slab.ROWS
-    return slab.ROWS * max(n for n in range(1, most + 1) if slabs % n == 0)
-
-
 def _stage_bytes(plan: Plan, parts: int) -> int:
     """Of the weights, of the rows, and of what the rows are normed with."""
     return 2 * (parts * plan.block_n + warpgroup.ROWS + 1) * plan.block_k
 
 
 def _epilogue_bytes(plan: Plan) -> int:
-    """At most: of the result, and of a residual; with barriers and scales."""
-    return 6 * warpgroup.ROWS * plan.block_n + 1024
+    """At most: of a float32 result, or of a bfloat16 one and a residual.
+
+    With barriers, scales and the end of the norm's weights, each in whole kilobytes.
+    """
+    return 4 * warpgroup.ROWS * plan.block_n + 4 * 1024
+
+
+def _needed_bytes(plan: Plan, parts: int) -> int:
+    return _stage_bytes(plan, parts) * plan.stages + _epilogue_bytes(plan)
 
 
 def check_plan(plan: Plan, num_columns: int, num_terms: int, *, parts: int = 1) -> None:
@@ -241,9 +242,10 @@ def check_plan(plan: Plan, num_columns: int, num_terms: int, *, parts: int = 1) 
         raise ValueError(f"{num_columns} columns are not whole {parts * block_n}s")
     if not num_terms or num_terms % plan.block_k:
         raise ValueError(f"{num_terms} terms are not whole {plan.block_k}s")
-    needed = _stage_bytes(plan, parts) * plan.stages + _epilogue_bytes(plan)
-    if plan.stages < 1 or needed > warpgroup.MAX_SHARED_BYTES:
+    needed = _needed_bytes(plan, parts)
+    least = min(MIN_STAGES, num_terms // plan.block_k)
+    if plan.stages < least or needed > slab.MAX_SHARED_BYTES:
         raise ValueError(
-            f"{plan} needs {needed} of {warpgroup.MAX_SHARED_BYTES} bytes of shared "
-            "memory, and at least a stage"
+            f"{plan} needs {needed} of {slab.MAX_SHARED_BYTES} bytes of shared memory, "
+            f"and at least {least} stages"
         )

@@ -36,7 +36,6 @@ from spec_jax.pallas import gemm_kernel_triton, gemm_reduce_triton, slab
 
 
 MIN_BLOCK = 16  # of a tensor-core instruction in any direction
-MAX_SHARED_BYTES = 232_448  # of one program on an H100
 SPARE_SHARED_BYTES = 16_384  # of these: for what is not of the pipeline
 
 
@@ -118,19 +117,11 @@ def project(
       NotImplementedError: arrays that are not bfloat16, or another `out_dtype`.
     """
     (R, K), N = x.shape, w.shape[1 if transposed else 0]
-    slab.check_shapes(
-        w=(w, (K, N) if transposed else (N, K)), num_active=(num_active, ())
-    )
     out_dtype = jnp.dtype(out_dtype)
-    if out_dtype not in (x.dtype, jnp.float32):
-        raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
-    if residual is not None:
-        slab.check_shapes(residual=(residual, (R, N)))
-        if out_dtype != x.dtype:
-            raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
-    slab.check_bfloat16(x=x, w=w, norm=norm, residual=residual)
-    if norm is not None:
-        slab.check_shapes(norm=(norm, (K,)))
+    slab.check_product(
+        x, w, (K, N) if transposed else (N, K), num_columns=N, num_active=num_active,
+        norm=norm, residual=residual, out_dtype=out_dtype,
+    )  # fmt: skip
     w = w.reshape((K, 1, N) if transposed else (1, N, K))
     if residual is not None:
         residual = slab.padded(residual)
@@ -168,11 +159,10 @@ def gate(
       NotImplementedError: arrays that are not bfloat16.
     """
     (R, K), F = x.shape, w.shape[1 if transposed else 0] // 2
-    slab.check_shapes(
-        w=(w, (K, 2 * F) if transposed else (2 * F, K)), num_active=(num_active, ())
-    )
-    slab.check_shapes(norm=(norm, (K,)))
-    slab.check_bfloat16(x=x, w=w, norm=norm)
+    slab.check_product(
+        x, w, (K, 2 * F) if transposed else (2 * F, K), num_columns=F,
+        num_active=num_active, norm=norm, residual=None, out_dtype=x.dtype,
+    )  # fmt: skip
     y = _multiply(
         slab.padded(x),
         w.reshape((K, 2, F) if transposed else (2, F, K)),
@@ -206,7 +196,7 @@ def _multiply(
     """`[16 n, N]` of `w`, `[parts, N, K]` or `[K, parts, N]`: each part a product."""
     (R, K), (parts, N) = x.shape, (w.shape[1:] if transposed else w.shape[:2])
     check_plan(plan, K, parts=parts)
-    height = _height(R)
+    height = slab.height(R)
     result = jax.ShapeDtypeStruct((R, N), out_dtype)
     tile = pl.BlockSpec((height, plan.block_n), lambda r, n, s: (r, n))
     out_shapes, out_specs = [result], [tile]
@@ -261,16 +251,9 @@ def _multiply(
     )
 
 
-def _height(num_rows: int) -> int:
-    """The rows of one program, of whole tiles that share one read of the weights."""
-    tiles = num_rows // slab.ROWS
-    fits = [n for n in range(1, gemm_kernel_triton.MAX_TILES + 1) if tiles % n == 0]
-    return slab.ROWS * fits[-1]
-
-
 def _num_stages(plan: Plan, height: int, parts: int) -> int:
     """As many of the plan's stages as there is room for: no bit depends on it."""
-    room = MAX_SHARED_BYTES - SPARE_SHARED_BYTES
+    room = slab.MAX_SHARED_BYTES - SPARE_SHARED_BYTES
     return min(plan.num_stages, room // _stage_bytes(plan, height, parts) + 1)
 
 
@@ -303,7 +286,7 @@ def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
         )
     stage = _stage_bytes(plan, slab.ROWS, parts)
     needed = stage * max(plan.num_stages - 1, 1)
-    if needed > MAX_SHARED_BYTES:
+    if needed > slab.MAX_SHARED_BYTES:
         raise ValueError(
-            f"{plan} needs {needed} of {MAX_SHARED_BYTES} bytes of shared memory"
+            f"{plan} needs {needed} of {slab.MAX_SHARED_BYTES} bytes of shared memory"
         )

@@ -2,7 +2,8 @@
 
 A slab is a tile of `ROWS` rows, the height of one tensor-core instruction. It is
 computed whole, whatever is live: a row's bits cannot depend on how many rows are.
-Padding rows are zeros where they are computed, and are neither loaded nor stored.
+Padding rows are never stored. On Triton they are not loaded either, and are zeros where
+they are computed; on Mosaic they are computed with whatever they are.
 Up to `MOST_ROWS` rows, in whole slabs, share one read of the weights.
 """
 
@@ -15,12 +16,19 @@ from jax.experimental.pallas import triton as plt
 
 ROWS = 16
 MOST_ROWS = 64
+MAX_SHARED_BYTES = 232_448  # of one program on an H100
 
 
 def padded(x: jax.Array) -> jax.Array:
     """`x` with rows of zeros up to a multiple of `ROWS`, and at least one slab."""
     missing = -x.shape[0] % ROWS if x.shape[0] else ROWS
     return jnp.pad(x, ((0, missing), (0, 0))) if missing else x
+
+
+def height(num_rows: int) -> int:
+    """The rows of one program of a product: slabs that share a read of the weights."""
+    slabs, most = num_rows // ROWS, MOST_ROWS // ROWS
+    return ROWS * max(n for n in range(1, most + 1) if slabs % n == 0)
 
 
 def check_shapes(**pairs: tuple[jax.Array, tuple[int, ...]]) -> None:
@@ -37,6 +45,31 @@ def check_bfloat16(**arrays: jax.Array | None) -> None:
             raise NotImplementedError(
                 f"the GPU kernels multiply bfloat16, and {name} is {array.dtype}"
             )
+
+
+def check_product(
+    x: jax.Array,  # [R, K]
+    w: jax.Array,
+    shape: tuple[int, int],  # which `w` must have
+    *,
+    num_columns: int,  # of the result
+    num_active: jax.Array,
+    norm: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype: jnp.dtype,
+) -> None:
+    """Raises as the kernels' `project` and `gate` say."""
+    R, K = x.shape
+    check_shapes(w=(w, shape), num_active=(num_active, ()))
+    if norm is not None:
+        check_shapes(norm=(norm, (K,)))
+    if out_dtype not in (x.dtype, jnp.float32):
+        raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
+    if residual is not None:
+        check_shapes(residual=(residual, (R, num_columns)))
+        if out_dtype != x.dtype:
+            raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
+    check_bfloat16(x=x, w=w, norm=norm, residual=residual)
 
 
 def added(

@@ -3,8 +3,9 @@
 A value of two axes lies in registers as a tensor-core instruction leaves its sums, 64
 rows high: a warp has 16 rows, and each of its threads 2 columns of every 8. Rows that
 are not there are computed with, whatever they are, and never stored: no row meets
-another. What comes from memory and goes there is copied by TMA, rows of shared memory
-from 128 bytes on.
+another. Blocks of two axes come by TMA and are stored by it. A copy that is contiguous
+on both sides, as that of a single row, may begin at any 16 bytes of shared memory; any
+other has to begin at a multiple of 128.
 
 XLA launches the next kernel as soon as all programs of this one let it go, long before
 they have ended (programmatic dependent launch, as in `early_launch`); what to wait for
@@ -27,7 +28,6 @@ from spec_jax.pallas import early_launch
 ROWS = 64  # of an instruction, and of a value of two axes
 THREADS = 128  # of a warpgroup: a value of one axis has a multiple of it
 ALIGNED = 8  # logits: a row begins where a load may
-MAX_SHARED_BYTES = 232_448  # of one program on an H100
 PROGRAMS = 132  # one for each multiprocessor of an H100
 
 SWIZZLE_BYTES = 128  # of a row of a tile in shared memory

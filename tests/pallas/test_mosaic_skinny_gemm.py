@@ -109,7 +109,8 @@ def test_a_plan_by_the_number_of_rows_is_caught(rng):
             "not in blocks of 8 by 64",
         ),
         ((512, 64), dataclasses.replace(PLAN, block_n=512), "256 of an instruction"),
-        ((64, 64), dataclasses.replace(PLAN, stages=24), "needs 256000 of 232448"),
+        ((64, 64), dataclasses.replace(PLAN, stages=24), "needs 257024 of 232448"),
+        ((64, 128), dataclasses.replace(PLAN, stages=1), "at least 2 stages"),
     ],
 )
 def test_refusals(shape, plan, message):
@@ -118,6 +119,31 @@ def test_refusals(shape, plan, message):
     options = {"num_active": np.int32(3), "norm": None, "residual": None, "eps": EPS}
     with pytest.raises(ValueError, match=message):
         gemm.project(x, w, out_dtype=jnp.bfloat16, plan=plan, **options)
+
+
+def test_a_norm_of_another_width_is_refused():
+    """Fails if a norm that is too short is read past its end, a longer one cut."""
+    x, w = np.ones((3, 128), "bfloat16"), np.ones((64, 128), "bfloat16")
+    options = {"num_active": np.int32(3), "eps": EPS}
+    for width in (64, 256):
+        norm = np.ones(width, "bfloat16")
+        with pytest.raises(ValueError, match=rf"norm has shape \({width},\), not"):
+            gemm.gate(x, w, norm=norm, **options)
+        with pytest.raises(ValueError, match=rf"norm has shape \({width},\), not"):
+            gemm.project(
+                x, w, norm=norm, residual=None, out_dtype=jnp.bfloat16, **options
+            )
+
+
+WIDE = [(24_576, 4096, 2), (151_936, 1024, 1), (151_936, 4096, 1), (32_000, 2048, 1)]
+
+
+@pytest.mark.parametrize(("N", "K", "parts"), [*WIDE, (12_288, 4096, 1)])
+def test_a_step_is_loaded_while_another_is_multiplied(N, K, parts):
+    """Fails if a program waits for copies that it asks for only later."""
+    plan = gemm.plan_for(N, K, parts=parts)
+    assert plan.stages >= 3 > gemm.MIN_STAGES
+    gemm.check_plan(plan, N, K, parts=parts)
 
 
 PREFETCHED = (1024, 2048), (6144, 4096, "norm"), (24_576, 4096, "gate")
