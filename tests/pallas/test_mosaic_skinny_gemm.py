@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from spec_jax import testing
+from spec_jax.debug.microscope import fused
 from spec_jax.pallas import skinny_gemm_mosaic as gemm, warpgroup
 
 
@@ -230,6 +231,17 @@ def test_weights_that_are_made_are_caught(compiler):
     report = compiler.compile(three_rows, *product, order="weights made")
     with pytest.raises(AssertionError, match="are weights that"):
         checks.assert_launched_early(report)
+    checks.assert_launched_early(compiler.compile(read_by_the_microscope))
+
+
+def read_by_the_microscope(rows: int = 3, width: int = 1024) -> hopper.Program:
+    """What a product norms, which elsewhere is its product with an identity."""
+
+    def fn(x, weight, num_active):
+        return fused.normed(x, weight, num_active=num_active, eps=EPS, impl="mosaic")
+
+    shapes, dtypes = ((rows, width), (width,), ()), (jnp.bfloat16,) * 2 + (jnp.int32,)
+    return hopper.Program(fn=fn, args=tuple(map(jax.ShapeDtypeStruct, shapes, dtypes)))
 
 
 def logits_program(N: int, K: int, rows: int = 16) -> hopper.Program:
