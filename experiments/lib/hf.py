@@ -235,6 +235,8 @@ def generate(
     counters = conventions.from_hugging_face(
         drafts, gamma_max=gamma, tokens=len(tokens)
     )
+    # A chain's drafts are kept in their order.
+    counters = dataclasses.replace(counters, kept_by_rank=counters.accepted_at)
     return Generated(tokens=tokens, counters=counters)
 
 

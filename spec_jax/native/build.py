@@ -8,6 +8,7 @@ start at once: each builds in a folder of its own and renames, so that a reader 
 sees half a file.
 """
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -22,6 +23,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -85,6 +87,20 @@ _ISA_NEEDS = {
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"},
     "avx2": {"avx2", "fma"},
     "portable": set(),
+}
+
+# An instruction of each, which an old assembler may not know.
+_PROBES = {
+    "avx512bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0",
+    "avx512": "vandps %zmm0, %zmm0, %zmm0",
+    "avx2": "vpaddd %ymm0, %ymm0, %ymm0",
+    "portable": "",
+}
+
+# What a compiler says of a full disk and of a quota that is used up, where LC_ALL=C.
+_FULL = {
+    errno.ENOSPC: "No space left on device",
+    errno.EDQUOT: "Disk quota exceeded",
 }
 
 ISA_VARIABLE = "SPEC_JAX_ISA"
@@ -222,10 +238,10 @@ def _asked_commands(asked: str) -> list[list[str]]:
 
 @functools.cache
 def _widest(compiler: tuple[str, ...]) -> str:
-    """The first available set whose flags the compiler knows: an old one may not."""
+    """The first available set that the compiler and its assembler know."""
     for isa in available_isas():
-        probe = [*compiler, *ISA_FLAGS[isa], "-x", "c++", "-E", os.devnull]
-        if _run(probe).returncode == 0:
+        probe = [*compiler, *ISA_FLAGS[isa], "-x", "c++", "-c", "-", "-o", os.devnull]
+        if _run(probe, source=f'asm("{_PROBES[isa]}");').returncode == 0:
             return isa
     return "portable"  # What the compiler has to say is said when it builds.
 
@@ -278,7 +294,7 @@ def _open_from(
         library = ctypes.CDLL(str(path))
         if not _missing(library):
             return library
-        path.unlink()
+        path.unlink(missing_ok=True)
     library = ctypes.CDLL(str(_compile(compiler, isa, folder, prefix)))
     missing = _missing(library)
     if missing:
@@ -328,7 +344,11 @@ def _digest(path: pathlib.Path) -> str:
 def _find(folder: pathlib.Path, prefix: str) -> pathlib.Path | None:
     """A whole library in `folder`, or None. Damaged ones are removed."""
     for path in sorted(folder.glob(f"{prefix}*.so")):
-        if path.name == f"{prefix}{_digest(path)}.so":
+        try:
+            digest = _digest(path)
+        except FileNotFoundError:  # Another process found it damaged, too.
+            continue
+        if path.name == f"{prefix}{digest}.so":
             return path
         path.unlink(missing_ok=True)
     return None
@@ -344,6 +364,10 @@ def _compile(
         shlex.join(compiler),
         folder,
     )
+    for left in folder.glob("*.partial"):  # By a process that was killed.
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left, ignore_errors=True)
     sources = pathlib.Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=folder, suffix=".partial") as scratch:
         partial = pathlib.Path(scratch) / "kernels.so"
@@ -358,8 +382,9 @@ def _compile(
         ]
         # The compiler's own temporary files are as large: on the same disk.
         result = _run(command, LC_ALL="C", TMPDIR=scratch)
-        if "No space left on device" in result.stderr:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for number, text in _FULL.items():
+            if text in result.stderr:
+                raise OSError(number, text)
         if result.returncode:
             name, status = shlex.join(compiler), result.returncode
             raise BuildError(f"{name} failed with status {status}:\n{result.stderr}")
@@ -373,7 +398,7 @@ def _key(compiler: Sequence[str], isa: str) -> str:
     digest = hashlib.sha256()
     facts = (
         *compiler,
-        _run([*compiler, "--version"]).stdout,
+        _run([*compiler, "--version"], LC_ALL="C").stdout,
         *FLAGS,
         *ISA_FLAGS[isa],
         jaxlib.version.__version__,
@@ -386,10 +411,13 @@ def _key(compiler: Sequence[str], isa: str) -> str:
     return digest.hexdigest()[:20]
 
 
-def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+def _run(
+    command: list[str], *, source: str | None = None, **environment: str
+) -> subprocess.CompletedProcess:
     try:
         return subprocess.run(
             command,
+            input=source,
             capture_output=True,
             text=True,
             errors="replace",

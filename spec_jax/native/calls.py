@@ -1,7 +1,7 @@
 """The kernels as JAX functions: shapes in, shapes out, and the foreign calls.
 
 The instruction set is part of a call's target, so that one process can compare
-several: `isa` is one of `build.ISA_FLAGS`, the widest that runs here if None.
+several: `isa` is one of `build.ISA_FLAGS`, that of `build.load` if None.
 
 Weights come as `Panels`. A matrix that is none is turned into them by the call itself,
 which costs more than the call: for single products, and not for models.
@@ -180,6 +180,8 @@ def attend(
         raise NotImplementedError(f"head size {H} is odd, or above {MAX_HEAD}")
     if N < 1 or N % K:
         raise ValueError(f"{N} query heads for {K} key/value heads")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("norms of queries and of keys: both, or neither")
     if q_norm is None or k_norm is None:  # For the kernel empty, as in `project`.
         q_norm = k_norm = jnp.zeros((0,), heads.dtype)
     else:
@@ -188,6 +190,7 @@ def attend(
     check_shapes(
         heads=(heads, (R, (N + 2 * K) * H)),
         v_pages=(v_pages, k_pages.shape),
+        page_table=(page_table, (page_table.shape[0], page_table.shape[-1])),
         cos=(cos, (R, H // 2)),
         sin=(sin, (R, H // 2)),
         slots=(slots, (R,)),
@@ -282,7 +285,10 @@ def move(
     """See `ops.page_move.page_move`. The pools are updated in place."""
     shape = (slots.shape[0],)
     check_shapes(
-        sources=(sources, shape), targets=(targets, shape), moves=(moves, shape)
+        page_table=(page_table, (page_table.shape[0], page_table.shape[-1])),
+        sources=(sources, shape),
+        targets=(targets, shape),
+        moves=(moves, shape),
     )
     for pool in pools:
         check_shapes(pool=(pool, pools[0].shape))

@@ -7,8 +7,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "argmax.h"
@@ -48,7 +48,8 @@ struct Best {
 
   void offer_all(const float* x, int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n += kLanes) {
-      // (Where the end is near there are zeros, too, which are none of them.)
+      // (Where the end is near there are zeros, too, which are none of them. Where a
+      // value is no number the highest may be lost: such a row has no draft.)
       float highest = largest_lane(load_lanes(x + n, end - n));
       if (count == most && highest <= found[most - 1].value) continue;
       for (int64_t i = n; i < std::min<int64_t>(n + kLanes, end); ++i) offer({x[i], i});

@@ -6,9 +6,11 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "argmax.h"
@@ -181,10 +183,17 @@ void weigh_rows(Team<Pool>& team, const Draws& draws, const std::vector<Draft>& 
     return draws.top_k[slot] < N || draws.top_p[slot] < 1;
   };
   if (std::any_of(slots.begin(), slots.end(), filters)) {
+    std::atomic<bool> is_short{false};  // of memory: a body must not throw
     team.run(count, 1, [&](int64_t r, int64_t, int64_t) {
       int64_t slot = slots[r];
-      if (filters(slot)) rows[r].filter(N, draws.top_k[slot], draws.top_p[slot]);
+      if (!filters(slot)) return;
+      try {
+        rows[r].filter(N, draws.top_k[slot], draws.top_p[slot]);
+      } catch (const std::bad_alloc&) {
+        is_short = true;
+      }
     });
+    if (is_short) throw std::bad_alloc();
   }
   team.run(count * pieces, 1, [&](int64_t i, int64_t, int64_t) {
     int64_t begin = i % pieces * kDrawPiece, end = std::min(begin + kDrawPiece, N);

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -114,8 +113,8 @@ inline std::vector<Span> spans(const Rows& rows) {
   return out;
 }
 
-// Norm, unless it is null, and rotation of one head: out [H]. `cos` and `sin` are rounded to T by the caller,
-// and every product and sum is rounded, as the reference does.
+// Rotation of one head, normed first unless `norm` is null: out [H]. The caller rounds
+// `cos` and `sin` to T; every product and sum is rounded, as in the reference.
 template <typename T>
 void rotate(const T* head, const T* norm, const float* cos, const float* sin, int64_t H,
             float eps, T* out) {

@@ -47,7 +47,6 @@ class SideBySide {
     K_ = K;
   }
 
-  int64_t rows() const { return rows_; }
   int64_t words() const { return words_of<T>(K_); }
 
   // Rows of the group that begins at row `first`.

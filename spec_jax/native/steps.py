@@ -69,6 +69,8 @@ class Model:
             calls.check_shapes(head=(self.head, (self.num_logits, D)))
             calls.check_dtypes(self.head, self.final_norm)
         for layer, (k, v) in zip(self.layers, self.pages, strict=True):
+            if (layer.q_norm is None) != (layer.k_norm is None):
+                raise ValueError("norms of queries and of keys: both, or neither")
             if layer.q_norm is not None and layer.k_norm is not None:
                 calls.check_shapes(
                     q_norm=(layer.q_norm, (H,)), k_norm=(layer.k_norm, (H,))
@@ -188,9 +190,10 @@ class Model:
         Raises:
           ValueError: shapes that do not fit each other.
         """
-        (tokens, slots, positions, num_active, branch), (_, cos, sin) = rows, at
+        (tokens, slots, positions, num_active, branch), (table, cos, sin) = rows, at
         (R,), half = tokens.shape, self.pages[0][0].shape[3] // 2
         calls.check_shapes(
+            page_table=(table, (table.shape[0], table.shape[-1])),
             slots=(slots, (R,)),
             positions=(positions, (R,)),
             cos=(cos, (R, half)),

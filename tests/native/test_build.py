@@ -201,9 +201,11 @@ def test_a_compiler_that_cannot_run(home, tmp_path):
 FULL = 'echo "fatal error: writing $2: No space left on device" >&2; exit 1'
 
 
-def test_a_full_disk(home, compiler, library):
+@pytest.mark.parametrize("words", ["No space left on device", "Disk quota exceeded"])
+def test_a_full_disk(home, compiler, library, words):
     """Fails if a full cache disk is an error while another folder has room."""
-    path = compiler(f'case "$2" in {home}*) {FULL};; *) cp {library} "$2";; esac')
+    full = FULL.replace("No space left on device", words)
+    path = compiler(f'case "$2" in {home}*) {full};; *) cp {library} "$2";; esac')
     build.open_library(path, "portable")
     assert compiler.runs() == 2
     assert libraries(home) == []
@@ -272,6 +274,34 @@ def test_a_damaged_library(home, compiler, damage):
     build.open_library(path, "portable")
     assert compiler.runs() == 2
     assert [p.read_bytes() for p in libraries(home)] == [whole]
+
+
+def test_a_damaged_library_that_another_process_removes(home, compiler, monkeypatch):
+    """Fails if the folder is then taken for one that does not work."""
+    path, real = compiler(), build._digest
+    build.open_library(path, "portable")
+    (stored,) = libraries(home)
+
+    def removed(library):
+        monkeypatch.setattr(build, "_digest", real)
+        stored.unlink()
+        return real(library)
+
+    monkeypatch.setattr(build, "_digest", removed)
+    build.open_library(path, "portable")
+    assert len(libraries(home)) == 1 and not fallback(home).exists()
+
+
+def test_what_a_killed_build_left_is_removed(home, compiler):
+    """After an hour: until then it may be a build that goes on."""
+    home.mkdir(parents=True, mode=0o700)
+    old, new = home / "tmpold.partial", home / "tmpnew.partial"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "cc.s").write_text("half")
+    os.utime(old, (1, 1))
+    build.open_library(compiler(), "portable")
+    assert not old.exists() and new.exists()
 
 
 def test_a_library_without_its_functions(home, compiler, tmp_path):

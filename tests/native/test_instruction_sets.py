@@ -40,6 +40,21 @@ def test_a_set_that_the_compiler_does_not_know(monkeypatch, tmp_path, unknown, w
     assert build._widest((str(path),)) == widest
 
 
+def test_a_set_that_the_assembler_does_not_know(monkeypatch, tmp_path):
+    """Fails if the flags alone are tried: the compiler may be newer than its tools."""
+    monkeypatch.setattr(build, "available_isas", lambda: ("avx512bf16", "avx512"))
+    path = tmp_path / "half_new"
+    path.write_text("#!/bin/sh\nif grep -q vdpbf16ps; then exit 1; fi\n")
+    path.chmod(0o755)
+    assert build._widest((str(path),)) == "avx512"
+
+
+def test_the_compiler_here_knows_the_probes():
+    """Fails if a probe is no assembly: the widest set would be portable."""
+    available = build.available_isas()
+    assert build._widest(tuple(build.find_compiler())) == available[0]
+
+
 def test_loading_twice_is_loading_once(isa):
     """Fails if a second call registers again: by name, and as the default."""
     assert build.load(isa) == isa

@@ -333,6 +333,12 @@ def test_two_calls_share_nothing(rng, isa):
         ({"cos": np.ones((4, 9))}, ValueError, r"cos has shape \(4, 9\)"),
         ({"slots": np.zeros(3, np.int32)}, ValueError, "slots has shape"),
         ({"q_norm": jnp.ones(16, "bfloat16")}, NotImplementedError, "one of them"),
+        (
+            {"q_norm": None},
+            ValueError,
+            "norms of queries and of keys: both, or neither",
+        ),
+        ({"page_table": np.zeros(3, np.int32)}, ValueError, "page_table has shape"),
     ],
 )
 def test_refusals(rng, change, error, message):

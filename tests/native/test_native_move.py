@@ -119,5 +119,7 @@ def test_bad_input(rng):
     pools = pools_of(rng, "float32")
     with pytest.raises(ValueError, match="pool has shape"):
         move((*pools, pools[0][1:]), MOVES)
+    with pytest.raises(ValueError, match="page_table has shape"):
+        calls.move(pools, **arguments_of(MOVES) | {"page_table": jnp.asarray(TABLE)[0]})
     with pytest.raises(NotImplementedError, match="one of them"):
         move((pools[0], pools[1].astype("bfloat16")), MOVES)

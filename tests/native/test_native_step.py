@@ -126,9 +126,12 @@ def test_refusals():
         "with_logits": True,
     }
     bad = layers[0]._replace(down=layers[0].gate_up)
+    half = layers[0]._replace(k_norm=None)
     for change, error, message in (
         ({"taps": (3,)}, ValueError, r"taps=\(3,\) of 2 layers"),
         ({"cos": angle[:1]}, ValueError, "cos has shape"),
+        ({"page_table": number}, ValueError, "page_table has shape"),
+        ({"layers": [layers[0], half]}, ValueError, "both, or neither"),
         ({"layers": [layers[0], bad]}, ValueError, "down has shape"),
         ({"pages": [(pool, pool[:2])] * 2}, ValueError, "v_pages has shape"),
         ({"embed": jnp.zeros(params.embed.shape)}, ValueError, "of panels"),
