@@ -178,11 +178,11 @@ def test_a_process_reads_its_own_slices(tmp_path):
     """Fails if a process ever holds a whole checkpoint."""
     config = tiny_pair.config(
         hidden_size=1024,
-        intermediate_size=6144,
+        intermediate_size=3072,
         num_heads=8,
         num_kv_heads=2,
         head_dim=64,
-        num_layers=4,
+        num_layers=8,
     )
     tiny_pair.write_model(tmp_path, config, seed=0)
     total = (tmp_path / "model.safetensors").stat().st_size
@@ -197,8 +197,9 @@ def test_a_process_reads_its_own_slices(tmp_path):
     ]
     first, second, alone = (int(one.communicate(timeout=300)[0]) for one in started)
     largest = 4 * 2 * config.intermediate_size * config.hidden_size
-    # Its half, two weights on their way, and a block: less than the checkpoint.
-    most = total / 2 + 2 * largest + 16 * 2**20
+    # Its half, weights on their way, and a block: less than the checkpoint. Two of them,
+    # and one that JAX has not let go of yet, whose copy another thread has made.
+    most = total / 2 + 3 * largest + 16 * 2**20
     assert most < 0.9 * total
     assert max(first, second) < most < 0.9 * alone, (first, second, alone, total)
 
