@@ -112,6 +112,7 @@ def one_kernel(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
+        """Is the function where nothing is traced, or where a kernel has begun."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         if getattr(_tracing, "one_kernel", False) or not _is_traced(leaves):
             return function(*args, **kwargs)
@@ -151,6 +152,8 @@ def _run(closed: core.ClosedJaxpr, arrays: list[jax.Array]) -> list[Any]:
         return [found[v] for v in asked]
 
     def as_one(*values):
+        """Computes what is asked in a kernel of its own."""
+
         def run(*values):
             with xla_metadata.set_xla_metadata(**dict.fromkeys(_MARKS)):
                 results = compute(*values)

@@ -83,7 +83,7 @@ def _features(
     *,
     num_prompt: int,
 ) -> np.ndarray | None:
-    """Returns the text's features `[capacity, taps, D]`; None: nobody reads them."""
+    """Returns the text's features `[capacity, taps, D]`; None where none are read."""
     taps = protocols.taps_of(lm.drafter)
     if not taps:
         return None

@@ -329,6 +329,7 @@ class Schedule:
         """
 
         def some():
+            """Weighs the drafts against each other."""
             chances = survival[:, : self.gamma_max]
             if state.scaling is not None:
                 own = (each[0, : chances.shape[1]] for each in state.scaling)

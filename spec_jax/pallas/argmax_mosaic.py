@@ -52,6 +52,7 @@ def argmax(
             key_ref[row, chunk], index_ref[row, chunk] = largest, index
 
     def argmax_rows(num_active_ref, key_ref, index_ref, out_ref):
+        """Finds the highest of the chunks of a row."""
         row = jax.lax.axis_index("r")
         inside = warpgroup.line_numbers(width) < num_chunks
 

@@ -85,6 +85,7 @@ def is_last(
 
     @plgpu.inline_mgpu(arg_types=(counter, counter, scalar))
     def count(_, counter, place, last):
+        """Adds one, and leaves in `place` what was there before."""
         # Pallas has no addition that says what was there. This one wraps around.
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
             mgpu.utils.inline_ptx(  # type: ignore[attr-defined] # from jax 0.11 on
@@ -124,6 +125,7 @@ def finish(
     parts = group // at_once
 
     def finish_row(turn, carry):
+        """Adds the splits of some heads of a row."""
         row, part = first + div(turn, parts), jax.lax.rem(turn, parts)
         length, head = lengths[row], part * at_once
 
@@ -149,6 +151,7 @@ def _summed(splits, head, heads, count, lay):
         return view[H], view[H + STATISTICS], view[pl.ds(0, H)]
 
     def add(turn, sums):
+        """Adds the next splits, in order."""
         steps = [turn * split_sums.AT_ONCE + i for i in range(split_sums.AT_ONCE)]
         coming = [
             [load(jnp.minimum(step, count - 1), i) for i in range(heads)]

@@ -197,8 +197,8 @@ def test_a_process_reads_its_own_slices(tmp_path):
     ]
     first, second, alone = (int(one.communicate(timeout=300)[0]) for one in started)
     largest = 4 * 2 * config.intermediate_size * config.hidden_size
-    # Its half, weights on their way, and a block: less than the checkpoint. Two of them,
-    # and one that JAX has not let go of yet, whose copy another thread has made.
+    # Its half, weights on their way, and a block: less than the checkpoint. Two of
+    # them, and one that JAX has not let go of yet, whose copy another thread made.
     most = total / 2 + 3 * largest + 16 * 2**20
     assert most < 0.9 * total
     assert max(first, second) < most < 0.9 * alone, (first, second, alone, total)
