@@ -156,7 +156,11 @@ def call(script: str, arguments: Sequence[str]) -> int:
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """Runs what is not finished; returns the exit status."""
+    """Runs what is not finished.
+
+    Returns:
+      The worst exit status of the steps asked for, those finished before included.
+    """
     if not args.allow_dirty:
         records.check_clean(what="a row of experiments/results", allow="--allow-dirty")
     here, path = records.provenance(), records.RESULTS / LOG

@@ -288,7 +288,7 @@ def export_pair(args: argparse.Namespace) -> None:
     draft_stages = ("draft", "distill", "align")
     for name, stage_names in (("target", ("target",)), ("draft", draft_stages)):
         stage = STAGES[stage_names[-1]]
-        params, _ = restore(args, stage_names[-1])
+        params, step = restore(args, stage_names[-1])
         loss = jax.jit(functools.partial(losses.text_loss, stage.config))
         models.append(
             export.Model(
@@ -296,7 +296,7 @@ def export_pair(args: argparse.Namespace) -> None:
                 config=stage.config,
                 params=params,
                 held_out_loss=loop.held_out_loss(loss, params, held_out, batch_size=8),
-                stages=_tokens_seen(args, name, stage_names),
+                stages=_tokens_seen(args, name, stage_names, step),
             )
         )
     export.write(args.assets, args.work / "tokenizer.json", models)
@@ -311,14 +311,19 @@ def export_pair(args: argparse.Namespace) -> None:
 
 
 def _tokens_seen(
-    args: argparse.Namespace, model: str, stages: Sequence[str]
+    args: argparse.Namespace, model: str, stages: Sequence[str], step: int | None = None
 ) -> dict[str, int]:
-    """Tokens that a model saw by stage, with those of `--base`."""
+    """Tokens that a model saw by stage, with those of `--base`.
+
+    Args:
+      step: of the last stage's checkpoint; None: all that its log has.
+    """
     seen = export.tokens_seen(args.base / "README.md", model) if args.base else {}
     for stage in stages:
         folder = args.work / STAGES[stage].folder
         if not args.base or folder.exists():
-            seen[stage] = seen.get(stage, 0) + loop.tokens_seen(folder)
+            first = step if stage == stages[-1] else None
+            seen[stage] = seen.get(stage, 0) + loop.tokens_seen(folder, first)
     return seen
 
 

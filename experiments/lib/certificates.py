@@ -70,7 +70,8 @@ def read_rows(
         )
     is_kept = [row.get("kind") in ("prompt", "mismatch") for row in rows]
     count = [*is_kept, False].index(False)
-    # After a prompt that differs comes its window, which an interrupt may have cut off.
+    # After a prompt that differs its window may follow, which an interrupt may have cut
+    # off. Whether one was to come is not written (trees have none): it is run again.
     if 0 < count == len(rows) and rows[count - 1].get("differences"):
         count -= 1
     return rows[:count], sum(map(len, lines[: 1 + count]))

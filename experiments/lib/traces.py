@@ -253,7 +253,10 @@ def _taken_up(path, header, prepared) -> tuple[list[PromptTrace], int]:
             f"{path}: holds traces of another recording ({'; '.join(changes)}); name "
             "another file, or remove this one"
         )
-    return known, path.stat().st_size
+    held = files.read(path)
+    if not held.endswith(b"\n"):  # The next row would be glued to the last one.
+        known, held = known[:-1], held[: held.rfind(b"\n") + 1]
+    return known, len(held)
 
 
 _LEAST = {"slab": 2, "gen_tokens": 1, "page_size": 1, "num_prompts": 1}

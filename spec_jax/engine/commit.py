@@ -112,7 +112,8 @@ def update_policy(
 ) -> policy_lib.State:
     """Returns the policy's state after a round.
 
-    Where none counts it is told zeros: to a policy that is off, a round of waiting.
+    A round that does not count (see `_counts`) is handed on as zeros. A policy whose
+    gamma is 0 at present takes it for one of the rounds that it waits.
     """
     counts = _counts(slot, info)
     numbers = info.gamma, info.proposal.num_drafted, info.outcome.num_accepted

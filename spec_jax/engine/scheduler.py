@@ -89,7 +89,7 @@ def generated(slot: states.Slots) -> list[int]:
 
 
 def _check_policy(policy: Any, drafter: protocols.SlotDrafter) -> None:
-    """Raises `ValueError` for a policy of what this drafter does not draft."""
+    """Raises `ValueError` for a policy that does not fit the drafter's proposals."""
     name = type(policy).__name__
     if not policy_lib.reads_ranks(policy):
         if protocols.is_tree(drafter):

@@ -240,8 +240,10 @@ def _asked_commands(asked: str) -> list[list[str]]:
 def _widest(compiler: tuple[str, ...]) -> str:
     """The first available set that the compiler and its assembler know."""
     for isa in available_isas():
-        probe = [*compiler, *ISA_FLAGS[isa], "-x", "c++", "-c", "-", "-o", os.devnull]
-        if _run(probe, source=f'asm("{_PROBES[isa]}");').returncode == 0:
+        # -pipe: g++ would write to the temporary folder, and where that is full no set
+        # would seem to be known.
+        flags = [*ISA_FLAGS[isa], "-pipe", "-x", "c++", "-c", "-", "-o", os.devnull]
+        if _run([*compiler, *flags], source=f'asm("{_PROBES[isa]}");').returncode == 0:
             return isa
     return "portable"  # What the compiler has to say is said when it builds.
 

@@ -52,9 +52,10 @@ class Plan:
 def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
     """The plan of weights `[N, K]`, `parts` of which are walked by one program.
 
-    As wide as gives each multiprocessor a program. Where there are more, two fit: one
-    loads while the other begins or ends, and shorter blocks leave each of them three
-    stages. From sizes: no timing is behind it yet.
+    As wide as gives each multiprocessor a program. Where there are more programs than
+    multiprocessors, two of them fit on each, so that one loads while the other begins
+    or ends; blocks are then shorter if that is needed for three stages. From sizes: no
+    timing is behind it yet.
     """
     block_k = 2 * warpgroup.TILE if num_terms % (2 * warpgroup.TILE) == 0 else (
         warpgroup.TILE

@@ -47,8 +47,9 @@ class Layout:
         segments, devices = self.segments, self.mesh.size
         if devices & (devices - 1):
             raise ValueError(
-                f"{devices} devices do not add in one order whatever their number: "
-                f"take a power of two of them, such as {1 << devices.bit_length() - 1}"
+                f"{devices} devices: the order of a sum is the same on any number of "
+                "devices only if that is a power of two; take "
+                f"{1 << devices.bit_length() - 1} of them"
             )
         if segments < 1 or segments & (segments - 1) or segments % devices:
             raise ValueError(

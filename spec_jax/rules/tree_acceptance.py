@@ -207,7 +207,9 @@ class _Walk(pytree.Node):
     reached: jax.Array  # [D] bool
     last: jax.Array  # [] int32, the column where it ended
     own: jax.Array  # [] int32, what `try_children` said there
-    is_cut: jax.Array  # [] bool: no child of the last column was tried: deep enough
+    is_cut: (
+        jax.Array
+    )  # [] bool: the path may have no more drafts, and no child was tried
 
     def outcome(self, draft_tokens: jax.Array, own: jax.Array) -> acceptance.Outcome:
         """Returns the drafts of the path, and the target's `own` token after them."""
@@ -232,7 +234,8 @@ def _walk(
     *,
     depth_max: int,
 ) -> _Walk:
-    """Descends to the first child that stays, until none does or `wanted` are kept.
+    """Descends to the first child that stays, until none does, or the path has `wanted`
+    drafts or `depth_max`.
 
     Args:
       try_children: after a column, the target's token and which drafts stay if they

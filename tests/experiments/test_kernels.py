@@ -108,7 +108,7 @@ def test_a_run_goes_on(folder, tmp_path, monkeypatch, capsys):
     assert script.main(command(folder, *more, "--resume", "--repeats", "4")) == 1
     assert "repeats is 3 there and 4 here" in capsys.readouterr().err
     assert script.main(command(folder, *more, "--resume", "--impls", "xla")) == 1
-    assert "asked is [['native'" in capsys.readouterr().err
+    assert "asked is {'impls': ['native'" in capsys.readouterr().err
 
 
 def test_ratios_are_of_the_turns():

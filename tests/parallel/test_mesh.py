@@ -126,7 +126,7 @@ def test_what_a_mesh_refuses(monkeypatch):
         on_mesh(intermediate_size=44)
     for devices, fewer in ((3, 2), (12, 8)):
         several = jax.sharding.AbstractMesh((devices,), (collectives.AXIS,))
-        words = f"{devices} devices do not add in one order .* of them, such as {fewer}"
+        words = f"{devices} devices: the order of a sum .*; take {fewer} of them"
         with pytest.raises(ValueError, match=words):
             shard.Layout(mesh=several)
     several = jax.sharding.AbstractMesh((16,), (collectives.AXIS,))
@@ -157,7 +157,7 @@ LOADS = """
 import pathlib, re, sys
 import jax
 from spec_jax.model import load
-from spec_jax.parallel import collectives, shard
+from spec_jax.parallel import shard
 
 folder, address, number = sys.argv[1:]
 devices = None

@@ -33,14 +33,15 @@ def normed(
     eps: float,
     impl: str,
 ) -> Float[Array, "R D"]:
-    """The normed rows inside `projection.project`: their product with the identity.
+    """The normed rows as `projection.project` has them inside.
 
-    Each sum has one term that is not zero, so that the product is exact. (The sign of
-    a zero is lost, and a row with an element that is not finite becomes NaN.)
+    They are its product with the identity: each sum has one term that is not zero, so
+    that the product is exact. (The sign of a zero is lost, and a row with an element
+    that is not finite becomes NaN.) On Mosaic they are those of the norm's own kernel,
+    which gives the same bits: a product there reads its weights before it waits for
+    other kernels, and may read none that the same program makes.
     """
     if impl == "mosaic":
-        # Its products read weights early, and may read none that the program makes; the
-        # kernel of the norm by itself gives the same bits.
         return rms_norm.row_norm(x, weight, num_active=num_active, eps=eps, impl=impl)
     identity = jnp.eye(x.shape[1], dtype=x.dtype)
     return projection.project(
