@@ -114,6 +114,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             )
     elif args.check:
         flags.check_models(parser, args)
+    if args.schedule and args.costs:
+        parser.error(
+            "--costs charges for drafts that are verified, and with --schedule there "
+            "are more than that: leave one out"
+        )
     if args.resume and args.out is None:
         parser.error("--resume goes on with --out: give both, or neither")
     return args

@@ -145,7 +145,7 @@ def measure(
     if args.batch is not None and args.batch > len(prompts):
         args.batch = len(prompts)
         console.print(f"--batch: {args.batch} slots, as many as there are prompts")
-    drafted = f"tree {args.tree}" if args.tree else f"gamma {args.gamma}"
+    drafted = f"tree {args.tree}" if args.tree else f"gamma {settings.gamma}"
     models.announce(args, subject, console, drafted)
     design = results_lib.Design(lm=lm, settings=settings)
     compile_s = results_lib.warm_up([design], subject.ids)
@@ -176,9 +176,11 @@ def summarise(
 ) -> tuple[dict, dict[str, dict]]:
     """Returns the metrics of all prompts, and of each category, as rows."""
     summary = results_lib.summarise(results)
-    if args.batch is not None:
-        summary = results_lib.without_decode_times(summary)
     categories = results_lib.by_category(results)
+    if args.batch is not None:
+        strip = results_lib.without_decode_times
+        summary = strip(summary)
+        categories = {name: strip(of_one) for name, of_one in categories.items()}
     rows = {name: tables.to_row(of_one) for name, of_one in categories.items()}
     return tables.to_row(summary), rows
 
@@ -186,13 +188,14 @@ def summarise(
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     """Returns what was run, for the summary line."""
     names = ("drafter", "verify_path", "acceptance", "cache", "draft_cache")
-    names += ("gamma", "batch", "gamma_policy", "confidence")
+    names += ("batch", "gamma_policy", "confidence")
     chosen = {name: getattr(args, name) for name in names}
     if args.schedule:
         chosen["schedule"] = args.schedule.name
     return {
         **models.describe(args, subject.lm),
         **chosen,
+        "gamma": subject.settings.gamma,
         "tree": args.tree and str(args.tree),
         "prompt_source": prompt_files.without_folders(args.prompts),
         "capacity": subject.settings.capacity,

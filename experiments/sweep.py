@@ -212,10 +212,17 @@ def _trees(args: argparse.Namespace) -> list[str]:
     return [tree for tree in args.tree if tree != flags.NO_TREE]
 
 
-def check_trees(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
-    """Raises, before any cell is run, where a drafter or the rule has no trees."""
-    for name in args.drafter if _trees(args) else ():
-        lm = models.with_drafter(args, lm, name)
+def _with_drafter(args: argparse.Namespace, lm: loading.LanguageModel, name: str):
+    return models.with_drafter(args, lm, name, gamma_max=args.gamma_max)
+
+
+def check_drafts(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
+    """Raises, before any cell is run, where a drafter or the rule has no trees, or a
+    drafter fewer drafts than are asked for."""
+    for name in args.drafter:
+        lm = _with_drafter(args, lm, name)
+        if flags.NO_TREE in args.tree:
+            models.check_gamma(name, lm.drafter, max(args.gamma))
         for tree in _trees(args):
             models.with_tree(args, lm, tree)
 
@@ -225,17 +232,32 @@ def weights_of(lm: loading.LanguageModel) -> str:
     return fingerprint.of_params(lm.drafter_params)
 
 
+def schedule_sha256(args: argparse.Namespace) -> str:
+    """Returns a hash of the profile that `--schedule` names."""
+    return hashlib.sha256(args.schedule.read_bytes()).hexdigest()
+
+
 def check_weights(
     args: argparse.Namespace, lm: loading.LanguageModel, rows: Sequence[dict]
 ) -> None:
-    """Raises `ValueError` where a drafter has other weights than in its rows."""
+    """Raises `ValueError` where a drafter has other weights than in its rows, or a
+    profile of their name other times."""
     for name in args.drafter:
         found = {row.get("drafter_sha256") for row in rows if row["drafter"] == name}
         found -= {None}
-        if found and found != {weights_of(models.with_drafter(args, lm, name))}:
+        if found and found != {weights_of(_with_drafter(args, lm, name))}:
             raise ValueError(
                 f"the weights of {name} are others than those of the cells in the "
                 "file: name another file"
+            )
+    if args.schedule:
+        name = args.schedule.name
+        of_profile = [row for row in rows if row.get("schedule") == name]
+        found = {row.get("schedule_sha256") for row in of_profile} - {None}
+        if found - {schedule_sha256(args)}:
+            raise ValueError(
+                f"the profile {name} is another than that of the cells in the file: "
+                "name another file"
             )
 
 
@@ -302,20 +324,22 @@ class Bench:
         self._args, self._drafter = args, args.drafter[0]
         self.lm = models.load(args, drafter=self._drafter, gamma_max=args.gamma_max)
         self._drafter_sha256 = weights_of(self.lm)
-        check_trees(args, self.lm)
+        check_drafts(args, self.lm)
         self.sets = load_sets(args, self.lm)
         self.shared = shared_settings(args, self.lm)
 
     def __call__(self, cell: Cell) -> Iterator[dict[str, Any]]:
         """Yields the row of a cell."""
         if cell.drafter != self._drafter:
-            self.lm = models.with_drafter(self._args, self.lm, cell.drafter)
+            self.lm = _with_drafter(self._args, self.lm, cell.drafter)
             self._drafter, self._drafter_sha256 = cell.drafter, weights_of(self.lm)
         subject = self.sets[cell.prompt_source]
         row = cells_lib.row_of(cell, run_cell(self._args, cell, subject, self.lm))
         row["prompts_sha256"] = prompts_sha256(subject, cell.category)
         row["capacity"] = subject.settings.capacity
         row["drafter_sha256"] = self._drafter_sha256
+        if self._args.schedule:
+            row["schedule_sha256"] = schedule_sha256(self._args)
         yield row
 
 

@@ -66,10 +66,13 @@ ALONE = Way()
 
 @dataclasses.dataclass(kw_only=True)
 class Result:
-    """What a way did: its last runs of all prompts, and the seconds of each repeat."""
+    """What a way did: its last runs of all prompts, and of each repeat the seconds, the
+    texts that are right, and the tokens chosen from logits that are not finite."""
 
     done: list[runs.Plain | runs.Speculative] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
+    equal: list[int] = dataclasses.field(default_factory=list)
+    nonfinite: list[int] = dataclasses.field(default_factory=list)
 
     def num_equal(self, other: "Result") -> int:
         """How many texts are those of the other."""
@@ -79,11 +82,6 @@ class Result:
     def num_tokens(self) -> int:
         """Of all texts."""
         return sum(len(run.tokens) for run in self.done)
-
-    @property
-    def nonfinite(self) -> int:
-        """Tokens that were chosen from logits that are not finite."""
-        return sum(run.nonfinite for run in self.done)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -139,8 +137,8 @@ def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
     return {
         "kind": "throughput",
         **way.to_row(),
-        "prompts_equal": result.num_equal(alone),
-        "nonfinite_logits": result.nonfinite,
+        "prompts_equal": min(result.equal),
+        "nonfinite_logits": max(result.nonfinite),
         "tokens": num_tokens,
         **timing.spread_fields("tok_s", [num_tokens / s for s in result.seconds]),
         **timing.spread_fields("ratio", timing.ratios(alone.seconds, result.seconds)),
@@ -174,9 +172,11 @@ def run_ways(lm, settings, ids, results, *, repeats: int) -> Iterator[dict[str, 
             for way, result in results.items():
                 result.done, seconds = _once(lm, settings[way], ids, way)
                 result.seconds.append(seconds)
+                result.equal.append(result.num_equal(results[ALONE]))
+                result.nonfinite.append(sum(run.nonfinite for run in result.done))
                 yield {
                     **{"kind": "throughput_run", **way.to_row(), "repeat": repeat},
-                    "prompts_equal": result.num_equal(results[ALONE]),
+                    "prompts_equal": result.equal[-1],
                     "seconds": seconds,
                 }
                 advance()
@@ -221,7 +221,9 @@ def run(args: argparse.Namespace) -> int:
             lm = forced_drafter.adversarial(lm)
             subject = dataclasses.replace(subject, lm=lm)
         ids = subject.ids
-        settings = policies.with_policy(args.gamma_policy, lm, subject.settings, ids[0])
+        settings = policies.with_policy(
+            args.gamma_policy, lm, subject.settings, models.typical(ids)
+        )
         if max(args.batch) > len(ids):
             console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
         ways = ways_of(args, settings, num_prompts=len(ids))
@@ -231,6 +233,8 @@ def run(args: argparse.Namespace) -> int:
             {"drafter": args.drafter, "prompts": len(ids)}
             | {"prompt_source": prompt_files.without_folders(args.prompts)}
             | {"gamma_policy": args.gamma_policy, "adversarial": args.adversarial}
+            | {"confidence": args.confidence}
+            | {"schedule": args.schedule and args.schedule.name}
             | models.describe(args, lm)
             | records.provenance()
         )

@@ -124,8 +124,9 @@ def with_drafter(
         dtype=cell.dtype,
     )
     drafter, params = registry.build(name, parts)
-    if cell.draft_cache == "round" and name in WITH_MODEL:
-        drafter = round_local.of(drafter)
+    has_cache = name in WITH_MODEL or name in registry.NEED_TARGET
+    if cell.draft_cache == "round" and has_cache:
+        drafter = round_local.of(drafter)  # Refuses a head.
     lm = lm.with_drafter(drafter, params)
     return lm if cell.tree == cells.NO_TREE else lm.with_tree(cell.tree)
 

@@ -11,6 +11,7 @@ from rich import console as rich_console
 from experiments.lib import prompt_files, prompts as prompts_lib, runs
 from spec_jax import loading
 from spec_jax.drafters import draft_model, each, hybrid, registry, tree_shapes
+from spec_jax.engine import protocols
 from spec_jax.ops import dispatch
 from spec_jax.parallel import shard
 
@@ -71,17 +72,33 @@ def with_tree(
     return lm
 
 
+def check_gamma(name: str, drafter: protocols.Drafter, gamma: int) -> None:
+    """Raises `ValueError` for a gamma above what a drafter drafts, as a block may."""
+    if gamma > drafter.gamma_max:
+        raise ValueError(
+            f"--gamma {gamma}: {name} drafts {drafter.gamma_max} tokens at most"
+        )
+
+
 def with_drafter(
-    args: argparse.Namespace, lm: loading.LanguageModel, name: str
+    args: argparse.Namespace,
+    lm: loading.LanguageModel,
+    name: str,
+    *,
+    gamma_max: int | None = None,
 ) -> loading.LanguageModel:
-    """Returns the same target with the drafter of that name; raises as `load`."""
+    """Returns the same target with the drafter of that name; raises as `load`.
+
+    Args:
+      gamma_max: None: that of the drafter that the model has.
+    """
     parts = loading.drafter_parts(
         lm.target,
         lm.params,
         lm.tokenizer,
         folder=args.target,
         draft=args.draft,
-        gamma_max=lm.gamma_max,
+        gamma_max=gamma_max or lm.gamma_max,
         dtype=args.dtype,
     )
     return lm.with_drafter(*registry.build(name, parts))
@@ -96,7 +113,9 @@ def load_drafters(
 ) -> Drafters:
     """Loads one target with each of the drafters, by their names; raises as `load`."""
     first = load(args, drafter=names[0], gamma_max=gamma_max)
-    others = {name: with_drafter(args, first, name) for name in names[1:]}
+    others = {
+        name: with_drafter(args, first, name, gamma_max=gamma_max) for name in names[1:]
+    }
     return {names[0]: first} | others
 
 

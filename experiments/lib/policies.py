@@ -86,7 +86,8 @@ def make(
         policy needs them.
     """
     # A lookup that finds nothing cost nothing, and is no evidence.
-    asks_a_model = isinstance(drafter, draft_model.DraftModel | hybrid.Hybrid)
+    real = getattr(drafter, "inner", drafter)  # Of one that is forced.
+    asks_a_model = isinstance(real, draft_model.DraftModel | hybrid.Hybrid)
     probing = policy.Probing(silence_is_free=not asks_a_model)
     if name == "fixed":
         return Chosen()
@@ -162,7 +163,8 @@ def of_run(
       ValueError: as `scheduled`.
     """
     if not args.schedule:
-        return with_policy(name, subject.lm, settings, subject.ids[0])
+        prompt = models.typical(subject.ids)
+        return with_policy(name, subject.lm, settings, prompt)
     about = models.describe(args, subject.lm) | {"drafter": drafter or args.drafter}
     lengths = statistics.median(map(len, subject.ids))
     drawn = settings.sampling

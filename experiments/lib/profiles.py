@@ -25,7 +25,7 @@ KIND = "step_profile"
 CALIBRATION = "confidences"
 """Of rows that `fit_scores.py --gamma` writes."""
 
-SAME = ("target", "dtype", "impl", "native_isa", "drafter")
+SAME = ("target", "draft", "dtype", "impl", "native_isa", "drafter", "devices")
 """What a profile is of: times of others would be made up."""
 
 _ROUND = "round"
@@ -180,7 +180,7 @@ def read(
     """
     rows = list(files.read_rows(path, hint="; profile_steps.py writes one").values())
     of_run = [
-        row for row in rows if all(row.get(key) == described[key] for key in SAME)
+        row for row in rows if all(row.get(key) == described.get(key) for key in SAME)
     ]
     found = [row for row in of_run if row.get("kind") == KIND]
     fits = [
@@ -191,14 +191,16 @@ def read(
     if not fits:
         there = [{key: row.get(key) for key in (*SAME, "num_slots", "gamma")}
                  for row in rows if row.get("kind") == KIND]  # fmt: skip
-        wanted = {key: described[key] for key in SAME}
+        wanted = {key: described.get(key) for key in SAME}
         raise ValueError(
             f"{path}: no profile of {wanted} with {num_slots} slots and gamma {gamma} "
             f"or more, but of {there or 'nothing'}: measure it by profile_steps.py "
             f"--batch {num_slots} --gamma {gamma}"
         )
     try:
-        row = min(fits, key=lambda row: abs(row["context"] - context))
+        # Of more drafts than are asked for, drafting would seem to take longer.
+        nearest = lambda row: (row["gamma"], abs(row["context"] - context))
+        row = min(fits, key=nearest)
         step_s = schedule.times([row["step_s"][0], *row["step_s"]])
         draft_s = float(row["draft_s"])
     except (ValueError, TypeError, IndexError, KeyError) as error:

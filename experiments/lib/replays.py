@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import policies, runs, step_costs, traces
+from experiments.lib import models, policies, runs, step_costs, traces
 from spec_jax import loading
 from spec_jax.analysis import metrics, trace as trace_lib
-from spec_jax.drafters import each, oracle, registry
+from spec_jax.drafters import draft_model, each, hybrid, oracle, registry
 from spec_jax.engine import (
     checks,
     protocols,
@@ -49,7 +49,7 @@ def build(
 
     Args:
       draft: Hugging Face folder of the draft model; the embedded one if None.
-      min_confidence: of the draft model, see `draft_model.DraftModel`.
+      min_confidence: of a drafter that runs a model, see `draft_model.DraftModel`.
       target: of a drafter that reads its features.
 
     Raises:
@@ -75,7 +75,7 @@ def build(
                 f"({'; '.join(changes)}); give the --draft that goes with "
                 f"{header.target}"
             )
-        return dataclasses.replace(drafter, min_confidence=min_confidence), params
+        return drafter, params
 
     is_embedded = header.target == traces.EMBEDDED
     parts = registry.Parts(
@@ -88,7 +88,13 @@ def build(
         heads=loading.heads_for(None if is_embedded else header.target),
         dtype=header.dtype,
     )
-    return registry.build(name, parts)
+    drafter, params = registry.build(name, parts)
+    change = functools.partial(dataclasses.replace, min_confidence=min_confidence)
+    if isinstance(drafter, hybrid.Hybrid):
+        drafter = dataclasses.replace(drafter, draft=change(drafter.draft))
+    elif isinstance(drafter, draft_model.DraftModel):
+        drafter = change(drafter)
+    return drafter, params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,15 +200,24 @@ def _features_of(drafter: Any, features: np.ndarray | None) -> dict[str, Any]:
 
 
 def record_features(
-    lm: loading.LanguageModel, prompt: traces.PromptTrace, taps: tuple[int, ...]
+    lm: loading.LanguageModel,
+    prompt: traces.PromptTrace,
+    taps: tuple[int, ...],
+    *,
+    capacity: int | None = None,
 ) -> np.ndarray:
-    """Runs the target over a text for its features, as live rounds do."""
+    """Runs the target over a text for its features, as live rounds do.
+
+    Args:
+      capacity: texts with the same share executables; None: as the text needs.
+    """
     return trace_lib.record_features(
         rows_lib.SlotRows(model=lm.target, num_slots=1),
         lm.params,
         prompt.text,
         num_prompt=len(prompt.prompt_ids),
         taps=taps,
+        capacity=capacity,
     )
 
 
@@ -285,8 +300,10 @@ class Evaluation:
             return [None] * len(self.prompts)
         if taps not in self.recorded:
             assert self.target is not None  # The drafter was built with it.
+            capacity = max(len(prompt.text) for prompt in self.prompts)
             self.recorded[taps] = [
-                record_features(self.target, prompt, taps) for prompt in self.prompts
+                record_features(self.target, prompt, taps, capacity=capacity)
+                for prompt in self.prompts
             ]
         return self.recorded[taps]
 
@@ -300,6 +317,7 @@ class Evaluation:
         header = self.header
         about = {"drafter": name, "target": header.target, "dtype": header.dtype}
         about |= {"impl": header.impl, "native_isa": header.native_isa}
+        about["draft"] = str(self.args.draft or traces.EMBEDDED)
         lengths = statistics.median(len(prompt.prompt_ids) for prompt in self.prompts)
         return policies.scheduled(
             self.args.schedule,
@@ -394,11 +412,14 @@ def prepare(args: argparse.Namespace, asked: Mapping[str, Any]) -> Evaluation:
         gamma_max=gamma_max,
         min_confidence=args.confidence,
     )
+    built = {name: make(name) for name in args.drafter}
+    for name, (drafter, _) in built.items():
+        models.check_gamma(name, drafter, gamma_max)
     return Evaluation(
         args=args,
         header=header,
         prompts=prompts,
-        built={name: make(name) for name in args.drafter},
+        built=built,
         curves=curves,
         target=target,
     )

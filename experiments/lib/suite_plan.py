@@ -173,7 +173,9 @@ def from_certificate(
                 f"{args.verify}: was written with other {name}; {mend} "
                 f"({_first_change(then, now)})"
             )
-    prompts = planned.plan.prompts[: args.limit]
+    # A prompt in a batch is to have neighbours.
+    limit = args.limit and max(args.limit, *(cell.batch for cell in cells))
+    prompts = planned.plan.prompts[:limit]
     plan = dataclasses.replace(planned.plan, prompts=prompts)
     return dataclasses.replace(planned, plan=plan)
 
@@ -223,7 +225,7 @@ def _plan(
             with_head = cell_runs.with_drafter(lm, named, head=args.head)
             found = fingerprint.of_params(with_head.drafter_params)
             weights[cell.dtype]["head"] = found
-    kinds = {(cell.slab, cell.drafter, cell.tree): cell for cell in cells}
+    kinds = {(c.slab, c.drafter, c.tree, c.draft_cache): c for c in cells}
     for cell in kinds.values():
         is_tree = cell.tree != cells_lib.NO_TREE
         if is_tree or cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.

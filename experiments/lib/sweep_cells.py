@@ -90,7 +90,7 @@ def row_of(cell: Cell, results: Sequence[results_lib.PromptResult]) -> dict[str,
         "kind": "sweep",
         **cell.to_row(),
         **tables.to_row(results_lib.summarise(results)),
-        "conventions": by_convention(counters),
+        "conventions": by_convention(counters, cell),
         "counters": dataclasses.asdict(counters),
         "texts": [dataclasses.asdict(result.text) for result in results],
         "plain_timings": _timings([result.plain for result in results]),
@@ -108,6 +108,7 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     cells = {dataclasses.replace(cell_of(row), category=ALL) for row in rows}
     if len(cells) != 1:
         raise ValueError(f"{len(cells)} cells have no total: give the rows of one")
+    (cell,) = cells
     counters = metrics.total(_counters(row) for row in rows)
     mismatches = [row["verify_decode_mismatches"] for row in rows]
     summary = metrics.summarise(
@@ -121,9 +122,9 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     )
     return {
         "kind": "sweep",
-        **cells.pop().to_row(),
+        **cell.to_row(),
         **tables.to_row(summary),
-        "conventions": by_convention(counters),
+        "conventions": by_convention(counters, cell),
     }
 
 
@@ -136,12 +137,23 @@ def totals(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [total(of_cell) for of_cell in grouped.values()]
 
 
-def by_convention(counters: metrics.Counters) -> dict[str, dict[str, Any]]:
+def by_convention(counters: metrics.Counters, cell: Cell) -> dict[str, dict[str, Any]]:
     """The numbers that other tools would print for these counters, by their names.
 
-    EAGLE's are left out where nothing can be drafted: it counts at the first position.
+    Models are made for the largest gamma of a grid; windows are the cell's own. EAGLE's
+    are left out where nothing can be drafted: it counts at the first position.
     """
-    vllm, sglang = conventions.to_vllm(counters), conventions.to_sglang(counters)
+    width = len(counters.accepted_at)
+    if cell.tree == NO_TREE:
+        width = min(width, cell.gamma)
+    counters = dataclasses.replace(
+        counters,
+        accepted_hist=counters.accepted_hist[: width + 1],
+        proposed_at=counters.proposed_at[:width],
+        accepted_at=counters.accepted_at[:width],
+    )
+    vllm = conventions.to_vllm(counters)
+    sglang = conventions.to_sglang(counters, window=cell.gamma)
     lengths = conventions.to_spec_bench(counters)
     found: dict[str, dict[str, Any]] = {
         "vllm": {

@@ -145,14 +145,20 @@ class Sglang:
         return _ratio(committed, self.spec_num_proposed_drafts + self.spec_verify_ct)
 
 
-def to_sglang(counters: metrics.Counters) -> Sglang:
-    """What SGLang would have counted with windows of gamma_max."""
+def to_sglang(counters: metrics.Counters, *, window: int | None = None) -> Sglang:
+    """What SGLang would have counted with such windows.
+
+    Args:
+      window: drafts of a round, of a tree all its nodes; None: the counters' positions.
+    """
     metrics.identities(counters)
+    if window is None:
+        window = len(counters.accepted_at)
     return Sglang(
         spec_verify_ct=counters.rounds,
         completion_tokens=counters.tokens,
         spec_num_correct_drafts=counters.accepted,
-        spec_num_proposed_drafts=counters.rounds * len(counters.accepted_at),
+        spec_num_proposed_drafts=counters.rounds * window,
         spec_correct_drafts_histogram=counters.accepted_hist,
     )
 

@@ -398,9 +398,13 @@ def check_slots(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     for number, prompt in enumerate(bench.prompts * 2):
         text = bench.plain(prompt)
         # In the second turn some end early, by a stop token of their own.
-        stop_ids = (text[-3],) if number % 2 and number >= len(bench.prompts) else ()
+        stop_ids = (
+            (text[-min(3, len(text))],)
+            if number % 2 and number >= len(bench.prompts)
+            else ()
+        )
         gamma = number % (drafter.gamma_max + 1)
-        ends: dict[str, Any] = {"max_tokens": bench.max_tokens - number}
+        ends: dict[str, Any] = {"max_tokens": max(1, bench.max_tokens - number)}
         ends["stop_ids"] = stop_ids
         requests.append(bench.request(prompt, gamma=gamma, **ends))
         expected.append(bench.plain(prompt, **ends))

@@ -85,6 +85,10 @@ class Watched:
     def taps(self) -> tuple[int, ...]:
         return protocols.taps_of(self.inner)
 
+    @property
+    def depth_max(self) -> int | None:
+        return getattr(self.inner, "depth_max", None)
+
     def init(self, **sizes):
         return self.inner.init(**sizes)
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from spec_jax import pytree, testing
+from spec_jax.drafters import each, suffix, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import row_model
 from spec_jax.rules import acceptance
-from spec_jax.testing import bench
+from spec_jax.testing import bench, one_slot
 
 
 GAMMA_MAX = 2
@@ -290,6 +291,15 @@ def broken(drafter, *clauses: str) -> list[str]:
         except AssertionError:
             found.append(clause)
     return found
+
+
+def test_a_drafter_of_trees_is_watched_as_one():
+    """Fails if the clause "lossless" runs rounds of chains in their place."""
+    lookup = suffix.SuffixDecoding(gamma_max=6).for_tree(tree_shapes.parse("2x3:6"))
+    watched = one_slot.Watched(inner=each.lift(lookup, 1), traces=[])
+    assert protocols.is_tree(watched) and protocols.depth_max(watched) == 3
+    chain = one_slot.Watched(inner=each.lift(Echo(), 1), traces=[])
+    assert not protocols.is_tree(chain)
 
 
 def test_probabilities_that_can_be():

@@ -29,7 +29,8 @@ def test_a_batch_of_any_drafter(folders, tmp_path, more):
     assert [row["matched"] for row in prompts] == [True] * 3
     assert summary["matched"] and summary["batch"] == 2
     # Prefill and decoding overlap: no number claims to tell them apart.
-    assert "speedup_decode" not in summary and summary["speedup_e2e"] > 0
+    for numbers in (summary, *summary["by_category"].values()):
+        assert "speedup_decode" not in numbers and numbers["speedup_e2e"] > 0
 
 
 def test_throughput(folders, tmp_path, capsys):
@@ -132,3 +133,25 @@ def test_throughput_of_a_batch_that_differs(folders, monkeypatch):
     monkeypatch.setattr(runs, "run_batch", corrupted)
     more = ("--batch", "2", "--repeats", "1")
     assert throughput.main(command(folders, *more)) == throughput.NOT_MATCHED == 2
+
+
+def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
+    """Fails if the last repeat alone decides what rows and the exit status say."""
+    real, calls = throughput._once, []
+
+    def corrupted(lm, settings, ids, way):
+        calls.append(way)
+        done, seconds = real(lm, settings, ids, way)
+        if way.gamma and calls.count(way) == 2:  # The first repeat, after a brief run.
+            done = [with_another_token(done[0]), *done[1:]]
+        return done, seconds
+
+    monkeypatch.setattr(throughput, "_once", corrupted)
+    out = tmp_path / "out.jsonl"
+    more = ("--batch", "2", "--repeats", "2", "--out", str(out))
+    assert throughput.main(command(folders, *more)) == throughput.NOT_MATCHED == 2
+    *_, row = rows_of(out, "throughput")
+    assert row["gamma"] and (row["prompts_equal"], row["prompts"]) == (2, 3)
+    repeats = [x for x in rows_of(out, "throughput_run") if x["way"] == row["way"]]
+    assert [one["prompts_equal"] for one in repeats] == [2, 3]
+    assert (row["confidence"], row["schedule"]) == (0.0, None)

@@ -228,13 +228,13 @@ def test_a_forged_certificate_does_not_agree(folders, finished, tmp_path, capsys
     """Negative control of --verify: it says in what, and exits with 2."""
     for forge, label, differs in (
         (forge_first_tokens, "base", "1 differ equal equal equal"),
-        (forge_batch, "batch 2", "equal equal 1 differ equal"),
+        (forge_batch, "batch 2", "equal equal 2 differ equal"),
     ):
         path = commands.edited(finished.certificate, tmp_path / "c.json", forge)
         status = commands.verify(folders, path, "--limit", "1")
         assert status == exactness.NOT_EXACT == 2
         found = commands.line_of(capsys.readouterr().out, label)
-        assert " ".join(found) == f"1 {differs}"
+        assert " ".join(found) == f"2 {differs}"
 
 
 def age(certificate: dict) -> None:
@@ -256,8 +256,9 @@ def test_certificates_of_earlier_versions(folders, finished, tmp_path, capsys):
     path = commands.edited(finished.certificate, tmp_path / "c.json", age)
     assert commands.verify(folders, path, "--limit", "1") == exactness.EXACT
     printed = capsys.readouterr().out
-    assert commands.line_of(printed, "base") == ["1", *["equal"] * 4]
-    assert commands.line_of(printed, "batch 2") == ["1", "equal", "-", "-", "equal"]
+    # Of two prompts, as many as a batch has: a prompt alone would have no neighbour.
+    assert commands.line_of(printed, "base") == ["2", *["equal"] * 4]
+    assert commands.line_of(printed, "batch 2") == ["2", "equal", "-", "-", "equal"]
     assert "-: not in the certificate" in printed
     assert "jaxlib_version: 0.1.2, now" in printed
 

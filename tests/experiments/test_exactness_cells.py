@@ -89,6 +89,15 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, cap
     )
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_head_has_its_own_cache(folders, tmp_path, capsys, kind):
+    """Fails if a cell says of its draft cache what is not so."""
+    head = tiny_pair.WRITE_HEAD[kind](tmp_path / kind, folders[0])
+    more = ("--drafter", str(head), "--draft-cache", "round")
+    arguments = commands.one_cell(folders, *more)
+    commands.assert_fails_with(capsys, arguments, "no draft cache to build again")
+
+
 @pytest.mark.slow
 def test_a_head_is_exact(folders, tmp_path, capsys):
     """Chains and a tree of a head, which a certificate names and knows again."""

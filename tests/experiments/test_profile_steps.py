@@ -151,6 +151,21 @@ def test_files_that_are_no_profile_of_the_run(
     assert_fails_with(spec_round.main, capsys, command(folders, bad), *words)
 
 
+def test_the_profile_of_the_fewest_drafts_is_taken(tmp_path):
+    """Fails if drafting takes as long as that of more drafts, or another draft's."""
+    about = dict.fromkeys(profiles.SAME, "x") | {"num_slots": 1, "kind": profiles.KIND}
+    rows = [
+        about | {"gamma": gamma, "context": context, "draft_s": gamma + context / 100,
+                 "step_s": [1.0] * (gamma + 1)}
+        for gamma, context in ((7, 10), (4, 90), (4, 20), (2, 10))
+    ]  # fmt: skip
+    rows.insert(0, rows[2] | {"draft": "y", "draft_s": 0.0})
+    path = tmp_path / "profile.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"num_slots": 1, "gamma": 4, "context": 10, "temperature": 0.0}
+    assert profiles.read(path, about, **asked).draft_s == 4.2
+
+
 def test_flags_that_do_not_go_together(folders, measured, tmp_path, capsys):
     for script in (spec_round, throughput):
         arguments = command(folders, measured[0], "--tree", "2x2:4")

@@ -137,6 +137,7 @@ def test_scheduled_replays_verify_what_live_rounds_do(greedy, folders, tmp_path)
     profile = {"kind": profiles.KIND, "num_slots": 1, "context": 9, "gamma": 4}
     profile |= {name: header[name] for name in ("target", "dtype", "impl")}
     profile |= {"native_isa": header["native_isa"], "drafter": "draft-model"}
+    profile |= {"draft": str(folders[1])}
     profile |= {"step_s": [1.0, 1.1, 1.6, 1.7, 2.6], "draft_s": 0.1}
     path, out = tmp_path / "profile.jsonl", tmp_path / "out.jsonl"
     write_rows(path, [profile])
@@ -266,6 +267,13 @@ def test_a_head_on_recorded_features(kind, greedy, folders, tmp_path, capsys):
     lookups, row = rows_of(out)
     assert row["differing"] == [] and row["checked"] == lookups["checked"] == 3
     assert row["proposed"] > 0
+    unsure = evaluation(greedy, "--drafter", str(head), *target, "--confidence", "1")
+    if kind == "dspark":  # Of which no draft is certain.
+        assert replay.main([*unsure, "--out", str(tmp_path / "unsure.jsonl")]) == 0
+        assert rows_of(tmp_path / "unsure.jsonl")[0]["proposed"] == 0
+    else:
+        assert replay.main(unsure) == cli.UNUSABLE
+        assert "min_confidence=1.0: an EAGLE-3 head has no" in capsys.readouterr().err
     # Without --target, of another target.
     assert replay.main(evaluation(greedy, "--drafter", str(head))) == cli.UNUSABLE
     assert "not the target of the traces" in capsys.readouterr().err

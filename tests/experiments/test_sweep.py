@@ -103,8 +103,14 @@ def test_conventions_of_other_tools(swept):
         sglang = conventions.to_sglang(counters)
         assert found["sglang"]["spec_accept_length"] == sglang.spec_accept_length
         assert found["sglang"]["spec_accept_length"] == row["tokens_per_target_step"]
+        # Models are of the largest gamma, and windows of the cell's.
+        proposed = row["rounds"] * row["gamma"]
+        rate = row["accepted"] / proposed
+        assert found["sglang"]["spec_accept_rate"] == pytest.approx(rate)
+        assert len(found["eagle"]["n_alpha"]) == row["gamma"] <= 2
     silent = cells_lib.by_convention(
-        metrics.Counters(tokens=1, rounds=1, accepted_hist=(1,))
+        metrics.Counters(tokens=1, rounds=1, accepted_hist=(1,)),
+        dataclasses.replace(cells_lib.cell_of(row), gamma=0),
     )
     assert "eagle" not in silent and silent["vllm"]["draft_acceptance_rate"] is None
 
@@ -211,7 +217,9 @@ def test_scheduled_cells_add_to_the_file(folders, copied, tmp_path, capsys):
     """By the profile of one slot and of the cell's own drafter."""
     before = copied.read_bytes()
     facts = rows_of(copied)[0]
-    profile = {name: facts[name] for name in profiles.SAME} | {"kind": profiles.KIND}
+    profile = {name: facts.get(name) for name in profiles.SAME} | {
+        "kind": profiles.KIND
+    }
     profile |= {"drafter": "draft-model", "num_slots": 1, "context": 9, "gamma": 2}
     profile |= {"step_s": [1.0, 1.5, 3.0], "draft_s": 0.1}
     path = write_rows(tmp_path / "profile.jsonl", [profile])
@@ -224,6 +232,10 @@ def test_scheduled_cells_add_to_the_file(folders, copied, tmp_path, capsys):
     assert "gamma 2, scheduled" in capsys.readouterr().out
     arguments = command(folders, copied, "--schedule", str(path))
     assert_fails_with(sweep.main, capsys, arguments, "no profile of", "'ngram'")
+    # Of the same name, measured again.
+    write_rows(path, [profile | {"step_s": [1.0, 1.5, 3.5]}])
+    again = command(folders, copied, *more)
+    assert_fails_with(sweep.main, capsys, again, "the profile profile.jsonl is another")
 
 
 def test_an_interrupted_sweep_goes_on(folders, tmp_path, monkeypatch, capsys):
@@ -405,6 +417,15 @@ def test_bad_input(folders, tmp_path, capsys, more, words):
     assert_fails_with(
         sweep.main, capsys, command(folders, tmp_path / "out.jsonl", *more), *words
     )
+
+
+def test_a_block_drafts_no_more_than_it_has(folders, tmp_path, capsys):
+    """Fails if that is said in the middle of a grid, or of another drafter's number."""
+    head = tiny_pair.WRITE_HEAD["dspark"](tmp_path / "head", folders[0])
+    out, more = tmp_path / "out.jsonl", ("--drafter", f"{head},ngram", "--gamma", "5")
+    words = f"--gamma 5: {head} drafts 4 tokens at most"
+    assert_fails_with(sweep.main, capsys, command(folders, out, *more), words)
+    assert not out.exists() or not rows_of(out)
 
 
 def test_a_file_is_required(folders, capsys):
