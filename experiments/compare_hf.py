@@ -285,7 +285,7 @@ def describe(args: argparse.Namespace, sides: compare.Sides) -> dict[str, Any]:
     return {
         **models_lib.describe(args, sides.lm),
         **subjects.names(args),
-        "prompt_source": args.prompts,
+        "prompt_source": None if args.preset else args.prompts,
         "stop_ids": sides.settings.stop_ids,
         "matched_ngram": hf.MATCHED_NGRAM,
         "hf": sides.hf and sides.hf.description,

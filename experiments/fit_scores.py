@@ -151,6 +151,7 @@ def run(args: argparse.Namespace) -> int:
         about = models.describe(args, lm) | {"prompts": len(subject.ids)}
         about |= {"drafter": args.drafter}
         about |= {"prompt_source": prompt_files.without_folders(args.prompts)}
+        about |= records.provenance()
         for temperature in args.temperature:
             if scores:
                 found = fit(subject, temperature, seed=args.seed)

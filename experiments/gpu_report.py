@@ -174,6 +174,7 @@ def run_all(args: argparse.Namespace) -> int:
         remaining_s = args.budget - (time.monotonic() - started)
         share_s = remaining_s * call.seconds / weight - _GRACE_S / 2
         if share_s < 1 and not args.dry_run:
+            (args.out / f"{call.file}.jsonl").unlink(missing_ok=True)
             rows.append(_left_out(call))
             continue
         rows.append(run_call(args, call, budget_s=share_s))

@@ -112,7 +112,8 @@ COLUMNS = {
     "published": "",
 }
 NOTE = (
-    "matched: prompts with all tokens of autoregressive decoding; tokens/step: per "
+    "matched: prompts with all tokens of the design's own autoregressive decoding; "
+    "tokens/step: per "
     "forward of the target, of any kind; speed-up: over our autoregressive decoding, "
     "prefill included; published: Qwen3-8B and 0.6B on an RTX 5090"
 )

@@ -182,7 +182,7 @@ def run_all(
     earlier = records.resume(out, description) if args.resume else []
     finished = {row["job"] for row in earlier if row["kind"] != "error"}
     console.print(_title(args, description), highlight=False)
-    failed = False
+    failed = any(records.is_failure(row) for row in earlier if row["job"] in finished)
     for name, work in jobs(args, chosen, impls):
         if name in finished:
             continue

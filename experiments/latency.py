@@ -93,6 +93,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--forced needs a draft: name one with --draft-preset")
     if args.dry_run and not args.preset:
         parser.error("--dry-run needs a --preset: folders bring weights")
+    if args.forced and args.temperature:
+        parser.error("--forced decodes greedily: leave --temperature out")
+    if args.gammas and not args.forced:
+        parser.error("--gammas is of --forced: give both, or neither")
+    if args.trace and args.no_steps:
+        parser.error("--trace is of steps: leave --no-steps out")
     # Steps of a large model are slow, and few of them are enough.
     args.steps = args.steps or (4 if args.preset else 20)
     args.gammas, args.prefill = args.gammas or (args.gamma,), args.prefill or ()

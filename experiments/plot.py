@@ -44,7 +44,7 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "acceptance": curves.is_round_summary,
     "accepted_lengths": curves.is_round_summary,
     "step_cost": curves.is_window_cost,
-    "hugging_face": _of_kind("comparison"),
+    "hugging_face": lambda row: row.get("kind") == "comparison" and "length" in row,
     "divergence": _of_kind("parity"),
     "sweep_speedup": curves.is_cell,
     "sweep_categories": curves.has_category,

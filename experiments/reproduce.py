@@ -2,10 +2,11 @@
 
 Calls the other scripts, one step after the other, each in a process of its own; what
 they write replaces the rows, certificates and figures of experiments/results. A step is
-finished when `reproduce.jsonl` there has its command with the present commit and its
-files exist: it is skipped, so that the same command goes on where it was interrupted.
-Every step adds the seconds that it took. Code with changes is refused, because rows
-name the commit of their code. An idle machine and several hours are needed.
+finished when `reproduce.jsonl` there has its command with the present commit, as clean
+as it is now, and its files exist: it is skipped, so that the same command goes on where
+it was interrupted. Every step adds the seconds that it took. Code with changes is
+refused, because rows name the commit of their code. An idle machine and several hours
+are needed.
 
 `--tables` measures nothing: it writes the tables of README.md and docs anew from the
 rows. Exit status: 0 all done, 2 a step failed or did not match, 1 unusable input.
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
@@ -83,7 +84,10 @@ def chosen(args: argparse.Namespace) -> list[Step]:
 
 
 def state_of(
-    args: argparse.Namespace, step: Step, log: Sequence[dict], commit: str | None
+    args: argparse.Namespace,
+    step: Step,
+    log: Sequence[dict],
+    here: Mapping[str, Any],
 ) -> str:
     """ "finished", "left out" for want of a flag, or "to do"."""
     needed = {
@@ -95,7 +99,8 @@ def state_of(
     for word, flag in needed.items():
         if getattr(args, flag) is None and any(word in run for run in step.runs):
             return f"left out, for want of {cli.flag_of(flag)}"
-    wanted = {"step": step.file, "commands": list(step.runs), "git_commit": commit}
+    wanted = {"step": step.file, "commands": list(step.runs)}
+    wanted |= {name: here[name] for name in ("git_commit", "git_dirty")}
     is_logged = any(wanted.items() <= row.items() for row in log)
     return "finished" if is_logged and step.path.exists() else "to do"
 
@@ -167,7 +172,7 @@ def run_all(args: argparse.Namespace) -> int:
     log = _read_log(path)
     worst = DONE
     for step in chosen(args):
-        state = state_of(args, step, log, here["git_commit"])
+        state = state_of(args, step, log, here)
         print(f"{step.file}: {state}", flush=True)
         if state == "finished":
             (row,) = (old for old in log if old["step"] == step.file)
@@ -260,9 +265,9 @@ def run(args: argparse.Namespace) -> int:
         return DONE
     if args.list:
         log = _read_log(records.RESULTS / LOG)
-        commit = records.provenance()["git_commit"]
+        here = records.provenance()
         for step in chosen(args):
-            state = state_of(args, step, log, commit)
+            state = state_of(args, step, log, here)
             print(f"{step.file}: {state}", *step.runs, sep="\n    ")
         return DONE
     return run_all(args)

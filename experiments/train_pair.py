@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+import filecmp
 import functools
 import json
 import pathlib
@@ -128,6 +129,12 @@ def prepare(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, dict]:
     """
     work = args.work
     kept = work / "corpus.npz"
+    if args.base and (path := work / "tokenizer.json").exists():
+        own = args.base / "target" / "tokenizer.json"
+        if not filecmp.cmp(own, path, shallow=False):
+            raise ValueError(
+                f"{path}: not the tokenizer of --base; give another --work"
+            )
     if kept.exists():
         with np.load(kept) as saved:
             description = json.loads(str(saved["description"]))

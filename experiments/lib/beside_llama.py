@@ -156,15 +156,15 @@ class PromptRuns:
     generated: Mapping[compare.Run, Sequence[llama_cpp.Generated]]
 
     def first_difference(self, run: compare.Run) -> int | None:
-        """The byte at which a text first differs from that of our plain decoding.
+        """The byte at which a text of any turn first differs from that of our plain
+        decoding; its end where only our tokens differ.
 
         llama.cpp's last round may have more drafts than are asked for: what is beyond
         our text is not looked at.
         """
         ours = next(iter(self.generated.values()))[0]
-        done = self.generated[run][0]
-        end = len(ours.text) if done.tokens > ours.tokens else None
-        return compare.first_difference(done.text[:end], ours.text)
+        found = [_difference(run, done, ours) for done in self.generated[run]]
+        return min((place for place in found if place is not None), default=None)
 
     def row(self) -> dict[str, Any]:
         """The JSON row."""
@@ -187,6 +187,18 @@ class PromptRuns:
                 for run, done in self.generated.items()
             ],
         }
+
+
+def _difference(
+    run: compare.Run, done: llama_cpp.Generated, ours: llama_cpp.Generated
+) -> int | None:
+    is_ours = run.side == compare.OURS
+    goes_beyond = not is_ours and done.tokens > ours.tokens
+    end = len(ours.text) if goes_beyond else None
+    place = compare.first_difference(done.text[:end], ours.text)
+    if place is None and is_ours and done.ids != ours.ids:
+        return len(ours.text)
+    return place
 
 
 def run_prompt(

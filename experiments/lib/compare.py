@@ -116,25 +116,34 @@ class PromptRuns:
 
     prompt: Any  # has `length`, `id` and `tokens`
     timings: timing.Timings
-    generated: Mapping[Run, hf.Generated]  # of the last repeat
+    every: Mapping[Run, Sequence[hf.Generated]]  # of the warm-up and of each repeat
+
+    @property
+    def generated(self) -> dict[Run, hf.Generated]:
+        """What each run generated first."""
+        return {run: done[0] for run, done in self.every.items()}
 
     def first_difference(self, run: Run) -> int | None:
-        """Where the tokens of `run` first differ from Hugging Face's greedy ones.
+        """Where tokens of `run`, of any repeat, first differ from Hugging Face's greedy
+        ones.
 
         Without Hugging Face, from those of our own autoregressive decoding.
         """
-        plain = THEIR_PLAIN if THEIR_PLAIN in self.generated else OUR_PLAIN
-        theirs = self.generated[plain].tokens
-        return first_difference(self.generated[run].tokens, theirs)
+        plain = THEIR_PLAIN if THEIR_PLAIN in self.every else OUR_PLAIN
+        theirs = self.every[plain][0].tokens
+        found = [first_difference(done.tokens, theirs) for done in self.every[run]]
+        return min((place for place in found if place is not None), default=None)
 
     @property
     def matched(self) -> bool:
-        """Whether our drafted tokens equal our plain ones, of finite logits."""
-        plain = self.generated[OUR_PLAIN].tokens
+        """Whether all our tokens equal our first plain ones, and drafts were verified
+        by finite logits."""
+        plain = self.every[OUR_PLAIN][0].tokens
         return all(
-            done.tokens == plain and not done.counters.nonfinite
-            for run, done in self.generated.items()
-            if run.side == OURS and run != OUR_PLAIN
+            one.tokens == plain and not (one.counters and one.counters.nonfinite)
+            for run, done in self.every.items()
+            if run.side == OURS
+            for one in done
         )
 
 
@@ -147,11 +156,12 @@ def run_prompt(
     after_turn: Callable[[], None] = lambda: None,
 ) -> PromptRuns:
     """Every run once to warm up, then all of them in turns, `repeats` times."""
-    generated: dict[Run, hf.Generated] = {}
+    every: dict[Run, list[hf.Generated]] = {run: [] for run in runs}
 
     def thunk(run: Run) -> timing.Thunk:
         def timed() -> float:
-            seconds, generated[run] = sides.generate(run, prompt.tokens)
+            seconds, done = sides.generate(run, prompt.tokens)
+            every[run].append(done)
             return seconds
 
         return timed
@@ -159,7 +169,7 @@ def run_prompt(
     timings = timing.interleave(
         {run: thunk(run) for run in runs}, repeats=repeats, after_turn=after_turn
     )
-    return PromptRuns(prompt=prompt, timings=timings, generated=generated)
+    return PromptRuns(prompt=prompt, timings=timings, every=every)
 
 
 def speeds(prompts: Sequence[PromptRuns], run: Run) -> list[float]:

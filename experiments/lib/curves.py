@@ -22,7 +22,8 @@ MAX_CURVES = 8
 _SETTINGS = (
     *("target", "draft", "drafter", "impl", "dtype", "prompt_source", "gen_tokens"),
     *("page_size", "prefill", "acceptance", "verify_path", "cache", "draft_cache"),
-    *("temperature", "rule", "gamma_policy", "confidence", "batch", "repeats"),
+    *("temperature", "rule", "gamma_policy", "schedule", "confidence", "batch"),
+    "repeats",
 )
 """What sets one speculative run apart from another, besides gamma."""
 
@@ -37,6 +38,7 @@ _LABELS = {
     "acceptance": "accepted by {}",
     "batch": "batches of {}",
     "confidence": "confidence {}",
+    "schedule": "scheduled by {}",
     "temperature": "T = {}",
     "rule": "rule {}",
 }
@@ -51,8 +53,9 @@ class Curve:
 
 
 def is_round_summary(row: Row) -> bool:
-    """Whether the row sums up speculative runs of `spec_round.py`."""
-    return row.get("kind") == "summary" and {"gamma", "accepted_hist"} <= set(row)
+    """Whether the row sums up speculative runs of chains, of `spec_round.py`."""
+    is_summary = row.get("kind") == "summary" and {"gamma", "accepted_hist"} <= set(row)
+    return is_summary and not row.get("tree")
 
 
 def is_window_cost(row: Row) -> bool:

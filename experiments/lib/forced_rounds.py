@@ -159,15 +159,16 @@ def measure(
     Raises:
       RuntimeError: two plain runs of one text differ.
     """
-    states = [runs.run_plain(runs.target_cache()) for _ in range(2)]
-    trace, again = (np.asarray(state.tokens) for state in states)
+    plain = [runs.run_plain(runs.target_cache()) for _ in range(2)]
+    trace, again = (np.asarray(state.tokens) for state in plain)
     if not np.array_equal(trace, again):
         raise RuntimeError("two plain runs of one text differ")
-    expected = runs.written(states[0].cache)
+    expected = runs.written(plain[0].cache)
     drafter = forced_drafter.ForcedDrafter(
         inner=runs.lm.drafter, vocab_size=runs.lm.target.config.vocab_size
     )
     last: dict[float, Any] = {}
+    done: dict[float, list[tuple[states.Slots, int]]] = {rate: [] for rate in rates}
 
     def thunk(rate: float) -> timing.Thunk:
         mask = forced_drafter.choose_mask(
@@ -193,10 +194,10 @@ def measure(
 
         def checked() -> float:
             seconds = timed()
-            state = last[rate]
+            state = last.pop(rate)
             wrong = kernel_checks.differing(runs.written(state.cache), expected)
             # Without the cache, which is large.
-            last[rate] = scheduler.slot_of(state.slots, 0), wrong
+            done[rate].append((scheduler.slot_of(state.slots, 0), wrong))
             return seconds
 
         return checked
@@ -204,7 +205,22 @@ def measure(
     thunks = {PLAIN: timing.stopwatch(runs.run_plain, runs.target_cache)}
     thunks |= {rate: thunk(rate) for rate in rates}
     timings = timing.interleave(thunks, repeats=repeats)
-    return [row(runs, trace, gamma, rate, *last[rate], timings) for rate in rates]
+
+    def worst(rate: float) -> tuple[states.Slots, int]:
+        """The run that differs most from decoding."""
+        differs = lambda one: (
+            int(one[0].length) != runs.limit,
+            _differing_tokens(runs, trace, one[0]),
+            one[1],
+        )
+        return max(done[rate], key=differs)
+
+    return [row(runs, trace, gamma, rate, *worst(rate), timings) for rate in rates]
+
+
+def _differing_tokens(runs: Runs, trace: np.ndarray, slot: states.Slots) -> int:
+    new = slice(runs.start, runs.limit)
+    return int(np.sum(np.asarray(slot.tokens)[new] != trace[new]))
 
 
 def row(
@@ -219,10 +235,9 @@ def row(
     """The row of one forced rate; `equal` is false where a token or a bit differs.
 
     Args:
-      slot: of the last run, leaves without the axis of slots.
+      slot: of the run that differs most, leaves without the axis of slots.
     """
-    new = slice(runs.start, runs.limit)
-    differing = int(np.sum(np.asarray(slot.tokens)[new] != trace[new]))
+    differing = _differing_tokens(runs, trace, slot)
     done = int(slot.length) == runs.limit
     proposed, accepted = int(slot.num_proposed), int(slot.num_accepted)
     num_rounds, generated = int(slot.num_rounds), runs.limit - runs.start

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import jax
 from rich import console as rich_console, table as rich_table
 
-from experiments.lib import kernel_plans, kernels, processes, programs, records, timing
+from experiments.lib import (
+    kernel_plans,
+    kernels,
+    processes,
+    programs,
+    records,
+    terminal,
+    timing,
+)
 
 
 LEGEND = (
@@ -211,13 +219,12 @@ def rows(
 
 def _time_ratio(variant: Variant, timings: timing.Timings) -> dict[str, Any]:
     """The time over that of the same implementation's fewest rows and own plan."""
-    if variant in (READ, COPY):
-        names = ("time_ratio", "time_ratio_q1", "time_ratio_q3", "ratio_to_rows")
-        return dict.fromkeys(names)
     fewest = min(v.rows for v in timings.seconds if v.impl == variant.impl)
     base = Variant(variant.impl, fewest)
-    base_s = timings.seconds.get(base, timings.seconds[variant])
-    found = timing.ratios(timings.seconds[variant], base_s)
+    if variant in (READ, COPY) or base not in timings.seconds:
+        names = ("time_ratio", "time_ratio_q1", "time_ratio_q3", "ratio_to_rows")
+        return dict.fromkeys(names)
+    found = timing.ratios(timings.seconds[variant], timings.seconds[base])
     return timing.quartile_fields("time_ratio", found) | {"ratio_to_rows": fewest}
 
 
@@ -273,7 +280,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         _number(row["gb_s"]),
         _quartiles(row),
         f"{row['read_share']:.2f}",
-        f"{row['time_ratio']:.2f}",
+        terminal.format_value(row["time_ratio"], ".2f"),
     )
 
 

@@ -17,6 +17,7 @@ from experiments.lib import (
 from spec_jax import loading
 from spec_jax.drafters import block
 from spec_jax.model import block_dialects, config as config_lib
+from spec_jax.ops import dispatch
 
 
 CARD = "README.md"
@@ -62,6 +63,9 @@ def run(args: argparse.Namespace) -> None:
     _add_to_card(args.out / CARD, row)
     row |= {"drafter": args.family, "prompts": len(subject.ids)}
     row |= {"gen_tokens": sizes.gen_tokens, **records.provenance()}
+    row |= {"target": str(args.target), "dtype": lm.target.config.dtype}
+    row |= {"impl": lm.target.impl, "seed": args.seed, "raw": args.raw}
+    row["native_isa"] = dispatch.instruction_set(lm.target.impl)
     row["prompt_source"] = prompt_files.without_folders(args.prompts)
     with records.open_rows(args.work / "calibration.jsonl", allow_dirty=True) as out:
         out.write(row)
