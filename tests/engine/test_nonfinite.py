@@ -68,7 +68,7 @@ def rounds(params, ask, text, *, num_slots, rule):
     return [decoding.slot_of(state, slot) for slot in {0, num_slots - 1}]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("num_slots", "rule"),
     [

@@ -297,7 +297,6 @@ def test_a_schedule_is_exact(folders, tmp_path):
     assert stated == exact_cells.CONSTANTS["schedule"]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("path", ["row-loop", "library-rows"])
 def test_verify_paths(folders, tmp_path, path):
     """By rows bits are equal; negative control: the library's rows are not."""

@@ -249,13 +249,13 @@ def depends_on(what: str):
     return run
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("what", "caught"),
     [
         ("nothing", set()),
         ("active rows", {"active rows", "alone", "other heights"}),
-        ("places", {"alone", "other places"}),
+        # Past sixteen, rows come again at other places.
+        ("places", {"alone", "other places", "other heights"}),
         ("height", {"other heights"}),
     ],
 )

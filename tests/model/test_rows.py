@@ -410,7 +410,6 @@ def test_prefill_by_rows_is_decoding(model):
     )
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("impl", ["xla", "native"])
 def test_the_prefill_of_a_row_model(impl):
     """Fails if the taller slab of a native prefill has other bits than decoding.
