@@ -129,18 +129,24 @@ def with_confidence(
     """
     if not confidence:
         return lm
-    change = functools.partial(dataclasses.replace, min_confidence=confidence)
-    drafter = lm.drafter
-    if isinstance(drafter, hybrid.Hybrid):
-        drafter = dataclasses.replace(drafter, draft=change(drafter.draft))
-    elif isinstance(drafter, draft_model.DraftModel):
-        drafter = change(drafter)
-    else:
+    drafter = ending_early(lm.drafter, confidence)
+    if drafter is lm.drafter:
         raise ValueError(
             f"--confidence is a draft model's, and {type(drafter).__name__} has none: "
             "leave it out"
         )
     return dataclasses.replace(lm, drafter=drafter)
+
+
+def ending_early(drafter: Any, confidence: float) -> Any:
+    """Returns the drafter whose drafts end before a token less probable than this; one
+    without a model, such as a lookup, as it is."""
+    change = functools.partial(dataclasses.replace, min_confidence=confidence)
+    if isinstance(drafter, hybrid.Hybrid):
+        return dataclasses.replace(drafter, draft=change(drafter.draft))
+    if isinstance(drafter, draft_model.DraftModel):
+        return change(drafter)
+    return drafter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

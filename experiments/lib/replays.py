@@ -16,7 +16,7 @@ import numpy as np
 from experiments.lib import models, policies, runs, step_costs, traces
 from spec_jax import loading
 from spec_jax.analysis import metrics, trace as trace_lib
-from spec_jax.drafters import draft_model, each, hybrid, oracle, registry
+from spec_jax.drafters import each, oracle, registry
 from spec_jax.engine import (
     checks,
     protocols,
@@ -89,12 +89,7 @@ def build(
         dtype=header.dtype,
     )
     drafter, params = registry.build(name, parts)
-    change = functools.partial(dataclasses.replace, min_confidence=min_confidence)
-    if isinstance(drafter, hybrid.Hybrid):
-        drafter = dataclasses.replace(drafter, draft=change(drafter.draft))
-    elif isinstance(drafter, draft_model.DraftModel):
-        drafter = change(drafter)
-    return drafter, params
+    return models.ending_early(drafter, min_confidence), params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
