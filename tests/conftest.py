@@ -78,9 +78,9 @@ BITS = (
     *("ops/", "paging/test_pool_copies.py", "pallas/test_pallas_paged_attention.py"),
     "parallel/test_mesh.py",
     *("engine/test_round.py", "engine/test_trees.py", "engine/test_memory.py"),
-    "engine/test_features.py",
+    *("engine/test_features.py", "engine/test_liars.py", "engine/test_slot_rows.py"),
     *("experiments/test_embedded_pair.py", "experiments/test_parity_script.py"),
-    *("test_examples.py", "test_microscope.py"),
+    *("test_examples.py", "test_microscope.py", "test_recorder.py"),
 )
 """Files and folders whose tests compare bits of compiled programs, or look at these:
 they are marked `bits`, and CI compiles them as users do."""
@@ -129,11 +129,32 @@ def _leave_few(items) -> None:
             cases.setdefault(name, []).append(item)
     for found in cases.values():
         (count,) = found[0].get_closest_marker("few").args
-        kept = {len(found) * i // count for i in range(count)}
-        for number, item in enumerate(found):
-            if number not in kept:
+        kept = _spread(found, count)
+        for item in found:
+            if item not in kept:
                 item.add_marker(pytest.mark.slow)
                 item.add_marker(pytest.mark.rest)
+
+
+def _spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """Returns the first case, and those with the most values not yet seen.
+
+    Where several have as many, the one nearest to where even spacing puts it.
+    """
+    kept = cases[:1]
+    seen = _values(cases[0])
+    for turn in range(1, min(count, len(cases))):
+        place = len(cases) * turn // count
+        nearest_first = sorted(cases, key=lambda case: abs(cases.index(case) - place))
+        left = [case for case in nearest_first if case not in kept]
+        kept.append(max(left, key=lambda case: len(_values(case) - seen)))
+        seen |= _values(kept[-1])
+    return kept
+
+
+def _values(case: pytest.Item) -> set[tuple[str, int]]:
+    """A case's parameters by name and identity: cases share the values of a list."""
+    return {(name, id(value)) for name, value in case.callspec.params.items()}
 
 
 MAX_MAPPINGS = 25_000

@@ -119,7 +119,7 @@ SAMPLING = [sj.Sampling(temperature=0.0), sj.Sampling(seed=4, top_k=50), sj.Samp
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize("num_slots", [2, 1])
 def test_many_prompts_are_what_each_is_alone(lm, num_slots):
     """In the order of the list, whatever slots there are; each with its sampling."""
     settings = {"max_tokens": 12, "sampling": SAMPLING}

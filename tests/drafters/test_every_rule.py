@@ -45,8 +45,10 @@ QUICK = {
     ("block", "ngram", 1),
     ("block", "bigram", 3),
 }
-"""Each drafter, rule and number of slots: compiling a loop that draws takes seconds.
-The other tests of a drafter run it alone, and in programs that cannot draw."""
+"""Each drafter, rule and number of slots; of these CI runs three.
+
+Compiling a loop that draws takes seconds. The other tests of a drafter run it alone,
+and in programs that cannot draw."""
 
 PRODUCT = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
@@ -62,7 +64,7 @@ def request_of(name: str, ask: Ask):
     return ask.request(draft_params=oracle.make_trace(text, rate=0.75))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("rule", "name", "num_slots"), PRODUCT)
 def test_every_rule_runs_with_every_drafter(rule, name, num_slots):
     """Fails if a pair has no form for slots, or its tokens are others."""

@@ -37,14 +37,14 @@ def beside(ask: Ask, num_slots: int) -> list[Ask]:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("impl", "cache", "num_slots"),
     [
         ("native", "paged", 1),
-        ("native", "paged", 3),
         ("native", "static", 3),
         ("xla", "paged", 3),
+        ("native", "paged", 3),
         # Of each of these the loop is compiled, and the other number of slots tells.
         pytest.param("native", "static", 1, marks=SLOW),
         pytest.param("xla", "paged", 1, marks=SLOW),

@@ -26,7 +26,7 @@ KINDS = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("impl", "num_slots"), [("native", 1), ("native", 3), ("xla", 3)]
+    ("impl", "num_slots"), [("native", 3), ("native", 1), ("xla", 3)]
 )
 def test_the_stream_is_that_of_decoding(impl, num_slots):
     """Fails if noise is keyed by round, row or slot, or a filter sees other rows."""

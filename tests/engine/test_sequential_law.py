@@ -1,4 +1,6 @@
-"""The law of sampled speculation on the embedded pair, by a sequential test.
+"""The law of sampled speculation, by a sequential test.
+
+Of a small pair, of which some cases are quick, and of the embedded one.
 
 Each sample is one round of the real models from the same state, with a seed of its
 own: its first token must have the target's distribution `p`, which is known exactly.
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_pair
 
 from experiments.lib import prompt_files
 from spec_jax import loading
@@ -28,7 +31,7 @@ from spec_jax.model import prompt as prompt_lib
 from spec_jax.rules import acceptance, sampling
 
 
-pytestmark = pytest.mark.slow
+SLOW = pytest.mark.slow
 
 NUM_SAMPLES = 4000
 ALPHA = 1e-6
@@ -60,16 +63,22 @@ def assert_law(tokens: np.ndarray, law: np.ndarray) -> None:
         )
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return loading.load(gamma_max=GAMMA)
+@pytest.fixture(scope="module", params=["small", pytest.param("shipped", marks=SLOW)])
+def lm(request, tmp_path_factory):
+    if request.param == "shipped":
+        return loading.load(gamma_max=GAMMA)
+    target, _ = tiny_pair.write(tmp_path_factory.mktemp("target"))
+    # Tokens in the same order, of other probabilities.
+    flatter = tmp_path_factory.mktemp("flatter")
+    draft, _ = tiny_pair.write_scaled(flatter, final_norm=0.1)
+    return loading.load(target, draft=draft, gamma_max=GAMMA)
 
 
 @pytest.fixture(scope="module")
 def prompt(lm):
     """A prompt after which both models are in doubt, and not of one mind."""
     prompts = prompt_files.parse("6", default_file=prompt_files.BUNDLED)
-    candidates = [lm.tokenizer.encode(one.text) for one in prompts]
+    candidates = [lm.tokenizer.encode(one.text)[:100] for one in prompts]
 
     def doubt(ids):
         target, draft = laws(lm, ids)
@@ -143,6 +152,7 @@ def first_tokens(lm, prompt, *, rule, num_slots=1, accept=None, policy=None):
     return np.asarray(tokens).ravel()
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("rule", "tree"),
     [
@@ -158,7 +168,18 @@ def test_trees_draw_from_the_targets_law(lm, prompt, rule, tree):
 
 @pytest.mark.parametrize(
     ("rule", "num_slots"),
-    [("coupled", 1), ("coupled", 4), ("rejection", 1), ("rejection", 4), ("block", 4)],
+    [
+        ("rejection", 4),
+        *(
+            pytest.param(rule, num_slots, marks=SLOW)
+            for rule, num_slots in (
+                ("coupled", 1),
+                ("coupled", 4),
+                ("rejection", 1),
+                ("block", 4),
+            )
+        ),
+    ],
 )
 def test_rounds_draw_from_the_targets_law(lm, prompt, rule, num_slots):
     tokens = first_tokens(lm, prompt, rule=rule, num_slots=num_slots)
@@ -171,6 +192,12 @@ def scheduled(kind=schedule_lib.Schedule):
     return made, made.init(1 + 0.02 * np.arange(4 * (GAMMA + 1) + 1))
 
 
+SHIPPED = pytest.mark.parametrize("lm", ["shipped"], indirect=True)
+"""With this schedule, drafts of the small pair are never worth verifying."""
+
+
+@SLOW
+@SHIPPED
 def test_scheduled_rounds_draw_from_the_targets_law(lm, prompt):
     """With the stop, of drafts whose survival depends on the tokens before them."""
     tokens = first_tokens(lm, prompt, rule="rejection", num_slots=4, policy=scheduled())
@@ -189,6 +216,8 @@ class OfWhatComesAfter(schedule_lib.Schedule):
         )
 
 
+@SLOW
+@SHIPPED
 def test_a_schedule_that_looks_at_what_comes_after_is_caught(lm, prompt):
     """The second draft's survival is known from the first one's token."""
     policy = scheduled(OfWhatComesAfter)
@@ -206,7 +235,7 @@ def own_from_the_target(real, tokens, draft_probs, target_probs, num_drafted, **
     return outcome.replace(tokens=tokens)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=SLOW)])
 def test_a_residual_that_is_not_subtracted_is_caught(lm, prompt, rule):
     """Planted, and found by the same bets."""
     real = getattr(acceptance, f"accept_{rule}")
@@ -217,6 +246,7 @@ def test_a_residual_that_is_not_subtracted_is_caught(lm, prompt, rule):
         assert_law(tokens, laws(lm, prompt)[0])
 
 
+@SLOW
 @pytest.mark.parametrize(
     "changes", [{"temperature": 1.3, "top_k": 12}, {"temperature": 0.9, "top_k": 3}]
 )
@@ -230,6 +260,7 @@ def test_settings_of_another_kind_are_caught(lm, prompt, changes):
         assert_law(tokens, law)
 
 
+@SLOW
 def test_drafts_taken_as_they_come_are_caught(lm, prompt):
     """The draft's own law, without any verification."""
     target, draft = laws(lm, prompt)

@@ -92,7 +92,7 @@ SLOW = pytest.mark.slow
     ("impl", "cache", "num_slots"),
     [
         ("native", "paged", 1),
-        pytest.param("native", "static", 3, marks=SLOW),
+        ("native", "static", 3),
         pytest.param("xla", "paged", 1, marks=SLOW),
         pytest.param("xla", "paged", 3, marks=SLOW),
     ],
@@ -112,7 +112,7 @@ def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots, right):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("num_slots", [1, 3])
+@pytest.mark.parametrize("num_slots", [3, 1])
 def test_counters_by_depth_and_rank(num_slots):
     """Fails if a node is counted by its column, or a rank by its depth."""
     asks = asks_of(Ask(gamma=WIDTH), num_slots)
@@ -157,7 +157,6 @@ def test_max_tokens_is_met_exactly(num_slots):
         decoding.assert_as_decoded(SMALL, run(asks), asks)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", ["paged", "static"])
 def test_a_full_cache(cache):
     """Fails if nodes need places that decoding does not, and there are none."""

@@ -186,7 +186,7 @@ PAGE_SIZES = {"xla": (16,), "native": (16, 8, 256)}
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     "model",
-    ["float32-xla", "bfloat16-xla", "float32-native", "bfloat16-native"],
+    ["float32-xla", "bfloat16-native", "float32-native", "bfloat16-xla"],
     indirect=True,
 )
 def test_verifying_equals_decoding_one_by_one(model):

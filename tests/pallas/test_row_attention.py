@@ -274,7 +274,7 @@ def test_grids_share_nothing(rng):
         ({"N": 34}, NotImplementedError, "17 query heads to a key/value head"),
         ({"cos": np.ones((8, 9))}, ValueError, r"cos has shape \(8, 9\)"),
         ({"slots": np.zeros(3, np.int32)}, ValueError, "slots has shape"),
-        ({"heads": jnp.ones((8, 128))}, NotImplementedError, "one of them"),
+        ({"heads": jnp.ones((8, 128))}, NotImplementedError, "pages of one dtype"),
     ],
 )
 def test_refusals(rng, change, error, message):

@@ -15,8 +15,8 @@ import tiny_pair
 import spec_jax as sj
 from experiments import spec_round
 from experiments.lib import models
-from spec_jax import run as run_lib
-from spec_jax.model import load_shards, row_model
+from spec_jax import run as run_lib, testing
+from spec_jax.model import load, load_shards, row_model
 from spec_jax.parallel import collectives, shard
 
 
@@ -96,6 +96,24 @@ def test_a_mesh_from_the_front_door(family, tmp_path):
     found = sj.generate(lm, "import os", **settings)
     assert found.tokens == sj.decode(lm, "import os", **settings).tokens
     assert found.provenance["segments"] == 8 and found.metrics["rounds"] > 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_pieces_is_joined(tied, tmp_path):
+    """Fails if what multiplies by the head finds padding, or rows out of order."""
+    changes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
+    config = tiny_pair.config(tie_word_embeddings=tied, **changes)
+    tiny_pair.write_model(tmp_path, config, seed=0)
+    _, alone = load.load(tmp_path, impl="xla")
+    layout = shard.Layout(mesh=shard.mesh(1))
+    _, pieces = load.load(tmp_path, impl="xla", layout=layout)
+    assert tree_shapes(pieces.lm_head) != tree_shapes(alone.head)
+    joined = load_shards.with_whole_head(pieces, config, layout)
+    testing.assert_same_bits(joined.head, alone.head)
+
+
+def tree_shapes(tree):
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
 def test_faults_in_the_sum_are_caught():
