@@ -62,7 +62,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             result; of code whose commit it can name, or with --allow-dirty marked
         --verify CERTIFICATE  run a certificate's cells again, and say where they agree;
             axes and lengths are those of the certificate
-        --limit N  with --verify: the first N prompts only, or as many as a batch has
+        --limit N  with --verify: the first N prompts only, but no fewer than the
+            largest batch of the certificate has
         """,
         CERTIFICATE=cli.source,
     )

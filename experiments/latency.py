@@ -96,7 +96,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.forced and args.temperature:
         parser.error("--forced decodes greedily: leave --temperature out")
     if args.gammas and not args.forced:
-        parser.error("--gammas is of --forced: give both, or neither")
+        parser.error("--gammas is of --forced: add that, or leave --gammas out")
     if args.trace and args.no_steps:
         parser.error("--trace is of steps: leave --no-steps out")
     # Steps of a large model are slow, and few of them are enough.

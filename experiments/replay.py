@@ -21,8 +21,6 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
-import hashlib
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +28,7 @@ from rich import console as rich_console, text as rich_text
 
 from experiments.lib import (
     fan_out,
+    files,
     flags,
     policies,
     records,
@@ -186,10 +185,6 @@ def record(args: argparse.Namespace, console: rich_console.Console) -> int:
     return DONE
 
 
-def _sha256(path: pathlib.Path | None) -> str | None:
-    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def evaluate(args: argparse.Namespace, console: rich_console.Console) -> int:
     """Evaluates the drafters, and shows it; returns the exit status."""
     with records.open_out(args) as out:
@@ -201,9 +196,9 @@ def evaluate(args: argparse.Namespace, console: rich_console.Console) -> int:
             "schedule": args.schedule and args.schedule.name,
             "ignore_stop": args.ignore_stop,
             "costs": None if args.costs is None else str(args.costs),
-            "costs_sha256": _sha256(args.costs),
-            "schedule_sha256": _sha256(args.schedule),
-            "traces_sha256": _sha256(args.traces),
+            "costs_sha256": args.costs and files.sha256(args.costs),
+            "schedule_sha256": args.schedule and files.sha256(args.schedule),
+            "traces_sha256": files.sha256(args.traces),
             **records.provenance(),
         }
         for name in ("kind", "format", "num_prompts"):

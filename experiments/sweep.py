@@ -29,6 +29,7 @@ from rich import console as rich_console
 from experiments import plot
 from experiments.lib import (
     fan_out,
+    files,
     flags,
     models,
     policies,
@@ -234,7 +235,7 @@ def weights_of(lm: loading.LanguageModel) -> str:
 
 def schedule_sha256(args: argparse.Namespace) -> str:
     """Returns a hash of the profile that `--schedule` names."""
-    return hashlib.sha256(args.schedule.read_bytes()).hexdigest()
+    return files.sha256(args.schedule)
 
 
 def check_weights(

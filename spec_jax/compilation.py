@@ -112,7 +112,7 @@ def one_kernel(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        """Is the function where nothing is traced, or where a kernel has begun."""
+        """Calls the function, as one kernel where it is traced outside of another."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         if getattr(_tracing, "one_kernel", False) or not _is_traced(leaves):
             return function(*args, **kwargs)

@@ -113,6 +113,8 @@ def test_a_text_begins_as_its_tokenizer_says(lm):
     named = [prompt_files.Prompt(id="1", text="hi", category=None)]
     assert prompts.encode(other, named, raw=True) == [[first, *ids]]
     assert prompts.encode(other, named, raw=False) == [of_chat]
+    # One that has it already, as a chat template may have written it.
+    assert tokenizer.encode(f"{begin}hi", begins=True) == [first, *ids]
 
 
 SAMPLING = [sj.Sampling(temperature=0.0), sj.Sampling(seed=4, top_k=50), sj.Sampling()]

@@ -50,7 +50,8 @@ def read_rows(
     if path is None or not path.is_file() or not path.stat().st_size:
         return [], 0
     lines = path.read_bytes().splitlines(keepends=True)
-    # Of one line alone, that may be something else.
+    # A file of one line without an end may be anything: it is half a header only if it
+    # begins like one.
     begins = b'{"kind": "header"'
     is_ours = len(lines) > 1 or begins.startswith(lines[-1][: len(begins)])
     if is_ours and not lines[-1].endswith(b"\n"):
@@ -70,8 +71,8 @@ def read_rows(
         )
     is_kept = [row.get("kind") in ("prompt", "mismatch") for row in rows]
     count = [*is_kept, False].index(False)
-    # After a prompt that differs its window may follow, which an interrupt may have cut
-    # off. Whether one was to come is not written (trees have none): it is run again.
+    # A row of the window follows a prompt that differs, unless its cell drafts trees.
+    # An interrupt may have come between the two: such a prompt at the end runs again.
     if 0 < count == len(rows) and rows[count - 1].get("differences"):
         count -= 1
     return rows[:count], sum(map(len, lines[: 1 + count]))

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -59,6 +60,11 @@ def read(path: pathlib.Path, *, max_bytes: int = MAX_BYTES) -> bytes:
             "read; make the file smaller"
         )
     return data
+
+
+def sha256(path: pathlib.Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal; raises as `read`."""
+    return hashlib.sha256(read(path)).hexdigest()
 
 
 def read_rows(path: pathlib.Path, *, hint: str = "") -> dict[int, dict[str, Any]]:

@@ -232,9 +232,12 @@ def generate(
     tokens = output[0, len(prompt) :].tolist()
     if method == PLAIN:
         return Generated(tokens=tokens, counters=None)
-    counters = conventions.from_hugging_face(
-        drafts, gamma_max=gamma, tokens=len(tokens)
-    )
+    try:
+        counters = conventions.from_hugging_face(
+            drafts, gamma_max=gamma, tokens=len(tokens)
+        )
+    except ValueError as error:  # Of our own count: a fault, and no unusable input.
+        raise metrics.IdentityError("rounds counted", str(error)) from error
     # A chain's drafts are kept in their order.
     counters = dataclasses.replace(counters, kept_by_rank=counters.accepted_at)
     return Generated(tokens=tokens, counters=counters)

@@ -111,12 +111,16 @@ Drafters = dict[str, loading.LanguageModel]
 def load_drafters(
     args: argparse.Namespace, names: Sequence[str], *, gamma_max: int
 ) -> Drafters:
-    """Loads one target with each of the drafters, by their names; raises as `load`."""
+    """Loads one target with each of the drafters, by their names; raises as `load`, and
+    as `check_gamma`."""
     first = load(args, drafter=names[0], gamma_max=gamma_max)
     others = {
         name: with_drafter(args, first, name, gamma_max=gamma_max) for name in names[1:]
     }
-    return {names[0]: first} | others
+    made = {names[0]: first} | others
+    for name, lm in made.items():
+        check_gamma(name, lm.drafter, gamma_max)
+    return made
 
 
 def with_confidence(

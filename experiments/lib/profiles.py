@@ -166,14 +166,15 @@ def read(
     context: int,
     temperature: float,
 ) -> Profile:
-    """Returns the profile of so many slots whose context is nearest.
+    """Returns the profile of so many slots, of the fewest drafts that suffice; among
+    those, the one whose context is nearest.
 
     And how confidences are scaled, where the file has rows of these too; one without
     shifts has temperatures alone.
 
     Args:
       path: JSON lines of `profile_steps.py`, and maybe of `fit_scores.py --gamma`.
-      described: what is run, with the keys `SAME`.
+      described: what is run, by the keys `SAME`; one that it lacks, a profile lacks.
 
     Raises:
       ValueError: no such profile, or one that cannot be used.

@@ -363,7 +363,8 @@ def plans() -> Lines:
     acceptance."""
     yield (
         "`python experiments/plan.py --impl native`",
-        *("tokens a round, predicted", "predicted", "measured (p10 to p90)"),
+        *("tokens a round, predicted", "speed-up, predicted"),
+        "speed-up, measured (p10 to p90)",
     )
     for row in rows_of("plan_native.jsonl", "plan"):
         drafted = (

@@ -89,7 +89,9 @@ def build(
         dtype=header.dtype,
     )
     drafter, params = registry.build(name, parts)
-    return models.ending_early(drafter, min_confidence), params
+    if min_confidence:  # At 0 a drafter keeps what it was made with.
+        drafter = models.ending_early(drafter, min_confidence)
+    return drafter, params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,8 @@ def from_flags(args: argparse.Namespace) -> Planned:
 def from_certificate(
     args: argparse.Namespace, certificate: Mapping[str, Any]
 ) -> Planned:
-    """The plan that runs a certificate again, of its first `args.limit` prompts."""
+    """The plan that runs a certificate again, of its first `args.limit` prompts, but of
+    no fewer than its largest batch has."""
     settings = certificate["settings"]
     if settings["target"] != EMBEDDED and args.target is None:
         raise ValueError(

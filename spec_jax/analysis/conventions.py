@@ -146,10 +146,11 @@ class Sglang:
 
 
 def to_sglang(counters: metrics.Counters, *, window: int | None = None) -> Sglang:
-    """What SGLang would have counted with such windows.
+    """What SGLang would have counted, where every round has a full window.
 
     Args:
-      window: drafts of a round, of a tree all its nodes; None: the counters' positions.
+      window: drafts of a full window; of a tree, its nodes. None: one for each entry of
+        `accepted_at`, which is right for chains: of a tree that is the depth.
     """
     metrics.identities(counters)
     if window is None:

@@ -380,7 +380,8 @@ class Draw(pytree.Node):
     def begin(
         self, root: Float[Array, "B 1 V"], tree: tree_shapes.AnyTree
     ) -> Array | None:
-        """Returns what `put` adds to, with the root's distribution; None: no need."""
+        """Returns the array that `put` fills, with the root's distribution in it; None
+        where no distributions are kept."""
         if not self.has_probs:
             return None
         num_slots, _, vocab_size = root.shape

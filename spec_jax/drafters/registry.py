@@ -255,7 +255,7 @@ def _from_outside(name: str, found: Any, parts: Parts) -> Built:
         made = found(parts)
     else:
         known = {field.name for field in dataclasses.fields(parts)}
-        # Of any number, and so of none.
+        # `*args` and `**kwargs` need not be given anything.
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         missing = [
             parameter.name

@@ -112,8 +112,9 @@ def update_policy(
 ) -> policy_lib.State:
     """Returns the policy's state after a round.
 
-    A round that does not count (see `_counts`) is handed on as zeros. A policy whose
-    gamma is 0 at present takes it for one of the rounds that it waits.
+    A round that does not count (see `_counts`), such as any while the slot is empty, is
+    handed on as zeros. A policy whose gamma is 0 at present takes it for one of the
+    rounds that it waits before a probe; nothing else changes.
     """
     counts = _counts(slot, info)
     numbers = info.gamma, info.proposal.num_drafted, info.outcome.num_accepted

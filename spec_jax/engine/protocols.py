@@ -241,8 +241,8 @@ class Drafter(Protocol):
     of it. Under the rule "coupled" no proposal can make the output wrong: a bad one
     only costs time. That holds for one that breaks its promises, too: rounds bound the
     number of drafts, and no rule keeps a draft outside the vocabulary. The rules
-    "rejection" and "block" trust one promise: that drafts were drawn from
-    `Proposal.probs`.
+    "rejection" and "block" trust what `Proposal` says of `probs`: that drafts were
+    drawn from them, and that no shape of a tree depends on the tokens drawn.
 
     A drafter with a vocabulary of its own says so by an attribute `vocab_size`, which
     `checks.check_pair` compares with the target's. `testing.check_drafter` checks

@@ -124,7 +124,8 @@ class Scheduler:
     Raises:
       ValueError: a size below one, a page of more positions than the model has, fewer
         pages than slots, a target and a drafter of different numbers of slots, a
-        drafter that does not fit, or a policy without its state.
+        drafter that does not fit, a policy that does not fit the drafter, or a policy
+        without its state.
     """
 
     speculator: round_lib.Speculator
@@ -157,7 +158,7 @@ class Scheduler:
         policy = self.speculator.gamma_policy
         if policy is not None:
             _check_policy(policy, drafter)
-        if (self.speculator.gamma_policy is None) != (self.policy_state is None):
+        if (policy is None) != (self.policy_state is None):
             raise ValueError("a gamma policy and its first state go together")
         if policy_lib.schedules(policy):
             rule = self.speculator.rule

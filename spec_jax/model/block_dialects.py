@@ -67,7 +67,11 @@ _IGNORED = (
     "l1_loss_alpha",
     "confidence_head_alpha",
 )
-_KNOWN = {"attention_mode": "gqa", "rope_is_neox_style": True}
+_KNOWN = {
+    "attention_mode": "gqa",
+    "rope_is_neox_style": True,
+    "is_neox_style": True,
+}
 # Of a drafter that computes something else. Under `dflash_config` all that is not known
 # is refused.
 _OTHERS = (
@@ -158,7 +162,8 @@ def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
 def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     """What a config says of the drafter itself, wherever the layout has it."""
     said = {key: raw[key] for key in _OWN if raw.get(key) is not None}
-    stated = {key: raw[key] for key in _OTHERS if key in raw}
+    # Each place for itself: one must not hide what another says.
+    stated = [(key, raw[key]) for key in (*_OTHERS, *_KNOWN) if key in raw]
     if dialect in ("z-lab", "specforge"):
         nested = raw.get("dflash_config")
         if not isinstance(nested, dict):
@@ -170,9 +175,8 @@ def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
                     "remove the wrong one"
                 )
         said |= {key: nested[key] for key in _OWN if nested.get(key) is not None}
-        stated |= {k: x for k, x in nested.items() if k not in (*_OWN, *_IGNORED)}
-    stated |= {key: raw[key] for key in _KNOWN if key in raw}
-    for key, value in stated.items():
+        stated += [(k, x) for k, x in nested.items() if k not in (*_OWN, *_IGNORED)]
+    for key, value in stated:
         if value not in (None, _KNOWN.get(key, False)):
             raise ValueError(f"{key}={reprlib.repr(value)} is not supported")
     projector = said.get("projector_type", "dflash")

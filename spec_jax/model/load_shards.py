@@ -53,14 +53,15 @@ def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
             f"a mesh of {config.model_type} models: only those of "
             f"{', '.join(FAMILIES)} can be cut; leave the mesh out"
         )
-    layout.check_divides(num_kv_heads=config.num_kv_heads)
+    layout.check_divides(
+        num_kv_heads=config.num_kv_heads, intermediate_size=config.intermediate_size
+    )
     H = config.head_dim
     for name, size in {
         "num_heads * head_dim": config.num_heads * H,
         "num_kv_heads * head_dim": config.num_kv_heads * H,
         "intermediate_size": config.intermediate_size,
     }.items():
-        layout.check_divides(**{name: size})
         if size % layout.segments:
             raise ValueError(
                 f"{name}={size} cannot be cut into segments={layout.segments}: take "

@@ -49,9 +49,14 @@ class Tokenizer:
 
         Args:
           begins: whether a text begins here, before which the file may want a token,
-            as Llama's wants `<|begin_of_text|>`. Chat templates write it themselves.
+            as Llama's wants `<|begin_of_text|>`. A text that has it already, as chat
+            templates write it, gets no second one.
         """
-        return self.backend.encode(text, add_special_tokens=begins).ids
+        plain = self.backend.encode(text, add_special_tokens=False).ids
+        if not begins:
+            return plain
+        whole = self.backend.encode(text, add_special_tokens=True).ids
+        return plain if plain[:1] == whole[:1] else whole
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included.

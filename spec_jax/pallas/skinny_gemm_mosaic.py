@@ -243,10 +243,11 @@ def check_plan(plan: Plan, num_columns: int, num_terms: int, *, parts: int = 1) 
         raise ValueError(f"{num_columns} columns are not whole {parts * block_n}s")
     if not num_terms or num_terms % plan.block_k:
         raise ValueError(f"{num_terms} terms are not whole {plan.block_k}s")
-    needed = _needed_bytes(plan, parts)
     least = min(MIN_STAGES, num_terms // plan.block_k)
-    if plan.stages < least or needed > slab.MAX_SHARED_BYTES:
+    if plan.stages < least:
+        raise ValueError(f"{plan}: {num_terms} terms need at least {least} stages")
+    needed = _needed_bytes(plan, parts)
+    if needed > slab.MAX_SHARED_BYTES:
         raise ValueError(
-            f"{plan} needs {needed} of {slab.MAX_SHARED_BYTES} bytes of shared memory, "
-            f"and at least {least} stages"
+            f"{plan} needs {needed} of {slab.MAX_SHARED_BYTES} bytes of shared memory"
         )

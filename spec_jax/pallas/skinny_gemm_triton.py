@@ -36,7 +36,7 @@ from spec_jax.pallas import gemm_kernel_triton, gemm_reduce_triton, slab
 
 
 MIN_BLOCK = 16  # of a tensor-core instruction in any direction
-SPARE_SHARED_BYTES = 16_384  # of these: for what is not of the pipeline
+SPARE_SHARED_BYTES = 16_384  # of `slab.MAX_SHARED_BYTES`: for all but the pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,8 @@ class Layout:
       segments: of every sum that is spread over devices, a power of two.
 
     Raises:
-      ValueError: another axis, or segments that the devices cannot share.
+      ValueError: another axis, a number of devices that is no power of two, or segments
+        that the devices cannot share.
     """
 
     mesh: sharding.Mesh

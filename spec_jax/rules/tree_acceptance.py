@@ -207,9 +207,7 @@ class _Walk(pytree.Node):
     reached: jax.Array  # [D] bool
     last: jax.Array  # [] int32, the column where it ended
     own: jax.Array  # [] int32, what `try_children` said there
-    is_cut: (
-        jax.Array
-    )  # [] bool: the path may have no more drafts, and no child was tried
+    is_cut: jax.Array  # [] bool: the path may not grow, and no child was tried
 
     def outcome(self, draft_tokens: jax.Array, own: jax.Array) -> acceptance.Outcome:
         """Returns the drafts of the path, and the target's `own` token after them."""
@@ -234,8 +232,9 @@ def _walk(
     *,
     depth_max: int,
 ) -> _Walk:
-    """Descends to the first child that stays, until none does, or the path has `wanted`
-    drafts or `depth_max`.
+    """Descends to the first child that stays, while one does and the path may grow.
+
+    It may have `wanted` drafts, and `depth_max`.
 
     Args:
       try_children: after a column, the target's token and which drafts stay if they

@@ -81,8 +81,9 @@ class Recipe:
 def learning_rate(recipe: Recipe, peak: float) -> optax.Schedule:
     """Returns the learning rate by step: it rises, stays at `peak`, and falls.
 
-    It falls linearly to nothing over the last `decay_share` of the steps. Until then a
-    run of at least two warm-ups does not depend on `steps`, and can be made longer.
+    It falls linearly to nothing over the last `decay_share` of the steps. Before that a
+    run of at least `2 * warmup_steps` steps does not depend on `steps`, and can be made
+    longer.
     """
     warmup = min(recipe.warmup_steps, recipe.steps // 2)
     decay = round(recipe.decay_share * recipe.steps)
@@ -130,10 +131,11 @@ def labels(params: Params) -> Params:
 def batch(
     data: Data, *, size: int, step: int, seed: int, draw: Draw | None = None
 ) -> Batch:
-    """The sequences of optimiser step `step`: each at most once an epoch, whose last
-    ones are left out where they fill no batch.
+    """The sequences of optimiser step `step`, in an order of its epoch's own.
 
-    A pure function of its arguments, so that a resumed run sees the same batches.
+    An epoch has each sequence at most once; those at its end that fill no batch are
+    left out. A pure function of its arguments, so that a resumed run sees the same
+    batches.
     """
     per_epoch = len(data) // size
     if per_epoch == 0:

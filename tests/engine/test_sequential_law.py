@@ -1,6 +1,7 @@
 """The law of sampled speculation, by a sequential test.
 
-Of a small pair, of which some cases are quick, and of the embedded one.
+It runs on a small pair of random weights, a few cases of which are not slow, and on the
+embedded pair, which is slow.
 
 Each sample is one round of the real models from the same state, with a seed of its
 own: its first token must have the target's distribution `p`, which is known exactly.
@@ -78,6 +79,7 @@ def lm(request, tmp_path_factory):
 def prompt(lm):
     """A prompt after which both models are in doubt, and not of one mind."""
     prompts = prompt_files.parse("6", default_file=prompt_files.BUNDLED)
+    # As long as the cache has room for, with the answer.
     candidates = [lm.tokenizer.encode(one.text)[:100] for one in prompts]
 
     def doubt(ids):

@@ -326,6 +326,9 @@ def test_noise_is_the_same_in_every_process():
         (["--preset", "qwen3-0.6b"], ["leave out"]),
         (["--draft-preset", "qwen3-0.6b"], ["--preset"]),
         (["--top-k", "5"], ["--temperature 0"]),
+        (["--forced", "0.5", "--temperature", "0.7"], ["--forced decodes greedily"]),
+        (["--gammas", "2"], ["--gammas is of --forced"]),
+        (["--trace", "x", "--no-steps"], ["--trace is of steps"]),
     ],
 )
 def test_bad_input(folders, capsys, more, words):

@@ -153,6 +153,16 @@ def test_bad_input(folders, capsys, more, words):
     assert_fails_with(plan.main, capsys, command(folders, *more), *words)
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_block_drafts_no_more_than_it_has(folders, tmp_path, capsys, is_first):
+    """Fails if that is said after everything was measured."""
+    block = str(tiny_pair.WRITE_HEAD["dspark"](tmp_path / "head", folders[0]))
+    names = (block, "ngram") if is_first else ("ngram", block)
+    arguments = command(folders, "--drafter", ",".join(names), "--gamma", "5")
+    words = f"--gamma 5: {block} drafts 4 tokens at most"
+    assert_fails_with(plan.main, capsys, arguments, words)
+
+
 def test_trees_are_planned_next_to_chains(folders, tmp_path, capsys):
     """By the drafters that have them: rows say enough to compute them again."""
     out, tree = tmp_path / "out.jsonl", "2x3:5@0.4"

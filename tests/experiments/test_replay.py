@@ -367,6 +367,7 @@ def test_texts_of_nan_are_not_recorded(overflowing, tmp_path, capsys):
         (("--target", "x"), ("--target", "--check")),
         (("--record", "x"), ("one file",)),
         (("--costs", "nowhere.json"), ("nowhere.json", "cannot be read")),
+        (("--schedule", "x", "--costs", "y"), ("--costs", "leave one out")),
     ],
 )
 def test_unusable_flags(greedy, folders, assert_refused, more, words):

@@ -103,6 +103,15 @@ def test_distillation_is_least_where_draft_and_teacher_agree():
     assert largest < 1e-5
 
 
+def test_a_tokenizer_of_another_pair_is_refused(tmp_path):
+    """Fails if windows of one vocabulary are handed to weights of another."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    flags = ["--stage", "target", "--work", str(tmp_path)]
+    args = train_pair.parse_args([*flags, "--base", str(loading.ASSETS)])
+    with pytest.raises(ValueError, match="not the tokenizer of --base"):
+        train_pair.prepare(args)
+
+
 def test_windows_overlap_by_the_label():
     windows = corpus.windows(np.arange(10, dtype=np.uint16), 3)
     np.testing.assert_array_equal(windows, [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]])

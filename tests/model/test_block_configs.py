@@ -41,6 +41,18 @@ BAD_CONFIGS = {
         lambda raw: raw | {"is_neox_style": False},
         "is_neox_style=False is not supported",
     ),
+    "interleaved, below and said so": (
+        "z-lab",
+        nested(is_neox_style=False),
+        "is_neox_style=False is not supported",
+    ),
+    "interleaved, below what is said above": (
+        "z-lab",
+        lambda raw: nested(rope_is_neox_style=False)(
+            raw | {"rope_is_neox_style": True}
+        ),
+        "rope_is_neox_style=False is not supported",
+    ),
     "mask": ("z-lab", nested(mask_token_id=96), "mask_token_id=96 is outside"),
     "no mask": ("z-lab", nested(mask_token_id=None), "mask_token_id=None must be a"),
     "last tap": ("z-lab", nested(target_layer_ids=[0, 3]), r"taps=\(1, 4\) of a"),
