@@ -73,20 +73,25 @@ def by_gamma(summaries: Sequence[Row]) -> list[Curve]:
     grouped = group_by(summaries, _SETTINGS)
     kept = {key: rows for key, rows in grouped.items() if len(rows) > 1}
     for rows in kept.values():
-        gammas = [row["gamma"] for row in rows]
-        twice = sorted({gamma for gamma in gammas if gammas.count(gamma) > 1})
-        if twice:
-            raise ValueError(
-                f"gamma {twice[0]} of {_describe(rows[0], _SETTINGS)} is there "
-                f"{gammas.count(twice[0])} times; name one file of them, or tell them "
-                "apart with --where"
-            )
+        _check_axis(rows, "gamma", _SETTINGS)
     if not kept:
         raise ValueError(
             "no settings were run with two values of gamma; run spec_round.py with "
             "another --gamma"
         )
     return labelled(kept, _SETTINGS, sort_by="gamma")
+
+
+def _check_axis(rows: Sequence[Row], axis: str, names: Sequence[str]) -> None:
+    """Raises `ValueError` where a curve has two rows of one value on its axis."""
+    values = [row[axis] for row in rows]
+    twice = sorted({value for value in values if values.count(value) > 1})
+    if twice:
+        raise ValueError(
+            f"{axis} {twice[0]} of {_describe(rows[0], names)} is there "
+            f"{values.count(twice[0])} times; name one file of them, or tell them "
+            "apart with --where"
+        )
 
 
 def of_largest_gamma(summaries: Sequence[Row], name: str) -> list[Curve]:
@@ -105,9 +110,16 @@ def of_largest_gamma(summaries: Sequence[Row], name: str) -> list[Curve]:
 
 
 def by_active_rows(steps: Sequence[Row]) -> list[Curve]:
-    """Curves over the active rows of a slab, one for each model and implementation."""
+    """Curves over the active rows of a slab, one for each model and implementation.
+
+    Raises:
+      ValueError: one of them was timed twice with as many rows.
+    """
     names = ("target", "dtype", "impl", "slab", "context")
-    return labelled(group_by(steps, names), names, sort_by="num_active")
+    grouped = group_by(steps, names)
+    for rows in grouped.values():
+        _check_axis(rows, "num_active", names)
+    return labelled(grouped, names, sort_by="num_active")
 
 
 def comparison(rows: Sequence[Row]) -> dict[str, list[Curve]]:

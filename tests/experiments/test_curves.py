@@ -17,10 +17,13 @@ def test_curves_over_gamma():
     assert labels == ["native, float32", "xla, bfloat16", "xla, float32"]
 
 
-def test_a_gamma_that_is_there_twice_is_refused():
+def test_values_that_are_there_twice_are_refused():
     """Its two values would be joined by an upright line."""
     with pytest.raises(ValueError, match="gamma 2 of xla, .* 2 times"):
         curves_lib.by_gamma([made.summary(2), made.summary(2), made.summary(3)])
+    steps = made.FIGURES["step_cost"].rows
+    with pytest.raises(ValueError, match="num_active 1 of xla is there 2 times"):
+        curves_lib.by_active_rows([*steps, steps[1]])
     with pytest.raises(ValueError, match="long prompts .* twice"):
         curves_lib.comparison(
             [row for row in made.comparison() * 2 if row["length"] == "long"]
