@@ -237,7 +237,8 @@ def own_from_the_target(real, tokens, draft_probs, target_probs, num_drafted, **
     return outcome.replace(tokens=tokens)
 
 
-@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_residual_that_is_not_subtracted_is_caught(lm, prompt, rule):
     """Planted, and found by the same bets."""
     real = getattr(acceptance, f"accept_{rule}")
@@ -262,7 +263,6 @@ def test_settings_of_another_kind_are_caught(lm, prompt, changes):
         assert_law(tokens, law)
 
 
-@SLOW
 def test_drafts_taken_as_they_come_are_caught(lm, prompt):
     """The draft's own law, without any verification."""
     target, draft = laws(lm, prompt)

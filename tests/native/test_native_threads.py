@@ -17,13 +17,13 @@ ROOT = PROGRAM.parents[2]
 
 @pytest.fixture(scope="module")
 def reports() -> dict[int, dict]:
-    """What the program prints under pools of 1, 2 and 4 threads."""
+    """What the program prints under pools of one and of three threads."""
     try:
         build.load()
     except build.BuildError as error:
         pytest.skip(str(error))
     printed = {}
-    for threads in (1, 2, 4):
+    for threads in (1, 3):
         # XLA takes the size of its pool from NPROC.
         environment = {"NPROC": str(threads), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
         result = subprocess.run(
@@ -43,17 +43,16 @@ def reports() -> dict[int, dict]:
 @pytest.mark.slow
 def test_pools_have_the_sizes_asked_for(reports):
     """Fails if the comparison is between pools of one size."""
-    assert {n: report["threads"] for n, report in reports.items()} == {1: 1, 2: 2, 4: 4}
+    assert {n: report["threads"] for n, report in reports.items()} == {1: 1, 3: 3}
 
 
 def test_bits_do_not_depend_on_the_number_of_threads(reports):
     """Fails if work is split over a dimension that is summed, or threads race."""
     one = reports[1]["digests"]
     assert len(one) == 10 and all(len(runs) == 1 for runs in one.values())
-    assert reports[2]["digests"] == one
-    assert reports[4]["digests"] == one
+    assert reports[3]["digests"] == one
 
 
 def test_a_split_over_threads_is_caught(reports):
     """Negative control: sums over as many pieces of K as there are threads."""
-    assert len({report["split"] for report in reports.values()}) == 3
+    assert len({report["split"] for report in reports.values()}) == 2

@@ -338,7 +338,8 @@ def test_refusals(rng):
         jax.jit(functools.partial(draw_op.draw, impl="xla"))(logits, stacked(), **how)
 
 
-@pytest.mark.parametrize("has_probs", [False, True])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("has_probs", [True, False])
 def test_trees_have_the_noise_of_the_draws_they_aim_at(rng, has_probs):
     """Fails if a level's rows have the noise of other positions, or other settings; of
     independent draws, of other columns, or are from other probabilities."""
@@ -385,7 +386,7 @@ class Target:
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rule", "parents"),
-    [("rejection", None), ("block", None), ("rejection", (0, 0, 1))],
+    [("rejection", (0, 0, 1)), ("block", None), ("rejection", None)],
 )
 def test_rules_decide_as_they_do_by_xla(rng, rule, parents):
     """Fails if a rule is told of other sums, rows or settings by the kernels.
