@@ -312,6 +312,20 @@ def test_presets(oracle, tmp_path, monkeypatch):
 
 
 @pytest.mark.oracle
+def test_a_miscount_of_ours_is_no_unusable_input(oracle, folders, monkeypatch):
+    """Fails if a fault of the hook ends in one line that blames the user."""
+
+    def miscounted(*_, **__):
+        raise ValueError("3 rounds for 9 tokens")
+
+    monkeypatch.setattr(hf.conventions, "from_hugging_face", miscounted)
+    baseline = hf.load(*folders, dtype="float32")
+    how = {"method": hf.DRAFT_MODEL, "gamma": 2, "max_tokens": 4, "stop_ids": ()}
+    with pytest.raises(metrics.IdentityError, match="rounds counted.*3 rounds for 9"):
+        hf.generate(baseline, [5, 6, 7], **how)
+
+
+@pytest.mark.oracle
 def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     """With settings beside the weights that would make it do both."""
     import transformers
