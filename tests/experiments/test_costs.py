@@ -1,0 +1,129 @@
+"""Costs of rounds: their parts, and proposals along a text that are timed for them."""
+
+import dataclasses
+import typing
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+
+from experiments.lib import costs, noise, timing, works
+from spec_jax import loading
+from spec_jax.drafters import each
+from spec_jax.engine import protocols
+from spec_jax.gamma import theory
+
+
+GAMMA = 2
+COSTS = costs.RoundCosts(
+    plain_s=10.0,
+    drafts=(0, 1, 3),
+    verify_s=(10.0, 12.0, 14.0),
+    beyond_s=(1.0, 2.5, 4.5),
+)
+
+
+def test_the_costs_of_a_round():
+    """Fails if a part is left out, or counted twice; differences below 0 are noise."""
+    assert COSTS.round_s().tolist() == [11.0, 14.5, 3.5 + 13.0, 18.5]
+    assert COSTS.draft_s == 1.0  # The first costs more.
+    one = dataclasses.replace(
+        COSTS, drafts=(0, 1), verify_s=(10.0, 12.0), beyond_s=(1.0, 2.5)
+    )
+    assert one.draft_s == 1.5
+    assert dataclasses.replace(COSTS, beyond_s=(1.0, 3.0, 2.0)).draft_s == 0
+    rounds = {
+        free: COSTS.without(free).round_s()[-1] for free in typing.get_args(theory.Free)
+    }
+    assert rounds == {"drafting": 15.0, "verification": 14.5, "both": 11.0}
+
+
+def test_costs_are_compared_within_a_turn():
+    """A turn that was slow as a whole leaves ratios as they are."""
+    per_step = {
+        **{"plain step": 1.0, "1 active row": 1.0, "2 active rows": 0.9},
+        **{"d: round, gamma 0": 1.1, "d: round, gamma 1": 1.3},
+        "d: proposal, nothing to catch up": 0.4,
+        "d: proposal, 7 tokens to catch up": 1.1,
+    }
+    slow = (1.0, 1.0, 7.0)
+    seconds = {name: [factor * s for factor in slow] for name, s in per_step.items()}
+    timings = timing.Timings(warm_up={}, seconds=seconds)
+    found = costs.costs_of("d", timings, {0: 0.0, 1: 0.5})
+    assert found.verify_s == (1.0, 1.0)  # two rows cannot take less than one
+    assert found.beyond_s == pytest.approx((0.1, 0.3))
+    assert found.catch_up_s == pytest.approx(0.7 / 7)
+    # A lookup that found no more than half: the rest of its rows was not verified.
+    seconds["2 active rows"] = [1.2 * s for s in slow]
+    found = costs.costs_of("d", timings, {0: 0.0, 1: 0.5})
+    assert found.beyond_s == pytest.approx((0.1, 0.2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listing:
+    """Writes down where it is asked, for how much, and what is committed."""
+
+    gamma_max: int = GAMMA
+
+    def init(self, *, capacity, page_size):
+        return jnp.zeros((capacity,), jnp.int32), jnp.zeros((capacity,), jnp.int32)
+
+    def propose(self, params, memory, *, tokens, length, gamma):
+        asked, committed = memory
+        drafts = jnp.full((self.gamma_max,), 5, jnp.int32)
+        return (asked.at[length].set(gamma), committed), protocols.Proposal(
+            tokens=drafts, num_drafted=gamma
+        )
+
+    def commit(self, params, memory, length):
+        asked, committed = memory
+        return asked, committed.at[length].add(1)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_proposals_are_made_along_the_text(stride):
+    """Fails if a proposal is left out, or the text is not committed between two."""
+    drafter = each.lift(Listing(), 1)
+    memory, seen = works.propose_along(
+        drafter,
+        None,
+        drafter.init(capacity=12, page_size=1),
+        tokens=jnp.zeros((1, 12), jnp.int32),
+        features=None,
+        sampling=None,
+        start=jnp.int32(2),
+        gamma=jnp.int32(2),
+        steps=jnp.int32(3),
+        stride=jnp.int32(stride),
+    )
+    asked, committed = memory.slots
+    places = [2 + i * stride for i in range(3)]
+    assert np.flatnonzero(asked[0]).tolist() == places
+    assert np.flatnonzero(committed[0]).tolist() == [n + stride for n in places]
+    assert int(seen) == 3 * (2 * 5 + 2)  # every draft was looked at
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_a_head_proposes_along_the_text(tmp_path, stride):
+    """Fails if features do not come with what is committed: it would draft nothing."""
+    target, _ = tiny_pair.write(tmp_path)
+    head = tiny_pair.write_head(tmp_path / "head", target)
+    lm = loading.load(target, drafter=str(head), gamma_max=GAMMA)
+    memory = noise.noisy_memory(lm.drafter, capacity=16, page_size=16)
+    memory, seen = works.propose_along(
+        each.lift(lm.drafter, 1),
+        lm.drafter_params,
+        noise.memory_at(memory, 4),
+        tokens=jnp.ones((1, 17), jnp.int32),
+        features=jnp.ones((16, 2, 32)),
+        sampling=None,
+        start=jnp.int32(4),
+        gamma=jnp.int32(GAMMA),
+        steps=jnp.int32(3),
+        stride=jnp.int32(stride),
+    )
+    last = 4 + 2 * stride
+    assert int(memory.ring.first[0]) == last - 1  # The last proposal took all in.
+    assert int(memory.ring.end[0]) == last + stride - 1
+    assert int(seen) >= 3 * GAMMA
