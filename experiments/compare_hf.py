@@ -262,6 +262,7 @@ def run_all(
         "compared_dtype": greedy[0]["compared_dtype"] if greedy else None,
         "greedy_identical": sum(row["first_difference"] is None for row in greedy),
         "matched": all(done.matched for done in runs),
+        "nonfinite_logits": sum(done.nonfinite for done in runs),
         "same_drafts": sum(map(sum, same_drafts)),
         "drafted_runs": sum(map(len, same_drafts)),
         "load_s": loaded_s,

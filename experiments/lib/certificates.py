@@ -49,7 +49,7 @@ def read_rows(
     """
     if path is None or not path.is_file() or not path.stat().st_size:
         return [], 0
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = files.read(path).splitlines(keepends=True)
     # A file of one line without an end may be anything: it is half a header only if it
     # begins like one.
     begins = b'{"kind": "header"'

@@ -71,14 +71,16 @@ class Sides:
             return self._theirs(run, prompt)
         if run == OUR_PLAIN:
             done = runs_lib.run_plain(self.lm, self.settings, prompt)
-            return done.timing.e2e_s, hf.Generated(tokens=done.tokens, counters=None)
+            return done.timing.e2e_s, hf.Generated(
+                tokens=done.tokens, counters=None, nonfinite=done.nonfinite
+            )
         lm = self.lm
         if run.method == hf.PROMPT_LOOKUP:
             lm = _with_prompt_lookup(lm, self.settings)
         settings = dataclasses.replace(self.settings, gamma=run.gamma)
         done = runs_lib.run_speculative(lm, settings, prompt)
         return done.timing.e2e_s, hf.Generated(
-            tokens=done.tokens, counters=done.counters
+            tokens=done.tokens, counters=done.counters, nonfinite=done.nonfinite
         )
 
     def _theirs(self, run: Run, prompt: list[int]) -> tuple[float, hf.Generated]:
@@ -135,12 +137,18 @@ class PromptRuns:
         return min((place for place in found if place is not None), default=None)
 
     @property
+    def nonfinite(self) -> int:
+        """Tokens that one of our runs, the worst, chose from logits that hold NaN or
+        infinity."""
+        return max(one.nonfinite for done in self.every.values() for one in done)
+
+    @property
     def matched(self) -> bool:
-        """Whether all our tokens equal our first plain ones, and drafts were verified
-        by finite logits."""
+        """Whether all our tokens equal our first plain ones, and all our logits were
+        finite."""
         plain = self.every[OUR_PLAIN][0].tokens
-        return all(
-            one.tokens == plain and not (one.counters and one.counters.nonfinite)
+        return not self.nonfinite and all(
+            one.tokens == plain
             for run, done in self.every.items()
             if run.side == OURS
             for one in done
@@ -209,6 +217,7 @@ def prompt_row(prompt: PromptRuns) -> dict[str, Any]:
         "id": prompt.prompt.id,
         "prompt_tokens": len(prompt.prompt.tokens),
         "matched": prompt.matched,
+        "nonfinite_logits": prompt.nonfinite,
         "hf_ids": theirs and theirs.tokens,
         "runs": [
             {

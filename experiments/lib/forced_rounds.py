@@ -207,9 +207,10 @@ def measure(
     timings = timing.interleave(thunks, repeats=repeats)
 
     def worst(rate: float) -> tuple[states.Slots, int]:
-        """The run that differs most from decoding."""
+        """The run that differs most from decoding, or has most logits of NaN."""
         differs = lambda one: (
             int(one[0].length) != runs.limit,
+            int(one[0].num_nonfinite),
             _differing_tokens(runs, trace, one[0]),
             one[1],
         )
@@ -232,13 +233,15 @@ def row(
     kv_differing: int,
     timings: timing.Timings,
 ) -> dict[str, Any]:
-    """The row of one forced rate; `equal` is false where a token or a bit differs.
+    """The row of one forced rate; `equal` is false where a token or a bit differs, and
+    where logits are not finite: equal texts of NaN show nothing.
 
     Args:
       slot: of the run that differs most, leaves without the axis of slots.
     """
     differing = _differing_tokens(runs, trace, slot)
-    done = int(slot.length) == runs.limit
+    nonfinite = int(slot.num_nonfinite)
+    matched = int(slot.length) == runs.limit and differing == nonfinite == 0
     proposed, accepted = int(slot.num_proposed), int(slot.num_accepted)
     num_rounds, generated = int(slot.num_rounds), runs.limit - runs.start
     seconds, plain_s = timings.seconds[rate], timings.seconds[PLAIN]
@@ -253,10 +256,11 @@ def row(
         "tokens": generated,
         "tokens_per_target_step": generated / num_rounds,
         "context": runs.start,
-        "matched": done and differing == 0,
+        "nonfinite_logits": nonfinite,
+        "matched": matched,
         "differing_tokens": differing,
         "differing_kv": kv_differing,
-        "equal": done and differing == 0 and kv_differing == 0,
+        "equal": matched and kv_differing == 0,
         "n": len(seconds),
         **timing.quartile_fields("plain_ms", [1e3 * s / generated for s in plain_s]),
         **timing.quartile_fields("spec_ms", [1e3 * s / generated for s in seconds]),

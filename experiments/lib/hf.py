@@ -50,6 +50,7 @@ class Generated:
     # Generated, without the prompt; the stop token, if any, is the last
     tokens: list[int]
     counters: metrics.Counters | None  # of the drafts; None for autoregressive decoding
+    nonfinite: int = 0  # tokens chosen from logits that are not finite, on our side
 
 
 def missing() -> list[str]:

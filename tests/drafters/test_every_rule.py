@@ -18,7 +18,10 @@ from spec_jax.drafters import hybrid, ngram, oracle, suffix
 from spec_jax.engine import checks, verification
 
 
-CORPUS = suffix.remember(suffix.empty_corpus(64), [1, 2, 3, 4, 8, 8, 9, 9, 60, 7, 3])
+CORPUS = suffix.remember(
+    suffix.empty_corpus(64), [1, 2, 3, 4, 8, 8, 9, 9, 60, 7, 3, 500]
+)
+"""Of texts of any tokenizer: what followed `7, 3` there is in no vocabulary here."""
 WEIGHTS = decoding.NEARLY_TARGET
 DRAFT = decoding.draft_drafter(impl=SMALL.target.impl)
 LOOKUP = suffix.SuffixDecoding(gamma_max=GAMMA_MAX)

@@ -4,7 +4,8 @@ import pytest
 from script_runs import assert_fails_with, models_of, rows_of, with_another_token
 
 from experiments import spec_round, throughput
-from experiments.lib import runs, timing
+from experiments.lib import cli, runs, terminal, timing
+from spec_jax.analysis import metrics
 
 
 def command(folders, *more: str) -> list[str]:
@@ -33,7 +34,8 @@ def test_a_batch_of_any_drafter(folders, tmp_path, more):
         assert "speedup_decode" not in numbers and numbers["speedup_e2e"] > 0
 
 
-def test_throughput(folders, tmp_path, capsys):
+def test_throughput(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
     out = tmp_path / "out.jsonl"
     more = ("--batch", "2", "--gamma", "1,2", "--repeats", "2", "--out", str(out))
     assert throughput.main(command(folders, *more)) == throughput.MATCHED
@@ -52,7 +54,26 @@ def test_throughput(folders, tmp_path, capsys):
         assert row["prompts_equal"] == row["prompts"] == 3
         assert row["n"] == 2 and row["tok_s"] > 0
     assert rows[0]["ratio"] == 1
-    assert "gamma 2, batch 2" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "gamma 2, batch 2" in printed.out and "runs: 1 of 12" in printed.err
+
+
+def test_an_interrupted_throughput_leaves_what_was_run(folders, tmp_path, monkeypatch):
+    """Fails if rows are written at the end only. Nothing is run or compiled."""
+    timing = metrics.Timing(prefill_s=1.0, decode_s=1.0, tokens=1)
+    calls, done = [], [runs.Plain(tokens=[5], timing=timing)] * 3
+
+    def interrupted(lm, settings, ids, way):
+        calls.append(way)
+        if len(calls) == 6:  # Three ways briefly, and two of the first repeat.
+            raise KeyboardInterrupt
+        return done, 1.0
+
+    monkeypatch.setattr(throughput, "_once", interrupted)
+    out = tmp_path / "out.jsonl"
+    more = ("--batch", "2", "--repeats", "2", "--gamma", "2", "--out", str(out))
+    assert throughput.main(command(folders, *more)) == cli.INTERRUPTED
+    assert [row["batch"] for row in rows_of(out)] == [None, 2]
 
 
 def test_throughput_of_logits_that_are_not_finite(overflowing, tmp_path, capsys):

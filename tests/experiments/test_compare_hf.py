@@ -19,6 +19,7 @@ from experiments.lib import (
     prompts as prompts_lib,
     runs,
     subjects,
+    timing,
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
@@ -251,6 +252,30 @@ def test_another_target_is_told(oracle, folders, tmp_path, monkeypatch, capsys):
             # Not a tie: each side is sure of its own token.
             assert row["our_margin"] > 0.01 and row["their_margin"] > 0.01
     assert "Other tokens than Hugging Face's" in capsys.readouterr().out
+
+
+def test_equal_tokens_of_nan_do_not_match(overflowing):
+    """Fails if a run of either kind is taken for finite; and equal tokens that are."""
+    target, draft = overflowing
+    lm = loading.load(target, draft=draft, gamma_max=3, slab=4)
+    settings = runs.Settings(gamma=3, gen_tokens=GEN_TOKENS, capacity=48, page_size=16)
+    ours = compare.Sides(lm=lm, hf=None, settings=settings)
+    drafted = compare.Run(side=compare.OURS, method="draft model", gamma=3)
+    done = {
+        run: ours.generate(run, [5, 6, 7])[1] for run in (compare.OUR_PLAIN, drafted)
+    }
+    assert all(one.nonfinite for one in done.values())
+    timings = timing.Timings(warm_up={}, seconds={})
+    finite = hf.Generated(tokens=[1, 2], counters=None)
+    prompt_runs = lambda every: compare.PromptRuns(
+        prompt=None, timings=timings, every=every
+    )
+    same = {compare.OUR_PLAIN: [finite], drafted: [finite, finite]}
+    assert prompt_runs(same).matched and prompt_runs(same).nonfinite == 0
+    for run in same:
+        wrong = dataclasses.replace(finite, nonfinite=2)
+        one = prompt_runs(same | {run: [finite, wrong]})
+        assert one.nonfinite == 2 and not one.matched
 
 
 @pytest.mark.oracle

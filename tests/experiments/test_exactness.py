@@ -332,6 +332,24 @@ def test_a_certificate_of_kernels_that_this_machine_lacks(
     )
 
 
+@pytest.mark.parametrize("more", [(), ("--isa", "portable")])
+def test_a_certificate_chooses_its_kernels(more, folders, tmp_path, monkeypatch):
+    """Fails if it is verified with the widest, or against what `--isa` says. Nothing is
+    run; the slow test below runs both."""
+    path, chosen = tmp_path / "c.json", []
+    made_with = {"environment": {"instruction_set": {"native": "avx2"}}}
+    monkeypatch.setattr(certificates, "read", lambda path: made_with)
+    monkeypatch.setattr(build, "choose", chosen.append)
+
+    def planned(args, certificate):
+        raise ValueError("nothing is run")
+
+    monkeypatch.setattr(plans, "from_certificate", planned)
+    arguments = [*models_of(folders), "--verify", str(path), *more]
+    assert exactness.main(arguments) == 1
+    assert chosen == [more[-1] if more else "avx2"]
+
+
 @pytest.mark.slow
 def test_a_certificate_of_narrower_kernels_is_verified(folders, tmp_path):
     """In processes of their own: the kernels of one are those of its first model."""

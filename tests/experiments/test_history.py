@@ -5,7 +5,7 @@ from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import history
 from experiments.ablations import verify_paths
-from experiments.lib import cli, results, runs
+from experiments.lib import cli, results, runs, terminal
 from spec_jax.analysis import metrics
 
 
@@ -65,11 +65,13 @@ def test_an_interrupted_ladder_leaves_the_prompts_before(
 
     monkeypatch.setattr(results, "warm_up", lambda designs, prompts: 0.0)
     monkeypatch.setattr(results, "run_designs", interrupted)
+    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
     out = tmp_path / "out.jsonl"
     more = ("--prompts", "2", "--out", str(out))
     assert history.main(command(folders, *more)) == cli.INTERRUPTED
     assert [row["id"] for row in rows_of(out)] == ["py-01"] * len(history.LADDER)
-    assert f"finished rows are in {out}" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"finished rows are in {out}" in printed and "prompts: 1 of 2" in printed
 
 
 def row(name: str, *, matched: bool, speedup: float) -> dict:

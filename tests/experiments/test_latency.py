@@ -230,7 +230,7 @@ def test_masks_accept_what_is_asked(rate, gamma):
 
 
 def test_tokens_and_keys_that_differ_are_told(lm):
-    """Negative control: a text that is another one, and one bit of a key."""
+    """Negative control: a text that is another one, one bit of a key, and a NaN."""
     runs = forced_rounds.make_runs(lm, start=8, generated=4, page_size=16)
     state = runs.run_plain(runs.target_cache())
     trace = np.asarray(state.tokens)
@@ -255,6 +255,9 @@ def test_tokens_and_keys_that_differ_are_told(lm):
     assert forced_rounds.kernel_checks.differing(written, wrong) == 2
     row = forced_rounds.row(runs, trace, GAMMA, 0.5, slot, 2, timings)
     assert row["matched"] and not row["equal"]
+    slot = slot.replace(num_nonfinite=jnp.int32(3))
+    row = forced_rounds.row(runs, trace, GAMMA, 0.5, slot, 0, timings)
+    assert not row["matched"] and not row["equal"] and row["nonfinite_logits"] == 3
 
 
 @pytest.mark.slow

@@ -209,6 +209,20 @@ def test_bad_files(tmp_path, capsys, content, words):
 
 
 @needs_matplotlib
+def test_no_figure_replaces_what_it_is_drawn_from(tmp_path, capsys):
+    """Rows may have any name; that of a figure too."""
+    rows = tmp_path / "improvement.svg"
+    rows.write_text(json.dumps({"kind": "theory"}) + "\n")
+    before = rows.read_bytes()
+    other = tmp_path / "link.jsonl"
+    other.hardlink_to(rows)
+    for path in (rows, other):
+        arguments = [str(path), "--theory", "0.8,0.1", "--out", str(tmp_path)]
+        assert plot.main(arguments) == 1
+        assert f"holds {path}, which a figure could replace" in capsys.readouterr().err
+    assert rows.read_bytes() == before
+
+
 def test_bad_folder(tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", FIGURES["step_cost"].rows)
     assert plot.main([str(rows), "--out", str(rows)]) == 1
