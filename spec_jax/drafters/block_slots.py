@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.drafters import draft_slots, draft_trees, features as features_lib
@@ -70,7 +71,7 @@ class SlotBlock(features_lib.SlotReader):
         features: Float[Array, "T taps D"],
     ) -> features_lib.ReaderMemory:
         """Takes in the features of the prompt, but for its last token."""
-        end, slot_ = jnp.int32(len(prompt) - 1), jnp.int32(slot)
+        end, slot_ = np.int32(len(prompt) - 1), np.int32(slot)
         return _prefill(self, params, memory, features, end, slot_)
 
     def propose(

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
@@ -92,7 +93,7 @@ class Each(draft_slots.OfSlots):
         # A copy: the drafter may donate what it is given.
         fresh = jax.tree.map(jnp.copy, memory.fresh)
         one = self.drafter.prefill(params, fresh, prompt, **features)
-        return memory.replace(slots=_put(memory.slots, one, jnp.int32(slot)))
+        return memory.replace(slots=_put(memory.slots, one, np.int32(slot)))
 
     def propose(
         self,

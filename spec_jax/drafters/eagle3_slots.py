@@ -75,10 +75,8 @@ class SlotEagle3(features_lib.SlotReader):
         """Takes in all pairs of the prompt but the last, which drafts."""
         tokens = np.zeros((features.shape[0] + 1,), np.int32)
         tokens[: len(prompt)] = prompt
-        end, slot_ = jnp.int32(len(prompt) - 1), jnp.int32(slot)
-        return _prefill(
-            self, params, memory, jax.device_put(tokens), features, end, slot_
-        )
+        end, slot_ = np.int32(len(prompt) - 1), np.int32(slot)
+        return _prefill(self, params, memory, tokens, features, end, slot_)
 
     def propose(
         self,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation, pytree
@@ -127,12 +128,12 @@ def begin(
     limit, capped = checks.limit_of(len(prompt), max_tokens, capacity)
     kv = prompt_lib.prefill(target, params, kv, prompt[:-1], by_rows=prefill_by_rows)
     return init_state(
-        jax.device_put(checks.text_buffer(prompt, capacity)),
-        length=jnp.int32(len(prompt)),
-        limit=jnp.int32(limit),
-        capped=jnp.bool_(capped),
+        checks.text_buffer(prompt, capacity),
+        length=np.int32(len(prompt)),
+        limit=np.int32(limit),
+        capped=np.bool_(capped),
         cache=kv,
-        stop_ids=jnp.asarray(checks.stop_array(stop_ids)),
+        stop_ids=checks.stop_array(stop_ids),
         sampling=sampling,
     )
 

@@ -50,8 +50,9 @@ def prefill_features(
     )
 
 
-def _padded(tokens: list[int]) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens in a bucket, and their number."""
+def _padded(tokens: list[int]) -> tuple[np.ndarray, np.int32]:
+    """Returns the tokens in a bucket, and their number: of the host, since a call hands
+    over all that it gets at once."""
     padded = np.zeros((decoder.bucket(len(tokens)),), np.int32)
     padded[: len(tokens)] = tokens
-    return jax.device_put(padded), jnp.int32(len(tokens))
+    return padded, np.int32(len(tokens))

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation
@@ -36,7 +37,7 @@ CACHE_KINDS: tuple[str, ...] = get_args(CacheKind)
 SLOT = 0
 # Rows of a tile of a native prefill, whose bits depend on no slab: a multiple of the
 # kernels' groups of rows, and enough of them for one read of the weights.
-NATIVE_PREFILL_SLAB = 40
+NATIVE_PREFILL_SLAB = 64
 
 
 def slab_for(impl: str, rows: int) -> int:
@@ -195,8 +196,8 @@ class RowModel:
         self,
         params: params_lib.Params,
         kv: paged.PagedKV,
-        tokens: Int[Array, " T"],
-        length: Int[Array, ""],
+        tokens: Int[Array | np.ndarray, " T"],
+        length: Int[Array | np.int32, ""],
         *,
         by_rows: bool | None = None,
         slot: int = SLOT,
@@ -215,8 +216,8 @@ class RowModel:
         self,
         params: params_lib.Params,
         kv: paged.PagedKV,
-        tokens: Int[Array, " T"],
-        length: Int[Array, ""],
+        tokens: Int[Array | np.ndarray, " T"],
+        length: Int[Array | np.int32, ""],
         *,
         taps: tuple[int, ...],
         by_rows: bool | None = None,
@@ -231,7 +232,7 @@ class RowModel:
             kv,
             tokens,
             length,
-            jnp.int32(slot),
+            np.int32(slot),
             by_rows=by_rows,
             taps=taps,
         )

@@ -36,6 +36,8 @@ struct Panels {
   int64_t words() const { return words_of<T>(K); }
   int64_t count() const { return panels_of(N); }
   const T* panel(int64_t i) const { return data + i * words() * kPanel * kWord<T>; }
+  // The outputs from `n`, with which a panel begins.
+  Panels from(int64_t n) const { return {panel(n / kPanel), N - n, K}; }
 };
 
 // Writes panel `i` of w [N, K] to `to`.

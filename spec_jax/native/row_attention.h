@@ -146,12 +146,22 @@ struct Attention {
   const Rows& rows;
   std::vector<Span> all;
   int64_t K, grain;  // key/value heads, and how many of them a worker takes at a time
-  bool is_apart = true;  // whether each slot has one span
-  std::vector<std::vector<Queries<T>>> queries;  // [workers, grain]
+  bool is_apart;     // whether each slot has one span
+  int64_t room = 0;  // queries that each of `queries` has room for
+  std::vector<std::vector<Queries<T>>> queries;  // [workers, grain or more]
   std::vector<Queries<T>> alone;                 // [workers], of one row of a tree
 
   Attention(Team<Pool>& team, const Rows& rows, int64_t K, int64_t group, int64_t H)
-      : team(team), rows(rows), all(spans(rows)), K(K) {
+      : team(team), rows(rows), K(K) {
+    begin(group, H);
+    if (rows.branch == nullptr) return;
+    for (int64_t i = 0; i < team.size(); ++i) alone.emplace_back(group, H);
+  }
+
+  // Takes up the rows as they are now; what the workers have is kept if it is enough.
+  void begin(int64_t group, int64_t H) {
+    all = spans(rows);
+    is_apart = true;
     int64_t most = 0, tasks = all.size() * K;
     for (size_t i = 0; i < all.size(); ++i) {
       most = std::max(most, all[i].count);
@@ -160,12 +170,13 @@ struct Attention {
       }
     }
     grain = std::clamp<int64_t>(tasks / team.size(), 1, K);
+    int64_t heads = queries.empty() ? 0 : queries.front().size();
+    if (most * group <= room && grain <= heads) return;
+    room = most * group;
     queries.assign(team.size(), {});
     for (auto& of_worker : queries) {
-      for (int64_t i = 0; i < grain; ++i) of_worker.emplace_back(most * group, H);
+      for (int64_t i = 0; i < grain; ++i) of_worker.emplace_back(room, H);
     }
-    if (rows.branch == nullptr) return;
-    for (int64_t i = 0; i < team.size(); ++i) alone.emplace_back(group, H);
   }
 
   Pages pages(const Span& span, const Layer<T>& layer) const {

@@ -64,7 +64,11 @@ class SideBySide {
     int64_t step = group_size(first) * kSize, whole = K_ / kSize;
     Row<T>* to = data_.data() + first * words() * kSize + row * kSize;
     for (int64_t k = 0; k < whole; ++k, to += step) {
-      for (int64_t i = 0; i < kSize; ++i) to[i] = row_of(x[k * kSize + i]);
+      if constexpr (sizeof(Row<T>) == sizeof(T)) {
+        std::memcpy(static_cast<void*>(to), x + k * kSize, kSize * sizeof(T));
+      } else {
+        for (int64_t i = 0; i < kSize; ++i) to[i] = row_of(x[k * kSize + i]);
+      }
     }
     if (whole < words()) {
       to[0] = row_of(x[whole * kSize]);

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "draw.h"
@@ -82,6 +83,14 @@ struct Layers {
     }
   }
 
+  // Takes up the rows of `step` as they are now, if they are no more than at first.
+  bool begin() {
+    int64_t row = (step.N + 2 * step.K) * step.H;
+    if (step.rows.live * row > static_cast<int64_t>(heads.size())) return false;
+    attention.begin(step.N / step.K, step.H);
+    return true;
+  }
+
   // The most values that a row of a product has.
   static int64_t widest(const Step<T>& step) {
     int64_t most = std::max(step.head.K, step.N * step.H);
@@ -110,21 +119,41 @@ struct Layers {
     gate(workers, input(x, layer.mlp_norm), layer.gate_up, hidden.data());
     project(workers, input(hidden, none), layer.down, x.data(), x.data());
   }
+
+  // Stores the keys and values of what is made of `from`, which is all that others see of
+  // a layer.
+  void store(const StepLayer<T>& layer, const Input<T>& from) {
+    const T* none = nullptr;
+    int64_t row = (step.N + 2 * step.K) * step.H, queries = step.N * step.H;
+    bool is_apart = layer.kv.data != nullptr, begins_panel = queries % kPanel == 0;
+    if (is_apart || begins_panel) {
+      const Panels<T> kv = is_apart ? layer.kv : layer.qkv.from(queries);
+      project(workers, from, kv, none, heads.data() + queries, row);
+    } else {
+      project(workers, from, layer.qkv, none, heads.data(), row);
+    }
+    attention.write_all(step.attention(layer, heads.data(), step.N, attended.data()));
+  }
 };
 
-// What the rows leave behind, [live, D], after all layers.
+// What the rows leave behind, [live, D], after the first `count` layers.
 template <typename Pool, typename T>
-std::vector<T> run_layers(Layers<Pool, T>& layers) {
+std::vector<T> run_layers(Layers<Pool, T>& layers, int64_t count) {
   const Step<T>& step = layers.step;
   std::vector<T> x(step.rows.live * step.embed.panels.K);
   take_rows(step.embed, step.tokens, x.data(), step.rows.live);
-  int64_t boundary = 0;
-  tap_features(step, boundary, x.data());
-  for (const auto& layer : step.layers) {
+  tap_features(step, 0, x.data());
+  for (int64_t i = 0; i < count; ++i) {
+    const StepLayer<T>& layer = step.layers[i];
     layers.run(layer, layers.input(x, layer.input_norm), x.data(), x);
-    tap_features(step, ++boundary, x.data());
+    tap_features(step, i + 1, x.data());
   }
   return x;
+}
+
+template <typename Pool, typename T>
+std::vector<T> run_layers(Layers<Pool, T>& layers) {
+  return run_layers(layers, static_cast<int64_t>(layers.step.layers.size()));
 }
 
 // Logits [rows, N] of what `rows` rows left behind, [rows, D].
@@ -139,6 +168,13 @@ template <typename Pool, typename T>
 void run_step(Team<Pool>& team, const Step<T>& step) {
   if (step.rows.live == 0) return;
   Layers<Pool, T> layers(team, step);
+  int64_t count = step.layers.size();
+  bool is_tapped = std::count(step.taps.begin(), step.taps.end(), count) > 0;
+  if (step.logits == nullptr && !is_tapped) {  // As prompts are taken in.
+    std::vector<T> left = run_layers(layers, count - 1);
+    const StepLayer<T>& last = step.layers.back();
+    return layers.store(last, layers.input(left, last.input_norm));
+  }
   std::vector<T> left = run_layers(layers);
   if (step.logits != nullptr) {
     row_logits(layers.workers, step, left.data(), step.rows.live, step.logits);
@@ -205,6 +241,7 @@ void run_all(Team<Pool>& team, Step<T>& step, const Chains& chains, const int32_
   std::vector<float> logits;
   std::vector<int32_t> chosen;
   ChainRows rows;
+  Workers<Pool, T> workers(team, chains.num_slots, D);
   std::fill(chains.drafts, chains.drafts + chains.num_slots * chains.most, 0);
   for (;;) {
     rows.take(chains, drafted, cos, sin, step.H / 2);
@@ -223,7 +260,6 @@ void run_all(Team<Pool>& team, Step<T>& step, const Chains& chains, const int32_
     }
     logits.resize(count * N);
     chosen.resize(count);
-    Workers<Pool, T> workers(team, count, D);
     row_logits(workers, step, last.data(), count, logits.data());
     choose(team, chains.draws, rows.drafts, names, N, logits.data(), chosen.data());
     for (int64_t j = 0; j < count; ++j) {
@@ -239,9 +275,10 @@ template <typename Pool, typename T>
 void run_chains(Pool& pool, Step<T> step, const Chains& chains) {
   Team<Pool> team(pool);
   const int32_t* same = nullptr;
+  std::optional<Layers<Pool, T>> layers;
   run_all(team, step, chains, same, [&](const ChainRows&) {
-    Layers<Pool, T> layers(team, step);
-    return run_layers(layers);
+    if (!layers || !layers->begin()) layers.emplace(team, step);
+    return run_layers(*layers);
   });
 }
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <new>
 #include <thread>
@@ -71,9 +70,6 @@ class alignas(64) IndexRange {
 template <typename Pool>
 class Team {
  public:
-  // Indices from `begin` to `end`, for the worker of that number.
-  using Body = std::function<void(int64_t begin, int64_t end, int64_t worker)>;
-
   explicit Team(Pool& pool) : pool_(pool), size_(std::max<int64_t>(pool.num_threads(), 1)) {}
   Team(const Team&) = delete;
   ~Team() {
@@ -83,11 +79,13 @@ class Team {
   // Workers, with numbers from 0: each is one thread as long as the team lives.
   int64_t size() const { return size_; }
 
-  // Calls `body` for all of [0, count), fewer than 2^24, at most `grain` of them at a
-  // time, each once, on any thread and in any order: calls must not depend on each
-  // other, and must not throw. Returns when all are done. Each worker walks a range of
-  // its own, which it is given again in the next loop of the same size, so that what it
-  // reads may still be in its caches; then it helps with the others'.
+  // Calls `body(begin, end, worker)`, with indices and the number of the worker, for all
+  // of [0, count), fewer than 2^24, at most `grain` of them at a time, each once, on any
+  // thread and in any order: calls must not depend on each other, and must not throw.
+  // Returns when all are done. Each worker walks a range of its own, which it is given
+  // again in the next loop of the same size, so that what it reads may still be in its
+  // caches; then it helps with the others'.
+  template <typename Body>
   void run(int64_t count, int64_t grain, const Body& body) {
     if (size_ == 1 || count <= grain) {
       for (int64_t i = 0; i < count; i += grain) body(i, std::min(i + grain, count), 0);
@@ -96,6 +94,9 @@ class Team {
     if (!shared_) gather();
     Shared& shared = *shared_;
     shared.body = &body;
+    shared.call = [](const void* body, int64_t begin, int64_t end, int64_t worker) {
+      (*static_cast<const Body*>(body))(begin, end, worker);
+    };
     shared.grain.store(grain, std::memory_order_relaxed);
     shared.done.store(0, std::memory_order_relaxed);
     ++loop_;
@@ -113,12 +114,15 @@ class Team {
   static constexpr uint64_t kNoMore = ~uint64_t{0};
 
   // Helpers that begin late find nothing left, and must still find this. `body` is gone
-  // by then: it lives until all indices are done, and is reached only for one.
+  // by then: it lives until all indices are done, and is reached only for one. What
+  // helpers wait for, and what the caller waits for, have a line of a cache each.
   struct Shared {
     std::vector<IndexRange> ranges;
-    const Body* body = nullptr;
-    std::atomic<int64_t> grain{1}, done{0}, joined{1};
-    std::atomic<uint64_t> loop{0};
+    const void* body = nullptr;
+    void (*call)(const void*, int64_t, int64_t, int64_t) = nullptr;
+    std::atomic<int64_t> grain{1}, joined{1};
+    alignas(64) std::atomic<uint64_t> loop{0};
+    alignas(64) std::atomic<int64_t> done{0};
     explicit Shared(int64_t workers) : ranges(workers) {}
 
     void work(uint64_t number, int64_t worker) {
@@ -127,7 +131,7 @@ class Team {
       for (int64_t offset = 0; offset < workers; ++offset) {
         IndexRange& range = ranges[(worker + offset) % workers];
         while (range.take(number, most, offset == 0, begin, end)) {
-          (*body)(begin, end, worker);
+          call(body, begin, end, worker);
           finished += end - begin;
         }
       }

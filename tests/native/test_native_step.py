@@ -24,7 +24,7 @@ def make(dtype, **changes):
     return config, params_lib.prepare(params, "native")
 
 
-def run(config, params, live, *, observe=None, with_logits=True):
+def run(config, params, live, *, observe=None, with_logits=True, taps=TAPS):
     """Logits, features and pools after two slabs of two slots."""
     model = row_model.RowModel(config=config, impl="native", slab=SLAB)
     kv = model.new_slots(2, capacity=24, page_size=8)
@@ -35,7 +35,7 @@ def run(config, params, live, *, observe=None, with_logits=True):
             qwen3.forward_rows,
             config=config,
             impl="native",
-            taps=TAPS,
+            taps=taps,
             with_logits=with_logits,
             observe=observe,
         )
@@ -63,12 +63,17 @@ def test_a_step_is_its_operations(dtype, live):
     testing.assert_same_bits(run(config, params, live), one_by_one)
 
 
-def test_without_logits_the_rest_is_the_same():
-    """Fails if leaving out the head changes keys, values or features."""
-    config, params = make("bfloat16")
-    whole, *pools = run(config, params, 4)
-    less, *same = run(config, params, 4, with_logits=False)
+@pytest.mark.parametrize("taps", [TAPS, TAPS[::2]])
+@pytest.mark.parametrize("head_dim", [8, 10])
+def test_without_logits_the_rest_is_the_same(head_dim, taps):
+    """Fails if leaving out the head, or where nothing is read after it the last layer
+    but for its keys and values, changes those or features. Of heads of 10 the first key
+    is no panel's first output."""
+    config, params = make("bfloat16", head_dim=head_dim)
+    whole, *pools = run(config, params, 4, taps=taps)
+    less, *same = run(config, params, 4, taps=taps, with_logits=False)
     testing.assert_same_bits(same, pools)
+    assert all(np.count_nonzero(pool[-1]) for pool in pools)
     testing.assert_same_bits(less[1::2], whole[1::2])
     assert [logits.shape for logits in less[::2]] == [(0, config.vocab_size)] * 2
 
