@@ -114,7 +114,6 @@ def words_of(args: argparse.Namespace, parts: pathlib.Path) -> dict[str, Any]:
         "work": args.work,
         "dflash": args.dflash,
         "dspark": loading.ASSETS / "dspark",
-        "before": parts / "before.jsonl",
         "scratch": parts / "scratch",
     }
 
@@ -142,11 +141,9 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
                 return status
             if step.keep and not is_recorded:
                 rows += files.read_rows(path).values()
-                with words["before"].open("ab") as before:
-                    before.write(path.read_bytes())
         if step.keep:
             with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
-                out.write_all(row for row in rows if row["kind"] == step.keep)
+                out.write_all(row for row in rows if row["kind"] in step.keep)
         if step.made:
             shutil.copyfile(step.made.format(**words), step.path)
     return worst

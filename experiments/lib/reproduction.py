@@ -29,9 +29,9 @@ class Step:
     Attributes:
       file: below `records.RESULTS`; the name of the step.
       runs: commands, each a script and its flags; {results} in them is
-        `records.RESULTS`, and {before} a file of the rows of the runs before.
+        `records.RESULTS`.
       flag: which names the file; None where the script writes it without being told.
-      keep: of several runs whose rows the file holds, the kind that is kept.
+      keep: of several runs whose rows the file holds, the kinds that are kept.
       totals: whether the categories of each set of prompts of a sweep become one row.
       mismatches: whether runs that do not match are expected, and no failure.
       made: where the script leaves the file, if it cannot be told; a copy is published.
@@ -40,7 +40,7 @@ class Step:
     file: str
     runs: tuple[str, ...]
     flag: str | None = "--out"
-    keep: str | None = None
+    keep: tuple[str, ...] = ()
     totals: bool = False
     mismatches: bool = False
     made: str | None = None
@@ -89,6 +89,7 @@ _TREES_OF_HEADS = {
     "dspark": ("4x7:15@0.6", "4x7:31@0.6"),  # No deeper than a block.
 }
 _TREES_OF_HEADS["dflash"] = _TREES_OF_HEADS["dspark"]
+_TEMPERATURES = (0, 0.7, 1)
 _FLASH = "--verify-path flash --prompts 20 --gen-tokens 256"
 
 
@@ -115,19 +116,27 @@ def _speeds() -> Iterator[Step]:
             yield Step(
                 file=f"spec_round_{impl}_gamma{gamma}.jsonl",
                 runs=(f"{command} --gamma {gamma}",),
-                keep=None if gamma == 4 else "summary",  # One with each prompt's row.
+                keep=() if gamma == 4 else ("summary",),  # One with each prompt's row.
             )
         command = f"spec_round --impl {impl} --prompts"
         runs = tuple(f"{command} {_COUNT[impl]} {more}" for more in _MATCHED)
-        yield Step(file=f"matched_{impl}.jsonl", runs=runs, keep="summary")
+        yield Step(file=f"matched_{impl}.jsonl", runs=runs, keep=("summary",))
         runs = (f"{command} {_GSM8K[impl]} --gen-tokens 256",)
-        yield Step(file=f"matched_gsm8k_{impl}.jsonl", runs=runs, keep="summary")
+        yield Step(file=f"matched_gsm8k_{impl}.jsonl", runs=runs, keep=("summary",))
         command = f"latency --impl {impl}"
         embedded, preset = f"{command} --repeats 15", f"{command} --preset qwen3-0.6b"
         yield Step(file=f"latency_embedded_{impl}.jsonl", runs=(embedded,))
         yield Step(
             file=f"latency_qwen3_0.6b_{impl}.jsonl", runs=(f"{preset} --repeats 7",)
         )
+    # What a processor without AVX-512 has, on one that has it.
+    isa, kept = "--impl native --isa avx2", ("step", "summary")
+    runs = (f"latency {isa} --repeats 15", f"spec_round {isa} --prompts 50 --repeats 3")
+    yield Step(file="embedded_native_avx2.jsonl", runs=runs, keep=kept)
+    command = "spec_round --impl native --prompts 50 --gamma 7 --gamma-policy goodput"
+    names = ("ngram", "suffix", "hybrid", "draft-model", *loading.shipped_heads())
+    runs = tuple(f"{command} --drafter {name}" for name in names)
+    yield Step(file="adaptive_native.jsonl", runs=runs, keep=("summary",))
     yield Step(file="compare_hf.jsonl", runs=("compare_hf",))
     yield Step(file="kernels_embedded.jsonl", runs=("kernels",))
     command = "kernels --shapes qwen3-0.6b --rows 1,5,8 --repeats 8"
@@ -144,7 +153,7 @@ def _trees() -> Iterator[Step]:
     runs += [f"{command} {tree} --temperature 1" for tree in _SAMPLED_TREES]
     chain = "spec_round --impl native --prompts 50 --gamma 7 --temperature 1"
     runs += [f"{chain}{rule}" for rule in ("", " --rule block")]
-    yield Step(file="trees_native.jsonl", runs=tuple(runs), keep="summary")
+    yield Step(file="trees_native.jsonl", runs=tuple(runs), keep=("summary",))
     for impl, count in _COUNT.items():
         sets = [*(f"{count}{more}" for more in _MATCHED_TREES), _GSM8K[impl]]
         if impl == "native":
@@ -153,7 +162,9 @@ def _trees() -> Iterator[Step]:
             sets += [f"{DATA}/{name}:{count}" for name in _HELD]
         command = f"spec_round --impl {impl} --tree 4x12:15@0.6 --prompts"
         runs = [f"{command} {prompts}" for prompts in sets]
-        yield Step(file=f"matched_trees_{impl}.jsonl", runs=tuple(runs), keep="summary")
+        yield Step(
+            file=f"matched_trees_{impl}.jsonl", runs=tuple(runs), keep=("summary",)
+        )
 
 
 def _heads() -> Iterator[Step]:
@@ -163,7 +174,7 @@ def _heads() -> Iterator[Step]:
         for impl in ("native", "xla"):
             command = f"spec_round --impl {impl} --drafter {drafter} --prompts"
             runs = tuple(f"{command} {more}" for more in _rounds_of_head(name, impl))
-            yield Step(file=f"{name}_{impl}.jsonl", runs=runs, keep="summary")
+            yield Step(file=f"{name}_{impl}.jsonl", runs=runs, keep=("summary",))
         yield Step(
             file=f"certificates/{name}_native_bfloat16.json",
             runs=(f"exactness --drafter {drafter} {_HEAD}",),
@@ -190,10 +201,10 @@ def _beyond_dspark() -> Iterator[Step]:
     hybrid = f"{command} --drafter hybrid --draft {{dspark}} --gamma 7 --temperature"
     tree = f"{command} --drafter dspark --gamma-policy goodput --tree"
     runs = [f"{hybrid} {t}{more}" for t in (0, 0.7, 1) for more in ("", " --batch 4")]
-    yield Step(file="hybrid_dspark_native.jsonl", runs=tuple(runs), keep="summary")
+    yield Step(file="hybrid_dspark_native.jsonl", runs=tuple(runs), keep=("summary",))
     runs = [f"{tree} {name}" for name in _TREES_OF_HEADS["dspark"]]
     runs += [f"{tree} 4x6:15@0.7 --temperature {t}" for t in (0.7, 1)]
-    yield Step(file="rank_goodput_dspark.jsonl", runs=tuple(runs), keep="summary")
+    yield Step(file="rank_goodput_dspark.jsonl", runs=tuple(runs), keep=("summary",))
 
 
 def _trainings() -> Iterator[Step]:
@@ -225,9 +236,13 @@ def _rounds_of_head(name: str, impl: str) -> Iterator[str]:
     yield from (f"{n} --tree {tree}" for tree in trees)
     yield f"{n} --tree 4x6:15@0.7 --temperature 1"
     yield from (f"{n} --gamma 7 --batch 4{more}" for more in ("", " --temperature 1"))
+    batch = f"{n}" if impl == "native" else "16 --gen-tokens 32"
+    for temperature in _TEMPERATURES:
+        yield f"{batch} --gamma 7 --batch 16 --temperature {temperature}"
     yield f"{_GSM8K[impl]} --gamma 7"
     if impl == "native":
         yield f"{n} --gamma 7 --temperature 1 --rule block"
+        yield f"{n} --gamma 7 --batch 4 --temperature 0.7"
         yield from (f"{n} --gamma 4 --temperature {t}" for t in (0.7, 1))
         yield from (f"{n} --tree {tree} --batch 4" for tree in trees[:1])
         yield f"{n} --tree 4x6:15@0.7 --temperature 0.7"
@@ -240,9 +255,9 @@ def _comparisons() -> Iterator[Step]:
     yield from _trees()
     yield from _beside_llama()
     command = "history --prompts 20"
-    yield Step(file="history.jsonl", runs=(command,), keep="history")
+    yield Step(file="history.jsonl", runs=(command,), keep=("history",))
     command = "throughput --repeats 5"
-    yield Step(file="throughput.jsonl", runs=(command,), keep="throughput")
+    yield Step(file="throughput.jsonl", runs=(command,), keep=("throughput",))
     if "dspark" in loading.shipped_heads():
         yield from _schedules()
     command = "regret --prompts 6 --gen-tokens 96 --live --repeats 2"
@@ -258,7 +273,7 @@ def _comparisons() -> Iterator[Step]:
             for name, more in (("greedy", ""), ("drawn", sampled))
             for run in (record.format(name, more), f"replay {{scratch}}_{name} --check")
         ),
-        keep="replay",
+        keep=("replay",),
     )
     yield Step(
         file="mismatches_flash.jsonl",
@@ -283,36 +298,32 @@ def _plans() -> Iterator[Step]:
         ("plan_qwen3_0.6b", preset, "plan_forced"),
     ):
         command = f"plan --impl native {more}"
-        yield Step(file=f"{name}.jsonl", runs=(command,), keep=kind)
+        yield Step(file=f"{name}.jsonl", runs=(command,), keep=(kind,))
 
 
 def _schedules() -> Iterator[Step]:
-    """A batch of 16 with what is verified scheduled: in turn with fixed gammas, on code
-    and on prompts of all kinds; with a drafter that is always wrong; and that its
-    tokens match, greedy and drawn. And a certificate, by times that it states."""
+    """What steps cost; and by that a batch of 16 with what is verified scheduled: in
+    turn with fixed gammas, on code and on prompts of all kinds; with a drafter that is
+    always wrong; and that its tokens match, greedy and drawn. And a certificate, by
+    times that it states."""
+    of_impl = {impl: f"profile_dspark_{impl}.jsonl" for impl in _COUNT}
+    for impl, file in of_impl.items():
+        kinds = ("step_profile", "confidences")
+        yield Step(file=file, runs=tuple(_profile(impl)), keep=kinds)
     gammas = ",".join(map(str, GAMMAS))
     command = "throughput --impl native --drafter dspark --batch 16 --repeats 5"
-    command += f" --gamma {gammas} --schedule {{before}}"
-    measured = _profile("native", temperatures=(0,))
-    runs = [
-        f"{command} --prompts {prompts}"
-        # Short ones: prefill, which no gamma changes, is most of a run of long ones.
-        for prompts in ("32", f"{DATA}/mt_bench/question.jsonl:32@0")
-    ]
-    yield Step(file="schedule.jsonl", runs=(*measured, *runs), keep="throughput")
-    yield Step(
-        file="schedule_adversarial.jsonl",
-        runs=(*measured, f"{command} --adversarial --prompts 32"),
-        keep="throughput",
-    )
-    for impl, temperatures in (("native", (0, 0.7, 1)), ("xla", (0, 0.7, 1))):
+    command += f" --gamma {gammas} --schedule {{results}}/{of_impl['native']} --prompts"
+    # Short ones: prefill, which no gamma changes, is most of a run of long ones.
+    sets = ("32", f"{DATA}/mt_bench/question.jsonl:32@0")
+    runs = tuple(f"{command} {prompts}" for prompts in sets)
+    yield Step(file="schedule.jsonl", runs=runs, keep=("throughput",))
+    runs = (f"{command} 32 --adversarial",)
+    yield Step(file="schedule_adversarial.jsonl", runs=runs, keep=("throughput",))
+    for impl, file in of_impl.items():
         command = f"spec_round --impl {impl} --drafter dspark --prompts {_COUNT[impl]}"
-        command += " --gamma 7 --batch 16 --schedule {before} --temperature"
-        # Of XLA's only tokens are looked at: confidences as the head says them.
-        measured = _profile(impl, temperatures if impl == "native" else ())
-        runs = [f"{command} {temperature}" for temperature in temperatures]
-        file = f"dspark_scheduled_{impl}.jsonl"
-        yield Step(file=file, runs=(*measured, *runs), keep="summary")
+        command += f" --gamma 7 --batch 16 --schedule {{results}}/{file} --temperature"
+        runs = tuple(f"{command} {temperature}" for temperature in _TEMPERATURES)
+        yield Step(file=f"dspark_scheduled_{impl}.jsonl", runs=runs, keep=("summary",))
     yield Step(
         file="certificates/dspark_scheduled_native_bfloat16.json",
         runs=(f"exactness --drafter dspark {_SCHEDULED}",),
@@ -320,16 +331,19 @@ def _schedules() -> Iterator[Step]:
     )
 
 
-def _profile(impl: str, temperatures: tuple[float, ...]) -> tuple[str, ...]:
-    """What a schedule of 16 slots reads: step times, and a calibration for each
-    temperature. The shipped one is of drawn texts."""
+def _profile(impl: str) -> Iterator[str]:
+    """What schedules read: step times of batches at contexts, and a calibration for
+    each temperature. The shipped one is of drawn texts."""
     about = f"--impl {impl} --drafter dspark --gamma {GAMMAS[-1]}"
-    sizes = "--batch 16 --contexts 128 --steps 10 --repeats 7"
-    of_others = f"--prompts {DATA}/{_HELD[0]}:100"
-    return (
-        f"profile_steps {about} {sizes}",
-        *(f"fit_scores {about} --temperature {t} {of_others}" for t in temperatures),
+    # Of XLA's only tokens are looked at: confidences as the head says them.
+    is_native = impl == "native"
+    sizes = (
+        "--batch 4,16 --contexts 64,256" if is_native else "--batch 16 --contexts 128"
     )
+    yield f"profile_steps {about} {sizes} --steps 10 --repeats 7"
+    of_others = f"--prompts {DATA}/{_HELD[0]}:100"
+    for temperature in _TEMPERATURES if is_native else ():
+        yield f"fit_scores {about} --temperature {temperature} {of_others}"
 
 
 def _beside_llama() -> Iterator[Step]:
@@ -342,7 +356,7 @@ def _beside_llama() -> Iterator[Step]:
     for name, more in runs.items():
         command = f"compare_llama_cpp --llama-bin {LLAMA} {more}"
         file = f"compare_llama_cpp{name}.jsonl"
-        yield Step(file=file, runs=(command,), keep="comparison")
+        yield Step(file=file, runs=(command,), keep=("comparison",))
 
 
 def _certificates() -> Iterator[Step]:

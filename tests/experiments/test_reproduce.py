@@ -13,7 +13,15 @@ import pytest
 from script_runs import assert_fails_with
 
 from experiments import plot, reproduce
-from experiments.lib import cli, curves, files, published, records, reproduction
+from experiments.lib import (
+    cli,
+    curves,
+    files,
+    published,
+    published_rows,
+    records,
+    reproduction,
+)
 from spec_jax import loading, testing
 from spec_jax.gamma import theory
 
@@ -47,7 +55,7 @@ def test_tables_are_of_the_rows(name):
 @pytest.mark.parametrize("value", [0.5, None])
 def test_tables_of_acceptance_say_how_texts_repeat(monkeypatch, value):
     """And `-` where the rows are of a version that did not count it."""
-    real, share = published.rows_of, {} if value is None else {"repetition": value}
+    real, share = published_rows.rows_of, {} if value is None else {"repetition": value}
 
     def changed(pattern, kind):
         for row in real(pattern, kind):
@@ -58,7 +66,7 @@ def test_tables_of_acceptance_say_how_texts_repeat(monkeypatch, value):
                 row["drafts"]["ours"] |= share
             yield row
 
-    monkeypatch.setattr(published, "rows_of", changed)
+    monkeypatch.setattr(published_rows, "rows_of", changed)
     for name in ("rounds", "heads", "llama_cpp_heads"):
         heading, *lines = published.TABLES[name]()
         (column,) = (i for i, cell in enumerate(heading) if "repeated" in cell)
@@ -105,7 +113,7 @@ def test_the_table_of_rounds_is_in_the_figure():
     from experiments.lib import figures
 
     (path,) = (path for path in FIGURES if path.endswith("/speedup.svg"))
-    rows = published.rows_of("spec_round*.jsonl", "summary")
+    rows = published_rows.rows_of("spec_round*.jsonl", "summary")
     drawn = set(figures.read_source(ROOT / path))
     assert set(curves.digests(rows)) <= drawn
 
@@ -226,7 +234,7 @@ def place(tmp_path, monkeypatch):
     Step = reproduction.Step
     steps = [
         Step(file="one.jsonl", runs=("first --gamma 1",)),
-        Step(file="two.jsonl", runs=("second", "third"), keep="summary"),
+        Step(file="two.jsonl", runs=("second", "third"), keep=("summary",)),
         Step(file="more.jsonl", runs=("fourth --prompts {data}/x:5",)),
         Step(file="peer.jsonl", runs=("fifth --bin {llama}",)),
     ]
@@ -326,26 +334,6 @@ def test_the_shipped_calibration_is_the_published_one():
     assert np.abs(row["shifts"] - shipped).max() < 0.1
     # Negative control: another draft's.
     assert np.abs(row["shifts"] - shipped[::-1]).max() > 0.1
-
-
-def test_runs_read_the_rows_of_those_before(place, monkeypatch):
-    """Fails if a run does not find them, or finds its own."""
-    _, folder = place
-    runs, found = ("first", "second", "third --of {before}", "fourth {before}"), []
-    step = reproduction.Step(file="all.jsonl", runs=runs, keep="summary")
-    monkeypatch.setattr(reproduction, "steps", lambda: iter([step]))
-    real = reproduce.call
-
-    def call(script, arguments):
-        paths = [pathlib.Path(each) for each in arguments if "before" in each]
-        found.append([row["by"] for path in paths for row in rows_of(path)])
-        return real(script, arguments)
-
-    monkeypatch.setattr(reproduce, "call", call)
-    assert reproduce.main([]) == 0
-    two = ["first", "first", "second", "second"]
-    assert found == [[], [], two, [*two, "third", "third"]]
-    assert [row["kind"] for row in rows_of(folder / "all.jsonl")] == ["summary"] * 4
 
 
 def test_published_rows_are_short(tmp_path):

@@ -1,0 +1,188 @@
+"""Tables of trees, heads and schedules, each a function of the published rows."""
+
+import pathlib
+
+from experiments.lib import published_rows
+from experiments.lib.published_rows import Lines, Row
+from spec_jax.drafters import tree_shapes
+
+
+def trees() -> Lines:
+    """Chains and trees of the embedded pair: tokens, rows and speed."""
+    yield (
+        "`python experiments/spec_round.py --prompts 50`",
+        *("tokens a round", "rows of the target a round", "speed-up"),
+    )
+    rows = [
+        row
+        for row in published_rows.rows_of("spec_round_native_gamma*.jsonl", "summary")
+        if row["gamma"] in (4, 7)
+    ]
+    for row in (*rows, *published_rows.rows_of("trees_native.jsonl", "summary")):
+        flags = f"--gamma {row['gamma']}"
+        if row["tree"]:
+            flags = f"--tree {tree_shapes.parse(row['tree'])}"
+        yield (
+            f"`{flags}{published_rows.drawn(row)}`",
+            f"{row['mean_accepted_length']:.2f}",
+            f"{row['rows_per_round']:.1f}",
+            f"{row['speedup_e2e']:.2f}",
+        )
+
+
+def heads() -> Lines:
+    """Rounds of heads, the shipped ones first: tokens a round, what is kept, speed."""
+    yield (
+        "`python experiments/spec_round.py --prompts 50`",
+        *("tokens a round", "drafts kept, by position", "repeated 4-grams"),
+        *("speed-up", "matched"),
+    )
+    every = ("eagle3", "dspark", "dflash")
+    names = [f"{head}_{impl}.jsonl" for impl in ("native", "xla") for head in every]
+    for row in (
+        row for name in names for row in published_rows.rows_of(name, "summary")
+    ):
+        flags = "--impl xla " if row["impl"] == "xla" else ""
+        flags += f"--drafter {pathlib.PurePath(row['drafter']).name} "
+        flags += f"--tree {row['tree']}" if row["tree"] else f"--gamma {row['gamma']}"
+        flags += published_rows.drawn(row)
+        if row["batch"]:
+            flags += f" --batch {row['batch']}"
+        if row["prompt_source"] != "50":
+            flags += f" --prompts {row['prompt_source']}"
+        kept = ", ".join(f"{x:.2f}" for x in row["conditional_acceptance"][:4])
+        yield (
+            f"`{flags}`",
+            f"{row['mean_accepted_length']:.2f}",
+            "" if row["tree"] else kept,
+            published_rows.repeated(row),
+            f"{row['speedup_e2e']:.2f}",
+            # A rule that keeps the distribution has texts of its own.
+            "-" if row["matched"] is None else "yes" if row["matched"] else "no",
+        )
+
+
+def llama_cpp_heads() -> Lines:
+    """What either side keeps of the drafts of shipped heads."""
+    command = "`--drafter eagle3,dspark --gamma 4,7 --no-steps --repeats 1`"
+    yield (
+        *(command, "llama.cpp", "spec_jax", "repeated 4-grams here"),
+        *("same text", "there", "here"),
+    )
+    for row in published_rows.rows_of("compare_llama_cpp_heads.jsonl", "comparison"):
+        if "drafts" not in row:
+            continue
+        drafts, same = row["drafts"], row["drafts"]["same"]
+        kept = [drafts[side]["accepted_per_round"] for side in ("theirs", "ours")]
+        of_same = [same[side] for side in ("theirs", "ours")]
+        yield (
+            row["figure"].partition(":")[0],
+            *(f"{number:.3f}" for number in kept),
+            published_rows.repeated(drafts["ours"]),
+            f"{same['prompts']} of {row['prompts']}",
+            *("" if number is None else f"{number:.3f}" for number in of_same),
+        )
+
+
+def evaluation() -> Lines:
+    """Tokens a round and speed-up of every drafter on every data set."""
+    found: dict[tuple[str, float], dict[str, Row]] = {}
+    for row in published_rows.rows_of("evaluation.jsonl", "sweep"):
+        cells = found.setdefault((row["drafter"], row["temperature"]), {})
+        cells[row["prompt_source"].split("/")[0]] = row
+    sets = sorted({name for cells in found.values() for name in cells})
+    yield "`python experiments/sweep.py`", *sets, "all matched"
+    for (drafter, temperature), cells in found.items():
+        yield (
+            f"`{drafter}`, T = {temperature:g}",
+            *(
+                f"{cells[name]['mean_accepted_length']:.2f} "
+                f"({cells[name]['speedup_e2e']:.2f}x)"
+                for name in sets
+            ),
+            "yes" if all(row["matched"] for row in cells.values()) else "no",
+        )
+
+
+def positions() -> Lines:
+    """Of the drafts of those rounds, how many are kept by their place in a chain."""
+    found: dict[tuple[str, float], dict[str, Row]] = {}
+    for row in published_rows.rows_of("evaluation.jsonl", "sweep"):
+        cells = found.setdefault((row["drafter"], row["temperature"]), {})
+        cells[row["prompt_source"].split("/")[0]] = row
+    sets = sorted({name for cells in found.values() for name in cells})
+    yield "drafts 1, 2, 4 and 7 kept, if all before were", *sets
+    for (drafter, temperature), cells in found.items():
+        yield (
+            f"`{drafter}`, T = {temperature:g}",
+            *(_by_place(cells[name]) for name in sets),
+        )
+
+
+def _by_place(row: Row) -> str:
+    """The shares that are kept of drafts 1, 2, 4 and 7, each of the rounds that kept
+    those before; a dash where none was drafted."""
+    kept = row.get("conditional_acceptance")
+    if kept is None:  # Rows of an earlier version.
+        return ""
+    shares = [kept[place - 1] if place <= len(kept) else None for place in (1, 2, 4, 7)]
+    return ", ".join("-" if share is None else f"{share:.2f}" for share in shares)
+
+
+def ablations() -> Lines:
+    """DSpark's variants, trained for the same steps: what they agree, what is kept."""
+    yield (
+        "`python experiments/ablate_heads.py --prompts 20`",
+        *("steps", "held-out accepted length", "agreement of slots 1, 2, 4, 7"),
+        *("tokens a round, T = 0", "T = 1", "drafts 1, 2, 4, 7 kept, T = 0"),
+        "all matched",
+    )
+    found: dict[str, dict[float, Row]] = {}
+    for row in published_rows.rows_of("ablations.jsonl", "ablation"):
+        found.setdefault(row["variant"], {})[row["temperature"]] = row
+    for variant, by_temperature in found.items():
+        greedy, drawn = by_temperature[0], by_temperature[1]
+        slots = [greedy[f"held_out_agreement_{slot - 1}"] for slot in (1, 2, 4, 7)]
+        yield (
+            f"`{variant}`",
+            str(greedy["steps"]),
+            f"{greedy['held_out_accepted_length']:.2f}",
+            ", ".join(f"{share:.2f}" for share in slots),
+            *(f"{row['mean_accepted_length']:.2f}" for row in (greedy, drawn)),
+            _by_place(greedy),
+            "yes" if greedy["matched"] and drawn["matched"] else "no",
+        )
+
+
+def step_profile() -> Lines:
+    """Milliseconds of a step of so many rows, which a schedule weighs."""
+    rows = (1, 4, 8, 16, 32, 64, 128)
+    command = "`python experiments/profile_steps.py --drafter dspark --batch 4,16`"
+    yield command, *(f"{count} rows" for count in rows), "drafting adds"
+    for row in published_rows.rows_of("profile_dspark_native.jsonl", "step_profile"):
+        cells = [
+            f"{1e3 * row['step_s'][count - 1]:.2f}" if count in row["rows"] else ""
+            for count in rows
+        ]
+        about = f"batch {row['num_slots']}, context {row['context']}, ms"
+        yield about, *cells, f"{1e3 * row['draft_s']:.2f}"
+
+
+def schedule() -> Lines:
+    """Batches of 16 with DSpark: fixed gammas, and a schedule of what is verified."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in published_rows.rows_of("schedule.jsonl", "throughput"):
+        if row["batch"]:
+            way = row["way"].split(",")[0]
+            found.setdefault(way, {})[row["prompt_source"]] = row
+    sets = list(dict.fromkeys(name for cells in found.values() for name in cells))
+    command = "throughput.py --drafter dspark --batch 16 --gamma 1,2,4,7"
+    yield f"`python experiments/{command}`", *sets
+    for way, cells in found.items():
+        yield way, *(f"{cells[name]['ratio']:.2f}x" for name in sets)
+
+
+TABLES = (
+    *(trees, heads, llama_cpp_heads, evaluation, positions, ablations),
+    *(step_profile, schedule),
+)

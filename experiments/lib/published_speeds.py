@@ -1,0 +1,276 @@
+"""Tables of speeds and certificates, each a function of the published rows."""
+
+import json
+from collections.abc import Sequence
+
+from experiments.lib import files, published_rows
+from experiments.lib.published_rows import Lines, Row
+
+
+def rounds() -> Lines:
+    """Speculative rounds of the embedded pair at gamma 4, with XLA and native."""
+    yield (
+        "`python experiments/spec_round.py --prompts 50 --repeats 3`",
+        "acceptance (of texts that repeat least, more, most)",
+        *("repeated 4-grams", "tokens per target step", "plain", "speculative"),
+        *("speed-up (p10 to p90)", "without prefill"),
+    )
+    names = {
+        "xla": "with `--impl xla --repeats 2`",
+        "native": "native kernels, the default",
+    }
+    found = {
+        row["impl"]: row
+        for row in published_rows.rows_of("spec_round*.jsonl", "summary")
+        if row["gamma"] == 4
+    }
+    for impl, name in names.items():
+        row = found[impl]
+        low, high = row["speedup_e2e_p10"], row["speedup_e2e_p90"]
+        thirds = ", ".join(f"{rate:.2f}" for rate in row["tercile_acceptance_rate"])
+        yield (
+            name,
+            f"{row['acceptance_rate']:.3f} ({thirds})",
+            published_rows.repeated(row),
+            f"{row['tokens_per_target_step']:.2f}",
+            f"{row['baseline_e2e_tpot_ms']:.2f} ms/token",
+            f"{row['spec_e2e_tpot_ms']:.2f} ms/token",
+            f"{row['speedup_e2e']:.2f} ({low:.2f} to {high:.2f})",
+            f"{row['speedup_decode']:.2f}",
+        )
+
+
+def hugging_face() -> Lines:
+    """Speeds over Hugging Face's greedy decoding, by length of the prompts."""
+    speeds = {
+        (row["side"], row["method"], row["gamma"], row["length"]): row["vs_hf"]
+        for row in published_rows.rows_of("compare_hf.jsonl", "comparison")
+    }
+    command = "`python experiments/compare_hf.py`"
+    yield command, "32 prompt tokens", "128", "512"
+    for method, gamma in (("plain", None), ("draft model", 5), ("prompt lookup", 5)):
+        cells = []
+        for place, length in enumerate(("short", "medium", "long")):
+            ours = f"{speeds['spec_jax', method, gamma, length]:.1f}x"
+            if gamma:
+                theirs = f"{speeds['transformers', method, gamma, length]:.2f}x"
+                ours += f" ({'' if place else 'theirs: '}{theirs})"
+            cells.append(ours)
+        yield f"{method}, K = {gamma}" if gamma else method, *cells
+
+
+def llama_cpp() -> Lines:
+    """The embedded pair beside llama.cpp, and the shape of Qwen3-0.6B."""
+    command = "`python experiments/compare_llama_cpp.py --llama-bin DIR`"
+    yield command, "llama.cpp", "spec_jax", "times faster (p10 to p90)"
+    for name in ("", "_qwen3_0.6b"):
+        for row in published_rows.rows_of(
+            f"compare_llama_cpp{name}.jsonl", "comparison"
+        ):
+            shape = f"{row['target']}: " if name else ""
+            low, high = row["ratio_p10"], row["ratio_p90"]
+            yield (
+                f"{shape}{row['figure']}, {row['unit']}",
+                *(f"{row[side]:.3f}" for side in ("theirs", "ours")),
+                f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
+            )
+
+
+def kernels() -> Lines:
+    """Products at the shapes of Qwen3-0.6B: bandwidth, and the time of more rows."""
+    yield (
+        "`python experiments/kernels.py --shapes qwen3-0.6b`",
+        *("native, 1 row", "5 rows", "8 rows", "XLA's product, 2 rows"),
+    )
+    found = {
+        (row["subject"], row["impl"], row["rows"]): row
+        for row in published_rows.rows_of("kernels_qwen3_0.6b.jsonl", "kernel")
+        if row.get("plan") is None
+    }
+    for name in ("qkv", "attention out", "gate and up", "down", "head"):
+        native = [found[name, "native", count] for count in (1, 5, 8)]
+        shape = " x ".join(f"{size:,}" for size in native[0]["shape"])
+        yield (
+            f"{name}, {shape}",
+            f"{native[0]['read_share']:.0%}",
+            *(f"{row['time_ratio']:.2f}x" for row in native[1:]),
+            f"{found[name, 'xla', 1]['read_share']:.0%}",
+        )
+
+
+def designs() -> Lines:
+    """The designs that came before, and what was published of them."""
+    yield (
+        "`python experiments/history.py --prompts 20`",
+        *("matched", "mismatches", "tokens per target forward", "speed-up"),
+        "published, 8B + 0.6B on an RTX 5090",
+    )
+    names = {
+        "decoding decides": "decoding decides, the batched path is compared",
+        "flash decides": "the batched path decides",
+        "row loop": "rows, one at a time",
+        "library rows": "rows together, library products",
+        "row contract": "rows together, batch-invariant",
+    }
+    for row in published_rows.rows_of("history.jsonl", "history"):
+        words = row["published"].replace("x,", ",").replace("unmatched", "not matched")
+        yield (
+            names[row["rung"]],
+            f"{row['matched_prompts']}/{row['prompts']}",
+            str(row["verify_decode_mismatches"]),
+            f"{row['tokens_per_target_step']:.2f}",
+            f"{row['speedup_e2e']:.2f}",
+            words.removeprefix("-"),
+        )
+
+
+def certificates() -> Lines:
+    """Exactness certificates: what was run, and whether all was equal."""
+    yield "certificate", "cells", "prompts x tokens", "equal"
+    commands = {
+        "default": "python experiments/exactness.py --certificate FILE",
+        "drafters_native_bfloat16": "... --product --drafter "
+        "ngram,suffix,hybrid,draft-model,oracle --gamma-policy "
+        "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled",
+        "trees_native_bfloat16": "... --product --tree 2x4:7,4x6:15,4x16:31,4x16:63 "
+        "--sampling greedy,sampled --batch 1,4",
+        "full_native_bfloat16": "... --full --prompts 12 --gen-tokens 256",
+        "gsm8k_native_bfloat16": "... --prompts gsm8k/test.jsonl:50 --gen-tokens 64",
+        "eagle3_native_bfloat16": "... --drafter eagle3 --product --tree none,4x6:15 "
+        "--gamma 4,7 --sampling greedy,sampled --batch 1,4",
+        "dspark_native_bfloat16": "... --drafter dspark, and so the others",
+        "dflash_native_bfloat16": "... --drafter FOLDER, a DFlash",
+        "dspark_scheduled_native_bfloat16": "... --drafter dspark --product "
+        "--gamma-policy schedule --gamma 4,7 --sampling greedy,sampled --batch 1,4",
+    }
+    for name, command in commands.items():
+        path = published_rows.RESULTS / "certificates" / f"{name}.json"
+        if not path.exists():  # Of a head that was not there yet.
+            continue
+        found = json.loads(files.read(path))
+        sizes = f"{found['prompts']['count']} x {found['settings']['gen_tokens']}"
+        cells, equal = len(found["cells"]), "all" if found["exact"] else "not all"
+        yield f"`{command}` (`{name}.json`)", str(cells), sizes, equal
+
+
+def batches() -> Lines:
+    """Tokens a second in batches, over one prompt after the other."""
+    sizes = (1, 2, 4, 8, 16)
+    command = "`python experiments/throughput.py --repeats 5`"
+    yield command, *map(str, sizes)
+    rows = published_rows.rows_of("throughput.jsonl", "throughput")
+    ratios = {(row["batch"], bool(row["gamma"])): row["ratio"] for row in rows}
+    for name, is_drafted in (("plain", False), ("draft model, gamma 4", True)):
+        yield name, *(f"{ratios[size, is_drafted]:.2f}x" for size in sizes)
+
+
+def instruction_sets() -> Lines:
+    """The embedded pair by the kernels of two instruction sets, on one processor."""
+    yield (
+        "`python experiments/latency.py`, `spec_round.py --prompts 50`",
+        *("plain step, ms", "5 rows", "draft step"),
+        "speed-up end to end (p10 to p90)",
+    )
+    for isa, names in {
+        "the widest": (
+            "latency_embedded_native.jsonl",
+            "spec_round_native_gamma4.jsonl",
+        ),
+        "`--isa avx2`": ("embedded_native_avx2.jsonl",) * 2,
+    }.items():
+        steps = {row["step"]: row for row in published_rows.rows_of(names[0], "step")}
+        rounds = [
+            row
+            for row in published_rows.rows_of(names[1], "summary")
+            if "speedup_e2e" in row
+        ]
+        if not steps or not rounds:
+            continue
+        low, high = (rounds[0][f"speedup_e2e_{end}"] for end in ("p10", "p90"))
+        yield (
+            f"{isa}: {rounds[0]['native_isa']}",
+            f"{steps['plain step']['ms']:.3f}",
+            *(
+                f"{steps[name]['ratio']:.2f}"
+                for name in ("5 active rows", "draft step")
+            ),
+            f"{rounds[0]['speedup_e2e']:.2f} ({low:.2f} to {high:.2f})",
+        )
+
+
+def adaptive() -> Lines:
+    """Drafters whose gamma is chosen by goodput."""
+    command = "spec_round.py --prompts 50 --gamma 7 --gamma-policy goodput"
+    yield (
+        f"`python experiments/{command}`",
+        *("tokens a round", "rows of the target a round", "speed-up (p10 to p90)"),
+        "matched",
+    )
+    for row in published_rows.rows_of("adaptive_native.jsonl", "summary"):
+        low, high = row["speedup_e2e_p10"], row["speedup_e2e_p90"]
+        yield (
+            f"`--drafter {row['drafter']}`",
+            f"{row['mean_accepted_length']:.2f}",
+            f"{row['rows_per_round']:.1f}",
+            f"{row['speedup_e2e']:.2f} ({low:.2f} to {high:.2f})",
+            "yes" if row["matched"] else "no",
+        )
+
+
+def regret() -> Lines:
+    """Regret of policies of gamma, and adversarial prompts in real rounds."""
+    sets = ("easy", "hard", "mixed", "adversarial")
+    yield (
+        "`python experiments/regret.py --prompts 6 --gen-tokens 96 --live --repeats 2`",
+        *sets,
+        "adversarial, real rounds, speed-up",
+    )
+    found = {
+        # Rows of an earlier version call that set hostile.
+        (kind, row["policy"], row["set"].replace("hostile", "adversarial")): row
+        for kind in ("regret", "regret_live")
+        for row in published_rows.rows_of("regret.jsonl", kind)
+    }
+    for policy in ("threshold", "goodput", "fixed 4", "fixed 0"):
+        speedup = found["regret_live", policy, "adversarial"]["speedup"]
+        shares = [100 * found["regret", policy, name]["regret"] for name in sets]
+        yield (
+            policy.replace("fixed", "always"),
+            *(f"{share:.1f}%" if share else "0%" for share in shares),
+            f"{speedup:.2f}x",
+        )
+
+
+def plans() -> Lines:
+    """Predicted and measured speed-ups: of the embedded pair, and of a preset at forced
+    acceptance."""
+    yield (
+        "`python experiments/plan.py --impl native`",
+        *("tokens a round, predicted", "speed-up, predicted"),
+        "speed-up, measured (p10 to p90)",
+    )
+    for row in published_rows.rows_of("plan_native.jsonl", "plan"):
+        drafted = (
+            f"--tree {row['tree']}" if "tree" in row else f"--gamma {row['gamma']}"
+        )
+        yield _plan(f"`{drafted}`", row, "measured_speedup", ("p10", "p90"))
+    for row in published_rows.rows_of("plan_qwen3_0.6b.jsonl", "plan_forced"):
+        name = f"`--preset {row['target']} --draft-preset {row['draft']}`, "
+        name += f"gamma {row['gamma']}, {row['forced_rate']:.0%} of drafts kept"
+        yield _plan(name, row, "speedup", ("q1", "q3"))
+
+
+def _plan(name: str, row: Row, measured: str, ends: Sequence[str]) -> Sequence[str]:
+    low, high = (row[f"{measured}_{end}"] for end in ends)
+    return (
+        name,
+        f"{row['predicted_tokens_per_round']:.2f}",
+        f"{row['predicted_speedup']:.2f}",
+        f"{row[measured]:.2f} ({low:.2f} to {high:.2f})",
+    )
+
+
+TABLES = (
+    *(rounds, hugging_face, llama_cpp, kernels, designs, certificates, batches),
+    *(instruction_sets, adaptive, regret, plans),
+)
