@@ -336,6 +336,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --layers N=2  of the drafter
         --mask-token ID=0  what a block's rows read but the first
         --anchors N=32  blocks of a sequence that a step trains
+        --decay RATE=4.0  drafts after which one counts 1/e of the first in the loss: 4
+            is for a block of 7; 5 and 7 were published for 10 and 16
         --head HEAD  sequential head (default: vanilla), of dspark, and so the following
         --rank N=64  of the head
         --no-tv  train by cross-entropy in the place of total variation
@@ -357,7 +359,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         SEED=int,
         ID=int,
         HEAD=block_params.HEADS,
-        RATE=float,
         IMPL=IMPLS,
         WHERE=TARGETS,
         DIALECT=sorted({*eagle3_dialects.DIALECTS, *block_dialects.DIALECTS}),

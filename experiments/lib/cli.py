@@ -7,6 +7,7 @@ several scripts share are in `flags`.
 import argparse
 import contextlib
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -328,6 +329,14 @@ def positive(text: str) -> int:
     return value
 
 
+def rate(text: str) -> float:
+    """The type of a flag that is a number above 0."""
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
+    return value
+
+
 def positives(text: str) -> tuple[int, ...]:
     """The type of a flag that lists counts: in order, each of them once."""
     try:
@@ -380,6 +389,7 @@ KINDS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("N", "TOKENS", "ROWS"), positive),
     **dict.fromkeys(("N,N,...", "K,K,...", "TOKENS,..."), positives),
     **dict.fromkeys(("P", "T"), float),
+    "RATE": rate,
     "FILE": output,
     "DIR": source,
     "I": whole,

@@ -120,7 +120,9 @@ def _block_shape(config) -> dict[str, Any]:
 
 
 def _anchors(args, config, hot) -> block.Anchors:
-    return block.anchors_of(config, seed=args.seed, count=args.anchors, hot=hot)
+    return block.anchors_of(
+        config, seed=args.seed, count=args.anchors, decay=args.decay, hot=hot
+    )
 
 
 def _steps(args) -> dict[str, Any]:
@@ -141,7 +143,7 @@ _BLOCK: dict[str, Any] = {
     "config": _block,
     "shape": _block_shape,
     "draw": _anchors,
-    "flags": ("block", "layers", "mask_token", "anchors", "rank", *OF_DSPARK),
+    "flags": ("block", "layers", "mask_token", "anchors", "decay", "rank", *OF_DSPARK),
 }
 
 FAMILIES = {

@@ -86,6 +86,7 @@ def anchors_of(
     *,
     seed: int,
     count: int = ANCHORS,
+    decay: float = DECAY,
     hot: jax.Array | None,
 ) -> Anchors:
     """Returns the `Anchors` of a drafter, of which `hot` are the tokens."""
@@ -94,7 +95,11 @@ def anchors_of(
         draftable = np.zeros(config.layer.vocab_size, bool)
         draftable[np.asarray(hot)] = True
     return Anchors(
-        num_drafts=config.num_drafts, seed=seed, count=count, draftable=draftable
+        num_drafts=config.num_drafts,
+        seed=seed,
+        count=count,
+        decay=decay,
+        draftable=draftable,
     )
 
 

@@ -89,7 +89,7 @@ QUICK = (
 )
 CASES = itertools.product(
     ("native", "xla"),
-    (1, 4),
+    (1, 4, 16),
     ("dflash", "dspark", "rnn"),
     ((), eagle.WARM, eagle.PLAIN),
     ("coupled", "rejection"),
@@ -108,7 +108,8 @@ def test_tokens_are_those_of_decoding(impl, num_asks, name, sampling, rule):
     """
     setting = eagle.setting_of(impl)
     drafter = make(HEADS[name], impl)
-    asks = eagle.drawn(sampling)[:num_asks] if sampling else eagle.ASKS[:num_asks]
+    asks = list(eagle.drawn(sampling) if sampling else eagle.ASKS)
+    asks = (asks * -(-num_asks // len(asks)))[:num_asks]
     asks = [dataclasses.replace(ask, gamma=min(ask.gamma, 3)) for ask in asks]
     state = eagle.run(setting, drafter, asks, params=PARAMS[name], rule=rule)
     if rule == "coupled" or not sampling:

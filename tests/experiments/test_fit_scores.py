@@ -1,6 +1,9 @@
 """The tau that makes scores chances: fitted to tokens whose law is known."""
 
 import dataclasses
+import itertools
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import fit_scores
+from experiments.lib import confidences, runs
 from spec_jax.analysis import calibration
 
 
@@ -162,6 +166,53 @@ def test_the_script_calibrates_confidences(folders, tmp_path, capsys):
     # Of six tokens a round each, but for the last that have no room for drafts.
     assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6
     assert "ECE before" in capsys.readouterr().out
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """What `confidences.fit` asks of a `LanguageModel`."""
+
+    drafter: Any
+    gamma_max: int
+
+
+def test_calibration_is_judged_by_what_it_was_not_fitted_to(monkeypatch):
+    """Fails if a prompt is of both halves. Nothing is drafted: each prompt's rounds are
+    its number."""
+    calls, seen = itertools.count(), {}
+
+    def recorded(speculator, state, *, max_rounds):
+        number = next(calls)
+        return calibration.Rounds(
+            logits=np.full((2, 3), number, np.float32),
+            num_accepted=np.full((2,), number % 4, np.int32),
+        )
+
+    def noted(name, result):
+        def call(rounds, *more):
+            seen[name] = set(np.ravel(getattr(rounds, "logits", rounds)).tolist())
+            return result
+
+        return call
+
+    scheduler = types.SimpleNamespace(speculator=None, begin=lambda request: None)
+    monkeypatch.setattr(confidences.runs, "make_scheduler", lambda lm, s: scheduler)
+    monkeypatch.setattr(confidences.runs, "make_request", lambda lm, s, prompt: None)
+    monkeypatch.setattr(calibration, "record_rounds", recorded)
+    scaling = calibration.unscaled(3)
+    monkeypatch.setattr(calibration, "fit_platt", noted("fitted", scaling))
+    monkeypatch.setattr(calibration, "report", noted("reported", {}))
+    lm = Drafting(drafter=types.SimpleNamespace(), gamma_max=3)
+    settings = runs.Settings(gamma=3, gen_tokens=8, capacity=32, page_size=16)
+    subject = types.SimpleNamespace(lm=lm, settings=settings, ids=[[1], [2], [3], [4]])
+    row = confidences.fit(subject, 0.0, seed=0)
+    assert (seen["fitted"], seen["reported"]) == ({0.0, 2.0}, {1.0, 3.0})
+    assert row["fitted_rounds"] == row["rounds"] == 4
+
+
+def test_what_has_no_confidences_is_not_calibrated(folders, capsys):
+    sizes = ("--prompts", "2", "--gen-tokens", "6", "--temperature", "0")
+    sizes = (*models_of(folders), *sizes, "--gamma", "2")
     ngram = [*sizes, "--drafter", "ngram"]
     assert_fails_with(fit_scores.main, capsys, ngram, "no `Proposal.survival`")
     ngram = [*models_of(folders), "--drafter", "ngram"]

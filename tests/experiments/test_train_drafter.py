@@ -295,7 +295,11 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
         command(target, tmp_path / "whole", "train", *BLOCKS)
     )
     assert train_drafter.train(whole)["held_out_accepted_length"] >= 1
-    args = command(target, tmp_path / "killed", "train", *BLOCKS)
+    # On targets of the disk, which have the bits of those that are made.
+    assert (
+        train_drafter.main(command(target, tmp_path / "killed", "cache", *BLOCKS)) == 0
+    )
+    args = command(target, tmp_path / "killed", "train", *BLOCKS, "--targets", "cache")
     train_drafter.train(train_drafter.parse_args(args), stop_after=3)
     at_stop = trained(target, tmp_path / "killed")
     assert train_drafter.main(args) == 0
@@ -458,6 +462,16 @@ def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
 def test_bad_flags_are_refused(target, work, capsys, stage, flags, message):
     assert train_drafter.main(command(target, work, stage, *flags)) != 0
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--decay", "--learning-rate"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_rates_are_above_zero(flag, value, capsys):
+    with pytest.raises(SystemExit):
+        train_drafter.parse_args(
+            ["--family", "dspark", "--stage", "train", f"{flag}={value}"]
+        )
+    assert f"{value} must be a finite number above 0" in capsys.readouterr().err
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_of_what_was_written():

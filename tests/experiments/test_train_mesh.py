@@ -42,7 +42,8 @@ def on_one_and_eight(loss, params, data, teacher):
 made = on_one_and_eight(loss, params, data, None)
 head = block_params.BlockConfig(
     layer=config, draft_vocab_size=32, taps=(0,), block_size=3, slots="anchor-first",
-    mask_token_id=0, head="vanilla", markov_rank=4,
+    mask_token_id=0, head="vanilla", markov_rank=4, has_confidence=True,
+    confidence_with_markov=True,
 )
 # Texts of other lengths, so that devices have other weights.
 mask = np.arange(13) >= np.arange(16)[:, None] % 12

@@ -154,6 +154,36 @@ def test_slots_are_said_where_each_reader_looks():
     assert key not in raw and key not in raw["dflash_config"]
 
 
+@pytest.mark.parametrize("key", ["sample_from_anchor", "query_zero_predicts_next"])
+@pytest.mark.parametrize(
+    ("dialect", "config"),
+    [
+        ("z-lab", dataclasses.replace(DFLASH, slots="anchor-first")),
+        ("specforge", with_heads("vanilla", slots="fill-in")),
+    ],
+)
+def test_either_flag_below_says_what_slots_predict(tmp_path, dialect, config, key):
+    """Fails if a layout's own slots are taken where a flag under `dflash_config`, and
+    nowhere else, says that they are others."""
+    raw = dialects.to_dict(config, dialect)
+    flag = raw.pop("sample_from_anchor")
+    below = raw["dflash_config"] | {key: flag}
+    if key != "sample_from_anchor":
+        del below["sample_from_anchor"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw | {"dflash_config": below}))
+    assert dialects.read_config(path, TARGET)[1] == config
+
+
+def test_speculators_dflash_before_it_had_the_flag(tmp_path):
+    """Its slots were filled in."""
+    raw = dialects.to_dict(DFLASH, "speculators")
+    assert raw.pop("sample_from_anchor") is False
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    assert dialects.read_config(path, TARGET)[1] == DFLASH
+
+
 @pytest.mark.parametrize("fault", BAD_CONFIGS)
 def test_bad_configs_are_refused(tmp_path, fault):
     case, change, message = BAD_CONFIGS[fault]

@@ -311,6 +311,21 @@ BAD_TENSORS = {
         lambda t: changed(t, lm_head__weight=None),
         "missing tensors: lm_head.weight",
     ),
+    "d2t below zero": (
+        "speculators",
+        lambda t: changed(t, d2t=t["d2t"] - 90),
+        r"d2t\[\d+\]=-\d+ makes draft token \d+ the token -",
+    ),
+    "t2d of others": (
+        "speculators",
+        lambda t: changed(t, t2d=~t["t2d"]),
+        "t2d marks 64",
+    ),
+    "another projection": (
+        "deepspec",
+        lambda t: t | {"lm_head.weight": t["lm_head.weight"] + 1},
+        "lm_head.weight is not the target's",
+    ),
     "no d2t": ("speculators", lambda t: changed(t, d2t=None), "missing tensors: d2t"),
     "d2t too large": (
         "speculators",
