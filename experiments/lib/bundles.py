@@ -6,6 +6,7 @@ run again where the same model lies, on another machine or another version.
 
 import dataclasses
 import hashlib
+import io
 import json
 import pathlib
 import zipfile
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import records, scenes
+from experiments.lib import files, records, scenes
 from spec_jax.debug.microscope import faults, record as record_lib, scene as scene_lib
 from spec_jax.model import config as config_lib
 
@@ -103,13 +104,13 @@ def load(path: pathlib.Path) -> Bundle:
       ValueError: no bundle, one of another format, or one that is damaged.
     """
     try:
+        data = files.read(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
         # With pickle a file could run what it likes.
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be read ({error.strerror or error})"
-        ) from None
     except (ValueError, EOFError, AttributeError, zipfile.BadZipFile):
         raise ValueError(
             f"{path}: not a replay bundle; --save-bundle writes them"

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import files
+from spec_jax import regular_files
 from spec_jax.model import hub
 
 
@@ -252,11 +253,11 @@ def _bytes(path: pathlib.Path) -> bytes:
         if "\0" in str(path):
             raise ValueError(f"{path!r}: cannot be read (a null byte in the name)")
         return files.read(path)
-    data = sys.stdin.buffer.read(files.MAX_BYTES + 1)
-    if len(data) > files.MAX_BYTES:
+    data = sys.stdin.buffer.read(regular_files.MAX_BYTES + 1)
+    if len(data) > regular_files.MAX_BYTES:
         raise ValueError(
-            f"standard input has more than {files.MAX_BYTES:,} bytes, the most that "
-            "are read; give fewer prompts"
+            f"standard input has more than {regular_files.MAX_BYTES:,} bytes, the most "
+            "that are read; give fewer prompts"
         )
     return data
 

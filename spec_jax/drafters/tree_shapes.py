@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import pathlib
-import stat
 from collections.abc import Sequence
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
+from spec_jax import regular_files
 from spec_jax.engine import protocols
 
 
@@ -379,15 +379,10 @@ def parse(text: str) -> AnyTree:
 
 
 def _read(path: pathlib.Path) -> bytes:
-    """Returns what a file holds; a device or a pipe may have no end, and is refused."""
+    """Returns what a file holds."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
-            raise ValueError(
-                f"{path}: name a regular file of at most {_MAX_BYTES:,} bytes"
-            )
-        return path.read_bytes()
-    except OSError as error:
+        return regular_files.read(path, max_bytes=_MAX_BYTES)
+    except FileNotFoundError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from spec_jax import regular_files
+
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -138,9 +140,13 @@ def _exists(path: pathlib.Path) -> bool:
 def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
     """The `weight_map` of an index: tensor name to the name of a file beside it."""
     try:
-        raw = json.loads(index.read_bytes())
-    except OSError as error:
+        data = regular_files.read(index)
+    except FileNotFoundError as error:
         raise CheckpointError(f"{index}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    try:
+        raw = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{index}: not valid JSON ({error}); {AGAIN}") from None
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from spec_jax import regular_files
 from spec_jax.model import families, hub
 
 
@@ -338,12 +339,9 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
       FileNotFoundError: no such file.
       ValueError: the file cannot be read or holds something else; names the file.
     """
+    data = regular_files.read(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+        raw = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):

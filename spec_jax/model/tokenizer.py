@@ -15,6 +15,7 @@ from typing import Any
 
 import tokenizers
 
+from spec_jax import regular_files
 from spec_jax.model import chat_template, config as config_lib, hub
 
 
@@ -287,11 +288,9 @@ def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | N
     """The source of the folder's template, if it has one."""
     path = folder / "chat_template.jinja"
     try:
-        return path.read_text(encoding="utf-8")
+        return regular_files.read(path).decode()
     except FileNotFoundError:
         template = settings.get("chat_template")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {error}") from None
     if isinstance(template, list):  # Several, by name.

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from experiments.lib import files, prompt_files
+from spec_jax import regular_files
 from spec_jax.model import config, hub, tokenizer
 
 
@@ -151,7 +152,7 @@ def test_standard_input(monkeypatch, content, texts):
     assert [p.text for p in parse("-:1")] == texts[:1]
     give()
     assert "2" in one_line_error("-:3")
-    monkeypatch.setattr(files, "MAX_BYTES", 3)
+    monkeypatch.setattr(regular_files, "MAX_BYTES", 3)
     give()
     assert "more than 3 bytes" in one_line_error("-")
 

@@ -3,12 +3,18 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
 
 import numpy as np
 import pytest
 
-from spec_jax.model import config as config_lib, params as params_lib, rotary
+from spec_jax.model import (
+    checkpoint_files,
+    config as config_lib,
+    params as params_lib,
+    rotary,
+)
 
 
 RELEASED = (
@@ -263,6 +269,23 @@ def test_errors_name_the_file(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         config_lib.read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", config_lib.read),
+        (checkpoint_files.INDEX_FILE, lambda path: checkpoint_files.find(path.parent)),
+    ],
+)
+def test_devices_and_pipes_are_not_read(tmp_path, name, read):
+    """Fails, by never ending, if a device is read or a pipe waited for."""
+    path = tmp_path / name
+    for make in (lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path)):
+        make()
+        with pytest.raises(ValueError, match=f"{name}: is a device or a pipe"):
+            read(path)
+        path.unlink()
 
 
 def test_missing_file(tmp_path):
