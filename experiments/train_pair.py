@@ -312,9 +312,24 @@ def export_pair(args: argparse.Namespace) -> None:
         name: quality.measure(folder, impl=args.impl)
         for name, folder in folders.items()
     }
+    stored = {
+        name: _stored_loss(args, held_out, pair) for name, pair in folders.items()
+    }
     (args.assets / "README.md").write_text(
-        export.card(models, description, texts, args.note), encoding="utf-8"
+        export.card(models, description, texts, stored, args.note), encoding="utf-8"
     )
+
+
+def _stored_loss(
+    args: argparse.Namespace, held_out: loop.Data, pair: pathlib.Path
+) -> float | None:
+    """Returns the held-out loss of a pair's target; None of another tokenizer's."""
+    own, other = args.work / "tokenizer.json", pair / "target" / "tokenizer.json"
+    if own.read_bytes() != other.read_bytes():
+        return None
+    config, params = load_lib.load(pair / "target", dtype="float32")
+    loss = jax.jit(functools.partial(losses.text_loss, config))
+    return loop.held_out_loss(loss, params, held_out, batch_size=8)
 
 
 def _tokens_seen(

@@ -61,12 +61,15 @@ def card(
     models: Sequence[Model],
     description: Mapping[str, int | str],
     texts: Mapping[str, Mapping[str, quality.Quality]],
+    losses: Mapping[str, float | None],
     notes: Sequence[str] = (),
 ) -> str:
     """Returns the model card, Markdown.
 
     Args:
       texts: of each pair, by the name of its row: `quality.measure`.
+      losses: of each pair's target, as stored, on held-out text, nats per token; None
+        of one with another tokenizer, whose tokens are others.
       notes: what else the card should say, a sentence each.
     """
     rows = [
@@ -81,8 +84,13 @@ def card(
         for name, measured in texts.items()
         for how, one in measured.items()
     ]
+    loss_rows = [
+        f"| {name} | {'-' if loss is None else f'{loss:.4f}'} |"
+        for name, loss in losses.items()
+    ]
     return _CARD.format(
         rows="\n".join(rows),
+        losses="\n".join(loss_rows),
         texts="\n".join(text_rows),
         num_tokens=quality.NUM_TOKENS,
         settings=samples.describe(**samples.SETTINGS, seed=quality.SEED),
@@ -167,6 +175,10 @@ Python that looks like the standard library's and means little.
 | model | parameters | layers x width | tokens seen | held-out loss, nats/token |
 | --- | --- | --- | --- | --- |
 {rows}
+
+| target, as stored | held-out loss, nats/token |
+| --- | --- |
+{losses}
 
 Texts of the target: {num_tokens} tokens after each of the 50 bundled prompts, decoded
 greedily or drawn ({settings}).

@@ -170,11 +170,16 @@ def test_the_export_can_be_loaded(tmp_path):
     measured = quality.Quality(
         num_prompts=1, num_tokens=8, repetition=0.125, parses=0.5
     )
-    texts = {"this pair": {"greedy": measured}}
-    card = export.card([model], description, texts, ["It is small."])
+    drawn = dataclasses.replace(measured, repetition=0.25)
+    texts = {"this pair": {"greedy": measured}, "before": {"drawn": drawn}}
+    losses = {"this pair": 3.25, "before": 4.5, "of others": None}
+    card = export.card([model], description, texts, losses, ["It is small."])
     for fact in ("3.2500", "4,096 (target)", "abc", "- It is small."):
         assert fact in card
-    assert "| this pair, greedy | 0.125 | 50% |" in card
+    for row in ("this pair, greedy | 0.125 | 50%", "before, drawn | 0.250 | 50%"):
+        assert f"| {row} |" in card
+    for row in ("this pair | 3.2500", "before | 4.5000", "of others | -"):
+        assert f"| {row} |" in card
     path.write_text(card, encoding="utf-8")
     assert export.tokens_seen(path, "target") == {"target": 4096}
     with pytest.raises(ValueError, match="no row of the tokens that the draft saw"):
