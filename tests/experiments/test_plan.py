@@ -1,11 +1,13 @@
 """Plans: rows and exit status of the script, and the parts of a prediction."""
 
 import dataclasses
+import io
 import json
 
 import numpy as np
 import pytest
 import tiny_pair
+from rich import console as rich_console
 from script_runs import assert_fails_with, models_of, rows_of
 
 from experiments import plan
@@ -14,9 +16,11 @@ from experiments.lib import (
     costs,
     kernel_checks,
     planning,
+    preset_plans,
     results,
     runs,
     subjects,
+    tables,
     timing,
 )
 from spec_jax.analysis import metrics
@@ -329,3 +333,44 @@ def test_a_head_is_planned_for(kind, folders, tmp_path):
     shares = {row["drafter"]: row for row in rows_of(out, "plan_acceptance")}
     assert shares[str(head)]["drafted"] == [1.0] * GAMMA
     assert [row["matched"] for row in rows_of(out, "plan")] == [True, True]
+
+
+WIDE = {
+    "drafter": "draft-model",
+    "tree": "4x16:31@0.6",
+    "gamma": 16,
+    "repetition": 0.5,
+    "windows": 12345,
+    "drafted": [1.0] * 3,
+    "kept": [0.75] * 3,
+    "relative_error": -0.125,
+    "mean_accepted_length": 12.25,
+    "predicted_tokens_per_round": 12.25,
+    "matched": True,
+    "equal": True,
+} | {
+    f"{name}{end}": 12.25
+    for name in ("predicted_speedup", "measured_speedup", "speedup")
+    for end in ("", "_p10", "_p90", "_q1", "_q3")
+}
+WIDE |= {name: 0.25 for name in ("forced_rate", "acceptance_rate")}
+WIDE |= {name: 12.25 for name in ("tokens_per_target_step", "tokens_per_round")}
+WIDE |= {"nodes": 31, "rows_per_round": 32.0, "plain_steps": 2.5}
+WIDE |= {"free_rows_speedup": 3.5, "speedup": 2.5}
+WIDE |= {"is_best_predicted": True, "is_best_measured": False}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [plan.PLAN, plan.CURVE, plan.ACCEPTANCE, preset_plans.PLAN],
+    ids=["plan", "curve", "acceptance", "preset"],
+)
+def test_headings_fit_a_terminal(columns):
+    """Fails if a heading is wider than 80 columns, or is cut."""
+    file = io.StringIO()
+    console = rich_console.Console(file=file, width=80)
+    tables.print_rows([WIDE], columns, console)
+    lines = [line.rstrip() for line in file.getvalue().splitlines() if line.strip()]
+    assert max(map(len, lines)) <= 80
+    assert all(any(name in line for line in lines) for name in columns)
+    assert len(lines) == 2, lines  # A heading and a row, neither of them in two.
