@@ -16,6 +16,7 @@ COLUMNS = {
     "of its confidence": ("temperatures", ".2f"),
     "shift": ("shifts", ".2f"),
     "ECE before": ("ece_before", ".3f"),
+    "by STS": ("ece_sts", ".3f"),
     "ECE": ("ece", ".3f"),
     "ROC-AUC before": ("roc_auc_before", ".3f"),
     "ROC-AUC": ("roc_auc", ".3f"),
@@ -32,7 +33,8 @@ def check_prompts(subject: models.Subject) -> None:
 def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, Any]:
     """Returns the row of a temperature of the target's draws.
 
-    Half of the prompts fit; the errors and rankings are of the other half.
+    Half of the prompts fit; the errors and rankings are of the other half. `ece_sts` is
+    the error that the paper's sequential temperature scaling leaves, to compare with.
 
     Raises:
       ValueError: a drafter without confidences, or texts too short for a whole round.
@@ -66,12 +68,16 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
     row |= {name: values.tolist() for name, values in vars(found).items()}
     row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
     row |= {f"{name}_before": values for name, values in before.items()}
+    of_paper = calibration.fit_sts(fitted.logits, fitted.num_accepted)
+    row["temperatures_sts"] = of_paper.temperatures.tolist()
+    row["ece_sts"] = calibration.report(reported, of_paper)["ece"]
     return row | calibration.report(reported, found)
 
 
 def by_draft(row: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of confidences as a line for each draft."""
-    names = ("temperatures", "shifts", "ece_before", "ece", "roc_auc_before", "roc_auc")
+    names = ("temperatures", "shifts", "ece_before", "ece_sts", "ece")
+    names += ("roc_auc_before", "roc_auc")
     return [
         {"temperature": row["temperature"], "draft": draft + 1}
         | {name: row[name][draft] for name in names}

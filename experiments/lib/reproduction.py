@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from experiments.lib import records
 from spec_jax import loading
+from spec_jax.drafters import registry
 
 
 DATA = "{data}"
@@ -265,13 +266,18 @@ def _comparisons() -> Iterator[Step]:
     yield from _plans()
     # Recordings of other settings do not go into one file.
     record = "replay --record {{scratch}}_{} --prompts 50 --gamma 7{}"
+    names = [name for name in registry.BUILDERS if name not in registry.NEED_TARGET]
+    drafters = ",".join((*names, *loading.shipped_heads()))
     sampled = " --temperature 0.7 --top-k 20 --top-p 0.8"
     yield Step(
         file="replay_check.jsonl",
         runs=tuple(
             run
             for name, more in (("greedy", ""), ("drawn", sampled))
-            for run in (record.format(name, more), f"replay {{scratch}}_{name} --check")
+            for run in (
+                record.format(name, more),
+                f"replay {{scratch}}_{name} --check --drafter {drafters}",
+            )
         ),
         keep=("replay",),
     )

@@ -8,7 +8,8 @@ make them, and the best nodes by score are those most likely to be kept.
 The confidence of a chain's draft is `sigmoid(logit / temperature + shift)`, with both
 for each draft, which `fit_platt` finds; their products are the chances that a prefix is
 kept. A temperature alone, as in DSpark's sequential temperature scaling
-(https://arxiv.org/abs/2607.05147), leaves a logit of 0 where it is, and so a bias.
+(https://arxiv.org/abs/2607.05147; `fit_sts`, to compare with), leaves a logit of 0
+where it is, and so a bias.
 """
 
 import dataclasses
@@ -178,6 +179,42 @@ def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
       ValueError: no round, shapes that do not agree, values that are not finite, or
         counts outside `0 .. W`.
     """
+    logits, num_accepted = _checked(logits, num_accepted)
+    found = []
+    for draft in range(logits.shape[1]):
+        reached = num_accepted >= draft
+        found.append(_platt(logits[reached, draft], num_accepted[reached] > draft))
+    temperatures, shifts = np.array(found, np.float32).T
+    return Scaling(temperatures=temperatures, shifts=shifts)
+
+
+def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
+    """Returns a temperature for the confidence of each draft, and no shifts.
+
+    Sequential temperature scaling (DSpark, https://arxiv.org/abs/2607.05147): draft by
+    draft, of `TEMPERATURES` the one with which the product of all chances so far has
+    the least error of calibration; those before it stay as they were found. Of equal
+    ones the nearest to 1.
+
+    Args, Raises: as `fit_platt`, whose scaling has shifts, too.
+    """
+    logits, num_accepted = _checked(logits, num_accepted)
+    by_nearness = sorted(TEMPERATURES, key=lambda each: abs(np.log(each)))
+    before, found = np.ones(len(logits)), []
+    for draft in range(logits.shape[1]):
+        products = [before / (1 + np.exp(-logits[:, draft] / t)) for t in by_nearness]
+        is_kept = num_accepted > draft
+        best = np.argmin([calibration_error(chances, is_kept) for chances in products])
+        before = products[best]
+        found.append(by_nearness[best])
+    unshifted = unscaled(logits.shape[1])
+    return dataclasses.replace(unshifted, temperatures=np.array(found, np.float32))
+
+
+def _checked(
+    logits: np.ndarray, num_accepted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rounds of a fit, which raises what these cannot be."""
     logits = np.asarray(logits, np.float64)
     num_accepted = np.asarray(num_accepted)
     if logits.ndim != 2 or not logits.size or num_accepted.shape != logits.shape[:1]:
@@ -193,12 +230,7 @@ def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
             f"num_accepted is {num_accepted.min()} .. {num_accepted.max()}, and "
             f"{width} drafts can be kept"
         )
-    found = []
-    for draft in range(width):
-        reached = num_accepted >= draft
-        found.append(_platt(logits[reached, draft], num_accepted[reached] > draft))
-    temperatures, shifts = np.array(found, np.float32).T
-    return Scaling(temperatures=temperatures, shifts=shifts)
+    return logits, num_accepted
 
 
 def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:

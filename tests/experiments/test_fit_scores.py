@@ -99,6 +99,27 @@ def test_the_scaling_of_confidences_is_found(rng):
         assert made["roc_auc"] == before["roc_auc"]
 
 
+def test_the_papers_scaling_finds_temperatures(rng):
+    """Where no shift is planted, as far as its errors can tell; and changes no ranking.
+    Where one is, it leaves more than `fit_platt`."""
+    one, other = judged(rng), judged(rng)
+    unshifted = lambda rounds: dataclasses.replace(
+        rounds, logits=rounds.logits + TRUE.shifts * TRUE.temperatures
+    )
+    found = calibration.fit_sts(*vars(unshifted(one)).values())
+    np.testing.assert_allclose(found.temperatures, TRUE.temperatures, rtol=0.15)
+    assert not found.shifts.any()
+    before = calibration.report(unshifted(other), calibration.unscaled(3))
+    after = calibration.report(unshifted(other), found)
+    assert sum(after["ece"]) < 0.3 * sum(before["ece"])
+    assert after["roc_auc"] == before["roc_auc"]
+    errors = [
+        sum(calibration.report(other, fit(*vars(one).values()))["ece"])
+        for fit in (calibration.fit_platt, calibration.fit_sts)
+    ]
+    assert errors[0] < 0.5 * errors[1]
+
+
 def test_a_scaling_of_few_rounds_is_finite(rng):
     """Fails if chances become 0 or 1 where all drafts were kept or none, or a draft
     that no round reached is scaled."""
@@ -135,9 +156,10 @@ def test_errors_of_calibration_and_rankings_by_hand(rng):
         (np.ones((2, 2)), np.array([-1, 2]), "is -1 .. 2"),
     ],
 )
-def test_rounds_that_cannot_be_fitted_are_refused(logits, accepted, reason):
+@pytest.mark.parametrize("fit", [calibration.fit_platt, calibration.fit_sts])
+def test_rounds_that_cannot_be_fitted_are_refused(fit, logits, accepted, reason):
     with pytest.raises(ValueError, match=reason):
-        calibration.fit_platt(logits, accepted)
+        fit(logits, accepted)
 
 
 def test_the_script_fits_each_temperature(folders, tmp_path, capsys):
@@ -161,7 +183,7 @@ def test_the_script_calibrates_confidences(folders, tmp_path, capsys):
     assert fit_scores.main([*sizes, "--out", str(out)]) == 0
     (row,) = rows_of(out, "confidences")
     assert row["temperature"] == 0 and row["drafter"] == "draft-model"
-    for name in ("temperatures", "shifts", "ece", "ece_before", "roc_auc"):
+    for name in ("temperatures", "shifts", "ece", "ece_before", "ece_sts", "roc_auc"):
         assert len(row[name]) == row["gamma"] == 2
     # Of six tokens a round each, but for the last that have no room for drafts.
     assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6
@@ -201,12 +223,14 @@ def test_calibration_is_judged_by_what_it_was_not_fitted_to(monkeypatch):
     monkeypatch.setattr(calibration, "record_rounds", recorded)
     scaling = calibration.unscaled(3)
     monkeypatch.setattr(calibration, "fit_platt", noted("fitted", scaling))
-    monkeypatch.setattr(calibration, "report", noted("reported", {}))
+    monkeypatch.setattr(calibration, "fit_sts", noted("of the paper", scaling))
+    monkeypatch.setattr(calibration, "report", noted("reported", {"ece": []}))
     lm = Drafting(drafter=types.SimpleNamespace(), gamma_max=3)
     settings = runs.Settings(gamma=3, gen_tokens=8, capacity=32, page_size=16)
     subject = types.SimpleNamespace(lm=lm, settings=settings, ids=[[1], [2], [3], [4]])
     row = confidences.fit(subject, 0.0, seed=0)
-    assert (seen["fitted"], seen["reported"]) == ({0.0, 2.0}, {1.0, 3.0})
+    assert seen["fitted"] == seen["of the paper"] == {0.0, 2.0}
+    assert seen["reported"] == {1.0, 3.0}
     assert row["fitted_rounds"] == row["rounds"] == 4
 
 
