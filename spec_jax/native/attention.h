@@ -62,14 +62,14 @@ template <typename T>
 struct Queries {
   int64_t count, H;
   SideBySide<T> rows;            // [count, H]
-  std::vector<int64_t> ends;     // [count]: keys 0 .. end - 1 are seen
-  std::vector<float> maximum;    // [count]
-  std::vector<float> total;      // [count, kLanes]
-  std::vector<float> weighted;   // [count, width()]
-  std::vector<float> scores;     // [count, kKeyBlock], and then probabilities
-  std::vector<float> shift;      // [count]: what is taken from a block's scores
-  std::vector<float> rescale;    // [count]: what a block does to the sums before it
-  std::vector<T> keys;           // [kKeyBlock / kPanel] panels of keys
+  Scratch<int64_t> ends;         // [count]: keys 0 .. end - 1 are seen
+  Scratch<float> maximum;        // [count]
+  Scratch<float> total;          // [count, kLanes]
+  Scratch<float> weighted;       // [count, width()]
+  Scratch<float> scores;         // [count, kKeyBlock], and then probabilities
+  Scratch<float> shift;          // [count]: what is taken from a block's scores
+  Scratch<float> rescale;        // [count]: what a block does to the sums before it
+  Scratch<T> keys;               // [kKeyBlock / kPanel] panels of keys
 
   // Room for `most` queries.
   Queries(int64_t most, int64_t H)

@@ -27,7 +27,7 @@ void append_context(Team<Pool>& team, const Step<T>& step, const T* features,
                     const Panels<T>& fc, const T* hidden_norm) {
   int64_t live = step.rows.live, size = 2 * step.K * step.H;
   if (live == 0) return;
-  std::vector<T> fused(live * fc.N), made(live * size);
+  Scratch<T> fused(live * fc.N), made(live * size);
   Workers<Pool, T> workers(team, live, std::max(fc.K, fc.N));
   Attention<Pool, T> attention(team, step.rows, step.K, 0, step.H);
   const T* none = nullptr;
@@ -67,7 +67,7 @@ void run_blocks(Team<Pool>& team, Step<T> step, int64_t size, T* hidden) {
   step.rows.branch = where.branch.data();
   step.rows.width = size;
   Layers<Pool, T> layers(team, step);
-  std::vector<T> left = run_layers(layers);
+  Scratch<T> left = run_layers(layers);
   for (int64_t at = 0; at < live * D; at += D) {
     norm_row(left.data() + at, step.final_norm, D, step.eps, hidden + at);
   }
@@ -179,7 +179,7 @@ void run_slots(Team<Pool>& team, const Table<T>& embed, const Panels<T>& out,
                const Mix<T>& mix, const SlotChains& chains) {
   int64_t S = chains.num_slots, N = chains.N;
   std::vector<T> before(S * out.K);
-  std::vector<float> scores(S * N);
+  Scratch<float> scores(S * N);
   std::vector<int32_t> tokens(S), chosen(S);
   std::vector<Draft> asked;
   Workers<Pool, T> workers(team, S, std::max(out.K, mix.w.K));

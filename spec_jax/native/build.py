@@ -46,6 +46,7 @@ SOURCES = (
     "panels.h",
     "projection.h",
     "row_attention.h",
+    "scratch.h",
     "side_by_side.h",
     "simd.h",
     "step.h",

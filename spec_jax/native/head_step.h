@@ -30,11 +30,11 @@ struct Head {
 
 // What the rows leave behind, [live, D], of features [live, D].
 template <typename Pool, typename T>
-std::vector<T> run_pairs(Team<Pool>& team, const Head<T>& head, const T* features) {
+Scratch<T> run_pairs(Team<Pool>& team, const Head<T>& head, const T* features) {
   const Step<T>& step = head.step;
   const StepLayer<T>& layer = step.layers[0];
   int64_t live = step.rows.live, D = head.size();
-  std::vector<T> out(live * D), normed(live * D), pairs(live * 2 * D);
+  Scratch<T> out(live * D), normed(live * D), pairs(live * 2 * D);
   Layers<Pool, T> layers(team, step);
   take_rows(step.embed, step.tokens, out.data(), live);
   for (int64_t r = 0; r < live; ++r) {
@@ -66,7 +66,7 @@ template <typename Pool, typename T>
 void run_head(Team<Pool>& team, const Head<T>& head, const T* features, T* next) {
   int64_t live = head.step.rows.live;
   if (live == 0) return;
-  std::vector<T> left = run_pairs(team, head, features);
+  Scratch<T> left = run_pairs(team, head, features);
   Workers<Pool, T> workers(team, live, head.size());
   row_logits(workers, head.step, left.data(), live, head.step.logits);
   next_features(head, left.data(), live, next);
@@ -81,7 +81,7 @@ template <typename Pool, typename T>
 void run_head_chains(Pool& pool, Head<T> head, const Chains& chains, const T* features,
                      const int32_t* names) {
   int64_t S = chains.num_slots, D = head.size();
-  std::vector<T> read, next(S * D);  // of the next pair of each slot
+  Scratch<T> read, next(S * D);  // of the next pair of each slot
   Team<Pool> team(pool);
   run_all(team, head.step, chains, names, [&](const ChainRows& rows) {
     read.clear();
@@ -91,7 +91,7 @@ void run_head_chains(Pool& pool, Head<T> head, const Chains& chains, const T* fe
       if (i < chains.pending[s]) from = features + (s * chains.width + i) * D;
       read.insert(read.end(), from, from + D);
     }
-    std::vector<T> left = run_pairs(team, head, read.data());
+    Scratch<T> left = run_pairs(team, head, read.data());
     // Only the last rows of slots have a next pair.
     for (size_t j = 0; j < rows.drafts.size(); ++j) {
       const T* row = left.data() + rows.lasts[j] * D;

@@ -12,6 +12,7 @@
 
 #include "gemm.h"
 #include "panels.h"
+#include "scratch.h"
 #include "side_by_side.h"
 #include "simd.h"
 #include "team.h"
@@ -24,7 +25,7 @@ template <typename Pool, typename T>
 struct Workers {
   struct Worker {
     SideBySide<T> rows;
-    std::vector<T> normed;
+    Scratch<T> normed;
     int64_t holds = 0;  // the product that `rows` were set for
   };
 
@@ -35,7 +36,7 @@ struct Workers {
   // For products of up to `rows` rows of up to K elements.
   Workers(Team<Pool>& team, int64_t rows, int64_t K) : team(team) {
     for (int64_t i = 0; i < team.size(); ++i) {
-      all.push_back({SideBySide<T>(rows, K), std::vector<T>(K)});
+      all.push_back({SideBySide<T>(rows, K), Scratch<T>(K)});
     }
   }
 };
@@ -159,8 +160,8 @@ void gate(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w, 
     int64_t up = (F + from) / kPanel, last = panels_of(F + to);
     int64_t shift = (F + from) % kPanel;
     const Row<T>* x = rows.group(first);
-    multiply(x, size, w.panel(begin), end - begin, w.words(), gates, kStride);
-    multiply(x, size, w.panel(up), last - up, w.words(), ups, kStride);
+    multiply(x, size, w.panel(begin), end - begin, w.words(), gates, kStride, w.panel(up));
+    multiply(x, size, w.panel(up), last - up, w.words(), ups, kStride, w.panel(end));
     for (int64_t r = 0; r < size; ++r) {
       T* out = y + (first + r) * F;
       for (int64_t f = from; f < to; f += kLanes) {

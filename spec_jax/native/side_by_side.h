@@ -6,10 +6,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "gemm.h"
 #include "panels.h"
+#include "scratch.h"
 #include "simd.h"
 
 namespace spec_jax {
@@ -91,7 +91,7 @@ class SideBySide {
     else return to_float(x);
   }
 
-  std::vector<Row<T>> data_;
+  Scratch<Row<T>> data_;
   int64_t rows_ = 0, K_ = 0;
 };
 

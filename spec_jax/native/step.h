@@ -15,6 +15,7 @@
 #include "draw.h"
 #include "projection.h"
 #include "row_attention.h"
+#include "scratch.h"
 #include "simd.h"
 #include "take_rows.h"
 #include "team.h"
@@ -71,7 +72,7 @@ struct Layers {
   const Step<T>& step;
   Workers<Pool, T> workers;
   Attention<Pool, T> attention;
-  std::vector<T> heads, attended, hidden;
+  Scratch<T> heads, attended, hidden;
 
   Layers(Team<Pool>& team, const Step<T>& step)
       : step(step), workers(team, step.rows.live, widest(step)),
@@ -100,14 +101,14 @@ struct Layers {
     return most;
   }
 
-  Input<T> input(const std::vector<T>& rows, const T* norm) const {
+  Input<T> input(const Scratch<T>& rows, const T* norm) const {
     return {rows.data(), norm, step.eps, step.rows.live};
   }
 
   // x [live, D] = residual + attention of what is made of `from`; then x += mlp(x).
   // `residual` may be x.
   void run(const StepLayer<T>& layer, const Input<T>& from, const T* residual,
-           std::vector<T>& x) {
+           Scratch<T>& x) {
     const T* none = nullptr;
     int64_t row = (step.N + 2 * step.K) * step.H;
     project(workers, from, layer.qkv, none, heads.data(), row);
@@ -138,9 +139,9 @@ struct Layers {
 
 // What the rows leave behind, [live, D], after the first `count` layers.
 template <typename Pool, typename T>
-std::vector<T> run_layers(Layers<Pool, T>& layers, int64_t count) {
+Scratch<T> run_layers(Layers<Pool, T>& layers, int64_t count) {
   const Step<T>& step = layers.step;
-  std::vector<T> x(step.rows.live * step.embed.panels.K);
+  Scratch<T> x(step.rows.live * step.embed.panels.K);
   take_rows(step.embed, step.tokens, x.data(), step.rows.live);
   tap_features(step, 0, x.data());
   for (int64_t i = 0; i < count; ++i) {
@@ -152,7 +153,7 @@ std::vector<T> run_layers(Layers<Pool, T>& layers, int64_t count) {
 }
 
 template <typename Pool, typename T>
-std::vector<T> run_layers(Layers<Pool, T>& layers) {
+Scratch<T> run_layers(Layers<Pool, T>& layers) {
   return run_layers(layers, static_cast<int64_t>(layers.step.layers.size()));
 }
 
@@ -171,11 +172,11 @@ void run_step(Team<Pool>& team, const Step<T>& step) {
   int64_t count = step.layers.size();
   bool is_tapped = std::count(step.taps.begin(), step.taps.end(), count) > 0;
   if (step.logits == nullptr && !is_tapped) {  // As prompts are taken in.
-    std::vector<T> left = run_layers(layers, count - 1);
+    Scratch<T> left = run_layers(layers, count - 1);
     const StepLayer<T>& last = step.layers.back();
     return layers.store(last, layers.input(left, last.input_norm));
   }
-  std::vector<T> left = run_layers(layers);
+  Scratch<T> left = run_layers(layers);
   if (step.logits != nullptr) {
     row_logits(layers.workers, step, left.data(), step.rows.live, step.logits);
   }
@@ -237,8 +238,8 @@ void run_all(Team<Pool>& team, Step<T>& step, const Chains& chains, const int32_
   const float *cos = step.cos, *sin = step.sin;
   int64_t D = step.head.K, N = step.head.N;
   std::vector<int64_t> drafted(chains.num_slots);
-  std::vector<T> last;
-  std::vector<float> logits;
+  Scratch<T> last;
+  Scratch<float> logits;
   std::vector<int32_t> chosen;
   ChainRows rows;
   Workers<Pool, T> workers(team, chains.num_slots, D);
@@ -252,7 +253,7 @@ void run_all(Team<Pool>& team, Step<T>& step, const Chains& chains, const int32_
     step.rows.live = rows.tokens.size();
     step.cos = rows.cos.data();
     step.sin = rows.sin.data();
-    std::vector<T> left = run(rows);
+    Scratch<T> left = run(rows);
     int64_t count = rows.drafts.size();
     last.clear();
     for (int64_t row : rows.lasts) {
