@@ -18,8 +18,10 @@ WORK = "{work}"
 DFLASH = "{dflash}"
 """In a command: the folders of `--data`, `--llama-bin`, `--work` and `--dflash`."""
 
-# XLA's steps take six times as long as the native ones.
+# XLA's steps take six times as long as the native ones, and each of its programs a minute
+# to compile; of heads it has many.
 _COUNT = {"native": 50, "xla": 20}
+_COUNT_OF_HEADS = {"native": 50, "xla": 8}
 _GSM8K = {impl: f"{DATA}/gsm8k/test.jsonl:{n}" for impl, n in _COUNT.items()}
 
 
@@ -231,16 +233,17 @@ def _trainings() -> Iterator[Step]:
 
 def _rounds_of_head(name: str, impl: str) -> Iterator[str]:
     """The prompts and the flags of each run of a head; with XLA the first of them."""
-    trees, n = _TREES_OF_HEADS.get(name, ()), _COUNT[impl]
+    trees, n = _TREES_OF_HEADS.get(name, ()), _COUNT_OF_HEADS[impl]
+    gsm8k = f"{DATA}/gsm8k/test.jsonl:{n}"
     yield f"{n} --gamma 4"
     yield from (f"{n} --gamma 7 --temperature {t}" for t in (0, 0.7, 1))
     yield from (f"{n} --tree {tree}" for tree in trees)
     yield f"{n} --tree 4x6:15@0.7 --temperature 1"
     yield from (f"{n} --gamma 7 --batch 4{more}" for more in ("", " --temperature 1"))
-    batch = f"{n}" if impl == "native" else "16 --gen-tokens 32"
+    batch = n if impl == "native" else "16 --gen-tokens 32"
     for temperature in _TEMPERATURES:
         yield f"{batch} --gamma 7 --batch 16 --temperature {temperature}"
-    yield f"{_GSM8K[impl]} --gamma 7"
+    yield f"{gsm8k} --gamma 7"
     if impl == "native":
         yield f"{n} --gamma 7 --temperature 1 --rule block"
         yield f"{n} --gamma 7 --batch 4 --temperature 0.7"
@@ -248,7 +251,7 @@ def _rounds_of_head(name: str, impl: str) -> Iterator[str]:
         yield from (f"{n} --tree {tree} --batch 4" for tree in trees[:1])
         yield f"{n} --tree 4x6:15@0.7 --temperature 0.7"
         yield f"{n} --tree 4x7:31@0.7 --temperature 1"
-        yield f"{_GSM8K[impl]} --gamma 7 --temperature 1"
+        yield f"{gsm8k} --gamma 7 --temperature 1"
 
 
 def _comparisons() -> Iterator[Step]:

@@ -280,6 +280,24 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch, capsys):
     assert sweep.main(arguments) == sweep.NOT_MATCHED
 
 
+def test_equal_texts_of_nan_do_not_match(folders, tmp_path, monkeypatch):
+    """Exit status 2, and the cell counts them: logits that are not finite show
+    nothing."""
+    real = runs.run_speculative
+
+    def overflowing(lm, settings, prompt):
+        run = real(lm, settings, prompt)
+        counters = dataclasses.replace(run.counters, nonfinite=1)
+        return dataclasses.replace(run, counters=counters)
+
+    monkeypatch.setattr(runs, "run_speculative", overflowing)
+    out = tmp_path / "sweep.jsonl"
+    assert sweep.main(command(folders, out, "--gamma", "2")) == sweep.NOT_MATCHED
+    rows = rows_of(out)
+    assert rows and not any(row["matched"] for row in rows)
+    assert all(row["nonfinite_logits"] > 0 for row in rows)
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is missing"
 )
