@@ -18,8 +18,8 @@ WORK = "{work}"
 DFLASH = "{dflash}"
 """In a command: the folders of `--data`, `--llama-bin`, `--work` and `--dflash`."""
 
-# XLA's steps take six times as long as the native ones, and each of its programs a minute
-# to compile; of heads it has many.
+# XLA's steps take six times as long as the native ones, and of heads it compiles many
+# programs, for a minute each.
 _COUNT = {"native": 50, "xla": 20}
 _COUNT_OF_HEADS = {"native": 50, "xla": 8}
 _GSM8K = {impl: f"{DATA}/gsm8k/test.jsonl:{n}" for impl, n in _COUNT.items()}
