@@ -20,7 +20,13 @@ from rules import enumeration
 
 import spec_jax as sj
 from spec_jax import loading, testing
-from spec_jax.drafters import block, each, features as features_lib, tree_shapes
+from spec_jax.drafters import (
+    block,
+    block_slots,
+    each,
+    features as features_lib,
+    tree_shapes,
+)
 from spec_jax.gamma import schedule
 from spec_jax.model import block_files, block_heads, block_params, row_model
 from spec_jax.rules import sampling as sampling_lib
@@ -205,6 +211,24 @@ def test_drafts_are_the_oracles(tmp_path, name, impl):
             np.testing.assert_allclose(proposal.survival, survival, rtol=1e-3)
         else:
             assert proposal.survival is None
+
+
+def test_a_proposal_is_one_pass_of_the_backbone(monkeypatch):
+    """Fails if the backbone runs for each draft; of no drafts it does not run."""
+    passes, real = [], block_slots.SlotBlock._run_block
+
+    def counted(self, *inputs):
+        jax.debug.callback(lambda: passes.append(1))
+        return real(self, *inputs)
+
+    monkeypatch.setattr(block_slots.SlotBlock, "_run_block", counted)
+    for gamma, expected in ((3, len(LENGTHS)), (0, 0)):
+        passes.clear()
+        asked = {"gammas": (gamma,) * len(LENGTHS)}
+        made = drafts_of(DFLASH, PARAMS["dflash"], features_of(), LENGTHS, **asked)
+        jax.effects_barrier()
+        assert {int(proposal.num_drafted) for proposal in made} == {gamma}
+        assert len(passes) == expected
 
 
 GATED = dataclasses.replace(DSPARK, head="gated", draft_vocab_size=64)
