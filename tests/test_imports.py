@@ -10,7 +10,7 @@ from script_runs import run_python
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-EVERYWHERE = {"typing", "pytree", "compilation"}
+EVERYWHERE = {"typing", "pytree", "compilation", "regular_files"}
 """What every part of the package may import."""
 
 LAYERS = (

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping
 
 from experiments.lib import published_drafters, published_rows, published_speeds
-from experiments.lib.published_rows import Lines
 
 
 ROOT, RESULTS = published_rows.ROOT, published_rows.RESULTS
@@ -19,7 +18,7 @@ PAGES = (
 )
 """Pages with such tables, below `ROOT`."""
 
-TABLES: Mapping[str, Callable[[], Lines]] = {
+TABLES: Mapping[str, Callable[[], published_rows.Lines]] = {
     made.__name__: made
     for made in (*published_speeds.TABLES, *published_drafters.TABLES)
 }

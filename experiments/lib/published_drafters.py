@@ -3,11 +3,10 @@
 import pathlib
 
 from experiments.lib import published_rows
-from experiments.lib.published_rows import Lines, Row
 from spec_jax.drafters import tree_shapes
 
 
-def trees() -> Lines:
+def trees() -> published_rows.Lines:
     """Chains and trees of the embedded pair: tokens, rows and speed."""
     yield (
         "`python experiments/spec_round.py --prompts 50`",
@@ -30,7 +29,7 @@ def trees() -> Lines:
         )
 
 
-def heads() -> Lines:
+def heads() -> published_rows.Lines:
     """Rounds of heads, the shipped ones first: tokens a round, what is kept, speed."""
     yield (
         "`python experiments/spec_round.py --prompts 50`",
@@ -62,7 +61,7 @@ def heads() -> Lines:
         )
 
 
-def llama_cpp_heads() -> Lines:
+def llama_cpp_heads() -> published_rows.Lines:
     """What either side keeps of the drafts of shipped heads."""
     command = "`--drafter eagle3,dspark --gamma 4,7 --no-steps --repeats 1`"
     yield (
@@ -84,9 +83,9 @@ def llama_cpp_heads() -> Lines:
         )
 
 
-def evaluation() -> Lines:
+def evaluation() -> published_rows.Lines:
     """Tokens a round and speed-up of every drafter on every data set."""
-    found: dict[tuple[str, float], dict[str, Row]] = {}
+    found: dict[tuple[str, float], dict[str, published_rows.Row]] = {}
     for row in published_rows.rows_of("evaluation.jsonl", "sweep"):
         cells = found.setdefault((row["drafter"], row["temperature"]), {})
         cells[row["prompt_source"].split("/")[0]] = row
@@ -104,9 +103,9 @@ def evaluation() -> Lines:
         )
 
 
-def positions() -> Lines:
+def positions() -> published_rows.Lines:
     """Of the drafts of those rounds, how many are kept by their place in a chain."""
-    found: dict[tuple[str, float], dict[str, Row]] = {}
+    found: dict[tuple[str, float], dict[str, published_rows.Row]] = {}
     for row in published_rows.rows_of("evaluation.jsonl", "sweep"):
         cells = found.setdefault((row["drafter"], row["temperature"]), {})
         cells[row["prompt_source"].split("/")[0]] = row
@@ -119,7 +118,7 @@ def positions() -> Lines:
         )
 
 
-def _by_place(row: Row) -> str:
+def _by_place(row: published_rows.Row) -> str:
     """The shares that are kept of drafts 1, 2, 4 and 7, each of the rounds that kept
     those before; a dash where none was drafted."""
     kept = row.get("conditional_acceptance")
@@ -129,7 +128,7 @@ def _by_place(row: Row) -> str:
     return ", ".join("-" if share is None else f"{share:.2f}" for share in shares)
 
 
-def ablations() -> Lines:
+def ablations() -> published_rows.Lines:
     """DSpark's variants, trained for the same steps: what they agree, what is kept."""
     yield (
         "`python experiments/ablate_heads.py --prompts 20`",
@@ -137,7 +136,7 @@ def ablations() -> Lines:
         *("tokens a round, T = 0", "T = 1", "drafts 1, 2, 4, 7 kept, T = 0"),
         "all matched",
     )
-    found: dict[str, dict[float, Row]] = {}
+    found: dict[str, dict[float, published_rows.Row]] = {}
     for row in published_rows.rows_of("ablations.jsonl", "ablation"):
         found.setdefault(row["variant"], {})[row["temperature"]] = row
     for variant, by_temperature in found.items():
@@ -154,7 +153,7 @@ def ablations() -> Lines:
         )
 
 
-def step_profile() -> Lines:
+def step_profile() -> published_rows.Lines:
     """Milliseconds of a step of so many rows, which a schedule weighs."""
     rows = (1, 4, 8, 16, 32, 64, 128)
     command = "`python experiments/profile_steps.py --drafter dspark --batch 4,16`"
@@ -168,9 +167,9 @@ def step_profile() -> Lines:
         yield about, *cells, f"{1e3 * row['draft_s']:.2f}"
 
 
-def schedule() -> Lines:
+def schedule() -> published_rows.Lines:
     """Batches of 16 with DSpark: fixed gammas, and a schedule of what is verified."""
-    found: dict[str, dict[str, Row]] = {}
+    found: dict[str, dict[str, published_rows.Row]] = {}
     for row in published_rows.rows_of("schedule.jsonl", "throughput"):
         if row["batch"]:
             way = row["way"].split(",")[0]

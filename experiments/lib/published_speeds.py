@@ -4,10 +4,9 @@ import json
 from collections.abc import Sequence
 
 from experiments.lib import files, published_rows
-from experiments.lib.published_rows import Lines, Row
 
 
-def rounds() -> Lines:
+def rounds() -> published_rows.Lines:
     """Speculative rounds of the embedded pair at gamma 4, with XLA and native."""
     yield (
         "`python experiments/spec_round.py --prompts 50 --repeats 3`",
@@ -40,7 +39,7 @@ def rounds() -> Lines:
         )
 
 
-def hugging_face() -> Lines:
+def hugging_face() -> published_rows.Lines:
     """Speeds over Hugging Face's greedy decoding, by length of the prompts."""
     speeds = {
         (row["side"], row["method"], row["gamma"], row["length"]): row["vs_hf"]
@@ -59,7 +58,7 @@ def hugging_face() -> Lines:
         yield f"{method}, K = {gamma}" if gamma else method, *cells
 
 
-def llama_cpp() -> Lines:
+def llama_cpp() -> published_rows.Lines:
     """The embedded pair beside llama.cpp, and the shape of Qwen3-0.6B."""
     command = "`python experiments/compare_llama_cpp.py --llama-bin DIR`"
     yield command, "llama.cpp", "spec_jax", "times faster (p10 to p90)"
@@ -76,7 +75,7 @@ def llama_cpp() -> Lines:
             )
 
 
-def kernels() -> Lines:
+def kernels() -> published_rows.Lines:
     """Products at the shapes of Qwen3-0.6B: bandwidth, and the time of more rows."""
     yield (
         "`python experiments/kernels.py --shapes qwen3-0.6b`",
@@ -98,7 +97,7 @@ def kernels() -> Lines:
         )
 
 
-def designs() -> Lines:
+def designs() -> published_rows.Lines:
     """The designs that came before, and what was published of them."""
     yield (
         "`python experiments/history.py --prompts 20`",
@@ -124,7 +123,7 @@ def designs() -> Lines:
         )
 
 
-def certificates() -> Lines:
+def certificates() -> published_rows.Lines:
     """Exactness certificates: what was run, and whether all was equal."""
     yield "certificate", "cells", "prompts x tokens", "equal"
     commands = {
@@ -153,7 +152,7 @@ def certificates() -> Lines:
         yield f"`{command}` (`{name}.json`)", str(cells), sizes, equal
 
 
-def batches() -> Lines:
+def batches() -> published_rows.Lines:
     """Tokens a second in batches, over one prompt after the other."""
     sizes = (1, 2, 4, 8, 16)
     command = "`python experiments/throughput.py --repeats 5`"
@@ -164,7 +163,7 @@ def batches() -> Lines:
         yield name, *(f"{ratios[size, is_drafted]:.2f}x" for size in sizes)
 
 
-def instruction_sets() -> Lines:
+def instruction_sets() -> published_rows.Lines:
     """The embedded pair by the kernels of two instruction sets, on one processor."""
     yield (
         "`python experiments/latency.py`, `spec_round.py --prompts 50`",
@@ -198,7 +197,7 @@ def instruction_sets() -> Lines:
         )
 
 
-def adaptive() -> Lines:
+def adaptive() -> published_rows.Lines:
     """Drafters whose gamma is chosen by goodput."""
     command = "spec_round.py --prompts 50 --gamma 7 --gamma-policy goodput"
     yield (
@@ -217,7 +216,7 @@ def adaptive() -> Lines:
         )
 
 
-def regret() -> Lines:
+def regret() -> published_rows.Lines:
     """Regret of policies of gamma, and adversarial prompts in real rounds."""
     sets = ("easy", "hard", "mixed", "adversarial")
     yield (
@@ -241,7 +240,7 @@ def regret() -> Lines:
         )
 
 
-def plans() -> Lines:
+def plans() -> published_rows.Lines:
     """Predicted and measured speed-ups: of the embedded pair, and of a preset at forced
     acceptance."""
     yield (
@@ -260,7 +259,9 @@ def plans() -> Lines:
         yield _plan(name, row, "speedup", ("q1", "q3"))
 
 
-def _plan(name: str, row: Row, measured: str, ends: Sequence[str]) -> Sequence[str]:
+def _plan(
+    name: str, row: published_rows.Row, measured: str, ends: Sequence[str]
+) -> Sequence[str]:
     low, high = (row[f"{measured}_{end}"] for end in ends)
     return (
         name,

@@ -11,7 +11,7 @@ import tiny_pair
 import spec_jax as sj
 from spec_jax import loading, testing
 from spec_jax.drafters import hybrid, registry
-from spec_jax.model import load
+from spec_jax.model import load, row_model
 from spec_jax.testing import bench
 
 
@@ -187,5 +187,5 @@ def test_a_draft_model_catches_up_in_taller_slabs(folders):
     """Of native kernels, whose cost follows the active rows."""
     drafter = load_with(folders, "draft-model").drafter
     native = drafter.model.impl == "native"
-    assert drafter.catch_up_rows == (40 if native else 0)
+    assert drafter.catch_up_rows == (row_model.NATIVE_PREFILL_SLAB if native else 0)
     assert dataclasses.replace(drafter).for_slots(3).drafter == drafter

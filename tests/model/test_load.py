@@ -234,10 +234,16 @@ def test_a_folder_that_may_not_be_used(folder, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "write_text", refuse)
     with pytest.raises(load_lib.CheckpointError, match=f"{folder}: Permission denied"):
         load_lib.save(folder, CONFIG, random_params(CONFIG))
-    monkeypatch.setattr(pathlib.Path, "stat", refuse)
+    real = pathlib.Path.stat
+    is_weights = lambda path: path.name.startswith("model.safetensors")
+    monkeypatch.setattr(
+        pathlib.Path,
+        "stat",
+        lambda path, **how: refuse(path) if is_weights(path) else real(path, **how),
+    )
     assert_refused(folder, "safetensors: Permission denied")
-    monkeypatch.setattr(pathlib.Path, "read_text", refuse)
-    with pytest.raises(ValueError, match="config.json: Permission denied"):
+    monkeypatch.setattr(pathlib.Path, "stat", refuse)
+    with pytest.raises(ValueError, match="config.json: cannot be read .Permission"):
         load_lib.load(folder)
 
 

@@ -145,8 +145,8 @@ DRAFTERS = (
     Mutant(
         "every prompt is taken into the first slot's memory",
         "drafters.each:Each.prefill",
-        "_put(memory.slots, one, jnp.int32(slot))",
-        "_put(memory.slots, one, jnp.int32(0))",
+        "_put(memory.slots, one, np.int32(slot))",
+        "_put(memory.slots, one, np.int32(0))",
         "drafters/test_each.py::test_slots_have_memories_and_settings_of_their_own[3]",
     ),
     Mutant(
