@@ -234,7 +234,7 @@ def test_a_proposal_is_one_pass_of_the_backbone(monkeypatch):
 GATED = dataclasses.replace(DSPARK, head="gated", draft_vocab_size=64)
 
 
-@pytest.mark.few(1)  # The kernels of both are compared call by call, too.
+@pytest.mark.slow  # The kernels of both are compared call by call, and both by oracles.
 @pytest.mark.parametrize("head", [RNN, GATED], ids=["rnn", "gated"])
 def test_native_drafts_are_those_of_xla(head):
     """Fails if the one call draws with other noise, or mixes otherwise.
