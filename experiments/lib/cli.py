@@ -116,6 +116,8 @@ def run(
                 line, status = _line_of(error), UNUSABLE
                 if line is None:
                     raise
+                if isinstance(error, MemoryError) and not _one_line(error):
+                    line += f" (it ran with {_sizes(args)})" if _sizes(args) else ""
                 line = f"error: {line}"
                 if isinstance(error, FloatingPointError):
                     status = NOT_FINITE
@@ -190,6 +192,15 @@ def _line_of(error: BaseException) -> str | None:
     if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
         return f"{_one_line(error)} Ask for shorter texts, or fewer prompts at once"
     return None
+
+
+_SIZES = ("prompts", "gen_tokens", "batch", "gamma", "contexts", "rows", "repeats")
+
+
+def _sizes(args: argparse.Namespace | None) -> str:
+    """The flags that say how much is asked for, as they were given or by default."""
+    given = {name: getattr(args, name, None) for name in _SIZES}
+    return " ".join(f"{flag_of(n)} {x}" for n, x in given.items() if x is not None)
 
 
 def _one_line(error: BaseException) -> str:

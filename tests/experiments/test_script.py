@@ -53,6 +53,15 @@ def jax_out_of_memory():
     return jax.block_until_ready(jax.numpy.zeros((2**45,), "int8"))
 
 
+def test_memory_that_runs_out_names_what_was_asked_for(capsys):
+    """Fails if nobody can tell what to ask less of."""
+    args = argparse.Namespace(gen_tokens=64, batch=None, prompts="50")
+    work = lambda args: out_of_memory()
+    assert cli.run("x.py", lambda: args, work, uses_jax=False) == cli.UNUSABLE
+    said = last_line(capsys)
+    assert said.endswith("free some (it ran with --prompts 50 --gen-tokens 64)")
+
+
 @pytest.mark.parametrize(
     ("work", "line"),
     [
