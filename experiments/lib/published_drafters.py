@@ -83,13 +83,21 @@ def llama_cpp_heads() -> published_rows.Lines:
         )
 
 
-def evaluation() -> published_rows.Lines:
-    """Tokens a round and speed-up of every drafter on every data set."""
-    found: dict[tuple[str, float], dict[str, published_rows.Row]] = {}
+Cells = dict[tuple[str, float], dict[str, published_rows.Row]]
+
+
+def _by_drafter() -> tuple[Cells, list[str]]:
+    """The evaluation's rows by drafter, temperature and data set; and the data sets."""
+    found: Cells = {}
     for row in published_rows.rows_of("evaluation.jsonl", "sweep"):
         cells = found.setdefault((row["drafter"], row["temperature"]), {})
         cells[row["prompt_source"].split("/")[0]] = row
-    sets = sorted({name for cells in found.values() for name in cells})
+    return found, sorted({name for cells in found.values() for name in cells})
+
+
+def evaluation() -> published_rows.Lines:
+    """Tokens a round and speed-up of every drafter on every data set."""
+    found, sets = _by_drafter()
     yield "`python experiments/sweep.py`", *sets, "all matched"
     for (drafter, temperature), cells in found.items():
         yield (
@@ -105,11 +113,7 @@ def evaluation() -> published_rows.Lines:
 
 def positions() -> published_rows.Lines:
     """Of the drafts of those rounds, how many are kept by their place in a chain."""
-    found: dict[tuple[str, float], dict[str, published_rows.Row]] = {}
-    for row in published_rows.rows_of("evaluation.jsonl", "sweep"):
-        cells = found.setdefault((row["drafter"], row["temperature"]), {})
-        cells[row["prompt_source"].split("/")[0]] = row
-    sets = sorted({name for cells in found.values() for name in cells})
+    found, sets = _by_drafter()
     yield "drafts 1, 2, 4 and 7 kept, if all before were", *sets
     for (drafter, temperature), cells in found.items():
         yield (
