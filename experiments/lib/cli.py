@@ -118,7 +118,7 @@ def run(
                     raise
                 if isinstance(error, MemoryError) and not _one_line(error):
                     line += f" (it ran with {_sizes(args)})" if _sizes(args) else ""
-                line = f"error: {line}"
+                line = f"error: {_with_flags(line, args)}"
                 if isinstance(error, FloatingPointError):
                     status = NOT_FINITE
             print(f"{name}: {line}", file=sys.stderr)
@@ -201,6 +201,16 @@ def _sizes(args: argparse.Namespace | None) -> str:
     """The flags that say how much is asked for, as they were given or by default."""
     given = {name: getattr(args, name, None) for name in _SIZES}
     return " ".join(f"{flag_of(n)} {x}" for n, x in given.items() if x is not None)
+
+
+def _with_flags(line: str, args: argparse.Namespace | None) -> str:
+    """What the library calls `page_size=12` is `--page-size 12`, if that was given."""
+    for name, value in vars(args).items() if args else ():
+        for given in value if isinstance(value, tuple | list) else (value,):
+            # What a file says under the same name has another value.
+            text = rf"(?<![\w.]){name}={re.escape(repr(given))}(?![\w.]*\w)"
+            line = re.sub(text, lambda _, n=name, v=given: f"{flag_of(n)} {v}", line)
+    return line
 
 
 def _one_line(error: BaseException) -> str:

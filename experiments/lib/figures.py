@@ -246,18 +246,24 @@ def sweep_positions(rows: Sequence[Row]) -> Figure:
     """P(draft kept at a position, if all before it were) on each prompt set."""
     panels = curves.cells_by_position(rows)
     with parts.style():
-        figure, every = parts.new(3.6, 1, len(panels), sharey=True)
+        columns = min(len(panels), 3)
+        height = -(-len(panels) // columns)
+        figure, places = parts.new(1.2 + 2.4 * height, height, columns, sharey=True)
+        every = places[: len(panels)]
+        for axes in places[len(panels) :]:
+            axes.set_visible(False)
         for axes, (source, found) in zip(every, panels.items(), strict=True):
             for place, curve in enumerate(found):
                 rates = curve.rows[0]["conditional_acceptance"]
                 kept = [float("nan") if rate is None else rate for rate in rates]
                 looks = parts.looks(place)
                 axes.plot(range(1, len(kept) + 1), kept, label=curve.label, **looks)
-            axes.set_title(source, fontsize=11)
+            axes.set_title(source, fontsize=9)
             axes.set_xlabel("position (token)")
             axes.set_ylim(0, 1)
             parts.whole_numbers(axes.xaxis)
-        every[0].set_ylabel("P(kept, if all before were)")
+        for axes in every[::columns]:
+            axes.set_ylabel("P(kept, if all before were)")
         handles, labels = _of_all(every)
         place = {"loc": "outside upper center", "ncols": 3}
         gamma = max(row["gamma"] for row in rows)

@@ -109,6 +109,11 @@ def steps() -> Iterator[Step]:
     listed = " ".join(f"{{results}}/{name}.jsonl" for name in names)
     command = f"plot {listed} --out {{results}}/figures --theory"
     yield Step(file="figures/speedup.svg", runs=(command,), flag=None)
+    if loading.shipped_heads():
+        command = "plot {results}/evaluation.jsonl --figure sweep_positions --where "
+        command += "temperature=0.0 --out {results}/figures"
+        file = "figures/sweep_positions.svg"
+        yield Step(file=file, runs=(command,), flag=None)
 
 
 def _speeds() -> Iterator[Step]:
@@ -129,8 +134,10 @@ def _speeds() -> Iterator[Step]:
         command = f"latency --impl {impl}"
         embedded, preset = f"{command} --repeats 15", f"{command} --preset qwen3-0.6b"
         yield Step(file=f"latency_embedded_{impl}.jsonl", runs=(embedded,))
+        sizes = "--rows 1,5,8 --contexts 64 1024 4096" if impl == "native" else ""
         yield Step(
-            file=f"latency_qwen3_0.6b_{impl}.jsonl", runs=(f"{preset} --repeats 7",)
+            file=f"latency_qwen3_0.6b_{impl}.jsonl",
+            runs=(f"{preset} --repeats 7 {sizes}".rstrip(),),
         )
     # What a processor without AVX-512 has, on one that has it.
     isa, kept = "--impl native --isa avx2", ("step", "summary")

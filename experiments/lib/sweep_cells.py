@@ -101,10 +101,20 @@ def row_of(cell: Cell, results: Sequence[results_lib.PromptResult]) -> dict[str,
 def total(rows: Sequence[Row]) -> dict[str, Any]:
     """The rows of several categories as one, of category `ALL`.
 
+    A published row is a total already, without what it was made of, and stays as it is.
+
     Raises:
       IdentityError: rows that contradict themselves.
-      ValueError: rows of different cells, or of another number of repeats.
+      ValueError: rows of different cells, of another number of repeats, or several of
+        which one is a total already.
     """
+    made_of = ("counters", "plain_timings", "spec_timings")
+    if any(name not in row for row in rows for name in made_of):
+        if len(rows) == 1 and rows[0]["category"] == ALL:
+            return dict(rows[0])
+        raise ValueError(
+            f"{cell_of(rows[0])}: rows without {', '.join(made_of)} have no total"
+        )
     cells = {dataclasses.replace(cell_of(row), category=ALL) for row in rows}
     if len(cells) != 1:
         raise ValueError(f"{len(cells)} cells have no total: give the rows of one")

@@ -320,7 +320,7 @@ def test_noise_is_the_same_in_every_process():
         (["--contexts", "3000"], ["3000", "positions"]),
         (["--slab", "2"], ["needs 3 rows", "has 2"]),
         (["--gamma", "0"], ["at least 1"]),
-        (["--page-size", "48", "--impl", "xla"], ["page_size"]),
+        (["--page-size", "48", "--impl", "xla"], ["--page-size 48 must"]),
         (["--dtype", "int8"], ["int8"]),
         (["--impl", "mosaic"], ["mosaic"]),
         (["--forced", "39"], ["--forced", "between 0 and 1"]),

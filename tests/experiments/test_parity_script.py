@@ -404,7 +404,7 @@ def test_files_that_are_no_bundles(folder, tmp_path, capsys):
         (("--bundle", "b.npz"), "--bundle says already what --prompt would"),
         (("--heatmap", "map.txt"), "not a .png or .svg"),
         (("--cache-length", "-1"), "-1 must be at least 0"),
-        (("--page-size", "1000000000"), "page_size=1000000000 is above 2048"),
+        (("--page-size", "1000000000"), "--page-size 1000000000 is above 2048"),
     ],
 )
 def test_flags_that_cannot_be_used(folder, more, message, capsys):

@@ -62,6 +62,22 @@ def test_memory_that_runs_out_names_what_was_asked_for(capsys):
     assert said.endswith("free some (it ran with --prompts 50 --gen-tokens 64)")
 
 
+def test_errors_of_the_library_name_flags(capsys):
+    """Fails if a line tells of a parameter, or takes what a file says for a flag."""
+    args = argparse.Namespace(page_size=12, rule="block", tree=None)
+    for said, shown in {
+        "page_size=12 must divide 64": "--page-size 12 must divide 64",
+        "rule='block' is of chains": "--rule block is of chains",
+        "line 1: page_size=1.5, page_size=128": "line 1: page_size=1.5, page_size=128",
+        "x.page_size=12, my_page_size=12": "x.page_size=12, my_page_size=12",
+        "gamma=4 and page_size=12.": "gamma=4 and --page-size 12.",
+    }.items():
+        fail = raising(ValueError(said))
+        work = lambda args, fail=fail: fail()
+        assert cli.run("x.py", lambda: args, work, uses_jax=False)
+        assert last_line(capsys).endswith(f"error: {shown}")
+
+
 @pytest.mark.parametrize(
     ("work", "line"),
     [

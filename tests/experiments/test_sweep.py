@@ -158,6 +158,20 @@ def test_totals_are_published_with_their_commit(copied):
             assert row[name] == before[0][name]
 
 
+def test_published_totals_stand_for_themselves(copied):
+    """Fails if a figure cannot be drawn from published rows."""
+    before = rows_of(copied)
+    reproduce.shorten(copied, totals=True)
+    published = rows_of(copied)
+    assert cells_lib.totals(published) == published
+    # Negative controls: a total among what it was made of, and a category without it.
+    mixed = [published[0], *(row for row in before if row["gamma"] == 1)]
+    del before[0]["counters"]
+    for rows in (mixed, before[:1]):
+        with pytest.raises(ValueError, match="rows without counters, .* have no total"):
+            cells_lib.totals(rows)
+
+
 def test_finished_cells_are_not_run_again(folders, copied, monkeypatch, capsys):
     before = copied.read_bytes()
     monkeypatch.setattr(sweep, "run_cell", must_not_run)
@@ -421,7 +435,7 @@ def test_foreign_and_broken_files_are_refused(
         ),
         (
             ["--tree", "2x2:4", "--rule", "rejection", "--drafter", "draft-model"],
-            ["rule='rejection'", "biases"],
+            ["--rule rejection", "biases"],
         ),
         (["--prompts", "0"], ["--prompts"]),
         (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
