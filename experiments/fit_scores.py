@@ -150,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
     with records.open_out(args) as out:
         about = models.describe(args, lm) | {"prompts": len(subject.ids)}
         about |= {"drafter": args.drafter}
+        about |= {"drafter_sha256": models.drafter_sha256(lm)}
         about |= {"prompt_source": prompt_files.without_folders(args.prompts)}
         about |= records.provenance()
         for temperature in args.temperature:

@@ -49,6 +49,7 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "sweep_speedup": curves.is_cell,
     "sweep_categories": curves.has_category,
     "sweep_positions": curves.is_cell,
+    "ablations": _of_kind("ablation"),
     "improvement": _of_kind("theory"),
     "tree": _of_kind("tree"),
     "reliability": _of_kind("confidences"),

@@ -228,11 +228,6 @@ def check_drafts(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
             models.with_tree(args, lm, tree)
 
 
-def weights_of(lm: loading.LanguageModel) -> str:
-    """A hash of what the drafter was trained to."""
-    return fingerprint.of_params(lm.drafter_params)
-
-
 def schedule_sha256(args: argparse.Namespace) -> str:
     """Returns a hash of the profile that `--schedule` names."""
     return files.sha256(args.schedule)
@@ -246,7 +241,7 @@ def check_weights(
     for name in args.drafter:
         found = {row.get("drafter_sha256") for row in rows if row["drafter"] == name}
         found -= {None}
-        if found and found != {weights_of(_with_drafter(args, lm, name))}:
+        if found and found != {models.drafter_sha256(_with_drafter(args, lm, name))}:
             raise ValueError(
                 f"the weights of {name} are others than those of the cells in the "
                 "file: name another file"
@@ -324,7 +319,7 @@ class Bench:
         """
         self._args, self._drafter = args, args.drafter[0]
         self.lm = models.load(args, drafter=self._drafter, gamma_max=args.gamma_max)
-        self._drafter_sha256 = weights_of(self.lm)
+        self._drafter_sha256 = models.drafter_sha256(self.lm)
         check_drafts(args, self.lm)
         self.sets = load_sets(args, self.lm)
         self.shared = shared_settings(args, self.lm)
@@ -333,7 +328,10 @@ class Bench:
         """Yields the row of a cell."""
         if cell.drafter != self._drafter:
             self.lm = _with_drafter(self._args, self.lm, cell.drafter)
-            self._drafter, self._drafter_sha256 = cell.drafter, weights_of(self.lm)
+            self._drafter, self._drafter_sha256 = (
+                cell.drafter,
+                models.drafter_sha256(self.lm),
+            )
         subject = self.sets[cell.prompt_source]
         row = cells_lib.row_of(cell, run_cell(self._args, cell, subject, self.lm))
         row["prompts_sha256"] = prompts_sha256(subject, cell.category)

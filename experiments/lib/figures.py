@@ -244,7 +244,20 @@ def sweep_categories(rows: Sequence[Row]) -> Figure:
 
 def sweep_positions(rows: Sequence[Row]) -> Figure:
     """P(draft kept at a position, if all before it were) on each prompt set."""
-    panels = curves.cells_by_position(rows)
+    return _by_position(curves.cells_by_position(rows), max(r["gamma"] for r in rows))
+
+
+def ablations(rows: Sequence[Row]) -> Figure:
+    """P(draft kept at a position, if all before it were) of each variant of DSpark."""
+    panels: dict[str, list[curves.Curve]] = {}
+    for row in rows:
+        curve = curves.Curve(label=row["variant"], rows=(row,))
+        panels.setdefault(f"T = {row['temperature']:g}", []).append(curve)
+    return _by_position(panels, max(row["gamma"] for row in rows))
+
+
+def _by_position(panels: Mapping[str, Sequence[curves.Curve]], gamma: int) -> Figure:
+    """Shares that are kept over positions, a panel of curves under each title."""
     with parts.style():
         columns = min(len(panels), 3)
         height = -(-len(panels) // columns)
@@ -252,13 +265,13 @@ def sweep_positions(rows: Sequence[Row]) -> Figure:
         every = places[: len(panels)]
         for axes in places[len(panels) :]:
             axes.set_visible(False)
-        for axes, (source, found) in zip(every, panels.items(), strict=True):
+        for axes, (title, found) in zip(every, panels.items(), strict=True):
             for place, curve in enumerate(found):
                 rates = curve.rows[0]["conditional_acceptance"]
                 kept = [float("nan") if rate is None else rate for rate in rates]
                 looks = parts.looks(place)
                 axes.plot(range(1, len(kept) + 1), kept, label=curve.label, **looks)
-            axes.set_title(source, fontsize=9)
+            axes.set_title(title, fontsize=9)
             axes.set_xlabel("position (token)")
             axes.set_ylim(0, 1)
             parts.whole_numbers(axes.xaxis)
@@ -266,7 +279,6 @@ def sweep_positions(rows: Sequence[Row]) -> Figure:
             axes.set_ylabel("P(kept, if all before were)")
         handles, labels = _of_all(every)
         place = {"loc": "outside upper center", "ncols": 3}
-        gamma = max(row["gamma"] for row in rows)
         figure.legend(handles, labels, title=f"gamma {gamma}", **place)
     return figure
 

@@ -12,6 +12,7 @@ from experiments.lib import prompt_files, prompts as prompts_lib, runs
 from spec_jax import loading
 from spec_jax.drafters import draft_model, each, hybrid, registry, tree_shapes
 from spec_jax.engine import protocols
+from spec_jax.model import fingerprint
 from spec_jax.ops import dispatch
 from spec_jax.parallel import shard
 
@@ -27,6 +28,9 @@ def load(
     """Loads what `flags.add_models` and `flags.add_tree` name.
 
     The slab is as high as a window of a chain.
+
+    Raises:
+      ValueError: as `loading.load`, `with_tree`, and `check_gamma` of chains.
     """
     lm = loading.load(
         args.target,
@@ -41,8 +45,10 @@ def load(
     )
     lm = with_confidence(lm, confidence)
     tree = getattr(args, "tree", None)
-    is_one = isinstance(tree, tree_shapes.AnyTree)
-    return with_tree(args, lm, tree) if is_one else lm
+    if isinstance(tree, tree_shapes.AnyTree):
+        return with_tree(args, lm, tree)
+    check_gamma(drafter, lm.drafter, gamma_max)
+    return lm
 
 
 def _mesh(args: argparse.Namespace) -> dict[str, Any]:
@@ -217,6 +223,11 @@ def announce(
 def typical(ids: Sequence[list[int]]) -> list[int]:
     """Returns the prompt of median length, on which costs are measured."""
     return sorted(ids, key=len)[len(ids) // 2]
+
+
+def drafter_sha256(lm: loading.LanguageModel) -> str:
+    """Returns a hash of what the drafter was trained to."""
+    return fingerprint.of_params(lm.drafter_params)
 
 
 def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:

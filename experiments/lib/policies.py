@@ -166,6 +166,7 @@ def of_run(
         prompt = models.typical(subject.ids)
         return with_policy(name, subject.lm, settings, prompt)
     about = models.describe(args, subject.lm) | {"drafter": drafter or args.drafter}
+    about |= {"drafter_sha256": models.drafter_sha256(subject.lm)}
     lengths = statistics.median(map(len, subject.ids))
     drawn = settings.sampling
     chosen = scheduled(

@@ -174,7 +174,8 @@ def read(
 
     Args:
       path: JSON lines of `profile_steps.py`, and maybe of `fit_scores.py --gamma`.
-      described: what is run, by the keys `SAME`; one that it lacks, a profile lacks.
+      described: what is run, by the keys `SAME`, and `drafter_sha256`, which is of
+        calibrations alone; one that it lacks, a profile lacks.
 
     Raises:
       ValueError: no such profile, or one that cannot be used.
@@ -187,7 +188,7 @@ def read(
     fits = [
         row
         for row in found
-        if row.get("num_slots") == num_slots and row.get("gamma", 0) >= gamma
+        if row.get("num_slots") == num_slots and _whole(row, "gamma") >= gamma
     ]
     if not fits:
         there = [{key: row.get(key) for key in (*SAME, "num_slots", "gamma")}
@@ -204,27 +205,50 @@ def read(
         row = min(fits, key=nearest)
         step_s = schedule.times([row["step_s"][0], *row["step_s"]])
         draft_s = float(row["draft_s"])
+        if not 0 <= draft_s < np.inf:
+            raise ValueError(f"draft_s={draft_s} is no time")
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise ValueError(f"{path}: no times of steps ({error})") from None
-    scaling = _scaling(path, of_run, gamma=gamma, temperature=temperature)
+    fitted = [row for row in of_run if row.get("kind") == CALIBRATION]
+    ours = described.get("drafter_sha256")
+    if any(row.get("drafter_sha256", ours) != ours for row in fitted):
+        raise ValueError(
+            f"{path}: confidences are calibrated of a {described.get('drafter')} with "
+            "other weights: fit them by fit_scores.py"
+        )
+    try:
+        scaling = _scaling(fitted, gamma=gamma, temperature=temperature)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{path}: no calibration of confidences ({error})") from None
     return Profile(step_s=step_s, draft_s=draft_s, **scaling)
 
 
-def _scaling(path, rows, *, gamma, temperature) -> dict[str, np.ndarray | None]:
+def _whole(row: Mapping[str, Any], name: str) -> int:
+    """A number of the row; -1 where it has none under the name."""
+    return row[name] if isinstance(row.get(name), int) else -1
+
+
+def _scaling(fitted, *, gamma, temperature) -> dict[str, np.ndarray | None]:
     """A file's calibration of the drafter; None of what it does not have."""
-    fitted = [row for row in rows if row.get("kind") == CALIBRATION]
     if not fitted:
         return {"temperatures": None, "shifts": None}
     for row in fitted:
         is_same = np.float32(row["temperature"]) == np.float32(temperature)
         if is_same and len(row["temperatures"]) >= gamma:
             row = {"shifts": [0.0] * gamma} | row
-            return {
-                name: np.asarray(row[name][:gamma], np.float32)
+            temperatures, shifts = (
+                np.asarray(row[name][:gamma], np.float32)
                 for name in ("temperatures", "shifts")
-            }
+            )
+            is_usable = np.isfinite([temperatures, shifts]).all()
+            if not (is_usable and temperatures.min() > 0):
+                raise ValueError(
+                    f"temperatures {temperatures} and shifts {shifts} of confidences "
+                    "must be finite, and temperatures above 0"
+                )
+            return {"temperatures": temperatures, "shifts": shifts}
     there = [(row["temperature"], len(row["temperatures"])) for row in fitted]
     raise ValueError(
-        f"{path}: confidences are calibrated at (temperature, drafts) {there}, and not "
-        f"at temperature {temperature:g} of {gamma} drafts: fit them by fit_scores.py"
+        f"they are calibrated at (temperature, drafts) {there}, and not at temperature "
+        f"{temperature:g} of {gamma} drafts: fit them by fit_scores.py"
     )

@@ -1,6 +1,7 @@
 """Tables of trees, heads and schedules, each a function of the published rows."""
 
 import pathlib
+import re
 
 from experiments.lib import published_rows
 from spec_jax.drafters import tree_shapes
@@ -29,6 +30,44 @@ def trees() -> published_rows.Lines:
         )
 
 
+def tree_rows() -> published_rows.Lines:
+    """What rows of trees cost: beside rows of chains, and of one row in a tall slab."""
+    yield (
+        "`python experiments/latency.py --impl native --tree-rows 8,16,32,64`",
+        *("of a chain's rows (p10 to p90)", "one row in such a slab, of one in 5"),
+        "moving the kept path, of a plain step",
+    )
+    rows = published_rows.rows_of("latency_trees_native.jsonl", "step")
+    found = {row["step"]: row for row in rows}
+    for count in (8, 16, 32, 64):
+        row = found[f"{count} tree rows"]
+        path = re.compile(rf"moving \d+ of {count} tree rows")
+        (moving,) = filter(path.fullmatch, found)
+        yield (
+            f"{count} rows",
+            f"{row['ratio']:.2f} ({row['ratio_p10']:.2f} to {row['ratio_p90']:.2f})",
+            f"{found[f'1 of {count} tree rows']['ratio']:.2f}",
+            f"{found[moving]['ratio']:.1%}",
+        )
+
+
+def taus() -> published_rows.Lines:
+    """The tau of a tree's scores that makes them chances, and how good children are."""
+    children = (1, 2, 4, 8)
+    yield (
+        "`python experiments/fit_scores.py`",
+        *("tau", "nats a token", "at tau 1"),
+        *(f"among the first {count}" for count in children),
+    )
+    for row in published_rows.rows_of("fit_scores.jsonl", "fitted_scores"):
+        yield (
+            f"T = {row['temperature']:g}",
+            f"{row['tau']:.2f}",
+            *(f"{row[name]:.3f}" for name in ("nats", "nats_at_tau_1")),
+            *(f"{row[f'first_{count}']:.0%}" for count in children),
+        )
+
+
 def heads() -> published_rows.Lines:
     """Rounds of heads, the shipped ones first: tokens a round, what is kept, speed."""
     yield (
@@ -41,23 +80,58 @@ def heads() -> published_rows.Lines:
     for row in (
         row for name in names for row in published_rows.rows_of(name, "summary")
     ):
-        flags = "--impl xla " if row["impl"] == "xla" else ""
-        flags += f"--drafter {pathlib.PurePath(row['drafter']).name} "
-        flags += f"--tree {row['tree']}" if row["tree"] else f"--gamma {row['gamma']}"
-        flags += published_rows.drawn(row)
-        if row["batch"]:
-            flags += f" --batch {row['batch']}"
-        if row["prompt_source"] != "50":
-            flags += f" --prompts {row['prompt_source']}"
         kept = ", ".join(f"{x:.2f}" for x in row["conditional_acceptance"][:4])
         yield (
-            f"`{flags}`",
+            f"`{_flags_of(row)}`",
             f"{row['mean_accepted_length']:.2f}",
             "" if row["tree"] else kept,
             published_rows.repeated(row),
             f"{row['speedup_e2e']:.2f}",
-            # A rule that keeps the distribution has texts of its own.
-            "-" if row["matched"] is None else "yes" if row["matched"] else "no",
+            _matched(row),
+        )
+
+
+def _flags_of(row: published_rows.Row) -> str:
+    """The flags of `spec_round.py` by which a row was made, if not those of others."""
+    flags = "--impl xla " if row["impl"] == "xla" else ""
+    flags += f"--drafter {pathlib.PurePath(row['drafter']).name} "
+    if row["draft"] != "embedded":
+        flags += f"--draft {pathlib.PurePath(row['draft']).name} "
+    flags += f"--tree {row['tree']}" if row["tree"] else f"--gamma {row['gamma']}"
+    flags += published_rows.drawn(row)
+    if row["gamma_policy"] not in (None, "fixed"):
+        flags += f" --gamma-policy {row['gamma_policy']}"
+    if row.get("schedule"):
+        flags += " --schedule FILE"
+    if row["batch"]:
+        flags += f" --batch {row['batch']}"
+    if row["prompt_source"] != "50":
+        flags += f" --prompts {row['prompt_source']}"
+    return flags
+
+
+def _matched(row: published_rows.Row) -> str:
+    """A rule that keeps the distribution has texts of its own."""
+    return "-" if row["matched"] is None else "yes" if row["matched"] else "no"
+
+
+def beyond_dspark() -> published_rows.Lines:
+    """DSpark scheduled, in a hybrid, and as trees whose nodes goodput chooses."""
+    yield (
+        "`python experiments/spec_round.py --prompts 50`",
+        *("tokens a round", "rows of the target a round", "speed-up", "matched"),
+    )
+    scheduled = [f"dspark_scheduled_{impl}.jsonl" for impl in ("native", "xla")]
+    names = (*scheduled, "hybrid_dspark_native.jsonl", "rank_goodput_dspark.jsonl")
+    for row in (
+        row for name in names for row in published_rows.rows_of(name, "summary")
+    ):
+        yield (
+            f"`{_flags_of(row)}`",
+            f"{row['mean_accepted_length']:.2f}",
+            f"{row['rows_per_round']:.1f}",
+            f"{row['speedup_e2e']:.2f}",
+            _matched(row),
         )
 
 
@@ -174,10 +248,11 @@ def step_profile() -> published_rows.Lines:
 def schedule() -> published_rows.Lines:
     """Batches of 16 with DSpark: fixed gammas, and a schedule of what is verified."""
     found: dict[str, dict[str, published_rows.Row]] = {}
-    for row in published_rows.rows_of("schedule.jsonl", "throughput"):
+    for row in published_rows.rows_of("schedule*.jsonl", "throughput"):
         if row["batch"]:
-            way = row["way"].split(",")[0]
-            found.setdefault(way, {})[row["prompt_source"]] = row
+            way, prompts = row["way"].split(",")[0], row["prompt_source"]
+            prompts += ", `--adversarial`" if row.get("adversarial") else ""
+            found.setdefault(way, {})[prompts] = row
     sets = list(dict.fromkeys(name for cells in found.values() for name in cells))
     command = "throughput.py --drafter dspark --batch 16 --gamma 1,2,4,7"
     yield f"`python experiments/{command}`", *sets
@@ -186,6 +261,6 @@ def schedule() -> published_rows.Lines:
 
 
 TABLES = (
-    *(trees, heads, llama_cpp_heads, evaluation, positions, ablations),
-    *(step_profile, schedule),
+    *(trees, tree_rows, taus, heads, llama_cpp_heads, evaluation, positions),
+    *(ablations, step_profile, schedule, beyond_dspark),
 )

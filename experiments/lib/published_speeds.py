@@ -1,7 +1,7 @@
 """Tables of speeds and certificates, each a function of the published rows."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from experiments.lib import files, published_rows
 
@@ -58,6 +58,16 @@ def hugging_face() -> published_rows.Lines:
         yield f"{method}, K = {gamma}" if gamma else method, *cells
 
 
+def memory() -> published_rows.Lines:
+    """Peak memory of a process that decodes, stage by stage."""
+    stages = ("libraries", "weights", "plain", "draft model")
+    yield "`python experiments/compare_hf.py`, peak memory, MiB", *stages
+    rows = published_rows.rows_of("compare_hf.jsonl", "memory")
+    found = {(row["side"], row["stage"]): row["host_bytes"] / 2**20 for row in rows}
+    for side in ("spec_jax", "transformers"):
+        yield side, *(f"{found[side, stage]:.0f}" for stage in stages)
+
+
 def llama_cpp() -> published_rows.Lines:
     """The embedded pair beside llama.cpp, and the shape of Qwen3-0.6B."""
     command = "`python experiments/compare_llama_cpp.py --llama-bin DIR`"
@@ -76,10 +86,11 @@ def llama_cpp() -> published_rows.Lines:
 
 
 def kernels() -> published_rows.Lines:
-    """Products at the shapes of Qwen3-0.6B: bandwidth, and the time of more rows."""
+    """Products and attention at the shapes of Qwen3-0.6B: bandwidth, and the time of
+    more rows."""
     yield (
         "`python experiments/kernels.py --shapes qwen3-0.6b`",
-        *("native, 1 row", "5 rows", "8 rows", "XLA's product, 2 rows"),
+        *("native, 1 row", "5 rows", "8 rows", "XLA's, 1 row"),
     )
     found = {
         (row["subject"], row["impl"], row["rows"]): row
@@ -87,14 +98,48 @@ def kernels() -> published_rows.Lines:
         if row.get("plan") is None
     }
     for name in ("qkv", "attention out", "gate and up", "down", "head"):
-        native = [found[name, "native", count] for count in (1, 5, 8)]
-        shape = " x ".join(f"{size:,}" for size in native[0]["shape"])
-        yield (
-            f"{name}, {shape}",
-            f"{native[0]['read_share']:.0%}",
-            *(f"{row['time_ratio']:.2f}x" for row in native[1:]),
-            f"{found[name, 'xla', 1]['read_share']:.0%}",
-        )
+        shape = " x ".join(f"{size:,}" for size in found[name, "native", 1]["shape"])
+        yield f"{name}, {shape}", *_of_kernel(found, name)
+    for context in (256, 1024, 4096, 16_384, 32_768):
+        name = f"context {context}"
+        yield f"attention, {context:,} keys", *_of_kernel(found, name)
+
+
+def _of_kernel(found: Mapping[tuple, published_rows.Row], name: str) -> Sequence[str]:
+    one, *more = (found[name, "native", count] for count in (1, 5, 8))
+    return (
+        f"{one['read_share']:.0%}",
+        *(f"{row['time_ratio']:.2f}x" for row in more),
+        f"{found[name, 'xla', 1]['read_share']:.0%}",
+    )
+
+
+def preset_steps() -> published_rows.Lines:
+    """Steps of the shape of Qwen3-0.6B: of more rows, and of longer contexts."""
+    command = "`latency.py --preset qwen3-0.6b --rows 1,5,8 --contexts 64 1024 4096`"
+    yield command, "ms", "times (p10 to p90)", "of"
+    file = "latency_qwen3_0.6b_native.jsonl"
+    found = {row["step"]: row for row in published_rows.rows_of(file, "step")}
+    for count in (5, 8):
+        row = found[f"{count} active rows"]
+        ends = (row[f"ratio_{end}"] for end in ("p10", "p90"))
+        yield f"{count} rows, context 64", *_times(row, row["ratio"], *ends), "1 row"
+    read = "a read of weights and K/V"
+    plain, rate = found["plain step"], found["read of its bytes"]
+    ends = (1 / rate[f"ratio_{end}"] for end in ("p90", "p10"))
+    yield "plain step, context 64", *_times(plain, 1 / rate["ratio"], *ends), read
+    for context in (1024, 4096):
+        row = found[f"plain step at {context}"]
+        times = _times(row, rate["gb_s"] / row["gb_s"])
+        yield f"plain step, context {context:,}", *times, read
+        more = found[f"8 active rows at {context}"]
+        times = _times(more, more["ms"] / row["ms"])
+        yield f"8 rows, context {context:,}", *times, "1 row"
+
+
+def _times(row: published_rows.Row, ratio: float, *ends: float) -> Sequence[str]:
+    spread = f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else ""
+    return f"{row['ms']:.1f}", f"{ratio:.2f}{spread}"
 
 
 def designs() -> published_rows.Lines:
@@ -167,8 +212,8 @@ def instruction_sets() -> published_rows.Lines:
     """The embedded pair by the kernels of two instruction sets, on one processor."""
     yield (
         "`python experiments/latency.py`, `spec_round.py --prompts 50`",
-        *("plain step, ms", "5 rows", "draft step"),
-        "speed-up end to end (p10 to p90)",
+        *("plain step, ms", "of a read of its bytes", "5 rows", "draft step"),
+        *("of a round of gamma 4 not model", "speed-up end to end (p10 to p90)"),
     )
     for isa, names in {
         "the widest": (
@@ -186,20 +231,24 @@ def instruction_sets() -> published_rows.Lines:
         if not steps or not rounds:
             continue
         low, high = (rounds[0][f"speedup_e2e_{end}"] for end in ("p10", "p90"))
+        ms = {name: row["ms"] for name, row in steps.items()}
+        models = ms["5 active rows"] + 4 * ms["draft step"]
         yield (
             f"{isa}: {rounds[0]['native_isa']}",
-            f"{steps['plain step']['ms']:.3f}",
+            f"{ms['plain step']:.3f}",
+            f"{1 / steps['read of its bytes']['ratio']:.2f}",
             *(
                 f"{steps[name]['ratio']:.2f}"
                 for name in ("5 active rows", "draft step")
             ),
+            f"{1 - models / ms['round, gamma 4']:.1%}",
             f"{rounds[0]['speedup_e2e']:.2f} ({low:.2f} to {high:.2f})",
         )
 
 
 def adaptive() -> published_rows.Lines:
     """Drafters whose gamma is chosen by goodput."""
-    command = "spec_round.py --prompts 50 --gamma 7 --gamma-policy goodput"
+    command = "spec_round.py --prompts 50 --repeats 3 --gamma 7 --gamma-policy goodput"
     yield (
         f"`python experiments/{command}`",
         *("tokens a round", "rows of the target a round", "speed-up (p10 to p90)"),
@@ -272,6 +321,6 @@ def _plan(
 
 
 TABLES = (
-    *(rounds, hugging_face, llama_cpp, kernels, designs, certificates, batches),
-    *(instruction_sets, adaptive, regret, plans),
+    *(rounds, hugging_face, memory, llama_cpp, kernels, preset_steps, designs),
+    *(certificates, batches, instruction_sets, adaptive, regret, plans),
 )

@@ -93,6 +93,7 @@ _TREES_OF_HEADS = {
 }
 _TREES_OF_HEADS["dflash"] = _TREES_OF_HEADS["dspark"]
 _TEMPERATURES = (0, 0.7, 1)
+_SCHEDULED_BATCHES = {"native": (1, 4, 16), "xla": (16,)}
 _FLASH = "--verify-path flash --prompts 20 --gen-tokens 256"
 
 
@@ -114,6 +115,8 @@ def steps() -> Iterator[Step]:
         command += "temperature=0.0 --out {results}/figures"
         file = "figures/sweep_positions.svg"
         yield Step(file=file, runs=(command,), flag=None)
+        command = "plot {results}/ablations.jsonl --out {results}/figures"
+        yield Step(file="figures/ablations.svg", runs=(command,), flag=None)
 
 
 def _speeds() -> Iterator[Step]:
@@ -132,7 +135,9 @@ def _speeds() -> Iterator[Step]:
         runs = (f"{command} {_GSM8K[impl]} --gen-tokens 256",)
         yield Step(file=f"matched_gsm8k_{impl}.jsonl", runs=runs, keep=("summary",))
         command = f"latency --impl {impl}"
-        embedded, preset = f"{command} --repeats 15", f"{command} --preset qwen3-0.6b"
+        # Of fewer steps a call, what a call costs is a tenth of a plain step.
+        embedded = f"{command} --repeats 15 --steps 60"
+        preset = f"{command} --preset qwen3-0.6b"
         yield Step(file=f"latency_embedded_{impl}.jsonl", runs=(embedded,))
         sizes = "--rows 1,5,8 --contexts 64 1024 4096" if impl == "native" else ""
         yield Step(
@@ -141,15 +146,18 @@ def _speeds() -> Iterator[Step]:
         )
     # What a processor without AVX-512 has, on one that has it.
     isa, kept = "--impl native --isa avx2", ("step", "summary")
-    runs = (f"latency {isa} --repeats 15", f"spec_round {isa} --prompts 50 --repeats 3")
+    steps = f"latency {isa} --repeats 15 --steps 60"
+    runs = (steps, f"spec_round {isa} --prompts 50 --repeats 3")
     yield Step(file="embedded_native_avx2.jsonl", runs=runs, keep=kept)
-    command = "spec_round --impl native --prompts 50 --gamma 7 --gamma-policy goodput"
+    command = "spec_round --impl native --prompts 50 --repeats 3 --gamma 7"
+    command += " --gamma-policy goodput"
     names = ("ngram", "suffix", "hybrid", "draft-model", *loading.shipped_heads())
     runs = tuple(f"{command} --drafter {name}" for name in names)
     yield Step(file="adaptive_native.jsonl", runs=runs, keep=("summary",))
     yield Step(file="compare_hf.jsonl", runs=("compare_hf",))
     yield Step(file="kernels_embedded.jsonl", runs=("kernels",))
-    command = "kernels --shapes qwen3-0.6b --rows 1,5,8 --repeats 8"
+    command = "kernels --shapes qwen3-0.6b --rows 1,5,8 --repeats 8 --contexts "
+    command += "256,1024,4096,16384,32768"
     yield Step(file="kernels_qwen3_0.6b.jsonl", runs=(command,))
 
 
@@ -158,6 +166,7 @@ def _trees() -> Iterator[Step]:
     everywhere."""
     command = "latency --impl native --tree-rows 8,16,32,64 --repeats 20"
     yield Step(file="latency_trees_native.jsonl", runs=(command,))
+    yield Step(file="fit_scores.jsonl", runs=("fit_scores --impl native",))
     command = "spec_round --impl native --prompts 50 --tree"
     runs = [f"{command} {tree}" for tree in _GREEDY_TREES]
     runs += [f"{command} {tree} --temperature 1" for tree in _SAMPLED_TREES]
@@ -246,14 +255,13 @@ def _rounds_of_head(name: str, impl: str) -> Iterator[str]:
     yield from (f"{n} --gamma 7 --temperature {t}" for t in (0, 0.7, 1))
     yield from (f"{n} --tree {tree}" for tree in trees)
     yield f"{n} --tree 4x6:15@0.7 --temperature 1"
-    yield from (f"{n} --gamma 7 --batch 4{more}" for more in ("", " --temperature 1"))
+    yield from (f"{n} --gamma 7 --batch 4 --temperature {t}" for t in _TEMPERATURES)
     batch = n if impl == "native" else "16 --gen-tokens 32"
     for temperature in _TEMPERATURES:
         yield f"{batch} --gamma 7 --batch 16 --temperature {temperature}"
     yield f"{gsm8k} --gamma 7"
     if impl == "native":
         yield f"{n} --gamma 7 --temperature 1 --rule block"
-        yield f"{n} --gamma 7 --batch 4 --temperature 0.7"
         yield from (f"{n} --gamma 4 --temperature {t}" for t in (0.7, 1))
         yield from (f"{n} --tree {tree} --batch 4" for tree in trees[:1])
         yield f"{n} --tree 4x6:15@0.7 --temperature 0.7"
@@ -337,8 +345,12 @@ def _schedules() -> Iterator[Step]:
     yield Step(file="schedule_adversarial.jsonl", runs=runs, keep=("throughput",))
     for impl, file in of_impl.items():
         command = f"spec_round --impl {impl} --drafter dspark --prompts {_COUNT[impl]}"
-        command += f" --gamma 7 --batch 16 --schedule {{results}}/{file} --temperature"
-        runs = tuple(f"{command} {temperature}" for temperature in _TEMPERATURES)
+        command += f" --gamma 7 --schedule {{results}}/{file} --batch"
+        runs = tuple(
+            f"{command} {batch} --temperature {temperature}"
+            for batch in _SCHEDULED_BATCHES[impl]
+            for temperature in _TEMPERATURES
+        )
         yield Step(file=f"dspark_scheduled_{impl}.jsonl", runs=runs, keep=("summary",))
     yield Step(
         file="certificates/dspark_scheduled_native_bfloat16.json",
@@ -353,9 +365,8 @@ def _profile(impl: str) -> Iterator[str]:
     about = f"--impl {impl} --drafter dspark --gamma {GAMMAS[-1]}"
     # Of XLA's only tokens are looked at: confidences as the head says them.
     is_native = impl == "native"
-    sizes = (
-        "--batch 4,16 --contexts 64,256" if is_native else "--batch 16 --contexts 128"
-    )
+    batches = ",".join(map(str, _SCHEDULED_BATCHES[impl]))
+    sizes = f"--batch {batches} --contexts {'64,256' if is_native else '128'}"
     yield f"profile_steps {about} {sizes} --steps 10 --repeats 7"
     of_others = f"--prompts {DATA}/{_HELD[0]}:100"
     for temperature in _TEMPERATURES if is_native else ():

@@ -109,13 +109,18 @@ def _block(args, target, size) -> block_params.BlockConfig:
 
 
 def _block_shape(config) -> dict[str, Any]:
-    has_head = config.head != "none"
     return _shape(config) | {
         "layers": config.layer.num_layers,
         "block": config.block_size,
         "mask_token": config.mask_token_id,
-        **({"head": config.head, "rank": config.markov_rank} if has_head else {}),
-        **({"no_confidence": True} if has_head and not config.has_confidence else {}),
+    }
+
+
+def _dspark_shape(config) -> dict[str, Any]:
+    return _block_shape(config) | {
+        "head": config.head,
+        **({"rank": config.markov_rank} if config.head != "none" else {}),
+        **({} if config.has_confidence else {"no_confidence": True}),
     }
 
 
@@ -161,7 +166,9 @@ FAMILIES = {
     "dflash": Family(
         **_BLOCK, dialect="z-lab", of_loss=lambda args: {"terms": block.DFLASH}
     ),
-    "dspark": Family(**_BLOCK, dialect="deepspec", of_loss=_dspark_terms),
+    "dspark": Family(
+        **_BLOCK | {"shape": _dspark_shape}, dialect="deepspec", of_loss=_dspark_terms
+    ),
 }
 
 
@@ -198,10 +205,14 @@ def check_flags(args: argparse.Namespace) -> None:
     """Passes if the flags go together.
 
     Raises:
-      ValueError: a flag of one family's with another.
+      ValueError: a flag of one family's with another, or of one layout's.
     """
     for family, names in (("dspark", OF_DSPARK), ("eagle3", OF_EAGLE3)):
         given = [name for name in names if getattr(args, name)]
         if given and args.family != family:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{flags} with --family {args.family}: of {family} alone")
+    if args.no_copies and args.dialect != "deepspec":
+        raise ValueError(
+            f"--no-copies with --dialect {args.dialect}: copies are of deepspec alone"
+        )

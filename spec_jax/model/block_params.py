@@ -122,10 +122,11 @@ class BlockConfig:
         if self.confidence_with_markov and not self.has_confidence:
             raise ValueError("confidence_with_markov, but there is no confidence head")
         scales = self.confidence_temperatures
-        if scales and (len(scales) != self.num_drafts or not min(scales) > 0):
+        is_positive = np.isfinite(scales).all() and min(scales, default=1) > 0
+        if scales and (len(scales) != self.num_drafts or not is_positive):
             raise ValueError(
-                f"confidence_temperatures={scales} must be {self.num_drafts} numbers "
-                "above 0, one for each draft of a block"
+                f"confidence_temperatures={scales} must be {self.num_drafts} finite "
+                "numbers above 0, one for each draft of a block"
             )
         shifts = self.confidence_shifts
         if shifts and (len(shifts) != self.num_drafts or not np.isfinite(shifts).all()):

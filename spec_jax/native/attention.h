@@ -3,10 +3,12 @@
 // Keys go in blocks of kKeyBlock absolute positions, walked in order with a running
 // softmax. The keys of a block are turned into panels, so that a score is a product as
 // any other (gemm.h); its probabilities are added to a total in each lane; and its values
-// to a query's sums one after the other in the order of their positions. So a query's
-// result depends on what it sees alone, and not on other queries, on physical pages or
-// on the width of the table. Queries share what is read: each key is turned, and each
-// value loaded, once for several of them.
+// to a query's sums one after the other in the order of their positions. Every kRange
+// positions another softmax begins, and the ranges' are combined in their order: several
+// threads can walk one long text. So a query's result depends on what it sees alone, and
+// not on other queries, on physical pages, on the width of the table or on the number of
+// threads. Queries share what is read: each key is turned, and each value loaded, once for
+// several of them.
 
 #pragma once
 
@@ -25,6 +27,7 @@
 namespace spec_jax {
 
 constexpr int kKeyBlock = 32;
+constexpr int64_t kRange = 1024;  // keys, whole blocks of them
 constexpr int kMaxHead = 256;  // floats of a head, at most; checked by the caller
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 constexpr float kPlaces[kKeyBlock] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
@@ -57,55 +60,59 @@ struct Pages {
   }
 };
 
-// Queries of one key/value head and one slot, and their running softmax.
+// Running softmaxes. Of each its largest score, and, of scores less that, the sums of
+// the probabilities and of the values.
 template <typename T>
-struct Queries {
-  int64_t count, H;
-  SideBySide<T> rows;            // [count, H]
-  Scratch<int64_t> ends;         // [count]: keys 0 .. end - 1 are seen
-  Scratch<float> maximum;        // [count]
-  Scratch<float> total;          // [count, kLanes]
-  Scratch<float> weighted;       // [count, width()]
-  Scratch<float> scores;         // [count, kKeyBlock], and then probabilities
-  Scratch<float> shift;          // [count]: what is taken from a block's scores
-  Scratch<float> rescale;        // [count]: what a block does to the sums before it
-  Scratch<T> keys;               // [kKeyBlock / kPanel] panels of keys
+struct Sums {
+  int64_t H;
+  Scratch<float> maximum;   // [most]
+  Scratch<float> total;     // [most, kLanes]
+  Scratch<float> weighted;  // [most, width()]
 
-  // Room for `most` queries.
-  Queries(int64_t most, int64_t H)
-      : count(0), H(H), rows(most, H), ends(most), maximum(most), total(most * kLanes),
-        weighted(most * width()), scores(most * kKeyBlock), shift(most),
-        rescale((most + kLanes - 1) / kLanes * kLanes),
-        keys(words_of<T>(H) * kKeyBlock * kWord<T>) {}
+  // Room for `most` of them.
+  Sums(int64_t most, int64_t H)
+      : H(H), maximum(most), total(most * kLanes), weighted(most * width()) {}
 
-  // Sums of a query: whole vectors of words, of bf16 the even ones before the odd ones.
+  // Sums of values: whole vectors of words, of bf16 the even ones before the odd ones.
   int64_t width() const {
     constexpr int64_t kStep = kLanes * kWord<T>;
     return (H + kStep - 1) / kStep * kStep;
   }
 
-  // Keys that query `i` sees of the block from `start`.
-  int64_t seen(int64_t i, int64_t start) const {
-    return std::clamp<int64_t>(ends[i] - start, 0, kKeyBlock);
-  }
-
-  // Begins with `n` queries; each is then set, in order.
-  void begin(int64_t n) {
-    count = n;
-    rows.begin(n, H);
+  // The first `n` have seen no key.
+  void clear(int64_t n) {
     std::fill_n(maximum.begin(), n, kLowest);
     std::fill_n(total.begin(), n * kLanes, 0.0f);
     std::fill_n(weighted.begin(), n * width(), 0.0f);
   }
 
-  // Takes up the running softmax of as many queries of `other`, from query `first`.
-  void take(const Queries& other, int64_t first) {
-    std::copy_n(&other.maximum[first], count, maximum.begin());
-    std::copy_n(&other.total[first * kLanes], count * kLanes, total.begin());
-    std::copy_n(&other.weighted[first * width()], count * width(), weighted.begin());
+  // From `to` on become `n` of `other`, from `from` on.
+  void take(int64_t to, const Sums& other, int64_t from, int64_t n) {
+    std::copy_n(&other.maximum[from], n, &maximum[to]);
+    std::copy_n(&other.total[from * kLanes], n * kLanes, &total[to * kLanes]);
+    std::copy_n(&other.weighted[from * width()], n * width(), &weighted[to * width()]);
   }
 
-  // What query `i` has attended to: out [H].
+  // Adds number `j` of `other`, of a later range of keys, to number `i`.
+  void combine(int64_t i, const Sums& other, int64_t j) {
+    float before = maximum[i], later = other.maximum[j];
+    float most = largest_lane(spec_jax::maximum(broadcast(later), broadcast(before)));
+    maximum[i] = most;
+    float shift = most == kLowest ? 0.0f : most;  // As in a block (`weigh_block`).
+    auto rescale = [&](float own) {
+      return exp(broadcast(own == shift ? 0.0f : own - shift));
+    };
+    Vec mine = rescale(before), theirs = rescale(later);
+    auto add_up = [&](float* to, const float* from, int64_t n) {
+      for (int64_t h = 0; h < n; h += kLanes) {
+        store(to + h, fma(load(from + h), theirs, mul(load(to + h), mine)));
+      }
+    };
+    add_up(&total[i * kLanes], &other.total[j * kLanes], kLanes);
+    add_up(&weighted[i * width()], &other.weighted[j * width()], width());
+  }
+
+  // What number `i` has attended to: out [H].
   void finish(int64_t i, T* out) const {
     constexpr int64_t kStep = kLanes * kWord<T>;
     const float* sums = weighted.data() + i * width();
@@ -120,6 +127,36 @@ struct Queries {
       }
       std::copy_n(step, std::min(H - h, kStep), out + h);
     }
+  }
+};
+
+// Queries of one key/value head and one slot, and their running softmaxes.
+template <typename T>
+struct Queries : Sums<T> {
+  int64_t count = 0;
+  SideBySide<T> rows;     // [count, H]
+  Scratch<int64_t> ends;  // [count]: keys 0 .. end - 1 are seen
+  Scratch<float> scores;  // [count, kKeyBlock], and then probabilities
+  Scratch<float> shift;   // [count]: what is taken from a block's scores
+  Scratch<float> rescale; // [count]: what a block does to the sums before it
+  Scratch<T> keys;        // [kKeyBlock / kPanel] panels of keys
+
+  // Room for `most` queries.
+  Queries(int64_t most, int64_t H)
+      : Sums<T>(most, H), rows(most, H), ends(most), scores(most * kKeyBlock),
+        shift(most), rescale((most + kLanes - 1) / kLanes * kLanes),
+        keys(words_of<T>(H) * kKeyBlock * kWord<T>) {}
+
+  // Keys that query `i` sees of the block from `start`.
+  int64_t seen(int64_t i, int64_t start) const {
+    return std::clamp<int64_t>(ends[i] - start, 0, kKeyBlock);
+  }
+
+  // Begins with `n` queries; each is then set, in order.
+  void begin(int64_t n) {
+    count = n;
+    rows.begin(n, this->H);
+    this->clear(n);
   }
 };
 

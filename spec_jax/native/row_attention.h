@@ -1,9 +1,9 @@
 // The attention of a layer on the row path: norm, rotate, write to pages, attend.
 //
 // All active rows write their keys and values, and attend after: a row sees no position
-// past its own. Work is split over key/value heads and slots, which share nothing: where
-// all rows of a slot are attended to together, whoever does writes them first, and nobody
-// waits in between.
+// past its own. Work is split over key/value heads, slots and ranges of kRange keys, whose
+// sums are combined when all are there. Where all rows of a slot are attended to together,
+// in one range, whoever does writes them first, and nobody waits in between.
 //
 // Rows of a tree see, at one position, the keys of different places. The blocks of keys
 // that lie where all rows of a span look for them are walked for the span; each row goes
@@ -91,9 +91,21 @@ struct Layer {
   }
 };
 
-// Active rows of one slot, one after the other, all with their pages.
+// Active rows of one slot, one after the other, all with their pages; the first of the
+// pieces that its keys are walked in, and how many there are.
 struct Span {
-  int64_t first, count;
+  int64_t first, count, piece = 0, pieces = 0;
+};
+
+// Keys [start, end) of one range, which a span walks together.
+struct Piece {
+  int64_t span, start, end;
+  bool is_whole() const { return end - start == kRange; }
+};
+
+// A piece under one key/value head: what a worker does at least.
+struct Task {
+  int64_t piece, head;
 };
 
 // The active rows that have pages, in spans of at most `kSpan`: a span shares its reads.
@@ -109,6 +121,27 @@ inline std::vector<Span> spans(const Rows& rows) {
     } else {
       out.push_back({r, 1});
     }
+  }
+  return out;
+}
+
+// The pieces of all spans, of each at least one.
+inline std::vector<Piece> pieces_of(const Rows& rows, std::vector<Span>& all) {
+  std::vector<Piece> out;
+  for (Span& span : all) {
+    int64_t reach = 0, common = std::numeric_limits<int64_t>::max();
+    for (int64_t r = span.first; r < span.first + span.count; ++r) {
+      reach = std::max(reach, rows.positions[r] + int64_t{1});
+      common = std::min(common, rows.common(r));
+    }
+    if (rows.branch != nullptr) reach = common / kKeyBlock * kKeyBlock;
+    span.piece = out.size();
+    int64_t start = 0;
+    do {
+      out.push_back({&span - all.data(), start, std::min(start + kRange, reach)});
+      start += kRange;
+    } while (start < reach);
+    span.pieces = out.size() - span.piece;
   }
   return out;
 }
@@ -145,39 +178,68 @@ struct Attention {
   Team<Pool>& team;
   const Rows& rows;
   std::vector<Span> all;
+  std::vector<Piece> pieces;
+  std::vector<Task> tasks;
   int64_t K, grain;  // key/value heads, and how many of them a worker takes at a time
-  bool is_apart;     // whether each slot has one span
+  bool is_apart;     // whether each slot has one span, of one piece
   int64_t room = 0;  // queries that each of `queries` has room for
   std::vector<std::vector<Queries<T>>> queries;  // [workers, grain or more]
-  std::vector<Queries<T>> alone;                 // [workers], of one row of a tree
+  Sums<T> parts;                                 // [pieces, K, room], of several a span
+  // Of one row of a tree, for each worker: a range of keys, and the whole ranges before.
+  std::vector<Queries<T>> alone;
+  std::vector<Sums<T>> before;
 
   Attention(Team<Pool>& team, const Rows& rows, int64_t K, int64_t group, int64_t H)
-      : team(team), rows(rows), K(K) {
+      : team(team), rows(rows), K(K), parts(0, H) {
     begin(group, H);
     if (rows.branch == nullptr) return;
-    for (int64_t i = 0; i < team.size(); ++i) alone.emplace_back(group, H);
+    for (int64_t i = 0; i < team.size(); ++i) {
+      alone.emplace_back(group, H);
+      before.emplace_back(group, H);
+    }
   }
 
   // Takes up the rows as they are now; what the workers have is kept if it is enough.
   void begin(int64_t group, int64_t H) {
     all = spans(rows);
-    is_apart = true;
-    int64_t most = 0, tasks = all.size() * K;
+    pieces = pieces_of(rows, all);
+    is_apart = pieces.size() == all.size();
+    int64_t most = 0, heads_of_all = all.size() * K;
     for (size_t i = 0; i < all.size(); ++i) {
       most = std::max(most, all[i].count);
       for (size_t j = 0; j < i; ++j) {
         is_apart &= rows.slots[all[i].first] != rows.slots[all[j].first];
       }
     }
-    grain = std::clamp<int64_t>(tasks / team.size(), 1, K);
+    grain = std::clamp<int64_t>(heads_of_all / team.size(), 1, K);
+    list_tasks();
     int64_t heads = queries.empty() ? 0 : queries.front().size();
-    if (most * group <= room && grain <= heads) return;
-    room = most * group;
-    queries.assign(team.size(), {});
-    for (auto& of_worker : queries) {
-      for (int64_t i = 0; i < grain; ++i) of_worker.emplace_back(room, H);
+    if (most * group > room || grain > heads) {
+      room = most * group;
+      queries.assign(team.size(), {});
+      for (auto& of_worker : queries) {
+        for (int64_t i = 0; i < grain; ++i) of_worker.emplace_back(room, H);
+      }
+    }
+    size_t kept = pieces.size() > all.size() ? pieces.size() * K * room : 0;
+    if (kept > parts.maximum.size()) parts = Sums<T>(kept, H);
+  }
+
+  // Where heads are enough for the workers, each walks whole texts, under its own heads.
+  void list_tasks() {
+    tasks.clear();
+    for (const Span& span : all) {
+      for (int64_t first = 0; first < K; first += grain) {
+        for (int64_t p = span.piece; p < span.piece + span.pieces; ++p) {
+          int64_t last = std::min(first + grain, K);
+          for (int64_t head = first; head < last; ++head) tasks.push_back({p, head});
+        }
+      }
     }
   }
+
+  // Where the sums of a piece are kept, of its queries under key/value head `index`.
+  int64_t part(int64_t piece, int64_t index) const { return (piece * K + index) * room; }
 
   Pages pages(const Span& span, const Layer<T>& layer) const {
     const int32_t* table = rows.table + rows.slots[span.first] * rows.table_width;
@@ -211,63 +273,106 @@ struct Attention {
     });
   }
 
-  // Writes what they attended to.
-  void end(const Layer<T>& layer, const Span& span, int64_t index,
-           const Queries<T>& queries) const {
+  // Writes what `queries` of a span under key/value head `index` attended to, from number
+  // `at` on.
+  void end(const Layer<T>& layer, const Span& span, int64_t index, const Sums<T>& queries,
+           int64_t at) const {
     int64_t G = layer.group();
-    for (int64_t i = 0; i < queries.count; ++i) {
+    for (int64_t i = 0; i < span.count * G; ++i) {
       int64_t head = (span.first + i / G) * layer.N + index * G + i % G;
-      queries.finish(i, layer.out + head * layer.H);
+      queries.finish(at + i, layer.out + head * layer.H);
     }
   }
 
-  // A span under key/value heads [begin, end): a block of keys for all of them before the
-  // next, since their rows lie side by side.
-  void attend(const Layer<T>& layer, const Span& span, int64_t first, int64_t last,
-              std::vector<Queries<T>>& queries, int64_t worker) {
-    int64_t H = layer.H, reach = 0, offsets[kKeyBlock], next[kKeyBlock];
-    int64_t common = std::numeric_limits<int64_t>::max();
-    for (int64_t r = span.first; r < span.first + span.count; ++r) {
-      reach = std::max(reach, rows.positions[r] + int64_t{1});
-      common = std::min(common, rows.common(r));
-    }
-    if (rows.branch != nullptr) reach = common / kKeyBlock * kKeyBlock;
+  // A piece under key/value heads [first, last): a block of keys for all of them before
+  // the next, since their rows lie side by side.
+  void attend(const Layer<T>& layer, int64_t number, int64_t first, int64_t last,
+              int64_t worker) {
+    const Piece& piece = pieces[number];
+    const Span& span = all[piece.span];
+    auto& own = queries[worker];
+    int64_t H = layer.H, offsets[kKeyBlock], next[kKeyBlock];
     Pages where = pages(span, layer);
     for (int64_t i = first; i < last; ++i) {
       if (is_apart) write_rows(layer, span, i);
-      begin(layer, span, i, queries[i - first]);
+      begin(layer, span, i, own[i - first]);
     }
-    if (reach > 0) where.block(0, reach, next);
-    for (int64_t start = 0; start < reach; start += kKeyBlock) {
-      bool more = start + kKeyBlock < reach;
+    if (piece.start < piece.end) where.block(piece.start, piece.end, next);
+    for (int64_t start = piece.start; start < piece.end; start += kKeyBlock) {
+      bool more = start + kKeyBlock < piece.end;
       std::copy_n(next, kKeyBlock, offsets);
-      if (more) where.block(start + kKeyBlock, reach, next);
+      if (more) where.block(start + kKeyBlock, piece.end, next);
       for (int64_t i = first; i < last; ++i) {
         const int64_t* later = more ? next : nullptr;
         Block<T> k{layer.k + i * H, offsets, later}, v{layer.v + i * H, offsets, later};
-        attend_block(queries[i - first], k, v, start, layer.scale);
+        attend_block(own[i - first], k, v, start, layer.scale);
       }
     }
     for (int64_t i = first; i < last; ++i) {
-      if (rows.branch == nullptr) {
-        end(layer, span, i, queries[i - first]);
-        continue;
-      }
-      for (int64_t r = span.first; r < span.first + span.count; ++r) {
-        go_on_alone(layer, span, r, i, reach, queries[i - first], alone[worker]);
+      if (span.pieces > 1) {
+        parts.take(part(number, i), own[i - first], 0, own[i - first].count);
+      } else if (rows.branch == nullptr) {
+        end(layer, span, i, own[i - first], 0);
+      } else {
+        go_on_alone(layer, span, i, own[i - first], 0, worker);
       }
     }
   }
 
-  // The blocks from `start` of row `r`, of a tree, under key/value head `index`.
-  void go_on_alone(const Layer<T>& layer, const Span& span, int64_t r, int64_t index,
-                   int64_t start, const Queries<T>& before, Queries<T>& queries) const {
-    int64_t G = layer.group(), reach = rows.positions[r] + int64_t{1};
-    Span own{r, 1};
-    Pages where = pages(own, layer);
-    begin(layer, own, index, queries);
-    queries.take(before, (r - span.first) * G);
+  // Combines the pieces of a span under key/value head `index`, in their order. A query
+  // that sees nothing of a piece is left as it is, as it is where there is none.
+  void combine(const Layer<T>& layer, const Span& span, int64_t index, int64_t worker) {
+    int64_t G = layer.group(), first = part(span.piece, index);
+    if (rows.branch != nullptr) {
+      return go_on_alone(layer, span, index, parts, first, worker);
+    }
+    for (int64_t i = 0; i < span.count * G; ++i) {
+      int64_t seen = rows.positions[span.first + i / G] + int64_t{1};
+      for (int64_t p = span.piece + 1; p < span.piece + span.pieces; ++p) {
+        if (pieces[p].start < seen) parts.combine(first + i, parts, part(p, index) + i);
+      }
+    }
+    end(layer, span, index, parts, first);
+  }
+
+  // The keys of each row of a span, of a tree, after those that are walked together; of
+  // these `sums` has what the pieces gave, the first from number `first` on.
+  void go_on_alone(const Layer<T>& layer, const Span& span, int64_t index,
+                   const Sums<T>& sums, int64_t first, int64_t worker) {
+    int64_t G = layer.group(), reach = pieces[span.piece + span.pieces - 1].end;
+    Queries<T>& own = alone[worker];
+    Sums<T>& whole = before[worker];
+    for (int64_t r = span.first; r < span.first + span.count; ++r) {
+      Span row{r, 1};
+      begin(layer, row, index, own);
+      int64_t ranges = 0;
+      auto end_range = [&] {
+        if (ranges++ == 0) {
+          whole.take(0, own, 0, G);
+        } else {
+          for (int64_t i = 0; i < G; ++i) whole.combine(i, own, i);
+        }
+        own.clear(G);
+      };
+      for (int64_t p = 0; p < span.pieces; ++p) {
+        own.take(0, sums, first + p * K * room + (r - span.first) * G, G);
+        if (pieces[span.piece + p].is_whole()) end_range();
+      }
+      walk_alone(layer, row, index, reach, own, end_range);
+      if (ranges > 0) end_range();
+      end(layer, row, index, ranges > 0 ? whole : own, 0);
+    }
+  }
+
+  // The blocks of one row from `start` on, wherever its keys lie; calls `end_range` before
+  // another range begins.
+  template <typename Body>
+  void walk_alone(const Layer<T>& layer, const Span& row, int64_t index, int64_t start,
+                  Queries<T>& queries, const Body& end_range) const {
+    int64_t r = row.first, reach = rows.positions[r] + int64_t{1}, begun = start;
+    Pages where = pages(row, layer);
     for (; start < reach; start += kKeyBlock) {
+      if (start % kRange == 0 && start > begun) end_range();
       int64_t offsets[kKeyBlock], count = std::min<int64_t>(reach - start, kKeyBlock);
       for (int64_t t = 0; t < count; ++t) offsets[t] = where.at(rows.place(r, start + t));
       std::fill(offsets + count, offsets + kKeyBlock, offsets[count - 1]);
@@ -275,7 +380,6 @@ struct Attention {
       Block<T> v{layer.v + index * layer.H, offsets, nullptr};
       attend_block(queries, k, v, start, layer.scale);
     }
-    end(layer, own, index, queries);
   }
 
   // Stores the keys and values of a span for key/value head `index`.
@@ -304,13 +408,21 @@ struct Attention {
     }
     std::fill(layer.out + next * width, layer.out + rows.live * width, nan);
     if (!is_apart) write_all(layer);
-    int64_t tasks = all.size() * K;
-    team.run(tasks, grain, [&](int64_t i, int64_t last, int64_t worker) {
-      while (i < last) {
-        int64_t head = i % K, count = std::min(K - head, last - i);
-        attend(layer, all[i / K], head, head + count, queries[worker], worker);
+    team.run(tasks.size(), grain, [&](int64_t i, int64_t end, int64_t worker) {
+      while (i < end) {
+        auto [piece, head] = tasks[i];
+        int64_t count = 1;
+        while (i + count < end && tasks[i + count].piece == piece &&
+               tasks[i + count].head == head + count) {
+          ++count;
+        }
+        attend(layer, piece, head, head + count, worker);
         i += count;
       }
+    });
+    if (pieces.size() == all.size()) return;
+    team.run(all.size() * K, 1, [&](int64_t i, int64_t, int64_t worker) {
+      if (all[i / K].pieces > 1) combine(layer, all[i / K], i % K, worker);
     });
   }
 };

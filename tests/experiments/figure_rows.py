@@ -94,6 +94,12 @@ def cells() -> list[dict]:
     ]
 
 
+def ablation(variant: str, temperature: float) -> dict:
+    kept = {"conditional_acceptance": [0.8, 0.5, None]}
+    of_cell = {"temperature": temperature, "gamma": 3, "mean_accepted_length": 2.2}
+    return {"kind": "ablation", "variant": variant} | of_cell | kept
+
+
 def tree() -> dict:
     return {
         **{"kind": "tree", "id": "py-01", "round": 2, "target": "embedded"},
@@ -180,6 +186,11 @@ FIGURES = {
         rows=cells(),
         says=("P(kept", "position (token)", "gamma 7"),
         change=nothing_kept,
+    ),
+    "ablations": Figure(
+        rows=[ablation(name, t) for name in ("vanilla", "no-tv") for t in (0.0, 1.0)],
+        says=("P(kept", "position (token)", "gamma 3", "T = 1", "no-tv"),
+        change=of_first(conditional_acceptance=[0.5, 0.4, 0.2]),
     ),
     "improvement": Figure(
         rows=theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX),

@@ -137,10 +137,13 @@ def changed(path, out, **changes):
     [
         ({"num_slots": 4}, ("no profile of", "with 2 slots", "--batch 2 --gamma 2")),
         ({"gamma": 1}, ("with 2 slots and gamma 2 or more",)),
+        ({"gamma": "7"}, ("with 2 slots and gamma 2 or more",)),
         ({"dtype": "bfloat16"}, ("'dtype': 'float32'", "'dtype': 'bfloat16'")),
         ({"kind": "step"}, ("but of nothing", "profile_steps.py")),
         ({"step_s": [0.1, None, 0.3]}, ("no times of steps",)),
         ({"step_s": [0.1, 0.3, 0.2]}, ("no times of steps", "falls from 0.3 s at 2")),
+        ({"draft_s": -0.5}, ("no times of steps", "draft_s=-0.5 is no time")),
+        ({"draft_s": float("nan")}, ("no times of steps", "draft_s=nan is no time")),
         ({"step_s": [0.1, 0.2, 0.3]}, ("times of 1 .. 3 rows", "verify up to 6")),
     ],
 )
@@ -164,6 +167,57 @@ def test_the_profile_of_the_fewest_drafts_is_taken(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = {"num_slots": 1, "gamma": 4, "context": 10, "temperature": 0.0}
     assert profiles.read(path, about, **asked).draft_s == 4.2
+
+
+OF_RUN = dict.fromkeys(profiles.SAME, "x") | {"drafter_sha256": "a1"}
+CALIBRATED = OF_RUN | {
+    "kind": profiles.CALIBRATION,
+    "temperature": 0.5,
+    "temperatures": [1.0, 2.0, 3.0],
+    "shifts": [0.0, -1.0, 0.5],
+}
+
+
+def read_with(calibrated: dict, tmp_path):
+    """What a run of two drafts at temperature 0.5 reads of this calibration."""
+    sizes = {"num_slots": 1, "gamma": 2, "context": 10}
+    profile = OF_RUN | sizes | {"kind": profiles.KIND}
+    profile |= {"draft_s": 0.0, "step_s": [1.0, 1.0, 1.0]}
+    path = tmp_path / "profile.jsonl"
+    path.write_text(f"{json.dumps(profile)}\n{json.dumps(calibrated)}\n")
+    return profiles.read(path, OF_RUN, **sizes, temperature=0.5)
+
+
+def test_calibrations_are_of_the_drafter(tmp_path):
+    """Fails if one is not used, or a row from before hashes were written is refused."""
+    older = {k: v for k, v in CALIBRATED.items() if k != "drafter_sha256"}
+    for row in (CALIBRATED, older):
+        found = read_with(row, tmp_path)
+        assert found.temperatures.tolist() == [1.0, 2.0]
+        assert found.shifts.tolist() == [0.0, -1.0]
+    del older["shifts"]
+    assert read_with(older, tmp_path).shifts.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"drafter_sha256": "b2"}, "of a x with other weights"),
+        ({"temperature": 0.7}, "not at temperature 0.5 of 2 drafts"),
+        ({"temperatures": [1.0]}, "not at temperature 0.5 of 2 drafts"),
+        ({"temperatures": None}, "no calibration of confidences"),
+        ({"temperatures": [1.0, float("nan")]}, "must be finite"),
+        ({"temperatures": [1.0, 0.0]}, "temperatures above 0"),
+        ({"temperatures": [1.0, "hot"]}, "no calibration of confidences"),
+        ({"shifts": [0.0, float("-inf")]}, "must be finite"),
+        ({"shifts": [0.0]}, "no calibration of confidences"),
+        ({"temperature": ...}, "no calibration of confidences"),
+    ],
+)
+def test_calibrations_that_cannot_be_used(tmp_path, changes, words):
+    row = {k: v for k, v in (CALIBRATED | changes).items() if v is not ...}
+    with pytest.raises(ValueError, match=f"profile.jsonl: .*{words}"):
+        read_with(row, tmp_path)
 
 
 def test_flags_that_do_not_go_together(folders, measured, tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 import tiny_pair
 from script_runs import assert_fails_with, models_of, rows_of, write_rows
 
-from experiments import reproduce, sweep
+from experiments import profile_steps, reproduce, spec_round, sweep, throughput
 from experiments.lib import (
     cli,
     curves,
@@ -458,6 +458,10 @@ def test_a_block_drafts_no_more_than_it_has(folders, tmp_path, capsys):
     words = f"--gamma 5: {head} drafts 4 tokens at most"
     assert_fails_with(sweep.main, capsys, command(folders, out, *more), words)
     assert not out.exists() or not rows_of(out)
+    # Nor do the scripts of one run take fewer in silence.
+    more = (*models_of(folders), "--drafter", str(head))
+    for script in (spec_round, throughput, profile_steps):
+        assert_fails_with(script.main, capsys, [*more, "--gamma", "5"], words)
 
 
 def test_a_file_is_required(folders, capsys):

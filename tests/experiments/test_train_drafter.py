@@ -331,6 +331,13 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     assert "that is known: LlamaForCausalLMEagle3" in capsys.readouterr().err
 
 
+def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path):
+    """Fails if it is taken for one with the default's head."""
+    out = tiny_pair.write_block(tmp_path / "head", target, kind="dflash")
+    _, head = block_files.load(out, *load.load(target))
+    begins_as(head, target, work, "--family", "dspark", "--base", str(out))
+
+
 def calibrated(target, work, out, lm) -> str:
     """Calibrates an export, twice; returns a heading of the table that is printed."""
     flags = command(target, work, "calibrate", *BLOCKS, "--out", str(out))
@@ -360,6 +367,16 @@ def test_what_has_no_confidences_is_not_calibrated(target, tmp_path, capsys):
         assert train_drafter.main(flags) != 0
         assert reason in capsys.readouterr().err
         assert (folder / "config.json").read_bytes() == before
+
+
+def test_a_calibration_needs_two_prompts(target, tmp_path, capsys):
+    """Fails if one fits, and the same is what is reported."""
+    folder = tiny_pair.WRITE_HEAD["dspark"](tmp_path / "head", target)
+    before = (folder / "config.json").read_bytes()
+    flags = ["--out", str(folder), "--prompts", "1", "--family", "dspark"]
+    assert train_drafter.main(command(target, tmp_path, "calibrate", *flags)) == 1
+    assert "give --prompts 2" in capsys.readouterr().err
+    assert (folder / "config.json").read_bytes() == before
 
 
 def test_ablations_of_blocks(target, work):
@@ -450,6 +467,19 @@ def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
             "--width with --family dspark",
         ),
         ("train", ["--family", "dspark", "--block", "15"], "--length 17 or more"),
+        (
+            "export",
+            ["--family", "dspark", "--dialect", "z-lab", "--no-copies"],
+            "copies are of deepspec alone",
+        ),
+        ("train", ["--family", "dspark", "--mask-token", "999999"], "mask_token_id"),
+        ("train", ["--family", "dflash", "--block", "1"], "drafts no token"),
+        ("train", ["--devices", "99"], "99"),
+        (
+            "calibrate",
+            ["--family", "dspark", "--out", "nowhere"],
+            "nowhere/config.json: No such file",
+        ),
         ("train", ["--family", "dflash", "--dialect", "midlayer"], "one of z-lab"),
         ("train", ["--family", "dflash"], "z-lab has the whole vocabulary"),
         ("train", ["--batch", "16"], "20 texts are too few for batches of 16"),

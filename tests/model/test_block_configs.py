@@ -128,7 +128,17 @@ BAD_CONFIGS = {
     "temperatures": (
         "speculators",
         lambda raw: raw | {"confidence_temperatures": [1.0, 0.0, 1.0]},
-        "must be 3 numbers above 0",
+        "must be 3 finite numbers above 0",
+    ),
+    "a temperature of NaN": (
+        "speculators",
+        lambda raw: raw | {"confidence_temperatures": [1.0, float("nan"), 1.0]},
+        "must be 3 finite numbers above 0",
+    ),
+    "an infinite temperature": (
+        "speculators",
+        lambda raw: raw | {"confidence_temperatures": [1.0, float("inf"), 1.0]},
+        "must be 3 finite numbers above 0",
     ),
     "shifts": (
         "speculators",

@@ -292,6 +292,39 @@ void check_layer(int64_t H, int64_t page_size, int32_t lost_slot, int32_t lost_a
   }
 }
 
+// Rows of several ranges of keys: of a chain, and of a tree that goes on in another one.
+template <typename T>
+void check_ranges(int64_t H, int64_t position, bool is_tree) {
+  int64_t R = 3, N = 2, K = 1, P = 1, page_size = position + R, width = 4;
+  auto heads = normal<T>(R * (N + 2 * K) * H), norm = normal<T>(H);
+  auto angles = normal<float>(R * (H / 2));
+  auto k = normal<T>(page_size * K * H), v = normal<T>(page_size * K * H);
+  auto out = untouched<T>(R * N * H);
+  Array<int32_t> table(1), slots(R), positions(R), branch(R * width);
+  table[0] = 0;
+  for (int64_t r = 0; r < R; ++r) {
+    slots[r] = 0;
+    positions[r] = static_cast<int32_t>(position + r);
+    for (int64_t i = 0; i < width; ++i) {
+      branch[r * width + i] = static_cast<int32_t>(position + r + i + 1 - width);
+    }
+  }
+  Rows rows{table.data(), slots.data(), positions.data(), 1, 1, P, page_size, R};
+  if (is_tree) {
+    rows.branch = branch.data();
+    rows.width = width;
+  }
+  Layer<T> layer{heads.data(), norm.data(), norm.data(), angles.data(), angles.data(),
+                 k.data(), v.data(), out.data(), N, K, H, 0.1f, 1e-6f};
+  LatePool pool;
+  Team<LatePool> team(pool);
+  Attention<LatePool, T>(team, rows, K, N / K, H).run(layer);
+  for (int64_t i = 0; i < R * N * H; ++i) {
+    expect(std::isfinite(to_float(out[i])),
+           shape<T>("ranges", {H, position, is_tree, i}));
+  }
+}
+
 // Rows that point past either end of the table, live and dead.
 template <typename T>
 void check_take_rows(int64_t D, bool is_packed) {
@@ -707,6 +740,9 @@ void check_grid() {
     check_layer<T>(H, 8, 2, 0);
     check_layer<T>(H, 8, -1, 0);
     check_layer<T>(H, 8, 1, std::numeric_limits<int32_t>::max());
+    check_ranges<T>(H, 2 * kRange - 1, false);
+    check_ranges<T>(H, kRange - 2, true);
+    check_ranges<T>(H, kRange + 40, true);
   }
 }
 

@@ -116,6 +116,42 @@ def test_every_reach_and_page_size(rng, isa, position):
         testing.assert_rows_close(out, expected, **near)
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(2, 1, 16), (4, 2, 40)])
+def test_ranges_of_long_texts(rng, isa, dtype, heads):
+    """Fails if sums of ranges are combined wrongly, or with what a row does not see.
+
+    Rows lie on both sides of the bounds of ranges, 1,024 and 2,048 keys.
+    """
+    N, K, H = heads
+    rows = window((1022, 1026), (2046, 2049))
+    slab = oracle.make_slab(
+        rng, rows, dtype=dtype, N=N, K=K, H=H, page_size=64, prefix=(1022, 2046)
+    )
+    out, *_ = assert_rows_alone(isa, slab)
+    expected, *_ = oracle.attend(slab, **numbers(slab))
+    testing.assert_rows_close(out, expected, dtype=dtype, reduction=H + 2049)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("position", [992, 1018, 1024, 2056])
+def test_ranges_of_trees(rng, isa, position):
+    """Fails if rows of a tree begin their ranges elsewhere than rows of a chain."""
+    rows, width = [(0, position + i) for i in range(5)], 8
+    slab = oracle.make_slab(
+        rng, rows, dtype="bfloat16", N=4, K=2, H=16, page_size=64, prefix=(position,)
+    )
+    chain = run(isa, slab)
+    # A branch that is the chain: the last keys of each row are where they always are.
+    branch = slab.positions[:, None] + np.arange(1 - width, 1, dtype=np.int32)
+    tree = _attend(**slab.arguments(), **numbers(slab), isa=isa, branch=branch)
+    testing.assert_same_bits(list(tree), list(chain))
+    branch[3, -2] -= 1  # Negative control: one key taken twice.
+    tree = _attend(**slab.arguments(), **numbers(slab), isa=isa, branch=branch)
+    assert [*map(bool, (tree[0] != chain[0]).any(axis=1))] == [0, 0, 0, 1, 0]
+
+
 def test_pages_and_table_width_do_not_matter(isa):
     """Fails if bits depend on where a prefix lies, or on the size of its pages."""
     results = []

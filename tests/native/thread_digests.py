@@ -57,6 +57,12 @@ def computations(rng):
         )  # fmt: skip
         attend = functools.partial(calls.attend, eps=1e-6, scale=0.2)
         yield f"attend {dtype}", jax.jit(attend), slab.arguments()
+        # Of one head, whose ranges of keys are shared.
+        slab = oracle.make_slab(
+            rng, [(0, 2050), (0, 2051)], dtype=dtype, N=2, K=1, H=32, page_size=64,
+            prefix=(2050,),
+        )  # fmt: skip
+        yield f"attend long {dtype}", jax.jit(attend), slab.arguments()
         # Wide enough for each of its operations to be shared.
         config, params = test_native_step.make(
             dtype, intermediate_size=600, vocab_size=700, num_heads=24, num_kv_heads=8
