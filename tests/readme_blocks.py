@@ -9,6 +9,10 @@ README = pathlib.Path(__file__).parents[1] / "README.md"
 HEADING = "## A drafter in one file"
 
 
+FIRST = "# spec_jax"
+"""The heading of what stands first."""
+
+
 def python_blocks(text: str, heading: str) -> list[str]:
     """The Python blocks of one section.
 

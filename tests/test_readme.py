@@ -1,10 +1,22 @@
 """What the README shows is run, as it stands there."""
 
 import pytest
-from readme_blocks import HEADING, README, bigram, python_blocks, run_blocks
+from readme_blocks import FIRST, HEADING, README, bigram, python_blocks, run_blocks
 
 from spec_jax import loading
 from spec_jax.testing import bench
+
+
+def test_the_first_lines_of_the_readme_run(capsys):
+    """Fails if what a reader tries first does not; the text that is drawn is a
+    processor's own, and is not compared."""
+    (block,) = python_blocks(README.read_text(), FIRST)
+    shown = run_blocks([block])
+    said = capsys.readouterr().out
+    metrics = shown["out"].metrics
+    rates = f"{metrics['acceptance_rate']} {metrics['repetition']}"
+    assert said.startswith(f"{shown['out'].text} {rates}\n")
+    assert said.count("  equal") == 3 * 4 and "differ" not in said
 
 
 def test_the_drafter_of_the_readme_keeps_the_contract():

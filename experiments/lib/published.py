@@ -14,7 +14,7 @@ from experiments.lib import published_drafters, published_rows, published_speeds
 ROOT, RESULTS = published_rows.ROOT, published_rows.RESULTS
 PAGES = (
     *("README.md", "docs/measurements.md", "docs/batch_invariance.md"),
-    "docs/trees.md",
+    *("docs/trees.md", "docs/training_drafters.md"),
 )
 """Pages with such tables, below `ROOT`."""
 
@@ -24,7 +24,7 @@ TABLES: Mapping[str, Callable[[], published_rows.Lines]] = {
 }
 
 _PLACE = re.compile(
-    r"(<!-- rows: (?P<name>\w+) -->\n\n).*?(\n<!-- end of rows -->)", re.DOTALL
+    r"(<!-- rows: (?P<name>\w+) -->\n\n).*?(<!-- end of rows -->)", re.DOTALL
 )
 
 
@@ -39,7 +39,7 @@ def table(name: str) -> str:
 
 def update(text: str) -> str:
     """The page with its tables made of the rows."""
-    return _PLACE.sub(lambda m: m[1] + table(m["name"]) + m[3], text)
+    return _PLACE.sub(lambda m: f"{m[1]}{table(m['name'])}\n{m[3]}", text)
 
 
 def update_pages() -> list[pathlib.Path]:

@@ -231,6 +231,19 @@ def ablations() -> published_rows.Lines:
         )
 
 
+def calibration() -> published_rows.Lines:
+    """Errors of the shipped head's confidences, before and after they are scaled."""
+    yield (
+        "draft",
+        *("error before", "by temperatures alone (STS)", "by temperature and shift"),
+        *("ROC-AUC before", "after"),
+    )
+    names = ("ece_before", "ece_sts", "ece", "roc_auc_before", "roc_auc")
+    for row in published_rows.rows_of("calibration.jsonl", "confidences"):
+        for draft in range(row["gamma"]):
+            yield str(draft + 1), *(f"{row[name][draft]:.3f}" for name in names)
+
+
 def step_profile() -> published_rows.Lines:
     """Milliseconds of a step of so many rows, which a schedule weighs."""
     rows = (1, 4, 8, 16, 32, 64, 128)
@@ -262,5 +275,5 @@ def schedule() -> published_rows.Lines:
 
 TABLES = (
     *(trees, tree_rows, taus, heads, llama_cpp_heads, evaluation, positions),
-    *(ablations, step_profile, schedule, beyond_dspark),
+    *(ablations, calibration, step_profile, schedule, beyond_dspark),
 )

@@ -209,7 +209,8 @@ def batches() -> published_rows.Lines:
 
 
 def instruction_sets() -> published_rows.Lines:
-    """The embedded pair by the kernels of two instruction sets, on one processor."""
+    """The embedded pair by the kernels of two instruction sets, and by XLA, on one
+    processor."""
     yield (
         "`python experiments/latency.py`, `spec_round.py --prompts 50`",
         *("plain step, ms", "of a read of its bytes", "5 rows", "draft step"),
@@ -221,6 +222,7 @@ def instruction_sets() -> published_rows.Lines:
             "spec_round_native_gamma4.jsonl",
         ),
         "`--isa avx2`": ("embedded_native_avx2.jsonl",) * 2,
+        "`--impl xla`": ("latency_embedded_xla.jsonl", "spec_round_xla_gamma4.jsonl"),
     }.items():
         steps = {row["step"]: row for row in published_rows.rows_of(names[0], "step")}
         rounds = [
@@ -234,7 +236,7 @@ def instruction_sets() -> published_rows.Lines:
         ms = {name: row["ms"] for name, row in steps.items()}
         models = ms["5 active rows"] + 4 * ms["draft step"]
         yield (
-            f"{isa}: {rounds[0]['native_isa']}",
+            f"{isa}: {rounds[0]['native_isa']}" if isa == "the widest" else isa,
             f"{ms['plain step']:.3f}",
             f"{1 / steps['read of its bytes']['ratio']:.2f}",
             *(

@@ -5,6 +5,7 @@ import itertools
 import types
 from typing import Any
 
+import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,6 +233,54 @@ def test_calibration_is_judged_by_what_it_was_not_fitted_to(monkeypatch):
     assert seen["fitted"] == seen["of the paper"] == {0.0, 2.0}
     assert seen["reported"] == {1.0, 3.0}
     assert row["fitted_rounds"] == row["rounds"] == 4
+
+
+class Marked(decoding.Scripted):
+    """Its first chance says where a round begins; at each fifth place it drafts two."""
+
+    def propose(self, params, memory, *, tokens, length, gamma):
+        memory, proposal = super().propose(
+            params, memory, tokens=tokens, length=length, gamma=gamma
+        )
+        halves = jnp.exp2(-jnp.arange(self.gamma_max, dtype=jnp.float32))
+        survival = (length + 1).astype(jnp.float32) / 128 * halves
+        fewer = jnp.minimum(gamma, jnp.where(length % 5 == 0, 2, self.gamma_max))
+        return memory, proposal.replace(survival=survival, num_drafted=fewer)
+
+
+def rounds_of(ask):
+    """Where the rounds of a scripted text begin that draft four, and what they keep."""
+    at, end, found = len(ask.prompt), len(ask.prompt) + ask.max_tokens, []
+    while at < end:
+        drafted = min(4 if at % 5 else 2, end - at)
+        right = [(at + i) % (ask.run + 1) != ask.run for i in range(drafted)]
+        kept = (right + [False]).index(False)
+        if at % 5 and end - at > 5:  # Near the end fewer are asked for.
+            found.append((at, kept))
+        at += kept + 1
+    return found
+
+
+def test_recorded_rounds_have_the_verdicts_of_their_own_drafts():
+    """Fails if chances stand beside another round's drafts, or another slot's, or
+    rounds count that verified fewer."""
+    asks = [decoding.Ask(run=2), decoding.Ask(prompt=(60, 2, 60), run=3)]
+    scheduler = decoding.SMALL.scheduler(Marked(), num_slots=2)
+    requests = [decoding.scripted(decoding.SMALL, ask) for ask in asks]
+    state = decoding.admit(scheduler, requests)
+    found = calibration.record_rounds(scheduler.speculator, state, max_rounds=40)
+    first = 1 / (1 + np.exp(-found.logits[:, 0].astype(np.float64)))
+    begins = np.rint(128 * first - 1).astype(int)
+    np.testing.assert_allclose(found.logits[:, 1:], 0, atol=1e-5)  # Of a half each.
+    pairs = list(zip(begins.tolist(), found.num_accepted.tolist(), strict=True))
+    ends = [len(ask.prompt) + ask.max_tokens for ask in asks]
+    expected = [rounds_of(ask) for ask in asks]
+    split = int(np.argmax(np.diff(begins) < 0)) + 1  # The second slot begins anew.
+    slots = (pairs[:split], pairs[split:])
+    for own, right, end in zip(slots, expected, ends, strict=True):
+        assert [pair for pair in own if end - pair[0] > 5] == right
+        assert len(right) > 4 and len({kept for _, kept in right}) > 1
+        assert all(end - at >= 4 for at, _ in own)
 
 
 def test_what_has_no_confidences_is_not_calibrated(folders, capsys):
