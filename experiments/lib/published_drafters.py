@@ -247,8 +247,9 @@ def calibration() -> published_rows.Lines:
 def step_profile() -> published_rows.Lines:
     """Milliseconds of a step of so many rows, which a schedule weighs."""
     rows = (1, 4, 8, 16, 32, 64, 128)
-    command = "`python experiments/profile_steps.py --drafter dspark --batch 4,16`"
-    yield command, *(f"{count} rows" for count in rows), "drafting adds"
+    command = "`python experiments/profile_steps.py --drafter dspark --batch 1,4,16`"
+    counts = ("1 row", *(f"{count} rows" for count in rows[1:]))
+    yield command, *counts, "drafting adds"
     for row in published_rows.rows_of("profile_dspark_native.jsonl", "step_profile"):
         cells = [
             f"{1e3 * row['step_s'][count - 1]:.2f}" if count in row["rows"] else ""

@@ -58,14 +58,14 @@ void race() {
   });
 }
 
-// Heads share the pages, the result and the scratch, each its own part.
-bool heads_are_apart() {
-  constexpr int64_t R = 3, N = 16, K = 8, H = 16, P = 2, C = 4;
+// Whether rows of one slot attend to values of a half as they should, whoever does what.
+template <int64_t N, int64_t K, int64_t R>
+bool attends_to_halves(const Rows& rows) {
+  constexpr int64_t H = 16;
   std::vector<bf16> heads(R * (N + 2 * K) * H, to_bf16(0.5f)), norm(H, to_bf16(1.0f));
-  std::vector<bf16> k(P * C * K * H), v(P * C * K * H), out(R * N * H);
+  std::vector<bf16> k(rows.num_pages * rows.page_size * K * H, to_bf16(0.25f));
+  std::vector<bf16> v(k.size(), to_bf16(0.5f)), out(R * N * H);
   std::vector<float> angles(R * H / 2, 0.5f);
-  int32_t table[] = {1, 0}, slots[] = {0, 0, 0}, positions[] = {0, 1, 2};
-  Rows rows{table, slots, positions, 1, P, P, C, R};
   Layer<bf16> layer{heads.data(), norm.data(), norm.data(), angles.data(),
                     angles.data(), k.data(), v.data(), out.data(), N, K, H, 0.25f,
                     1e-6f};
@@ -79,27 +79,18 @@ bool heads_are_apart() {
   return fine;
 }
 
+// Heads share the pages, the result and the scratch, each its own part.
+bool heads_are_apart() {
+  int32_t table[] = {1, 0}, slots[] = {0, 0, 0}, positions[] = {0, 1, 2};
+  return attends_to_halves<16, 8, 3>({table, slots, positions, 1, 2, 2, 4, 3});
+}
+
 // Ranges of keys under one head, of which each worker has its own, and another combines
 // them.
 bool ranges_are_apart() {
-  constexpr int64_t R = 2, N = 2, K = 1, H = 16, C = 3 * kRange;
-  std::vector<bf16> heads(R * (N + 2 * K) * H, to_bf16(0.5f)), norm(H, to_bf16(1.0f));
-  std::vector<bf16> k(C * K * H, to_bf16(0.25f)), v(C * K * H, to_bf16(0.5f));
-  std::vector<bf16> out(R * N * H);
-  std::vector<float> angles(R * H / 2, 0.5f);
+  constexpr int32_t C = 3 * kRange;
   int32_t table[] = {0}, slots[] = {0, 0}, positions[] = {C - 2, C - 1};
-  Rows rows{table, slots, positions, 1, 1, 1, C, R};
-  Layer<bf16> layer{heads.data(), norm.data(), norm.data(), angles.data(),
-                    angles.data(), k.data(), v.data(), out.data(), N, K, H, 0.25f,
-                    1e-6f};
-  Threads threads;
-  for (int round = 0; round < 5; ++round) {
-    Team<Threads> team(threads);
-    Attention<Threads, bf16>(team, rows, K, N / K, H).run(layer);
-  }
-  bool fine = true;
-  for (bf16 value : out) fine = fine && to_float(value) == 0.5f;
-  return fine;
+  return attends_to_halves<2, 1, 2>({table, slots, positions, 1, 1, 1, C, 2});
 }
 
 // One loop after the other on one team: what a helper reads was written by another.
