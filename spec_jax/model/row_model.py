@@ -298,7 +298,7 @@ class RowModel:
     def draw(self) -> Callable[..., Int[Array, " R"]] | None:
         """Draws a token from each row, as `sampling.sample_each` does; None where that
         function draws, for want of kernels."""
-        if not draw_op.has_kernels(self.impl):
+        if not draw_op.can_draw(self.impl):
             return None
         return functools.partial(draw_op.draw, impl=self.impl)
 

@@ -61,6 +61,7 @@ TARGETS = (
     "spec_jax_gate",
     "spec_jax_attend",
     "spec_jax_argmax",
+    "spec_jax_draw",
     "spec_jax_children",
     "spec_jax_take_rows",
     "spec_jax_move",

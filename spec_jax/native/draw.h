@@ -15,6 +15,7 @@
 
 #include "argmax.h"
 #include "noise.h"
+#include "scratch.h"
 #include "side_by_side.h"
 #include "simd.h"
 #include "team.h"
@@ -213,6 +214,26 @@ void choose(Team<Pool>& team, const Draws& draws, const std::vector<Draft>& draf
   }
   if (names == nullptr) return;
   for (int64_t r = 0; r < count; ++r) tokens[r] = names[tokens[r]];
+}
+
+// The tokens [rows] that rows of logits [rows, N] draw, each by the settings and for the
+// position of its own number; 0 of those that are not asked for.
+template <typename Pool>
+void draw_tokens(Team<Pool>& team, const Draws& draws, const float* logits,
+                 const bool* asked, int64_t rows, int64_t N, int32_t* tokens) {
+  std::vector<Draft> drafts;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (asked[r]) drafts.push_back({r, 0});
+  }
+  int64_t count = drafts.size();
+  Scratch<float> changed(count * N);
+  for (int64_t i = 0; i < count; ++i) {
+    std::copy_n(logits + drafts[i].slot * N, N, changed.data() + i * N);
+  }
+  std::vector<int32_t> drawn(count);
+  choose(team, draws, drafts, nullptr, N, changed.data(), drawn.data());
+  std::fill_n(tokens, rows, 0);
+  for (int64_t i = 0; i < count; ++i) tokens[drafts[i].slot] = drawn[i];
 }
 
 }  // namespace spec_jax

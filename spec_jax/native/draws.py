@@ -47,6 +47,32 @@ def arguments(
     )
 
 
+def draw(
+    logits: jax.Array,  # [R, N] float32
+    draws: Draws,
+    *,
+    asked: jax.Array,  # [R] bool
+    isa: str | None = None,
+) -> jax.Array:
+    """Draws a token from each row; see `ops.draw.draw`. A row is a slot of `draws`."""
+    R, N = logits.shape
+    if logits.dtype != jnp.float32:
+        raise NotImplementedError(f"logits of {logits.dtype}: draws take float32")
+    calls.check_shapes(asked=(asked, (R,)))
+    how, _, attributes = arguments(draws, (R, 1, N))
+    tokens, _ = calls.call(
+        "spec_jax_draw",
+        [
+            jax.ShapeDtypeStruct((R,), jnp.int32),
+            jax.ShapeDtypeStruct((0, 0, 0), jnp.float32),
+        ],
+        *(logits, asked, *how),
+        isa=isa,
+        **attributes,
+    )
+    return tokens
+
+
 def given(draws: Draws | None, log_weights: jax.Array) -> jax.Array | None:
     """Returns the log weights that a kernel gave; None where it was not asked."""
     return log_weights if draws is not None and draws.independent else None

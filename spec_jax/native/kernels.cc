@@ -164,6 +164,20 @@ ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_active,
   });
 }
 
+ffi::Error DrawTokens(ffi::ThreadPool pool, Floats logits, ffi::Buffer<ffi::PRED> asked,
+                      ffi::Result<Ints> tokens, Floats how, Ints integers,
+                      ffi::Result<Floats> log_weights, int64_t vocabulary,
+                      bool is_independent) {
+  int64_t rows = logits.dimensions()[0], N = logits.dimensions()[1];
+  DrawCall draws{how, integers, log_weights, vocabulary, is_independent};
+  return by_dtype(ffi::DataType::F32, [&](auto) {
+    Team<ffi::ThreadPool> team(pool);
+    draw_tokens(team, draws.draws(1), logits.typed_data(), asked.typed_data(), rows, N,
+                tokens->typed_data());
+    return ffi::Error::Success();
+  });
+}
+
 ffi::Error FindChildren(ffi::ThreadPool pool, Floats logits, Ints counts, Ints numbers,
                         Ints names, ffi::Result<Floats> scores, ffi::Result<Ints> tokens,
                         float tau, Floats how, Ints integers,
@@ -265,6 +279,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
                                   .Arg<spec_jax::Floats>()  // x
                                   .Arg<spec_jax::Scalar>()  // num_active
                                   .Ret<spec_jax::Ints>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_draw, spec_jax::DrawTokens,
+                              spec_jax::bind_draws(
+                                  ffi::Ffi::Bind()
+                                      .Ctx<ffi::ThreadPool>()
+                                      .Arg<spec_jax::Floats>()           // logits
+                                      .Arg<ffi::Buffer<ffi::PRED>>()     // asked
+                                      .Ret<spec_jax::Ints>()));          // tokens
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_children, spec_jax::FindChildren,
                               spec_jax::bind_draws(

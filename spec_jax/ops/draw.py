@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from spec_jax.native import draws as native
 from spec_jax.ops import argmax, dispatch
 from spec_jax.typing import typed
 
@@ -27,8 +28,13 @@ Sums = tuple[Callable[..., jax.Array], Callable[[jax.Array], jax.Array]]
 
 
 def has_kernels(impl: str) -> bool:
-    """Whether an implementation has kernels that draw."""
+    """Whether an implementation has kernels for all of it."""
     return impl in dispatch.PALLAS
+
+
+def can_draw(impl: str) -> bool:
+    """Whether an implementation has kernels that draw tokens."""
+    return impl == "native" or has_kernels(impl)
 
 
 def sums(impl: str) -> Sums | None:
@@ -56,6 +62,9 @@ def draw(
 
     Args: as in `noisy_weights`.
     """
+    if impl == "native":
+        how = native.Draws(settings, positions, logits.shape[1], independent=False)
+        return native.draw(logits.astype(jnp.float32), how, asked=draws)
     noisy = noisy_weights(logits, settings, positions=positions, draws=draws, impl=impl)
     return jnp.where(draws, _highest(noisy, impl), 0)
 

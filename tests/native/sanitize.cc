@@ -402,6 +402,23 @@ struct SomeDraws {
   }
 };
 
+// Rows that take the highest logit, are not asked, and draw.
+void check_draws(int64_t N) {
+  auto logits = normal<float>(3 * N, 3.0f);
+  bool asked[] = {true, false, true};
+  Array<int32_t> tokens(3);
+  SomeDraws how(1, N);
+  Draws draws = how.draws(N, false);
+  draws.log_weights = nullptr;
+  LatePool pool;
+  Team<LatePool> team(pool);
+  draw_tokens(team, draws, logits.data(), asked, 3, N, tokens.data());
+  const float* highest = std::max_element(logits.data(), logits.data() + N);
+  auto what = "draws " + std::to_string(N);
+  expect(tokens[0] == highest - logits.data() && tokens[1] == 0, what);
+  expect(tokens[2] >= 0 && tokens[2] < N, what);
+}
+
 // Rows of two slots, one of which is none, drawn or not, and of a third that sits out.
 void check_children(int64_t N, int64_t most) {
   constexpr int64_t S = 3, width = 2, V = 5000;
@@ -782,6 +799,7 @@ int main(int count, char** arguments) {
   spec_jax::check_full_pool(false);
   spec_jax::check_exp();
   spec_jax::check_noise();
+  for (int64_t N : {1, 7, 1024, 2049}) spec_jax::check_draws(N);
   for (int64_t N : {1, 7, 1024, 2049}) spec_jax::check_children(N, std::min<int64_t>(N, 4));
   spec_jax::check_grid<float>();
   spec_jax::check_grid<spec_jax::bf16>();

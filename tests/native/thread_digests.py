@@ -10,13 +10,15 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import native_oracle as oracle
 import numpy as np
 import random_weights
 import test_native_head
 import test_native_step
 
-from spec_jax.native import calls
+from spec_jax.native import calls, draws
+from spec_jax.rules import sampling
 
 
 K, N = 96, 1500  # several chunks of weight rows for each thread
@@ -74,6 +76,15 @@ def computations(rng):
         )
         step = functools.partial(test_native_head.run, config, params)
         yield f"head {dtype}", step, {"live": 6}
+
+    logits = oracle.normal(rng, (5, 3000), "float32")
+    settings = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (5,)),
+        sampling.make_settings(temperature=1.0, top_p=0.9, seed=4),
+    )
+    how = draws.Draws(settings, jnp.arange(5), 3000, independent=False)
+    draw = jax.jit(lambda logits: draws.draw(logits, how, asked=jnp.ones(5, bool)))
+    yield "draw", draw, {"logits": logits}
 
 
 def split_over_threads(x, w, pieces: int):
