@@ -8,13 +8,13 @@
     (e) transformers  the same weights in Hugging Face transformers
     (f) compile       compile times, and launches of each program
 
-Start it from the root of the repository, where nothing needs to be installed but its
-dependencies: `python -m experiments.gpu_report`.
-
-Each call is one of the other scripts, in a process of its own with a share of the time;
-rows are written as they are known, and what a call prints goes into report.md. Weights
-are random and made on the device. Programs are compiled once for all calls, and kept
-below --out. Without a GPU only --dry-run works: it traces and lowers all programs.
+Each call is one of the other scripts, in a process of its own with a share of the time.
+The most telling come first, and as many are made as the time is enough for: ten in
+nine minutes. Rows are written as they are known; what a call prints is in report.md.
+Weights are random and made on the device. Programs are compiled once for all calls, and
+kept below --out. Start it from the root of the repository, where nothing needs to be
+installed but its dependencies: `python -m experiments.gpu_report`. Without a GPU only
+--dry-run works: it traces and lowers all programs.
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
 
@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import time
@@ -54,7 +55,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --quick  fewer repeats, plans and contexts
         --impl NAME=triton  kernels of steps and rounds; those of triton and mosaic are
             measured at the shapes of Qwen3 whatever this is
-        --list  say what would be called, and call nothing
+        --list  say what could be called, in order, and call nothing
         --dry-run  run nothing, and need no GPU: trace and lower all programs
         --out FOLDER  rows of each call, what it printed, report.md and compiled
             programs (default: experiments/results/gpu)
@@ -76,7 +77,7 @@ def _sections(text: str) -> tuple[str, ...]:
 
 
 def chosen(args: argparse.Namespace) -> list[gpu_calls.Call]:
-    """The calls that are asked for.
+    """The calls that are asked for, in order.
 
     Raises:
       ValueError: there are none.
@@ -95,6 +96,12 @@ def chosen(args: argparse.Namespace) -> list[gpu_calls.Call]:
             "--list names them all"
         )
     return calls
+
+
+def affordable(calls: Sequence[gpu_calls.Call], budget_s: float) -> int:
+    """How many calls, one after another, the time is enough for; one at least."""
+    ends = itertools.accumulate(call.seconds for call in calls)
+    return max(1, sum(end <= budget_s for end in ends))
 
 
 def run_call(
@@ -160,11 +167,18 @@ def compare(folder: pathlib.Path, calls: Sequence[gpu_calls.Call]) -> dict[str, 
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """All calls, in turn; writes the report after each of them.
+    """The calls, in turn; writes the report after each of them.
 
     What a call does not use of its time goes to those after it.
     """
     calls = chosen(args)
+    if not args.dry_run:
+        count = affordable(calls, args.budget)
+        if calls[count:]:
+            needed_s = sum(call.seconds for call in calls)
+            print(f"{count} of {len(calls)} calls, for which the time is enough; "
+                  f"--budget {needed_s:.0f} is enough for all", flush=True)  # fmt: skip
+        calls = calls[:count]
     args.out.mkdir(parents=True, exist_ok=True)
     started, rows = time.monotonic(), [{"kind": "versions", **processes.versions()}]
     waiting = list(calls)

@@ -31,44 +31,43 @@ HALF = "half"
 XLA_FLAGS = "--xla_enable_command_buffers_during_profiling=true"
 """Of every call: a trace is to show the launches that are timed."""
 
-# Section, share of the time, name, command; then flags of XLA, variables, or a mark.
+# Section, seconds, name, command; then flags of XLA, variables, or a mark. Until a call
+# measures anything 8 to 25 s go by (H200, jax 0.11).
 _CALLS = """
-0 | 25 | each kernel once 0.6b | {kernels_0.6b} --check once --contexts 128
+0 | 20 | each kernel once 0.6b | {kernels_0.6b} --check once --contexts 128
 0 | 25 | a step 0.6b | {small} --contexts 128 --repeats 3 --trace {out}/trace
-a | 40 | rows of kernels 0.6b | {kernels_0.6b} --check rows {checked} | anew
-a | 40 | rows of kernels 8b | {kernels_8b} --check rows {checked}
-a | 15 | each kernel once 8b | {kernels_8b} --check once --contexts 300 | anew
-a | 40 | exactness | exactness --prompts 4 --gen-tokens 32 --gamma 4 --impl {pair}
-b | 25 | kernels 8b | {kernels_8b} {turns} --rows 1,5,16
-b | 12 | 32 and 64 rows 8b | {kernels_8b} {turns} --rows 16,32,64 {products}
-b | 30 | plans 8b | {kernels_8b} {turns} --rows 5 {plans} {products}
-b | 25 | kernels 0.6b | {kernels_0.6b} {turns} --rows 1,5,16
-b | 12 | 32 and 64 rows 0.6b | {kernels_0.6b} {turns} --rows 16,32,64 {products}
-b | 30 | plans 0.6b | {kernels_0.6b} {turns} --rows 5 {plans} {products}
-b | 30 | plans of attention 8b | {kernels_8b} {turns} --rows 5 {plans} {attention}
-c | 60 | steps 8b | {large} {all} --trace {out}/trace
-c | 30 | steps 0.6b | {small} {all}
-c | 40 | steps 8b, {other} | {large_other} {all} --trace {out}/trace-{other}
-c | 20 | steps 0.6b, {other} | {small_other} {all}
-c | 12 | no early launch 0.6b | {small} {brief} | {not_early}
-c | 25 | no early launch 8b | {large} {brief} | {not_early}
-c | 25 | no early launch 8b, {other} | {large_other} {brief} | {not_early}
-c | 12 | no programmatic launch 0.6b | {small} {brief} | {no_pdl}
-c | 25 | no programmatic launch 8b | {large} {brief} | {no_pdl}
-c | 12 | loops in command buffers 0.6b | {small} {brief} | {loops}
-c | 25 | loops in command buffers 8b | {large} {brief} | {loops}
-c | 20 | sampling 8b | {large} {brief} --temperature 0.7 --top-k 20 --top-p 0.8
-d | 20 | rounds gamma 4 | {large} {forced} --gammas 4
-d | 15 | rounds gamma 4, {other} | {large_other} {forced} --gammas 4
-d | 12 | rounds gamma 2 | {large} {forced} --gammas 2
-d | 12 | rounds gamma 1 | {large} {forced} --gammas 1
-d | 12 | rounds gamma 3 | {large} {forced} --gammas 3
-d | 12 | rounds gamma 5 | {large} {forced} --gammas 5
-d | 12 | rounds gamma 6 | {large} {forced} --gammas 6
-d | 12 | rounds gamma 7 | {large} {forced} --gammas 7
-d | 25 | rounds of the embedded pair | spec_round --prompts 5 --impl {pair}
-e | 50 | transformers 8b | {compared} --impl {impl} {presets} {one} | half
-e | 40 | transformers, embedded pair | {compared} --impl {pair} | half
+a | 60 | rows of kernels 0.6b | {kernels_0.6b} --check rows {checked} | anew
+a | 50 | exactness | exactness --prompts 4 --gen-tokens 32 --gamma 4 --impl {pair}
+c | 90 | steps 8b | {large} {all} --trace {out}/trace
+c | 50 | steps 0.6b | {small} {all}
+d | 50 | rounds gamma 4 | {large} {forced} --gammas 4
+d | 40 | rounds gamma 2 | {large} {forced} --gammas 2
+d | 35 | rounds of the embedded pair | spec_round --prompts 5 --impl {pair}
+e | 80 | transformers 8b | {compared} --impl {impl} {presets} {one} | half
+a | 60 | rows of kernels 8b | {kernels_8b} --check rows {checked}
+a | 25 | each kernel once 8b | {kernels_8b} --check once --contexts 300 | anew
+b | 45 | kernels 8b | {kernels_8b} {turns} --rows 1,5,16,32,64
+b | 40 | kernels 0.6b | {kernels_0.6b} {turns} --rows 1,5,16,32,64
+b | 90 | plans 8b | {kernels_8b} {turns} --rows 5 {plans} {products}
+b | 80 | plans 0.6b | {kernels_0.6b} {turns} --rows 5 {plans} {products}
+b | 60 | plans of attention 8b | {kernels_8b} {turns} --rows 5 {plans} {attention}
+c | 70 | steps 8b, {other} | {large_other} {all} --trace {out}/trace-{other}
+c | 50 | steps 0.6b, {other} | {small_other} {all}
+c | 25 | no early launch 0.6b | {small} {brief} | {not_early}
+c | 35 | no early launch 8b | {large} {brief} | {not_early}
+c | 35 | no early launch 8b, {other} | {large_other} {brief} | {not_early}
+c | 25 | no programmatic launch 0.6b | {small} {brief} | {no_pdl}
+c | 35 | no programmatic launch 8b | {large} {brief} | {no_pdl}
+c | 25 | loops in command buffers 0.6b | {small} {brief} | {loops}
+c | 35 | loops in command buffers 8b | {large} {brief} | {loops}
+c | 35 | sampling 8b | {large} {brief} --temperature 0.7 --top-k 20 --top-p 0.8
+d | 40 | rounds gamma 4, {other} | {large_other} {forced} --gammas 4
+d | 30 | rounds gamma 1 | {large} {forced} --gammas 1
+d | 30 | rounds gamma 3 | {large} {forced} --gammas 3
+d | 30 | rounds gamma 5 | {large} {forced} --gammas 5
+d | 30 | rounds gamma 6 | {large} {forced} --gammas 6
+d | 30 | rounds gamma 7 | {large} {forced} --gammas 7
+e | 60 | transformers, embedded pair | {compared} --impl {pair} | half
 f | 45 | compile 8b | {large} --dry-run --contexts 128 32768 | anew
 """
 
@@ -91,8 +90,8 @@ _WORDS = {
     "loops": "--xla_gpu_enable_command_buffer=+WHILE",
     "turns": "--repeats 20",
     "plans": "--plans 12",
-    "all": "--repeats 10 --contexts 128 1024 4096 16384 32768 "
-    "--rows 1,2,3,4,5,6,7,8 --prefill 128,1024,4096",
+    "all": "--repeats 10 --contexts 128 1024 4096 16384 --rows 1,2,4,5,8 "
+    "--prefill 128,1024",
     "forced": "--no-steps --contexts 128 --forced 0.39,0.6,0.8 --gen-tokens 128 "
     "--repeats 5",
 }
@@ -112,7 +111,7 @@ class Call:
     name: str  # unique
     script: str
     arguments: tuple[str, ...]  # `{out}` in them is the folder of the report
-    seconds: float  # its share of the time, relative to those of the calls after it
+    seconds: float  # that it needs; it may have more where others leave it
     xla_flags: str = ""  # besides those that are set
     variables: tuple[str, ...] = ()  # of the environment: NAME=VALUE
     marks: tuple[str, ...] = ()  # `ANEW` and `HALF`

@@ -2,6 +2,7 @@
 
 It walks its columns of the weights once, for up to 64 rows. What is asked for comes by
 TMA into the shared memory of a stage, and a barrier of the stage says that it is there.
+Rows are normed by a kernel before this one, as on Triton and for its reason.
 """
 
 import functools
@@ -13,10 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from spec_jax.pallas import rms_norm_mosaic, slab, warpgroup
+from spec_jax.pallas import slab, warpgroup
 
 
-NORMED_AT_ONCE = 4  # rows whose squares are in flight together
 ROWS_OF_COPY = 8  # as high as the tiles of an operand
 
 
@@ -29,7 +29,6 @@ class Walk(NamedTuple):
     num_columns: int  # of each part
     steps: int
     stages: int
-    eps: float | None  # of the norm; None: there is none
     has_residual: bool
 
     @property
@@ -38,11 +37,6 @@ class Walk(NamedTuple):
         sizes = ROWS_OF_COPY, 2 * ROWS_OF_COPY, 4 * ROWS_OF_COPY
         return [*(size for size in sizes if size < self.height), self.height]
 
-    @property
-    def has_norm(self) -> bool:
-        """Whether rows are normed here."""
-        return self.eps is not None
-
 
 class Refs(NamedTuple):
     """What a program reads, writes and holds in shared memory; None is not there."""
@@ -50,15 +44,12 @@ class Refs(NamedTuple):
     x: Any  # [R, K]
     w: Any  # [parts * N, K]
     num_active: Any  # [1]
-    norm: Any  # [K]
     residual: Any  # [R, N]
     out: Any  # [R, N]
     x_blocks: Any  # [stages, 64, block_k]
     w_blocks: Any  # [stages, columns, block_k]
     loaded: Any  # barriers, one for each stage
     out_tile: Any  # [64, block_n]
-    norm_blocks: Any  # [stages, block_k]
-    scales: Any  # [64] float32, of the rows
     added_tile: Any  # [64, block_n], of the residual
     added: Any  # its barrier
 
@@ -66,8 +57,7 @@ class Refs(NamedTuple):
 def _refs(refs, walk) -> Refs:
     """What a kernel is given, in order."""
     refs = iter(refs)
-    has = dict.fromkeys(("norm", "norm_blocks", "scales"), walk.has_norm)
-    has |= dict.fromkeys(("residual", "added_tile", "added"), walk.has_residual)
+    has = dict.fromkeys(("residual", "added_tile", "added"), walk.has_residual)
     return Refs._make(
         next(refs) if has.get(name, True) else None for name in Refs._fields
     )
@@ -81,7 +71,7 @@ def load_first(refs: Sequence[Any], walk: Walk) -> None:
 
 
 def _load_weights(refs, walk, step):
-    """Asks for the weights of a step, of the product and of the norm."""
+    """Asks for the weights of a step."""
     block_n, block_k = walk.plan.block_n, walk.plan.block_k
     first = jax.lax.axis_index("n") * block_n
     stage, terms = jax.lax.rem(step, walk.stages), pl.ds(step * block_k, block_k)
@@ -90,9 +80,6 @@ def _load_weights(refs, walk, step):
         own = pl.ds(first + part * walk.num_columns, block_n)
         block = refs.w_blocks.at[stage, pl.ds(part * block_n, block_n)]
         plgpu.copy_gmem_to_smem(refs.w.at[own, terms], block, ready)
-    if walk.has_norm:
-        block = refs.norm_blocks.at[stage]
-        plgpu.copy_gmem_to_smem(refs.norm.at[terms], block, ready)
 
 
 def _load_rows(refs, walk, num_live, step):
@@ -139,8 +126,6 @@ def multiply(refs: Sequence[Any], walk: Walk) -> None:
             plgpu.copy_gmem_to_smem(source, block, refs.added)
 
         _load_live(load_residual, walk, num_live)
-    if walk.has_norm:
-        _find_scales(refs, num_live, walk.eps)
 
     def load(step):
         _load_weights(refs, walk, step)
@@ -176,35 +161,6 @@ def _store_live(tile, out, first, num_live, columns):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _find_scales(refs, num_live, eps):
-    """Finds what each live row of a slab is scaled by; the others have anything."""
-
-    def find(turn, _):
-        """The next rows; the last one more than once."""
-        first = turn * NORMED_AT_ONCE
-        rows = [jnp.minimum(first + i, num_live - 1) for i in range(NORMED_AT_ONCE)]
-        layout = warpgroup.line(refs.x.shape[1])
-        loaded = [warpgroup.load(refs.x.at[row], layout) for row in rows]
-        for row, x in zip(rows, loaded, strict=True):
-            refs.scales[row] = rms_norm_mosaic.scale_of(x, eps)
-
-    turns = jax.lax.div(num_live + NORMED_AT_ONCE - 1, NORMED_AT_ONCE)
-    jax.lax.fori_loop(0, turns, find, None)
-
-
-def _norm_block(refs, stage):
-    """Norms a block of rows where it lies."""
-    block = refs.x_blocks.at[stage]
-    scale = warpgroup.load(refs.scales, warpgroup.OF_ROW)
-    weight = warpgroup.load(refs.norm_blocks.at[stage], warpgroup.OF_COLUMN)
-    block[...] = rms_norm_mosaic.normed(
-        warpgroup.load(block, warpgroup.TABLE),
-        warpgroup.of_rows(scale, block.shape),
-        warpgroup.of_columns(weight, block.shape),
-    )
-    plgpu.commit_smem()
-
-
 def _total(refs, load, walk):
     """The sums of a program, float32 `[64, columns]`: block after block of k."""
 
@@ -214,8 +170,6 @@ def _total(refs, load, walk):
         def add(step, _):
             stage = jax.lax.rem(step, walk.stages)
             plgpu.barrier_wait(refs.loaded.at[stage])
-            if walk.has_norm:
-                _norm_block(refs, stage)
             block = warpgroup.transposed(refs.w_blocks.at[stage])
             plgpu.wgmma(sums_ref, refs.x_blocks.at[stage], block)
             # All but the last are done: the stage before is free.

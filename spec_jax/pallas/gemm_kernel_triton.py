@@ -3,6 +3,8 @@
 It walks its columns of the weights once, for up to `slab.MOST_ROWS` rows, in tiles of
 16: each block is multiplied by one tile after the other, a product of its own for each.
 A row's sums are the same products in the same order whatever the number of tiles.
+Nothing is done to a block between shared memory and the tensor cores: to norm the rows
+here cost 10 of 25 us at 50 MB of weights (H200), and a kernel before this one takes 3.
 """
 
 import dataclasses
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import early_launch, row_norm, slab
+from spec_jax.pallas import early_launch, slab
 
 
 class Refs(NamedTuple):
@@ -22,7 +24,6 @@ class Refs(NamedTuple):
 
     num_active: Any  # [1]
     x: Any  # [16 tiles, K]
-    norm: Any  # [K] or None
     weights: list[Any]  # one, or the gate's and up's: [block_n, K] or [K, block_n]
     residual: Any  # [16 tiles, block_n] or None
     outs: list[Any]  # [16 tiles, block_n] one, or where K is split one for each weight
@@ -40,7 +41,6 @@ class Walk:
     num_columns: int
     num_terms: int
     transposed: bool
-    eps: float
     interpret: bool
 
     @property
@@ -60,22 +60,9 @@ def multiply(*refs: Any, walk: Walk) -> None:
     is_row = is_row + jnp.arange(slab.ROWS)
     tiles = range(0, height, slab.ROWS)
     active = [is_row + tile < refs.num_active[0] for tile in tiles]
-    scales: list[jax.Array | None] = [None for _ in tiles]
-    if refs.norm is not None:
-        scales = [
-            row_norm.scales(
-                refs.x,
-                refs.num_active[0] - first_row - tile,
-                first_row=tile,
-                num_terms=walk.num_terms,
-                block=plan.block_k,
-                eps=walk.eps,
-            )
-            for tile in tiles
-        ]
-    rows = list(zip(tiles, active, scales, strict=True))
+    rows = list(zip(tiles, active, strict=True))
     sums = _sums(refs, walk, rows, in_columns)
-    for (tile, is_active, _), parts in zip(rows, sums, strict=True):
+    for (tile, is_active), parts in zip(rows, sums, strict=True):
         at = pl.ds(tile, slab.ROWS)
         if plan.splits > 1:
             for out_ref, total in zip(refs.outs, parts, strict=True):
@@ -91,46 +78,22 @@ def _sums(refs, walk, rows, in_columns):
     plan, num_terms = walk.plan, walk.num_terms
     num_blocks = num_terms // plan.block_k // plan.splits
     first_block = pl.program_id(2) * num_blocks if plan.splits > 1 else 0
-    norms = functools.partial(_norm_weights, refs.norm, walk)
     add_block = functools.partial(_add_block, refs, walk, rows, in_columns)
 
-    def whole_block(block, carry):
-        sums, norm = carry
-        # Too few bytes for the pipeline: these are asked for a block ahead.
-        coming = first_block + jnp.minimum(block + 1, num_blocks - 1)
-        ahead = norms(coming * plan.block_k, False)
-        start = (first_block + block) * plan.block_k
-        return add_block(sums, norm, start, False), ahead
+    def whole_block(block, sums):
+        return add_block(sums, (first_block + block) * plan.block_k, False)
 
     zeros = jnp.zeros((slab.ROWS, plan.block_n), jnp.float32)
     parts = (zeros,) * len(refs.weights)
     sums = ((parts,) * plan.chains,) * len(rows)
     if num_blocks:
-        begun = sums, norms(first_block * plan.block_k, False)
-        sums, _ = jax.lax.fori_loop(0, num_blocks, whole_block, begun)
+        sums = jax.lax.fori_loop(0, num_blocks, whole_block, sums)
     if num_terms % plan.block_k:
-        start = num_blocks * plan.block_k
-        sums = add_block(sums, norms(start, True), start, True)
+        sums = add_block(sums, num_blocks * plan.block_k, True)
     return [functools.reduce(slab.each_added, chains) for chains in sums]
 
 
-def _norm_weights(norm_ref, walk, start, is_ragged):
-    """The norm's weights of one block of k, for each chain."""
-    found: list[jax.Array | None] = []
-    for chain in range(walk.plan.chains):
-        first = start + chain * walk.width
-        if norm_ref is None:
-            found.append(None)
-        elif is_ragged:
-            mask = first + jnp.arange(walk.width) < walk.num_terms
-            view = norm_ref.at[pl.ds(first, walk.width)]
-            found.append(plt.load(view, mask=mask, other=0))
-        else:
-            found.append(norm_ref[pl.ds(first, walk.width)])
-    return tuple(found)
-
-
-def _add_block(refs, walk, rows, in_columns, sums, norm, start, is_ragged):
+def _add_block(refs, walk, rows, in_columns, sums, start, is_ragged):
     """Adds one block of k to the sum of each chain, of each of `rows`."""
     added: list[list[tuple[jax.Array, ...]]] = [[] for _ in rows]
     for chain in range(walk.plan.chains):
@@ -143,11 +106,9 @@ def _add_block(refs, walk, rows, in_columns, sums, norm, start, is_ragged):
             _load_weights(ref, walk, terms, in_terms, in_columns)
             for ref in refs.weights
         ]
-        for number, (tile, is_active, scales) in enumerate(rows):
+        for number, (tile, is_active) in enumerate(rows):
             view = refs.x.at[pl.ds(tile, slab.ROWS), terms]
             x = slab.load(view, is_active, in_terms)
-            if scales is not None:
-                x = row_norm.normed(x, scales, norm[chain], interpret=walk.interpret)
             products = [plt.dot(x, each) for each in weights]
             added[number].append(slab.each_added(sums[number][chain], products))
     return tuple(map(tuple, added))

@@ -69,15 +69,22 @@ def write_rows(
     lay: plan.Layout,
     eps: float,
 ) -> None:
-    """Puts the keys, turned, and the values of one head to the tokens of the pool."""
-    num_kv = k_ref.shape[1]
+    """Puts the keys, turned, and the values of one head to the tokens of the pool.
+
+    All rows that there are are read, so that no load waits for `is_stored`.
+    """
+    num_kv, is_row = k_ref.shape[1], rows < refs.heads.shape[0]
     key_head = num_kv * lay.group + kv_head
+    column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
+    inside = column < lay.head_dim
+    source = refs.heads.at[rows[:, None], key_head + num_kv, column]
+    value = plt.load(source, mask=is_row[:, None] & inside, other=0.0)
     keys = turned(
         refs,
         refs.k_norm,
         rows=rows,
         heads=jnp.broadcast_to(key_head, rows.shape),
-        mask=is_stored,
+        mask=is_row,
         lay=lay,
         eps=eps,
     )
@@ -88,11 +95,7 @@ def write_rows(
     for start, part in zip((0, half), keys, strict=True):
         place = k_ref.at[at, kv_head, lane + start]
         plt.store(place, part, mask=stored & (lane < half))
-    column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
-    mask = stored & (column < lay.head_dim)
-    source = refs.heads.at[rows[:, None], key_head + num_kv, column]
-    value = plt.load(source, mask=mask, other=0.0)
-    plt.store(v_ref.at[at, kv_head, column], value, mask=mask)
+    plt.store(v_ref.at[at, kv_head, column], value, mask=stored & inside)
 
 
 def norm_and_rotate(x, weights, turn, head_dim, eps, dtype):

@@ -147,7 +147,7 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
     kv_head, worker = pl.program_id(0), pl.program_id(1)
     num_jobs = refs.jobs.job_ends[refs.out.shape[0] - 1]
     turns = div(num_jobs - worker + workers - 1, workers)
-    _write(refs, kv_head, worker == 0, turns > 0, lay, eps, interpret)
+    _write(refs, kv_head, turns > 0, lay, eps, interpret)
     barrier = (lambda: None) if interpret else plt.debug_barrier
     barrier()  # All threads of the program see what was written.
 
@@ -158,36 +158,49 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
         query = jnp.arange(lay.tile_rows * lay.heads, dtype=jnp.int32)
         rows = tile * lay.tile_rows + div(query, lay.heads)
         heads = rem(query, lay.heads)
-        mine = (heads < lay.group) & _takes_part(rows, job, refs.jobs)
+        is_query = (heads < lay.group) & (rows < refs.out.shape[0])
         at = {"kv_head": kv_head, "rows": rows, "heads": heads}
         queries = head_rotation.turned(
             refs.heads,
             refs.heads.q_norm,
             rows=rows,
             heads=kv_head * lay.group + heads,
-            mask=mine,
+            # Also those that the job is not for: no load waits for who they are.
+            mask=is_query,
             lay=lay,
             eps=eps,
         )
         sums = _attend_split(
             refs, queries, kv_head, job, page_size, scale, lay, config.block
         )
-        split_sums.store(refs.splits, sums, **at, split=job.split, mask=mine)
-        barrier()  # All threads have stored: the program may say so.
-        one = jnp.minimum(job.end, 1)  # A constant here cannot be interpreted.
-        done = plt.atomic_add(refs.jobs.done, (kv_head, tile), one)
+        mine = is_query & _takes_part(rows, job, refs.jobs)
+        of_tile = row_jobs.jobs_of_tile(tile, refs.jobs, lay.tile_rows)
 
-        @pl.when(done == row_jobs.jobs_of_tile(tile, refs.jobs, lay.tile_rows) - 1)
+        @pl.when(of_tile == 1)
         def _():
-            _finish_tile(refs, **at, lay=lay, split=config.split)
-            refs.jobs.done[kv_head, tile] = 0
+            out = split_sums.normed(split_sums.alone(sums))
+            _store_tile(refs, out, **at, mask=mine, lay=lay)
+
+        @pl.when(of_tile > 1)
+        def _():
+            split_sums.store(refs.splits, sums, **at, split=job.split, mask=mine)
+            barrier()  # All threads have stored: the program may say so.
+            one = jnp.minimum(job.end, 1)  # A constant here cannot be interpreted.
+            done = plt.atomic_add(refs.jobs.done, (kv_head, tile), one)
+
+            @pl.when(done == of_tile - 1)
+            def _():
+                _finish_tile(refs, **at, is_query=is_query, lay=lay, split=config.split)
+                refs.jobs.done[kv_head, tile] = 0
 
         return carry
 
     jax.lax.fori_loop(0, turns, do_job, 0)
+    # The last worker is the first that has no jobs.
+    _lose(refs, kv_head, worker == workers - 1, lay)
 
 
-def _write(refs, kv_head, is_first, has_jobs, lay, eps, interpret):
+def _write(refs, kv_head, has_jobs, lay, eps, interpret):
     """Puts the rows' keys and values to their pages, where the program has jobs."""
     R = refs.out.shape[0]
     group = jnp.arange(slab.ROWS, dtype=jnp.int32)
@@ -207,7 +220,6 @@ def _write(refs, kv_head, is_first, has_jobs, lay, eps, interpret):
             lay=lay,
             eps=eps,
         )
-        _lose(refs, kv_head, rows, is_first, lay)
 
 
 def _attend_split(refs, queries, kv_head, job, page_size, scale, lay, block):
@@ -241,36 +253,42 @@ def _attend_split(refs, queries, kv_head, job, page_size, scale, lay, block):
     return jax.lax.fori_loop(0, blocks, attend_block, begun)[1]
 
 
-def _finish_tile(refs, *, kv_head, rows, heads, lay, split):
+def _finish_tile(refs, *, kv_head, rows, heads, is_query, lay, split):
     """Adds the splits of a tile's rows, and stores what is attended."""
-    R, N, _ = refs.out.shape
-    is_query = (heads < lay.group) & (rows < R)
     lengths = plt.load(refs.jobs.lengths.at[rows], mask=is_query, other=0)
     counts = div(jnp.maximum(lengths, 0) + split - 1, split)
-    out = split_sums.combine(
-        refs.splits, kv_head=kv_head, rows=rows, heads=heads, counts=counts
-    )
+    at = {"kv_head": kv_head, "rows": rows, "heads": heads}
+    out = split_sums.combine(refs.splits, **at, counts=counts)
+    _store_tile(refs, out, **at, mask=counts > 0, lay=lay)
+
+
+def _store_tile(refs, out, *, kv_head, rows, heads, mask, lay):
+    """Stores what the queries of a tile have attended, where `mask` is true."""
     # What is not stored points past the heads: no two queries to one place.
-    head = jnp.where(is_query, kv_head * lay.group + heads, N)[:, None]
+    past = refs.out.shape[1]
+    head = jnp.where(mask, kv_head * lay.group + heads, past)[:, None]
     column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
-    mask = (counts > 0)[:, None] & (column < lay.head_dim)
     at = refs.out.at[rows[:, None], head, column]
+    mask = mask[:, None] & (column < lay.head_dim)
     plt.store(at, out.astype(refs.out.dtype), mask=mask)
 
 
-def _lose(refs, kv_head, rows, is_first, lay):
+def _lose(refs, kv_head, is_last, lay):
     """Stores NaN for the rows that have no pages: no job is theirs."""
     R = refs.out.shape[0]
-    lengths = plt.load(refs.jobs.lengths.at[rows], mask=rows < R, other=0)
-    is_lost = lengths == row_jobs.LOST
     column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
-    mask = is_lost[:, None] & (column < lay.head_dim)
 
-    @pl.when(is_first & (jnp.max(is_lost.astype(jnp.int32)) > 0))
+    @pl.when(is_last)
     def _():
-        for head in range(lay.group):
-            at = refs.out.at[rows[:, None], kv_head * lay.group + head, column]
-            plt.store(at, jnp.full(mask.shape, jnp.nan, refs.out.dtype), mask=mask)
+        for first in range(0, R, slab.ROWS):
+            rows = first + jnp.arange(slab.ROWS, dtype=jnp.int32)
+            lengths = plt.load(refs.jobs.lengths.at[rows], mask=rows < R, other=0)
+            is_lost = (lengths == row_jobs.LOST)[:, None]
+            mask = is_lost & (column < lay.head_dim)
+            nothing = jnp.full(mask.shape, jnp.nan, refs.out.dtype)
+            for head in range(lay.group):
+                at = refs.out.at[rows[:, None], kv_head * lay.group + head, column]
+                plt.store(at, nothing, mask=mask)
 
 
 def _find_job(number, jobs, split) -> row_jobs.Job:

@@ -2,9 +2,6 @@
 
 A program reads its row once, 2 D bytes, and writes it once. The squares of a row are
 summed in one order, whatever is beside it. Programs of padding rows read nothing.
-
-A product of one slab norms its rows itself (`skinny_gemm_mosaic`), to the same bits:
-squares of bfloat16 are exact in float32, and are added in this order there too.
 """
 
 import jax
@@ -46,7 +43,9 @@ def rms_norm(
                 warpgroup.load(ref, warpgroup.line(D))
                 for ref in (x_ref.at[row], weight_ref)
             )
-            out_ref[row] = normed(x, scale_of(x, eps), weight)
+            wide = x.astype(jnp.float32)
+            scale = jax.lax.rsqrt(jnp.sum(wide * wide) / D + eps)
+            out_ref[row] = (wide * scale).astype(x.dtype) * weight
 
     return warpgroup.kernel(
         rms_norm,
@@ -54,14 +53,3 @@ def rms_norm(
         grid={"r": R},
         interpret=interpret,
     )(num_active.reshape(1), x, weight)
-
-
-def scale_of(x: jax.Array, eps: float) -> jax.Array:
-    """What a row is scaled by: float32, one over the root of its mean square."""
-    wide = x.astype(jnp.float32)
-    return jax.lax.rsqrt(jnp.sum(wide * wide) / x.size + eps)
-
-
-def normed(x: jax.Array, scale: jax.Array, weight: jax.Array) -> jax.Array:
-    """Rows, or a part of them, with the roundings of `ops.rms_norm`."""
-    return (x.astype(jnp.float32) * scale).astype(x.dtype) * weight

@@ -13,15 +13,10 @@ makes the rows has ended. Of the rows the first 8, 16, 32 or all are read, as ma
 cover the active ones; only the active ones are written.
 
 As in `skinny_gemm_triton`, a plan is a function of the weight's shape alone.
-
-A program norms the rows of a slab for itself: it finds their scales, `2 * K` bytes of
-an active row from the L2 cache, while the first weights are on their way, and turns
-each block of rows in shared memory. Of more rows than a slab each program would wait
-for too long: these are normed by a kernel of their own, `rms_norm_mosaic`, alike.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,8 +86,8 @@ def project(
     """See `ops.projection.project`. Padding rows are uninitialised.
 
     Args:
-      w, norm: not results of an operation in the same program, which may still be at
-        it: they are read before the kernel waits for others.
+      w: no result of an operation in the same program, which may still be at it: it is
+        read before the kernel waits for others.
       interpret: False, or jax's `InterpretGPUParams()`; `True` interprets no copies.
 
     Raises:
@@ -107,9 +102,9 @@ def project(
     )  # fmt: skip
     if residual is not None:
         residual = slab.padded(residual)
-    how = _Norm(norm, num_active, eps)
-    y = _multiply(x, w, how, residual, plan=plan or plan_for(N, K), parts=1,
-                  out_dtype=out_dtype, interpret=interpret)  # fmt: skip
+    x = _rows(x, norm, num_active=num_active, eps=eps, interpret=interpret)
+    y = _multiply(x, w, residual, num_active=num_active, plan=plan or plan_for(N, K),
+                  parts=1, out_dtype=out_dtype, interpret=interpret)  # fmt: skip
     return y[:R]
 
 
@@ -126,7 +121,7 @@ def gate(
     """See `ops.gated_projection.gated_projection`. Padding rows are uninitialised.
 
     Args:
-      w, norm: as in `project`.
+      w: as in `project`.
       interpret: as in `project`.
 
     Raises:
@@ -138,32 +133,27 @@ def gate(
         x, w, (2 * F, K), num_columns=F, num_active=num_active, norm=norm,
         residual=None, out_dtype=x.dtype,
     )  # fmt: skip
-    how = _Norm(norm, num_active, eps)
-    y = _multiply(x, w, how, None, plan=plan or plan_for(2 * F, K, parts=2), parts=2,
+    x = _rows(x, norm, num_active=num_active, eps=eps, interpret=interpret)
+    y = _multiply(x, w, None, num_active=num_active,
+                  plan=plan or plan_for(2 * F, K, parts=2), parts=2,
                   out_dtype=x.dtype, interpret=interpret)  # fmt: skip
     return y[:R]
 
 
-class _Norm(NamedTuple):
-    """How rows are normed before they are multiplied."""
+def _rows(x, norm, *, num_active, eps, interpret):
+    """`x` in whole slabs, normed by `norm` unless that is None."""
+    x = slab.padded(x)
+    if norm is None:
+        return x
+    how = {"num_active": num_active, "eps": eps, "interpret": interpret}
+    return rms_norm_mosaic.rms_norm(x, norm, **how)
 
-    weight: jax.Array | None  # [K]; None: not at all
-    num_active: jax.Array  # [] int32
-    eps: float
 
-
-def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
+def _multiply(x, w, residual, *, num_active, plan, parts, out_dtype, interpret):
     """The kernel: `[16 n, N]`, of the columns of one of the parts of `w`."""
-    x, (num_columns, K) = slab.padded(x), w.shape
-    R, N = x.shape[0], num_columns // parts
+    R, (num_columns, K) = x.shape[0], w.shape
+    N = num_columns // parts
     check_plan(plan, num_columns, K, parts=parts)
-    # Rows that are not whole warpgroups are for that kernel to refuse.
-    if norm.weight is not None and (R > slab.ROWS or K % warpgroup.THREADS):
-        x = rms_norm_mosaic.rms_norm(
-            x, norm.weight, num_active=norm.num_active, eps=norm.eps,
-            interpret=interpret,
-        )  # fmt: skip
-        norm = norm._replace(weight=None)
     height, stages = slab.height(R), min(plan.stages, K // plan.block_k)
     tile = warpgroup.ROWS, plan.block_n
     width = parts * plan.block_n
@@ -174,25 +164,17 @@ def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
         num_columns=N,
         steps=K // plan.block_k,
         stages=stages,
-        eps=None if norm.weight is None else norm.eps,
         has_residual=residual is not None,
     )
-    operands = [x, w, norm.num_active.reshape(1)]
-    arrivals = 1 + parts + walk.has_norm
+    operands = [x, w, num_active.reshape(1)]
     scratch = [
         plgpu.SMEM((stages, warpgroup.ROWS, plan.block_k), x.dtype,
                    transforms=warpgroup.OPERAND),
         plgpu.SMEM((stages, width, plan.block_k), w.dtype,
                    transforms=warpgroup.OPERAND),
-        plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
         plgpu.SMEM(tile, out_dtype),
     ]  # fmt: skip
-    if walk.has_norm:
-        operands.append(norm.weight)
-        scratch += [
-            plgpu.SMEM((stages, plan.block_k), norm.weight.dtype),
-            plgpu.SMEM((warpgroup.ROWS,), jnp.float32),
-        ]
     if residual is not None:
         operands.append(residual)
         scratch += [plgpu.SMEM(tile, residual.dtype), plgpu.Barrier()]
@@ -214,14 +196,14 @@ def _multiply(x, w, norm, residual, *, plan, parts, out_dtype, interpret):
 
 
 def _stage_bytes(plan: Plan, parts: int) -> int:
-    """Of the weights, of the rows, and of what the rows are normed with."""
-    return 2 * (parts * plan.block_n + warpgroup.ROWS + 1) * plan.block_k
+    """Of the weights and of the rows."""
+    return 2 * (parts * plan.block_n + warpgroup.ROWS) * plan.block_k
 
 
 def _epilogue_bytes(plan: Plan) -> int:
     """At most: of a float32 result, or of a bfloat16 one and a residual.
 
-    With barriers, scales and the end of the norm's weights, each in whole kilobytes.
+    With barriers, each in whole kilobytes.
     """
     return 4 * warpgroup.ROWS * plan.block_n + 4 * 1024
 

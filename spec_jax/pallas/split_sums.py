@@ -97,7 +97,20 @@ def combine(
 
     turns = div(jnp.max(counts) + AT_ONCE - 1, AT_ONCE)
     zero = nothing(rows.shape[0], width)
-    _, total, weighted = jax.lax.fori_loop(0, turns, add, zero)
+    return normed(jax.lax.fori_loop(0, turns, add, zero))
+
+
+def alone(
+    sums: tuple[jax.Array, jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The only split of a query, as `added` to nothing, to the last bit: no -0."""
+    maximum, total, weighted = sums
+    return maximum, total + 0.0, weighted + 0.0
+
+
+def normed(sums: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    """What a running softmax comes to, `[queries, width]`."""
+    _, total, weighted = sums
     return weighted / total[:, None]
 
 

@@ -22,15 +22,17 @@ from spec_jax.engine import protocols
 pytestmark = [pytest.mark.slow, pytest.mark.h100]
 
 LAYER = (
+    "rms_norm",
     "skinny_gemm",
     "paged_attention",
     "skinny_gemm",
+    "rms_norm",
     "skinny_gemm_gate",
     "skinny_gemm",
 )
 """The kernels of one layer, in order: nothing of XLA's is between them."""
 
-END = ("skinny_gemm", "argmax_chunks", "argmax_rows")
+END = ("rms_norm", "skinny_gemm", "argmax_chunks", "argmax_rows")
 
 IMPLS = ["triton", pytest.param("mosaic", marks=checks.on_mosaic)]
 
@@ -119,7 +121,7 @@ def test_a_verification_of_a_tree(compiled, name):
     # Moving the accepted path's keys and values is among them.
     assert set(ours(report.launches)) == {*LAYER, *END}
     assert len(ours(report.launches)) == 2 * len(LAYER) + len(END)
-    checks.assert_near(checks.launches(report), 32, f"two layers of a tree, {name}")
+    checks.assert_near(checks.launches(report), 37, f"two layers of a tree, {name}")
     assert not xla_fusions.float_kernels(report)
 
 
@@ -144,7 +146,7 @@ def test_a_round(compiled, name):
     checks.assert_few_launches(report, name, depth, draft_depth)
 
 
-HEAD = (*LAYER, *END[:1])
+HEAD = (*LAYER[1:], *END[:2])
 """The kernels of a row of a head, whose input XLA norms; of its features, one more."""
 
 
@@ -156,7 +158,7 @@ def test_a_head_step(compiled):
     assert_in_graphs(report)
     assert ours(report.launches) == [*HEAD]
     total = checks.launches(report)
-    checks.assert_near(total, 12, "a head's step")
+    checks.assert_near(total, 14, "a head's step")
 
 
 @pytest.mark.rest
@@ -178,7 +180,7 @@ def test_a_round_with_a_head(compiled):
     turns = 1, depth - 1, depth
     total = checks.launches(report, *turns)
     print(f"{total} launches of a round of 32 rows: {turns} * {turn} + {rest}")
-    for found, known in zip([*turn, rest], (19, 39, 5, 94), strict=True):
+    for found, known in zip([*turn, rest], (21, 41, 5, 103), strict=True):
         checks.assert_near(found, known, "a part of it")
 
 
@@ -225,12 +227,13 @@ def test_a_block_of_several_slabs(compiled, size, num_blocks, impl):
         kernels = xla_fusions.mosaic_kernels(report.hlo)
     else:
         kernels = [re.sub(r"__\d+$", "", each.name) for each in report.launches]
-    # Queries are a product apart, and the last norm is a kernel.
-    products = sum(kernels.count(name) for name in {*LAYER} - {"paged_attention"})
+    # Queries are a product apart, of the same normed rows: XLA sees it of Triton's.
+    names = {*LAYER} - {"paged_attention", "rms_norm"}
+    products = sum(kernels.count(name) for name in names)
     assert (kernels.count("paged_attention"), products) == (1, 6)
-    assert kernels.count("rms_norm") == (1 if impl == "triton" else 4)
+    assert kernels.count("rms_norm") == (3 if impl == "triton" else 4)
     what = f"{num_blocks} blocks of {size} on {impl}"
-    checks.assert_near(checks.launches(report), 17 if impl == "mosaic" else 14, what)
+    checks.assert_near(checks.launches(report), 17 if impl == "mosaic" else 16, what)
 
 
 @pytest.mark.rest

@@ -15,8 +15,17 @@ from spec_jax.engine import protocols
 
 pytestmark = [pytest.mark.slow, pytest.mark.h100, checks.on_mosaic]
 
-LAYER = ("skinny_gemm", "paged_attention", *["skinny_gemm"] * 3)
-END = ("skinny_gemm", "argmax_chunks", "argmax_rows")
+LAYER = (
+    "rms_norm",
+    "skinny_gemm",
+    "paged_attention",
+    "skinny_gemm",
+    "rms_norm",
+    *["skinny_gemm"] * 2,
+)
+END = ("rms_norm", "skinny_gemm", "argmax_chunks", "argmax_rows")
+HEAD = (*LAYER[1:], *END[:2])
+"""As in `test_hopper_model`."""
 
 
 @pytest.mark.few(1)
@@ -51,8 +60,6 @@ def test_mosaic(compiled, name, build, layers):
     expected = ["append_each", "list_jobs", "row_angles"]
     expected += [*LAYER * layers, *END]
     expected += ["truncate_each"] * (build is not models.plain_step)
-    # Of more rows than a slab each norm is a kernel.
-    expected += ["rms_norm"] * is_tree * (2 * layers + 1)
     assert sorted(xla_fusions.mosaic_kernels(report.hlo)) == sorted(expected)
     ours = sum(each.kind == "kCustomCall" for each in report.launches)
     assert ours == len(expected)
@@ -73,7 +80,7 @@ def test_a_head_step_on_mosaic(compiled):
     checks.assert_launched_early(report)
     assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
     checks.assert_in_place(report, models.head("qwen3-8b", impl="mosaic").model)
-    expected = ["list_jobs", "row_angles", *LAYER, "skinny_gemm"]
+    expected = ["list_jobs", "row_angles", *HEAD]
     assert sorted(xla_fusions.mosaic_kernels(report.hlo)) == sorted(expected)
     checks.assert_near(checks.launches(report), 12, "a head's step on mosaic")
 

@@ -103,11 +103,8 @@ def made_weights(hlo: str) -> list[str]:
             operands = re.findall(r"%([\w.-]+)", inside)
             made[name] = operation, operands
             if re.search(rf'"{MOSAIC}".*/skinny_gemm/mpmd_map', line):
-                layouts = re.search(r"operand_layout_constraints=\{(.*?\})\}", line)[1]
-                is_vector = ["," not in s for s in re.findall(r"\[(.*?)\]", layouts)]
-                # After the number of rows there is a vector where rows are normed.
-                weights = [operands[1], *(operands[3:4] if any(is_vector[3:]) else ())]
-                found += [each for each in weights if not _is_given(each, made)]
+                weights = operands[1]
+                found += [weights] * (not _is_given(weights, made))
     return found
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.model import config as config_lib, params as params_lib
-from spec_jax.ops import projection, rms_norm, row_attention, swiglu
+from spec_jax.ops import dispatch, projection, rms_norm, row_attention, swiglu
 from spec_jax.typing import typed
 
 
@@ -35,13 +35,12 @@ def normed(
 ) -> Float[Array, "R D"]:
     """The normed rows as `projection.project` has them inside.
 
-    They are its product with the identity: each sum has one term that is not zero, so
-    that the product is exact. (The sign of a zero is lost, and a row with an element
-    that is not finite becomes NaN.) On Mosaic they are those of the norm's own kernel,
-    which gives the same bits: a product there reads its weights before it waits for
-    other kernels, and may read none that the same program makes.
+    On a GPU the norm is a kernel before the product's. Elsewhere they are its product
+    with the identity: each sum has one term that is not zero, so that the product is
+    exact. (The sign of a zero is lost, and a row with an element that is not finite
+    becomes NaN.)
     """
-    if impl == "mosaic":
+    if impl in dispatch.PALLAS:
         return rms_norm.row_norm(x, weight, num_active=num_active, eps=eps, impl=impl)
     identity = jnp.eye(x.shape[1], dtype=x.dtype)
     return projection.project(
