@@ -9,7 +9,7 @@
     (f) compile       compile times, and launches of each program
 
 Each call is one of the other scripts, in a process of its own with a share of the time.
-The most telling come first, and as many are made as the time is enough for: ten in
+The most telling come first, and as many are made as the time is enough for: nine in
 nine minutes. Rows are written as they are known; what a call prints is in report.md.
 Weights are random and made on the device. Programs are compiled once for all calls, and
 kept below --out. Start it from the root of the repository, where nothing needs to be

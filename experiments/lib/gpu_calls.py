@@ -34,18 +34,19 @@ XLA_FLAGS = "--xla_enable_command_buffers_during_profiling=true"
 # Section, seconds, name, command; then flags of XLA, variables, or a mark. Until a call
 # measures anything 8 to 25 s go by (H200, jax 0.11).
 _CALLS = """
-0 | 20 | each kernel once 0.6b | {kernels_0.6b} --check once --contexts 128
-0 | 25 | a step 0.6b | {small} --contexts 128 --repeats 3 --trace {out}/trace
-a | 60 | rows of kernels 0.6b | {kernels_0.6b} --check rows {checked} | anew
-a | 50 | exactness | exactness --prompts 4 --gen-tokens 32 --gamma 4 --impl {pair}
-c | 90 | steps 8b | {large} {all} --trace {out}/trace
+0 | 20 | a step 0.6b | {small} --contexts 128 --repeats 3 --trace {out}/trace
+c | 70 | steps 8b | {large} {all} --trace {out}/trace
 c | 50 | steps 0.6b | {small} {all}
-d | 50 | rounds gamma 4 | {large} {forced} --gammas 4
-d | 40 | rounds gamma 2 | {large} {forced} --gammas 2
-d | 35 | rounds of the embedded pair | spec_round --prompts 5 --impl {pair}
-e | 80 | transformers 8b | {compared} --impl {impl} {presets} {one} | half
-a | 60 | rows of kernels 8b | {kernels_8b} --check rows {checked}
-a | 25 | each kernel once 8b | {kernels_8b} --check once --contexts 300 | anew
+d | 35 | rounds gamma 4 | {large} {forced} --gammas 4
+d | 30 | rounds gamma 2 | {large} {forced} --gammas 2
+d | 40 | rounds of the embedded pair | spec_round --prompts 5 --impl {pair}
+a | 85 | exactness | exactness --prompts 4 --gen-tokens 32 --gamma 4 --impl {pair}
+a | 95 | rows of kernels 0.6b | {kernels_0.6b} --check rows {checked} | anew
+e | 110 | transformers 8b | {compared} --impl {impl} {presets} {one} | half
+a | 130 | rows of kernels 8b | {kernels_8b} --check rows {checked}
+0 | 30 | each kernel once 0.6b | {kernels_0.6b} --check once --contexts 128
+a | 30 | each kernel once 8b | {kernels_8b} --check once --contexts 300 | anew
+c | 90 | long contexts and prompts 8b | {large} {long}
 b | 45 | kernels 8b | {kernels_8b} {turns} --rows 1,5,16,32,64
 b | 40 | kernels 0.6b | {kernels_0.6b} {turns} --rows 1,5,16,32,64
 b | 90 | plans 8b | {kernels_8b} {turns} --rows 5 {plans} {products}
@@ -90,8 +91,9 @@ _WORDS = {
     "loops": "--xla_gpu_enable_command_buffer=+WHILE",
     "turns": "--repeats 20",
     "plans": "--plans 12",
-    "all": "--repeats 10 --contexts 128 1024 4096 16384 --rows 1,2,4,5,8 "
-    "--prefill 128,1024",
+    "all": "--repeats 10 --contexts 128 4096 --rows 1,5,8",
+    "long": "--repeats 10 --contexts 1024 16384 32768 --rows 1,5 "
+    "--prefill 128,1024,4096",
     "forced": "--no-steps --contexts 128 --forced 0.39,0.6,0.8 --gen-tokens 128 "
     "--repeats 5",
 }

@@ -8,7 +8,12 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping
 
-from experiments.lib import published_drafters, published_rows, published_speeds
+from experiments.lib import (
+    published_drafters,
+    published_gpu,
+    published_rows,
+    published_speeds,
+)
 
 
 ROOT, RESULTS = published_rows.ROOT, published_rows.RESULTS
@@ -20,7 +25,8 @@ PAGES = (
 
 TABLES: Mapping[str, Callable[[], published_rows.Lines]] = {
     made.__name__: made
-    for made in (*published_speeds.TABLES, *published_drafters.TABLES)
+    for module in (published_speeds, published_drafters, published_gpu)
+    for made in module.TABLES
 }
 
 _PLACE = re.compile(

@@ -1,0 +1,103 @@
+"""Tables of what `gpu_report.py` measured, each a function of the published rows."""
+
+import statistics
+from collections.abc import Sequence
+
+from experiments.lib import published_rows
+
+
+COMMAND = "`python -m experiments.gpu_report`"
+
+
+def gpu_steps() -> published_rows.Lines:
+    """Steps of the shape of Qwen3-0.6B: of more rows, of a longer context, prefill."""
+    yield f"{COMMAND}, Qwen3-0.6B", "ms (p10 to p90)", "times", "of"
+    rows = published_rows.rows_of("gpu/c-steps-0.6b.jsonl", "step")
+    found = {row["step"]: row for row in rows}
+    read, one = "a read of its bytes", "1 row"
+    names = {
+        "plain step": ("plain step, context 128", "read of its bytes", read),
+        "plain step at 1024": ("plain step, context 1,024", "read of its bytes", read),
+        "1 active row": ("1 row", "read of its bytes", read),
+        "5 active rows": ("5 rows", "1 active row", one),
+        "8 active rows": ("8 rows", "1 active row", one),
+        "prefill of 128": ("prompt of 128 tokens", "1 active row", one),
+        "prefill of 1024": ("prompt of 1,024 tokens", "1 active row", one),
+    }
+    for step, (name, other, of) in names.items():
+        row = found[step]
+        ends = f"{row['ms_p10']:.2f} to {row['ms_p90']:.2f}"
+        times = f"{row['ms'] / found[other]['ms']:.2f}"
+        yield name, f"{row['ms']:.2f} ({ends})", times, of
+
+
+def gpu_rounds() -> published_rows.Lines:
+    """Rounds of the shapes of Qwen3-8B and 0.6B at a given share of drafts kept."""
+    yield (
+        f"{COMMAND}, Qwen3-8B drafted for by 0.6B",
+        *("tokens per target step", "plain, ms/token", "speculative, ms/token"),
+        *("a round, ms", "speed-up (quartiles)", "differing K/V"),
+    )
+    for row in published_rows.rows_of("gpu/d-rounds-gamma-*.jsonl", "rounds"):
+        ends = f"{row['speedup_q1']:.2f} to {row['speedup_q3']:.2f}"
+        yield (
+            f"gamma {row['gamma']}, {row['forced_rate']:.0%} of drafts kept",
+            f"{row['tokens_per_target_step']:.2f}",
+            *(f"{row[name]:.2f}" for name in ("plain_ms", "spec_ms", "round_ms")),
+            f"{row['speedup']:.2f} ({ends})",
+            f"{row['differing_kv']}",
+        )
+
+
+def gpu_rows() -> published_rows.Lines:
+    """How many bits were compared, of kernels and of rounds, and how many differed."""
+    yield COMMAND, "cases", "elements", "differing", "planted fault"
+    for name in ("qwen3-0.6b", "qwen3-8b"):
+        file = f"gpu/a-rows-of-kernels-{name.removeprefix('qwen3-')}.jsonl"
+        rows = published_rows.rows_of(file, "bitwise")
+        (control,) = published_rows.rows_of(file, "control")
+        yield (
+            f"kernels of {name}: {_kernels(rows)}",
+            *(f"{_total(rows, key):,}" for key in ("cases", "elements", "differing")),
+            "seen" if control["seen"] else "NOT SEEN",
+        )
+    prompts = published_rows.rows_of("gpu/a-exactness.jsonl", "prompt")
+    cells = {row["cell"] for row in prompts}
+    yield (
+        f"rounds of the embedded pair, {len(cells)} cells of `exactness.py`",
+        f"{len(prompts):,}",
+        f"{_total(prompts, 'tokens'):,} tokens, with logits and K/V",
+        f"{sum(len(row['differences']) for row in prompts)}",
+        "",
+    )
+
+
+def _kernels(rows: Sequence[published_rows.Row]) -> str:
+    """Which kernels they are, by name and in their order."""
+    names = dict.fromkeys(row["check"].split(":")[0] for row in rows)
+    return ", ".join(names)
+
+
+def _total(rows: Sequence[published_rows.Row], key: str) -> int:
+    return sum(row[key] for row in rows)
+
+
+def gpu_transformers() -> published_rows.Lines:
+    """One prompt of 32 tokens and 32 after it, beside Hugging Face's `generate`."""
+    heading = f"{COMMAND}, Qwen3-8B and 0.6B, random weights"
+    yield heading, "spec_jax, ms/token", "transformers, ms/token", "times faster"
+    for prompt in published_rows.rows_of("gpu/e-transformers-8b.jsonl", "prompt"):
+        found = {(run["side"], run["method"]): run for run in prompt["runs"]}
+        for method in dict.fromkeys(run["method"] for run in prompt["runs"]):
+            ours, theirs = (
+                1e3 * statistics.median(run["seconds"]) / run["tokens"]
+                for run in (
+                    found[side, method] for side in ("spec_jax", "transformers")
+                )
+            )
+            gamma = found["spec_jax", method]["gamma"]
+            name = f"{method}, gamma {gamma}" if gamma else method
+            yield name, f"{ours:.2f}", f"{theirs:.1f}", f"{theirs / ours:.1f}"
+
+
+TABLES = (gpu_steps, gpu_rounds, gpu_rows, gpu_transformers)
