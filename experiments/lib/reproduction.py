@@ -18,10 +18,9 @@ WORK = "{work}"
 DFLASH = "{dflash}"
 """In a command: the folders of `--data`, `--llama-bin`, `--work` and `--dflash`."""
 
-# XLA's steps take six times as long as the native ones, and of heads it compiles many
-# programs, for a minute each.
-_COUNT = {"native": 50, "xla": 20}
-_COUNT_OF_HEADS = {"native": 50, "xla": 8}
+# XLA's steps take six times as long as the native ones, and it compiles many programs,
+# for half a minute each.
+_COUNT = {"native": 50, "xla": 5}
 _GSM8K = {impl: f"{DATA}/gsm8k/test.jsonl:{n}" for impl, n in _COUNT.items()}
 
 
@@ -132,7 +131,8 @@ def _speeds() -> Iterator[Step]:
         command = f"spec_round --impl {impl} --prompts"
         runs = tuple(f"{command} {_COUNT[impl]} {more}" for more in _MATCHED)
         yield Step(file=f"matched_{impl}.jsonl", runs=runs, keep=("summary",))
-        runs = (f"{command} {_GSM8K[impl]} --gen-tokens 256",)
+        tokens = 256 if impl == "native" else 64
+        runs = (f"{command} {_GSM8K[impl]} --gen-tokens {tokens}",)
         yield Step(file=f"matched_gsm8k_{impl}.jsonl", runs=runs, keep=("summary",))
         command = f"latency --impl {impl}"
         # Of fewer steps a call, what a call costs is a tenth of a plain step.
@@ -248,25 +248,31 @@ def _trainings() -> Iterator[Step]:
 
 
 def _rounds_of_head(name: str, impl: str) -> Iterator[str]:
-    """The prompts and the flags of each run of a head; with XLA the first of them."""
-    trees, n = _TREES_OF_HEADS.get(name, ()), _COUNT_OF_HEADS[impl]
-    gsm8k = f"{DATA}/gsm8k/test.jsonl:{n}"
+    """The prompts and the flags of each run of a head; with XLA the least that has each
+    temperature, each batch and a tree."""
+    trees, drawn_tree = _TREES_OF_HEADS.get(name, ()), "--tree 4x6:15@0.7 --temperature"
+    if impl == "xla":
+        few = "4 --gen-tokens 32"
+        yield from (f"{few} --gamma 7 --temperature {t}" for t in _TEMPERATURES)
+        yield f"{few} --gamma 7 --batch 4 --temperature 0.7"
+        yield "16 --gen-tokens 16 --gamma 7 --batch 16 --temperature 1"
+        yield f"{few} {drawn_tree} 1"
+        return
+    n, gsm8k = _COUNT[impl], _GSM8K[impl]
     yield f"{n} --gamma 4"
-    yield from (f"{n} --gamma 7 --temperature {t}" for t in (0, 0.7, 1))
+    yield from (f"{n} --gamma 7 --temperature {t}" for t in _TEMPERATURES)
     yield from (f"{n} --tree {tree}" for tree in trees)
-    yield f"{n} --tree 4x6:15@0.7 --temperature 1"
-    yield from (f"{n} --gamma 7 --batch 4 --temperature {t}" for t in _TEMPERATURES)
-    batch = n if impl == "native" else "16 --gen-tokens 32"
-    for temperature in _TEMPERATURES:
-        yield f"{batch} --gamma 7 --batch 16 --temperature {temperature}"
+    yield f"{n} {drawn_tree} 1"
+    for batch in (4, 16):
+        for t in _TEMPERATURES:
+            yield f"{n} --gamma 7 --batch {batch} --temperature {t}"
     yield f"{gsm8k} --gamma 7"
-    if impl == "native":
-        yield f"{n} --gamma 7 --temperature 1 --rule block"
-        yield from (f"{n} --gamma 4 --temperature {t}" for t in (0.7, 1))
-        yield from (f"{n} --tree {tree} --batch 4" for tree in trees[:1])
-        yield f"{n} --tree 4x6:15@0.7 --temperature 0.7"
-        yield f"{n} --tree 4x7:31@0.7 --temperature 1"
-        yield f"{gsm8k} --gamma 7 --temperature 1"
+    yield f"{n} --gamma 7 --temperature 1 --rule block"
+    yield from (f"{n} --gamma 4 --temperature {t}" for t in (0.7, 1))
+    yield from (f"{n} --tree {tree} --batch 4" for tree in trees[:1])
+    yield f"{n} {drawn_tree} 0.7"
+    yield f"{n} --tree 4x7:31@0.7 --temperature 1"
+    yield f"{gsm8k} --gamma 7 --temperature 1"
 
 
 def _comparisons() -> Iterator[Step]:
@@ -341,10 +347,12 @@ def _schedules() -> Iterator[Step]:
     sets = ("32", f"{DATA}/mt_bench/question.jsonl:32@0")
     runs = tuple(f"{command} {prompts}" for prompts in sets)
     yield Step(file="schedule.jsonl", runs=runs, keep=("throughput",))
-    runs = (f"{command} 32 --adversarial",)
+    # More in turn: where little is drafted, steps differ less than a machine does.
+    runs = (f"{command} 32 --adversarial".replace("--repeats 5", "--repeats 11"),)
     yield Step(file="schedule_adversarial.jsonl", runs=runs, keep=("throughput",))
     for impl, file in of_impl.items():
-        command = f"spec_round --impl {impl} --drafter dspark --prompts {_COUNT[impl]}"
+        count = _COUNT[impl] if impl == "native" else "16 --gen-tokens 16"
+        command = f"spec_round --impl {impl} --drafter dspark --prompts {count}"
         command += f" --gamma 7 --schedule {{results}}/{file} --batch"
         runs = tuple(
             f"{command} {batch} --temperature {temperature}"
