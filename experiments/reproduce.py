@@ -208,7 +208,7 @@ def shorten(
     """Writes the rows of a file anew, as short as they can be published.
 
     Floats have nine digits, which is every bit of a float32, and more than a measured
-    time has; files of this checkout and sources of prompts lack the folders of this
+    time has; files of this checkout, sources of prompts and heads lack the folders of this
     machine; tokens that are the same with and without speculation are written once, and
     a summary has no parts.
 
@@ -235,6 +235,8 @@ def shorten(
     for row in (rows := shortened(rows)):
         if isinstance(row.get("prompt_source"), str):
             row["prompt_source"] = prompt_files.without_folders(row["prompt_source"])
+        if isinstance(row.get("drafter"), str):  # A name, or a folder.
+            row["drafter"] = pathlib.PurePath(row["drafter"]).name
         row.pop("by_category", None)
         if "spec_ids" in row and row["spec_ids"] == row["plain_ids"]:
             del row["spec_ids"]

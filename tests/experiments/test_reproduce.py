@@ -350,6 +350,7 @@ def test_published_rows_are_short(tmp_path):
     exact = float(np.nextafter(np.float32(third), np.float32(1)))
     row = {"kind": "a", "s": [third, {"x": 1e-300 / 3}], "n": 12345678901234567890}
     row |= {"exact": exact, "prompt_source": "/home/me/set/test.jsonl:5"}
+    row |= {"drafter": "/home/me/dflash"}
     row |= {"plain_ids": [1, 2], "spec_ids": [1, 2], "by_category": {"b": {"s": 1}}}
     row |= {"argv": ["--out", f"{ROOT}/experiments/results/a.jsonl"]}
     rows = [row, {"kind": "b", "plain_ids": [1, 2], "spec_ids": [1, 3]}]
@@ -359,6 +360,7 @@ def test_published_rows_are_short(tmp_path):
     assert other == rows[1]
     assert found["plain_ids"] == [1, 2] and not {"spec_ids", "by_category"} & set(found)
     assert found["prompt_source"] == "set/test.jsonl:5"
+    assert found["drafter"] == "dflash"
     assert found["argv"] == ["--out", "experiments/results/a.jsonl"]
     assert found["s"] == [0.433333333, {"x": 3.33333333e-301}]
     assert found["n"] == row["n"] and found["exact"] != exact
