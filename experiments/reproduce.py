@@ -208,9 +208,9 @@ def shorten(
     """Writes the rows of a file anew, as short as they can be published.
 
     Floats have nine digits, which is every bit of a float32, and more than a measured
-    time has; files of this checkout, sources of prompts and heads lack the folders of this
-    machine; tokens that are the same with and without speculation are written once, and
-    a summary has no parts.
+    time has; files of this checkout, sources of prompts and heads lack the folders of
+    this machine; tokens that are the same with and without speculation are written
+    once, and a summary has no parts.
 
     Args:
       totals: of a sweep, whether the categories of each set of prompts become one row.

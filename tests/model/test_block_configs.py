@@ -140,6 +140,55 @@ BAD_CONFIGS = {
         lambda raw: raw | {"confidence_temperatures": [1.0, float("inf"), 1.0]},
         "must be 3 finite numbers above 0",
     ),
+    "block of a flag": (
+        "deepspec",
+        lambda raw: raw | {"block_size": True},
+        "block_size=True must be a whole number",
+    ),
+    "no block": (
+        "deepspec",
+        lambda raw: {k: x for k, x in raw.items() if k != "block_size"},
+        "block_size=None must be a whole number",
+    ),
+    "rank of text": (
+        "deepspec",
+        lambda raw: raw | {"markov_rank": "8"},
+        "markov_rank='8' must be a whole number",
+    ),
+    "negative rank": (
+        "deepspec",
+        lambda raw: raw | {"markov_rank": -1},
+        "markov_rank=-1: a head has a rank of at least 1",
+    ),
+    "negative mask": ("z-lab", nested(mask_token_id=-1), "mask_token_id=-1 is outside"),
+    "unknown word": ("z-lab", nested(surprise=1), "surprise=1 is not supported"),
+    "no taps": ("z-lab", nested(target_layer_ids=[]), r"taps=\(\) must be different"),
+    "taps of text": (
+        "z-lab",
+        nested(target_layer_ids="1"),
+        "target_layer_ids='1' must be a list of layers",
+    ),
+    "negative tap": ("z-lab", nested(target_layer_ids=[-2, 1]), "taps=.-1, 2. "),
+    "no architecture": (
+        "z-lab",
+        lambda raw: raw | {"architectures": []},
+        "architectures=.. is no layout of DFlash or DSpark",
+    ),
+    "layers of Llama": (
+        "z-lab",
+        lambda raw: raw | {"model_type": "llama"},
+        "model_type='llama': layers are Qwen3's",
+    ),
+    "eps of NaN": (
+        "z-lab",
+        lambda raw: raw | {"rms_norm_eps": float("nan")},
+        "rms_norm_eps=nan must be a positive number",
+    ),
+    "quantised": (
+        "z-lab",
+        lambda raw: raw | {"quantization_config": {"bits": 4}},
+        "quantised weights are not supported",
+    ),
     "shifts": (
         "speculators",
         lambda raw: raw | {"confidence_shifts": [1.0, float("inf"), 1.0]},
@@ -203,6 +252,22 @@ def test_bad_configs_are_refused(tmp_path, fault):
     path.write_text(json.dumps(raw))
     dialects.read_config(path, TARGET)
     path.write_text(json.dumps(change(raw)))
+    with pytest.raises(files.CheckpointError, match=message):
+        dialects.read_config(path, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "not a JSON object"),
+        ("{", "not valid JSON"),
+        (None, "No such file"),
+    ],
+)
+def test_files_that_are_no_config_are_refused(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
     with pytest.raises(files.CheckpointError, match=message):
         dialects.read_config(path, TARGET)
 
