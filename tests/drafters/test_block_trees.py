@@ -13,7 +13,8 @@ import pytest
 import test_block as blocks
 import test_eagle3 as eagle
 
-from spec_jax.drafters import each, tree_shapes
+from spec_jax.drafters import each, hybrid, suffix, tree_shapes
+from spec_jax.gamma import goodput
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -51,6 +52,40 @@ def test_tokens_are_those_of_decoding(impl, num_asks, name, tree, sampling, rule
         decoding.assert_as_decoded(setting, state, asks)
     assert int(state.slots.num_proposed[0]) > 0
     decoding.check_cache(state.memory.kv)
+
+
+@pytest.mark.parametrize("sampling", [(), eagle.WARM], ids=["greedy", "0.7"])
+def test_budgets_of_nodes_change_no_token(sampling):
+    """Fails if a tree that goodput cuts can change a token, or is never cut."""
+    setting, drafter = eagle.setting_of("native"), make("dspark", SEARCHED)
+    policy = goodput.RankGoodput(gamma_max=drafter.gamma_max)
+    # A row costs three tenths of a round: no tree is worth all of its rows.
+    costs = 1 + 0.3 * np.arange(drafter.gamma_max + 1)
+    asks = eagle.drawn(sampling) if sampling else eagle.ASKS
+    state = eagle.run(
+        setting,
+        drafter,
+        asks,
+        params=blocks.PARAMS["dspark"],
+        gamma_policy=policy,
+        policy_state=policy.init(costs),
+    )
+    decoding.assert_as_decoded(setting, state, asks)
+    proposed, rounds = state.slots.num_proposed, state.slots.num_rounds
+    assert 0 < int(proposed.sum()) < drafter.gamma_max * int(rounds.sum())
+
+
+def test_a_hybrid_with_a_block_head_changes_no_token():
+    """Fails too if a head that sat out, as the statistics were sure, misses features."""
+    setting, head = eagle.setting_of("native"), blocks.make(blocks.HEADS["dspark"])
+    lookup = suffix.SuffixDecoding(gamma_max=head.gamma_max)
+    both = hybrid.Hybrid(suffix=lookup, draft=head)
+    params = hybrid.HybridParams(
+        draft=blocks.PARAMS["dspark"], corpus=suffix.empty_corpus(8)
+    )
+    state = eagle.run(setting, both, eagle.ASKS, params=params)
+    decoding.assert_as_decoded(setting, state, eagle.ASKS)
+    assert int(state.slots.num_accepted.sum()) > 0
 
 
 def nodes_of(proposal):
