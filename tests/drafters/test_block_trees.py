@@ -76,7 +76,7 @@ def test_budgets_of_nodes_change_no_token(sampling):
 
 
 def test_a_hybrid_with_a_block_head_changes_no_token():
-    """Fails too if a head that sat out, as the statistics were sure, misses features."""
+    """Fails too if a head that sat out, where statistics were sure, misses features."""
     setting, head = eagle.setting_of("native"), blocks.make(blocks.HEADS["dspark"])
     lookup = suffix.SuffixDecoding(gamma_max=head.gamma_max)
     both = hybrid.Hybrid(suffix=lookup, draft=head)
