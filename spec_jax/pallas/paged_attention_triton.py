@@ -24,7 +24,10 @@ No program waits for another:
   program reads is what it wrote itself, whoever else did.
 - Whichever program finishes the last job of a tile adds the splits of the tile's rows.
   It counts jobs (`RowJobs.done`): who adds depends on who is last, the order of the sum
-  does not.
+  does not. What a tile's only job gives is stored at once, to the same bits.
+
+At short contexts a layer's attention is a chain of loads that wait for one another,
+half a microsecond each: what can be asked for before it is known to be needed, is.
 
 No key is read unless every row of the job sees it. A masked key is never more than the
 padding of a last block, and the keys of a row are masked for that row's sake alone.

@@ -10,7 +10,8 @@ the sixteenth are free.
 Of `x` it reads the active rows, 2 * K bytes each, from the L2 cache: those of 16 rows
 are as much as the weights where `block_n` is 16, which is why wide matrices have 32
 and more.
-Padding rows are neither read nor written.
+Padding rows are neither read nor written. Rows that are to be normed are normed by a
+kernel of their own, before the product's.
 
 With `splits` above one, each split of K has its own programs, which store partial sums
 [splits, parts, R, N] in float32; `gemm_reduce_triton` adds them in ascending order. No
