@@ -182,7 +182,7 @@ def test_the_most_telling_calls_fit_in_nine_minutes(tmp_path, monkeypatch, gpu, 
     monkeypatch.setattr(gpu_report, "run_call", run_call)
     assert gpu_report.main(["--out", str(tmp_path)]) == gpu_report.DONE
     assert {each.section for each, _ in made} == set("0acde")
-    assert all(budget_s >= 0.95 * each.seconds for each, budget_s in made)
+    assert all(budget_s > each.seconds - 4 for each, budget_s in made)
     assert "calls, for which the time is enough; --budget 1" in capfd.readouterr().out
     made.clear()
     assert gpu_report.main(["--out", str(tmp_path), "--budget", "9"]) == gpu_report.DONE
