@@ -375,7 +375,8 @@ def _profile(impl: str) -> Iterator[str]:
     is_native = impl == "native"
     batches = ",".join(map(str, _SCHEDULED_BATCHES[impl]))
     sizes = f"--batch {batches} --contexts {'64,256' if is_native else '128'}"
-    yield f"profile_steps {about} {sizes} --steps 10 --repeats 7"
+    turns = "--steps 10 --repeats 7" if is_native else "--steps 2 --repeats 2"
+    yield f"profile_steps {about} {sizes} {turns}"
     of_others = f"--prompts {DATA}/{_HELD[0]}:100"
     for temperature in _TEMPERATURES if is_native else ():
         yield f"fit_scores {about} --temperature {temperature} {of_others}"
