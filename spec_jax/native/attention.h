@@ -139,13 +139,11 @@ struct Queries : Sums<T> {
   Scratch<float> scores;  // [count, kKeyBlock], and then probabilities
   Scratch<float> shift;   // [count]: what is taken from a block's scores
   Scratch<float> rescale; // [count]: what a block does to the sums before it
-  Scratch<T> keys;        // [kKeyBlock / kPanel] panels of keys
 
   // Room for `most` queries.
   Queries(int64_t most, int64_t H)
       : Sums<T>(most, H), rows(most, H), ends(most), scores(most * kKeyBlock),
-        shift(most), rescale((most + kLanes - 1) / kLanes * kLanes),
-        keys(words_of<T>(H) * kKeyBlock * kWord<T>) {}
+        shift(most), rescale((most + kLanes - 1) / kLanes * kLanes) {}
 
   // Keys that query `i` sees of the block from `start`.
   int64_t seen(int64_t i, int64_t start) const {
@@ -176,7 +174,16 @@ struct Block {
   }
 };
 
-// The keys of a block as panels.
+// The keys of a block as panels. One of a worker serves all heads that it walks: several
+// would push each other out of the first cache. Where lines of the cache begin, since a
+// vector that is stored across two of them comes back late.
+template <typename T>
+struct alignas(64) KeyPanels {
+  T data[kMaxHead * kKeyBlock];
+  KeyPanels() {}  // What is read was written before.
+};
+
+// Writes the keys of a block to `panels`.
 template <typename T>
 void turn_keys(const Block<T>& k, int64_t H, T* panels) {
   constexpr int64_t kFour = 4 * kWord<T>;  // elements of four words
@@ -217,14 +224,14 @@ void turn_keys(const Block<T>& k, int64_t H, T* panels) {
   }
 }
 
-// Scores of every query with the keys of a block. Those past a query's end are unused:
-// such a key may hold anything.
+// Scores of every query with the keys of a block, as panels. Those past a query's end are
+// unused: such a key may hold anything.
 template <typename T>
-void score_block(Queries<T>& queries) {
+void score_block(Queries<T>& queries, const T* panels) {
   const SideBySide<T>& rows = queries.rows;
   rows.for_each_group([&](int64_t first, int64_t size) {
-    multiply(rows.group(first), size, queries.keys.data(), kKeyBlock / kPanel,
-             rows.words(), queries.scores.data() + first * kKeyBlock, kKeyBlock);
+    multiply(rows.group(first), size, panels, kKeyBlock / kPanel, rows.words(),
+             queries.scores.data() + first * kKeyBlock, kKeyBlock);
   });
 }
 
@@ -355,10 +362,10 @@ void add_block(Queries<T>& queries, int64_t i, const int64_t* seen, const Block<
 
 // One block of keys, from `start`, and their values.
 template <typename T>
-void attend_block(Queries<T>& queries, const Block<T>& k, const Block<T>& v,
-                  int64_t start, float scale) {
-  turn_keys(k, queries.H, queries.keys.data());
-  score_block(queries);
+void attend_block(Queries<T>& queries, KeyPanels<T>& panels, const Block<T>& k,
+                  const Block<T>& v, int64_t start, float scale) {
+  turn_keys(k, queries.H, panels.data);
+  score_block(queries, panels.data);
   weigh_block(queries, start, scale);
   auto run = [&](auto size, int64_t i) {
     constexpr int R = decltype(size)::value;

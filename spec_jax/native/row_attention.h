@@ -184,13 +184,14 @@ struct Attention {
   bool is_apart;     // whether each slot has one span, of one piece
   int64_t room = 0;  // queries that each of `queries` has room for
   std::vector<std::vector<Queries<T>>> queries;  // [workers, grain or more]
+  std::vector<KeyPanels<T>> panels;              // [workers]
   Sums<T> parts;                                 // [pieces, K, room], of several a span
   // Of one row of a tree, for each worker: a range of keys, and the whole ranges before.
   std::vector<Queries<T>> alone;
   std::vector<Sums<T>> before;
 
   Attention(Team<Pool>& team, const Rows& rows, int64_t K, int64_t group, int64_t H)
-      : team(team), rows(rows), K(K), parts(0, H) {
+      : team(team), rows(rows), K(K), panels(team.size()), parts(0, H) {
     begin(group, H);
     if (rows.branch == nullptr) return;
     for (int64_t i = 0; i < team.size(); ++i) {
@@ -305,7 +306,7 @@ struct Attention {
       for (int64_t i = first; i < last; ++i) {
         const int64_t* later = more ? next : nullptr;
         Block<T> k{layer.k + i * H, offsets, later}, v{layer.v + i * H, offsets, later};
-        attend_block(own[i - first], k, v, start, layer.scale);
+        attend_block(own[i - first], panels[worker], k, v, start, layer.scale);
       }
     }
     for (int64_t i = first; i < last; ++i) {
@@ -358,7 +359,7 @@ struct Attention {
         own.take(0, sums, first + p * K * room + (r - span.first) * G, G);
         if (pieces[span.piece + p].is_whole()) end_range();
       }
-      walk_alone(layer, row, index, reach, own, end_range);
+      walk_alone(layer, row, index, reach, own, worker, end_range);
       if (ranges > 0) end_range();
       end(layer, row, index, ranges > 0 ? whole : own, 0);
     }
@@ -368,7 +369,7 @@ struct Attention {
   // another range begins.
   template <typename Body>
   void walk_alone(const Layer<T>& layer, const Span& row, int64_t index, int64_t start,
-                  Queries<T>& queries, const Body& end_range) const {
+                  Queries<T>& queries, int64_t worker, const Body& end_range) {
     int64_t r = row.first, reach = rows.positions[r] + int64_t{1}, begun = start;
     Pages where = pages(row, layer);
     for (; start < reach; start += kKeyBlock) {
@@ -378,7 +379,7 @@ struct Attention {
       std::fill(offsets + count, offsets + kKeyBlock, offsets[count - 1]);
       Block<T> k{layer.k + index * layer.H, offsets, nullptr};
       Block<T> v{layer.v + index * layer.H, offsets, nullptr};
-      attend_block(queries, k, v, start, layer.scale);
+      attend_block(queries, panels[worker], k, v, start, layer.scale);
     }
   }
 

@@ -236,6 +236,7 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
   for (int64_t m = 0; m < num_pages; ++m) table[m] = static_cast<int32_t>(m);
   Array<T> out(G * H);
   Queries<T> queries(G, H);
+  KeyPanels<T> panels;
   Pages pages{table.data(), page_size, K * H};
   for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
     queries.begin(G);
@@ -253,7 +254,7 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
       if (more) pages.block(start + kKeyBlock, position + 1, next);
       Block<T> keys{k.data() + at, offsets, more ? next : nullptr};
       Block<T> values{v.data() + at, offsets, more ? next : nullptr};
-      attend_block(queries, keys, values, start, scale);
+      attend_block(queries, panels, keys, values, start, scale);
     }
     for (int64_t g = 0; g < G; ++g) {
       queries.finish(g, out.data() + g * H);
