@@ -40,6 +40,7 @@ SOURCES = (
     "draw.h",
     "gemm.h",
     "head_step.h",
+    "interleave.h",
     "kernels.cc",
     "move.h",
     "noise.h",

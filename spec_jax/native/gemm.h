@@ -13,20 +13,11 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "interleave.h"
 #include "panels.h"
 #include "simd.h"
 
 namespace spec_jax {
-
-// What rows are for weights of type T: bf16 where products go by pairs of it, which
-// loses nothing of a row that is bf16; else float.
-#if defined(SPEC_JAX_AVX512BF16)
-template <typename T>
-using Row = T;
-#else
-template <typename T>
-using Row = float;
-#endif
 
 // Rows of a tile, at most, and panels beside each other for R of them: as many sums as
 // leave registers for weights and a row, of 32 with AVX-512 and 16 otherwise, and not

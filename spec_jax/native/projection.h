@@ -19,24 +19,29 @@
 
 namespace spec_jax {
 
-// A team, and what each of its workers multiplies: rows that it normed for itself, which
-// takes less time than to wait for another.
+// Rows of a product that each worker norms for itself, which takes less time than to wait
+// for another; more are shared out, and multiplied by all.
+constexpr int64_t kAlone = 2 * kGroup;
+
+// A team, and the rows that it multiplies.
 template <typename Pool, typename T>
 struct Workers {
   struct Worker {
     SideBySide<T> rows;
-    Scratch<T> normed;
-    int64_t holds = 0;  // the product that `rows` were set for
+    Scratch<T> normed;      // a group of them
+    int64_t holds = 0;      // the product that `rows` were set for
   };
 
   Team<Pool>& team;
   std::vector<Worker> all;
+  SideBySide<T> shared;
   int64_t products = 0;
 
   // For products of up to `rows` rows of up to K elements.
-  Workers(Team<Pool>& team, int64_t rows, int64_t K) : team(team) {
+  Workers(Team<Pool>& team, int64_t rows, int64_t K)
+      : team(team), shared(rows > kAlone ? rows : 0, K) {
     for (int64_t i = 0; i < team.size(); ++i) {
-      all.push_back({SideBySide<T>(rows, K), Scratch<T>(K)});
+      all.push_back({SideBySide<T>(std::min(rows, kAlone), K), Scratch<T>(kGroup * K)});
     }
   }
 };
@@ -53,6 +58,13 @@ struct Input {
 constexpr int64_t kGrainBytes = 32 * 1024;  // of weights that are worth a thread's while
 constexpr int64_t kMostGrain = 16;          // panels
 
+// Sets `rows` to those of a product, normed: group `i` of them.
+template <typename T>
+void set_group(const Input<T>& input, int64_t K, int64_t i, Scratch<T>& normed,
+               SideBySide<T>& rows) {
+  set_group(input.x, input.norm, K, input.eps, i, normed.data(), rows);
+}
+
 // Calls `body(first, size, begin, end, rows)` for each group of the rows and all panels
 // of [0, count), some at a time: groups innermost, so that all find the weights in a
 // cache.
@@ -60,18 +72,28 @@ template <typename Pool, typename T, typename Body>
 void over_panels(Workers<Pool, T>& workers, const Input<T>& input, int64_t K,
                  int64_t count, const Body& body) {
   if (input.rows == 0) return;
+  bool shares = input.rows > kAlone;
+  if (shares) {
+    workers.shared.begin(input.rows, K);
+    workers.team.run(workers.shared.num_groups(), 1, [&](int64_t i, int64_t, int64_t number) {
+      set_group(input, K, i, workers.all[number].normed, workers.shared);
+    });
+  }
   int64_t panel = std::max<int64_t>(words_of<T>(K) * kPanel * 4, 1);
   int64_t grain = std::clamp<int64_t>(kGrainBytes / panel / 4 * 4, 4, kMostGrain);
   int64_t product = ++workers.products;
   workers.team.run(count, grain, [&](int64_t begin, int64_t end, int64_t number) {
     auto& worker = workers.all[number];
-    if (worker.holds != product) {
-      set_rows(input.x, input.norm, input.rows, K, input.eps, worker.normed.data(),
-               worker.rows);
+    SideBySide<T>& rows = shares ? workers.shared : worker.rows;
+    if (!shares && worker.holds != product) {
+      rows.begin(input.rows, K);
+      for (int64_t i = 0; i < rows.num_groups(); ++i) {
+        set_group(input, K, i, worker.normed, rows);
+      }
       worker.holds = product;
     }
-    worker.rows.for_each_group([&](int64_t first, int64_t size) {
-      body(first, size, begin, end, worker.rows);
+    rows.for_each_group([&](int64_t first, int64_t size) {
+      body(first, size, begin, end, rows);
     });
   });
 }

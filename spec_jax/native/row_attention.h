@@ -263,14 +263,16 @@ struct Attention {
     int64_t G = layer.group(), half = layer.H / 2;
     queries.begin(span.count * G);
     queries.rows.for_each_group([&](int64_t first, int64_t size) {
+      T rotated[kGroup][kMaxHead];
+      const T* group[kGroup];
       for (int64_t j = 0; j < size; ++j) {
         int64_t i = first + j, r = span.first + i / G;
-        T q[kMaxHead];
         rotate(layer.head(r, index * G + i % G), layer.q_norm, layer.cos + r * half,
-               layer.sin + r * half, layer.H, layer.eps, q);
-        queries.rows.set(first, j, q);
+               layer.sin + r * half, layer.H, layer.eps, rotated[j]);
+        group[j] = rotated[j];
         queries.ends[i] = rows.positions[r] + int64_t{1};
       }
+      queries.rows.set(first, size, group);
     });
   }
 

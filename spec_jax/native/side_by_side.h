@@ -3,11 +3,13 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
 #include "gemm.h"
+#include "interleave.h"
 #include "panels.h"
 #include "scratch.h"
 #include "simd.h"
@@ -41,7 +43,7 @@ class SideBySide {
   // Room for `most` rows of `most_k` elements, of which none is used yet.
   SideBySide(int64_t most, int64_t most_k) : data_(most * words_of<T>(most_k) * kWord<T>) {}
 
-  // Begins with `rows` rows of K elements; each is then set.
+  // Begins with `rows` rows of K elements; each group is then set.
   void begin(int64_t rows, int64_t K) {
     rows_ = rows;
     K_ = K;
@@ -49,48 +51,31 @@ class SideBySide {
 
   int64_t words() const { return words_of<T>(K_); }
 
-  // Rows of the group that begins at row `first`.
-  int64_t group_size(int64_t first) const {
-    int64_t groups = (rows_ + kGroup - 1) / kGroup, larger = rows_ % groups;
-    return rows_ / groups + (first < larger * (rows_ / groups + 1) ? 1 : 0);
+  int64_t num_groups() const { return (rows_ + kGroup - 1) / kGroup; }
+  // The first row of group `i`.
+  int64_t first_of(int64_t i) const {
+    int64_t groups = num_groups();
+    return i * (rows_ / groups) + std::min(i, rows_ % groups);
   }
+
   const Row<T>* group(int64_t first) const {
     return data_.data() + first * words() * kWord<T>;
   }
 
-  // Sets row `row` of the group at `first` to x [K], which T can hold.
-  void set(int64_t first, int64_t row, const T* x) {
-    constexpr int64_t kSize = kWord<T>;
-    int64_t step = group_size(first) * kSize, whole = K_ / kSize;
-    Row<T>* to = data_.data() + first * words() * kSize + row * kSize;
-    for (int64_t k = 0; k < whole; ++k, to += step) {
-      if constexpr (sizeof(Row<T>) == sizeof(T)) {
-        std::memcpy(static_cast<void*>(to), x + k * kSize, kSize * sizeof(T));
-      } else {
-        for (int64_t i = 0; i < kSize; ++i) to[i] = row_of(x[k * kSize + i]);
-      }
-    }
-    if (whole < words()) {
-      to[0] = row_of(x[whole * kSize]);
-      to[kSize - 1] = row_of(T{});
-    }
+  // Sets the `size` rows of the group at `first`, each x[r] [K], which T can hold.
+  void set(int64_t first, int64_t size, const T* const* x) {
+    interleave(x, size, K_, data_.data() + first * words() * kWord<T>);
   }
 
   // Calls `body(first, size)` for each group.
   template <typename Body>
   void for_each_group(const Body& body) const {
-    for (int64_t first = 0, size; first < rows_; first += size) {
-      size = group_size(first);
-      body(first, size);
+    for (int64_t i = 0, end = num_groups(); i < end; ++i) {
+      body(first_of(i), first_of(i + 1) - first_of(i));
     }
   }
 
  private:
-  static Row<T> row_of(T x) {
-    if constexpr (sizeof(Row<T>) == sizeof(T)) return x;
-    else return to_float(x);
-  }
-
   Scratch<Row<T>> data_;
   int64_t rows_ = 0, K_ = 0;
 };
@@ -123,21 +108,21 @@ void norm_row(const T* x, const T* norm, int64_t K, float eps, T* y) {
   }
 }
 
-// The rows of x [rows, K], normed unless `norm` is null, with `scratch` for one of them.
+// Sets group `i` of `out` to rows of x [rows, K], normed unless `norm` is null, with
+// `scratch` for a group of them.
 template <typename T>
-void set_rows(const T* x, const T* norm, int64_t rows, int64_t K, float eps, T* scratch,
-              SideBySide<T>& out) {
-  out.begin(rows, K);
-  out.for_each_group([&](int64_t first, int64_t size) {
-    for (int64_t r = 0; r < size; ++r) {
-      const T* row = x + (first + r) * K;
-      if (norm != nullptr) {
-        norm_row(row, norm, K, eps, scratch);
-        row = scratch;
-      }
-      out.set(first, r, row);
+void set_group(const T* x, const T* norm, int64_t K, float eps, int64_t i, T* scratch,
+               SideBySide<T>& out) {
+  int64_t first = out.first_of(i), size = out.first_of(i + 1) - first;
+  const T* group[kGroup];
+  for (int64_t r = 0; r < size; ++r) {
+    group[r] = x + (first + r) * K;
+    if (norm != nullptr) {
+      norm_row(group[r], norm, K, eps, scratch + r * K);
+      group[r] = scratch + r * K;
     }
-  });
+  }
+  out.set(first, size, group);
 }
 
 }  // namespace spec_jax

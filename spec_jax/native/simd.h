@@ -56,6 +56,38 @@ inline float round_to<float>(float x) { return x; }
 template <>
 inline bf16 round_to<bf16>(float x) { return to_bf16(x); }
 
+#if defined(SPEC_JAX_AVX512) || defined(SPEC_JAX_AVX2)
+
+// Lane i of out[j] is the j-th 32-bit word at rows[i] + at.
+inline void transpose_eight(const char* const* rows, int64_t at, __m256 (&out)[4]) {
+  auto words = [&](int i) {
+    return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
+  };
+  __m256d even[2], odd[2];
+  for (int i = 0; i < 2; ++i) {
+    __m256 first = _mm256_set_m128(words(2 * i + 4), words(2 * i));
+    __m256 second = _mm256_set_m128(words(2 * i + 5), words(2 * i + 1));
+    even[i] = _mm256_castps_pd(_mm256_unpacklo_ps(first, second));
+    odd[i] = _mm256_castps_pd(_mm256_unpackhi_ps(first, second));
+  }
+  out[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(even[0], even[1]));
+  out[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(even[0], even[1]));
+  out[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(odd[0], odd[1]));
+  out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(odd[0], odd[1]));
+}
+// Eight pairs of bf16, as 16 floats in their order.
+inline void store_pairs_as_floats(float* p, __m256 pairs) {
+  __m256i bits = _mm256_castps_si256(pairs);
+  __m256i odd = _mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  __m256i even = _mm256_slli_epi32(bits, 16);
+  __m256i low = _mm256_unpacklo_epi32(even, odd), high = _mm256_unpackhi_epi32(even, odd);
+  auto store = [](float* p, __m256i x) { _mm256_storeu_ps(p, _mm256_castsi256_ps(x)); };
+  store(p, _mm256_permute2x128_si256(low, high, 0x20));
+  store(p + 8, _mm256_permute2x128_si256(low, high, 0x31));
+}
+
+#endif
+
 #if defined(SPEC_JAX_AVX512)
 
 constexpr int kLanes = 16;
@@ -222,20 +254,7 @@ inline Vec pow2(Vec n) {
   return _mm256_castsi256_ps(bits);
 }
 inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
-  auto words = [&](int i) {
-    return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + at));
-  };
-  __m256d even[2], odd[2];
-  for (int i = 0; i < 2; ++i) {
-    Vec first = _mm256_set_m128(words(2 * i + 4), words(2 * i));
-    Vec second = _mm256_set_m128(words(2 * i + 5), words(2 * i + 1));
-    even[i] = _mm256_castps_pd(_mm256_unpacklo_ps(first, second));
-    odd[i] = _mm256_castps_pd(_mm256_unpackhi_ps(first, second));
-  }
-  out[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(even[0], even[1]));
-  out[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(even[0], even[1]));
-  out[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(odd[0], odd[1]));
-  out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(odd[0], odd[1]));
+  transpose_eight(rows, at, out);
 }
 inline void prefetch_address(uintptr_t address) {
   _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
@@ -306,8 +325,8 @@ inline void keep_in_register(Vec&) {}
 
 
 // The lanes as they are, at a place for as many words.
-template <typename T>
-inline void store_words(T* p, Vec x) {
+template <typename T, typename V>
+inline void store_words(T* p, V x) {
   std::memcpy(static_cast<void*>(p), &x, sizeof x);
 }
 

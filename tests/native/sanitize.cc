@@ -241,10 +241,12 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
   for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
     queries.begin(G);
     queries.rows.for_each_group([&](int64_t first, int64_t rows) {
+      const T* group[kGroup];
       for (int64_t r = 0; r < rows; ++r) {
-        queries.rows.set(first, r, q.data() + (first + r) * H);
+        group[r] = q.data() + (first + r) * H;
         queries.ends[first + r] = position + 1;
       }
+      queries.rows.set(first, rows, group);
     });
     int64_t at = kv_head * H;
     for (int64_t start = 0; start <= position; start += kKeyBlock) {
@@ -769,9 +771,10 @@ void overrun() {
   auto x = normal<float>(2 * 32), w = normal<float>(2 * kPanel * 32 - 1);
   float sums[2 * 2 * kPanel];
   SideBySide<float> rows(2, 32);
-  std::vector<float> scratch(32);
+  std::vector<float> scratch(kGroup * 32);
   const float* none = nullptr;
-  set_rows(x.data(), none, 2, 32, 0.0f, scratch.data(), rows);
+  rows.begin(2, 32);
+  set_group(x.data(), none, 32, 0.0f, 0, scratch.data(), rows);
   multiply(rows.group(0), 2, w.data(), 2, rows.words(), sums, 2 * kPanel);
 }
 
