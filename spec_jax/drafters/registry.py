@@ -27,6 +27,7 @@ from spec_jax.model import (
     params as params_lib,
     row_model,
 )
+from spec_jax.ops import dispatch
 
 
 ENTRY_POINTS = "spec_jax.drafters"
@@ -61,6 +62,13 @@ class Parts:
     heads: pathlib.Path | None = None
     dtype: str | None = None
 
+    @property
+    def impl(self) -> str:
+        """The implementation that runs the target; where none runs, what is best."""
+        if self.target is None:
+            return dispatch.resolve("auto")
+        return self.target.cache_impl
+
 
 def _ngram(parts: Parts) -> Built:
     return ngram.PromptLookup(gamma_max=parts.gamma_max), None
@@ -68,7 +76,8 @@ def _ngram(parts: Parts) -> Built:
 
 def _suffix(parts: Parts) -> Built:
     """Of the sequence itself: a prompt that is repeated must not find its answer."""
-    return suffix.SuffixDecoding(gamma_max=parts.gamma_max), suffix.empty_corpus(1)
+    statistics = suffix.SuffixDecoding(gamma_max=parts.gamma_max, impl=parts.impl)
+    return statistics, suffix.empty_corpus(1)
 
 
 def _hybrid(parts: Parts) -> Built:
@@ -76,7 +85,7 @@ def _hybrid(parts: Parts) -> Built:
     if parts.draft is not None and is_head(parts.draft):
         kind = kind_of(parts.draft)
     draft, draft_params = BUILDERS[kind](parts)
-    statistics = suffix.SuffixDecoding(gamma_max=draft.gamma_max)
+    statistics = suffix.SuffixDecoding(gamma_max=draft.gamma_max, impl=parts.impl)
     drafter = hybrid.Hybrid(suffix=statistics, draft=draft)
     params = hybrid.HybridParams(draft=draft_params, corpus=suffix.empty_corpus(1))
     return drafter, params

@@ -20,7 +20,8 @@ decides where its score is at least that of the corpus.
 A suffix tree stores how often each string occurs, so as not to search for it. Here the
 places are found by compares and counted, `match_max * gamma_max` counts of every
 position of both bodies per round: the same numbers, in static shapes and on the
-device. A place where a text ends is followed by nothing and has no share.
+device. A place where a text ends is followed by nothing and has no share. Native
+kernels find the same, to the bit, and look only at places that match.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from jaxtyping import Array, Bool, Int
 from spec_jax import pytree
 from spec_jax.drafters import suffix_match, text_tree
 from spec_jax.engine import protocols
+from spec_jax.ops import look_up as look_up_op
 
 
 class Corpus(pytree.Node):
@@ -96,6 +98,7 @@ class SuffixDecoding(text_tree.TextDrafter):
       min_probability: where a path ends.
       tree: of the continuations in both bodies, in place of the path of the highest
         score.
+      impl: resolved, see `ops.dispatch`: what looks up a path; a tree is XLA's.
 
     Raises:
       ValueError: a match or a factor that drafts nothing, or no probability.
@@ -104,6 +107,7 @@ class SuffixDecoding(text_tree.TextDrafter):
     match_max: int = 8
     max_factor: float = 1.0
     min_probability: float = 0.1
+    impl: str = "xla"
 
     def __post_init__(self):
         super().__post_init__()
@@ -157,6 +161,8 @@ class SuffixDecoding(text_tree.TextDrafter):
 
         Nothing is counted, and nothing found, where `gamma` is 0.
         """
+        if look_up_op.has_kernels(self.impl):
+            return self._by_kernels(corpus, tokens, length, gamma)
 
         def search() -> Lookup:
             return self._search(corpus, tokens=tokens, length=length, gamma=gamma)
@@ -167,6 +173,28 @@ class SuffixDecoding(text_tree.TextDrafter):
             search,
             lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found),
         )
+
+    @property
+    def _budgets(self) -> np.ndarray:
+        """Tokens by the length of the match, from 1 on."""
+        sizes = np.arange(1, self.match_max + 1, dtype=np.int32)
+        return np.floor(sizes * self.max_factor).astype(np.int32)
+
+    def _by_kernels(self, corpus, tokens, length, gamma) -> Lookup:
+        drafts, num_drafted, survival, score = look_up_op.look_up(
+            tokens,
+            length,
+            gamma,
+            corpus.tokens,
+            budgets=self._budgets,
+            gamma_max=self.gamma_max,
+            min_probability=self.min_probability,
+            impl=self.impl,
+        )
+        proposal = protocols.Proposal(
+            tokens=drafts, num_drafted=num_drafted, survival=survival
+        )
+        return Lookup(proposal=proposal, score=score)
 
     def _search(
         self,
@@ -193,7 +221,6 @@ class SuffixDecoding(text_tree.TextDrafter):
         """The best over the lengths of match, in one body of text."""
         matched = suffix_match.match_lengths(body.tokens, suffix)
         sizes = np.arange(1, self.match_max + 1, dtype=np.int32)
-        most = np.floor(sizes * self.max_factor).astype(np.int32)
         # A path may reach past the end, where nothing follows.
         room = (0, self.gamma_max)
         walk = functools.partial(
@@ -202,7 +229,7 @@ class SuffixDecoding(text_tree.TextDrafter):
             jnp.pad(body.groups, room),
         )
         paths = jax.vmap(walk)(
-            matched[None, :] >= sizes[:, None], jnp.minimum(gamma, most)
+            matched[None, :] >= sizes[:, None], jnp.minimum(gamma, self._budgets)
         )
         # `argmax` takes the first of equals, and the longest match is to win.
         best = self.match_max - 1 - jnp.argmax(paths.score[::-1])
@@ -225,7 +252,7 @@ class SuffixDecoding(text_tree.TextDrafter):
 
         def step(carry, offset):
             """Takes the token that most places continue with, and keeps those."""
-            places, probability, goes_on = carry
+            places, probability, goes_on, score = carry
             token = jax.lax.dynamic_slice_in_dim(text, offset, size)
             group = jax.lax.dynamic_slice_in_dim(groups, offset, size)
             places &= token != suffix_match.NONE
@@ -237,17 +264,18 @@ class SuffixDecoding(text_tree.TextDrafter):
             # No vote, no share: a path that nothing continues ends here too.
             goes_on &= (offset < budget) & (probability >= self.min_probability)
             places &= token == token[first]
-            return (places, probability, goes_on), (token[first], probability, goes_on)
+            survival = jnp.where(goes_on, probability, 0.0)
+            carry = places, probability, goes_on, score + survival
+            return carry, (token[first], survival, goes_on)
 
-        start = (places, jnp.float32(1), jnp.bool_(True))
+        start = (places, jnp.float32(1), jnp.bool_(True), jnp.float32(0))
         offsets = jnp.arange(self.gamma_max, dtype=jnp.int32)
-        _, (drafts, probabilities, is_drafted) = jax.lax.scan(step, start, offsets)
-        survival = jnp.where(is_drafted, probabilities, 0.0)
+        last, (drafts, survival, is_drafted) = jax.lax.scan(step, start, offsets)
         return Lookup(
             proposal=protocols.Proposal(
                 tokens=drafts,
                 num_drafted=jnp.sum(is_drafted, dtype=jnp.int32),
                 survival=survival,
             ),
-            score=jnp.sum(survival),
+            score=last[-1],
         )

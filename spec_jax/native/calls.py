@@ -24,12 +24,20 @@ MAX_HEAD = 256  # as `kMaxHead` in attention.h
 Weight = jax.Array | panels.Panels
 
 
-def call(target: str, outputs, *arguments, isa, aliases=None, **attributes):
+def call(
+    target: str,
+    outputs,
+    *arguments,
+    isa,
+    aliases=None,
+    vmap_method=None,
+    **attributes,
+):
     return jax.ffi.ffi_call(
         build.target_name(target, build.load(isa)),
         outputs,
         input_output_aliases=aliases or {},
-        vmap_method=None,
+        vmap_method=vmap_method,
     )(*arguments, **attributes)
 
 

@@ -8,6 +8,7 @@
 #include "block_calls.h"
 #include "buffers.h"
 #include "children.h"
+#include "look_up.h"
 #include "move.h"
 #include "projection.h"
 #include "row_attention.h"
@@ -196,6 +197,33 @@ ffi::Error FindChildren(ffi::ThreadPool pool, Floats logits, Ints counts, Ints n
   });
 }
 
+ffi::Error LookUp(Ints tokens, Scalar length, Scalar gamma, Ints corpus, Ints budgets,
+                  ffi::Result<Ints> drafts, ffi::Result<Scalar> num_drafted,
+                  ffi::Result<Floats> survival, ffi::Result<ffi::BufferR0<ffi::F32>> score,
+                  float min_probability) {
+  int64_t most = drafts->element_count();
+  auto bounded = [](const Scalar& value, int64_t most) {
+    return std::clamp<int64_t>(*value.typed_data(), 0, most);
+  };
+  PathRule rule{budgets.typed_data(), static_cast<int64_t>(budgets.element_count()),
+                static_cast<int32_t>(bounded(gamma, most)), min_probability};
+  return by_dtype(ffi::DataType::F32, [&](auto) {
+    Path path;
+    if (rule.most > 0) {
+      path = look_up(tokens.typed_data(), bounded(length, tokens.element_count()),
+                     corpus.typed_data(), corpus.element_count(), rule);
+    }
+    int64_t count = path.tokens.size();
+    std::fill_n(std::copy_n(path.tokens.data(), count, drafts->typed_data()),
+                most - count, 0);
+    std::fill_n(std::copy_n(path.survival.data(), count, survival->typed_data()),
+                most - count, 0.0f);
+    *num_drafted->typed_data() = static_cast<int32_t>(count);
+    *score->typed_data() = path.score;
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace
 }  // namespace spec_jax
 
@@ -299,6 +327,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_children, spec_jax::FindChildren,
                                       .Ret<spec_jax::Floats>()  // scores
                                       .Ret<spec_jax::Ints>()    // tokens
                                       .Attr<float>("tau")));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_look_up, spec_jax::LookUp,
+                              ffi::Ffi::Bind()
+                                  .Arg<spec_jax::Ints>()    // tokens
+                                  .Arg<spec_jax::Scalar>()  // length
+                                  .Arg<spec_jax::Scalar>()  // gamma
+                                  .Arg<spec_jax::Ints>()    // corpus
+                                  .Arg<spec_jax::Ints>()    // budgets
+                                  .Ret<spec_jax::Ints>()    // drafts
+                                  .Ret<spec_jax::Scalar>()  // num_drafted
+                                  .Ret<spec_jax::Floats>()  // survival
+                                  .Ret<ffi::BufferR0<ffi::F32>>()  // score
+                                  .Attr<float>("min_probability"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
                               spec_jax::bind_model(spec_jax::bind_rows(

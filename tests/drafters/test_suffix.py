@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from spec_jax import testing
 from spec_jax.drafters import suffix, suffix_match
+from spec_jax.testing import compare
 
 
 MAX_LEN, GAMMA_MAX, CORPUS = 20, 4, 16
@@ -103,6 +104,51 @@ def test_counts_are_those_of_a_suffix_tree(text, earlier, gamma, behind):
     expected, tokens = oracle(DRAFTER, text, earlier, gamma)
     assert score == pytest.approx(float(expected), rel=1e-5)
     assert drafts == tokens
+
+
+NATIVE = dataclasses.replace(DRAFTER, impl="native")
+LONG = st.lists(st.integers(0, 3), min_size=1, max_size=90)
+
+
+def padded(tokens, size):
+    return jnp.asarray([*tokens, *[1] * (size - len(tokens))], jnp.int32)
+
+
+@hypothesis.settings(deadline=None, max_examples=300, derandomize=True)
+@hypothesis.given(LONG, st.lists(LONG, max_size=4), st.integers(0, 8))
+def test_native_kernels_find_the_same(text, earlier, gamma):
+    """Fails if a token, a bit of a probability or of a score is another one."""
+    drafter = suffix.SuffixDecoding(gamma_max=8, max_factor=1.7, min_probability=0.05)
+    corpus = functools.reduce(suffix.remember, earlier, suffix.empty_corpus(150))
+    of_text = (corpus, padded(text, 90), jnp.int32(len(text)), jnp.int32(gamma))
+    expected = look_up(drafter, *of_text)
+    found = look_up(dataclasses.replace(drafter, impl="native"), *of_text)
+    count = expected.proposal.num_drafted
+    assert found.proposal.num_drafted == count
+    tokens = (x.proposal.tokens[:count] for x in (found, expected))
+    np.testing.assert_array_equal(*tokens)
+    compare.assert_same_bits(found.score, expected.score)
+    compare.assert_same_bits(found.proposal.survival, expected.proposal.survival)
+    # Control: another ending is continued otherwise, or not at all.
+    if count > 0:
+        other = of_text[1].at[len(text) - 1].set(9)
+        assert look_up(NATIVE, corpus, other, *of_text[2:]).score == 0
+
+
+def test_native_kernels_take_slots():
+    """Fails if a slot is looked up in another's text."""
+    texts = [[1, 2, 5, 1, 2], [3, 3, 3], [7, 8], [5, 6, 7, 5, 6]]
+    tokens = jnp.stack([padded(text, MAX_LEN) for text in texts])
+    lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
+    found = [
+        jax.vmap(functools.partial(look_up, drafter, corpus_of()), (0, 0, None))(
+            tokens, lengths, jnp.int32(GAMMA_MAX)
+        )
+        for drafter in (DRAFTER, NATIVE)
+    ]
+    assert found[1].proposal.num_drafted.tolist() == [3, 1, 0, 3]
+    compare.assert_same_bits(found[1].score, found[0].score)
+    compare.assert_same_bits(found[1].proposal.survival, found[0].proposal.survival)
 
 
 @pytest.mark.few(3)

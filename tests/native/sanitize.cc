@@ -22,6 +22,7 @@
 #include "block_step.h"
 #include "children.h"
 #include "head_step.h"
+#include "look_up.h"
 #include "move.h"
 #include "projection.h"
 #include "row_attention.h"
@@ -766,6 +767,22 @@ void check_grid() {
   }
 }
 
+// A text of few words, and an earlier one: what is found did follow in one of them.
+void check_look_up(int64_t length, int64_t size) {
+  Array<int32_t> text(length), corpus(size), budgets(8);
+  for (int64_t i = 0; i < length; ++i) text[i] = generator() % 3;
+  for (int64_t i = 0; i < size; ++i) corpus[i] = i % 7 == 0 ? kNoToken : generator() % 3;
+  for (int32_t i = 0; i < 8; ++i) budgets[i] = i + 1;
+  Path path = look_up(text.data(), length, corpus.data(), size, {budgets.data(), 8, 5, 0.1f});
+  std::vector<int32_t> whole{text[length - 1]};
+  whole.insert(whole.end(), path.tokens.begin(), path.tokens.end());
+  auto holds = [&](const int32_t* begin, int64_t count) {
+    return std::search(begin, begin + count, whole.begin(), whole.end()) != begin + count;
+  };
+  bool followed = holds(text.data(), length) || holds(corpus.data(), size);
+  expect(path.tokens.size() <= 5 && (path.tokens.empty() || followed), "look up");
+}
+
 // Panels that are one element short.
 void overrun() {
   auto x = normal<float>(2 * 32), w = normal<float>(2 * kPanel * 32 - 1);
@@ -805,6 +822,9 @@ int main(int count, char** arguments) {
   spec_jax::check_noise();
   for (int64_t N : {1, 7, 1024, 2049}) spec_jax::check_draws(N);
   for (int64_t N : {1, 7, 1024, 2049}) spec_jax::check_children(N, std::min<int64_t>(N, 4));
+  for (int64_t length : {1, 2, 40}) {
+    for (int64_t size : {1, 60}) spec_jax::check_look_up(length, size);
+  }
   spec_jax::check_grid<float>();
   spec_jax::check_grid<spec_jax::bf16>();
   std::puts("all in bounds");

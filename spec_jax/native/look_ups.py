@@ -1,0 +1,36 @@
+"""The search of suffix decoding as a JAX function, one foreign call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.native import calls
+
+
+def look_up(
+    tokens: jax.Array,  # [max_len] int32
+    length: jax.Array,  # [] int32
+    gamma: jax.Array,  # [] int32
+    corpus: jax.Array,  # [size] int32
+    *,
+    budgets: np.ndarray,  # [match_max] int32
+    gamma_max: int,
+    min_probability: float,
+    isa: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Finds the most frequent continuation; see `ops.look_up.look_up`."""
+    calls.check_shapes(length=(length, ()), gamma=(gamma, ()))
+    drafts, num_drafted, survival, score = calls.call(
+        "spec_jax_look_up",
+        [
+            jax.ShapeDtypeStruct((gamma_max,), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((gamma_max,), jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.float32),
+        ],
+        *(tokens, length, gamma, corpus, jnp.asarray(budgets)),
+        isa=isa,
+        vmap_method="sequential",
+        min_probability=np.float32(min_probability),
+    )
+    return drafts, num_drafted, survival, score
