@@ -200,12 +200,20 @@ def certificates() -> published_rows.Lines:
 def batches() -> published_rows.Lines:
     """Tokens a second in batches, over one prompt after the other."""
     sizes = (1, 2, 4, 8, 16)
-    command = "`python experiments/throughput.py --repeats 5`"
+    command = "`throughput.py --repeats 5`, with `--drafter ngram` too"
     yield command, *map(str, sizes)
     rows = published_rows.rows_of("throughput.jsonl", "throughput")
-    ratios = {(row["batch"], bool(row["gamma"])): row["ratio"] for row in rows}
-    for name, is_drafted in (("plain", False), ("draft model, gamma 4", True)):
-        yield name, *(f"{ratios[size, is_drafted]:.2f}x" for size in sizes)
+    ratios = {
+        (row["drafter"], row["gamma"], row["batch"]): row["ratio"] for row in rows
+    }
+    for name, drafter, gamma in (
+        ("plain", "ngram", 0),
+        ("plain, with a draft model that takes in the prompts", "draft-model", 0),
+        ("prompt lookup, gamma 4", "ngram", 4),
+        ("draft model, gamma 4", "draft-model", 4),
+    ):
+        cells = [ratios.get((drafter, gamma, size)) for size in sizes]
+        yield name, *("" if cell is None else f"{cell:.2f}x" for cell in cells)
 
 
 def instruction_sets() -> published_rows.Lines:

@@ -282,7 +282,8 @@ def _comparisons() -> Iterator[Step]:
     command = "history --prompts 20"
     yield Step(file="history.jsonl", runs=(command,), keep=("history",))
     command = "throughput --repeats 5"
-    yield Step(file="throughput.jsonl", runs=(command,), keep=("throughput",))
+    runs = (command, f"{command} --drafter ngram")
+    yield Step(file="throughput.jsonl", runs=runs, keep=("throughput",))
     if "dspark" in loading.shipped_heads():
         yield from _schedules()
     command = "regret --prompts 6 --gen-tokens 96 --live --repeats 2"

@@ -135,39 +135,45 @@ def with_norm(lm, name, change):
 
 
 FAULTS = {
-    # What is planted, and the most of its drafts that a head may keep: measured (see
-    # the test), and half as much again of what is lost.
+    # What is planted, and the most of its drafts that a head may keep: what was measured
+    # (see the test) leaves room for half as much again of what is kept, or lost.
     "norm of features": (
         lambda lm: (with_norm(lm, "hidden_norm", lambda w: w - 1), {}),
         0.5,
     ),
     "norm of the MLP": (
         lambda lm: (with_norm(lm, "mlp_norm", lambda w: w + 1), {}),
-        0.6,
+        0.5,
     ),
-    "slot convention": (lambda lm: (with_slots_of_others(lm), {}), 0.9),
-    "position, later": (lambda lm: (lm, {"positions": 1}), 0.92),
-    "position, earlier": (lambda lm: (lm, {"positions": -1}), 0.98),
-    "layer index": (lambda lm: (lm, {"layers": 1}), 0.99),
-    "layer index, below": (lambda lm: (lm, {"layers": -1}), 0.99),
-    "order of layers": (lambda lm: (lm, {"order": 1}), 0.8),
+    "slot convention": (lambda lm: (with_slots_of_others(lm), {}), 0.7),
+    "position, later": (lambda lm: (lm, {"positions": 1}), 0.8),
+    "position, earlier": (lambda lm: (lm, {"positions": -1}), 0.9),
+    "layer index": (lambda lm: (lm, {"layers": 1}), 0.95),
+    "layer index, below": (lambda lm: (lm, {"layers": -1}), 0.97),
+    "order of layers": (lambda lm: (lm, {"order": 1}), 0.5),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in list(FAULTS)[1:]]
 
 
 @pytest.mark.parametrize("fault", [next(iter(FAULTS)), *SLOW])
 def test_a_shipped_dspark_drafts_less_with_what_is_off_by_one(fault):
-    """Alarms, each with the share of drafts that is left of 3.17 a round.
+    """Alarms. Of 32 texts, the share of drafts that is left of the shipped DSpark's, and
+    of those of a DFlash that has the same backbone and no head after it:
 
-    Norm of features 0.14, of the MLP 0.33; slot convention 0.82; position 0.84 and
-    0.94; layer index 0.97 both ways. The last ones do not halve what is accepted: a
-    block sees the whole context, of which neighbours say much the same, and the Markov
-    head drafts half of it from the token before alone. They are caught because a draft
-    is no longer the one of the files: `tests/drafters/test_block.py` plants them.
+        norm of features   0.31  0.27        position, later      0.67  0.64
+        norm of the MLP    0.17  0.19        position, earlier    0.87  0.80
+        slot convention    0.59  0.06        layer index          0.91  0.88
+        order of layers    0.36  0.32        layer index, below   0.86  0.86
+
+    A neighbouring position or layer does not halve what is kept, of either: a block
+    sees the whole context, of which neighbours say much the same. The Markov head
+    drafts half of it from the token before alone, which hides a wrong slot. All are
+    caught because a draft is no longer the one of the files:
+    `tests/drafters/test_block.py` plants them.
     """
     lm, texts = sj.load(drafter="dspark", impl="xla"), texts_of(6)
     plant, most = FAULTS[fault]
     planted, shifted = plant(lm)
     right = accepted(lm, texts)
-    assert right > 2
+    assert right > 1.9
     assert accepted(planted, texts, **shifted) < most * right
