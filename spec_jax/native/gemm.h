@@ -31,7 +31,7 @@ constexpr int panels_beside(int R) { return R == 1 ? 4 : R == 2 ? 2 : 1; }
 #endif
 // How far ahead weights are asked for, in each panel: a processor does not look far enough
 // by itself, and not past the end of what it has read so far.
-constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kAheadBytes = 8192;
 
 // Adds the products of one word of k: R rows, whose words lie side by side, by P panels.
 #if defined(SPEC_JAX_AVX512BF16)
