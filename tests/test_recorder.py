@@ -53,7 +53,7 @@ def decided(recording, length, *, slot=0, num_prompt=NUM_PROMPT):
     return {n: bits(np.asarray(getattr(recording, n)))[slot, at] for n in names}
 
 
-@pytest.fixture(scope="module", params=["xla", "native"])
+@pytest.fixture(scope="module", params=["native", "xla"])
 def target(request):
     decoding.needs(request.param)
     return decoding.TARGET if request.param == "xla" else decoding.NATIVE

@@ -157,6 +157,7 @@ def test_max_tokens_is_met_exactly(num_slots):
         decoding.assert_as_decoded(SMALL, run(asks), asks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", ["paged", "static"])
 def test_a_full_cache(cache):
     """Fails if nodes need places that decoding does not, and there are none."""

@@ -81,6 +81,7 @@ def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
     assert len({cell.batch for cell in planned.plan.cells}) > 1
 
 
+@pytest.mark.slow
 def test_the_first_call_is_lowered_without_a_gpu(tmp_path, no_gpu, capfd):
     """Fails if it needs a GPU; the whole plan, and its time, is a slow test."""
     out = tmp_path / "new"

@@ -232,7 +232,7 @@ def test_shapes_cover_what_they_should():
     }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_logits(case):
     """A hundred positions; fails on every fault of `faults`, by a wide margin."""
     assert f32_error(our_logits(case), case.logits) <= 1

@@ -174,7 +174,7 @@ def make_model(dtype: str, impl: str, **changes) -> Model:
     return Model(config=config, params=make_params(config), impl=impl)
 
 
-@pytest.fixture(params=["float32-xla", "bfloat16-native"])
+@pytest.fixture(params=["bfloat16-native", "float32-xla"])
 def model(request):
     return make_model(*request.param.split("-"))
 
@@ -410,7 +410,8 @@ def test_prefill_by_rows_is_decoding(model):
     )
 
 
-@pytest.mark.parametrize("impl", ["xla", "native"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("impl", ["native", "xla"])
 def test_the_prefill_of_a_row_model(impl):
     """Fails if the taller slab of a native prefill has other bits than decoding.
 

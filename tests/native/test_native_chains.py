@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.engine import protocols, round as round_lib, rows as rows_lib
 from spec_jax.model import params as params_lib, row_model
 from spec_jax.paging import allocator
 
@@ -147,3 +147,24 @@ def test_a_text_that_is_stored_or_far_ahead_sits_out(pending):
     assert made.tolist() == [0, 5, 0]
     assert int(kv.length[0]) == len(TEXTS[0]) - PENDING[0]
     assert (np.asarray(drafts)[0] == 0).all()
+
+
+def test_all_drafts_of_a_round_are_one_call():
+    """Fails if each draft is a step of its own, with XLA in between."""
+
+    def calls(**changes):
+        """Of chains and of steps, in a program of rounds."""
+        changes = {"catch_up_rows": 16} | changes
+        drafter = decoding.draft_drafter(impl="native", **changes)
+        setting = decoding.Setting(target=decoding.NATIVE)
+        made = setting.scheduler(drafter, draft_params=decoding.NEARLY_TARGET)
+        program = round_lib.generate.lower(
+            made.speculator, made.empty(draws=False), max_rounds=jnp.int32(1)
+        ).as_text()
+        names = ("spec_jax_chains", "spec_jax_step")
+        return [program.count(f"custom_call @{name}") for name in names]
+
+    # The draft model's catching up, and the target's verification, are steps.
+    assert calls() == [1, 2]
+    # Control: a draft that is looked at before the next one is a step.
+    assert calls(min_confidence=0.5)[0] == 0

@@ -133,6 +133,7 @@ def assert_launched(name, launched):
     assert (set(DRAWING) <= launched) == bool(PROGRAMS[name][1].get("draws"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("impl", ["triton", "mosaic"])
 def test_distributions_sum_in_kernels(compiler, impl):
     """Fails if a kernel spills, or XLA filters or sums; that it is seen to do so."""

@@ -205,7 +205,7 @@ def test_a_head_of_several_slots(compiled, impl):
     checks.assert_near(len(report.launches), stated, f"trees of four slots, {impl}")
 
 
-@pytest.mark.few(1)
+@pytest.mark.rest
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("size", "num_blocks"), [(17, 1), (64, 1), (17, 3)])
 def test_a_block_of_several_slabs(compiled, size, num_blocks, impl):

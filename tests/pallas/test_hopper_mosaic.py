@@ -116,7 +116,7 @@ def test_rounds_with_heads_on_mosaic(compiled, build, options, norms, stated, co
     checks.assert_near(len(report.launches), stated, build.__name__)
 
 
-@pytest.mark.few(1)
+@pytest.mark.rest
 @pytest.mark.parametrize("name", checks.LARGEST_FIRST)
 def test_a_round_on_mosaic(compiled, name):
     """Fails if a kernel of Triton is left in a round, or a launch is added."""

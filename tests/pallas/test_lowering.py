@@ -70,7 +70,7 @@ def functions(eqn: Any) -> Iterator[Any]:
                 yield each
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("build", "options", "kernels", "size", "characters"),
     [

@@ -161,6 +161,7 @@ BACKENDS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("impl", BACKENDS)
 def test_rows_of_a_block_see_all_of_it(rng, monkeypatch, impl):
     """Fails if a row of a block drafter's sees less than its block, or more."""

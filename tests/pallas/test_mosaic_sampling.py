@@ -72,6 +72,8 @@ def test_draws_are_those_of_triton(rng, draw):
     assert found[2] != late[2]
 
 
+@pytest.mark.slow
+@pytest.mark.rest
 def test_distributions_are_those_of_triton(rng, draw):
     """Fails if a chunk is counted twice, or a row's sum depends on another row."""
     del draw  # Its kernels are interpreted.

@@ -338,7 +338,7 @@ def test_refusals(rng):
         jax.jit(functools.partial(draw_op.draw, impl="xla"))(logits, stacked(), **how)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("has_probs", [True, False])
 def test_trees_have_the_noise_of_the_draws_they_aim_at(rng, has_probs):
     """Fails if a level's rows have the noise of other positions, or other settings; of
@@ -383,7 +383,7 @@ class Target:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rule", "parents"),
     [("rejection", (0, 0, 1)), ("block", None), ("rejection", None)],

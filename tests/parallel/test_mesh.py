@@ -78,6 +78,7 @@ def test_generations_are_the_same_on_any_mesh(drafter, impl):
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])
 def test_a_mesh_from_the_front_door(family, tmp_path):
     """A generation and decoding on a mesh of one device: the slow test has more.
