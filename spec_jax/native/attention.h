@@ -174,13 +174,22 @@ struct Block {
   }
 };
 
-// The keys of a block as panels. One of a worker serves all heads that it walks: several
-// would push each other out of the first cache. Where lines of the cache begin, since a
-// vector that is stored across two of them comes back late.
+// Room for the keys of a block as panels. One of a worker serves all heads that it walks:
+// several would push each other out of the first cache. It begins where a line of the
+// cache does, since a vector that is stored across two of them comes back late.
 template <typename T>
-struct alignas(64) KeyPanels {
-  T data[kMaxHead * kKeyBlock];
-  KeyPanels() {}  // What is read was written before.
+class KeyPanels {
+ public:
+  explicit KeyPanels(int64_t H) : room_(words_of<T>(H) * kKeyBlock * kWord<T> + kLine) {}
+
+  T* data() {
+    uintptr_t past = reinterpret_cast<uintptr_t>(room_.data()) / sizeof(T) % kLine;
+    return room_.data() + (kLine - past) % kLine;
+  }
+
+ private:
+  static constexpr int64_t kLine = 64 / sizeof(T);
+  Scratch<T> room_;
 };
 
 // Writes the keys of a block to `panels`.
@@ -230,8 +239,8 @@ template <typename T>
 void score_block(Queries<T>& queries, const T* panels) {
   const SideBySide<T>& rows = queries.rows;
   rows.for_each_group([&](int64_t first, int64_t size) {
-    multiply(rows.group(first), size, panels, kKeyBlock / kPanel, rows.words(),
-             queries.scores.data() + first * kKeyBlock, kKeyBlock);
+    multiply<false>(rows.group(first), size, panels, kKeyBlock / kPanel, rows.words(),
+                    queries.scores.data() + first * kKeyBlock, kKeyBlock);
   });
 }
 
@@ -364,8 +373,8 @@ void add_block(Queries<T>& queries, int64_t i, const int64_t* seen, const Block<
 template <typename T>
 void attend_block(Queries<T>& queries, KeyPanels<T>& panels, const Block<T>& k,
                   const Block<T>& v, int64_t start, float scale) {
-  turn_keys(k, queries.H, panels.data);
-  score_block(queries, panels.data);
+  turn_keys(k, queries.H, panels.data());
+  score_block(queries, panels.data());
   weigh_block(queries, start, scale);
   auto run = [&](auto size, int64_t i) {
     constexpr int R = decltype(size)::value;

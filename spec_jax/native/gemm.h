@@ -93,8 +93,9 @@ inline void step(const float* x, const bf16* const (&w)[P], int64_t at,
 }
 
 // R rows by the P panels at `w` over `words` words of k, into sums [R, stride]. `skipped`
-// are the bytes from behind these panels to those that come next.
-template <int R, int P, typename X, typename W>
+// are the bytes from behind these panels to those that come next, if they are to be asked
+// for.
+template <int R, int P, bool kAsks, typename X, typename W>
 void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride,
           int64_t skipped) {
   constexpr int V = P * kVectors;
@@ -115,7 +116,9 @@ void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride,
   for (int64_t end : {std::max<int64_t>(words - kAheadBytes / kWideBytes, 0), words}) {
     for (int64_t k = begin; k < end; ++k) {
 #pragma GCC unroll 16
-      for (int j = 0; j < P; ++j) prefetch(panel[j] + k * kWide, ahead);
+      for (int j = 0; j < P; ++j) {
+        if (kAsks) prefetch(panel[j] + k * kWide, ahead);
+      }
       step(x + k * R * kWord<W>, panel, k * kWide, acc);
     }
     begin = end;
@@ -129,27 +132,28 @@ void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride,
 }
 
 // R rows by `count` panels at `w`.
-template <int R, typename X, typename W>
+template <int R, bool kAsks, typename X, typename W>
 void multiply_rows(const X* x, const W* w, int64_t count, int64_t words, float* sums,
                    int64_t stride, int64_t skipped) {
   constexpr int P = panels_beside(R);
   int64_t size = words * kPanel * kWord<W>;
   for (; count >= P; count -= P, w += P * size, sums += P * kPanel) {
-    tile<R, P>(x, w, words, sums, stride, count == P ? skipped : 0);
+    tile<R, P, kAsks>(x, w, words, sums, stride, count == P ? skipped : 0);
   }
   if constexpr (P > 3) {
-    if (count == 3) tile<R, 3>(x, w, words, sums, stride, skipped);
+    if (count == 3) tile<R, 3, kAsks>(x, w, words, sums, stride, skipped);
   }
   if constexpr (P > 2) {
-    if (count == 2) tile<R, 2>(x, w, words, sums, stride, skipped);
+    if (count == 2) tile<R, 2, kAsks>(x, w, words, sums, stride, skipped);
   }
-  if (count == 1) tile<R, 1>(x, w, words, sums, stride, skipped);
+  if (count == 1) tile<R, 1, kAsks>(x, w, words, sums, stride, skipped);
 }
 
 // A group of `rows` rows, at most kGroup, whose words lie side by side, by `count` panels
 // at `w`, into sums [rows, stride]. `next`, unless it is null, is what will be read after
-// these panels if not what lies behind them.
-template <typename X, typename W>
+// these panels if not what lies behind them. Nothing is asked for unless `kAsks`: behind
+// what a worker has just written may lie what another one writes.
+template <bool kAsks = true, typename X, typename W>
 void multiply(const X* x, int64_t rows, const W* w, int64_t count, int64_t words,
               float* sums, int64_t stride, const W* next = nullptr) {
   int64_t skipped = 0;
@@ -158,15 +162,15 @@ void multiply(const X* x, int64_t rows, const W* w, int64_t count, int64_t words
     skipped = address(next) - address(w + count * words * kPanel * kWord<W>);
   }
   switch (rows) {
-    case 1: return multiply_rows<1>(x, w, count, words, sums, stride, skipped);
-    case 2: return multiply_rows<2>(x, w, count, words, sums, stride, skipped);
-    case 3: return multiply_rows<3>(x, w, count, words, sums, stride, skipped);
-    case 4: return multiply_rows<4>(x, w, count, words, sums, stride, skipped);
-    case 5: return multiply_rows<5>(x, w, count, words, sums, stride, skipped);
+    case 1: return multiply_rows<1, kAsks>(x, w, count, words, sums, stride, skipped);
+    case 2: return multiply_rows<2, kAsks>(x, w, count, words, sums, stride, skipped);
+    case 3: return multiply_rows<3, kAsks>(x, w, count, words, sums, stride, skipped);
+    case 4: return multiply_rows<4, kAsks>(x, w, count, words, sums, stride, skipped);
+    case 5: return multiply_rows<5, kAsks>(x, w, count, words, sums, stride, skipped);
 #if defined(SPEC_JAX_AVX512)
-    case 6: return multiply_rows<6>(x, w, count, words, sums, stride, skipped);
-    case 7: return multiply_rows<7>(x, w, count, words, sums, stride, skipped);
-    case 8: return multiply_rows<8>(x, w, count, words, sums, stride, skipped);
+    case 6: return multiply_rows<6, kAsks>(x, w, count, words, sums, stride, skipped);
+    case 7: return multiply_rows<7, kAsks>(x, w, count, words, sums, stride, skipped);
+    case 8: return multiply_rows<8, kAsks>(x, w, count, words, sums, stride, skipped);
 #endif
   }
 }

@@ -28,8 +28,8 @@ template <typename Pool, typename T>
 struct Workers {
   struct Worker {
     SideBySide<T> rows;
-    Scratch<T> normed;      // a group of them
-    int64_t holds = 0;      // the product that `rows` were set for
+    Scratch<T> normed;  // a group of them
+    int64_t holds = 0;  // the product that `rows` were set for
   };
 
   Team<Pool>& team;

@@ -191,7 +191,8 @@ struct Attention {
   std::vector<Sums<T>> before;
 
   Attention(Team<Pool>& team, const Rows& rows, int64_t K, int64_t group, int64_t H)
-      : team(team), rows(rows), K(K), panels(team.size()), parts(0, H) {
+      : team(team), rows(rows), K(K), parts(0, H) {
+    for (int64_t i = 0; i < team.size(); ++i) panels.emplace_back(H);
     begin(group, H);
     if (rows.branch == nullptr) return;
     for (int64_t i = 0; i < team.size(); ++i) {

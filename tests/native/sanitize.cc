@@ -237,7 +237,7 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
   for (int64_t m = 0; m < num_pages; ++m) table[m] = static_cast<int32_t>(m);
   Array<T> out(G * H);
   Queries<T> queries(G, H);
-  KeyPanels<T> panels;
+  KeyPanels<T> panels(H);
   Pages pages{table.data(), page_size, K * H};
   for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
     queries.begin(G);
