@@ -33,6 +33,7 @@ def call(
     vmap_method=None,
     **attributes,
 ):
+    """Calls a kernel of an instruction set; the rest is as in `jax.ffi.ffi_call`."""
     return jax.ffi.ffi_call(
         build.target_name(target, build.load(isa)),
         outputs,
