@@ -64,7 +64,7 @@ class Parts:
 
     @property
     def impl(self) -> str:
-        """The implementation that runs the target; where none runs, what is best."""
+        """What looks up texts: as the target runs, XLA on a mesh; without one what is best."""
         if self.target is None:
             return dispatch.resolve("auto")
         return self.target.cache_impl

@@ -204,7 +204,7 @@ def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, caps
     testing.assert_same_bits(made[0][1], made[1][1])
     # A run that goes on from it begins with its weights, and its card says so.
     flags = ["--base", str(out), *("--draft-vocab", "7", "--mlp", "8")]
-    begins_as(made[0][1], target, work, *flags)
+    assert_begins_as(made[0][1], target, work, *flags)
     onwards = tmp_path / "onwards"
     onwards.mkdir()
     (onwards / "texts.npz").write_bytes(texts)
@@ -215,7 +215,7 @@ def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, caps
     assert "| went on from, SHA-256 of its weights | " in card and "--mlp 24" in card
 
 
-def begins_as(head, target, work, *flags):
+def assert_begins_as(head, target, work, *flags):
     """Of the drafter of `--base` all that is trained, whatever shape the flags ask."""
     args = train_drafter.parse_args(command(target, work, "train", *flags))
     job = train_drafter.prepare(args)
@@ -251,7 +251,7 @@ def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
     made = sj.generate(lm, "import os", max_tokens=8)
     assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
     assert made.metrics["proposed"] > 0
-    begins_as(head, target, work, "--base", str(out))
+    assert_begins_as(head, target, work, "--base", str(out))
 
 
 @pytest.mark.parametrize(("width", "kept"), [(4, 0.999), (3, 0.8), (8, 0.999)])
@@ -325,7 +325,7 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     # Of what was calibrated, weights alone are gone on from.
     flags = [*BLOCKS, "--base", str(out), "--block", "5"]
     _, head = block_files.load(out, *load.load(target))
-    begins_as(head, target, work, *flags)
+    assert_begins_as(head, target, work, *flags)
     args = command(target, work, "train", "--base", str(out))
     assert train_drafter.main(args) == 1
     assert "that is known: LlamaForCausalLMEagle3" in capsys.readouterr().err
@@ -335,7 +335,7 @@ def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path):
     """Fails if it is taken for one with the default's head."""
     out = tiny_pair.write_block(tmp_path / "head", target, kind="dflash")
     _, head = block_files.load(out, *load.load(target))
-    begins_as(head, target, work, "--family", "dspark", "--base", str(out))
+    assert_begins_as(head, target, work, "--family", "dspark", "--base", str(out))
 
 
 def calibrated(target, work, out, lm) -> str:
