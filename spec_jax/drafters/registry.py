@@ -64,7 +64,7 @@ class Parts:
 
     @property
     def impl(self) -> str:
-        """What looks up texts: the target's; XLA on a mesh; without a target, the best."""
+        """What looks up texts: as the target runs, on a mesh XLA; else what is best."""
         if self.target is None:
             return dispatch.resolve("auto")
         return self.target.cache_impl
