@@ -20,7 +20,7 @@ from spec_jax.model import (
     rotary,
     sequence,
 )
-from spec_jax.ops import bits, embedding, page_write, rope
+from spec_jax.ops import bits, embedding, page_write, projection, rope
 from spec_jax.paging import allocator, cache
 from spec_jax.typing import typed
 
@@ -67,8 +67,9 @@ def run_rows(
 
     Args:
       params: as `params.prepare` makes them.
-      run_layer: of the family: takes a layer's weights, the residual, the rows, the
-        layer's pages and the angles; returns the residual and the pages.
+      run_layer: of the family: takes a layer's weights, the weight of the norm after
+        it, the residual (`projection.Residual`), the rows, the layer's pages and the
+        angles; returns the residual and the pages.
       run_head: of the family: takes the weights and the residual; returns logits.
     """
     see = observe or observe_lib.pass_on
@@ -81,20 +82,23 @@ def run_rows(
     # Layers differ in their arrays alone: one is traced and lowered for all. A hook
     # is told the number of the layer, and so each is traced.
     run_layer = jax.jit(run) if observe is None else run
-    boundaries = [x]
+    boundaries, residual = [x], projection.Residual(x=x)
+    norms = [*(layer.input_norm for layer in params.layers), params.final_norm]
     for number, layer in enumerate(params.layers):
         hook = {"observe": functools.partial(observe, number)} if observe else {}
         # XLA may fuse and round differently in another surrounding program: each
         # layer is compiled for itself.
-        x = jax.lax.optimization_barrier(x)
+        residual = jax.lax.optimization_barrier(residual)
         pages = kv.k[number], kv.v[number], kv.page_table
-        x, k, v = run_layer(layer, x, rows, pages, angles, **hook)
+        residual, k, v = run_layer(
+            layer, norms[number + 1], residual, rows, pages, angles, **hook
+        )
         kv = cache.replace_layer(kv, number, k=k, v=v)
-        boundaries.append(x)
+        boundaries.append(residual.x)
     logits = jnp.zeros((0, config.vocab_size), jnp.float32)
     if with_logits:
-        x = jax.lax.optimization_barrier(x)
-        logits = run_head(params, x, rows, config=config, impl=impl)
+        residual = jax.lax.optimization_barrier(residual)
+        logits = run_head(params, residual, rows, config=config, impl=impl)
         logits = see(None, "logits", jax.lax.optimization_barrier(logits))
     features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
     if taps:

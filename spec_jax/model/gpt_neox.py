@@ -267,8 +267,10 @@ def forward_rows(
     )
 
 
-def _run_layer(layer, x, rows, pages, angles, *, config, impl):
+def _run_layer(layer, next_norm, residual, rows, pages, angles, *, config, impl):
     """One decoder layer; see `decoder.run_rows`. Returns residual, keys and values."""
+    del next_norm
+    x = residual.x
     k, v, page_table = pages
     cos, sin = angles
     shared = {"num_active": rows.num_active, "impl": impl}
@@ -308,12 +310,12 @@ def _run_layer(layer, x, rows, pages, angles, *, config, impl):
     down = linear(hidden, layer.down)
     if config.has_parallel_residual:
         down = _add(down, attended)
-    return _add(down, x), k, v
+    return projection.Residual(x=_add(down, x)), k, v
 
 
-def _run_head(params, x, rows, *, config, impl):
+def _run_head(params, residual, rows, *, config, impl):
     return projection.project(
-        _norm(x, params.final_norm, config=config, impl=impl),
+        _norm(residual.x, params.final_norm, config=config, impl=impl),
         params.head,
         num_active=rows.num_active,
         out_dtype="float32",

@@ -302,35 +302,41 @@ def _model(params, config, kv) -> step.Model:
     )
 
 
-def run_head(params, x, rows, *, config, impl):
+def run_head(params, residual, rows, *, config, impl):
     """Logits `[R, V]` of the residual after the last layer."""
+    x, norm = residual.before(params.final_norm)
     return projection.project(
         x,
         params.head,
         num_active=rows.num_active,
-        norm=params.final_norm,
+        norm=norm,
         eps=config.rms_norm_eps,
         out_dtype="float32",
         impl=impl,
     )
 
 
-def run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
+def run_layer(
+    layer, next_norm, residual, rows, pages, angles, *, config, impl, observe=None
+):
     """One decoder layer: five operations, each of which reads its weights once.
 
     Args:
+      next_norm: weight of the norm after the layer.
+      residual: see `projection.Residual`.
       pages: keys and values of the layer `[P, C, K, H]`, and the page table.
       angles: cosines and sines, see `decoder.row_angles`.
       observe: the hook of `forward_rows`, for this layer.
 
     Returns:
-      The residual `[R, D]`, and the pages of keys and values.
+      The residual, and the pages of keys and values.
     """
     see = observe or (lambda operation, value: value)
     k, v, page_table = pages
     cos, sin = angles
     shared = {"num_active": rows.num_active, "eps": config.rms_norm_eps, "impl": impl}
-    heads = projection.project(x, layer.qkv, norm=layer.input_norm, **shared)
+    x, norm = residual.before(layer.input_norm)
+    heads = projection.project(x, layer.qkv, norm=norm, **shared)
     if observe is not None:
         heads = decoder.observe_heads(heads, config, observe)
     attended, k, v = row_attention.row_attention(
@@ -347,6 +353,7 @@ def run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
         scale=config.head_dim**-0.5,
         branch=rows.branch,
         by_head=isinstance(layer.qkv, weights.Split),
+        ahead=(layer.attention_out, layer.gate_up),
         **shared,
     )
     if observe is not None:
@@ -355,15 +362,25 @@ def run_layer(layer, x, rows, pages, angles, *, config, impl, observe=None):
         where |= {"slots": rows.slots, "positions": places}
         k = decoder.observe_written(k, "k_cache", observe, **where)
         v = decoder.observe_written(v, "v_cache", observe, **where)
-    attended = see("attention", attended)
-    x = projection.project(attended, layer.attention_out, residual=x, **shared)
-    x = see("attention_residual", x)
-    hidden = gated_projection.gated_projection(
-        x, layer.gate_up, norm=layer.mlp_norm, **shared
+
+    def add(name, y, w, norm):
+        """The residual with `y w^T` added; a hook may change it before it is normed."""
+        if observe is None:
+            return projection.add(y, w, residual.x, norm=norm, **shared)
+        x = see(name, projection.project(y, w, residual=residual.x, **shared))
+        return projection.Residual(x=x)
+
+    residual = add(
+        "attention_residual",
+        see("attention", attended),
+        layer.attention_out,
+        layer.mlp_norm,
     )
+    x, norm = residual.before(layer.mlp_norm)
+    hidden = gated_projection.gated_projection(x, layer.gate_up, norm=norm, **shared)
     hidden = see("swiglu", hidden)
-    x = projection.project(hidden, layer.down, residual=x, **shared)
-    return see("mlp_residual", x), k, v
+    residual = add("mlp_residual", hidden, layer.down, next_norm)
+    return residual, k, v
 
 
 def sequence_layer(layer, config, x, positions):

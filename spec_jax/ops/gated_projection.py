@@ -18,7 +18,7 @@ def gated_projection(
     w: Float[Array, "F2 K"] | weights.Panels | weights.Split,
     *,
     num_active: Int[Array, ""],
-    norm: Float[Array, " K"],
+    norm: Float[Array, " K"] | None,
     eps: float,
     impl: str,
 ) -> Float[Array, "R F"]:

@@ -14,10 +14,51 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spec_jax import pytree
 from spec_jax.native import calls
 from spec_jax.ops import dispatch, rms_norm, skinny_gemm, weights
 from spec_jax.parallel import collectives
 from spec_jax.typing import typed
+
+
+class Residual(pytree.Node):
+    """The residual of a slab, and its RMSNorm where a kernel has made that already."""
+
+    x: jax.Array  # [R, D]
+    normed: jax.Array | None = None  # [R, D]
+
+    def before(self, norm: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """What the next product multiplies, and the norm that is to come before it."""
+        return (self.x, norm) if self.normed is None else (self.normed, None)
+
+
+def add(
+    y: Float[Array, "R K"],
+    w: Float[Array, "N K"] | weights.Panels | weights.Split,
+    x: Float[Array, "R N"],
+    *,
+    num_active: Int[Array, ""],
+    norm: Float[Array, " N"],
+    eps: float,
+    impl: str,
+) -> Residual:
+    """Adds `project(y, w)` to the residual `x`, and norms it where kernels do so here.
+
+    Those on a GPU norm rows in a launch of their own, which also adds up the pieces of
+    a product whose K is split.
+
+    Args:
+      norm: weight of the RMSNorm that follows, with `eps`.
+    """
+    if impl in dispatch.PALLAS and not isinstance(w, weights.Split):
+        kernels, interpret = dispatch.kernels("skinny_gemm", impl)
+        x, normed = kernels.add(
+            y, weights.matrix(w), x, norm, num_active=num_active, eps=eps,
+            interpret=interpret,
+        )  # fmt: skip
+        return Residual(x=x, normed=normed)
+    shared = {"num_active": num_active, "eps": eps, "impl": impl}
+    return Residual(x=project(y, w, residual=x, **shared))
 
 
 @typed

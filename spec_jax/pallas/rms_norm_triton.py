@@ -3,6 +3,9 @@
 A program reads its row once, 2 D bytes, and writes it once. The row is one block of a
 power of two, the same whatever is beside it, so that its squares are summed in one
 order: XLA chooses its own by the number of rows. Programs of padding rows read nothing.
+
+Where the row is the sum of a residual and of a product whose K is split, the program
+adds the partial sums first, in ascending order: the sum costs no launch of its own.
 """
 
 import functools
@@ -22,9 +25,9 @@ NUM_WARPS = 8
 def _kernel(
     num_active_ref,  # [1]
     x_ref,  # [1, block]
+    sums_ref,  # [splits, 1, block] float32 or None
     weight_ref,  # [1, block]
-    out_ref,  # [1, block]
-    *,
+    *out_refs,  # [1, block]: the normed row, and the sum where there is one
     width: int,
     eps: float,
     interpret: bool,
@@ -32,15 +35,24 @@ def _kernel(
     """One row; elements past `width` are zeros that are not read."""
     block = x_ref.shape[1]
     mask = jnp.arange(block)[None, :] < width if width % block else None
-    other = None if mask is None else 0
+    load = functools.partial(
+        plt.load, mask=mask, other=None if mask is None else 0
+    )
+    program = early_launch.program(0, interpret=interpret)
 
-    @pl.when(early_launch.program(0, interpret=interpret) < num_active_ref[0])
+    @pl.when(program < num_active_ref[0])
     def _():
-        x = plt.load(x_ref.at[...], mask=mask, other=other).astype(jnp.float32)
-        weight = plt.load(weight_ref.at[...], mask=mask, other=other)
+        x = load(x_ref.at[...])
+        if sums_ref is not None:
+            total = jnp.zeros((1, block), jnp.float32)
+            for split in range(sums_ref.shape[0]):
+                total += load(sums_ref.at[split])
+            x += total.astype(x.dtype)
+            plt.store(out_refs[1].at[...], x, mask=mask)
+        x, weight = x.astype(jnp.float32), load(weight_ref.at[...])
         mean_square = jnp.sum(x * x, axis=1, keepdims=True) / width
         normed = (x * jax.lax.rsqrt(mean_square + eps)).astype(x_ref.dtype)
-        plt.store(out_ref.at[...], normed * weight, mask=mask)
+        plt.store(out_refs[0].at[...], normed * weight, mask=mask)
 
 
 def rms_norm(
@@ -58,7 +70,28 @@ def rms_norm(
     Raises:
       ValueError: a weight of another shape or dtype, or rows that are too wide.
     """
-    R, D = x.shape
+    how = {"num_active": num_active, "eps": eps, "interpret": interpret}
+    return _call(x, None, weight, **how)[0][: x.shape[0]]
+
+
+def add_norm(
+    x: jax.Array,  # [R, D], of whole slabs
+    sums: jax.Array,  # [splits, R, D] float32
+    weight: jax.Array,  # [D]
+    *,
+    num_active: jax.Array,  # [] int32
+    eps: float,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`x` and the rounded total of `sums`, and `rms_norm` of that; raises as it does."""
+    how = {"num_active": num_active, "eps": eps, "interpret": interpret}
+    normed, added = _call(x, sums, weight, **how)
+    return added, normed
+
+
+def _call(x, sums, weight, *, num_active, eps, interpret):
+    """Normed rows, and their sums where there are partial ones, in whole slabs."""
+    D = x.shape[1]
     slab.check_shapes(weight=(weight, (D,)), num_active=(num_active, ()))
     if x.dtype != weight.dtype:
         raise ValueError(f"rows are {x.dtype} but the weight is {weight.dtype}")
@@ -66,20 +99,26 @@ def rms_norm(
         raise ValueError(f"rows of {D} elements are not in 1..{MAX_WIDTH}")
     # A grid of one program is other code: the compiler knows which program it is.
     x = slab.padded(x)
-    block = pl.next_power_of_2(D)
+    R, block = x.shape[0], pl.next_power_of_2(D)
     row = pl.BlockSpec((1, block), lambda r: (r, 0))
-    y = pl.pallas_call(
-        functools.partial(_kernel, width=D, eps=eps, interpret=interpret),
-        grid=(x.shape[0],),
+    partial, count = None, 1
+    if sums is not None:
+        partial = pl.BlockSpec((sums.shape[0], 1, block), lambda r: (0, r, 0))
+        count = 2
+    return pl.pallas_call(
+        functools.partial(
+            _kernel, width=D, eps=eps, interpret=interpret
+        ),
+        grid=(R,),
         in_specs=[
             pl.BlockSpec((1,), lambda r: (0,)),
             row,
+            partial,
             pl.BlockSpec((1, block), lambda r: (0, 0)),
         ],
-        out_specs=row,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_specs=[row] * count,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * count,
         compiler_params=plt.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
         name="rms_norm",
         interpret=interpret,
-    )(num_active.reshape(1), x, weight.reshape(1, D))
-    return y[:R]
+    )(num_active.reshape(1), x, sums, weight.reshape(1, D))

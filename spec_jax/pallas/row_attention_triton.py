@@ -4,6 +4,8 @@ One launch, `paged_attention_triton`, and for all layers of a step one more, the
 list of `row_jobs_triton`: whole numbers, the same for each.
 """
 
+from collections.abc import Sequence
+
 import jax
 
 from spec_jax.pallas import (
@@ -35,6 +37,7 @@ def attend(
     places: jax.Array | None = None,  # [R] int32
     config: plan.Config | None = None,
     jobs: row_jobs.RowJobs | None = None,
+    ahead: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `ops.row_attention.row_attention`. The pages are updated in place.
 
@@ -52,6 +55,7 @@ def attend(
         which position before it. All rows of a slot then see the same keys. Not with
         `branch`.
       jobs: `row_jobs_triton.row_jobs` of these rows and `config`; made here if None.
+      ahead: weights of the next products; no result depends on them.
 
     Raises:
       ValueError: shapes that do not belong together.
@@ -90,6 +94,7 @@ def attend(
         lay=lay,
         config=config,
         branch=branch,
+        ahead=ahead,
         interpret=interpret,
     )
     return out.reshape(R, N * H), k_pages, v_pages
