@@ -1,7 +1,7 @@
 """The attention of a layer on the row path: norm, rotate, write, attend.
 
 One launch, `paged_attention_triton`, and for all layers of a step one more, the job
-list of `row_jobs_triton`: whole numbers, the same for each.
+list of `row_jobs`: whole numbers, the same for each.
 """
 
 import jax
@@ -11,7 +11,6 @@ from spec_jax.pallas import (
     head_rotation,
     paged_attention_triton,
     row_jobs,
-    row_jobs_triton,
 )
 
 
@@ -51,7 +50,7 @@ def attend(
       places: for rows that lie elsewhere than at the last position that they see: at
         which position before it. All rows of a slot then see the same keys. Not with
         `branch`.
-      jobs: `row_jobs_triton.row_jobs` of these rows and `config`; made here if None.
+      jobs: `row_jobs.row_jobs` of these rows and `config`; made here if None.
 
     Raises:
       ValueError: shapes that do not belong together.
@@ -65,7 +64,7 @@ def attend(
     lay = plan.layout(R, N // K, H, tile=config.tile)
     plan.check_pools(heads, k_pages, v_pages)
     if jobs is None:
-        jobs = row_jobs_triton.row_jobs(
+        jobs = row_jobs.row_jobs(
             page_table,
             slots,
             positions,
