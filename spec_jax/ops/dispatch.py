@@ -19,6 +19,7 @@ import types
 
 import jax
 
+from spec_jax import compilation
 from spec_jax.native import build
 from spec_jax.typing import Impl, check_impl
 
@@ -49,11 +50,14 @@ def resolve(impl: Impl) -> str:
     """The implementation that `impl` stands for on this machine.
 
     Raises:
-      ValueError: not the name of an implementation, or jax cannot start.
+      ValueError: not the name of an implementation, jax cannot start, or it has flags
+        with which a GPU computes wrong results.
       NotImplementedError: a named implementation that cannot run here, and why.
     """
     check_impl(impl)
     platform = backend()
+    if platform == "gpu":
+        compilation.check_flags()
     if impl == "auto":
         if platform == "gpu":
             return "triton"

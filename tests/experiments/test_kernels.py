@@ -352,6 +352,22 @@ def test_a_dry_run_lowers_for_a_gpu(folder, tmp_path):
     assert {("argmax, triton", 2), ("attention out, xla", 0)} <= found
 
 
+@pytest.mark.parametrize(
+    ("events", "own"),
+    [
+        ([], []),
+        ([(5, 10)], [10]),
+        # One that waits for the one before began within it; then one after a gap.
+        ([(0, 10), (4, 11), (20, 5)], [10, 5, 10]),
+        ([(4, 11), (0, 10)], [5, 10]),  # In no order.
+        ([(0, 10), (2, 3), (4, 8)], [10, 0, 2]),  # Ends before the one before it.
+    ],
+)
+def test_own_times_of_kernels(events, own):
+    """Fails if time that two kernels share counts twice, as in their durations."""
+    assert programs.own_times(events) == own
+
+
 def test_launches_are_counted_outside_of_fusions():
     hlo = """
 %fused (p: f32[4]) -> f32[4] {

@@ -116,7 +116,6 @@ def assert_launched(name, launched):
     assert (set(DRAWING) <= launched) == bool(PROGRAMS[name][1].get("draws"))
 
 
-@pytest.mark.few(1)
 def test_distributions_sum_in_kernels(compiler):
     """Fails if a kernel spills, or XLA filters or sums; that it is seen to do so."""
     report = compiler.compile(models.distribution, 5, impl="triton")

@@ -9,7 +9,6 @@ import dataclasses
 import operator
 import re
 
-import hopper
 import hopper_launches as checks
 import hopper_models as models
 import pytest
@@ -308,18 +307,3 @@ def test_a_copied_pool_is_caught(compiled):
     report = compiled(models.plain_step, "qwen3-0.6b", layers=1, donate=())
     with pytest.raises(AssertionError):
         checks.assert_in_place(report, models.model("qwen3-0.6b", layers=1))
-
-
-@pytest.mark.rest
-def test_a_round_is_one_graph_where_loops_may_be(monkeypatch):
-    """Fails if something in a round cannot be part of a CUDA graph.
-
-    Loops are not captured by default: the host asks each time whether to go on.
-    """
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE")
-    with hopper.Compiler() as compiler:
-        report = compiler.compile(
-            models.spec_round, "qwen3-0.6b", layers=1, draft_layers=1
-        )
-    outside = [thunk.kind for thunk in report.thunks if not thunk.in_graph]
-    assert outside == ["kCommandBuffer"]
