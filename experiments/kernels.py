@@ -31,6 +31,7 @@ from experiments.lib import (
 )
 from spec_jax.native import build
 from spec_jax.ops import dispatch
+from spec_jax.typing import REMOVED_IMPLS
 
 
 MEASURED, FAILED = 0, 2
@@ -46,7 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser,
         f"""
         --impls NAME,NAME,...  implementations (default: native,xla; on a GPU
-            triton,mosaic,xla)
+            triton,xla)
         --shapes NAME|DIR={subjects.EMBEDDED}  the model whose shapes are measured:
             {subjects.EMBEDDED} (the target of the embedded pair),
             {", ".join(sorted(subjects.PRESETS))}, or a folder with a config.json
@@ -79,6 +80,8 @@ def make_subjects(
     """The kernels that are asked for, and the implementations."""
     known = kernels.IMPLS[platform]
     impls = tuple(args.impls.split(",")) if args.impls else known
+    for impl in set(impls) & set(REMOVED_IMPLS):
+        raise ValueError(REMOVED_IMPLS[impl])
     if not set(impls) <= {*known, *(("interpret",) if platform == "cpu" else ())}:
         raise ValueError(f"--impls {args.impls} are not all of {','.join(known)}")
     contexts = args.contexts or kernels.CONTEXTS[platform]

@@ -266,7 +266,7 @@ COMPILE_COLUMNS = {
     **dict.fromkeys(("trace_s", "lower_s", "compile_s"), ".2f"),
     **dict.fromkeys(("kernels", "launches", "temp_bytes"), ",d"),
 }
-TRACE_COLUMNS = {"event": "", "calls": ",d", "us": ",.1f", "share": ".3f"}
+TRACE_COLUMNS = {"event": "", "calls": ",d", "own_us": ",.1f", "share": ".3f"}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,6 +11,9 @@ one of all that a function of a few integers does.
 
 import contextlib
 import functools
+import os
+import pathlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import xla_metadata
 from jax.extend import core
+
+
+UNSAFE_COMMANDS = ("WHILE", "CONDITIONAL")
+"""Commands of CUDA graphs, as XLA names them, with which results were wrong."""
+
+ALLOW_VARIABLE = "SPEC_JAX_ALLOW_COMMAND_BUFFERS"
 
 
 def options(platform: str) -> dict[str, bool]:
@@ -32,6 +41,41 @@ def describe() -> dict[str, Any]:
     """Returns the options here, as results state them: nothing where there are none."""
     found = options(jax.default_backend())
     return {"compiler_options": found} if found else {}
+
+
+def check_flags() -> None:
+    """Raises `ValueError` if XLA_FLAGS put loops or branches into CUDA graphs.
+
+    Rounds then gave wrong tokens and K/V (jax 0.11.2, an H100). `ALLOW_VARIABLE` set to
+    1 lets it be measured.
+    """
+    found = _captured(os.environ.get("XLA_FLAGS", ""))
+    if found and os.environ.get(ALLOW_VARIABLE) != "1":
+        raise ValueError(
+            f"XLA_FLAGS: --xla_gpu_enable_command_buffer has {' and '.join(found)}, "
+            "with which rounds on a GPU gave wrong tokens and K/V: leave that out, or "
+            f"set {ALLOW_VARIABLE}=1 to run it all the same"
+        )
+
+
+def _captured(flags: str) -> list[str]:
+    """Which of `UNSAFE_COMMANDS` the flags ask for, read as XLA reads them.
+
+    A list of names replaces what was asked for before; one of +NAME and -NAME changes
+    it. Flags without a dash are the name of a file of flags.
+    """
+    if flags.strip() and not flags.lstrip().startswith("-"):
+        path = pathlib.Path(flags.strip())
+        flags = path.read_text() if path.is_file() else ""
+    found: set[str] = set()
+    pattern = r"--?xla_gpu_enable_command_buffer=[\"']?([\w+,-]*)"
+    for names in re.findall(pattern, flags):
+        if not re.match(r"[+-]", names):
+            found = set()
+        for name in names.upper().split(","):
+            change = found.discard if name.startswith("-") else found.add
+            change(name.lstrip("+-"))
+    return [name for name in UNSAFE_COMMANDS if name in found]
 
 
 class Jitted:

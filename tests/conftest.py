@@ -58,7 +58,6 @@ TESTS = pathlib.Path(__file__).parent
 
 LONGEST = (
     "test_hopper_model.py",
-    "test_hopper_mosaic.py",
     "test_triton_model.py",
     "test_row_attention.py",
     "test_front_door.py",

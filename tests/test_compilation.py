@@ -7,6 +7,7 @@ import pytest
 from spec_jax import compilation
 from spec_jax.engine import baseline, loop, round as round_lib
 from spec_jax.model import row_model
+from spec_jax.ops import dispatch
 
 
 UNKNOWN = {"xla_no_such_option": False}
@@ -78,3 +79,46 @@ def test_a_cpu_has_none(monkeypatch):
 def test_exact_programs_are_compiled_so(function):
     """Fails if one of them is a plain `jax.jit`."""
     assert isinstance(function, compilation.Jitted)
+
+
+FLAG = "--xla_gpu_enable_command_buffer"
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("", ""),
+        ("--xla_gpu_graph_min_graph_size=1", ""),
+        (f"{FLAG}=", ""),
+        (f"{FLAG}=+WHILE", "WHILE"),
+        (f"--a=b {FLAG}=+CONDITIONAL,+WHILE --c", "WHILE and CONDITIONAL"),
+        (f"{FLAG}=+conditional", "CONDITIONAL"),
+        (f"{FLAG}=FUSION,CUBLAS,WHILE", "WHILE"),
+        (f"{FLAG}='FUSION,CONDITIONAL'", "CONDITIONAL"),
+        (f"{FLAG}=FUSION,CUBLAS", ""),
+        (f"{FLAG}=-WHILE,-CONDITIONAL", ""),
+        (f"{FLAG}=+WHILE,+CONDITIONAL {FLAG}=-WHILE", "CONDITIONAL"),
+        (f"{FLAG}=WHILE {FLAG}=+FUSION", "WHILE"),
+        (f"{FLAG}=+WHILE {FLAG}=FUSION", ""),
+        (f"{FLAG}=FUSION {FLAG}=+WHILE", "WHILE"),
+        (f"{FLAG}=+WHILE {FLAG}=", ""),
+        (f"{FLAG}s=+WHILE", ""),
+    ],
+)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_loops_in_cuda_graphs_are_refused(flags, found, is_file, tmp_path, monkeypatch):
+    """Where a GPU's implementation is chosen; fails if harmless flags are refused."""
+    if is_file:
+        (tmp_path / "flags").write_text(flags)
+        flags = str(tmp_path / "flags")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert dispatch.resolve("xla") == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    if not found:
+        assert dispatch.resolve("auto") == "triton"
+        return
+    for impl in ("auto", "triton", "xla"):
+        with pytest.raises(ValueError, match=f"has {found}, with .* wrong tokens"):
+            dispatch.resolve(impl)
+    monkeypatch.setenv(compilation.ALLOW_VARIABLE, "1")
+    assert dispatch.resolve("auto") == "triton"

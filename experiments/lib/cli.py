@@ -443,8 +443,17 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
             typed = {"type": kind, "metavar": value}
             default = None if default is None else kind(default)
         else:
-            typed = {"choices": kind}
+            typed = {"choices": kind, "type": _choice}
         group.add_argument(*name.split("/"), default=default, help=words, **typed)
+
+
+def _choice(text: str) -> str:
+    """The type of a flag with choices: implementations that were removed say so."""
+    from spec_jax.typing import REMOVED_IMPLS
+
+    if text in REMOVED_IMPLS:
+        raise argparse.ArgumentTypeError(REMOVED_IMPLS[text])
+    return text
 
 
 def _bundled() -> list[pathlib.Path]:

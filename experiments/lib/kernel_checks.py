@@ -239,10 +239,8 @@ def control(impl: str) -> Row:
     )
     call = jax.jit(subject.call, static_argnums=(0, 1, 2))
     one, two = (
-        call("triton" if impl == "mosaic" else impl, plan, 0, inputs["x"], (), fixed,
-             inputs)[0]
-        for plan in plans
-    )  # fmt: skip
+        call(impl, plan, 0, inputs["x"], (), fixed, inputs)[0] for plan in plans
+    )
     wrong = differing(one, two)
     check = "a plan by the number of rows"
     return {"kind": "control", "check": check, "differing": wrong, "seen": wrong > 0}

@@ -10,11 +10,7 @@ from typing import Any
 
 from spec_jax.model import config as config_lib
 from spec_jax.ops import dispatch
-from spec_jax.pallas import (
-    attention_plan,
-    skinny_gemm_mosaic as mosaic,
-    skinny_gemm_triton as triton,
-)
+from spec_jax.pallas import attention_plan, skinny_gemm_triton as triton
 
 
 # block_n, block_k, chains, splits, num_warps, num_stages
@@ -36,9 +32,6 @@ _TRITON = (
     (128, 128, 1, 1, 8, 4),
     (16, 512, 4, 1, 2, 4),
 )
-# block_n, block_k, stages
-_MOSAIC = ((32, 128, 4), (32, 128, 8), (16, 128, 10), (64, 128, 3), (64, 128, 6),
-           (128, 128, 4), (8, 256, 6))  # fmt: skip
 
 
 def of_product(
@@ -47,13 +40,6 @@ def of_product(
     """None, and plans of weights `[N, K]` besides the kernel's own: `most` in all."""
     if impl not in dispatch.PALLAS:
         return (None,)
-    if impl == "mosaic":
-        own = mosaic.plan_for(num_columns, num_terms, parts=parts)
-        names = ("block_n", "block_k", "stages")
-        made = [mosaic.Plan(**dict(zip(names, c, strict=True))) for c in _MOSAIC]
-        sizes = num_columns, num_terms
-        usable = [p for p in made if _fits(mosaic, p, *sizes, parts=parts)]
-        return (None, *(p for p in usable if p != own))[:most]
     own = triton.plan_for(num_columns, num_terms, parts=parts)
     names = ("block_n", "block_k", "chains", "splits", "num_warps", "num_stages")
     made = []
@@ -66,14 +52,14 @@ def of_product(
         if num_terms % plan.block_k or num_columns // parts % plan.block_n:
             continue
         is_new = plan != own and plan not in made
-        if is_new and _fits(triton, plan, num_terms, parts=parts):
+        if is_new and _fits(plan, num_terms, parts=parts):
             made.append(plan)
     return (None, *made)[:most]
 
 
-def _fits(module: Any, plan: Any, *sizes: int, **keywords: int) -> bool:
+def _fits(plan: triton.Plan, num_terms: int, *, parts: int) -> bool:
     try:
-        module.check_plan(plan, *sizes, **keywords)
+        triton.check_plan(plan, num_terms, parts=parts)
     except ValueError:
         return False
     return True

@@ -36,18 +36,13 @@ from spec_jax.ops import (
 from spec_jax.paging import index
 from spec_jax.pallas import (
     attention_plan,
-    row_attention_mosaic,
-    row_jobs_mosaic,
-    row_jobs_triton,
+    row_jobs,
 )
 from spec_jax.rules import sampling
 
 
-IMPLS = {"cpu": ("native", "xla"), "gpu": ("triton", "mosaic", "xla")}
+IMPLS = {"cpu": ("native", "xla"), "gpu": ("triton", "xla")}
 """Implementations by the platform that they run on: our kernels, then XLA's."""
-
-PLANNED = ("triton", "interpret")
-"""Those whose attention takes plans."""
 
 CONTEXTS = {"cpu": (256, 1024, 4096), "gpu": (128, 1024, 4096, 16_384, 32_768)}
 PAGE_SIZE = 16
@@ -224,7 +219,7 @@ class Attention(Subject):
         return dataclasses.replace(self, copies=1) if impl == "xla" else self
 
     def plans(self, impl: str, most: int) -> Sequence[Any]:
-        if impl not in PLANNED:
+        if impl not in dispatch.PALLAS:
             return (None,)
         return kernel_plans.of_attention(self.config, most=most)
 
@@ -269,8 +264,7 @@ class Attention(Subject):
             kernels, shared["interpret"] = dispatch.kernels("row_attention", impl)
             attend = kernels.attend
             shared["jobs"] = inputs["jobs"][number] if "jobs" in inputs else None
-            if impl in PLANNED:
-                shared["config"] = plan
+            shared["config"] = plan
         else:
             attend = functools.partial(row_attention.row_attention, impl=impl)
         y, *pages = attend(x, norm, norm, *pages, page_table=table, **shared)
@@ -282,23 +276,18 @@ class Attention(Subject):
             return inputs
         config, slab = self.config, inputs["slots"].shape[0]
         group = config.num_heads // config.num_kv_heads
-        if impl == "mosaic":
-            plan, make = row_attention_mosaic.CONFIG, _mosaic_jobs
-            tile_rows = row_attention_mosaic.tile_rows(slab, group)
-        else:
-            plan = plan or attention_plan.default_config(
-                config.head_dim, config.dtype, interpret=impl == "interpret"
-            )
-            lay = attention_plan.layout(slab, group, config.head_dim, tile=plan.tile)
-            make, tile_rows = _triton_jobs, lay.tile_rows
+        plan = plan or attention_plan.default_config(
+            config.head_dim, config.dtype, interpret=impl == "interpret"
+        )
+        lay = attention_plan.layout(slab, group, config.head_dim, tile=plan.tile)
         num_pages = self.spread * self.copies * fixed["tables"][0].shape[1]
         places = [inputs[name] for name in ("slots", "positions", "num_active")]
         jobs = functools.partial(
-            make,
+            _jobs,
             num_pages=num_pages,
             page_size=PAGE_SIZE,
             split=plan.split,
-            tile_rows=tile_rows,
+            tile_rows=lay.tile_rows,
             num_kv_heads=config.num_kv_heads,
             interpret=impl == "interpret",
         )
@@ -306,19 +295,16 @@ class Attention(Subject):
         return {**inputs, "jobs": made}
 
 
-_triton_jobs, _mosaic_jobs = (
-    jax.jit(
-        module.row_jobs,
-        static_argnames=(
-            "num_pages",
-            "page_size",
-            "split",
-            "tile_rows",
-            "num_kv_heads",
-            "interpret",
-        ),
-    )
-    for module in (row_jobs_triton, row_jobs_mosaic)
+_jobs = jax.jit(
+    row_jobs.row_jobs,
+    static_argnames=(
+        "num_pages",
+        "page_size",
+        "split",
+        "tile_rows",
+        "num_kv_heads",
+        "interpret",
+    ),
 )
 
 
@@ -410,8 +396,6 @@ def all_subjects(
             name="head", shape=shapes.head.shape, has_norm=True, out_dtype="float32"
         ),
     ]
-    # Mosaic's take heads of one size.
-    of_heads = ("mosaic",) if config.head_dim == row_attention_mosaic.HEAD else ()
     made += [
         Attention(
             name=f"context {context}",
@@ -420,7 +404,7 @@ def all_subjects(
             dtype=dtype,
             context=context,
             config=config,
-            only=("native", "triton", "interpret", "xla", *of_heads),
+            only=("native", "triton", "interpret", "xla"),
         )
         for context in contexts
         if context <= config.max_position_embeddings
@@ -435,7 +419,7 @@ def all_subjects(
     smallest = product(name="a call", shape=(48, 32), copies=8, has_norm=True)
     if platform == "cpu":
         return [*made, smallest]
-    rows, ours = slab_of("triton", 1), ("triton", "mosaic", "interpret")
+    rows, ours = slab_of("triton", 1), ("triton", "interpret")
     width, vocabulary = (rows, config.hidden_size), (rows, config.vocab_size)
     of = functools.partial(Rows, copies=8)
     logits = {"shape": vocabulary, "dtype": "float32"}

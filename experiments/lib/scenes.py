@@ -20,7 +20,7 @@ from spec_jax.model import (
     qwen3,
     row_model,
 )
-from spec_jax.typing import IMPLS
+from spec_jax.typing import check_impl
 
 
 HISTORIES = ("decode", "own")
@@ -46,11 +46,10 @@ class Side:
         if self.tree is not None:  # A list, where it comes from a bundle.
             object.__setattr__(self, "tree", tuple(self.tree))
         paths.check(self.path)
-        for name, allowed in (("impl", IMPLS), ("dtype", config_lib.DTYPES)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}"
-                )
+        check_impl(self.impl)
+        if self.dtype not in config_lib.DTYPES:
+            names = ", ".join(config_lib.DTYPES)
+            raise ValueError(f"dtype={self.dtype!r} is not one of {names}")
         for name in ("slab", "page_size", "window_rows"):
             size = getattr(self, name)
             if size is not None and size < 1:

@@ -34,6 +34,9 @@ TIMED_S = 10e-3
 LARGE_READ_BYTES = 256 * 2**20
 """Far more than any last-level cache: what is read comes from memory."""
 
+MOST_READ_BYTES = 2 * 2**30
+"""Of one array that is read: XLA holds a copy of it beside it, in a loop on a GPU."""
+
 _NOMINAL_BYTES_S = {"cpu": 20e9, "gpu": 3e12}
 _MOST_PASSES, _MOST_DISPATCHES = 4096, 2000
 _CACHES = pathlib.Path("/sys/devices/system/cpu/cpu0/cache")
@@ -224,11 +227,15 @@ def read(num_bytes: int) -> Thunk:
 
 
 def device_read(num_bytes: int) -> Loop:
-    """Reads an array of noise again and again: XLA's sum of its words."""
-    array = noise.words(max(1, num_bytes // 4))
-    passes = passes_for(num_bytes)
-    run = functools.partial(_sums, array, passes=passes)
-    return Loop(run=run, calls=passes, num_bytes=4 * array.size)
+    """Reads an array of noise again and again: XLA's sum of its words.
+
+    What is above `MOST_READ_BYTES` is as many reads of a smaller array.
+    """
+    pieces = math.ceil(num_bytes / MOST_READ_BYTES) or 1
+    array = noise.words(max(1, num_bytes // (4 * pieces)))
+    calls = passes_for(num_bytes)
+    run = functools.partial(_sums, array, passes=calls * pieces)
+    return Loop(run=run, calls=calls, num_bytes=4 * array.size * pieces)
 
 
 @functools.partial(jax.jit, static_argnames=("passes",))

@@ -353,7 +353,6 @@ def run_layer(
         scale=config.head_dim**-0.5,
         branch=rows.branch,
         by_head=isinstance(layer.qkv, weights.Split),
-        ahead=(layer.attention_out, layer.gate_up),
         **shared,
     )
     if observe is not None:

@@ -26,7 +26,7 @@ from spec_jax.model import (
 from spec_jax.ops import argmax, dispatch, draw as draw_op, weights
 from spec_jax.paging import allocator, cache as paged, index, static
 from spec_jax.parallel import shard
-from spec_jax.typing import IMPLS
+from spec_jax.typing import check_impl
 
 
 CacheKind = Literal["paged", "static"]
@@ -60,8 +60,7 @@ def slab_for(impl: str, rows: int) -> int:
 
 def _resolved(impl: str) -> str:
     """What "auto" stands for here; another implementation is that, runnable or not."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
+    check_impl(impl)
     return dispatch.resolve("auto") if impl == "auto" else impl
 
 

@@ -3,7 +3,6 @@
     xla        the reference form of each op, compiled by XLA; anywhere
     native     C++ kernels; on a CPU
     triton     Pallas Triton kernels; on a GPU
-    mosaic     Pallas Mosaic kernels of the same, for Hopper, of heads of 128
     interpret  the Triton kernels, interpreted op by op: slow, for tests; on a CPU
 
 A named implementation runs or raises `NotImplementedError(why)`; only "auto" chooses,
@@ -20,17 +19,13 @@ import types
 
 import jax
 
+from spec_jax import compilation
 from spec_jax.native import build
-from spec_jax.typing import IMPLS, Impl
+from spec_jax.typing import Impl, check_impl
 
 
-PALLAS = ("triton", "mosaic", "interpret")
+PALLAS = ("triton", "interpret")
 """Implementations whose ops are the kernels of `spec_jax.pallas`."""
-
-BEST_ON_GPU = {"": "triton"}
-"""What measured best, by the beginning of jax's name of a kind of device; the longest
-counts. Whole steps were timed with Triton's kernels alone, on an H200; these take heads
-of any size."""
 
 
 def backend() -> str:
@@ -55,28 +50,25 @@ def resolve(impl: Impl) -> str:
     """The implementation that `impl` stands for on this machine.
 
     Raises:
-      ValueError: not the name of an implementation, or jax cannot start.
+      ValueError: not the name of an implementation, jax cannot start, or it has flags
+        with which a GPU computes wrong results.
       NotImplementedError: a named implementation that cannot run here, and why.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
+    check_impl(impl)
     platform = backend()
+    if platform == "gpu":
+        compilation.check_flags()
     if impl == "auto":
         if platform == "gpu":
-            return _best(jax.devices()[0].device_kind)
+            return "triton"
         return _choose() if platform == "cpu" else "xla"
     if impl in ("native", "interpret") and platform != "cpu":
         raise NotImplementedError(f"impl={impl!r} runs on the CPU, not on {platform}")
-    if impl in ("triton", "mosaic") and platform != "gpu":
+    if impl == "triton" and platform != "gpu":
         raise NotImplementedError(
             f"impl={impl!r} runs on a GPU, and jax's backend here is {platform}: use "
             "xla or native, or interpret for the same kernels slowly; for a GPU "
             "install the extra cuda12 or cuda13, and leave JAX_PLATFORMS unset"
-        )
-    if impl == "mosaic" and jax.__version_info__ < (0, 11):
-        raise NotImplementedError(
-            f"impl='mosaic' updates pages in place, which kernels on Mosaic can from "
-            f"jax 0.11 on, and this is {jax.__version__}: use triton"
         )
     if impl == "native":
         build.load()
@@ -86,12 +78,9 @@ def resolve(impl: Impl) -> str:
 def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
     """The module of kernels of a name, of an implementation in `PALLAS`.
 
-    And whether they are to be interpreted. Both backends have modules of the same
-    functions: "skinny_gemm", "rms_norm", "row_attention", "angles", "argmax",
-    "allocation", and for sampling "first_tokens", "noisy_weights" and "row_sums".
+    And whether they are to be interpreted.
     """
-    backend = "mosaic" if impl == "mosaic" else "triton"
-    module = importlib.import_module(f"spec_jax.pallas.{name}_{backend}")
+    module = importlib.import_module(f"spec_jax.pallas.{name}_triton")
     return module, impl == "interpret"
 
 
@@ -133,11 +122,6 @@ def instruction_set(impl: str) -> str | None:
     are a compiler's.
     """
     return build.load() if impl == "native" else None
-
-
-def _best(device_kind: str) -> str:
-    """What `BEST_ON_GPU` says of a kind of device."""
-    return BEST_ON_GPU[max(filter(device_kind.startswith, BEST_ON_GPU), key=len)]
 
 
 @functools.cache

@@ -7,21 +7,13 @@ included. One op, because all of it belongs to one key/value head and no other.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.native import calls
-from spec_jax.ops import (
-    dispatch,
-    page_write,
-    paged_attention,
-    rms_norm,
-    rope,
-    weights,
-)
+from spec_jax.ops import dispatch, page_write, paged_attention, rms_norm, rope
 from spec_jax.typing import typed
 
 
@@ -45,7 +37,6 @@ def row_attention(
     branch: Int[Array, "R A"] | None = None,
     block: int | None = None,
     by_head: bool = False,
-    ahead: Sequence[Any] = (),
 ) -> tuple[
     Float[Array, "R attention"],
     Float[Array, "P C K H"],
@@ -63,8 +54,6 @@ def row_attention(
         sees its whole run: the positions to the run's last, not to its own.
       by_head: whether "xla" computes each key/value head for itself, so that no bit
         depends on how many there are: on a mesh. Others always do.
-      ahead: the weights of the products that come next, which kernels on a GPU read
-        while they wait; no bit depends on them.
 
     Returns:
       The attended heads `[R, N * H]` and the pages with the active rows written.
@@ -86,7 +75,6 @@ def row_attention(
         if block is not None:
             form |= {"branch": None, "places": places}
         kernels, interpret = dispatch.kernels("row_attention", impl)
-        form["ahead"] = [weights.matrix(each) for each in ahead]
         return kernels.attend(*inputs, **form, interpret=interpret)
     K, H = k_pages.shape[2:]
     split = heads.reshape(heads.shape[0], -1, H)

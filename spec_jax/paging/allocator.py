@@ -318,19 +318,17 @@ def _give_back(kv: cache.PagedKV, slot: jax.Array, kept: jax.Array) -> cache.Pag
 def _by_kernel(
     name: str, kv: cache.PagedKV, *inputs: jax.Array, impl: str, shapes: tuple = ()
 ) -> tuple[cache.PagedKV, list[jax.Array]]:
-    """Returns the cache after an operation of `pallas.allocation`, and what else it
-    makes, int32 of these shapes."""
-    from spec_jax.pallas import allocation
-
+    """Returns the cache after an operation of `pallas.allocation_triton`, and what else
+    it makes, int32 of these shapes."""
     kernels, interpret = dispatch.kernels("allocation", impl)
-    fields = {name: getattr(kv, name) for name in allocation.Tables._fields}
+    fields = {name: getattr(kv, name) for name in kernels.Tables._fields}
     fields["num_free"] = kv.num_free.reshape(1)
-    pages = allocation.Pages(kv.num_pages, kv.page_size, kv.pages_change_hands)
+    pages = kernels.Pages(kv.num_pages, kv.page_size, kv.pages_change_hands)
     # Not of weak types, between which and a constant Triton's lowering cannot choose.
     strong = [jax.lax.convert_element_type(x, x.dtype) for x in inputs]
     tables, made = kernels.run(
-        getattr(allocation, name),
-        allocation.Tables(**fields),
+        getattr(kernels, name),
+        kernels.Tables(**fields),
         *strong,
         shapes=shapes,
         pages=pages,

@@ -1,4 +1,4 @@
-"""GPU kernels, one file per op and backend: they know arrays, and nothing of models."""
+"""GPU kernels, one file per op: they know arrays, and nothing of models."""
 
 # From jax 0.11 on, the first kernel that is interpreted imports this, and the import
 # invalidates what was traced before: without it, every program that was traced by then

@@ -1,4 +1,4 @@
-"""The order of logits as integers: what the argmax of each backend compares.
+"""The order of logits as integers: what the argmax compares.
 
 NaN is the largest of all and both zeros are one value: nothing is rounded, and no order
 of comparison can show.

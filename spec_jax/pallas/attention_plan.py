@@ -15,7 +15,7 @@ MAX_GROUP = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The kernels' plan. All but `programs` and `ahead_bytes` is part of a row's bits."""
+    """The kernels' plan. All but `programs` is part of a row's bits."""
 
     split: int = 256  # keys
     block: int = 64  # keys
@@ -23,7 +23,6 @@ class Config:
     programs: int = 264  # two for each of the 132 multiprocessors of an H100
     num_warps: int = 4
     num_stages: int = 3
-    ahead_bytes: int = 0  # of the next product's weights, for programs without a job
 
 
 def default_config(head_dim: int, dtype: jnp.dtype, *, interpret: bool) -> Config:

@@ -3,8 +3,7 @@
 XLA launches our kernels so that the next one may begin before the one before has ended,
 and puts a wait before each kernel's first instruction: nothing is read before all that
 was written is seen. What a kernel can do is to say early that the next one may be set
-up. All do, first of all, and so hide the time that a launch takes. Kernels on Mosaic
-say so too, and have to wait for themselves (`warpgroup`).
+up. All do, first of all, and so hide the time that a launch takes.
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """

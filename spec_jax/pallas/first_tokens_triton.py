@@ -1,37 +1,142 @@
 """Which tokens top-k and top-p keep, for rows on a GPU (Pallas Triton).
 
-The search is `token_order`'s. Lane `j` of `LANES` adds what tokens `j`, `j + LANES`, ..
-of a chunk weigh, in this order; lanes, and then chunks, are added by one reduction of a
-block of fixed size.
+Tokens are ordered by logit, highest first, and equal ones by index, lowest first, as in
+`rules.sampling`, which orders scores: here two logits whose scores round to one value
+still differ. Both filters keep first tokens of that order, and so the last token kept
+says all: its logit, as an integer of the same order, and where its equals end.
+
+That integer, and then that end, are searched `BITS` bits a launch: program `(r, c)`
+adds up what the launch before it weighed of row `r`, which settles those bits, and
+weighs the tokens of chunk `c` from `WAYS` thresholds on. A filter that no row asks for
+is not launched, and programs of rows that do not ask for it read nothing.
+
+Sums are float32, in an order that depends on nothing but the vocabulary's size. Tokens
+below a threshold add zeros, so that a sum of fewer tokens never rounds to more, and the
+mass of all is the first threshold's of the first launch: of the same code. Lane `j` of
+`LANES` adds what tokens `j`, `j + LANES`, .. of a chunk weigh, in this order; one
+reduction of a block of fixed size adds the lanes, and another one the chunks.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan, early_launch, token_order as order
+from spec_jax.pallas import attention_plan as plan, early_launch, slab
 
 
 CHUNK, LANES = 2048, 256  # tokens of a program, and those that it holds at once
+BITS = 4  # of the boundary that a launch finds
+WAYS = 2**BITS  # thresholds of a launch
+MAX_VOCABULARY = 2**22  # counts of tokens are exact in float32
+_RANK_PASSES = 32 // BITS
+_LOWEST = -(2**31)  # below every logit
 
 
-def first_tokens(logits: jax.Array, *args, interpret: bool, **kwargs) -> order.Kept:
-    """See `token_order.first_tokens`."""
-    return order.first_tokens(
-        logits,
-        *args,
-        **kwargs,
-        launch=functools.partial(_launch, interpret=interpret),
-        num_sums=pl.cdiv(logits.shape[1], CHUNK),
-        unroll=not interpret,
+class Kept(NamedTuple):
+    """The tokens of each row that the filters keep.
+
+    Token `i` is kept if its `rank` is above `last`, or is `last` and `i` below `end`.
+    """
+
+    last: jax.Array  # [R] int32
+    end: jax.Array  # [R] int32
+
+
+class Search(NamedTuple):
+    """How far a search is, of rows that ask for it: arrays, or references to them."""
+
+    last: Any  # [R] int32, `Kept.last` as far as it is known
+    cut: Any  # [R] int32, how far below the most `Kept.end` is, likewise
+    wanted: Any  # [R] float32, what the tokens kept must weigh
+    sums: Any  # [R, WAYS, chunks] float32, what was weighed last
+
+
+class Rows(NamedTuple):
+    """What a launch reads of each row, and never changes."""
+
+    logits: Any  # [R, V] float32 or bfloat16
+    highest: Any  # [R], the largest of each row
+    temperature: Any  # [R] float32
+    last: Any  # [R] int32, `Kept` of the filter before
+    end: Any  # [R] int32
+    target: Any  # [R] int32: tokens; or float32: their share of the mass
+    asked: Any  # [R], or more, int32: which rows ask
+
+
+def first_tokens(
+    logits: jax.Array,  # [R, V] float32 or bfloat16
+    highest: jax.Array,  # [R], the largest of each row
+    *,
+    temperature: jax.Array,  # [R] float32, not 0 where a row draws with a top-p
+    top_k: jax.Array,  # [R] int32
+    top_p: jax.Array,  # [R] float32
+    draws: jax.Array,  # [R] bool
+    interpret: bool,
+) -> Kept:
+    """Returns what top-k and then top-p keep of each row that draws; of others, all.
+
+    Raises:
+      ValueError: no logits, too many, or settings that are not of each row.
+    """
+    R, V = logits.shape
+    if not 0 < V < MAX_VOCABULARY:
+        raise ValueError(f"rows of {V} logits are not in 1..{MAX_VOCABULARY - 1}")
+    rows = {"highest": highest, "temperature": temperature, "top_k": top_k}
+    rows |= {"top_p": top_p, "draws": draws}
+    slab.check_shapes(**{name: (array, (R,)) for name, array in rows.items()})
+    kept = Kept(jnp.full((R,), _LOWEST), jnp.full((R,), span(V)))
+    filters = (top_k, draws & (top_k < V)), (top_p, draws & (top_p < 1))
+    for is_mass, (target, asked) in enumerate(filters):
+        inputs = Rows(
+            logits, highest, temperature, *kept, target, programs_that_draw(asked)
+        )
+        kept = _search(inputs, asked, is_mass=bool(is_mass), interpret=interpret)
+    return kept
+
+
+def _search(rows, asked, *, is_mass, interpret):
+    """`Kept`, or less of it: the shortest run of its first tokens that weighs enough.
+
+    Args:
+      asked: the rows that ask for it, `[R]` bool.
+    """
+    R, V = rows.logits.shape
+    kept = Kept(rows.last, rows.end)
+    # Nothing of it counts in the first launch: arrays that are there anyhow.
+    start = Search(
+        last=kept.last,
+        cut=kept.end,
+        wanted=rows.temperature,
+        sums=jnp.zeros((R, WAYS, pl.cdiv(V, CHUNK)), jnp.float32),
     )
 
+    # Traced and lowered once, and not for each launch; XLA inlines it.
+    launch = functools.partial(_launch, is_mass=is_mass, interpret=interpret)
+    once = jax.jit(launch)
 
-def _launch(number, rows: order.Rows, search: order.Search, *, is_mass, interpret):
-    """A `token_order.Launch`."""
+    def run():
+        def narrow(number, search):
+            return once(jnp.full((1,), number, jnp.int32), rows, search)
+
+        # The last one settles what the one before it weighed.
+        num_passes = _RANK_PASSES + _index_passes(V) + 1
+        # On a GPU the host would be asked whether a loop goes on.
+        how = {"unroll": not interpret}
+        found = jax.lax.fori_loop(0, num_passes, narrow, start, **how)
+        return Kept(
+            last=jnp.where(asked, found.last, kept.last),
+            end=jnp.where(asked, span(V) - found.cut, kept.end),
+        )
+
+    return jax.lax.cond(jnp.any(asked), run, lambda: kept)
+
+
+def _launch(number, rows: Rows, search: Search, *, is_mass, interpret):
+    """The search after launch `number [1]` int32, from 0."""
     call = pl.pallas_call(
         functools.partial(_kernel, is_mass=is_mass, interpret=interpret),
         grid=(*rows.asked.shape, search.sums.shape[2]),
@@ -42,7 +147,7 @@ def _launch(number, rows: order.Rows, search: order.Search, *, is_mass, interpre
         interpret=interpret,
         name="sampling_top_p" if is_mass else "sampling_top_k",
     )
-    return order.Search(*call(number, *rows, *search))
+    return Search(*call(number, *rows, *search))
 
 
 def _kernel(
@@ -51,18 +156,17 @@ def _kernel(
     is_mass: bool,
     interpret: bool,
 ):
-    rows = order.Rows(*refs[:7])
-    before, after = order.Search(*refs[7:11]), order.Search(*refs[11:])
+    rows = Rows(*refs[:7])
+    before, after = Search(*refs[7:11]), Search(*refs[11:])
     row, chunk = pl.program_id(0), pl.program_id(1)
     width = rows.logits.shape[1]
-    way = jnp.arange(order.WAYS, dtype=jnp.int32)[:, None]
+    way = jnp.arange(WAYS, dtype=jnp.int32)[:, None]
 
     @pl.when(rows.asked[early_launch.program(0, interpret=interpret)] != 0)
     def _():
         number, target = number_ref[0], rows.target[row]
-        wanted_of = functools.partial(order.wanted_of, target, is_mass=is_mass)
         last, cut, wanted = _settle(
-            before, row, way, wanted_of, number=number - 1, width=width
+            before, row, way, target, is_mass=is_mass, number=number - 1, width=width
         )
 
         @pl.when(chunk == 0)
@@ -70,7 +174,7 @@ def _kernel(
             after.last[row], after.cut[row] = last, cut
             after.wanted[row] = wanted
 
-        bounds = order.thresholds(way, number, last, cut, width=width)
+        bounds = thresholds(way, number, last, cut, width=width)
         highest, temperature = (
             rows.highest[row].astype(jnp.float32),
             rows.temperature[row],
@@ -83,28 +187,103 @@ def _kernel(
             inside = index < width
             logits = plt.load(rows.logits.at[row, index], mask=inside, other=-jnp.inf)
             logits = logits.astype(jnp.float32)
-            ranks = order.rank(logits)
-            weights = order.weights_of(logits, highest, temperature, is_mass=is_mass)
+            ranks = rank(logits)
+            weights = weights_of(logits, highest, temperature, is_mass=is_mass)
             if is_mass:
-                inside &= order.is_kept(ranks, index, *kept)
-            weighs = inside & order.is_kept(ranks, index, *bounds)
+                inside &= is_kept(ranks, index, *kept)
+            weighs = inside & is_kept(ranks, index, *bounds)
             return sums + jnp.where(weighs, weights, 0.0)
 
-        zeros = jnp.zeros((order.WAYS, LANES), jnp.float32)
+        zeros = jnp.zeros((WAYS, LANES), jnp.float32)
         sums = jax.lax.fori_loop(0, CHUNK // LANES, add, zeros)
         sums = jnp.sum(sums, axis=1, keepdims=True)
         plt.store(after.sums.at[row, way, chunk], sums)
 
 
-def _settle(before, row, way, wanted_of, *, number, width):
+def _settle(before, row, way, target, *, is_mass, number, width):
     """`Search` of a row by what launch `number` weighed; its start if that is -1."""
-    last, cut = order.begun(number, before.last[row], before.cut[row])
+    last, cut = begun(number, before.last[row], before.cut[row])
     num_chunks = before.sums.shape[2]
     column = jnp.arange(pl.next_power_of_2(num_chunks), dtype=jnp.int32)[None, :]
     places = before.sums.at[row, way, column]
     parts = plt.load(places, mask=column < num_chunks, other=0.0)
     sums = jnp.sum(parts, axis=1, keepdims=True)
     total = jnp.sum(jnp.where(way == 0, sums, 0.0))
-    wanted = jnp.where(number == 0, wanted_of(total), before.wanted[row])
+    begins = wanted_of(target, total, is_mass=is_mass)
+    wanted = jnp.where(number == 0, begins, before.wanted[row])
     enough = jnp.maximum(jnp.sum((sums >= wanted).astype(jnp.int32)) - 1, 0)
-    return *order.settled(number, last, cut, enough, width=width), wanted
+    return *settled(number, last, cut, enough, width=width), wanted
+
+
+def programs_that_draw(draws: jax.Array) -> jax.Array:  # [R] bool
+    """Whether each program draws: one for each row, and at least two, int32.
+
+    The only program of a grid is compiled to other code, and a row alone must have the
+    code of a row among others.
+    """
+    missing = max(2 - draws.shape[0], 0)
+    return jnp.pad(draws.astype(jnp.int32), (0, missing))
+
+
+def rank(logits: jax.Array) -> jax.Array:
+    """Integers that compare as float32 logits do, both zeros one value."""
+    as_int = jax.lax.bitcast_convert_type(logits, jnp.int32)
+    as_int = jnp.where(as_int == _LOWEST, 0, as_int)  # minus zero
+    return jnp.where(as_int < 0, as_int ^ jnp.int32(2**31 - 1), as_int)
+
+
+def is_kept(ranks: jax.Array, index: jax.Array, last: jax.Array, end: jax.Array):
+    """Whether each token is one of `Kept`."""
+    return (ranks > last) | ((ranks == last) & (index < end))
+
+
+def thresholds(way, number, last, cut, *, width: int):
+    """`Kept` of each `way`, from what is known when launch `number` weighs."""
+    is_rank = number < _RANK_PASSES
+    steps = way * step(number, width)
+    lasts = jnp.where(is_rank, last + steps, last)
+    return lasts, span(width) - jnp.where(is_rank, 0, cut + steps)
+
+
+def begun(number, last, cut):
+    """What is known where launch `number` is the last that has weighed; -1: nothing."""
+    # Of a number of Python Triton's lowering may make a bit.
+    lowest, zero = jnp.int32(_LOWEST), jnp.int32(0)
+    return jnp.where(number < 0, lowest, last), jnp.where(number < 0, zero, cut)
+
+
+def settled(number, last, cut, way, *, width: int):
+    """What is known since `way` is the last that weighs enough in launch `number`."""
+    zero = jnp.int32(0)
+    steps, is_rank = way * step(number, width), number < _RANK_PASSES
+    last += jnp.where((number >= 0) & is_rank, steps, zero)
+    return last, cut + jnp.where(is_rank, zero, steps)
+
+
+def wanted_of(target, total, *, is_mass: bool):
+    """What the tokens kept must weigh, float32, where all of them weigh `total`."""
+    return target * total if is_mass else target.astype(jnp.float32)
+
+
+def weights_of(logits, highest, temperature, *, is_mass: bool):
+    """What each token weighs: one, or its share, unnormed."""
+    if not is_mass:
+        return jnp.ones_like(logits)
+    return jnp.exp((logits - highest) / temperature)
+
+
+def step(number: jax.Array, width: int) -> jax.Array:
+    """How far apart the thresholds of a launch are."""
+    ends = jnp.int32(_RANK_PASSES), jnp.int32(_RANK_PASSES + _index_passes(width))
+    after = jnp.where(number < _RANK_PASSES, *ends)
+    return jnp.int32(1) << (BITS * jnp.maximum(after - 1 - number, 0))
+
+
+def span(width: int) -> int:
+    """An end that cuts no token."""
+    return 2 ** (BITS * _index_passes(width))
+
+
+def _index_passes(width: int) -> int:
+    """Launches that find where the equals of the last token end."""
+    return pl.cdiv(width.bit_length(), BITS)

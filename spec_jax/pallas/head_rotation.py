@@ -54,7 +54,7 @@ def turned(
     if norm_ref is not None:
         weights = [load(norm_ref, lane + start, where=inside) for start in (0, half)]
     turn = [load(ref, rows[:, None], lane, where=mine) for ref in (refs.cos, refs.sin)]
-    return norm_and_rotate(x, weights, turn, lay.head_dim, eps, refs.heads.dtype)
+    return _norm_and_rotate(x, weights, turn, lay.head_dim, eps, refs.heads.dtype)
 
 
 def write_rows(
@@ -98,7 +98,7 @@ def write_rows(
     plt.store(v_ref.at[at, kv_head, column], value, mask=stored & inside)
 
 
-def norm_and_rotate(x, weights, turn, head_dim, eps, dtype):
+def _norm_and_rotate(x, weights, turn, head_dim, eps, dtype):
     """Halves of heads, normed and rotated, in `dtype`; all that comes in is float32.
 
     Of each two are taken: of the heads, of the weights, and cosines and sines. Without

@@ -3,21 +3,47 @@
     log weights of the tokens that the filters keep + Gumbel noise;  -inf of the others
 
 as `rules.sampling.noisy_weights` with the noise of `Stream.SAMPLE`, or without any as
-`log_weights`; what is computed is `gumbel_noise`'s. Program `(r, c)` has `CHUNK` tokens
-of row `r`. Rows that do not draw are neither read nor written.
+`log_weights`. The bits of the noise are those of Threefry (Salmon et al. 2011,
+https://doi.org/10.1145/2063384.2063405), as `rules.sampling.noise` has them. All of it
+is elementwise: a token's noise depends on seed, position and the token alone. Program
+`(r, c)` has `CHUNK` tokens of row `r`. Rows that do not draw are neither read nor
+written.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan, early_launch, gumbel_noise
+from spec_jax.pallas import (
+    attention_plan as plan,
+    early_launch,
+    first_tokens_triton as order,
+    slab,
+)
 
 
 CHUNK = 1024  # tokens of a program
+
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+_ONE = 0x3F800000  # the bits of 1.0
+
+
+class Rows(NamedTuple):
+    """What a kernel reads of each row: arrays, or references to them."""
+
+    logits: Any  # [R, V] float32 or bfloat16
+    highest: Any  # [R], the largest of each row
+    last: Any  # [R] int32, `first_tokens_triton.Kept`
+    end: Any  # [R] int32
+    temperature: Any  # [R] float32
+    min_p: Any  # [R] float32
+    seeds: Any  # [R] uint32
+    positions: Any  # [R] int32, of the tokens to be drawn
+    draws: Any  # [R], or more, int32: which rows draw
 
 
 def noisy_weights(
@@ -26,14 +52,12 @@ def noisy_weights(
     """Returns the noisy log weights `[R, V]` float32 of the rows that draw.
 
     Those of the others are uninitialised. The logits as they are where a temperature
-    is 0. Takes what `gumbel_noise.rows_of` takes.
+    is 0. Takes what `_rows_of` takes.
     """
-    inputs = gumbel_noise.rows_of(*rows, **settings)
+    inputs = _rows_of(*rows, **settings)
     out = jax.ShapeDtypeStruct(inputs.logits.shape, jnp.float32)
     return pl.pallas_call(
-        functools.partial(
-            _kernel, log1p=jnp.log1p if with_noise else None, interpret=interpret
-        ),
+        functools.partial(_kernel, with_noise=with_noise, interpret=interpret),
         grid=(*inputs.draws.shape, pl.cdiv(out.shape[1], CHUNK)),
         in_specs=[plan.whole(x) for x in inputs],
         out_specs=plan.whole(out),
@@ -44,9 +68,9 @@ def noisy_weights(
     )(*inputs)
 
 
-def _kernel(*refs, log1p, interpret):
+def _kernel(*refs, with_noise, interpret):
     *rows, out_ref = refs
-    refs = gumbel_noise.Rows(*rows)
+    refs = Rows(*rows)
     row, chunk = pl.program_id(0), pl.program_id(1)
 
     @pl.when(refs.draws[early_launch.program(0, interpret=interpret)] != 0)
@@ -55,5 +79,83 @@ def _kernel(*refs, log1p, interpret):
         inside = index < refs.logits.shape[1]
         logits = plt.load(refs.logits.at[row, index], mask=inside, other=-jnp.inf)
         logits = logits.astype(jnp.float32)
-        noisy = gumbel_noise.noisy(logits, index, row, refs, log1p=log1p)
+        noisy = _noisy(logits, index, row, refs, with_noise=with_noise)
         plt.store(out_ref.at[row, index], noisy, mask=inside)
+
+
+def _rows_of(
+    logits: jax.Array,
+    highest: jax.Array,
+    kept: order.Kept,
+    *,
+    draws: jax.Array,  # [R] bool
+    **settings: jax.Array,  # the others of `Rows`
+) -> Rows:
+    """Returns what a kernel reads.
+
+    Raises:
+      ValueError: settings that are not of each row.
+    """
+    each = settings | {"draws": draws}
+    shape = logits.shape[:1]
+    slab.check_shapes(**{name: (array, shape) for name, array in each.items()})
+    draws = order.programs_that_draw(draws)
+    return Rows(logits, highest, *kept, **settings, draws=draws)
+
+
+def _noisy(
+    logits: jax.Array,  # [n] float32
+    index: jax.Array,  # [n] int32, of these tokens
+    row: jax.Array,  # [] int32
+    refs: Rows,
+    *,
+    with_noise: bool,
+) -> jax.Array:
+    """Log weights of a row's tokens; its logits as they are at temperature 0."""
+    temperature, width = refs.temperature[row], refs.logits.shape[1]
+    is_greedy = temperature == 0
+    scores = logits - refs.highest[row].astype(jnp.float32)
+    scores = scores / jnp.where(is_greedy, jnp.float32(1), temperature)
+    kept = order.is_kept(order.rank(logits), index, refs.last[row], refs.end[row])
+    kept &= jnp.exp(scores) >= refs.min_p[row]
+    if with_noise:
+        key = _key(refs.seeds[row], refs.positions[row])
+        scores += _gumbel(key, index, width)
+    result = jnp.where(kept, scores, -jnp.inf)
+    return jnp.where(is_greedy, logits, result)
+
+
+def _key(seed: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The key of `rules.sampling.noise_key` for `Stream.SAMPLE`, without an offset."""
+    zero = jnp.zeros_like(seed)
+    key = zero, seed
+    for part in (zero, position.astype(jnp.uint32), zero):
+        key = threefry(key, zero, part)
+    return key
+
+
+def _gumbel(key, index: jax.Array, vocab_size: int) -> jax.Array:
+    """As `jax.random.gumbel` of `vocab_size` numbers, mode "high": number `index`."""
+
+    def uniform(number):
+        number = number.astype(jnp.uint32)
+        one, other = threefry(key, jnp.zeros_like(number), number)
+        bits = (one ^ other) >> 9 | jnp.uint32(_ONE)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32) - 1
+
+    high, low = uniform(index), uniform(index + vocab_size)
+    x = jnp.where(high >= 0.5, high, high + (low * 2.0**-23 + _TINY))
+    return -jnp.log(-jnp.log1p(-x))
+
+
+def threefry(key, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 of the counters `(high, low)`, all of them uint32."""
+    keys = [*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)]
+    x, y = high + keys[0], low + keys[1]
+    for turn in range(5):
+        for by in (17, 29, 16, 24) if turn % 2 else (13, 15, 26, 6):
+            x = x + y
+            y = (y << by | y >> (32 - by)) ^ x
+        x = x + keys[(turn + 1) % 3]
+        y = y + keys[(turn + 2) % 3] + jnp.uint32(turn + 1)
+    return x, y

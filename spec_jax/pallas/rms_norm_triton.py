@@ -35,9 +35,7 @@ def _kernel(
     """One row; elements past `width` are zeros that are not read."""
     block = x_ref.shape[1]
     mask = jnp.arange(block)[None, :] < width if width % block else None
-    load = functools.partial(
-        plt.load, mask=mask, other=None if mask is None else 0
-    )
+    load = functools.partial(plt.load, mask=mask, other=None if mask is None else 0)
     program = early_launch.program(0, interpret=interpret)
 
     @pl.when(program < num_active_ref[0])
@@ -83,7 +81,7 @@ def add_norm(
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`x` and the rounded total of `sums`, and `rms_norm` of that; raises as it does."""
+    """`x` with the rounded total of `sums`, and its `rms_norm`; raises as that does."""
     how = {"num_active": num_active, "eps": eps, "interpret": interpret}
     normed, added = _call(x, sums, weight, **how)
     return added, normed
@@ -106,9 +104,7 @@ def _call(x, sums, weight, *, num_active, eps, interpret):
         partial = pl.BlockSpec((sums.shape[0], 1, block), lambda r: (0, r, 0))
         count = 2
     return pl.pallas_call(
-        functools.partial(
-            _kernel, width=D, eps=eps, interpret=interpret
-        ),
+        functools.partial(_kernel, width=D, eps=eps, interpret=interpret),
         grid=(R,),
         in_specs=[
             pl.BlockSpec((1,), lambda r: (0,)),

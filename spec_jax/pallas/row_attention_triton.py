@@ -1,10 +1,8 @@
 """The attention of a layer on the row path: norm, rotate, write, attend.
 
 One launch, `paged_attention_triton`, and for all layers of a step one more, the job
-list of `row_jobs_triton`: whole numbers, the same for each.
+list of `row_jobs`: whole numbers, the same for each.
 """
-
-from collections.abc import Sequence
 
 import jax
 
@@ -13,7 +11,6 @@ from spec_jax.pallas import (
     head_rotation,
     paged_attention_triton,
     row_jobs,
-    row_jobs_triton,
 )
 
 
@@ -37,7 +34,6 @@ def attend(
     places: jax.Array | None = None,  # [R] int32
     config: plan.Config | None = None,
     jobs: row_jobs.RowJobs | None = None,
-    ahead: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `ops.row_attention.row_attention`. The pages are updated in place.
 
@@ -54,8 +50,7 @@ def attend(
       places: for rows that lie elsewhere than at the last position that they see: at
         which position before it. All rows of a slot then see the same keys. Not with
         `branch`.
-      jobs: `row_jobs_triton.row_jobs` of these rows and `config`; made here if None.
-      ahead: weights of the next products; no result depends on them.
+      jobs: `row_jobs.row_jobs` of these rows and `config`; made here if None.
 
     Raises:
       ValueError: shapes that do not belong together.
@@ -69,7 +64,7 @@ def attend(
     lay = plan.layout(R, N // K, H, tile=config.tile)
     plan.check_pools(heads, k_pages, v_pages)
     if jobs is None:
-        jobs = row_jobs_triton.row_jobs(
+        jobs = row_jobs.row_jobs(
             page_table,
             slots,
             positions,
@@ -94,7 +89,6 @@ def attend(
         lay=lay,
         config=config,
         branch=branch,
-        ahead=ahead,
         interpret=interpret,
     )
     return out.reshape(R, N * H), k_pages, v_pages

@@ -1,4 +1,4 @@
-"""Which splits of which rows there are to attend: whole numbers only.
+"""Which splits of which rows there are to attend, on a GPU: one launch.
 
 The keys of a slot are cut into splits of a fixed size at absolute positions. A split
 that a row sees in full is *shared*: the rows of a tile that are of one slot and see
@@ -12,15 +12,29 @@ share every split, the last one too.
 A job is one split for the rows that share it. Row by row, a job list has the shared
 splits that the row leads (the first row of its slot in its tile does) and then its
 private ones. The list is the same for all layers: compiled with them, XLA keeps one.
+
+One program makes it, from a few integers of each row and the row's part of the page
+table: a dozen operations of XLA would be a dozen launches.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Int
+
+from spec_jax.pallas import attention_plan as plan, early_launch
+from spec_jax.typing import typed
 
 
 LOST = -1
+TABLE_ENTRIES = 8192  # pages of all rows that are looked at together
+
+# Nothing here is negative: no need for the signs of `//` and `%`.
+div, rem = jax.lax.div, jax.lax.rem
 
 
 class RowJobs(NamedTuple):
@@ -74,3 +88,173 @@ def jobs_of_tile(tile: jax.Array, jobs: RowJobs, tile_rows: int) -> jax.Array:
     last = jnp.minimum(first + tile_rows, R) - 1
     before = jnp.where(first > 0, jobs.job_ends[jnp.maximum(first - 1, 0)], 0)
     return jobs.job_ends[last] - before
+
+
+@typed
+def row_jobs(
+    page_table: Int[Array, "S M"],
+    slots: Int[Array, " R"],
+    positions: Int[Array, " R"],
+    num_active: Int[Array, ""],
+    *,
+    num_pages: int,
+    page_size: int,
+    split: int,
+    tile_rows: int,
+    num_kv_heads: int,
+    interpret: bool,
+    branch: Int[Array, "R A"] | None = None,
+    places: Int[Array, " R"] | None = None,
+) -> RowJobs:
+    """The jobs of a slab whose tiles are `tile_rows` consecutive rows.
+
+    An active row is lost if its slot or position does not exist, or a page that it sees
+    is not one of `num_pages`: it has no jobs and is stored nowhere.
+
+    Args:
+      branch, places: see `row_attention_triton.attend`; at most one of them.
+    """
+    (R,) = slots.shape
+    inputs = [num_active.reshape(1), page_table, slots, positions, branch, places]
+    row, counts = (R,), (num_kv_heads, pl.cdiv(R, tile_rows))
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [row] * 6 + [counts]]
+    kernel = functools.partial(
+        _kernel,
+        num_pages=num_pages,
+        page_size=page_size,
+        split=split,
+        tile_rows=tile_rows,
+        interpret=interpret,
+    )
+    made = pl.pallas_call(
+        kernel,
+        grid=(1,),
+        in_specs=[None if x is None else plan.whole(x) for x in inputs],
+        out_specs=[plan.whole(x) for x in outputs],
+        out_shape=outputs,
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="row_jobs",
+    )(*inputs)
+    return RowJobs(*made)
+
+
+def _kernel(
+    num_active_ref,  # [1]
+    table_ref,  # [S, M]
+    slots_ref,  # [R]
+    positions_ref,  # [R]
+    branch_ref,  # [R, A] or None
+    places_ref,  # [R] or None
+    *out_refs,  # of `RowJobs`
+    num_pages,
+    page_size,
+    split,
+    tile_rows,
+    interpret,
+):
+    (S, M), (R,) = table_ref.shape, slots_ref.shape
+    rows = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
+    rows = early_launch.released(0, interpret=interpret) + rows
+    is_row = rows < R
+    live = is_row & (rows < num_active_ref[0])
+    slots, positions = (
+        plt.load(ref.at[rows], mask=is_row, other=0)
+        for ref in (slots_ref, positions_ref)
+    )
+    exists = live & (slots >= 0) & (slots < S)
+    exists &= (positions >= 0) & (positions < M * page_size)
+    # Positions of lost rows may be the largest integer: no sum before the selection.
+    slots, positions = (jnp.where(exists, x, 0) for x in (slots, positions))
+    lengths = jnp.where(exists, positions + 1, 0)
+    look = functools.partial(_pages, table_ref, num_pages)
+    if branch_ref is None:
+        own_branch, places = 0, positions
+        missing = _missing_before(look, slots, lengths, page_size, M)
+        if places_ref is not None:
+            places = plt.load(places_ref.at[rows], mask=exists, other=0)
+    else:
+        own_branch = branch_ref.shape[1]
+        prefix = jnp.maximum(lengths - own_branch, 0)
+        missing = _missing_before(look, slots, prefix, page_size, M)
+        on_branch, places = _branch(
+            look, branch_ref, rows, slots, lengths, page_size, M * page_size
+        )
+        missing += on_branch
+    valid = exists & (missing == 0)
+    pages, _ = look(slots, div(places, page_size), valid)
+    stored_at = jnp.where(valid, pages * page_size + rem(places, page_size), LOST)
+    lengths = jnp.where(valid, lengths, 0)
+    # Where rows lie apart from what they see, all of a slot see the same.
+    part = 0 if places_ref is None else split - 1
+    full = div(jnp.maximum(lengths - own_branch, 0) + part, split)
+    led = _led_splits(rows, slots, full, tile_rows)
+    count = led + div(lengths + split - 1, split) - full
+    is_before = rows[None, :] <= rows[:, None]
+    ends = jnp.sum(jnp.where(is_before, count[None, :], 0), axis=1)
+    lengths = jnp.where(live & ~valid, LOST, lengths)
+    slots = jnp.where(valid, slots, 0)
+    _store(out_refs, rows, (slots, lengths, full, led, ends, stored_at), is_row)
+
+
+def _store(out_refs, rows, results, is_row):
+    """Stores what each row has, and zeros for the jobs that are done."""
+    for ref, values in zip(out_refs[:-1], results, strict=True):
+        plt.store(ref.at[rows], values, mask=is_row)
+    done_ref = out_refs[-1]
+    heads, tiles = (
+        jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32) for size in done_ref.shape
+    )
+    inside = (heads < done_ref.shape[0])[:, None] & (tiles < done_ref.shape[1])[None, :]
+    at = done_ref.at[heads[:, None], tiles[None, :]]
+    plt.store(at, jnp.zeros(inside.shape, jnp.int32), mask=inside)
+
+
+def _pages(table_ref, num_pages, slots, columns, mask):
+    """Entries of the table, 0 outside of the mask, and which in it are no page."""
+    pages = plt.load(table_ref.at[slots, columns], mask=mask, other=0)
+    return pages, mask & ((pages < 0) | (pages >= num_pages))
+
+
+def _missing_before(look, slots, lengths, page_size, num_columns):
+    """How many pages of each row's positions `0 .. lengths` are none."""
+    needed = div(lengths + page_size - 1, page_size)
+    width = max(TABLE_ENTRIES // slots.shape[0], 1)
+    width = min(width, pl.next_power_of_2(num_columns))
+
+    def count(turn, missing):
+        columns = (turn * width + jnp.arange(width, dtype=jnp.int32))[None, :]
+        _, is_none = look(slots[:, None], columns, columns < needed[:, None])
+        return missing + jnp.sum(is_none.astype(jnp.int32), axis=1)
+
+    turns = div(jnp.max(needed) + width - 1, width)
+    return jax.lax.fori_loop(0, turns, count, jnp.zeros_like(needed))
+
+
+def _branch(look, branch_ref, rows, slots, lengths, page_size, capacity):
+    """How many places of each row's branch have no page, and the last of them."""
+    R, A = branch_ref.shape
+    steps = jnp.arange(pl.next_power_of_2(A), dtype=jnp.int32)[None, :]
+    # Entries before position 0 are of no row, nor is any of a row that sees no key.
+    counts = (steps < A) & (lengths[:, None] - A + steps >= 0) & (lengths > 0)[:, None]
+    at = branch_ref.at[rows[:, None], steps]
+    places = plt.load(at, mask=counts & (rows < R)[:, None], other=0)
+    inside = counts & (places >= 0) & (places < capacity)
+    _, is_none = look(
+        slots[:, None], div(jnp.where(inside, places, 0), page_size), inside
+    )
+    missing = (is_none | (counts & ~inside)).astype(jnp.int32)
+    own = plt.load(branch_ref.at[rows, A - 1], mask=rows < R, other=0)
+    own = jnp.where((own >= 0) & (own < capacity), own, 0)
+    return jnp.sum(missing, axis=1), own
+
+
+def _led_splits(rows, slots, full_splits, tile_rows):
+    """The most full splits of a slot's rows in a tile, at the first of them; else 0."""
+    pairs = lambda compare, x: compare(x[:, None], x[None, :])
+    together = pairs(jnp.equal, slots) & pairs(jnp.equal, div(rows, tile_rows))
+    together &= pairs(jnp.logical_and, full_splits > 0)
+    most = jnp.max(jnp.where(together, full_splits[None, :], 0), axis=1)
+    earlier = together & pairs(jnp.greater, rows)
+    earlier = jnp.max(earlier.astype(jnp.int32), axis=1)
+    return jnp.where(earlier > 0, 0, most)

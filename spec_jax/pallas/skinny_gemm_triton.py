@@ -21,8 +21,7 @@ A plan is a function of the weight's shape alone. That, and rows that an instruc
 computes independently, is the row contract: the batched product and the product of one
 row are the same machine code, and give the same bits.
 
-The Triton backend of Pallas is deprecated from jax 0.11 on; `skinny_gemm_mosaic` is
-the way on when it goes.
+The Triton backend of Pallas is deprecated from jax 0.11 on, and jax 0.12 still has it.
 """
 
 import dataclasses

@@ -2,8 +2,7 @@
 
 A slab is a tile of `ROWS` rows, the height of one tensor-core instruction. It is
 computed whole, whatever is live: a row's bits cannot depend on how many rows are.
-Padding rows are never stored. On Triton they are not loaded either, and are zeros where
-they are computed; on Mosaic they are computed with whatever they are.
+Padding rows are neither loaded nor stored, and are zeros where they are computed.
 Up to `MOST_ROWS` rows, in whole slabs, share one read of the weights.
 """
 

@@ -89,7 +89,7 @@ def combine(
                 )
             )
         for mine, maximum, total, weighted in coming:
-            summed = added(carry, (maximum, total, weighted))
+            summed = _added(carry, (maximum, total, weighted))
             # By selection: what is not the query's own adds nothing, not even 0.
             selects = mine, mine, mine[:, None]
             carry = tuple(map(jnp.where, selects, summed, carry))
@@ -103,7 +103,7 @@ def combine(
 def alone(
     sums: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The only split of a query, as `added` to nothing, to the last bit: no -0."""
+    """The only split of a query, as it adds to nothing, to the last bit: no -0."""
     maximum, total, weighted = sums
     return maximum, total + 0.0, weighted + 0.0
 
@@ -114,11 +114,8 @@ def normed(sums: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
     return weighted / total[:, None]
 
 
-def added(one, other):
-    """Two running softmaxes as one, of which `other` comes later.
-
-    Of one query, or of several.
-    """
+def _added(one, other):
+    """Two running softmaxes as one, of which `other` comes later."""
     maximum = jnp.maximum(one[0], other[0])
     shift = _shift(maximum)
     scales = [jnp.exp2(each[0] - shift) for each in (one, other)]
@@ -156,4 +153,4 @@ def _shift(maximum):
 
 def _spread(values, shape):
     """What there is once for each query, over its row."""
-    return values if not values.ndim else jax.lax.broadcast_in_dim(values, shape, (0,))
+    return jax.lax.broadcast_in_dim(values, shape, (0,))

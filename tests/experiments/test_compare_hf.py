@@ -445,7 +445,7 @@ def test_first_difference(ours, theirs, place):
         (["--dtype", "int8"], ["int8"]),
         (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
         (["--target", "missing"], ["missing"]),
-        (["--impl", "mosaic"], ["mosaic"]),
+        (["--impl", "mosaic"], ["--impl", "mosaic", "removed", "9b82177"]),
     ],
 )
 def test_bad_input(oracle, folders, capsys, more, words):

@@ -322,7 +322,7 @@ def test_noise_is_the_same_in_every_process():
         (["--gamma", "0"], ["at least 1"]),
         (["--page-size", "48", "--impl", "xla"], ["--page-size 48 must"]),
         (["--dtype", "int8"], ["int8"]),
-        (["--impl", "mosaic"], ["mosaic"]),
+        (["--impl", "mosaic"], ["--impl", "mosaic", "removed", "9b82177"]),
         (["--forced", "39"], ["--forced", "between 0 and 1"]),
         (["--device", "gpu"], ["--device gpu", "no GPU"]),
         (["--dry-run"], ["--dry-run needs a --preset"]),

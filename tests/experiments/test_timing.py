@@ -2,6 +2,7 @@
 
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -129,6 +130,22 @@ def test_plain_traffic_moves_what_it_says(monkeypatch):
         for _ in range(3):
             total = np.sum(np.asarray(timing.noise.words(2000)) ^ total, dtype="uint32")
     assert int(read.run()) == int(total)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 2**20, 2**31, 2**31 + 4, 15_137_843_200])
+def test_a_read_leaves_room_for_the_weights(num_bytes, monkeypatch):
+    """Fails if a read of 8B's 15 GB holds as many, or reads fewer."""
+    shapes = lambda count: jax.ShapeDtypeStruct((count,), jnp.uint32)
+    monkeypatch.setattr(timing.noise, "words", shapes)
+    monkeypatch.setattr(timing, "passes_for", lambda *unused: 3)
+    loop = timing.device_read(num_bytes)
+    memory = timing._sums.lower(*loop.run.args, **loop.run.keywords).compile()
+    memory = memory.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert held < 2.1 * timing.MOST_READ_BYTES  # With a copy, and sums of parts.
+    (array,), passes = loop.run.args, loop.run.keywords["passes"]
+    assert 4 * array.size * passes == loop.calls * loop.num_bytes and loop.calls == 3
+    assert max(num_bytes, 4) - loop.num_bytes < 64
 
 
 def test_a_read_of_the_host_reads_everything(monkeypatch):

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from spec_jax import testing
-from spec_jax.ops import dispatch
 from spec_jax.paging import allocator, cache, static
-from spec_jax.pallas import allocation
+from spec_jax.pallas import allocation_triton
 
 
 SLOTS, PAGES, PAGE_SIZE, WIDTH = 4, 9, 4, 4
@@ -22,8 +21,8 @@ LARGEST = 2**31 - 1
 
 NUM_ROWS = SLOTS * 14
 
-IMPLS = ["xla", "interpret", "mosaic"]
-"""One operation at a time by XLA; all in one kernel by Triton, and by Mosaic."""
+IMPLS = ["xla", "interpret"]
+"""One operation at a time by XLA; all in one kernel by Triton."""
 
 
 def appended(length, number):
@@ -74,21 +73,6 @@ SINGLE = {
     "append": append,
 }
 WITH_KERNELS = {"truncate", "append"}
-
-
-@pytest.fixture
-def impl(request, monkeypatch):
-    """An implementation; that of Mosaic is interpreted."""
-    if request.param == "mosaic":
-        if jax.__version_info__ < (0, 11):
-            pytest.skip(f"jax {jax.__version__} cannot interpret it: 0.11 can")
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        from spec_jax.pallas import allocation_mosaic
-
-        found = allocation_mosaic, plgpu.InterpretGPUParams()
-        monkeypatch.setattr(dispatch, "kernels", lambda name, impl: found)
-    return request.param
 
 
 def make(kind: str) -> cache.PagedKV:
@@ -205,7 +189,7 @@ def steps_strategy():
     return st.lists(step, min_size=12, max_size=12)
 
 
-@pytest.mark.parametrize("impl", ["xla", "interpret"], indirect=True)
+@pytest.mark.parametrize("impl", ["xla", "interpret"])
 def test_random_walks(impl):
     """Fails if a page is lost, a slot is served out of turn, or a flag is another."""
     outcomes = collections.Counter()
@@ -254,7 +238,7 @@ FIXED = (
 )
 
 
-@pytest.mark.parametrize("impl", IMPLS, indirect=True)
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("kind", ["paged", "static"])
 def test_a_fixed_walk(kind, impl):
     """The walk that the planted faults below must break is itself in order."""
@@ -265,7 +249,7 @@ def test_a_fixed_walk(kind, impl):
     assert outcomes["append", "out_of_pages"] == (1 if kind == "paged" else 0)
 
 
-@pytest.mark.parametrize("impl", IMPLS, indirect=True)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_rows_of_slots_are_placed_one_after_another(impl):
     """Fails if a row that has room is left out, moved or of another slot."""
     append = functools.partial(allocator.append_each, num_rows=NUM_ROWS, impl=impl)
@@ -373,8 +357,8 @@ KERNEL_FAULTS = {
 def test_faults_in_kernels_are_caught(fault, name, monkeypatch):
     """Negative control of the fixed walk by kernels."""
     attribute, plant = KERNEL_FAULTS[fault]
-    real = getattr(allocation.Pages, attribute)
-    monkeypatch.setattr(allocation.Pages, attribute, plant(real))
+    real = getattr(allocation_triton.Pages, attribute)
+    monkeypatch.setattr(allocation_triton.Pages, attribute, plant(real))
     # A function of its own, which no other test has traced.
     planted = lambda *args, **how: EACH[name](*args, **how)
     with pytest.raises((AssertionError, ValueError)):

@@ -96,8 +96,8 @@ class Thunk:
     """One step of an executable, as XLA will run it.
 
     Attributes:
-      kind: `kCustomKernel` and `kKernel` launch a kernel, as does `kCustomCall` with
-        Mosaic, of which neither name nor sizes are known here; `kCopy`, `kWhile`,
+      kind: `kCustomKernel` and `kKernel` launch a kernel, as does `kCustomCall`, of
+        which neither name nor sizes are known here; `kCopy`, `kWhile`,
         `kCommandBuffer` (a CUDA graph) and others.
       depth: nesting in loops, branches and command buffers; 0 at the top.
       in_graph: whether it is part of a `kCommandBuffer`.
@@ -117,8 +117,7 @@ class Report:
     """An executable for the H100.
 
     Attributes:
-      kernels: their machine code, each once. Not those of Mosaic that the same
-        `Compiler` had compiled before: Mosaic keeps them.
+      kernels: their machine code, each once.
       thunks: what runs, in order of the schedule, loop bodies once.
       aliases: `(output index, argument)` as HLO prints them: what is updated in place.
       alias_bytes: the size of those; `temp_bytes` that of all scratch memory.

@@ -36,7 +36,7 @@ from spec_jax.model import (
     params as params_lib,
     row_model,
 )
-from spec_jax.ops import argmax, dispatch, draw
+from spec_jax.ops import dispatch, draw
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -120,16 +120,6 @@ def scaled_step(name: str, **options) -> hopper.Program:
     """As `plain_step`, for a negative control: XLA computes with the logits."""
     target = model(name, **options)
     return _plain_step(_Scaled(**vars(target)), donate=(1,))
-
-
-def choices(*impls: str) -> hopper.Program:
-    """The choice of a slab of rows, by each implementation."""
-
-    def fn(logits, num_active):
-        return [argmax.argmax(logits, num_active=num_active, impl=i) for i in impls]
-
-    logits = jax.ShapeDtypeStruct((16, VOCABULARY), jnp.float32)
-    return hopper.Program(fn=fn, args=(logits, _ints()))
 
 
 class _Scaled(row_model.RowModel):

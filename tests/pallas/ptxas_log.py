@@ -1,6 +1,6 @@
 """A `ptxas` that remembers: kernel by kernel, what the assembler said and made.
 
-XLA and Mosaic GPU find `ptxas` in jax's CUDA folder and on `PATH`, once in a process.
+XLA finds `ptxas` in jax's CUDA folder and on `PATH`, once in a process.
 Both are pointed at a copy of that folder, of links, in which `ptxas` is a script that
 calls the real one with `-v` and keeps its input, its report and its output.
 """
@@ -104,7 +104,7 @@ ACCESSES = "LDG STG ATOMG RED REDG LD ST ATOM LDGSTS UBLKCP UTMALDG UTMASTG".spl
 
 
 def install(cuda: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Makes the copy of `cuda` below `folder`; XLA and Mosaic in this process use it.
+    """Makes the copy of `cuda` below `folder`; XLA in this process uses it.
 
     Returns:
       The folder of the runs, for `read`.

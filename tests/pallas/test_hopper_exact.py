@@ -9,7 +9,6 @@ import re
 
 import hopper_launches as checks
 import hopper_models as models
-import jax
 import pytest
 import xla_fusions
 
@@ -35,11 +34,11 @@ LAUNCHES = {
     "plain": 20,
     "prefill": 26,
     "plain, sampled": 71,
-    "batch": 61,  # 58 on Triton, 64 on Mosaic
+    "batch": 58,
     "batch, sampled": 148,
 }
-"""That stand in a program of so few layers, on either backend, those of a loop once; of
-each further layer five more (`test_hopper_model`)."""
+"""That stand in a program of so few layers, those of a loop once; of each further layer
+five more (`test_hopper_model`)."""
 
 DRAWING = ("sampling_top_k", "sampling_top_p", "sampling_noisy_weights")
 
@@ -59,71 +58,55 @@ def test_only_kernels_compute(compiler, name, model):
     Or if a kernel spills, a pool is copied, or there are more launches than are stated.
     Two layers of a prompt: of the last one only keys and values are left.
     """
-    report = compiled(compiler, name, model, impl="triton")
+    report = compiled(compiler, name, model)
     launched = {re.sub(r"_+\d*$", "", thunk.name) for thunk in report.launches}
     assert_launched(name, launched)
 
 
 @pytest.mark.rest
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="mosaic is for 0.11 on")
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_only_kernels_of_mosaic_compute(compiler, name, model):
-    """Fails if a kernel of Triton is in any program on Mosaic, or XLA's is."""
-    report = compiled(compiler, name, model, impl="mosaic")
-    assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
-    assert_launched(name, set(xla_fusions.mosaic_kernels(report.hlo)))
-
-
-@pytest.mark.rest
 @pytest.mark.parametrize(
-    ("rule", "tree", "impl"),
+    ("rule", "tree"),
     [
-        ("rejection", None, "triton"),
-        ("block", None, "mosaic"),
-        ("rejection", "2-2-1", "triton"),
-        ("coupled", "4x4:12", "triton"),
-        ("coupled", "4x4:12", "mosaic"),
+        ("rejection", None),
+        ("block", None),
+        ("rejection", "2-2-1"),
+        ("coupled", "4x4:12"),
     ],
 )
-def test_other_rules_sum_in_kernels(compiler, rule, tree, impl):
+def test_other_rules_sum_in_kernels(compiler, rule, tree):
     """Fails if a round of another rule, or of a drawn tree, spills or calls a library,
     or XLA adds floats in an order that it chooses.
 
     Of noise, a coupled tree has that of kernels: XLA has none of its logarithms of
     uniforms.
     """
-    if impl == "mosaic" and jax.__version_info__ < (0, 11):
-        pytest.skip("mosaic is for 0.11 on")
     report = compiler.compile(
         models.spec_round, "qwen3-0.6b", layers=1, draft_layers=1, draws=True,
-        rule=rule, tree=tree, impl=impl,
+        rule=rule, tree=tree, impl="triton",
     )  # fmt: skip
     report.assert_fits()
     work = xla_fusions.float_work(report.hlo)
     assert not xla_fusions.float_sums(report.hlo)
     assert not work & {"dot", "cosine", "sine", "transpose"}
     assert ("log-plus-one" in work) == (rule != "coupled")
-    kernels = {"triton": xla_fusions.TRITON, "mosaic": xla_fusions.MOSAIC}
-    assert xla_fusions.called(report.hlo) - {"__gpu$TopK"} == {kernels[impl]}
+    assert xla_fusions.called(report.hlo) - {"__gpu$TopK"} == {xla_fusions.TRITON}
 
 
-def compiled(compiler, name, model, *, impl):
+def compiled(compiler, name, model):
     """The report of a program in which only kernels compute."""
     build, options = PROGRAMS[name]
-    how = {"layers": 2 if name == "prefill" else 1, "impl": impl}
+    how = {"layers": 2 if name == "prefill" else 1, "impl": "triton"}
     report = compiler.compile(build, model, **how, **options)
     report.assert_fits()
     assert_only_kernels_compute(report)
     pools = [models.model(model, **how)]
     if "draft_layers" in options:
-        pools.append(models.model(models.DRAFT, layers=1, impl=impl))
+        pools.append(models.model(models.DRAFT, layers=1, impl="triton"))
     num_slots = options.get("num_slots", 1)
     # Of all slots' rows, and what is drawn from.
     copies = num_slots + ("draws" in options)
     checks.assert_in_place(report, *pools, copies=copies, num_slots=num_slots)
-    what = f"{name} of {model} on {impl}"
-    checks.assert_near(len(report.launches), LAUNCHES[name], what)
+    checks.assert_near(len(report.launches), LAUNCHES[name], f"{name} of {model}")
     return report
 
 
@@ -133,13 +116,9 @@ def assert_launched(name, launched):
     assert (set(DRAWING) <= launched) == bool(PROGRAMS[name][1].get("draws"))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("impl", ["triton", "mosaic"])
-def test_distributions_sum_in_kernels(compiler, impl):
+def test_distributions_sum_in_kernels(compiler):
     """Fails if a kernel spills, or XLA filters or sums; that it is seen to do so."""
-    if impl == "mosaic" and jax.__version_info__ < (0, 11):
-        pytest.skip("mosaic is for 0.11 on")
-    report = compiler.compile(models.distribution, 5, impl=impl)
+    report = compiler.compile(models.distribution, 5, impl="triton")
     report.assert_fits()
     assert not xla_fusions.float_sums(report.hlo)
     # Negative control.

@@ -9,7 +9,6 @@ import dataclasses
 import operator
 import re
 
-import hopper
 import hopper_launches as checks
 import hopper_models as models
 import pytest
@@ -33,8 +32,6 @@ LAYER = (
 """The kernels of one layer, in order: nothing of XLA's is between them."""
 
 END = ("rms_norm", "skinny_gemm", "argmax_chunks", "argmax_rows")
-
-IMPLS = ["triton", pytest.param("mosaic", marks=checks.on_mosaic)]
 
 
 def ours(thunks) -> list[str]:
@@ -185,55 +182,46 @@ def test_a_round_with_a_head(compiled):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_head_of_several_slots(compiled, impl):
+def test_a_head_of_several_slots(compiled):
     """Fails if more rows of a head than a slab, those of four trees, spill or copy.
 
     Of a level they are two slabs, and of the target two tiles of 64.
     """
-    num_slots, how = 4, {"layers": 4, "impl": impl}
+    num_slots, how = 4, {"layers": 4}
     report = compiled(models.head_round, "qwen3-8b", num_slots=num_slots, **how)
     report.assert_fits()
-    target, head = models.model("qwen3-8b", **how), models.head("qwen3-8b", impl=impl)
+    target, head = models.model("qwen3-8b", **how), models.head("qwen3-8b")
     # The logits of all rows, and what the search keeps of a level.
     copies = 2 * 2 * num_slots + 4
     checks.assert_in_place(
         report, target, head.model, copies=copies, num_slots=num_slots
     )
     assert not xla_fusions.float_work(report.hlo) & {"dot", "cosine", "sine"}
-    stated = {"triton": 183, "mosaic": 192}[impl]
-    checks.assert_near(len(report.launches), stated, f"trees of four slots, {impl}")
+    checks.assert_near(len(report.launches), 183, "trees of four slots")
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("size", "num_blocks"), [(17, 1), (64, 1), (17, 3)])
-def test_a_block_of_several_slabs(compiled, size, num_blocks, impl):
+def test_a_block_of_several_slabs(compiled, size, num_blocks):
     """Fails if a block of more than 16 rows spills, copies a pool, reads the weights
     twice, or XLA computes floats for it."""
-    report = compiled(
-        models.block_step, "qwen3-8b", size=size, num_blocks=num_blocks, impl=impl
-    )
+    report = compiled(models.block_step, "qwen3-8b", size=size, num_blocks=num_blocks)
     report.assert_fits()
     checks.assert_launched_early(report)
-    drafter = models.block_head("qwen3-8b", size=size, depth=1, impl=impl)
+    drafter = models.block_head("qwen3-8b", size=size, depth=1)
     slabs = -(-size * num_blocks // 16)
     checks.assert_in_place(
         report, drafter.model, copies=slabs + 1, num_slots=num_blocks
     )
     assert not xla_fusions.float_kernels(report)
-    if impl == "mosaic":
-        assert xla_fusions.called(report.hlo) == {xla_fusions.MOSAIC}
-        kernels = xla_fusions.mosaic_kernels(report.hlo)
-    else:
-        kernels = [re.sub(r"__\d+$", "", each.name) for each in report.launches]
-    # Queries are a product apart, of the same normed rows: XLA sees it of Triton's.
+    kernels = [re.sub(r"__\d+$", "", each.name) for each in report.launches]
+    # Queries are a product apart, of the same normed rows: XLA sees it.
     names = {*LAYER} - {"paged_attention", "rms_norm"}
     products = sum(kernels.count(name) for name in names)
     assert (kernels.count("paged_attention"), products) == (1, 6)
-    assert kernels.count("rms_norm") == (3 if impl == "triton" else 4)
-    what = f"{num_blocks} blocks of {size} on {impl}"
-    checks.assert_near(checks.launches(report), 17 if impl == "mosaic" else 16, what)
+    assert kernels.count("rms_norm") == 3
+    what = f"{num_blocks} blocks of {size}"
+    checks.assert_near(checks.launches(report), 16, what)
 
 
 @pytest.mark.rest
@@ -319,18 +307,3 @@ def test_a_copied_pool_is_caught(compiled):
     report = compiled(models.plain_step, "qwen3-0.6b", layers=1, donate=())
     with pytest.raises(AssertionError):
         checks.assert_in_place(report, models.model("qwen3-0.6b", layers=1))
-
-
-@pytest.mark.rest
-def test_a_round_is_one_graph_where_loops_may_be(monkeypatch):
-    """Fails if something in a round cannot be part of a CUDA graph.
-
-    Loops are not captured by default: the host asks each time whether to go on.
-    """
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE")
-    with hopper.Compiler() as compiler:
-        report = compiler.compile(
-            models.spec_round, "qwen3-0.6b", layers=1, draft_layers=1
-        )
-    outside = [thunk.kind for thunk in report.thunks if not thunk.in_graph]
-    assert outside == ["kCommandBuffer"]

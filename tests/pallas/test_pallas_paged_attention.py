@@ -18,7 +18,6 @@ from spec_jax.pallas import (
     head_rotation,
     row_attention_triton,
     row_jobs,
-    row_jobs_triton,
 )
 
 
@@ -127,7 +126,7 @@ def test_edges_of_pages_blocks_and_splits(rng):
 def jobs_of(case) -> row_jobs.RowJobs:
     given = case.inputs()
     lay = plan.layout(R, G, H, tile=CONFIG.tile)
-    return row_jobs_triton.row_jobs(
+    return row_jobs.row_jobs(
         *(given[name] for name in ("page_table", "slots", "positions", "num_active")),
         num_pages=len(case.k_pages), page_size=PAGE, split=SPLIT,
         tile_rows=lay.tile_rows, num_kv_heads=K, interpret=True,
@@ -189,7 +188,7 @@ def test_each_split_of_each_row_is_one_job(rng, width):
     S, M, P, split, tile_rows = 3, 6, 40, 16, 4
     make = jax.jit(
         functools.partial(
-            row_jobs_triton.row_jobs,
+            row_jobs.row_jobs,
             num_pages=P,
             page_size=8,
             split=split,
@@ -229,7 +228,7 @@ def test_rows_of_a_slot_share_their_prefix():
     """Fails if the keys of a prefix are read once for each row of a window."""
     slots, positions = jnp.zeros(R, jnp.int32), jnp.arange(1000, 1000 + R)
     table = jnp.arange(64, dtype=jnp.int32)[None]
-    jobs = row_jobs_triton.row_jobs(
+    jobs = row_jobs.row_jobs(
         table, slots, positions, jnp.int32(5),
         num_pages=64, page_size=16, split=256, tile_rows=16, num_kv_heads=K,
         interpret=True,

@@ -17,10 +17,8 @@ from spec_jax.engine import protocols, verification
 from spec_jax.ops import draw as draw_op
 from spec_jax.pallas import (
     first_tokens_triton as first,
-    gumbel_noise,
     noisy_weights_triton,
     row_sums_triton,
-    token_order,
 )
 from spec_jax.rules import sampling
 
@@ -88,9 +86,7 @@ def kept_by_kernel(logits, each):
     )
     index = np.arange(logits.shape[1], dtype=np.int32)[None]
     last, end = (np.asarray(x)[:, None] for x in (found.last, found.end))
-    return np.asarray(
-        token_order.is_kept(token_order.rank(jnp.asarray(logits)), index, last, end)
-    )
+    return np.asarray(first.is_kept(first.rank(jnp.asarray(logits)), index, last, end))
 
 
 FILTERS = (
@@ -231,7 +227,7 @@ def test_noise_has_the_bits_of_threefry(rng):
     np.testing.assert_allclose(found, expected, rtol=3e-7, atol=3e-7)
     key = tuple(jnp.uint32(x) for x in (3, 2**32 - 5))
     count = jnp.arange(64, dtype=jnp.uint32)
-    ours = jnp.concatenate(gumbel_noise.threefry(key, count[:32], count[32:]))
+    ours = jnp.concatenate(noisy_weights_triton.threefry(key, count[:32], count[32:]))
     theirs = jax.extend.random.threefry_2x32(jnp.stack(key), count)
     testing.assert_same_bits(ours, theirs)
 

@@ -30,7 +30,7 @@ MOVED = {
     "while",
 }
 _FLOAT = r"\b(?:f16|bf16|f32|f64)\["
-TRITON, MOSAIC = "__gpu$xla.gpu.triton", "mosaic_gpu_v2"
+TRITON = "__gpu$xla.gpu.triton"
 """What our kernels are called by, in a program."""
 
 
@@ -61,7 +61,7 @@ def float_work(hlo: str) -> set[str]:
         for name, _ in _made(lines)
         if name not in MOVED - {"transpose"}
     }
-    return found | called(hlo) - {TRITON, MOSAIC}
+    return found | called(hlo) - {TRITON}
 
 
 def float_sums(hlo: str) -> list[str]:
@@ -81,39 +81,6 @@ def float_sums(hlo: str) -> list[str]:
 def called(hlo: str) -> set[str]:
     """What a program calls besides its own computations."""
     return set(re.findall(r'custom_call_target="([^"]*)"', hlo))
-
-
-def mosaic_kernels(hlo: str) -> list[str]:
-    """The names of the Mosaic kernels of a program: a thunk does not say them."""
-    return re.findall(rf"{MOSAIC}.*?op_name=\"[^\"]*?(\w+)/mpmd_map", hlo)
-
-
-def made_weights(hlo: str) -> list[str]:
-    """The weights of Mosaic's products that an operation of the program makes.
-
-    They are read while the operation before the product may still be at work.
-    """
-    found = []
-    for lines in computations(hlo).values():
-        made = {}
-        for line in lines:
-            name, operation, inside = re.match(
-                r"\s+(?:ROOT )?%(\S+) = .*? ([\w-]+)\((.*?)\)(?:, |$)", line
-            ).groups()
-            operands = re.findall(r"%([\w.-]+)", inside)
-            made[name] = operation, operands
-            if re.search(rf'"{MOSAIC}".*/skinny_gemm/mpmd_map', line):
-                weights = operands[1]
-                found += [weights] * (not _is_given(weights, made))
-    return found
-
-
-def _is_given(name: str, made: dict[str, tuple[str, list[str]]]) -> bool:
-    """Whether an operand is a parameter of its computation, or a part of one."""
-    operation, operands = made[name]
-    if operation in ("bitcast", "get-tuple-element"):
-        return _is_given(operands[0], made)
-    return operation == "parameter"
 
 
 def _made(lines: list[str]) -> Iterator[tuple[str, str]]:
