@@ -44,6 +44,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     models = parser.add_argument_group("models")
     flags.add_models(models, has_mesh=False)
     subjects.add_presets(models)
+    subjects.add_heads(models)
     cli.add(
         models, "--slab ROWS  rows of every call of the target (default: gamma + 1)"
     )
@@ -73,7 +74,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --trace FOLDER  a profiler's trace of a call of plain steps and, where there is
             a draft, of rounds
         --forced RATE,RATE,...  generate after the first context with so many of the
-            proposed tokens accepted, whatever the draft proposes (default: not)
+            proposed tokens accepted, whatever the draft proposes; of a --head also
+            mt-bench and gsm8k, for what is published of it (default: not)
         --gammas K,K,...  tokens drafted a round at forced acceptance (default: that of
             --gamma)
         """,
@@ -89,8 +91,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
     subjects.check_presets(parser, args)
-    if args.forced and args.preset and not args.draft_preset:
+    if args.forced and args.preset and not (args.draft_preset or args.head):
         parser.error("--forced needs a draft: name one with --draft-preset")
+    if args.forced and not args.head and any(isinstance(r, str) for r in args.forced):
+        parser.error("--forced with the name of a data set is of a --head")
+    if args.head and args.gammas:
+        parser.error("--gammas: a --head drafts as many tokens as its published one")
     if args.dry_run and not args.preset:
         parser.error("--dry-run needs a --preset: folders bring weights")
     if args.forced and args.temperature:
@@ -111,6 +117,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             )
     args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
     return args
+
+
+def _gamma_of(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
+    """A head says itself how many tokens it drafts."""
+    if args.head:
+        args.gamma = lm.gamma_max
+        args.gammas = (args.gamma,)
 
 
 def load(args: argparse.Namespace) -> loading.LanguageModel:
@@ -151,6 +164,7 @@ def run_all(
 ) -> int:
     """Loads, measures, writes each row when it is known, and prints the tables."""
     lm = load(args)
+    _gamma_of(args, lm)
     plan = steps.Plan(
         contexts=args.contexts,
         page_size=args.page_size,
@@ -167,9 +181,13 @@ def run_all(
     shown = Report(out, console)
     if args.dry_run:
         works = [cost.work for group in groups for cost in group if cost.work]
+        if args.forced:
+            runs = forced_runs(args, lm)
+            works += [w for gamma in args.gammas for w in runs.programs(gamma)]
         for name, work in {work.program: work for work in works}.items():
             row = {"kind": "compile", "program": name}
-            lower = lambda w=work, r=row: [r | programs.lower(w.trace)]
+            here = True if args.device == "cpu" else None
+            lower = lambda w=work, r=row: [r | programs.lower(w.trace, here=here)]
             shown.write(records.guarded(name, lower), COMPILE_COLUMNS)
         return FAILED if shown.failed else MEASURED
     for group in groups:
@@ -212,13 +230,22 @@ def measure_steps(
         shown.write([summary], SUMMARY_COLUMNS)
 
 
+def forced_runs(
+    args: argparse.Namespace, lm: loading.LanguageModel
+) -> forced_rounds.Runs:
+    """Generations after the first context."""
+    sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
+    return forced_rounds.make_runs(
+        lm, start=args.contexts[0], as_shapes=args.dry_run, **sizes
+    )
+
+
 def measure_forced(
     args: argparse.Namespace, lm: loading.LanguageModel, gamma: int
 ) -> list[dict[str, Any]]:
     """Rounds at each forced acceptance, and autoregressive decoding."""
-    sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
-    runs = forced_rounds.make_runs(lm, start=args.contexts[0], **sizes)
-    return forced_rounds.measure(runs, gamma, args.forced, repeats=args.repeats)
+    how = {"repeats": args.repeats, "head": args.head}
+    return forced_rounds.measure(forced_runs(args, lm), gamma, args.forced, **how)
 
 
 def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
@@ -254,7 +281,8 @@ SUMMARY_COLUMNS = {
 }
 ROUND_COLUMNS = {
     "gamma": "d",
-    **dict.fromkeys(("forced_rate", "acceptance_rate"), ".2f"),
+    "forced_rate": "",
+    "acceptance_rate": ".2f",
     "tokens_per_target_step": ".2f",
     **dict.fromkeys(("plain_ms", "spec_ms", "round_ms"), ".3f"),
     "speedup": ".2f",

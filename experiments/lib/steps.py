@@ -205,7 +205,7 @@ def _tree_costs(model, params, sizes, context, *, num_rows, cache) -> list[Cost]
         f"{num_rows} tree rows": (window(num_active=num_rows, is_tree=True), chain),
         f"1 of {num_rows} tree rows": (window(num_active=1, is_tree=True), ONE_ROW),
         f"moving {path} of {num_rows} tree rows": (
-            works.moves(model, params, sizes, context, num_rows=num_rows, cache=cache),
+            works.moves(model, sizes, context, num_rows=num_rows, cache=cache),
             PLAIN,
         ),
     }
