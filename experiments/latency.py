@@ -63,7 +63,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         group,
         """
         --rows N,N,...  active rows of a window, the most of them at every context
-            (default: 1 to gamma + 1 where there is a draft, at the first context)
+            (default: 1 to gamma + 1 where there is a draft, at the first context; none
+            with --head)
         --tree-rows N,N,...  rows of trees, two children a node, compared with chains of
             as many; one row alone in a slab as tall, compared with one in the slab of
             --rows; and moving the path that is kept, compared with a plain step
@@ -169,11 +170,12 @@ def run_all(
         contexts=args.contexts,
         page_size=args.page_size,
         steps=args.steps,
-        rows=args.rows,
+        rows=args.rows or (() if args.head else None),
         prefills=args.prefill,
         tree_rows=args.tree_rows,
         sampling=flags.sampling_settings(args),
         as_shapes=args.dry_run,
+        gammas=() if args.head else None,  # Rounds of a head are forced.
     )
     # What cannot be run is found before anything has been.
     groups = [] if args.no_steps else steps.all_costs(lm, plan)
