@@ -114,7 +114,8 @@ class Worker:
                 text=True,
             )
         self._answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -149,6 +150,10 @@ class Worker:
         """Ends the process, which has nothing to tidy up."""
         self.process.kill()
         self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+        with contextlib.suppress(OSError):  # What it did not read.
+            self.process.stdin.close()
 
 
 def end(process: subprocess.Popen) -> None:

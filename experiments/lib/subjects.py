@@ -148,6 +148,7 @@ def comb(rows: int) -> tree_shapes.FixedTree:
     nodes = [*path[1:], (0,) * HEAD_DRAFTS, *others][: rows - 1]
     return tree_shapes.FixedTree(paths=tuple(nodes))
 
+
 _GIB = 2**30
 _MOST_ROWS = protocols.MAX_TREE_ROWS
 
