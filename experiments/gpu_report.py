@@ -133,7 +133,7 @@ class Runner:
         return self._worker.ask(request, limit_s=limit_s)
 
     def compile_all(self, calls: Sequence[gpu_calls.Call], begun: set[str]) -> None:
-        """Compiles for each call, those first that have not begun, until it is ended."""
+        """Compiles for each call, those first that have not begun; until `end`."""
         left = [call for call in calls if call.can_dry_run]
         while left and not self._is_over:
             call = next((each for each in left if each.name not in begun), left[0])

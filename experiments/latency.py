@@ -13,6 +13,7 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -188,12 +189,17 @@ def run_all(
             works += [w for gamma in args.gammas for w in runs.programs(gamma)]
         for name, work in {work.program: work for work in works}.items():
             row = {"kind": "compile", "program": name}
-            here = True if args.device == "cpu" else None
-            lower = lambda w=work, r=row: [r | programs.lower(w.trace, here=here)]
+            here = {"here": True} if args.device == "cpu" else {}
+            lower = lambda w=work, r=row, h=here: [r | programs.lower(w.trace, **h)]
             shown.write(records.guarded(name, lower), COMPILE_COLUMNS)
         return FAILED if shown.failed else MEASURED
     for group in groups:
-        measure_steps(args, lm, group, shown)
+        work = lambda g=group: measure_steps(args, lm, g)
+        rows = records.guarded(group[0].name, work)
+        is_step = lambda row: row["kind"] != "summary"
+        shown.write([*filter(is_step, rows)], STEP_COLUMNS)
+        for row in itertools.filterfalse(is_step, rows):
+            shown.write([row], SUMMARY_COLUMNS)
     traced = (steps.PLAIN, f"round, gamma {args.gamma}")
     for cost in groups[0] if args.trace and groups else ():
         if cost.name in traced:
@@ -209,9 +215,8 @@ def measure_steps(
     args: argparse.Namespace,
     lm: loading.LanguageModel,
     group: Sequence[steps.Cost],
-    shown: Report,
-) -> None:
-    """Costs in turns; of the first group, with plain reads, the bandwidth too.
+) -> list[dict[str, Any]]:
+    """Rows of costs in turns; of the first group, with plain reads, a summary too.
 
     Backwards: reading a lot of memory empties the caches, and the steps that follow
     should not be the plain ones, which all others are compared with.
@@ -223,13 +228,11 @@ def measure_steps(
             after_turn=advance,
         )
     rows, is_first = steps.rows(group, timings), steps.READ in timings.seconds
-    # Of other groups, the plain step is there to be compared with.
-    shown.write(rows if is_first else rows[1:], STEP_COLUMNS)
-    if is_first:
-        found = steps.bandwidth(lm.params, timings.seconds)
-        warm_up_s = sum(timings.warm_up.values())
-        summary = {"kind": "summary", "steps_warm_up_s": warm_up_s, **found}
-        shown.write([summary], SUMMARY_COLUMNS)
+    if not is_first:  # The plain step is there to be compared with.
+        return rows[1:]
+    found = steps.bandwidth(lm.params, timings.seconds)
+    warm_up_s = sum(timings.warm_up.values())
+    return [*rows, {"kind": "summary", "steps_warm_up_s": warm_up_s, **found}]
 
 
 def forced_runs(

@@ -262,7 +262,7 @@ def conditional(rate: float, gamma: int, first: float | None = None) -> float:
       first: the chance of the first draft, if it is another: `p` is then of the others.
 
     Raises:
-      ValueError: a rate outside (0, 1), or one that no `p` gives after that first draft.
+      ValueError: a rate outside (0, 1).
     """
     if not 0 < rate < 1:
         raise ValueError(f"a forced acceptance of {rate} is not between 0 and 1")

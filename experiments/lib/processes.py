@@ -12,8 +12,8 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import shutil
 import queue
+import shutil
 import subprocess
 import sys
 import threading

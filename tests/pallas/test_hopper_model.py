@@ -273,6 +273,17 @@ def test_a_scheduled_round_of_blocks(compiled, size):
     checks.assert_near(len(report.launches), stated, f"two blocks of {size}")
 
 
+@pytest.mark.rest
+def test_a_round_of_dflash(compiled):
+    """Fails if DFlash runs its block more than once a round, or has more launches."""
+    report = compiled(models.block_round, "qwen3-8b", layers=6)
+    report.assert_fits()
+    tree = checks.nested(report.thunks)
+    print([ours(checks.flat([each])) for each in tree if each[0].kind == "kWhile"])
+    print(ours(report.launches), len(report.launches))
+    assert False
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", checks.DEPTH)
 def test_xla_computes_no_float(compiled, name):
