@@ -88,7 +88,8 @@ _REHEARSED = {
     "forced": "--no-steps --contexts 16 --gen-tokens 12",
     "published": "--steps 2 --contexts 16 --forced mt-bench,gsm8k --gen-tokens 12",
     "traced": "--steps 2 --contexts 16 --rows 1 --trace {out}/trace",
-    "cells": "--prompts 4 --gen-tokens 4 --gamma 4 --impl {impl}",
+    "cells": "--prompts 4 --gen-tokens 4 --gamma 4 --impl {impl} --gamma-policy fixed "
+    "--sampling greedy --dtype bfloat16",
     "checked": "--rows 1 --contexts 32 --repeats 1 --only '^qkv' --impls {impl}",
 }
 
