@@ -1,20 +1,22 @@
-"""What do the kernels, the steps and the rounds do on this GPU, in ten minutes?
+"""What do steps, rounds and heads do on this GPU, in eight minutes?
 
-    (0) first light   versions, one call of each kind of kernel, a step with its trace
-    (a) rows          batch invariance of kernels and of rounds, compared as integers
-    (b) kernels       time and bandwidth of each kernel, at 16, 32 and 64 rows, by plan
-    (c) steps         plain steps, active rows, prefill, sampling, sets of XLA's flags
-    (d) rounds        speculative generation at forced acceptance, against plain
-    (e) transformers  the same weights in Hugging Face transformers
-    (f) compile       compile times, and launches of each program
+    (c) steps      plain steps, active rows, sampling, long contexts, prefill, trees
+    (d) rounds     speculative generation at forced acceptance, against plain
+    (h) heads      DSpark, EAGLE-3 and DFlash at the acceptance published of them
+    (a) exactness  bits of rounds, and batch invariance of kernels, as integers
+    (b) batches    tokens a second of several sequences, with and without drafts
+    (t) traces     how long each kernel of a step takes
 
-Each call is one of the other scripts, in a process of its own with a share of the time.
-The most telling come first, and as many are made as the time is enough for: nine in
-nine minutes. Rows are written as they are known; what a call prints is in report.md.
-Weights are random and made on the device. Programs are compiled once for all calls, and
-kept below --out. Start it from the root of the repository, where nothing needs to be
-installed but its dependencies: `python -m experiments.gpu_report`. Without a GPU only
---dry-run works: it traces and lowers all programs.
+Each call is one of the other scripts. One process runs them all, the most telling
+first, so that jax is started once and weights are made once; what is called next is
+compiled meanwhile by another. A process that ends, or takes too long for a call, is
+followed by a new one for the calls that remain. Rows are written as they are known;
+those of compile-*.jsonl say how long programs took to compile, and how many launches
+they have; what a call prints is in report.md. Weights are random and made on the
+device. Compiled programs are kept below --out. Start it from the root of the
+repository, where nothing needs to be installed but its dependencies:
+`python -m experiments.gpu_report`. Without a GPU only --dry-run works, which traces and
+lowers all programs, and --rehearse.
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
 
@@ -26,9 +28,9 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
-import itertools
 import json
 import pathlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,7 +41,7 @@ from experiments.lib import gpu_calls, processes
 DONE, FAILED = 0, 2
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu"
 REPORT, COMPILED = "report.md", "compiled"
-_GRACE_S = 6.0  # for the start of a process
+_START_S = 30.0  # of a process, and for the programs of its first call
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,18 +52,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         f"""
         --sections LETTERS={",".join(gpu_calls.SECTIONS)}  sections to run
         --only PATTERN  the calls in whose names this regular expression is found, such
-            as '0.6b' or 'gamma 4'; --list names them (default: all)
-        --budget N=540  seconds for all calls together
-        --quick  fewer repeats, plans and contexts
-        --impl NAME=triton  kernels of steps and rounds; those of triton and mosaic are
-            measured at the shapes of Qwen3 whatever this is
+            as '0.6b' or 'tree of 32'; --list names them (default: all)
+        --budget N=490  seconds for all calls together; a call that is expected to take
+            more than is left is left out
+        --impl NAME=triton  kernels
+        --rehearse  the same calls with a tiny model and few repeats, on any device
         --list  say what could be called, in order, and call nothing
         --dry-run  run nothing, and need no GPU: trace and lower all programs
         --out FOLDER  rows of each call, what it printed, report.md and compiled
             programs (default: experiments/results/gpu)
         """,
         LETTERS=_sections,
-        NAME=("triton", "mosaic", "xla"),
+        NAME=("triton", "xla"),
         FOLDER=pathlib.Path,
     )
     return parser.parse_args(argv)
@@ -72,7 +74,7 @@ def _sections(text: str) -> tuple[str, ...]:
     letters = tuple(sorted(set(text.replace(",", ""))))
     if not letters or not set(letters) <= set(gpu_calls.SECTIONS):
         known = ",".join(gpu_calls.SECTIONS)
-        raise argparse.ArgumentTypeError(f"{text!r}: sections are {known}, such as a,c")
+        raise argparse.ArgumentTypeError(f"{text!r}: sections are {known}, such as c,h")
     return letters
 
 
@@ -84,7 +86,7 @@ def chosen(args: argparse.Namespace) -> list[gpu_calls.Call]:
     """
     calls = [
         call
-        for call in gpu_calls.all_calls(impl=args.impl, quick=args.quick)
+        for call in gpu_calls.all_calls(impl=args.impl, rehearse=args.rehearse)
         if call.section in args.sections
         and (args.only is None or args.only.search(call.name))
         and (call.can_dry_run or not args.dry_run)
@@ -98,111 +100,128 @@ def chosen(args: argparse.Namespace) -> list[gpu_calls.Call]:
     return calls
 
 
-def affordable(calls: Sequence[gpu_calls.Call], budget_s: float) -> int:
-    """How many calls, one after another, the time is enough for; one at least."""
-    ends = itertools.accumulate(call.seconds for call in calls)
-    return max(1, sum(end <= budget_s for end in ends))
+class Runner:
+    """Runs calls in a process, and in a new one after that ended.
+
+    Args:
+      is_ahead: only compiles, beside another process that has most of the memory.
+    """
+
+    def __init__(self, args: argparse.Namespace, *, is_ahead: bool):
+        self._args, self._is_ahead = args, is_ahead
+        has_gpu = processes.nvidia_smi("name") is not None
+        self._device = "gpu" if has_gpu else "cpu"
+        self._worker: processes.Worker | None = None
+        self._is_over = False
+
+    def run(self, call: gpu_calls.Call, *, limit_s: float) -> processes.Outcome:
+        """Runs a call; ends the process if it takes longer."""
+        out = self._args.out
+        if self._worker is None or not self._worker.is_alive:
+            limit_s += _START_S
+            self._worker = processes.Worker(
+                "experiments.lib.gpu_calls",
+                output=out / ("ahead.txt" if self._is_ahead else "worker.txt"),
+                variables=processes.environment(
+                    compiled=out / COMPILED,
+                    xla_flags=gpu_calls.XLA_FLAGS,
+                    memory_share=0.04 if self._is_ahead else 0.88,
+                ),
+                niceness=10 if self._is_ahead else 0,
+            )
+        request = call.request(out, device=self._device, dry_run=self._is_ahead)
+        return self._worker.ask(request, limit_s=limit_s)
+
+    def compile_all(self, calls: Sequence[gpu_calls.Call], begun: set[str]) -> None:
+        """Compiles for each call, those first that have not begun; until `end`."""
+        left = [call for call in calls if call.can_dry_run]
+        while left and not self._is_over:
+            call = next((each for each in left if each.name not in begun), left[0])
+            left.remove(call)
+            self.run(call, limit_s=self._args.budget)
+
+    def end(self) -> None:
+        """Ends the process, if there is one."""
+        self._is_over = True
+        if self._worker is not None:
+            self._worker.end()
 
 
-def run_call(
-    args: argparse.Namespace, call: gpu_calls.Call, *, budget_s: float
+def row_of(
+    out: pathlib.Path, call: gpu_calls.Call, outcome: processes.Outcome | None
 ) -> dict[str, Any]:
-    """Runs a call; returns the row that says how it went."""
-    path = args.out / f"{call.file}.jsonl"
-    # What an earlier report left would be taken for the rows of this one.
-    path.unlink(missing_ok=True)
-    # Rows say whether there were changes; to be refused now would waste the machine.
-    arguments = [word.replace("{out}", str(args.out)) for word in call.arguments]
-    arguments += ["--out", str(path), "--allow-dirty"]
-    if call.script in gpu_calls.ON_EITHER_DEVICE:
-        arguments += ["--device", gpu_calls.DEVICE]
-    module, output = f"experiments.{call.script}", path.with_suffix(".txt")
-    if args.dry_run:
-        outcome = processes.run_here(module, [*arguments, "--dry-run"], output=output)
-    else:
-        compiled = None if gpu_calls.ANEW in call.marks else args.out / COMPILED
-        variables = processes.environment(
-            compiled=compiled,
-            xla_flags=f"{gpu_calls.XLA_FLAGS} {call.xla_flags}".strip(),
-            memory_share=0.45 if gpu_calls.HALF in call.marks else 0.9,
-        )
-        variables |= dict(word.split("=", 1) for word in call.variables)
-        outcome = processes.run(
-            module,
-            arguments,
-            output=output,
-            variables=variables,
-            limit_s=budget_s + _GRACE_S,
-        )
-    rows = processes.read_rows(path)
-    row = {
-        "kind": "call",
-        "section": call.section,
-        "name": call.name,
-        "command": f"python -m {module} {' '.join(call.arguments)}",
-        "xla_flags": call.xla_flags,
-        "variables": list(call.variables),
-        **dataclasses.asdict(outcome),
-        "rows": len(rows),
-        "errors": [row["error"] for row in rows if row["kind"] == "error"],
-    }
-    print(f"({call.section}) {call.name}: {row['status']} after {row['seconds']} s, "
-          f"{row['rows']} rows", flush=True)  # fmt: skip
-    return row
-
-
-def compare(folder: pathlib.Path, calls: Sequence[gpu_calls.Call]) -> dict[str, Any]:
-    """The row that says whether all processes got the same bits from each kernel."""
-    hashes: dict[str, set[str]] = {}
-    count: dict[str, int] = {}
-    for call in calls:
-        for row in processes.read_rows(folder / f"{call.file}.jsonl"):
-            if row["kind"] == "hash":
-                name = f"{row['shapes']} {row['check']} {row['impl']}"
-                hashes.setdefault(name, set()).add(row["sha256"])
-                count[name] = count.get(name, 0) + 1
-    twice = [name for name in hashes if count[name] > 1]
-    differing = sorted(name for name in twice if len(hashes[name]) > 1)
-    return {"kind": "processes", "compared": len(twice), "differing": differing}
+    """The row that says how a call went; None: no time was left for it."""
+    row = {"kind": "call", "section": call.section, "name": call.name}
+    command = f"python -m experiments.{call.script} {' '.join(call.arguments)}"
+    row |= {"command": command, "expected_s": call.seconds, "rows": 0, "errors": []}
+    if outcome is None:
+        return row | {"status": "left out", "exit_status": None, "seconds": 0.0}
+    rows = processes.read_rows(out / f"{call.file}.jsonl")
+    errors = [each["error"] for each in rows if each["kind"] == "error"]
+    found = {"rows": len(rows), "errors": errors}
+    return row | dataclasses.asdict(outcome) | found
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """The calls, in turn; writes the report after each of them.
-
-    What a call does not use of its time goes to those after it.
-    """
-    calls = chosen(args)
-    if not args.dry_run:
-        count = affordable(calls, args.budget)
-        if calls[count:]:
-            needed_s = sum(call.seconds for call in calls)
-            print(f"{count} of {len(calls)} calls, for which the time is enough; "
-                  f"--budget {needed_s:.0f} is enough for all", flush=True)  # fmt: skip
-        calls = calls[:count]
+    """The calls, in turn; writes the report after each of them."""
+    calls, started = chosen(args), time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
-    started, rows = time.monotonic(), [{"kind": "versions", **processes.versions()}]
-    waiting = list(calls)
-    while waiting:
-        weight = sum(call.seconds for call in waiting)
-        call = waiting.pop(0)
-        remaining_s = args.budget - (time.monotonic() - started)
-        share_s = remaining_s * call.seconds / weight - _GRACE_S / 2
-        if share_s < 1 and not args.dry_run:
-            (args.out / f"{call.file}.jsonl").unlink(missing_ok=True)
-            rows.append(_left_out(call))
-            continue
-        rows.append(run_call(args, call, budget_s=share_s))
-        write_report(args.out, rows, calls)
-    rows.append(compare(args.out, calls))
+    rows: list[dict[str, Any]] = [{"kind": "versions", **processes.versions()}]
+    begun: set[str] = {calls[0].name}
+    # The first call would wait for what it compiles itself.
+    ahead = Runner(args, is_ahead=True)
+    compiling = threading.Thread(
+        target=ahead.compile_all, args=(calls, begun), daemon=True
+    )
+    runner = Runner(args, is_ahead=False)
+    try:
+        if not args.dry_run:
+            compiling.start()
+        for call in calls:
+            begun.add(call.name)
+            left_s = args.budget - (time.monotonic() - started)
+            how = {"left_s": left_s, "is_first": call is calls[0]}
+            rows.append(_run_call(args, runner, call, **how))
+            write_report(args.out, rows, calls)
+            row = rows[-1]
+            print(f"{time.monotonic() - started:5.0f} s ({call.section}) {call.name}: "
+                  f"{row['status']} after {row['seconds']} s, of {call.seconds:.0f} "
+                  f"expected; {row['rows']} rows", flush=True)  # fmt: skip
+        if args.rehearse and not args.dry_run:
+            compiling.join()  # Its rows are a part of what is rehearsed.
+    finally:
+        runner.end()
+        ahead.end()
+    left_out = [row["name"] for row in rows if row.get("status") == "left out"]
+    if left_out:
+        print(f"left out, for want of time: {', '.join(left_out)}", flush=True)
     path = write_report(args.out, rows, calls)
     print(f"report: {path}", flush=True)
-    is_done = all(row.get("status", "done") == "done" for row in rows)
-    return DONE if is_done and not rows[-1]["differing"] else FAILED
+    known = ("done", "left out")
+    is_done = all(row.get("status", "done") in known for row in rows)
+    return DONE if is_done else FAILED
 
 
-def _left_out(call: gpu_calls.Call) -> dict[str, Any]:
-    row = {"kind": "call", "section": call.section, "name": call.name}
-    return row | {"status": "left out", "errors": [], "command": "no time was left"}
+def _run_call(
+    args: argparse.Namespace,
+    runner: Runner,
+    call: gpu_calls.Call,
+    *,
+    left_s: float,
+    is_first: bool,
+) -> dict[str, Any]:
+    """Runs a call in the time that is left, or leaves it out; returns its row."""
+    if args.dry_run:
+        request = call.request(args.out, device="gpu")
+        request["arguments"] += ["--dry-run"]
+        request["output"] = pathlib.Path(request["output"])
+        return row_of(args.out, call, processes.run_here(**request))
+    if not is_first and left_s < call.seconds:
+        (args.out / f"{call.file}.jsonl").unlink(missing_ok=True)
+        return row_of(args.out, call, None)
+    # However long a small machine takes for a rehearsal.
+    limit_s = left_s if args.rehearse else min(left_s, 3 * call.seconds)
+    return row_of(args.out, call, runner.run(call, limit_s=limit_s))
 
 
 def write_report(
@@ -219,18 +238,16 @@ def write_report(
 def _markdown(
     folder: pathlib.Path, rows: Sequence[dict], calls: Sequence[gpu_calls.Call]
 ) -> Iterator[str]:
-    files, section = {call.name: call.file for call in calls}, None
+    files = {call.name: call.file for call in calls}
     yield "# Measured on a device"
     for row in rows:
         if row["kind"] != "call":
             yield from ("", *(f"- {k}: {v}" for k, v in row.items() if k != "kind"))
             continue
-        if row["section"] != section:
-            section = row["section"]
-            yield from ("", f"## ({section}) {gpu_calls.SECTIONS[section]}")
+        section = gpu_calls.SECTIONS[row["section"]]
         yield from (
             "",
-            f"### {row['name']}: {row['status']}",
+            f"## ({row['section']}, {section}) {row['name']}: {row['status']}",
             "",
             f"`{row['command']}`",
         )
@@ -247,22 +264,23 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: there is no GPU here.
     """
+    own_out = args.out is not None
     args.out = (args.out or RESULTS).resolve()
     if args.list:
         for call in chosen(args):
-            flags = f"XLA_FLAGS={call.xla_flags} " if call.xla_flags else ""
-            words = " ".join((*call.variables, call.script, *call.arguments))
-            print(f"({call.section}) {call.name}: {flags}{words}")
+            words = " ".join((call.script, *call.arguments))
+            print(f"({call.section}) {call.name}, {call.seconds:.0f} s: {words}")
         return DONE
-    if not args.dry_run and processes.nvidia_smi("name") is None:
+    needs_gpu = not (args.dry_run or args.rehearse)
+    if needs_gpu and processes.nvidia_smi("name") is None:
         raise ValueError(
             "no GPU is found (nvidia-smi does not name one); --dry-run --out FOLDER "
             "traces and lowers all programs without one"
         )
-    if args.dry_run and args.out == RESULTS:
+    if not needs_gpu and not own_out:
         raise ValueError(
-            "--out FOLDER is needed with --dry-run: experiments/results/gpu is for "
-            "what is measured on a GPU"
+            "--out FOLDER is needed with --dry-run and --rehearse: "
+            "experiments/results/gpu is for what is measured on a GPU"
         )
     return run_all(args)
 

@@ -13,6 +13,7 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -44,6 +45,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     models = parser.add_argument_group("models")
     flags.add_models(models, has_mesh=False)
     subjects.add_presets(models)
+    subjects.add_heads(models)
     cli.add(
         models, "--slab ROWS  rows of every call of the target (default: gamma + 1)"
     )
@@ -62,7 +64,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         group,
         """
         --rows N,N,...  active rows of a window, the most of them at every context
-            (default: 1 to gamma + 1 where there is a draft, at the first context)
+            (default: 1 to gamma + 1 where there is a draft, at the first context; none
+            with --head)
         --tree-rows N,N,...  rows of trees, two children a node, compared with chains of
             as many; one row alone in a slab as tall, compared with one in the slab of
             --rows; and moving the path that is kept, compared with a plain step
@@ -73,7 +76,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --trace FOLDER  a profiler's trace of a call of plain steps and, where there is
             a draft, of rounds
         --forced RATE,RATE,...  generate after the first context with so many of the
-            proposed tokens accepted, whatever the draft proposes (default: not)
+            proposed tokens accepted, whatever the draft proposes; of a --head also
+            mt-bench and gsm8k, for what is published of it (default: not)
         --gammas K,K,...  tokens drafted a round at forced acceptance (default: that of
             --gamma)
         """,
@@ -89,8 +93,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
     subjects.check_presets(parser, args)
-    if args.forced and args.preset and not args.draft_preset:
+    if args.forced and args.preset and not (args.draft_preset or args.head):
         parser.error("--forced needs a draft: name one with --draft-preset")
+    if args.forced and not args.head and any(isinstance(r, str) for r in args.forced):
+        parser.error("--forced with the name of a data set is of a --head")
+    if args.head and args.gammas:
+        parser.error("--gammas: a --head drafts as many tokens as its published one")
     if args.dry_run and not args.preset:
         parser.error("--dry-run needs a --preset: folders bring weights")
     if args.forced and args.temperature:
@@ -111,6 +119,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             )
     args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
     return args
+
+
+def _gamma_of(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
+    """A head says itself how many tokens it drafts."""
+    if args.head:
+        args.gamma = lm.gamma_max
+        args.gammas = (args.gamma,)
 
 
 def load(args: argparse.Namespace) -> loading.LanguageModel:
@@ -151,15 +166,17 @@ def run_all(
 ) -> int:
     """Loads, measures, writes each row when it is known, and prints the tables."""
     lm = load(args)
+    _gamma_of(args, lm)
     plan = steps.Plan(
         contexts=args.contexts,
         page_size=args.page_size,
         steps=args.steps,
-        rows=args.rows,
+        rows=args.rows or (() if args.head else None),
         prefills=args.prefill,
         tree_rows=args.tree_rows,
         sampling=flags.sampling_settings(args),
         as_shapes=args.dry_run,
+        gammas=() if args.head else None,  # Rounds of a head are forced.
     )
     # What cannot be run is found before anything has been.
     groups = [] if args.no_steps else steps.all_costs(lm, plan)
@@ -167,13 +184,22 @@ def run_all(
     shown = Report(out, console)
     if args.dry_run:
         works = [cost.work for group in groups for cost in group if cost.work]
+        if args.forced:
+            runs = forced_runs(args, lm)
+            works += [w for gamma in args.gammas for w in runs.programs(gamma)]
         for name, work in {work.program: work for work in works}.items():
             row = {"kind": "compile", "program": name}
-            lower = lambda w=work, r=row: [r | programs.lower(w.trace)]
+            here = {"here": True} if args.device == "cpu" else {}
+            lower = lambda w=work, r=row, h=here: [r | programs.lower(w.trace, **h)]
             shown.write(records.guarded(name, lower), COMPILE_COLUMNS)
         return FAILED if shown.failed else MEASURED
     for group in groups:
-        measure_steps(args, lm, group, shown)
+        work = lambda g=group: measure_steps(args, lm, g)
+        rows = records.guarded(group[0].name, work)
+        is_step = lambda row: row["kind"] != "summary"
+        shown.write([*filter(is_step, rows)], STEP_COLUMNS)
+        for row in itertools.filterfalse(is_step, rows):
+            shown.write([row], SUMMARY_COLUMNS)
     traced = (steps.PLAIN, f"round, gamma {args.gamma}")
     for cost in groups[0] if args.trace and groups else ():
         if cost.name in traced:
@@ -189,9 +215,8 @@ def measure_steps(
     args: argparse.Namespace,
     lm: loading.LanguageModel,
     group: Sequence[steps.Cost],
-    shown: Report,
-) -> None:
-    """Costs in turns; of the first group, with plain reads, the bandwidth too.
+) -> list[dict[str, Any]]:
+    """Rows of costs in turns; of the first group, with plain reads, a summary too.
 
     Backwards: reading a lot of memory empties the caches, and the steps that follow
     should not be the plain ones, which all others are compared with.
@@ -203,22 +228,29 @@ def measure_steps(
             after_turn=advance,
         )
     rows, is_first = steps.rows(group, timings), steps.READ in timings.seconds
-    # Of other groups, the plain step is there to be compared with.
-    shown.write(rows if is_first else rows[1:], STEP_COLUMNS)
-    if is_first:
-        found = steps.bandwidth(lm.params, timings.seconds)
-        warm_up_s = sum(timings.warm_up.values())
-        summary = {"kind": "summary", "steps_warm_up_s": warm_up_s, **found}
-        shown.write([summary], SUMMARY_COLUMNS)
+    if not is_first:  # The plain step is there to be compared with.
+        return rows[1:]
+    found = steps.bandwidth(lm.params, timings.seconds)
+    warm_up_s = sum(timings.warm_up.values())
+    return [*rows, {"kind": "summary", "steps_warm_up_s": warm_up_s, **found}]
+
+
+def forced_runs(
+    args: argparse.Namespace, lm: loading.LanguageModel
+) -> forced_rounds.Runs:
+    """Generations after the first context."""
+    sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
+    return forced_rounds.make_runs(
+        lm, start=args.contexts[0], as_shapes=args.dry_run, **sizes
+    )
 
 
 def measure_forced(
     args: argparse.Namespace, lm: loading.LanguageModel, gamma: int
 ) -> list[dict[str, Any]]:
     """Rounds at each forced acceptance, and autoregressive decoding."""
-    sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
-    runs = forced_rounds.make_runs(lm, start=args.contexts[0], **sizes)
-    return forced_rounds.measure(runs, gamma, args.forced, repeats=args.repeats)
+    how = {"repeats": args.repeats, "head": args.head}
+    return forced_rounds.measure(forced_runs(args, lm), gamma, args.forced, **how)
 
 
 def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
@@ -254,7 +286,8 @@ SUMMARY_COLUMNS = {
 }
 ROUND_COLUMNS = {
     "gamma": "d",
-    **dict.fromkeys(("forced_rate", "acceptance_rate"), ".2f"),
+    "forced_rate": "",
+    "acceptance_rate": ".2f",
     "tokens_per_target_step": ".2f",
     **dict.fromkeys(("plain_ms", "spec_ms", "round_ms"), ".3f"),
     "speedup": ".2f",

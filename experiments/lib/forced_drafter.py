@@ -2,11 +2,13 @@
 
 Random weights accept nothing. So that rounds can be timed at the acceptance of trained
 models, every proposal of the real drafter is paid for and then overwritten: with the
-target's own next token where a mask says so, and with a wrong one elsewhere. What such
-a run shows is the cost of rounds at an acceptance, never an acceptance.
+target's own tokens for as many drafts as the round is to keep, and with wrong ones
+elsewhere; of a fixed tree the first children are right, and their siblings are wrong.
+What such a run shows is the cost of rounds at an acceptance, never an acceptance.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import loading, pytree
-from spec_jax.drafters import draft_slots, each, oracle
+from spec_jax.drafters import draft_slots, each, tree_shapes
 from spec_jax.engine import protocols
 
 
@@ -25,7 +27,8 @@ class ForcedParams(pytree.Node):
 
     draft: Any  # parameters of the real drafter
     trace: jax.Array  # [size] int32, the text that autoregressive decoding writes
-    kept: jax.Array  # [size] bool, where a draft is to be right
+    # [size] int32, the drafts to be kept of a round that begins at that length
+    kept: jax.Array
 
 
 class ForcedMemory(pytree.Node):
@@ -33,7 +36,7 @@ class ForcedMemory(pytree.Node):
 
     inner: protocols.Memory
     trace: jax.Array  # [B, max_len] int32
-    kept: jax.Array  # [B, max_len] bool
+    kept: jax.Array  # [B, max_len] int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,28 @@ class ForcedDrafter:
     def gamma_max(self) -> int:
         """The most tokens of a proposal."""
         return self.inner.gamma_max
+
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return getattr(self.inner, "depth_max", None)
+
+    @functools.cached_property
+    def right(self) -> np.ndarray:
+        """The depth of each draft that can be right, `[gamma_max]`; 0 of a sibling.
+
+        Raises:
+          ValueError: a tree of a search, whose nodes are not known beforehand.
+        """
+        tree = getattr(self.inner, "tree", None)
+        if tree is None:
+            return np.arange(1, self.gamma_max + 1, dtype=np.int32)
+        if not isinstance(tree, tree_shapes.FixedTree):
+            raise ValueError(
+                f"forced drafts of a search {tree}: give a tree of a fixed shape"
+            )
+        depths = [0 if any(path) else len(path) for path in tree.paths]
+        return np.array(depths, np.int32)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -110,7 +135,7 @@ class SlotForced(draft_slots.OfSlots):
                 capacity=capacity, page_size=page_size, num_pages=num_pages
             ),
             trace=jnp.zeros(shape, jnp.int32),
-            kept=jnp.zeros(shape, bool),
+            kept=jnp.zeros(shape, jnp.int32),
         )
 
     def prefill(
@@ -142,7 +167,7 @@ class SlotForced(draft_slots.OfSlots):
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
     ) -> tuple[ForcedMemory, protocols.Proposal]:
-        """As many tokens as `inner` proposes, right where `kept` is true."""
+        """As many tokens as `inner` proposes, of which `kept` are right."""
         inner, proposal = self.inner.propose(
             params,
             memory.inner,
@@ -154,9 +179,12 @@ class SlotForced(draft_slots.OfSlots):
 
         # What was drafted is not used, but its K/V stay in the memory: all of the draft
         # is computed.
+        depth = jnp.asarray(self.drafter.right)
+
         def forced(trace, kept, length):
-            positions = length + jnp.arange(self.gamma_max, dtype=jnp.int32)
-            return oracle.drafts_at(trace, kept, positions, vocab_size=self.vocab_size)
+            token = trace.at[length + depth - 1].get(mode="clip")
+            is_right = (depth > 0) & (depth <= kept.at[length].get(mode="clip"))
+            return jnp.where(is_right, token, (token + 1) % self.vocab_size)
 
         forced_tokens = jax.vmap(forced)(memory.trace, memory.kept, length)
         return memory.replace(inner=inner), proposal.replace(tokens=forced_tokens)
@@ -197,56 +225,101 @@ def never_kept(
     trace = np.zeros(size or len(text), np.int32)
     trace[: len(text)] = text
     return ForcedParams(
-        draft=draft, trace=jnp.asarray(trace), kept=jnp.zeros(trace.shape, bool)
+        draft=draft, trace=jnp.asarray(trace), kept=jnp.zeros(trace.shape, jnp.int32)
     )
 
 
-def choose_mask(
-    rate: float, *, start: int, limit: int, gamma: int, size: int, tries: int = 200
+def choose_kept(
+    chances: Sequence[float], *, start: int, limit: int, size: int, tries: int = 200
 ) -> np.ndarray:
-    """A mask `[size]` bool whose rounds accept `rate` of what is proposed.
+    """How many drafts a round keeps that begins at each length, `[size]` int32.
 
-    Each draft is right with one probability, whatever came before, so that accepted
-    lengths are as spread as those of a real drafter; the best of many draws is taken.
+    Draft `i` is right with `chances[i]` if all before it are, so that accepted lengths
+    are as spread as those of a real drafter; the best of many draws is taken.
 
     Args:
+      chances: of each draft of a chain, or of a path of a tree.
       start, limit: lengths of the text before the first round and after the last.
+    """
+    gamma, best, best_gap = len(chances), None, np.inf
+    rate = np.cumprod(chances).sum() / gamma
+    for seed in range(tries):
+        is_right = np.random.default_rng(seed).random((size, gamma)) < chances
+        kept = np.cumprod(is_right, axis=1).sum(axis=1).astype(np.int32)
+        proposed, accepted = simulate(kept, start=start, limit=limit, gamma=gamma)
+        gap = abs(accepted / max(proposed, 1) - rate)
+        if gap < best_gap:
+            best, best_gap = kept, gap
+    return best
+
+
+def conditional(rate: float, gamma: int, first: float | None = None) -> float:
+    """The chance of each draft, given all before it, by which `rate` of them are kept.
+
+    The `p` with `p + p**2 + .. + p**gamma = rate * gamma`, by bisection.
+
+    Args:
+      first: the chance of the first draft, if it is another: `p` is then of the others.
 
     Raises:
       ValueError: a rate outside (0, 1).
     """
     if not 0 < rate < 1:
         raise ValueError(f"a forced acceptance of {rate} is not between 0 and 1")
-    probability = conditional(rate, gamma)
-    best, best_gap = None, np.inf
-    for seed in range(tries):
-        mask = np.random.default_rng(seed).random(size) < probability
-        proposed, accepted = simulate(mask, start=start, limit=limit, gamma=gamma)
-        gap = abs(accepted / max(proposed, 1) - rate)
-        if gap < best_gap:
-            best, best_gap = mask, gap
-    return best
-
-
-def conditional(rate: float, gamma: int) -> float:
-    """The `p` with `p + p**2 + .. + p**gamma = rate * gamma`, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(60):
-        middle = (low + high) / 2
-        reached = sum(middle**i for i in range(1, gamma + 1)) / gamma
-        low, high = (middle, high) if reached < rate else (low, middle)
+        p = (low + high) / 2
+        reached = (p if first is None else first) * sum(p**i for i in range(gamma))
+        low, high = (p, high) if reached < rate * gamma else (low, p)
     return low
 
 
+# Tokens of a round, the target's own among them, and the chance of the first draft
+# where it is known (chat and mathematics): Qwen3-8B with seven drafts at temperature 1,
+# trained alike (https://arxiv.org/abs/2607.05147, table 1 and section 5).
+_PUBLISHED = {
+    ("dspark", "mt-bench"): (3.72, None),
+    ("dspark", "gsm8k"): (6.17, 0.93),
+    ("dflash", "mt-bench"): (3.11, 0.72),
+    ("dflash", "gsm8k"): (5.33, 0.88),
+    ("eagle3", "mt-bench"): (2.66, 0.53),
+    ("eagle3", "gsm8k"): (5.30, 0.81),
+}
+_PUBLISHED_DRAFTS = 7
+DATA_SETS = tuple(dict.fromkeys(name for _, name in _PUBLISHED))
+
+
+def chances(rate: float | str, gamma: int, *, head: str | None) -> list[float]:
+    """The chance of each draft, given all before it.
+
+    Args:
+      rate: the share of drafts to be kept; or one of `DATA_SETS`, for what is published
+        of `head`. That is a length of seven drafts: all drafts but the first have one
+        chance, by which it comes out.
+
+    Raises:
+      ValueError: a rate outside (0, 1), or a data set without a head.
+    """
+    if not isinstance(rate, str):
+        return [conditional(rate, gamma)] * gamma
+    if (head, rate) not in _PUBLISHED:
+        raise ValueError(
+            f"the acceptance of {rate} is that of a head: name one with --head"
+        )
+    tokens, first = _PUBLISHED[head, rate]
+    share = (tokens - 1) / _PUBLISHED_DRAFTS
+    others = conditional(share, _PUBLISHED_DRAFTS, first)
+    return [others if first is None else first, *[others] * (gamma - 1)]
+
+
 def simulate(
-    mask: np.ndarray, *, start: int, limit: int, gamma: int
+    kept: np.ndarray, *, start: int, limit: int, gamma: int
 ) -> tuple[int, int]:
-    """Drafts proposed and accepted by the rounds of a generation."""
+    """Drafts proposed and accepted, on one path, by the rounds of a generation."""
     length, proposed, accepted = start, 0, 0
     while length < limit:
         drafted = min(gamma, limit - length - 1)
-        window = mask[length : length + drafted]
-        kept = drafted if window.all() else int(np.argmin(window))
-        proposed, accepted = proposed + drafted, accepted + kept
-        length += kept + 1
+        right = min(int(kept[length]), drafted)
+        proposed, accepted = proposed + drafted, accepted + right
+        length += right + 1
     return proposed, accepted

@@ -9,7 +9,7 @@ the same for all runs, and no prefill is timed.
 import argparse
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from spec_jax import loading
 from spec_jax.drafters import each
 from spec_jax.engine import (
     baseline,
+    protocols,
     round as round_lib,
     rows,
     scheduler,
@@ -39,15 +40,18 @@ from spec_jax.paging import index
 PLAIN = "plain"
 
 
-def rates(text: str) -> tuple[float, ...]:
-    """The type of a flag that lists rates to be forced."""
+def rates(text: str) -> tuple[float | str, ...]:
+    """The type of a flag that lists rates to be forced, and names of data sets."""
+    known = forced_drafter.DATA_SETS
     try:
-        found = tuple(float(part) for part in text.split(","))
+        parts = text.split(",")
+        found = tuple(part if part in known else float(part) for part in parts)
     except ValueError:
         found = ()
-    if not found or not all(0 < rate < 1 for rate in found):
+    if not found or not all(rate in known or 0 < rate < 1 for rate in found):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of rates between 0 and 1, such as 0.4,0.6"
+            f"{text!r} is no list of rates between 0 and 1, such as 0.4,0.6; of a head "
+            f"it may name {' or '.join(known)}"
         )
     return found
 
@@ -68,54 +72,81 @@ class Runs:
     target_kv: Any
     draft_memory: Any
 
-    def run_plain(self, kv: Any) -> baseline.DecodeState:
-        """Decodes the text; `kv` holds what is before it, and is donated."""
-        state = baseline.init_state(
-            jnp.copy(self.tokens),
-            length=jnp.int32(self.start),
-            limit=jnp.int32(self.limit),
-            cache=kv,
-            stop_ids=works.no_stop(),
-        )
-        return baseline.generate(
-            self.lm.target, self.lm.params, state, max_steps=jnp.int32(self.limit)
+    def plain(self) -> works.Work:
+        """Decodes the text."""
+
+        def prepare(kv: Any) -> baseline.DecodeState:
+            return baseline.init_state(
+                jnp.copy(self.tokens),
+                length=jnp.int32(self.start),
+                limit=jnp.int32(self.limit),
+                cache=noise.at_length(kv, self.start - 1),
+                stop_ids=works.no_stop(),
+            )
+
+        most, target = jnp.int32(self.limit), self.lm.target
+        return works.Work(
+            program="forced: plain",
+            function=baseline.generate,
+            params=self.lm.params,
+            caches=self.target_kv,
+            prepare=prepare,
+            apply=lambda f, params, state: f(target, params, state, max_steps=most),
+            calls=1,
         )
 
-    def run_rounds(
-        self,
-        caches: Any,
-        drafter: Any,
-        known: forced_drafter.ForcedParams,
-        gamma: int,
-    ) -> states.State:
-        """Generates the text by rounds; `caches` as `both_caches`, and donated."""
-        kv, inner = caches
-        memory = forced_drafter.ForcedMemory(
-            inner=inner, trace=known.trace[None], kept=known.kept[None]
+    def rounds(self, known: forced_drafter.ForcedParams, gamma: int) -> works.Work:
+        """Generates the text by rounds."""
+        inner = self.lm.drafter
+        drafter = forced_drafter.ForcedDrafter(
+            inner=inner, vocab_size=self.lm.target.config.vocab_size
         )
-        slots = works.one_slot(
-            self.tokens,
-            length=jnp.int32(self.start),
-            limit=jnp.int32(self.limit),
-            gamma=jnp.int32(gamma),
-            gamma_max=drafter.gamma_max,
-        )
-        speculator = round_lib.Speculator(
+
+        def prepare(caches: Any) -> states.State:
+            kv, memory = caches
+            memory = forced_drafter.ForcedMemory(
+                inner=noise.memory_at(memory, self.start),
+                trace=known.trace[None],
+                kept=known.kept[None],
+            )
+            slots = works.one_slot(
+                self.tokens,
+                length=jnp.int32(self.start),
+                limit=jnp.int32(self.limit),
+                gamma=jnp.int32(gamma),
+                gamma_max=inner.gamma_max,
+                depth_max=protocols.depth_max(inner),
+            )
+            kv = noise.at_length(kv, self.start - 1)
+            return states.State(slots=slots, cache=kv, memory=memory)
+
+        def apply(function, params, state):
+            speculator = round_lib.Speculator(
+                params=params,
+                target=rows.SlotRows(model=self.lm.target, num_slots=1),
+                drafter=each.lift(drafter, 1),
+            )
+            return function(speculator, state, max_rounds=jnp.int32(self.limit))
+
+        return works.Work(
+            program="forced: rounds",
+            function=round_lib.generate,
             params=(self.lm.params, known.draft),
-            target=rows.SlotRows(model=self.lm.target, num_slots=1),
-            drafter=each.lift(drafter, 1),
-        )
-        return round_lib.generate(
-            speculator,
-            states.State(slots=slots, cache=kv, memory=memory),
-            max_rounds=jnp.int32(self.limit),
+            caches=(self.target_kv, self.draft_memory),
+            prepare=prepare,
+            apply=apply,
+            calls=1,
         )
 
-    def target_cache(self) -> Any:
-        return noise.at_length(self.target_kv, self.start - 1)
-
-    def both_caches(self) -> Any:
-        return self.target_cache(), noise.memory_at(self.draft_memory, self.start)
+    def programs(self, gamma: int) -> list[works.Work]:
+        """What `measure` calls, to be traced and not run."""
+        size = self.tokens.shape[0]
+        empty = forced_drafter.ForcedParams(
+            draft=self.lm.drafter_params,
+            trace=jnp.zeros((size,), jnp.int32),
+            kept=jnp.zeros((size + self.lm.gamma_max,), jnp.int32),
+        )
+        return [self.plain(), self.rounds(empty, gamma)]
 
     def written(self, kv: Any) -> Any:
         """Keys and values of what was generated, `[L, T, K, H]` each.
@@ -134,66 +165,89 @@ def _written(kv, start, *, size):
 
 
 def make_runs(
-    lm: loading.LanguageModel, *, start: int, generated: int, page_size: int
+    lm: loading.LanguageModel,
+    *,
+    start: int,
+    generated: int,
+    page_size: int,
+    as_shapes: bool = False,
 ) -> Runs:
-    """Caches for generations after `start` tokens of noise."""
+    """Caches for generations after `start` tokens of noise, or their shapes."""
     limit = start + generated
     capacity = limit + lm.gamma_max + 1
     capacity = index.pages_for(capacity, page_size) * page_size
     sizes = {"capacity": capacity, "page_size": page_size}
+    make_kv = functools.partial(noise.noisy_cache, lm.target, **sizes)
+    make_memory = functools.partial(noise.noisy_memory, lm.drafter, **sizes)
     return Runs(
         lm=lm,
         start=start,
         limit=limit,
         tokens=noise.tokens(capacity + 1, lm.target.config.vocab_size, seed=3),
-        target_kv=noise.noisy_cache(lm.target, **sizes),
-        draft_memory=noise.noisy_memory(lm.drafter, **sizes),
+        target_kv=jax.eval_shape(make_kv) if as_shapes else make_kv(),
+        draft_memory=jax.eval_shape(make_memory) if as_shapes else make_memory(),
     )
 
 
+Rate = float | str
+"""A share of drafts, or the name of a data set."""
+
+
 def measure(
-    runs: Runs, gamma: int, rates: Sequence[float], *, repeats: int
+    runs: Runs,
+    gamma: int,
+    rates: Sequence[Rate],
+    *,
+    repeats: int,
+    head: str | None = None,
 ) -> list[dict[str, Any]]:
     """A row of each rate, all of them and autoregressive decoding in turns.
+
+    Args:
+      head: whose published acceptance a data set's name stands for.
 
     Raises:
       RuntimeError: two plain runs of one text differ.
     """
-    plain = [runs.run_plain(runs.target_cache()) for _ in range(2)]
+    plain_work = runs.plain()
+    plain = [plain_work.once() for _ in range(2)]
     trace, again = (np.asarray(state.tokens) for state in plain)
     if not np.array_equal(trace, again):
         raise RuntimeError("two plain runs of one text differ")
     expected = runs.written(plain[0].cache)
-    drafter = forced_drafter.ForcedDrafter(
-        inner=runs.lm.drafter, vocab_size=runs.lm.target.config.vocab_size
-    )
-    last: dict[float, Any] = {}
-    done: dict[float, list[tuple[states.Slots, int]]] = {rate: [] for rate in rates}
+    del plain  # And its cache.
+    drafter = runs.lm.drafter
+    depth = drafter.depth_max if protocols.is_tree(drafter) else gamma
+    last: dict[Rate, Any] = {}
+    done: dict[Rate, list[tuple[states.Slots, int]]] = {rate: [] for rate in rates}
 
-    def thunk(rate: float) -> timing.Thunk:
-        mask = forced_drafter.choose_mask(
-            rate,
+    def timed(work: works.Work, keep: Callable[[Any], Any]) -> timing.Thunk:
+        """Without a call before it, of which there are many steps already."""
+        return timing.stopwatch(
+            lambda state: keep(work.run(work.params, state)),
+            lambda: work.prepare(work.caches),
+        )
+
+    def thunk(rate: Rate) -> timing.Thunk:
+        kept = forced_drafter.choose_kept(
+            forced_drafter.chances(rate, depth, head=head),
             start=runs.start,
             limit=runs.limit,
-            gamma=gamma,
             # A window may reach past the text.
             size=trace.size + drafter.gamma_max,
         )
         params = forced_drafter.ForcedParams(
             draft=runs.lm.drafter_params,
             trace=jnp.asarray(trace),
-            kept=jnp.asarray(mask),
+            kept=jnp.asarray(kept),
         )
-        timed = timing.stopwatch(
-            lambda caches: (
-                last.update({rate: runs.run_rounds(caches, drafter, params, gamma)})
-                or last[rate]
-            ),
-            runs.both_caches,
+        run = timed(
+            runs.rounds(params, gamma),
+            lambda state: last.update({rate: state}) or state,
         )
 
         def checked() -> float:
-            seconds = timed()
+            seconds = run()
             state = last.pop(rate)
             wrong = kernel_checks.differing(runs.written(state.cache), expected)
             # Without the cache, which is large.
@@ -202,11 +256,11 @@ def measure(
 
         return checked
 
-    thunks = {PLAIN: timing.stopwatch(runs.run_plain, runs.target_cache)}
+    thunks: dict[Any, timing.Thunk] = {PLAIN: timed(plain_work, lambda state: state)}
     thunks |= {rate: thunk(rate) for rate in rates}
     timings = timing.interleave(thunks, repeats=repeats)
 
-    def worst(rate: float) -> tuple[states.Slots, int]:
+    def worst(rate: Rate) -> tuple[states.Slots, int]:
         """The run that differs most from decoding, or has most logits of NaN."""
         differs = lambda one: (
             int(one[0].length) != runs.limit,
@@ -228,7 +282,7 @@ def row(
     runs: Runs,
     trace: np.ndarray,
     gamma: int,
-    rate: float,
+    rate: Rate,
     slot: states.Slots,
     kv_differing: int,
     timings: timing.Timings,

@@ -1,107 +1,96 @@
-"""What `gpu_report.py` calls: scripts and their flags, the most telling first."""
+"""What `gpu_report.py` calls, the most telling first; and the process that calls it.
+
+`python -m experiments.lib.gpu_calls` reads calls, a line of JSON each, runs them one
+after another, and answers each by a line: jax is started once, and weights are made
+once. A GPU that no longer answers ends it, so that what follows is given to another.
+"""
 
 import dataclasses
+import gc
+import json
+import os
+import pathlib
 import re
 import shlex
+import sys
+from typing import Any
 
-from spec_jax.pallas import early_launch
+from experiments.lib import processes
 
 
 SECTIONS = {
-    "0": "first light",
-    "a": "rows",
-    "b": "kernels",
     "c": "steps",
     "d": "rounds",
-    "e": "transformers",
-    "f": "compile",
+    "h": "heads",
+    "a": "exactness",
+    "b": "batches",
+    "t": "traces",
 }
 
-DEVICE = "gpu"
-
-ON_EITHER_DEVICE = ("kernels", "latency", "compare_hf")
+ON_EITHER_DEVICE = ("kernels", "latency")
 """Scripts that take `--device`."""
 
-ANEW = "anew"
-"""A mark of a call that takes nothing that another one compiled."""
-
-HALF = "half"
-"""A mark of a call that leaves half of the GPU's memory to torch."""
-
 XLA_FLAGS = "--xla_enable_command_buffers_during_profiling=true"
-"""Of every call: a trace is to show the launches that are timed."""
+"""A trace is to show the launches that are timed."""
 
-# Section, seconds, name, command; then flags of XLA, variables, or a mark. Until a call
-# measures anything 8 to 25 s go by (H200, jax 0.11).
+# Section, seconds, name, command. Shapes of Llama-3.1-8B and Qwen2.5-7B belong behind
+# the long contexts, once the kernels for a GPU take them.
 _CALLS = """
-0 | 20 | a step 0.6b | {small} --contexts 128 --repeats 3 --trace {out}/trace
-c | 70 | steps 8b | {large} {all} --trace {out}/trace
-c | 50 | steps 0.6b | {small} {all}
-d | 35 | rounds gamma 4 | {large} {forced} --gammas 4
-d | 30 | rounds gamma 2 | {large} {forced} --gammas 2
-d | 40 | rounds of the embedded pair | spec_round --prompts 5 --impl {pair}
-a | 85 | exactness | exactness --prompts 4 --gen-tokens 32 --gamma 4 --impl {pair}
-a | 95 | rows of kernels 0.6b | {kernels_0.6b} --check rows {checked} | anew
-e | 110 | transformers 8b | {compared} --impl {impl} {presets} {one} | half
-a | 130 | rows of kernels 8b | {kernels_8b} --check rows {checked}
-0 | 30 | each kernel once 0.6b | {kernels_0.6b} --check once --contexts 128
-a | 30 | each kernel once 8b | {kernels_8b} --check once --contexts 300 | anew
-c | 90 | long contexts and prompts 8b | {large} {long}
-b | 45 | kernels 8b | {kernels_8b} {turns} --rows 1,5,16,32,64
-b | 40 | kernels 0.6b | {kernels_0.6b} {turns} --rows 1,5,16,32,64
-b | 90 | plans 8b | {kernels_8b} {turns} --rows 5 {plans} {products}
-b | 80 | plans 0.6b | {kernels_0.6b} {turns} --rows 5 {plans} {products}
-b | 60 | plans of attention 8b | {kernels_8b} {turns} --rows 5 {plans} {attention}
-c | 70 | steps 8b, {other} | {large_other} {all} --trace {out}/trace-{other}
-c | 50 | steps 0.6b, {other} | {small_other} {all}
-c | 25 | no early launch 0.6b | {small} {brief} | {not_early}
-c | 35 | no early launch 8b | {large} {brief} | {not_early}
-c | 35 | no early launch 8b, {other} | {large_other} {brief} | {not_early}
-c | 25 | no programmatic launch 0.6b | {small} {brief} | {no_pdl}
-c | 35 | no programmatic launch 8b | {large} {brief} | {no_pdl}
-c | 25 | loops in command buffers 0.6b | {small} {brief} | {loops}
-c | 35 | loops in command buffers 8b | {large} {brief} | {loops}
-c | 35 | sampling 8b | {large} {brief} --temperature 0.7 --top-k 20 --top-p 0.8
-d | 40 | rounds gamma 4, {other} | {large_other} {forced} --gammas 4
-d | 30 | rounds gamma 1 | {large} {forced} --gammas 1
-d | 30 | rounds gamma 3 | {large} {forced} --gammas 3
-d | 30 | rounds gamma 5 | {large} {forced} --gammas 5
-d | 30 | rounds gamma 6 | {large} {forced} --gammas 6
-d | 30 | rounds gamma 7 | {large} {forced} --gammas 7
-e | 60 | transformers, embedded pair | {compared} --impl {pair} | half
-f | 45 | compile 8b | {large} --dry-run --contexts 128 32768 | anew
+c | 45 | steps 0.6b | {small} --steps 128 {all}
+c | 70 | steps 8b | {pair} --steps 32 {all}
+d | 40 | rounds of 8b with 0.6b | {pair} {forced} --forced 0.39,0.6,0.8 --gammas 4,2
+h | 35 | dspark | {large} --head dspark {published}
+h | 35 | eagle3 tree of 32 | {large} --head eagle3 --head-tree 32 {published}
+h | 30 | eagle3 | {large} --head eagle3 {published}
+h | 35 | dflash | {large} --head dflash {published}
+a | 60 | exactness | exactness {cells}
+a | 30 | exactness eagle3 | exactness --drafter eagle3 {one} {cells}
+a | 30 | exactness dspark | exactness --drafter dspark {one} {cells}
+t | 20 | trace 0.6b | {small} {traced}
+t | 20 | trace 8b | {large} {traced}
+c | 25 | sampling 8b | {large} {sampled} --steps 32 --contexts 128 --rows 1
+c | 35 | long contexts 8b | {large} --steps 32 --contexts 16384 32768 --rows 5
+c | 30 | trees 8b | {large} --steps 32 --contexts 128 --rows 1 --tree-rows 32,64
+h | 30 | eagle3 tree of 16 | {large} --head eagle3 --head-tree 16 {published}
+h | 30 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
+h | 30 | dspark tree of 32 | {large} --head dspark --head-tree 32 {published}
+b | 50 | batches | throughput --prompts 16 --batch 1,4,16 --repeats 2 --impl {impl}
+a | 60 | rows of kernels 8b | kernels --shapes {8b} {checked}
+a | 50 | rows of kernels 0.6b | kernels --shapes {0.6b} {checked}
+c | 25 | prompts 8b | {large} --steps 8 --contexts 128 --rows 1 --prefill 128,1024
+h | 30 | dspark tree of 16 | {large} --head dspark --head-tree 16 {published}
+h | 30 | dspark tree of 64 | {large} --head dspark --head-tree 64 {published}
 """
 
 _WORDS = {
-    "kernels_8b": "kernels --shapes qwen3-8b",
-    "kernels_0.6b": "kernels --shapes qwen3-0.6b",
-    "presets": "--preset qwen3-8b --draft-preset qwen3-0.6b",
-    "large": "latency {presets} --steps 64 --impl {impl}",
-    "small": "latency --preset qwen3-0.6b --steps 64 --impl {impl}",
-    "large_other": "latency {presets} --steps 64 --impl {other}",
-    "small_other": "latency --preset qwen3-0.6b --steps 64 --impl {other}",
-    "compared": "compare_hf --gammas 4 --lengths 32 128 512 --no-memory",
-    "one": "--dtype bfloat16 --per-length 1",
-    "checked": "--contexts 300,4096,16384",
-    "products": "--only '^(qkv|att|gate|down|head)'",
-    "attention": "--contexts 128,16384 --only context",
-    "brief": "--repeats 10 --contexts 128 --rows 1,5",
-    "no_pdl": "--xla_gpu_enable_pdl=false",
-    "not_early": f"{early_launch.VARIABLE}=0",
-    "loops": "--xla_gpu_enable_command_buffer=+WHILE",
-    "turns": "--repeats 20",
-    "plans": "--plans 12",
-    "all": "--repeats 10 --contexts 128 4096 --rows 1,5,8",
-    "long": "--repeats 10 --contexts 1024 16384 32768 --rows 1,5 "
-    "--prefill 128,1024,4096",
-    "forced": "--no-steps --contexts 128 --forced 0.39,0.6,0.8 --gen-tokens 128 "
-    "--repeats 5",
+    "0.6b": "qwen3-0.6b",
+    "8b": "qwen3-8b",
+    "small": "latency --preset {0.6b} {turns}",
+    "large": "latency --preset {8b} {turns}",
+    "pair": "latency --preset {8b} --draft-preset {0.6b} {turns}",
+    "turns": "--impl {impl} --repeats 5",
+    "all": "--contexts 128 4096 --rows 1,5,8,16",
+    "forced": "--no-steps --contexts 128 --gen-tokens 128",
+    "published": "--steps 32 --contexts 128 --forced mt-bench,gsm8k --gen-tokens 128",
+    "sampled": "--temperature 0.7 --top-k 20 --top-p 0.8",
+    "traced": "--steps 16 --contexts 128 --rows 1 --trace {out}/trace",
+    "cells": "--prompts 4 --gen-tokens 32 --gamma 4 --impl {impl}",
+    "one": "--page-size 16 --cache paged --gamma-policy fixed",
+    "checked": "--check rows --contexts 300,4096 --impls {impl}",
 }
-_QUICK = {
-    "turns": "--repeats 5",
-    "plans": "--plans 4",
-    "all": "--repeats 5 --contexts 128 16384 --rows 1,2,5,8 --prefill 1024",
-    "forced": "--no-steps --contexts 128 --forced 0.39,0.6 --gen-tokens 48 --repeats 3",
+
+# For a model of two thousandths of the size: all contexts and repeats are less, too.
+_REHEARSED = {
+    "0.6b": "tiny",
+    "8b": "tiny",
+    "turns": "--impl {impl} --repeats 1",
+    "all": "--steps 2 --contexts 16 32 --rows 1,5",
+    "forced": "--no-steps --contexts 16 --gen-tokens 12",
+    "published": "--steps 2 --contexts 16 --forced mt-bench,gsm8k --gen-tokens 12",
+    "traced": "--steps 2 --contexts 16 --rows 1 --trace {out}/trace",
+    "cells": "--prompts 4 --gen-tokens 4 --gamma 4 --impl {impl} --gamma-policy fixed "
+    "--sampling greedy --dtype bfloat16",
+    "checked": "--rows 1 --contexts 32 --repeats 1 --only '^qkv' --impls {impl}",
 }
 
 
@@ -113,10 +102,7 @@ class Call:
     name: str  # unique
     script: str
     arguments: tuple[str, ...]  # `{out}` in them is the folder of the report
-    seconds: float  # that it needs; it may have more where others leave it
-    xla_flags: str = ""  # besides those that are set
-    variables: tuple[str, ...] = ()  # of the environment: NAME=VALUE
-    marks: tuple[str, ...] = ()  # `ANEW` and `HALF`
+    seconds: float  # that it is expected to take
 
     @property
     def file(self) -> str:
@@ -125,33 +111,45 @@ class Call:
 
     @property
     def can_dry_run(self) -> bool:
-        """Whether it compiles programs that no other call does, without weights."""
-        is_ours = self.script in ("kernels", "latency")
-        is_other = self.xla_flags or self.variables or "--no-steps" in self.arguments
-        return is_ours and not is_other
+        """Whether its programs can be compiled without weights."""
+        return self.script == "latency"
+
+    def request(
+        self, out: pathlib.Path, *, device: str, dry_run: bool = False
+    ) -> dict[str, Any]:
+        """What the process that runs it is told; of a dry run, with files of its own.
+
+        What an earlier report left in them is removed.
+        """
+        name = f"compile-{self.file}" if dry_run else self.file
+        path = out / f"{name}.jsonl"
+        path.unlink(missing_ok=True)
+        arguments = [word.replace("{out}", str(out)) for word in self.arguments]
+        # Rows say whether there were changes; a refusal would waste the machine.
+        arguments += ["--out", str(path), "--allow-dirty"]
+        if self.script in ON_EITHER_DEVICE:
+            arguments += ["--device", device]
+        return {
+            "module": f"experiments.{self.script}",
+            "arguments": arguments + (["--dry-run"] if dry_run else []),
+            "output": str(path.with_suffix(".txt")),
+        }
 
 
-def all_calls(*, impl: str, quick: bool) -> list[Call]:
+def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
     """Every call of the report, in order.
 
     Args:
-      impl: of steps and rounds; another of ours is measured beside it. Mosaic's take
-        no heads as small as those of the embedded pair.
-      quick: fewer repeats, plans, contexts and rates.
+      impl: of steps and rounds.
+      rehearse: the same calls of a tiny model, with few repeats.
     """
-    words = _WORDS | {"impl": impl} | (_QUICK if quick else {})
-    words["other"] = "triton" if impl == "mosaic" else "mosaic"
-    words["pair"] = "triton" if impl == "mosaic" else impl
+    words = _WORDS | {"impl": impl} | (_REHEARSED if rehearse else {})
     calls = []
     for line in _CALLS.strip().splitlines():
-        for _ in range(3):  # Words that hold words.
+        for _ in range(4):  # Words that hold words.
             line = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), line)
-        section, seconds, name, command, *special = map(str.strip, line.split(" | "))
+        section, seconds, name, command = map(str.strip, line.split(" | "))
         script, *arguments = shlex.split(command)
-        words_of = " ".join(special).split()
-        marks = tuple(word for word in words_of if word in (ANEW, HALF))
-        xla_flags = " ".join(word for word in words_of if word.startswith("--"))
-        variables = tuple(w for w in words_of if w not in marks and w[0] != "-")
         calls.append(
             Call(
                 section=section,
@@ -159,9 +157,28 @@ def all_calls(*, impl: str, quick: bool) -> list[Call]:
                 script=script,
                 arguments=tuple(arguments),
                 seconds=float(seconds),
-                xla_flags=xla_flags,
-                variables=variables,
-                marks=marks,
             )
         )
     return calls
+
+
+def _serve() -> None:
+    """Answers requests on standard input; ends when the device does not answer."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # What libraries print is no answer.
+    for line in sys.stdin:
+        request = json.loads(line)
+        output = pathlib.Path(request.pop("output"))
+        outcome = processes.run_here(**request, output=output)
+        gc.collect()
+        if outcome.status != "done":
+            # A fault of a kernel spoils the process's hold on the GPU: without an
+            # answer it ends, and what follows is given to another.
+            import jax.numpy as jnp
+
+            jnp.ones((8,)).sum().block_until_ready()
+        print(json.dumps(dataclasses.asdict(outcome)), file=answers)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -45,8 +45,13 @@ def tokens(count: int, vocab_size: int, *, seed: int = 0) -> jax.Array:
 
 
 def weights(config: config_lib.Qwen3Config, *, seed: int) -> params_lib.Params:
-    """Returns a model's weights: matrices normal with 0.02, norms near one."""
-    leaves, structure = jax.tree.flatten(params_lib.shapes(config))
+    """Returns a model's weights."""
+    return of_shapes(params_lib.shapes(config), seed=seed)
+
+
+def of_shapes(shapes: Any, *, seed: int) -> Any:
+    """Returns weights of these shapes: matrices normal with 0.02, norms near one."""
+    leaves, structure = jax.tree.flatten(shapes)
     drawn = []
     for number, leaf in enumerate(leaves):
         stddev = 0.1 if len(leaf.shape) == 1 else 0.02

@@ -1,4 +1,4 @@
-"""Scripts as processes: each with a time of its own, watched by one that holds no GPU.
+"""Scripts in processes that are watched by one that holds no GPU.
 
 A fault of a kernel can spoil its process's GPU context, and a fault of a compiler can
 end it: a process of its own gives back all memory when it ends, and is ended when its
@@ -12,10 +12,13 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import queue
 import shutil
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,7 +62,8 @@ def environment(
       compiled: the folder of compiled programs, unless the user has one of their own;
         None compiles everything anew.
       xla_flags: besides those that are set.
-      memory_share: of a GPU's memory that JAX may take.
+      memory_share: of a GPU's memory that JAX may take; a small one is not taken before
+        it is needed.
     """
     variables = {**os.environ, "PYTHONPATH": python_path()}
     if compiled is None:
@@ -76,38 +80,80 @@ def environment(
     # jaxlib refuses the older name next to the newer.
     variables.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     variables["XLA_CLIENT_MEM_FRACTION"] = f"{memory_share:.2f}"
+    if memory_share < 0.5:
+        variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     return variables
 
 
-def run(
-    module: str,
-    arguments: Sequence[str],
-    *,
-    output: pathlib.Path,
-    variables: Mapping[str, str],
-    limit_s: float,
-) -> Outcome:
-    """Runs `python -m module`, both its outputs in a file; leaves no process behind."""
-    started = time.monotonic()
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            env=variables,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            process.wait(timeout=max(limit_s, 0.1))
-            status = {0: "done", 1: "failed", 2: "failed"}.get(
-                process.returncode, "died"
+class Worker:
+    """A process that answers requests: each a line of JSON, and so is its answer."""
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        output: pathlib.Path,
+        variables: Mapping[str, str],
+        niceness: int = 0,
+    ):
+        """Starts `python -m module`.
+
+        Args:
+          output: what it prints besides its answers is added to this file.
+          niceness: how much the process gives way to others.
+        """
+        nice = ["nice", "-n", str(niceness)] if niceness else []
+        with output.open("ab") as file:
+            self.process = subprocess.Popen(
+                [*nice, sys.executable, "-m", module],
+                cwd=ROOT,
+                env=variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
             )
-        except subprocess.TimeoutExpired:
+        self._answers: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._answers.put(line)
+        self._answers.put("")  # It ended.
+
+    def ask(self, request: Mapping[str, Any], *, limit_s: float) -> Outcome:
+        """Returns how the request went; a process that ended has ended for good."""
+        started = time.monotonic()
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            answer = self._answers.get(timeout=max(limit_s, 0.1))
+            if answer:
+                return Outcome(**json.loads(answer))
+            status = "died"
+        except OSError:
+            status = "died"
+        except queue.Empty:
             status = "ended"
-        finally:
-            end(process)
-    seconds = round(time.monotonic() - started, 1)
-    return Outcome(status=status, exit_status=process.returncode, seconds=seconds)
+        self.end()
+        seconds = round(time.monotonic() - started, 1)
+        exit_status = self.process.returncode
+        return Outcome(status=status, exit_status=exit_status, seconds=seconds)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked."""
+        return self.process.poll() is None
+
+    def end(self) -> None:
+        """Ends the process, which has nothing to tidy up."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+        with contextlib.suppress(OSError):  # What it did not read.
+            self.process.stdin.close()
 
 
 def end(process: subprocess.Popen) -> None:
@@ -122,10 +168,13 @@ def end(process: subprocess.Popen) -> None:
 
 
 def run_here(module: str, arguments: Sequence[str], *, output: pathlib.Path) -> Outcome:
-    """Calls the script's `main` in this process: the imports are paid for once."""
+    """Calls the script's `main` in this process: the imports are paid for once.
+
+    What it raises is in `output`, and counts as a failure.
+    """
     started = time.monotonic()
     with (
-        output.open("w") as file,
+        output.open("w", buffering=1) as file,
         contextlib.redirect_stdout(file),
         contextlib.redirect_stderr(file),
     ):
@@ -133,6 +182,9 @@ def run_here(module: str, arguments: Sequence[str], *, output: pathlib.Path) -> 
             exit_status = importlib.import_module(module).main(arguments)
         except SystemExit as exit_:
             exit_status = exit_.code
+        except Exception:
+            traceback.print_exc()
+            exit_status = 1
     seconds = round(time.monotonic() - started, 1)
     status = "failed" if exit_status else "done"
     return Outcome(status=status, exit_status=exit_status, seconds=seconds)

@@ -30,12 +30,16 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 
 
-def lower(trace: Callable[[], jax.stages.Traced]) -> dict[str, Any]:
+def lower(
+    trace: Callable[[], jax.stages.Traced], *, here: bool | None = None
+) -> dict[str, Any]:
     """Seconds of each stage, kernels in the lowered text, launches and memory.
 
-    Compiled only where there is a GPU; elsewhere what follows from it is None.
+    Args:
+      here: compile for the device of jax, and not only lower for a GPU, whose launches
+        are then None; None: where that is a GPU.
     """
-    has_gpu = jax.default_backend() == "gpu"
+    has_gpu = jax.default_backend() == "gpu" if here is None else here
     started, cpu_started = time.perf_counter(), time.process_time()
     with (
         contextlib.nullcontext() if has_gpu else _without_gpu(),
@@ -45,7 +49,7 @@ def lower(trace: Callable[[], jax.stages.Traced]) -> dict[str, Any]:
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         traced = trace()
         traced_at = time.perf_counter()
-        lowered = traced.lower(lowering_platforms=("cuda",))
+        lowered = traced.lower(lowering_platforms=None if has_gpu else ("cuda",))
         lowered_at = time.perf_counter()
     text = lowered.as_text()
     row = {

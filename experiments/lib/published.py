@@ -38,7 +38,8 @@ def table(name: str) -> str:
     """The table of that name, Markdown; one sentence where no rows are published."""
     heading, *lines = (f"| {' | '.join(cells)} |" for cells in TABLES[name]())
     if not lines:
-        return "No rows are published yet; `experiments/reproduce.py` makes them.\n"
+        script = "gpu_report" if name.startswith("gpu_") else "reproduce"
+        return f"No rows are published yet; `experiments/{script}.py` makes them.\n"
     rule = "|" + " --- |" * (heading.count(" | ") + 1)
     return "\n".join([heading, rule, *lines]).replace("|  |", "| |") + "\n"
 

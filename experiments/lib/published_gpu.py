@@ -18,13 +18,17 @@ def gpu_steps() -> published_rows.Lines:
     names = {
         "plain step": ("plain step, context 128", "read of its bytes", read),
         "plain step at 1024": ("plain step, context 1,024", "read of its bytes", read),
+        "plain step at 4096": ("plain step, context 4,096", "read of its bytes", read),
         "1 active row": ("1 row", "read of its bytes", read),
         "5 active rows": ("5 rows", "1 active row", one),
         "8 active rows": ("8 rows", "1 active row", one),
+        "16 active rows": ("16 rows", "1 active row", one),
         "prefill of 128": ("prompt of 128 tokens", "1 active row", one),
         "prefill of 1024": ("prompt of 1,024 tokens", "1 active row", one),
     }
     for step, (name, other, of) in names.items():
+        if step not in found:  # Of an earlier report, or a later one.
+            continue
         row = found[step]
         ends = f"{row['ms_p10']:.2f} to {row['ms_p90']:.2f}"
         times = f"{row['ms'] / found[other]['ms']:.2f}"
@@ -38,7 +42,7 @@ def gpu_rounds() -> published_rows.Lines:
         *("tokens per target step", "plain, ms/token", "speculative, ms/token"),
         *("a round, ms", "speed-up (quartiles)", "differing K/V"),
     )
-    for row in published_rows.rows_of("gpu/d-rounds-gamma-*.jsonl", "rounds"):
+    for row in published_rows.rows_of("gpu/d-rounds-*.jsonl", "rounds"):
         ends = f"{row['speedup_q1']:.2f} to {row['speedup_q3']:.2f}"
         yield (
             f"gamma {row['gamma']}, {row['forced_rate']:.0%} of drafts kept",
@@ -47,6 +51,41 @@ def gpu_rounds() -> published_rows.Lines:
             f"{row['speedup']:.2f} ({ends})",
             f"{row['differing_kv']}",
         )
+
+
+def gpu_heads() -> published_rows.Lines:
+    """Rounds of the shape of Qwen3-8B with heads, at the acceptance published of them;
+    and what a proposal takes, beside a read of its bytes."""
+    yield (
+        f"{COMMAND}, Qwen3-8B with a head, accepted as on",
+        *("tokens per target step", "a proposal, ms (times its read)"),
+        *("plain, ms/token", "a round, ms", "speed-up (quartiles)", "differing K/V"),
+    )
+    files = "gpu/h-*.jsonl"
+    steps = published_rows.rows_of(files, "step")
+    passes = {row["draft"]: row for row in steps if "pass_bytes" in row}
+    reads = {row["draft"]: row for row in published_rows.rows_of(files, "summary")}
+    for row in published_rows.rows_of(files, "rounds"):
+        head = row["draft"]
+        pass_ms = passes[head]["ms"] * passes[head]["drafts"]
+        read_ms = passes[head]["pass_bytes"] / reads[head]["read_gb_s"] / 1e6
+        ends = f"{row['speedup_q1']:.2f} to {row['speedup_q3']:.2f}"
+        yield (
+            f"{head}: {row['forced_rate']}",
+            f"{row['tokens_per_target_step']:.2f}",
+            f"{pass_ms:.2f} ({pass_ms / read_ms:.2f})",
+            *(f"{row[name]:.2f}" for name in ("plain_ms", "round_ms")),
+            f"{row['speedup']:.2f} ({ends})",
+            f"{row['differing_kv']}",
+        )
+
+
+def gpu_batches() -> published_rows.Lines:
+    """Tokens a second of the embedded pair, of several prompts at once."""
+    yield f"{COMMAND}, the embedded pair", "tokens/s", "times one by one", "equal texts"
+    for row in published_rows.rows_of("gpu/b-batches.jsonl", "throughput"):
+        equal = f"{row['prompts_equal']} of {row['prompts']}"
+        yield row["way"], f"{row['tok_s']:,.0f}", f"{row['ratio']:.2f}", equal
 
 
 def gpu_rows() -> published_rows.Lines:
@@ -100,4 +139,4 @@ def gpu_transformers() -> published_rows.Lines:
             yield name, f"{ours:.2f}", f"{theirs:.1f}", f"{theirs / ours:.1f}"
 
 
-TABLES = (gpu_steps, gpu_rounds, gpu_rows, gpu_transformers)
+TABLES = (*(gpu_steps, gpu_rounds, gpu_heads, gpu_batches, gpu_rows, gpu_transformers),)

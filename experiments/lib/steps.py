@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from experiments.lib import noise, subjects, timing, works
 from spec_jax import loading
+from spec_jax.engine import protocols
 from spec_jax.model import (
     block_params,
     config as config_lib,
@@ -48,6 +49,7 @@ class Cost:
     num_active: int | None = None  # active rows, where that matters
     gamma: int | None = None  # tokens drafted, where that matters
     num_bytes: int | None = None  # that one must read, where that is known
+    drafts: int | None = None  # of a proposal, one of which is timed
 
     def thunk(self) -> timing.Thunk:
         return self.timed or self.work.thunk()
@@ -69,6 +71,7 @@ class Plan:
     # Of plain steps and rounds; None is greedy
     sampling: sampling_lib.SamplingSettings | None = None
     as_shapes: bool = False  # caches are shapes, to be traced and not run
+    gammas: Sequence[int] | None = None  # of rounds; None: from 1 to the drafter's most
 
 
 def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
@@ -118,7 +121,9 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
             num_bytes=_bytes(*shared[:2], context),
         )
 
-    rows = plan.rows or (range(1, gamma_max + 2) if gamma_max else ())
+    rows = plan.rows
+    if rows is None:
+        rows = range(1, gamma_max + 2) if gamma_max else ()
     if plan.tree_rows and 1 not in rows:  # What a tall slab is compared with.
         rows = (1, *rows)
     ones = 1 in rows
@@ -156,7 +161,6 @@ def _drafter_costs(
     lm: loading.LanguageModel, sizes: works.Sizes, context: int, cache: Any, plan: Plan
 ) -> list[Cost]:
     """A draft step, and rounds of each gamma."""
-    draft, params = lm.drafter.model, lm.drafter_params
     make = functools.partial(
         noise.noisy_memory,
         lm.drafter,
@@ -164,9 +168,7 @@ def _drafter_costs(
         page_size=sizes.page_size,
     )
     own = jax.eval_shape(make) if plan.as_shapes else make()
-    num_bytes = _bytes(draft, params, context)
-    if isinstance(params, block_params.BlockParams):
-        num_bytes //= lm.gamma_max  # A pass over the block drafts all.
+    pass_bytes = _pass_bytes(lm, context)
     made = [
         Cost(
             name="draft step",
@@ -174,11 +176,13 @@ def _drafter_costs(
             ratio_to=PLAIN,
             context=context,
             num_active=1,
-            num_bytes=num_bytes,
+            num_bytes=pass_bytes // lm.gamma_max,
+            drafts=lm.gamma_max,
         )
     ]
     both = cache, own
-    for gamma in range(1, lm.gamma_max + 1):
+    gammas = range(1, lm.gamma_max + 1) if plan.gammas is None else plan.gammas
+    for gamma in gammas:
         work = works.rounds(
             lm, sizes, context, gamma, caches=both, settings=plan.sampling
         )
@@ -205,7 +209,7 @@ def _tree_costs(model, params, sizes, context, *, num_rows, cache) -> list[Cost]
         f"{num_rows} tree rows": (window(num_active=num_rows, is_tree=True), chain),
         f"1 of {num_rows} tree rows": (window(num_active=1, is_tree=True), ONE_ROW),
         f"moving {path} of {num_rows} tree rows": (
-            works.moves(model, params, sizes, context, num_rows=num_rows, cache=cache),
+            works.moves(model, sizes, context, num_rows=num_rows, cache=cache),
             PLAIN,
         ),
     }
@@ -238,6 +242,18 @@ def _bytes(model: row_model.RowModel, params: params_lib.Params, context: int) -
     return subjects.step_bytes(params) + context * cache_bytes(model.config)
 
 
+def _pass_bytes(lm: loading.LanguageModel, context: int) -> int:
+    """Bytes that all drafts of a proposal read: of a block one pass over it, of others
+    one step for each draft on a path, in which a head fuses features once."""
+    params = lm.drafter_params
+    one = _bytes(lm.drafter.model, params, context)
+    if isinstance(params, block_params.BlockParams):
+        return one
+    depth = protocols.depth_max(lm.drafter)
+    fused = getattr(params, "fc", None)
+    return depth * one - (depth - 1) * params_lib.num_bytes(fused)
+
+
 def cache_bytes(config: config_lib.Qwen3Config) -> int:
     """Keys and values of one position, all layers."""
     itemsize = jnp.dtype(config.dtype).itemsize
@@ -265,6 +281,8 @@ def rows(costs: Sequence[Cost], timings: timing.Timings) -> list[dict[str, Any]]
             "n": len(seconds),
             "warm_up_s": timings.warm_up[cost.name],
         }
+        if cost.drafts:
+            row |= {"drafts": cost.drafts, "pass_bytes": cost.drafts * cost.num_bytes}
         made.append(row)
     return made
 

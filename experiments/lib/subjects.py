@@ -7,14 +7,25 @@ nothing.
 
 import argparse
 import dataclasses
+import functools
 import pathlib
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import psutil
 
 from experiments.lib import cli, hf, noise
 from spec_jax import loading
-from spec_jax.drafters import draft_model, registry
+from spec_jax.drafters import (
+    block,
+    draft_model,
+    eagle3,
+    features,
+    registry,
+    tree_shapes,
+)
+from spec_jax.engine import protocols
 from spec_jax.model import (
     block_params,
     config as config_lib,
@@ -47,16 +58,99 @@ _LARGE |= {"num_heads": 32, "tie_word_embeddings": False}
 _TENTH = {"hidden_size": 320, "intermediate_size": 896, "num_layers": 6}
 _TENTH |= {"num_heads": 8, "num_kv_heads": 4}
 
+_TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
+_TINY |= {"num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+
 PRESETS = {
     "qwen3-0.6b": _SMALL,
     "qwen3-1.7b": dataclasses.replace(_SMALL, hidden_size=2048, intermediate_size=6144),
     "qwen3-8b": dataclasses.replace(_SMALL, **_LARGE),
     "draft-60m": dataclasses.replace(_SMALL, **_TENTH),
+    "tiny": dataclasses.replace(_SMALL, dtype="float32", **_TINY),
 }
-"""Configs by the name of their preset: of released models, and of a draft that has a
-tenth of the smallest one's parameters and its vocabulary."""
+"""Configs by the name of their preset: of released models, of a draft that has a tenth
+of the smallest one's parameters and its vocabulary, and of one for rehearsals."""
+
+HEADS = ("dspark", "eagle3", "dflash")
+HEAD_DRAFTS = 7
+"""Drafts on a path of EAGLE-3, and of all trees: as DSpark's block has."""
+
+
+def head_config(
+    kind: str, target: config_lib.Qwen3Config, **changes: Any
+) -> eagle3_params.Eagle3Config | block_params.BlockConfig:
+    """The config of a published head, at the shapes of a target.
+
+    Those of Qwen3-8B: DeepSpec's DSpark of five layers and a block of 7, z-lab's DFlash
+    with a block of 16, EAGLE-3 with 32,000 draft tokens.
+
+    Args:
+      kind: one of `HEADS`.
+      changes: of its fields, and `depth`, the layers of a block drafter.
+    """
+    depth = changes.pop("depth", 1 if kind == "eagle3" else 5)
+    layer = dataclasses.replace(target, num_layers=depth, tie_word_embeddings=False)
+    if kind == "eagle3":
+        made = eagle3_params.Eagle3Config(
+            layer=layer,
+            draft_vocab_size=min(32_000, target.vocab_size // 2),
+            target_hidden_size=target.hidden_size,
+            taps=eagle3_params.default_taps(target.num_layers),
+        )
+        return dataclasses.replace(made, **changes).validate()
+    # The layers whose outputs are read are 1 to L - 3, evenly.
+    taps = (2 + i * (target.num_layers - 4) // 4 for i in range(5))
+    is_dspark = kind == "dspark"
+    made = block_params.BlockConfig(
+        layer=layer,
+        draft_vocab_size=target.vocab_size,
+        taps=changes.pop("taps", None) or tuple(taps),
+        block_size=7 if is_dspark else 16,
+        slots="anchor-first" if is_dspark else "fill-in",
+        mask_token_id=min(151_669, target.vocab_size - 1),
+        head="vanilla" if is_dspark else "none",
+        markov_rank=256 if is_dspark else 0,
+        has_confidence=is_dspark,
+        confidence_with_markov=is_dspark,
+    )
+    return dataclasses.replace(made, **changes).validate()
+
+
+def head_drafter(
+    config: eagle3_params.Eagle3Config | block_params.BlockConfig,
+    target: row_model.RowModel,
+    *,
+    gamma_max: int | None = None,
+    tree_rows: int | None = None,
+) -> eagle3.Eagle3 | block.BlockDrafter:
+    """The head of that config, which drafts for this target.
+
+    Args:
+      gamma_max: of a chain; None: all drafts of a block, or `HEAD_DRAFTS`.
+      tree_rows: of its trees, `comb`; None: it drafts chains.
+    """
+    is_eagle3 = isinstance(config, eagle3_params.Eagle3Config)
+    gamma_max = gamma_max or (HEAD_DRAFTS if is_eagle3 else config.num_drafts)
+    slab = gamma_max + 1 if is_eagle3 else config.block_size
+    drafter = (eagle3.Eagle3 if is_eagle3 else block.BlockDrafter)(
+        head=config,
+        gamma_max=gamma_max,
+        **features.parts_of(config, target, slab=slab),
+    )
+    return drafter.for_tree(comb(tree_rows)) if tree_rows else drafter
+
+
+def comb(rows: int) -> tree_shapes.FixedTree:
+    """A tree of so many rows, the root among them: a path of `HEAD_DRAFTS` first
+    children, then siblings of each of them, in turn."""
+    path = [(0,) * depth for depth in range(HEAD_DRAFTS)]
+    others = ((*node, rank) for rank in range(1, rows) for node in path)
+    nodes = [*path[1:], (0,) * HEAD_DRAFTS, *others][: rows - 1]
+    return tree_shapes.FixedTree(paths=tuple(nodes))
+
 
 _GIB = 2**30
+_MOST_ROWS = protocols.MAX_TREE_ROWS
 
 
 def read_config(shapes: str, *, dtype: str | None) -> config_lib.Qwen3Config:
@@ -112,6 +206,20 @@ def check_device(device: str) -> str:
     return platform
 
 
+def add_heads(group: argparse._ActionsContainer) -> None:
+    """`--head` and `--head-tree`, for `load` and `check_presets`."""
+    cli.add(
+        group,
+        """
+        --head NAME  a head of random weights drafts for --preset, in the shape of
+            published ones, as many tokens as those do
+        --head-tree ROWS  it drafts trees of so many rows: of seven first children, and
+            of their siblings
+        """,
+        NAME=HEADS,
+    )
+
+
 def add_presets(group: argparse._ActionsContainer) -> None:
     """`--preset` and `--draft-preset`, for `load` and `check_presets`."""
     for name, what in (("--preset", "target"), ("--draft-preset", "draft")):
@@ -125,6 +233,14 @@ def check_presets(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         parser.error("--preset brings its own weights: leave out --target and --draft")
     if args.draft_preset and not args.preset:
         parser.error("--draft-preset goes with --preset, which names the target")
+    if getattr(args, "head", None) and (not args.preset or args.draft_preset):
+        parser.error("--head drafts for a --preset, in the place of --draft-preset")
+    rows = getattr(args, "head_tree", None)
+    if rows is not None and not (args.head and HEAD_DRAFTS < rows <= _MOST_ROWS):
+        parser.error(
+            f"--head-tree {rows} is of --head, and from {HEAD_DRAFTS + 1} to "
+            f"{_MOST_ROWS} rows"
+        )
 
 
 def load(
@@ -139,6 +255,9 @@ def load(
     sizes = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype, "impl": args.impl}
     if args.preset:
         names = (args.preset, args.draft_preset)
+        head = getattr(args, "head", None)
+        if head:
+            sizes |= {"head": head, "tree_rows": args.head_tree}
         return preset_lm(*names, as_shapes=as_shapes, **sizes)
     is_head = args.draft is not None and registry.is_head(args.draft)
     drafter = registry.kind_of(args.draft) if is_head else "draft-model"
@@ -156,7 +275,10 @@ def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:
 def names(args: argparse.Namespace) -> dict[str, str | None]:
     """What rows call the models."""
     if args.preset:
-        return {"target": args.preset, "draft": args.draft_preset}
+        head = getattr(args, "head", None)
+        if head and args.head_tree:
+            head = f"{head}, trees of {args.head_tree} rows"
+        return {"target": args.preset, "draft": args.draft_preset or head}
     return {
         "target": str(args.target or EMBEDDED),
         "draft": str(args.draft or EMBEDDED),
@@ -172,11 +294,17 @@ def preset_lm(
     dtype: str | None,
     impl: str,
     as_shapes: bool = False,
+    head: str | None = None,
+    tree_rows: int | None = None,
 ) -> loading.LanguageModel:
-    """Random weights, without a tokenizer; `drafter` is None if `draft` is.
+    """Random weights, without a tokenizer; `drafter` is None without draft and head.
+
+    Those of a target or a draft are made once in a process.
 
     Args:
       as_shapes: no weights, but their shapes, for an `impl` that need not run here.
+      head: one of `HEADS`, which drafts as many tokens as its published ones.
+      tree_rows: of the trees of a head; None: it drafts chains.
     """
     configs = [read_config(preset, dtype=dtype) for preset in (name, draft) if preset]
     impl = impl if as_shapes else dispatch.resolve(impl)
@@ -185,20 +313,15 @@ def preset_lm(
         row_model.RowModel(config=config, impl=impl, slab=slab)
         for config, slab in zip(configs, slabs, strict=False)
     ]
-    shapes = [params_lib.shapes(config) for config in configs]
-    params = shapes
-    if not as_shapes:
-        # Ours, and as many bytes to measure the bandwidth with; noise is drawn in
-        # float32, and a few arrays of its size are alive meanwhile.
-        largest = max(leaf.size for leaf in jax.tree.leaves(shapes))
-        required = 2 * params_lib.num_bytes(shapes) + 4 * 4 * largest
-        check_fits(f"random weights in {configs[0].dtype}", required)
-        params = [
-            params_lib.prepare(noise.weights(c, seed=i + 1), impl)
-            for i, c in enumerate(configs)
-        ]
-    drafter = None
-    if draft:
+    make = params_lib.shapes if as_shapes else functools.partial(_weights, impl=impl)
+    params = [make(config) for config in configs]
+    drafter = draft_params = None
+    if head:
+        config = head_config(head, configs[0])
+        drafter = head_drafter(config, models[0], tree_rows=tree_rows)
+        draft_params = _head_weights(config, params[0], impl, as_shapes)
+    elif draft:
+        draft_params = params[1]
         drafter = draft_model.DraftModel(
             model=models[1],
             gamma_max=gamma_max,
@@ -208,9 +331,47 @@ def preset_lm(
         target=models[0],
         params=params[0],
         drafter=drafter,
-        drafter_params=params[1] if draft else None,
+        drafter_params=draft_params,
         tokenizer=None,
     )
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(config: config_lib.Qwen3Config, *, impl: str) -> params_lib.Params:
+    """Random weights, of one seed a width."""
+    shapes = params_lib.shapes(config)
+    _check_noise(shapes, config.dtype)
+    return params_lib.prepare(noise.of_shapes(shapes, seed=config.hidden_size), impl)
+
+
+def _head_weights(config: Any, target: params_lib.Params, impl: str, as_shapes: bool):
+    """Random weights of a head, with the target's embedding and, if it has all of its
+    tokens, its output matrix; or their shapes."""
+    is_eagle3 = isinstance(config, eagle3_params.Eagle3Config)
+    module = eagle3_params if is_eagle3 else block_params
+    shapes = module.shapes(config)
+    if as_shapes:
+        return shapes
+    shared = {"embed": target.embed, "hot": None}
+    if is_eagle3:
+        shared["hot"] = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
+    else:
+        shared["lm_head"] = target.head
+    own = shapes.replace(**dict.fromkeys(shared))
+    _check_noise(own, config.layer.dtype)
+    made = module.prepare(noise.of_shapes(own, seed=1), impl)
+    return made.replace(**shared)
+
+
+def _check_noise(shapes: Any, dtype: str) -> None:
+    """Raises `MemoryError` unless weights of these shapes fit, twice.
+
+    Once more to measure the bandwidth with; noise is drawn in float32, and a few arrays
+    of its size are alive meanwhile.
+    """
+    largest = max(leaf.size for leaf in jax.tree.leaves(shapes))
+    required = 2 * params_lib.num_bytes(shapes) + 4 * 4 * largest
+    check_fits(f"random weights in {dtype}", required)
 
 
 def preset_hf(lm: loading.LanguageModel) -> hf.Baseline:

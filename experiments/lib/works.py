@@ -49,11 +49,22 @@ class Work:
     """A compiled call, in two parts that can be traced without running."""
 
     program: str  # what is compiled; contexts, rows and gammas are data, and share it
-    params: Any  # first argument of `run`
+    function: Callable  # of jit, by which it is compiled
+    params: Any  # second argument of `apply`
     caches: Any  # or their shapes; they stay as they are
     prepare: Callable[[Any], Any]  # `caches -> state`, of copies; not timed
-    run: Callable[[Any, Any], Any]  # `(params, state) -> outputs`; donates the state
-    calls: int  # how often `run` does what is to be timed
+    # `(function, params, state) -> outputs`: calls `function` once, which donates the
+    # state. It is given `function.trace` too, and so what is compiled ahead is found.
+    apply: Callable[[Callable, Any, Any], Any]
+    calls: int  # how often `function` does what is to be timed
+
+    def run(self, params: Any, state: Any) -> Any:
+        """Calls it; donates the state."""
+        return self.apply(self.function, params, state)
+
+    def once(self) -> Any:
+        """Prepares and calls it."""
+        return self.run(self.params, self.prepare(self.caches))
 
     def thunk(self) -> timing.Thunk:
         """Seconds of one."""
@@ -66,7 +77,7 @@ class Work:
     def trace(self) -> jax.stages.Traced:
         """The timed call as a program; arrays may be shapes."""
         state = jax.eval_shape(self.prepare, self.caches)
-        return compilation.jit(self.run, donate_argnums=1).trace(self.params, state)
+        return self.apply(self.function.trace, self.params, state)
 
 
 def proposals(lm, sizes, context, *, memory) -> Work:
@@ -76,8 +87,8 @@ def proposals(lm, sizes, context, *, memory) -> Work:
     num_taps = len(protocols.taps_of(drafter))
     shape = sizes.capacity, num_taps, config.hidden_size
 
-    def run(params, memory):
-        return propose_along(
+    def apply(function, params, memory):
+        return function(
             drafter,
             params,
             memory,
@@ -92,10 +103,11 @@ def proposals(lm, sizes, context, *, memory) -> Work:
 
     return Work(
         program="draft: proposals",
+        function=propose_along,
         params=lm.drafter_params,
         caches=memory,
         prepare=lambda memory: noise.memory_at(memory, context),
-        run=run,
+        apply=apply,
         calls=sizes.steps * gamma,
     )
 
@@ -113,20 +125,18 @@ def plain_steps(model, params, sizes, context, *, cache, settings=None) -> Work:
             sampling=settings,
         )
 
-    def run(params, state):
-        return baseline.generate(model, params, state, max_steps=most)
-
     return Work(
         program="target: plain steps",
+        function=baseline.generate,
         params=params,
         caches=cache,
         prepare=prepare,
-        run=run,
+        apply=lambda f, params, state: f(model, params, state, max_steps=most),
         calls=sizes.steps,
     )
 
 
-def moves(model, params, sizes, context, *, num_rows, cache) -> Work:
+def moves(model, sizes, context, *, num_rows, cache) -> Work:
     """Moves the path to the last column of a tree, `MOVES` times a step."""
     target = rows_lib.SlotRows(model=model, num_slots=1)
     path = tree_lib.path_to(_two_children(num_rows), num_rows - 1)[1:]
@@ -136,10 +146,8 @@ def moves(model, params, sizes, context, *, num_rows, cache) -> Work:
     def prepare(kv: paged.PagedKV) -> paged.PagedKV:
         return noise.at_length(kv, start + num_rows)
 
-    @functools.partial(compilation.jit, donate_argnums=1)
-    def run(params, kv):
-        del params
-
+    @functools.partial(compilation.jit, donate_argnums=0)
+    def run(kv):
         def step(number, kv):
             # 0, as XLA does not know: places are computed each time, as in rounds.
             none = jnp.minimum(number, 0)
@@ -150,10 +158,11 @@ def moves(model, params, sizes, context, *, num_rows, cache) -> Work:
 
     return Work(
         program=f"target: moves of {num_rows}",
-        params=params,
+        function=run,
+        params=None,
         caches=cache,
         prepare=prepare,
-        run=run,
+        apply=lambda f, params, kv: f(kv),
         calls=calls,
     )
 
@@ -179,8 +188,8 @@ def windows(
     def prepare(kv: paged.PagedKV) -> paged.PagedKV:
         return noise.at_length(kv, context - 1)
 
-    def run(params, kv):
-        return repeat_forward(
+    def apply(function, params, kv):
+        return function(
             model,
             params,
             kv,
@@ -193,10 +202,11 @@ def windows(
     kind = f" of {num_columns} {'tree' if is_tree else 'chain'} rows"
     return Work(
         program="target: windows" + (kind if num_columns else ""),
+        function=repeat_forward,
         params=params,
         caches=cache,
         prepare=prepare,
-        run=run,
+        apply=apply,
         calls=sizes.steps,
     )
 
@@ -316,20 +326,22 @@ def rounds(lm, sizes, context, gamma, *, caches, settings=None) -> Work:
             limit=jnp.int32(context + sizes.steps * (gamma + 1)),
             gamma=jnp.int32(gamma),
             gamma_max=lm.gamma_max,
+            depth_max=protocols.depth_max(lm.drafter),
             sampling=settings,
         )
         return states.State(slots=slots, cache=kv, memory=memory)
 
-    def run(params, state):
+    def apply(function, params, state):
         speculator = round_lib.Speculator(params=params, target=target, drafter=drafter)
-        return round_lib.generate(speculator, state, max_rounds=most)
+        return function(speculator, state, max_rounds=most)
 
     return Work(
         program="rounds",
+        function=round_lib.generate,
         params=(lm.params, lm.drafter_params),
         caches=caches,
         prepare=prepare,
-        run=run,
+        apply=apply,
         calls=sizes.steps,
     )
 
@@ -339,7 +351,7 @@ def no_stop() -> jax.Array:
     return jnp.full((1,), states.NO_STOP, jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("gamma_max",))
+@functools.partial(jax.jit, static_argnames=("gamma_max", "depth_max"))
 def one_slot(
     tokens: jax.Array,
     *,
@@ -347,6 +359,7 @@ def one_slot(
     limit: jax.Array,
     gamma: jax.Array,
     gamma_max: int,
+    depth_max: int,
     sampling: sampling_lib.SamplingSettings | None = None,
 ) -> states.Slots:
     """Returns one slot that generates after `tokens[:length]`; leaves are `[1, ...]`.
@@ -361,7 +374,7 @@ def one_slot(
         gamma=gamma,
         stop_ids=no_stop(),
         gamma_max=gamma_max,
-        depth_max=gamma_max,
+        depth_max=depth_max,
         sampling=sampling,
         policy=None,
     )

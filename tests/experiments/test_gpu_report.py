@@ -1,8 +1,8 @@
 """The GPU report from the command line: its calls, processes, time, what fails."""
 
+import dataclasses
 import importlib
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -11,11 +11,11 @@ import pytest
 from script_runs import rows_of
 
 from experiments import exactness, gpu_report
-from experiments.lib import cli, gpu_calls, processes, suite_plan
+from experiments.lib import cli, gpu_calls, processes, subjects, suite_plan
 
 
 ROOT = processes.ROOT
-MOST_CPU_S = 60
+MOST_CPU_S = 300
 """Of tracing and lowering every program of the report."""
 
 
@@ -25,199 +25,190 @@ def no_gpu(monkeypatch):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """One is found; what is called runs on the CPU."""
-    monkeypatch.setattr(processes, "nvidia_smi", lambda query: "a GPU")
-    monkeypatch.setattr(gpu_calls, "DEVICE", "cpu")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+def few_layers(monkeypatch):
+    """As many as have each kind of kernel: those of a model are traced once anyway."""
+    for name in ("qwen3-0.6b", "qwen3-8b"):
+        config = dataclasses.replace(subjects.PRESETS[name], num_layers=8)
+        monkeypatch.setitem(subjects.PRESETS, name, config)
+    whole = subjects.head_config
+    shallow = lambda kind, target: whole(kind, target, depth=1)
+    monkeypatch.setattr(subjects, "head_config", shallow)
 
 
-def call(name: str, *arguments: str, **more) -> gpu_calls.Call:
-    shared = {"section": "b", "script": "kernels", "seconds": 1.0}
-    return gpu_calls.Call(name=name, arguments=arguments, **(shared | more))
-
-
-def calls_are(monkeypatch, *calls: gpu_calls.Call) -> None:
-    monkeypatch.setattr(gpu_calls, "all_calls", lambda **unused: list(calls))
-
-
-@pytest.mark.parametrize(
-    ("impl", "quick"),
-    list(itertools.product(("triton", "mosaic", "xla"), (False, True))),
-)
-def test_every_call_can_be_parsed(impl, quick, tmp_path, monkeypatch):
+def test_every_call_can_be_parsed(tmp_path, monkeypatch):
     """Fails if a script loses a flag, or two calls write to one file."""
     monkeypatch.chdir(tmp_path)
-    calls = gpu_calls.all_calls(impl=impl, quick=quick)
-    for each in calls:
-        arguments = [word.replace("{out}", str(tmp_path)) for word in each.arguments]
-        assert not any("{" in word for word in arguments), arguments
-        arguments.append("--allow-dirty")
-        if each.script in gpu_calls.ON_EITHER_DEVICE:
-            arguments += ["--device", "gpu"]
-        arguments += ["--out", f"{each.file}.jsonl"]
-        importlib.import_module(f"experiments.{each.script}").parse_args(arguments)
-    for names in ([each.name for each in calls], [each.file for each in calls]):
-        assert len(set(names)) == len(names)
-    assert {each.section for each in calls} == set(gpu_calls.SECTIONS)
-    # Both backends, whatever the others run on; of small heads Mosaic has no kernels.
-    words = [" ".join((each.script, *each.arguments)) for each in calls]
-    for backend in {"triton", "mosaic"} - {impl}:
-        assert any(f"latency --preset qwen3-0.6b --steps 64 --impl {backend}" in each
-                   for each in words) or impl == "xla"  # fmt: skip
-    assert not any("--impl mosaic" in each for each in words if "preset" not in each)
-    # What is compared between processes is compiled in both of them.
-    anew = [each.name for each in calls if gpu_calls.ANEW in each.marks]
-    assert "rows of kernels 0.6b" in anew and "each kernel once 8b" in anew
+    for impl, rehearse in itertools.product(("triton", "xla"), (False, True)):
+        calls = gpu_calls.all_calls(impl=impl, rehearse=rehearse)
+        for each in calls:
+            request = each.request(tmp_path, device="gpu")
+            assert not any("{" in word for word in request["arguments"]), request
+            module = importlib.import_module(request["module"])
+            module.parse_args(request["arguments"])
+        for names in ([each.name for each in calls], [each.file for each in calls]):
+            assert len(set(names)) == len(names)
+        assert {each.section for each in calls} == set(gpu_calls.SECTIONS)
+    words = [" ".join(each.arguments) for each in calls]
+    for head in subjects.HEADS:
+        assert any(f"--head {head} --steps" in each for each in words), head
 
 
 def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
     """Fails if its cells are more than its prompts, or than the kernels, can do."""
     monkeypatch.setattr(suite_plan.dispatch, "backend", lambda: "gpu")
-    calls = gpu_calls.all_calls(impl="triton", quick=False)
-    (found,) = (each for each in calls if each.script == "exactness")
-    planned = suite_plan.from_flags(exactness.parse_args(found.arguments))
-    assert {cell.impl for cell in planned.plan.cells} == {"triton"}
-    assert len({cell.batch for cell in planned.plan.cells}) > 1
+    calls = gpu_calls.all_calls(impl="triton")
+    drafters = set()
+    for found in (each for each in calls if each.script == "exactness"):
+        planned = suite_plan.from_flags(exactness.parse_args(found.arguments))
+        assert {cell.impl for cell in planned.plan.cells} == {"triton"}
+        assert len({cell.batch for cell in planned.plan.cells}) > 1
+        drafters |= {cell.drafter for cell in planned.plan.cells}
+    assert {"draft-model", "eagle3", "dspark"} <= drafters
 
 
-@pytest.mark.slow
-def test_the_first_call_is_lowered_without_a_gpu(tmp_path, no_gpu, capfd):
-    """Fails if it needs a GPU; the whole plan, and its time, is a slow test."""
-    out = tmp_path / "new"
-    arguments = ["--dry-run", "--sections", "0", "--out", str(out)]
-    assert gpu_report.main(arguments) == gpu_report.DONE
-    *rows, _ = rows_of(out / "calls.jsonl")
-    assert rows[0]["kind"] == "versions" and {"jax", "ptxas", "gpu"} <= set(rows[0])
-    assert [row["status"] for row in rows[1:]] == ["done", "done"]
-    lowered = rows_of(out / "0-each-kernel-once-0.6b.jsonl")
-    assert {row["kind"] for row in lowered} == {"compile"}
-    report = (out / gpu_report.REPORT).read_text()
-    assert "## (0) first light" in report and "program=qkv, triton" in report
-    assert "each kernel once 0.6b: done" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_all_programs_are_lowered_within_a_minute_of_cpu(tmp_path, no_gpu):
-    """Fails if Python takes the ten minutes that a GPU may have."""
-    arguments = ["--dry-run", "--out", str(tmp_path)]
+def dry_run(tmp_path, *arguments: str) -> list[dict]:
+    arguments = ["--dry-run", "--out", str(tmp_path), *arguments]
     assert gpu_report.main(arguments) == gpu_report.DONE
     paths = [path for path in tmp_path.glob("*.jsonl") if path.stem != "calls"]
-    rows = [row for path in paths for row in rows_of(path)]
-    assert len(rows) > 300 and {row["kind"] for row in rows} == {"compile"}
+    return [row for path in paths for row in rows_of(path)]
+
+
+def test_programs_are_lowered_without_a_gpu(tmp_path, no_gpu, few_layers, capfd):
+    """Fails if a program needs a GPU to be traced and lowered for one."""
+    out = tmp_path / "new"
+    only = ("--only", "^(steps 0.6b|dspark$|eagle3 tree of 32)")
+    rows = dry_run(out, *only)
+    assert {row["kind"] for row in rows} == {"compile"}
+    names = {"target: plain steps", "target: windows", "draft: proposals"}
+    assert names | {"forced: plain", "forced: rounds"} == {r["program"] for r in rows}
+    versions, *calls = rows_of(out / "calls.jsonl")
+    assert versions["kind"] == "versions" and {"jax", "ptxas", "gpu"} <= set(versions)
+    assert [row["status"] for row in calls] == ["done"] * 3
+    report = (out / gpu_report.REPORT).read_text()
+    assert "## (h, heads) dspark: done" in report and "forced: rounds" in report
+    assert "(h) dspark: done" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_all_programs_are_lowered(tmp_path, no_gpu):
+    """Fails if Python takes most of the eight minutes that a GPU may have."""
+    rows = dry_run(tmp_path)
+    assert len(rows) > 50 and {row["kind"] for row in rows} == {"compile"}
     assert sum(row["cpu_s"] for row in rows) < MOST_CPU_S
 
 
-def test_calls_are_processes_whose_rows_are_kept(tmp_path, monkeypatch, gpu):
-    """Fails if what one prints is lost, or a failure is taken for success."""
-    quick = ("--rows", "1", "--repeats", "1", "--only", "^a call")
-    calls_are(
-        monkeypatch,
-        call("a product", *quick, "--impls", "xla"),
-        call("its bits", *quick, "--impls", "native", "--check", "once"),
-        call("bits anew", *quick, "--impls", "native", "--check", "once"),
-        call("unusable", "--rows", "0", section="c"),
-    )
-    arguments = ["--out", str(tmp_path), "--budget", "36000"]
-    assert gpu_report.main(arguments) == gpu_report.FAILED
-    _, *calls, compared = rows_of(tmp_path / "calls.jsonl")
-    statuses = [(row["name"], row["status"], row["rows"]) for row in calls]
-    assert statuses == [
-        ("a product", "done", 2),
-        ("its bits", "done", 1),
-        ("bits anew", "done", 1),
-        ("unusable", "failed", 0),
-    ]
-    assert compared["compared"] == 1 and compared["differing"] == []
-    report = (tmp_path / gpu_report.REPORT).read_text()
-    assert "### unusable: failed" in report and "must be at least 1" in report
-    assert "plain read" in report
-
-
-def test_hashes_of_processes_are_compared(tmp_path):
-    """Fails if a difference is missed, or names of other models are compared."""
-    calls = [call("one"), call("two")]
-
-    def differing(*shapes_and_hashes) -> dict:
-        for each, (shapes, sha256) in zip(calls, shapes_and_hashes, strict=True):
-            row = {"kind": "hash", "check": "qkv", "impl": "triton"}
-            row |= {"shapes": shapes, "sha256": sha256}
-            (tmp_path / f"{each.file}.jsonl").write_text(json.dumps(row) + "\n{half")
-        return gpu_report.compare(tmp_path, calls)
-
-    assert differing(("8b", "1"), ("8b", "1"))["differing"] == []
-    assert differing(("8b", "1"), ("8b", "2"))["differing"] == ["8b qkv triton"]
-    assert differing(("8b", "1"), ("0.6b", "2"))["compared"] == 0
-
-
-def test_time_that_is_not_used_goes_to_the_next(tmp_path, monkeypatch, gpu):
-    """Fails if calls together could take more than the budget."""
-    now, shares = [0.0], {}
-
-    def run_call(args, each, *, budget_s):
-        shares[each.name] = budget_s
-        now[0] += 10 if each.name.startswith("rows") else budget_s
-        return {"kind": "call", "section": each.section, "name": each.name,
-                "status": "done", "command": "", "errors": []}  # fmt: skip
-
-    monkeypatch.setattr(gpu_report, "run_call", run_call)
-    monkeypatch.setattr(gpu_report.time, "monotonic", lambda: now[0])
-    arguments = ["--budget", "3000", "--out", str(tmp_path)]
+@pytest.mark.slow
+def test_a_rehearsal(tmp_path, no_gpu):
+    """Fails if a call does not run where all others do, or what is compiled ahead of
+    them is another program."""
+    out = str(tmp_path)
+    only = ("--only", "^(steps 0.6b|eagle3$)", "--budget", "36000")
+    arguments = ["--rehearse", "--impl", "xla", "--out", out, *only]
     assert gpu_report.main(arguments) == gpu_report.DONE
-    calls = gpu_calls.all_calls(impl="triton", quick=False)
-    assert list(shares) == [each.name for each in calls] and now[0] <= 3000
-    weight = sum(each.seconds for each in calls)
-    # Some of what calls before it left.
-    assert shares["kernels 8b"] > 3000 * 45 / weight - 6
+    rows = rows_of(tmp_path / "h-eagle3.jsonl", "rounds")
+    assert [row["forced_rate"] for row in rows] == ["mt-bench", "gsm8k"]
+    assert all(row["matched"] and row["differing_kv"] == 0 for row in rows)
+    (head,) = (r for r in rows_of(tmp_path / "h-eagle3.jsonl") if "pass_bytes" in r)
+    assert head["drafts"] == 7 and head["pass_bytes"] > 0
+    ahead = rows_of(tmp_path / "compile-h-eagle3.jsonl")
+    assert all(row["launches"] > 0 and row["compile_s"] > 0 for row in ahead)
+    # Plain decoding, which both calls share, and rounds: of either process.
+    made = (tmp_path / gpu_report.COMPILED).glob("jit_generate-*-cache")
+    assert len(list(made)) == 2
 
 
-def test_the_most_telling_calls_fit_in_nine_minutes(tmp_path, monkeypatch, gpu, capfd):
-    """Fails if a call is begun that has no time, or the default leaves out a round."""
-    made = []
+SCRIPT = """
+import json, os, pathlib, time
 
-    def run_call(args, each, *, budget_s):
-        made.append((each, budget_s))
-        return {"kind": "call", "section": each.section, "name": each.name,
-                "status": "done", "command": "", "errors": []}  # fmt: skip
-
-    monkeypatch.setattr(gpu_report, "run_call", run_call)
-    assert gpu_report.main(["--out", str(tmp_path)]) == gpu_report.DONE
-    assert {each.section for each, _ in made} == set("0acde")
-    assert all(budget_s > each.seconds - 4 for each, budget_s in made)
-    assert "calls, for which the time is enough; --budget 1" in capfd.readouterr().out
-    made.clear()
-    assert gpu_report.main(["--out", str(tmp_path), "--budget", "9"]) == gpu_report.DONE
-    assert len(made) == 1  # However short the time is.
+def main(argv):
+    out = argv[argv.index("--out") + 1]
+    pathlib.Path(out).write_text(json.dumps({"kind": "pid", "pid": os.getpid()}))
+    print(f"here is {argv[0]}", flush=True)
+    actions = {
+        "die": os.abort, "fail": lambda: 2, "raise": lambda: 1 / 0,
+        "leave": lambda: os._exit(0), "sleep": lambda: time.sleep(36_000),
+    }
+    return actions.get(argv[0], int)()
+"""
 
 
-def run_python(tmp_path, code: str, *, limit_s: float = 36_000.0):
-    (tmp_path / "a_script.py").write_text(code)
-    variables = processes.environment(compiled=tmp_path)
-    variables["PYTHONPATH"] = str(tmp_path)
-    output = tmp_path / "out.txt"
-    done = processes.run(
-        "a_script", [], output=output, variables=variables, limit_s=limit_s
-    )
-    return done, output.read_text()
+def call(what: str, seconds: float = 3600.0) -> gpu_calls.Call:
+    own = {"section": "c", "script": "a_script", "arguments": (what.split()[0],)}
+    return gpu_calls.Call(name=what, seconds=seconds, **own)
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "words"),
-    [
-        ("print('fine')", "done", "fine"),
-        ("raise SystemExit(1)", "failed", ""),
-        ("import os, sys; print('no warps', flush=True); os.abort()", "died", "warps"),
-        ("raise SystemExit(7)", "died", ""),
-    ],
-)
-def test_how_a_process_ends(tmp_path, code, status, words):
-    done, printed = run_python(tmp_path, code)
-    assert done.status == status and words in printed
+@pytest.fixture
+def ways_to_end(tmp_path, monkeypatch):
+    """Calls of a script that ends in another way each; a GPU is found."""
+    package = tmp_path / "experiments_of_test"
+    package.mkdir()
+    (package / "a_script.py").write_text(SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(processes, "nvidia_smi", lambda query: "a GPU")
+    request = gpu_calls.Call.request
+
+    def of_test(self, *arguments, **keywords):
+        return request(self, *arguments, **keywords) | {"module": "a_script"}
+
+    monkeypatch.setattr(gpu_calls.Call, "request", of_test)
+
+    def run(*calls: gpu_calls.Call, budget: str = "36000") -> tuple[int, list[dict]]:
+        monkeypatch.setattr(gpu_calls, "all_calls", lambda **unused: list(calls))
+        status = gpu_report.main(["--out", str(tmp_path), "--budget", budget])
+        return status, rows_of(tmp_path / "calls.jsonl")[1:]
+
+    return run
 
 
-def test_a_process_past_its_time_is_ended(tmp_path):
-    done, _ = run_python(tmp_path, "import time; time.sleep(36_000)", limit_s=0.5)
-    assert done.status == "ended"
+def test_what_ends_is_followed_by_another_process(tmp_path, ways_to_end):
+    """Fails if one call takes those after it along, or its rows are lost."""
+    names = ("fine", "again", "fail", "raise", "die", "then", "leave", "last")
+    status, rows = ways_to_end(*map(call, names))
+    assert status == gpu_report.FAILED
+    assert [(row["name"], row["status"]) for row in rows] == [
+        *(("fine", "done"), ("again", "done"), ("fail", "failed")),
+        *(("raise", "failed"), ("die", "died"), ("then", "done")),
+        *(("leave", "died"), ("last", "done")),
+    ]
+    pids = [rows_of(tmp_path / f"c-{name}.jsonl")[0]["pid"] for name in names]
+    assert all(row["rows"] == 1 for row in rows)
+    # One process until it dies, and so on.
+    assert len({*pids[:5]}) == len({*pids[5:7]}) == 1 and len({*pids}) == 3
+    report = (tmp_path / gpu_report.REPORT).read_text()
+    assert "die: died" in report and "here is die" in report
+    assert "ZeroDivisionError" in report
+
+
+def test_what_takes_too_long_is_ended(tmp_path, ways_to_end, monkeypatch, capfd):
+    """Fails if a call that hangs takes the time of others, or of the machine."""
+    monkeypatch.setattr(gpu_report, "_START_S", 6.0)
+    calls = call("sleep", 0.1), call("fine", 0.1), call("too long", 3600)
+    status, rows = ways_to_end(*calls, call("last", 0.1), budget="600")
+    assert status == gpu_report.FAILED
+    found = [(row["name"], row["status"]) for row in rows]
+    assert found[:2] == [("sleep", "ended"), ("fine", "done")]
+    assert found[2:] == [("too long", "left out"), ("last", "done")]
+    assert "left out, for want of time: too long" in capfd.readouterr().out
+
+
+def test_the_first_call_is_made_however_short_the_time_is(ways_to_end):
+    status, rows = ways_to_end(call("fine"), call("other"), budget="60")
+    assert status == gpu_report.DONE
+    assert [row["status"] for row in rows] == ["done", "left out"]
+
+
+def test_the_most_telling_calls_fit():
+    """Fails if the default leaves out a head, or bits."""
+    args, spent_s, made = gpu_report.parse_args([]), 0.0, []
+    for each in gpu_calls.all_calls(impl="triton"):
+        if each.seconds <= args.budget - spent_s:
+            made.append(each)
+            spent_s += each.seconds
+    assert {"dspark", "eagle3 tree of 32", "exactness", "trace 8b"} <= {
+        each.name for each in made
+    }
+    assert len(made) >= 12
 
 
 def test_variables_of_a_process(monkeypatch, tmp_path):
@@ -225,11 +216,14 @@ def test_variables_of_a_process(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    made = processes.environment(compiled=tmp_path, xla_flags="--b", memory_share=0.45)
-    assert made["XLA_CLIENT_MEM_FRACTION"] == "0.45"
+    made = processes.environment(compiled=tmp_path, xla_flags="--b", memory_share=0.88)
+    assert made["XLA_CLIENT_MEM_FRACTION"] == "0.88"
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in made
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in made
     assert made["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path)
     assert made["XLA_FLAGS"] == "--mine --b"
+    ahead = processes.environment(compiled=tmp_path, memory_share=0.04)
+    assert ahead["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     anew = processes.environment(compiled=None)
     assert anew["JAX_ENABLE_COMPILATION_CACHE"] == "false"
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
@@ -241,11 +235,11 @@ def test_it_starts_from_a_bare_tree():
     """Fails if `python -m` from the root needs the packages to be installed."""
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.gpu_report", "--list", "--only", "gamma 4"],
+        [sys.executable, "-m", "experiments.gpu_report", "--list", "--only", "dspark$"],
         **{"cwd": ROOT, "env": variables, "capture_output": True, "text": True},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("(d) rounds gamma 4: latency --preset qwen3-8b")
+    assert done.stdout.startswith("(h) dspark, 35 s: latency --preset qwen3-8b")
 
 
 @pytest.mark.parametrize(
@@ -256,6 +250,7 @@ def test_it_starts_from_a_bare_tree():
         (["--budget", "0"], ["--budget", "at least 1"]),
         (["--only", "draft ("], ["--only", "no regular expression"]),
         (["--dry-run", "--only", "gama 4", "--out", "x"], ["--only gama 4", "--list"]),
+        (["--rehearse"], ["--out FOLDER is needed"]),
         (["--dry-run"], ["--out FOLDER is needed"]),
         ([], ["no GPU is found", "--dry-run"]),
         (["--dry-run", "--out", "/dev/null/new"], ["/dev/null"]),

@@ -25,6 +25,7 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.debug import evidence
+from spec_jax.drafters import tree_shapes
 from spec_jax.engine import baseline, round as round_lib, scheduler, state as states
 from spec_jax.model import params as params_lib, row_model
 
@@ -76,9 +77,9 @@ def test_a_path_is_moved(lm, monkeypatch):
     monkeypatch.setattr(works, "MOVES", 1)
     sizes = works.Sizes(capacity=32, page_size=PAGE_SIZE, steps=1)
     kv = noise.noisy_cache(lm.target, capacity=32, page_size=PAGE_SIZE)
-    work = works.moves(lm.target, lm.params, sizes, 8, num_rows=7, cache=kv)
+    work = works.moves(lm.target, sizes, 8, num_rows=7, cache=kv)
     before = evidence.committed_kv(work.prepare(kv), 14)
-    after = evidence.committed_kv(work.run(lm.params, work.prepare(kv)), 14)
+    after = evidence.committed_kv(work.once(), 14)
     for was, now in zip(before, after, strict=True):
         # Columns 2 and 6 of a tree from place 7 on.
         np.testing.assert_array_equal(now[:, 8:10], was[:, [9, 13]])
@@ -221,28 +222,70 @@ def test_a_cache_can_be_set_to_any_length(lm):
 )
 def test_masks_accept_what_is_asked(rate, gamma):
     """Fails if the rate is taken for that of each draft alone."""
-    sizes = {"start": 128, "limit": 256, "gamma": gamma}
-    mask = forced_drafter.choose_mask(rate, **sizes, size=300)
-    proposed, accepted = forced_drafter.simulate(mask, **sizes)
+    sizes = {"start": 128, "limit": 256}
+    chances = forced_drafter.chances(rate, gamma, head=None)
+    kept = forced_drafter.choose_kept(chances, **sizes, size=300)
+    proposed, accepted = forced_drafter.simulate(kept, **sizes, gamma=gamma)
     assert accepted / proposed == pytest.approx(rate, abs=0.01)
+
+
+@pytest.mark.parametrize("head", subjects.HEADS)
+@pytest.mark.parametrize("name", forced_drafter.DATA_SETS)
+def test_heads_are_forced_to_what_is_published(head, name):
+    """Fails if seven drafts keep another length, or the first another share."""
+    tokens, first = forced_drafter._PUBLISHED[head, name]
+    chances = forced_drafter.chances(name, 7, head=head)
+    assert 1 + np.cumprod(chances).sum() == pytest.approx(tokens, abs=1e-6)
+    assert chances[0] == (first or chances[1]) and all(0 < c < 1 for c in chances)
+    longer = forced_drafter.chances(name, 15, head=head)
+    assert longer[:7] == chances and longer[14] == chances[6]
+
+
+def test_acceptance_that_cannot_be_is_told(lm):
     with pytest.raises(ValueError, match="1.5"):
-        forced_drafter.choose_mask(1.5, **sizes, size=300)
+        forced_drafter.chances(1.5, 4, head=None)
+    with pytest.raises(ValueError, match="gsm8k.*--head"):
+        forced_drafter.chances("gsm8k", 4, head=None)
+    tree = lm.drafter.for_tree(tree_shapes.parse("2x2:4"))
+    drafter = forced_drafter.ForcedDrafter(inner=tree, vocab_size=256)
+    with pytest.raises(ValueError, match="2x2:4.*fixed shape"):
+        assert drafter.right is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [("dspark",), ("eagle3", "--head-tree", "9"),
+                                  ("dflash",)])  # fmt: skip
+def test_heads_of_random_weights(more, tmp_path, monkeypatch):
+    """Fails if a head at the shapes of a preset keeps other tokens than are forced, or
+    its rounds differ from decoding."""
+    out = tmp_path / "out.jsonl"
+    forced = ("--forced", "0.5,gsm8k", "--gen-tokens", "12", "--out", str(out))
+    arguments = ["--preset", "tiny", "--impl", "xla", "--head", *more, *forced]
+    sizes = ["--contexts", "16", "--steps", "1", "--repeats", "1"]
+    assert latency.main([*arguments, *sizes]) == 0
+    rows = rows_of(out, "rounds")
+    assert [row["forced_rate"] for row in rows] == [0.5, "gsm8k"]
+    for row in rows:
+        assert row["matched"] and row["differing_kv"] == 0
+        # Drafts of trees were kept to some depth, too.
+        assert row["tokens_per_target_step"] > 1.9
+    (head,) = (row for row in rows_of(out, "step") if row["step"] == "draft step")
+    assert head["pass_bytes"] > 0
+    drafts = {"dspark": 7, "eagle3": 8, "dflash": 15}
+    assert head["drafts"] == rows[0]["gamma"] == drafts[more[0]]
 
 
 def test_tokens_and_keys_that_differ_are_told(lm):
     """Negative control: a text that is another one, one bit of a key, and a NaN."""
     runs = forced_rounds.make_runs(lm, start=8, generated=4, page_size=16)
-    state = runs.run_plain(runs.target_cache())
+    state = runs.plain().once()
     trace = np.asarray(state.tokens)
-    drafter = forced_drafter.ForcedDrafter(
-        inner=lm.drafter, vocab_size=lm.target.config.vocab_size
-    )
     known = forced_drafter.ForcedParams(
         draft=lm.drafter_params,
         trace=jnp.asarray(trace),
-        kept=jnp.ones(trace.shape, bool),
+        kept=jnp.full(trace.shape, GAMMA),
     )
-    spec = runs.run_rounds(runs.both_caches(), drafter, known, GAMMA)
+    spec = runs.rounds(known, GAMMA).once()
     kv, slot = spec.cache, scheduler.slot_of(spec.slots, 0)
     seconds = {0.5: [1.0], forced_rounds.PLAIN: [2.0]}
     timings = timing.Timings(warm_up={0.5: 3.0}, seconds=seconds)
@@ -326,6 +369,9 @@ def test_noise_is_the_same_in_every_process():
         (["--forced", "39"], ["--forced", "between 0 and 1"]),
         (["--device", "gpu"], ["--device gpu", "no GPU"]),
         (["--dry-run"], ["--dry-run needs a --preset"]),
+        (["--head", "dspark"], ["--head", "--preset"]),
+        (["--head-tree", "16"], ["--head-tree 16 is of --head"]),
+        (["--forced", "gsm8k"], ["--forced", "--head"]),
         (["--preset", "qwen3-0.6b"], ["leave out"]),
         (["--draft-preset", "qwen3-0.6b"], ["--preset"]),
         (["--top-k", "5"], ["--temperature 0"]),

@@ -15,7 +15,6 @@ from spec_jax.drafters import (
     draft_model,
     each,
     eagle3 as eagle3_lib,
-    features,
     tree_shapes,
 )
 from spec_jax.engine import (
@@ -217,17 +216,10 @@ def verify_tree(name: str, **options) -> hopper.Program:
 
 def head(name: str, **options) -> eagle3_lib.Eagle3:
     """A published head of dialect A, at the shapes of the target `name`."""
-    config = eagle3_params.Eagle3Config(
-        layer=dataclasses.replace(
-            CONFIGS[name], num_layers=1, tie_word_embeddings=False
-        ),
-        draft_vocab_size=32_000,
-        target_hidden_size=CONFIGS[name].hidden_size,
-        # Of a target of four layers, which is compiled.
-        taps=(1, 2, 3),
-    )
-    drafts = dataclasses.replace(model(name, **options), config=config.layer)
-    return eagle3_lib.Eagle3(head=config, model=drafts, gamma_max=GAMMA_MAX)
+    # Of a target of four layers, which is compiled.
+    config = subjects.head_config("eagle3", CONFIGS[name], taps=(1, 2, 3))
+    target = model(name, **options)
+    return subjects.head_drafter(config, target, gamma_max=GAMMA_MAX)
 
 
 def head_step(name: str, **options) -> hopper.Program:
@@ -268,38 +260,13 @@ BLOCK = 7
 
 
 def block_head(
-    name: str,
-    *,
-    size: int = BLOCK,
-    depth: int = 5,
-    head: block_params.Head = "vanilla",
-    **options,
+    name: str, *, kind: str = "dspark", size: int = BLOCK, depth: int = 5, **options
 ) -> block.BlockDrafter:
-    """DSpark as DeepSpec describes it for 8B, at the shapes of the target `name`.
-
-    Or DFlash, which has no `head`.
-    """
-    has_head = head != "none"
-    config = block_params.BlockConfig(
-        layer=dataclasses.replace(
-            CONFIGS[name], num_layers=depth, tie_word_embeddings=False
-        ),
-        draft_vocab_size=CONFIGS[name].vocab_size,
-        # Of a target of six layers, which is compiled.
-        taps=(1, 2, 3, 4, 5),
-        block_size=size,
-        slots="anchor-first" if has_head else "fill-in",
-        mask_token_id=151_669,
-        head=head,
-        markov_rank=256 if has_head else 0,
-        has_confidence=has_head,
-        confidence_with_markov=has_head,
-    )
-    return block.BlockDrafter(
-        head=config.validate(),
-        gamma_max=config.num_drafts,
-        **features.parts_of(config, model(name, **options), slab=size),
-    )
+    """DSpark or DFlash as published for 8B, at the shapes of the target `name`."""
+    changes = {"block_size": size, "depth": depth}
+    # Of a target of six layers, which is compiled.
+    config = subjects.head_config(kind, CONFIGS[name], taps=(1, 2, 3, 4, 5), **changes)
+    return subjects.head_drafter(config, model(name, **options))
 
 
 def block_step(name: str, *, size: int, num_blocks: int = 1, **options):
@@ -331,7 +298,7 @@ def block_round(
     target = rows.SlotRows(
         model=model(name, layers=layers, **options), num_slots=num_slots
     )
-    drafter = block_head(name, size=size, head="none", **options)
+    drafter = block_head(name, kind="dflash", size=size, **options)
     shapes = params_lib.shapes(target.config), block_params.shapes(drafter.head)
     return _round(target, drafter, shapes)
 

@@ -261,6 +261,23 @@ def test_a_scheduled_round_of_blocks(compiled, size):
     checks.assert_near(len(report.launches), stated, f"two blocks of {size}")
 
 
+@pytest.mark.rest
+def test_a_round_of_dflash(compiled):
+    """Fails if DFlash runs its block more than once a round, or has more launches."""
+    report = compiled(models.block_round, "qwen3-8b", layers=6)
+    report.assert_fits()
+    tree = checks.nested(report.thunks)
+    loops = [ours(checks.flat([each])) for each in tree if each[0].kind == "kWhile"]
+    depth = models.block_head("qwen3-8b", kind="dflash").head.layer.num_layers
+    # Context: the fused features, and keys and values of each layer. The block, whose
+    # queries are a product apart, and its logits; the target is outside of loops.
+    context, block = loops
+    assert context == ["skinny_gemm", "rms_norm", *["skinny_gemm"] * depth]
+    layer = [*LAYER[:2], "skinny_gemm", *LAYER[2:]]
+    assert block == [*layer * depth, "rms_norm", "skinny_gemm"]
+    checks.assert_near(len(report.launches), 165, "a round of DFlash")
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", checks.DEPTH)
 def test_xla_computes_no_float(compiled, name):
