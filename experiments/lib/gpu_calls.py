@@ -37,13 +37,13 @@ XLA_FLAGS = "--xla_enable_command_buffers_during_profiling=true"
 # the long contexts, once the kernels for a GPU take them.
 _CALLS = """
 c | 45 | steps 0.6b | {small} --steps 128 {all}
-c | 70 | steps 8b | {pair} --steps 32 {all}
 d | 40 | rounds of 8b with 0.6b | {pair} {forced} --forced 0.39,0.6,0.8 --gammas 4,2
+c | 60 | steps 8b | {pair} --steps 32 {all}
 h | 35 | dspark | {large} --head dspark {published}
 h | 35 | eagle3 tree of 32 | {large} --head eagle3 --head-tree 32 {published}
+a | 60 | exactness | exactness {cells}
 h | 30 | eagle3 | {large} --head eagle3 {published}
 h | 35 | dflash | {large} --head dflash {published}
-a | 60 | exactness | exactness {cells}
 a | 30 | exactness eagle3 | exactness --drafter eagle3 {one} {cells}
 a | 30 | exactness dspark | exactness --drafter dspark {one} {cells}
 t | 20 | trace 0.6b | {small} {traced}

@@ -25,7 +25,7 @@ NUM_WARPS = 8
 def _kernel(
     num_active_ref,  # [1]
     x_ref,  # [1, block]
-    sums_ref,  # [splits, 1, block] float32 or None
+    sums_ref,  # [splits, block] float32 or None
     weight_ref,  # [1, block]
     *out_refs,  # [1, block]: the normed row, and the sum where there is one
     width: int,
@@ -44,7 +44,7 @@ def _kernel(
         if sums_ref is not None:
             total = jnp.zeros((1, block), jnp.float32)
             for split in range(sums_ref.shape[0]):
-                total += load(sums_ref.at[split])
+                total += load(sums_ref.at[pl.ds(split, 1), :])
             x += total.astype(x.dtype)
             plt.store(out_refs[1].at[...], x, mask=mask)
         x, weight = x.astype(jnp.float32), load(weight_ref.at[...])
@@ -101,7 +101,7 @@ def _call(x, sums, weight, *, num_active, eps, interpret):
     row = pl.BlockSpec((1, block), lambda r: (r, 0))
     partial, count = None, 1
     if sums is not None:
-        partial = pl.BlockSpec((sums.shape[0], 1, block), lambda r: (0, r, 0))
+        partial = pl.BlockSpec((sums.shape[0], None, block), lambda r: (0, r, 0))
         count = 2
     return pl.pallas_call(
         functools.partial(_kernel, width=D, eps=eps, interpret=interpret),

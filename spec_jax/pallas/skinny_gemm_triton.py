@@ -14,8 +14,11 @@ Padding rows are neither read nor written. Rows that are to be normed are normed
 kernel of their own, before the product's.
 
 With `splits` above one, each split of K has its own programs, which store partial sums
-[splits, parts, R, N] in float32; `gemm_reduce_triton` adds them in ascending order. No
-atomics: nothing depends on which program ends first.
+[splits, parts, R, N] in float32. The norm that follows adds them in ascending order
+(`add`), or else `gemm_reduce_triton`. No atomics: nothing depends on which program ends
+first. Narrow products are split: instructions on one sum wait for each other, and of
+those with few columns there are no others to fill the time. On an H100 the two of a
+layer of 0.6B took 5.1 and 6.1 us whole, and take 3.3 and 4.0 us in splits of 512.
 
 A plan is a function of the weight's shape alone. That, and rows that an instruction
 computes independently, is the row contract: the batched product and the product of one
@@ -94,11 +97,15 @@ def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
     block_n = _block(num_columns // parts, width // parts)
     is_narrow = block_n == MIN_BLOCK
     terms = (4096 if is_narrow else 8192) // width
-    if parts == 1 and is_narrow and num_terms % SPLIT == 0 < num_terms // SPLIT - 1:
-        # Instructions on one sum wait for each other: 33 cycles each, 3 us of 3072.
-        splits = num_terms // SPLIT
-        return Plan(block_n=MIN_BLOCK, block_k=256, splits=splits, num_warps=2,
-                    num_stages=SPLIT // 256 + 1)  # fmt: skip
+    if parts == 1 and is_narrow and num_terms >= 2 * SPLIT and num_terms % SPLIT == 0:
+        block_k = SPLIT // 2
+        return Plan(
+            block_n=MIN_BLOCK,
+            block_k=block_k,
+            splits=num_terms // SPLIT,
+            num_warps=2,
+            num_stages=SPLIT // block_k + 1,
+        )
     return Plan(
         block_n=block_n,
         block_k=max(2 * MIN_BLOCK, _block(num_terms, terms)),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.pallas import skinny_gemm_triton as gemm, slab
+from spec_jax.pallas import rms_norm_triton, skinny_gemm_triton as gemm, slab
 
 
 EPS = 1e-6
@@ -21,6 +21,13 @@ CHAINS = dataclasses.replace(SMALL, chains=2)
 _project = jax.jit(
     functools.partial(gemm.project, interpret=True),
     static_argnames=("eps", "out_dtype", "transposed", "plan"),
+)
+_add = jax.jit(
+    functools.partial(gemm.add, interpret=True), static_argnames=("eps", "plan")
+)
+_norm = jax.jit(
+    functools.partial(rms_norm_triton.rms_norm, interpret=True),
+    static_argnames=("eps",),
 )
 _gate = jax.jit(
     functools.partial(gemm.gate, interpret=True),
@@ -236,6 +243,34 @@ def test_nan_stays_in_its_row_and_column(rng):
     assert np.isnan(y[3]).all() and np.isnan(y[:, 6]).all()
 
 
+@pytest.mark.parametrize("plan", [SMALL, SPLIT])
+def test_what_is_added_is_normed_as_by_two_kernels(rng, plan):
+    """Fails if the norm that adds partial sums rounds or orders them another way.
+
+    Negative control: the same sums in twice as many pieces, of which one half cancels
+    the other, so that what is left is how they were added.
+    """
+    case = Case(K=256, N=40, plan=plan, has_norm=False, has_residual=True)
+    inputs, norm = case.inputs(rng), 1 + oracle.normal(rng, 40, scale=0.2)
+    inputs["x"][:, 128:] = -inputs["x"][:, :128]
+    inputs["w"][:, 128:] = inputs["w"][:, :128]
+    inputs["residual"][3:5] = 0
+    how = {"num_active": np.int32(5), "eps": EPS}
+
+    def add(plan):
+        x, w, residual = (inputs[name] for name in ("x", "w", "residual"))
+        return _add(x, w, residual, norm, plan=plan, **how)
+
+    added, normed = (np.asarray(y)[:5] for y in add(plan))
+    expected = case.run(**inputs, live=5)
+    testing.assert_same_bits(added, expected[:5])
+    expected = np.asarray(_norm(expected, norm, **how))
+    testing.assert_same_bits(normed, expected[:5])
+    others, _ = add(dataclasses.replace(plan, splits=2 * plan.splits))
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(np.asarray(others)[:5], added)
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("shape", [(4096, 4096), (1024, 2048), (6144, 4096), (5, 7)])
 def test_plans_fit(shape, parts):
@@ -245,7 +280,7 @@ def test_plans_fit(shape, parts):
     assert plan == gemm.plan_for(*shape, parts=parts)
     for change in ({"splits": 0}, {"num_stages": 0}, {"block_k": 1 << 20}):
         broken = dataclasses.replace(plan, **change)
-        with pytest.raises(ValueError, match="no split|shared memory"):
+        with pytest.raises(ValueError, match="no split|shared memory|splits of"):
             gemm.check_plan(broken, shape[1], parts=parts)
 
 
