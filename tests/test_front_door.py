@@ -10,7 +10,7 @@ import tokenizers
 
 import spec_jax as sj
 from experiments.lib import prompt_files, prompts
-from spec_jax import lossless, testing
+from spec_jax import generation, lossless, testing
 from spec_jax.drafters import ngram
 from spec_jax.gamma import goodput, threshold
 
@@ -150,7 +150,7 @@ def test_metrics_and_provenance_hang_on_the_result(cycle):
 
 
 def test_stop_as_ids_and_as_text(cycle):
-    """A token ends all prompts; () none; text that is several tokens is refused."""
+    """A token ends all prompts; nothing given, those of the folder alone."""
     (stop,) = cycle.tokenizer.encode("a")
     for given in ("a", ["a"], stop, [stop], np.array([stop]), (stop, "a")):
         for call in (sj.generate, sj.decode):
@@ -162,6 +162,91 @@ def test_stop_as_ids_and_as_text(cycle):
     for given in ((), None):
         out = sj.generate(cycle, "a", max_tokens=25, stop=given)
         assert out.status is sj.Status.LENGTH and len(out.tokens) == 25
+
+
+def test_given_stops_add_to_those_of_the_folder(cycle):
+    """Unless they are ignored; and special tokens are in the text if asked for."""
+    (first,), (later,) = map(cycle.tokenizer.encode, ("a", "b"))
+    tokenizer = dataclasses.replace(
+        cycle.tokenizer, stop_ids=(first,), special_tokens={"eos_token": "a"}
+    )
+    ends = dataclasses.replace(cycle, tokenizer=tokenizer)
+    rest = TEXT[1:]
+    for call in (sj.generate, sj.decode, _streamed):
+        for stop in (None, (), later, [later, first]):
+            out = call(ends, "a", max_tokens=25, stop=stop)
+            assert out.status is sj.Status.STOP
+            assert out.tokens[-1] == first and out.text == rest
+            shown = call(ends, "a", max_tokens=25, stop=stop, skip_special_tokens=False)
+            assert shown.text == rest + "a" and shown.tokens == out.tokens
+        out = call(ends, "a", max_tokens=25, ignore_eos=True)
+        assert out.status is sj.Status.LENGTH and len(out.tokens) == 25
+        out = call(ends, "a", max_tokens=25, ignore_eos=True, stop=[first])
+        assert out.status is sj.Status.STOP
+
+
+def _streamed(lm, prompt, **settings):
+    """The end of a stream, whose pieces have made up its text."""
+    stream, text = sj.stream(lm, prompt, **settings), ""
+    while True:
+        try:
+            text += next(stream).text
+        except StopIteration as end:
+            assert text == end.value.text
+            return end.value
+
+
+def test_options_reach_the_chat_template(lm):
+    """From every call; they are of messages alone."""
+    template = "{{ messages[0].content }}{% if enable_thinking %}!{% endif %}"
+    tokenizer = dataclasses.replace(lm.tokenizer, chat_template=template)
+    other = dataclasses.replace(lm, tokenizer=tokenizer)
+    chat = [{"role": "user", "content": "hi"}]
+    for call in (sj.generate, sj.decode, _streamed):
+        for options, text in ((None, "hi"), ({"enable_thinking": True}, "hi!")):
+            out = call(other, chat, max_tokens=2, chat=options)
+            assert out.prompt_tokens == lm.tokenizer.encode(text)
+    report = sj.check_lossless(other, chat, max_tokens=2, chat={"enable_thinking": 1})
+    assert report.comparisons[0].prompt_tokens == 3
+
+
+def test_equal_prompts_of_one_seed_are_told(lm):
+    """They are equal samples; greedy ones, and others, are not told."""
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
+    drawn = sj.Sampling(seed=3)
+    for sampling in (drawn, [drawn, sj.Sampling(seed=4), drawn]):
+        with pytest.warns(
+            UserWarning, match="equal prompts with one seed give equal s"
+        ):
+            run, _ = generation.prepare(lm, prompts, sampling=sampling)
+    generation.prepare(lm, prompts[1:], sampling=drawn)
+    generation.prepare(lm, prompts, sampling=sj.Sampling(temperature=0))
+    each = [sj.Sampling(seed=n) for n in range(3)]
+    generation.prepare(lm, prompts, sampling=each)
+
+
+NAMES = {
+    "temperature": r"sampling=sj.Sampling\(temperature=...\)",
+    "top_p": r"sampling=sj.Sampling\(top_p=...\)",
+    "seed": r"sampling=sj.Sampling\(seed=...\)",
+    "do_sample": r"sampling=sj.Sampling\(\), or nothing",
+    "max_new_tokens": "max_tokens=...",
+    "num_return_sequences": "a list of the prompt and sampling=",
+    "stop_token_ids": r"stop=\[ID, ...\]",
+    "enable_thinking": r"chat=\{'enable_thinking': ...\}",
+    "maxtokens": "max_tokens",
+    "nonsense_of_all_kinds": "lm, prompt, max_tokens",
+}
+"""Names that others have, and what is to be written."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_names_point_to_the_right_one(lm, name):
+    """Fails if a user of another library is told of an unexpected keyword alone."""
+    for call in (sj.generate, sj.stream, sj.decode, sj.check_lossless):
+        message = f"^{call.__name__} has no argument '{name}': write {NAMES[name]}"
+        with pytest.raises(TypeError, match=message):
+            call(lm, PROMPTS[0], **{name: 1})
 
 
 @pytest.mark.few(2)
@@ -237,6 +322,31 @@ BAD = {
     ),
     "no text at all": ({"prompt": 7}, "a prompt of type int: give text, token ids, me"),
     "a prompt of numbers": ({"prompt": [[1.5]]}, "give one row of token ids, whole n"),
+    "a prompt of one number": ({"prompt": [1.0]}, "dtype float64: give one row of tok"),
+    "a message": (
+        {"prompt": {"role": "user", "content": "hi"}},
+        "a prompt of type dict: messages are a list, even one, as in .*'role': 'user'",
+    ),
+    "a message among prompts": (
+        {"prompt": ["a", {"role": "user"}]},
+        "a prompt of type dict: messages are a list",
+    ),
+    "nothing among prompts": (
+        {"prompt": ["a", None]},
+        "a prompt of type NoneType: giv",
+    ),
+    "options of no chat": (
+        {"chat": {"enable_thinking": True}},
+        "chat=.* is of chats, and no prompt has messages",
+    ),
+    "options by place": (
+        {"prompt": [{"role": "user"}], "chat": ["tools"]},
+        r"chat=\['tools'\] is no mapping of names",
+    ),
+    "an option of no template": (
+        {"prompt": [{"role": "user", "content": "hi"}], "chat": {"thinking": True}},
+        "chat template: does not read thinking; its options are add_generation_prompt",
+    ),
     "a token of another vocabulary": ({"prompt": [3, 264]}, r"264, outside \[0, 264\)"),
     "rows of ids": ({"prompt": np.ones((2, 2), int)}, r"prompt has shape \[2, 2\]"),
     "max_tokens": (
@@ -260,8 +370,29 @@ BAD = {
         r"page_size=1000000000 is above 2048, the positions of the model \("
         r"max_position_embeddings\): ask for smaller pages",
     ),
-    "stop text": ({"stop": ["ab"]}, "stop text 'ab' is 2 tokens: give text of one tok"),
+    "stop text": ({"stop": ["ab"]}, "stop text 'ab' is 2 tokens: generation would run"),
+    "stop of letters": (
+        {"stop": "egg"},
+        "stop text 'egg' is 3 tokens: .* give token i",
+    ),
+    "stop in a larger token": (
+        {"stop": "e"},
+        "stop text 'e' .* 1 others, such as '<|e",
+    ),
     "stop numbers": ({"stop": [1.5]}, "stop has shape .* give one row of token ids"),
+    "a stop number": ({"stop": 1.5}, "stop has shape .* give one row of token ids"),
+    "a large stop": ({"stop": [2**31]}, r"stop has token 2147483648, outside \[0, 264"),
+    "a negative stop": ({"stop": -1}, r"stop has token -1, outside \[0, 264\)"),
+    "no stop": ({"stop": [None]}, "stop has shape .* give one row of token ids"),
+    "many tokens": ({"max_tokens": 2**31}, "max_tokens=2147483648 is above 2147483647"),
+    "sampling by number": (
+        {"sampling": 0.7},
+        "sampling=0.7: give a Sampling, or a lis",
+    ),
+    "no sampling for one": (
+        {"prompt": ["a", "b"], "sampling": [sj.Sampling(), None]},
+        r"sampling\[1\]=None: give a Sampling for each prompt; Sampling\(temperature=0",
+    ),
     "sampling": (
         {"prompt": ["a", "b"], "sampling": [sj.Sampling()]},
         "1 settings of sampling for 2 prompts: give one for all, or one for each",

@@ -22,6 +22,8 @@ from spec_jax.model import chat_template, config as config_lib, hub
 _END_OF_TEXT = "<|endoftext|>"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _SHOWN_DIFFERENCES = 3
+OLD_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+"""Files that would contradict those of `Tokenizer.to_files`."""
 _CHAT_OPTIONS: Mapping[str, Any] = {
     "tools": None,
     "documents": None,
@@ -118,6 +120,37 @@ class Tokenizer:
         marked = {one for one, token in self._added.items() if token.special}
         named = map(self.backend.token_to_id, self.special_tokens.values())
         return frozenset(marked.union(one for one in named if one is not None))
+
+    def to_files(self, *, num_positions: int, vocab_size: int) -> dict[str, Any]:
+        """Returns the JSON files of which `load` makes an equal tokenizer, by name.
+
+        Args:
+          num_positions, vocab_size: of the model; larger stop ids are left out.
+        """
+        named = {
+            f"{name}_id": self.backend.token_to_id(text)
+            for name, text in self.special_tokens.items()
+            if name in ("bos_token", "pad_token")
+        }
+        stops = [one for one in self.stop_ids if one < vocab_size]
+        first = stops[0] if stops else None
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": num_positions,
+            "clean_up_tokenization_spaces": False,
+            **self.special_tokens,
+        }
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        return {
+            "tokenizer.json": json.loads(self.backend.to_str()),
+            "tokenizer_config.json": settings,
+            "generation_config.json": {
+                "pad_token_id": first,
+                **named,
+                "eos_token_id": first if len(stops) < 2 else stops,
+            },
+        }
 
     def stop_id(self, text: str) -> int:
         """Returns the token that ends a generation exactly where `text` is written.
