@@ -188,6 +188,7 @@ def generate(
         rule=rule,
         page_size=page_size,
     )
+    run.warn()
     started = time.perf_counter()
     finished = {one.number: one for one in run.scheduler.run(run.requests)}
     seconds = time.perf_counter() - started
@@ -259,6 +260,7 @@ def stream(
         )
     if lm.tokenizer is None:
         raise ValueError("stream yields text, and the model has no tokenizer")
+    run.warn()
     return _pieces(run, lm.tokenizer)
 
 

@@ -153,6 +153,11 @@ class Run:
             skip_special_tokens=skip_special_tokens,
         )
 
+    def warn(self) -> None:
+        """Warns of drafts past the positions that the drafter was trained for."""
+        longest = max(map(len, self.prompts)) + self.requests[0].max_tokens
+        checks.warn_positions(self.lm.drafter, longest)
+
     def decode(self, number: int) -> baseline.DecodeState:
         """Decodes one prompt without drafts; the state as the loop leaves it."""
         return baseline.generate(

@@ -5,6 +5,7 @@ only flag is raised here, with what was already committed.
 """
 
 import numbers
+import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -75,6 +76,19 @@ def check_count(**counts: int) -> None:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if value >= 2**31:
             raise ValueError(f"{name}={value!r} is above {2**31 - 1}: give less")
+
+
+def warn_positions(drafter: Any, length: int) -> None:
+    """Warns where a text of `length` has positions that a drafter's model lacks."""
+    model = getattr(getattr(drafter, "draft", drafter), "model", None)
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", length)
+    if length > most:
+        warnings.warn(
+            f"{type(drafter).__name__} has {most} positions (max_position_embeddings), "
+            f"and texts here are longer: its drafts past them extrapolate, and few may "
+            "be accepted; the text stays the target's",
+            stacklevel=2,
+        )
 
 
 def check_gamma(gamma: int, gamma_max: int) -> None:
