@@ -1,6 +1,7 @@
 """`import spec_jax as sj`: text, ids or messages in; text, origins and numbers out."""
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -508,6 +509,24 @@ def test_models_and_drafters_that_do_not_fit_are_refused(lm, tmp_path):
         lm.with_drafter(wide)
     short = sj.load(folder, drafter=ngram.PromptLookup(gamma_max=2))
     assert short.gamma_max == 2
+
+
+@pytest.mark.parametrize("kind", ["draft-model", "eagle3"])
+def test_drafters_of_few_positions(tmp_path, kind):
+    """Fails if positions that a drafter lacks are told of as a page's size, or are not
+    told of; none of them is where drafts end within them."""
+    target, draft = tiny_pair.write(tmp_path)
+    if kind == "eagle3":
+        draft = tiny_pair.write_head(tmp_path / "head", target)
+    path = draft / "config.json"
+    stated = json.loads(path.read_text()) | {"max_position_embeddings": 12}
+    path.write_text(json.dumps(stated))
+    lm = sj.load(target, draft=draft, drafter=kind, gamma_max=2)
+    words = "has 12 positions .* drafts past them extrapolate, .* stays the target's"
+    with pytest.warns(UserWarning, match=words):
+        out = sj.generate(lm, PROMPTS[0], max_tokens=8)
+    assert out.tokens == sj.decode(lm, PROMPTS[0], max_tokens=8).tokens
+    sj.generate(lm, PROMPTS[0], max_tokens=3)
 
 
 def test_what_the_package_lists_is_there():
