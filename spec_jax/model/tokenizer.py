@@ -125,7 +125,8 @@ class Tokenizer:
         """Returns the JSON files of which `load` makes an equal tokenizer, by name.
 
         Args:
-          num_positions, vocab_size: of the model; larger stop ids are left out.
+          num_positions: of the model.
+          vocab_size: of the model; larger stop ids are left out.
         """
         named = {
             f"{name}_id": self.backend.token_to_id(text)
