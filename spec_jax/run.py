@@ -331,7 +331,7 @@ def _check_chat(chat: Any, prompts: Sequence[Any]) -> None:
             f"{chat=} is no mapping of names: give the template's options, as in "
             "chat={'enable_thinking': True}"
         )
-    if not any(map(_is_chat, prompts)):
+    if chat and not any(map(_is_chat, prompts)):
         raise ValueError(
             f"{chat=} is of chats, and no prompt has messages: give them, as in "
             "[{'role': 'user', 'content': 'hi'}], or leave chat out"
